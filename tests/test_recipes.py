@@ -286,11 +286,11 @@ def test_a_verb_is_a_row_and_an_operation(monkeypatch: pytest.MonkeyPatch, forge
         tail = before(actions, request)
         return [b for a in tail for b in ([Action("PULL", a.unit), a] if a.op == "UPDATE" else [a])]
 
-    before = compiler._make_update_tail
+    before = compiler._make_update_actions
     plain, _ = spawn(lambda comm: (trained(comm, 1)[0].parameters(), 0), 2)[0]
     monkeypatch.setitem(VERBS, "PULL", Verb(reads=("scale",), adds=("final:page",), about="page"))
     monkeypatch.setitem(operations.OPERATIONS, "PULL", pull)
-    monkeypatch.setattr(compiler, "_make_update_tail", placed)
+    monkeypatch.setattr(compiler, "_make_update_actions", placed)
     forget()
 
     def run(comm: Communicator) -> tuple[dict[str, np.ndarray], Program]:

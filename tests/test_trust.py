@@ -34,7 +34,7 @@ from fsdpx.ext.observe.chrome import TraceHeader, merge_traces
 from fsdpx.ext.observe.folder import RunFolder
 from fsdpx.ext.observe.log import TrainingLog
 from fsdpx.ext.observe.measure import ClockReading
-from fsdpx.ext.observe.page import write_page
+from fsdpx.ext.observe.page import write_report_page
 from fsdpx.ext.offload.disk import lock_folder
 from fsdpx.ext.watch.flight_recorder import FlightRecorder, read_all_records, read_record
 from fsdpx.launch import python_api
@@ -377,7 +377,7 @@ def test_a_trace_that_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypatch
 def test_a_page_of_what_others_have_written_is_made_or_refused_in_words(tmp_path: Path, events: list[Any]) -> None:
     packed(tmp_path, events=events, shown=1)
     with pytest.raises(ConfigError, match=f"{tmp_path}: what is in it is not as fsdpx writes it"):
-        write_page(RunFolder(tmp_path))
+        write_report_page(RunFolder(tmp_path))
 
 
 def test_names_in_a_page_are_text(tmp_path: Path) -> None:
@@ -387,7 +387,7 @@ def test_names_in_a_page_are_text(tmp_path: Path) -> None:
     events = [{"ph": "X", "cat": cat, "name": name, "ts": 0.0, "dur": 9.0, "args": more} for cat, name in slices]
     packed(tmp_path, events=events, shown=1, host=hostile, mesh=hostile, version=hostile)
     page_of = RunFolder(tmp_path)
-    write_page(page_of)
+    write_report_page(page_of)
     text = page_of.page_path.read_text()
     assert text.count("&lt;script&gt;") > 3
     assert "<script" not in text

@@ -15,7 +15,7 @@ from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.trainer.initialize import init
 from fsdpx.errors import ConfigError
-from fsdpx.ext.observe.plots import check_drawable, draw_scaling, save_figure
+from fsdpx.ext.observe.plots import draw_scaling, require_drawable, save_figure
 from fsdpx.launch.catalog import CatalogModel, find_model
 from fsdpx.launch.show import draw_step, make_no_field_error, parse_numbers, parse_recompute, report_unwritable
 from fsdpx.plan.auto import MACHINE_FILE
@@ -61,7 +61,7 @@ def plan_job(args: argparse.Namespace) -> str:
     """Search, draw what the command line asks for, and return the plan as text."""
     for option, path in (("--png", args.png), ("--ranks-png", args.ranks_png)):
         if path is not None:
-            check_drawable(option, path)
+            require_drawable(option, path)
     example = find_model(args.example, args.batch)
     fixed = {name: getattr(args, name) for name in FIXED_PLACEMENTS if getattr(args, name) is not None}
     fixed |= {} if args.mesh is None else {"mesh": Mesh.parse(args.mesh)}

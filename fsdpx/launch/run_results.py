@@ -6,7 +6,7 @@ from fsdpx.core.trainer.fit_checkpoints import FitHistory
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import install_hint
 from fsdpx.ext.observe.folder import RunFolder
-from fsdpx.ext.observe.page import write_page
+from fsdpx.ext.observe.page import write_report_page
 from fsdpx.ext.observe.report import ReportSummary
 
 __all__ = ["format_summary_line", "save_results"]
@@ -36,7 +36,7 @@ def save_results(trainer: Trainer, history: FitHistory, folder: RunFolder, summa
         trainer.save(folder.model_folder)
     if trainer.call_runner.rank == 0:
         folder.write_report(str(summary), summary.to_json())
-        write_page(folder)
+        write_report_page(folder)
         curve = "curve.png" if drawn else f"no curve.png ({install_hint('plot')})"
         print(
             f"run folder: {folder.path}: config.json, metrics.csv, metrics.jsonl, {curve}, report.html, report.txt, "

@@ -12,8 +12,8 @@ from fsdpx.core.trainer.fit_checkpoints import CheckpointConfig
 from fsdpx.core.trainer.initialize import init
 from fsdpx.errors import ConfigError
 from fsdpx.ext.observe.chrome import merge_traces
-from fsdpx.ext.observe.folder import RunFolder, agree_on_run_folder, report_unreadable
-from fsdpx.ext.observe.page import write_page
+from fsdpx.ext.observe.folder import RunFolder, agree_on_run_folder, reporting_unreadable_files
+from fsdpx.ext.observe.page import write_report_page
 from fsdpx.ext.observe.plots import explain_missing_matplotlib
 from fsdpx.launch.builder import ModelBuilder
 from fsdpx.launch.run_results import format_summary_line, save_results
@@ -24,7 +24,7 @@ __all__ = ["merge_and_print_traces", "print_runs", "train_run_file", "write_repo
 def write_report(args: argparse.Namespace) -> int:
     """Print the report as text, write its HTML page and print the path; return the exit status."""
     folder = RunFolder(args.run)
-    print(write_page(folder))
+    print(write_report_page(folder))
     print(f"\n{folder.page_path}")
     if why := explain_missing_matplotlib():
         print(f"it has no pictures: {why}")
@@ -33,7 +33,7 @@ def write_report(args: argparse.Namespace) -> int:
 
 def merge_and_print_traces(args: argparse.Namespace) -> int:
     """Merge the traces of all ranks and print where the result is; return the exit status."""
-    with report_unreadable(args.folder):
+    with reporting_unreadable_files(args.folder):
         path, error, messages = merge_traces(args.folder)
     print(
         f"{path}: open it in https://ui.perfetto.dev\n"
@@ -54,7 +54,7 @@ def print_runs(args: argparse.Namespace) -> int:
     if not found:
         raise ConfigError(f"{args.folder}/ holds no run: train one, or name the folder with --in")
     folders = [RunFolder(path) for path in found]
-    with report_unreadable(args.folder):
+    with reporting_unreadable_files(args.folder):
         print(_format_runs(folders))
         if len(given) > 1:
             print(f"\n{_format_differences(folders)}")

@@ -34,10 +34,10 @@ from fsdpx.core.trainer.out_of_memory import format_cheaper_options
 from fsdpx.core.trainer.recipe import DistributionChoices
 from fsdpx.errors import ConfigError
 from fsdpx.ext.fields.grid import Grid
-from fsdpx.ext.observe.chrome import TraceHeader, TracePlace, write_simulated
-from fsdpx.ext.observe.plots import StepLanes, check_drawable, make_figure, save_figure
+from fsdpx.ext.observe.chrome import TraceGroups, TraceHeader, write_simulated_trace
+from fsdpx.ext.observe.plots import StepLanes, make_figure, require_drawable, save_figure
 from fsdpx.ext.observe.recording import ActionSpan, ProgramRecord, TransferSpan
-from fsdpx.ext.observe.report import format_call
+from fsdpx.ext.observe.report import format_transfer
 from fsdpx.ext.offload.choice import OffloadConfig
 from fsdpx.launch.catalog import CATALOG, CatalogModel, find_model
 from fsdpx.plan.dry_run import DryRun, dry_run
@@ -99,7 +99,7 @@ OF_LAYERS = ("tensor", "data", "domain")  # axes over which layers communicate, 
 def show(args: argparse.Namespace) -> str:
     """Return the text of `show` for the options of its command line."""
     if args.png is not None:
-        check_drawable("--png", args.png)
+        require_drawable("--png", args.png)
     example = _grow_batch(find_model(args.example, args.batch), args.batch, args.chunks)
     mesh = None if args.mesh is None else Mesh.parse(args.mesh)
     check_axes(mesh, args.schedule, args.sequence)
@@ -295,7 +295,7 @@ def _format_traffic(run: DryRun) -> str:
         layers = axis in OF_LAYERS and (predicted is None or predicted.calls < count.calls)
         more = "(in layers)" if layers else "" if predicted else "(control)"
         words = " ".join(filter(None, (check, more)))
-        rows.append((format_call(axis, call), f"{count.calls:,}", format_bytes(count.bytes), words))
+        rows.append((format_transfer(axis, call), f"{count.calls:,}", format_bytes(count.bytes), words))
     return format_table(rows if len(rows) > 1 else [*rows, ("nothing", "", "", "")])
 
 
@@ -413,9 +413,9 @@ def trace_step(dry: StepDryRuns, found: Prediction, path: str) -> str:
         header = TraceHeader(rank, found.mesh.size, str(axes.mesh), place, host, 0.0, [])
         row = [event for event in found.events if event.rank == stage]
         turn = _make_record(run, row, held["activations"], run.programs[dry.few])
-        ranks.append((header, turn, TracePlace.from_axes(axes)))
+        ranks.append((header, turn, TraceGroups.from_axes(axes)))
     with report_unwritable(path):
-        write_simulated(Path(path), ranks)
+        write_simulated_trace(Path(path), ranks)
     return f"traced: {path}, {len(ranks)} of {found.mesh.size} ranks of {found.machine.name}, simulated"
 
 

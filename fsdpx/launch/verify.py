@@ -16,7 +16,7 @@ from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.program import SCHEDULES
-from fsdpx.core.state.gradients import chunks_of_rank
+from fsdpx.core.state.gradients import get_chunks_of_rank
 from fsdpx.core.trainer.initialize import init
 from fsdpx.core.trainer.recipe import DistributionChoices
 from fsdpx.core.trainer.trainer import Trainer
@@ -232,7 +232,7 @@ def _iterate_batches(comm: Communicator, steps: int, chunks: int | None, seq_len
         tokens = rng.integers(0, VOCAB, (rows, seq_len + 1))
         tokens[:, 1::5] = -100 if step % 2 else tokens[:, 1::5]  # labels that the loss ignores
         if chunks:
-            mine, each = chunks_of_rank(chunks, comm.rank, comm.size), rows // chunks
+            mine, each = get_chunks_of_rank(chunks, comm.rank, comm.size), rows // chunks
             part = slice(mine.start * each, mine.stop * each)
         else:
             part = slice(rows * comm.rank // comm.size, rows * (comm.rank + 1) // comm.size)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # mypy then checks these modules in the order in which they r
     from fsdpx.core.comm.mesh import Mesh
     from fsdpx.core.compression import Choice
     from fsdpx.core.state.sample_layout import Domain
-    from fsdpx.core.state.storage import StorageChoice
+    from fsdpx.core.state.storage import StorageLevelChoice
     from fsdpx.core.state.sync_policy import SyncChoice
     from fsdpx.core.state.units import Stages
     from fsdpx.core.trainer.recipe import RuntimeOptions
@@ -52,7 +52,7 @@ def as_distributed(
     sequence: SequenceMode | None = None,
     elastic: bool | ElasticConfig = False,
     average: Average | None = None,
-    offload: StorageChoice | None = None,
+    offload: StorageLevelChoice | None = None,
     domain: Domain | None = None,
     runtime: RuntimeOptions | None = None,
     **rarely: Unpack[RuntimeArgs],

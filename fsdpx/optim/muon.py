@@ -118,7 +118,7 @@ class Muon:
         full = {name: _assemble_matrix(xp, some, p.dtype) for name, some in known.items()}
         for s, run in zip(segments.items, segments.spans_per_segment(self.groups), strict=True):
             if s.name in full and s.start < s.stop:
-                self._update_part(xp, p[s.start : s.stop], full[s.name], s, run, lr * run.lr_scale)
+                self._update_matrix(xp, p[s.start : s.stop], full[s.name], s, run, lr * run.lr_scale)
 
     def count_sent_elements(self, s: ShardSegment) -> int:
         """Return how many elements this rank sends to each other rank that holds a part of the parameter.
@@ -163,7 +163,7 @@ class Muon:
         direction += m * share
         return direction
 
-    def _update_part(self, xp: Any, p: Any, full: Any, s: ShardSegment, run: HyperparameterSpan, lr: float) -> None:
+    def _update_matrix(self, xp: Any, p: Any, full: Any, s: ShardSegment, run: HyperparameterSpan, lr: float) -> None:
         """Update this rank's part p of a matrix, given all elements `full` of its direction."""
         matrix = full.reshape(s.shape[0], -1)
         o = orthogonalize(xp, matrix).reshape(-1)[s.offset : s.offset + p.size]

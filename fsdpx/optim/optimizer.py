@@ -227,7 +227,7 @@ def update_parameters(
         if whole or not any(s.missed for s in segments.items):
             optimizer.update(xp, p, g, slots, step=step, segments=segments, **rates)
             return
-        for at, missed, part in segments.stretches_by_missed:
+        for at, missed, part in segments.spans_by_missed_updates:
             mine = {name: array[at] for name, array in slots.items()}
             optimizer.update(xp, p[at], g[at], mine, step=step - missed, segments=part, **rates)
 

@@ -165,14 +165,14 @@ class ShardSegments:
         return {}
 
     @cached_property
-    def stretches_by_missed(self) -> list[tuple[slice, int, "ShardSegments"]]:
+    def spans_by_missed_updates(self) -> list[tuple[slice, int, "ShardSegments"]]:
         """The shard as the fewest stretches of parameters with equal `missed`: (slice of the shard, missed, its
         segments)."""
         spans = []
         for missed, same in groupby(self.items, key=lambda s: s.missed):
             items = list(same)
             spans.append(
-                (slice(items[0].start, items[-1].stop), missed, self._cut_block(items[0].start, items[-1].stop))
+                (slice(items[0].start, items[-1].stop), missed, self._slice_segments(items[0].start, items[-1].stop))
             )
         return spans
 
@@ -204,7 +204,7 @@ class ShardSegments:
         """
         return self._get_cached(_make_spans, groups)
 
-    def split_blocks(self, most: int) -> list[tuple[int, "ShardSegments"]]:
+    def split_into_blocks(self, most: int) -> list[tuple[int, "ShardSegments"]]:
         """Split the shard into blocks of at most `most` elements.
 
         Parameters
@@ -218,11 +218,11 @@ class ShardSegments:
         """
         if most not in self._blocks_by_size:
             self._blocks_by_size[most] = [
-                (start, self._cut_block(start, start + most)) for start in range(0, self.size, most)
+                (start, self._slice_segments(start, start + most)) for start in range(0, self.size, most)
             ]
         return self._blocks_by_size[most]
 
-    def _cut_block(self, start: int, stop: int) -> "ShardSegments":
+    def _slice_segments(self, start: int, stop: int) -> "ShardSegments":
         cuts = [(s, max(s.start, start), min(s.stop, stop)) for s in self.items if s.start < stop and s.stop > start]
         return ShardSegments(
             tuple(replace(s, start=a - start, stop=b - start, offset=s.offset + a - s.start) for s, a, b in cuts)
@@ -237,7 +237,7 @@ class ShardSegments:
     ) -> tuple[HyperparameterSpan, ...]:
         """Return `make(items, groups)`, cached: every update needs it, and matching thousands of names takes longer
         than the update."""
-        key = (make, freeze_groups(groups))
+        key = (make, make_hashable_groups(groups))
         if key not in self._cached_spans:
             self._cached_spans[key] = make(self.items, key[1])
         return self._cached_spans[key]
@@ -338,7 +338,7 @@ def is_in_group(name: str, norm: bool, pattern: str) -> bool:
     return norm if pattern == NORMS else fnmatchcase(name, pattern)
 
 
-def freeze_groups(groups: ParamGroups) -> Frozen:
+def make_hashable_groups(groups: ParamGroups) -> Frozen:
     return tuple((pattern, tuple(sorted(values.items()))) for pattern, values in groups.items())
 
 

@@ -24,7 +24,7 @@ from fsdpx.core.comm.backend import FakeCommunicator, FakeNodeCommunicator
 from fsdpx.core.engine.activations import HeapRecorder
 from fsdpx.core.program import Program
 from fsdpx.core.state import tuning
-from fsdpx.core.state.footprint import Footprint, ProcessBytes, count_arena_bytes
+from fsdpx.core.state.footprint import Footprint, ProcessBytes, count_arena_and_window_bytes
 from fsdpx.core.trainer.distribute import distribute
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import ConfigError
@@ -175,7 +175,7 @@ class DryRun:
             "code of libraries": ProcessBytes(base.files + base.mpi_files, (base.files + base.mpi_files) // here),
             "MPI": ProcessBytes(base.mpi, base.mpi),
             "Python objects of layers": ProcessBytes(objects, objects),
-            **count_arena_bytes(self.trainer.inspect.engine.state, here),
+            **count_arena_and_window_bytes(self.trainer.inspect.engine.state, here),
             "activations": ProcessBytes(self.peak_heap_bytes, self.peak_heap_bytes),
             "between activations": ProcessBytes(
                 self.peak_heap_bytes // ACTIVATION_BYTES_PER_GAP_BYTE,

@@ -119,7 +119,8 @@ def _make_memory_curve(
 ) -> dict[str, list[tuple[float, int]]]:
     """Return kind of memory -> [(seconds, bytes from then on)] of one rank of the pipe. row: its simulated events."""
     state, program = run.session.state, run.programs[microbatches]
-    changes: dict[str, list[tuple[float, int]]] = {kind: [(0.0, n)] for kind, n in state.ledger.count_bytes().items()}
+    held = state.ledger.count_bytes_by_kind()
+    changes: dict[str, list[tuple[float, int]]] = {kind: [(0.0, n)] for kind, n in held.items()}
     passing = {
         one.key.page: one.nbytes for one in state.ledger if one.is_freed_by_update
     }  # on the heap, not in the arena

@@ -16,7 +16,7 @@ from fsdpx.core.base.messages import format_bytes
 from fsdpx.core.comm.mesh import AXES, Mesh
 from fsdpx.core.engine.activations import HeapRecorder
 from fsdpx.core.engine.engine import Engine
-from fsdpx.core.engine.operations import describe_subject
+from fsdpx.core.engine.operations import describe_action_target
 from fsdpx.core.engine.slab_plan import find_buffer_lifetimes
 from fsdpx.core.program import SCHEDULES, SLOTS, Slot
 from fsdpx.core.state.ledger import LEDGER_KINDS
@@ -154,7 +154,7 @@ def find_peak(engine: Engine, watch: HeapRecorder) -> MemoryPeak:
     ]
     words = (
         str(action),
-        describe_subject(engine.placement, action, program.kind),
+        describe_action_target(engine.placement, action, program.kind),
         watch.action_at_peak + 1,
         len(program.actions),
     )

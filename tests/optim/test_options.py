@@ -195,7 +195,7 @@ def test_the_first_pattern_that_matches_wins():
 )
 def test_no_decay_knows_norms_by_what_they_are(name, norm, decays):
     held = ShardSegments((ShardSegment(name, 0, 10, 0, 10, norm=norm),))
-    for part in (held, held.split_blocks(4)[1][1]):
+    for part in (held, held.split_into_blocks(4)[1][1]):
         (run,) = part.hyperparameter_spans(optim.no_decay)
         assert run.decay_or(0.1) == (0.1 if decays else 0.0)
 

@@ -44,7 +44,7 @@ from fsdpx.core.checkpoint.read import (
 from fsdpx.core.checkpoint.save import gather_checksums
 from fsdpx.core.checkpoint.scalars import RunScalars, require_state, restore_scalars
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.state.ledger import get_saved_format, list_saved_tensors
+from fsdpx.core.state.ledger import get_state_dtype, list_saved_tensors
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.errors import CheckpointError
@@ -165,7 +165,7 @@ def _require_data(loader: Any, scalars: RunScalars) -> None:
 
 def describe_weights(state: TrainState) -> Wanted:
     place = state.placement
-    return {name: (get_saved_format(place, name), spec.shape) for name, spec in place.layout.specs.items()}
+    return {name: (get_state_dtype(place, name), spec.shape) for name, spec in place.layout.specs.items()}
 
 
 def _require_slots(state: TrainState, scalars: RunScalars, source: CheckpointSource, where: str, convert: bool) -> None:
@@ -178,7 +178,7 @@ def _require_slots(state: TrainState, scalars: RunScalars, source: CheckpointSou
             "weights alone"
         )
     known = list_saved_tensors(place, scalars.replica_count).items()
-    rest = {n: (get_saved_format(place, n), s.shape) for n, s in known if n not in place.layout.specs}
+    rest = {n: (get_state_dtype(place, n), s.shape) for n, s in known if n not in place.layout.specs}
     slot_entries = source.filter_files(state=True).tensors
     codecs = {name: slot_entries[name] for name in slot_entries if CodecMemoryName.parse(name) is not None}
     _require_names_and_formats(rest, {n: slot_entries[n] for n in slot_entries.keys() - codecs.keys()}, where, convert)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from fsdpx.core.array.namespace import namespace_of
 from fsdpx.core.state.flat_parameters import Interval, Page
-from fsdpx.core.state.ledger import LedgerKey, LedgerRow, get_saved_name, get_tensor_name
+from fsdpx.core.state.ledger import LedgerKey, LedgerRow, get_saved_name_prefix, get_tensor_name
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.nn.layer import ParameterSpec
@@ -148,7 +148,7 @@ def _shards_of_row(
         yield LocalShard(name, array.reshape(-1), 0, layout.specs[name], 0, 1)
         return
     replica = placement.axes.coordinates.replica
-    before = get_saved_name(row, replica if replicas is None else replica % replicas)
+    before = get_saved_name_prefix(row, replica if replicas is None else replica % replicas)
     for field, start, part in layout.pages[p].iterate_fields(array, row.span):
         name, spec = get_tensor_name(before, field.source), layout.specs[field.source]
         yield LocalShard(name, part, start, spec, layout.spread.rank, layout.spread.width)

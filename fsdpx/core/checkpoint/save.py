@@ -49,7 +49,7 @@ from fsdpx.core.checkpoint.read import CheckpointSource
 from fsdpx.core.checkpoint.scalars import RunScalars, collect_scalars
 from fsdpx.core.checkpoint.write import CHECKSUM_PREFIX, Manifest, write_shards
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.state.ledger import get_saved_format, list_saved_tensors
+from fsdpx.core.state.ledger import get_state_dtype, list_saved_tensors
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.errors import CheckpointError
@@ -265,7 +265,7 @@ def make_file_layout(placement: Placement, choices: SaveChoices, scalars: RunSca
     kept: name -> shape of the codec memory of all ranks."""
     specs, asked = placement.layout.specs, None if choices.dtype is None else dtype_to_code(parse_dtype(choices.dtype))
     known = {
-        n: (dtype_to_code(get_saved_format(placement, n)), s.shape) for n, s in list_saved_tensors(placement).items()
+        n: (dtype_to_code(get_state_dtype(placement, n)), s.shape) for n, s in list_saved_tensors(placement).items()
     }
     weights = {n: (asked or code, shape) for n, (code, shape) in known.items() if n in specs}
     rest = {n: tensor for n, tensor in known.items() if n not in specs}

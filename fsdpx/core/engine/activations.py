@@ -20,15 +20,15 @@ from fsdpx.core.state.train_state import TrainState
 if TYPE_CHECKING:
     from fsdpx.core.engine.engine import Engine
 
-__all__ = ["ActivationMeter", "HeapRecorder", "is_activation", "iterate_storage_sizes", "list_arena_storage"]
+__all__ = ["ActivationMeter", "HeapRecorder", "get_arena_storage_ids", "is_activation_slot", "iterate_storage_sizes"]
 
 
-def is_activation(slot: Slot) -> bool:
+def is_activation_slot(slot: Slot) -> bool:
     """Return whether the value of a slot is counted here."""
     return SLOTS[slot.kind].memory == "activations"
 
 
-def list_arena_storage(arena: Arena) -> set[int]:
+def get_arena_storage_ids(arena: Arena) -> set[int]:
     """Return the identities of the memory that the arena holds, which the ledger counts."""
     return {id(find_storage(array)) for array in (*arena.kept.values(), *arena.blocks, arena.slab)}
 
@@ -52,7 +52,7 @@ class ActivationMeter:
         """Exclude the memory of this arena; call it when a program with buffers in it runs."""
         state = (arena.generation, len(arena.kept))
         if self._planned[0] != state:
-            self._planned = state, list_arena_storage(arena)
+            self._planned = state, get_arena_storage_ids(arena)
 
     def forget_slot(self, slot: Slot) -> None:
         """Stop counting the value of a slot."""
@@ -132,7 +132,7 @@ class HeapRecorder(Observer):
         self.activations.exclude_arena(state.arena)
         for slot in slots.takes:
             self.activations.forget_slot(slot)
-        for slot in filter(is_activation, (*slots.gives, *slots.adds)):
+        for slot in filter(is_activation_slot, (*slots.gives, *slots.adds)):
             value = state.store[slot]
             self.activations.count_slot(
                 slot, value.finish() if isinstance(value, TimedTransfer) else value
@@ -166,6 +166,6 @@ class HeapRecorder(Observer):
     def get_peak_memory(self) -> dict[str, int]:
         """Return bytes by kind of memory when the heap was largest."""
         state = self._engine.state
-        bytes_by_kind = {"gradients": 0, **state.count_bytes(), "activations": self.peak_activation_bytes}
+        bytes_by_kind = {"gradients": 0, **state.count_bytes_by_kind(), "activations": self.peak_activation_bytes}
         bytes_by_kind["gradients"] += self._rows - state.ledger.count_bytes_freed_by_update()
         return {kind: nbytes for kind, nbytes in bytes_by_kind.items() if nbytes or kind == "activations"}

@@ -9,7 +9,7 @@ from typing import Any
 from fsdpx.core.array import kernels
 from fsdpx.core.array.namespace import namespace_of
 from fsdpx.core.engine.not_finite import require_finite
-from fsdpx.core.engine.run import ProgramRun, Values, get_microbatch_number, get_subject_number
+from fsdpx.core.engine.run import ProgramRun, Values, get_action_target, get_microbatch_number
 from fsdpx.core.program import Action, StageUnit
 from fsdpx.core.state.gradients import Gradient
 from fsdpx.core.state.units import Unit
@@ -19,21 +19,21 @@ from fsdpx.nn.layer import LayerContext
 from fsdpx.nn.linearize import CALLS_NUMPY, UNKNOWN, Node, is_numpy_call, is_unknown
 
 __all__ = [
-    "backward",
-    "backward_input",
-    "backward_params",
+    "add_caller_output_gradients",
+    "backward_unit",
+    "backward_unit_input",
+    "backward_unit_params",
     "compute_loss_and_gradients",
     "compute_loss_only",
-    "forward",
-    "forward_checkpointed",
-    "forward_without_saving",
-    "load_batch",
+    "forward_unit",
+    "forward_unit_checkpointed",
+    "forward_unit_without_saving",
+    "load_microbatch_inputs",
     "recompute_unit",
     "run_unit_backward",
     "run_unit_backward_input",
     "run_unit_backward_params",
     "run_unit_forward",
-    "seed_output_gradients",
 ]  # fmt: skip
 
 Arrays = Sequence[Mapping[str, Any]]
@@ -170,30 +170,30 @@ def _accumulate_input_gradients(
             dvalues[value] = gradient if have is None else kernels.add(namespace_of(have), have, gradient)
 
 
-def load_batch(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def load_microbatch_inputs(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     batch, used = run.get_microbatch(action), run.stage.used_inputs
     return (None,) * len(used) if batch is None else tuple(batch.inputs[v] for v in used)
 
 
-def forward(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    keep = get_subject_number(action) in run.stage.backward_units
+def forward_unit(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    keep = get_action_target(action) in run.stage.backward_units
     outputs, saved = _run_forward(run, action, taken, read, added, keep)
     return (*outputs, *([saved] if keep else []), *added)
 
 
-def forward_without_saving(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    unit = run.placement.stage.units[get_subject_number(action)]
+def forward_unit_without_saving(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    unit = run.placement.stage.units[get_action_target(action)]
     inputs = len(unit.pages) + len(unit.reads)
     outputs, _ = _run_forward(run, action, taken, read[:inputs], read[inputs:], keep=False)
     return tuple(outputs)
 
 
-def forward_checkpointed(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def forward_unit_checkpointed(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Run a forward that saves only its inputs, as value -> array."""
     outputs, _ = _run_forward(run, action, taken, read, added, keep=False)
     if run.get_microbatch(action) is None:
         return (*outputs, None, *added)
-    unit = run.placement.stage.units[get_subject_number(action)]
+    unit = run.placement.stage.units[get_action_target(action)]
     held = dict(zip((*unit.takes, *unit.reads), (*taken, *read[len(unit.pages) :]), strict=True))
     return (*outputs, held, *added)
 
@@ -201,7 +201,7 @@ def forward_checkpointed(run: ProgramRun, action: Action, taken: Values, read: V
 def _run_forward(
     run: ProgramRun, action: Action, taken: Values, read: Values, statistics: Values, keep: bool
 ) -> tuple[list[Any], Any]:
-    u, batch = get_subject_number(action), run.get_microbatch(action)
+    u, batch = get_action_target(action), run.get_microbatch(action)
     unit, place, views = run.placement.stage.units[u], run.placement, run.views
     if batch is None:
         return [None] * len(unit.gives), None
@@ -220,7 +220,7 @@ def _run_forward(
 
 
 def recompute_unit(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    u, batch, views = get_subject_number(action), run.get_microbatch(action), run.views
+    u, batch, views = get_action_target(action), run.get_microbatch(action), run.views
     if batch is None:
         return (None,)
     unit, envs = run.units[u], run.get_contexts_of_microbatch(batch, recomputing=True)[1][u]
@@ -228,28 +228,28 @@ def recompute_unit(run: ProgramRun, action: Action, taken: Values, read: Values,
     return (run_unit_forward(unit, envs, params, values, True, run.stage.constant),)
 
 
-def backward(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def backward_unit(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Run both halves of backward node by node, so that what the second half needs lives as short as possible."""
-    u, batch, views = get_subject_number(action), run.get_microbatch(action), run.views
+    u, batch, views = get_action_target(action), run.get_microbatch(action), run.views
     unit, pages = run.placement.stage.units[u], _list_trainable_pages(run, u)
     gradients, have = _get_or_create_gradients(run, pages, added), added[len(pages) :]
     if batch is None:
         return _add_empty_microbatches(gradients, have)
-    inner, dvalues = _collect_output_gradients(run, unit, taken, have)
-    entries = _open_gradient_entries(run, action, pages, gradients)
+    inner, dvalues = _list_inputs_and_known_gradients(run, unit, taken, have)
+    entries = _get_entries_and_mark_blank(run, action, pages, gradients)
     params, grads, saved = views.view_unit_parameters(u, read), views.view_unit_gradients(u, entries), taken[-1]
     envs, constant = run.get_contexts_of_microbatch(batch)[1][u], run.stage.constant
     run_unit_backward(run.units[u], envs, params, grads, saved, dvalues, constant)
-    _close_gradient_entries(run, action, entries)
+    _zero_unwritten_and_check_gradients(run, action, entries)
     return (*gradients, *(dvalues.get(v) for v in inner))
 
 
-def backward_input(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    u, batch = get_subject_number(action), run.get_microbatch(action)
+def backward_unit_input(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    u, batch = get_action_target(action), run.get_microbatch(action)
     unit = run.placement.stage.units[u]
     if batch is None:
         return (None, *added)
-    inner, dvalues = _collect_output_gradients(run, unit, taken, added)
+    inner, dvalues = _list_inputs_and_known_gradients(run, unit, taken, added)
     known, envs, params = (
         run.units[u],
         run.get_contexts_of_microbatch(batch)[1][u],
@@ -259,16 +259,16 @@ def backward_input(run: ProgramRun, action: Action, taken: Values, read: Values,
     return (kept, *(dvalues.get(v) for v in inner))
 
 
-def backward_params(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    u, batch = get_subject_number(action), run.get_microbatch(action)
+def backward_unit_params(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    u, batch = get_action_target(action), run.get_microbatch(action)
     pages = _list_trainable_pages(run, u)
     gradients = _get_or_create_gradients(run, pages, added)
     if batch is None:
         return _add_empty_microbatches(gradients, ())
-    entries = _open_gradient_entries(run, action, pages, gradients)
+    entries = _get_entries_and_mark_blank(run, action, pages, gradients)
     grads = run.views.view_unit_gradients(u, entries)
     run_unit_backward_params(run.units[u], run.get_contexts_of_microbatch(batch)[1][u], grads, taken[0])
-    _close_gradient_entries(run, action, entries)
+    _zero_unwritten_and_check_gradients(run, action, entries)
     return tuple(gradients)
 
 
@@ -276,7 +276,7 @@ def _list_trainable_pages(run: ProgramRun, unit: int) -> list[int]:
     return [p for p in run.stage.units[unit].pages if run.stage.trainable[p]]
 
 
-def _collect_output_gradients(
+def _list_inputs_and_known_gradients(
     run: ProgramRun, unit: StageUnit, taken: Values, have: Values
 ) -> tuple[list[int], dict[int, Any]]:
     """Return the unit's inputs that need a gradient, and the gradients accumulated so far by value: of its outputs, and
@@ -296,7 +296,7 @@ def _add_empty_microbatches(gradients: list[Gradient], have: Values) -> Values:
     return (*gradients, *have)
 
 
-def _open_gradient_entries(
+def _get_entries_and_mark_blank(
     run: ProgramRun, action: Action, pages: list[int], gradients: list[Gradient]
 ) -> list[GradientEntries]:
     """Return the gradients of each page by name; those in a buffer used for the first time are marked blank."""
@@ -312,14 +312,14 @@ def _open_gradient_entries(
     return opened
 
 
-def _close_gradient_entries(run: ProgramRun, action: Action, opened: list[GradientEntries]) -> None:
+def _zero_unwritten_and_check_gradients(run: ProgramRun, action: Action, opened: list[GradientEntries]) -> None:
     """Zero gradients that were not written. Check for NaN and Inf, except with a dynamic loss scale, which provokes
     overflow."""
-    own_views = run.views.own[get_subject_number(action)]  # a tied parameter may get its gradient in another unit
+    own_views = run.views.own[get_action_target(action)]  # a tied parameter may get its gradient in another unit
     for page in opened:
         run.workspace.state.idle.update((name, None) for name in page.zero_unwritten() if name in own_views)
     if run.placement.options.check_finite and not run.scaler.dynamic:
-        unit = run.placement.layout.units[get_subject_number(action)].name
+        unit = run.placement.layout.units[get_action_target(action)].name
         for page in opened:
             for name, entry in page.items():
                 require_finite(run.placement, entry.array, f"the gradient of {name!r} in unit {unit!r}", action)
@@ -338,12 +338,12 @@ def compute_loss_and_gradients(run: ProgramRun, action: Action, taken: Values, r
         return ((float(total), float(share)), (weight or 0.0) + float(share))
     dy = find.backward(env, saved, run.scaler.value)
     each = (dy,) if len(taken) == 1 else tuple(dy)
-    _require_matching_gradients(find, taken, each)
+    _require_gradients_match_outputs(find, taken, each)
     dys = _drop_constant_gradients(run, each)
-    return ((float(total), float(share)), *_add_gradients_by_value(have, dys), (weight or 0.0) + float(share))
+    return ((float(total), float(share)), *_add_optional_gradients(have, dys), (weight or 0.0) + float(share))
 
 
-def _require_matching_gradients(loss: Any, outputs: Values, dys: Values) -> None:
+def _require_gradients_match_outputs(loss: Any, outputs: Values, dys: Values) -> None:
     """Raise ConfigError if a loss gradient has another shape or dtype than its output: it would fail later, in another
     layer."""
     for y, d in zip(outputs, dys, strict=True):
@@ -365,7 +365,7 @@ def compute_loss_only(run: ProgramRun, action: Action, taken: Values, read: Valu
     return ((float(total), float(share)), (added[0] or 0.0) + float(share))
 
 
-def seed_output_gradients(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def add_caller_output_gradients(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Add the caller's output gradients, which belong to a mean already: their total weight is 1, or 1 in each replica
     that trains independently."""
     *have, weight = added
@@ -373,7 +373,7 @@ def seed_output_gradients(run: ProgramRun, action: Action, taken: Values, read: 
     dys = [d * factor if factor != 1.0 else d for d in _drop_constant_gradients(run, taken[0])]
     data = axes.data if run.placement.sync_policy.is_synchronous else axes.shard
     unit_seed = 1.0 if data.rank == 0 and axes.tensor.rank == 0 else 0.0
-    return (*_add_gradients_by_value(have, dys), unit_seed if weight is None else weight)
+    return (*_add_optional_gradients(have, dys), unit_seed if weight is None else weight)
 
 
 def _drop_constant_gradients(run: ProgramRun, dys: Values) -> list[Any]:
@@ -381,5 +381,5 @@ def _drop_constant_gradients(run: ProgramRun, dys: Values) -> list[Any]:
     return [d for v, d in zip(run.stage.outputs, dys, strict=True) if v not in run.stage.constant]
 
 
-def _add_gradients_by_value(have: Iterable[Any], dys: Iterable[Any]) -> list[Any]:
+def _add_optional_gradients(have: Iterable[Any], dys: Iterable[Any]) -> list[Any]:
     return [h if d is None else d if h is None else h + d for h, d in zip(have, dys, strict=True)]

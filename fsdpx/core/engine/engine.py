@@ -23,7 +23,7 @@ from fsdpx.core.engine import compute_verbs
 from fsdpx.core.engine.clock import PROGRESS, EngineClock
 from fsdpx.core.engine.observer import ActionCallback, Hooks, Observer, collect_hooks
 from fsdpx.core.engine.operations import Executable, ExecutableAction, require_finite_loss
-from fsdpx.core.engine.run import BufferViews, LayerContextCache, ProgramRun, get_subject_number
+from fsdpx.core.engine.run import BufferViews, LayerContextCache, ProgramRun, get_action_target
 from fsdpx.core.program import PROGRAM_KINDS, Action, Program, ProgramRequest, Slot
 from fsdpx.core.state.step_inputs import Microbatch, StepInputs
 from fsdpx.core.state.train_state import TrainState, restore_copies
@@ -87,7 +87,7 @@ class Engine:
         """Run all actions; take the values of the program's result slots out of the store and return them. Collective
         where the program communicates."""
         overflows = self.state.scaler.dynamic  # then overflow is expected, and detected in the gradients
-        statistics = self.state.copy_statistics() if feed.training else []
+        statistics = self.state.copy_running_statistics() if feed.training else []
         with (
             flush_denormals(),
             blas.limit_threads(),
@@ -166,7 +166,7 @@ class Engine:
             for look in hooks.on_action_done:
                 look(action)
         except Exception as error:
-            self.annotate_error(error, words)
+            self.annotate_and_report_error(error, words)
             raise
         end = perf_counter()
         moved = counters.total - before
@@ -176,7 +176,7 @@ class Engine:
             self._progress_transfers()
             self.clock.on_outside_program(PROGRESS, end, perf_counter(), 0)
 
-    def annotate_error(self, error: Exception, words: str) -> None:
+    def annotate_and_report_error(self, error: Exception, words: str) -> None:
         """Note rank and action in an error that an action has raised, and report it to observers."""
         for failed in self.hooks.on_action_failed:
             failed(words, error)
@@ -206,7 +206,7 @@ class Engine:
         try:
             return self._wait_for_value(self.state.store.pop(slot), slot)
         except Exception as error:
-            self.annotate_error(error, self._producers[slot])
+            self.annotate_and_report_error(error, self._producers[slot])
             raise
 
     def _read_slot(self, slot: Slot) -> Any:
@@ -226,11 +226,11 @@ class Engine:
     # -- without a program ---------------------------------------------------------------------------------------------
 
     @property
-    def is_observed(self) -> bool:
+    def has_observers_or_transfers(self) -> bool:
         """True if there are observers of actions, or transfers pending between actions."""
         return bool(self.added_observers or self._in_flight) or len(self._own) > 1
 
-    def get_layer_contexts(
+    def get_contexts_and_parameters(
         self, unit: int, held: Sequence[Any], inputs: Sequence[Any]
     ) -> tuple[list[LayerContext], list[Parameters]]:
         """Return the contexts and parameters of a unit's layers for inference, after a program that ran inference.
@@ -305,20 +305,21 @@ class DirectPrediction:
         self.units: list[tuple[Any, ...]] = []
         for planned in executable.steps:
             if planned.action.op == "E":
-                u = get_subject_number(planned.action)
+                u = get_action_target(planned.action)
                 known = place.stage.units[u]
                 pages = len(known.pages)
                 slots = (*planned.reads[:pages], *planned.reads[pages + len(known.reads) :])
                 held = [state.store[slot] for slot in slots]
                 self.store += zip(slots, held, strict=True)
-                self.units.append((place.layout.units[u], *engine.get_layer_contexts(u, held, (x,)), planned.words))
+                contexts, params = engine.get_contexts_and_parameters(u, held, (x,))
+                self.units.append((place.layout.units[u], contexts, params, planned.words))
 
     def __call__(self, x: Any) -> tuple[Any, ...] | None:
         engine = self.engine
         state = engine.state
         if type(x) is not np.ndarray or x.shape != self.shape or x.dtype is not self.dtype:
             return None
-        if self.valid != (state.seed, state.arena.generation) or engine.is_observed:
+        if self.valid != (state.seed, state.arena.generation) or engine.has_observers_or_transfers:
             return None
         for slot, held in self.store:
             if state.store.get(slot) is not held:
@@ -333,7 +334,7 @@ class DirectPrediction:
                 try:
                     compute_verbs.run_unit_forward(unit, envs, params, values, False)
                 except Exception as error:
-                    engine.annotate_error(error, words)
+                    engine.annotate_and_report_error(error, words)
                     raise
         engine.clock.on_outside_program("E", begin, perf_counter(), 0)
         return tuple([values[v] for v in self.outputs])

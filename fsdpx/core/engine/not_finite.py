@@ -8,16 +8,16 @@ from fsdpx.core.program import Action
 from fsdpx.core.state.placement import Placement
 from fsdpx.errors import NumericsError
 
-__all__ = ["find_not_finite", "require_finite"]
+__all__ = ["describe_not_finite", "require_finite"]
 
 
 def require_finite(placement: Placement, array: Any, what: str, action: Action | None = None) -> None:
     """Raise NumericsError with rank, tensor, action and the first bad element, if there is one."""
-    if text := find_not_finite(placement, array, what, f" in action {action}" if action is not None else ""):
+    if text := describe_not_finite(placement, array, what, f" in action {action}" if action is not None else ""):
         raise NumericsError(text)
 
 
-def find_not_finite(placement: Placement, array: Any, what: str, where: str = "") -> str:
+def describe_not_finite(placement: Placement, array: Any, what: str, where: str = "") -> str:
     """Return text that names rank, tensor and the first element that is NaN or Inf; "" if there is none."""
     xp = placement.xp
     if array.dtype.kind not in "fV" or placement.device.is_finite(array):

@@ -20,7 +20,7 @@ from fsdpx.core.comm.calls import HandleWithCallback, TimedTransfer
 from fsdpx.core.comm.communicator import COMPLETED, Communicator
 from fsdpx.core.compression import BoundCodec
 from fsdpx.core.engine import compute_verbs
-from fsdpx.core.engine.not_finite import find_not_finite
+from fsdpx.core.engine.not_finite import describe_not_finite
 from fsdpx.core.engine.run import (
     GradientScale,
     LossMean,
@@ -29,7 +29,7 @@ from fsdpx.core.engine.run import (
     Values,
     Workspace,
     format_action_label,
-    get_subject_number,
+    get_action_target,
     require_same_schedule_values,
 )
 from fsdpx.core.program import VERBS, Action, ProgramRequest, Slot, check, compile
@@ -43,11 +43,11 @@ from fsdpx.optim.optimizer import UNSCHEDULED, get_scheduled_values, update_para
 
 __all__ = [
     "OPERATIONS",
-    "SUBJECT_TEXTS",
+    "TARGET_TEXTS",
     "Executable",
     "ExecutableAction",
-    "compute_local_update_scale",
-    "preserve_frozen_parameters",
+    "compute_local_loss_and_scale",
+    "preserving_frozen_parameters",
     "release_slots",
     "require_finite_loss",
     "run_optimizer_on_page",
@@ -58,12 +58,12 @@ __all__ = [
 
 
 def update_page(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    p, scale, (master, slots) = get_subject_number(action), read[0], added
+    p, scale, (master, slots) = get_action_target(action), read[0], added
     own = run.placement.segments[p]
     if not scale.skip and not run_optimizer_on_page(
         run, master, taken[0], slots, own, run.step + 1, scale.rate, scale.factor
     ):
-        for axis, call, nbytes in run.placement.list_update_transfers(p):  # what the optimizer would have sent
+        for axis, call, nbytes in run.placement.list_optimizer_transfers(p):  # what the optimizer would have sent
             run.placement.axes.counters.add_calls(axis, call, nbytes)
     return (master, slots)
 
@@ -80,14 +80,14 @@ def run_optimizer_on_page(
 ) -> bool:
     """Run the optimizer on elements of a page; return False as `update_parameters` does. step: of the trainer."""
     place, counted = run.placement, segments.count_missed(run.missed)
-    with preserve_frozen_parameters(run, segments, master, slots):
+    with preserving_frozen_parameters(run, segments, master, slots):
         return update_parameters(
             place.optimizer, place.xp, master, gradient, slots, lr=lr, step=step, segments=counted, scale=factor
         )
 
 
 @contextmanager
-def preserve_frozen_parameters(
+def preserving_frozen_parameters(
     run: ProgramRun, segments: ShardSegments, master: Any, slots: Mapping[str, Any]
 ) -> Iterator[None]:
     """Restore temporarily frozen parameters and their slots at the end of the block: weight decay and momentum change
@@ -164,9 +164,9 @@ def _combine_losses(run: ProgramRun, rows: list[list[float]]) -> LossMean:
 
 def start_all_gather_page(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Start the all-gather of a page's shards to full parameters: n - n/N elements per rank."""
-    p, place, (master,) = get_subject_number(action), run.placement, read
+    p, place, (master,) = get_action_target(action), run.placement, read
     page, comm, description = place.pages[p], place.axes.shard, format_action_label(run, action)
-    full = run.workspace.get_full_buffer(p)
+    full = run.workspace.get_full_parameter_buffer(p)
     views = run.views.view_parameters(page.page, full)
     if (sent := place.formats.wire) is not None:
         wire = run.workspace.take_next_buffer("wire", p, page.size, sent)
@@ -189,10 +189,10 @@ def release_slots(run: ProgramRun, action: Action, taken: Values, read: Values, 
 
 
 def start_reduce_scatter_page(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    p, (gradient,), part, memory = get_subject_number(action), taken, added[0], added[1:]
+    p, (gradient,), part, memory = get_action_target(action), taken, added[0], added[1:]
     kept = run.workspace.get_shard_gradient(p)
     reduction = _make_reduction(run, action, "shard", part is None, memory)
-    return (gradient.reduce_scatter(reduction), kept if part is None else part, *memory)
+    return (gradient.start_reduce_scatter(reduction), kept if part is None else part, *memory)
 
 
 def add_reduced_gradient(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
@@ -211,7 +211,7 @@ def start_all_reduce_over_replicas(
 
 
 def _make_reduction(run: ProgramRun, action: Action, axis: str, first: bool, memory: Values) -> Reduction:
-    p, place, work = get_subject_number(action), run.placement, run.workspace
+    p, place, work = get_action_target(action), run.placement, run.workspace
     comm: Communicator = getattr(place.axes, axis)
     over_shards, kept = axis == "shard", memory[0] if memory else {}
     kept = {name.partition("/")[2]: array for name, array in kept.items() if name.startswith(axis)}
@@ -227,7 +227,7 @@ def _make_reduction(run: ProgramRun, action: Action, axis: str, first: bool, mem
 def all_reduce_tied_gradients(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Sum gradients in place into all copies on this rank. Bytes per page of n elements here, T tensor ranks, k copies
     of which this rank has some: 2 n (T - 1)/T over the tensor axis, n (k - own) among the ranks with copies."""
-    p, description = get_subject_number(action), format_action_label(run, action)
+    p, description = get_action_target(action), format_action_label(run, action)
     tie_group = run.ties[p]
     if tie_group.partial:
         for total in taken:
@@ -236,7 +236,7 @@ def all_reduce_tied_gradients(run: ProgramRun, action: Action, taken: Values, re
     gathered = (
         list(taken)
         if tie_group.comm is None
-        else _all_gather_copies(tie_group, tie_group.comm, taken, scratch, description)
+        else _all_gather_tied_gradients(tie_group, tie_group.comm, taken, scratch, description)
     )
     total = gathered[-1]
     for other in reversed(gathered[:-1]):  # as in one process, where backward reaches later layers first
@@ -247,7 +247,7 @@ def all_reduce_tied_gradients(run: ProgramRun, action: Action, taken: Values, re
     return taken
 
 
-def _all_gather_copies(tie: TieGroup, comm: Communicator, totals: Values, every: Any, what: str) -> list[Any]:
+def _all_gather_tied_gradients(tie: TieGroup, comm: Communicator, totals: Values, every: Any, what: str) -> list[Any]:
     """Return the gradients of all copies, in the order of `tie.pages`."""
     n, held = totals[0].size, tie.pages_per_rank
     first = n * sum(held[: comm.rank])
@@ -263,7 +263,7 @@ def all_reduce_loss_and_norm(run: ProgramRun, action: Action, taken: Values, rea
     """Compute the scale of all updates, 1 / (weight x loss scale), times clip / norm if the norm is larger, in one
     message with the loss."""
     place, scaler, clip = run.placement, run.scaler, run.placement.options.clip_norm
-    here = _compute_norm_squares(run, read)
+    here = _compute_own_norm_squares(run, read)
     n = len(here)
     losses = _pack_loss_and_schedule(run, taken[:-1], taken[-1:])
     rows = place.all_gather_numbers([*here, *losses], "NORM (squares, loss)", run.sync_group)
@@ -276,7 +276,7 @@ def all_reduce_loss_and_norm(run: ProgramRun, action: Action, taken: Values, rea
         require_finite_loss(run, mean, run.sync_group)
         if not finite:
             _raise_numerics_error(
-                run, f"the norm of the gradient is {size}", _find_bad_gradient(run, read), run.sync_group
+                run, f"the norm of the gradient is {size}", _describe_bad_gradient(run, read), run.sync_group
             )
     if clip is not None and finite:
         factor *= _compute_clip_factor(size, clip)
@@ -299,16 +299,16 @@ def compute_update_scale(run: ProgramRun, action: Action, taken: Values, read: V
     return (GradientScale(factor, math.nan, False, read[0].rate, run.scaler),)
 
 
-def _compute_norm_squares(run: ProgramRun, totals: Values) -> list[float]:
+def _compute_own_norm_squares(run: ProgramRun, totals: Values) -> list[float]:
     """Return numbers whose sum over all ranks is the square of the norm; with chunks, sum fixed blocks of each
     parameter exactly, so that the result does not depend on the layout."""
-    xp, parts = run.placement.xp, [totals[n][at] for n, at in _select_counted_elements(run)]
+    xp, parts = run.placement.xp, [totals[n][at] for n, at in _list_slices_counted_once(run)]
     if not run.placement.accumulation.bitwise:
         return [sum_exactly([square_sum(xp, part) for part in parts])]
     return compute_padded_sum_expansion([square for part in parts for square in sum_block_squares(xp, part)])
 
 
-def _select_counted_elements(run: ProgramRun) -> list[tuple[int, slice]]:
+def _list_slices_counted_once(run: ProgramRun) -> list[tuple[int, slice]]:
     """Return the elements of this rank that count in sums over all ranks, as (position in the trained pages, slice);
     with chunks one slice per parameter, else adjacent ones merged. Each element counts once: in one replica, on the
     tensor rank that holds it, not in copies."""
@@ -337,13 +337,13 @@ def _select_counted_elements(run: ProgramRun) -> list[tuple[int, slice]]:
     return counted_slices
 
 
-def commit_step(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def call_commit_callback(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     assert run.feed.commit is not None
     run.feed.commit(*read)
     return (True,)
 
 
-def compute_local_update_scale(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def compute_local_loss_and_scale(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Compute loss and scale of this rank's own batch."""
     place, clip = run.placement, run.placement.options.clip_norm
     mean = _combine_losses(run, [_pack_loss_and_schedule(run, taken[:-1], taken[-1:])])
@@ -361,14 +361,14 @@ def require_finite_loss(run: ProgramRun, mean: LossMean, comm: Communicator | No
     """Raise NumericsError if the loss of a step is NaN or Inf, before anything is updated. comm: the ranks that share
     the loss; they raise the same error, which names a rank whose batch is not finite. None: only this rank knows."""
     if run.feed.batch and not math.isfinite(mean.total):
-        _raise_numerics_error(run, f"the loss is {mean.value}", _find_bad_batch_value(run), comm)
+        _raise_numerics_error(run, f"the loss is {mean.value}", _describe_bad_batch_value(run), comm)
 
 
 def _require_finite_gradients(run: ProgramRun, totals: Values) -> None:
     """Raise NumericsError if a gradient that this rank updates with is not finite; other ranks do not know."""
     if run.placement.device.are_finite(totals):
         return
-    problem = _find_bad_gradient(run, totals)  # squares can overflow although the gradient is finite
+    problem = _describe_bad_gradient(run, totals)  # squares can overflow although the gradient is finite
     if problem and run.sync_group.size > 1:
         problem += (
             ". Ranks that update other parameters may have done so: go on from a checkpoint. With clip_norm=... all "
@@ -386,7 +386,7 @@ def _raise_numerics_error(run: ProgramRun, what: str, origin: str, comm: Communi
     raise NumericsError(f"step {run.step + 1}: {what}, and nothing is updated with it: {told}")
 
 
-def _find_bad_batch_value(run: ProgramRun) -> str:
+def _describe_bad_batch_value(run: ProgramRun) -> str:
     """Return text that names what is NaN or Inf in this rank's batch; "" if nothing is."""
     place = run.placement
     for batch in filter(None, run.feed.batch):
@@ -394,12 +394,12 @@ def _find_bad_batch_value(run: ProgramRun) -> str:
         if batch.target is not None and not getattr(place.loss, "skipna", False):
             arrays["the target"] = batch.target
         for array_name, array in arrays.items():
-            if problem := find_not_finite(place, array, array_name):
+            if problem := describe_not_finite(place, array, array_name):
                 return problem
     return ""
 
 
-def _find_bad_gradient(run: ProgramRun, totals: Values) -> str:
+def _describe_bad_gradient(run: ProgramRun, totals: Values) -> str:
     """Return text that names the first parameter whose gradient is NaN or Inf on this rank; "" if none is."""
     for p, total in zip(run.stage.trained_pages, totals, strict=True):
         page = run.placement.pages[p]
@@ -409,25 +409,25 @@ def _find_bad_gradient(run: ProgramRun, totals: Values) -> str:
         for piece in page.page.find_field_overlaps(ElementRange(first, first + total.size)):
             name = page.page.fields[piece.have].source
             part = total[piece.start - first : piece.stop - first]
-            if problem := find_not_finite(run.placement, part, f"the gradient of {name!r}"):
+            if problem := describe_not_finite(run.placement, part, f"the gradient of {name!r}"):
                 return problem
     return ""
 
 
 OPERATIONS: dict[str, Operation] = {
-    "LOAD": compute_verbs.load_batch,
+    "LOAD": compute_verbs.load_microbatch_inputs,
     "SEND": start_send_value,
     "RECV": start_receive_value,
-    "F": compute_verbs.forward,
-    "E": compute_verbs.forward_without_saving,
-    "C": compute_verbs.forward_checkpointed,
+    "F": compute_verbs.forward_unit,
+    "E": compute_verbs.forward_unit_without_saving,
+    "C": compute_verbs.forward_unit_checkpointed,
     "R": compute_verbs.recompute_unit,
-    "B": compute_verbs.backward,
-    "I": compute_verbs.backward_input,
-    "W": compute_verbs.backward_params,
+    "B": compute_verbs.backward_unit,
+    "I": compute_verbs.backward_unit_input,
+    "W": compute_verbs.backward_unit_params,
     "LOSS": compute_verbs.compute_loss_and_gradients,
     "SCORE": compute_verbs.compute_loss_only,
-    "SEED": compute_verbs.seed_output_gradients,
+    "SEED": compute_verbs.add_caller_output_gradients,
     "MEAN": start_all_reduce_loss,
     "GATHER": start_all_gather_page,
     "FREE": release_slots,
@@ -437,7 +437,7 @@ OPERATIONS: dict[str, Operation] = {
     "TIE": all_reduce_tied_gradients,
     "SCALE": compute_update_scale,
     "NORM": all_reduce_loss_and_norm,
-    "COMMIT": commit_step,
+    "COMMIT": call_commit_callback,
     "UPDATE": update_page,
 }
 """Operations by verb; a new verb is a row here and a row in `fsdpx.core.program.VERBS`. Extensions add theirs."""
@@ -468,20 +468,20 @@ class Executable:
         self.workspace = Workspace(state, program)
         self.steps = [
             ExecutableAction(
-                OPERATIONS[a.op], a, f"{a} ({describe_subject(place, a, program.kind)})", s.takes, s.reads, s.adds,
-                (*s.gives, *s.adds), VERBS[a.op].lane,
+                OPERATIONS[a.op], a, f"{a} ({describe_action_target(place, a, program.kind)})", s.takes, s.reads,
+                s.adds, (*s.gives, *s.adds), VERBS[a.op].lane,
             )
             for a, s in zip(program.actions, program.slots, strict=True)
         ]  # fmt: skip
         self.producers = {slot: step.words for step in self.steps for slot in step.gives}
 
 
-def describe_subject(placement: Placement, action: Action, kind: str) -> str:
+def describe_action_target(placement: Placement, action: Action, kind: str) -> str:
     """Return text for the unit, page or message that an action works on."""
     description, number = VERBS[action.op].about, action.unit
     if number is None or not description:
         return f"the {kind} program"
-    return SUBJECT_TEXTS[description](placement, number)
+    return TARGET_TEXTS[description](placement, number)
 
 
 def _describe_edge(placement: Placement, number: int) -> str:
@@ -489,7 +489,7 @@ def _describe_edge(placement: Placement, number: int) -> str:
     return f"from rank {edge.sender} to rank {edge.receiver} of the pipe"
 
 
-SUBJECT_TEXTS: dict[str, Callable[[Placement, int], str]] = {
+TARGET_TEXTS: dict[str, Callable[[Placement, int], str]] = {
     "edge": _describe_edge,
     "unit": lambda placement, number: f"unit {placement.layout.units[number].name!r}",
     "page": lambda placement, number: f"page {placement.format_page_name(number)!r}",

@@ -39,8 +39,8 @@ __all__ = [
     "Values",
     "Workspace",
     "format_action_label",
+    "get_action_target",
     "get_microbatch_number",
-    "get_subject_number",
     "require_same_schedule_values",
 ]  # fmt: skip
 
@@ -83,7 +83,8 @@ class BufferViews:
         key = (page.index, id(buffer))  # pages of equal size can use one buffer alternately
         cached = self._pages.get(key)
         if cached is None:
-            cached = self._pages[key] = (buffer, page.view_by_name(buffer))  # holding the buffer keeps its id unique
+            # holding the buffer keeps its id unique
+            cached = self._pages[key] = (buffer, page.view_parameters_by_name(buffer))
         return cached[1]
 
     def get_gradient_entries(self, page: Page, buffer: Any) -> GradientEntries:
@@ -202,7 +203,7 @@ class Workspace:
         self.births[slot] += 1
         return self.state.arena.view_slab(self.plan.offsets[life], size, dtype)
 
-    def get_full_buffer(self, page: int) -> Any:
+    def get_full_parameter_buffer(self, page: int) -> Any:
         """Return memory for the full parameters of a page, kept or lent."""
         kept = self._full[page]
         if kept is not None:
@@ -212,7 +213,7 @@ class Workspace:
     def get_shard_gradient(self, page: int) -> Any:
         """Return the array that holds the reduced gradient of a page until its update."""
         kept = self._part.get(page)
-        return self.state.get_array_until_update(LedgerKey("part", page)) if kept is None else kept
+        return self.state.get_or_allocate_until_update(LedgerKey("part", page)) if kept is None else kept
 
     def create_gradient(self, page: int, views: BufferViews) -> Gradient:
         """Return an empty full gradient of a page, kept or lent."""
@@ -220,7 +221,7 @@ class Workspace:
         if row.is_kept:
             buffer = self.state.ledger.arrays[row.key]
         elif page in self._local:
-            buffer = self.state.get_local_gradient(make_local_gradient_row(place, page))
+            buffer = self.state.get_or_create_local_gradient(make_local_gradient_row(place, page))
         else:
             buffer = self.take_next_buffer("grad", page, row.elements, row.dtype)
         shared = self.state.arena.memory is not None
@@ -330,7 +331,7 @@ class ProgramRun:
         """Return the contexts for this microbatch: that of the loss, and those of each node of each unit."""
         self.contexts.moment.step, self.contexts.moment.row = (
             self.step,
-            batch.row + self.placement.get_first_sample_index(batch),
+            batch.row + self.placement.get_sample_offset_on_tensor_axis(batch),
         )
         return self.contexts.get_contexts(self.feed.training, recomputing, batch.inputs, self.feed.cache)
 
@@ -344,7 +345,7 @@ def get_microbatch_number(action: Action) -> int:
     return action.mb
 
 
-def get_subject_number(action: Action) -> int:
+def get_action_target(action: Action) -> int:
     """Return the number of the unit, page or edge that an action works on."""
     assert action.unit is not None
     return action.unit
@@ -381,5 +382,5 @@ def format_action_label(run: ProgramRun, action: Action) -> str:
     """Return text for an action and its page, for errors; cached."""
     known = run.workspace.words
     if action not in known:
-        known[action] = f"{action} {run.placement.format_page_name(get_subject_number(action))}"
+        known[action] = f"{action} {run.placement.format_page_name(get_action_target(action))}"
     return known[action]

@@ -56,7 +56,7 @@ def count_scratch_bytes(state: TrainState, slot: Slot) -> int:
     if slot.kind == "tie":
         tie = state.ties[slot.at]
         own_page = next(p for p in tie.pages if p in place.pages)
-        return tie.count_elements(place.pages[own_page].own_range.size) * itemsize
+        return tie.count_gathered_elements(place.pages[own_page].own_range.size) * itemsize
     page = place.pages[slot.at]
     if slot.kind == "wire":
         sent = place.formats.wire

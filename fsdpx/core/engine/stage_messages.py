@@ -12,7 +12,7 @@ from fsdpx.core.state.step_inputs import Microbatch
 
 __all__ = ["StageMessage", "StageMessages", "is_dtype_sent"]
 
-MOST_PLANS = 1 << 14
+MAX_PLANS = 1 << 14
 """Number of plans of one program at which all are dropped, so that ever new shapes of batches do not use ever more
 memory."""
 
@@ -46,7 +46,7 @@ class StageMessages:
             return None
         key = (action.unit, action.mb, *[(a.shape, a.dtype) for a in batch.inputs])
         if key not in self._planned:
-            if len(self._planned) >= MOST_PLANS:
+            if len(self._planned) >= MAX_PLANS:
                 self._planned.clear()
             self._planned[key] = self._plan_message(action, batch)
         return self._planned[key]

@@ -13,7 +13,7 @@ from fsdpx.core.program.simulator import (
     simulate,
     simulate_programs,
 )
-from fsdpx.core.program.passes import order_without_pipe
+from fsdpx.core.program.passes import order_sequentially
 from fsdpx.core.program.pipeline import (
     Edge,
     ActionSlots,
@@ -89,7 +89,7 @@ __all__ = [
     "make_placed_schedule",
     "make_schedule",
     "make_stages",
-    "order_without_pipe",
+    "order_sequentially",
     "parse_actions",
     "simulate",
     "simulate_programs",

@@ -12,8 +12,8 @@ from fsdpx.core.program.passes import (
     insert_recompute,
     insert_reduces,
     lower_to_units,
-    make_carried_reduces,
-    order_without_pipe,
+    make_leftover_reduces,
+    order_sequentially,
 )
 from fsdpx.core.program.pipeline import ActionSlots, Stage, expand_action_slots
 from fsdpx.core.program.step_choices import StepChoices
@@ -190,7 +190,7 @@ def _compile_cached(
     if _has_reduce(request):
         joins = kind.updates and stage.joined
         actions = insert_reduces(actions, stage, request.reduce_each, request.ahead, joins)
-    actions += _make_update_tail(actions, request) if kind.updates else []
+    actions += _make_update_actions(actions, request) if kind.updates else []
     for change in passes:
         actions = change(actions, request)
     return _make_program(request, actions)
@@ -205,7 +205,7 @@ def _make_program(request: ProgramRequest, actions: list[Action]) -> Program:
 def _list_compute_actions(request: ProgramRequest) -> list[Action]:
     kind, stage = PROGRAM_KINDS[request.kind], request.stage
     order = (
-        request.order or order_without_pipe(request.microbatches)
+        request.order or order_sequentially(request.microbatches)
         if kind.ops == "FB"
         else _order_microbatches_through_stages(kind.ops, request)
     )
@@ -237,13 +237,13 @@ def _has_reduce(request: ProgramRequest) -> bool:
     return request.kind == "step" or (request.kind in ("accumulate", "backward") and request.reduce_each)
 
 
-def _make_update_tail(actions: list[Action], request: ProgramRequest) -> list[Action]:
+def _make_update_actions(actions: list[Action], request: ProgramRequest) -> list[Action]:
     """Return the actions that follow backward in a program that updates; first the reduces of gradients left by earlier
     programs."""
     stage, tail, sync = request.stage, list[Action](), request.sync
     if request.kind == "update":
         joins = stage.trained_pages if stage.joined else ()
-        tail = [*make_carried_reduces(sorted(request.grads), request.ahead), *(Action("JOIN", p) for p in joins)]
+        tail = [*make_leftover_reduces(sorted(request.grads), request.ahead), *(Action("JOIN", p) for p in joins)]
     tail += [Action("TIE", p) for p in stage.tie_groups]
     given = [Action("MEAN")] if request.kind == "update" and "NORM" not in request.scales else []
     agrees = Slot("agreed") in _list_result_slots(request)

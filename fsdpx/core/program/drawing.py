@@ -9,7 +9,7 @@ from string import ascii_lowercase
 from fsdpx.core.program.simulator import UNIT_COSTS, ActionEvent, PipelineSchedule, simulate
 from fsdpx.core.program.verbs import VERBS
 
-__all__ = ["draw_schedule", "mark_schedule_step"]
+__all__ = ["draw_schedule", "format_marked_schedule_step"]
 
 
 def draw_schedule(drawn: PipelineSchedule | Sequence[ActionEvent], width: int = 120) -> str:
@@ -83,7 +83,7 @@ def _draw_cells(events: Sequence[ActionEvent], letters: dict[int | None, str]) -
     return rows
 
 
-def mark_schedule_step(schedule: PipelineSchedule, rank: int, position: int, width: int = 120) -> str:
+def format_marked_schedule_step(schedule: PipelineSchedule, rank: int, position: int, width: int = 120) -> str:
     """Return the lists of all ranks around one step, with a ^ below it: "rank 1  F1.0 B1.0 F1.1", in the order of the
     lists, regardless of time. Works for schedules that cannot run. position: may be the length of the list, for a
     missing end."""

@@ -14,15 +14,15 @@ __all__ = [
     "insert_recompute",
     "insert_reduces",
     "lower_to_units",
-    "make_carried_reduces",
-    "order_without_pipe",
+    "make_leftover_reduces",
+    "order_sequentially",
 ]
 
 Actions = list[Action]
 T = TypeVar("T")
 
 
-def order_without_pipe(microbatches: int) -> tuple[Action, ...]:
+def order_sequentially(microbatches: int) -> tuple[Action, ...]:
     """Return the actions of a step without a pipeline: forward and backward of each microbatch, one after the
     other."""
     return tuple(Action(op, 0, m) for m in range(microbatches) for op in "FB")
@@ -144,7 +144,7 @@ def insert_reduces(actions: Actions, stage: Stage, each: bool, behind: int, join
     return [x for i, a in enumerate(result) for x in (a, *ends.get(i, []))]
 
 
-def make_carried_reduces(pages: Sequence[int], behind: int) -> Actions:
+def make_leftover_reduces(pages: Sequence[int], behind: int) -> Actions:
     """Return the reduces of gradients left by earlier programs."""
     return _interleave_reduces([([], [], [p]) for p in pages], behind)
 

@@ -48,7 +48,7 @@ def gpipe(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
     Every rank has all m microbatches in flight. Bubble (P - 1) / (m + P - 1) of the step, for stages of equal time.
     """
     _require_fitting_numbers("gpipe", ranks, microbatches, per_rank, 1)
-    return _build_one_stage_each("gpipe", ranks, microbatches, lambda rank: microbatches)
+    return _build_one_stage_per_rank("gpipe", ranks, microbatches, lambda rank: microbatches)
 
 
 def one_f_one_b(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
@@ -58,7 +58,7 @@ def one_f_one_b(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSch
     The bubble of gpipe, with at most P - r microbatches in flight on rank r.
     """
     _require_fitting_numbers("1f1b", ranks, microbatches, per_rank, 1)
-    return _build_one_stage_each("1f1b", ranks, microbatches, lambda rank: ranks - rank - 1)
+    return _build_one_stage_per_rank("1f1b", ranks, microbatches, lambda rank: ranks - rank - 1)
 
 
 def interleaved(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSchedule:
@@ -126,7 +126,7 @@ def zb_h1(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
     (P - 1)(TF + TI - TW), for m >= P and TW <= TF.
     """
     _require_fitting_numbers("zb-h1", ranks, microbatches, per_rank, 1)
-    return _build_one_stage_each("zb-h1", ranks, microbatches, lambda rank: ranks - rank - 1, lambda rank: rank)
+    return _build_one_stage_per_rank("zb-h1", ranks, microbatches, lambda rank: ranks - rank - 1, lambda rank: rank)
 
 
 def zb_h2(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
@@ -136,7 +136,7 @@ def zb_h2(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
     (P - 1)(TF + TI - 2TW) or none, for m >= 2P - 1 and TW <= TF.
     """
     _require_fitting_numbers("zb-h2", ranks, microbatches, per_rank, 1)
-    return _build_one_stage_each(
+    return _build_one_stage_per_rank(
         "zb-h2", ranks, microbatches, lambda rank: 2 * (ranks - rank - 1), lambda rank: 2 * rank
     )
 
@@ -167,7 +167,7 @@ def _expand_letters(letters: str, down: int, back: int) -> Actions:
     return [Action(x.upper(), down if x.islower() else back, next(count[x])) for x in letters]
 
 
-def _build_one_stage_each(
+def _build_one_stage_per_rank(
     name: str, ranks: int, microbatches: int, warm: Callable[[int], int], late: Callable[[int], int] | None = None
 ) -> PipelineSchedule:
     """Build a schedule with stage r on rank r. warm: number of forwards of a rank before it alternates. late: by how

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from fsdpx.core.program.compiler import Program
-from fsdpx.core.program.verbs import VERBS, Action, Slot, get_partner_verb, mark_action, parse_actions
+from fsdpx.core.program.verbs import VERBS, Action, Slot, format_marked_action, get_partner_verb, parse_actions
 from fsdpx.errors import ConfigError, ProgramError
 
 __all__ = [
@@ -184,7 +184,7 @@ def simulate_tasks(rows: Sequence[Sequence[SimulatedTask]]) -> tuple[list[list[A
         pass
     ahead = [row[len(done) :] for row, done in zip(rows, spans, strict=True)]
     stuck = [
-        _describe_deadlock(rank, len(spans[rank]), list_missing(row[0]), ahead) for rank, row in enumerate(ahead) if row
+        _make_deadlock(rank, len(spans[rank]), list_missing(row[0]), ahead) for rank, row in enumerate(ahead) if row
     ]
     return [_make_rank_events(rank, rows[rank], done, ends) for rank, done in enumerate(spans)], stuck
 
@@ -196,9 +196,7 @@ def _make_rank_events(
     return [ActionEvent(rank, task.action, start, max((end, ends.get(task.until, end)))) for task, (start, end) in done]
 
 
-def _describe_deadlock(
-    rank: int, at: int, keys: Sequence[Hashable], ahead: Sequence[Sequence[SimulatedTask]]
-) -> Deadlock:
+def _make_deadlock(rank: int, at: int, keys: Sequence[Hashable], ahead: Sequence[Sequence[SimulatedTask]]) -> Deadlock:
     """Describe a blocked rank. ahead: unfinished tasks of every rank."""
     ranks = tuple(other for other, row in enumerate(ahead) if any(task.key in keys for task in row))
     return Deadlock(rank, at, tuple(keys), ranks)
@@ -410,7 +408,7 @@ def _explain_wait(program: Program, wait: Deadlock) -> Iterator[str]:
     whom = [f"{message} of rank {program.stage.edge_of(message).sender}" for message in messages]
     whom += [] if messages else [f"rank {rank}" for rank in wait.ranks]
     yield f"rank {wait.rank} of the pipe, at {program.actions[wait.at]}, waits for {', '.join(whom)}"
-    yield mark_action(program.actions, wait.at)
+    yield format_marked_action(program.actions, wait.at)
 
 
 def _make_tasks(program: Program, rank: int, seconds: Seconds, blocking: bool) -> list[SimulatedTask]:

@@ -19,9 +19,9 @@ __all__ = [
     "SlotKind",
     "Verb",
     "VerbTransfer",
+    "format_marked_action",
     "get_buffer_slot",
     "get_partner_verb",
-    "mark_action",
     "parse_actions",
 ]  # fmt: skip
 
@@ -75,7 +75,7 @@ def parse_actions(text: str) -> tuple[Action, ...]:
     return tuple(actions)
 
 
-def mark_action(actions: Sequence[Action], at: int) -> str:
+def format_marked_action(actions: Sequence[Action], at: int) -> str:
     """Return the text of an action with six before and six after it, and an arrow below it."""
     start = max(at - 6, 0)
     words = [str(a) for a in actions[start : at + 7]]

@@ -18,7 +18,7 @@ from fsdpx.core.program.simulator import (
     simulate_programs_by_rank,
     simulate_until_deadlock,
 )
-from fsdpx.core.program.verbs import VERBS, Action, get_buffer_slot, get_partner_verb, mark_action
+from fsdpx.core.program.verbs import VERBS, Action, format_marked_action, get_buffer_slot, get_partner_verb
 from fsdpx.errors import ProgramError
 
 __all__ = ["check", "check_pipe", "compile_and_check_pipe", "validate"]
@@ -37,12 +37,12 @@ def check(*programs: Program) -> None:
     ProgramError : names the action, and shows it among its neighbors
     """
     for program in programs:
-        _check_slots(program)
+        _require_valid_slots(program)
     for rank, other in enumerate(programs[1:], start=1):
-        _check_collective_order(programs[0], other, rank)
+        _require_same_collective_order(programs[0], other, rank)
 
 
-def _check_slots(program: Program) -> None:
+def _require_valid_slots(program: Program) -> None:
     alive = set(program.begins)
     buffers = {get_buffer_slot(slot): slot for slot in alive}
     for index, slots in enumerate(program.slots):
@@ -66,18 +66,18 @@ def _check_slots(program: Program) -> None:
     if left or missing:
         fault = f"leaves {', '.join(left)} behind" if left else f"ends without {', '.join(missing)}"
         raise ProgramError(
-            f"the {program.kind} program {fault}\n{mark_action(program.actions, len(program.actions) - 1)}"
+            f"the {program.kind} program {fault}\n{format_marked_action(program.actions, len(program.actions) - 1)}"
         )
 
 
-def _check_collective_order(first: Program, other: Program, rank: int) -> None:
+def _require_same_collective_order(first: Program, other: Program, rank: int) -> None:
     """Raise ProgramError unless both programs issue their collectives in the same order; compute between them may
     differ."""
     ours, theirs = ([a for a in program.actions if VERBS[a.op].moves] for program in (first, other))
     for index, (a, b) in enumerate(zip(ours, theirs, strict=False)):
         if a != b:
             fault = f"collective {index} is {a} in program 0 but {b} in program {rank}"
-            raise ProgramError(f"{fault}\n{mark_action(ours, index)}\n{mark_action(theirs, index)}")
+            raise ProgramError(f"{fault}\n{format_marked_action(ours, index)}\n{format_marked_action(theirs, index)}")
     if len(ours) != len(theirs):
         raise ProgramError(f"program 0 issues {len(ours)} collectives, program {rank} issues {len(theirs)}")
 
@@ -97,8 +97,8 @@ def check_pipe(programs: Sequence[Program]) -> None:
     ProgramError : a deadlock, a message without its other end, or collectives of the whole world in different orders
     """
     simulate_programs_by_rank(programs, lambda rank, action: 0.0, blocking=True)
-    _check_synchronizations(programs)
-    _check_messages(programs)
+    _require_same_world_collectives(programs)
+    _require_matched_messages(programs)
 
 
 @lru_cache(maxsize=128)  # ranks that are threads or simulated ask for the same proof
@@ -107,7 +107,7 @@ def compile_and_check_pipe(requests: tuple[ProgramRequest, ...]) -> None:
     check_pipe([compile(request) for request in requests])
 
 
-def _check_synchronizations(programs: Sequence[Program]) -> None:
+def _require_same_world_collectives(programs: Sequence[Program]) -> None:
     """Raise ProgramError unless all ranks of the pipe issue the same collectives of the whole world."""
     first, *others = [[a for a in p.actions if VERBS[a.op].lane == "world"] for p in programs]
     for rank, other in enumerate(others, start=1):
@@ -116,7 +116,7 @@ def _check_synchronizations(programs: Sequence[Program]) -> None:
             raise ProgramError(f"rank 0 of the pipe meets all others in {ours}, rank {rank} in {theirs}")
 
 
-def _check_messages(programs: Sequence[Program]) -> None:
+def _require_matched_messages(programs: Sequence[Program]) -> None:
     """Raise ProgramError unless every message is sent once, by its sender, and received once, by its receiver."""
     counts = Counter(a for program in programs for a in program.actions)
     for rank, program in enumerate(programs):
@@ -137,7 +137,7 @@ def _check_messages(programs: Sequence[Program]) -> None:
 
 
 def _make_program_error(actions: Sequence[Action], at: int, what: str) -> ProgramError:
-    return ProgramError(f"action {at}, {actions[at]}, {what}\n{mark_action(actions, at)}")
+    return ProgramError(f"action {at}, {actions[at]}, {what}\n{format_marked_action(actions, at)}")
 
 
 ACTION_NAMES = {"F": "forward", "I": "gradient of the input", "W": "gradient of the parameters"}
@@ -160,33 +160,33 @@ def validate(schedule: PipelineSchedule) -> None:
     ProgramError : a rule is broken; the message shows the schedule with an arrow at the step
     """
     for rank in range(len(schedule.ranks)):
-        _check_rank_order(schedule, rank)
-    _check_complete(schedule)
+        _require_valid_rank_order(schedule, rank)
+    _require_complete_schedule(schedule)
     _, stuck = simulate_until_deadlock(schedule, UNIT_COSTS)
     if stuck:
         waits = "; ".join(line for wait in stuck for line in _explain_wait(schedule, wait))
-        raise _make_order_error(schedule, stuck[0].rank, stuck[0].at, f"ranks wait for each other: {waits}")
+        raise _make_schedule_error(schedule, stuck[0].rank, stuck[0].at, f"ranks wait for each other: {waits}")
 
 
-def _check_rank_order(schedule: PipelineSchedule, rank: int) -> None:
+def _require_valid_rank_order(schedule: PipelineSchedule, rank: int) -> None:
     done: set[Done] = set()
     added: dict[int, Action] = {}  # stage -> the last action that added to its gradients
     for index, action in enumerate(schedule.ranks[rank]):
-        wrong = _find_misplacement(schedule, rank, action) or _find_order_error(action, done)
+        wrong = _describe_misplacement(schedule, rank, action) or _describe_order_error(action, done)
         if wrong:
-            raise _make_order_error(schedule, rank, index, f"{action} {wrong}")
+            raise _make_schedule_error(schedule, rank, index, f"{action} {wrong}")
         _, stage, mb = get_completion_key(action)
         if action.op in "BW":
             before = added.get(stage, action)
             if get_completion_key(before)[2] > mb:
                 why = "they are added in the order of the microbatches, so that every schedule gives the same bits"
                 fault = f"{action} adds to the gradients of stage {stage} after {before}; {why}"
-                raise _make_order_error(schedule, rank, index, fault)
+                raise _make_schedule_error(schedule, rank, index, fault)
             added[stage] = action
         done |= {get_completion_key(action), *([("W", stage, mb)] if action.op == "B" else [])}
 
 
-def _find_misplacement(schedule: PipelineSchedule, rank: int, action: Action) -> str | None:
+def _describe_misplacement(schedule: PipelineSchedule, rank: int, action: Action) -> str | None:
     stage, mb = action.unit, action.mb
     if action.op not in ("F", "B", "I", "W") or stage is None or mb is None:
         return "is no step of a schedule: expected F, B, I or W, a stage and .microbatch, as in F3.0"
@@ -198,7 +198,7 @@ def _find_misplacement(schedule: PipelineSchedule, rank: int, action: Action) ->
     return None
 
 
-def _find_order_error(action: Action, done: set[Done]) -> str | None:
+def _describe_order_error(action: Action, done: set[Done]) -> str | None:
     """Return text that says what is wrong with an action after those in `done`; None if nothing is."""
     kind, stage, mb = get_completion_key(action)
     if (kind, stage, mb) in done:
@@ -209,7 +209,7 @@ def _find_order_error(action: Action, done: set[Done]) -> str | None:
     return None
 
 
-def _check_complete(schedule: PipelineSchedule) -> None:
+def _require_complete_schedule(schedule: PipelineSchedule) -> None:
     there = {(a.op, a.unit, a.mb) for row in schedule.ranks for a in row}
     for stage, mb in product(range(schedule.stages), range(schedule.microbatches)):
         ops = {op for op in "FBIW" if (op, stage, mb) in there}
@@ -217,7 +217,7 @@ def _check_complete(schedule: PipelineSchedule) -> None:
             missing = "F" if "F" not in ops else "W" if "I" in ops else "B (or I and W)"
             rank = schedule.home[stage]
             fault = f"rank {rank} has no {missing} of stage {stage}, microbatch {mb} of {schedule.microbatches}"
-            raise _make_order_error(schedule, rank, len(schedule.ranks[rank]), fault)
+            raise _make_schedule_error(schedule, rank, len(schedule.ranks[rank]), fault)
 
 
 def _explain_wait(schedule: PipelineSchedule, wait: Deadlock) -> Iterator[str]:
@@ -228,7 +228,7 @@ def _explain_wait(schedule: PipelineSchedule, wait: Deadlock) -> Iterator[str]:
             yield f"rank {wait.rank} at {action} for {name} of rank {schedule.home[stage]}"
 
 
-def _make_order_error(schedule: PipelineSchedule, rank: int, at: int, what: str) -> ProgramError:
-    from fsdpx.core.program.drawing import mark_schedule_step
+def _make_schedule_error(schedule: PipelineSchedule, rank: int, at: int, what: str) -> ProgramError:
+    from fsdpx.core.program.drawing import format_marked_schedule_step
 
-    return ProgramError(f"schedule {schedule.name!r}: {what}\n{mark_schedule_step(schedule, rank, at)}")
+    return ProgramError(f"schedule {schedule.name!r}: {what}\n{format_marked_schedule_step(schedule, rank, at)}")

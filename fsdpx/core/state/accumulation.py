@@ -21,10 +21,10 @@ from fsdpx.core.state.gradients import (
     PartialSums,
     Reduction,
     TreeNode,
-    chunks_of_rank,
     count_live_partial_sums,
     cover_chunks_with_nodes,
-    is_same_memory,
+    get_chunks_of_rank,
+    has_same_address,
 )
 from fsdpx.errors import ConfigError, DataError
 
@@ -91,7 +91,7 @@ class SequentialAccumulation:
         """Return the samples of every data rank, assuming that each gets as many as this one."""
         return (rows,) * self.ranks
 
-    def rows_of_rank(self, rows: int, rank: int) -> range:
+    def get_rows_of_rank(self, rows: int, rank: int) -> range:
         """Return which samples of a global batch belong to a data rank."""
         return range(rows * rank // self.ranks, rows * (rank + 1) // self.ranks)
 
@@ -106,7 +106,7 @@ class SequentialAccumulation:
 
     def add_reduced_sum(self, total: Any, part: Any) -> Any:
         """Add a reduced sum to the part, unless it was reduced into the part directly."""
-        if not is_same_memory(total, part):
+        if not has_same_address(total, part):
             part += total
         return part
 
@@ -152,7 +152,7 @@ class TreeAccumulation:
     def __init__(self, chunks: int, axes: MeshAxes) -> None:
         self.total, self.ranks = chunks, axes.data.size
         self.shard, self.replica = (axes.shard.rank, axes.shard.size), (axes.replica.rank, axes.replica.size)
-        self.mine = chunks_of_rank(chunks, axes.data.rank, axes.data.size)
+        self.mine = get_chunks_of_rank(chunks, axes.data.rank, axes.data.size)
         self.times = count_live_partial_sums(chunks, self.mine)
 
     def __repr__(self) -> str:
@@ -161,7 +161,7 @@ class TreeAccumulation:
     # -- batches -------------------------------------------------------------------------------------------------------
 
     def count_microbatches(self, wanted: int) -> int:
-        return max(len(chunks_of_rank(self.total, r, self.ranks)) for r in range(self.ranks))
+        return max(len(get_chunks_of_rank(self.total, r, self.ranks)) for r in range(self.ranks))
 
     def find_microbatch_bounds(self, rows: Sequence[int], rank: int, microbatches: int) -> list[int]:
         total = sum(rows)
@@ -191,17 +191,17 @@ class TreeAccumulation:
             tuple(self._count_rows_by_rank(rows // len(self.mine) * self.total)) if self.mine else (rows,) * self.ranks
         )
 
-    def rows_of_rank(self, rows: int, rank: int) -> range:
+    def get_rows_of_rank(self, rows: int, rank: int) -> range:
         if rows % self.total:
             return range(rows * rank // self.ranks, rows * (rank + 1) // self.ranks)
-        chunks, each = chunks_of_rank(self.total, rank, self.ranks), rows // self.total
+        chunks, each = get_chunks_of_rank(self.total, rank, self.ranks), rows // self.total
         return range(chunks.start * each, chunks.stop * each)
 
     def require_partial_batch_support(self, what: str, why: str) -> None:
         raise ConfigError(f"{what}: with chunks {why}")
 
     def _count_rows_by_rank(self, total: int) -> list[int]:
-        return [total // self.total * len(chunks_of_rank(self.total, r, self.ranks)) for r in range(self.ranks)]
+        return [total // self.total * len(get_chunks_of_rank(self.total, r, self.ranks)) for r in range(self.ranks)]
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
@@ -256,7 +256,7 @@ class TreeAccumulation:
         return [self._cover_chunks_of_ranks(range(r * width, (r + 1) * width)) for r in range(self.replica[1])]
 
     def _cover_chunks_of_ranks(self, ranks: range) -> tuple[TreeNode, ...]:
-        first, last = (chunks_of_rank(self.total, r, self.ranks) for r in (ranks[0], ranks[-1]))
+        first, last = (get_chunks_of_rank(self.total, r, self.ranks) for r in (ranks[0], ranks[-1]))
         return cover_chunks_with_nodes(self.total, range(first.start, last.stop))
 
 

@@ -140,7 +140,7 @@ def _are_rows_in_memory(placement: Placement, kind: str) -> bool:
     """Return whether rows of this kind are stored in memory: the same answer on all ranks, also on those without such a
     row."""
     row = LedgerRow(LedgerKey(kind, 0), placement.formats.gradients, ElementRange(0, 0), lifetime="step")
-    return bool(placement.options.storage.place_row(row).level == "device")
+    return bool(placement.options.storage.assign_row_level(row).level == "device")
 
 
 def _allocate_row_memory(arena: Arena, ledger: Ledger, row: LedgerRow, storage: StateStorage) -> Any:

@@ -22,7 +22,7 @@ __all__ = [
     "ShardedPage",
     "coalesce_runs",
     "find_overlaps",
-    "split_page",
+    "shard_page",
 ]
 
 Interval = tuple[int, int]
@@ -119,7 +119,7 @@ class Page:
         )
         return cls(index, fields, offsets[-1], trainable, partial, rule)
 
-    def view_by_name(self, flat: Any) -> dict[str, Any]:
+    def view_parameters_by_name(self, flat: Any) -> dict[str, Any]:
         """Return views of a flat array of the page: name -> the parameter's elements, in its shape."""
         return {f.name: flat[f.offset : f.offset + f.size].reshape(f.shape) for f in self.fields}
 
@@ -134,7 +134,7 @@ class Page:
         """Return the fields (piece.have) that overlap a shard of this page, in page coordinates."""
         return find_overlaps([ElementRange(f.offset, f.offset + f.size) for f in self.fields], [shard])
 
-    def shapes_in_range(self, mine: ElementRange) -> list[tuple[int, ...]]:
+    def list_tensor_shapes_in_range(self, mine: ElementRange) -> list[tuple[int, ...]]:
         """Return the shapes of the tensors in elements `mine`, in order: of a sharded tensor its complete rows, with
         vectors for the incomplete rows before and after them."""
         tensor_shapes: list[tuple[int, ...]] = []
@@ -157,7 +157,7 @@ class Page:
         return edges + [self.size]
 
 
-def split_page(page: Page, width: int, snap: bool = False) -> tuple[ElementRange, ...]:
+def shard_page(page: Page, width: int, snap: bool = False) -> tuple[ElementRange, ...]:
     """Split a page into `width` shards: rank r holds [floor(n r / width), floor(n (r+1) / width)), without padding.
 
     snap: move each bound to the nearest block edge, so that blockwise sums do not depend on the number of shards.

@@ -17,7 +17,7 @@ from fsdpx.core.state.train_state import TrainState
 __all__ = [
     "Footprint",
     "ProcessBytes",
-    "count_arena_bytes",
+    "count_arena_and_window_bytes",
     "find_memory_budget",
     "get_peak_rss",
     "make_footprint_reader",
@@ -83,12 +83,12 @@ class Footprint:
         return self.pss <= parse_byte_count(budget, "memory")
 
 
-def count_arena_bytes(state: TrainState, ranks_here: int) -> dict[str, ProcessBytes]:
+def count_arena_and_window_bytes(state: TrainState, ranks_here: int) -> dict[str, ProcessBytes]:
     """Return the bytes of a rank's arena and shared windows.
 
     When ranks sum gradients, each reads its part from the windows of the others: that much more is resident.
     """
-    arena, total = state.arena, sum(state.count_bytes().values())
+    arena, total = state.arena, sum(state.count_bytes_by_kind().values())
     shared = [row for row in state.ledger if row.is_kept and row.inside is None and row.sharers > 1]
     common, share = sum(row.nbytes for row in shared), sum(row.nbytes // row.sharers for row in shared)
     private_bytes = max(sum(block.nbytes for block in arena.blocks) - common, 0)
@@ -111,7 +111,9 @@ def make_footprint_reader(state: TrainState) -> partial[Footprint | None]:
     """
     node, world = find_node_communicator(state.placement.axes.world), state.placement.axes.world
     here = len(node.machine) if node else 1 if world.size == 1 else None
-    return partial(_measure_footprint, count_arena_bytes(state, 1).get("arena", ProcessBytes(0, 0)).rss, here)
+    return partial(
+        _measure_footprint, count_arena_and_window_bytes(state, 1).get("arena", ProcessBytes(0, 0)).rss, here
+    )
 
 
 def _measure_footprint(arena: int, ranks_here: int | None) -> Footprint | None:

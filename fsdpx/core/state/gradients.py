@@ -23,12 +23,12 @@ __all__ = [
     "PartialSums",
     "Reduction",
     "TreeNode",
-    "chunks_of_rank",
     "count_live_partial_sums",
     "count_rows_of_rank",
     "cover_chunks_with_nodes",
+    "get_chunks_of_rank",
     "get_root_node",
-    "is_same_memory",
+    "has_same_address",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class TreeNode:
         return self.index << self.level
 
 
-def chunks_of_rank(chunks: int, rank: int, ranks: int) -> range:
+def get_chunks_of_rank(chunks: int, rank: int, ranks: int) -> range:
     """Return the chunks that data-rank `rank` of `ranks` computes: floor(S r / n) up to floor(S (r + 1) / n)."""
     return range(chunks * rank // ranks, chunks * (rank + 1) // ranks)
 
@@ -53,7 +53,7 @@ def count_rows_of_rank(samples: int, rank: int, ranks: int, chunks: int | None) 
     """Return how many samples of a global batch belong to data-rank `rank` of `ranks`, as `DataLoader` distributes
     them."""
     if chunks is not None:
-        return samples // chunks * len(chunks_of_rank(chunks, rank, ranks))
+        return samples // chunks * len(get_chunks_of_rank(chunks, rank, ranks))
     return samples * (rank + 1) // ranks - samples * rank // ranks
 
 
@@ -143,7 +143,7 @@ class FullGradient:
             self.buffer[...] = 0
             self.is_blank = False
 
-    def reduce_scatter(self, reduction: Reduction) -> TimedTransfer:
+    def start_reduce_scatter(self, reduction: Reduction) -> TimedTransfer:
         """Start to sum over the shard axis; the transfer returns this rank's part. Collective.
 
         The first sum is written directly into the part, later ones into the gradient's own memory.
@@ -151,7 +151,7 @@ class FullGradient:
         full, r = self.buffer, reduction
         if r.carrier.comm.size == 1:
             r.carrier.add_kept_error(full)
-            if r.first and not is_same_memory(full, r.part):
+            if r.first and not has_same_address(full, r.part):
                 r.part[...] = full
             return TimedTransfer(COMPLETED, lambda: r.part if r.first else full)
         own_range = r.page.own_range
@@ -179,7 +179,7 @@ class ChunkGradients:
     def get_microbatch_buffer(self, microbatch: int) -> Any:
         """Return the leaf of the chunk that runs as `microbatch`; completes the leaf of the previous one."""
         if self.current is None or self.current[0] != microbatch:
-            self._push_current()
+            self._push_current_chunk()
             self.current = (microbatch, self.free.pop())
             self.is_blank = True
         return self.current[1]
@@ -187,13 +187,13 @@ class ChunkGradients:
     def add_empty_microbatch(self) -> None:
         """Do nothing: a chunk that does not exist adds nothing."""
 
-    def reduce_scatter(self, reduction: Reduction) -> TimedTransfer:
+    def start_reduce_scatter(self, reduction: Reduction) -> TimedTransfer:
         """Start to send partial sums to the owners of their elements, which add them in tree order. Collective.
 
         Bytes per rank: nodes x (n - n/N), where nodes is the number of subtrees that the rank's chunks make up: one if
         the number of ranks is a power of two that divides the number of chunks.
         """
-        self._push_current()
+        self._push_current_chunk()
         r, (_, comm, *_, what) = reduction, reduction.carrier
         trade = PartialSumExchange(
             comm, self.stack.entries, self.held, r.page.counts, self.stack.chunks, r.scratch, what
@@ -202,7 +202,7 @@ class ChunkGradients:
             trade, lambda: PartialSums(trade.wait_and_add(), r.scratch[trade.used :], self.stack.chunks)
         )
 
-    def _push_current(self) -> None:
+    def _push_current_chunk(self) -> None:
         if self.current is not None:
             microbatch, leaf = self.current
             self.current = None
@@ -294,7 +294,7 @@ def _add_in_place(left: Any, right: Any) -> Any:
     return left
 
 
-def is_same_memory(a: Any, b: Any) -> bool:
+def has_same_address(a: Any, b: Any) -> bool:
     """Return whether two flat views start at the same byte."""
     return a is b or (
         hasattr(a, "__array_interface__") and a.__array_interface__["data"] == b.__array_interface__["data"]

@@ -23,8 +23,8 @@ __all__ = [
     "Level",
     "Lifetime",
     "add_replica_prefix",
-    "get_saved_format",
-    "get_saved_name",
+    "get_saved_name_prefix",
+    "get_state_dtype",
     "get_tensor_name",
     "list_rows",
     "list_saved_tensors",
@@ -143,7 +143,7 @@ class Ledger:
         self.codec_error_norms: dict[tuple[str, int], list[float]] = {}
         """(axis, page) -> `error_norms` of `BoundCodec` at the last reduce, for reports"""
         self._slower = slower
-        self.planned_bytes = self.count_bytes()
+        self.planned_bytes = self.count_bytes_by_kind()
         self.peak_bytes = Counter(self.planned_bytes)
         self._now = Counter(self.planned_bytes)
 
@@ -179,7 +179,7 @@ class Ledger:
             return self._slower(row)
         return self.arrays.get(row.key)
 
-    def count_bytes(self) -> dict[str, int]:
+    def count_bytes_by_kind(self) -> dict[str, int]:
         """Return bytes by kind of memory of all rows with memory of their own; shared memory is divided by the
         sharers."""
         total: Counter[str] = Counter()
@@ -209,7 +209,7 @@ class Ledger:
 def list_rows(placement: Placement, windows: bool, sharers: int) -> Iterator[LedgerRow]:
     """Yield all rows of this rank. windows: ranks of a machine share memory. sharers: how many ranks share their full
     parameters there, 0 if none do."""
-    return map(placement.options.storage.place_row, _list_memory_rows(placement, windows, sharers))
+    return map(placement.options.storage.assign_row_level, _list_memory_rows(placement, windows, sharers))
 
 
 def _list_memory_rows(placement: Placement, windows: bool, sharers: int) -> Iterator[LedgerRow]:
@@ -222,7 +222,7 @@ def _list_memory_rows(placement: Placement, windows: bool, sharers: int) -> Iter
             for name in placement.optimizer.slots:
                 kind = "average" if name == AVERAGE_SLOT else "slot"
                 key = LedgerKey(kind, page.page.index, name)
-                yield LedgerRow(key, placement.get_slot_format(name), page.own_range, owner)
+                yield LedgerRow(key, placement.get_slot_dtype(name), page.own_range, owner)
             yield from placement.sync_policy.list_rows(page)
             yield from _list_codec_rows(placement, page)
     for name, spec in placement.layout.statistic_specs.items():
@@ -290,7 +290,7 @@ def get_tensor_name(row: str, parameter: str) -> str:
     return f"{row}/{parameter}" if row else parameter
 
 
-def get_saved_name(row: LedgerRow, replica: int) -> str:
+def get_saved_name_prefix(row: LedgerRow, replica: int) -> str:
     """Return the first half of a tensor's name: "m", or "replica1/m" for a row that each replica has separately."""
     name = LEDGER_KINDS[row.key.kind].prefix + row.key.name
     return add_replica_prefix(name, replica) if row.owner == "replica" else name
@@ -309,16 +309,16 @@ def list_saved_tensors(placement: Placement, replicas: int | None = None) -> dic
     trained = {name: spec for name, spec in specs.items() if spec.trainable}
     specs_by_name = {
         get_tensor_name(slot, name): spec
-        for slot in placement.sync_policy.list_saved_slots(replicas)
+        for slot in placement.sync_policy.list_saved_name_prefixes(replicas)
         for name, spec in trained.items()
     }
     return specs | {name: spec for name, spec in specs_by_name.items() if spec.size}
 
 
-def get_saved_format(placement: Placement, name: str) -> np.dtype:
+def get_state_dtype(placement: Placement, name: str) -> np.dtype:
     """Return the dtype in which ranks hold a tensor of the train state."""
     formats = placement.formats
     if "/" in name and name not in placement.layout.specs:
         slots = [word for word in name.split("/")[:2] if word in placement.slot_formats]  # "m/...", or "replica1/m/..."
-        return placement.get_slot_format(slots[0]) if slots else formats.master
+        return placement.get_slot_dtype(slots[0]) if slots else formats.master
     return formats.statistics if name in placement.layout.statistic_specs else formats.master

@@ -29,10 +29,10 @@ from fsdpx.core.program import (
     make_schedule,
 )
 from fsdpx.core.state.accumulation import Accumulation, make_accumulation
-from fsdpx.core.state.flat_parameters import ElementRange, Page, ShardedPage, split_page
-from fsdpx.core.state.sample_layout import SampleLayout, WholeSamples
+from fsdpx.core.state.flat_parameters import ElementRange, Page, ShardedPage, shard_page
+from fsdpx.core.state.sample_layout import CompleteSamples, SampleLayout
 from fsdpx.core.state.step_inputs import Microbatch, ValueShapes
-from fsdpx.core.state.storage import IN_MEMORY, StorageChoice
+from fsdpx.core.state.storage import IN_MEMORY, StorageLevelChoice
 from fsdpx.core.state.sync_policy import SYNCHRONOUS, SyncChoice, SyncPolicy
 from fsdpx.core.state.tuning import Tuning
 from fsdpx.core.state.units import ModelLayout, Unit
@@ -50,20 +50,20 @@ __all__ = [
     "Placement",
     "RecomputeChoice",
     "StepOptions",
-    "find_segments",
-    "list_statistics",
+    "list_unit_statistics",
+    "make_segments",
     "parse_recompute",
 ]
 
 
 @dataclass
 class PipelineChoice:
-    """The pipeline schedule. choice: its name, function or file. width: ranks of the pipe. dealt: the number of stages,
-    or the rank of each, if given."""
+    """The pipeline schedule. choice: its name, function or file. width: number of pipeline ranks. stages: the number of
+    stages, or the rank of each stage, if given."""
 
     choice: str | Callable[..., Any]
     width: int = 1
-    dealt: int | tuple[int, ...] | None = None
+    stages: int | tuple[int, ...] | None = None
     _schedules: dict[int, PipelineSchedule] = field(default_factory=dict)
     _proved: set[ProgramRequest] = field(default_factory=set)
 
@@ -72,7 +72,7 @@ class PipelineChoice:
         if microbatches not in self._schedules:
             numbers = self.choice, self.width, microbatches
             pipeline_schedule = (
-                make_schedule(*numbers) if self.dealt is None else make_placed_schedule(*numbers, self.dealt)
+                make_schedule(*numbers) if self.stages is None else make_placed_schedule(*numbers, self.stages)
             )
             self._schedules[microbatches] = pipeline_schedule
         return self._schedules[microbatches]
@@ -85,7 +85,7 @@ class PipelineChoice:
     def explain_stage_count(self, home: tuple[int, ...]) -> str:
         """Return text for errors that says why there are so many stages, if the schedule chose more stages than ranks;
         else ""."""
-        if self.dealt is not None or len(home) <= self.width:
+        if self.stages is not None or len(home) <= self.width:
             return ""
         name = self.choice if isinstance(self.choice, str) else getattr(self.choice, "__name__", "of your own")
         return f" (schedule {name!r} puts {len(home) // self.width} on each of {self.width} ranks)"
@@ -165,7 +165,7 @@ class StepOptions(StepChoices):
     check_finite: bool = False
     schedule: str | None = None
     recompute: RecomputeChoice = field(default_factory=RecomputeChoice)
-    storage: StorageChoice = IN_MEMORY
+    storage: StorageLevelChoice = IN_MEMORY
     pace: SyncChoice = SYNCHRONOUS
     planned: str = ""
 
@@ -212,9 +212,9 @@ class Placement:
     tuning: Tuning
     pipe: PipelineChoice
     output_dim: int | None = None
-    sample_layout: SampleLayout = field(default_factory=WholeSamples)
+    sample_layout: SampleLayout = field(default_factory=CompleteSamples)
 
-    def count_rows_before(self, rows: Sequence[int]) -> Sequence[int]:
+    def list_rows_of_earlier_groups(self, rows: Sequence[int]) -> Sequence[int]:
         """Return the number of samples of each group of data ranks before this rank's, from those of all data ranks."""
         return self.sample_layout.count_rows_per_group(rows)[: self.axes.samples.rank]
 
@@ -234,7 +234,7 @@ class Placement:
         """The pages of this rank of the pipe, by number."""
         shard, snap = self.axes.shard, self.accumulation.bitwise
         pages = (self.layout.pages[p] for p in self.stage.pages)
-        return {page.index: ShardedPage(page, split_page(page, shard.size, snap), shard.rank) for page in pages}
+        return {page.index: ShardedPage(page, shard_page(page, shard.size, snap), shard.rank) for page in pages}
 
     @cached_property
     def accumulation(self) -> Accumulation:
@@ -286,7 +286,7 @@ class Placement:
         each computes a part."""
         return getattr(self.loss, "partial", False) or self.axes.tensor.rank == 0
 
-    def get_first_sample_index(self, batch: Microbatch) -> int:
+    def get_sample_offset_on_tensor_axis(self, batch: Microbatch) -> int:
         """Return the index of the first sample of a microbatch that this rank's layers see: not 0 if the tensor axis
         shards samples."""
         tensor = self.axes.tensor
@@ -296,7 +296,7 @@ class Placement:
     def statistics(self) -> dict[int, tuple[str, ...]]:
         """Unit -> names of the running statistics that its layers update, for the units of this rank."""
         units = (self.layout.units[u] for u in self.stage.own_units)
-        statistics_by_unit = {unit.index: list_statistics(self.layout, unit) for unit in units}
+        statistics_by_unit = {unit.index: list_unit_statistics(self.layout, unit) for unit in units}
         return {unit: names for unit, names in statistics_by_unit.items() if names}
 
     @cached_property
@@ -317,8 +317,8 @@ class Placement:
         routes = {}
         for p, page in self.pages.items():
             whole, own_shapes = (
-                page.page.shapes_in_range(ElementRange(0, page.size)),
-                page.page.shapes_in_range(page.own_range),
+                page.page.list_tensor_shapes_in_range(ElementRange(0, page.size)),
+                page.page.list_tensor_shapes_in_range(page.own_range),
             )
             routes[p] = self.codecs.get_codec_route(page.page.rule).bind_shapes(whole, own_shapes)
         return routes
@@ -328,11 +328,11 @@ class Placement:
         """Page -> the parameters in this rank's shard, as segments for the optimizer."""
         alone = self.axes.shard.size == self.axes.tensor.size == 1
         return {
-            p: self.make_segments_over(p, self.axes.shard, self.pages[p].shards, alone)
+            p: self.make_shard_segments(p, self.axes.shard, self.pages[p].shards, alone)
             for p in self.stage.trained_pages
         }
 
-    def make_segments_over(
+    def make_shard_segments(
         self, page: int, comm: Communicator, parts: Sequence[ElementRange], alone: bool
     ) -> ShardSegments:
         """Return the segments of this rank of `comm`, whose ranks hold `parts` of a page. alone: no other rank holds
@@ -343,10 +343,10 @@ class Placement:
         def all_to_all(send: Any, recv: Any, outgoing: Sequence[int], incoming: Sequence[int]) -> None:
             comm.all_to_all(send, recv, outgoing, incoming, what=f"UPDATE{page} ({self.format_page_name(page)})").wait()
 
-        peers = ShardPeers(lambda: [find_segments(of, part, specs) for part in parts], comm.rank, all_to_all)
-        return ShardSegments(find_segments(of, parts[comm.rank], specs), exchange, None if comm.size == 1 else peers)
+        peers = ShardPeers(lambda: [make_segments(of, part, specs) for part in parts], comm.rank, all_to_all)
+        return ShardSegments(make_segments(of, parts[comm.rank], specs), exchange, None if comm.size == 1 else peers)
 
-    def list_update_transfers(self, page: int) -> tuple[tuple[str, str, int], ...]:
+    def list_optimizer_transfers(self, page: int) -> tuple[tuple[str, str, int], ...]:
         """Return what the optimizer sends for this rank's part of a page, to ranks with other parts of its parameters:
         (axis, collective, bytes)."""
         optimizer = unwrap(self.optimizer)
@@ -367,7 +367,7 @@ class Placement:
         """The format of each slot of the optimizer, by name."""
         return get_slot_formats(self.optimizer)
 
-    def get_slot_format(self, slot: str) -> np.dtype:
+    def get_slot_dtype(self, slot: str) -> np.dtype:
         """Return the dtype of a slot of the optimizer."""
         slot_dtype: np.dtype = self.slot_formats[slot].format_for(self.formats.master)
         return slot_dtype
@@ -412,19 +412,19 @@ class Placement:
         """Shapes of the model's values."""
         return ValueShapes(self.model, self.axes, self.formats.compute)
 
-    def count_owned_over_replicas(self, page: int) -> int:
+    def count_replica_owned_elements(self, page: int) -> int:
         """Return how many elements of this rank's shard of a page it owns in an all-reduce over replicas."""
         replica = self.axes.replica
         return split_evenly(self.pages[page].own_range.size, replica.size)[replica.rank]
 
 
-def list_statistics(layout: ModelLayout, unit: Unit) -> tuple[str, ...]:
+def list_unit_statistics(layout: ModelLayout, unit: Unit) -> tuple[str, ...]:
     """Return the names of the running statistics that the layers of a unit update."""
     names = (layout.canonical_name(join_path(n.path, local)) for n in unit.nodes for local in n.layer.specs())
     return tuple(dict.fromkeys(name for name in names if name in layout.statistic_specs))
 
 
-def find_segments(page: Page, mine: ElementRange, specs: Mapping[str, ParameterSpec]) -> tuple[ShardSegment, ...]:
+def make_segments(page: Page, mine: ElementRange, specs: Mapping[str, ParameterSpec]) -> tuple[ShardSegment, ...]:
     """Return the parameters in a range of a page's elements, as segments for the optimizer."""
     items, start = [], mine.start
     for piece in page.find_field_overlaps(mine):

@@ -14,7 +14,7 @@ from fsdpx.nn.layer import Layer
 from fsdpx.nn.losses import Loss
 from fsdpx.nn.shard_specs import FieldPartition
 
-__all__ = ["WHOLE", "Domain", "SampleLayout", "WholeSamples"]
+__all__ = ["UNSHARDED", "CompleteSamples", "Domain", "SampleLayout"]
 
 Shape = tuple[int, ...]
 
@@ -23,7 +23,7 @@ class SampleLayout(Protocol):
     """Interface through which a placement handles samples that may be sharded over ranks."""
 
     @property
-    def is_whole(self) -> bool:
+    def has_complete_samples(self) -> bool:
         """True if each data rank has complete samples of its own."""
 
     @property
@@ -64,21 +64,21 @@ class SampleLayout(Protocol):
     def to_caller_layout(self, array: Any, batched: bool) -> Any:
         """Convert an array of the model to the caller's layout."""
 
-    def drop_foreign_target(self, y: Any) -> Any:
+    def drop_target_of_other_ranks(self, y: Any) -> Any:
         """Return a target of the caller without the part that belongs to other ranks."""
 
     def bind_loss(self, loss: Loss) -> Loss:
         """Return the loss for outputs in this layout."""
 
-    def get_output_space(self) -> Domain:
+    def get_output_domain(self) -> Domain:
         """Return the domain that shards the model's output; raise ConfigError if it is not sharded."""
 
 
 @dataclass(frozen=True)
-class WholeSamples:
+class CompleteSamples:
     """The layout in which each data rank has complete samples of its own."""
 
-    is_whole: ClassVar = True
+    has_complete_samples: ClassVar = True
     has_one_group: ClassVar = False
 
     def is_batched(self, given: Any) -> bool:
@@ -111,13 +111,13 @@ class WholeSamples:
     def to_caller_layout(self, array: Any, batched: bool) -> Any:
         return array
 
-    def drop_foreign_target(self, y: Any) -> Any:
+    def drop_target_of_other_ranks(self, y: Any) -> Any:
         return y
 
     def bind_loss(self, loss: Loss) -> Loss:
         return loss
 
-    def get_output_space(self) -> Domain:
+    def get_output_domain(self) -> Domain:
         raise ConfigError("output_grid: this trainer has whole samples: give distribute a grid of fields, domain=")
 
 
@@ -179,7 +179,7 @@ class Domain(ABC):
         Raise ConfigError for layers that cannot work on a part.
         """
 
-    def gather_model(self, model: Layer) -> Layer:
+    def make_unsharded_model(self, model: Layer) -> Layer:
         """Return the model that one process would run."""
         return model if self.joined_partition is None else self.shard_model(model, self.joined_partition)[0]
 
@@ -188,7 +188,7 @@ class Domain(ABC):
         """Return how samples of this model are distributed over the ranks of a mesh."""
 
 
-class UncutSamples(Domain):
+class UnshardedDomain(Domain):
     """The domain when no `domain` was given: samples are not sharded."""
 
     dims, excluded, local_shape, offsets, comm, joined_partition = (), "nothing", (), (), None, None
@@ -214,7 +214,7 @@ class UncutSamples(Domain):
         return model, FieldPartition.on_one_rank(())
 
     def make_sample_layout(self, model: Layer, axes: MeshAxes) -> SampleLayout:
-        return WholeSamples()
+        return CompleteSamples()
 
 
-WHOLE = UncutSamples()
+UNSHARDED = UnshardedDomain()

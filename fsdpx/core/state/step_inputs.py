@@ -80,11 +80,11 @@ class ValueShapes:
         if key not in self._found:
             with measure_memory():  # so that a dry run does not count these arrays, which only have shapes, as memory
                 inputs = [ShapeArray(tuple(a.shape), a.dtype) for a in batch.inputs]
-                shapes = value_shapes(self._model, inputs, self._dtype, axes=self.axes_at_tensor_rank(rank))
+                shapes = value_shapes(self._model, inputs, self._dtype, axes=self.make_fake_axes_of_tensor_rank(rank))
                 self._found[key] = [ValueShape(tuple(one.shape), one.dtype) for one in shapes]
         return self._found[key][value]
 
-    def axes_at_tensor_rank(self, tensor: int) -> MeshAxes:
+    def make_fake_axes_of_tensor_rank(self, tensor: int) -> MeshAxes:
         """Return the axes as seen from a rank of the tensor axis, with fake communicators, to ask layers for shapes."""
         if tensor not in self._imagined:
             mesh, place = self._axes.mesh, self._axes.coordinates._replace(tensor=tensor)

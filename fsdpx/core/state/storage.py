@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdpx.core.program import Slot
 
-__all__ = ["IN_MEMORY", "StateStorage", "StorageChoice", "StoredSlots"]
+__all__ = ["IN_MEMORY", "StateStorage", "StorageLevelChoice", "StoredSlots"]
 
 StoredSlots = tuple[tuple[Slot, Slot], ...]
 """Slots whose values are in a slower level between programs, each with the slot that stands for it meanwhile."""
@@ -29,7 +29,7 @@ class StateStorage:
     def reset_counters(self) -> None:
         """Reset the counters."""
 
-    def get_moved_bytes(self) -> dict[str, Mapping[tuple[int, int | None], int]]:
+    def get_moved_bytes_by_verb(self) -> dict[str, Mapping[tuple[int, int | None], int]]:
         """Return the bytes that each verb of this storage transfers in a step; for activations, those of the last
         batch."""
         return {}
@@ -46,7 +46,7 @@ class StateStorage:
         """Release the level's files and buffers. Collective."""
 
 
-class StorageChoice(ABC):
+class StorageLevelChoice(ABC):
     """The option of what to keep in a slower level between uses. Inherit from it to write a level."""
 
     @abstractmethod
@@ -54,7 +54,7 @@ class StorageChoice(ABC):
         """Raise ConfigError if there is nothing to store."""
 
     @abstractmethod
-    def list_stored_slots(self, pages: Mapping[int, bool], units: int, slots: bool) -> StoredSlots:
+    def pair_slots_with_stand_ins(self, pages: Mapping[int, bool], units: int, slots: bool) -> StoredSlots:
         """Return the slots whose values are in the level between programs, with the slots that stand for them.
 
         Parameters
@@ -69,7 +69,7 @@ class StorageChoice(ABC):
         """
 
     @abstractmethod
-    def place_row(self, row: Any) -> Any:
+    def assign_row_level(self, row: Any) -> Any:
         """Return a row of the ledger, laid out for memory, changed to the level where it is stored."""
 
     @abstractmethod
@@ -78,16 +78,16 @@ class StorageChoice(ABC):
 
 
 @dataclass(frozen=True)
-class Memory(StorageChoice):
+class Memory(StorageLevelChoice):
     """The choice to keep everything in memory."""
 
     def check(self, optimizer: Any, average: Any) -> None:
         return
 
-    def list_stored_slots(self, pages: Mapping[int, bool], units: int, slots: bool) -> StoredSlots:
+    def pair_slots_with_stand_ins(self, pages: Mapping[int, bool], units: int, slots: bool) -> StoredSlots:
         return ()
 
-    def place_row(self, row: Any) -> Any:
+    def assign_row_level(self, row: Any) -> Any:
         return row
 
     def open_storage(self, placement: Any, rows: Sequence[Any]) -> StateStorage:

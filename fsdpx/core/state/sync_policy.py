@@ -14,7 +14,7 @@ from fsdpx.core.compression import Codec
 from fsdpx.core.program import Slot, SyncRules
 from fsdpx.core.state.flat_parameters import ShardedPage
 
-__all__ = ["SYNCHRONOUS", "SyncChoice", "SyncPolicy", "get_sync_choice", "set_arrays_temporarily"]
+__all__ = ["SYNCHRONOUS", "SyncChoice", "SyncPolicy", "get_sync_choice", "set_arrays_returning_undo"]
 
 MEAN, EVERY_STEP = Slot("mean"), SyncRules()
 
@@ -130,7 +130,7 @@ class SyncPolicy:
         """Yield additional rows of the ledger for a trained page."""
         return iter(())
 
-    def list_saved_slots(self, replicas: int | None) -> list[str]:
+    def list_saved_name_prefixes(self, replicas: int | None) -> list[str]:
         """Return what checkpoints hold for each trained parameter, as the first half of the names. replicas: number of
         replicas with a state of their own, if they have one; None: those of the mesh."""
         return list(self.placement.slot_formats)
@@ -180,7 +180,7 @@ class SyncPolicy:
     def on_parameters_set(self, steps: int) -> None:
         """Handle that all parameters were set, after this number of steps."""
 
-    def failed_ranks(self) -> list[int]:
+    def get_failed_ranks(self) -> list[int]:
         """Return the ranks that are known to have died, if training continues without them."""
         return []
 
@@ -188,13 +188,13 @@ class SyncPolicy:
         """Return the parameters common to all ranks, if one rank can read them on its own; else None."""
         return None
 
-    def read_shared_state(self, state: Any, kinds: Sequence[str]) -> Callable[[], Callable[[], None]] | None:
+    def read_state_to_swap(self, state: Any, kinds: Sequence[str]) -> Callable[[], Callable[[], None]] | None:
         """Read the state common to all ranks for these kinds of rows, if each rank also has its own. Return a function
         that sets the rows to it, once all ranks have read, and returns a function that restores the own state; None if
         there is nothing to read."""
         return None
 
-    def save_parameters_for_restore(self) -> Callable[[], None] | None:
+    def copy_parameters_to_restore(self) -> Callable[[], None] | None:
         """Copy the parameters that this rank holds, if all ranks change them; return a function that restores them,
         else None."""
         return None
@@ -203,7 +203,7 @@ class SyncPolicy:
         """Free memory that all ranks can access. Collective."""
 
 
-def set_arrays_temporarily(values: Sequence[tuple[Any, Any]]) -> Callable[[], None]:
+def set_arrays_returning_undo(values: Sequence[tuple[Any, Any]]) -> Callable[[], None]:
     """Set arrays to values; return a function that restores the former values."""
     before = [(array, array.copy()) for array, _ in values]
     for array, value in values:

@@ -86,7 +86,7 @@ class TieGroup:
         """The number of pages on each rank, in rank order."""
         return [self.ranks.count(rank) for rank in sorted(set(self.ranks))]
 
-    def count_elements(self, one: int) -> int:
+    def count_gathered_elements(self, one: int) -> int:
         """Return the elements of all ranks' gradients together, if a page has `one` elements on this rank."""
         return one * len(self.pages) if self.comm is not None else 0
 
@@ -181,15 +181,15 @@ class TrainState:
                 else:
                     store[slot] = array
         for unit, names in place.statistics.items():
-            store[Slot("stats", unit)] = {name: self.view_statistic(name) for name in names}
+            store[Slot("stats", unit)] = {name: self.view_running_statistic(name) for name in names}
         place.sync_policy.on_created(self)
         self.storage.fill_slots(self)
 
-    def view_statistic(self, name: str) -> Any:
+    def view_running_statistic(self, name: str) -> Any:
         """Return a running statistic in its shape."""
         return self.ledger.get_array("statistic", None, name).reshape(self.placement.layout.specs[name].shape)
 
-    def copy_statistics(self) -> list[tuple[Any, Any]]:
+    def copy_running_statistics(self) -> list[tuple[Any, Any]]:
         """Return the running statistics that this rank updates, each with a copy, for `restore_copies` if a step
         fails."""
         names = {name for names in self.placement.statistics.values() for name in names}
@@ -203,17 +203,17 @@ class TrainState:
 
     # -- programs ------------------------------------------------------------------------------------------------------
 
-    def list_filled_numbers(self, kind: str) -> frozenset[int]:
+    def list_indices_of_filled_slots(self, kind: str) -> frozenset[int]:
         """Return the pages, units or values for which a slot of this kind is filled."""
         return frozenset(slot.at for slot in self.store if slot.kind == kind and slot.at is not None)
 
-    def empty_slots(self, kinds: Iterable[str]) -> None:
+    def clear_slots(self, kinds: Iterable[str]) -> None:
         """Empty all slots of these kinds."""
         unwanted = set(kinds)
         for slot in [slot for slot in self.store if slot.kind in unwanted]:
             del self.store[slot]
 
-    def take_out_values(self, keep: Iterable[str] = ("full",)) -> dict[Slot, Any]:
+    def pop_values_of_earlier_programs(self, keep: Iterable[str] = ("full",)) -> dict[Slot, Any]:
         """Take out of the store, and return, what earlier programs left, except some kinds; `store.update` puts it
         back."""
         stored_slots = dict(self.placement.stage.stored_slots)
@@ -251,7 +251,7 @@ class TrainState:
     def _count_updates(self, name: str) -> int:
         return self.placement.sync_policy.count_updates(name, self.steps)
 
-    def take_over_counters(self, steps: int, value: float, good: int) -> None:
+    def set_counters_from_other_ranks(self, steps: int, value: float, good: int) -> None:
         """Take over the counters of an update that other ranks have made."""
         self.steps, self.scaler = steps, self.scaler.restore_scale(value, good)
 
@@ -283,24 +283,24 @@ class TrainState:
 
     def zero_grad(self) -> None:
         """Discard accumulated gradients; a forward that waits for its backward is kept."""
-        self.empty_slots(["grad", "part", "weight"])
+        self.clear_slots(["grad", "part", "weight"])
         self.samples, self.adding = 0, ""
         self.drop_local_gradients()
 
     def invalidate_full_parameters(self) -> None:
         """Discard gathered parameters after parameters have changed; call it on every rank."""
-        self.empty_slots(["full"])
+        self.clear_slots(["full"])
         self.ran.discard("updated")
 
     def discard_after_error(self) -> None:
         """Discard what a failed program left in slots, including gradients; parameters are intact."""
         self.adding = ""
         self.ran.clear()
-        self.take_out_values(keep=())
+        self.pop_values_of_earlier_programs(keep=())
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
-    def get_array_until_update(self, key: LedgerKey) -> Any:
+    def get_or_allocate_until_update(self, key: LedgerKey) -> Any:
         """Return the array of a row with lifetime "pass", allocated at the first call and kept until the next update is
         finished: not freed sooner, since after an error a transfer may still write into it."""
         if key not in self.ledger.arrays:
@@ -308,7 +308,7 @@ class TrainState:
             self.ledger.arrays[key] = self.arena.allocate(row.elements, row.dtype)
         return self.ledger.arrays[key]
 
-    def get_local_gradient(self, row: LedgerRow) -> Any:
+    def get_or_create_local_gradient(self, row: LedgerRow) -> Any:
         """Return memory for a full gradient that stays on this rank until the update, for `no_sync`."""
         if row.key not in self.ledger.arrays:
             self.ledger.add_row(row, self.arena.get_or_create_buffer(row.key, row.elements, row.dtype, temporary=True))
@@ -320,12 +320,12 @@ class TrainState:
             self.ledger.drop_row(key)
             self.arena.drop_buffer(key)
 
-    def count_bytes(self) -> dict[str, int]:
+    def count_bytes_by_kind(self) -> dict[str, int]:
         """Return bytes by kind of memory of everything that is held now."""
-        bytes_by_kind = self.ledger.count_bytes()
+        bytes_by_kind = self.ledger.count_bytes_by_kind()
         return bytes_by_kind | ({"working set": self.arena.slab_nbytes} if self.arena.slab_nbytes else {})
 
-    def get_peak_bytes(self) -> dict[str, tuple[int, int]]:
+    def get_planned_and_peak_bytes(self) -> dict[str, tuple[int, int]]:
         """Return, by kind of memory, the bytes that the placement plans, and the peak so far."""
         ledger, slab = self.ledger, self.arena.slab_nbytes
         planned_and_most = {kind: (ledger.planned_bytes.get(kind, 0), most) for kind, most in ledger.peak_bytes.items()}

@@ -158,7 +158,7 @@ def agree_on_tuning(
             if known is None
             else Tuning(known, threads, group_bytes)
         )
-    library = _agree_on_library(world, count)
+    library = _agree_on_blas_library(world, count)
     if library != blas.get_selected_library():
         blas.select_library(library)
     return Tuning(library, parallel.get_threads(), group_bytes)
@@ -180,7 +180,7 @@ def load_blas_measurement() -> Measurement | None:
     return None
 
 
-def _agree_on_library(world: Communicator, count: ProgressCallback) -> str:
+def _agree_on_blas_library(world: Communicator, count: ProgressCallback) -> str:
     """Return the library that rank 0 knows or measures to be fastest: ranks would measure different times.
     Collective."""
     key = _make_tuning_key()

@@ -26,8 +26,8 @@ __all__ = [
     "ModelSpread",
     "Stages",
     "Unit",
-    "assign_stages",
     "lay_out_model",
+    "parse_stages_option",
     "require_enough_layers",
     "split_into_balanced_runs",
     "split_into_stages",
@@ -138,7 +138,7 @@ class ModelLayout:
         names = {name for word, name in self.names.items() if fnmatchcase(word, pattern)}
         return frozenset(name for name in names if self.specs[name].trainable)
 
-    def list_trainable(self, frozen: Container[str] = ()) -> tuple[bool, ...]:
+    def list_trainable_flags(self, frozen: Container[str] = ()) -> tuple[bool, ...]:
         """Return, per page, whether it has a parameter that is trained. frozen: canonical names of parameters frozen
         now."""
         return tuple(p.trainable and any(f.source not in frozen for f in p.fields) for p in self.pages)
@@ -148,7 +148,7 @@ class ModelLayout:
         inputs whose gradient a caller asks for."""
         trained = {name for name, spec in self.specs.items() if spec.trainable and name not in frozen}
         nodes = [node for unit in self.units for node in unit.nodes]
-        named = zip(_list_used_parameters(nodes, self.aliases), nodes, strict=True)
+        named = zip(_list_node_parameters(nodes, self.aliases), nodes, strict=True)
         rows = ((names, node.inputs, (node.output,)) for names, node in named)
         return find_constant_values(rows, trained, (v for v in range(len(self.inputs)) if v not in wanted))
 
@@ -185,14 +185,14 @@ def lay_out_model(
     if group_bytes < 0:
         raise ConfigError(f"group_bytes={group_bytes}: a number of bytes, 0 or more")
     specs = _make_specs_with_frozen(model, frozen)
-    ties, copies = _classify_ties(model, spread)
+    ties, copies = _split_shared_and_copied_ties(model, spread)
     held = specs | {alias: specs[name] for alias, name in copies.items()}
-    owned = _list_owned_parameters(model, ties, held)
+    owned = _list_new_parameters(model, ties, held)
     sizes = [sum(_count_local_elements(held[n], spread) for n in names) * itemsize for names in owned]
     ends = [*spread.starts[1:], len(owned)]
     groups = [g for a, b in zip(spread.starts, ends, strict=True) for g in _group_nodes(sizes[a:b], group_bytes, a)]
-    alone = {*copies, *copies.values(), *_find_shared_parameters(model, groups)}
-    rules = {name: codec_rule(names) for name, names in _list_all_names(model, specs).items()}
+    alone = {*copies, *copies.values(), *_find_ties_across_units(model, groups)}
+    rules = {name: codec_rule(names) for name, names in _group_names_by_parameter(model, specs).items()}
 
     def kind_of(name: str) -> PageKind:
         """Return the kind of page for a parameter: trainable or not, partial or not, its name if it needs a page of its
@@ -210,7 +210,7 @@ def lay_out_model(
     pages: list[Page] = []
     for group in groups:
         names = [name for i in group for name in owned[i]]
-        for (still, partial, _, rule, _), chosen in _group_parameters_by_page(names, kind_of):
+        for (still, partial, _, rule, _), chosen in _group_parameters_by_page_kind(names, kind_of):
             shapes = [(n, spread.local_shape_of(held[n])) for n in chosen]
             pages.append(Page.from_shapes(len(pages), shapes, not still, partial, copies, rule))
     home = {f.name: page.index for page in pages for f in page.fields}
@@ -218,7 +218,7 @@ def lay_out_model(
     for alias, name in copies.items():
         twins.setdefault(name, [home[name]]).append(home[alias])
     last_use = _find_last_uses(model)
-    trained = [any(specs[name].trainable for name in names) for names in _list_used_parameters(model.nodes, model.ties)]
+    trained = [any(specs[name].trainable for name in names) for names in _list_node_parameters(model.nodes, model.ties)]
     units = tuple(_make_unit(k, group, model, ties, home, last_use, spread, trained) for k, group in enumerate(groups))
     groups_of = tuple(tuple(sorted(group)) for group in twins.values())
     return ModelLayout(
@@ -232,7 +232,7 @@ def _count_local_elements(spec: ParameterSpec, spread: ModelSpread) -> int:
     return spec.size if spec.cut is None else -(-spec.size // spread.width)
 
 
-def _classify_ties(model: LayerList, spread: ModelSpread) -> tuple[dict[str, str], dict[str, str]]:
+def _split_shared_and_copied_ties(model: LayerList, spread: ModelSpread) -> tuple[dict[str, str], dict[str, str]]:
     """Return alias -> name for the aliases that share the page of their parameter, and for those that get a copy of
     it."""
     user = {join_path(node.path, local): i for i, node in enumerate(model.nodes) for local in node.layer.specs()}
@@ -244,14 +244,14 @@ def _classify_ties(model: LayerList, spread: ModelSpread) -> tuple[dict[str, str
     return shared, copies
 
 
-def _find_shared_parameters(model: LayerList, groups: Sequence[Sequence[int]]) -> set[str]:
+def _find_ties_across_units(model: LayerList, groups: Sequence[Sequence[int]]) -> set[str]:
     """Return the tied parameters that several units use."""
-    used = _list_used_parameters(model.nodes, model.ties)
+    used = _list_node_parameters(model.nodes, model.ties)
     units = [{name for i in group for name in used[i]} for group in groups]
     return {name for name in model.ties.values() if sum(name in unit for unit in units) > 1}
 
 
-def _group_parameters_by_page(
+def _group_parameters_by_page_kind(
     names: Iterable[str], kind: Callable[[str], PageKind]
 ) -> list[tuple[PageKind, list[str]]]:
     """Group the parameters of a unit by page."""
@@ -261,14 +261,14 @@ def _group_parameters_by_page(
     return sorted(pages.items())
 
 
-def _list_all_names(model: LayerList, specs: Iterable[str]) -> dict[str, list[str]]:
+def _group_names_by_parameter(model: LayerList, specs: Iterable[str]) -> dict[str, list[str]]:
     """Return canonical name -> all names."""
     return {name: [name, *(a for a, n in model.ties.items() if n == name)] for name in specs}
 
 
 def _make_specs_with_frozen(model: LayerList, frozen: Sequence[str]) -> dict[str, ParameterSpec]:
     specs = parameter_specs(model)
-    names = _list_all_names(model, specs)
+    names = _group_names_by_parameter(model, specs)
     require_pattern_matches("frozen", frozen, [name for both in names.values() for name in both])
     return {
         name: replace(spec, trainable=False) if any(fnmatchcase(n, p) for p in frozen for n in names[name]) else spec
@@ -276,13 +276,13 @@ def _make_specs_with_frozen(model: LayerList, frozen: Sequence[str]) -> dict[str
     }
 
 
-def _list_used_parameters(nodes: Iterable[Node], aliases: Mapping[str, str]) -> list[list[str]]:
+def _list_node_parameters(nodes: Iterable[Node], aliases: Mapping[str, str]) -> list[list[str]]:
     """Return the canonical names of the parameters of each node."""
     names = ([join_path(node.path, local) for local in node.layer.specs()] for node in nodes)
     return [[aliases.get(name, name) for name in some] for some in names]
 
 
-def _list_owned_parameters(model: LayerList, ties: dict[str, str], specs: dict[str, ParameterSpec]) -> list[list[str]]:
+def _list_new_parameters(model: LayerList, ties: dict[str, str], specs: dict[str, ParameterSpec]) -> list[list[str]]:
     """Return, for each node, the parameters that it is the first to use, without running statistics."""
     seen: set[str] = set()
     owned = []
@@ -347,7 +347,7 @@ Stages = Sequence[str | int] | Mapping[str, int]
 """The first layer of each stage, or its number of layers; or path pattern -> rank of the pipe."""
 
 
-def assign_stages(
+def parse_stages_option(
     model: LayerList, stages: Stages | None, ranks: int
 ) -> tuple[Sequence[str | int] | None, int | tuple[int, ...] | None]:
     """Return the stages as a list, and their number, or the rank of each if a mapping says so. Return None where
@@ -359,7 +359,7 @@ def assign_stages(
     if stages is None or (ranks == 1 and isinstance(stages, Mapping | list | tuple)):
         return None, None
     if isinstance(stages, Mapping):
-        return _assign_mapped_stages(model.nodes, stages, ranks)
+        return _parse_stage_mapping(model.nodes, stages, ranks)
     if not isinstance(stages, list | tuple):
         raise ConfigError(
             f"stages={stages!r}: a list is needed, of the first layers of all stages or of their sizes, or a dict from "
@@ -373,7 +373,7 @@ def assign_stages(
     return stages, len(stages)
 
 
-def _assign_mapped_stages(
+def _parse_stage_mapping(
     nodes: Sequence[Node], ranks_of: Mapping[str, int], ranks: int
 ) -> tuple[list[str | int], tuple[int, ...]]:
     for pattern, rank in ranks_of.items():
@@ -390,7 +390,8 @@ def _assign_mapped_stages(
     home: list[int] = []
     for node in nodes:
         rank = next(
-            (rank for pattern, rank in ranks_of.items() if _is_in_layer(node, pattern)), home[-1] if home else -1
+            (rank for pattern, rank in ranks_of.items() if _is_in_layer(node, pattern)),
+            home[-1] if home else -1,
         )
         if rank < 0:
             raise ConfigError(f"stages: no pattern matches the first layer, {nodes[0].path!r}: say on which rank it is")

@@ -56,7 +56,7 @@ def list_choices_to_compare(recipe: Recipe, place: Placement, microbatches: int,
         "optimizer": training.optimizer,
         "loss": training.loss,
         "arrays": _describe_arrays(training.model) + _describe_arrays(training.loss)
-        if place.sample_layout.is_whole
+        if place.sample_layout.has_complete_samples
         else "",
         "compression": place.codecs,
         "microbatches": microbatches,

@@ -34,18 +34,18 @@ from fsdpx.core.state.placement import (
     PipelineChoice,
     Placement,
     StepOptions,
-    list_statistics,
+    list_unit_statistics,
     parse_recompute,
 )
 from fsdpx.core.state.sample_layout import SampleLayout
-from fsdpx.core.state.storage import StorageChoice
+from fsdpx.core.state.storage import StorageLevelChoice
 from fsdpx.core.state.sync_policy import SyncChoice
 from fsdpx.core.state.tuning import Tuning, agree_on_tuning, describe_cache
 from fsdpx.core.state.units import (
     ModelLayout,
     ModelSpread,
-    assign_stages,
     lay_out_model,
+    parse_stages_option,
     require_enough_layers,
     split_into_stages,
 )
@@ -116,7 +116,7 @@ def _make_single_process_model(recipe: Recipe, place: Placement) -> LayerList:
     model, samples, dtype = recipe.training.model, recipe.distribution.sample_cut, place.formats.compute
     return memoize(
         ("ordered", model, samples.joined_partition, dtype),
-        lambda: linearize(samples.gather_model(insert_number_casts(model, dtype))),
+        lambda: linearize(samples.make_unsharded_model(insert_number_casts(model, dtype))),
     )
 
 
@@ -314,9 +314,9 @@ def _lay_out_pages(
 ) -> LaidOutModel:
     """Return the schedule, and the model cut into stages, units and pages."""
     axes, ordered = ranks.axes, model.ordered
-    stages, dealt = assign_stages(ordered, recipe.distribution.stages, axes.pipe.size)
+    stages, homes = parse_stages_option(ordered, recipe.distribution.stages, axes.pipe.size)
     assert not isinstance(stages, Mapping), "a list of first layers by now"
-    pipe = PipelineChoice(recipe.distribution.schedule, axes.pipe.size, dealt)  # type: ignore[arg-type]  # no path by now
+    pipe = PipelineChoice(recipe.distribution.schedule, axes.pipe.size, homes)  # type: ignore[arg-type]  # no path by now
     require_enough_layers(ordered, axes.pipe.size, "")  # before making a schedule for that many ranks
     home = pipe.get_stage_ranks(reducing.microbatches_per_rank)
     starts = split_into_stages(ordered, len(home), stages, recipe.runtime.costs, pipe.explain_stage_count(home))
@@ -400,7 +400,7 @@ def _make_optimizer(training: TrainingChoices, formats: Precision) -> Any:
 
 
 def _make_pipe_stages(
-    layout: ModelLayout, reducing: ReductionChoices, ranks: TrainingRanks, optimizer: Any, storage: StorageChoice
+    layout: ModelLayout, reducing: ReductionChoices, ranks: TrainingRanks, optimizer: Any, storage: StorageLevelChoice
 ) -> tuple[Stage, ...]:
     """Return the stage of each pipe rank."""
     sizes, alone = dict.fromkeys(ranks.axes.reduction_axes, 1), ranks.axes.data.size == 1
@@ -411,7 +411,7 @@ def _make_pipe_stages(
     pages = {page.index: page.trainable for page in layout.pages}
     return make_stages(
         [(u.pages, u.inputs, u.outputs) for u in layout.units],
-        layout.list_trainable(),
+        layout.list_trainable_flags(),
         range(len(layout.inputs)),
         layout.outputs,
         [unit.stage for unit in layout.units],
@@ -419,10 +419,10 @@ def _make_pipe_stages(
         layout.twins,
         [page.index for page in layout.pages if page.partial],
         reducing.accumulation.needs_join and not ranks.pace.replicas,
-        units_with_statistics=[unit.index for unit in layout.units if list_statistics(layout, unit)],
+        units_with_statistics=[unit.index for unit in layout.units if list_unit_statistics(layout, unit)],
         pages_with_codec_memory=coded,
         constant=layout.find_constant_values(),
-        stored_slots=storage.list_stored_slots(pages, len(layout.units), bool(optimizer.slots)),
+        stored_slots=storage.pair_slots_with_stand_ins(pages, len(layout.units), bool(optimizer.slots)),
     )
 
 

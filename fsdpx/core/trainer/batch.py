@@ -273,7 +273,7 @@ def prepare_target(placement: Placement, y: Any, samples: int) -> Any:
     """Return the target on this rank's device and in the layout of the model's output. Raise DataError unless it has as
     many samples as the inputs."""
     layout = placement.sample_layout
-    target = layout.to_model_output(layout.drop_foreign_target(to_device_array(placement, y, TARGET)), TARGET)
+    target = layout.to_model_output(layout.drop_target_of_other_ranks(to_device_array(placement, y, TARGET)), TARGET)
     if target.ndim == 0 or target.shape[0] != samples:
         have = "a single number" if target.ndim == 0 else f"{target.shape[0]} samples"
         raise DataError(f"the target has {have}, the inputs have {samples}")

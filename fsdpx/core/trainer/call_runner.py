@@ -535,7 +535,7 @@ class FixedRanks(CallRunner):
         from fsdpx.core.trainer.gather_full import copy_state_to_restore
 
         self.require_open("copy_weights")
-        put_back = self.placement.sync_policy.save_parameters_for_restore() or copy_state_to_restore(self.session.state)
+        put_back = self.placement.sync_policy.copy_parameters_to_restore() or copy_state_to_restore(self.session.state)
 
         def restore_weights() -> None:
             self.agree_on_call("restore the copied weights")

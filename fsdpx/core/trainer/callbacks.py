@@ -46,15 +46,15 @@ class MetricSums:
     def add_batch(self, output: Any, target: Any) -> None:
         """Add one batch. An error of a metric is kept and raised by `all_gather_means`, on all ranks. With `domain`,
         losses communicate."""
-        if not self._layout.is_whole:
-            target = self._layout.drop_foreign_target(np.asarray(to_host(target)))
+        if not self._layout.has_complete_samples:
+            target = self._layout.drop_target_of_other_ranks(np.asarray(to_host(target)))
         for k, (name, function) in enumerate(self.functions.items()):
             try:
                 if isinstance(function, Loss):
                     self._sums[k] += self._compute_loss_sum(function, output, target)
                 else:
                     self._sums[k] += _convert_to_sum_and_count(
-                        function(to_host_output(output), target), not self._layout.is_whole
+                        function(to_host_output(output), target), not self._layout.has_complete_samples
                     )
             except Exception as error:
                 self._problem = self._problem or (f"metric {name!r}: {error}", error)
@@ -70,7 +70,7 @@ class MetricSums:
             loss.validate(tuple(y.shape), t)
         except FsdpxError as error:
             problem = error
-        if not self._layout.is_whole:
+        if not self._layout.has_complete_samples:
             problems = enumerate(place.axes.data.all_gather_data(None if problem is None else str(problem)))
             problem = problem or next((DataError(f"rank {rank}: {text}") for rank, text in problems if text), None)
         if problem is not None:
@@ -89,7 +89,7 @@ class MetricSums:
         ConfigError : on all ranks, if a metric failed on one
         """
         text, cause = self._problem or (None, None)
-        ranks = data if self._layout.is_whole else self._place.axes.data
+        ranks = data if self._layout.has_complete_samples else self._place.axes.data
         everyone = ranks.all_gather_data((self._sums, text, [*self.functions]))
         for rank, (_, problem, names) in enumerate(everyone):
             if problem is not None:

@@ -29,7 +29,7 @@ from fsdpx.core.compression import Choice, list_codec_names
 from fsdpx.core.engine.engine import Engine
 from fsdpx.core.program import SCHEDULES
 from fsdpx.core.state.sample_layout import Domain
-from fsdpx.core.state.storage import StorageChoice
+from fsdpx.core.state.storage import StorageLevelChoice
 from fsdpx.core.state.sync_policy import SyncChoice
 from fsdpx.core.state.tuning import Tuning
 from fsdpx.core.state.units import Stages
@@ -74,7 +74,7 @@ def distribute(
     sequence: SequenceMode | None = None,
     elastic: bool | ElasticConfig = False,
     average: Average | None = None,
-    offload: StorageChoice | None = None,
+    offload: StorageLevelChoice | None = None,
     domain: Domain | None = None,
     runtime: RuntimeOptions | None = None,
     **rarely: Unpack[RuntimeArgs],

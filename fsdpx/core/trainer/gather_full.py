@@ -151,7 +151,7 @@ def all_gather_statistics(state: TrainState) -> dict[str, np.ndarray]:
     """Return the running statistics by name, from the pipe rank whose layer updates them. Collective."""
     state_arrays = {}
     for name in state.placement.layout.statistic_specs:
-        flat = np.array(to_host(state.view_statistic(name).reshape(-1)))
+        flat = np.array(to_host(state.view_running_statistic(name).reshape(-1)))
         state.placement.axes.pipe.broadcast(flat, state.placement.statistic_ranks[name], what=f"state {name}").wait()
         state_arrays[name] = flat.reshape(state.placement.layout.specs[name].shape)
     return state_arrays
@@ -211,7 +211,7 @@ def _all_gather_full_arrays(
             continue
         if names is not None and not any(f.source in names for f in page.fields):
             continue
-        parts = page.view_by_name(to_host(flat(page))) if page.index in state.placement.pages else None
+        parts = page.view_parameters_by_name(to_host(flat(page))) if page.index in state.placement.pages else None
         for f in page.fields:
             full = _all_gather_over_tensor(state, f.source, None if parts is None else parts[f.name], dtype)
             state.placement.axes.pipe.broadcast(full.reshape(-1), homes[page.index], what=f"parameter {f.name}").wait()

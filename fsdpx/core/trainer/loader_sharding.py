@@ -41,7 +41,8 @@ def require_same_sharding(call_runner: CallRunner, *loaders: Any) -> None:
     """Raise an error on all ranks if a DataLoader shards batches over other ranks than the trainer's, or if sharded
     datasets differ in length or order; warn if they have the same length and differ in the first sample. Collective."""
     place = call_runner.data_group.rank, call_runner.data_group.size
-    compared = call_runner.world.size > 1 and call_runner.placement.sample_layout.is_whole  # parts of fields differ
+    # parts of fields differ
+    compared = call_runner.world.size > 1 and call_runner.placement.sample_layout.has_complete_samples
     samplers = [loader.sampler for loader in loaders if isinstance(loader, ShardingLoader)]
     wrong = [s.size for s in samplers if (s.rank, s.size) != place and not s.presharded]
     rows = [1 + call_runner.rank if wrong else 0, max(wrong, default=0)]

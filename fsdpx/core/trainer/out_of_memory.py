@@ -92,7 +92,8 @@ def explain_memory_error(
     """
     clear_frames(error.__traceback__)  # their frames keep the arrays allocated so far alive
     trim_heap()
-    node, held = find_node_communicator(world), 0 if session is None else sum(session.state.count_bytes().values())
+    node = find_node_communicator(world)
+    held = 0 if session is None else sum(session.state.count_bytes_by_kind().values())
     here = len(node.machine) if node is not None else world.size if find_message_backend(world) is None else 1
     there, most = find_memory_budget(held, here)
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
@@ -137,7 +138,7 @@ def _count_planned_bytes(recipe: Recipe, fake: Communicator, feed: StepInputs | 
         pieces = session.placement.accumulation.count_microbatches(session.microbatches)
         kind = "predict" if isinstance(session.placement.optimizer, NoOptimizer) else "step"
         state.arena.grow_slab(session.engine.prepare_program(session.make_program_request(kind, pieces)).workspace.plan)
-        return state.count_bytes()
+        return state.count_bytes_by_kind()
 
 
 def _get_batch_shapes(feed: StepInputs | None) -> tuple[Any, Any] | None:

@@ -21,8 +21,8 @@ from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.compression import Choice
 from fsdpx.core.program import StepChoices
 from fsdpx.core.state.accumulation import MAX_MICROBATCHES, require_valid_chunks
-from fsdpx.core.state.sample_layout import WHOLE, Domain
-from fsdpx.core.state.storage import IN_MEMORY, StorageChoice
+from fsdpx.core.state.sample_layout import UNSHARDED, Domain
+from fsdpx.core.state.storage import IN_MEMORY, StorageLevelChoice
 from fsdpx.core.state.sync_policy import SyncChoice, get_sync_choice
 from fsdpx.core.state.units import Stages
 from fsdpx.core.trainer.option_rules import (
@@ -139,7 +139,7 @@ class DistributionChoices:
     stages: Stages | None = None
     tensor_plan: Mapping[str, Any] | None = None
     sequence: SequenceMode | None = None
-    offload: StorageChoice | None = None
+    offload: StorageLevelChoice | None = None
     domain: Domain | None = None
     planned: str = ""
 
@@ -149,7 +149,7 @@ class DistributionChoices:
             object.__setattr__(self, "schedule", fspath(self.schedule))
         if not (isinstance(self.schedule, str) or callable(self.schedule)):
             raise ConfigError(f"schedule={self.schedule!r}: a name, a function or the path of a text file is needed")
-        if not isinstance(self.offload, StorageChoice | None):
+        if not isinstance(self.offload, StorageLevelChoice | None):
             where = "say where, fsdpx.OffloadConfig('/local/disk', what='optimizer')"
             raise ConfigError(f"offload={self.offload!r}: {where}")
         if self.domain is not None and not isinstance(self.domain, Domain):
@@ -163,10 +163,10 @@ class DistributionChoices:
     @property
     def sample_cut(self) -> Domain:
         """The partition of samples over ranks: `domain`, or whole samples."""
-        return self.domain or WHOLE
+        return self.domain or UNSHARDED
 
     @property
-    def storage_choice(self) -> StorageChoice:
+    def storage_choice(self) -> StorageLevelChoice:
         """The choice of what is kept on disk instead of in memory: `offload`, or nothing."""
         return self.offload or IN_MEMORY
 

@@ -28,7 +28,7 @@ from fsdpx.core.program import (
     Stage,
     SyncRules,
     compile,
-    order_without_pipe,
+    order_sequentially,
 )
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.step_inputs import Microbatch, StepInputs
@@ -169,7 +169,7 @@ class Session:
         Collective."""
         self.record_call(call)
         self.wait_for_last_step()
-        if call == "close" and self.placement.sync_policy.failed_ranks():
+        if call == "close" and self.placement.sync_policy.get_failed_ranks():
             return  # dead ranks cannot agree, and living ranks need nothing from each other any more
         batches.agree_on_call(self._get_agreement_group(call), call)
         if call not in STEP_KINDS:
@@ -201,7 +201,7 @@ class Session:
     def swap_in_common_parameters(self, *kinds: str) -> AbstractContextManager[None]:
         """Return a context in which each rank has the parameters common to all ranks, if ranks have different ones;
         else an empty context. kinds: kinds of ledger rows."""
-        put = self.placement.sync_policy.read_shared_state(self.state, kinds)
+        put = self.placement.sync_policy.read_state_to_swap(self.state, kinds)
         return nullcontext() if put is None else self.swap_parameters_temporarily(put, "the common model")
 
     @contextmanager
@@ -250,7 +250,7 @@ class Session:
     def _choose_agreement(self, kind: str) -> BatchAgreement:
         """Return how ranks agree on a batch for a program of this kind."""
         axes, own_speed = self.placement.axes, self.placement.sync_policy.own_speed and kind == "step"
-        doubted = kind in TRAINS and self._duplicates.doubted and self.placement.sample_layout.is_whole
+        doubted = kind in TRAINS and self._duplicates.doubted and self.placement.sample_layout.has_complete_samples
         if own_speed or not axes.world.has_peers:
             return BatchAgreement(None, False, digests=False, doubted=doubted)
         digests = doubted or axes.data.size < axes.world.size
@@ -266,7 +266,7 @@ class Session:
         try:
             batches.require_batch_on_device(place, x, y)
             given.inputs = batches.prepare_inputs(place, x)
-            given.batched = layout.is_whole or layout.is_batched(batches.list_inputs_in_order(place, x)[0])
+            given.batched = layout.has_complete_samples or layout.is_batched(batches.list_inputs_in_order(place, x)[0])
             given.rows = int(given.inputs[0].shape[0])
             if kind in (*TRAINS, "evaluate"):
                 given.target = batches.prepare_target(place, y, given.rows)
@@ -319,10 +319,10 @@ class Session:
         number of samples of every data rank."""
         place, state, whole = self.placement, self.state, kind in ("forward", "predict")
         if kind == "predict":
-            return [Microbatch(inputs, None, sum(place.count_rows_before(rows)))]
+            return [Microbatch(inputs, None, sum(place.list_rows_of_earlier_groups(rows)))]
         trains = kind in ("step", "accumulate", "forward")
         before = 0 if kind in TRAINS and not state.adding else state.samples
-        row = sum(place.count_rows_before(rows)) + (before if trains else 0)
+        row = sum(place.list_rows_of_earlier_groups(rows)) + (before if trains else 0)
         part = batches.LocalBatch(inputs, target, rows, row)
         evenly = whole or (kind == "evaluate" and not place.accumulation.can_split_batch(rows))
         count = self._count_microbatches(rows)
@@ -460,7 +460,7 @@ class Session:
     def hide_accumulated_gradients(self) -> Iterator[None]:
         """Hide accumulated gradients from the programs that run within the block."""
         state, adding = self.state, self.state.adding
-        kept = state.take_out_values()
+        kept = state.pop_values_of_earlier_programs()
         try:
             yield
         finally:
@@ -473,7 +473,7 @@ class Session:
         """Return the compiler's input: the placement, and what earlier programs left in the store. fresh: as if the
         store were empty. local: gradients stay on this rank."""
         place, pace = self.placement, self.placement.sync_policy
-        holding = (lambda kind: frozenset[int]()) if fresh else self.state.list_filled_numbers
+        holding = (lambda kind: frozenset[int]()) if fresh else self.state.list_indices_of_filled_slots
         steps = kind in ("step", "accumulate", "local")
         kind = pace.get_program_kind(kind)
         # all elastic ranks must learn of a gradient that is not finite: an error on one alone would count as its death
@@ -503,7 +503,7 @@ class Session:
         inputs = () if wanted is None else wanted.inputs
         key = (frozen, frozenset(v for v, x in enumerate(inputs) if not is_index(x)))
         if key not in self._stages:
-            trainable, constant = place.layout.list_trainable(frozen), place.layout.find_constant_values(*key)
+            trainable, constant = place.layout.list_trainable_flags(frozen), place.layout.find_constant_values(*key)
             self._stages[key] = replace(place.stage, trainable=trainable, constant=constant)
         return self._stages[key]
 
@@ -534,7 +534,7 @@ class Session:
             from fsdpx.core.trainer.recompute_budget import choose_recomputed_units
 
             orders = [
-                pipe.get_actions_of_rank(microbatches, r) or order_without_pipe(microbatches) for r in range(pipe.width)
+                pipe.get_actions_of_rank(microbatches, r) or order_sequentially(microbatches) for r in range(pipe.width)
             ]
             self._recomputed[key] = choose_recomputed_units(self.placement, orders, batch)
         return self._recomputed[key]
@@ -545,7 +545,7 @@ class Session:
         if self._uncoordinated is not None:
             self._uncoordinated.finish_prediction()
         (batch,) = feed.batch
-        if batch is not None and batch.inputs[0] is x and self.placement.sample_layout.is_whole:
+        if batch is not None and batch.inputs[0] is x and self.placement.sample_layout.has_complete_samples:
             known = self.engine.direct
             if len(known) >= MAX_SHAPES:
                 known.clear()

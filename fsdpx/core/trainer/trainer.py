@@ -190,7 +190,7 @@ class Trainer:
         session.placement.accumulation.require_partial_batch_support(
             "forward", "the engine cuts the batch itself; use step, or predict for results"
         )
-        session.state.empty_slots(["saved"])
+        session.state.clear_slots(["saved"])
         self._forward_inputs = feed = self._call_runner.agree_on_inputs(x, None, "forward", training)
         outputs = unwrap_single(
             session.to_caller_arrays(session.all_gather_outputs(session.run_program("forward", feed), feed), feed)
@@ -222,7 +222,7 @@ class Trainer:
         DataError : if the number or the shapes of the arrays in `dy` are wrong
         """
         session, feed = self._session, self._forward_inputs
-        if feed is None or not session.state.list_filled_numbers("saved"):
+        if feed is None or not session.state.list_indices_of_filled_slots("saved"):
             raise ConfigError("backward: call forward first; each forward serves one backward")
         self._require_one_gradient_source("backward")
         given, compute = (dy,) if len(self._output_shapes) == 1 else dy, session.placement.formats.compute
@@ -602,7 +602,7 @@ class Trainer:
         ------
         ConfigError : if the output is not partitioned, as without `domain`
         """
-        return self._session.placement.sample_layout.get_output_space()
+        return self._session.placement.sample_layout.get_output_domain()
 
     @property
     def global_step(self) -> int:

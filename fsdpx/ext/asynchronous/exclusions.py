@@ -39,7 +39,7 @@ def _find_norm_of_sum(c: ChoiceContext) -> str:
     )
 
 
-def _find_format(name: str) -> Callable[[ChoiceContext], str]:
+def _make_format_finder(name: str) -> Callable[[ChoiceContext], str]:
     def find_given(c: ChoiceContext) -> str:
         value = getattr(c.formats, name)
         return "" if value is None else f"{name}={value!r} "
@@ -47,7 +47,7 @@ def _find_format(name: str) -> Callable[[ChoiceContext], str]:
     return find_given
 
 
-def _find_sync_choice(excluded: str) -> Callable[[ChoiceContext], str]:
+def _make_sync_choice_finder(excluded: str) -> Callable[[ChoiceContext], str]:
     return lambda c: f"strategy={c.get_option('strategy')!r} " if c.sync_choice.excluded == excluded else ""
 
 
@@ -93,16 +93,16 @@ EXCLUSIONS += (
         "is found by all ranks together", "use a number, or precision='bf16'"),
     ExcludedPair(OWN, "16-bit masters", make_condition_finder("parameters that several ranks update ", lambda c:
         c.formats.updated_dtype == "bf16"), "are float32 or float64", "use precision='bf16'"),
-    *(ExcludedPair(OWN, f"`Precision({name}=)`", _find_format(name), "is a format of messages, and there are none",
-        "leave it out") for name in ("param", "reduce")),
+    *(ExcludedPair(OWN, f"`Precision({name}=)`", _make_format_finder(name), "is a format of messages, and there are "
+        "none", "leave it out") for name in ("param", "reduce")),
     ExcludedPair(ELASTIC, LOCAL, lambda c:
         "" if c.sync_choice.excluded != LOCAL else f"strategy={c.get_option('strategy')!r}: ",
         "elastic ranks train together", "leave elastic out, or choose 'hybrid'"),
     ExcludedPair(ELASTIC, OWN, lambda c:
         "" if c.sync_choice.excluded != OWN else f"strategy {c.get_option('strategy')!r}: ",
         "elastic ranks step together", "leave elastic out"),
-    ExcludedPair(SPACE, LOCAL, _find_sync_choice(LOCAL),
+    ExcludedPair(SPACE, LOCAL, _make_sync_choice_finder(LOCAL),
         "lets replicas train by themselves, and the parts of a field make one", "choose 'fsdp'"),
-    ExcludedPair(SPACE, OWN, _find_sync_choice(OWN),
+    ExcludedPair(SPACE, OWN, _make_sync_choice_finder(OWN),
         "lets ranks step at their own speed, and layers exchange cells in each step", "choose 'fsdp'"),
 )  # fmt: skip

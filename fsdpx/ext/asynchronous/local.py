@@ -19,19 +19,19 @@ from fsdpx.core.comm.communicator import COMPLETED, split_evenly
 from fsdpx.core.comm.mesh import Mesh, MeshCoordinates
 from fsdpx.core.compression import Codec
 from fsdpx.core.compression import make_codec as codec_of
-from fsdpx.core.engine.operations import OPERATIONS, preserve_frozen_parameters
+from fsdpx.core.engine.operations import OPERATIONS, preserving_frozen_parameters
 from fsdpx.core.engine.run import (
     ProgramRun,
     Values,
     format_action_label,
-    get_subject_number,
+    get_action_target,
     require_same_schedule_values,
 )
 from fsdpx.core.program import SLOTS, VERBS, Action, ScratchBuffer, Slot, SlotKind, SyncRules, Verb, VerbTransfer
 from fsdpx.core.state.flat_parameters import ElementRange, ShardedPage
 from fsdpx.core.state.ledger import LEDGER_KINDS, LedgerKey, LedgerKind, LedgerRow, add_replica_prefix
 from fsdpx.core.state.placement import Placement
-from fsdpx.core.state.sync_policy import SyncChoice, SyncPolicy, set_arrays_temporarily
+from fsdpx.core.state.sync_policy import SyncChoice, SyncPolicy, set_arrays_returning_undo
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.errors import CheckpointError, ConfigError
 from fsdpx.optim import ShardSegments, get_learning_rate
@@ -342,7 +342,7 @@ class LocalSyncPolicy(SyncPolicy):
         ranks = range(axes.world.size) if whole else axes.mesh.ranks_along(axes.coordinates, ("replica", "shard"))
         places = [axes.mesh.coordinates_of(rank) for rank in ranks]
         parts = {p: [self._find_elements_of_rank(p, place) for place in places] for p in trained}
-        return {p: self.placement.make_segments_over(p, axes.data, parts[p], alone) for p in trained}
+        return {p: self.placement.make_shard_segments(p, axes.data, parts[p], alone) for p in trained}
 
     def list_rows(self, page: ShardedPage) -> Iterator[LedgerRow]:
         """Yield the rows of a page. The outer gradient uses the memory of the reduced gradient, unless it is pending
@@ -361,7 +361,7 @@ class LocalSyncPolicy(SyncPolicy):
             ):
                 yield LedgerRow(LedgerKey("parcel", p), np.dtype(np.uint8), ElementRange(0, nbytes), "private", "step")
 
-    def list_saved_slots(self, replicas: int | None) -> list[str]:
+    def list_saved_name_prefixes(self, replicas: int | None) -> list[str]:
         width = self.placement.axes.replica.size if replicas is None else replicas
         found = [add_replica_prefix(slot, r) for r in range(width) for slot in ("", *self.placement.slot_formats)]
         found += [LEDGER_KINDS["velocity"].prefix + name for name in self.outer.slots]
@@ -398,7 +398,7 @@ class LocalSyncPolicy(SyncPolicy):
             weights = saved["weights"]
             state.store[TRAINED] = list(weights[self.placement.axes.replica.rank % len(weights)])
         outer, here = self.rounds.get_outer_step(state.steps + 1), self.placement.stage.trained_pages
-        state.empty_slots(["delta", "next"])
+        state.clear_slots(["delta", "next"])
         state.store |= {Slot("delta", p): state.ledger.get_array("sum", p) for p in here if p in outer.summing}
         state.store |= {Slot("next", p): state.ledger.get_array("outer", p) for p in here if p in outer.coming}
 
@@ -429,14 +429,14 @@ class LocalSyncPolicy(SyncPolicy):
                 f"{rounds.every} steps of local training without fragments and delay, or say distribute(frozen=[...])"
             )
 
-    def read_shared_state(self, state: TrainState, kinds: Sequence[str]) -> Callable[[], Callable[[], None]] | None:
+    def read_state_to_swap(self, state: TrainState, kinds: Sequence[str]) -> Callable[[], Callable[[], None]] | None:
         if "master" not in kinds:
             return None
         rows = [(state.ledger.get_array("master", page), array) for page, array in _iterate_outer_parameters(state)]
 
         def put_common() -> Callable[[], None]:
             state.wait_for_transfers()
-            return set_arrays_temporarily(rows)
+            return set_arrays_returning_undo(rows)
 
         return put_common
 
@@ -491,7 +491,7 @@ def start_reduce_scatter_outer_gradient(
 ) -> Values:
     """Start the reduce-scatter of outer gradients, share x (outer parameters - parameters): n - n/R elements per
     rank."""
-    p, place, (master, start, mine), kept = get_subject_number(action), run.placement, read, added[0] if added else {}
+    p, place, (master, start, mine), kept = get_action_target(action), run.placement, read, added[0] if added else {}
     buffer, replica = run.workspace.state.ledger.get_array("delta", p), place.axes.replica
     if place.device.holds_data:
         place.xp.subtract(start, master, out=buffer)
@@ -513,13 +513,13 @@ def update_and_start_all_gather_outer(
 ) -> Values:
     """Run the outer optimizer on this replica's part, then start the all-gather of the outer parameters: n - n/R
     elements per rank."""
-    p, place, (gradient,), (whole, slots) = get_subject_number(action), run.placement, taken, added
+    p, place, (gradient,), (whole, slots) = get_action_target(action), run.placement, taken, added
     policy, rounds, _ = _get_policy(run)
     segments, optimizer = policy.segments[p], policy.outer
     part, first, replica = policy.find_elements_of_outer_step(p), place.pages[p].own_range.start, place.axes.replica
     own, number = whole[part.start - first : part.stop - first], rounds.get_outer_step_number(p, run.step + 1)
     counted = segments.count_missed({name: n // rounds.every for name, n in run.missed.items()})
-    with preserve_frozen_parameters(run, segments, own, slots):
+    with preserving_frozen_parameters(run, segments, own, slots):
         update_parameters(
             optimizer,
             place.xp,

@@ -17,15 +17,15 @@ from fsdpx.core.base.config import Sharding, convert_fields_to_python
 from fsdpx.core.base.name_hints import check_constructor_options
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.comm.windows import CACHE_LINE_BYTES, Window
-from fsdpx.core.engine.operations import OPERATIONS, compute_local_update_scale, run_optimizer_on_page
-from fsdpx.core.engine.run import ProgramRun, Values, get_subject_number
+from fsdpx.core.engine.operations import OPERATIONS, compute_local_loss_and_scale, run_optimizer_on_page
+from fsdpx.core.engine.run import ProgramRun, Values, get_action_target
 from fsdpx.core.program import PROGRAM_KINDS, SLOTS, VERBS, Action, ProgramKind, ProgramRequest, SlotKind, Verb
 from fsdpx.core.program.passes import insert_gathers
 from fsdpx.core.state import ledger
 from fsdpx.core.state.flat_parameters import ElementRange, ShardedPage
 from fsdpx.core.state.ledger import LedgerKey, LedgerRow
-from fsdpx.core.state.placement import Placement, find_segments
-from fsdpx.core.state.sync_policy import SyncChoice, SyncPolicy, set_arrays_temporarily
+from fsdpx.core.state.placement import Placement, make_segments
+from fsdpx.core.state.sync_policy import SyncChoice, SyncPolicy, set_arrays_returning_undo
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.optim import ShardSegments
 from fsdpx.optim.optimizer import AVERAGE_SLOT
@@ -88,7 +88,7 @@ class CommonMemory:
                 yield item.key, self.get_own_array(item.key)
 
     @contextmanager
-    def lock_arrays(self, rank: int, *keys: LedgerKey, write: bool = True) -> Iterator[list[Any]]:
+    def locked_arrays(self, rank: int, *keys: LedgerKey, write: bool = True) -> Iterator[list[Any]]:
         """Lock arrays in the part of a rank for exclusive use by this rank while the block runs, and return them."""
         items = [self._items[rank][key] for key in keys]
         first, last = min(i.start for i in items), max(i.stop for i in items)
@@ -96,10 +96,10 @@ class CommonMemory:
             yield [block[i.start - first : i.stop - first].view(i.dtype) for i in items]
 
     @contextmanager
-    def lock_page_for_update(self, rank: int, page: int) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
+    def locked_page_for_update(self, rank: int, page: int) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
         """Lock a page in the part of a rank; return its words, master parameters and optimizer slots."""
         keys = [key for key in self._items[rank] if key.page == page and key.kind in ("slot", "average")]
-        with self.lock_arrays(rank, LedgerKey("words", page), LedgerKey("master", page), *keys) as (
+        with self.locked_arrays(rank, LedgerKey("words", page), LedgerKey("master", page), *keys) as (
             words,
             master,
             *slots,
@@ -110,13 +110,13 @@ class CommonMemory:
         """Read word number `at` of a page in the part of a rank, without a lock."""
         return self.window.read_word(rank, self._items[rank][LedgerKey("words", page)].start // 8 + at)
 
-    def list_holders(self, page: int) -> Sequence[Span]:
+    def list_holder_spans(self, page: int) -> Sequence[Span]:
         """Return the ranks, with their elements, from which a page is read and in which it is updated; starts at this
         rank, so that ranks begin at different parts."""
         turned = [(self.rank + i) % self.size for i in range(self.size if self.sharded else 1)]
         return [(rank, _find_held_elements(self.placement, page, rank, self.sharded)) for rank in turned]
 
-    def find_segments(self, rank: int, page: int) -> ShardSegments:
+    def make_segments(self, rank: int, page: int) -> ShardSegments:
         """Return the parameters in a rank's elements of a page, as segments for the optimizer."""
         if (rank, page) not in self._segments:
             here, mine = self.placement.pages[page], _find_held_elements(self.placement, page, rank, self.sharded)
@@ -126,7 +126,7 @@ class CommonMemory:
                 else (_raise_needs_norms, ShardPeers(_raise_needs_norms, rank, _raise_needs_norms))
             )
             self._segments[rank, page] = ShardSegments(
-                find_segments(here.page, mine, self.placement.layout.specs), *others
+                make_segments(here.page, mine, self.placement.layout.specs), *others
             )
         return self._segments[rank, page]
 
@@ -158,7 +158,7 @@ def _list_page_items(
     for name in placement.slot_formats:
         yield (
             LedgerKey("average" if name == AVERAGE_SLOT else "slot", p, name),
-            placement.get_slot_format(name),
+            placement.get_slot_dtype(name),
             mine.size,
         )
 
@@ -362,8 +362,8 @@ class OwnSpeedPolicy(SyncPolicy):
         """Read the current parameters of a page, once the slowest rank is not too far behind."""
         self._wait_for_slowest_rank()
         with self.window.access_epoch("pull"):
-            for rank, span in self.memory.list_holders(page):
-                with self.memory.lock_arrays(
+            for rank, span in self.memory.list_holder_spans(page):
+                with self.memory.locked_arrays(
                     rank, LedgerKey("words", page), LedgerKey("master", page), write=False
                 ) as (words, master):
                     self._read[rank, page] = int(words[UPDATES])
@@ -389,20 +389,20 @@ class OwnSpeedPolicy(SyncPolicy):
 
     def push_gradient(self, page: int, gradient: Any, weight: float, update: Update) -> None:
         """Update the page in the memory of each rank that holds a part with this rank's gradient."""
-        for rank, span in self.memory.list_holders(page):
+        for rank, span in self.memory.list_holder_spans(page):
             own = gradient[span.start : span.stop]
             if self.choice.staleness == 0:
                 self._add_gradient_in_rank_order(rank, page, own, weight, update)
                 continue
             with (
                 self.window.access_epoch("push"),
-                self.memory.lock_page_for_update(rank, page) as (words, master, slots),
+                self.memory.locked_page_for_update(rank, page) as (words, master, slots),
             ):
                 late = int(words[UPDATES]) - self._read[rank, page]
                 self.staleness_counts[late] = self.staleness_counts.get(late, 0) + 1
                 lr = 1 / (1 + late) if self.choice.by_staleness else 1.0
                 words[UPDATES] += 1
-                update(master, own, slots, self.memory.find_segments(rank, page), int(words[UPDATES]), None, lr)
+                update(master, own, slots, self.memory.make_segments(rank, page), int(words[UPDATES]), None, lr)
             if rank != self.rank:
                 self._count_traffic("push", span.size, own.dtype)
 
@@ -413,7 +413,7 @@ class OwnSpeedPolicy(SyncPolicy):
             f"the gradients of earlier ranks in step {self.clock}, staleness=0",
         )
         with self.window.access_epoch("push"):
-            with self.memory.lock_arrays(rank, LedgerKey("words", page), LedgerKey("added", page)) as (words, total):
+            with self.memory.locked_arrays(rank, LedgerKey("words", page), LedgerKey("added", page)) as (words, total):
                 weights = words[WEIGHT : WEIGHT + 1].view(np.float64)
                 if self.rank == 0:
                     total[...], weights[...] = gradient, weight
@@ -423,10 +423,10 @@ class OwnSpeedPolicy(SyncPolicy):
                 words[ADDED] = (self.rank + 1) % self.size
                 whole, shared = total, float(weights[0])
             if self.rank == self.size - 1:
-                with self.memory.lock_page_for_update(rank, page) as (words, master, slots):
+                with self.memory.locked_page_for_update(rank, page) as (words, master, slots):
                     words[UPDATES] += 1
                     update(
-                        master, whole, slots, self.memory.find_segments(rank, page), int(words[UPDATES]), shared, 1.0
+                        master, whole, slots, self.memory.make_segments(rank, page), int(words[UPDATES]), shared, 1.0
                     )
         if rank != self.rank:
             self._count_traffic("push", gradient.size, gradient.dtype)
@@ -455,11 +455,11 @@ class OwnSpeedPolicy(SyncPolicy):
         if not others:
             return
         with ExitStack() as both:
-            one, two = (both.enter_context(self.memory.lock_arrays(r, key))[0] for r in sorted((self.rank, others[0])))
-            one += two
-            one *= 0.5
-            two[...] = one
-        self._count_traffic("mix", 2 * one.size, one.dtype)
+            a, b = (both.enter_context(self.memory.locked_arrays(r, key))[0] for r in sorted((self.rank, others[0])))
+            a += b
+            a *= 0.5
+            b[...] = a
+        self._count_traffic("mix", 2 * a.size, a.dtype)
 
     def advance_clock(self) -> None:
         """Count a step of this rank."""
@@ -485,7 +485,7 @@ class OwnSpeedPolicy(SyncPolicy):
                 self.memory.get_own_array(key)[...] = 0
                 self.memory.get_own_array(key)[UPDATES] = updates
 
-    def failed_ranks(self) -> list[int]:
+    def get_failed_ranks(self) -> list[int]:
         return [rank for rank in self._other_ranks if self.window.has_rank_died(rank)]
 
     def wait_for_last_step(self) -> None:
@@ -518,8 +518,8 @@ class OwnSpeedPolicy(SyncPolicy):
             if self.choice.staleness == 0:
                 self._wait_for_slowest_rank()
             full = np.empty(here.size, self.memory.dtype_of(key))
-            for rank, span in self.memory.list_holders(here.page.index):
-                with self.memory.lock_arrays(rank, key, write=False) as (values,):
+            for rank, span in self.memory.list_holder_spans(here.page.index):
+                with self.memory.locked_arrays(rank, key, write=False) as (values,):
                     full[span.start : span.stop] = values
             return full
         living = [rank for rank in range(self.size) if rank == self.rank or not self.window.has_rank_died(rank)]
@@ -528,29 +528,29 @@ class OwnSpeedPolicy(SyncPolicy):
             living = living[:1]
         total = np.zeros(self.memory.get_own_array(key).size)
         for rank in living:
-            with self.memory.lock_arrays(rank, key, write=False) as (values,):
+            with self.memory.locked_arrays(rank, key, write=False) as (values,):
                 total += values
         return (total / len(living)).astype(dtype)
 
     def read_common_parameters(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for page in self.placement.layout.pages:
-            named = page.view_by_name(self.read_full_page(LedgerKey("master", page.index)))
+            named = page.view_parameters_by_name(self.read_full_page(LedgerKey("master", page.index)))
             found |= {f.source: named[f.name] for f in page.fields}
         return found
 
-    def read_shared_state(self, state: Any, kinds: Sequence[str]) -> Callable[[], Callable[[], None]] | None:
+    def read_state_to_swap(self, state: Any, kinds: Sequence[str]) -> Callable[[], Callable[[], None]] | None:
         if self.choice.sharded:
             return None
         rows = [
             (self.memory.get_own_array(key), self.read_full_page(key)) for key in self.memory.keys if key.kind in kinds
         ]
-        return partial(set_arrays_temporarily, rows)
+        return partial(set_arrays_returning_undo, rows)
 
-    def save_parameters_for_restore(self) -> Callable[[], Any]:
+    def copy_parameters_to_restore(self) -> Callable[[], Any]:
         keys = {LedgerKey("master", p): page.own_range for p, page in self.placement.pages.items()}
         return partial(
-            set_arrays_temporarily,
+            set_arrays_returning_undo,
             [(self.memory.get_own_array(k), self.read_full_page(k)[m.start : m.stop]) for k, m in keys.items()],
         )
 
@@ -569,8 +569,8 @@ def _get_policy(run: ProgramRun) -> OwnSpeedPolicy:
 
 def pull_page(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Read the current full parameters: n - n/N elements."""
-    p = get_subject_number(action)
-    full = run.workspace.get_full_buffer(p)
+    p = get_action_target(action)
+    full = run.workspace.get_full_parameter_buffer(p)
     _get_policy(run).pull_page(p, full)
     return (run.views.view_parameters(run.placement.pages[p].page, full),)
 
@@ -586,7 +586,7 @@ def push_gradient(run: ProgramRun, action: Action, taken: Values, read: Values, 
         run_optimizer_on_page(run, master, gradient, slots, segments, step, scale.rate * lr, factor)
 
     _get_policy(run).push_gradient(
-        get_subject_number(action), gradient.get_microbatch_buffer(0), mean.shared, apply_gradient
+        get_action_target(action), gradient.get_microbatch_buffer(0), mean.shared, apply_gradient
     )
     return (True,)
 
@@ -597,14 +597,14 @@ def advance_clock(run: ProgramRun, action: Action, taken: Values, read: Values, 
 
 
 def mix_page(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    _get_policy(run).mix_page(get_subject_number(action), run.step + 1)
+    _get_policy(run).mix_page(get_action_target(action), run.step + 1)
     return ()
 
 
 OPERATIONS.update(
     {
         "PULL": pull_page,
-        "ALONE": compute_local_update_scale,
+        "ALONE": compute_local_loss_and_scale,
         "PUSH": push_gradient,
         "TICK": advance_clock,
         "MIX": mix_page,

@@ -90,7 +90,7 @@ def take_part(value: Any, rank: int, accumulation: Accumulation) -> Any:
     def take_rows(array: Any) -> Any:
         if np.ndim(array) == 0:
             return array  # an error is raised later, where all batches are checked
-        mine = accumulation.rows_of_rank(len(array), rank)
+        mine = accumulation.get_rows_of_rank(len(array), rank)
         return array[mine.start : mine.stop]
 
     return _map_arrays(value, take_rows)
@@ -311,7 +311,7 @@ class ElasticRunner(CallRunner):
         else:
             self.session.record_call("step")
             step, steps, scale = self._coordinator.recv_result("step")
-            self.session.state.take_over_counters(steps, *scale)
+            self.session.state.set_counters_from_other_ranks(steps, *scale)
             self._coordinator.commit_step()
             self.last_update = step
         self._coordinator.finish_step()

@@ -616,7 +616,7 @@ class FieldSamples:
     outputs: FieldPartition
     axes: MeshAxes
 
-    is_whole: ClassVar = False
+    has_complete_samples: ClassVar = False
 
     @property
     def has_one_group(self) -> bool:
@@ -674,14 +674,14 @@ class FieldSamples:
     def to_caller_layout(self, array: Any, batched: bool) -> Any:
         return self.grid.from_model_layout(array, batched)
 
-    def drop_foreign_target(self, y: Any) -> Any:
+    def drop_target_of_other_ranks(self, y: Any) -> Any:
         """Return the target without ghost cells, if it has any."""
         return self.grid.without_ghosts(y) if self.outputs == self.grid.parts else y
 
     def bind_loss(self, loss: Loss) -> Loss:
         return loss.bind_partition(self.outputs)
 
-    def get_output_space(self) -> Grid:
+    def get_output_domain(self) -> Grid:
         return self.grid.with_partition(self.outputs)
 
 

@@ -54,7 +54,7 @@ class RoundedOptimizer(WrappedOptimizer):
         if not isinstance(unwrap(self), Elementwise):
             self._update_block(xp, p, g, slots, segments, lr=lr, step=step, scale=scale)
             return
-        for start, part in segments.split_blocks(BLOCK_ELEMENTS):
+        for start, part in segments.split_into_blocks(BLOCK_ELEMENTS):
             at = slice(start, start + part.size)
             mine = {name: array[at] for name, array in slots.items()}
             self._update_block(xp, p[at], g[at], mine, part, lr=lr, step=step, scale=scale)

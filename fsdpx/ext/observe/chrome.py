@@ -28,15 +28,15 @@ __all__ = [
     "MERGED",
     "SIMULATED",
     "RankTrace",
+    "TraceGroups",
     "TraceHeader",
-    "TracePlace",
-    "get_file_name",
-    "list_events",
+    "get_trace_file_name",
+    "list_action_events",
     "list_trace_events",
-    "list_waits",
+    "list_wait_events",
     "merge_traces",
     "read_traces",
-    "write_simulated",
+    "write_simulated_trace",
     "write_trace",
 ]  # fmt: skip
 
@@ -45,7 +45,7 @@ MIN_SLICE_SECONDS = 1e-6
 
 
 @dataclass(frozen=True)
-class TracePlace:
+class TraceGroups:
     """The position of a rank on the mesh. lines: lane of a verb -> a name of the group of ranks that it communicates
     with there, the same on all of them."""
 
@@ -53,13 +53,13 @@ class TracePlace:
     lines: dict[str, str]
 
     @classmethod
-    def from_axes(cls, axes: MeshAxes) -> TracePlace:
+    def from_axes(cls, axes: MeshAxes) -> TraceGroups:
         here = axes.coordinates._asdict()
         lines = {axis: ".".join(f"{name}{at}" for name, at in here.items() if name != axis) for axis in AXES}
         together = "" if axes.group is axes.world else f"replica{axes.coordinates.replica}"
         return cls(axes.world.rank, {**lines, "world": together})
 
-    def make_key(self, turn: ProgramRecord, action: Action, time: int) -> Hashable:
+    def make_transfer_key(self, turn: ProgramRecord, action: Action, time: int) -> Hashable:
         """Return the common key of a transfer on all ranks that take part; None if no other rank does. time: counts
         repetitions of the action in the program, from 1."""
         verb = VERBS[action.op]
@@ -69,7 +69,7 @@ class TracePlace:
         return (verb.lane, self.lines[verb.lane], turn.number, kind, action.unit, action.mb, time)
 
 
-def list_events(turn: ProgramRecord, place: TracePlace) -> list[ActionEvent]:
+def list_action_events(turn: ProgramRecord, place: TraceGroups) -> list[ActionEvent]:
     """Return one event for each action, in program order.
 
     A computing action lasts from when it had all its inputs to its end; a transfer that overlaps computing from the
@@ -82,11 +82,8 @@ def list_events(turn: ProgramRecord, place: TracePlace) -> list[ActionEvent]:
     for one in turn.actions:
         times[one.action] += 1
         start, end = _find_span(one, flights[one.action])
-        found.append(
-            ActionEvent(
-                place.rank, one.action, start, end, one.nbytes, place.make_key(turn, one.action, times[one.action])
-            )
-        )
+        key = place.make_transfer_key(turn, one.action, times[one.action])
+        found.append(ActionEvent(place.rank, one.action, start, end, one.nbytes, key))
     return found
 
 
@@ -99,7 +96,7 @@ def _find_span(one: ActionSpan, flights: Sequence[TransferSpan]) -> tuple[float,
     return one.ready, max(landed, default=one.end)
 
 
-def list_waits(turn: ProgramRecord, events: Sequence[ActionEvent]) -> list[ActionEvent]:
+def list_wait_events(turn: ProgramRecord, events: Sequence[ActionEvent]) -> list[ActionEvent]:
     """Return the waits of a rank before actions, for transfers that it was the first to need.
 
     action and key are those of the transfer that completed last; if none is known, the action that waited. events:
@@ -171,7 +168,7 @@ class RankTrace:
         return max(reading.error for reading in self.header.clock)
 
 
-def get_file_name(rank: int) -> str:
+def get_trace_file_name(rank: int) -> str:
     return f"rank-{rank:05}.json.gz"
 
 
@@ -179,12 +176,12 @@ def write_trace(
     folder: Path,
     header: TraceHeader,
     turns: Sequence[ProgramRecord],
-    place: TracePlace,
+    place: TraceGroups,
     after: Iterable[OutsideSpan] = (),
 ) -> Path:
     """Write one rank's file and return its path. after: spans outside programs since the last run."""
-    path = folder / get_file_name(header.rank)
-    _save_json(
+    path = folder / get_trace_file_name(header.rank)
+    _write_gzip_json(
         path,
         {
             "traceEvents": list_trace_events(header, turns, place, after),
@@ -195,18 +192,18 @@ def write_trace(
     return path
 
 
-def write_simulated(path: Path, ranks: Sequence[tuple[TraceHeader, ProgramRecord, TracePlace]]) -> None:
+def write_simulated_trace(path: Path, ranks: Sequence[tuple[TraceHeader, ProgramRecord, TraceGroups]]) -> None:
     """Write one simulated step of these ranks into one file, in the format of a recorded trace."""
     events = [
         {**event, "pid": event["pid"] + SIMULATED_PID_OFFSET}
         for one in ranks
         for event in list_trace_events(one[0], [one[1]], one[2])
     ]
-    _save_json(path, {"traceEvents": events, "displayTimeUnit": "ms"})
+    _write_gzip_json(path, {"traceEvents": events, "displayTimeUnit": "ms"})
 
 
 def list_trace_events(
-    header: TraceHeader, turns: Sequence[ProgramRecord], place: TracePlace, after: Iterable[OutsideSpan] = ()
+    header: TraceHeader, turns: Sequence[ProgramRecord], place: TraceGroups, after: Iterable[OutsideSpan] = ()
 ) -> list[JSON]:
     """Return the events of one rank: steps, actions, layers, waits and transfers as slices, messages as arrows,
     activations as a curve."""
@@ -214,18 +211,18 @@ def list_trace_events(
     for turn in turns:
         if not turn.actions:
             continue
-        lanes.draw_outside(turn.before, turn.number)
-        events = list_events(turn, place)
+        lanes.add_outside_spans(turn.before, turn.number)
+        events = list_action_events(turn, place)
         lanes.add_step(turn, max(event.end for event in events))
-        for wait in list_waits(turn, events):
+        for wait in list_wait_events(turn, events):
             lanes.wait(wait)
         for one, event in zip(turn.actions, events, strict=True):
             lanes.add_event(event, stops=(event.start, event.end) == (one.ready, one.end))
             lanes.add_memory(one.end, one.alive)
         for path, what, begin, end in turn.layers:
             lanes.add_slice(COMPUTE, f"{path} {what}", LAYER, begin, end)
-    lanes.draw_outside(after, len(turns))
-    return [*lanes.iterate_names(), *lanes.found]
+    lanes.add_outside_spans(after, len(turns))
+    return [*lanes.iterate_name_metadata(), *lanes.found]
 
 
 class _TraceLanes:
@@ -238,7 +235,7 @@ class _TraceLanes:
         self._free: dict[str, list[float]] = {}  # lane -> time at which each of its threads is free
         self._threads: dict[tuple[str, int], int] = {}
 
-    def iterate_names(self) -> Iterator[JSON]:
+    def iterate_name_metadata(self) -> Iterator[JSON]:
         where = " ".join(f"{axis} {at}" for axis, at in self.header.place.items())
         yield self._make_metadata("process_name", 0, name=f"rank {self.header.rank} ({where}) on {self.header.host}")
         yield self._make_metadata("process_sort_index", 0, sort_index=self.header.rank)
@@ -256,7 +253,7 @@ class _TraceLanes:
         begin = self._to_microseconds(start)
         self.found.append({**common, "ts": begin, "dur": round(self._to_microseconds(end) - begin, 3), "args": args})
 
-    def draw_outside(self, some: Iterable[OutsideSpan], turn: int) -> None:
+    def add_outside_spans(self, some: Iterable[OutsideSpan], turn: int) -> None:
         """Add the spans outside programs before a run."""
         for what, begin, end, nbytes in some:
             args: JSON = {"bytes": nbytes} if nbytes else {}
@@ -356,7 +353,7 @@ def merge_traces(folder: Path) -> tuple[Path, float, int]:
     ends are both present. A simulated step, if there is one, begins with the representative measured step."""
     ranks = read_traces(folder)
     zero = min(one.to_rank0_clock(0.0) for one in ranks)
-    events = [dict(event) for one in ranks for event in _move_to_one_clock(one, zero)]
+    events = [dict(event) for one in ranks for event in _convert_to_rank0_clock(one, zero)]
     errors = sorted((one.clock_error for one in ranks), reverse=True)
     bound = sum(errors[:2])
     path = folder / MERGED
@@ -365,7 +362,7 @@ def merge_traces(folder: Path) -> tuple[Path, float, int]:
         "clock_error_us": [round(one.clock_error * MICROSECONDS_PER_SECOND, 3) for one in ranks],
     }
     header["clock_error_between_ranks_us"] = round(bound * MICROSECONDS_PER_SECOND, 3)
-    _save_json(
+    _write_gzip_json(
         path,
         {
             "traceEvents": [*events, *_list_simulated_events(ranks[0], folder, zero)],
@@ -395,7 +392,7 @@ def _list_simulated_events(first: RankTrace, folder: Path, zero: float) -> list[
         raise ConfigError(f"{path}: no trace of fsdpx can be read there: {error!r}") from error
 
 
-def _move_to_one_clock(one: RankTrace, zero: float) -> Iterator[JSON]:
+def _convert_to_rank0_clock(one: RankTrace, zero: float) -> Iterator[JSON]:
     def move_time(ts: float) -> float:
         return (one.to_rank0_clock(ts / MICROSECONDS_PER_SECOND) - zero) * MICROSECONDS_PER_SECOND
 
@@ -408,7 +405,7 @@ def _move_to_one_clock(one: RankTrace, zero: float) -> Iterator[JSON]:
         yield {**event, "ts": begin, **dur}
 
 
-def _save_json(path: Path, content: JSON) -> None:
+def _write_gzip_json(path: Path, content: JSON) -> None:
     text = json.dumps(content, separators=(",", ":")).encode()
     safe_files.write_file(
         path, gzip.compress(text, compresslevel=5) if path.suffix == ".gz" else text, safe_files.READABLE

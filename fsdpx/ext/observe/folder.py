@@ -20,9 +20,9 @@ from fsdpx.core.base.name_hints import check_constructor_options
 from fsdpx.core.base.version import __version__, get_version
 from fsdpx.core.checkpoint.newest import find_newest_checkpoint
 from fsdpx.errors import ConfigError, FsdpxError
-from fsdpx.ext.observe.plots import draw_curves, explain_missing_matplotlib
+from fsdpx.ext.observe.plots import draw_training_curves, explain_missing_matplotlib
 
-__all__ = ["RUNS", "RunFolder", "agree_on_run_folder", "iterate_json_lines", "report_unreadable"]
+__all__ = ["RUNS", "RunFolder", "agree_on_run_folder", "iterate_json_lines", "reporting_unreadable_files"]
 
 RUNS = Path("runs")
 MAX_FILE_BYTES = 100_000_000
@@ -205,12 +205,12 @@ class RunFolder:
         """Draw losses and throughput by step into curve.png; return False without Matplotlib. Call it on one rank."""
         if explain_missing_matplotlib():
             return False
-        draw_curves(self.read_metrics()).savefig(self.curve_path, dpi=120)
+        draw_training_curves(self.read_metrics()).savefig(self.curve_path, dpi=120)
         return True
 
 
 @contextmanager
-def report_unreadable(path: Path) -> Iterator[None]:
+def reporting_unreadable_files(path: Path) -> Iterator[None]:
     """Turn errors inside the context, from files that fsdpx did not write, into a ConfigError that names the folder."""
     try:
         yield

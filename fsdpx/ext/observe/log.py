@@ -65,7 +65,7 @@ class TrainingLog:
 
     def on_train_begin(self, trainer: Any, history: FitHistory) -> None:
         try:
-            trainer.call_runner.run_on_rank0(f"log {self.folder}", lambda: self._start_files(history.before))
+            trainer.call_runner.run_on_rank0(f"log {self.folder}", lambda: self._lock_and_truncate(history.before))
         except CheckpointError as error:
             raise ConfigError(f"fit(log=...): {error}") from error
         if trainer.call_runner.rank == 0:
@@ -98,7 +98,7 @@ class TrainingLog:
         if self._board is not None:
             self._board.close()
 
-    def _start_files(self, before: int) -> None:
+    def _lock_and_truncate(self, before: int) -> None:
         """Lock the folder, and write the files with the rows up to step `before`."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = lock_file(self.folder / LOCK_NAME, f"{self.folder}: another job is writing its log there")

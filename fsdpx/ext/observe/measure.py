@@ -23,9 +23,10 @@ from fsdpx.core.program import (
     compute_idle_share,
     simulate_programs,
 )
-from fsdpx.ext.observe.recording import TimelineRecorder, find_recording
+from fsdpx.ext.observe.recording import TimelineRecorder, find_timeline_recorder
 
-__all__ = ["ClockReading", "MeasuredStep", "action_times_of", "interpolate_offset", "measure_steps", "synchronize"]
+__all__ = ["ClockReading", "MeasuredStep", "interpolate_offset", "make_action_times", "measure_clock_offset",
+           "measure_steps"]  # fmt: skip
 
 Timeline = list[tuple[Action, float, float]]
 """(action, start, end) of each action, in seconds."""
@@ -80,7 +81,7 @@ def measure_steps(engine: Engine, step: Callable[[], object], steps: int = 5) ->
     They train: the parameters change."""
     step()
     axes = engine.placement.axes
-    before, timelines = find_recording(engine), list[Timeline]()
+    before, timelines = find_timeline_recorder(engine), list[Timeline]()
     if before is not None:  # the user's trace must not contain these steps
         engine.remove_observers(before)
     engine.add_observer(recording := TimelineRecorder(keep=1))
@@ -104,10 +105,10 @@ def measure_steps(engine: Engine, step: Callable[[], object], steps: int = 5) ->
         for rank, line in enumerate(lines)
         for action, start, end in line
     ]
-    return MeasuredStep(events, tuple(program for _, program in rows), action_times_of(lines))
+    return MeasuredStep(events, tuple(program for _, program in rows), make_action_times(lines))
 
 
-def action_times_of(lines: list[Timeline]) -> ActionTimes:
+def make_action_times(lines: list[Timeline]) -> ActionTimes:
     """Return the durations of computing actions; 0 for transfers, whose duration one rank's clock does not show."""
     exact = {(rank, action): end - start for rank, line in enumerate(lines) for action, start, end in line}
     alike: dict[tuple[str, int | None], list[float]] = defaultdict(list)
@@ -139,14 +140,14 @@ class ClockReading(NamedTuple):
     error: float
 
 
-def synchronize(comm: Communicator) -> ClockReading:
+def measure_clock_offset(comm: Communicator) -> ClockReading:
     """Return the offset of this rank's clock, `time.perf_counter`, from rank 0's. Collective; one rank after the other.
 
     Rank 0 asks each rank for its time repeatedly, and uses the quickest answer: one that took t seconds is exact to
     t/2, whichever direction was slow (Cristian 1989)."""
     if comm.rank == 0:
         for rank in range(1, comm.size):
-            offset, error = _ask_clock(comm, rank)
+            offset, error = _measure_offset_of_rank(comm, rank)
             _send_clock(comm, rank, offset, error)
         return ClockReading(perf_counter(), 0.0, 0.0)
     while True:
@@ -156,7 +157,7 @@ def synchronize(comm: Communicator) -> ClockReading:
         _send_clock(comm, 0, perf_counter(), 0.0)
 
 
-def _ask_clock(comm: Communicator, rank: int) -> tuple[float, float]:
+def _measure_offset_of_rank(comm: Communicator, rank: int) -> tuple[float, float]:
     """Return offset and error of the quickest answer."""
     best, asked, start = (0.0, float("inf")), 0, perf_counter()
     while True:

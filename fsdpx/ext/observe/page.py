@@ -17,9 +17,9 @@ from fsdpx.core.program import VERBS, ActionEvent, compute_idle_share, parse_act
 from fsdpx.errors import ConfigError, escape_control
 from fsdpx.ext.observe import plots
 from fsdpx.ext.observe.chrome import LAYER, MICROSECONDS_PER_SECOND, RankTrace, read_traces
-from fsdpx.ext.observe.folder import MAX_FILE_BYTES, RunFolder, report_unreadable
+from fsdpx.ext.observe.folder import MAX_FILE_BYTES, RunFolder, reporting_unreadable_files
 
-__all__ = ["RankSpans", "WaitMatrix", "compute_waits", "iterate_sections", "write_page"]
+__all__ = ["RankSpans", "WaitMatrix", "compute_wait_matrix", "iterate_page_sections", "write_report_page"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class WaitMatrix:
     steps: int
 
 
-def compute_waits(ranks: Sequence[RankTrace]) -> WaitMatrix:
+def compute_wait_matrix(ranks: Sequence[RankTrace]) -> WaitMatrix:
     """Return the waiting times over all steps in the traces."""
     come: dict[str, list[tuple[float, int]]] = defaultdict(list)  # key -> (arrival, rank) of each rank
     for n, one in enumerate(ranks):
@@ -102,12 +102,12 @@ MAX_SHOWN_ROWS = 10
 """Rows of the table of the slowest layers."""
 
 
-def write_page(folder: RunFolder) -> str:
+def write_report_page(folder: RunFolder) -> str:
     """Write report.html into the folder of a run, or of traces only, and return its text. Raises ConfigError if the
     folder holds neither. Without Matplotlib the page has no pictures."""
     traces = read_traces(folder.trace_folder) if folder.trace_folder.exists() else []
-    with report_unreadable(folder.path):
-        texts, name = dict(iterate_sections(folder, traces)), escape(folder.path.resolve().name)
+    with reporting_unreadable_files(folder.path):
+        texts, name = dict(iterate_page_sections(folder, traces)), escape(folder.path.resolve().name)
         drawn = (
             []
             if plots.explain_missing_matplotlib()
@@ -121,7 +121,7 @@ def write_page(folder: RunFolder) -> str:
     return escape_control("\n\n".join(f"{title}\n\n{text}" for title, text in texts.items()))
 
 
-def iterate_sections(folder: RunFolder, traces: Sequence[RankTrace]) -> Iterator[tuple[str, str]]:
+def iterate_page_sections(folder: RunFolder, traces: Sequence[RankTrace]) -> Iterator[tuple[str, str]]:
     """Yield title and text of each section of the page."""
     of_a_run = folder.config_path.exists()
     if not of_a_run and not traces:
@@ -132,10 +132,10 @@ def iterate_sections(folder: RunFolder, traces: Sequence[RankTrace]) -> Iterator
     yield "Run", _format_run_facts(folder) if of_a_run else _format_trace_facts(traces)
     if of_a_run:
         yield "Bytes sent or received, by axis", _format_traffic(folder)
-    if found := compute_waits(traces) if traces else None:
+    if found := compute_wait_matrix(traces) if traces else None:
         yield "One step: measured, and simulated with messages that take no time", _format_step(traces)
         yield "Where the time of ranks goes", _format_stragglers(found)
-        yield "Who waits for whom", _format_matrix(found)
+        yield "Who waits for whom", _format_wait_matrix(found)
         yield "Slowest layers", _format_layers(traces)
     else:
         yield "Trace", NO_TRACE
@@ -169,7 +169,7 @@ def _format_pairs(rows: Sequence[tuple[str, Any]]) -> str:
 
 def _iterate_figures(folder: RunFolder, traces: Sequence[RankTrace]) -> Iterator[Any]:
     if rows := folder.read_metrics():
-        yield plots.draw_curves(rows)
+        yield plots.draw_training_curves(rows)
     if any(_list_measured_events(traces)):
         names = [name for n in range(len(traces)) for name in (f"rank {n}\nmeasured", "simulated")]
         measured = [replace(event, rank=2 * event.rank) for event in _list_measured_events(traces)]
@@ -251,7 +251,7 @@ def _format_stragglers(found: WaitMatrix) -> str:
     return f"{format_table(rows)}\n\ncomputing: {named}; mean of {found.steps} steps"
 
 
-def _format_matrix(found: WaitMatrix) -> str:
+def _format_wait_matrix(found: WaitMatrix) -> str:
     rows = [("ms per step", *(f"for {n}" for n in range(len(found.matrix))))]
     each = 1e3 / (found.steps or 1)
     rows += [(f"rank {n}", *(f"{each * seconds:.2f}" for seconds in row)) for n, row in enumerate(found.matrix)]

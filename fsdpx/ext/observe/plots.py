@@ -18,9 +18,9 @@ __all__ = [
     "MEMORY",
     "THEMES",
     "StepLanes",
-    "draw_curves",
     "draw_scaling",
     "draw_steps",
+    "draw_training_curves",
     "explain_missing_matplotlib",
     "get_color",
     "make_figure",
@@ -102,16 +102,16 @@ class StepLanes:
         """True if all rows hold the same memory, which is then drawn once."""
         return all(held == self.held[0] for held in self.held)
 
-    def list_strips(self, row: int) -> list[str]:
+    def list_transfer_lanes(self, row: int) -> list[str]:
         """Return the lanes on which a row has transfers."""
         return sorted(
             {VERBS[event.action.op].lane for event in self.events if event.rank == row and _is_transfer(event)}
         )
 
-    def compute_height(self, row: int) -> float:
+    def compute_row_height(self, row: int) -> float:
         """Return the height of a row in inches."""
         held = bool(self.held and self.held[row]) and (not self.has_equal_rows or row == len(self.names) - 1)
-        return LANE + STRIP * len(self.list_strips(row)) + (BAND + 0.05) * held + GAP
+        return LANE + STRIP * len(self.list_transfer_lanes(row)) + (BAND + 0.05) * held + GAP
 
 
 def _is_transfer(event: ActionEvent) -> bool:
@@ -134,7 +134,7 @@ def explain_missing_matplotlib() -> str:
     return ""
 
 
-def check_drawable(option: str, path: str | Path) -> None:
+def require_drawable(option: str, path: str | Path) -> None:
     """Raise ConfigError if no picture can be written to `path`, which the option `option` names: call it before long
     work.
 
@@ -194,7 +194,7 @@ def make_figure(panels: Sequence[StepLanes], theme: str = "light") -> Any:
     wait. Raises ConfigError without Matplotlib."""
     if why := explain_missing_matplotlib():
         raise ConfigError(f"draw: {why}")
-    heights = [TITLE + sum(map(panel.compute_height, range(len(panel.names)))) for panel in panels]
+    heights = [TITLE + sum(map(panel.compute_row_height, range(len(panel.names)))) for panel in panels]
     legend = LEGEND * (1 + (len(_list_color_names(panels)) > 7))
     found = _make_blank_figure(WIDTH, whole := legend + sum(heights) + FOOT)
     found.set_facecolor(get_color("page", theme))
@@ -234,7 +234,7 @@ def _list_color_names(panels: Sequence[StepLanes]) -> list[str]:
         for event in panel.events
         if _is_transfer(event) or _is_compute(event)
     }
-    found |= {"waiting"} if any(gap for panel in panels for gap in _iterate_gaps(panel)) else set()
+    found |= {"waiting"} if any(gap for panel in panels for gap in _iterate_idle_gaps(panel)) else set()
     return [name for name in COLORS if name in found]
 
 
@@ -249,7 +249,7 @@ def _draw_legend(figure: Any, panels: Sequence[StepLanes], theme: str) -> None:
     figure.legend(handles=boxes, labelcolor=get_color("ink", theme), **look, **place)
 
 
-def _iterate_gaps(panel: StepLanes) -> Iterator[tuple[int, float, float]]:
+def _iterate_idle_gaps(panel: StepLanes) -> Iterator[tuple[int, float, float]]:
     """Yield (row, start, end) of the gaps between the computations of a row."""
     for row in range(len(panel.names)):
         own = sorted((e.start, e.end) for e in panel.events if e.rank == row and _is_compute(e))
@@ -296,7 +296,7 @@ class _PanelDrawing:
         axes, panel = self.axes, self.panel
         axes.set_facecolor("none")
         self.shade = _assign_shades(panel)
-        tops = [-sum(map(panel.compute_height, range(row))) for row in range(len(panel.names))]
+        tops = [-sum(map(panel.compute_row_height, range(row))) for row in range(len(panel.names))]
         name, _, about = panel.title.partition(": ")
         head = self.draw_text(0, 0.1, name, fontsize=11, weight="bold", va="baseline", x=0.06 - LEFT)
         look = {"textcoords": "offset points", "fontsize": 9.5, "va": "baseline", "color": get_color("ink", self.theme)}
@@ -306,11 +306,11 @@ class _PanelDrawing:
             self.draw_text(0, top - 0.04, panel.names[row], fontsize=size, va="top", x=0.06 - LEFT)
             self.draw_row(row, top)
         self.crossed: list[float] = []
-        for row, _, end in _iterate_gaps(panel):
+        for row, _, end in _iterate_idle_gaps(panel):
             self.draw_arrow(row, end, tops)
         for row, held in list(enumerate(panel.held))[-1 if panel.has_equal_rows else 0 :]:
             if held:
-                self.draw_memory(held, tops[row] - panel.compute_height(row) + GAP)
+                self.draw_memory(held, tops[row] - panel.compute_row_height(row) + GAP)
         self.draw_text(
             panel.end_time, tops[0] - LANE / 2, _format_seconds(panel.end_time, panel.second), x=0.06, fontsize=9.5
         )
@@ -327,8 +327,8 @@ class _PanelDrawing:
 
     def draw_row(self, row: int, top: float) -> None:
         """Draw the computations of a row, and its transfers below them."""
-        panel, strips = self.panel, self.panel.list_strips(row)
-        for _, start, end in (gap for gap in _iterate_gaps(panel) if gap[0] == row):
+        panel, strips = self.panel, self.panel.list_transfer_lanes(row)
+        for _, start, end in (gap for gap in _iterate_idle_gaps(panel) if gap[0] == row):
             self.axes.broken_barh(
                 [(start, end - start)], (top - LANE, LANE), facecolors=get_color("waiting", self.theme)
             )
@@ -369,7 +369,7 @@ class _PanelDrawing:
             if not _is_transfer(came):
                 continue
             other, down = came.rank != row, came.rank < row
-            strip = self.panel.list_strips(came.rank).index(VERBS[came.action.op].lane)
+            strip = self.panel.list_transfer_lanes(came.rank).index(VERBS[came.action.op].lane)
             start = came.start if other else end, tops[came.rank] - LANE - STRIP * (strip + (down if other else 0.5))
             look = {"arrowstyle": "-|>", "color": get_color("ink", self.theme), "lw": 0.9, "shrinkA": 0, "shrinkB": 0}
             place, look["mutation_scale"] = (end, tops[row] - LANE * (not down)), 7
@@ -386,7 +386,7 @@ class _PanelDrawing:
             low, high = ([bottom + nbytes * scale for nbytes in (*row, row[-1])] for row in (below, tops))
             fill = get_color(MEMORY.get(kind, "other"), self.theme)
             self.axes.fill_between(times, low, high, step="post", color=fill, alpha=0.5, linewidth=0)
-            if place := self.find_free_place(times, low, high, len(kind)):
+            if place := self.find_free_label_position(times, low, high, len(kind)):
                 self.draw_text(place[0], place[1], kind, x=0.05, fontsize=8)
             below = tops
         peak = max(range(len(below)), key=lambda n: below[n])
@@ -410,7 +410,7 @@ class _PanelDrawing:
         words = f"{_format_bytes(limit)} there are{'' if inside else ', above'}"
         self.draw_text(self.last, y + 0.02, words, ha="right", va="bottom", fontsize=8, gid=LIMIT_COLOR)
 
-    def find_free_place(
+    def find_free_label_position(
         self, times: list[float], low: list[float], high: list[float], letters: int
     ) -> tuple[float, float] | None:
         """Return the first time and the height at which a word fits between two curves without crossing an arrow."""
@@ -458,7 +458,7 @@ def _darken_color(colour: str, shade: float) -> str:
 
 def _draw_time_axis(all_axes: Sequence[Any], second: float, last: float, theme: str) -> None:
     """Draw ticks below the last panel, and faint lines through all panels."""
-    unit, each = _choose_unit(last, second)
+    unit, each = _choose_time_unit(last, second)
     faint = get_color("faint", theme)
     for axes in all_axes:
         axes.spines[:].set_visible(False)
@@ -469,7 +469,7 @@ def _draw_time_axis(all_axes: Sequence[Any], second: float, last: float, theme: 
         axes.set_axisbelow(True)
 
 
-def _choose_unit(longest: float, second: float) -> tuple[str, float]:
+def _choose_time_unit(longest: float, second: float) -> tuple[str, float]:
     """Return a unit for times up to `longest`, as written after a number, and its length in the unit of the times."""
     if not second:
         return "", 1.0
@@ -479,7 +479,7 @@ def _choose_unit(longest: float, second: float) -> tuple[str, float]:
 
 
 def _format_seconds(time: float, second: float) -> str:
-    unit, each = _choose_unit(time, second)
+    unit, each = _choose_time_unit(time, second)
     return f"{time / each:.3g}{unit}" if second else ""
 
 
@@ -509,7 +509,7 @@ def draw_scaling(title: str, rows: Sequence[tuple[int, float, float]], limit: fl
     return figure
 
 
-def draw_curves(rows: Sequence[Mapping[str, Any]]) -> Any:
+def draw_training_curves(rows: Sequence[Mapping[str, Any]]) -> Any:
     """Return a figure of a run: its losses and its throughput by step. rows: those of metrics.jsonl."""
     figure = _make_blank_figure(11, 3.6, layout="constrained")
     losses, rates = figure.subplots(1, 2)

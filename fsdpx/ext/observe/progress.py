@@ -38,7 +38,7 @@ class ProgressBar:
             return
         self._shown = now
         if self._bar is None and is_on_terminal():
-            self._bar = _make_bar(self.total, history.before)
+            self._bar = _start_progress_bar(self.total, history.before)
         if self._bar is None:
             log_line(
                 f"{self._format_step(history)}  "
@@ -89,7 +89,7 @@ class ProgressBar:
         return f"  {timedelta(seconds=round(seconds))} left"
 
 
-def _make_bar(total: int | None, done: int) -> Any:
+def _start_progress_bar(total: int | None, done: int) -> Any:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

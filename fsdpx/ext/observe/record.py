@@ -19,11 +19,11 @@ from fsdpx.core.checkpoint.local_shards import LocalShard
 from fsdpx.core.comm.calls import TimedTransfer
 from fsdpx.core.engine.engine import Engine
 from fsdpx.core.engine.observer import Observer
-from fsdpx.core.engine.operations import describe_subject
+from fsdpx.core.engine.operations import describe_action_target
 from fsdpx.core.engine.run import GradientScale, LossMean
 from fsdpx.core.program import PROGRAM_KINDS, VERBS, Action, Program, Slot
 from fsdpx.core.state.flat_parameters import ElementRange
-from fsdpx.core.state.gradients import is_same_memory
+from fsdpx.core.state.gradients import has_same_address
 from fsdpx.errors import ConfigError
 from fsdpx.nn.layer import ParameterSpec
 
@@ -124,10 +124,10 @@ class ValueRecorder(Observer):
                     self._later[slot] = self._at, action
                     continue
                 value = store[slot] = value.wait()
-            self._keep_value(self._at, action, slot, value)
+            self._record_value(self._at, action, slot, value)
         for slot in [slot for slot in self._later if not isinstance(store.get(slot), TimedTransfer)]:
             at, before = self._later.pop(slot)
-            self._keep_value(at, before, slot, store.get(slot))
+            self._record_value(at, before, slot, store.get(slot))
         self._at += 1
         if self._at == len(program.actions) and self.folder is not None:
             self.kept.write_last_step(self.folder)
@@ -141,22 +141,22 @@ class ValueRecorder(Observer):
             self.kept.steps.append([])
             self.kept.programs.append(f"{program.kind}: {program}")
 
-    def _keep_value(self, at: int, action: Action, slot: Slot, value: Any) -> None:
+    def _record_value(self, at: int, action: Action, slot: Slot, value: Any) -> None:
         assert self._program is not None
         kind, place = slot.kind, self.engine.placement
         if kind not in KIND_NAMES or value is None:
             return
-        if not self._program.stage.joined and self._is_complete(at, slot, value):
+        if not self._program.stage.joined and self._is_complete_gradient(at, slot, value):
             kind = "total"
         whole = kind in FULL_KINDS and place.sync_policy.is_synchronous
-        words = describe_subject(place, action, self._program.kind)
+        words = describe_action_target(place, action, self._program.kind)
         for tensor, shape, runs, array, known in self._values.iterate_parts(slot, value, action):
             values = np.array(to_host(array)).reshape(-1)
             values = values.astype(np.float32) if values.dtype.itemsize < 4 else values  # exact for 16-bit floats
             row = WrittenTensor(at, str(action), words, kind, tensor, whole and known, shape, runs, values)
             self.kept.steps[-1].append(row)
 
-    def _is_complete(self, at: int, slot: Slot, value: Any) -> bool:
+    def _is_complete_gradient(self, at: int, slot: Slot, value: Any) -> bool:
         """Return whether a value is the complete gradient of a page, in a program without a JOIN: the part when it is
         settled for the last time, or the only sum."""
         assert self._program is not None
@@ -166,7 +166,7 @@ class ValueRecorder(Observer):
             return PROGRAM_KINDS[program.kind].updates and later.count("SETTLE") == (later[0] == "SETTLE")
         reduces = [a for a in program.actions if a.op == "REDUCE" and a.unit == slot.at]
         part = self.engine.state.store.get(Slot("part", slot.at))
-        return slot.kind == "sum" and len(reduces) == 1 and program.kind == "step" and is_same_memory(value, part)
+        return slot.kind == "sum" and len(reduces) == 1 and program.kind == "step" and has_same_address(value, part)
 
 
 Part = tuple[str, tuple[int, ...], tuple[tuple[int, int], ...], Any, bool]
@@ -187,19 +187,19 @@ class _SlotTensors:
         if slot.kind in ("mean", "scale"):
             yield from self._iterate_numbers(value)
         elif slot.kind in ("act", "dact"):
-            yield from self._iterate_samples(slot, value)
+            yield from self._iterate_activation(slot, value)
         elif slot.kind == "full" and isinstance(value, dict):
             for f in place.layout.pages[slot.at or 0].fields:
                 if hasattr(value.get(f.name), "reshape"):
-                    yield from self._page_slices(f.source, f.source, 0, value[f.name].reshape(-1))
+                    yield from self._iterate_parameter_slices(f.source, f.source, 0, value[f.name].reshape(-1))
         elif slot.kind == "grad":
             if (flat := value.get_microbatch_buffer(action.mb or 0)) is not None:
-                yield from self._iterate_page(slot, flat, ElementRange(0, place.layout.pages[slot.at or 0].size))
+                yield from self._iterate_fields(slot, flat, ElementRange(0, place.layout.pages[slot.at or 0].size))
         elif slot.kind == "slots":
             for name, flat in value.items() if isinstance(value, dict) else ():
-                yield from self._iterate_page(slot, flat, place.pages[slot.at or 0].own_range, f" ({name})")
+                yield from self._iterate_fields(slot, flat, place.pages[slot.at or 0].own_range, f" ({name})")
         else:
-            yield from self._iterate_page(slot, value, place.pages[slot.at or 0].own_range)
+            yield from self._iterate_fields(slot, value, place.pages[slot.at or 0].own_range)
 
     def _iterate_numbers(self, value: Any) -> Iterator[Part]:
         if isinstance(value, LossMean):
@@ -207,7 +207,7 @@ class _SlotTensors:
         if isinstance(value, GradientScale):
             yield "factor of all gradients", (), ((0, 1),), np.float64(value.factor), True
 
-    def _iterate_samples(self, slot: Slot, value: Any) -> Iterator[Part]:
+    def _iterate_activation(self, slot: Slot, value: Any) -> Iterator[Part]:
         """Yield an activation, of which this rank has some samples."""
         place, batch = self.engine.placement, self.engine.batch
         own = batch[slot.mb or 0] if slot.mb is not None and slot.mb < len(batch) else None
@@ -219,14 +219,14 @@ class _SlotTensors:
         name = self.names.get(slot.at or 0, f"value {slot.at}")
         yield name, tuple(value.shape), ((first, first + value.size),), value, known
 
-    def _iterate_page(self, slot: Slot, flat: Any, span: ElementRange, more: str = "") -> Iterator[Part]:
+    def _iterate_fields(self, slot: Slot, flat: Any, span: ElementRange, more: str = "") -> Iterator[Part]:
         """Yield the parts of a page's parameters in a flat array; nothing for other arrays, such as partial sums."""
         page = self.engine.placement.layout.pages[slot.at or 0]
         if getattr(flat, "ndim", 0) == 1 and flat.size >= span.size:
             for f, start, part in page.iterate_fields(flat, span):
-                yield from self._page_slices(f.source, f.source + more, start, part)
+                yield from self._iterate_parameter_slices(f.source, f.source + more, start, part)
 
-    def _page_slices(self, source: str, tensor: str, start: int, part: Any) -> Iterator[Part]:
+    def _iterate_parameter_slices(self, source: str, tensor: str, start: int, part: Any) -> Iterator[Part]:
         layout = self.engine.placement.layout
         spec: ParameterSpec = layout.specs[source]
         held = LocalShard(tensor, part, start, spec, layout.spread.rank, layout.spread.width)

@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import Any, NamedTuple, cast
 
 from fsdpx.core.comm.calls import TimedTransfer
-from fsdpx.core.engine.activations import ActivationMeter, is_activation
+from fsdpx.core.engine.activations import ActivationMeter, is_activation_slot
 from fsdpx.core.engine.engine import Engine
 from fsdpx.core.engine.observer import Observer
 from fsdpx.core.engine.operations import ExecutableAction
@@ -27,7 +27,7 @@ __all__ = [
     "ProgramRecord",
     "TimelineRecorder",
     "TransferSpan",
-    "find_recording",
+    "find_timeline_recorder",
 ]
 
 
@@ -135,13 +135,13 @@ class TimelineRecorder(Observer):
             self._units = [
                 replace(
                     unit,
-                    nodes=tuple(replace(n, layer=cast(Layer, _TimedLayer(n, self._record_layer))) for n in unit.nodes),
+                    nodes=tuple(replace(n, layer=cast(Layer, _TimedLayer(n, self._record_call))) for n in unit.nodes),
                 )
                 for unit in units
             ]
         return self._units
 
-    def _record_layer(self, path: str, what: str, begin: float) -> None:
+    def _record_call(self, path: str, what: str, begin: float) -> None:
         """Record that a method of a layer, called at time `begin`, returns now."""
         if self._now is None:
             return
@@ -165,7 +165,7 @@ class TimelineRecorder(Observer):
         for slot in planned.takes:
             activations.forget_slot(slot)
         for slot, value in zip(planned.gives, values, strict=True):
-            if is_activation(slot) and value.__class__ is not TimedTransfer:
+            if is_activation_slot(slot) and value.__class__ is not TimedTransfer:
                 activations.count_slot(slot, value)
         self._now.actions.append(ActionSpan(planned.action, begin, ready, end, nbytes, activations.alive))
 
@@ -178,7 +178,7 @@ class TimelineRecorder(Observer):
         self.layers.clear()
 
 
-def find_recording(engine: Engine) -> TimelineRecorder | None:
+def find_timeline_recorder(engine: Engine) -> TimelineRecorder | None:
     """Return the timeline that an engine's rank records, or None."""
     return next((one for one in engine.observers if isinstance(one, TimelineRecorder)), None)
 

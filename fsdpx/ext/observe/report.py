@@ -22,10 +22,10 @@ from fsdpx.core.state.footprint import Footprint, get_peak_rss, make_footprint_r
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.train_state import TieGroup
 from fsdpx.core.trainer.call_runner import CallRunner
-from fsdpx.ext.observe.recording import LayerTime, find_recording
+from fsdpx.ext.observe.recording import LayerTime, find_timeline_recorder
 from fsdpx.ext.observe.routing import ExpertLoad, collect_expert_load, format_expert_load, sum_expert_load
 
-__all__ = ["Report", "ReportSummary", "format_call", "gather_summary", "get_traffic_sizes", "make_report"]
+__all__ = ["Report", "ReportSummary", "format_transfer", "gather_summary", "get_traffic_sizes", "make_report"]
 
 NO_TIMINGS = VerbTimings()
 COLUMN_MEANINGS = """\
@@ -150,7 +150,7 @@ class ReportSummary:
             counts = [report.traffic.get(key) for report in self.reports]
             moved = [0 if one is None else one.bytes for one in counts]
             calls = sum(0 if one is None else one.calls for one in counts)
-            rows.append((format_call(*key), f"{calls:,}", *map(format_bytes, (sum(moved), min(moved), max(moved)))))
+            rows.append((format_transfer(*key), f"{calls:,}", *map(format_bytes, (sum(moved), min(moved), max(moved)))))
         return format_table(rows if len(rows) > 1 else [*rows, ("nothing: one rank", "", "", "", "")])
 
     def _format_layers(self) -> Iterator[str]:
@@ -244,7 +244,7 @@ class TrafficReport:
         for (axis, call), count in sorted(self.traffic.items()):
             one = self.predicted.get((axis, call))
             expected = f"{one.calls} calls, {format_bytes(one.bytes)}" if one else ""
-            rows.append((format_call(axis, call), f"{count.calls:,}", format_bytes(count.bytes), expected))
+            rows.append((format_transfer(axis, call), f"{count.calls:,}", format_bytes(count.bytes), expected))
         return format_table(rows if len(rows) > 1 else [*rows, ("nothing: one rank", "", "", "")])
 
     def _format_reduces(self) -> Iterator[str]:
@@ -256,10 +256,10 @@ class TrafficReport:
         for one in sorted(self.reduces, key=lambda one: -one.sent)[:MAX_SHOWN_ROWS]:
             error = "" if isnan(one.error) else f"{one.error:.2g}"
             rows.append(
-                (one.page, one.axis, one.codec, format_bytes(one.sent), _format_saving(one.sent, one.plain), error)
+                (one.page, one.axis, one.codec, format_bytes(one.sent), _format_saved_share(one.sent, one.plain), error)
             )
         rest = f"{len(self.reduces)} reduces" if len(self.reduces) > MAX_SHOWN_ROWS else "in all"
-        yield format_table([*rows, (rest, "", "", format_bytes(sent), _format_saving(sent, plain), "")])
+        yield format_table([*rows, (rest, "", "", format_bytes(sent), _format_saved_share(sent, plain), "")])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,7 +380,7 @@ def format_slowest_layers(layers: Mapping[str, Mapping[int, LayerTime]]) -> Iter
     yield f"{format_table(rows)}\n{len(layers)} layers; share: of the time of all of them"
 
 
-def format_call(axis: str, call: str) -> str:
+def format_transfer(axis: str, call: str) -> str:
     """Return a transfer as text: "all-gather over shard", "read, disk"."""
     return f"{call}, {axis}" if axis == "disk" else f"{call.replace('_', '-')} over {axis}"
 
@@ -390,7 +390,7 @@ def make_report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Repo
     runs."""
     clock, state, place = engine.clock, engine.state, engine.placement
     counted = {(axis, verb): Traffic(calls, nbytes) for axis, verb, calls, nbytes in place.axes.counters}
-    predicted, traced = _predict_traffic(engine, programs), find_recording(engine)
+    predicted, traced = _predict_traffic(engine, programs), find_timeline_recorder(engine)
     return Report(
         rank=place.axes.world.rank,
         ranks=place.axes.world.size,
@@ -401,7 +401,7 @@ def make_report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Repo
         predicted=predicted,
         routing=collect_expert_load(place.axes.counters.tallies),
         per="step" if (every := sum(times for _, times in programs)) == 1 else f"round of {every} steps",
-        memory=state.count_bytes(),
+        memory=state.count_bytes_by_kind(),
         disk=state.ledger.count_bytes_in_slow_level(),
         peak_rss=get_peak_rss(),
         times=clock.get_timings(),
@@ -411,7 +411,7 @@ def make_report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Repo
         layers={} if traced is None else dict(traced.layers),
         disk_seconds=state.storage.busy_seconds,
         high_water={
-            **state.get_peak_bytes(),
+            **state.get_planned_and_peak_bytes(),
             **({"activations": (None, traced.activations.most)} if traced else {}),
         },
         planned=place.options.planned,
@@ -435,7 +435,7 @@ def _predict_traffic(engine: Engine, programs: Sequence[tuple[Program, int]]) ->
     return total
 
 
-def _format_saving(sent: int, plain: int) -> str:
+def _format_saved_share(sent: int, plain: int) -> str:
     return f"{100 * (1 - sent / plain):.1f} %" if plain else ""
 
 
@@ -444,7 +444,7 @@ def _iterate_compressed_reduces(engine: Engine) -> Iterator[ReduceReport]:
     place, plain = engine.placement, CodecRoute(NoCompression(), NoCompression())
     itemsize = place.formats.gradients.itemsize
     for p in place.stage.trained_pages:
-        route, page, own = place.get_codec_route(p), place.pages[p], place.count_owned_over_replicas(p)
+        route, page, own = place.get_codec_route(p), place.pages[p], place.count_replica_owned_elements(p)
         found = zip(
             *(place.accumulation.predict_transfers(r, page, own, itemsize) for r in (route, plain)), strict=True
         )
@@ -463,26 +463,26 @@ def get_traffic_sizes(engine: Engine) -> TrafficSizes:
     itemsize = place.formats.gradients.itemsize
     moves = {
         p: place.accumulation.predict_transfers(
-            place.get_codec_route(p), page, place.count_owned_over_replicas(p), itemsize
+            place.get_codec_route(p), page, place.count_replica_owned_elements(p), itemsize
         )
         for p, page in place.pages.items()
     }
     return TrafficSizes(
         full={p: page.size for p, page in place.pages.items()},
         shard={p: page.own_range.size for p, page in place.pages.items()},
-        replica_own={p: place.count_owned_over_replicas(p) for p in place.pages},
+        replica_own={p: place.count_replica_owned_elements(p) for p in place.pages},
         param_itemsize=(place.formats.wire or place.formats.compute).itemsize,
         grad_itemsize=itemsize,
         tie_itemsize=itemsize,
         widths={"shard": place.axes.shard.size, "replica": place.axes.replica.size},
         ties={p: tuple(_iterate_tie_transfers(place, tie)) for p, tie in engine.state.ties.items()},
-        amounts={"edge": _count_edge_bytes(engine), **engine.state.storage.get_moved_bytes()},
+        amounts={"edge": _count_edge_bytes(engine), **engine.state.storage.get_moved_bytes_by_verb()},
         carried={
             ("shard", "reduce_scatter"): {p: reduce for p, (reduce, _) in moves.items()},
             ("replica", "all_reduce"): {p: join for p, (_, join) in moves.items()},
             ("replica", "reduce_scatter"): {p: _list_outer_transfers(place, p) for p in place.pages},
         },
-        parts={p: place.list_update_transfers(p) for p in place.stage.trained_pages},
+        parts={p: place.list_optimizer_transfers(p) for p in place.stage.trained_pages},
     )
 
 

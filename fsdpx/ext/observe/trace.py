@@ -16,8 +16,8 @@ from fsdpx.core.engine.engine import Engine
 from fsdpx.core.engine.observer import Observer
 from fsdpx.core.program import simulate_programs
 from fsdpx.errors import CheckpointError, ConfigError
-from fsdpx.ext.observe.chrome import TraceHeader, TracePlace, get_file_name, write_trace
-from fsdpx.ext.observe.measure import action_times_of, synchronize
+from fsdpx.ext.observe.chrome import TraceGroups, TraceHeader, get_trace_file_name, write_trace
+from fsdpx.ext.observe.measure import make_action_times, measure_clock_offset
 from fsdpx.ext.observe.recording import ProgramRecord, TimelineRecorder
 
 __all__ = ["TraceWriter"]
@@ -30,12 +30,12 @@ class TraceWriter(Observer):
     def __init__(self, engine: Engine, trace: TraceConfig) -> None:
         self.folder, self._state, self._axes = expanduser(trace.folder), engine.state, engine.placement.axes
         self._run_on_all_ranks(self._make_folder)
-        self._begun = synchronize(self._axes.uncounted_world)
+        self._begun = measure_clock_offset(self._axes.uncounted_world)
         self._recording = TimelineRecorder(trace.steps)
         engine.add_observer(self._recording)
         engine.add_observer(self)
         if self._axes.world.rank == 0:
-            weakref.finalize(self, _tell_if_lost, self._recording, self.folder)
+            weakref.finalize(self, _print_if_trace_lost, self._recording, self.folder)
 
     def write_files(self) -> None:
         """Write the recorded steps, each rank into its own file; raise ConfigError on all ranks if one cannot.
@@ -43,13 +43,15 @@ class TraceWriter(Observer):
         turns = list(self._recording.turns)
         header = self._make_header(turns)
         after = list(self._recording.after)
-        self._run_on_all_ranks(lambda: write_trace(self.folder, header, turns, TracePlace.from_axes(self._axes), after))
+        self._run_on_all_ranks(
+            lambda: write_trace(self.folder, header, turns, TraceGroups.from_axes(self._axes), after)
+        )
         self._recording.written = True
 
     def _make_folder(self) -> None:
         """Make the folder and test that it can be written, before training rather than after it."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        mine = self.folder / get_file_name(self._axes.world.rank)
+        mine = self.folder / get_trace_file_name(self._axes.world.rank)
         write_file(mine, b"")
         mine.unlink()
 
@@ -61,8 +63,8 @@ class TraceWriter(Observer):
 
     def _make_header(self, turns: list[ProgramRecord]) -> TraceHeader:
         axes = self._axes
-        clock = [self._begun, synchronize(axes.uncounted_world)]
-        place, memory = axes.coordinates._asdict(), self._state.count_bytes()
+        clock = [self._begun, measure_clock_offset(axes.uncounted_world)]
+        place, memory = axes.coordinates._asdict(), self._state.count_bytes_by_kind()
         header = TraceHeader(
             axes.world.rank,
             axes.world.size,
@@ -78,7 +80,7 @@ class TraceWriter(Observer):
             line = [(one.action, one.ready, one.end) for one in shown.actions]
             everyone = axes.pipe.all_gather_data((line, shown.program))
             events = simulate_programs(
-                [program for _, program in everyone], action_times_of([row for row, _ in everyone])
+                [program for _, program in everyone], make_action_times([row for row, _ in everyone])
             )
             zero = shown.actions[0].begin
             header.shown = shown.number
@@ -97,7 +99,7 @@ class TraceWriter(Observer):
         return next(turn for turn in turns if turn.number == common[len(common) // 2])
 
 
-def _tell_if_lost(recording: TimelineRecorder, folder: Path) -> None:
+def _print_if_trace_lost(recording: TimelineRecorder, folder: Path) -> None:
     """Print that a trace is lost, when its trainer is garbage-collected or the process ends: a rank that ends cannot
     write it, as that takes the clocks of all ranks."""
     if recording.turns and not recording.written:

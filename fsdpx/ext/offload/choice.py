@@ -11,7 +11,7 @@ from fsdpx.core.base.name_hints import check_constructor_options
 from fsdpx.core.program import Slot
 from fsdpx.core.state.ledger import LedgerRow
 from fsdpx.core.state.placement import Placement
-from fsdpx.core.state.storage import StorageChoice, StoredSlots
+from fsdpx.core.state.storage import StorageLevelChoice, StoredSlots
 from fsdpx.errors import ConfigError
 from fsdpx.ext.offload import verbs as verbs
 from fsdpx.ext.offload.disk import DiskStorage, open_disk
@@ -27,7 +27,7 @@ STATE = ("slot", "average")
 
 @check_constructor_options
 @dataclass(frozen=True)
-class OffloadConfig(StorageChoice):
+class OffloadConfig(StorageLevelChoice):
     """The state that is kept in files of a folder between uses, one file per rank, instead of in memory.
 
     Parameters
@@ -61,7 +61,7 @@ class OffloadConfig(StorageChoice):
         if self.what == ("optimizer",) and not optimizer.slots and average is None:
             raise ConfigError(f"offload={self!r}: {type(optimizer).__name__} keeps no state; leave it out")
 
-    def list_stored_slots(self, pages: Mapping[int, bool], units: int, slots: bool) -> StoredSlots:
+    def pair_slots_with_stand_ins(self, pages: Mapping[int, bool], units: int, slots: bool) -> StoredSlots:
         state = [page for page, trained in pages.items() if trained and slots and "optimizer" in self.what]
         shards = [page for page in pages if "parameters" in self.what]
         spilled = range(units if "activations" in self.what else 0)
@@ -72,7 +72,7 @@ class OffloadConfig(StorageChoice):
         )
         return pair_with_stored_slots(records)
 
-    def place_row(self, row: LedgerRow) -> LedgerRow:
+    def assign_row_level(self, row: LedgerRow) -> LedgerRow:
         kind = row.key.kind
         if (kind == "master" and "parameters" in self.what) or (kind in STATE and "optimizer" in self.what):
             return replace(row, level="slow")

@@ -423,7 +423,7 @@ class DiskStorage(StateStorage):
         """Return the bytes of a record on disk."""
         return sum(_round_up_to_align(row.nbytes) for row in self._records.get(record, ()))
 
-    def get_moved_bytes(self) -> dict[str, Mapping[tuple[int, int | None], int]]:
+    def get_moved_bytes_by_verb(self) -> dict[str, Mapping[tuple[int, int | None], int]]:
         """Return the bytes of records by number."""
         numbers = {slot: number for number, slot in enumerate(self._stands)}
         pages: dict[tuple[int, int | None], int] = {(n, None): self.size(slot) for slot, n in numbers.items()}

@@ -7,8 +7,8 @@ from typing import Any
 
 from fsdpx.core.array.shapes.array import find_storage
 from fsdpx.core.comm.calls import TimedTransfer
-from fsdpx.core.engine.activations import list_arena_storage
-from fsdpx.core.engine.operations import OPERATIONS, SUBJECT_TEXTS, release_slots
+from fsdpx.core.engine.activations import get_arena_storage_ids
+from fsdpx.core.engine.operations import OPERATIONS, TARGET_TEXTS, release_slots
 from fsdpx.core.engine.run import ProgramRun, Values
 from fsdpx.core.program import PASSES, SLOTS, VERBS, Action, Slot, SlotKind, Verb, VerbTransfer
 from fsdpx.core.program.pipeline import INDEX_RANGES, SPECIAL_WORDS
@@ -65,7 +65,7 @@ def store_record(run: ProgramRun, action: Action, taken: Values, read: Values, a
     slot, disk, (value,) = get_record(run.stage, action), _get_disk(run), taken
     if slot.mb is not None:
         batch = [array for one in run.feed.batch if one is not None for array in (*one.inputs, one.target)]
-        own = list_arena_storage(run.workspace.state.arena) | {
+        own = get_arena_storage_ids(run.workspace.state.arena) | {
             id(find_storage(array)) for array in batch
         }  # stays in memory anyway
         spilled = take_apart(value, lambda root: id(root) in own)
@@ -98,5 +98,5 @@ def _describe_record(placement: Placement, number: int) -> str:
     return f"{SLOTS[record.kind].memory} of page {placement.format_page_name(record.at)!r}"
 
 
-SUBJECT_TEXTS["record"] = _describe_record
+TARGET_TEXTS["record"] = _describe_record
 OPERATIONS.update({"FETCH": fetch_record, "STORE": store_record, "EVICT": release_slots})

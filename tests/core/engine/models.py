@@ -9,7 +9,7 @@ import numpy as np
 
 from fsdpx import Trainer, nn, optim, spawn
 from fsdpx.core.comm import Communicator
-from fsdpx.core.state.gradients import chunks_of_rank
+from fsdpx.core.state.gradients import get_chunks_of_rank
 from fsdpx.errors import FsdpxError
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
@@ -109,7 +109,7 @@ def part(comm: Communicator, n: int, chunks: int | None = None) -> slice:
     """This rank's rows of a global batch of n."""
     if chunks is None:
         return slice(n * comm.rank // comm.size, n * (comm.rank + 1) // comm.size)
-    mine = chunks_of_rank(chunks, comm.rank, comm.size)
+    mine = get_chunks_of_rank(chunks, comm.rank, comm.size)
     return slice(mine.start * n // chunks, mine.stop * n // chunks)
 
 

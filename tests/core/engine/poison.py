@@ -11,7 +11,7 @@ from fsdpx.core.state import gradients
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every buffer holds NaN when it becomes a gradient."""
-    begin, close = gradients.FullGradient.__init__, gradients.ChunkGradients._push_current
+    begin, close = gradients.FullGradient.__init__, gradients.ChunkGradients._push_current_chunk
 
     def born(self: gradients.FullGradient, buffer: Any, at_home: bool) -> None:
         buffer[...] = np.nan
@@ -23,4 +23,4 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
             leaf[...] = np.nan
 
     monkeypatch.setattr(gradients.FullGradient, "__init__", born)
-    monkeypatch.setattr(gradients.ChunkGradients, "_push_current", closed)
+    monkeypatch.setattr(gradients.ChunkGradients, "_push_current_chunk", closed)

@@ -128,7 +128,7 @@ def test_freezing_changes_the_program(comm: Communicator) -> None:
     trainer.step(*batch)
     trainer.freeze(*names)
     trainer.accumulate(*batch)
-    assert not trainer.inspect.engine.state.list_filled_numbers("saved")
+    assert not trainer.inspect.engine.state.list_indices_of_filled_slots("saved")
     found = trainer.gradients()
     assert not np.any(found["0.weight"])
     assert not np.any(found["2.bias"])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdpx.core.program.drawing import draw_schedule, mark_schedule_step
+from fsdpx.core.program.drawing import draw_schedule, format_marked_schedule_step
 from fsdpx.core.program.schedules import (
     SCHEDULES,
     count_in_flight,
@@ -338,7 +338,7 @@ def test_the_arrow_stands_under_the_step(position: int) -> None:
     plan = make_schedule("zb-h1", 3, 8)
     assert len(plan.ranks[1]) == 24
     for width in (30, 60, 400):
-        lines = mark_schedule_step(plan, 1, position, width).splitlines()
+        lines = format_marked_schedule_step(plan, 1, position, width).splitlines()
         assert [line[:6] for line in lines] == ["rank 0", "rank 1", " " * 6, "rank 2"]
         assert all(len(line) <= width for line in lines)
         under = lines[2].index("^")
@@ -348,7 +348,7 @@ def test_the_arrow_stands_under_the_step(position: int) -> None:
 
 def test_the_arrow_works_for_plans_that_cannot_run() -> None:
     plan = PipelineSchedule.from_rows("mine", ["B0.0 F0.0", "F1.0 B1.0 F1.1"], 2)
-    assert mark_schedule_step(plan, 0, 1) == "rank 0  B0.0 F0.0\n             ^\nrank 1  F1.0 B1.0 F1.1"
+    assert format_marked_schedule_step(plan, 0, 1) == "rank 0  B0.0 F0.0\n             ^\nrank 1  F1.0 B1.0 F1.1"
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

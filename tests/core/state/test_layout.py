@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpx.core.array.sums import CHUNK_SIZE
-from fsdpx.core.state.flat_parameters import ElementRange, Page, find_overlaps, split_page
+from fsdpx.core.state.flat_parameters import ElementRange, Page, find_overlaps, shard_page
 from fsdpx.core.state.gradients import (
     PairwiseSumStack,
     TreeNode,
-    chunks_of_rank,
     cover_chunks_with_nodes,
+    get_chunks_of_rank,
     get_root_node,
 )
 
@@ -55,7 +55,7 @@ def test_overlap_skips_gaps() -> None:
 @CHECK
 def test_cuts_tile_the_page_without_padding(sizes: list[int], width: int, snap: bool) -> None:
     page = Page.from_shapes(0, [(f"p{i}", (n,)) for i, n in enumerate(sizes)], True)
-    shards = split_page(page, width, snap)
+    shards = shard_page(page, width, snap)
     assert len(shards) == width
     assert shards[0].start == 0
     assert shards[-1].stop == page.size == sum(sizes)
@@ -96,9 +96,11 @@ def test_any_spread_over_ranks_adds_in_one_order(chunks: int, ranks: int) -> Non
     merged: PairwiseSumStack[str] = PairwiseSumStack(chunks, add)
     for r in range(ranks):
         part: PairwiseSumStack[str] = PairwiseSumStack(chunks, add)
-        for c in chunks_of_rank(chunks, r, ranks):
+        for c in get_chunks_of_rank(chunks, r, ranks):
             part.push_node(TreeNode(0, c), str(c))
-        assert tuple(n for n, _ in part.entries) == cover_chunks_with_nodes(chunks, chunks_of_rank(chunks, r, ranks))
+        assert tuple(n for n, _ in part.entries) == cover_chunks_with_nodes(
+            chunks, get_chunks_of_rank(chunks, r, ranks)
+        )
         for node, text in part.entries:
             merged.push_node(node, text)
     assert merged.entries == whole.entries
@@ -108,7 +110,7 @@ def test_any_spread_over_ranks_adds_in_one_order(chunks: int, ranks: int) -> Non
 
 @pytest.mark.parametrize(("chunks", "ranks"), [(8, 3), (8, 5), (5, 8), (64, 7)])
 def test_chunks_are_dealt_in_order_and_all(chunks: int, ranks: int) -> None:
-    dealt = [c for r in range(ranks) for c in chunks_of_rank(chunks, r, ranks)]
+    dealt = [c for r in range(ranks) for c in get_chunks_of_rank(chunks, r, ranks)]
     assert dealt == list(range(chunks))
 
 

@@ -96,13 +96,15 @@ def test_a_row_inside_another_has_no_memory_of_its_own(comm: Communicator) -> No
         if page.page.trainable:
             assert np.shares_memory(state.ledger.get_array("part", p), state.ledger.get_array("grad", p))
     parameters = sum(page.size for page in state.placement.pages.values()) * F32.itemsize
-    assert state.count_bytes()["parameters"] == parameters
+    assert state.count_bytes_by_kind()["parameters"] == parameters
 
 
 def test_the_bytes_of_the_ledger_are_those_of_the_arena() -> None:
     for strategy in ("ddp", "zero2", "fsdp"):
         state = spawn(lambda comm, s=strategy: make(comm, s), 1)[0].inspect.engine.state
-        assert sum(state.ledger.count_bytes().values()) == sum(array.nbytes for array in state.arena.kept.values())
+        assert sum(state.ledger.count_bytes_by_kind().values()) == sum(
+            array.nbytes for array in state.arena.kept.values()
+        )
 
 
 @needs("asynchronous", "compression", "elastic")
@@ -129,7 +131,7 @@ def test_a_key_is_there_once() -> None:
     known.add_row(row, np.zeros(3, F32))
     with pytest.raises(AssertionError, match="is there already"):
         known.add_row(row, np.zeros(3, F32))
-    assert known.count_bytes() == {"copies for recovery": 12}
+    assert known.count_bytes_by_kind() == {"copies for recovery": 12}
     known.drop_row(row.key)
     assert (list(known), known.arrays) == ([], {})
 

@@ -88,11 +88,11 @@ def test_the_bits_do_not_depend_on_how_parameters_are_cut(kahan: bool) -> None:
 def test_nor_on_blocks_or_on_what_compiled_it() -> None:
     n = BLOCK_ELEMENTS + 77
     part = ShardSegments((ShardSegment("a", 0, 100, 5, 200), ShardSegment("b", 100, n, 0, n)))
-    assert [(start, one.size) for start, one in part.split_blocks(BLOCK_ELEMENTS)] == [
+    assert [(start, one.size) for start, one in part.split_into_blocks(BLOCK_ELEMENTS)] == [
         (0, BLOCK_ELEMENTS),
         (BLOCK_ELEMENTS, 77),
     ]
-    assert part.split_blocks(BLOCK_ELEMENTS)[1][1].items == (ShardSegment("b", 0, 77, BLOCK_ELEMENTS - 100, n),)
+    assert part.split_into_blocks(BLOCK_ELEMENTS)[1][1].items == (ShardSegment("b", 0, 77, BLOCK_ELEMENTS - 100, n),)
     optimizer, found = RoundedOptimizer(optim.AdamW()), []
     for mode in ("plain", "numba"):
         p, slots = held(optimizer, n)

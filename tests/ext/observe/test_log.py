@@ -57,7 +57,7 @@ def test_a_log_replaces_pipes_and_links_that_lie_in_its_place(tmp_path: Path) ->
         os.mkfifo(tmp_path / "log" / name)
     (tmp_path / "log/metrics.jsonl").symlink_to(tmp_path / "other")
     log = logs.TrainingLog(tmp_path / "log", ())
-    log._start_files(0)
+    log._lock_and_truncate(0)
     log._write_row(RANK_0, FitHistory([1.0]), {"loss": 1.0})
     log.on_train_end(RANK_0, FitHistory())
     assert rows_of(tmp_path / "log") == [{"step": 1, "epoch": 1, "loss": 1.0}]
@@ -67,7 +67,7 @@ def test_a_log_replaces_pipes_and_links_that_lie_in_its_place(tmp_path: Path) ->
 
 def test_numbers_that_are_none_are_left_out(tmp_path: Path) -> None:
     log = logs.TrainingLog(tmp_path, ())
-    log._start_files(0)
+    log._lock_and_truncate(0)
     log._write_row(RANK_0, FitHistory([1.0]), {"loss": 1.0, "gradient_norm": math.nan})
     log.on_train_end(RANK_0, FitHistory())
     assert rows_of(tmp_path) == [{"step": 1, "epoch": 1, "loss": 1.0}]

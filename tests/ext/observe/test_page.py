@@ -26,7 +26,7 @@ from fsdpx.errors import ConfigError, install_hint
 from fsdpx.ext.observe.chrome import RankTrace, TraceHeader
 from fsdpx.ext.observe.folder import RunFolder
 from fsdpx.ext.observe.measure import ClockReading
-from fsdpx.ext.observe.page import compute_waits
+from fsdpx.ext.observe.page import compute_wait_matrix
 from fsdpx.ext.observe.plots import DARKER, THEMES, StepLanes, draw_steps, make_figure
 
 
@@ -227,7 +227,7 @@ def rank_of(n: int, begins: float, ends: float, ahead: float = 0.0) -> RankTrace
 
 
 def test_who_comes_last_is_waited_for() -> None:
-    found = compute_waits([rank_of(0, 1, 7), rank_of(1, 6, 7, ahead=5.0), rank_of(2, 2, 7, ahead=-3.0)])
+    found = compute_wait_matrix([rank_of(0, 1, 7), rank_of(1, 6, 7, ahead=5.0), rank_of(2, 2, 7, ahead=-3.0)])
     np.testing.assert_allclose(found.matrix, [[0, 5e-3, 0], [0, 0, 0], [0, 4e-3, 0]], atol=1e-9)
     np.testing.assert_allclose([span.moving for span in found.spans], [1e-3] * 3, atol=1e-9)
     np.testing.assert_allclose([span.computing for span in found.spans], [1e-3, 6e-3, 2e-3], atol=1e-9)

@@ -33,16 +33,16 @@ from fsdpx.ext.observe.chrome import (
     MERGED,
     SIMULATED,
     RankTrace,
+    TraceGroups,
     TraceHeader,
-    TracePlace,
-    get_file_name,
-    list_events,
-    list_waits,
+    get_trace_file_name,
+    list_action_events,
+    list_wait_events,
     merge_traces,
     read_traces,
 )  # fmt: skip
-from fsdpx.ext.observe.measure import ClockReading, interpolate_offset, synchronize
-from fsdpx.ext.observe.recording import ActionSpan, ProgramRecord, TransferSpan, find_recording
+from fsdpx.ext.observe.measure import ClockReading, interpolate_offset, measure_clock_offset
+from fsdpx.ext.observe.recording import ActionSpan, ProgramRecord, TransferSpan, find_timeline_recorder
 from fsdpx.plan import predict
 
 
@@ -221,13 +221,13 @@ def counted(imported: Imported) -> int:
 @on_ranks(3)
 def test_events_are_the_program_and_their_bytes_all_that_moved(comm: Communicator, tmp_path: Path) -> None:
     trainer = trained(comm, tmp_path, steps=2, clip_norm=1.0)
-    turns = list(find_recording(trainer.inspect.engine).turns)
+    turns = list(find_timeline_recorder(trainer.inspect.engine).turns)
     assert [turn.number for turn in turns] == [0, 1]
     assert all(turn.is_complete for turn in turns)
-    place = TracePlace.from_axes(trainer.inspect.placement.axes)
+    place = TraceGroups.from_axes(trainer.inspect.placement.axes)
     moved = 0
     for turn in turns:
-        events = list_events(turn, place)
+        events = list_action_events(turn, place)
         assert [event.action for event in events] == list(turn.program.actions)
         computing = [event for event in events if VERBS[event.action.op].lane == "compute"]
         assert all(before.end <= after.start for before, after in pairwise(computing))
@@ -243,7 +243,7 @@ def test_a_message_is_not_sent_after_it_came() -> None:
     """Its call may return late: the other side has it by then."""
     send = Action("SEND", 0, 0)
     turn = ProgramRecord(0, 0, None, [], [ActionSpan(send, 0.5, 1.0, 3.0, 8, 0)], [TransferSpan(send, 2.9, 3.5)])  # type: ignore[arg-type]
-    (event,) = list_events(turn, TracePlace(0, {}))
+    (event,) = list_action_events(turn, TraceGroups(0, {}))
     assert (event.start, event.end) == (1.0, 3.5)
 
 
@@ -253,7 +253,7 @@ def test_only_the_last_steps_are_kept_and_evaluation_is_not(tmp_path: Path) -> N
         trainer = trained(comm, TraceConfig(tmp_path, steps=2), steps=3, case="mlp")
         x, y = CASES["mlp"].batch(np.random.default_rng(0), 4)
         trainer.evaluate(x, y)
-        assert [turn.number for turn in find_recording(trainer.inspect.engine).turns] == [1, 2]
+        assert [turn.number for turn in find_timeline_recorder(trainer.inspect.engine).turns] == [1, 2]
         trainer.inspect.save_trace()
 
     spawn(run, 2)
@@ -264,13 +264,13 @@ def test_only_the_last_steps_are_kept_and_evaluation_is_not(tmp_path: Path) -> N
 
 
 def test_without_a_trace_nothing_is_kept() -> None:
-    assert spawn(lambda comm: find_recording(make(comm, "mlp").inspect.engine), 1) == [None]
+    assert spawn(lambda comm: find_timeline_recorder(make(comm, "mlp").inspect.engine), 1) == [None]
 
 
 def test_the_variable_asks_for_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSDPX_TRACE", str(tmp_path / "traced"))
     spawn(lambda comm: trained(comm, None, 1, "mlp").close(), 1)
-    assert (tmp_path / "traced" / get_file_name(0)).exists()
+    assert (tmp_path / "traced" / get_trace_file_name(0)).exists()
 
 
 LOST = """
@@ -300,7 +300,7 @@ def test_a_trace_that_nobody_wrote_is_told(tmp_path: Path, last: str, lost: bool
     )  # fmt: skip
     assert (f"not written to {folder}: call trainer.close()" in done.stderr) == lost, done.stderr
     assert done.returncode == (3 if "SystemExit" in last else 0), done.stderr
-    assert (folder / get_file_name(0)).exists() == ("model." in last)
+    assert (folder / get_trace_file_name(0)).exists() == ("model." in last)
 
 
 def test_activations_are_those_of_the_dry_run(tmp_path: Path) -> None:
@@ -325,14 +325,14 @@ def test_activations_are_those_of_the_dry_run(tmp_path: Path) -> None:
 
 def test_clocks_are_within_the_bound_that_is_said() -> None:
     """Threads share one clock: what is found between them is error, and no more than was said."""
-    for reading in spawn(synchronize, 3):
+    for reading in spawn(measure_clock_offset, 3):
         assert abs(reading.offset) <= reading.error < 1.0
 
 
 @pytest.mark.world
 def test_clocks_of_processes_are_within_the_bound(world: Communicator) -> None:
     """Processes of one host share one as well."""
-    reading = synchronize(world)
+    reading = measure_clock_offset(world)
     assert abs(reading.offset) <= reading.error < 1.0
 
 
@@ -369,10 +369,10 @@ def test_who_waits_for_a_slow_rank_knows_for_which_transfer(tmp_path: Path) -> N
         x = np.ones((2, 8), np.float32)
         for _ in range(2):
             trainer.step(x, np.ones((2, 4), np.float32))
-        turn = find_recording(trainer.inspect.engine).turns[-1]
-        events = list_events(turn, TracePlace.from_axes(trainer.inspect.placement.axes))
+        turn = find_timeline_recorder(trainer.inspect.engine).turns[-1]
+        events = list_action_events(turn, TraceGroups.from_axes(trainer.inspect.placement.axes))
         meeting = [e for e in events if VERBS[e.action.op].moves and e.end - e.start > 0.3]
-        waits = [wait for wait in list_waits(turn, events) if wait.end - wait.start > 0.3]
+        waits = [wait for wait in list_wait_events(turn, events) if wait.end - wait.start > 0.3]
         return {str(wait.action) for wait in waits}, {str(e.action) for e in meeting}, [w.key for w in waits]
 
     (waits, meeting, keys), (others, _, _) = spawn(run, 2)
@@ -394,12 +394,12 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path, capsys: pytest.Capt
     written(tmp_path, 3, steps=1, case="mlp")
     assert main(["trace", "merge", str(tmp_path)]) == 0
     assert str(tmp_path / MERGED) in capsys.readouterr().out
-    (tmp_path / get_file_name(1)).unlink()
+    (tmp_path / get_trace_file_name(1)).unlink()
     assert main(["trace", "merge", str(tmp_path)]) == 2
     assert "of 3 ranks the files of 1 are missing" in capsys.readouterr().err
-    (tmp_path / get_file_name(1)).write_bytes(b"damaged")
+    (tmp_path / get_trace_file_name(1)).write_bytes(b"damaged")
     assert main(["trace", "merge", str(tmp_path)]) == 2
-    assert f"{tmp_path / get_file_name(1)}: no trace of fsdpx can be read there" in capsys.readouterr().err
+    assert f"{tmp_path / get_trace_file_name(1)}: no trace of fsdpx can be read there" in capsys.readouterr().err
 
 
 def test_choices_that_do_not_fit_are_refused(tmp_path: Path) -> None:
