@@ -20,7 +20,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 OPENED_ELSEWHERE = {
     "the kernel's own files, such as those of /proc": (
         "ext/gpu/visible_devices.py find_mpi_library_path read_text",
-        "core/comm/mpi/start_watchdog.py get_process_birth open",
+        "core/comm/mpi/start_watchdog.py get_process_start_time open",
         "core/comm/node/shared_windows.py get_shared_memory_id read_text",
         "core/comm/mpi/start.py _identify_job read_bytes", "core/comm/mpi/start.py _identify_job read_text",
         "core/comm/mpi/start.py _find_mapped_files read_text", "core/base/processor.py read_cpuinfo read_text",
@@ -42,7 +42,7 @@ OPENED_ELSEWHERE = {
     ),
     "they look at the open file or folder themselves": (
         "core/checkpoint/format.py open_checked open", "core/checkpoint/format.py sync_folder open",
-        "core/comm/mpi/start_watchdog.py _list_names open",
+        "core/comm/mpi/start_watchdog.py _list_private_folder open",
     ),
     "output that the user names, which may well be a pipe, as /dev/stdout is": (
         "launch/bench.py _print_and_write write_text", "launch/bench.py _require_writable open",

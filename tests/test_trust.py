@@ -87,7 +87,7 @@ def test_a_start_in_a_folder_that_others_can_enter_leaves_no_mark(
     (folder / "came-00000").symlink_to(victim)
     with (
         pytest.warns(RuntimeWarning, match=f"^fsdpx: {folder} can be entered by others .mode 0777.; it is ignored$"),
-        start.guard_mpi_start(),
+        start.guarding_mpi_start(),
     ):
         assert sorted(os.listdir(folder)) == ["came-00000"]
     assert folder.exists()
@@ -96,7 +96,7 @@ def test_a_start_in_a_folder_that_others_can_enter_leaves_no_mark(
 def test_a_clock_kills_only_the_very_process_that_a_mark_of_a_private_folder_names(
     tmp_path: Path, innocent: subprocess.Popen[bytes]
 ) -> None:
-    folder, birth = tmp_path / "start", start_watchdog.get_process_birth(innocent.pid)
+    folder, birth = tmp_path / "start", start_watchdog.get_process_start_time(innocent.pid)
     folder.mkdir(mode=0o700)
     names = [f"came-00001.{innocent.pid}-1.0", f"came-1.{innocent.pid}.0", "came-x", f"came-00002.-{birth}.0", "came-"]
     for name in names:
@@ -111,13 +111,13 @@ def test_a_clock_kills_only_the_very_process_that_a_mark_of_a_private_folder_nam
     folder.chmod(0o711)
     assert start_watchdog.find_waiting_ranks(str(folder)) == {}
     start_watchdog.kill_waiting_ranks({1: (f"{innocent.pid}-1", "0")}, f"{innocent.pid}-1")
-    start_watchdog._send_signal(f"{innocent.pid}-", signal.SIGKILL)
+    start_watchdog._send_signal_if_alive(f"{innocent.pid}-", signal.SIGKILL)
 
 
 @as_root
 def test_a_clock_believes_no_folder_of_another_user(tmp_path: Path, innocent: subprocess.Popen[bytes]) -> None:
     (tmp_path / "start").mkdir(mode=0o700)
-    (tmp_path / "start" / f"came-00001.{innocent.pid}-{start_watchdog.get_process_birth(innocent.pid)}.0").touch()
+    (tmp_path / "start" / f"came-00001.{innocent.pid}-{start_watchdog.get_process_start_time(innocent.pid)}.0").touch()
     os.chown(tmp_path / "start", OTHER, OTHER)
     assert start_watchdog.find_waiting_ranks(str(tmp_path / "start")) == {}
 
@@ -127,7 +127,7 @@ def test_the_mark_of_a_start_that_was_ended_follows_no_link(tmp_path: Path, vict
     folder.mkdir(mode=0o700)
     (folder / start_watchdog.TIMED_OUT_MARK).symlink_to(tmp_path / "new")
     waiting = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    (folder / f"came-00000.{waiting.pid}-{start_watchdog.get_process_birth(waiting.pid)}.0").touch()
+    (folder / f"came-00000.{waiting.pid}-{start_watchdog.get_process_start_time(waiting.pid)}.0").touch()
     command = [sys.executable, "-I", "-S", start_watchdog.__file__, str(folder), "0", "0", "2", "2", "keep"]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
     assert "rank 1 of 2 has not come to the start of MPI within 0 s" in done.stderr or "not all ranks" in done.stderr

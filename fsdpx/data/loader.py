@@ -15,7 +15,7 @@ import numpy as np
 
 from fsdpx.core.array.random import random_permutation
 from fsdpx.core.base.name_hints import check_call_arguments
-from fsdpx.core.comm.default_communicator import get_rank_info, require_member, to_mpi4py
+from fsdpx.core.comm.default_communicator import get_rank_info, require_valid_intracomm, to_mpi4py
 from fsdpx.data.dataset import Dataset, collate, hash_first_sample, make_empty_batch
 from fsdpx.errors import ConfigError, DataError
 
@@ -287,7 +287,7 @@ def _get_rank_and_size(comm: Any, rank: int | None, size: int | None) -> tuple[i
         if rank is not None or size is not None:
             raise ConfigError("DistributedSampler: pass comm, or rank and size, not both")
         comm = to_mpi4py(comm)
-        require_member(comm)
+        require_valid_intracomm(comm)
         if not hasattr(comm, "rank"):
             raise ConfigError(
                 f"DistributedSampler(comm={comm!r}): a communicator is needed, such as trainer.data_group"

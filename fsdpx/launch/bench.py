@@ -27,9 +27,9 @@ from fsdpx.core.base.safe_files import expanduser
 from fsdpx.core.base.version import __version__
 from fsdpx.core.comm.calls import GeneratorHandle
 from fsdpx.core.comm.communicator import Array, Communicator, Handle, ReduceOp
-from fsdpx.core.comm.init import find_message_backend, find_node_communicator, get_backend_name, get_library_name
+from fsdpx.core.comm.init import find_message_backend, find_node_communicator, get_backend_name, parse_mpi_library_name
 from fsdpx.core.comm.node.node import SMALL_SUM_BYTES
-from fsdpx.core.comm.node.rendezvous import NodeMeeting
+from fsdpx.core.comm.node.rendezvous import NodeCollective
 from fsdpx.core.trainer.distribute import distribute
 from fsdpx.core.trainer.initialize import init
 from fsdpx.core.trainer.recipe import DistributionChoices
@@ -225,7 +225,7 @@ def measure_verbs(
     everyone: list[list[dict[str, Any]]] = comm.all_gather_data(own)
     in_order = sorted((one for theirs in everyone for one in theirs), key=lambda one: LEVEL_NAMES.index(one["level"]))
     mpi = sys.modules.get("mpi4py.MPI")
-    library = None if mpi is None else get_library_name(mpi.Get_library_version())
+    library = None if mpi is None else parse_mpi_library_name(mpi.Get_library_version())
     return {
         "fsdpx": __version__, "ranks": comm.size, "hosts": hosts, "backend": get_backend_name(), "library": library,
         "levels": in_order,
@@ -347,7 +347,7 @@ def _find_carrier(name: str, comm: Communicator, nbytes: int, handle: Handle | N
     if node is not None and handle is not None:
         if hasattr(handle, "persistent"):
             return "shared memory, compiled"
-        if isinstance(handle, NodeMeeting):
+        if isinstance(handle, NodeCollective):
             return "shared memory"
         sums = name in ("reduce_scatter", "all_reduce") and nbytes > SMALL_SUM_BYTES  # small sums are sent as messages
         if isinstance(handle, GeneratorHandle) and node.lanes is not None and (name == "all_gather" or sums):

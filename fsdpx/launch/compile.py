@@ -22,7 +22,7 @@ from fsdpx.core.base.config import Precision
 from fsdpx.core.base.extensions import list_extensions
 from fsdpx.core.base.messages import report_if_slow
 from fsdpx.core.base.processor import read_cpuinfo
-from fsdpx.core.comm.node.persistent import load_meeting_code
+from fsdpx.core.comm.node.persistent import compile_collective_kernels
 from fsdpx.core.compression import make_codec
 from fsdpx.core.engine.warmup import list_kernel_names, list_warm_up_calls, run_warm_up_calls
 from fsdpx.errors import ConfigError
@@ -91,7 +91,7 @@ def _list_calls(runs: Iterable[str], precision: Precision) -> list[Callable[[], 
         make_codec(None, precision.reduce_dtype, precision.gradient_dtype).warm_up,
         parse_dtype(precision.gradient_dtype),
     )
-    meetings = partial(load_meeting_code, parse_dtype(precision.reduce_dtype).name)
+    meetings = partial(compile_collective_kernels, parse_dtype(precision.reduce_dtype).name)
     return [
         partial(random.normal, 0, "", 0, 1),
         meetings,

@@ -20,7 +20,7 @@ from fsdpx.core.base import environment
 from fsdpx.core.base.messages import format_bytes, format_ranks
 from fsdpx.core.base.version import __version__
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.comm.init import find_node_communicator, get_backend_name, get_library_name
+from fsdpx.core.comm.init import find_node_communicator, get_backend_name, parse_mpi_library_name
 from fsdpx.core.trainer.initialize import init
 from fsdpx.errors import ConfigError, install_hint
 from fsdpx.ext.gpu import visible_devices
@@ -166,7 +166,7 @@ def _describe_mpi(threads: str | None) -> str:
     wheels = {sys.prefix, sys.base_prefix} - {"/usr"}  # a library in /usr is the system's
     if not wanted and path is not None and path.startswith(tuple(wheels)):
         how = "a wheel in this environment"
-    library = get_library_name(sys.modules["mpi4py.MPI"].Get_library_version())
+    library = parse_mpi_library_name(sys.modules["mpi4py.MPI"].Get_library_version())
     return f"{library}, thread level {threads}; {path}: {how}"
 
 
@@ -179,8 +179,8 @@ def _describe_carrier(comm: Communicator) -> str:
         return f"{name}: messages only: one rank, FSDPX_NODE=0, or ranks that may die"
     if not node.can_share:
         return f"{name}: messages only: no host has several ranks, or hosts have different numbers of them"
-    hosts = "one host" if len(node.machines) == 1 else f"each of {len(node.machines)} hosts"
-    return f"{name}: shared memory, {len(node.machine)} ranks on {hosts}, {info.describe_shared_memory()}"
+    hosts = "one host" if len(node.ranks_by_host) == 1 else f"each of {len(node.ranks_by_host)} hosts"
+    return f"{name}: shared memory, {len(node.ranks_on_host)} ranks on {hosts}, {info.describe_shared_memory()}"
 
 
 def _describe_gpu_carrier(comm: Communicator) -> str:

@@ -17,7 +17,7 @@ from fsdpx.core.base import config, environment
 from fsdpx.core.base.messages import format_bytes
 from fsdpx.core.base.version import __version__
 from fsdpx.core.comm.default_communicator import get_rank_info
-from fsdpx.core.comm.init import get_backend_name, get_library_name
+from fsdpx.core.comm.init import get_backend_name, parse_mpi_library_name
 from fsdpx.core.comm.mpi.start import find_leftover_files
 from fsdpx.core.state.tuning import load_blas_measurement
 from fsdpx.errors import install_hint
@@ -112,7 +112,7 @@ def find_mpi_library() -> tuple[str, str]:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
         return "", (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-    return get_library_name(done.stdout), ""
+    return parse_mpi_library_name(done.stdout), ""
 
 
 def describe_version(package: str, without: str = "") -> str:

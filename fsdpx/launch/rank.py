@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from fsdpx.core.base import environment, hooks
 from fsdpx.core.comm.default_communicator import get_running_mpi
-from fsdpx.core.comm.mpi.start import guard_mpi_start
+from fsdpx.core.comm.mpi.start import guarding_mpi_start
 from fsdpx.ext.gloo import rendezvous
 from fsdpx.launch.rank_status import RankStatus, get_log_folder, hold_lifeline, redirect_output
 
@@ -161,7 +161,7 @@ class _MpiStartFinder(MetaPathFinder):
             load = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
-                with guard_mpi_start():
+                with guarding_mpi_start():
                     load(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]

@@ -111,7 +111,7 @@ def _largest_host_and_hosts(world: Communicator) -> tuple[int, int]:
     node = find_node_communicator(world)
     if node is None:
         return (world.size, 1) if find_message_backend(world) is None else (1, world.size)
-    return max(map(len, node.machines)), len(node.machines)
+    return max(map(len, node.ranks_by_host)), len(node.ranks_by_host)
 
 
 def _agree_on_memory_limit(recipe: Recipe, world: Communicator) -> int | None:

@@ -228,7 +228,7 @@ def dry_run(
         trainer.step(_make_shapes(x), _make_shapes(y, "y"))
     program, machine = (
         trainer.inspect.engine.last_program,
-        comm.machine if isinstance(comm, FakeNodeCommunicator) else [rank],
+        comm.ranks_on_host if isinstance(comm, FakeNodeCommunicator) else [rank],
     )
     assert program is not None
     peak = find_peak(trainer.inspect.engine, watch)

@@ -58,7 +58,7 @@ def _measure_disk(comm: Communicator) -> DiskSpeed | None:
     """Return the speed of the disk of the working folder as rank 0 measures it, or None if it cannot be measured.
     Collective."""
     rates, node = get_disk_rates(Path.cwd(), None) if comm.rank == 0 else None, find_node_communicator(comm)
-    hosts = 1 if node is None else len(node.machines)
+    hosts = 1 if node is None else len(node.ranks_by_host)
     own = None if rates is None else (rates.written, rates.read, rates.written * hosts)
     found = comm.all_gather_data(own)[0]
     return None if found is None else DiskSpeed(*found)
@@ -224,8 +224,8 @@ def _measure_levels(comm: Communicator, of: Processors, compute: Compute) -> tup
     if comm.size == 1:  # no link to measure: assume that ranks of a host read each other's memory
         return (NetworkLevel("host", 2e-5, compute.memory / 4),)
     node = find_node_communicator(comm)
-    hosts = len(node.machines) if node is not None else 1
-    here = comm if hosts == 1 or node is None else comm.subgroup(node.machine)
+    hosts = len(node.ranks_by_host) if node is not None else 1
+    here = comm if hosts == 1 or node is None else comm.subgroup(node.ranks_on_host)
     levels = [NetworkLevel("host", *_measure_link(here, of), ranks=here.size)] if here.size > 1 else []
     if hosts > 1 or not levels:
         levels.append(NetworkLevel("system", *_measure_link(comm, of)))

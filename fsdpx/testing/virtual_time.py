@@ -158,7 +158,7 @@ class VirtualTime:
         end = time.monotonic() + window.timeout
         with self._changed:
             while not ready():
-                window.check_missing_ranks()
+                window.check_ranks_and_make_progress()
                 if time.monotonic() > end:
                     raise CommTimeout(f"rank {window.rank} waited {window.timeout:g} s for {what}, in virtual time")
                 self._changed.wait(0.05)
@@ -199,8 +199,8 @@ class _TimedWindow(Window):
     def has_rank_died(self, rank: int) -> bool:
         return self.window.has_rank_died(rank)
 
-    def check_missing_ranks(self, missing: Sequence[int] = (), what: str = "") -> None:
-        self.window.check_missing_ranks(missing, what)
+    def check_ranks_and_make_progress(self, missing: Sequence[int] = (), what: str = "") -> None:
+        self.window.check_ranks_and_make_progress(missing, what)
 
     @contextmanager
     def access_epoch(self, kind: str) -> Iterator[None]:

@@ -17,7 +17,7 @@ import pytest
 from trials import MPIEXEC, STEPS, TRAINER, alive_in, environment, job, none_left
 
 from fsdpx.core.base import safe_files
-from fsdpx.core.comm.mpi.start import find_leftover_files, identify_process, is_process_alive, remove_leftovers
+from fsdpx.core.comm.mpi.start import find_leftover_files, identify_process, is_process_alive, remove_leftover_files
 from fsdpx.ext.watch.flight_recorder import FlightRecorder
 from fsdpx.ext.watch.watchdog import _make_record_folder
 from fsdpx.launch.run import _make_temporary_folder
@@ -123,7 +123,7 @@ def test_the_next_start_removes_what_is_mpichs_and_old_and_in_no_use(tmp_path: P
     long_ago = time.time() - 300  # a start may be given some minutes
     os.utime(tmp_path / "mpich_shm_3f_0", (long_ago, long_ago))
     with (tmp_path / "mpich_shm_2f_0").open("r+b") as file, mmap.mmap(file.fileno(), 4096):
-        remove_leftovers(tmp_path)
+        remove_leftover_files(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"mpich_shm_2f_0", "mpich_shm_3f_0", "sm_segment.n1.0.1"}
 
 
@@ -137,7 +137,7 @@ def test_the_next_start_removes_sessions_of_open_mpi_that_are_old_and_in_no_use(
         if folder != new:
             os.utime(folder, (0, 0))
     with (mapped / "hwloc.sm").open("r+b") as file, mmap.mmap(file.fileno(), 4096):
-        remove_leftovers(tmp_path / "shm", tmp_path)
+        remove_leftover_files(tmp_path / "shm", tmp_path)
     assert set(tmp_path.iterdir()) == {lives_on, mapped, new, other}
     assert not gone.exists()
 
@@ -150,7 +150,7 @@ def test_names_of_windows_are_listed_and_the_next_start_removes_them(tmp_path: P
     for path in (killed, other):
         os.utime(path, (0, 0))
     assert find_leftover_files(tmp_path) == [killed]
-    remove_leftovers(tmp_path, tmp_path)
+    remove_leftover_files(tmp_path, tmp_path)
     assert set(tmp_path.iterdir()) == {new, other}
 
 

@@ -26,7 +26,7 @@ from fsdpx.core.checkpoint.format import (
 )
 from fsdpx.core.checkpoint.write import CHECKSUM_PREFIX, MANIFEST_NAME, OWN_FILE_PATTERN, Manifest, is_checkpoint
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.comm.default_communicator import all_gather_data_of
+from fsdpx.core.comm.default_communicator import all_gather_plain_data
 from fsdpx.errors import CheckpointError, FsdpxError
 
 __all__ = [
@@ -67,7 +67,7 @@ def run_on_all_ranks(world: Communicator, where: str, body: Callable[[], T]) -> 
     except Exception as error:
         problem = error_to_text(error)
         cause = None if isinstance(error, FsdpxError) else error  # an FsdpxError's text would be shown twice
-    for rank, (_, text) in enumerate(everyone := all_gather_data_of(world, (value, problem))):
+    for rank, (_, text) in enumerate(everyone := all_gather_plain_data(world, (value, problem))):
         if text is not None:
             who = f"rank {rank}: " if world.size > 1 else ""
             raise CheckpointError(text if text.startswith(where) else f"{where}: {who}{text}") from cause

@@ -33,7 +33,7 @@ from fsdpx.core.comm.calls import (
 from fsdpx.core.comm.communicator import CALL_SPECS, CallSpec, Communicator
 from fsdpx.core.comm.p2p_collectives import COLLECTIVES, ROUNDED_COLLECTIVES, Pairs, iterate_ring_all_reduce
 from fsdpx.core.comm.plain_codec import MAX_PACKED_BYTES, pack, unpack
-from fsdpx.core.comm.reduction import find_undefined_reason, get_dtype_kind, is_half
+from fsdpx.core.comm.reduction import explain_undefined_reduction, get_dtype_kind, is_half
 from fsdpx.errors import Aborted, CommError, ConfigError, ShapeError
 
 __all__ = [
@@ -42,9 +42,9 @@ __all__ = [
     "Backend",
     "FakeCommunicator",
     "FakeNodeCommunicator",
-    "check_call",
+    "check_and_resolve_call",
     "raise_call_error",
-    "require_valid_group",
+    "require_valid_subgroup",
     "stage_through_host",
 ]  # fmt: skip
 
@@ -69,9 +69,9 @@ class Backend(Communicator):
         self._tags = 0
 
     def issue(self, call: Call) -> Handle:
-        check_call(self, call)
-        if self.size == 1 and (alone := CALL_SPECS[call.verb].alone) != "move":
-            if alone == "copy":  # a no-op where recv is the same memory as send
+        check_and_resolve_call(self, call)
+        if self.size == 1 and (effect := CALL_SPECS[call.verb].on_one_rank) != "move":
+            if effect == "copy":  # a no-op where recv is the same memory as send
                 copy_unless_same(call.arrays[1], call.arrays[0])
             return COMPLETED
         if call.algorithm == "ring":
@@ -95,7 +95,7 @@ class Backend(Communicator):
         return GeneratorHandle(iter([self.start_transfer(message) for message in calls]), self.progress)
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
-        require_valid_group(self, ranks)
+        require_valid_subgroup(self, ranks)
         group = self.split(min(ranks), list(ranks).index(self.rank))
         assert group is not None
         return group
@@ -111,10 +111,10 @@ class Backend(Communicator):
             raise CommError(
                 f"rank {wrong[0]} says that it sends {sizes[wrong[0]]} bytes: at most {MAX_PACKED_BYTES} go at once"
             )
-        cut = make_partition_from_counts(tuple(int(n) for n in sizes))
-        gathered = np.empty(cut.total, np.uint8)
-        self.all_gather(own_bytes, gathered, cut.counts, what="objects").wait()
-        return [cut.get_piece(gathered, rank).tobytes() for rank in range(self.size)]
+        pieces = make_partition_from_counts(tuple(int(n) for n in sizes))
+        gathered = np.empty(pieces.total, np.uint8)
+        self.all_gather(own_bytes, gathered, pieces.counts, what="objects").wait()
+        return [pieces.get_piece(gathered, rank).tobytes() for rank in range(self.size)]
 
     def _start_ring_all_reduce(self, call: Call) -> Handle:
         call.tag = self._take_next_tag()
@@ -130,8 +130,8 @@ class Backend(Communicator):
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def check_call(comm: RankGroup, call: Call) -> None:
-    """Raise ShapeError or ConfigError for bad arguments; else resolve `call.op`, `call.cuts` and `call.wire` in
+def check_and_resolve_call(comm: RankGroup, call: Call) -> None:
+    """Raise ShapeError or ConfigError for bad arguments; else resolve `call.op`, `call.partitions` and `call.wire` in
     place."""
     verb = CALL_SPECS[call.verb]
     if verb.peer:
@@ -154,33 +154,35 @@ def check_call(comm: RankGroup, call: Call) -> None:
                 raise_call_error(
                     ConfigError, comm, call, f"send lies {places[0]}, recv {places[1]}: put both on one device"
                 )
-    if verb.cut:
-        _check_divided_array(comm, call, verb, whole_here)
+    if verb.partitioned:
+        _resolve_partitions(comm, call, verb, whole_here)
     elif verb.at_root and whole_here:
         require_piece_size(comm, call, verb.at_root, call.arrays[1], call.arrays[0].size)
     if verb.reduces:
-        require_valid_operation(comm, call)
+        check_and_resolve_operation(comm, call)
     if verb.peer in ("dest", "source") and not 0 <= call.tag < USER_TAG_LIMIT:
         raise_call_error(ConfigError, comm, call, f"tag={call.tag} is out of range: 0 <= tag < {USER_TAG_LIMIT}")
 
 
-def _check_divided_array(comm: RankGroup, call: Call, verb: CallSpec, whole_here: bool) -> None:
+def _resolve_partitions(comm: RankGroup, call: Call, verb: CallSpec, whole_here: bool) -> None:
     if whole_here:
         arrays = dict(zip(verb.arrays, call.arrays, strict=True))
-        cuts = zip(verb.cut, call.counts, strict=True)
-        call.cuts = tuple(resolve_partition(comm, call, name, arrays[name], counts) for name, counts in cuts)
-        counts: Any = call.cuts[0].counts
+        partitions = zip(verb.partitioned, call.counts, strict=True)
+        call.partitions = tuple(
+            resolve_partition(comm, call, name, arrays[name], counts) for name, counts in partitions
+        )
+        counts: Any = call.partitions[0].counts
     else:
         counts = call.counts[0]
         if counts is not None:
             require_count_per_rank(comm, call, counts)
-    if len(verb.cut) == 2:
-        sent, received = (cut.counts[comm.rank] for cut in call.cuts)
+    if len(verb.partitioned) == 2:
+        sent, received = (pieces.counts[comm.rank] for pieces in call.partitions)
         if sent != received:
             raise_call_error(ShapeError, comm, call, f"it sends {sent} elements to itself, but receives {received}")
     elif counts is not None:
-        uncut_index = 1 - verb.arrays.index(verb.cut[0])
-        require_piece_size(comm, call, verb.arrays[uncut_index], call.arrays[uncut_index], counts[comm.rank])
+        index = 1 - verb.arrays.index(verb.partitioned[0])
+        require_piece_size(comm, call, verb.arrays[index], call.arrays[index], counts[comm.rank])
 
 
 def raise_call_error(kind: type[ConfigError], comm: RankGroup, call: Call, message: str) -> NoReturn:
@@ -214,13 +216,13 @@ def resolve_partition(comm: RankGroup, call: Call, name: str, array: Array, coun
     n = array.size
     if counts is None:
         return make_balanced_partition(n, comm.size)
-    cut = make_partition_from_counts(counts)
+    pieces = make_partition_from_counts(counts)
     require_count_per_rank(comm, call, counts)
     if min(counts) < 0:
         raise_call_error(ShapeError, comm, call, f"a count is negative: {list(counts)}")
-    if cut.total != n:
-        raise_call_error(ShapeError, comm, call, f"counts add up to {cut.total}, but {name} has {n} elements")
-    return cut
+    if pieces.total != n:
+        raise_call_error(ShapeError, comm, call, f"counts add up to {pieces.total}, but {name} has {n} elements")
+    return pieces
 
 
 def require_count_per_rank(comm: RankGroup, call: Call, counts: tuple[int, ...]) -> None:
@@ -235,11 +237,11 @@ def require_piece_size(comm: RankGroup, call: Call, name: str, array: Array, cou
         raise_call_error(ShapeError, comm, call, f"{name} has {array.size} elements, but {count} belong to this rank")
 
 
-def require_valid_operation(comm: RankGroup, call: Call) -> None:
+def check_and_resolve_operation(comm: RankGroup, call: Call) -> None:
     """Raise ConfigError unless the operation exists and is defined for the dtype, and the algorithm supports it."""
     dtype = call.arrays[0].dtype
     call.op = ReduceOp.from_name(call.op)
-    why_not = find_undefined_reason(call.op, dtype)
+    why_not = explain_undefined_reduction(call.op, dtype)
     if why_not is not None:
         raise_call_error(ConfigError, comm, call, why_not)
     if call.algorithm not in ALGORITHMS:
@@ -248,10 +250,10 @@ def require_valid_operation(comm: RankGroup, call: Call) -> None:
     if call.algorithm == "ring" and is_half(dtype):
         raise_call_error(ConfigError, comm, call, f"a ring does not add {dtype} in rank order: use algorithm='library'")
     if call.wire is not None:
-        _resolve_wire_dtype(comm, call, dtype)
+        _check_and_resolve_wire_dtype(comm, call, dtype)
 
 
-def _resolve_wire_dtype(comm: RankGroup, call: Call, dtype: Any) -> None:
+def _check_and_resolve_wire_dtype(comm: RankGroup, call: Call, dtype: Any) -> None:
     """Replace `call.wire` by its dtype; raise ConfigError if values of `dtype` cannot travel in it."""
     call.wire = np.dtype(call.wire)
     if get_dtype_kind(dtype) != "float" or not is_half(call.wire):
@@ -269,7 +271,7 @@ def require_existing_peer(comm: RankGroup, call: Call, name: str, other: int) ->
         raise_call_error(ConfigError, comm, call, f"{name}={other} is not a rank: there are ranks 0 to {comm.size - 1}")
 
 
-def require_valid_group(comm: RankGroup, ranks: Sequence[int]) -> None:
+def require_valid_subgroup(comm: RankGroup, ranks: Sequence[int]) -> None:
     """Raise ConfigError unless `ranks` can be a subgroup with this rank in it."""
     call = Call("subgroup")
     for other in ranks:
@@ -354,7 +356,7 @@ class FakeCommunicator(Backend):
         return FakeCommunicator(0, 1)
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
-        require_valid_group(self, ranks)
+        require_valid_subgroup(self, ranks)
         return FakeCommunicator(list(ranks).index(self.rank), len(ranks))
 
     def all_gather_data(self, value: Any) -> list[Any]:
@@ -380,13 +382,13 @@ class FakeNodeCommunicator(FakeCommunicator):
     def __init__(self, rank: int, hosts: Sequence[int]) -> None:
         super().__init__(rank, len(hosts))
         self.hosts, self.xp = tuple(hosts), shapes
-        self.machines = [[r for r, h in enumerate(hosts) if h == host] for host in dict.fromkeys(hosts)]
-        self.machine = next(machine for machine in self.machines if rank in machine)
-        self.can_share = len({len(machine) for machine in self.machines}) == 1 and len(self.machine) > 1
-        self.inside = self.can_share and len(self.machines) == 1
+        self.ranks_by_host = [[r for r, h in enumerate(hosts) if h == host] for host in dict.fromkeys(hosts)]
+        self.ranks_on_host = next(ranks for ranks in self.ranks_by_host if rank in ranks)
+        self.can_share = len({len(ranks) for ranks in self.ranks_by_host}) == 1 and len(self.ranks_on_host) > 1
+        self.is_single_host = self.can_share and len(self.ranks_by_host) == 1
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
-        require_valid_group(self, ranks)
+        require_valid_subgroup(self, ranks)
         return FakeNodeCommunicator(list(ranks).index(self.rank), [self.hosts[rank] for rank in ranks])
 
     def allocate_shared(self, nbytes: int) -> Array:

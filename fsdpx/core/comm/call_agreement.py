@@ -19,12 +19,12 @@ import numpy as np
 from fsdpx.core.comm.calls import Array, GeneratorHandle, Handle, ReduceOp, spin_until
 from fsdpx.core.comm.desync_check import make_desync_error
 from fsdpx.core.comm.message_backend import MessageBackend
-from fsdpx.core.comm.node.shared_windows import MAX_LETTER_BYTES, MeetingBoard
+from fsdpx.core.comm.node.shared_windows import MAX_PAYLOAD_BYTES, CollectiveBoard
 from fsdpx.errors import CommTimeout, DesyncError
 
 __all__ = ["CallAgreement", "CallSignature", "make_signature"]
 
-QUICK_LOOKS = range(64)
+QUICK_POLLS = range(64)
 """Polls of the board before a wait also advances other transfers."""
 
 
@@ -50,35 +50,35 @@ def make_signature(
 
 
 class CallAgreement:
-    """Compares the calls of all ranks before they start. Making one is collective.
+    """Compares the calls of all ranks before they start. Creating one is collective.
 
-    base: the communicator whose calls are compared. comm: of the same ranks, used only for the comparison and for the
-    data of asynchronous calls; closed with this object. machine: whether all ranks run on one host with shared memory.
-    turn: number of the call whose signature may be posted now: calls take turns in the same order on every rank, so
-    that a record is read by all ranks before the next but one is written.
+    base: the communicator whose calls are compared. comm: a communicator of the same ranks, used only for the
+    comparison and for the data of asynchronous calls; closed with this object. single_host: whether all ranks run on
+    one host with shared memory. turn: number of the call whose signature may be posted now. Calls are posted in the
+    same order on every rank, so that all ranks have read a record before the record after the next one is written.
     """
 
-    def __init__(self, base: MessageBackend, comm: MessageBackend, machine: bool) -> None:
+    def __init__(self, base: MessageBackend, comm: MessageBackend, single_host: bool) -> None:
         self.base, self.comm, self.progress = base, comm, comm.progress
-        self.board = MeetingBoard(comm) if machine else None
+        self.board = CollectiveBoard(comm) if single_host else None
         self.others = [rank for rank in range(comm.size) if rank != comm.rank]
         self.turn = self.calls = 0
         self.under_way: dict[int, GeneratorHandle] = {}  # asynchronous calls, by number
 
-    def agree_on_call(self, call: CallSignature, letter: Array = None) -> list[Array] | None:
+    def agree_on_call(self, call: CallSignature, payload: Array = None) -> list[Array] | None:
         """Return when all ranks have reached this call; raise DesyncError on all of them if some make another call.
         Collective.
 
-        letter: the data of the call, if it is a contiguous array on the host. Inside a host, a few bytes are exchanged
+        payload: the data of the call, if it is a contiguous array on the host. Inside a host, a few bytes are exchanged
         along with the signature: then the arrays of all ranks are returned, by rank, valid until the next call; else
         None.
         """
         if self.turn != self.calls:
-            CallTurn(self, self.calls, call).wait()
+            EarlierCallsStage(self, self.calls, call).wait()
         number, board = self._take_next_number(), self.board
-        few = board is not None and letter is not None and letter.nbytes <= MAX_LETTER_BYTES
+        few = board is not None and payload is not None and payload.nbytes <= MAX_PAYLOAD_BYTES
         if board is not None and few:
-            board.get_payload(board.rank, number + 1)[: letter.nbytes] = letter.reshape(-1).view(np.uint8)
+            board.view_payload(board.rank, number + 1)[: payload.nbytes] = payload.reshape(-1).view(np.uint8)
         if board is None or not self._agree_within_few_polls(number, call, board):
             stage = self._start_comparison(number, call)
             stage.wait()
@@ -86,19 +86,21 @@ class CallAgreement:
         self.pass_turn_to_next_call()
         if board is None or not few:
             return None
-        return [board.get_payload(rank, number + 1)[: letter.nbytes].view(letter.dtype) for rank in range(board.size)]
+        return [
+            board.view_payload(rank, number + 1)[: payload.nbytes].view(payload.dtype) for rank in range(board.size)
+        ]
 
     def pass_turn_to_next_call(self) -> None:
         """Let the next call post its signature."""
         self.under_way.pop(self.turn, None)
         self.turn += 1
 
-    def _agree_within_few_polls(self, number: int, call: CallSignature, board: MeetingBoard) -> bool:
+    def _agree_within_few_polls(self, number: int, call: CallSignature, board: CollectiveBoard) -> bool:
         """Return whether all ranks arrive at the same call within a few polls: the usual case, which needs no
         handle."""
         board.post_record(number + 1, call.words)
         for other in self.others:
-            if not any(board.has_posted(other, number + 1) for _ in QUICK_LOOKS):
+            if not any(board.has_posted(other, number + 1) for _ in QUICK_POLLS):
                 return False
             if board.read_words(other, number + 1, 1)[0] != call.mark:
                 return False
@@ -110,7 +112,7 @@ class CallAgreement:
         number = self._take_next_number()
 
         def issue_in_turn() -> Iterator[Handle]:
-            yield CallTurn(self, number, call)
+            yield EarlierCallsStage(self, number, call)
             yield self._start_comparison(number, call)
             try:
                 begun = begin()
@@ -137,7 +139,11 @@ class CallAgreement:
         return self.calls - 1
 
     def _start_comparison(self, number: int, call: CallSignature) -> AgreementStage:
-        return AgreementOnBoard(self, number, call, self.board) if self.board else AgreementBySum(self, number, call)
+        return (
+            AgreementInSharedMemory(self, number, call, self.board)
+            if self.board
+            else AgreementByAllReduce(self, number, call)
+        )
 
 
 class AgreementStage(ABC):
@@ -164,7 +170,7 @@ class AgreementStage(ABC):
             raise self.error
         return alike is True
 
-    def is_over(self) -> bool:
+    def is_complete_or_failed(self) -> bool:
         """Return whether the stage is over; an error is kept for the next `test`, which raises it."""
         try:
             return self.test()
@@ -172,10 +178,10 @@ class AgreementStage(ABC):
             return True
 
     def wait(self) -> None:
-        for _ in QUICK_LOOKS:
-            if self.is_over():
+        for _ in QUICK_POLLS:
+            if self.is_complete_or_failed():
                 return
-        if not spin_until(self.is_over, self.agreement.progress, self.agreement.base.timeout):
+        if not spin_until(self.is_complete_or_failed, self.agreement.progress, self.agreement.base.timeout):
             raise CommTimeout(
                 f"{self} is not complete after {self.agreement.base.timeout:g} s: {self.describe_missing_ranks()}"
             )
@@ -188,7 +194,7 @@ class AgreementStage(ABC):
         return f"{self.call} on rank {self.agreement.comm.rank} of {self.agreement.comm.size}"
 
 
-class CallTurn(AgreementStage):
+class EarlierCallsStage(AgreementStage):
     """The stage that is complete when all earlier calls have started."""
 
     def poll_agreement(self) -> bool | None:
@@ -201,7 +207,7 @@ class CallTurn(AgreementStage):
         return True if agreement.turn >= self.number else None
 
 
-class AgreementBySum(AgreementStage):
+class AgreementByAllReduce(AgreementStage):
     """The comparison by an all-reduce: marks agree if their maximum equals their minimum."""
 
     def __init__(self, agreement: CallAgreement, number: int, call: CallSignature) -> None:
@@ -213,10 +219,10 @@ class AgreementBySum(AgreementStage):
         return bool(self.ends[0] == -self.ends[1]) if self.sum.test() else None
 
 
-class AgreementOnBoard(AgreementStage):
+class AgreementInSharedMemory(AgreementStage):
     """The comparison by the records of all ranks on the board."""
 
-    def __init__(self, agreement: CallAgreement, number: int, call: CallSignature, board: MeetingBoard) -> None:
+    def __init__(self, agreement: CallAgreement, number: int, call: CallSignature, board: CollectiveBoard) -> None:
         super().__init__(agreement, number + 1, call)  # 0 would match the board's initial zeros
         self.board, self.same = board, True
         self.others = list(agreement.others)

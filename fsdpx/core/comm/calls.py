@@ -26,35 +26,11 @@ import numpy as np
 from fsdpx.errors import ConfigError
 
 __all__ = [
-    "COMPLETED",
-    "NOT_ALONE",
-    "PATIENT",
-    "AllCounts",
-    "Array",
-    "Arrays",
-    "Call",
-    "CompletedHandle",
-    "Counts",
-    "FlatPartition",
-    "GeneratorHandle",
-    "Handle",
-    "HandleWithCallback",
-    "LongWait",
-    "Progress",
-    "RankGroup",
-    "ReduceOp",
-    "TimedTransfer",
-    "copy_unless_same",
-    "format_call_label",
-    "get_data_pointer",
-    "get_progress",
-    "get_stack_frames",
-    "is_in_place",
-    "long_waits",
-    "make_balanced_partition",
-    "make_partition_from_counts",
-    "spin_until",
-    "split_evenly",
+    "COMPLETED", "POLLS_BEFORE_YIELD", "THREAD_POLLS", "AllCounts", "Array", "Arrays", "Call", "CompletedHandle",
+    "Counts", "FlatPartition", "GeneratorHandle", "Handle", "HandleWithCallback", "LongWait", "Progress", "RankGroup",
+    "ReduceOp", "TimedTransfer", "copy_unless_same", "format_call_label", "get_data_pointer", "get_progress",
+    "get_stack_frames", "is_in_place", "long_waits", "make_balanced_partition", "make_partition_from_counts",
+    "spin_until", "split_evenly",
 ]  # fmt: skip
 
 Array = Any
@@ -145,14 +121,14 @@ def split_evenly(n: int, parts: int) -> list[int]:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One call of one rank, with all that a backend needs to run it and a wrapper to observe it.
+    """One call of one rank, with everything that a backend needs to run it and a wrapper needs to observe it.
 
     verb: name of the method. arrays: in the order of its signature; None where only another rank has one. op: of
     reductions. root: the rank that has or gets the full array, or the peer of a message. counts: one entry for each
     array that is divided among ranks. what: names the action and the tensor in errors. tag: of the message, or of the
-    messages of which a collective is made. algorithm: of an all-reduce. cuts: `counts` resolved to partitions, once a
-    backend has checked the call. wire: the 16-bit dtype in which summands travel; None: their own dtype. shape: of the
-    array that the user passed, if it must be the same on all ranks.
+    messages that a collective is made of. algorithm: of an all-reduce. partitions: `counts` resolved to partitions,
+    once a backend has checked the call. wire: the 16-bit dtype in which summands are sent; None: their own dtype.
+    shape: of the array that the user passed, if it must be the same on all ranks.
     """
 
     verb: str
@@ -163,14 +139,14 @@ class Call:
     what: str = ""
     tag: int = 0
     algorithm: str = "library"
-    cuts: tuple[FlatPartition, ...] = ()
+    partitions: tuple[FlatPartition, ...] = ()
     wire: Any = None
     shape: tuple[int, ...] | None = None
 
-    def with_arrays(self, arrays: Arrays, cuts: tuple[FlatPartition, ...] | None = None) -> Call:
-        """Return this call on other arrays, with the same partitions or with `cuts`."""
-        cuts = self.cuts if cuts is None else cuts
-        return replace(self, arrays=arrays, cuts=cuts)
+    def with_arrays(self, arrays: Arrays, partitions: tuple[FlatPartition, ...] | None = None) -> Call:
+        """Return this call on other arrays, with the same partitions or with `partitions`."""
+        partitions = self.partitions if partitions is None else partitions
+        return replace(self, arrays=arrays, partitions=partitions)
 
     @property
     def name(self) -> str:
@@ -238,9 +214,11 @@ def copy_unless_same(target: Array, source: Array) -> None:
         target[...] = source
 
 
-PATIENT = 2048  # about a millisecond
+POLLS_BEFORE_YIELD = 2048
+"""Polls, about a millisecond of them, before a rank with a core of its own yields that core."""
 _SPINS_BEFORE_SLEEP = 4096  # some milliseconds: a rank that waits that long may sleep
-NOT_ALONE = -_SPINS_BEFORE_SLEEP  # for threads of one interpreter: polling keeps it from the others for 5 ms at a time
+THREAD_POLLS = -_SPINS_BEFORE_SLEEP
+"""Polls of a thread rank before it sleeps: polling keeps the interpreter from the other ranks for 5 ms at a time."""
 _SPINS_PER_CLOCK = 256
 _NAP_SECONDS = 50e-6
 

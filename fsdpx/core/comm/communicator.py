@@ -35,47 +35,30 @@ from fsdpx.core.comm.windows import Window
 from fsdpx.errors import CommError, ConfigError, RankLost
 
 __all__ = [
-    "CALL_SPECS",
-    "COMPLETED",
-    "Array",
-    "Call",
-    "CallCount",
-    "CallSpec",
-    "Communicator",
-    "CommunicatorWrapper",
-    "CountingCommunicator",
-    "Handle",
-    "ReduceOp",
-    "SurvivorCommunicator",
-    "TrafficCounters",
-    "can_survive",
-    "count_moved_bytes",
-    "describe_call",
-    "drain_transfers",
-    "get_terms_to_match",
-    "make_balanced_partition",
-    "make_rank_lost_error",
-    "split_evenly",
-    "unwrap_communicator",
+    "CALL_SPECS", "COMPLETED", "Array", "Call", "CallCount", "CallSpec", "Communicator", "CommunicatorWrapper",
+    "CountingCommunicator", "Handle", "ReduceOp", "SurvivorCommunicator", "TrafficCounters", "can_survive",
+    "count_moved_bytes", "describe_call", "drain_transfers", "get_common_arguments", "make_balanced_partition",
+    "make_rank_lost_error", "split_evenly", "unwrap_communicator",
 ]  # fmt: skip
 
 
 class CallSpec(NamedTuple):
-    """The arguments of a verb.
+    """The arguments of a communication method.
 
-    arrays: names of its arrays. cut: those that are divided among the ranks, each by one entry of `call.counts`.
-    at_root: the array that only root has. peer: the meaning of `call.root`. reduces: whether values are combined.
-    alike: whether arrays have the same number of elements on all ranks. alone: the effect on a communicator of one
-    rank: "copy" the first array into the second one, "nothing", or "move": pass it to the backend like any other call.
+    arrays: names of its arrays. partitioned: those that are divided among the ranks, each by one entry of
+    `call.counts`. at_root: the array that only the root has. peer: the meaning of `call.root`. reduces: whether values
+    are combined. same_size: whether arrays have the same number of elements on all ranks. on_one_rank: the effect on a
+    communicator of one rank: "copy" the first array to the second one, "nothing", or "move": pass the call to the
+    backend like any other.
     """
 
     arrays: tuple[str, ...] = ("send", "recv")
-    cut: tuple[str, ...] = ()
+    partitioned: tuple[str, ...] = ()
     at_root: str = ""
     peer: str = ""
     reduces: bool = False
-    alike: bool = True
-    alone: str = "move"
+    same_size: bool = True
+    on_one_rank: str = "move"
 
     @property
     def read_positions(self) -> tuple[int, ...]:
@@ -89,17 +72,17 @@ class CallSpec(NamedTuple):
 
 
 CALL_SPECS = {
-    "all_gather": CallSpec(cut=("recv",), alone="copy"),
-    "reduce_scatter": CallSpec(cut=("send",), reduces=True, alone="copy"),
-    "all_reduce": CallSpec(("buf",), reduces=True, alone="nothing"),
-    "broadcast": CallSpec(("buf",), peer="root", alone="nothing"),
-    "reduce": CallSpec(at_root="recv", peer="root", reduces=True, alone="copy"),
-    "gather": CallSpec(cut=("recv",), at_root="recv", peer="root", alike=False, alone="copy"),
-    "scatter": CallSpec(cut=("send",), at_root="send", peer="root", alike=False, alone="copy"),
-    "all_to_all": CallSpec(cut=("send", "recv"), alike=False, alone="copy"),
+    "all_gather": CallSpec(partitioned=("recv",), on_one_rank="copy"),
+    "reduce_scatter": CallSpec(partitioned=("send",), reduces=True, on_one_rank="copy"),
+    "all_reduce": CallSpec(("buf",), reduces=True, on_one_rank="nothing"),
+    "broadcast": CallSpec(("buf",), peer="root", on_one_rank="nothing"),
+    "reduce": CallSpec(at_root="recv", peer="root", reduces=True, on_one_rank="copy"),
+    "gather": CallSpec(partitioned=("recv",), at_root="recv", peer="root", same_size=False, on_one_rank="copy"),
+    "scatter": CallSpec(partitioned=("send",), at_root="send", peer="root", same_size=False, on_one_rank="copy"),
+    "all_to_all": CallSpec(partitioned=("send", "recv"), same_size=False, on_one_rank="copy"),
     "send": CallSpec(("buf",), peer="dest"),
     "recv": CallSpec(("buf",), peer="source"),
-    "barrier": CallSpec((), alone="nothing"),
+    "barrier": CallSpec((), on_one_rank="nothing"),
 }
 """By verb. A new verb needs a row here and a function in `fsdpx.core.comm.p2p_collectives.COLLECTIVES`."""
 
@@ -116,8 +99,8 @@ def count_moved_bytes(comm: RankGroup, call: Call) -> int:
     if comm.size == 1 or not arrays:
         return 0
     dtype = (arrays[-1] if arrays[0] is None else arrays[0]).dtype if call.wire is None else call.wire
-    if len(verb.cut) == 1:
-        whole, part = arrays if verb.cut[0] == "send" else arrays[::-1]
+    if len(verb.partitioned) == 1:
+        whole, part = arrays if verb.partitioned[0] == "send" else arrays[::-1]
         elements = whole.size - part.size if not verb.at_root or comm.rank == call.root else part.size
         return elements * dtype.itemsize
     n = elements = arrays[0].size
@@ -128,23 +111,25 @@ def count_moved_bytes(comm: RankGroup, call: Call) -> int:
     return elements * dtype.itemsize
 
 
-def get_terms_to_match(call: Call) -> dict[str, Any]:
-    """Return the terms of a call that must be equal on all ranks; counts as given, or as `check_call` has resolved
-    them."""
+def get_common_arguments(call: Call) -> dict[str, Any]:
+    """Return the arguments of a call that must be equal on all ranks, by name. Counts are returned as given, or as
+    `check_and_resolve_call` has resolved them."""
     verb, terms_by_name = CALL_SPECS[call.verb], dict[str, Any]()
     if verb.arrays:
-        array: Array = call.arrays[1 if ("recv" in verb.cut[:1] and not verb.at_root) or verb.at_root == "send" else 0]
+        array: Array = call.arrays[
+            1 if ("recv" in verb.partitioned[:1] and not verb.at_root) or verb.at_root == "send" else 0
+        ]
         terms_by_name["dtype"] = array.dtype
         if call.shape is not None:
             terms_by_name["shape"] = list(call.shape)
-        elif verb.alike:
+        elif verb.same_size:
             terms_by_name["elements"] = array.size
     if verb.reduces:
         terms_by_name["op"] = ReduceOp.from_name(call.op).name
         if call.wire is not None:
             terms_by_name["wire"] = np.dtype(call.wire)
-    if verb.cut and verb.alike:
-        counts = call.cuts[0].counts if call.cuts else call.counts[0]
+    if verb.partitioned and verb.same_size:
+        counts = call.partitions[0].counts if call.partitions else call.counts[0]
         terms_by_name["counts"] = "even" if counts is None else list(counts)
     if call.verb == "all_reduce":
         terms_by_name["algorithm"] = call.algorithm
@@ -155,7 +140,7 @@ def get_terms_to_match(call: Call) -> dict[str, Any]:
 
 def describe_call(call: Call) -> str:
     """Return the name of a call and the terms that must be equal on all ranks, as text."""
-    return call.name + "".join(f", {key} {value}" for key, value in get_terms_to_match(call).items())
+    return call.name + "".join(f", {key} {value}" for key, value in get_common_arguments(call).items())
 
 
 SUM = ReduceOp.SUM
@@ -282,8 +267,8 @@ class Communicator(ABC):
         ShapeError, ConfigError
             before anything is sent, for a wrong size, dtype, layout, operation or wire format
         """
-        cut = EVEN_COUNTS if counts is None else (tuple(counts),)
-        return self._issue_call("reduce_scatter", (send, recv), op, 0, cut, what, wire=wire)
+        all_counts = EVEN_COUNTS if counts is None else (tuple(counts),)
+        return self._issue_call("reduce_scatter", (send, recv), op, 0, all_counts, what, wire=wire)
 
     def all_reduce(
         self, buf: Array, op: ReduceOp = SUM, algorithm: str = "library", *, what: str = "", wire: Any = None
@@ -727,14 +712,14 @@ def drain_transfers(handles: Iterable[Handle], seconds: float = 1.0) -> list[Han
     For transfers under way on a revoked communicator: their errors are expected and dropped. Returns the handles that
     are neither complete nor failed after `seconds`; their buffers must be kept alive.
     """
-    left, deadline = [handle for handle in handles if not _is_transfer_over(handle)], time.monotonic() + seconds
+    left, deadline = [handle for handle in handles if not _is_complete_or_failed(handle)], time.monotonic() + seconds
     while left and time.monotonic() < deadline:
         time.sleep(_NAP_SECONDS)
-        left = [handle for handle in left if not _is_transfer_over(handle)]
+        left = [handle for handle in left if not _is_complete_or_failed(handle)]
     return left
 
 
-def _is_transfer_over(handle: Handle) -> bool:
+def _is_complete_or_failed(handle: Handle) -> bool:
     try:
         return handle.test()
     except CommError:

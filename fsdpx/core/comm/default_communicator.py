@@ -18,21 +18,9 @@ if TYPE_CHECKING:
     from fsdpx.core.comm.call_agreement import CallAgreement
 
 __all__ = [
-    "DefaultCommunicator",
-    "RankInfo",
-    "all_gather_data_of",
-    "compare_arguments_inside",
-    "format_comm_argument",
-    "get_compared_arguments",
-    "get_default",
-    "get_rank_info",
-    "get_running_mpi",
-    "note_own_communicator",
-    "pop_own_communicator",
-    "require_member",
-    "set_default",
-    "to_mpi4py",
-    "use_communicator",
+    "DefaultCommunicator", "RankInfo", "all_gather_plain_data", "comparing_arguments", "format_comm_argument",
+    "get_compared_arguments", "get_default", "get_rank_info", "get_running_mpi", "pop_script_rank_and_size",
+    "record_script_communicator", "require_valid_intracomm", "set_default", "to_mpi4py", "using_communicator",
 ]  # fmt: skip
 
 
@@ -49,44 +37,44 @@ class DefaultCommunicator:
     agreement: CallAgreement | None = None
 
 
-_of_thread: ContextVar[DefaultCommunicator | None] = ContextVar("fsdpx_default", default=None)
-_of_process: list[DefaultCommunicator | None] = [None]
-_other: list[tuple[int, int]] = []
+_thread_default: ContextVar[DefaultCommunicator | None] = ContextVar("fsdpx_default", default=None)
+_process_default: list[DefaultCommunicator | None] = [None]
+_script_communicator: list[tuple[int, int]] = []
 
 
 @contextmanager
-def use_communicator(comm: Communicator) -> Iterator[None]:
+def using_communicator(comm: Communicator) -> Iterator[None]:
     """Make `comm` the default of this thread inside the block."""
-    token = _of_thread.set(DefaultCommunicator(comm, comm.rank, of_thread=True))
+    token = _thread_default.set(DefaultCommunicator(comm, comm.rank, of_thread=True))
     try:
         yield
     finally:
-        _of_thread.reset(token)
+        _thread_default.reset(token)
 
 
 def set_default(default: DefaultCommunicator | None) -> None:
     """Make this the default of the process; None removes it."""
-    _of_process[0] = default
+    _process_default[0] = default
 
 
-def note_own_communicator(comm: Communicator) -> None:
+def record_script_communicator(comm: Communicator) -> None:
     """Record that the script uses a communicator of its own."""
     opened = get_default()
     if opened is None or not (opened.of_thread or opened.comm.size == comm.size):
-        _other[:] = [(comm.rank, comm.size)]
+        _script_communicator[:] = [(comm.rank, comm.size)]
 
 
-def pop_own_communicator() -> tuple[int, int] | None:
-    """Return the rank and size of the communicator that `note_own_communicator` recorded, and forget it; None if there
-    is none."""
-    return _other.pop() if _other else None
+def pop_script_rank_and_size() -> tuple[int, int] | None:
+    """Return the rank and size of the communicator that `record_script_communicator` recorded, and forget them; None if
+    none was recorded."""
+    return _script_communicator.pop() if _script_communicator else None
 
 
 def format_comm_argument(comm: Any) -> str | None:
     """Return a text of the argument `comm=` that ranks can compare; None for the default communicator, passed or
     not."""
     opened, comm = get_default(), to_mpi4py(comm)
-    require_member(comm)
+    require_valid_intracomm(comm)
     return None if comm is None or (opened is not None and comm is opened.comm) else type(comm).__name__
 
 
@@ -96,7 +84,7 @@ def to_mpi4py(comm: Any) -> Any:
     return comm.tompi4py() if hasattr(comm, "tompi4py") else comm
 
 
-def require_member(comm: Any) -> None:
+def require_valid_intracomm(comm: Any) -> None:
     """Raise ConfigError if `comm` is MPI.COMM_NULL, which ranks outside a communicator get, or an intercommunicator."""
     if not type(comm).__module__.startswith("mpi4py"):
         return
@@ -106,14 +94,14 @@ def require_member(comm: Any) -> None:
         raise ConfigError(f"comm is an MPI.{type(comm).__name__}: the ranks of one Intracomm are needed")
 
 
-def all_gather_data_of(comm: Any, value: Any) -> list[Any]:
+def all_gather_plain_data(comm: Any, value: Any) -> list[Any]:
     """Return the plain values of all ranks of `comm`, which may be mpi4py's, by rank. Collective."""
     return list(comm.all_gather_data(value) if hasattr(comm, "all_gather_data") else comm.allgather(value))
 
 
 def get_default() -> DefaultCommunicator | None:
     """Return the default of this thread, else of this process, else None."""
-    return _of_thread.get() or _of_process[0]
+    return _thread_default.get() or _process_default[0]
 
 
 class RankInfo(NamedTuple):
@@ -159,21 +147,21 @@ def get_running_mpi() -> Any:
     return mpi if runs else None
 
 
-_given: ContextVar[Mapping[str, str]] = ContextVar("fsdpx_given", default={})  # noqa: B039
+_compared_arguments: ContextVar[Mapping[str, str]] = ContextVar("fsdpx_given", default={})  # noqa: B039
 
 
 @contextmanager
-def compare_arguments_inside(**choices: Any) -> Iterator[dict[str, str]]:
+def comparing_arguments(**choices: Any) -> Iterator[dict[str, str]]:
     """Compare these arguments between ranks whenever a communicator is opened inside the block; yield them as text, by
     name."""
     words = {name: repr(value) for name, value in choices.items()}
-    token = _given.set({**words, **_given.get()})
+    token = _compared_arguments.set({**words, **_compared_arguments.get()})
     try:
         yield words
     finally:
-        _given.reset(token)
+        _compared_arguments.reset(token)
 
 
 def get_compared_arguments() -> Mapping[str, str]:
     """Return the arguments, as text by name, that ranks compare when a communicator is opened now."""
-    return _given.get()
+    return _compared_arguments.get()

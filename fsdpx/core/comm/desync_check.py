@@ -1,7 +1,7 @@
 """Checks that all ranks do the same: a communicator that compares each collective, and a comparison of settings.
 
 Ranks compare settings in their first exchange, before any setting takes effect: a call registers its arguments
-(`compare_arguments_inside`), and a communicator that is opened inside it compares them.
+(`comparing_arguments`), and a communicator that is opened inside it compares them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class CheckedCommunicator(CommunicatorWrapper):
     def _exchange_fingerprints(self, call: str) -> list[str]:
         """Return the call of every rank, by rank. Collective."""
         self._calls += 1
-        own_fingerprint = _encode_call(call)
+        own_fingerprint = _encode_fingerprint(call)
         texts = np.zeros((self.size, _FINGERPRINT_BYTES), np.uint8)
         texts[self.rank] = own_fingerprint
         others = [other for other in range(self.size) if other != self.rank]
@@ -103,7 +103,7 @@ class CheckedCommunicator(CommunicatorWrapper):
         return [bytes(text).rstrip(b"\0").decode(errors="replace") for text in texts]
 
 
-def _encode_call(call: str) -> np.ndarray:
+def _encode_fingerprint(call: str) -> np.ndarray:
     """Return `call` in a fixed number of bytes; a long one is cut, and ends with a hash of the whole."""
     data = call.encode()
     if len(data) > _FINGERPRINT_BYTES:

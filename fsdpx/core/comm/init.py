@@ -28,7 +28,7 @@ from fsdpx.core.base.messages import flush_and_write_stderr
 from fsdpx.core.base.name_hints import check_call_arguments
 from fsdpx.core.comm import default_communicator
 from fsdpx.core.comm.backend import FakeCommunicator
-from fsdpx.core.comm.calls import PATIENT, get_stack_frames
+from fsdpx.core.comm.calls import POLLS_BEFORE_YIELD, get_stack_frames
 from fsdpx.core.comm.communicator import Communicator, unwrap_communicator
 from fsdpx.core.comm.default_communicator import get_compared_arguments
 from fsdpx.core.comm.desync_check import require_same_settings
@@ -41,20 +41,9 @@ if TYPE_CHECKING:
     from fsdpx.core.comm.node.node import NodeCommunicator
 
 __all__ = [
-    "BACKENDS",
-    "BackendOpener",
-    "CommunicatorRequest",
-    "adopt_communicator",
-    "find_message_backend",
-    "find_node_communicator",
-    "get_backend_name",
-    "get_library_name",
-    "open_local",
-    "open_mpi",
-    "open_survivor_communicator",
-    "open_world",
-    "set_up_world",
-    "spawn",
+    "BACKENDS", "BackendOpener", "CommunicatorRequest", "adopt_communicator", "find_message_backend",
+    "find_node_communicator", "get_backend_name", "open_local", "open_mpi", "open_survivor_communicator", "open_world",
+    "parse_mpi_library_name", "set_up_world", "spawn",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -77,7 +66,7 @@ def _make_excepthook(former: Callable[..., Any]) -> Callable[..., Any]:
             flush_and_write_stderr()
             os._exit(1)  # a normal exit would run MPI_Finalize and wait there
         former_hook = None if former is sys.__excepthook__ else partial(former, kind, error, trace)
-        _print_and_end_all_ranks(begun, former_hook, kind, error, trace)
+        _print_exception_and_end_all_ranks(begun, former_hook, kind, error, trace)
 
     return end_all_ranks
 
@@ -92,7 +81,7 @@ def _make_thread_excepthook(former: Callable[..., Any]) -> Callable[..., Any]:
             return
         name = args.thread.name if args.thread is not None else "unknown"
         former_hook = None if former is threading.__excepthook__ else partial(former, args)
-        _print_and_end_all_ranks(begun, former_hook, args.exc_type, args.exc_value, args.exc_traceback, name)
+        _print_exception_and_end_all_ranks(begun, former_hook, args.exc_type, args.exc_value, args.exc_traceback, name)
 
     return end_all_ranks
 
@@ -102,7 +91,7 @@ hooks.register_hooks(
 )
 
 
-def _print_and_end_all_ranks(
+def _print_exception_and_end_all_ranks(
     begun: threading.Lock, own: Callable[[], object] | None, kind: type[BaseException], error: BaseException | None,
     trace: TracebackType | None, thread: str = "",
 ) -> None:  # fmt: skip
@@ -115,7 +104,7 @@ def _print_and_end_all_ranks(
         return
     code = 130 if issubclass(kind, KeyboardInterrupt) else 1
     if own is not None:
-        code = _run_hook(own) or code
+        code = _run_script_hook(own) or code
     flush_and_write_stderr()
     if comm is None:
         return
@@ -127,7 +116,7 @@ def _print_and_end_all_ranks(
     comm.abort(code)
 
 
-def _run_hook(own: Callable[[], object]) -> int:
+def _run_script_hook(own: Callable[[], object]) -> int:
     """Run a hook of the program, whose exceptions must not keep the job from ending; return the exit status that it
     asks for, else 0."""
     try:
@@ -222,7 +211,7 @@ def adopt_communicator(comm: Any, backend: str | None = None, device_map: Device
     if hasattr(comm, "all_gather") and hasattr(comm, "reduce_scatter"):
         return comm
     comm = default_communicator.to_mpi4py(comm)
-    default_communicator.require_member(comm)
+    default_communicator.require_valid_intracomm(comm)
     able = [name for name, opener in BACKENDS.items() if opener.adopts(comm)]
     if not able:
         raise ConfigError(f"comm={comm!r} is neither an mpi4py communicator nor an fsdpx Communicator")
@@ -347,9 +336,9 @@ def open_local(asked: CommunicatorRequest) -> Communicator:
 def open_mpi(asked: CommunicatorRequest, shared: bool = False) -> Communicator:
     """Open a communicator of all MPI ranks, or of an mpi4py communicator. shared: use shared memory inside hosts, if
     there are several ranks."""
-    from fsdpx.core.comm.mpi.start import guard_mpi_start
+    from fsdpx.core.comm.mpi.start import guarding_mpi_start
 
-    with guard_mpi_start() if asked.comm is None else nullcontext():
+    with guarding_mpi_start() if asked.comm is None else nullcontext():
         _require_mpi_with_all_ranks(asked)
         from fsdpx.core.comm.mpi.mpi import MpiCommunicator, MpiWorld
 
@@ -376,7 +365,9 @@ def set_up_world(carrier: MessageBackend, shared: bool) -> Communicator:
     world_comm = NodeCommunicator(carrier) if shared and carrier.size > 1 else carrier
     ranks_here = world_comm.all_gather_data(platform.node()).count(platform.node())
     world_comm.progress.patience = (
-        PATIENT if cores.share_cores_among_ranks(ranks_here) * ranks_here <= cores.count_usable_cores() else 0
+        POLLS_BEFORE_YIELD
+        if cores.share_cores_among_ranks(ranks_here) * ranks_here <= cores.count_usable_cores()
+        else 0
     )
     return world_comm
 
@@ -389,11 +380,11 @@ def _require_mpi_with_all_ranks(asked: CommunicatorRequest) -> None:
     except (ImportError, RuntimeError) as error:
         remedy = f"{install_hint('mpich')} brings one; or use backend='local'"
         raise ConfigError(f"no MPI library could be loaded ({error}): {remedy}") from error
-    library = get_library_name(MPI.Get_library_version())
+    library = parse_mpi_library_name(MPI.Get_library_version())
     environment.require_expected_world_size(MPI.COMM_WORLD.Get_size(), asked.settings, f"MPI ({library})")
 
 
-def get_library_name(text: str) -> str:
+def parse_mpi_library_name(text: str) -> str:
     """Return the name of an MPI library: the first line of its `Get_library_version()`."""
     return " ".join(text.strip("\0\n ").split("\n")[0].strip("\0").split())
 
@@ -468,7 +459,7 @@ def spawn(
         jitter = None if delays is None else random.Random(int(delays) * 1_000_003 + rank)
         comm: Communicator = LocalCommunicator(group, rank, delays=jitter)
         try:
-            with default_communicator.use_communicator(comm):
+            with default_communicator.using_communicator(comm):
                 results[rank] = fn(comm, *args)
         except BaseException as error:
             if survive and isinstance(error, RankDied):
@@ -486,7 +477,7 @@ def spawn(
         with _exits_named:
             for thread in threads:
                 thread.start()
-            late = _join_rank_threads(threads, world)
+            late = _join_and_find_unfinished_threads(threads, world)
     except BaseException as stop:  # for example Ctrl-C in an interactive session: ranks end at their next call
         world.record_failure(stop)
         raise
@@ -539,7 +530,7 @@ class _NamedExits:
 _exits_named = _NamedExits()
 
 
-def _join_rank_threads(threads: list[threading.Thread], world: ThreadWorld) -> list[threading.Thread]:
+def _join_and_find_unfinished_threads(threads: list[threading.Thread], world: ThreadWorld) -> list[threading.Thread]:
     """Wait for all ranks; when one has failed, give the others _GRACE_SECONDS to end. Return the threads that have not
     ended."""
 

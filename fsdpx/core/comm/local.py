@@ -18,24 +18,16 @@ from typing import Any
 
 from fsdpx.core.base.messages import format_ranks
 from fsdpx.core.comm.backend import Backend, stage_through_host
-from fsdpx.core.comm.calls import NOT_ALONE, Array, Call, Handle, Progress, copy_unless_same, format_call_label
-from fsdpx.core.comm.communicator import Communicator, SurvivorCommunicator, get_terms_to_match, make_rank_lost_error
+from fsdpx.core.comm.calls import THREAD_POLLS, Array, Call, Handle, Progress, copy_unless_same, format_call_label
+from fsdpx.core.comm.communicator import Communicator, SurvivorCommunicator, get_common_arguments, make_rank_lost_error
 from fsdpx.core.comm.message_backend import DEFAULT_TIMEOUT_SECONDS
 from fsdpx.core.comm.reduction import reduce_in_rank_order_into
 from fsdpx.core.comm.windows import ThreadWindow, allocate_aligned
 from fsdpx.errors import Aborted, CommTimeout, DesyncError, RankLost
 
 __all__ = [
-    "COLLECTIVES",
-    "LocalCommunicator",
-    "RankDied",
-    "ThreadCollective",
-    "ThreadGroup",
-    "ThreadMessage",
-    "ThreadTransfer",
-    "ThreadWorld",
-    "Vote",
-    "make_single_rank_communicator",
+    "COLLECTIVES", "LocalCommunicator", "RankDied", "ThreadCollective", "ThreadGroup", "ThreadMessage",
+    "ThreadTransfer", "ThreadWorld", "Vote", "make_single_rank_communicator",
 ]  # fmt: skip
 
 _POLL_SECONDS = 0.0005
@@ -325,13 +317,13 @@ class ThreadTransfer:
 def execute_all_gather(calls: Sequence[Call]) -> None:
     for rank, call in enumerate(calls):
         for other in calls:
-            copy_unless_same(call.cuts[0].get_piece(other.arrays[1], rank), call.arrays[0])
+            copy_unless_same(call.partitions[0].get_piece(other.arrays[1], rank), call.arrays[0])
 
 
 def execute_reduce_scatter(calls: Sequence[Call]) -> None:
     # an in-place call writes to the start of a `send`, whose pieces have been read by then
     for rank, call in enumerate(calls):
-        parts = [call.cuts[0].get_piece(other.arrays[0], rank) for other in calls]
+        parts = [call.partitions[0].get_piece(other.arrays[0], rank) for other in calls]
         reduce_in_rank_order_into(parts, call.op, [call.arrays[1]])
 
 
@@ -356,22 +348,22 @@ def execute_gather(calls: Sequence[Call]) -> None:
     root = calls[calls[0].root]
     for rank, call in enumerate(calls):
         part = call.arrays[0]
-        _require_same_size(call, rank, part, call.root, root.cuts[0].counts[rank])
-        copy_unless_same(root.cuts[0].get_piece(root.arrays[1], rank), part)
+        _require_same_size(call, rank, part, call.root, root.partitions[0].counts[rank])
+        copy_unless_same(root.partitions[0].get_piece(root.arrays[1], rank), part)
 
 
 def execute_scatter(calls: Sequence[Call]) -> None:
     root = calls[calls[0].root]
     for rank, call in enumerate(calls):
         part = call.arrays[1]
-        _require_same_size(call, rank, part, call.root, root.cuts[0].counts[rank])
-        copy_unless_same(part, root.cuts[0].get_piece(root.arrays[0], rank))
+        _require_same_size(call, rank, part, call.root, root.partitions[0].counts[rank])
+        copy_unless_same(part, root.partitions[0].get_piece(root.arrays[0], rank))
 
 
 def execute_all_to_all(calls: Sequence[Call]) -> None:
     for source, call in enumerate(calls):
         for dest, other in enumerate(calls):
-            part, received = call.cuts[0].get_piece(call.arrays[0], dest), other.cuts[1]
+            part, received = call.partitions[0].get_piece(call.arrays[0], dest), other.partitions[1]
             _require_same_size(call, source, part, dest, received.counts[source])
             received.get_piece(other.arrays[1], source)[...] = part
 
@@ -412,7 +404,7 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
     def __init__(
         self, group: ThreadGroup, rank: int, progress: Progress | None = None, delays: random.Random | None = None
     ) -> None:
-        super().__init__(rank, len(group.members), progress or Progress(NOT_ALONE))
+        super().__init__(rank, len(group.members), progress or Progress(THREAD_POLLS))
         self._group = group
         self.survives = group.world.survive
         self._calls = self._votes = 0
@@ -428,7 +420,7 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
     def _start_call(self, call: Call) -> Handle:
         if call.verb in COLLECTIVES:
             return self._join_collective(
-                call.verb, call.what, tuple(get_terms_to_match(call).values()), call, COLLECTIVES[call.verb]
+                call.verb, call.what, tuple(get_common_arguments(call).values()), call, COLLECTIVES[call.verb]
             )
         if call.verb not in ("send", "recv"):
             return super().start_transfer(call)  # by messages
@@ -558,10 +550,10 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
             if last:
                 del group.operations[number]
         if last:
-            self._complete_collective(operation, move)
+            self._run_and_complete_collective(operation, move)
         return ThreadTransfer(operation, group, self.rank, self.progress)
 
-    def _complete_collective(self, operation: ThreadCollective, move: Callable[[list[Any]], Any]) -> None:
+    def _run_and_complete_collective(self, operation: ThreadCollective, move: Callable[[list[Any]], Any]) -> None:
         world = self._group.world
         try:
             operation.result = move(operation.given)

@@ -379,11 +379,7 @@ class SampleGroups(NamedTuple):
 
 
 def connect_axes(
-    mesh: Mesh,
-    comm: Communicator,
-    check: bool = False,
-    local: bool = False,
-    samples: SampleGroups | None = None,
+    mesh: Mesh, comm: Communicator, check: bool = False, local: bool = False, samples: SampleGroups | None = None
 ) -> MeshAxes:
     """Return the communicators of this rank along the axes of `mesh`. Collective.
 

@@ -28,8 +28,8 @@ __all__ = [
     "MessageBackend",
     "find_inner_with_attribute",
     "has_gpu_array",
-    "is_moved_in_chunks",
-    "start_relay_through_host",
+    "is_sent_in_chunks",
+    "start_messages_through_host",
     "synchronize_devices",
 ]
 
@@ -58,15 +58,15 @@ def synchronize_devices(arrays: Iterable[Array]) -> None:
         device.synchronize()
 
 
-def is_moved_in_chunks(call: Call) -> bool:
+def is_sent_in_chunks(call: Call) -> bool:
     """Return whether a call of GPU arrays is made of messages in chunks: if an array needs more than one chunk, or if
     ranks do not know the lengths of all arrays, so that all ranks decide the same."""
-    return not CALL_SPECS[call.verb].alike or any(
+    return not CALL_SPECS[call.verb].same_size or any(
         array.nbytes > CHUNK_BYTES for array in call.arrays if array is not None
     )
 
 
-def start_relay_through_host(comm: MessageBackend, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
+def start_messages_through_host(comm: MessageBackend, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
     """Start the messages of a call, all of arrays of one GPU. Scratch: CHUNK_SLOTS chunks of pinned memory for each
     array."""
     arrays = [array for _, array in (*outgoing, *incoming)]
@@ -167,7 +167,7 @@ class MessageBackend(Backend):
     def start_gpu_transfer(self, call: Call, move: Callable[[Call], Handle]) -> Handle:
         """Start a call of GPU arrays with a library that supports host memory only: small arrays are copied to the host
         and passed to `move`; large ones are sent as messages in chunks, and sums are added on the GPU."""
-        if not is_moved_in_chunks(call):
+        if not is_sent_in_chunks(call):
             return stage_through_host(call, move)
         return self.start_message(call) if call.verb in ("send", "recv") else super().start_transfer(call)
 

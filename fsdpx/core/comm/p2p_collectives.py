@@ -53,25 +53,27 @@ Collective = Callable[[Messenger, Call], Handle]
 
 def start_all_gather(comm: Messenger, call: Call) -> Handle:
     """Start an all-gather: each rank sends its piece to all others, n(N-1)/N bytes."""
-    (_, recv), (cut,) = call.arrays, call.cuts
-    own_part = cut.get_piece(recv, comm.rank)
+    (_, recv), (pieces,) = call.arrays, call.partitions
+    own_part = pieces.get_piece(recv, comm.rank)
     copy_unless_same(own_part, call.arrays[0])
-    return comm.start_messages(call, _pair_array_with_others(comm, own_part), _pair_pieces_with_others(comm, recv, cut))
+    return comm.start_messages(
+        call, _pair_array_with_others(comm, own_part), _pair_pieces_with_others(comm, recv, pieces)
+    )
 
 
 def start_reduce_scatter(comm: Messenger, call: Call) -> Handle:
     """Start a reduce-scatter: each piece is sent to its owner, which adds; n(N-1)/N bytes, scratch n."""
     send, recv = call.arrays
-    return GeneratorHandle(_reduce_to_owners(comm, call, send, recv, call.cuts[0]), comm.progress)
+    return GeneratorHandle(_reduce_to_owners(comm, call, send, recv, call.partitions[0]), comm.progress)
 
 
 def start_all_reduce(comm: Messenger, call: Call) -> Handle:
     """Start an all-reduce: a reduce-scatter and an all-gather of the sums, 2n(N-1)/N bytes, scratch n."""
     (buf,) = call.arrays
-    cut = make_balanced_partition(buf.size, comm.size)
-    own_part = cut.get_piece(buf, comm.rank)
-    spread = partial(start_all_gather, comm, call.with_arrays((own_part, buf), (cut,)))
-    return GeneratorHandle(_reduce_to_owners(comm, call, buf, own_part, cut, spread), comm.progress)
+    pieces = make_balanced_partition(buf.size, comm.size)
+    own_part = pieces.get_piece(buf, comm.rank)
+    spread = partial(start_all_gather, comm, call.with_arrays((own_part, buf), (pieces,)))
+    return GeneratorHandle(_reduce_to_owners(comm, call, buf, own_part, pieces, spread), comm.progress)
 
 
 def start_broadcast(comm: Messenger, call: Call) -> Handle:
@@ -85,10 +87,10 @@ def start_broadcast(comm: Messenger, call: Call) -> Handle:
 def start_reduce(comm: Messenger, call: Call) -> Handle:
     """Start a reduce: a reduce-scatter and a gather at `root`, 2n(N-1)/N bytes there, n elsewhere; scratch n + n/N."""
     send, recv = call.arrays
-    cut = make_balanced_partition(send.size, comm.size)
-    own_part = namespace_of(send).empty(cut.counts[comm.rank], dtype=send.dtype)
-    collect = partial(start_gather, comm, call.with_arrays((own_part, recv), (cut,)))
-    return GeneratorHandle(_reduce_to_owners(comm, call, send, own_part, cut, collect), comm.progress)
+    pieces = make_balanced_partition(send.size, comm.size)
+    own_part = namespace_of(send).empty(pieces.counts[comm.rank], dtype=send.dtype)
+    collect = partial(start_gather, comm, call.with_arrays((own_part, recv), (pieces,)))
+    return GeneratorHandle(_reduce_to_owners(comm, call, send, own_part, pieces, collect), comm.progress)
 
 
 def start_gather(comm: Messenger, call: Call) -> Handle:
@@ -96,8 +98,8 @@ def start_gather(comm: Messenger, call: Call) -> Handle:
     send, recv = call.arrays
     if comm.rank != call.root:
         return comm.start_messages(call, [(call.root, send)], [])
-    copy_unless_same(call.cuts[0].get_piece(recv, call.root), send)
-    return comm.start_messages(call, [], _pair_pieces_with_others(comm, recv, call.cuts[0]))
+    copy_unless_same(call.partitions[0].get_piece(recv, call.root), send)
+    return comm.start_messages(call, [], _pair_pieces_with_others(comm, recv, call.partitions[0]))
 
 
 def start_scatter(comm: Messenger, call: Call) -> Handle:
@@ -105,13 +107,13 @@ def start_scatter(comm: Messenger, call: Call) -> Handle:
     send, recv = call.arrays
     if comm.rank != call.root:
         return comm.start_messages(call, [], [(call.root, recv)])
-    copy_unless_same(recv, call.cuts[0].get_piece(send, call.root))
-    return comm.start_messages(call, _pair_pieces_with_others(comm, send, call.cuts[0]), [])
+    copy_unless_same(recv, call.partitions[0].get_piece(send, call.root))
+    return comm.start_messages(call, _pair_pieces_with_others(comm, send, call.partitions[0]), [])
 
 
 def start_all_to_all(comm: Messenger, call: Call) -> Handle:
     """Start an all-to-all: each piece is sent directly to the rank to which it belongs."""
-    (send, recv), (sent, received) = call.arrays, call.cuts
+    (send, recv), (sent, received) = call.arrays, call.partitions
     copy_unless_same(received.get_piece(recv, comm.rank), sent.get_piece(send, comm.rank))
     return comm.start_messages(
         call, _pair_pieces_with_others(comm, send, sent), _pair_pieces_with_others(comm, recv, received)
@@ -145,12 +147,17 @@ COLLECTIVES: dict[str, Collective] = {
 
 
 def _reduce_to_owners(
-    comm: Messenger, call: Call, send: Array, recv: Array, cut: FlatPartition, then: Callable[[], Handle] | None = None
+    comm: Messenger,
+    call: Call,
+    send: Array,
+    recv: Array,
+    pieces: FlatPartition,
+    then: Callable[[], Handle] | None = None,
 ) -> Iterator[Handle]:
-    own_part = cut.get_piece(send, comm.rank)
+    own_part = pieces.get_piece(send, comm.rank)
     rows = namespace_of(send).empty((comm.size, own_part.size), dtype=send.dtype)
     yield comm.start_messages(
-        call, _pair_pieces_with_others(comm, send, cut), [(rank, rows[rank]) for rank in _list_other_ranks(comm)]
+        call, _pair_pieces_with_others(comm, send, pieces), [(rank, rows[rank]) for rank in _list_other_ranks(comm)]
     )
     reduce_in_rank_order_into(
         [own_part if rank == comm.rank else rows[rank] for rank in range(comm.size)], call.op, [recv]
@@ -168,9 +175,9 @@ def _pair_array_with_others(comm: Messenger, array: Array) -> Pairs:
     return [(rank, array) for rank in _list_other_ranks(comm)]
 
 
-def _pair_pieces_with_others(comm: Messenger, array: Array, cut: FlatPartition) -> Pairs:
+def _pair_pieces_with_others(comm: Messenger, array: Array, pieces: FlatPartition) -> Pairs:
     """Return for every other rank its piece of the array."""
-    return [(rank, cut.get_piece(array, rank)) for rank in _list_other_ranks(comm)]
+    return [(rank, pieces.get_piece(array, rank)) for rank in _list_other_ranks(comm)]
 
 
 def iterate_ring_all_reduce(issue: Callable[[Call], Handle], rank: int, size: int, call: Call) -> Iterator[Handle]:
@@ -179,29 +186,29 @@ def iterate_ring_all_reduce(issue: Callable[[Call], Handle], rank: int, size: in
     Every element is combined once per rank around the ring, on one rank at a time, so all ranks end with the same bits.
     """
     buf, op = call.arrays[0], call.op
-    cut = make_balanced_partition(buf.size, size)
+    pieces = make_balanced_partition(buf.size, size)
     right, left = (rank + 1) % size, (rank - 1) % size
 
     def send_piece(piece: int) -> Handle:
-        part = cut.get_piece(buf, piece % size)
+        part = pieces.get_piece(buf, piece % size)
         return issue(Call("send", (part,), root=right, what=call.what, tag=call.tag))
 
     def receive_piece(part: Array) -> Handle:
         return issue(Call("recv", (part,), root=left, what=call.what, tag=call.tag))
 
-    scratch = np.empty_like(buf[: max(cut.counts)])
+    scratch = np.empty_like(buf[: max(pieces.counts)])
     for step in range(size - 1):
-        own_part = cut.get_piece(buf, (rank - step - 1) % size)
+        own_part = pieces.get_piece(buf, (rank - step - 1) % size)
         incoming, sent = scratch[: own_part.size], send_piece(rank - step)
         yield receive_piece(incoming)
         get_ufunc(op)(own_part, incoming, out=own_part)
         yield sent
     if op is ReduceOp.AVG:
-        own_part = cut.get_piece(buf, (rank + 1) % size)
+        own_part = pieces.get_piece(buf, (rank + 1) % size)
         own_part /= size
     for step in range(size - 1):
         sent = send_piece(rank + 1 - step)
-        yield receive_piece(cut.get_piece(buf, (rank - step) % size))
+        yield receive_piece(pieces.get_piece(buf, (rank - step) % size))
         yield sent
 
 
@@ -213,21 +220,21 @@ def start_rounded_reduce_scatter(comm: Communicator, call: Call) -> Handle:
     """Start a reduce-scatter with summands rounded to `call.wire`, added by the owner of each piece. Scratch: none if
     all pieces are equal, else n in that dtype."""
     send, recv = call.arrays
-    return _start_sums_at_owners(comm, call, send, recv, call.cuts[0].counts)
+    return _start_rounded_reduce_to_owners(comm, call, send, recv, call.partitions[0].counts)
 
 
 def start_rounded_all_reduce(comm: Communicator, call: Call) -> Handle:
     """Reduce to the owners of the pieces, which is waited for here, then start an all-gather of the sums rounded to
     `call.wire`."""
     (buf,) = call.arrays
-    xp, cut = namespace_of(buf), make_balanced_partition(buf.size, comm.size)
-    own_count, wire = cut.counts[comm.rank], buf.view(call.wire)[: buf.size]
-    total, own_part = buf[:own_count], cut.get_piece(wire, comm.rank)
-    _start_sums_at_owners(comm, call, buf, total, cut.counts).wait()
+    xp, pieces = namespace_of(buf), make_balanced_partition(buf.size, comm.size)
+    own_count, wire = pieces.counts[comm.rank], buf.view(call.wire)[: buf.size]
+    total, own_part = buf[:own_count], pieces.get_piece(wire, comm.rank)
+    _start_rounded_reduce_to_owners(comm, call, buf, total, pieces.counts).wait()
     _narrow_in_place(xp, total, wire[:own_count])
     own_part[...] = wire[:own_count]
     return HandleWithCallback(
-        comm.all_gather(own_part, wire, cut.counts, what=call.what), partial(_widen_in_place, xp, wire, buf)
+        comm.all_gather(own_part, wire, pieces.counts, what=call.what), partial(_widen_in_place, xp, wire, buf)
     )
 
 
@@ -237,7 +244,9 @@ ROUNDED_COLLECTIVES: dict[str, Callable[[Communicator, Call], Handle]] = {
 }
 
 
-def _start_sums_at_owners(comm: Communicator, call: Call, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
+def _start_rounded_reduce_to_owners(
+    comm: Communicator, call: Call, send: Array, recv: Array, counts: Sequence[int]
+) -> Handle:
     n, own_count, width = send.size, counts[comm.rank], comm.size
     xp, scratch, arriving = namespace_of(send), send.view(call.wire), own_count * width
     # the received pieces fit into `send` behind the data to send, and behind the sum afterwards

@@ -148,17 +148,17 @@ class _PlainReader:
     def __init__(self, data: memoryview) -> None:
         self.data, self.at = data, 0
 
-    def decode_bytes(self, n: int) -> memoryview:
+    def read_next_bytes(self, n: int) -> memoryview:
         if not 0 <= n <= len(self.data) - self.at:
             raise ValueError(f"it ends before {n} bytes")
         self.at += n
         return self.data[self.at - n : self.at]
 
     def read_size(self) -> int:
-        return int(_SIZE.unpack(self.decode_bytes(8))[0])
+        return int(_SIZE.unpack(self.read_next_bytes(8))[0])
 
-    def decode_text(self) -> str:
-        return str(self.decode_bytes(self.read_size()), "utf-8", "surrogatepass")
+    def read_next_text(self) -> str:
+        return str(self.read_next_bytes(self.read_size()), "utf-8", "surrogatepass")
 
     def read_values(self, depth: int) -> list[Any]:
         count = self.read_size()
@@ -169,7 +169,7 @@ class _PlainReader:
     def read_value(self, depth: int) -> Any:
         if depth > _MAX_DEPTH:
             raise ValueError(f"more than {_MAX_DEPTH} values inside each other")
-        letter = str(self.decode_bytes(1), "ascii")
+        letter = str(self.read_next_bytes(1), "ascii")
         if letter in _NAMED:
             return _NAMED[letter]
         if letter in _ITEMS:
@@ -181,7 +181,7 @@ class _PlainReader:
         return dict(zip(flat[::2], flat[1::2], strict=True))
 
     def read_array(self) -> np.ndarray:
-        dtype = _parse_dtype(self.decode_text())
+        dtype = _parse_dtype(self.read_next_text())
         ndim = self.read_size()
         if not 0 <= ndim <= 64:
             raise ValueError(f"{ndim} dimensions")
@@ -191,12 +191,12 @@ class _PlainReader:
         count = 1
         for n in shape:
             count *= n
-        return np.frombuffer(bytearray(self.decode_bytes(count * dtype.itemsize)), dtype).reshape(shape)
+        return np.frombuffer(bytearray(self.read_next_bytes(count * dtype.itemsize)), dtype).reshape(shape)
 
     def read_class(self) -> type:
         """Read the name of a value class of fsdpx and return the class, if this process has loaded it; else raise
         ValueError."""
-        module, _, name = self.decode_text().partition(":")
+        module, _, name = self.read_next_text().partition(":")
         kind: Any = sys.modules.get(module) if module.partition(".")[0] == "fsdpx" else None
         for part in name.split("."):
             kind = None if part.startswith("__") else getattr(kind, part, None)
@@ -231,16 +231,16 @@ def _parse_dtype(name: str) -> np.dtype:
 
 
 _READ: dict[str, Callable[[_PlainReader, int], Any]] = {
-    "f": lambda r, d: _FLOAT.unpack(r.decode_bytes(8))[0],
-    "i": lambda r, d: int.from_bytes(r.decode_bytes(r.read_size()), "little", signed=True),
-    "s": lambda r, d: r.decode_text(),
-    "b": lambda r, d: bytes(r.decode_bytes(r.read_size())),
-    "c": lambda r, d: complex(*struct.unpack("<dd", r.decode_bytes(r.read_size()))),
+    "f": lambda r, d: _FLOAT.unpack(r.read_next_bytes(8))[0],
+    "i": lambda r, d: int.from_bytes(r.read_next_bytes(r.read_size()), "little", signed=True),
+    "s": lambda r, d: r.read_next_text(),
+    "b": lambda r, d: bytes(r.read_next_bytes(r.read_size())),
+    "c": lambda r, d: complex(*struct.unpack("<dd", r.read_next_bytes(r.read_size()))),
     "d": lambda r, d: r.read_dict(d),
     "a": lambda r, d: r.read_array(),
     "g": lambda r, d: r.read_array()[()],
-    "y": lambda r, d: _parse_dtype(r.decode_text()),
-    "p": lambda r, d: Path(str(r.decode_bytes(r.read_size()), "utf-8", "surrogateescape")),
+    "y": lambda r, d: _parse_dtype(r.read_next_text()),
+    "p": lambda r, d: Path(str(r.read_next_bytes(r.read_size()), "utf-8", "surrogateescape")),
     "k": lambda r, d: r.read_class(),
     "o": lambda r, d: r.read_object(d),
 }

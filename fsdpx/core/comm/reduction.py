@@ -14,7 +14,7 @@ from fsdpx.core.comm.calls import Array, ReduceOp
 from fsdpx.errors import ConfigError
 
 __all__ = [
-    "find_undefined_reason",
+    "explain_undefined_reduction",
     "get_dtype_kind",
     "get_ufunc",
     "is_half",
@@ -69,7 +69,7 @@ def get_ufunc(op: ReduceOp) -> np.ufunc:
 
 
 @lru_cache(maxsize=64)
-def find_undefined_reason(op: ReduceOp, dtype: np.dtype) -> str | None:
+def explain_undefined_reduction(op: ReduceOp, dtype: np.dtype) -> str | None:
     """Return why `op` is not defined for `dtype`, as text, or None."""
     if op is ReduceOp.AVG and get_dtype_kind(dtype) in ("integer", "bool"):
         return f"AVG of {dtype.name} would not be {dtype.name}: use SUM, or a float array"
@@ -108,7 +108,7 @@ def reduce_in_rank_order_into(arrays: Sequence[Array], op: ReduceOp, outs: Seque
                 sums = total[: block.stop - start]
                 _copy_converted_into(xp, _round_to_wire(arrays[0][block], wire), sums)
                 for array in arrays[1:]:
-                    _combine_into(xp, ufunc, _round_to_wire(array[block], wire), sums)
+                    _accumulate_into(xp, ufunc, _round_to_wire(array[block], wire), sums)
                 if op is ReduceOp.AVG:
                     sums /= len(arrays)
                 _copy_converted_into(xp, _round_to_wire(sums, wire if len(outs) > 1 else None), first[block])
@@ -136,7 +136,7 @@ def _copy_converted_into(xp: Any, x: Array, out: Array) -> None:
         store(xp, x, out)
 
 
-def _combine_into(xp: Any, ufunc: np.ufunc, x: Array, total: Array) -> None:
+def _accumulate_into(xp: Any, ufunc: np.ufunc, x: Array, total: Array) -> None:
     """Set total to total op x; x may be a 16-bit float."""
     if ufunc is np.add and x.dtype != total.dtype:
         add_widened(xp, x, total)

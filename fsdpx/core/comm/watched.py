@@ -9,7 +9,7 @@ from fsdpx.core.base.extensions import load_extension
 from fsdpx.core.comm.communicator import unwrap_communicator
 from fsdpx.core.comm.mesh import MeshAxes
 
-__all__ = ["can_be_watched", "record_call", "start_watching", "stop_watching", "watch_axes"]
+__all__ = ["can_be_watched", "report_call_to_watchdog", "start_watching", "stop_watching", "watch_axes"]
 
 
 def can_be_watched(comm: Any) -> bool:
@@ -33,7 +33,7 @@ def watch_axes(axes: MeshAxes) -> Any:
     return None if watcher is None else watcher.record
 
 
-def record_call(comm: Any, call: str) -> None:
+def report_call_to_watchdog(comm: Any, call: str) -> None:
     """Tell the watchdog of `comm` that this rank has reached `call`, which all of its ranks make."""
     watcher = getattr(unwrap_communicator(comm), "watched_by", None)
     if watcher is not None:

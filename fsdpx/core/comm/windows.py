@@ -19,7 +19,7 @@ __all__ = ["CACHE_LINE_BYTES", "SharedWindow", "ThreadWindow", "Window", "alloca
 
 CACHE_LINE_BYTES = 64
 """Size of a cache line in bytes."""
-FIRST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 20e-6, 1e-3
 """First and longest pause between two polls of a waiting rank, in seconds."""
 
 
@@ -59,7 +59,7 @@ class Window(ABC):
         """Return whether this rank knows that `rank` has died."""
         return False
 
-    def check_missing_ranks(self, missing: Sequence[int] = (), what: str = "") -> None:  # noqa: B027 - most have nothing to look at
+    def check_ranks_and_make_progress(self, missing: Sequence[int] = (), what: str = "") -> None:  # noqa: B027 - most have nothing to look at
         """Raise if this rank waits in vain for the `missing` ranks; called between two polls of a wait. Also makes
         progress for other ranks where the library does so only inside its calls."""
 
@@ -84,13 +84,13 @@ class Window(ABC):
 
     def poll_until_none_missing(self, missing: Callable[[], Sequence[int]], what: str) -> None:
         """Poll until `missing()` is empty, with growing pauses; raise CommTimeout after `timeout` seconds."""
-        end, pause = time.monotonic() + self.timeout, FIRST_PAUSE
+        end, pause = time.monotonic() + self.timeout, FIRST_PAUSE_SECONDS
         while late := missing():
-            self.check_missing_ranks(late, what)
+            self.check_ranks_and_make_progress(late, what)
             if time.monotonic() > end:
                 raise CommTimeout(f"rank {self.rank} waited {self.timeout:g} s for {format_ranks(late)}: {what}")
             time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
 
 def allocate_aligned(nbytes: int) -> Array:
@@ -139,7 +139,7 @@ class ThreadWindow(SharedWindow):
     def has_rank_died(self, rank: int) -> bool:
         return self._dead(rank)
 
-    def check_missing_ranks(self, missing: Sequence[int] = (), what: str = "") -> None:
+    def check_ranks_and_make_progress(self, missing: Sequence[int] = (), what: str = "") -> None:
         self._check(missing, what)
 
     def close(self) -> None:

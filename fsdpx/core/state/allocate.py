@@ -35,7 +35,7 @@ def choose_shared_memory(world: Communicator, xp: Any) -> WindowMemory | None:
     """Return memory that ranks can share, if it holds arrays of `xp` and some machine has several ranks; None on all
     ranks otherwise."""
     node = find_node_communicator(world)
-    if node is None or node.xp is not xp or max(map(len, node.machines)) == 1:
+    if node is None or node.xp is not xp or max(map(len, node.ranks_by_host)) == 1:
         return None
     return node
 
@@ -50,11 +50,15 @@ def agree_on_sharer_count(placement: Placement, arena: Arena) -> int:
     if arena.memory is None or not _are_rows_in_memory(placement, "master"):
         return 0
     node, own_format = find_node_communicator(placement.axes.shard), placement.formats.wire is None
-    fits = node is not None and own_format and (node.inside or (node.can_share and placement.keeps_full_parameters))
+    fits = (
+        node is not None
+        and own_format
+        and (node.is_single_host or (node.can_share and placement.keeps_full_parameters))
+    )
     if not all(placement.axes.world.all_gather_data(fits)):
         return 0
     assert node is not None
-    return len(node.machine)
+    return len(node.ranks_on_host)
 
 
 def allocate_rows_in_windows(
@@ -92,7 +96,7 @@ def _warn_little_shared_memory(placement: Placement, what: str) -> None:
     if placement.axes.world.rank == 0:
         warn(
             f"fsdpx: a machine has too little shared memory (/dev/shm) for the {what}, so they travel as MPI messages: "
-            "slower, same results. Give it more (containers: docker run --shm-size=4g)",
+            "slower, same results. Give it more (containers: docker run --shm-size=4g)"
         )
 
 

@@ -110,7 +110,7 @@ def make_footprint_reader(state: TrainState) -> partial[Footprint | None]:
     Call it on request only: Linux walks all pages of the process.
     """
     node, world = find_node_communicator(state.placement.axes.world), state.placement.axes.world
-    here = len(node.machine) if node else 1 if world.size == 1 else None
+    here = len(node.ranks_on_host) if node else 1 if world.size == 1 else None
     return partial(
         _measure_footprint, count_arena_and_window_bytes(state, 1).get("arena", ProcessBytes(0, 0)).rss, here
     )

@@ -151,7 +151,7 @@ def agree_on_tuning(
     group_bytes = GROUP_BYTES if world.size == 1 else MULTI_RANK_GROUP_BYTES
     if imagined:
         known = load_record("blas", _make_tuning_key(), _parse_library)
-        here = len(world.machine) if isinstance(world, FakeNodeCommunicator) else 1
+        here = len(world.ranks_on_host) if isinstance(world, FakeNodeCommunicator) else 1
         threads = cores.count_threads_per_rank(here)
         return (
             Tuning(blas.get_selected_library(), parallel.get_threads())

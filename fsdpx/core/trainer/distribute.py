@@ -20,11 +20,11 @@ from fsdpx.core.base.option_names import ForeignModule, PrecisionName, RuntimeAr
 from fsdpx.core.comm import default_communicator as defaults
 from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.comm.default_communicator import compare_arguments_inside, note_own_communicator
+from fsdpx.core.comm.default_communicator import comparing_arguments, record_script_communicator
 from fsdpx.core.comm.init import adopt_communicator, find_message_backend, open_survivor_communicator
 from fsdpx.core.comm.init import open_world as open_world
 from fsdpx.core.comm.mesh import Mesh
-from fsdpx.core.comm.watched import record_call, stop_watching, watch_axes
+from fsdpx.core.comm.watched import report_call_to_watchdog, stop_watching, watch_axes
 from fsdpx.core.compression import Choice, list_codec_names
 from fsdpx.core.engine.engine import Engine
 from fsdpx.core.program import SCHEDULES
@@ -131,7 +131,7 @@ def distribute(
     """
     options, others = dict(locals()), dict[str, Any](rarely)
     comm = getattr(domain, "comm", None) if comm is None else comm
-    defaults.require_member(comm)
+    defaults.require_valid_intracomm(comm)
     before = _find_open_communicator(comm)
     with nullcontext() if before is None else share_errors(before, "distribute"):
         choice, chosen, plan = (
@@ -142,7 +142,7 @@ def distribute(
     asked = {name: value for name in PLAN_OPTIONS if (value := others.pop(name, None)) is not None}
     given = {name: chosen[name] for name in ("backend", "check", "tune")}
     given |= {} if plan is None else {f"strategy={strategy!r}": True}
-    with compare_arguments_inside(comm=defaults.format_comm_argument(comm), elastic=elastic, **given) as words:
+    with comparing_arguments(comm=defaults.format_comm_argument(comm), elastic=elastic, **given) as words:
         where = chosen["backend"], chosen["device"], chosen["device_map"]
         world: Any = _open_world(comm, before, *where, choice is not None, words)
     with nullcontext() if choice is not None else share_errors(world, "distribute", agree_at_end=True):
@@ -270,13 +270,13 @@ def _open_world(
     before the checks of choices, so that an error on all ranks is printed once for all of them."""
     words = "distribute" if device == "cpu" else f"distribute(device={device!r})"
     if before is not None:
-        record_call(before, "distribute")
+        report_call_to_watchdog(before, "distribute")
         agree_on_call(before, words, given)
     world: Any = open_survivor_communicator(comm) if elastic else _make_world(comm, backend, device, device_map)
     if (carrier := find_message_backend(world)) is not None:
         hooks.hold_hooks(carrier, carrier)
     if not elastic and world is not before:
-        record_call(world, "distribute")
+        report_call_to_watchdog(world, "distribute")
         agree_on_call(world, words)
     return world
 
@@ -314,6 +314,6 @@ def _make_world(comm: Any, backend: str | None, device: str, device_map: DeviceM
         raise ConfigError(f"backend='nccl' is of arrays of GPUs, and device={device!r}: say device='cuda'")
     if comm is not None:
         adopted = adopt_communicator(comm, backend, device_map)
-        note_own_communicator(adopted)
+        record_script_communicator(adopted)
         return adopted
     return default_communicator() if backend is None else open_world(backend, device_map=device_map)

@@ -26,8 +26,8 @@ from fsdpx.core.comm.calls import (
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.init import find_message_backend, find_node_communicator
 from fsdpx.core.comm.message_backend import MessageBackend
-from fsdpx.core.comm.reduction import find_undefined_reason, get_dtype_kind, reduce_in_rank_order_into
-from fsdpx.core.comm.watched import record_call
+from fsdpx.core.comm.reduction import explain_undefined_reduction, get_dtype_kind, reduce_in_rank_order_into
+from fsdpx.core.comm.watched import report_call_to_watchdog
 from fsdpx.core.trainer.initialize import default_communicator
 from fsdpx.errors import ConfigError, DesyncError, ShapeError
 
@@ -91,7 +91,7 @@ def all_reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, out: Array = None, asy
     if not async_op:
         letters = _agree_on_signature(opened, call, x)
     how = ReduceOp.from_name(op)
-    if letters is not None and out is None and find_undefined_reason(how, x.dtype) is None:
+    if letters is not None and out is None and explain_undefined_reduction(how, x.dtype) is None:
         out = np.empty(x.shape, x.dtype)
         reduce_in_rank_order_into(letters, how, (out.reshape(-1),))
         return out
@@ -312,7 +312,7 @@ def _make_call_header(x: Array) -> Array:
 def _record_call_on_default_communicator(verb: str) -> defaults.DefaultCommunicator:
     """Return the default communicator, and record on it that this rank makes the call `verb`."""
     comm = default_communicator()
-    record_call(comm, verb)
+    report_call_to_watchdog(comm, verb)
     opened = defaults.get_default()
     assert opened is not None
     return opened

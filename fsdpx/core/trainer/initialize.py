@@ -11,7 +11,7 @@ from fsdpx.core.base.name_hints import check_call_arguments
 from fsdpx.core.base.option_names import Backend
 from fsdpx.core.comm import default_communicator as defaults
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.comm.default_communicator import RankInfo, compare_arguments_inside, get_rank_info
+from fsdpx.core.comm.default_communicator import RankInfo, comparing_arguments, get_rank_info
 from fsdpx.core.comm.desync_check import CheckedCommunicator
 from fsdpx.core.comm.init import find_message_backend, find_node_communicator, open_world
 from fsdpx.core.comm.message_backend import MessageBackend
@@ -53,7 +53,7 @@ def init(
     """
     existing = defaults.get_default()
     if existing is None:
-        with compare_arguments_inside(comm=defaults.format_comm_argument(comm), backend=backend):
+        with comparing_arguments(comm=defaults.format_comm_argument(comm), backend=backend):
             opened = _open_default_communicator(backend, comm, rank, size)
         opened.comm.leave = finalize
         defaults.set_default(opened)
@@ -157,7 +157,7 @@ def local_rank() -> int:
 def _get_rank_info(name: str) -> RankInfo:
     """Return this rank's place in the world. If the script also has a trainer on another communicator of another size,
     print once, on one rank, which of the two is meant."""
-    rank_info, other = get_rank_info(), defaults.pop_own_communicator()
+    rank_info, other = get_rank_info(), defaults.pop_script_rank_and_size()
     if other is not None and other[1] != rank_info.size and other[0] == 0:
         print(
             f"fsdpx: {name}() is of {rank_info.world}, {rank_info.size} in number; the communicator given to "

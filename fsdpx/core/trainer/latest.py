@@ -12,7 +12,7 @@ from fsdpx.core.checkpoint.write import is_checkpoint
 from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.default_communicator import get_rank_info as place_of_process
-from fsdpx.core.comm.default_communicator import require_member, to_mpi4py
+from fsdpx.core.comm.default_communicator import require_valid_intracomm, to_mpi4py
 from fsdpx.core.trainer.batch import agree_on_call
 from fsdpx.core.trainer.initialize import default_communicator
 from fsdpx.errors import CheckpointError
@@ -45,7 +45,7 @@ def latest_checkpoint(folder: str | PathLike[str], comm: Any = None) -> Path | N
         checkpoint
     """
     comm = to_mpi4py(comm)
-    require_member(comm)
+    require_valid_intracomm(comm)
     if comm is None:
         comm = default_communicator() if place_of_process().size > 1 else FakeCommunicator(0, 1)
     if isinstance(comm, Communicator):  # an error names ranks that make another call

@@ -94,13 +94,13 @@ def explain_memory_error(
     trim_heap()
     node = find_node_communicator(world)
     held = 0 if session is None else sum(session.state.count_bytes_by_kind().values())
-    here = len(node.machine) if node is not None else world.size if find_message_backend(world) is None else 1
+    here = len(node.ranks_on_host) if node is not None else world.size if find_message_backend(world) is None else 1
     there, most = find_memory_budget(held, here)
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
     head = f"rank {world.rank} of {world.size} has too little memory: {error}{notes}"
     fake: Communicator = FakeCommunicator(world.rank, world.size)
     if node is not None:
-        hosts = {rank: number for number, ranks in enumerate(node.machines) for rank in ranks}
+        hosts = {rank: number for number, ranks in enumerate(node.ranks_by_host) for rank in ranks}
         fake = FakeNodeCommunicator(world.rank, [hosts[rank] for rank in range(world.size)])
     try:
         text = _describe_planned_bytes(recipe, fake, feed, most)

@@ -10,7 +10,7 @@ import numpy as np
 from fsdpx.core.array.namespace import to_host
 from fsdpx.core.array.sums import combine_moments
 from fsdpx.core.base.name_hints import check_call_arguments
-from fsdpx.core.comm.default_communicator import all_gather_data_of, require_member, to_mpi4py
+from fsdpx.core.comm.default_communicator import all_gather_plain_data, require_valid_intracomm, to_mpi4py
 from fsdpx.errors import ConfigError, DataError
 
 __all__ = ["ChannelStatistics", "gather_channel_statistics"]
@@ -52,7 +52,7 @@ def gather_channel_statistics(
     DataError : on all ranks, if some channel has no data, arrays differ in their channels, or a value is not finite
     """
     comm = to_mpi4py(comm)
-    require_member(comm)
+    require_valid_intracomm(comm)
     if comm is not None and not (hasattr(comm, "rank") and hasattr(comm, "size")):
         raise ConfigError(f"gather_channel_statistics(comm={comm!r}): a communicator is needed, such as grid.comm")
     found, problem = None, ""
@@ -87,7 +87,7 @@ def _all_gather_statistics(comm: Any, found: np.ndarray | None, problem: str) ->
     mine = (problem, None if found is None else found.tolist())
     everyone, whole = [mine], None
     if comm is not None:
-        everyone = all_gather_data_of(comm, mine)
+        everyone = all_gather_plain_data(comm, mine)
     for rank, (text, values) in enumerate(everyone):
         if text:
             raise DataError(f"channel_statistics: rank {rank}: {text}")

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.comm.default_communicator import all_gather_data_of, require_member, to_mpi4py
+from fsdpx.core.comm.default_communicator import all_gather_plain_data, require_valid_intracomm, to_mpi4py
 from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.core.comm.mesh import Mesh, MeshAxes, SampleGroups
 from fsdpx.core.state.sample_layout import Domain
@@ -103,7 +103,7 @@ class Grid(Domain):
         periods: Sequence[bool] | None = None,
     ) -> None:
         comm = to_mpi4py(comm)
-        require_member(comm)
+        require_valid_intracomm(comm)
         if not hasattr(comm, "allgather") and not hasattr(comm, "all_gather_data"):
             raise ConfigError(f"Grid: {comm!r} is no communicator: give mpi4py's, as comm.Create_cart(...), or fsdpx's")
         rank, size = (comm.Get_rank(), comm.Get_size()) if hasattr(comm, "Get_rank") else (comm.rank, comm.size)
@@ -114,7 +114,7 @@ class Grid(Domain):
             given = {"shape": shape, "dims": dims, "offsets": offsets, "ghosts": ghosts, "periods": periods}
             wrong = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
             mine = GridFacts((), "", (), (), (), None, None, f"{wrong}: {error}")
-        facts = [GridFacts(*fact) for fact in all_gather_data_of(comm, tuple(mine))]
+        facts = [GridFacts(*fact) for fact in all_gather_plain_data(comm, tuple(mine))]
         _require_consistent(facts)
         width = prod(mine.dims) if mine.dims else size
         self.member, self.layout, self.periods = rank // width, mine.layout, mine.periods
@@ -417,7 +417,7 @@ class Grid(Domain):
         list
             by rank
         """
-        return all_gather_data_of(self.comm, value)
+        return all_gather_plain_data(self.comm, value)
 
     def gather(self, array: Any) -> Any:
         """Return the whole field, or a mask, on every rank, from the parts of all its ranks. Collective over `comm`.

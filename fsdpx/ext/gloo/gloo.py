@@ -38,7 +38,7 @@ from fsdpx.core.comm.message_backend import (
     DEFAULT_TIMEOUT_SECONDS,
     MessageBackend,
     has_gpu_array,
-    start_relay_through_host,
+    start_messages_through_host,
 )
 from fsdpx.core.comm.p2p_collectives import Pairs
 from fsdpx.core.comm.reduction import is_summed_in_rank_order
@@ -95,7 +95,7 @@ class GlooCommunicator(MessageBackend):
 
     @property
     def native_verbs(self) -> frozenset[str]:
-        return frozenset(_LIBRARY)
+        return frozenset(_NATIVE_CALLS)
 
     def _prove_identity(self, name: str) -> None:
         """Prove to each other rank, on the connection that will carry data, that this rank knows the secret, and check
@@ -140,7 +140,7 @@ class GlooCommunicator(MessageBackend):
             )
 
     def _start_call(self, call: Call) -> Handle:
-        begin = _LIBRARY.get(call.verb)
+        begin = _NATIVE_CALLS.get(call.verb)
         if begin is None or (call.verb == "all_reduce" and _find_gloo_op(call.arrays[0], call.op) is None):
             return super().start_transfer(call)
         return begin(self, call)
@@ -148,7 +148,7 @@ class GlooCommunicator(MessageBackend):
     def start_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
         """Send and receive the messages of one call, except those of empty arrays, whose sizes both sides know."""
         if has_gpu_array([part for _, part in (*outgoing, *incoming)]):
-            return start_relay_through_host(self, call, outgoing, incoming)
+            return start_messages_through_host(self, call, outgoing, incoming)
         receives = [(rank, _as_byte_tensor(part)) for rank, part in incoming if part.size]
         sends = [(rank, _as_byte_tensor(part)) for rank, part in outgoing if part.size]
         works = [self._gloo.recv([data], rank, call.tag) for rank, data in receives]
@@ -164,13 +164,15 @@ class GlooCommunicator(MessageBackend):
         return super().start_message(call)
 
     def _start_all_gather(self, call: Call) -> Handle:
-        (send, recv), (cut,) = call.arrays, call.cuts
-        copy_unless_same(cut.get_piece(recv, self.rank), send)
-        if cut.even and recv.size:
+        (send, recv), (pieces,) = call.arrays, call.partitions
+        copy_unless_same(pieces.get_piece(recv, self.rank), send)
+        if pieces.even and recv.size:
             target = _as_byte_tensor(recv)
-            source = _as_byte_tensor(cut.get_piece(recv, self.rank))
+            source = _as_byte_tensor(pieces.get_piece(recv, self.rank))
             return GlooWorks(self, call, [self._gloo._allgather_base(target, source)], (source, target))
-        parts = [(root, _as_byte_tensor(cut.get_piece(recv, root))) for root in range(self.size) if cut.counts[root]]
+        parts = [
+            (root, _as_byte_tensor(pieces.get_piece(recv, root))) for root in range(self.size) if pieces.counts[root]
+        ]
         return GlooWorks(self, call, [self._start_broadcast_work(part, root) for root, part in parts], parts)
 
     def _start_all_reduce(self, call: Call) -> Handle:
@@ -386,7 +388,7 @@ def _as_byte_tensor(array: Array) -> torch.Tensor:
     return torch.from_numpy(data if data.flags.writeable else data.copy())
 
 
-_LIBRARY: dict[str, Callable[[GlooCommunicator, Call], Handle]] = {
+_NATIVE_CALLS: dict[str, Callable[[GlooCommunicator, Call], Handle]] = {
     "all_gather": GlooCommunicator._start_all_gather,
     "all_reduce": GlooCommunicator._start_all_reduce,
     "broadcast": GlooCommunicator._start_broadcast,

@@ -23,7 +23,7 @@ import numpy as np
 from fsdpx.core.base import environment
 from fsdpx.core.base.environment import Environment, RendezvousStore
 from fsdpx.core.base.messages import format_ranks
-from fsdpx.core.comm.mpi.start_watchdog import get_process_birth
+from fsdpx.core.comm.mpi.start_watchdog import get_process_start_time
 from fsdpx.errors import CommError, ConfigError, LaunchError, RankLost, install_hint
 
 __all__ = ["CHALLENGE_BYTES", "SEAL_BYTES", "Rendezvous", "make_proof", "opened_rendezvous"]
@@ -203,7 +203,7 @@ class Rendezvous:
         """Return the rank that ended first, as far as is known on any rank; None if unknown."""
         end = time.monotonic() + _SECONDS_TO_DIE
         while time.monotonic() < end:
-            here = [rank for rank, process in self._here.items() if not get_process_birth(process)]
+            here = [rank for rank, process in self._here.items() if not get_process_start_time(process)]
             try:
                 if here:
                     return self.record_end(here[0])

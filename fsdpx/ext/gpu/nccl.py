@@ -151,7 +151,7 @@ class NcclCommunicator(Backend):
         return f"{call.name} on rank {self.rank} of {self.size}"
 
     def _start_all_gather(self, call: Call) -> Iterable[Array]:
-        (send, recv), (cut,) = call.arrays, call.cuts
+        (send, recv), (cut,) = call.arrays, call.partitions
         if cut.even and cut.total:
             self.link.allGather(
                 _get_pointer(send), _get_pointer(recv), send.size, _get_nccl_type(send), self.stream.ptr
@@ -171,7 +171,7 @@ class NcclCommunicator(Backend):
                     )
 
     def _start_reduce_scatter(self, call: Call) -> Iterable[Array]:
-        (send, recv), (cut,) = call.arrays, call.cuts
+        (send, recv), (cut,) = call.arrays, call.partitions
         if is_half(send.dtype):
             return self._send_to_owners_and_add(send, recv, cut, call.op)
         own = cut.get_piece(send, self.rank)

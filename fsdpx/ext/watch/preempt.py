@@ -65,11 +65,7 @@ class Preemption:
 
     @check_arguments
     def __init__(
-        self,
-        save: Callable[[], object] | None = None,
-        *,
-        signals: Sequence[str] = STOP_SIGNALS,
-        requeue: bool = False,
+        self, save: Callable[[], object] | None = None, *, signals: Sequence[str] = STOP_SIGNALS, requeue: bool = False
     ) -> None:
         self.save, self.requeue = save, requeue
         self.signals = [

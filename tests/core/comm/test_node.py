@@ -12,7 +12,7 @@ from windows import ROOM, InWindows
 from fsdpx.core.base import environment
 from fsdpx.core.comm import Communicator, ReduceOp, split_evenly
 from fsdpx.core.comm.communicator import make_balanced_partition
-from fsdpx.core.comm.node.shared_windows import BOARD_SLOTS, MAX_LETTER_BYTES
+from fsdpx.core.comm.node.shared_windows import BOARD_SLOTS, MAX_PAYLOAD_BYTES
 from fsdpx.errors import CommTimeout
 from fsdpx.testing.communicator import CommunicatorContract
 
@@ -104,7 +104,7 @@ class TestCommonMemoryOverMachines(TestOverMachines):
 def test_a_cluster_has_lanes_when_its_machines_are_alike(cluster):
     size = cluster.size
     assert (cluster.lanes is not None) == (size % 2 == 0 and size > 2)
-    assert cluster.inside == (size == 2)
+    assert cluster.is_single_host == (size == 2)
     assert cluster.can_share == (size % 2 == 0)
 
 
@@ -199,7 +199,7 @@ def test_a_few_bytes_inside_a_host_travel_on_the_board(world, monkeypatch):
     def body(comm):
         sent, move = [], comm.carrier.start_transfer
         monkeypatch.setattr(comm.carrier, "start_transfer", lambda call: sent.append(call.what) or move(call))
-        for most, what in ((MAX_LETTER_BYTES, "letter"), (MAX_LETTER_BYTES + 1, "message")):
+        for most, what in ((MAX_PAYLOAD_BYTES, "letter"), (MAX_PAYLOAD_BYTES + 1, "message")):
             counts = [most - 16 * rank for rank in range(comm.size)]
             fulls = [np.zeros(sum(counts), np.uint8) for _ in range(BOARD_SLOTS + 6)]
             handles = []
@@ -212,7 +212,7 @@ def test_a_few_bytes_inside_a_host_travel_on_the_board(world, monkeypatch):
             for i, (handle, full) in enumerate(zip(handles, fulls, strict=True)):
                 handle.wait()
                 assert (full == np.repeat([i + rank for rank in range(comm.size)], counts)).all()
-        assert set(sent) == ({"message"} if comm.inside else {"letter", "message"} if comm.size > 1 else set())
+        assert set(sent) == ({"message"} if comm.is_single_host else {"letter", "message"} if comm.size > 1 else set())
 
     together(world, world, body)
 
@@ -253,7 +253,7 @@ def test_a_machine_without_room_is_known_to_all(world, monkeypatch):
     from fsdpx.core.comm.node import shared_windows as host
 
     if world.rank == 0:
-        monkeypatch.setattr(host, "count_free_bytes", lambda: 1000)
+        monkeypatch.setattr(host, "count_free_shared_bytes", lambda: 1000)
     together(world, world, lambda comm: _none(comm.allocate_shared(600 if comm.size > 1 else 1200)))
     small = world.allocate_shared(8 if world.size < 100 else 0)
     together(world, world, lambda comm: _some(small))

@@ -219,5 +219,5 @@ def test_a_collective_of_two_arrays_is_a_copy_on_one_rank_only_where_its_row_say
 
 def test_every_row_says_what_one_rank_does_alone() -> None:
     for name, spec in CALL_SPECS.items():
-        assert spec.alone in ("copy", "nothing", "move"), name
-        assert spec.alone != "copy" or len(spec.arrays) == 2, name
+        assert spec.on_one_rank in ("copy", "nothing", "move"), name
+        assert spec.on_one_rank != "copy" or len(spec.arrays) == 2, name

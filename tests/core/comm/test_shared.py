@@ -35,7 +35,7 @@ ADD = {
 def _row(sources, outs, divisor=1, stream=False):
     ranks = len(sources)
     head = [ranks, 0, sources[0].size, divisor, int(stream), len(outs)]
-    unused = [0] * (atomics.PLACE * ranks)
+    unused = [0] * (atomics.ADDRESS_WORDS * ranks)
     return np.array(
         [*head, *[0] * ranks, *map(get_data_pointer, sources), *unused, *map(get_data_pointer, outs)], np.int64
     )

@@ -122,7 +122,7 @@ def test_no_room_means_messages_and_one_warning(world: Communicator, monkeypatch
     from fsdpx.core.comm.node import shared_windows
 
     _, want, first = train(world, "mlp", "zero2", precision="float32")
-    monkeypatch.setattr(shared_windows, "count_free_bytes", lambda: 0)
+    monkeypatch.setattr(shared_windows, "count_free_shared_bytes", lambda: 0)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         _, got, trainer = train(world, "mlp", "zero2", precision="float32")

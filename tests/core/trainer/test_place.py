@@ -24,7 +24,7 @@ from fsdpx.core.base import environment
 from fsdpx.core.base import name_hints as words
 from fsdpx.core.comm import Communicator, default_communicator
 from fsdpx.core.comm import default_communicator as places
-from fsdpx.core.comm.default_communicator import compare_arguments_inside
+from fsdpx.core.comm.default_communicator import comparing_arguments
 from fsdpx.core.comm.init import find_message_backend
 from fsdpx.core.program import StepChoices
 from fsdpx.core.trainer.distribute import distribute
@@ -201,7 +201,7 @@ def test_what_ranks_agree_on_is_of_the_environment() -> None:
 
 
 def test_the_inner_call_does_not_hide_what_the_outer_one_given() -> None:
-    with compare_arguments_inside(backend="mpi", check=True), compare_arguments_inside(backend=None) as inner:
+    with comparing_arguments(backend="mpi", check=True), comparing_arguments(backend=None) as inner:
         assert inner == {"backend": "None"}
         assert fsdpx.core.comm.default_communicator.get_compared_arguments() == {"backend": "'mpi'", "check": "True"}
 

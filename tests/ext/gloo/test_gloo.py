@@ -65,7 +65,7 @@ class TestTheWorld:
         shown = fsdpx.info()
         assert (shown["backend"], shown["rank"], shown["size"]) == ("gloo", world.rank, world.size)
         assert f"ranks without MPI (WORLD_SIZE), {world.size} ranks, who meet at FSDPX_STORE=" in shown["launcher"]
-        assert repr(world).endswith("machines=1) over GlooCommunicator")
+        assert repr(world).endswith("hosts=1) over GlooCommunicator")
         assert "mpi4py.MPI" not in sys.modules
 
     def test_memory_is_shared_with_torch(self) -> None:

@@ -17,7 +17,7 @@ from fsdpx import nn, optim, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.core.comm import message_backend as relay
 from fsdpx.core.comm.calls import Call, GeneratorHandle, Handle
-from fsdpx.core.comm.message_backend import MessageBackend, start_relay_through_host
+from fsdpx.core.comm.message_backend import MessageBackend, start_messages_through_host
 from fsdpx.core.comm.p2p_collectives import Pairs
 from fsdpx.errors import CommTimeout
 from fsdpx.ext.gpu import streams
@@ -55,7 +55,7 @@ class Threads(MessageBackend):
 
     def start_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
         if relay.has_gpu_array([part for _, part in (*outgoing, *incoming)]):
-            return start_relay_through_host(self, call, outgoing, incoming)
+            return start_messages_through_host(self, call, outgoing, incoming)
         assert all(part.nbytes <= self.most for _, part in (*outgoing, *incoming))
         self.chunks += len(outgoing)
         handles = [self.comm.start_transfer(Call("recv", (part,), root=rank, tag=call.tag)) for rank, part in incoming]

@@ -35,7 +35,7 @@ from fsdpx.core.comm.message_backend import (
     DEFAULT_TIMEOUT_SECONDS,
     MessageBackend,
     has_gpu_array,
-    start_relay_through_host,
+    start_messages_through_host,
     synchronize_devices,
 )
 from fsdpx.core.comm.node.shared_windows import MappedWindow
@@ -224,7 +224,7 @@ class MpiWindow(Window):
         self._win.Fetch_and_op([given, MPI.INT64_T], [before, MPI.INT64_T], self.rank, 8 * at, MPI.REPLACE)
         self._win.Unlock(self.rank)
 
-    def check_missing_ranks(self, missing: Sequence[int] = (), what: str = "") -> None:
+    def check_ranks_and_make_progress(self, missing: Sequence[int] = (), what: str = "") -> None:
         for _ in range(PROBES_PER_CHECK):
             self._comm.Iprobe()
 
@@ -270,7 +270,7 @@ class MpiCommunicator(MessageBackend):
 
     @property
     def native_verbs(self) -> frozenset[str]:
-        return frozenset(_LIBRARY)
+        return frozenset(_NATIVE_CALLS)
 
     def __repr__(self) -> str:
         return f"MpiCommunicator(rank={self.rank}, size={self.size})"
@@ -289,7 +289,7 @@ class MpiCommunicator(MessageBackend):
     def _start_call(self, call: Call) -> Handle:
         """Start a call by the library, or by messages if the library has no such verb or values must be combined in
         rank order."""
-        begin = _LIBRARY.get(call.verb)
+        begin = _NATIVE_CALLS.get(call.verb)
         if begin is None or (call.verb in _REDUCTIONS and is_summed_in_rank_order(call.op, call.arrays[0].dtype)):
             return super().start_transfer(call)
         if self.takes_gpus:
@@ -301,7 +301,7 @@ class MpiCommunicator(MessageBackend):
         if self.takes_gpus:
             synchronize_devices(parts)
         elif has_gpu_array(parts):
-            return start_relay_through_host(self, call, outgoing, incoming)
+            return start_messages_through_host(self, call, outgoing, incoming)
         comm, chunks, tag = self.raw, self._split_message, call.tag
         try:
             requests = [comm.Irecv(c, rank, tag) for rank, part in incoming for c in chunks(as_wire_buffer(part))]
@@ -311,16 +311,16 @@ class MpiCommunicator(MessageBackend):
         return self._track_requests(call, requests, outgoing, incoming)
 
     def _start_all_gather(self, call: Call) -> Handle:
-        (send, recv), (cut,) = call.arrays, call.cuts
+        (send, recv), (pieces,) = call.arrays, call.partitions
         source, target = as_wire_buffer(send), as_wire_buffer(recv)
-        own_part = cut.get_piece(target, self.rank)
+        own_part = pieces.get_piece(target, self.rank)
         if target.size > self.limit:
             copy_unless_same(own_part, source)
-            parts = [(root, cut.get_piece(target, root)) for root in range(self.size)]
+            parts = [(root, pieces.get_piece(target, root)) for root in range(self.size)]
             requests = [self.raw.Ibcast(chunk, root) for root, part in parts for chunk in self._split_message(part)]
             return self._track_requests(call, requests, target)
-        if not cut.even:
-            return self.start_all_gather_with_gaps(call, cut.counts, cut.displs)
+        if not pieces.even:
+            return self.start_all_gather_with_gaps(call, pieces.counts, pieces.displs)
         request = self.raw.Iallgather(MPI.IN_PLACE if is_in_place(source, own_part) else source, target)
         return self._track_requests(call, [request], source, target)
 
@@ -332,16 +332,16 @@ class MpiCommunicator(MessageBackend):
         return self._track_requests(call, [request], source, target)
 
     def _start_reduce_scatter(self, call: Call) -> Handle:
-        (send, recv), (cut,) = call.arrays, call.cuts
+        (send, recv), (pieces,) = call.arrays, call.partitions
         if send.size > self.limit:
             return self._average_when_done(call, self._start_long_reduce_scatter(call), recv)
-        in_place, at_home = is_in_place(send, recv), is_in_place(recv, cut.get_piece(send, self.rank))
+        in_place, at_home = is_in_place(send, recv), is_in_place(recv, pieces.get_piece(send, self.rank))
         source, target = (MPI.IN_PLACE, send) if in_place or at_home else (send, recv)
         kind = get_mpi_op(call.op, send.dtype)
-        if cut.even:
+        if pieces.even:
             request = self.raw.Ireduce_scatter_block(source, target, kind)
         else:
-            request = self.raw.Ireduce_scatter(source, target, cut.counts, kind)
+            request = self.raw.Ireduce_scatter(source, target, pieces.counts, kind)
         handle = self._track_requests(call, [request], source, target)
         if at_home:
             handle = HandleWithCallback(handle, partial(np.copyto, recv, send[: recv.size]))
@@ -350,12 +350,12 @@ class MpiCommunicator(MessageBackend):
     def _start_long_reduce_scatter(self, call: Call) -> Handle:
         """Start one reduce per owner. In place, this rank's piece is reduced where it lies, as other ranks' reduces
         read the start."""
-        (send, recv), (cut,) = call.arrays, call.cuts
-        own_part, requests = cut.get_piece(send, self.rank), []
+        (send, recv), (pieces,) = call.arrays, call.partitions
+        own_part, requests = pieces.get_piece(send, self.rank), []
         target = own_part if is_in_place(send, recv) else recv
         for root in range(self.size):
-            requests += self._start_reduces(
-                cut.get_piece(send, root), target if root == self.rank else None, call.op, root
+            requests += self._start_reduce_requests(
+                pieces.get_piece(send, root), target if root == self.rank else None, call.op, root
             )
         handle = self._track_requests(call, requests, send, target)
         return handle if target is recv else HandleWithCallback(handle, partial(np.copyto, recv, own_part))
@@ -374,11 +374,11 @@ class MpiCommunicator(MessageBackend):
     def _start_reduce(self, call: Call) -> Handle:
         send, recv = call.arrays
         at_root = self.rank == call.root
-        requests = self._start_reduces(send, recv if at_root else None, call.op, call.root)
+        requests = self._start_reduce_requests(send, recv if at_root else None, call.op, call.root)
         handle = self._track_requests(call, requests, send, recv)
         return self._average_when_done(call, handle, recv) if at_root else handle
 
-    def _start_reduces(self, send: Array, recv: Array | None, op: ReduceOp, root: int) -> list[MPI.Request]:
+    def _start_reduce_requests(self, send: Array, recv: Array | None, op: ReduceOp, root: int) -> list[MPI.Request]:
         kind, sources = get_mpi_op(op, send.dtype), self._split_message(send)
         targets = [None] * len(sources) if recv is None else self._split_message(recv)
         if recv is not None and is_in_place(send, recv):
@@ -441,7 +441,7 @@ class MpiCommunicator(MessageBackend):
         MpiWorld.abort(code)
 
 
-APART, STUCK = 0.5, 5.0  # seconds
+SECONDS_BETWEEN_ABORTS, SECONDS_TO_ABORT = 0.5, 5.0  # seconds
 
 
 class MpiWorld:
@@ -460,8 +460,8 @@ class MpiWorld:
             if len(alive) == 1:
                 _exit(code)  # Open MPI 5.0 mistakes the abort of the last living rank for success
             if gone:  # its launcher does not always end when several ranks abort at once while another one dies
-                time.sleep(APART * sum(rank < MPI.COMM_WORLD.Get_rank() for rank in alive))
-            stuck = threading.Timer(STUCK, _exit, (code,))  # in case the launcher does not answer the abort
+                time.sleep(SECONDS_BETWEEN_ABORTS * sum(rank < MPI.COMM_WORLD.Get_rank() for rank in alive))
+            stuck = threading.Timer(SECONDS_TO_ABORT, _exit, (code,))  # in case the launcher does not answer the abort
             stuck.daemon = True
             stuck.start()
         MPI.COMM_WORLD.Abort(code)
@@ -484,7 +484,7 @@ def _duplicate_communicator(comm: MPI.Intracomm, timeout: float) -> MPI.Intracom
     return duplicate
 
 
-_LIBRARY: dict[str, Callable[[MpiCommunicator, Call], Handle]] = {
+_NATIVE_CALLS: dict[str, Callable[[MpiCommunicator, Call], Handle]] = {
     "all_gather": MpiCommunicator._start_all_gather,
     "reduce_scatter": MpiCommunicator._start_reduce_scatter,
     "all_reduce": MpiCommunicator._start_all_reduce,
@@ -499,7 +499,7 @@ _REDUCTIONS = ("reduce_scatter", "all_reduce", "reduce")
 
 
 _MAX_KEPT_HANDLES = 64
-_SECONDS_TO_SETTLE = 0.02
+_SECONDS_TO_DRAIN = 0.02
 
 
 class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
@@ -530,9 +530,9 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
         self._under_way.append(handle)
         return handle
 
-    def _get_unfinished_requests(self) -> list[MpiRequests]:
+    def _list_kept_requests(self) -> list[MpiRequests]:
         """Return the transfers under way here and in groups."""
-        return [*self._under_way, *(handle for part in self._parts for handle in part._get_unfinished_requests())]
+        return [*self._under_way, *(handle for part in self._parts for handle in part._list_kept_requests())]
 
     def get_failed_ranks(self) -> tuple[int, ...]:
         return get_failed_ranks(self.raw)
@@ -589,7 +589,7 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
             shrunk._initialize(cast(MPI.Intracomm, comm), self.timeout, self.limit, Progress(self.progress.patience))
             if shrunk.agree_on_flags(1):
                 shrunk._under_way = cast(
-                    list[MpiRequests], drain_transfers(self._get_unfinished_requests(), _SECONDS_TO_SETTLE)
+                    list[MpiRequests], drain_transfers(self._list_kept_requests(), _SECONDS_TO_DRAIN)
                 )
                 if shrunk.size < self.size:
                     skip_finalize_barrier()

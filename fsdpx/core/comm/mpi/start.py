@@ -22,19 +22,19 @@ from pathlib import Path
 from fsdpx.core.base import environment, safe_files
 from fsdpx.core.base.safe_files import is_owned_by_user
 from fsdpx.core.comm.default_communicator import get_running_mpi
-from fsdpx.core.comm.mpi.start_watchdog import MARK_PREFIX, TIMED_OUT_MARK, get_process_birth, parse_mark
+from fsdpx.core.comm.mpi.start_watchdog import MARK_PREFIX, TIMED_OUT_MARK, get_process_start_time, parse_mark
 
 __all__ = [
     "FOLDER_PREFIX",
     "SHARED_MEMORY_FOLDER",
     "find_leftover_files",
     "find_waiting_ranks",
-    "guard_mpi_start",
+    "guarding_mpi_start",
     "has_start_timed_out",
     "identify_process",
     "is_process_alive",
     "remove_dead_folders",
-    "remove_leftovers",
+    "remove_leftover_files",
 ]
 
 SHARED_MEMORY_FOLDER = Path("/dev/shm")
@@ -62,7 +62,7 @@ def find_leftover_files(folder: Path = SHARED_MEMORY_FOLDER, seconds: float = LE
     return [path for path in stale_files if str(path) not in used]
 
 
-def remove_leftovers(folder: Path = SHARED_MEMORY_FOLDER, temporary: Path | None = None) -> None:
+def remove_leftover_files(folder: Path = SHARED_MEMORY_FOLDER, temporary: Path | None = None) -> None:
     """Remove the files that killed ranks and jobs of MPICH have left in `folder`, and those of Open MPI in `temporary`
     ($TMPDIR).
 
@@ -112,7 +112,7 @@ _inside: list[int] = []  # the rank of this process, while it waits
 
 
 @contextmanager
-def guard_mpi_start() -> Iterator[None]:
+def guarding_mpi_start() -> Iterator[None]:
     """Guard the code inside that starts MPI and opens the world: if a rank does not arrive, or ends before, the others
     do not wait forever. If MPI is initialized already there is no watchdog: then the script decides when ranks
     arrive."""
@@ -128,7 +128,7 @@ def guard_mpi_start() -> Iterator[None]:
         folder = _make_mark_folder(settings, job)
         own_mark = folder / f"{MARK_PREFIX}{launcher.rank:05}.{identify_process()}.{launcher.local_rank}"
         mark = own_mark if safe_files.create_marker(own_mark) else None
-        clock = _start_watchdog(folder, settings, job) if get_running_mpi() is None else None
+        clock = _start_watchdog_process(folder, settings, job) if get_running_mpi() is None else None
     except safe_files.Untrusted as error:
         safe_files.warn_file_ignored(error)
     except OSError:  # the folder is read-only: no watchdog
@@ -178,7 +178,7 @@ def remove_dead_folders(found: Iterable[Path], dead: Callable[[Path], bool]) -> 
 def identify_process() -> str:
     """Return an identifier of this process for `is_process_alive`; a number alone may later belong to another
     process."""
-    return f"{os.getpid()}-{get_process_birth(os.getpid())}"
+    return f"{os.getpid()}-{get_process_start_time(os.getpid())}"
 
 
 def is_process_alive(owner: str) -> bool:
@@ -186,10 +186,12 @@ def is_process_alive(owner: str) -> bool:
     process, _, birth = owner.partition("-")
     if not process.isdecimal():
         return True  # unknown
-    return get_process_birth(int(process)) == birth if birth else get_process_birth(int(process)) != ""
+    return get_process_start_time(int(process)) == birth if birth else get_process_start_time(int(process)) != ""
 
 
-def _start_watchdog(folder: Path, settings: environment.Environment, job: str) -> subprocess.Popen[bytes] | None:
+def _start_watchdog_process(
+    folder: Path, settings: environment.Environment, job: str
+) -> subprocess.Popen[bytes] | None:
     """Start the watchdog, a Python without site-packages that takes 10 ms of a core. It outlives what the launcher
     kills, so that it can clean up. Return None if another rank has started one, or the system is not POSIX."""
     if os.name != "posix":
@@ -200,7 +202,7 @@ def _start_watchdog(folder: Path, settings: environment.Environment, job: str) -
         Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"),
         lambda left: not is_process_alive(left.name.removeprefix(FOLDER_PREFIX)),
     )
-    remove_leftovers()
+    remove_leftover_files()
     assert settings.launcher is not None
     known = (settings.start_timeout, job or 0, settings.expected_size or 0, settings.launcher.local_size or 0)
     words = [str(folder), *map(str, known), "keep" if settings.run else ""]
@@ -216,6 +218,6 @@ def _identify_job(launcher: environment.LauncherInfo) -> str:
         while process > 1:
             words = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
             if not any(word.startswith(variable) for word in words):
-                return f"{process}-{get_process_birth(process)}"
+                return f"{process}-{get_process_start_time(process)}"
             process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
     return ""

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 
-__all__ = ["MARK_PREFIX", "TIMED_OUT_MARK", "get_process_birth", "parse_mark"]
+__all__ = ["MARK_PREFIX", "TIMED_OUT_MARK", "get_process_start_time", "parse_mark"]
 
 MARK_PREFIX = "came-"
 _MARK = re.compile(rf"{MARK_PREFIX}(\d{{1,9}})\.(\d{{1,9}}-\d{{0,20}})\.(\w{{0,9}})")
@@ -28,7 +28,7 @@ POLL_SECONDS = 0.5
 SECONDS_TO_END = 2.0
 
 
-def get_process_birth(process: int) -> str:
+def get_process_start_time(process: int) -> str:
     """Return the start time of a process of this host, in ticks of the kernel; "" if it has ended, "0" if it cannot be
     read."""
     try:
@@ -50,13 +50,13 @@ def find_waiting_ranks(folder: str) -> dict[int, tuple[str, str]]:
     private."""
     arrivals = {}
     with suppress(FileNotFoundError):
-        for rank, process, local in filter(None, map(parse_mark, _list_names(folder))):
+        for rank, process, local in filter(None, map(parse_mark, _list_private_folder(folder))):
             if _is_process_alive(process):
                 arrivals[rank] = process, local
     return arrivals
 
 
-def _list_names(folder: str) -> list[str]:
+def _list_private_folder(folder: str) -> list[str]:
     if os.name != "posix":
         return os.listdir(folder)
     try:
@@ -74,7 +74,7 @@ def _list_names(folder: str) -> list[str]:
 def _is_process_alive(owner: str) -> bool:
     """Return whether this very process is alive: its number alone could belong to another process by now."""
     process, _, birth = owner.partition("-")
-    return get_process_birth(int(process)) == birth != ""
+    return get_process_start_time(int(process)) == birth != ""
 
 
 def describe_missing_ranks(
@@ -108,7 +108,7 @@ def _format_ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
-def wait_for_start(folder: str, seconds: float) -> dict[int, tuple[str, str]]:
+def wait_for_start_or_timeout(folder: str, seconds: float) -> dict[int, tuple[str, str]]:
     """Return the ranks that still wait at the end of the time; {} if the start succeeded, or no waiting rank is
     left."""
     due, listens = time.monotonic() + seconds, [0]
@@ -126,16 +126,16 @@ def wait_for_start(folder: str, seconds: float) -> dict[int, tuple[str, str]]:
 def kill_waiting_ranks(found: dict[int, tuple[str, str]], launcher: str) -> None:
     """Kill the waiting ranks. The launcher then ends the other ranks; if it does not, it is terminated as well."""
     for process, _ in found.values():
-        _send_signal(process, signal.SIGKILL)
+        _send_signal_if_alive(process, signal.SIGKILL)
     due = time.monotonic() + SECONDS_TO_END
     while "-" in launcher and _is_process_alive(launcher):
         if time.monotonic() > due:
-            _send_signal(launcher, signal.SIGTERM)
+            _send_signal_if_alive(launcher, signal.SIGTERM)
             return
         time.sleep(0.1)
 
 
-def _send_signal(owner: str, number: signal.Signals) -> None:
+def _send_signal_if_alive(owner: str, number: signal.Signals) -> None:
     """Send a signal to this very process, if it is alive."""
     with suppress(OSError):
         if _is_process_alive(owner):
@@ -145,7 +145,7 @@ def _send_signal(owner: str, number: signal.Signals) -> None:
 def main(folder: str, seconds: str, launcher: str, size: str, local_size: str, keep: str) -> None:
     """Watch a start until it succeeds or times out. keep: "keep" if `fsdpx run` reads the marks and removes them
     itself."""
-    missing = wait_for_start(folder, float(seconds))
+    missing = wait_for_start_or_timeout(folder, float(seconds))
     if missing:
         sys.stderr.write(describe_missing_ranks(missing, float(seconds), int(size), int(local_size), launcher != "0"))
         sys.stderr.flush()

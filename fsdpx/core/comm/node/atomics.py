@@ -16,21 +16,21 @@ from fsdpx.core.array.kernels.compiled.scalar import X86
 from fsdpx.core.array.lazy_numba import cgutils, intrinsic, ir, types
 
 __all__ = [
-    "COMPLETE", "DIVISOR", "ELEMENTS", "HEAD", "HELD", "LANE", "LATE", "MOVED", "PLACE", "RANKS", "STREAM", "WRITTEN",
-    "add32", "add64", "add_bfloat16", "add_float16", "advance_barrier", "meet32", "meet64", "meet_bfloat16",
+    "ADDRESS_WORDS", "COMPLETE", "DIVISOR", "ELEMENTS", "HEAD", "HELD", "LANE", "LATE", "MOVED", "RANKS", "STREAM",
+    "WRITTEN", "add32", "add64", "add_bfloat16", "add_float16", "advance_barrier", "meet32", "meet64", "meet_bfloat16",
     "meet_float16",
 ]  # fmt: skip
 
 WORD = ir.IntType(64)
-LINE = 64  # bytes of a cache line, an LLVM vector
-STEP = 4  # lines added at a time
+LINE_BYTES = 64  # bytes of a cache line, an LLVM vector
+LINES_PER_STEP = 4  # lines added at a time
 
 RANKS, LANE, ELEMENTS, DIVISOR, STREAM, WRITTEN, HEAD = range(7)
-"""Words of a row: ranks of the host, this rank among them, elements to add, divisor of the sums, whether stores bypass
-the caches, number of arrays that are written. After these HEAD words come, for all ranks, the addresses of their
-boards, the addresses of their arrays, and the locations, of PLACE words each, that they must have posted. The addresses
-of the results come last."""
-PLACE = 3
+"""Indices of the words of a row: number of ranks of the host, this rank's number among them, elements to add, divisor
+of the sums, whether stores bypass the caches, and number of arrays that are written. These HEAD words are followed by
+three tables with an entry for each rank: the address of its board, the address of its array, and the location
+(ADDRESS_WORDS words) that it must have posted. The addresses of the results come last."""
+ADDRESS_WORDS = 3
 POSTED, FINISHED, WORDS = 0, 8, 16
 """Byte offsets in a record of a board."""
 LATE, MOVED, HELD, COMPLETE = range(4)
@@ -61,13 +61,13 @@ def store_release(typingctx: Any, address: Any, value: Any) -> Any:
 @intrinsic
 def cpu_pause(typingctx: Any) -> Any:
     """Execute the pause instruction, for loops that poll."""
-    return _make_cpu_instruction("llvm.x86.sse2.pause")
+    return _make_x86_intrinsic("llvm.x86.sse2.pause")
 
 
 @intrinsic
 def fence_stores(typingctx: Any) -> Any:
     """Order streamed stores before all later stores; on x86 a release store does not."""
-    return _make_cpu_instruction("llvm.x86.sse.sfence")
+    return _make_x86_intrinsic("llvm.x86.sse.sfence")
 
 
 @intrinsic
@@ -80,7 +80,7 @@ def get_byte_size(typingctx: Any, x: Any) -> Any:
     return types.int64(x), emit_ir
 
 
-def _make_cpu_instruction(name: str) -> Any:
+def _make_x86_intrinsic(name: str) -> Any:
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if X86:
             kind = ir.FunctionType(ir.VoidType(), [])
@@ -98,7 +98,7 @@ def return_unconverted(builder: Any, value: Any) -> Any:
     return value
 
 
-def make_adder(lines: int, streaming: bool = False, through: Any = return_unconverted) -> Any:
+def make_vector_adder(lines: int, streaming: bool = False, through: Any = return_unconverted) -> Any:
     """Return an intrinsic that adds `lines` vectors, or one element if 0, at byte `at` of every array, in rank order.
 
     through: conversion applied to each summand, and to a sum that is written to several arrays.
@@ -113,12 +113,14 @@ def make_adder(lines: int, streaming: bool = False, through: Any = return_unconv
 
         def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             sources, ranks, outs, written, address, divisor, zero = arguments
-            vector = ir.VectorType(zero.type, LINE // itemsize if lines else 1)
+            vector = ir.VectorType(zero.type, LINE_BYTES // itemsize if lines else 1)
             every = range(lines or 1)
 
             def load_vector(table: Any, index: Any, line: int) -> Any:
                 start = builder.load(builder.gep(_cast_to_pointer(builder, table, WORD), [index]))
-                return _cast_to_pointer(builder, builder.add(builder.add(start, address), WORD(line * LINE)), vector)
+                return _cast_to_pointer(
+                    builder, builder.add(builder.add(start, address), WORD(line * LINE_BYTES)), vector
+                )
 
             def load_summand(rank: Any, line: int) -> Any:
                 return through(builder, builder.load(load_vector(sources, rank, line), align=itemsize))
@@ -137,7 +139,7 @@ def make_adder(lines: int, streaming: bool = False, through: Any = return_unconv
                     builder.store(builder.fdiv(builder.load(totals[i]), same), totals[i])
             with cgutils.for_range(builder, written) as out:
                 for i in every:
-                    place, align = load_vector(outs, out.index, i), LINE if streaming else itemsize
+                    place, align = load_vector(outs, out.index, i), LINE_BYTES if streaming else itemsize
                     line = builder.store(builder.load(totals[i]), place, align=align)
                     if streaming:
                         line.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
@@ -156,20 +158,20 @@ def _splat_vector(builder: Any, value: Any, vector: Any) -> Any:
 
 
 @jit
-def advance_barrier(row, number, at, looks):
+def advance_barrier(row, number, at, max_polls):
     """Advance a meeting without a sum, a barrier; return its state."""
-    return COMPLETE if _have_all_posted(row, number, at + POSTED, looks) else LATE
+    return COMPLETE if _have_all_posted(row, number, at + POSTED, max_polls) else LATE
 
 
 @jit
-def _have_all_posted(row, number, at, looks):
-    """Return whether all ranks have written `number`, or a later one, after at most `looks` polls."""
+def _have_all_posted(row, number, at, max_polls):
+    """Return whether all ranks have written `number`, or a later one, after at most `max_polls` polls."""
     for rank in range(load_acquire(row + 8 * RANKS)):
         flag = load_acquire(row + 8 * (HEAD + rank)) + at
         while rank != load_acquire(row + 8 * LANE) and load_acquire(flag) < number:
-            if looks <= 0:
+            if max_polls <= 0:
                 return False
-            looks -= 1
+            max_polls -= 1
             cpu_pause()
     return True
 
@@ -179,20 +181,20 @@ def _are_arrays_unmoved(row, at):
     ranks = load_acquire(row + 8 * RANKS)
     for rank in range(ranks):
         record = load_acquire(row + 8 * (HEAD + rank)) + at + WORDS
-        place = row + 8 * (HEAD + 2 * ranks + PLACE * rank)
-        for word in range(PLACE):
+        place = row + 8 * (HEAD + 2 * ranks + ADDRESS_WORDS * rank)
+        for word in range(ADDRESS_WORDS):
             if load_acquire(record + 8 * word) != load_acquire(place + 8 * word):
                 return False
     return True
 
 
-def _compile_sums(name, through, kind):
+def _compile_sum_functions(name, through, kind):
     """Return two compiled functions: one sets every written array to the sum of all arrays, in rank order; the other is
     a meeting that does so."""
     element, lines, streamed = (
-        make_adder(0, through=through),
-        make_adder(STEP, through=through),
-        make_adder(STEP, True, through),
+        make_vector_adder(0, through=through),
+        make_vector_adder(LINES_PER_STEP, through=through),
+        make_vector_adder(LINES_PER_STEP, True, through),
     )
     zero = kind(0)
 
@@ -203,10 +205,10 @@ def _compile_sums(name, through, kind):
             load_acquire(row + 8 * DIVISOR),
         )
         itemsize = get_byte_size(zero)
-        end, index, stride = load_acquire(row + 8 * ELEMENTS) * itemsize, 0, STEP * LINE
-        sources, outs = row + 8 * (HEAD + ranks), row + 8 * (HEAD + (2 + PLACE) * ranks)
+        end, index, stride = load_acquire(row + 8 * ELEMENTS) * itemsize, 0, LINES_PER_STEP * LINE_BYTES
+        sources, outs = row + 8 * (HEAD + ranks), row + 8 * (HEAD + (2 + ADDRESS_WORDS) * ranks)
         while (
-            index < end and (load_acquire(outs) + index) % LINE
+            index < end and (load_acquire(outs) + index) % LINE_BYTES
         ):  # streamed stores must be aligned, others are faster aligned
             element(sources, ranks, outs, written, index, divisor, zero)
             index += itemsize
@@ -224,23 +226,23 @@ def _compile_sums(name, through, kind):
 
     added = jit(add_arrays, name=f"add{name}")
 
-    def meet_and_add(row, number, at, looks):
+    def synchronize_and_add(row, number, at, max_polls):
         """Advance a meeting as far as possible; return its state. at: offset of its records on the boards."""
         finished = load_acquire(row + 8 * (HEAD + load_acquire(row + 8 * LANE))) + at + FINISHED
         if load_acquire(finished) < number:
-            if not _have_all_posted(row, number, at + POSTED, looks):
+            if not _have_all_posted(row, number, at + POSTED, max_polls):
                 return LATE
             if not _are_arrays_unmoved(row, at):
                 return MOVED
             added(row)
             store_release(finished, number)
-        return COMPLETE if _have_all_posted(row, number, at + FINISHED, looks) else HELD
+        return COMPLETE if _have_all_posted(row, number, at + FINISHED, max_polls) else HELD
 
-    return added, jit(meet_and_add, name=f"meet{name}")
+    return added, jit(synchronize_and_add, name=f"meet{name}")
 
 
-add32, meet32 = _compile_sums("32", return_unconverted, np.float32)
-add64, meet64 = _compile_sums("64", return_unconverted, np.float64)
-add_bfloat16, meet_bfloat16 = _compile_sums("_bfloat16", emit_round_to_bfloat16, np.float32)
-add_float16, meet_float16 = _compile_sums("_float16", emit_round_to_float16, np.float32)
+add32, meet32 = _compile_sum_functions("32", return_unconverted, np.float32)
+add64, meet64 = _compile_sum_functions("64", return_unconverted, np.float64)
+add_bfloat16, meet_bfloat16 = _compile_sum_functions("_bfloat16", emit_round_to_bfloat16, np.float32)
+add_float16, meet_float16 = _compile_sum_functions("_float16", emit_round_to_float16, np.float32)
 """The 16-bit variants add float32 arrays whose summands are rounded to these dtypes."""

@@ -31,10 +31,10 @@ from fsdpx.core.comm.calls import (
 )
 from fsdpx.core.comm.communicator import EVEN_COUNTS, Communicator
 from fsdpx.core.comm.message_backend import MessageBackend, has_gpu_array
-from fsdpx.core.comm.node.rendezvous import NodeGroup, NodeLanes
+from fsdpx.core.comm.node.rendezvous import HostLanes, NodeGroup
 from fsdpx.core.comm.node.shared_windows import (
     HAS_FILE_LOCKS,
-    MAX_LETTER_BYTES,
+    MAX_PAYLOAD_BYTES,
     MappedWindow,
     NodeMemory,
     WindowAddress,
@@ -60,42 +60,44 @@ class NodeCommunicator(Backend):
 
     An array lies in a window if it is a view of an array of `allocate_shared` or `allocate_node_buffer`; either all
     ranks of a call pass such arrays, or none. A complete call means the same as in MPI: the buffers may be used again.
-    machines: the number of the host of each rank, instead of detecting it (for tests). Groups whose hosts have
+    hosts: the number of the host of each rank, instead of detecting it (for tests). Groups whose hosts have
     different numbers of ranks use messages for all calls.
     """
 
     xp = np
 
-    def __init__(self, carrier: MessageBackend, machines: Sequence[int] | None = None) -> None:
-        names = carrier.all_gather_data(get_shared_memory_id()) if machines is None else machines
+    def __init__(self, carrier: MessageBackend, hosts: Sequence[int] | None = None) -> None:
+        names = carrier.all_gather_data(get_shared_memory_id()) if hosts is None else hosts
         ranks = [rank for rank, name in enumerate(names) if name == names[carrier.rank]]
         here = carrier if len(ranks) == carrier.size else carrier.split(ranks[0], carrier.rank)
         assert here is not None
         self._initialize(carrier, NodeMemory(carrier, here, ranks[0]), owns=True)
 
-    def _initialize(self, carrier: MessageBackend, host: NodeMemory, owns: bool) -> None:
+    def _initialize(self, carrier: MessageBackend, memory: NodeMemory, owns: bool) -> None:
         super().__init__(carrier.rank, carrier.size, carrier.progress)
-        self.carrier, self.host = carrier, host
-        self._owns = owns
-        everyone = carrier.all_gather_data((host.leader, host.rank, has_numba()))
+        self.carrier, self.memory = carrier, memory
+        self._owns_memory = owns
+        everyone = carrier.all_gather_data((memory.leader, memory.rank, has_numba()))
         names = list(dict.fromkeys(leader for leader, _, _ in everyone))
-        number = names.index(host.leader)
-        self.machines = [[r for r, (leader, _, _) in enumerate(everyone) if leader == name] for name in names]
-        self.machine = self.machines[number]
-        self._home = everyone[self.machine[0]][1]
-        even = len({len(m) for m in self.machines}) == 1 and len(self.machine) > 1
-        self.inside = even and len(self.machines) == 1
-        self.compiles = self.inside and all(able for _, _, able in everyone)
-        across = carrier.split(self.machine.index(self.rank), self.rank) if even and not self.inside else None
-        self.near = NodeGroup(carrier, host, self.machine, number) if even else None
-        self.lanes: NodeLanes | None = None
-        if self.near is not None and isinstance(across, MessageBackend):
-            self.lanes = NodeLanes(self.near, across, self.machines)
-        self._kept: dict[Any, PersistentCollective] = {}
+        number = names.index(memory.leader)
+        self.ranks_by_host = [[r for r, (leader, _, _) in enumerate(everyone) if leader == name] for name in names]
+        self.ranks_on_host = self.ranks_by_host[number]
+        self._buffer_owner = everyone[self.ranks_on_host[0]][1]
+        even = len({len(m) for m in self.ranks_by_host}) == 1 and len(self.ranks_on_host) > 1
+        self.is_single_host = even and len(self.ranks_by_host) == 1
+        self.compiles = self.is_single_host and all(able for _, _, able in everyone)
+        across = (
+            carrier.split(self.ranks_on_host.index(self.rank), self.rank) if even and not self.is_single_host else None
+        )
+        self.host_group = NodeGroup(carrier, memory, self.ranks_on_host, number) if even else None
+        self.lanes: HostLanes | None = None
+        if self.host_group is not None and isinstance(across, MessageBackend):
+            self.lanes = HostLanes(self.host_group, across, self.ranks_by_host)
+        self._persistent_calls: dict[Any, PersistentCollective] = {}
 
     def __repr__(self) -> str:
         over = type(self.carrier).__name__
-        return f"NodeCommunicator(rank={self.rank}, size={self.size}, machines={len(self.machines)}) over {over}"
+        return f"NodeCommunicator(rank={self.rank}, size={self.size}, hosts={len(self.ranks_by_host)}) over {over}"
 
     @property
     def library(self) -> str:
@@ -110,8 +112,8 @@ class NodeCommunicator(Backend):
     def set_timeout(self, seconds: float) -> None:
         """Set the limit of a single wait, in seconds."""
         self.carrier.set_timeout(seconds)
-        if self.near is not None:
-            self.near.timeout = seconds
+        if self.host_group is not None:
+            self.host_group.timeout = seconds
         if self.lanes is not None:
             self.lanes.across.set_timeout(seconds)
 
@@ -120,39 +122,39 @@ class NodeCommunicator(Backend):
     @property
     def can_share(self) -> bool:
         """True if arrays in windows pay off: each host has several ranks of this group, all hosts equally many."""
-        return self.near is not None
+        return self.host_group is not None
 
     def allocate_shared(self, nbytes: int) -> Array | None:
         """Return `nbytes` bytes of this rank that all ranks of its host can read; ranks may ask for different amounts.
         Return None, on all ranks, if a host has too little memory. Collective over the communicator that was opened
         first."""
         self._load_persistent_code()
-        number = self.host.allocate_window(nbytes)
-        return None if number is None else self.host.windows[number].parts[self.host.rank]
+        number = self.memory.allocate_window(nbytes)
+        return None if number is None else self.memory.windows[number].parts[self.memory.rank]
 
     def allocate_node_buffer(self, nbytes: int) -> Array | None:
         """Return memory like `allocate_shared`, but one buffer for all ranks of this group on a host."""
         self._load_persistent_code()
-        number = self.host.allocate_window(nbytes if self.rank == self.machine[0] else 0)
+        number = self.memory.allocate_window(nbytes if self.rank == self.ranks_on_host[0] else 0)
         if number is None:
             return None
-        self.host.common.add(number)
-        return self.host.windows[number].parts[self._home]
+        self.memory.common.add(number)
+        return self.memory.windows[number].parts[self._buffer_owner]
 
     def free_shared(self, array: Array) -> None:
         """Free an array of `allocate_shared` or `allocate_node_buffer`. Collective over the communicator that was
         opened first."""
-        self.host.unmap_window(array)
+        self.memory.unmap_window(array)
 
     def free_shared_later(self, arrays: list[Array]) -> None:
         """Free arrays whose owner was garbage-collected: at once, or, if a transfer under way may still use them, at
         the next allocation. Any thread may call it at any time; it does not communicate."""
-        self.host.abandoned += arrays
+        self.memory.abandoned += arrays
         self._free_abandoned_arrays()
 
     def _free_abandoned_arrays(self) -> None:
         if not self.progress.pending:
-            self.host.free_abandoned_windows()
+            self.memory.free_abandoned_windows()
 
     # -- calls -----------------------------------------------------------------------------------
 
@@ -182,15 +184,15 @@ class NodeCommunicator(Backend):
         Changes of an array's shape or dtype in place are not detected.
         """
         if not arrays:
-            return self._kept.get(verb)
+            return self._persistent_calls.get(verb)
         first, last = arrays[0], arrays[-1]
-        known = self._kept.get((verb, id(first), id(last), op, counts, how, wire))
+        known = self._persistent_calls.get((verb, id(first), id(last), op, counts, how, wire))
         return known if known is not None and known.first() is first and known.last() is last else None
 
     def start_transfer(self, call: Call) -> Handle:
         """Start a call in shared memory where possible, else by messages."""
-        begin = _SHARED.get(call.verb)
-        handle = begin(self, call, self.near) if begin is not None and self.near is not None else None
+        begin = _SHARED_MEMORY_CALLS.get(call.verb)
+        handle = begin(self, call, self.host_group) if begin is not None and self.host_group is not None else None
         return self.carrier.start_transfer(call) if handle is None else handle
 
     def _take_next_tag(self) -> int:
@@ -199,167 +201,175 @@ class NodeCommunicator(Backend):
 
     def start_rounded_sum(self, call: Call) -> Handle:
         """Round the summands where they are read: inside a host, nothing travels."""
-        handle = _SHARED[call.verb](self, call, self.near) if self.near is not None and self.inside else None
+        handle = (
+            _SHARED_MEMORY_CALLS[call.verb](self, call, self.host_group)
+            if self.host_group is not None and self.is_single_host
+            else None
+        )
         return super().start_rounded_sum(call) if handle is None else handle
 
-    def _start_all_gather(self, call: Call, near: NodeGroup) -> Handle | None:
+    def _start_all_gather(self, call: Call, group: NodeGroup) -> Handle | None:
         send, recv = call.arrays
-        into, source = self.host.find_address(recv), self.host.find_address(send)
-        if into is not None and into.window in self.host.common:
+        into, source = self.memory.find_address(recv), self.memory.find_address(send)
+        if into is not None and into.window in self.memory.common:
             if self.lanes is not None:
-                return GeneratorHandle(self.lanes.all_gather_into_node_buffer(call), self.progress)
-            return self._start_all_gather_into_node_buffer(call, near, into, source)
-        if self.inside and source is not None:
-            return self._start_all_gather_by_copying(call, near, source)
+                return GeneratorHandle(self.lanes.all_gather_into_host_buffers(call), self.progress)
+            return self._start_all_gather_into_host_buffer(call, group, into, source)
+        if self.is_single_host and source is not None:
+            return self._start_all_gather_by_copying(call, group, source)
         if self.lanes is not None and into is not None:
-            return GeneratorHandle(self.lanes.all_gather(call, into), self.progress)
-        few = max(call.cuts[0].counts) * recv.dtype.itemsize <= MAX_LETTER_BYTES
-        if few and self.inside and not has_gpu_array(call.arrays):
-            return self._start_letter_all_gather(call, near)
+            return GeneratorHandle(self.lanes.all_gather_over_hosts(call, into), self.progress)
+        few = max(call.partitions[0].counts) * recv.dtype.itemsize <= MAX_PAYLOAD_BYTES
+        if few and self.is_single_host and not has_gpu_array(call.arrays):
+            return self._start_small_all_gather(call, group)
         return None
 
-    def _start_letter_all_gather(self, call: Call, near: NodeGroup) -> Handle:
+    def _start_small_all_gather(self, call: Call, group: NodeGroup) -> Handle:
         """All-gather a few bytes of each rank from any memory: they are written on the board next to the record.
 
         Calls of a trainer begin with such a gather. A rank that is in another call then waits in MPI, where it never
         meets this one: MPI libraries that confuse the data of two calls may corrupt their own memory (Open MPI's
         nonblocking collectives do) and hang.
         """
-        (send, recv), (cut,) = call.arrays, call.cuts
-        number = near.reserve_meeting()
-        near.board.get_payload(near.lane, number)[: send.nbytes] = send.view(np.uint8)
+        (send, recv), (pieces,) = call.arrays, call.partitions
+        number = group.reserve_collective()
+        group.board.view_payload(group.lane, number)[: send.nbytes] = send.view(np.uint8)
 
-        def read_letters() -> None:
-            for index in range(near.size):
-                piece = cut.get_piece(recv, index)
-                piece[...] = near.board.get_payload(index, number)[: piece.nbytes].view(piece.dtype)
+        def read_payloads() -> None:
+            for index in range(group.size):
+                piece = pieces.get_piece(recv, index)
+                piece[...] = group.board.view_payload(index, number)[: piece.nbytes].view(piece.dtype)
 
-        return near.start_meeting(number, None, call, read_letters, held=False)
+        return group.start_collective(number, None, call, read_payloads, held=False)
 
-    def _start_all_gather_into_node_buffer(
-        self, call: Call, near: NodeGroup, into: WindowAddress, source: WindowAddress | None
+    def _start_all_gather_into_host_buffer(
+        self, call: Call, group: NodeGroup, into: WindowAddress, source: WindowAddress | None
     ) -> Handle:
         """All-gather into a buffer shared by all ranks: each rank writes its piece and then only signals."""
-        (send, recv), (cut,) = call.arrays, call.cuts
-        own_part, start = cut.get_piece(recv, self.rank), cut.displs[self.rank] * recv.dtype.itemsize
+        (send, recv), (pieces,) = call.arrays, call.partitions
+        own_part, start = pieces.get_piece(recv, self.rank), pieces.displs[self.rank] * recv.dtype.itemsize
         there = source == (into.window, into.owner, into.offset + start)
         if self.persistent_code is not None:
             return self._start_and_cache_persistent(
-                call, self.persistent_code.bind_gather_kernel(near, call, None if there else own_part), cut
+                call, self.persistent_code.bind_gather_kernel(group, call, None if there else own_part), pieces
             )
         if not there:
             own_part[...] = send
-        return near.start_barrier(near.reserve_meeting(), call)
+        return group.start_barrier(group.reserve_collective(), call)
 
-    def _start_all_gather_by_copying(self, call: Call, near: NodeGroup, place: WindowAddress) -> Handle:
+    def _start_all_gather_by_copying(self, call: Call, group: NodeGroup, address: WindowAddress) -> Handle:
         """All-gather by copying the pieces of the other ranks from their arrays: n - n/N read and written."""
-        (send, recv), (cut,) = call.arrays, call.cuts
-        number = near.reserve_meeting()
-        copy_unless_same(cut.get_piece(recv, self.rank), send)
+        (send, recv), (pieces,) = call.arrays, call.partitions
+        number = group.reserve_collective()
+        copy_unless_same(pieces.get_piece(recv, self.rank), send)
 
         def read_pieces() -> None:
-            near.copy_peer_pieces(number, [(other, cut.get_piece(recv, other), 0) for other in near.others])
+            group.copy_pieces_from_peers(number, [(other, pieces.get_piece(recv, other), 0) for other in group.others])
 
-        return near.start_meeting(number, place, call, read_pieces)
+        return group.start_collective(number, address, call, read_pieces)
 
-    def _start_reduce_scatter(self, call: Call, near: NodeGroup) -> Handle | None:
-        (send, recv), (cut,) = call.arrays, call.cuts
-        place = self._find_shared_sum_address(send, call.op)
-        if place is None:
+    def _start_reduce_scatter(self, call: Call, group: NodeGroup) -> Handle | None:
+        (send, recv), (pieces,) = call.arrays, call.partitions
+        address = self._find_shared_sum_address(send, call.op)
+        if address is None:
             return None
         if self.lanes is not None:
-            return GeneratorHandle(self.lanes.reduce_scatter(call, place), self.progress)
+            return GeneratorHandle(self.lanes.reduce_scatter_over_hosts(call, address), self.progress)
         # Other ranks read the start of `send` until all have finished, but only this rank reads its own piece.
-        aside = is_in_place(send, recv) and near.lane > 0
+        aside = is_in_place(send, recv) and group.lane > 0
         if self.persistent_code is not None and _has_compiled_sum(call) and not aside and isinstance(recv, np.ndarray):
             return self._start_and_cache_persistent(
-                call, self.persistent_code.bind_sum_kernel(near, call, place, cut), cut
+                call, self.persistent_code.bind_sum_kernel(group, call, address, pieces), pieces
             )
-        number, own_part = near.reserve_meeting(), cut.get_piece(send, self.rank)
+        number, own_part = group.reserve_collective(), pieces.get_piece(send, self.rank)
         target = own_part if aside else recv
 
         def add_pieces() -> None:
             reduce_in_rank_order_into(
-                near.view_slices_of_all_ranks(number, own_part, cut.displs[self.rank]), call.op, [target], call.wire
+                group.view_host_slices(number, own_part, pieces.displs[self.rank]), call.op, [target], call.wire
             )
 
-        return near.start_meeting(
-            number, place, call, add_pieces, last=partial(np.copyto, recv, own_part) if aside else None
+        return group.start_collective(
+            number, address, call, add_pieces, last=partial(np.copyto, recv, own_part) if aside else None
         )
 
-    def _start_all_reduce(self, call: Call, near: NodeGroup) -> Handle | None:
+    def _start_all_reduce(self, call: Call, group: NodeGroup) -> Handle | None:
         (buf,) = call.arrays
-        place = self._find_shared_sum_address(buf, call.op)
-        if place is None:
+        address = self._find_shared_sum_address(buf, call.op)
+        if address is None:
             return None
         if self.lanes is not None:
-            return GeneratorHandle(self.lanes.all_reduce(call, place), self.progress)
-        cut = make_balanced_partition(buf.size, self.size)
+            return GeneratorHandle(self.lanes.all_reduce_over_hosts(call, address), self.progress)
+        pieces = make_balanced_partition(buf.size, self.size)
         if self.persistent_code is not None and _has_compiled_sum(call):
-            return self._start_and_cache_persistent(call, self.persistent_code.bind_sum_kernel(near, call, place, cut))
-        number = near.reserve_meeting()
+            return self._start_and_cache_persistent(
+                call, self.persistent_code.bind_sum_kernel(group, call, address, pieces)
+            )
+        number = group.reserve_collective()
 
         def add_pieces() -> None:
             """Add one slice of all ranks and write the sum to every rank's buffer; no other rank touches the slice."""
-            slices = near.view_slices_of_all_ranks(number, cut.get_piece(buf, self.rank), cut.displs[self.rank])
+            slices = group.view_host_slices(number, pieces.get_piece(buf, self.rank), pieces.displs[self.rank])
             reduce_in_rank_order_into(slices, call.op, slices, call.wire)
 
-        return near.start_meeting(number, place, call, add_pieces)
+        return group.start_collective(number, address, call, add_pieces)
 
-    def _start_broadcast(self, call: Call, near: NodeGroup) -> Handle | None:
+    def _start_broadcast(self, call: Call, group: NodeGroup) -> Handle | None:
         (buf,) = call.arrays
-        place = self.host.find_address(buf) if self.inside else None
-        if place is None:
+        address = self.memory.find_address(buf) if self.is_single_host else None
+        if address is None:
             return None
-        number, root = near.reserve_meeting(), call.root
+        number, root = group.reserve_collective(), call.root
 
         def read_root() -> None:
             if self.rank != root:
-                near.copy_peer_pieces(number, [(root, buf, 0)])
+                group.copy_pieces_from_peers(number, [(root, buf, 0)])
 
-        return near.start_meeting(number, place, call, read_root, held=self.rank == root)
+        return group.start_collective(number, address, call, read_root, held=self.rank == root)
 
-    def _start_all_to_all(self, call: Call, near: NodeGroup) -> Handle | None:
-        (send, recv), (sent, received) = call.arrays, call.cuts
-        place = self.host.find_address(send) if self.inside else None
-        if place is None:
+    def _start_all_to_all(self, call: Call, group: NodeGroup) -> Handle | None:
+        (send, recv), (sent, received) = call.arrays, call.partitions
+        address = self.memory.find_address(send) if self.is_single_host else None
+        if address is None:
             return None
-        number = near.reserve_meeting()
-        near.get_payload(near.lane, number)[: self.size] = sent.displs
+        number = group.reserve_collective()
+        group.view_payload(group.lane, number)[: self.size] = sent.displs
 
         def read_pieces() -> None:
             received.get_piece(recv, self.rank)[...] = sent.get_piece(send, self.rank)
-            starts = {other: int(near.get_payload(other, number)[self.rank]) for other in near.others}
-            near.copy_peer_pieces(
-                number, [(other, received.get_piece(recv, other), starts[other]) for other in near.others]
+            starts = {other: int(group.view_payload(other, number)[self.rank]) for other in group.others}
+            group.copy_pieces_from_peers(
+                number, [(other, received.get_piece(recv, other), starts[other]) for other in group.others]
             )
 
-        return near.start_meeting(number, place, call, read_pieces)
+        return group.start_collective(number, address, call, read_pieces)
 
-    def _start_barrier(self, call: Call, near: NodeGroup) -> Handle | None:
+    def _start_barrier(self, call: Call, group: NodeGroup) -> Handle | None:
         if self.persistent_code is not None:
-            persistent_call = self._kept["barrier"] = self.persistent_code.bind_gather_kernel(near, call)
+            persistent_call = self._persistent_calls["barrier"] = self.persistent_code.bind_gather_kernel(group, call)
             return persistent_call.begin((), call.what)
-        return near.start_barrier(near.reserve_meeting(), call) if self.inside else None
+        return group.start_barrier(group.reserve_collective(), call) if self.is_single_host else None
 
     def _start_and_cache_persistent(
-        self, call: Call, made: PersistentCollective, cut: FlatPartition | None = None
+        self, call: Call, made: PersistentCollective, pieces: FlatPartition | None = None
     ) -> Handle:
         """Start the collective that was just bound, and keep it for later calls, by all spellings of its counts."""
-        if len(self._kept) >= MAX_PERSISTENT_CALLS:
-            self._kept.clear()
+        if len(self._persistent_calls) >= MAX_PERSISTENT_CALLS:
+            self._persistent_calls.clear()
         counts: list[AllCounts] = [call.counts]
-        if cut is not None:
-            counts = [(cut.counts,)] + ([EVEN_COUNTS] if cut == make_balanced_partition(cut.total, self.size) else [])
+        if pieces is not None:
+            counts = [(pieces.counts,)] + (
+                [EVEN_COUNTS] if pieces == make_balanced_partition(pieces.total, self.size) else []
+            )
         for each in counts:
             first, last = call.arrays[0], call.arrays[-1]
-            self._kept[call.verb, id(first), id(last), call.op, each, call.algorithm, call.wire] = made
+            self._persistent_calls[call.verb, id(first), id(last), call.op, each, call.algorithm, call.wire] = made
         return made.begin(call.arrays, call.what)
 
     @property
     def persistent_code(self) -> ModuleType | None:
         """The module of persistent collectives, if it is loaded and usable."""
-        return self.host.persistent if self.compiles else None
+        return self.memory.persistent if self.compiles else None
 
     def _load_persistent_code(self) -> None:
         """Load the code of persistent collectives once memory is shared: from then on, repeated collectives run
@@ -368,7 +378,7 @@ class NodeCommunicator(Backend):
         if self.compiles and self.persistent_code is None:
             from fsdpx.core.comm.node import persistent
 
-            self.host.persistent = persistent
+            self.memory.persistent = persistent
 
     def _find_shared_sum_address(self, array: Array, op: ReduceOp) -> WindowAddress | None:
         """Return the address of an array whose sum runs in shared memory; None if it travels as messages.
@@ -378,9 +388,9 @@ class NodeCommunicator(Backend):
         rounded earlier.
         """
         small = array.nbytes <= SMALL_SUM_BYTES and not (self.compiles and is_reduction_compilable(array.dtype, op))
-        if small or not (self.inside or not is_half(array.dtype)):
+        if small or not (self.is_single_host or not is_half(array.dtype)):
             return None
-        return self.host.find_address(array)
+        return self.memory.find_address(array)
 
     # -- groups ----------------------------------------------------------------------------------
 
@@ -396,22 +406,22 @@ class NodeCommunicator(Backend):
             return None
         assert isinstance(part, MessageBackend)
         group = object.__new__(NodeCommunicator)
-        group._initialize(part, self.host, owns=False)
+        group._initialize(part, self.memory, owns=False)
         return group
 
     def window(self, nbytes: int) -> Window:
         """Return a window in shared memory if all ranks are on one host; else one of the carrier."""
-        if HAS_FILE_LOCKS and len(self.machines) == 1:
+        if HAS_FILE_LOCKS and len(self.ranks_by_host) == 1:
             return MappedWindow(self.carrier, nbytes, self.timeout)
         return self.carrier.window(nbytes)
 
     def close(self) -> None:
-        if self.near is not None:
-            self.near.board.close()
+        if self.host_group is not None:
+            self.host_group.board.close()
         if self.lanes is not None:
             self.lanes.across.close()
-        if self._owns:
-            self.host.close()
+        if self._owns_memory:
+            self.memory.close()
         self.carrier.close()
 
     def abort(self, code: int = 1) -> None:
@@ -423,7 +433,7 @@ def _has_compiled_sum(call: Call) -> bool:
     return is_reduction_compilable(dtype, call.op) and (call.wire is None or dtype.char == "f")
 
 
-_SHARED: dict[str, Callable[[NodeCommunicator, Call, NodeGroup], Handle | None]] = {
+_SHARED_MEMORY_CALLS: dict[str, Callable[[NodeCommunicator, Call, NodeGroup], Handle | None]] = {
     "all_gather": NodeCommunicator._start_all_gather,
     "reduce_scatter": NodeCommunicator._start_reduce_scatter,
     "all_reduce": NodeCommunicator._start_all_reduce,

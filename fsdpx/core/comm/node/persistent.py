@@ -1,7 +1,7 @@
 """Persistent collectives in shared memory: arguments are checked and addresses found once, then the call is started
 many times, with compiled code for waiting and adding.
 
-They follow the same board protocol as `NodeMeeting`, so ranks that use one and ranks that use the other can meet.
+They follow the same board protocol as `NodeCollective`, so ranks that use one and ranks that use the other can meet.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = [
     "StartedCollective",
     "bind_gather_kernel",
     "bind_sum_kernel",
-    "load_meeting_code",
+    "compile_collective_kernels",
 ]
 
 SPINS_PER_STEP = 512
@@ -39,41 +39,45 @@ _SUMS: dict[str, CompiledFunction] = {
 """By the dtype of the arrays, or by the dtype to which summands of float32 are rounded."""
 
 
-def load_meeting_code(kind: str) -> None:
+def compile_collective_kernels(kind: str) -> None:
     """Compile or load, before the first meeting, the code that ranks with shared memory run. kind: dtype of the
     sums."""
     for run in (atomics.advance_barrier, _SUMS.get(kind) or _SUMS[np.dtype(kind).char]):
         run.compile_for_arguments(0, 0, 0, 0)
 
 
-def bind_gather_kernel(near: NodeGroup, call: Call, own: Array | None = None) -> PersistentCollective:
+def bind_gather_kernel(group: NodeGroup, call: Call, own: Array | None = None) -> PersistentCollective:
     """Return a persistent barrier, or an all-gather into an array that all ranks share. own: destination of this rank's
     piece; None if it is written in place."""
-    return PersistentCollective(near, call, atomics.advance_barrier, None, own, _make_argument_row(near, 0, 1, []))
+    return PersistentCollective(group, call, atomics.advance_barrier, None, own, _make_argument_row(group, 0, 1, []))
 
 
-def bind_sum_kernel(near: NodeGroup, call: Call, place: WindowAddress, cut: FlatPartition) -> PersistentCollective:
-    """Return a persistent sum: this rank's piece of the first array of every rank (its own at `place`) is added up and
-    written to the second array, or, if there is none, to every first array."""
-    first, last, rank = call.arrays[0], call.arrays[-1], near.rank
+def bind_sum_kernel(
+    group: NodeGroup, call: Call, address: WindowAddress, pieces: FlatPartition
+) -> PersistentCollective:
+    """Return a persistent sum over this rank's piece of the first array of every rank (this rank's array is at
+    `address`). The sum is written to the second array, or to every rank's first array if there is no second one."""
+    first, last, rank = call.arrays[0], call.arrays[-1], group.rank
     separate = len(call.arrays) > 1
-    outs = [get_data_pointer(last)] if separate else [0] * near.size
-    divisor = near.size if call.op is ReduceOp.AVG else 1
+    outs = [get_data_pointer(last)] if separate else [0] * group.size
+    divisor = group.size if call.op is ReduceOp.AVG else 1
     run = _SUMS[first.dtype.char if call.wire is None else call.wire.name]
     row = _make_argument_row(
-        near, cut.counts[rank], divisor, outs, stream=separate and last.nbytes >= MIN_STREAMED_BYTES
+        group, pieces.counts[rank], divisor, outs, stream=separate and last.nbytes >= MIN_STREAMED_BYTES
     )
-    persistent_call = PersistentCollective(near, call, run, place, None, row)
-    persistent_call.skip = cut.displs[rank] * first.dtype.itemsize
-    persistent_call.set_peer_address(near.lane, place)
+    persistent_call = PersistentCollective(group, call, run, address, None, row)
+    persistent_call.skip = pieces.displs[rank] * first.dtype.itemsize
+    persistent_call.set_peer_address(group.lane, address)
     return persistent_call
 
 
-def _make_argument_row(near: NodeGroup, n: int, divisor: int, outs: list[int], stream: bool = False) -> Array:
+def _make_argument_row(group: NodeGroup, n: int, divisor: int, outs: list[int], stream: bool = False) -> Array:
     """Return the row of arguments for compiled code, without addresses of arrays."""
-    ranks = near.size
-    head = [ranks, near.lane, n, divisor, int(stream), len(outs)]
-    return np.array([*head, *near.board.addresses, *[0] * ranks, *[-1] * (atomics.PLACE * ranks), *outs], np.int64)
+    ranks = group.size
+    head = [ranks, group.lane, n, divisor, int(stream), len(outs)]
+    return np.array(
+        [*head, *group.board.addresses, *[0] * ranks, *[-1] * (atomics.ADDRESS_WORDS * ranks), *outs], np.int64
+    )
 
 
 class PersistentCollective:
@@ -85,17 +89,17 @@ class PersistentCollective:
     """
 
     __slots__ = (
-        "_everywhere", "_row", "_words", "first", "last", "near", "own", "run", "skip", "start", "verb", "words"
+        "_everywhere", "_row", "_words", "first", "host_group", "last", "own", "run", "skip", "start", "verb", "words"
     )  # fmt: skip
 
     def __init__(
-        self, near: NodeGroup, call: Call, run: Run, place: WindowAddress | None, own: Array | None, row: Array
+        self, group: NodeGroup, call: Call, run: Run, address: WindowAddress | None, own: Array | None, row: Array
     ) -> None:
-        self.near, self.verb, self.run, self.own = near, call.verb, run, own
-        self.words = None if place is None else place.word_view
+        self.host_group, self.verb, self.run, self.own = group, call.verb, run, own
+        self.words = None if address is None else address.word_view
         arrays = call.arrays or (row,)
         self.first, self.last = ref(arrays[0]), ref(arrays[-1])
-        self._everywhere = place is not None and len(arrays) == 1
+        self._everywhere = address is not None and len(arrays) == 1
         self._row, self._words, self.start = row, memoryview(row), get_data_pointer(row)
         self.skip = 0
 
@@ -103,31 +107,31 @@ class PersistentCollective:
         """Start the collective once more and return its handle."""
         if self.own is not None:
             self.own[...] = arrays[0]
-        near, started = self.near, StartedCollective()
+        group, started = self.host_group, StartedCollective()
         started.persistent, started.what, started.done = self, what, False
-        started.number = number = near.reserve_meeting(started)
-        started.at = near.board.post_record(number, self.words)
-        near.progress.pending.append(started)
+        started.number = number = group.reserve_collective(started)
+        started.at = group.board.post_record(number, self.words)
+        group.progress.pending.append(started)
         return started
 
     def read_peer_addresses(self, number: int) -> None:
         """Read the addresses of the other ranks' arrays from their records of meeting `number`."""
-        for lane in self.near.others:
-            self.set_peer_address(lane, self.near.board.read_words(lane, number, atomics.PLACE))
+        for lane in self.host_group.others:
+            self.set_peer_address(lane, self.host_group.board.read_words(lane, number, atomics.ADDRESS_WORDS))
 
-    def set_peer_address(self, lane: int, place: Sequence[int]) -> None:
+    def set_peer_address(self, lane: int, address: Sequence[int]) -> None:
         """Write the address of the array of rank number `lane` of the host into the row."""
-        words, ranks, (window, owner, offset) = self._words, self.near.size, place
-        window_address = self.near.host.windows[window].addresses[owner] + offset + self.skip
+        words, ranks, (window, owner, offset) = self._words, self.host_group.size, address
+        window_address = self.host_group.memory.windows[window].addresses[owner] + offset + self.skip
         words[atomics.HEAD + ranks + lane] = window_address
-        for i, word in enumerate(place):
-            words[atomics.HEAD + 2 * ranks + atomics.PLACE * lane + i] = word
+        for i, word in enumerate(address):
+            words[atomics.HEAD + 2 * ranks + atomics.ADDRESS_WORDS * lane + i] = word
         if self._everywhere:
-            words[atomics.HEAD + (2 + atomics.PLACE) * ranks + lane] = window_address
+            words[atomics.HEAD + (2 + atomics.ADDRESS_WORDS) * ranks + lane] = window_address
 
 
 class StartedCollective:
-    """The handle of a started persistent collective, the counterpart of `NodeMeeting`. It has no `__init__`, which
+    """The handle of a started persistent collective, the counterpart of `NodeCollective`. It has no `__init__`, which
     would take a fifth of the time of a start."""
 
     __slots__ = ("at", "done", "number", "persistent", "what")
@@ -138,37 +142,37 @@ class StartedCollective:
     done: bool
 
     def test(self) -> bool:
-        return self.done or self._advance_meeting(0)
+        return self.done or self._advance_collective(0)
 
     def wait(self) -> None:
-        near = self.persistent.near
-        if self.done or self._advance_meeting(SPINS_PER_STEP if near.progress.patience else 0):
+        group = self.persistent.host_group
+        if self.done or self._advance_collective(SPINS_PER_STEP if group.progress.patience else 0):
             return
-        if not spin_until(self.test, near.progress, near.timeout):
-            raise make_timeout_error(self, near, self._find_late_ranks())
+        if not spin_until(self.test, group.progress, group.timeout):
+            raise make_timeout_error(self, group, self._find_late_ranks())
 
     def is_slot_free(self) -> bool:
         """Return whether its slot on the board can be used again."""
         return self.test()
 
     def __str__(self) -> str:
-        near = self.persistent.near
-        return f"{format_call_label(self.persistent.verb, self.what)} on rank {near.rank} of {near.size}"
+        group = self.persistent.host_group
+        return f"{format_call_label(self.persistent.verb, self.what)} on rank {group.rank} of {group.size}"
 
-    def _advance_meeting(self, looks: int) -> bool:
+    def _advance_collective(self, max_polls: int) -> bool:
         persistent, number = self.persistent, self.number
-        stands = persistent.run(persistent.start, number, self.at, looks)
+        stands = persistent.run(persistent.start, number, self.at, max_polls)
         if stands == atomics.MOVED:
             persistent.read_peer_addresses(number)
-            stands = persistent.run(persistent.start, number, self.at, looks)
+            stands = persistent.run(persistent.start, number, self.at, max_polls)
         if stands != atomics.COMPLETE:
             return False
         self.done = True
-        persistent.near.progress.pending.remove(self)
-        persistent.near.latest[number % BOARD_SLOTS] = None
+        persistent.host_group.progress.pending.remove(self)
+        persistent.host_group.latest[number % BOARD_SLOTS] = None
         return True
 
     def _find_late_ranks(self) -> list[int]:
-        near, number = self.persistent.near, self.number
-        absent = [lane for lane in near.others if not near.board.has_posted(lane, number)]
-        return absent or [lane for lane in near.others if not near.board.has_finished(lane, number)]
+        group, number = self.persistent.host_group, self.number
+        absent = [lane for lane in group.others if not group.board.has_posted(lane, number)]
+        return absent or [lane for lane in group.others if not group.board.has_finished(lane, number)]

@@ -28,13 +28,13 @@ from fsdpx.core.comm.calls import (
     spin_until,
 )
 from fsdpx.core.comm.message_backend import MessageBackend
-from fsdpx.core.comm.node.shared_windows import BOARD_SLOTS, MeetingBoard, NodeMemory, WindowAddress
+from fsdpx.core.comm.node.shared_windows import BOARD_SLOTS, CollectiveBoard, NodeMemory, WindowAddress
 from fsdpx.core.comm.reduction import reduce_in_rank_order_into
 from fsdpx.errors import CommTimeout
 
-__all__ = ["NodeGroup", "NodeLanes", "NodeMeeting", "make_timeout_error"]
+__all__ = ["HostLanes", "NodeCollective", "NodeGroup", "make_timeout_error"]
 
-QUICK_LOOKS = 32
+QUICK_POLLS = 32
 """Polls of the board before a wait also advances other transfers: most ranks arrive together."""
 
 
@@ -62,7 +62,7 @@ class ArrivalStage:
 
     def wait(self) -> None:
         group = self._group
-        if any(self.test() for _ in range(QUICK_LOOKS)) or spin_until(self.test, group.progress, group.timeout):
+        if any(self.test() for _ in range(QUICK_POLLS)) or spin_until(self.test, group.progress, group.timeout):
             return
         raise make_timeout_error(str(self), group, self._missing)
 
@@ -70,7 +70,7 @@ class ArrivalStage:
         return f"{self._name} on rank {self._group.rank} of {self._group.size}"
 
 
-class NodeMeeting(GeneratorHandle):
+class NodeCollective(GeneratorHandle):
     """The handle of a collective inside a host. work: what this rank does when all have posted, or None. held: whether
     other ranks read this rank's data, so that it is complete when they have finished. last: what this rank does at the
     end."""
@@ -106,21 +106,21 @@ class NodeGroup:
     """The ranks of `comm` on this host. ranks: their ranks in `comm`, this rank at index `lane`. latest: the call that
     holds each slot of the board. number: of the host. Making it is collective over `comm`."""
 
-    def __init__(self, comm: MessageBackend, host: NodeMemory, ranks: list[int], number: int) -> None:
+    def __init__(self, comm: MessageBackend, memory: NodeMemory, ranks: list[int], number: int) -> None:
         self.rank, self.size, self.timeout, self.progress = comm.rank, comm.size, comm.timeout, comm.progress
-        self.host = host
+        self.memory = memory
         self.ranks = ranks
         self.lane = ranks.index(comm.rank)
         self.others = [index for index in range(len(ranks)) if index != self.lane]
         local = comm if len(ranks) == comm.size else comm.split(number, comm.rank)
         assert local is not None
-        self.board = MeetingBoard(local)
+        self.board = CollectiveBoard(local)
         if local is not comm:
             local.close()
         self.latest: list[Any] = [None] * BOARD_SLOTS
         self._number = 0
 
-    def reserve_meeting(self, call: object = "a call") -> int:
+    def reserve_collective(self, call: object = "a call") -> int:
         """Return the number of a new meeting, reserved when a call is issued: the same order on all ranks, however late
         they meet."""
         self._number = number = self._number + 1
@@ -143,142 +143,144 @@ class NodeGroup:
     def start_barrier(self, number: int, call: Call) -> Handle:
         """Start a meeting without work, which is complete when all ranks have arrived."""
         self.board.post_record(number)
-        return self._create_meeting(number, call, held=False)
+        return self._create_collective(number, call, held=False)
 
-    def start_meeting(
-        self, number: int, place: WindowAddress | None, call: Call, work: Callable[[], None], **terms: Any
+    def start_collective(
+        self, number: int, address: WindowAddress | None, call: Call, work: Callable[[], None], **terms: Any
     ) -> Handle:
         """Post the address of an array (None if the payload has the data), run `work` when all ranks have posted, and
         complete when all have finished theirs."""
-        self.board.post_record(number, None if place is None else place.word_view)
-        return self._create_meeting(number, call, work, **terms)
+        self.board.post_record(number, None if address is None else address.word_view)
+        return self._create_collective(number, call, work, **terms)
 
-    def _create_meeting(
+    def _create_collective(
         self, number: int, call: Call, work: Callable[[], None] | None = None, **terms: Any
-    ) -> NodeMeeting:
-        meeting = NodeMeeting(self, number, call, work, **terms)
+    ) -> NodeCollective:
+        meeting = NodeCollective(self, number, call, work, **terms)
         self.latest[number % BOARD_SLOTS] = meeting
         return meeting
 
-    def view_peer_array(self, index: int, number: int, start: int, size: int, dtype: np.dtype) -> Array:
+    def view_peer_slice(self, index: int, number: int, start: int, size: int, dtype: np.dtype) -> Array:
         """Return a slice of the array that rank `index` of the host posted."""
-        return self.host.view_elements(self.board.read_words(index, number, 3), start, size, dtype)
+        return self.memory.view_elements(self.board.read_words(index, number, 3), start, size, dtype)
 
-    def view_slices_of_all_ranks(self, number: int, own: Array, start: int) -> list[Array]:
+    def view_host_slices(self, number: int, own: Array, start: int) -> list[Array]:
         """Return the slices of all ranks that begin at `start` and are as long as `own`, in rank order."""
         count = range(len(self.ranks))
-        return [own if i == self.lane else self.view_peer_array(i, number, start, own.size, own.dtype) for i in count]
+        return [own if i == self.lane else self.view_peer_slice(i, number, start, own.size, own.dtype) for i in count]
 
-    def get_payload(self, index: int, number: int) -> Array:
+    def view_payload(self, index: int, number: int) -> Array:
         """Return the payload of rank `index` of the host as 64-bit words, one for each rank."""
-        return self.board.get_payload(index, number).view(np.int64)
+        return self.board.view_payload(index, number).view(np.int64)
 
-    def copy_peer_pieces(self, number: int, pieces: Sequence[tuple[int, Array, int]]) -> None:
+    def copy_pieces_from_peers(self, number: int, pieces: Sequence[tuple[int, Array, int]]) -> None:
         """Fill each array of (index, array, start) from the array that rank `index` of the host posted."""
         for index, array, start in pieces:
-            array[...] = self.view_peer_array(index, number, start, array.size, array.dtype)
+            array[...] = self.view_peer_slice(index, number, start, array.size, array.dtype)
 
 
-class NodeLanes:
-    """Calls over several hosts. near: the ranks of this host. across: those of this rank's lane. machines: ranks by
+class HostLanes:
+    """Calls over several hosts. group: the ranks of this host. across: those of this rank's lane. machines: ranks by
     host, equally many. turn: the ticket that may reach the network next."""
 
-    def __init__(self, near: NodeGroup, across: MessageBackend, machines: list[list[int]]) -> None:
-        self.near, self.across, self.machines = near, across, machines
-        self.lane = [machine[near.lane] for machine in machines]
+    def __init__(self, group: NodeGroup, across: MessageBackend, ranks_by_host: list[list[int]]) -> None:
+        self.host_group, self.across, self.ranks_by_host = group, across, ranks_by_host
+        self.lane = [ranks[group.lane] for ranks in ranks_by_host]
         self.turn = self._tickets = 0
 
-    def all_gather(self, call: Call, place: WindowAddress) -> Iterator[Handle]:
+    def all_gather_over_hosts(self, call: Call, address: WindowAddress) -> Iterator[Handle]:
         """Gather this rank's lane from other hosts, then the other lanes from the buffers of this host's ranks, which
         thus share the network traffic."""
-        near, turn, number = self.near, self._take_lane_turn(), self.near.reserve_meeting()
-        recv, cut = call.arrays[1], call.cuts[0]
+        group, turn, number = self.host_group, self._take_lane_turn(), self.host_group.reserve_collective()
+        recv, pieces = call.arrays[1], call.partitions[0]
         yield turn
         yield self._start_lane_all_gather(call)
 
         def read_pieces() -> None:
-            ranks = [(index, machine[index]) for index in near.others for machine in self.machines]
-            near.copy_peer_pieces(
-                number, [(index, cut.get_piece(recv, rank), cut.displs[rank]) for index, rank in ranks]
+            ranks = [(index, on_host[index]) for index in group.others for on_host in self.ranks_by_host]
+            group.copy_pieces_from_peers(
+                number, [(index, pieces.get_piece(recv, rank), pieces.displs[rank]) for index, rank in ranks]
             )
 
-        yield near.start_meeting(number, place, call, read_pieces)
+        yield group.start_collective(number, address, call, read_pieces)
 
-    def all_gather_into_node_buffer(self, call: Call) -> Iterator[Handle]:
+    def all_gather_into_host_buffers(self, call: Call) -> Iterator[Handle]:
         """Gather into one buffer per host, where each lane arrives once."""
-        near, turn = self.near, self._take_lane_turn()
-        first, second = near.reserve_meeting(), near.reserve_meeting()
+        group, turn = self.host_group, self._take_lane_turn()
+        first, second = group.reserve_collective(), group.reserve_collective()
         send, recv = call.arrays
-        own_part = call.cuts[0].get_piece(recv, near.rank)
+        own_part = call.partitions[0].get_piece(recv, group.rank)
         copy_unless_same(own_part, send)
-        yield near.start_barrier(first, call)  # from here on, no rank of the host reads the old content
+        yield group.start_barrier(first, call)  # from here on, no rank of the host reads the old content
         yield turn
         yield self._start_lane_all_gather(call.with_arrays((own_part, recv)))
-        yield near.start_barrier(second, call)
+        yield group.start_barrier(second, call)
 
-    def reduce_scatter(self, call: Call, place: WindowAddress) -> Iterator[Handle]:
+    def reduce_scatter_over_hosts(self, call: Call, address: WindowAddress) -> Iterator[Handle]:
         """Add the pieces of this rank's lane inside the host, then over the lane. Scratch: n/L for L ranks per host."""
-        near, turn, number = self.near, self._take_lane_turn(), self.near.reserve_meeting()
-        (send, recv), (cut,) = call.arrays, call.cuts
-        sums = make_partition_from_counts(tuple(cut.counts[rank] for rank in self.lane))
+        group, turn, number = self.host_group, self._take_lane_turn(), self.host_group.reserve_collective()
+        (send, recv), (pieces,) = call.arrays, call.partitions
+        sums = make_partition_from_counts(tuple(pieces.counts[rank] for rank in self.lane))
         partial = np.empty(sums.total, send.dtype)
 
         def add_pieces() -> None:
             for i, rank in enumerate(self.lane):
-                sources = near.view_slices_of_all_ranks(number, cut.get_piece(send, rank), cut.displs[rank])
+                sources = group.view_host_slices(number, pieces.get_piece(send, rank), pieces.displs[rank])
                 reduce_in_rank_order_into(sources, _get_partial_op(call.op), [sums.get_piece(partial, i)])
 
-        yield near.start_meeting(number, place, call, add_pieces)
+        yield group.start_collective(number, address, call, add_pieces)
         yield turn
         yield self._start_lane_reduction(call, (partial, recv), (sums,))
         self._divide_average(call, recv)
 
-    def all_reduce(self, call: Call, place: WindowAddress) -> Iterator[Handle]:
+    def all_reduce_over_hosts(self, call: Call, address: WindowAddress) -> Iterator[Handle]:
         """Add one slice per rank of the host: inside the host, then over the lane; then copy the other slices from its
         ranks."""
-        near, turn = self.near, self._take_lane_turn()
-        first, second = near.reserve_meeting(), near.reserve_meeting()
+        group, turn = self.host_group, self._take_lane_turn()
+        first, second = group.reserve_collective(), group.reserve_collective()
         (buf,) = call.arrays
-        cut = make_balanced_partition(buf.size, len(near.ranks))
-        own_part = cut.get_piece(buf, near.lane)
+        pieces = make_balanced_partition(buf.size, len(group.ranks))
+        own_part = pieces.get_piece(buf, group.lane)
 
         def add_pieces() -> None:
             reduce_in_rank_order_into(
-                near.view_slices_of_all_ranks(first, own_part, cut.displs[near.lane]),
-                _get_partial_op(call.op),
-                [own_part],
+                group.view_host_slices(first, own_part, pieces.displs[group.lane]), _get_partial_op(call.op), [own_part]
             )
 
-        yield near.start_meeting(first, place, call, add_pieces)
+        yield group.start_collective(first, address, call, add_pieces)
         yield turn
         yield self._start_lane_reduction(call, (own_part,), ())
         self._divide_average(call, own_part)
 
         def read_pieces() -> None:
-            near.copy_peer_pieces(
-                second, [(index, cut.get_piece(buf, index), cut.displs[index]) for index in near.others]
+            group.copy_pieces_from_peers(
+                second, [(index, pieces.get_piece(buf, index), pieces.displs[index]) for index in group.others]
             )
 
-        yield near.start_meeting(second, place, call, read_pieces)
+        yield group.start_collective(second, address, call, read_pieces)
 
     def _take_lane_turn(self) -> LaneTurn:
         self._tickets += 1
         return LaneTurn(self, self._tickets - 1)
 
     def _start_lane_all_gather(self, call: Call) -> Handle:
-        cut = call.cuts[0]
+        pieces = call.partitions[0]
         self.turn += 1
-        counts, displs = [cut.counts[rank] for rank in self.lane], [cut.displs[rank] for rank in self.lane]
+        counts, displs = [pieces.counts[rank] for rank in self.lane], [pieces.displs[rank] for rank in self.lane]
         return self.across.start_all_gather_with_gaps(call, counts, displs)
 
-    def _start_lane_reduction(self, call: Call, arrays: tuple[Array, ...], cuts: tuple[FlatPartition, ...]) -> Handle:
+    def _start_lane_reduction(
+        self, call: Call, arrays: tuple[Array, ...], partitions: tuple[FlatPartition, ...]
+    ) -> Handle:
         """Start to reduce partial sums over the lane."""
         self.turn += 1
-        return self.across.start_transfer(Call(call.verb, arrays, _get_partial_op(call.op), what=call.what, cuts=cuts))
+        return self.across.start_transfer(
+            Call(call.verb, arrays, _get_partial_op(call.op), what=call.what, partitions=partitions)
+        )
 
     def _divide_average(self, call: Call, total: Array) -> None:
         if call.op is ReduceOp.AVG:
-            np.divide(total, self.near.size, total)
+            np.divide(total, self.host_group.size, total)
 
 
 class LaneTurn:
@@ -286,16 +288,16 @@ class LaneTurn:
 
     __slots__ = ("_lanes", "_ticket")
 
-    def __init__(self, lanes: NodeLanes, ticket: int) -> None:
+    def __init__(self, lanes: HostLanes, ticket: int) -> None:
         self._lanes, self._ticket = lanes, ticket
 
     def test(self) -> bool:
         return self._lanes.turn >= self._ticket  # > if progress has advanced this call during the wait
 
     def wait(self) -> None:
-        near = self._lanes.near
-        if not spin_until(self.test, near.progress, near.timeout):
-            raise CommTimeout(f"rank {near.rank} waited {near.timeout:g} s for a call that it issued before")
+        group = self._lanes.host_group
+        if not spin_until(self.test, group.progress, group.timeout):
+            raise CommTimeout(f"rank {group.rank} waited {group.timeout:g} s for a call that it issued before")
 
 
 def _get_partial_op(op: ReduceOp) -> ReduceOp:

@@ -24,7 +24,7 @@ except ImportError:  # on Windows, MPI provides the windows
 T = TypeVar("T")
 
 
-def map_shared_file(comm: Communicator, nbytes: int, folder: str, at_once: bool) -> tuple[int, mmap.mmap]:
+def map_shared_file(comm: Communicator, nbytes: int, folder: str, preallocate: bool) -> tuple[int, mmap.mmap]:
     """Open, map and lock a new file in `folder` on all ranks of `comm`, which run on this host. Collective.
 
     The file has no name while it holds memory, so that ranks can be killed at any moment without leaving it behind. The
@@ -36,7 +36,7 @@ def map_shared_file(comm: Communicator, nbytes: int, folder: str, at_once: bool)
     comm : ranks of this host
     nbytes : size of the file
     folder : of a file system in memory
-    at_once : allocate the memory now; else each page is allocated when it is first touched
+    preallocate : allocate the memory now; else each page is allocated when it is first touched
 
     Returns
     -------
@@ -52,7 +52,7 @@ def map_shared_file(comm: Communicator, nbytes: int, folder: str, at_once: bool)
     try:
         if not opening.share_unnamed_file():
             opening.share_named_file()
-        return opening.file, opening.map_memory(at_once)
+        return opening.file, opening.map_memory(preallocate)
     except BaseException:
         opening.close()
         raise
@@ -70,33 +70,33 @@ class _SharedFileOpening:
     def share_unnamed_file(self) -> bool:
         """Make the file on rank 0 and open it on the other ranks; return False, on all ranks, if one of them cannot.
         Collective."""
-        where = self._run_on_all_ranks(self._make_unnamed_file)[0]
+        where = self._run_and_gather_results(self._make_unnamed_file)[0]
         if self.comm.rank:
             self.file = _open_descriptor_of_process(*where)
         return all(self.comm.all_gather_data(self.file >= 0))
 
     def share_named_file(self) -> None:
         self.close()
-        path = self._run_on_all_ranks(self._make_named_file)[0]
+        path = self._run_and_gather_results(self._make_named_file)[0]
         try:
-            self._run_on_all_ranks(lambda: self._open_named_file(path))
+            self._run_and_gather_results(lambda: self._open_named_file(path))
         finally:
             if self.comm.rank == 0:
                 os.unlink(path)
         self.comm.all_gather_data(None)  # no rank allocates memory while the file has a name
 
-    def map_memory(self, at_once: bool) -> mmap.mmap:
-        """Map the file and take the lock of this rank. With `at_once`, rank 0 allocates all memory. Collective."""
+    def map_memory(self, preallocate: bool) -> mmap.mmap:
+        """Map the file and take the lock of this rank. With `preallocate`, rank 0 allocates all memory. Collective."""
 
         def map_and_lock() -> None:
-            if at_once and self.comm.rank == 0:
+            if preallocate and self.comm.rank == 0:
                 os.posix_fallocate(self.file, 0, self.nbytes)
             memory = mmap.mmap(self.file, self.nbytes)
             fcntl.lockf(self.file, fcntl.LOCK_EX, 1, self.comm.size + self.comm.rank)
             maps.append(memory)
 
         maps: list[mmap.mmap] = []
-        self._run_on_all_ranks(map_and_lock)
+        self._run_and_gather_results(map_and_lock)
         return maps[0]
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class _SharedFileOpening:
             return ()
         self.file = safe_files.open_unnamed_file(self.folder)
         os.truncate(self.file, self.nbytes)
-        return os.getpid(), self.file, *_identify_file(os.fstat(self.file))
+        return os.getpid(), self.file, *_get_device_and_inode(os.fstat(self.file))
 
     def _make_named_file(self) -> str:
         if self.comm.rank:
@@ -125,7 +125,7 @@ class _SharedFileOpening:
         else:
             os.truncate(self.file, self.nbytes)
 
-    def _run_on_all_ranks(self, body: Callable[[], T]) -> list[T]:
+    def _run_and_gather_results(self, body: Callable[[], T]) -> list[T]:
         """Return `body()` of each rank; raise ConfigError on all of them if one raises OSError. Collective."""
         value, problem = None, ""
         try:
@@ -153,10 +153,10 @@ def _open_descriptor_of_process(process: int, number: int, *identity: int) -> in
     file, as in a container with its own process numbers."""
     name = f"/proc/{process}/fd/{number}"
     with suppress(OSError):
-        if _identify_file(os.stat(name)) == identity:
+        if _get_device_and_inode(os.stat(name)) == identity:
             return os.open(name, os.O_RDWR)
     return -1
 
 
-def _identify_file(found: os.stat_result) -> tuple[int, int]:
+def _get_device_and_inode(found: os.stat_result) -> tuple[int, int]:
     return found.st_dev, found.st_ino

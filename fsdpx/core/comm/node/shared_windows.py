@@ -30,15 +30,15 @@ from fsdpx.core.comm.windows import SharedWindow
 __all__ = [
     "BOARD_SLOTS",
     "HAS_FILE_LOCKS",
-    "MAX_LETTER_BYTES",
+    "MAX_PAYLOAD_BYTES",
     "SHARED_MEMORY_FOLDER",
+    "CollectiveBoard",
     "HostWindow",
     "MappedWindow",
-    "MeetingBoard",
     "NodeMemory",
     "SharedMapping",
     "WindowAddress",
-    "count_free_bytes",
+    "count_free_shared_bytes",
     "get_shared_memory_id",
 ]  # fmt: skip
 
@@ -56,18 +56,19 @@ SHARED_MEMORY_FOLDER = "/dev/shm"
 
 
 class SharedMapping:
-    """A file in memory with a part for each rank of `comm`, mapped by all of them; all must run on this host. Making it
-    is collective.
+    """A file in memory with a part for each rank of `comm`, mapped by all of them; all must run on this host. Creating
+    it is collective.
 
-    The file has no name, so nothing is left behind however ranks end, and a rank that drops it without `close` releases
-    its mapping. at_once: allocate the memory now and raise ConfigError on all ranks if there is too little; else pages
-    are allocated when first touched. Rank r locks byte size + r of `file` as long as it lives.
+    The file has no name, so nothing is left behind however ranks end, and a rank that drops this object without `close`
+    still releases its mapping. preallocate: allocate the memory now and raise ConfigError on all ranks if there is too
+    little; else pages are allocated when they are first touched. Rank r holds a lock on byte size + r of `file` as long
+    as it lives.
     """
 
-    def __init__(self, comm: Communicator, nbytes: int, at_once: bool = True) -> None:
+    def __init__(self, comm: Communicator, nbytes: int, preallocate: bool = True) -> None:
         sizes = comm.all_gather_data(max(nbytes, 1))
         starts = [0, *accumulate(-(-n // mmap.PAGESIZE) * mmap.PAGESIZE for n in sizes)]
-        self.file, memory = map_shared_file(comm, starts[-1], _find_memory_folder(), at_once)
+        self.file, memory = map_shared_file(comm, starts[-1], _find_shared_memory_folder(), preallocate)
         self._end = weakref.finalize(self, os.close, self.file)
         self._end.atexit = False  # the system closes it at exit
         self.parts = [np.frombuffer(memory, np.uint8, n, start) for start, n in zip(starts, sizes, strict=False)]
@@ -114,12 +115,13 @@ class MappedWindow(SharedWindow):
 def get_shared_memory_id() -> str:
     """Return a name that is equal for all processes that can share memory: those of one host, except in containers with
     their own shared memory."""
+    folder = _find_shared_memory_folder()
     with suppress(OSError):
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.stat(_find_memory_folder()).st_dev}"
-    return f"{platform.node()} {_find_memory_folder()}"
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.stat(folder).st_dev}"
+    return f"{platform.node()} {folder}"
 
 
-def _find_memory_folder() -> str:
+def _find_shared_memory_folder() -> str:
     return SHARED_MEMORY_FOLDER if os.path.isdir(SHARED_MEMORY_FOLDER) else tempfile.gettempdir()
 
 
@@ -147,11 +149,11 @@ class HostWindow:
 
     def __init__(self, here: Communicator, nbytes: int) -> None:
         self._mapping = SharedMapping(
-            here, nbytes, at_once=False
+            here, nbytes, preallocate=False
         )  # first touch then places each page near the rank that uses it
         self.parts: list[Array] = self._mapping.parts
         self.addresses = [get_data_pointer(part) for part in self.parts]
-        self.fence = _make_fence()
+        self.fence = _make_store_fence()
 
     def free_memory(self) -> None:
         """Free the memory; no array in it may be used afterwards."""
@@ -171,18 +173,18 @@ class NodeMemory:
         self.abandoned: list[Array] = []  # arrays in windows whose owner was garbage-collected
         self.persistent: ModuleType | None = None  # `fsdpx.core.comm.node.persistent`, once memory is shared
         self._owners: dict[int, tuple[int, int]] = {}
-        self._places: dict[int, tuple[Array, WindowAddress]] = {}
+        self._cached_addresses: dict[int, tuple[Array, WindowAddress]] = {}
         self._views: dict[tuple[int, ...], Array] = {}
-        self._made = 0
+        self._window_count = 0
 
     def allocate_window(self, nbytes: int) -> int | None:
         """Return the number of a new window, with `nbytes` bytes of this rank; ranks may differ. Return None, on all
         ranks, if a host has too little memory for the requests of its ranks. Collective over the world."""
         wanted = sum(self.here.all_gather_data(nbytes))
-        if not all(self.world.all_gather_data(wanted <= count_free_bytes())):
+        if not all(self.world.all_gather_data(wanted <= count_free_shared_bytes())):
             return None
-        window, number = HostWindow(self.here, nbytes), self._made
-        self._made += 1
+        window, number = HostWindow(self.here, nbytes), self._window_count
+        self._window_count += 1
         self.windows[number] = window
         self._owners.update({id(part): (number, owner) for owner, part in enumerate(window.parts)})
         return number
@@ -190,13 +192,13 @@ class NodeMemory:
     def unmap_window(self, array: Array) -> None:
         """Free this rank's mapping of the window that contains `array`. No view of it may be in use. Does not
         communicate."""
-        place = self.find_address(array)
-        assert place is not None, "only what was allocated is released"
-        window = self.windows.pop(place.window)
-        self.common.discard(place.window)
+        address = self.find_address(array)
+        assert address is not None, "only what was allocated is released"
+        window = self.windows.pop(address.window)
+        self.common.discard(address.window)
         for part in window.parts:
             del self._owners[id(part)]
-        self._places.clear()
+        self._cached_addresses.clear()
         self._views.clear()
         window.free_memory()
 
@@ -210,17 +212,20 @@ class NodeMemory:
 
     def find_address(self, array: Array) -> WindowAddress | None:
         """Return the address of an array, None if it is not in a window. Addresses are cached by object."""
-        known = self._places.get(id(array))
+        known = self._cached_addresses.get(id(array))
         if known is not None:
             return known[1]
-        place = self._search_address(array)
-        if place is not None:  # a cached array is kept alive, and arrays outside of windows may be large
-            if len(self._places) >= 4096:
-                self._places.clear()
-            self._places[id(array)] = (array, place)  # a reference to the view keeps its id from being reused
-        return place
+        address = self._search_window_address(array)
+        if address is not None:  # a cached array is kept alive, and arrays outside of windows may be large
+            if len(self._cached_addresses) >= 4096:
+                self._cached_addresses.clear()
+            self._cached_addresses[id(array)] = (
+                array,
+                address,
+            )  # a reference to the view keeps its id from being reused
+        return address
 
-    def _search_address(self, array: Array) -> WindowAddress | None:
+    def _search_window_address(self, array: Array) -> WindowAddress | None:
         if not isinstance(array, np.ndarray):
             return None
         owner = self._owners.get(id(array)) or self._owners.get(id(array.base))
@@ -229,14 +234,14 @@ class NodeMemory:
         part = self.windows[owner[0]].parts[owner[1]]
         return WindowAddress(*owner, get_data_pointer(array) - get_data_pointer(part))
 
-    def view_elements(self, place: Sequence[int], start: int, size: int, dtype: np.dtype) -> Array:
+    def view_elements(self, address: Sequence[int], start: int, size: int, dtype: np.dtype) -> Array:
         """Return `size` elements, from element `start` on, of the array at an address."""
-        key = (*place, start, size, dtype.num)
+        key = (*address, start, size, dtype.num)
         cached_view = self._views.get(key)
         if cached_view is None:
             if len(self._views) >= 4096:
                 self._views.clear()
-            window, owner, offset = place
+            window, owner, offset = address
             begin = offset + start * dtype.itemsize
             cached_view = self.windows[window].parts[owner][begin : begin + size * dtype.itemsize].view(dtype)
             self._views[key] = cached_view
@@ -247,13 +252,13 @@ class NodeMemory:
         while self.windows:  # garbage collection of an old trainer may remove windows meanwhile
             self.windows.popitem()[1].free_memory()
         self._owners.clear()
-        self._places.clear()
+        self._cached_addresses.clear()
         self._views.clear()
         if self.here is not self.world:
             self.here.close()
 
 
-def _make_fence() -> Callable[[], None]:
+def _make_store_fence() -> Callable[[], None]:
     """Return a function that orders this rank's stores as seen by other ranks; on x86, where they are ordered, it does
     nothing.
 
@@ -272,7 +277,7 @@ def _make_fence() -> Callable[[], None]:
     return order_stores
 
 
-def count_free_bytes() -> int:
+def count_free_shared_bytes() -> int:
     """Return the free bytes of shared memory of this host, less RESERVED_BYTES; 2^62 on systems without a limit of
     their own."""
     if not os.path.isdir(SHARED_MEMORY_FOLDER):
@@ -285,31 +290,31 @@ BOARD_SLOTS = 64
 """Collectives in flight at a time; the next one reuses the slot of the oldest."""
 RECORD_HEAD_WORDS = 8
 """64-bit words of a record before its payload: posted, finished, and words about the call. One cache line."""
-MAX_LETTER_BYTES = 128
+MAX_PAYLOAD_BYTES = 128
 """Bytes that the payload of every record can hold: enough for what ranks exchange about a step."""
 
 
-class MeetingBoard:
+class CollectiveBoard:
     """Records of the collectives of a group, in shared memory. comm: the group, all on one host. Making it is
     collective."""
 
     def __init__(self, comm: Communicator) -> None:
         self.rank, self.size = comm.rank, comm.size
         self._record = (
-            RECORD_HEAD_WORDS + -(-max(self.size, MAX_LETTER_BYTES // 8) // RECORD_HEAD_WORDS) * RECORD_HEAD_WORDS
+            RECORD_HEAD_WORDS + -(-max(self.size, MAX_PAYLOAD_BYTES // 8) // RECORD_HEAD_WORDS) * RECORD_HEAD_WORDS
         )  # a word for each rank, in whole cache lines
         self._window = HostWindow(comm, BOARD_SLOTS * self._record * 8)
         self._bytes = self._window.parts
         self.addresses = self._window.addresses
         self._fence = self._window.fence
         self._words = [memoryview(part.view(np.int64)) for part in self._bytes]
-        self._mine = self._words[self.rank]
+        self._own_record_words = self._words[self.rank]
 
     def post_record(self, number: int, words: memoryview | None = None) -> int:
         """Post that this rank's data of a collective may be read, at the address `words` (`WindowAddress.word_view`).
         Return the byte offset of the record from each of `addresses`."""
         offset = number % BOARD_SLOTS * self._record
-        own_record = self._mine
+        own_record = self._own_record_words
         if words is not None:
             own_record[offset + 2 : offset + 5] = words
         self._fence()
@@ -327,7 +332,7 @@ class MeetingBoard:
         offset = self._get_record_offset(number) + 2
         return self._words[rank][offset : offset + count].tolist()
 
-    def get_payload(self, rank: int, number: int) -> Array:
+    def view_payload(self, rank: int, number: int) -> Array:
         """Return the payload bytes of a record: written before `post_record`, read after the record is posted."""
         offset = 8 * (self._get_record_offset(number) + RECORD_HEAD_WORDS)
         return self._bytes[rank][offset : offset + 8 * (self._record - RECORD_HEAD_WORDS)]
@@ -335,14 +340,14 @@ class MeetingBoard:
     def mark_finished(self, number: int) -> None:
         """Mark that this rank has read all it needs for a collective."""
         self._fence()
-        self._mine[self._get_record_offset(number) + 1] = number
+        self._own_record_words[self._get_record_offset(number) + 1] = number
 
     def has_finished(self, rank: int, number: int) -> bool:
         return self._words[rank][self._get_record_offset(number) + 1] >= number
 
     def close(self) -> None:
         self._words, self._bytes = [], []
-        del self._mine, self._fence
+        del self._own_record_words, self._fence
         self._window.free_memory()
 
     def _get_record_offset(self, number: int) -> int:
