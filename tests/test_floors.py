@@ -38,10 +38,10 @@ OPENED_ELSEWHERE = {
         "core/comm/node/shared_file.py _open_descriptor_of_process open",
         "launch/rank_status.py hold_lifeline mkfifo", "launch/rank_status.py hold_lifeline open",
         "launch/rank_status.py open_lifeline open", "examples/finetune.py write_conversations open",
-        "core/checkpoint/save.py _leave_checksums touch", "core/checkpoint/format.py create_file open",
+        "core/checkpoint/save.py _write_checksum_file touch", "core/checkpoint/format.py create_file open",
     ),
     "they look at the open file or folder themselves": (
-        "core/checkpoint/format.py open_checked open", "core/checkpoint/format.py sync_folder open",
+        "core/checkpoint/format.py open_regular_file open", "core/checkpoint/format.py sync_folder open",
         "core/comm/mpi/start_watchdog.py _list_private_folder open",
     ),
     "output that the user names, which may well be a pipe, as /dev/stdout is": (

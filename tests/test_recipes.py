@@ -58,7 +58,7 @@ class SignDescent:
 
 
 class TestSignDescent(OptimizerContract):
-    grouped = False
+    takes_groups = False
 
     def make(self, **options: Any) -> SignDescent:
         return SignDescent(**options)

@@ -11,7 +11,7 @@ from fsdpx.core.checkpoint import offline
 from fsdpx.core.checkpoint.atomic_commit import error_to_text
 from fsdpx.core.checkpoint.format import STATE_FILE_NAME
 from fsdpx.core.checkpoint.read import CheckpointSource
-from fsdpx.core.checkpoint.save import note_text, read_note
+from fsdpx.core.checkpoint.save import format_note, read_note
 from fsdpx.core.checkpoint.write import is_checkpoint
 from fsdpx.core.trainer.fit_checkpoints import CheckpointConfig
 from fsdpx.errors import CheckpointError, ConfigError, escape_control
@@ -78,14 +78,14 @@ def _format_source(source: CheckpointSource) -> str:
     lines.append(f"{sum(entry.elements for _, entry in weights):,} elements of weights")
     state = offline.read_state(source)
     if source.manifest is not None:
-        lines.append(f"written by: {note_text(read_note(source))}")
+        lines.append(f"written by: {format_note(read_note(source))}")
     lines += [f"{key}: {_format_value(value)}" for key, value in state.items() if value is not None]
     return "\n".join(lines)
 
 
 def _print_verification(path: Path) -> int:
     """Print whether the digests of a checkpoint are right; return 1 if one is not, else 0."""
-    source, wrong = offline.verify_digests(path)
+    source, wrong = offline.open_and_list_damaged_tensors(path)
     count = len(source.locations)
     size = _format_size(sum(contents.size for contents in source.files.values()))
     if source.manifest is None:

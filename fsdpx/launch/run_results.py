@@ -16,7 +16,7 @@ def format_summary_line(history: FitHistory, unit: str) -> str:
     """Return a one-line summary. The rate, in `unit` per second, excludes validation and saving."""
     parts = []
     if history.losses:
-        rate = history.seen / history.seconds
+        rate = history.samples_seen / history.seconds
         parts = [f"{len(history.losses)} steps", f"{rate:,.0f} {unit}/s", f"training loss {history.losses[-1]:.4f}"]
     if history.validation:
         parts.append(f"validation loss {history.validation[-1][1]:.4f}")

@@ -13,7 +13,7 @@ import numpy as np
 
 from fsdpx.core.array.namespace import to_host
 from fsdpx.core.base.safe_files import expanduser
-from fsdpx.core.checkpoint.format import cast, code_to_dtype
+from fsdpx.core.checkpoint.format import cast_array, code_to_dtype
 from fsdpx.core.checkpoint.local_shards import BLOCK_BYTES, LocalShard, ShardBlock
 from fsdpx.core.checkpoint.read import CheckpointSource, open_weights, read_elements, read_shards
 from fsdpx.core.state.flat_parameters import Interval
@@ -197,7 +197,7 @@ def from_pretrained(folder: str | PathLike[str], **options: Any) -> Container:
 
 def _widen_float(array: np.ndarray) -> np.ndarray:
     """Return an array in a dtype that NumPy itself has and computes in: float32 or float64."""
-    return array if array.dtype in (np.float32, np.float64) else cast(array, np.dtype(np.float32))
+    return array if array.dtype in (np.float32, np.float64) else cast_array(array, np.dtype(np.float32))
 
 
 def _read_config(path: Path) -> Config:

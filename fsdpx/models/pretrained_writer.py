@@ -19,12 +19,12 @@ from fsdpx.core.base.safe_files import create_file as new_file
 from fsdpx.core.checkpoint.atomic_commit import (
     PARTIAL,
     agree_on_path,
-    check_can_rename,
-    check_replaceable,
+    explaining_rename_errors,
+    make_sibling_path,
+    resolve_replaceable_folder,
     run_on_all_ranks,
     run_on_rank0,
-    sibling_path,
-    write_header,
+    write_header_and_sync,
 )
 from fsdpx.core.checkpoint.format import (
     INDEX_FILE_NAME,
@@ -32,10 +32,10 @@ from fsdpx.core.checkpoint.format import (
     create_file,
     dtype_to_code,
     lay_out_file,
-    make_index,
+    make_index_json,
     sync_folder,
 )
-from fsdpx.core.checkpoint.local_shards import BLOCK_BYTES, LocalShard, shards_to_write
+from fsdpx.core.checkpoint.local_shards import BLOCK_BYTES, LocalShard, iterate_shards_to_write
 from fsdpx.core.checkpoint.read import CheckpointSource
 from fsdpx.core.checkpoint.write import write_shards
 from fsdpx.core.state.train_state import TrainState
@@ -70,7 +70,7 @@ def save_pretrained(trainer: Any, folder: str | os.PathLike[str], *, dtype: Dtyp
     CheckpointError : the same on all ranks, if the folder cannot be written; nothing is left of it then
     """
     trainer.call_runner.agree_on_call("save_pretrained")
-    with trainer.call_runner.use_weights("parameters"):
+    with trainer.call_runner.using_weights("parameters"):
         _save_state(trainer.call_runner.session.state, folder, dtype)
 
 
@@ -127,7 +127,7 @@ def _plan_files(source: CheckpointSource, names: set[str], dtype: str | None) ->
         {
             INDEX_FILE_NAME: read_file(source.folder / INDEX_FILE_NAME, MAX_JSON_BYTES, ours=False)
             if same
-            else make_index(files)
+            else make_index_json(files)
         },
     )
 
@@ -138,7 +138,7 @@ def _iterate_shards(state: TrainState, stored: dict[str, TensorSource]) -> Itera
     tensors: dict[str, dict[str, TensorSource]] = {}
     for name, one in stored.items():
         tensors.setdefault(layout.canonical_name(name), {})[one.name] = one
-    for piece in shards_to_write(state):
+    for piece in iterate_shards_to_write(state):
         for one in tensors.get(piece.name, {}).values():
             if one.transposed and len(piece.spec.shape) == 2:
                 yield from iterate_transposed(one.name, piece)
@@ -158,10 +158,10 @@ def _split_shard(piece: LocalShard, one: TensorSource) -> Iterator[LocalShard]:
 
 
 def _begin_folder(path: Path, plan: FileLayout) -> Path:
-    path = check_replaceable(path)
+    path = resolve_replaceable_folder(path)
     if path.exists() and (not path.is_dir() or os.listdir(path)):
         raise CheckpointError(f"{path} is there, and no empty folder: choose another place")
-    partial = sibling_path(path, PARTIAL + secrets.token_hex(4))
+    partial = make_sibling_path(path, PARTIAL + secrets.token_hex(4))
     partial.mkdir(parents=True)
     for name, contents in plan.files.items():
         create_file(partial / name, contents.size)
@@ -170,17 +170,17 @@ def _begin_folder(path: Path, plan: FileLayout) -> Path:
 
 def _finish_folder(path: Path, partial: Path, plan: FileLayout, source: CheckpointSource, dtype: str | None) -> None:
     for name, contents in plan.files.items():
-        write_header(partial / name, contents.header)
+        write_header_and_sync(partial / name, contents.header)
     for name, text in {**plan.texts, CONFIG_NAME: _make_config(source, dtype)}.items():
         create_file(partial / name, len(text))
-        write_header(partial / name, text)
+        write_header_and_sync(partial / name, text)
     for pattern in COPIED_PATTERNS:
         for file in source.folder.glob(pattern):
             if file.is_file():
                 _copy_file(file, partial / file.name)
     sync_folder(partial)
-    path = check_replaceable(path)
-    with check_can_rename(path):
+    path = resolve_replaceable_folder(path)
+    with explaining_rename_errors(path):
         if path.exists():
             path.rmdir()
         os.rename(partial, path)

@@ -61,61 +61,61 @@ def _parse_fault(part: str) -> Fault:
 
 
 def draw_faults(
-    seed: int, ranks: int, actions: int, *, starts: int = 1, each: int = 1, kinds: Sequence[str] = FAULT_KINDS
+    seed: int, ranks: int, actions: int, *, starts: int = 1, per_start: int = 1, kinds: Sequence[str] = FAULT_KINDS
 ) -> tuple[Fault, ...]:
-    """Draw `each` faults for each of the first `starts` starts, at random ranks (0 to `ranks` - 1) and actions (1 to
-    `actions`). The result depends only on the arguments. Delays last 1 to 5 ms."""
+    """Draw `per_start` faults for each of the first `starts` starts, at random ranks (0 to `ranks` - 1) and random
+    actions (1 to `actions`). The result depends only on the arguments. Delays last 1 to 5 ms."""
     draw = random.Random(seed)
     made = []
     for start in range(starts):
-        for _ in range(each):
+        for _ in range(per_start):
             kind, seconds = draw.choice(list(kinds)), draw.randint(1, 5) / 1000
             rank, action = draw.randrange(ranks), draw.randint(1, actions)
             made.append(Fault(kind, rank, action, seconds if kind == "delay" else 0.0, start))
     return tuple(made)
 
 
-def inject_faults(trainer: Any, planned: Iterable[Fault], start: int = 0, *, threads: bool = False) -> None:
-    """Inject the planned faults of this rank and this start of the job, from now on.
+def inject_faults(trainer: Any, faults: Iterable[Fault], start: int = 0, *, threads: bool = False) -> None:
+    """Inject the faults planned for this rank and this start of the job, from now on.
 
     A process gets SIGKILL or SIGSTOP. threads: ranks are threads; to kill or stop one, `InjectedFault` is raised in
     it. Raise ConfigError for a fault of an unknown kind."""
     mine: dict[int, list[Fault]] = {}
-    for blow in planned:
-        if blow.kind not in FAULT_KINDS:
-            raise ConfigError(f"chaos: {blow.kind!r} is none of {', '.join(FAULT_KINDS)}")
-        if (blow.rank, blow.start) == (trainer.call_runner.rank, start):
-            mine.setdefault(blow.action, []).append(blow)
+    for fault in faults:
+        if fault.kind not in FAULT_KINDS:
+            raise ConfigError(f"chaos: {fault.kind!r} is none of {', '.join(FAULT_KINDS)}")
+        if (fault.rank, fault.start) == (trainer.call_runner.rank, start):
+            mine.setdefault(fault.action, []).append(fault)
     done = 0
 
     def observe(action: object) -> None:
         nonlocal done
         done += 1
-        for blow in mine.get(done, ()):
-            _inject(blow, action, threads)
+        for fault in mine.get(done, ()):
+            _inject_fault(fault, action, threads)
 
     trainer.inspect.engine.add_observer(observe)
 
 
-def _inject(blow: Fault, action: object, threads: bool) -> None:
-    if blow.kind == "delay":
-        time.sleep(blow.seconds)
+def _inject_fault(fault: Fault, action: object, threads: bool) -> None:
+    if fault.kind == "delay":
+        time.sleep(fault.seconds)
     elif threads:
-        raise InjectedFault(f"{blow}, after {action}")
+        raise InjectedFault(f"{fault}, after {action}")
     else:
-        os.kill(os.getpid(), signal.SIGKILL if blow.kind == "kill" else signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
 
 
-def run_until_survived(run: Callable[[int], T], most: int = 20) -> tuple[T, int]:
+def run_until_survived(run: Callable[[int], T], max_starts: int = 20) -> tuple[T, int]:
     """Call `run(0)`, `run(1)`, ... until one raises no `InjectedFault`; return its result and its number.
 
-    Raise AssertionError after `most` starts."""
-    for start in range(most):
+    Raise AssertionError after `max_starts` starts."""
+    for start in range(max_starts):
         try:
             return run(start), start
         except InjectedFault:
             continue
-    raise AssertionError(f"struck in each of {most} starts")
+    raise AssertionError(f"struck in each of {max_starts} starts")
 
 
 class StepLog:
@@ -141,7 +141,7 @@ class StepLog:
             found.setdefault(start, {})[rank] = [(int(n), loss) for n, loss in (line.split() for line in lines)]
         return found
 
-    def check(self, steps: int) -> list[int]:
+    def check_and_find_last_starts(self, steps: int) -> list[int]:
         """Return, for each of `steps` steps, the last start that made it. Raise AssertionError if the log is wrong.
 
         Each start continues from a checkpoint of an earlier one: no step is skipped, a repeated step gives the same

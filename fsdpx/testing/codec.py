@@ -12,7 +12,7 @@ from fsdpx.core.comm.calls import split_evenly
 from fsdpx.core.comm.communicator import Communicator, CountingCommunicator, TrafficCounters
 from fsdpx.core.comm.init import spawn
 from fsdpx.core.compression import Codec
-from fsdpx.testing.threads import switch_at_every_bytecode
+from fsdpx.testing.threads import switching_at_every_bytecode
 
 __all__ = ["CodecContract"]
 
@@ -29,7 +29,7 @@ SHARED_CASES = ((1, 60), (2, 61), (3, 0), (4, 1), (5, 60))
 class CodecContract:
     """Tests of a codec: inherit the class and define `make`, which returns the codec to be tested."""
 
-    error: float = 0.0
+    allowed_error: float = 0.0
     """Allowed error of a sum in the first step, relative to the sum of the absolute values of its terms; twice that for
     `reduce_all`. The rounding error of a sum in `dtype` is allowed in addition."""
     dtype: str = "float32"
@@ -41,7 +41,7 @@ class CodecContract:
 
     @pytest.mark.parametrize(("size", "counts", "into"), REDUCE_CASES)
     def test_each_rank_gets_its_part_of_the_sum(self, size: int, counts: tuple[int, ...], into: str) -> None:
-        self._check_reduce(size, counts, into)
+        self._assert_reduce_is_close(size, counts, into)
 
     @pytest.mark.parametrize(("size", "n"), SHARED_CASES)
     def test_all_ranks_get_the_same_sum(self, size: int, n: int) -> None:
@@ -52,7 +52,7 @@ class CodecContract:
 
         found = spawn(body, size, timeout=60)
         assert len({grad.tobytes() for grad in found}) == 1
-        self._assert_close(found[0], size, slice(0, n), n, 2 * self.error)
+        self._assert_close(found[0], size, slice(0, n), n, 2 * self.allowed_error)
 
     @pytest.mark.parametrize("size", [1, 3, 5])
     def test_calls_and_bytes_are_as_declared(self, size: int) -> None:
@@ -63,9 +63,7 @@ class CodecContract:
             scratch, memory = self._allocate_buffers(codec, n, size)
             grad, counts = self._draw_gradient(n, comm.rank), split_evenly(n, size)
             part, all_of_it = (CountingCommunicator(comm, "x", counters) for counters in kept)
-            codec.reduce(
-                part, grad, np.empty(counts[comm.rank], grad.dtype), counts, scratch, memory, what="g"
-            ).wait()
+            codec.reduce(part, grad, np.empty(counts[comm.rank], grad.dtype), counts, scratch, memory, what="g").wait()
             codec.reduce_all(all_of_it, self._draw_gradient(n, comm.rank), scratch, memory, what="g").wait()
             return kept
 
@@ -101,7 +99,7 @@ class CodecContract:
 
         spawn(body, size, timeout=60)
 
-    def test_what_is_kept_is_in_the_memory(self) -> None:
+    def test_codec_state_is_only_in_memory_arrays(self) -> None:
         """Check that two codecs that take turns with one memory give the bits of one codec: no state is elsewhere."""
 
         def body(comm: Communicator, codecs: Sequence[Codec]) -> list[bytes]:
@@ -118,7 +116,7 @@ class CodecContract:
         one = spawn(lambda comm: body(comm, [self.make()]), 3, timeout=60)
         assert one == spawn(lambda comm: body(comm, [self.make(), self.make()]), 3, timeout=60)
 
-    def test_ranks_that_are_threads_may_share_it(self) -> None:
+    def test_thread_ranks_may_share_one_instance(self) -> None:
         def body(comm: Communicator, codec: Codec) -> list[bytes]:
             n, counts = 61, split_evenly(61, comm.size)
             scratch, memory = self._allocate_buffers(codec, n, comm.size)
@@ -130,13 +128,13 @@ class CodecContract:
             return found
 
         def switched(comm: Communicator) -> list[bytes]:
-            with switch_at_every_bytecode():
+            with switching_at_every_bytecode():
                 return body(comm, shared)
 
         shared = self.make()
         assert spawn(switched, 2, timeout=60) == spawn(lambda comm: body(comm, self.make()), 2, timeout=60)
 
-    def _check_reduce(self, size: int, counts: Sequence[int], into: str) -> None:
+    def _assert_reduce_is_close(self, size: int, counts: Sequence[int], into: str) -> None:
         n = sum(counts)
 
         def body(comm: Communicator) -> np.ndarray:
@@ -148,7 +146,7 @@ class CodecContract:
 
         for rank, out in enumerate(spawn(body, size, timeout=60)):
             start = sum(counts[:rank])
-            self._assert_close(out, size, slice(start, start + counts[rank]), n, self.error)
+            self._assert_close(out, size, slice(start, start + counts[rank]), n, self.allowed_error)
 
     def _assert_close(self, got: np.ndarray, size: int, part: slice, n: int, error: float) -> None:
         terms = np.array([self._draw_gradient(n, rank)[part] for rank in range(size)], np.float64)

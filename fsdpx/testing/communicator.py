@@ -13,7 +13,7 @@ import pytest
 
 from fsdpx.core.comm.communicator import Communicator, ReduceOp, split_evenly
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.testing.threads import switch_at_every_bytecode
+from fsdpx.testing.threads import switching_at_every_bytecode
 
 __all__ = ["CommunicatorContract"]
 
@@ -72,7 +72,7 @@ class CommunicatorContract:
     @_on_every_rank
     def test_threads_may_change_at_every_bytecode(self, comm: Communicator) -> None:
         ours = [_draw_values("float64", 7, seed=rank) for rank in range(comm.size)]
-        with switch_at_every_bytecode():
+        with switching_at_every_bytecode():
             for _ in range(2):
                 mine, gathered = ours[comm.rank].copy(), np.empty(7 * comm.size)
                 comm.all_reduce(mine, SUM).wait()
@@ -122,7 +122,7 @@ class CommunicatorContract:
 
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
     @_on_every_rank
-    def test_halves_are_added_in_float32_in_rank_order(self, comm: Communicator, dtype: str) -> None:
+    def test_16_bit_floats_are_added_in_float32_in_rank_order(self, comm: Communicator, dtype: str) -> None:
         ours = [_draw_values(dtype, 33, seed=rank) / 512 for rank in range(comm.size)]
         if comm.size > 2:  # small terms are lost unless the large ones cancel first, in rank order
             ours[0] = _draw_values(dtype, 33, seed=9) * 4096
@@ -143,7 +143,7 @@ class CommunicatorContract:
     @pytest.mark.parametrize("dtype", ["float32", "float64"])
     @pytest.mark.parametrize("wire", ["bfloat16", "float16"])
     @_on_every_rank
-    def test_summands_are_rounded_to_what_they_travel_in(self, comm: Communicator, dtype: str, wire: str) -> None:
+    def test_summands_are_rounded_to_wire_dtype(self, comm: Communicator, dtype: str, wire: str) -> None:
         for counts in (None, [2] * comm.size, [(3 * rank + 1) % 5 for rank in range(comm.size)]):
             n = 61 if counts is None else sum(counts)
             ours = [_draw_values(dtype, n, seed=n + rank) for rank in range(comm.size)]
@@ -250,7 +250,7 @@ class CommunicatorContract:
             _assert_same_bytes(ring, comm.size * np.arange(9.0) + comm.size * (comm.size - 1) / 2)
 
     @_on_every_rank
-    def test_a_wait_for_one_transfer_moves_the_others_on(self, comm: Communicator) -> None:
+    def test_waiting_for_one_transfer_progresses_others(self, comm: Communicator) -> None:
         # rank 0 completes its reductions before it sends; the others wait for that message first
         half, ring, note = np.ones(5, np.float16), np.ones(5), np.zeros(1)
         handles = [comm.all_reduce(half), comm.all_reduce(ring, ReduceOp.SUM, "ring")]
@@ -299,7 +299,7 @@ class CommunicatorContract:
         group.close()
 
     @_on_every_rank
-    def test_objects(self, comm: Communicator) -> None:
+    def test_all_gather_object(self, comm: Communicator) -> None:
         objects = comm.all_gather_object({"rank": comm.rank, "text": "x" * 50 * comm.rank})
         assert [obj["rank"] for obj in objects] == list(range(comm.size))
         assert [len(obj["text"]) for obj in objects] == [50 * rank for rank in range(comm.size)]

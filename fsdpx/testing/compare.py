@@ -79,7 +79,7 @@ def find_difference(got: Any, want: Any, tolerance: float = 0.0) -> WorstElement
     found = [
         one
         for name, a, b in _iterate_pairs("", got, want)
-        if (one := _compare_tensor(name, a, b, tolerance)) is not None
+        if (one := _find_worst_element(name, a, b, tolerance)) is not None
     ]
     if not found:
         return None
@@ -103,7 +103,7 @@ def _iterate_pairs(name: str, got: Any, want: Any) -> Iterator[tuple[str, Any, A
         yield name or "the array", np.asarray(to_host(got)), np.asarray(to_host(want))
 
 
-def _compare_tensor(name: str, got: np.ndarray, want: np.ndarray, tolerance: float) -> WorstElement | None:
+def _find_worst_element(name: str, got: np.ndarray, want: np.ndarray, tolerance: float) -> WorstElement | None:
     """Return the element of a tensor that differs most, or None if it is within the tolerance."""
     assert got.shape == want.shape, f"{name} has shape {got.shape} and should have {want.shape}"
     assert tolerance or got.dtype == want.dtype, f"{name} has dtype {got.dtype} and should have {want.dtype}"

@@ -49,13 +49,13 @@ class GradientContract:
         assert text.startswith(type(self.make()).__name__), text
         assert " at 0x" not in text, text
 
-    def _make_env(self, xp: Any, row: int = 0) -> LayerContext:
+    def _make_layer_context(self, xp: Any, row: int = 0) -> LayerContext:
         from fsdpx.core.array.random import Random
         from fsdpx.core.comm.mesh import make_single_rank_axes
 
         return LayerContext(xp, make_single_rank_axes(), Random(seed=5, path="layer", step=3, row=row), self.training)
 
-    def _central_difference(self, near: list[float]) -> float:
+    def _compute_central_difference(self, near: list[float]) -> float:
         return (near[0] - near[1]) / (2 * self.step)
 
     def _assert_close(self, got: float, want: float, what: str) -> None:
@@ -72,7 +72,7 @@ class LayerContract(GradientContract):
 
     Gradients are compared in float64 with central differences along random directions (`step`, `tolerance`)."""
 
-    rows_alone = True
+    samples_are_independent = True
     """Whether a sample's result is independent of the other samples (False for BatchNorm)."""
 
     def make(self) -> Layer:
@@ -103,7 +103,7 @@ class LayerContract(GradientContract):
         for seed in range(3):
             directions = {i: _draw_direction(seed, x[i]) for i in moving}
             near = [_move_along(x, directions, s) for s in (self.step, -self.step)]
-            want = self._central_difference([_dot(self._forward(layer, p, z)[0], dy) for z in near])
+            want = self._compute_central_difference([_compute_dot(self._forward(layer, p, z)[0], dy) for z in near])
             got = sum(float(np.sum(dx[i] * directions[i])) for i in moving)
             self._assert_close(got, want, "d input")
 
@@ -114,7 +114,7 @@ class LayerContract(GradientContract):
             for seed in range(3):
                 direction = _draw_direction(seed, p[name])
                 near = [{**p, name: p[name] + s * direction} for s in (self.step, -self.step)]
-                want = self._central_difference([_dot(self._forward(layer, q, x)[0], dy) for q in near])
+                want = self._compute_central_difference([_compute_dot(self._forward(layer, q, x)[0], dy) for q in near])
                 self._assert_close(float(np.sum(g[name] * direction)), want, f"d {name}")
 
     def test_backward_adds_to_the_gradients(self) -> None:
@@ -126,7 +126,7 @@ class LayerContract(GradientContract):
         for name in once:
             np.testing.assert_allclose(twice[name] - before[name], once[name], rtol=1e-9, atol=1e-9, err_msg=name)
 
-    def test_a_frozen_parameter_is_left_alone(self) -> None:
+    def test_freezing_one_parameter_leaves_other_gradients(self) -> None:
         layer, x, p = self._make_test_case()
         _, _, dx, whole = self._run_forward_backward(layer, p, x)
         for frozen in whole:
@@ -138,16 +138,16 @@ class LayerContract(GradientContract):
             for a, b in zip(dx, dx_frozen, strict=True):
                 np.testing.assert_array_equal(a, b)
 
-    def test_at_the_data_the_gradients_of_the_parameters_are_the_same(self) -> None:
+    def test_backward_leaf_gives_same_parameter_gradients(self) -> None:
         layer, x, p = self._make_test_case()
         _, dy, _, want = self._run_forward_backward(layer, p, x)
         _, saved = self._forward(layer, p, x)
         got = self._make_zero_gradients(layer, p)
-        layer.backward_leaf(self._make_env(np), p, got, saved, unwrap_single(dy))
+        layer.backward_leaf(self._make_layer_context(np), p, got, saved, unwrap_single(dy))
         for name in want:
             np.testing.assert_array_equal(got[name], want[name], err_msg=name)
 
-    def test_ranks_that_are_threads_may_share_it(self) -> None:
+    def test_thread_ranks_may_share_one_instance(self) -> None:
         """Check that forward and backward of one layer on two threads at once, each with its own samples, give the same
         bits as one after the other."""
         layer, x, p = self._make_test_case()
@@ -160,14 +160,14 @@ class LayerContract(GradientContract):
             for name in want[3]:
                 np.testing.assert_array_equal(got[3][name], want[3][name], err_msg=name)
 
-    def test_nothing_that_was_passed_in_is_changed(self) -> None:
+    def test_arguments_are_not_modified(self) -> None:
         layer, x, p = self._make_test_case()
         state = {name for name, spec in layer.specs().items() if spec.state}
         x_before, p_before = [part.copy() for part in x], {name: array.copy() for name, array in p.items()}
-        y, saved = layer.forward(self._make_env(np), p, unwrap_single(x))
+        y, saved = layer.forward(self._make_layer_context(np), p, unwrap_single(x))
         dy = unwrap_single([_draw_direction(17, part) for part in _as_tuple(y)])
         dy_before = [part.copy() for part in _as_tuple(dy)]
-        layer.backward(self._make_env(np), p, self._make_zero_gradients(layer, p), saved, dy)
+        layer.backward(self._make_layer_context(np), p, self._make_zero_gradients(layer, p), saved, dy)
         for before, after in zip(x_before, x, strict=True):
             np.testing.assert_array_equal(after, before, err_msg="forward or backward changed its input")
         for before, after in zip(dy_before, _as_tuple(dy), strict=True):
@@ -175,7 +175,7 @@ class LayerContract(GradientContract):
         for name in p.keys() - state:
             np.testing.assert_array_equal(p[name], p_before[name], err_msg=f"{name} was changed")
 
-    def test_zero_samples(self) -> None:
+    def test_empty_batch_gives_empty_results(self) -> None:
         layer, x, p = self._make_test_case()
         whole, _, _, _ = self._run_forward_backward(layer, p, x)
         y, _, dx, g = self._run_forward_backward(layer, p, tuple(part[:0] for part in x))
@@ -186,19 +186,19 @@ class LayerContract(GradientContract):
         for name, array in g.items():
             np.testing.assert_array_equal(array, 0.0, err_msg=f"no samples, but a gradient of {name}")
 
-    def test_samples_do_not_see_each_other(self) -> None:
+    def test_samples_are_computed_independently(self) -> None:
         """Check that two parts of a batch give the results of the batch, random numbers included, and that their
         gradients of parameters add up to the batch's."""
         layer, x, p = self._make_test_case()
-        if not self.rows_alone:
+        if not self.samples_are_independent:
             return
         y, dy, dx, g = self._run_forward_backward(layer, p, x)
         added = self._make_zero_gradients(layer, p)
         for rows, first in ((slice(0, 1), 0), (slice(1, None), 1)):
             part = tuple(a[rows] for a in x)
-            y_part, saved = layer.forward(self._make_env(np, row=first), p, unwrap_single(part))
+            y_part, saved = layer.forward(self._make_layer_context(np, row=first), p, unwrap_single(part))
             dx_part = layer.backward(
-                self._make_env(np, row=first), p, added, saved, unwrap_single([d[rows] for d in dy])
+                self._make_layer_context(np, row=first), p, added, saved, unwrap_single([d[rows] for d in dy])
             )
             for a, b in zip((*_as_tuple(y_part), *_as_tuple(dx_part)), (*y, *dx), strict=True):
                 if b is not None:
@@ -229,21 +229,21 @@ class LayerContract(GradientContract):
             y, _, dx, g = self._run_forward_backward(layer, p, x)
             flat_p = {name: xp.ShapeArray(array.shape, array.dtype) for name, array in p.items()}
             flat_g = {name: xp.ShapeArray(array.shape, array.dtype) for name, array in g.items()}
-            env = self._make_env(xp)
+            env = self._make_layer_context(xp)
             y_flat, saved = layer.forward(env, flat_p, unwrap_single([xp.ShapeArray(a.shape, a.dtype) for a in x]))
             dy_flat = unwrap_single([xp.ShapeArray(a.shape, a.dtype) for a in _as_tuple(y_flat)])
             dx_flat = _as_tuple(layer.backward(env, flat_p, flat_g, saved, dy_flat))
-            assert [_shape_and_dtype(a) for a in _as_tuple(y_flat)] == [_shape_and_dtype(a) for a in y]
-            assert [_shape_and_dtype(a) for a in dx_flat] == [_shape_and_dtype(a) for a in dx]
+            assert [_get_shape_and_dtype(a) for a in _as_tuple(y_flat)] == [_get_shape_and_dtype(a) for a in y]
+            assert [_get_shape_and_dtype(a) for a in dx_flat] == [_get_shape_and_dtype(a) for a in dx]
 
-    def test_whole_numbers_are_declared(self) -> None:
+    def test_integer_inputs_are_declared(self) -> None:
         """Check that `Layer.takes` declares integer inputs: without that, a trainer converts them to floats."""
         layer, x, _ = self._make_test_case()
         takes = resolve_takes(layer, len(x), [frozenset()] * layer.n_outputs)
         wrong = [i for i, part in enumerate(x) if part.dtype.kind in "iub" and takes[i] == {"numbers"}]
         assert not wrong, f'inputs {wrong} are whole numbers: the class must say so, takes = "indices" or "given"'
 
-    def test_parameters_begin_with_their_shape(self) -> None:
+    def test_initial_values_have_spec_shape(self) -> None:
         for name, spec in self.make().specs().items():
             whole = spec.init(3, name, 0, spec.size, spec.shape)
             assert whole.shape == (spec.size,), name
@@ -263,7 +263,7 @@ class LayerContract(GradientContract):
     def _forward(self, layer: Layer, p: Mapping[str, np.ndarray], x: Arrays) -> tuple[Arrays, Any]:
         """Run forward on a copy of the parameters, as it may update state; return the outputs and the saved arrays."""
         y, saved = layer.forward(
-            self._make_env(np), {name: array.copy() for name, array in p.items()}, unwrap_single(x)
+            self._make_layer_context(np), {name: array.copy() for name, array in p.items()}, unwrap_single(x)
         )
         return _as_tuple(y), saved
 
@@ -275,7 +275,7 @@ class LayerContract(GradientContract):
         y, saved = self._forward(layer, p, x)
         dy = tuple(_draw_direction(13, part).astype(part.dtype) for part in y)
         g = self._make_zero_gradients(layer, p) if g is None else g
-        dx = layer.backward(self._make_env(np), p, g, saved, unwrap_single(dy))
+        dx = layer.backward(self._make_layer_context(np), p, g, saved, unwrap_single(dy))
         return y, dy, _as_tuple(dx), g
 
     def _make_zero_gradients(self, layer: Layer, p: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -290,7 +290,7 @@ def _draw_direction(seed: int, like: np.ndarray) -> np.ndarray:
     return np.random.default_rng([seed, like.size]).standard_normal(like.shape)
 
 
-def _dot(y: Arrays, dy: Arrays) -> float:
+def _compute_dot(y: Arrays, dy: Arrays) -> float:
     return sum(float(np.sum(a * b)) for a, b in zip(y, dy, strict=True))
 
 
@@ -302,7 +302,7 @@ def _as_float32(x: Arrays) -> Arrays:
     return tuple(a.astype(np.float32) if a.dtype.kind == "f" else a for a in x)
 
 
-def _shape_and_dtype(a: Any) -> Any:
+def _get_shape_and_dtype(a: Any) -> Any:
     return None if a is None else (tuple(a.shape), np.dtype(a.dtype))
 
 
@@ -349,17 +349,17 @@ class LossContract(GradientContract):
         for seed in range(3):
             along = tuple(_draw_direction(seed, part) for part in y)
             near = [tuple(p + s * d for p, d in zip(y, along, strict=True)) for s in (self.step, -self.step)]
-            want = self._central_difference([self._forward(moved, target)[0] for moved in near])
-            self._assert_close(_dot(dy, along), want, "d outputs")
+            want = self._compute_central_difference([self._forward(moved, target)[0] for moved in near])
+            self._assert_close(_compute_dot(dy, along), want, "d outputs")
 
     def test_seed_multiplies_the_gradient(self) -> None:
         y, target = self._make_test_case()
         for one, quarter in zip(self._backward(y, target, 1.0), self._backward(y, target, 0.25), strict=True):
             np.testing.assert_allclose(quarter, 0.25 * one, rtol=1e-12)
 
-    def test_ranks_that_are_threads_may_share_it(self) -> None:
+    def test_thread_ranks_may_share_one_instance(self) -> None:
         y, target = self._make_test_case()
-        loss, env = self.make(), self._make_env(np)
+        loss, env = self.make(), self._make_layer_context(np)
 
         def both(loss: Loss) -> tuple[float, float, Arrays]:
             total, weight, saved = loss.forward(env, unwrap_single(y), target)
@@ -384,7 +384,7 @@ class LossContract(GradientContract):
         if self.make().acts_on == "position" and target.ndim > 1 and all(part.ndim > 1 for part in y):
             self._assert_adds_up(y, target, [slice(0, 1), slice(1, None)], 1)
 
-    def test_no_samples_weigh_nothing(self) -> None:
+    def test_empty_batch_has_zero_weight(self) -> None:
         y, target = self._make_test_case()
         nothing = tuple(part[:0] for part in y)
         total, weight, _ = self._forward(nothing, target[:0])
@@ -405,7 +405,7 @@ class LossContract(GradientContract):
             assert dy.shape == given.shape
             np.testing.assert_allclose(dy, want, rtol=self.tolerance32, atol=self.tolerance32)
 
-    def test_nothing_that_was_passed_in_is_changed(self) -> None:
+    def test_arguments_are_not_modified(self) -> None:
         y, target = self._make_test_case()
         before = [part.copy() for part in (*y, target)]
         self._backward(y, target, 0.5)
@@ -417,13 +417,13 @@ class LossContract(GradientContract):
 
         y, target = self._make_test_case()
         flat = [xp.ShapeArray(part.shape, part.dtype) for part in (*y, target)]
-        env, loss = self._make_env(xp), self.make()
+        env, loss = self._make_layer_context(xp), self.make()
         total, weight, saved = loss.forward(env, unwrap_single(flat[:-1]), flat[-1])
         assert all(isinstance(float(number), float) for number in (total, weight))
         dy = _as_tuple(loss.backward(env, saved, 1.0))
         assert [(tuple(d.shape), d.dtype) for d in dy] == [(part.shape, part.dtype) for part in y]
 
-    def test_validate_takes_the_target_and_refuses_others(self) -> None:
+    def test_validate_accepts_target_and_rejects_wrong_shapes(self) -> None:
         from fsdpx.errors import DataError
 
         y, target = self._make_test_case()
@@ -443,12 +443,12 @@ class LossContract(GradientContract):
         return y, target
 
     def _forward(self, y: Arrays, target: np.ndarray) -> tuple[float, float, Any]:
-        total, weight, saved = self.make().forward(self._make_env(np), unwrap_single(y), target)
+        total, weight, saved = self.make().forward(self._make_layer_context(np), unwrap_single(y), target)
         return float(total), float(weight), saved
 
     def _backward(self, y: Arrays, target: np.ndarray, seed: float) -> Arrays:
         _, _, saved = self._forward(y, target)
-        return _as_tuple(self.make().backward(self._make_env(np), saved, seed))
+        return _as_tuple(self.make().backward(self._make_layer_context(np), saved, seed))
 
     def _assert_adds_up(self, y: Arrays, target: np.ndarray, cuts: list[slice], dim: int) -> None:
         at = [(slice(None),) * dim + (cut,) for cut in cuts]

@@ -24,16 +24,16 @@ class OptimizerContract:
     """Tests of an optimizer. Inherit the class, define `make`, and run it with pytest:
 
         class TestMine(OptimizerContract):
-            grouped = False  # Mine takes no `groups`, or no `weight_decay`
+            takes_groups = False  # Mine takes no `groups`, or no `weight_decay`
             def make(self, **options): return Mine(**options)
 
-    `make` must take `lr`, a number or a function from the step, counted from 1, to a number; with `grouped` (the
+    `make` must take `lr`, a number or a function from the step, counted from 1, to a number; with `takes_groups` (the
     default) also `weight_decay` and `groups`. Each shard is updated in its own thread, so that optimizers can add up
     norms of full parameters over shards."""
 
-    grain: int = 1
+    shard_alignment: int = 1
     """1 if shards may begin anywhere without changing bits; 1024 if only at multiples of 1024 in each parameter."""
-    grouped: bool = True
+    takes_groups: bool = True
     """Whether `make` takes `weight_decay`, and `groups` with "lr_scale" and "weight_decay"."""
 
     def make(self, **options: Any) -> Optimizer:
@@ -41,7 +41,8 @@ class OptimizerContract:
 
         Parameters
         ----------
-        options : keyword arguments of the optimizer: always `lr`; with `grouped`, sometimes `weight_decay` and `groups`
+        options : keyword arguments of the optimizer: always `lr`; with `takes_groups`, some tests also
+            pass `weight_decay` and `groups`
         """
         raise AssertionError("inherit OptimizerContract and define make(self, **options)")
 
@@ -51,15 +52,15 @@ class OptimizerContract:
         assert all(isinstance(name, str) for name in slots)
         assert len(set(slots)) == len(slots)
 
-    def test_shards_give_the_bits_of_the_whole(self) -> None:
+    def test_sharded_update_equals_unsharded(self) -> None:
         for dtype in ("float64", "float32"):
             whole = self._train_shards(dtype, [])
             for cuts in ([1024], [2048, 2500, 2507], [0, 2507 + 1024 + 2048, TOTAL_SIZE - 1, TOTAL_SIZE]):
                 self._assert_same(whole, self._train_shards(dtype, cuts))
-            if self.grain == 1:
+            if self.shard_alignment == 1:
                 self._assert_same(whole, self._train_shards(dtype, [1, 1, 3, 2499, 4097, TOTAL_SIZE - 2]))
 
-    def test_works_in_place_and_leaves_the_gradient_alone(self) -> None:
+    def test_update_is_in_place_and_keeps_gradient(self) -> None:
         p, g, slots = self._make_state("float32", slice(None))
         before = {"p": p.copy(), "g": g.copy()}
         padded = np.pad(p, 8, constant_values=7.0)
@@ -80,7 +81,7 @@ class OptimizerContract:
             self._update(q, h, others, step=step, scale=0.125)
         self._assert_same({"p": p, **slots}, {"p": q, **others})
 
-    def test_the_schedule_is_the_rate(self) -> None:
+    def test_lr_function_gives_learning_rate(self) -> None:
         scheduled = self.make(lr=lambda step: 0.5 / step)
         assert [get_learning_rate(scheduled, step) for step in (1, 2, 4)] == [0.5, 0.25, 0.125]
         p, g, slots = self._make_state("float64", slice(None))
@@ -89,13 +90,13 @@ class OptimizerContract:
         self._update(q, g, others, lr=0.01)
         self._assert_same({"p": p, **slots}, {"p": q, **others})
 
-    def test_a_rate_of_zero_changes_no_parameter(self) -> None:
+    def test_zero_learning_rate_changes_no_parameter(self) -> None:
         p, g, slots = self._make_state("float64", slice(None))
         before = p.copy()
         self._update(p, g, slots, lr=0.0)
         assert np.array_equal(p, before)
 
-    def test_ranks_that_are_threads_may_share_it(self) -> None:
+    def test_thread_ranks_may_share_one_instance(self) -> None:
         """Check that two threads that share an optimizer get the bits of one that has its own."""
 
         def train(optimizer: Optimizer) -> dict[str, Any]:
@@ -111,23 +112,23 @@ class OptimizerContract:
         for found in run_interleaved(*[lambda: train(shared)] * 2):
             self._assert_same(whole, found)
 
-    def test_an_empty_shard_is_fine(self) -> None:
+    def test_empty_shard_can_be_updated(self) -> None:
         optimizer = self.make(lr=0.01)
         p, g = np.empty(0), np.empty(0)
         slots = make_zero_slots(np, optimizer, ShardSegments(()), p.dtype)
         optimizer.update(np, p, g, slots, lr=0.01, step=1, segments=ShardSegments(()))
         assert p.size == 0
 
-    def test_each_parameter_has_a_count_of_its_own(self) -> None:
+    def test_each_parameter_counts_its_own_updates(self) -> None:
         """Check that a parameter that missed two updates gets its first update when the others get their third."""
         late, optimizer = ("a.bias", "b.weight"), unwrap(self.make(lr=0.01))  # averages count the trainer's steps
         p, g, slots = self._make_state("float64", slice(None), optimizer)
-        alone = {n: self._make_state("float64", at, optimizer) for n, at in _compute_ranges().items()}
+        alone = {n: self._make_state("float64", at, optimizer) for n, at in _compute_parameter_ranges().items()}
         for step in (1, 2, 3):
             before = [(a, a.copy()) for a in (p, *slots.values())]
             segments = _make_segments(0, TOTAL_SIZE).count_missed(dict.fromkeys(late, 2 if step == 3 else 0))
             update_parameters(optimizer, np, p, g, slots, lr=0.01, step=step, segments=segments)
-            for name, at in _compute_ranges().items():
+            for name, at in _compute_parameter_ranges().items():
                 if name in late and step < 3:  # frozen
                     for a, old in before:
                         a[at] = old[at]
@@ -138,28 +139,30 @@ class OptimizerContract:
                 self._assert_same({"p": p[at], **{n: a[at] for n, a in slots.items()}}, {"p": q, **others})
 
     def test_groups_go_by_name(self) -> None:
-        if not self.grouped:
+        if not self.takes_groups:
             return
         groups = {"a.*": {"lr_scale": 0.0}, "*bias": {"lr_scale": 100.0}, "norm*": {"weight_decay": 0.0}}
-        grouped = self.make(lr=0.01, weight_decay=0.5, groups=groups)
+        optimizer = self.make(lr=0.01, weight_decay=0.5, groups=groups)
         parts = {  # weight decay and learning rate
             "a.weight": (0.5, 0.0), "a.bias": (0.5, 0.0), "norm.weight": (0.0, 0.01), "b.weight": (0.5, 0.01),
             "b.bias": (0.5, 1.0),
         }  # fmt: skip
-        p, g, slots = self._make_state("float64", slice(None), grouped)
-        self._update(p, g, slots, optimizer=grouped)
-        for name, at in _compute_ranges().items():
+        p, g, slots = self._make_state("float64", slice(None), optimizer)
+        self._update(p, g, slots, optimizer=optimizer)
+        for name, at in _compute_parameter_ranges().items():
             decay, lr = parts[name]
             optimizer = self.make(lr=0.01, weight_decay=decay)
             q, h, others = self._make_state("float64", at, optimizer)
             optimizer.update(np, q, h, others, lr=lr, step=1, segments=_make_segments(at.start, at.stop))
             assert np.array_equal(p[at], q), name
 
-    def _make_state(self, dtype: str, at: slice, optimizer: Optimizer | None = None) -> tuple[Any, Any, dict[str, Any]]:
-        """Return parameters, gradients and zeroed slots: the part `at` of arrays that are the same in every run."""
+    def _make_state(
+        self, dtype: str, part: slice, optimizer: Optimizer | None = None
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        """Return parameters, gradients and zeroed slots: slice `part` of arrays that are the same in every run."""
         random = np.random.default_rng(5)
-        p, g = (random.standard_normal(TOTAL_SIZE).astype(dtype)[at].copy() for _ in range(2))
-        low, high, _ = at.indices(TOTAL_SIZE)
+        p, g = (random.standard_normal(TOTAL_SIZE).astype(dtype)[part].copy() for _ in range(2))
+        low, high, _ = part.indices(TOTAL_SIZE)
         return p, g, make_zero_slots(np, optimizer or self.make(lr=0.01), _make_segments(low, high), p.dtype)
 
     def _update(self, p: Any, g: Any, slots: dict[str, Any], optimizer: Optimizer | None = None, **other: Any) -> None:
@@ -188,7 +191,7 @@ class OptimizerContract:
             assert np.array_equal(a[name], b[name]), name
 
 
-def _compute_ranges() -> dict[str, slice]:
+def _compute_parameter_ranges() -> dict[str, slice]:
     places, at = {}, 0
     for name, size in PARAMETER_SIZES.items():
         places[name] = slice(at, at + size)
@@ -201,7 +204,7 @@ def _make_segments(
 ) -> ShardSegments:
     """Return the segments of the shard [low, high) of all parameters."""
     items = []
-    for name, place in _compute_ranges().items():
+    for name, place in _compute_parameter_ranges().items():
         start, stop = max(low, place.start), min(high, place.stop)
         if start < stop:
             items.append(

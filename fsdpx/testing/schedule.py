@@ -27,7 +27,7 @@ class ScheduleContract:
 
         class TestMine(ScheduleContract):
             def make(self): return mine
-            def most_in_flight(self, ranks, microbatches, rank): return ranks - rank
+            def max_in_flight(self, ranks, microbatches, rank): return ranks - rank
 
     Every test runs for all combinations of `ranks` and `microbatches`."""
 
@@ -43,7 +43,7 @@ class ScheduleContract:
         overridden."""
         raise TypeError(f"{type(self).__name__} must define make(), which returns the schedule to be tested")
 
-    def most_in_flight(self, ranks: int, microbatches: int, rank: int) -> int | None:
+    def max_in_flight(self, ranks: int, microbatches: int, rank: int) -> int | None:
         """Return the most pairs of stage and microbatch whose activations a rank may hold at once; None: any number.
 
         Parameters
@@ -54,17 +54,17 @@ class ScheduleContract:
         """
         return None
 
-    def test_it_can_run_at_every_size(self) -> None:
+    def test_schedule_is_valid_at_every_size(self) -> None:
         """Check that `fsdpx.core.program.validate` accepts the schedule."""
         for made in self._iterate_schedules():
             validate(made)
 
-    def test_every_rank_gets_the_same(self) -> None:
+    def test_repeated_calls_give_same_schedule(self) -> None:
         """Check that two calls give the same schedule, as each rank calls the function."""
         for made, repeated in zip(self._iterate_schedules(), self._iterate_schedules(), strict=True):
             assert made == repeated
 
-    def test_ranks_that_are_threads_may_share_it(self) -> None:
+    def test_thread_ranks_may_share_one_instance(self) -> None:
         given, wanted = self.make(), make_schedule(self.make(), 2, 3, self.per_rank)
         for made in run_interleaved(*[lambda: make_schedule(given, 2, 3, self.per_rank)] * 2):
             assert made == wanted
@@ -85,7 +85,7 @@ class ScheduleContract:
                     order = [a.mb for a in row if a.unit == stage and a.op in ("B", "W")]
                     assert order == list(range(made.microbatches)), f"{made.name}: stage {stage} adds {order}"
 
-    def test_no_rank_waits_for_ever(self) -> None:
+    def test_no_rank_waits_forever(self) -> None:
         """Check, for several costs of forward, backward and messages, that a step takes no longer than all work and all
         messages in sequence: at any time a rank works or a message is in flight."""
         for made in self._iterate_schedules():
@@ -94,7 +94,7 @@ class ScheduleContract:
                 messages = costs.communication * sum(len(row) for row in made.ranks)
                 assert max(event.end for event in simulate(made, costs)) <= work + messages
 
-    def test_programs_of_all_ranks_come_to_their_end(self) -> None:
+    def test_compiled_programs_complete(self) -> None:
         """Check the compiled programs of all ranks, with their messages, gathers and reduces, for a model with one unit
         per stage and a value that skips stages."""
         for made in self._iterate_schedules():
@@ -112,7 +112,7 @@ class ScheduleContract:
     def test_activations_in_flight_stay_in_bounds(self) -> None:
         for made in self._iterate_schedules():
             for rank, most in enumerate(count_in_flight(made)):
-                bound = self.most_in_flight(len(made.ranks), made.microbatches, rank)
+                bound = self.max_in_flight(len(made.ranks), made.microbatches, rank)
                 assert bound is None or most <= bound, f"{made.name}: {most} in flight on rank {rank}, not {bound}"
 
     def _iterate_schedules(self) -> Iterator[PipelineSchedule]:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
-__all__ = ["run_interleaved", "switch_at_every_bytecode"]
+__all__ = ["run_interleaved", "switching_at_every_bytecode"]
 
 _LIBRARIES = frozenset({"numpy", "numba", "llvmlite", "threading", "importlib", "contextlib", "functools"})
 """Packages whose frames run at full speed: tracing them is slow, and they are not under test."""
@@ -21,7 +21,7 @@ and more visits find no more layers that wrongly store data of a call on themsel
 
 
 @contextmanager
-def switch_at_every_bytecode() -> Iterator[None]:
+def switching_at_every_bytecode() -> Iterator[None]:
     """Let other threads run at every bytecode that this thread executes inside the block.
 
     Frames of NumPy, Numba and the parts of Python's library that wrap calls run at full speed, and so does a bytecode
@@ -61,7 +61,7 @@ def run_interleaved(*bodies: Callable[[], Any]) -> list[Any]:
     def run(at: int, body: Callable[[], Any]) -> None:
         together.wait()
         try:
-            with switch_at_every_bytecode():
+            with switching_at_every_bytecode():
                 results[at] = body()
         except BaseException as error:
             errors.append(error)

@@ -61,7 +61,7 @@ class VirtualTime:
         """
         return self._times[rank]
 
-    def spend_step(self, rank: int) -> None:
+    def advance_by_step(self, rank: int) -> None:
         """Advance the time of a rank by one step, with jitter.
 
         Parameters
@@ -135,7 +135,7 @@ class VirtualTime:
                 self._changed.notify_all()
             self._wait_for(lambda: rank not in self._waiting, window, what)
 
-    def leave_at_barrier(self, rank: int) -> None:
+    def arrive_at_barrier(self, rank: int) -> None:
         """Mark a rank as arrived at a barrier; with the last one, all continue at the latest time.
 
         Parameters
@@ -205,14 +205,14 @@ class _TimedWindow(Window):
     @contextmanager
     def access_epoch(self, kind: str) -> Iterator[None]:
         if kind != "pull" and self._reads:
-            self.virtual.spend_step(self.rank)
+            self.virtual.advance_by_step(self.rank)
         self._reads = kind == "pull"
         self.virtual.wait_for_turn(self.rank, self)
         yield
         self.virtual.record_event(self.rank, kind)
 
     def stop_accessing(self) -> None:
-        self.virtual.leave_at_barrier(self.rank)
+        self.virtual.arrive_at_barrier(self.rank)
 
     def wait_until_none_missing(self, missing: Callable[[], Sequence[int]], what: str) -> None:
         self.virtual.wait_until(self.rank, lambda: not missing(), self, what)

@@ -116,7 +116,7 @@ loader = data.DataLoader(source, 4, comm=trainer.data_group, shuffle=True, repro
 history = trainer.fit(loader, epochs=1, checkpoints=CheckpointConfig("saved" + str(comm.size > 1), every=50),
     progress=False)
 digest = trainer.inspect.compute_fingerprint()
-if comm.rank == 0: print("ended", comm.size, history.before > 4, digest, flush=True)
+if comm.rank == 0: print("ended", comm.size, history.earlier_steps > 4, digest, flush=True)
 """
 
 

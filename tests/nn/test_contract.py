@@ -50,8 +50,8 @@ CASES = {
     "Sigmoid": (nn.Sigmoid, lambda: 20 * rows(4, 6)),
     "Softmax": (nn.Softmax, lambda: rows(4, 6)),
     "SoftmaxOfDim1": (lambda: nn.Softmax(dim=1), lambda: rows(4, 6, 3)),
-    "BatchNorm": (lambda: nn.BatchNorm(3), lambda: rows(5, 3), {"rows_alone": False}),
-    "BatchNormOfImages": (lambda: nn.BatchNorm(3), lambda: rows(4, 3, 2, 5), {"rows_alone": False}),
+    "BatchNorm": (lambda: nn.BatchNorm(3), lambda: rows(5, 3), {"samples_are_independent": False}),
+    "BatchNormOfImages": (lambda: nn.BatchNorm(3), lambda: rows(4, 3, 2, 5), {"samples_are_independent": False}),
     "BatchNormEvaluating": (lambda: nn.BatchNorm(3, affine=False), lambda: rows(5, 3, 2), {"training": False}),
     "DropoutEvaluating": (lambda: nn.Dropout(0.5), lambda: rows(4, 3), {"training": False}),
     "Dropout": (lambda: nn.Dropout(0.3), lambda: rows(4, 6)),
@@ -196,12 +196,12 @@ class WrongContract(LayerContract):
     [
         ("dx", "test_the_gradient_of_the_input_is_the_derivative", "d input: backward gives"),
         ("dw", "test_the_gradient_of_each_parameter_is_the_derivative", "d weight: backward gives"),
-        ("dw", "test_zero_samples", "no samples, but a gradient of weight"),
+        ("dw", "test_empty_batch_gives_empty_results", "no samples, but a gradient of weight"),
         ("overwrites", "test_backward_adds_to_the_gradients", "weight"),
-        ("frozen", "test_a_frozen_parameter_is_left_alone", "weight"),
-        ("changes its input", "test_nothing_that_was_passed_in_is_changed", "changed its input"),
+        ("frozen", "test_freezing_one_parameter_leaves_other_gradients", "weight"),
+        ("changes its input", "test_arguments_are_not_modified", "changed its input"),
         ("widens", "test_float32_stays_float32", "float64"),
-        ("sees other samples", "test_samples_do_not_see_each_other", "Not equal"),
+        ("sees other samples", "test_samples_are_computed_independently", "Not equal"),
     ],
 )
 def test_the_contract_finds_what_is_wrong(wrong, test, message):

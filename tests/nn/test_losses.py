@@ -69,11 +69,11 @@ class Wrong(nn.MSELoss):
     ("mistake", "test"),
     [
         ("a mean", "test_parts_of_a_batch_add_up"),
-        ("one more", "test_no_samples_weigh_nothing"),
+        ("one more", "test_empty_batch_has_zero_weight"),
         ("no seed", "test_seed_multiplies_the_gradient"),
         ("slope", "test_backward_is_the_derivative_of_the_total"),
         ("float64", "test_gradients_have_the_shape_and_dtype_of_the_outputs"),
-        ("takes all", "test_validate_takes_the_target_and_refuses_others"),
+        ("takes all", "test_validate_accepts_target_and_rejects_wrong_shapes"),
     ],
 )
 def test_the_contract_finds_a_mistake(mistake, test):

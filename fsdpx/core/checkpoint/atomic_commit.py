@@ -19,7 +19,7 @@ from fsdpx.core.checkpoint.format import (
     NOTE_FILE_NAME,
     FileLayout,
     create_file,
-    open_checked,
+    open_regular_file,
     sync_file,
     sync_folder,
     write_at,
@@ -34,21 +34,21 @@ __all__ = [
     "SaveTarget",
     "agree_on_choices",
     "agree_on_path",
-    "check_can_rename",
-    "check_path_name",
-    "check_replaceable",
     "describe_location",
     "error_to_text",
-    "get_checkpoint_name",
-    "list_checkpoints",
+    "explaining_rename_errors",
+    "iterate_checkpoints",
     "lock_file",
+    "make_sibling_path",
+    "parse_checkpoint_name",
     "prune_checkpoints",
-    "require_equal",
+    "require_equal_choices",
     "resolve_checkpoint",
+    "resolve_replaceable_folder",
     "run_on_all_ranks",
     "run_on_rank0",
-    "sibling_path",
-    "write_header",
+    "to_named_path",
+    "write_header_and_sync",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -79,15 +79,15 @@ def run_on_rank0(world: Communicator, where: str, body: Callable[[], T]) -> T:
     return run_on_all_ranks(world, where, lambda: body() if world.rank == 0 else None)[0]  # type: ignore[return-value]
 
 
-def require_equal(world: Communicator, where: str, **choices: str) -> None:
+def require_equal_choices(world: Communicator, where: str, **choices: str) -> None:
     """Raise CheckpointError on all ranks, naming two of them, unless all pass the same `choices`. Collective."""
-    _require_same(where, world.all_gather_data(choices))
+    _require_same_choices(where, world.all_gather_data(choices))
 
 
 def agree_on_path(world: Communicator, call: str, path: Any, **choices: str) -> Path:
     """Return `path` as a Path. Raise CheckpointError on all ranks if it is invalid on one of them, or if it or
     `choices` differ between ranks. call: name of the public call, for error messages. Collective."""
-    return Path(agree_on_choices(world, call, lambda: {**describe_location(check_path_name(path)), **choices})["path"])
+    return Path(agree_on_choices(world, call, lambda: {**describe_location(to_named_path(path)), **choices})["path"])
 
 
 def describe_location(path: Path) -> dict[str, str]:
@@ -98,11 +98,11 @@ def describe_location(path: Path) -> dict[str, str]:
 def agree_on_choices(world: Communicator, where: str, choices: Callable[[], Mapping[str, str]]) -> Mapping[str, str]:
     """Return `choices()`. Raise CheckpointError on all ranks if it raises on one or ranks differ. Collective."""
     everyone = run_on_all_ranks(world, where, choices)
-    _require_same(where, everyone)
+    _require_same_choices(where, everyone)
     return everyone[0]
 
 
-def _require_same(where: str, everyone: Sequence[Mapping[str, str]]) -> None:
+def _require_same_choices(where: str, everyone: Sequence[Mapping[str, str]]) -> None:
     for rank, theirs in enumerate(everyone):
         for name, first in everyone[0].items():
             if name == HOST or (name == "working folder" and theirs.get(HOST) != everyone[0][HOST]):
@@ -127,9 +127,9 @@ except ImportError:  # Windows: two jobs that save to one place are not detected
 
 PREVIOUS, PARTIAL, LOCK, REMOVED = "previous", "partial-", "lock", "removed"
 """Kinds of temporary files and folders that a save makes next to a checkpoint, and leaves behind if it is killed.
-`sibling_path` makes their names. They begin with `.fsdpx-`, so that `step-*` matches only checkpoints."""
-_RESERVED = ".fsdpx-"
-_LEAVING = re.compile(rf"\.fsdpx-({PREVIOUS}|{PARTIAL}[0-9a-f]{{8}}|{LOCK}|{REMOVED})-(.+)", re.DOTALL)
+`make_sibling_path` makes their names. They begin with `.fsdpx-`, so that `step-*` matches only checkpoints."""
+_RESERVED_PREFIX = ".fsdpx-"
+_SIBLING_PATTERN = re.compile(rf"\.fsdpx-({PREVIOUS}|{PARTIAL}[0-9a-f]{{8}}|{LOCK}|{REMOVED})-(.+)", re.DOTALL)
 MAX_LINKS = 40
 """Longest chain of symbolic links that is followed, as in Linux."""
 IN_PLACE = (
@@ -148,47 +148,46 @@ class SaveTarget:
     lock: int | None
 
     @classmethod
-    def open(cls, path: Path, token: str, plan: FileLayout) -> SaveTarget:
-        """Lock the folder that `path` names, and create the partial folder with the files of `plan`, filled with zeros.
-
-        Remove partial folders that killed saves to this path have left."""
-        path = check_replaceable(path)
+    def lock_and_create_files(cls, path: Path, token: str, layout: FileLayout) -> SaveTarget:
+        """Lock the folder `path` against other jobs, and create the partial folder with the files of `layout`, full of
+        zeros. Remove partial folders that killed saves to this path have left."""
+        path = resolve_replaceable_folder(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        target = cls(path, sibling_path(path, PARTIAL + token), _lock_checkpoint(path))
+        target = cls(path, make_sibling_path(path, PARTIAL + token), _lock_checkpoint(path))
         try:
-            _require_free(path)
-            for left, kind, name in _list_siblings(path.parent):
+            _require_no_foreign_files(path)
+            for left, kind, name in _iterate_sibling_folders(path.parent):
                 if kind.startswith(PARTIAL) and name == path.name:
                     remove_checkpoint(left)
             target.partial.mkdir()
-            for name, contents in plan.files.items():
+            for name, contents in layout.files.items():
                 create_file(target.partial / name, contents.size)
         except BaseException:
             target.abandon()
             raise
         return target
 
-    def commit(self, plan: FileLayout, manifest: Manifest) -> None:
+    def commit(self, layout: FileLayout, manifest: Manifest) -> None:
         """Write headers and manifest, and rename the partial folder to `path`. All tensors must be on disk.
 
         Until the last rename, `resolve_checkpoint` finds the old checkpoint; after it, the new one."""
-        for name, contents in plan.files.items():
-            write_header(self.partial / name, contents.header)
-        note = {} if plan.note is None else {NOTE_FILE_NAME: plan.note}
-        for name, text in {**plan.texts, **note, MANIFEST_NAME: manifest.to_json()}.items():
+        for name, contents in layout.files.items():
+            write_header_and_sync(self.partial / name, contents.header)
+        note = {} if layout.note is None else {NOTE_FILE_NAME: layout.note}
+        for name, text in {**layout.texts, **note, MANIFEST_NAME: manifest.to_json()}.items():
             create_file(self.partial / name, len(text))
-            write_header(self.partial / name, text)
+            write_header_and_sync(self.partial / name, text)
         sync_folder(self.partial)
-        previous = sibling_path(self.path, PREVIOUS)
+        previous = make_sibling_path(self.path, PREVIOUS)
         if self.path.exists() and is_checkpoint(self.path):
             remove_checkpoint(previous)
-            with check_can_rename(self.path):
+            with explaining_rename_errors(self.path):
                 os.rename(self.path, previous)
         elif self.path.exists():
-            with check_can_rename(self.path):
-                self.path.rmdir()  # empty: `_require_free` has checked it
+            with explaining_rename_errors(self.path):
+                self.path.rmdir()  # empty: `_require_no_foreign_files` has checked it
         try:
-            with check_can_rename(self.path):
+            with explaining_rename_errors(self.path):
                 os.rename(self.partial, self.path)
         except BaseException:
             if previous.exists():
@@ -206,36 +205,36 @@ class SaveTarget:
     def release_lock(self) -> None:
         lock, self.lock = self.lock, None
         if lock is not None:
-            sibling_path(self.path, LOCK).unlink(missing_ok=True)
+            make_sibling_path(self.path, LOCK).unlink(missing_ok=True)
             os.close(lock)
 
 
-def sibling_path(path: Path, kind: str) -> Path:
+def make_sibling_path(path: Path, kind: str) -> Path:
     """Return the path of the temporary file or folder of this kind that a save makes next to the checkpoint `path`."""
-    return path.with_name(f"{_RESERVED}{kind}-{path.name}")
+    return path.with_name(f"{_RESERVED_PREFIX}{kind}-{path.name}")
 
 
-def _parse_sibling(name: str) -> tuple[str, str] | None:
+def _parse_sibling_name(name: str) -> tuple[str, str] | None:
     """Parse the name of a temporary folder of a save into (kind, name of the checkpoint); None for any other name."""
-    match = _LEAVING.fullmatch(name)
+    match = _SIBLING_PATTERN.fullmatch(name)
     return match and (match[1], match[2])
 
 
-def _list_siblings(folder: Path) -> Iterator[tuple[Path, str, str]]:
+def _iterate_sibling_folders(folder: Path) -> Iterator[tuple[Path, str, str]]:
     """Yield (path, kind, name of the checkpoint) of the temporary folders that saves have left in a folder."""
     for path in sorted(folder.iterdir()):
-        if parsed := _parse_sibling(path.name):
+        if parsed := _parse_sibling_name(path.name):
             yield path, *parsed
 
 
-def get_checkpoint_name(name: str) -> str | None:
+def parse_checkpoint_name(name: str) -> str | None:
     """Return the name of the checkpoint that a folder named `name` can hold: for the previous version of a checkpoint,
     the name of that checkpoint; None for other temporary folders of saves; else `name`."""
-    kind, of = _parse_sibling(name) or (PREVIOUS, name)
+    kind, of = _parse_sibling_name(name) or (PREVIOUS, name)
     return of if kind == PREVIOUS else None
 
 
-def check_path_name(path: Any) -> Path:
+def to_named_path(path: Any) -> Path:
     """Return `path` as a Path with `~` expanded and a name as its last part, so that siblings can be made next to it.
     Raise CheckpointError if it is not a str or PathLike, or cannot be such a path."""
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
@@ -264,16 +263,16 @@ def follow_link(path: Path) -> Path:
     given = path
     for _ in range(MAX_LINKS):
         if not path.is_symlink():
-            return check_path_name(path)
+            return to_named_path(path)
         path = path.parent / os.readlink(path)
     raise CheckpointError(f"{given} is a link that leads to no end: choose another place")
 
 
-def check_replaceable(path: Path) -> Path:
+def resolve_replaceable_folder(path: Path) -> Path:
     """Return the folder that `path` names. Raise CheckpointError if it cannot be replaced by renaming another one: a
     reserved name, the current folder or a mount point."""
     folder = follow_link(path)
-    if folder.name.lower().startswith(_RESERVED):
+    if folder.name.lower().startswith(_RESERVED_PREFIX):
         raise CheckpointError(
             f"{path}: fsdpx gives such names to what it has beside a checkpoint while it saves, and removes it: choose "
             "another name"
@@ -286,7 +285,7 @@ def check_replaceable(path: Path) -> Path:
 
 
 @contextmanager
-def check_can_rename(path: Path) -> Iterator[None]:
+def explaining_rename_errors(path: Path) -> Iterator[None]:
     """Raise CheckpointError where the system refuses to rename or remove this folder (EBUSY, EXDEV)."""
     try:
         yield
@@ -299,7 +298,7 @@ def check_can_rename(path: Path) -> Iterator[None]:
 def resolve_checkpoint(path: Path) -> Path:
     """Return the folder of the checkpoint `path`: its previous version if a job was killed between the two renames."""
     path = follow_link(path)
-    previous = sibling_path(path, PREVIOUS)
+    previous = make_sibling_path(path, PREVIOUS)
     return previous if not path.exists() and is_checkpoint(previous) else path
 
 
@@ -319,11 +318,11 @@ def remove_checkpoint(folder: Path) -> None:
         folder.rmdir()
 
 
-def list_checkpoints(folder: Path, prefix: str) -> Iterator[tuple[int, Path]]:
+def iterate_checkpoints(folder: Path, prefix: str) -> Iterator[tuple[int, Path]]:
     """Yield (number, path) of the checkpoints of a folder that are named `prefix` and a number, lowest number first."""
     pattern, folders = re.compile(re.escape(prefix) + r"(\d+)"), dict[int, Path]()
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        match = pattern.fullmatch(get_checkpoint_name(path.name) or "")
+        match = pattern.fullmatch(parse_checkpoint_name(path.name) or "")
         if match and is_checkpoint(path):
             folders[int(match[1])] = folder / match[0]
     yield from sorted(folders.items())
@@ -334,23 +333,23 @@ def prune_checkpoints(path: Path, keep: int, spare: str | None = None) -> None:
 
     Only those with the same prefix and a lower number than `path` count: higher numbers are from another run. `path`,
     the checkpoint named `spare`, symbolic links, and the targets of links in that folder are never deleted."""
-    prefix = strip_number(path)
+    prefix = strip_trailing_number(path)
     links = [p for p in path.parent.iterdir() if p.is_symlink()]
     linked = {os.path.realpath(p) for p in links}
     number = int(path.name.removeprefix(prefix))
-    known = [p for n, p in list_checkpoints(path.parent, prefix) if n < number and p not in links]
+    known = [p for n, p in iterate_checkpoints(path.parent, prefix) if n < number and p not in links]
     for old in [p for p in known[: max(len(known) + 1 - keep, 0)] if p.name != spare]:
         if os.path.realpath(old) in linked:
             continue
-        gone = sibling_path(old, REMOVED)
+        gone = make_sibling_path(old, REMOVED)
         remove_checkpoint(gone)
         os.rename(resolve_checkpoint(old), gone)
-    for left, kind, name in _list_siblings(path.parent):
+    for left, kind, name in _iterate_sibling_folders(path.parent):
         if kind == REMOVED and name.rstrip("0123456789") == prefix:
             remove_checkpoint(left)
 
 
-def strip_number(path: Path) -> str:
+def strip_trailing_number(path: Path) -> str:
     """Return the last part of `path` without the number at its end. Raise CheckpointError if it has none."""
     prefix = path.name.rstrip("0123456789")
     if prefix == path.name:
@@ -358,7 +357,7 @@ def strip_number(path: Path) -> str:
     return prefix
 
 
-def _require_free(path: Path) -> None:
+def _require_no_foreign_files(path: Path) -> None:
     """Raise CheckpointError unless `path` does not exist, is an empty folder or a checkpoint without other files."""
     if not path.exists():
         return
@@ -367,33 +366,34 @@ def _require_free(path: Path) -> None:
     names = os.listdir(path)
     if names and not is_checkpoint(path):
         raise CheckpointError(
-            f"{path} is no checkpoint, but has files in it ({_format_some(names)}): choose another place"
+            f"{path} is no checkpoint, but has files in it ({_format_first_names(names)}): choose another place"
         )
     foreign = [name for name in names if not OWN_FILE_PATTERN.fullmatch(name)]
     if foreign:
         raise CheckpointError(
-            f"{path} holds files beside the checkpoint that would be lost ({_format_some(foreign)}): choose another "
-            "place"
+            f"{path} holds files beside the checkpoint that would be lost ({_format_first_names(foreign)}): choose "
+            "another place"
         )
 
 
-def _format_some(names: list[str]) -> str:
+def _format_first_names(names: list[str]) -> str:
     return ", ".join(sorted(names)[:5])
 
 
 def _lock_checkpoint(path: Path) -> int:
     """Lock the checkpoint `path` and return the descriptor, which holds the lock until it is closed or the process
     ends. Raise CheckpointError if another job has it."""
-    return lock_file(sibling_path(path, LOCK), f"{path}: another job is saving there")
+    return lock_file(make_sibling_path(path, LOCK), f"{path}: another job is saving there")
 
 
-def lock_file(name: Path, busy: str) -> int:
+def lock_file(path: Path, busy_text: str) -> int:
     """Create and lock a file, and return its descriptor, which holds the lock until it is closed or the process ends.
 
-    Raise CheckpointError if another process has the lock, with the text `busy` and that process's host, id and time."""
+    Raise CheckpointError if another process has the lock, with the text `busy_text` and that process's host, id and
+    time."""
     while True:
         try:
-            fd = safe_files.open_lock_file(name)
+            fd = safe_files.open_lock_file(path)
         except safe_files.Untrusted as error:
             raise CheckpointError(f"{error}: remove it if no other job writes there, or choose another place") from None
         try:
@@ -402,10 +402,10 @@ def lock_file(name: Path, busy: str) -> int:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 owner = os.pread(fd, 1000, 0).decode(errors="replace")
-                raise CheckpointError(f"{busy}: {owner or 'it has just begun'}") from None
+                raise CheckpointError(f"{busy_text}: {owner or 'it has just begun'}") from None
             except OSError:
                 pass  # a file system without locks
-            if _is_same_file(fd, name):
+            if _is_same_file(fd, path):
                 text = {"host": platform.node(), "process": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
                 with suppress(OSError):  # the text is only informative; a full disk is reported by the save itself
                     safe_files.write_lock_text(fd, json.dumps(text))
@@ -423,8 +423,8 @@ def _is_same_file(fd: int, name: Path) -> bool:
         return False
 
 
-def write_header(path: Path, data: Any) -> None:
+def write_header_and_sync(path: Path, data: Any) -> None:
     """Write `data` at the start of an existing file, and flush it to disk."""
-    with open_checked(path, writing=True) as fd:
+    with open_regular_file(path, writing=True) as fd:
         write_at(fd, data, 0)
         sync_file(fd)

@@ -33,16 +33,16 @@ __all__ = [
     "PartialCrc",
     "TensorEntry",
     "Tensors",
-    "advise_read",
-    "cast",
+    "advise_read_ahead",
+    "cast_array",
     "code_to_dtype",
     "combine_crc",
     "create_file",
     "dtype_to_code",
     "lay_out_file",
     "lay_out_files",
-    "make_index",
-    "open_checked",
+    "make_index_json",
+    "open_regular_file",
     "parse_header",
     "read_at",
     "split_into_files",
@@ -52,18 +52,18 @@ __all__ = [
 ]  # fmt: skip
 
 
-def cast(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def cast_array(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return `array` converted to `dtype`, or `array` itself if it has that dtype. Overflow gives Inf, without a
     warning."""
     if array.dtype == dtype:
         return array
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         if dtype.name == "bfloat16" and array.dtype == np.float64:
-            array = _to_odd(array)
+            array = _round_to_odd_float32(array)
         return array.astype(dtype)
 
 
-def _to_odd(array: np.ndarray) -> np.ndarray:
+def _round_to_odd_float32(array: np.ndarray) -> np.ndarray:
     """Convert float64 to float32 by rounding to odd: an inexact value becomes the neighbor with an odd last bit.
 
     Rounding the result to bfloat16 then gives the same bits as rounding float64 once (Boldo and Melquiond, 2008,
@@ -93,31 +93,31 @@ class PartialCrc:
     def add_bytes(self, start: int, data: Any) -> None:
         """Add `data`, which begins at byte `start` of the tensor."""
         assert start >= self.at, "parts of a tensor ascend"
-        state = _shift_crc(self.value, start - self.at)
+        state = _append_zeros_to_crc(self.value, start - self.at)
         self.value = zlib.crc32(data, state ^ ONES) ^ ONES
         self.at = start + len(data)
 
-    def get_crc(self, nbytes: int) -> int:
+    def get_crc_share(self, nbytes: int) -> int:
         """Return the contribution to the CRC of a tensor of `nbytes` bytes, for `combine_crc`."""
-        return _shift_crc(self.value, nbytes - self.at)
+        return _append_zeros_to_crc(self.value, nbytes - self.at)
 
 
 def combine_crc(sums: int, nbytes: int) -> int:
-    """Return the CRC-32 of a tensor of `nbytes` bytes. sums: the xor of all ranks' `PartialCrc.get_crc`."""
-    return sums ^ _shift_crc(ONES, nbytes) ^ ONES
+    """Return the CRC-32 of a tensor of `nbytes` bytes. sums: the xor of all ranks' `PartialCrc.get_crc_share`."""
+    return sums ^ _append_zeros_to_crc(ONES, nbytes) ^ ONES
 
 
-def _shift_crc(state: int, zeros: int) -> int:
+def _append_zeros_to_crc(state: int, zeros: int) -> int:
     """Return the CRC state after `zeros` more zero bytes."""
     if state == 0 or zeros == 0:
         return state
     if zeros <= len(PAGE_OF_ZEROS):
         return zlib.crc32(PAGE_OF_ZEROS[:zeros], state ^ ONES) ^ ONES
-    return _multiply_polynomials(state, _power_of_x(zeros))
+    return _multiply_polynomials(state, _compute_power_of_x(zeros))
 
 
 @lru_cache(maxsize=1024)
-def _power_of_x(nbytes: int) -> int:
+def _compute_power_of_x(nbytes: int) -> int:
     """Return x ** (8 nbytes) modulo the CRC polynomial."""
     result, square = 1 << 31, 1 << 23  # 1 and x**8
     while nbytes:
@@ -270,41 +270,42 @@ def parse_header(read: Any, size: int, where: str) -> FileHeader:
     return FileHeader(ordered, metadata, head, size)
 
 
-def _parse_entry(name: str, row: Any, base: int, bad: Any) -> TensorEntry:
+def _parse_entry(name: str, row: Any, base: int, make_error: Any) -> TensorEntry:
     if not isinstance(row, dict) or set(row) != {"dtype", "shape", "data_offsets"}:
-        raise bad(f"tensor {name!r} needs dtype, shape and data_offsets, and nothing else")
+        raise make_error(f"tensor {name!r} needs dtype, shape and data_offsets, and nothing else")
     code, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
     if not isinstance(code, str) or code not in ITEM_SIZES:
-        raise bad(f"tensor {name!r} has the unknown dtype {code!r}")
-    if not _are_counts(shape, MAX_DIMS) or not _are_counts(offsets, 2) or len(offsets) != 2:
-        raise bad(f"tensor {name!r}: shape {shape!r} and data_offsets {offsets!r} must be lists of whole numbers")
+        raise make_error(f"tensor {name!r} has the unknown dtype {code!r}")
+    if not _is_list_of_counts(shape, MAX_DIMS) or not _is_list_of_counts(offsets, 2) or len(offsets) != 2:
+        raise make_error(f"tensor {name!r}: shape {shape!r} and data_offsets {offsets!r} must be lists of integers")
     start, stop = offsets
     if stop - start != ITEM_SIZES[code] * math.prod(shape):
-        raise bad(f"tensor {name!r}: {code} of shape {shape} does not have {stop - start} bytes")
+        raise make_error(f"tensor {name!r}: {code} of shape {shape} does not have {stop - start} bytes")
     return TensorEntry(code, tuple(shape), base + start, base + stop)
 
 
-def _are_counts(values: Any, most: int) -> bool:
-    return isinstance(values, list) and len(values) <= most and all(type(v) is int and 0 <= v < 1 << 63 for v in values)
+def _is_list_of_counts(values: Any, max_length: int) -> bool:
+    fits = isinstance(values, list) and len(values) <= max_length
+    return fits and all(type(v) is int and 0 <= v < 1 << 63 for v in values)
 
 
-def _require_tiling(entries: Mapping[str, TensorEntry], base: int, size: int, bad: Any) -> None:
+def _require_tiling(entries: Mapping[str, TensorEntry], base: int, size: int, make_error: Any) -> None:
     offset = base
     for name, entry in entries.items():
         if entry.start != offset:
             kind = "a hole" if entry.start > offset else "an overlap"
-            raise bad(
+            raise make_error(
                 f"{kind} before tensor {name!r}: it begins at byte {entry.start}, the one before ends at {offset}"
             )
         offset = entry.stop
     if offset > size:
-        raise bad(f"truncated: {size} bytes, its tensors need {offset}")
+        raise make_error(f"truncated: {size} bytes, its tensors need {offset}")
     if offset < size:
-        raise bad(f"{size - offset} bytes after the last tensor belong to none")
+        raise make_error(f"{size - offset} bytes after the last tensor belong to none")
 
 
 BINARY = getattr(os, "O_BINARY", 0)
-AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+NON_BLOCKING_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 """Flags that keep `os.open` from blocking: opening a pipe would wait for its other end."""
 
 
@@ -326,7 +327,7 @@ def read_at(fd: int, data: Any, offset: int) -> None:
         view, offset = view[done:], offset + done
 
 
-def advise_read(fd: int, offset: int, count: int) -> None:
+def advise_read_ahead(fd: int, offset: int, count: int) -> None:
     """Ask the system to read these bytes ahead, where it has `posix_fadvise`."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, offset, count, os.POSIX_FADV_WILLNEED)
@@ -349,19 +350,19 @@ def _read_once(fd: int, view: memoryview, offset: int) -> int:
 
 
 @contextmanager
-def open_checked(path: Path, writing: bool = False) -> Iterator[int]:
+def open_regular_file(path: Path, writing: bool = False) -> Iterator[int]:
     """Open a file and yield its descriptor. Raise CheckpointError for a folder, a pipe or a device."""
-    _require_file(path, os.stat(path))  # before `os.open`, as opening a device can have side effects
-    fd = os.open(path, (os.O_WRONLY if writing else os.O_RDONLY) | BINARY | AT_ONCE)
+    _require_regular_file(path, os.stat(path))  # before `os.open`, as opening a device can have side effects
+    fd = os.open(path, (os.O_WRONLY if writing else os.O_RDONLY) | BINARY | NON_BLOCKING_FLAGS)
     try:
-        _require_file(path, os.fstat(fd))
+        _require_regular_file(path, os.fstat(fd))
         yield fd
     finally:
         os.close(fd)
 
 
-def _require_file(path: Path, found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
+def _require_regular_file(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{path}: this is a folder, a pipe or a device where a file should be")
 
 
@@ -433,33 +434,30 @@ def lay_out_files(weights: Tensors, slots: Tensors | None, state: str | None, sh
     (a larger tensor has a file of its own); None: one file."""
     groups = [weights] if shard_bytes is None else split_into_files(weights, shard_bytes)
     count = len(groups)
-    names = (
-        [WEIGHTS_FILE_NAME]
-        if count == 1
-        else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-    )
+    numbered = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    names = [WEIGHTS_FILE_NAME] if count == 1 else numbered
     files = {name: lay_out_file(group) for name, group in zip(names, groups, strict=True)}
-    texts = {INDEX_FILE_NAME: make_index(files)} if len(files) > 1 else {}
+    texts = {INDEX_FILE_NAME: make_index_json(files)} if len(files) > 1 else {}
     if state is not None:
         files[STATE_FILE_NAME] = lay_out_file(slots or {}, {STATE_KEY: state})
     return FileLayout(files, texts)
 
 
-def split_into_files(tensors: Tensors, most: int) -> list[Tensors]:
-    """Group consecutive tensors so that each group has at most `most` bytes or a single tensor."""
+def split_into_files(tensors: Tensors, max_bytes: int) -> list[Tensors]:
+    """Group consecutive tensors so that each group has at most `max_bytes` bytes or a single tensor."""
     groups: list[Tensors] = [{}]
-    left = most
+    left = max_bytes
     for name, (code, shape) in tensors.items():
         nbytes = ITEM_SIZES[code] * math.prod(shape)
         if groups[-1] and nbytes > left:
             groups.append({})
-            left = most
+            left = max_bytes
         groups[-1][name] = (code, shape)
         left -= nbytes
     return groups
 
 
-def make_index(files: Mapping[str, FileHeader]) -> bytes:
+def make_index_json(files: Mapping[str, FileHeader]) -> bytes:
     """Return the index of several safetensors files, as Hugging Face writes it."""
     total = sum(entry.nbytes for contents in files.values() for entry in contents.tensors.values())
     weights = {name: file for file, contents in files.items() for name in contents.tensors}

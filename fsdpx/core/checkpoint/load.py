@@ -19,30 +19,30 @@ from fsdpx.core.base.name_hints import require_pattern_matches
 from fsdpx.core.checkpoint.atomic_commit import (
     agree_on_choices,
     agree_on_path,
-    check_path_name,
     describe_location,
     run_on_all_ranks,
     run_on_rank0,
+    to_named_path,
 )
 from fsdpx.core.checkpoint.format import STATE_FILE_NAME, STATE_KEY, Tensors, code_to_dtype, dtype_to_code
 from fsdpx.core.checkpoint.local_shards import (
     ByteCounter,
     CodecMemoryName,
     LocalShard,
-    fill_as_received,
-    local_shards,
-    plan_codec_reads,
+    iterate_and_add_to_targets,
+    iterate_local_shards,
+    plan_reads_and_zero_missing,
 )
 from fsdpx.core.checkpoint.read import (
     CheckpointSource,
     compute_partial_crcs,
-    copy_from_arrays,
+    fill_shards_from_arrays,
     open_checkpoint,
     open_weights,
     read_shards,
 )
-from fsdpx.core.checkpoint.save import gather_checksums
-from fsdpx.core.checkpoint.scalars import RunScalars, require_state, restore_scalars
+from fsdpx.core.checkpoint.save import gather_xor_of_checksums
+from fsdpx.core.checkpoint.scalars import RunScalars, require_loader_method, restore_scalars
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.state.ledger import get_state_dtype, list_saved_tensors
 from fsdpx.core.state.placement import Placement
@@ -53,15 +53,15 @@ from fsdpx.optim.optimizer import unwrap
 
 __all__ = [
     "WeightsReport",
-    "describe_weights",
     "fill_state",
-    "format_names",
-    "list_damaged",
+    "format_first_names",
+    "get_dtypes_and_shapes",
+    "list_damaged_tensors",
     "load",
     "load_parameters",
-    "require_data_here",
-    "require_fit",
+    "require_device_holds_data",
     "require_intact",
+    "require_shapes_and_dtypes",
 ]  # fmt: skip
 
 Wanted = dict[str, tuple[np.dtype, tuple[int, ...]]]
@@ -80,13 +80,13 @@ def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool,
     path = agree_on_path(world, "load", path, options=options)
     where = f"load {path}"
     source = run_on_rank0(world, where, lambda: open_checkpoint(path))
-    run_on_all_ranks(world, where, lambda: require_data_here(state))
+    run_on_all_ranks(world, where, lambda: require_device_holds_data(state))
     if STATE_FILE_NAME not in source.files:
         raise CheckpointError(f"{where}: it holds weights alone; use load_parameters")
     scalars = RunScalars.parse(
         source.files[STATE_FILE_NAME].metadata.get(STATE_KEY), str(source.folder / STATE_FILE_NAME)
     )
-    _require_names_and_formats(describe_weights(state), source.filter_files(state=False).tensors, where, convert)
+    _require_same_tensors(get_dtypes_and_shapes(state), source.filter_files(state=False).tensors, where, convert)
     pace, local = state.placement.sync_policy, scalars.local
     if (pace.about is None) != (local is None):
         there, here = ("not ", "") if local is None else ("", "not ")
@@ -99,7 +99,7 @@ def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool,
         pace.require_resumable(local, where)
     _require_slots(state, scalars, source, where, convert)
     if loader is not None:
-        run_on_all_ranks(world, where, lambda: _require_data(loader, scalars))
+        run_on_all_ranks(world, where, lambda: _require_loader_position(loader, scalars))
     if verify:
         require_intact(world, source, where)
     if loader is not None:  # first, as it may refuse its state: nothing else has changed then
@@ -107,21 +107,18 @@ def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool,
     shapes = {name: shape for name, (_, shape) in source.tensors.items()}
 
     def read_saved_shards(pieces: Iterable[LocalShard]) -> None:
-        read_shards(
-            source,
-            chain(count.count_shards(pieces), fill_as_received(plan_codec_reads(state, shapes))),
-            state.placement.xp,
-        )
+        codec_shards = iterate_and_add_to_targets(plan_reads_and_zero_missing(state, shapes))
+        read_shards(source, chain(count.iterate_and_count(pieces), codec_shards), state.placement.xp)
 
     fill_state(state, where, read_saved_shards, scalars.replica_count)
     restore_scalars(state, scalars)
     return scalars
 
 
-def list_damaged(source: CheckpointSource) -> list[str]:
+def list_damaged_tensors(source: CheckpointSource) -> list[str]:
     """Return the names of the tensors whose bytes differ from the checksums of the manifest; reads all on this rank."""
     assert source.manifest is not None
-    return source.manifest.list_damaged(source.files, compute_partial_crcs(source, 0, 1).tolist())
+    return source.manifest.list_damaged_tensors(source.files, compute_partial_crcs(source, 0, 1).tolist())
 
 
 def require_intact(world: Communicator, source: CheckpointSource, where: str) -> None:
@@ -129,12 +126,12 @@ def require_intact(world: Communicator, source: CheckpointSource, where: str) ->
     Collective."""
     parts: list[np.ndarray] = []
     run_on_all_ranks(world, where, lambda: parts.append(compute_partial_crcs(source, world.rank, world.size)))
-    total = gather_checksums(world, parts[0])
+    total = gather_xor_of_checksums(world, parts[0])
 
     def check_digests() -> None:
         assert source.manifest is not None
-        if wrong := source.manifest.list_damaged(source.files, total.tolist()):
-            text = f"damaged: the digest of {format_names(wrong)} does not fit; take another checkpoint"
+        if wrong := source.manifest.list_damaged_tensors(source.files, total.tolist()):
+            text = f"damaged: the digest of {format_first_names(wrong)} does not fit; take another checkpoint"
             raise CheckpointError(f"{source.folder}: {text}")
 
     run_on_rank0(world, where, check_digests)
@@ -145,25 +142,25 @@ def fill_state(
 ) -> None:
     """Fill the arrays of the train state; the step at which loading begins to change the trainer.
 
-    read: fills the arrays of the shards that it gets. replicas: see `local_shards`. Collective."""
+    read: fills the arrays of the shards that it gets. replicas: see `iterate_local_shards`. Collective."""
     world = state.placement.axes.world
     world.barrier(what=where).wait()  # other ranks may still read arrays in shared memory
-    run_on_all_ranks(world, where, lambda: read(local_shards(state, replicas)))
+    run_on_all_ranks(world, where, lambda: read(iterate_local_shards(state, replicas)))
     state.invalidate_full_parameters()
 
 
-def require_data_here(state: TrainState) -> None:
+def require_device_holds_data(state: TrainState) -> None:
     if not state.placement.device.holds_data:
         raise CheckpointError("a dry run has no data to load into")
 
 
-def _require_data(loader: Any, scalars: RunScalars) -> None:
-    require_state(loader, "load_state_dict")
+def _require_loader_position(loader: Any, scalars: RunScalars) -> None:
+    require_loader_method(loader, "load_state_dict")
     if scalars.data is None:
         raise CheckpointError("it was saved without a loader, so it does not know a place in the data")
 
 
-def describe_weights(state: TrainState) -> Wanted:
+def get_dtypes_and_shapes(state: TrainState) -> Wanted:
     place = state.placement
     return {name: (get_state_dtype(place, name), spec.shape) for name, spec in place.layout.specs.items()}
 
@@ -181,26 +178,27 @@ def _require_slots(state: TrainState, scalars: RunScalars, source: CheckpointSou
     rest = {n: (get_state_dtype(place, n), s.shape) for n, s in known if n not in place.layout.specs}
     slot_entries = source.filter_files(state=True).tensors
     codecs = {name: slot_entries[name] for name in slot_entries if CodecMemoryName.parse(name) is not None}
-    _require_names_and_formats(rest, {n: slot_entries[n] for n in slot_entries.keys() - codecs.keys()}, where, convert)
-    require_fit({n: (place.formats.gradients, shape) for n, (_, shape) in codecs.items()}, codecs, where, convert)
+    _require_same_tensors(rest, {n: slot_entries[n] for n in slot_entries.keys() - codecs.keys()}, where, convert)
+    in_gradient_dtype = {n: (place.formats.gradients, shape) for n, (_, shape) in codecs.items()}
+    require_shapes_and_dtypes(in_gradient_dtype, codecs, where, convert)
 
 
 def _format_slots(slots: tuple[str, ...]) -> str:
     return f"slots {', '.join(slots)}" if slots else "no slots"
 
 
-def _require_names_and_formats(wanted: Wanted, found: Tensors, where: str, convert: bool) -> None:
-    """Raise CheckpointError unless both have the same names, and the shapes and dtypes that `require_fit` demands."""
-    _require_none(where, "missing", wanted.keys() - found.keys())
-    _require_none(where, "not in the model", found.keys() - wanted.keys())
-    require_fit(wanted, found, where, convert)
+def _require_same_tensors(wanted: Wanted, found: Tensors, where: str, convert: bool) -> None:
+    """Raise CheckpointError unless both have the same names, and each pair passes `require_shapes_and_dtypes`."""
+    _require_no_names(where, "missing", wanted.keys() - found.keys())
+    _require_no_names(where, "not in the model", found.keys() - wanted.keys())
+    require_shapes_and_dtypes(wanted, found, where, convert)
 
 
-def require_fit(wanted: Wanted, found: Tensors, where: str, convert: bool, remedy: str = "") -> None:
+def require_shapes_and_dtypes(wanted: Wanted, found: Tensors, where: str, convert: bool, remedy: str = "") -> None:
     """Raise CheckpointError unless the `found` tensors have the shapes of the `wanted` ones, and the dtypes too unless
     `convert`. `found` must have all wanted names. remedy: advice on a wrong shape, appended to the error."""
     shapes = {n: f"{n} is {found[n][1]} instead of {s}" for n, (_, s) in wanted.items() if found[n][1] != s}
-    _require_none(where, "of the wrong shape", shapes.values(), remedy)
+    _require_no_names(where, "of the wrong shape", shapes.values(), remedy)
     for name, (dtype, _) in wanted.items():
         code, _ = found[name]
         if code not in FLOATS and code_to_dtype(code) != dtype:
@@ -212,18 +210,18 @@ def require_fit(wanted: Wanted, found: Tensors, where: str, convert: bool, remed
             )
 
 
-def _require_none(where: str, what: str, names: Any, remedy: str = "") -> None:
+def _require_no_names(where: str, what: str, names: Any, remedy: str = "") -> None:
     if names:
-        raise CheckpointError(f"{where}: {what}: {format_names(sorted(names))}{remedy}")
+        raise CheckpointError(f"{where}: {what}: {format_first_names(sorted(names))}{remedy}")
 
 
-def format_names(names: Sequence[str]) -> str:
+def format_first_names(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-REMEDY = 'rename={"theirs.*": "ours.*"} finds other names, strict=False takes what there is'
+RENAME_HINT = 'rename={"theirs.*": "ours.*"} finds other names, strict=False takes what there is'
 
-LEFT_OUT = ' (rename={"theirs": "unused.theirs"} leaves a tensor out)'
+LEAVE_OUT_HINT = ' (rename={"theirs": "unused.theirs"} leaves a tensor out)'
 """Advice where the source may have tensors that the model lacks (strict=False)."""
 
 
@@ -261,12 +259,12 @@ class WeightsSource:
     """The files or arrays from which weights are loaded.
 
     where: the source, for error messages. tensors: its tensors. read: fills shards that have the source's names.
-    demand_intact: raises CheckpointError unless the checksums fit, if there are any; collective."""
+    require_intact: raises CheckpointError unless the checksums fit, if there are any; collective."""
 
     where: str
     tensors: Tensors
     read: Callable[[Iterable[LocalShard], Any], None]
-    demand_intact: Callable[[], None]
+    require_intact: Callable[[], None]
 
 
 def load_parameters(
@@ -288,22 +286,22 @@ def load_parameters(
     world, options = state.placement.axes.world, f"{strict=}, {rename=}, {convert=}"
     given = (_open_dict_source if isinstance(source, Mapping) else _open_file_source)(world, call, source, options)
     where = given.where
-    run_on_all_ranks(world, where, lambda: require_data_here(state))
+    run_on_all_ranks(world, where, lambda: require_device_holds_data(state))
     origin, report = run_on_all_ranks(world, where, lambda: _match_names(state.placement, given.tensors, rename or {}))[
         0
     ]
     if strict:
-        _require_all(state, report, where, call)
-    wanted = describe_weights(state)
+        _require_complete_match(state, report, where, call)
+    wanted = get_dtypes_and_shapes(state)
     found = {n: given.tensors[theirs] for n, theirs in origin.items()}
-    require_fit({n: wanted[n] for n in origin}, found, where, convert, "" if strict else LEFT_OUT)
-    given.demand_intact()
+    require_shapes_and_dtypes({n: wanted[n] for n in origin}, found, where, convert, "" if strict else LEAVE_OUT_HINT)
+    given.require_intact()
 
     def named(pieces: Iterable[LocalShard]) -> Iterator[LocalShard]:
         return (replace(piece, name=origin[piece.name]) for piece in pieces if piece.name in origin)
 
     count = count or ByteCounter()
-    fill_state(state, where, lambda pieces: given.read(count.count_shards(named(pieces)), state.placement.xp))
+    fill_state(state, where, lambda pieces: given.read(count.iterate_and_count(named(pieces)), state.placement.xp))
     return report
 
 
@@ -313,7 +311,7 @@ def _open_file_source(world: Communicator, call: str, given: Any, options: str) 
             if hasattr(given, "state_dict"):
                 raise CheckpointError(f"{type(given).__name__} is a module, not its weights: give module.state_dict()")
             raise CheckpointError(f"{given!r} is neither a path nor a dict of whole arrays, which every rank gives")
-        return {**describe_location(check_path_name(given)), "options": options}
+        return {**describe_location(to_named_path(given)), "options": options}
 
     path = Path(agree_on_choices(world, call, describe_path)["path"])
     where = f"{call} {path}"
@@ -343,7 +341,7 @@ def _open_dict_source(world: Communicator, call: str, values: Mapping[str, Any],
         return {"arrays": description, "values": f"digest {contents:08x}", "options": options}
 
     agree_on_choices(world, call, describe_arrays)
-    return WeightsSource(call, tensors, lambda pieces, xp: copy_from_arrays(arrays, pieces, xp), lambda: None)
+    return WeightsSource(call, tensors, lambda pieces, xp: fill_shards_from_arrays(arrays, pieces, xp), lambda: None)
 
 
 def _to_host_array(name: Any, value: Any) -> np.ndarray:
@@ -366,7 +364,7 @@ def _match_names(
     """Match names of the source to the model; return a dict from name in the model to name in the source, and a report.
 
     A tied parameter may have any of its names in the source."""
-    layout, known, rules = placement.layout, _list_known_aliases(placement), _RenameRules(rename)
+    layout, known, rules = placement.layout, _map_known_aliases(placement), _RenameRules(rename)
     ours: dict[str, str] = {}
     unused: list[str] = []
     for name in theirs:
@@ -401,25 +399,25 @@ class _RenameRules:
             if type(old) is not str or type(new) is not str or old.count("*") != new.count("*"):
                 raise CheckpointError(f"rename: {old!r} and {new!r} must be texts with equally many *")
             self._rules.append((old, re.compile("(.*?)".join(map(re.escape, old.split("*")))), new))
-        self._idle, self._names = dict.fromkeys(rename), list[str]()
+        self._unused_patterns, self._names = dict.fromkeys(rename), list[str]()
 
     def __call__(self, name: str) -> str:
         """Return the new name by the first pattern that matches, or `name` if none does."""
         self._names.append(name)
         for old, pattern, new in self._rules:
             if match := pattern.fullmatch(name):
-                self._idle.pop(old, None)
+                self._unused_patterns.pop(old, None)
                 first, *rest = new.split("*")
                 return first + "".join(group + text for group, text in zip(match.groups(), rest, strict=True))
         return name
 
     def require_used(self) -> None:
         require_pattern_matches(
-            "rename", self._idle, self._names, "name there", lambda name, old: False, CheckpointError
+            "rename", self._unused_patterns, self._names, "name there", lambda name, old: False, CheckpointError
         )
 
 
-def _list_known_aliases(placement: Placement) -> dict[str, str | None]:
+def _map_known_aliases(placement: Placement) -> dict[str, str | None]:
     """Return a dict from names that other libraries give to this model's parameters to their names here; None: unused
     here."""
     return dict(pair for node in placement.model.nodes for pair in _iterate_aliases(node.path, node.layer))
@@ -432,10 +430,10 @@ def _iterate_aliases(path: str, layer: Layer) -> Iterator[tuple[str, str | None]
         yield from _iterate_aliases(join_path(path, name), child)
 
 
-def _require_all(state: TrainState, report: WeightsReport, where: str, call: str) -> None:
+def _require_complete_match(state: TrainState, report: WeightsReport, where: str, call: str) -> None:
     """Raise CheckpointError if anything but running statistics is missing, or a tensor of the source is left over."""
     missing = [name for name in report.missing if name not in state.placement.layout.statistic_specs]
     problems = (("missing", missing), ("not in the model", report.extra))
-    texts = [f"{what}: {format_names(sorted(names))}" for what, names in problems if names]
+    texts = [f"{what}: {format_first_names(sorted(names))}" for what, names in problems if names]
     if texts:
-        raise CheckpointError(f"{where}: {'; '.join(texts)} ({REMEDY})")
+        raise CheckpointError(f"{where}: {'; '.join(texts)} ({RENAME_HINT})")

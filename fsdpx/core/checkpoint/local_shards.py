@@ -25,13 +25,13 @@ __all__ = [
     "LocalShard",
     "ShardBlock",
     "TensorPiece",
-    "codec_memory",
-    "codec_memory_to_write",
-    "fill_as_received",
+    "iterate_and_add_to_targets",
     "iterate_blocks",
-    "local_shards",
-    "plan_codec_reads",
-    "shards_to_write",
+    "iterate_codec_memory",
+    "iterate_codec_memory_to_write",
+    "iterate_local_shards",
+    "iterate_shards_to_write",
+    "plan_reads_and_zero_missing",
 ]  # fmt: skip
 
 BLOCK_BYTES = 4 << 20
@@ -52,7 +52,7 @@ class ByteCounter:
     def __init__(self) -> None:
         self.nbytes = 0
 
-    def count_shards(self, parts: Iterable[LocalShard]) -> Iterator[LocalShard]:
+    def iterate_and_count(self, parts: Iterable[LocalShard]) -> Iterator[LocalShard]:
         """Yield `parts` unchanged and add their bytes to `nbytes`."""
         for part in parts:
             self.nbytes += int(part.array.size) * int(part.array.dtype.itemsize)
@@ -108,18 +108,18 @@ def iterate_blocks(piece: TensorPiece, itemsize: int) -> Iterator[ShardBlock]:
     return piece.iterate_blocks(BLOCK_BYTES // max(itemsize, piece.array.dtype.itemsize))
 
 
-def local_shards(state: TrainState, replicas: int | None = None) -> Iterator[LocalShard]:
+def iterate_local_shards(state: TrainState, replicas: int | None = None) -> Iterator[LocalShard]:
     """Yield all shards of the train state on this rank, row by row of the ledger, without codec memory, which differs
-    between ranks (see `codec_memory`).
+    between ranks (see `iterate_codec_memory`).
 
     replicas: number of states in the checkpoint if each replica has its own: replica r of this run takes state r modulo
     `replicas`."""
     for row, array in state.ledger.iterate_saved_rows():
         if row.key.kind != "memory":
-            yield from _shards_of_row(state.placement, row, array, replicas=replicas)
+            yield from _iterate_shards_of_row(state.placement, row, array, replicas=replicas)
 
 
-def shards_to_write(state: TrainState) -> Iterator[LocalShard]:
+def iterate_shards_to_write(state: TrainState) -> Iterator[LocalShard]:
     """Yield the shards that this rank writes: every element of every tensor is written by exactly one rank.
 
     Replicas with equal state write an even part each; a replica's own state is written by that replica. Parameters that
@@ -131,14 +131,14 @@ def shards_to_write(state: TrainState) -> Iterator[LocalShard]:
     for row, array in state.ledger.iterate_saved_rows():
         if row.key.kind == "memory" or row.key.page in placement.layout.tied_copy_pages:
             continue
-        for shard in _shards_of_row(placement, row, array):
+        for shard in _iterate_shards_of_row(placement, row, array):
             if row.key.page is None:
                 yield from [shard] if (placement.statistic_ranks[shard.name], 0, 0, 0) == place else []
             elif shard.spec.cut is not None or place.tensor == 0:
                 yield shard.take_part(place.replica, axes.replica.size) if row.owner == "shard" else shard
 
 
-def _shards_of_row(
+def _iterate_shards_of_row(
     placement: Placement, row: LedgerRow, array: Any, replicas: int | None = None
 ) -> Iterator[LocalShard]:
     """Yield the shards in a row of the ledger: parts of the parameters of its page, or the one tensor of a row without
@@ -154,29 +154,30 @@ def _shards_of_row(
         yield LocalShard(name, part, start, spec, layout.spread.rank, layout.spread.width)
 
 
-PATTERN = re.compile(r"codec\.(shard|replica)\.(\w+)\.(\d+)/(.+)")
+CODEC_NAME_PATTERN = re.compile(r"codec\.(shard|replica)\.(\w+)\.(\d+)/(.+)")
 CodecArrival = tuple[LocalShard, Any | None]
 
 
 class CodecMemoryName(NamedTuple):
     """The name of a tensor of codec memory in a checkpoint.
 
-    axis: axis over which the codec sums, "shard" or "replica". memory: the codec's name for the array. who: number of
-    the rank that holds it, among all ranks that hold one; if it is equal along the axis, number of the line of ranks.
-    of: name of a parameter, or of a page if the memory has no element per element of the page."""
+    axis: axis over which the codec sums, "shard" or "replica". memory: the codec's name for the array. rank_number:
+    number of the rank that holds the array, among all ranks that hold such an array; if the array is equal along the
+    axis, the number of the line of ranks. tensor: name of the parameter, or of the page if the array does not have one
+    element per element of the page."""
 
     axis: str
     memory: str
-    who: int
-    of: str
+    rank_number: int
+    tensor: str
 
     def __str__(self) -> str:
-        return f"codec.{self.axis}.{self.memory}.{self.who}/{self.of}"
+        return f"codec.{self.axis}.{self.memory}.{self.rank_number}/{self.tensor}"
 
     @classmethod
     def parse(cls, text: str) -> CodecMemoryName | None:
         """Parse the name of a tensor in a checkpoint; None for tensors of another kind."""
-        match = PATTERN.fullmatch(text)
+        match = CODEC_NAME_PATTERN.fullmatch(text)
         return None if match is None else cls(match[1], match[2], int(match[3]), match[4])
 
 
@@ -190,17 +191,17 @@ class SavedPart:
     writes: bool
 
 
-def codec_memory(state: TrainState, instead: Mapping[LedgerKey, Any] | None = None) -> Iterator[LocalShard]:
+def iterate_codec_memory(state: TrainState, instead: Mapping[LedgerKey, Any] | None = None) -> Iterator[LocalShard]:
     """Yield this rank's codec memory. instead: arrays to use in place of the ledger's, by the key of the row."""
-    return (part.held for one in _iterate_codec_memory(state, instead or {}) for part in one.iterate_parts())
+    return (part.held for one in _iterate_codec_rows(state, instead or {}) for part in one.iterate_saved_parts())
 
 
-def codec_memory_to_write(state: TrainState) -> Iterator[LocalShard]:
+def iterate_codec_memory_to_write(state: TrainState) -> Iterator[LocalShard]:
     """Yield the codec memory that this rank writes; memory that is equal on several ranks is written by the first."""
-    return (part.held for one in _iterate_codec_memory(state, {}) for part in one.iterate_parts() if part.writes)
+    return (part.held for one in _iterate_codec_rows(state, {}) for part in one.iterate_saved_parts() if part.writes)
 
 
-def plan_codec_reads(state: TrainState, found: Mapping[str, tuple[int, ...]]) -> Iterator[CodecArrival]:
+def plan_reads_and_zero_missing(state: TrainState, found: Mapping[str, tuple[int, ...]]) -> Iterator[CodecArrival]:
     """Yield the arrays to be filled from a checkpoint so that they make up this rank's codec memory.
 
     found: name -> shape of the checkpoint's tensors. Each array comes with the one to which it is added afterwards, or
@@ -210,10 +211,10 @@ def plan_codec_reads(state: TrainState, found: Mapping[str, tuple[int, ...]]) ->
     fields = {field.name for page in layout.pages for field in page.fields}
     known: dict[tuple[str, str], list[CodecMemoryName]] = defaultdict(list)
     for name in sorted(filter(None, map(CodecMemoryName.parse, found))):
-        known[name.memory, name.of if name.of in fields else layout.canonical_name(name.of)].append(name)
-    for row in _iterate_codec_memory(state, {}):
-        for part in row.iterate_parts():
-            fitting = [n for n in known[part.name.memory, part.name.of] if found[str(n)] == part.held.spec.shape]
+        known[name.memory, name.tensor if name.tensor in fields else layout.canonical_name(name.tensor)].append(name)
+    for row in _iterate_codec_rows(state, {}):
+        for part in row.iterate_saved_parts():
+            fitting = [n for n in known[part.name.memory, part.name.tensor] if found[str(n)] == part.held.spec.shape]
             sources, target = row.find_sources(part, fitting), part.held.array
             if not sources:
                 target[...] = 0
@@ -222,7 +223,7 @@ def plan_codec_reads(state: TrainState, found: Mapping[str, tuple[int, ...]]) ->
                 yield replace(part.held, name=str(source), array=array), target if i else None
 
 
-def fill_as_received(arriving: Iterable[CodecArrival]) -> Iterator[LocalShard]:
+def iterate_and_add_to_targets(arriving: Iterable[CodecArrival]) -> Iterator[LocalShard]:
     """Yield the shards to be filled. When the next one is requested, the last must be filled; it is then added to its
     target, if it has one."""
     for piece, target in arriving:
@@ -231,7 +232,7 @@ def fill_as_received(arriving: Iterable[CodecArrival]) -> Iterator[LocalShard]:
             target += piece.array
 
 
-def _iterate_codec_memory(state: TrainState, instead: Mapping[LedgerKey, Any]) -> Iterator[CodecMemory]:
+def _iterate_codec_rows(state: TrainState, instead: Mapping[LedgerKey, Any]) -> Iterator[CodecMemory]:
     for row, array in state.ledger.iterate_saved_rows():
         if row.key.kind == "memory":
             yield CodecMemory(state.placement, row, instead.get(row.key, array))
@@ -254,7 +255,7 @@ class CodecMemory:
     def is_summed(self) -> bool:
         return self.placement.get_codec_route(self.page.index).get_reshard_rule(self.row.key.name) == "sum"
 
-    def iterate_parts(self) -> Iterator[SavedPart]:
+    def iterate_saved_parts(self) -> Iterator[SavedPart]:
         axis, memory = self._axis_and_name
         place, page, layout = self.placement.axes.coordinates, self.page, self.placement.layout
         if not self.is_summed:
@@ -267,23 +268,22 @@ class CodecMemory:
             )
             return
         for field, start, own_array in page.iterate_fields(self.array, self.row.span):
-            spec, (number, _) = layout.specs[field.source], self._rank_and_count(axis, layout.specs[field.source])
+            spec, (number, _) = layout.specs[field.source], self._get_rank_and_count(axis, layout.specs[field.source])
             name = CodecMemoryName(axis, memory, number, field.name)
             part = LocalShard(str(name), own_array, start, spec, layout.spread.rank, layout.spread.width)
             yield SavedPart(name, part, place.tensor == 0 or spec.cut is not None or page.partial)
 
-    def find_sources(self, mine: SavedPart, known: Sequence[CodecMemoryName]) -> list[CodecMemoryName]:
+    def find_sources(self, part: SavedPart, names: Sequence[CodecMemoryName]) -> list[CodecMemoryName]:
         """Return the names of the saved tensors that make up this part; they are added if the reshard rule is "sum".
 
-        known: names of tensors with the same memory name, parameter or page, and shape."""
+        names: names of tensors with the same memory name, parameter or page, and shape."""
         if not self.is_summed:
-            return [mine.name] if mine.name in known else list(known[:1])
-        place, name = self.placement, mine.name
+            return [part.name] if part.name in names else list(names[:1])
+        place, name = self.placement, part.name
         here = place.axes.reduction_axes
-        wanted = [n for n in known if (n.axis if n.axis in here else here[0]) == name.axis]
-        return [
-            n for n in wanted if n.who % self._rank_and_count(self._axis_and_name[0], mine.held.spec)[1] == name.who
-        ]
+        wanted = [n for n in names if (n.axis if n.axis in here else here[0]) == name.axis]
+        _, count = self._get_rank_and_count(self._axis_and_name[0], part.held.spec)
+        return [n for n in wanted if n.rank_number % count == name.rank_number]
 
     @property
     def _axis_and_name(self) -> tuple[str, str]:
@@ -291,7 +291,7 @@ class CodecMemory:
         axis, _, memory = self.row.key.name.partition("/")
         return axis, memory
 
-    def _rank_and_count(self, axis: str, spec: ParameterSpec) -> tuple[int, int]:
+    def _get_rank_and_count(self, axis: str, spec: ParameterSpec) -> tuple[int, int]:
         """Return the number of this rank's memory tensor of a parameter, and how many of them the parameter has.
 
         Ranks of the tensor axis share the tensor of an unsharded parameter, unless its gradient is partial: then each

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from fsdpx.core.base import safe_files
-from fsdpx.core.checkpoint.atomic_commit import get_checkpoint_name, resolve_checkpoint
+from fsdpx.core.checkpoint.atomic_commit import parse_checkpoint_name, resolve_checkpoint
 from fsdpx.core.checkpoint.format import MAX_TEXT_BYTES, STATE_FILE_NAME
 from fsdpx.core.checkpoint.write import MANIFEST_NAME, Manifest, is_checkpoint
 from fsdpx.errors import CheckpointError, warn
@@ -21,20 +21,19 @@ def find_newest_checkpoint(folder: Path) -> Path | None:
     written last. A checkpoint is complete if its manifest is intact and each of its files exists with the right size.
     An incomplete one is skipped with a warning; weights without training state are skipped silently."""
     entries = folder.iterdir() if folder.exists() else ()
-    names = {name for path in entries if (name := get_checkpoint_name(path.name))}
+    names = {name for path in entries if (name := parse_checkpoint_name(path.name))}
     steps_by_folder = {folder / name: resolve_checkpoint(folder / name) for name in names}
-    ages = {path: _get_age_key(path.name, place) for path, place in steps_by_folder.items() if is_checkpoint(place)}
-    return next(
-        (path for path in sorted(ages, key=ages.__getitem__, reverse=True) if _can_resume(steps_by_folder[path])), None
-    )
+    ages = {path: _get_recency_key(path.name, place) for path, place in steps_by_folder.items() if is_checkpoint(place)}
+    newest_first = sorted(ages, key=ages.__getitem__, reverse=True)
+    return next((path for path in newest_first if _can_resume_or_warn(steps_by_folder[path])), None)
 
 
-def _get_age_key(name: str, place: Path) -> tuple[tuple[int, ...], int]:
+def _get_recency_key(name: str, place: Path) -> tuple[tuple[int, ...], int]:
     """Return a sort key that is greater for a newer checkpoint: the numbers in its name, then its time."""
     return tuple(map(int, re.findall("[0-9]+", name))), (place / MANIFEST_NAME).stat().st_mtime_ns
 
 
-def _can_resume(place: Path) -> bool:
+def _can_resume_or_warn(place: Path) -> bool:
     try:
         manifest = Manifest.parse(
             safe_files.read_file(place / MANIFEST_NAME, MAX_TEXT_BYTES, ours=False), str(place / MANIFEST_NAME)

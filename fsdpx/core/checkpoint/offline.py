@@ -24,7 +24,7 @@ from fsdpx.core.checkpoint.format import (
     dtype_to_code,
     lay_out_files,
 )
-from fsdpx.core.checkpoint.load import FLOATS, list_damaged
+from fsdpx.core.checkpoint.load import FLOATS, list_damaged_tensors
 from fsdpx.core.checkpoint.local_shards import BLOCK_BYTES, LocalShard
 from fsdpx.core.checkpoint.read import CheckpointSource, open_checkpoint, open_weights
 from fsdpx.core.checkpoint.save import read_note
@@ -37,10 +37,10 @@ __all__ = [
     "TensorDifference",
     "compare_sources",
     "convert_weights",
+    "open_and_list_damaged_tensors",
     "open_source",
     "read_state",
     "read_state_text",
-    "verify_digests",
 ]
 
 
@@ -74,10 +74,10 @@ def read_state(source: CheckpointSource) -> dict[str, Any]:
     return {} if text is None else vars(RunScalars.parse(text, str(source.folder / STATE_FILE_NAME)))
 
 
-def verify_digests(path: Path) -> tuple[CheckpointSource, list[str]]:
+def open_and_list_damaged_tensors(path: Path) -> tuple[CheckpointSource, list[str]]:
     """Open a source; return it and the names of its damaged tensors, always empty for files without a manifest."""
     source = open_source(path)
-    return source, list_damaged(source) if source.manifest is not None else []
+    return source, list_damaged_tensors(source) if source.manifest is not None else []
 
 
 def compare_sources(a: CheckpointSource, b: CheckpointSource) -> Iterator[TensorDifference]:
@@ -90,12 +90,12 @@ def compare_sources(a: CheckpointSource, b: CheckpointSource) -> Iterator[Tensor
         if first.shape != second.shape:
             yield TensorDifference(name, f"shape {list(first.shape)} and {list(second.shape)}")
             continue
-        largest = _find_largest_difference(_map_array(a, name), _map_array(b, name))
+        largest = _find_largest_difference(_memory_map_tensor(a, name), _memory_map_tensor(b, name))
         if first.code != second.code:
             yield TensorDifference(name, f"{first.code} and {second.code}", largest)
         elif largest != 0 or any(
             (x.view(np.uint8) != y.view(np.uint8)).any()
-            for x, y in _iterate_block_pairs(_map_array(a, name), _map_array(b, name))
+            for x, y in _iterate_block_pairs(_memory_map_tensor(a, name), _memory_map_tensor(b, name))
         ):
             yield TensorDifference(name, first.code, largest)
 
@@ -106,7 +106,7 @@ def convert_weights(source: Path, target: Path, dtype: str | None, shard_bytes: 
     Optimizer and scalar state of a checkpoint are copied unchanged. dtype: name; None: as in the source. shard_bytes:
     most bytes of one file; None: one file. Raise CheckpointError if a checksum of the source does not fit, or `target`
     is the source itself: rounded weights could not be restored."""
-    verified, wrong = verify_digests(source)
+    verified, wrong = open_and_list_damaged_tensors(source)
     if target.exists() and any(
         os.path.samefile(target, place) for place in (source, verified.folder) if place.exists()
     ):
@@ -123,7 +123,7 @@ def convert_weights(source: Path, target: Path, dtype: str | None, shard_bytes: 
         shard_bytes,
     )
     layout = replace(layout, note=read_note(verified))
-    opened = SaveTarget.open(target, secrets.token_hex(4), layout)
+    opened = SaveTarget.lock_and_create_files(target, secrets.token_hex(4), layout)
     try:
         sums = write_shards(opened.partial, layout, _iterate_shards(verified))
         opened.commit(layout, Manifest.from_layout(layout, sums.tolist()))
@@ -135,10 +135,10 @@ def convert_weights(source: Path, target: Path, dtype: str | None, shard_bytes: 
 
 def _iterate_shards(source: CheckpointSource) -> Iterator[LocalShard]:
     for name, (_, entry) in source.locations.items():
-        yield LocalShard(name, _map_array(source, name), 0, ParameterSpec(entry.shape), 0, 1)
+        yield LocalShard(name, _memory_map_tensor(source, name), 0, ParameterSpec(entry.shape), 0, 1)
 
 
-def _map_array(source: CheckpointSource, name: str) -> np.ndarray:
+def _memory_map_tensor(source: CheckpointSource, name: str) -> np.ndarray:
     """Return a tensor as a flat memory map: pages are read from disk when accessed."""
     file, entry = source.locations[name]
     dtype = code_to_dtype(entry.code)

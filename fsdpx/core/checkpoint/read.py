@@ -27,10 +27,10 @@ from fsdpx.core.checkpoint.format import (
     PartialCrc,
     TensorEntry,
     Tensors,
-    advise_read,
-    cast,
+    advise_read_ahead,
+    cast_array,
     code_to_dtype,
-    open_checked,
+    open_regular_file,
     parse_header,
     read_at,
 )
@@ -43,9 +43,9 @@ from fsdpx.errors import CheckpointError
 __all__ = [
     "CheckpointSource",
     "compute_partial_crcs",
-    "copy_from_arrays",
-    "iterate_rank_parts",
-    "iterate_spans",
+    "fill_shards_from_arrays",
+    "iterate_block_reads",
+    "iterate_byte_ranges_of_rank",
     "open_checkpoint",
     "open_weights",
     "read_elements",
@@ -84,11 +84,11 @@ def open_checkpoint(path: Path) -> CheckpointSource:
     Raise CheckpointError if there is none, or files and manifest do not match; only headers and texts are read."""
     folder = resolve_checkpoint(path)
     if not folder.is_dir():
-        raise CheckpointError(f"{path}: there is no checkpoint" + _describe_nearby(path))
+        raise CheckpointError(f"{path}: there is no checkpoint" + _describe_nearest_folder(path))
     if not is_checkpoint(folder):
         raise CheckpointError(
             f"{folder} is no checkpoint: it has no {MANIFEST_NAME}"
-            + (_describe_newest(folder) or ". For safetensors files from elsewhere: load_parameters")
+            + (_describe_newest_checkpoint(folder) or ". For safetensors files from elsewhere: load_parameters")
         )
     manifest = Manifest.parse(_read_text_file(folder / MANIFEST_NAME), str(folder / MANIFEST_NAME))
     files = {}
@@ -96,12 +96,12 @@ def open_checkpoint(path: Path) -> CheckpointSource:
         where = folder / name
         if name.endswith(".json"):
             text = _read_text_file(where)
-            manifest.require_match(name, text, len(text), (), str(where))
+            manifest.require_file_match(name, text, len(text), (), str(where))
             continue
         files[name] = read_header(where)
-        manifest.require_match(name, files[name].header, files[name].size, files[name].tensors, str(where))
+        manifest.require_file_match(name, files[name].header, files[name].size, files[name].tensors, str(where))
     source = CheckpointSource(folder, files, manifest)
-    _require_once(source)
+    _require_unique_tensor_names(source)
     return source
 
 
@@ -112,16 +112,16 @@ def open_weights(path: Path) -> CheckpointSource:
     folder = resolve_checkpoint(path)
     if folder.exists() and not folder.is_dir():
         return (
-            _open_indexed(folder)
+            _open_indexed_files(folder)
             if folder.suffix == ".json"
             else CheckpointSource(folder.parent, {folder.name: read_header(folder)})
         )
     if not folder.is_dir():
-        raise CheckpointError(f"{path}: there is no such file or folder" + _describe_nearby(path))
+        raise CheckpointError(f"{path}: there is no such file or folder" + _describe_nearest_folder(path))
     if is_checkpoint(folder):
         return open_checkpoint(folder).filter_files(state=False)
     if (folder / INDEX_FILE_NAME).exists():
-        return _open_indexed(folder / INDEX_FILE_NAME)
+        return _open_indexed_files(folder / INDEX_FILE_NAME)
     if (folder / WEIGHTS_FILE_NAME).exists():
         return CheckpointSource(folder, {WEIGHTS_FILE_NAME: read_header(folder / WEIGHTS_FILE_NAME)})
     raise CheckpointError(
@@ -132,7 +132,7 @@ def open_weights(path: Path) -> CheckpointSource:
 def read_header(path: Path) -> FileHeader:
     """Read and check the header of a safetensors file. Raise CheckpointError if it is invalid or there is no file."""
     try:
-        with open_checked(path) as fd:
+        with open_regular_file(path) as fd:
 
             def read_start(count: int) -> bytes:
                 data = bytearray(count)
@@ -144,7 +144,7 @@ def read_header(path: Path) -> FileHeader:
         raise CheckpointError(f"{path}: the file is missing") from None
 
 
-def _open_indexed(path: Path) -> CheckpointSource:
+def _open_indexed_files(path: Path) -> CheckpointSource:
     """Open the files that an index lists. Raise CheckpointError unless index and files list the same tensors."""
     try:
         table = parse_json(_read_text_file(path))
@@ -159,7 +159,7 @@ def _open_indexed(path: Path) -> CheckpointSource:
             raise CheckpointError(f"{path}: {file!r} is no name of a file beside it")
         files[file] = read_header(path.parent / file)
     source = CheckpointSource(path.parent, files)
-    _require_once(source)
+    _require_unique_tensor_names(source)
     for name in names.keys() ^ source.locations.keys():
         raise CheckpointError(f"{path}: tensor {name!r} is in the index or in a file, but not in both")
     for name, (file, _) in source.locations.items():
@@ -168,7 +168,7 @@ def _open_indexed(path: Path) -> CheckpointSource:
     return source
 
 
-def _require_once(source: CheckpointSource) -> None:
+def _require_unique_tensor_names(source: CheckpointSource) -> None:
     seen: dict[str, str] = {}
     for file, name, _ in FileLayout(source.files).iterate_tensors():
         if name in seen:
@@ -178,7 +178,7 @@ def _require_once(source: CheckpointSource) -> None:
 
 def _read_text_file(path: Path) -> bytes:
     try:
-        with open_checked(path) as fd:
+        with open_regular_file(path) as fd:
             data = bytearray(min(os.fstat(fd).st_size, MAX_TEXT_BYTES))
             read_at(fd, data, 0)
             return bytes(data)
@@ -186,13 +186,13 @@ def _read_text_file(path: Path) -> bytes:
         raise CheckpointError(f"{path}: the file is missing") from None
 
 
-def _describe_nearby(path: Path) -> str:
+def _describe_nearest_folder(path: Path) -> str:
     """Return the end of an error message: the contents of the nearest existing folder."""
     folder = next(folder for folder in path.absolute().parents if folder.is_dir())
-    return _describe_newest(folder) or f"; in {folder} there is {_list_names(folder)}"
+    return _describe_newest_checkpoint(folder) or f"; in {folder} there is {_list_names(folder)}"
 
 
-def _describe_newest(folder: Path) -> str:
+def _describe_newest_checkpoint(folder: Path) -> str:
     """Return the end of an error message: the newest checkpoint of a folder, or "" if none has a number in its name."""
     newest_folder = find_newest_checkpoint(folder)
     return (
@@ -211,7 +211,7 @@ MAX_GAP_FACTOR = 8
 """Several runs are read at once, gaps included, as long as they span at most this many times their own elements."""
 
 
-def iterate_rank_parts(sizes: Sequence[int], rank: int, ranks: int) -> Iterator[tuple[int, int, int]]:
+def iterate_byte_ranges_of_rank(sizes: Sequence[int], rank: int, ranks: int) -> Iterator[tuple[int, int, int]]:
     """Yield (number of a tensor, first byte, number of bytes) of this rank's even part of all tensors' bytes.
 
     sizes: bytes of each tensor. A piece has at most `BLOCK_BYTES`, the amount that is read at once."""
@@ -231,16 +231,16 @@ def compute_partial_crcs(source: CheckpointSource, rank: int, ranks: int) -> np.
     totals: dict[int, PartialCrc] = defaultdict(PartialCrc)
     buffer = memoryview(bytearray(BLOCK_BYTES))
     with SourceFiles(source) as files:
-        for number, first, count in iterate_rank_parts([entry.nbytes for _, _, entry in tensors], rank, ranks):
+        for number, first, count in iterate_byte_ranges_of_rank([entry.nbytes for _, _, entry in tensors], rank, ranks):
             (file, _, entry), part = tensors[number], buffer[:count]
-            advise_read(files[file], entry.start + first + count, 2 * BLOCK_BYTES)  # while this part is summed up
+            advise_read_ahead(files[file], entry.start + first + count, 2 * BLOCK_BYTES)  # while this part is summed up
             _read_at(source, files, file, part, entry.start + first)
             totals[number].add_bytes(first, part)
-    checksums = [totals[n].get_crc(entry.nbytes) if n in totals else 0 for n, (_, _, entry) in enumerate(tensors)]
+    checksums = [totals[n].get_crc_share(entry.nbytes) if n in totals else 0 for n, (_, _, entry) in enumerate(tensors)]
     return np.array(checksums, np.uint64)
 
 
-def iterate_spans(piece: LocalShard, entry: TensorEntry) -> Iterator[tuple[ShardBlock, Iterator[list[Interval]]]]:
+def iterate_block_reads(piece: LocalShard, entry: TensorEntry) -> Iterator[tuple[ShardBlock, Iterator[list[Interval]]]]:
     """Yield each block of a shard with the groups of its runs that are read at once, gaps between them included."""
     for block in iterate_blocks(piece, entry.itemsize):
         yield block, coalesce_runs(block.runs, BLOCK_BYTES // entry.itemsize, MAX_GAP_FACTOR)
@@ -254,14 +254,14 @@ def read_shards(source: CheckpointSource, pieces: Iterable[LocalShard], xp: Any)
         for piece in pieces:
             file, entry = source.locations[piece.name]
             dtype = code_to_dtype(entry.code)
-            for block, together in iterate_spans(piece, entry):
+            for block, together in iterate_block_reads(piece, entry):
                 host = _get_read_buffer(block.array, dtype)
                 data, offset = host.view(np.uint8).data, 0
                 for runs in together:
-                    offset += _read_runs(source, files, file, entry, runs, data[offset:])
+                    offset += _read_runs_into(source, files, file, entry, runs, data[offset:])
                 assert offset == len(data), f"{piece.name}: runs and elements differ"
                 if host is not block.array:
-                    block.array[...] = from_host(xp, cast(host, np.dtype(block.array.dtype)))
+                    block.array[...] = from_host(xp, cast_array(host, np.dtype(block.array.dtype)))
 
 
 def read_elements(source: CheckpointSource, name: str, runs: Iterable[Interval]) -> np.ndarray:
@@ -272,11 +272,11 @@ def read_elements(source: CheckpointSource, name: str, runs: Iterable[Interval])
     data, offset = host.view(np.uint8).data, 0
     with SourceFiles(source) as files:
         for run in chosen:
-            offset += _read_runs(source, files, file, entry, [run], data[offset:])
+            offset += _read_runs_into(source, files, file, entry, [run], data[offset:])
     return host
 
 
-def copy_from_arrays(arrays: Mapping[str, np.ndarray], pieces: Iterable[LocalShard], xp: Any) -> None:
+def fill_shards_from_arrays(arrays: Mapping[str, np.ndarray], pieces: Iterable[LocalShard], xp: Any) -> None:
     """Fill the array of each of `pieces` from the full array of its name, converted to the dtype of the piece's array.
 
     xp: array module of the pieces' arrays."""
@@ -284,7 +284,7 @@ def copy_from_arrays(arrays: Mapping[str, np.ndarray], pieces: Iterable[LocalSha
         whole = arrays[piece.name].reshape(-1)
         for block in iterate_blocks(piece, whole.itemsize):
             host = np.concatenate([whole[start:stop] for start, stop in block.runs])
-            block.array[...] = from_host(xp, cast(host, np.dtype(block.array.dtype)))
+            block.array[...] = from_host(xp, cast_array(host, np.dtype(block.array.dtype)))
 
 
 def _get_read_buffer(array: Any, dtype: np.dtype) -> np.ndarray:
@@ -295,7 +295,7 @@ def _get_read_buffer(array: Any, dtype: np.dtype) -> np.ndarray:
     return np.empty(array.size, dtype)
 
 
-def _read_runs(
+def _read_runs_into(
     source: CheckpointSource, files: SourceFiles, file: str, entry: TensorEntry, runs: list[Interval], data: memoryview
 ) -> int:
     """Fill the start of `data` with the elements of `runs`, in one read, and return their number of bytes."""
@@ -333,7 +333,7 @@ class SourceFiles(ExitStack):
     def __getitem__(self, name: str) -> int:
         if name not in self._open:
             path, wanted = self._source.folder / name, self._source.files[name].size
-            fd = self._open[name] = self.enter_context(open_checked(path))
+            fd = self._open[name] = self.enter_context(open_regular_file(path))
             if (size := os.fstat(fd).st_size) != wanted:
                 raise CheckpointError(f"{path}: {size} bytes here, {wanted} where its header was read")
         return self._open[name]

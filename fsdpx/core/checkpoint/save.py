@@ -30,21 +30,26 @@ from fsdpx.core.checkpoint.atomic_commit import (
     agree_on_path,
     error_to_text,
     prune_checkpoints,
-    require_equal,
+    require_equal_choices,
     run_on_all_ranks,
     run_on_rank0,
-    strip_number,
+    strip_trailing_number,
 )
 from fsdpx.core.checkpoint.format import (
     NOTE_FILE_NAME,
     FileLayout,
     dtype_to_code,
     lay_out_files,
-    open_checked,
+    open_regular_file,
     read_at,
     write_at,
 )
-from fsdpx.core.checkpoint.local_shards import ByteCounter, LocalShard, codec_memory_to_write, shards_to_write
+from fsdpx.core.checkpoint.local_shards import (
+    ByteCounter,
+    LocalShard,
+    iterate_codec_memory_to_write,
+    iterate_shards_to_write,
+)
 from fsdpx.core.checkpoint.read import CheckpointSource
 from fsdpx.core.checkpoint.scalars import RunScalars, collect_scalars
 from fsdpx.core.checkpoint.write import CHECKSUM_PREFIX, Manifest, write_shards
@@ -58,10 +63,10 @@ __all__ = [
     "BackgroundSave",
     "PreparedSave",
     "SaveChoices",
-    "gather_checksums",
+    "format_note",
+    "gather_xor_of_checksums",
     "make_file_layout",
-    "make_note",
-    "note_text",
+    "make_run_note",
     "prepare_save",
     "read_note",
     "save",
@@ -71,11 +76,11 @@ MAX_NOTE_BYTES = 1 << 20
 UNKNOWN = "unknown software"
 
 
-def make_note(placement: Placement) -> bytes:
+def make_run_note(placement: Placement) -> bytes:
     """Return the description of this run (`NOTE_FILE_NAME`) as JSON: strategy, mesh, precision, software versions."""
     options, axes, precision = placement.options, placement.axes, placement.formats.precision
     description = {
-        "strategy": _name_strategy(placement.sharding),
+        "strategy": _find_strategy_name(placement.sharding),
         "local training": placement.sync_policy.about,
         "mesh": str(axes.mesh),
         "ranks": axes.world.size,
@@ -85,7 +90,7 @@ def make_note(placement: Placement) -> bytes:
         "fsdpx": __version__,
         "Python": platform.python_version(),
         "NumPy": np.__version__,
-        "MPI": _get_mpi_library(),
+        "MPI": _get_mpi_library_version(),
         "machine": f"{platform.system()} {platform.machine()}",
     }
     known = {name: value for name, value in description.items() if value is not None}
@@ -97,7 +102,7 @@ def read_note(source: CheckpointSource) -> bytes | None:
     if source.manifest is None:
         return None
     try:
-        with open_checked(source.folder / NOTE_FILE_NAME) as fd:
+        with open_regular_file(source.folder / NOTE_FILE_NAME) as fd:
             data = bytearray(min(MAX_NOTE_BYTES, os.fstat(fd).st_size))
             read_at(fd, data, 0)
     except (OSError, CheckpointError):
@@ -105,7 +110,7 @@ def read_note(source: CheckpointSource) -> bytes | None:
     return bytes(data)
 
 
-def note_text(note: bytes | None) -> str:
+def format_note(note: bytes | None) -> str:
     """Return a note in one line. Never raises, whatever the file contains: a note is only informative."""
     if note is None:
         return UNKNOWN
@@ -116,7 +121,7 @@ def note_text(note: bytes | None) -> str:
         return f"{NOTE_FILE_NAME} cannot be read"
 
 
-def _name_strategy(sharding: Sharding) -> str:
+def _find_strategy_name(sharding: Sharding) -> str:
     """Return the name of the strategy with this sharding, such as "fsdp", or the sharding as text if none has it."""
     ranks = (sharding.replica or 1) * (sharding.shard or 1)
     for name in (*PRESETS_BY_MEMORY, *PRESETS):
@@ -125,7 +130,7 @@ def _name_strategy(sharding: Sharding) -> str:
     return str(sharding)
 
 
-def _get_mpi_library() -> str | None:
+def _get_mpi_library_version() -> str | None:
     """Return the first line of the MPI library's version, or None if this process has not loaded MPI."""
     loaded: Any = sys.modules.get("mpi4py.MPI")
     return None if loaded is None else " ".join(loaded.Get_library_version().strip("\0\n ").split("\n")[0].split())
@@ -156,18 +161,18 @@ class SaveChoices:
             if value is not None and (type(value) is not int or value < 1):
                 raise CheckpointError(f"{name}={value!r}: a whole number, 1 or more, or None")
         if self.keep is not None:
-            strip_number(path)
+            strip_trailing_number(path)
 
 
 @dataclass(frozen=True)
 class PreparedSave:
     """A save on which all ranks have agreed and whose files exist, filled with zeros.
 
-    where: the call, for error messages. plan: its files. folder: the temporary folder to write into. target: None
+    where: the call, for error messages. layout: its files. folder: the temporary folder to write into. target: None
     except on rank 0."""
 
     where: str
-    plan: FileLayout
+    layout: FileLayout
     folder: Path
     target: SaveTarget | None
     path: Path
@@ -177,16 +182,16 @@ class PreparedSave:
         """Iterate over the shards that this rank writes."""
         return (
             piece
-            for piece in chain(shards_to_write(state), codec_memory_to_write(state))
-            if piece.name in self.plan.locations
+            for piece in chain(iterate_shards_to_write(state), iterate_codec_memory_to_write(state))
+            if piece.name in self.layout.locations
         )
 
-    def commit_save(self, sums: np.ndarray) -> None:
+    def commit_and_prune(self, sums: np.ndarray) -> None:
         """Commit the checkpoint and delete old ones; on rank 0, once the data of all ranks are on disk.
 
-        sums: the xor of all ranks' partial CRCs, as `gather_checksums` returns it."""
+        sums: the xor of all ranks' partial CRCs, as `gather_xor_of_checksums` returns it."""
         assert self.target is not None
-        self.target.commit(self.plan, Manifest.from_layout(self.plan, sums.tolist()))
+        self.target.commit(self.layout, Manifest.from_layout(self.layout, sums.tolist()))
         if self.choices.keep is not None:
             prune_checkpoints(self.path, self.choices.keep, self.choices.spare)
 
@@ -205,12 +210,12 @@ def save(
     prepared = prepare_save(state, path, choices, loader, fit)
     try:
         sums: list[np.ndarray] = []
-        own_shards = count.count_shards(prepared.iterate_shards(state))
+        own_shards = count.iterate_and_count(prepared.iterate_shards(state))
         run_on_all_ranks(
-            world, prepared.where, lambda: sums.append(write_shards(prepared.folder, prepared.plan, own_shards))
+            world, prepared.where, lambda: sums.append(write_shards(prepared.folder, prepared.layout, own_shards))
         )
-        total = gather_checksums(world, sums[0])
-        run_on_rank0(world, prepared.where, lambda: prepared.commit_save(total))
+        total = gather_xor_of_checksums(world, sums[0])
+        run_on_rank0(world, prepared.where, lambda: prepared.commit_and_prune(total))
     except BaseException:
         prepared.abandon()
         raise
@@ -226,18 +231,18 @@ def prepare_save(
     path = agree_on_path(world, "save", path, options=repr(choices))
     where, local = f"save to {path}", state.placement.sync_policy.gather_checkpoint_data(state)
     all_scalars = run_on_all_ranks(
-        world, where, lambda: _check_can_save(state, path, choices, collect_scalars(state, loader, fit, local))
+        world, where, lambda: _require_savable(state, path, choices, collect_scalars(state, loader, fit, local))
     )
-    require_equal(world, where, state=all_scalars[world.rank].to_json())
-    everyone = world.all_gather_data({piece.name: piece.spec.shape for piece in codec_memory_to_write(state)})
-    plan = make_file_layout(
+    require_equal_choices(world, where, state=all_scalars[world.rank].to_json())
+    everyone = world.all_gather_data({piece.name: piece.spec.shape for piece in iterate_codec_memory_to_write(state)})
+    layout = make_file_layout(
         state.placement, choices, all_scalars[0], {n: shape for one in everyone for n, shape in one.items()}
     )
-    require_equal(world, where, layout=str({name: contents.size for name, contents in plan.files.items()}))
+    require_equal_choices(world, where, layout=str({name: contents.size for name, contents in layout.files.items()}))
     opened: list[SaveTarget] = []
 
     def open_target() -> Path:
-        opened.append(SaveTarget.open(path, secrets.token_hex(4), plan))
+        opened.append(SaveTarget.lock_and_create_files(path, secrets.token_hex(4), layout))
         return opened[0].partial
 
     try:
@@ -246,10 +251,10 @@ def prepare_save(
         for target in opened:
             target.abandon()
         raise
-    return PreparedSave(where, plan, folder, opened[0] if opened else None, path, choices)
+    return PreparedSave(where, layout, folder, opened[0] if opened else None, path, choices)
 
 
-def _check_can_save(state: TrainState, path: Path, choices: SaveChoices, scalars: RunScalars) -> RunScalars:
+def _require_savable(state: TrainState, path: Path, choices: SaveChoices, scalars: RunScalars) -> RunScalars:
     if not state.placement.device.holds_data:
         raise CheckpointError("a dry run has no data to save")
     if state.adding:
@@ -259,23 +264,23 @@ def _check_can_save(state: TrainState, path: Path, choices: SaveChoices, scalars
     return scalars
 
 
-def make_file_layout(placement: Placement, choices: SaveChoices, scalars: RunScalars, kept: Shapes) -> FileLayout:
+def make_file_layout(placement: Placement, choices: SaveChoices, scalars: RunScalars, memory: Shapes) -> FileLayout:
     """Return the files of a checkpoint, the same on every rank.
 
-    kept: name -> shape of the codec memory of all ranks."""
+    memory: name -> shape of the codec memory of all ranks."""
     specs, asked = placement.layout.specs, None if choices.dtype is None else dtype_to_code(parse_dtype(choices.dtype))
     known = {
         n: (dtype_to_code(get_state_dtype(placement, n)), s.shape) for n, s in list_saved_tensors(placement).items()
     }
     weights = {n: (asked or code, shape) for n, (code, shape) in known.items() if n in specs}
     rest = {n: tensor for n, tensor in known.items() if n not in specs}
-    rest |= {n: (dtype_to_code(placement.formats.gradients), shape) for n, shape in kept.items()}
+    rest |= {n: (dtype_to_code(placement.formats.gradients), shape) for n, shape in memory.items()}
     state = scalars.to_json() if choices.weights == "parameters" else None
     layout = lay_out_files(weights, rest, state, choices.shard_bytes)
-    return replace(layout, note=make_note(placement))
+    return replace(layout, note=make_run_note(placement))
 
 
-def gather_checksums(world: Communicator, sums: np.ndarray) -> np.ndarray:
+def gather_xor_of_checksums(world: Communicator, sums: np.ndarray) -> np.ndarray:
     """Return the xor of all ranks' sums (uint64) on rank 0; other ranks get their own back. Collective."""
     if world.size == 1 or sums.size == 0:
         return sums
@@ -300,7 +305,7 @@ class BackgroundSave:
         self._wrote, self._stopped = threading.Event(), threading.Event()
         self._running = threading.Lock()  # not Thread.join: Ctrl-C in it marks the thread as ended (Python 3.11)
         try:
-            pieces = count.count_shards(prepared.iterate_shards(state))
+            pieces = count.iterate_and_count(prepared.iterate_shards(state))
             self._copies = [replace(piece, array=np.array(to_host(piece.array))) for piece in pieces]
             threading.Thread(target=self._run_thread, name=f"fsdpx save (rank {self.world.rank})").start()
         except BaseException:
@@ -311,8 +316,8 @@ class BackgroundSave:
         """Wait until the checkpoint is complete. Raise CheckpointError on all ranks if it failed. Collective."""
         where = self.prepared.where
         try:
-            run_on_all_ranks(self.world, where, self._require_written)
-            run_on_rank0(self.world, where, self._require_committed)
+            run_on_all_ranks(self.world, where, self._wait_until_written)
+            run_on_rank0(self.world, where, self._wait_until_committed)
         except BaseException:
             self.abandon()
             raise
@@ -323,14 +328,14 @@ class BackgroundSave:
         with self._running:
             self.prepared.abandon()
 
-    def _require_written(self) -> None:
+    def _wait_until_written(self) -> None:
         self._wrote.wait()
         if self._problem is not None:
             raise CheckpointError(self._problem)
 
-    def _require_committed(self) -> None:
+    def _wait_until_committed(self) -> None:
         with self._running:
-            self._require_written()
+            self._wait_until_written()
 
     def _run_thread(self) -> None:
         with self._running:
@@ -344,15 +349,15 @@ class BackgroundSave:
 
     def _write_and_commit(self) -> None:
         prepared, rank = self.prepared, self.world.rank
-        sums = write_shards(prepared.folder, prepared.plan, self._copies)
+        sums = write_shards(prepared.folder, prepared.layout, self._copies)
         self._copies = []
         if rank > 0:
-            _leave_checksums(prepared.folder, rank, sums)
+            _write_checksum_file(prepared.folder, rank, sums)
         self._wrote.set()
-        if rank == 0 and (total := self._combine_checksums(sums)) is not None:
-            prepared.commit_save(total)
+        if rank == 0 and (total := self._wait_for_and_combine_checksums(sums)) is not None:
+            prepared.commit_and_prune(total)
 
-    def _combine_checksums(self, sums: np.ndarray) -> np.ndarray | None:
+    def _wait_for_and_combine_checksums(self, sums: np.ndarray) -> np.ndarray | None:
         """Wait for the checksum files of all ranks, and return the xor of their checksums.
 
         Return None if the save is abandoned, or `GRACE_SECONDS` after the main program has ended."""
@@ -370,12 +375,12 @@ class BackgroundSave:
         return sums
 
 
-def _leave_checksums(folder: Path, rank: int, sums: np.ndarray) -> None:
+def _write_checksum_file(folder: Path, rank: int, sums: np.ndarray) -> None:
     """Write this rank's checksums into the file that rank 0 waits for; a rename makes it appear complete."""
     place = _get_checksum_path(folder, rank)
     unseen: Any = place.with_name(place.name + "-unseen")
     unseen.touch()
-    with open_checked(unseen, writing=True) as fd:
+    with open_regular_file(unseen, writing=True) as fd:
         write_at(fd, json.dumps(sums.tolist()).encode(), 0)
     unseen.rename(place)
 

@@ -96,7 +96,7 @@ def collect_scalars(
         dynamic=scaler.dynamic,
         slots=tuple(optimizer.slots),
         optimizer=type(unwrap(optimizer)).__name__,
-        data=None if loader is None else dict(require_state(loader, "state_dict").state_dict()),
+        data=None if loader is None else dict(require_loader_method(loader, "state_dict").state_dict()),
         fit=None if fit is None else dict(fit),
         local=local,
         missed=state.count_missed_steps() or None,
@@ -109,7 +109,7 @@ def restore_scalars(state: TrainState, scalars: RunScalars) -> None:
     state.resume_from(scalars.steps, scalars.rows, scalars.seed, scale, scalars.local, scalars.missed)
 
 
-def require_state(loader: Any, method: str) -> Any:
+def require_loader_method(loader: Any, method: str) -> Any:
     if not hasattr(loader, method):
         raise CheckpointError(
             f"the loader is a {type(loader).__name__} without {method}: a data.DataLoader knows its place in the data; "

@@ -27,9 +27,9 @@ from fsdpx.core.checkpoint.format import (
     FileLayout,
     PartialCrc,
     TensorEntry,
-    cast,
+    cast_array,
     code_to_dtype,
-    open_checked,
+    open_regular_file,
     sync_file,
     write_at,
 )
@@ -60,17 +60,17 @@ CHECKSUM_PREFIX = ".sums-"
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size in bytes and checksums of a file. head: CRC-32 of its header, or of the whole file if it is a text. tensors:
-    name -> CRC-32 of the tensor's bytes."""
+    """Size in bytes and checksums of a file. header_crc: CRC-32 of its header, or of the full contents of a text file.
+    tensors: name -> CRC-32 of the tensor's bytes."""
 
     size: int
-    head: int
+    header_crc: int
     tensors: dict[str, int]
 
     @property
     def is_valid(self) -> bool:
         """True if size and checksums are integers in their ranges."""
-        sums = [self.head, *self.tensors.values()]
+        sums = [self.header_crc, *self.tensors.values()]
         return _is_count(self.size, 1 << 63) and all(_is_count(value, 1 << 32) for value in sums)
 
 
@@ -79,19 +79,19 @@ class Manifest:
     files: dict[str, FileRecord]
 
     @classmethod
-    def from_layout(cls, plan: FileLayout, sums: Sequence[int]) -> Manifest:
+    def from_layout(cls, layout: FileLayout, sums: Sequence[int]) -> Manifest:
         """Return the manifest of a checkpoint. sums: xor of all ranks' partial CRCs, in the order of
-        `plan.iterate_tensors()`."""
-        records = {name: FileRecord(c.size, zlib.crc32(c.header), {}) for name, c in plan.files.items()}
-        for (file, name, entry), value in zip(plan.iterate_tensors(), sums, strict=True):
+        `layout.iterate_tensors()`."""
+        records = {name: FileRecord(c.size, zlib.crc32(c.header), {}) for name, c in layout.files.items()}
+        for (file, name, entry), value in zip(layout.iterate_tensors(), sums, strict=True):
             records[file].tensors[name] = format.combine_crc(int(value), entry.nbytes)
-        records |= {name: FileRecord(len(text), zlib.crc32(text), {}) for name, text in plan.texts.items()}
+        records |= {name: FileRecord(len(text), zlib.crc32(text), {}) for name, text in layout.texts.items()}
         return cls(records)
 
     def to_json(self) -> bytes:
         """Return the manifest as canonical JSON, with the CRC-32 of the rest as its last entry."""
         files = {
-            name: {"bytes": r.size, "head": r.head, "tensors": dict(sorted(r.tensors.items()))}
+            name: {"bytes": r.size, "head": r.header_crc, "tensors": dict(sorted(r.tensors.items()))}
             for name, r in sorted(self.files.items())
         }
         table: dict[str, Any] = {"checkpoint": FORMAT_VERSION, "files": files}
@@ -121,22 +121,22 @@ class Manifest:
             raise CheckpointError(f"{where}: names files that a checkpoint does not have: {', '.join(files)}")
         return manifest
 
-    def require_match(self, name: str, head: bytes, size: int, tensors: Iterable[str], where: str) -> None:
+    def require_file_match(self, name: str, header: bytes, size: int, tensors: Iterable[str], where: str) -> None:
         """Raise CheckpointError unless file `name` has the size, header and tensors with which it was written.
 
-        head: its header, or all of a text file. where: the file, for error messages."""
+        header: its header, or all of a text file. where: the file, for error messages."""
         record = self.files[name]
         if size != record.size:
             kind = "truncated" if size < record.size else "longer than written"
             raise CheckpointError(f"{where}: {kind}: {size} bytes instead of {record.size}")
-        if zlib.crc32(head) != record.head:
+        if zlib.crc32(header) != record.header_crc:
             raise CheckpointError(f"{where}: damaged: the digest of the header does not fit")
         if differ := sorted(record.tensors.keys() ^ set(tensors)):
             raise CheckpointError(
                 f"{where}: damaged: {differ[0]!r} is in the file or in {MANIFEST_NAME}, but not in both"
             )
 
-    def list_damaged(self, files: Mapping[str, FileHeader], sums: Sequence[int]) -> list[str]:
+    def list_damaged_tensors(self, files: Mapping[str, FileHeader], sums: Sequence[int]) -> list[str]:
         """Return the names of the tensors whose CRC-32 differs from the manifest's.
 
         sums: xor of all ranks' partial CRCs, in the order of `FileLayout.iterate_tensors`."""
@@ -212,17 +212,17 @@ class Worker:
             del task  # free the arrays that it refers to
 
 
-LATER = 64 << 20
+FLUSH_BYTES = 64 << 20
 """Bytes after which written data are flushed while more is written: by themselves, systems wait for much more."""
 
-SHORT = 1 << 16
+INLINE_WRITE_BYTES = 1 << 16
 """Bytes up to which a write is not given to a thread: writing and summing up take less time than waking a thread."""
 
 
-def write_shards(folder: Path, plan: FileLayout, pieces: Iterable[TensorPiece]) -> np.ndarray:
-    """Write `pieces` into the files of `plan`, which must exist in `folder`, and flush them to disk.
+def write_shards(folder: Path, layout: FileLayout, pieces: Iterable[TensorPiece]) -> np.ndarray:
+    """Write `pieces` into the files of `layout`, which must exist in `folder`, and flush them to disk.
 
-    Return this rank's contribution to the CRC of each tensor, uint64 in the order of `plan.iterate_tensors()`. Extra
+    Return this rank's contribution to the CRC of each tensor, uint64 in the order of `layout.iterate_tensors()`. Extra
     memory: two blocks. While a block is summed up, a thread writes it and another flushes earlier blocks."""
     if not folder.exists():
         raise CheckpointError(
@@ -233,17 +233,17 @@ def write_shards(folder: Path, plan: FileLayout, pieces: Iterable[TensorPiece]) 
         files: dict[str, int] = {}
         waiting = 0
         for piece in pieces:
-            name, entry = plan.locations[piece.name]
+            name, entry = layout.locations[piece.name]
             if name not in files:
-                files[name] = stack.enter_context(open_checked(folder / name, writing=True))
-            sums[piece.name] = sums.get(piece.name, 0) ^ _write_piece(files[name], piece, entry, writer)
+                files[name] = stack.enter_context(open_regular_file(folder / name, writing=True))
+            sums[piece.name] = sums.get(piece.name, 0) ^ _write_tensor_piece(files[name], piece, entry, writer)
             waiting += int(piece.array.size) * entry.itemsize
-            if waiting > LATER and syncer.is_free:
+            if waiting > FLUSH_BYTES and syncer.is_free:
                 syncer.begin_task(partial(_sync_files, tuple(files.values())))
                 waiting = 0
         syncer.wait_for_task()
         _sync_files(files.values())
-    return np.array([sums.get(name, 0) for _, name, _ in plan.iterate_tensors()], np.uint64)
+    return np.array([sums.get(name, 0) for _, name, _ in layout.iterate_tensors()], np.uint64)
 
 
 def _sync_files(files: Iterable[int]) -> None:
@@ -251,14 +251,14 @@ def _sync_files(files: Iterable[int]) -> None:
         sync_file(fd)
 
 
-def _write_piece(fd: int, piece: TensorPiece, entry: TensorEntry, writer: Worker) -> int:
+def _write_tensor_piece(fd: int, piece: TensorPiece, entry: TensorEntry, writer: Worker) -> int:
     """Write a piece into an open file and return its contribution to the tensor's CRC.
 
     Each block is converted as a whole; each run of consecutive elements in the file is one write."""
     total, size = PartialCrc(), entry.itemsize
     for block in iterate_blocks(piece, size):
         data, offset = _to_bytes(block.array, entry), 0
-        aside = len(block.runs) == 1 and len(data) > SHORT  # short runs: switching threads costs more
+        aside = len(block.runs) == 1 and len(data) > INLINE_WRITE_BYTES  # short runs: switching threads costs more
         for start, stop in block.runs:
             part = data[offset : offset + (stop - start) * size]
             task = partial(write_at, fd, part, entry.start + start * size)
@@ -270,9 +270,9 @@ def _write_piece(fd: int, piece: TensorPiece, entry: TensorEntry, writer: Worker
             offset += len(part)
         writer.wait_for_task()
         assert offset == len(data), f"{piece.name}: runs and elements differ"
-    return total.get_crc(entry.nbytes)
+    return total.get_crc_share(entry.nbytes)
 
 
 def _to_bytes(array: Any, entry: TensorEntry) -> memoryview:
-    host = np.ascontiguousarray(cast(to_host(array), code_to_dtype(entry.code)))
+    host = np.ascontiguousarray(cast_array(to_host(array), code_to_dtype(entry.code)))
     return host.view(np.uint8).data

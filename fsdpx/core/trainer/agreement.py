@@ -26,42 +26,42 @@ from fsdpx.optim.optimizer import get_scheduled_values
 __all__ = ["agree_on_choices", "list_choices_to_compare"]
 
 
-def list_choices_to_compare(recipe: Recipe, place: Placement, microbatches: int, products: str) -> dict[str, Any]:
+def list_choices_to_compare(recipe: Recipe, placement: Placement, microbatches: int, library: str) -> dict[str, Any]:
     """Return the choices that must be the same on all ranks, by their names in errors.
 
     Parameters
     ----------
     recipe : the choices given to this rank
-    place : the placement made from them
+    placement : the placement made from them
     microbatches : configured number of microbatches per step
-    products : the library of 16-bit matrix products
+    library : the library of 16-bit matrix products
 
     Returns
     -------
     dict : choices by name; `agree_on_choices` compares them as text
     """
-    training, layout, pace = recipe.training, place.layout, recipe.distribution.sync_choice
+    training, layout, pace = recipe.training, placement.layout, recipe.distribution.sync_choice
     return {
-        "strategy": place.sharding,  # first: it decides the mesh if none is given
-        "mesh": place.axes.mesh,
-        "precision": place.formats.precision,
-        "options": replace(place.options, pace=SYNCHRONOUS, storage=IN_MEMORY),
+        "strategy": placement.sharding,  # first: it decides the mesh if none is given
+        "mesh": placement.axes.mesh,
+        "precision": placement.formats.precision,
+        "options": replace(placement.options, pace=SYNCHRONOUS, storage=IN_MEMORY),
         "offload": recipe.distribution.offload,
         "model": layout,
-        "layers": place.model,
+        "layers": placement.model,
         "stages": layout.spread.starts,
-        "schedule": place.pipe.format_schedule(place.accumulation.count_microbatches(microbatches)),
-        "domain": repr(recipe.distribution.sample_cut),
+        "schedule": placement.pipe.format_schedule(placement.accumulation.count_microbatches(microbatches)),
+        "domain": repr(recipe.distribution.sample_partition),
         "tensor plan": (recipe.distribution.sequence, sorted(layout.spread.partial)),
         "optimizer": training.optimizer,
         "loss": training.loss,
-        "arrays": _describe_arrays(training.model) + _describe_arrays(training.loss)
-        if place.sample_layout.has_complete_samples
+        "arrays": _checksum_arrays_of_layers(training.model) + _checksum_arrays_of_layers(training.loss)
+        if placement.sample_layout.has_complete_samples
         else "",
-        "compression": place.codecs,
+        "compression": placement.codecs,
         "microbatches": microbatches,
         "device": recipe.runtime.device,
-        "library of 16-bit products": products,
+        "library of 16-bit products": library,
         "average": training.average,
         "trace": recipe.runtime.get_trace_choice(),
         "the learning rate of step 1": get_scheduled_values(training.optimizer, 1)[0],
@@ -70,13 +70,13 @@ def list_choices_to_compare(recipe: Recipe, place: Placement, microbatches: int,
     }
 
 
-def _describe_arrays(thing: Any) -> str:
+def _checksum_arrays_of_layers(layer_or_loss: Any) -> str:
     """Return a line for each layer or loss that holds arrays, such as masks and weights, which its repr leaves out."""
-    held = [getattr(value, "array", value) for value in getattr(thing, "__dict__", {}).values()]
+    held = [getattr(value, "array", value) for value in getattr(layer_or_loss, "__dict__", {}).values()]
     held = [one for one in held if isinstance(one, np.ndarray) and one.dtype.kind != "O"]
-    lines = [f"{thing!r} with arrays of sum {checksum_arrays(held):08x}"] if held else []
-    inside = thing.children().values() if isinstance(thing, Layer) else ()
-    return "\n".join([*lines, *filter(None, map(_describe_arrays, inside))])
+    lines = [f"{layer_or_loss!r} with arrays of sum {checksum_arrays(held):08x}"] if held else []
+    inside = layer_or_loss.children().values() if isinstance(layer_or_loss, Layer) else ()
+    return "\n".join([*lines, *filter(None, map(_checksum_arrays_of_layers, inside))])
 
 
 def agree_on_choices(world: Communicator, choices: Mapping[str, Any]) -> None:

@@ -50,8 +50,8 @@ from fsdpx.core.state.units import (
     split_into_stages,
 )
 from fsdpx.core.trainer.agreement import agree_on_choices, list_choices_to_compare
-from fsdpx.core.trainer.batch import share_errors
-from fsdpx.core.trainer.option_rules import CHUNKS, ChoiceContext, require_compatible, require_full_tensors
+from fsdpx.core.trainer.batch import sharing_errors
+from fsdpx.core.trainer.option_rules import CHUNKS, ChoiceContext, require_compatible, require_tensor_axis_support
 from fsdpx.core.trainer.recipe import DistributionChoices, NoOptimizer, Recipe, RuntimeOptions, TrainingChoices
 from fsdpx.core.trainer.session import Commit, Session
 from fsdpx.errors import ConfigError, install_hint, warn
@@ -60,7 +60,7 @@ from fsdpx.nn.linearize import LayerList, insert_number_casts, linearize, memoiz
 from fsdpx.nn.losses import TensorParallelModel
 from fsdpx.optim import no_decay
 
-__all__ = ["assemble_placement", "assemble_session"]
+__all__ = ["assemble_placement_and_model", "assemble_session"]
 
 Watch = Callable[[MeshAxes], Observer | None]
 """Starts watching this rank on its axes; returns the observer that its engine notifies, or None. Collective."""
@@ -86,7 +86,7 @@ def assemble_session(
     commit : as in `StepInputs`
     watch : starts the observer of this rank (default: none)
     """
-    place, model, microbatches = assemble_placement(recipe, world, tuning)
+    place, model, microbatches = assemble_placement_and_model(recipe, world, tuning)
     training = recipe.training
     if place.xp is np:
         keep_freed_memory()
@@ -113,7 +113,7 @@ def assemble_session(
 
 def _make_single_process_model(recipe: Recipe, place: Placement) -> LayerList:
     """Return the model without sharding, as on a single process, with its layers in order."""
-    model, samples, dtype = recipe.training.model, recipe.distribution.sample_cut, place.formats.compute
+    model, samples, dtype = recipe.training.model, recipe.distribution.sample_partition, place.formats.compute
     return memoize(
         ("ordered", model, samples.joined_partition, dtype),
         lambda: linearize(samples.make_unsharded_model(insert_number_casts(model, dtype))),
@@ -179,7 +179,7 @@ class LaidOutModel(NamedTuple):
     layout: ModelLayout
 
 
-def assemble_placement(
+def assemble_placement_and_model(
     recipe: Recipe, world: Communicator, tuning: Tuning | None = None
 ) -> tuple[Placement, Layer, int]:
     """Return this rank's placement, the model that this tensor rank runs, and the configured number of microbatches
@@ -187,19 +187,19 @@ def assemble_placement(
 
     The placement is built in stages, each of which needs only those before it: ranks, formats, the model, reduction of
     gradients, and pages. Then all ranks compare their choices, before any data moves."""
-    ranks = _set_up_ranks(recipe, world, tuning)
-    with share_errors(world, "distribute", agree_at_end=True):
+    ranks = _set_up_device_and_mesh(recipe, world, tuning)
+    with sharing_errors(world, "distribute", agree_at_end=True):
         formats = _resolve_precision(recipe.training.precision, ranks.xp)
-        model = _prepare_model(recipe, ranks, formats)
-        reducing = _choose_reduction(recipe, ranks, formats)
-        pages = _lay_out_pages(recipe, ranks, formats, model, reducing)
+        model = _shard_and_linearize_model(recipe, ranks, formats)
+        reducing = _choose_gradient_reduction(recipe, ranks, formats)
+        pages = _lay_out_stages_and_pages(recipe, ranks, formats, model, reducing)
         options = _make_step_options(recipe, ranks, formats, model.ordered, reducing, pages)
-        optimizer = _make_optimizer(recipe.training, formats)
+        optimizer = _wrap_optimizer(recipe.training, formats)
         place = Placement(
             xp=ranks.xp,
             model=model.ordered,
             layout=pages.layout,
-            stages=_make_pipe_stages(pages.layout, reducing, ranks, optimizer, options.storage),
+            stages=_make_pipeline_stages(pages.layout, reducing, ranks, optimizer, options.storage),
             axes=ranks.axes,
             sharding=ranks.sharding,
             formats=_make_number_formats(formats),
@@ -212,25 +212,23 @@ def assemble_placement(
             output_dim=model.planned.output_dim,
             sample_layout=model.samples,
         )
-    agree_on_choices(
-        world,
-        list_choices_to_compare(recipe, place, reducing.microbatches, _choose_matmul_library(world, formats, ranks.xp)),
-    )
+    library = _choose_half_matmul_library(world, formats, ranks.xp)
+    agree_on_choices(world, list_choices_to_compare(recipe, place, reducing.microbatches, library))
     return place, model.planned.model, reducing.microbatches
 
 
-def _set_up_ranks(recipe: Recipe, world: Communicator, tuning: Tuning | None) -> TrainingRanks:
+def _set_up_device_and_mesh(recipe: Recipe, world: Communicator, tuning: Tuning | None) -> TrainingRanks:
     """Assign this rank's device, tune, and connect the mesh. Collective."""
     distribution, runtime, settings = recipe.distribution, recipe.runtime, environment.read_environment()
-    xp = _select_device(runtime, world)
+    xp = _select_device_and_get_namespace(runtime, world)
     guard = settings.check and not isinstance(world, CheckedCommunicator) if runtime.check is None else runtime.check
     with report_if_slow(_is_printing_rank(world), "measuring", describe_cache) as count:
         tuning = tuning or agree_on_tuning(world, settings.tune if runtime.tune is None else runtime.tune, xp, count)
-    axes, sharding = _connect_axes(recipe, world, guard)
+    axes, sharding = _connect_axes_and_resolve_sharding(recipe, world, guard)
     return TrainingRanks(xp, axes, sharding, tuning, distribution.sync_choice)
 
 
-def _select_device(runtime: RuntimeOptions, world: Communicator) -> Any:
+def _select_device_and_get_namespace(runtime: RuntimeOptions, world: Communicator) -> Any:
     """Assign a device to this rank, and return the namespace of its arrays. Collective."""
     device = load_device(runtime.device)
     for remark in device.select_for_rank(world, runtime.device_map):
@@ -239,10 +237,10 @@ def _select_device(runtime: RuntimeOptions, world: Communicator) -> Any:
     return device.xp
 
 
-def _connect_axes(recipe: Recipe, world: Communicator, check: bool) -> tuple[MeshAxes, Sharding]:
+def _connect_axes_and_resolve_sharding(recipe: Recipe, world: Communicator, check: bool) -> tuple[MeshAxes, Sharding]:
     """Return the mesh axes of this rank and the sharding on them. Collective."""
     distribution, ahead = recipe.distribution, recipe.runtime.prefetch
-    with share_errors(world, "distribute", agree_at_end=True):
+    with sharing_errors(world, "distribute", agree_at_end=True):
         strategy = distribution.strategy_within_replica(world.size)
         mesh = (distribution.mesh or Mesh()).fill_from_strategy(strategy, world.size)
         named = config.PRESETS.get(strategy) if isinstance(strategy, str) else strategy
@@ -251,8 +249,8 @@ def _connect_axes(recipe: Recipe, world: Communicator, check: bool) -> tuple[Mes
         width = mesh.width_of("replica") * mesh.width_of("shard")
         lifetimes = named if isinstance(named, Sharding) else config.resolve_sharding(strategy, width)
         ahead = lifetimes.prefetch if ahead is None else ahead
-        require_compatible(distribution.sample_cut.excluded, ChoiceContext(recipe, mesh=mesh), "domain: ")
-    samples = distribution.sample_cut.all_gather_sample_groups(mesh, world)
+        require_compatible(distribution.sample_partition.excluded, ChoiceContext(recipe, mesh=mesh), "domain: ")
+    samples = distribution.sample_partition.all_gather_sample_groups(mesh, world)
     axes = connect_axes(mesh, world, check=check, local=distribution.sync_choice.replicas, samples=samples)
     return axes, replace(lifetimes, replica=mesh.replica, shard=mesh.shard, prefetch=ahead)
 
@@ -270,17 +268,17 @@ def _resolve_precision(choice: str | Precision | None, xp: Any) -> Precision:
     return formats
 
 
-def _prepare_model(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> RankModel:
+def _shard_and_linearize_model(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> RankModel:
     """Return the model that this rank runs."""
     training, axes = recipe.training, ranks.axes
     distribution, dtype = recipe.distribution, parse_dtype(formats.compute)
-    samples = distribution.sample_cut.make_sample_layout(training.model, axes)
-    cut = distribution.tensor_plan, distribution.sequence, distribution.sample_cut
+    samples = distribution.sample_partition.make_sample_layout(training.model, axes)
+    cut = distribution.tensor_plan, distribution.sequence, distribution.sample_partition
     key = "planned", training.model, training.loss, axes.tensor.size, *cut, dtype
     planned = memoize(key, lambda: _shard_model(training, axes, distribution, dtype, samples))
     ordered = memoize(("sorted", planned.model), lambda: linearize(planned.model))
     for optimizer in (training.optimizer, *ranks.pace.optimizers):
-        require_full_tensors(optimizer, axes.tensor.size)
+        require_tensor_axis_support(optimizer, axes.tensor.size)
     return RankModel(planned, ordered, samples)
 
 
@@ -289,7 +287,7 @@ def _shard_model(
 ) -> TensorParallelModel:
     """Return the model that this tensor rank runs on its part of the samples: the model itself if there is no tensor
     axis. dtype: the compute dtype."""
-    model, _ = distribution.sample_cut.shard_model(insert_number_casts(training.model, dtype))
+    model, _ = distribution.sample_partition.shard_model(insert_number_casts(training.model, dtype))
     loss, plan, sequence = samples.bind_loss(training.loss), distribution.tensor_plan, distribution.sequence
     if axes.tensor.size == 1 and plan is None and sequence is None:
         return TensorParallelModel(model, loss, None, frozenset())
@@ -298,7 +296,7 @@ def _shard_model(
     return parallelize(model, loss, axes.tensor.size, plan, sequence)
 
 
-def _choose_reduction(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> ReductionChoices:
+def _choose_gradient_reduction(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> ReductionChoices:
     """Return the codecs of gradients, the order in which they are added, and the number of microbatches."""
     training, axes, choice = recipe.training, ranks.axes, recipe.distribution.compression
     microbatches = choose_microbatch_count(training.microbatches, training.reproducible_chunks, axes.mesh)
@@ -309,7 +307,7 @@ def _choose_reduction(recipe: Recipe, ranks: TrainingRanks, formats: Precision) 
     )
 
 
-def _lay_out_pages(
+def _lay_out_stages_and_pages(
     recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: RankModel, reducing: ReductionChoices
 ) -> LaidOutModel:
     """Return the schedule, and the model cut into stages, units and pages."""
@@ -387,7 +385,7 @@ def _make_step_options(
     )
 
 
-def _make_optimizer(training: TrainingChoices, formats: Precision) -> Any:
+def _wrap_optimizer(training: TrainingChoices, formats: Precision) -> Any:
     """Return the optimizer that updates the shard, in the dtype of the shard."""
     optimizer, narrow = training.optimizer, formats.updated_dtype != formats.gradient_dtype
     if narrow:
@@ -399,7 +397,7 @@ def _make_optimizer(training: TrainingChoices, formats: Precision) -> Any:
     return optimizer
 
 
-def _make_pipe_stages(
+def _make_pipeline_stages(
     layout: ModelLayout, reducing: ReductionChoices, ranks: TrainingRanks, optimizer: Any, storage: StorageLevelChoice
 ) -> tuple[Stage, ...]:
     """Return the stage of each pipe rank."""
@@ -430,15 +428,11 @@ def _make_number_formats(formats: Precision) -> NumberFormats:
     """Return the dtypes by role."""
     p = formats
     compute, wire = parse_dtype(p.compute), parse_dtype(p.wire_dtype)
-    master, gradients, statistics = (
-        parse_dtype(p.updated_dtype),
-        parse_dtype(p.gradient_dtype),
-        parse_dtype(p.statistics_dtype),
-    )
+    master, gradients, statistics = map(parse_dtype, (p.updated_dtype, p.gradient_dtype, p.statistics_dtype))
     return NumberFormats(master, gradients, statistics, compute, None if wire == compute else wire, formats)
 
 
-def _choose_matmul_library(world: Communicator, formats: Precision, xp: Any) -> str:
+def _choose_half_matmul_library(world: Communicator, formats: Precision, xp: Any) -> str:
     """Return the name of the library that multiplies 16-bit matrices, on which results depend; "" if none is used. Warn
     once if it is slower than float32."""
     if formats.compute == formats.gradient_dtype or xp is not np:

@@ -34,19 +34,19 @@ __all__ = [
     "add_rank_to_error",
     "agree_on_batch",
     "agree_on_call",
-    "all_gather_call_records",
+    "all_gather_and_check_call_records",
     "all_gather_row",
     "all_reduce_max",
     "checksum_arrays",
-    "cut_microbatches",
     "describe_different_calls",
     "hash_text",
     "list_inputs_in_order",
-    "make_largest_microbatch",
+    "make_largest_microbatch_shapes",
     "prepare_inputs",
     "prepare_target",
     "require_batch_on_device",
-    "share_errors",
+    "sharing_errors",
+    "split_into_microbatches",
     "to_device_array",
 ]  # fmt: skip
 
@@ -88,7 +88,7 @@ def agree_on_call(comm: Communicator, call: str, values: Mapping[str, str] | Non
 
 
 @contextmanager
-def share_errors(comm: Communicator, call: str, agree_at_end: bool = False) -> Iterator[None]:
+def sharing_errors(comm: Communicator, call: str, agree_at_end: bool = False) -> Iterator[None]:
     """Raise an error about arguments on all ranks if any rank meets one in the block. The block must not communicate.
 
     Other ranks learn of the error in the exchange that begins `call`, so a call without an error sends nothing more.
@@ -124,28 +124,28 @@ def all_reduce_max(comm: Communicator, call: str, values: np.ndarray) -> np.ndar
     return np.ascontiguousarray(table[:, VALUE_COLUMNS]).view(values.dtype)[:, : values.size].max(axis=0)
 
 
-def _all_gather_rows_of_call(comm: Communicator, call: str, own: Sequence[int]) -> np.ndarray:
-    """Return the rows of all ranks for `call`; raise DesyncError on all ranks if some make another call. own: values of
-    the call."""
-    table = all_gather_row(comm, [*own[:CALL], hash_text(call), *own[CALL:]], call)
+def _all_gather_rows_of_call(comm: Communicator, call: str, values: Sequence[int]) -> np.ndarray:
+    """Return the rows of all ranks for `call`; raise DesyncError on all ranks if some make another call. values:
+    values of the call."""
+    table = all_gather_row(comm, [*values[:CALL], hash_text(call), *values[CALL:]], call)
     if (table[:, CALL] != table[0, CALL]).any():
-        all_gather_call_records(comm, CallRecord(call))
+        all_gather_and_check_call_records(comm, CallRecord(call))
     return table
 
 
-def all_gather_call_records(comm: Communicator, mine: CallRecord) -> list[CallRecord]:
+def all_gather_and_check_call_records(comm: Communicator, own_record: CallRecord) -> list[CallRecord]:
     """Return the records of all ranks, if they make the same call. Otherwise, or if a rank has met an error, raise the
     same error on all ranks. Collective, after an exchange that showed a difference."""
-    everyone: list[CallRecord] = comm.all_gather_data(mine)
+    everyone: list[CallRecord] = comm.all_gather_data(own_record)
     raise_first_error(everyone)
-    if any(one.call != mine.call for one in everyone):
+    if any(one.call != own_record.call for one in everyone):
         raise DesyncError(describe_different_calls({rank: one.call for rank, one in enumerate(everyone)}))
     return everyone
 
 
-def raise_first_error(everyone: Sequence[CallRecord]) -> None:
+def raise_first_error(records: Sequence[CallRecord]) -> None:
     """Raise the error of the lowest rank that has met one, with the number of that rank."""
-    for rank, record in enumerate(everyone):
+    for rank, record in enumerate(records):
         if record.kind is not None:
             raise add_rank_to_error(record.kind(record.text), rank)
 
@@ -179,25 +179,26 @@ class DuplicateBatchDetector:
 
     Attributes
     ----------
-    doubted : True as long as the ranks may have the same samples
+    may_have_duplicates : True as long as the ranks may have the same samples
     """
 
     def __init__(self, axes: MeshAxes) -> None:
         self._size, self._speaks = axes.data.size, axes.world.rank == 0
-        self.doubted, self._same = self._size > 1, 0
+        self.may_have_duplicates, self._same = self._size > 1, 0
 
-    def check_batch(self, alike: bool, arrays: Sequence[Any]) -> None:
-        """Take the next batch into account. alike: True if it is equal on all data ranks; they agree on this, so all
-        decide the same."""
-        if not alike:
-            self.doubted = False
+    def count_duplicates_and_warn(self, equal_on_all_ranks: bool, arrays: Sequence[Any]) -> None:
+        """Count the samples of a batch that is equal on all data ranks, and warn if they are too many.
+
+        equal_on_all_ranks: True if the batch is equal on all data ranks; ranks agree on it, so all decide the same."""
+        if not equal_on_all_ranks:
+            self.may_have_duplicates = False
         elif any(bool((a != a[:1]).any()) for a in arrays):
             self._same += arrays[0].shape[0]
-            self.doubted = self._same < ENOUGH_EQUAL_SAMPLES
-            if not self.doubted and self._speaks:
-                self._warn_duplicates()
+            self.may_have_duplicates = self._same < ENOUGH_EQUAL_SAMPLES
+            if not self.may_have_duplicates and self._speaks:
+                self._warn_of_duplicate_samples()
 
-    def _warn_duplicates(self) -> None:
+    def _warn_of_duplicate_samples(self) -> None:
         warn(
             f"fsdpx: all {self._size} data ranks train on the same samples ({self._same} so far), so together they do "
             "what one rank would: give each its part of the global batch, as DataLoader(comm=trainer.data_group) "
@@ -375,7 +376,7 @@ def agree_on_batch(
         known = tuple(table[first, 1].tolist())
         return known * (axes.data.size // len(known)), bool((table[first] == table[0]).all())
     own_record = CallRecord(call, kind) if error is None else CallRecord(call, kind, type(error), str(error))
-    raise _make_disagreement_error([one.features for one in all_gather_call_records(comm, own_record)], lines)
+    raise _make_disagreement_error([one.features for one in all_gather_and_check_call_records(comm, own_record)], lines)
 
 
 def _make_disagreement_error(features: list[str], lines: list[int]) -> DataError:
@@ -399,27 +400,25 @@ def checksum_arrays(arrays: Iterable[Any]) -> int:
     return total
 
 
-def cut_microbatches(
-    placement: Placement, part: LocalBatch, microbatches: int, evenly: bool = False
+def split_into_microbatches(
+    placement: Placement, batch: LocalBatch, microbatches: int, evenly: bool = False
 ) -> list[Microbatch | None]:
     """Return the microbatches of this rank's samples, in the order in which their gradients are added; the same number
     on every rank, None for those without samples. evenly: cut into parts that are as even as possible, instead of as
     gradients add up."""
-    bounds = [part.size * m // microbatches for m in range(microbatches + 1)]
+    bounds = [batch.size * m // microbatches for m in range(microbatches + 1)]
     if not evenly:
         sums, rank = placement.accumulation, placement.axes.data.rank
-        bounds, microbatches = (
-            sums.find_microbatch_bounds(part.rows, rank, microbatches),
-            sums.count_microbatches(microbatches),
-        )
+        bounds = sums.find_microbatch_bounds(batch.rows, rank, microbatches)
+        microbatches = sums.count_microbatches(microbatches)
     own_microbatches: list[Microbatch | None] = []
     for a, b in pairwise(bounds):
-        target = None if part.target is None else part.target[a:b]
-        own_microbatches.append(Microbatch(tuple(array[a:b] for array in part.inputs), target, part.row + a))
+        target = None if batch.target is None else batch.target[a:b]
+        own_microbatches.append(Microbatch(tuple(array[a:b] for array in batch.inputs), target, batch.row + a))
     return own_microbatches + [None] * (microbatches - len(own_microbatches))
 
 
-def make_largest_microbatch(
+def make_largest_microbatch_shapes(
     placement: Placement, inputs: Sequence[Any], rows: tuple[int, ...], microbatches: int
 ) -> Microbatch:
     """Return a microbatch of shapes without data, with as many samples as the largest microbatch of any rank."""

@@ -43,10 +43,10 @@ __all__ = [
     "CallRunner",
     "FixedRanks",
     "LastUpdate",
-    "check_arguments_together",
-    "check_option_names_together",
-    "check_weights_choice",
-    "report_block_time",
+    "raise_argument_errors_on_all_ranks",
+    "raise_option_name_errors_on_all_ranks",
+    "reporting_block_time",
+    "require_valid_weights_choice",
     "run_through_call_runner",
 ]  # fmt: skip
 
@@ -89,8 +89,8 @@ def run_through_call_runner(
     return decorate
 
 
-def check_arguments_together(
-    method: Callable[Concatenate[Any, P], T], hints: bool = True, but: str = ""
+def raise_argument_errors_on_all_ranks(
+    method: Callable[Concatenate[Any, P], T], hints: bool = True, unchecked: str = ""
 ) -> Callable[Concatenate[Any, P], T]:
     """Wrap a collective method of a trainer so that an error in the arguments of one rank is raised on all ranks.
 
@@ -98,7 +98,7 @@ def check_arguments_together(
     ----------
     method : the method, or a function whose first argument is the trainer
     hints : also check arguments against the type hints; False: the method checks its arguments itself
-    but : name of an argument that is not checked against its type hint (default: none)
+    unchecked : name of an argument that is not checked against its type hint (default: none)
     """
     name, parameters = method.__name__, signature(method).parameters
     known = [one for one in parameters if one not in ("self", "trainer")]
@@ -106,27 +106,27 @@ def check_arguments_together(
 
     @wraps(method)
     def run_call(self: Any, *given: P.args, **options: P.kwargs) -> T:
-        with self.call_runner.share_errors(name):
+        with self.call_runner.sharing_errors(name):
             require_known_options(name, options, known)
             if hints:
                 named = {**dict(zip(positional, given, strict=False)), **options}
-                named.pop(but, None)
+                named.pop(unchecked, None)
                 require_valid_arguments(method, (), named, name)
         return method(self, *given, **options)
 
     return run_call
 
 
-def check_option_names_together(method: F) -> F:
-    """Wrap a method as `check_arguments_together` does, without checking type hints: the method checks its arguments
-    itself."""
-    return cast(F, check_arguments_together(method, hints=False))
+def raise_option_name_errors_on_all_ranks(method: F) -> F:
+    """Wrap a method as `raise_argument_errors_on_all_ranks` does, but check only the names of its arguments: the method
+    checks their values itself."""
+    return cast(F, raise_argument_errors_on_all_ranks(method, hints=False))
 
 
-def check_weights_choice(which: Any) -> None:
-    """Raise ConfigError unless `which` is "parameters" or "average"."""
-    if not isinstance(which, str) or which not in ("parameters", "average"):
-        raise ConfigError(f"weights={which!r}: choose parameters or average")
+def require_valid_weights_choice(weights: Any) -> None:
+    """Raise ConfigError unless `weights` is "parameters" or "average"."""
+    if not isinstance(weights, str) or weights not in ("parameters", "average"):
+        raise ConfigError(f"weights={weights!r}: choose parameters or average")
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class LastUpdate:
     skipped: bool
 
     @classmethod
-    def from_scale(cls, loss: float, scale: GradientScale) -> LastUpdate:
+    def from_loss_and_scale(cls, loss: float, scale: GradientScale) -> LastUpdate:
         """Return the record of an update from its global mean loss and the scale that the program computed."""
         return cls(loss, scale.norm, scale.rate, scale.skip)
 
@@ -233,7 +233,7 @@ class CallRunner(ABC):
         """
 
     @abstractmethod
-    def agree_on_inputs(self, x: Any, y: Any, kind: str, training: bool = True) -> StepInputs:
+    def agree_on_batch_and_split(self, x: Any, y: Any, kind: str, training: bool = True) -> StepInputs:
         """Check a batch, agree on it with the other ranks and return it cut into this rank's microbatches. Collective.
 
         Parameters
@@ -253,7 +253,7 @@ class CallRunner(ABC):
         """
 
     @abstractmethod
-    def all_gather_output(self, output: Any) -> Any:
+    def all_gather_output_if_elastic(self, output: Any) -> Any:
         """Return the model's output as the caller expects it, given the output on this rank's samples. Collective.
 
         Parameters
@@ -266,27 +266,27 @@ class CallRunner(ABC):
         """
 
     @abstractmethod
-    def run_on_rank0(self, what: str, do: Callable[[], T]) -> T:
-        """Run `do` on rank 0 and return its result on every rank. Collective.
+    def run_on_rank0(self, call: str, function: Callable[[], T]) -> T:
+        """Run `function` on rank 0 and return its result on every rank. Collective.
 
         Parameters
         ----------
-        what : name of the call, for errors
-        do : function without arguments
+        call : name of the call, for errors
+        function : function without arguments
 
         Raises
         ------
-        CheckpointError : on every rank, if `do` raises it on rank 0
+        CheckpointError : on every rank, if `function` raises it on rank 0
         """
 
     @abstractmethod
-    def all_reduce_max(self, values: np.ndarray, what: str) -> np.ndarray:
+    def all_reduce_max(self, values: np.ndarray, call: str) -> np.ndarray:
         """Return the elementwise maximum of `values` over all ranks. Collective.
 
         Parameters
         ----------
         values : 1-d array, float64 or int64, of the same size and dtype on every rank
-        what : name of the call, for errors
+        call : name of the call, for errors
 
         Returns
         -------
@@ -303,7 +303,7 @@ class CallRunner(ABC):
         """
 
     @abstractmethod
-    def copy_weights(self, trainer: Any) -> Callable[[], None]:
+    def copy_weights_to_restore(self, trainer: Any) -> Callable[[], None]:
         """Copy the trainer's weights and running statistics, and return a function that restores them. The optimizer
         state is neither copied nor restored. The returned function is collective.
 
@@ -320,25 +320,25 @@ class CallRunner(ABC):
     def close(self) -> None:
         """Free the resources shared with other ranks. Collective."""
 
-    def require_open(self, what: str) -> None:
+    def require_open(self, call: str) -> None:
         """Raise ConfigError if the trainer is closed.
 
         Parameters
         ----------
-        what : name of the call, for the error
+        call : name of the call, for the error
         """
         if self.closed:
-            raise ConfigError(f"{what}: this trainer is closed")
+            raise ConfigError(f"{call}: this trainer is closed")
 
-    def share_errors(self, call: str) -> AbstractContextManager[None]:
+    def sharing_errors(self, call: str) -> AbstractContextManager[None]:
         """Return a context in which an error about the arguments of one rank is raised on all ranks, as in
-        `batch.share_errors`. Does nothing with elastic ranks and where ranks step at their own speed.
+        `batch.sharing_errors`. Does nothing with elastic ranks and where ranks step at their own speed.
 
         Parameters
         ----------
         call : name of the call that follows
         """
-        return batches.share_errors(self.world, call) if self.fixed and not self.has_own_speed else nullcontext()
+        return batches.sharing_errors(self.world, call) if self.fixed and not self.has_own_speed else nullcontext()
 
     def agree_on_arguments(self, call: str, arguments: Mapping[str, Any]) -> None:
         """Raise ConfigError on all ranks if ranks pass different arguments. Collective; does nothing with elastic ranks
@@ -393,10 +393,10 @@ class CallRunner(ABC):
             self.wait_for_save_within_call()
             # replicas that train independently resume from their own parameters, so they save those
             state, plain = self.session.state, choices.weights == "parameters" and not self.has_own_speed
-            put = nullcontext() if plain else self.use_weights(choices.weights)
+            put = nullcontext() if plain else self.using_weights(choices.weights)
             with (
-                report_block_time(self.session.engine, SAVING) as count,
-                self.session.swap_in_common_parameters("slot", "average"),
+                reporting_block_time(self.session.engine, SAVING) as count,
+                self.session.swapping_in_common_parameters("slot", "average"),
                 put,
             ):
                 if background:
@@ -426,7 +426,7 @@ class CallRunner(ABC):
         def load_on_training_ranks() -> RunScalars:
             self.agree_on_call("load")
             self.wait_for_save_within_call()
-            with report_block_time(self.session.engine, LOADING) as count:
+            with reporting_block_time(self.session.engine, LOADING) as count:
                 loaded = load(self.session.state, path, loader, convert, verify, count)
             self.session.announce_parameters_are_set()
             return loaded
@@ -455,7 +455,7 @@ class CallRunner(ABC):
         if self.background_save is None:
             return
         try:
-            with report_block_time(self.session.engine, WAITING):
+            with reporting_block_time(self.session.engine, WAITING):
                 self.background_save.wait()
         except RankLost:
             raise  # the code that recovers decides what becomes of the save
@@ -464,32 +464,30 @@ class CallRunner(ABC):
             raise
         self.background_save = None
 
-    def use_weights(self, which: str) -> AbstractContextManager[None]:
+    def using_weights(self, weights: str) -> AbstractContextManager[None]:
         """Return a context in which the parameters are the requested weights. Collective on entry and on exit; after an
         error each rank restores its parameters without communication.
 
         Parameters
         ----------
-        which : "parameters", those that all ranks share, or their "average" over time
+        weights : "parameters", those that all ranks share, or their "average" over time
         """
-        check_weights_choice(which)
-        if which == "parameters":
-            return self.session.swap_in_common_parameters("master")
+        require_valid_weights_choice(weights)
+        if weights == "parameters":
+            return self.session.swapping_in_common_parameters("master")
         from fsdpx.core.trainer.gather_full import replace_parameters_by_averages
 
-        return self.session.swap_parameters_temporarily(
-            partial(replace_parameters_by_averages, self.session.state), which
-        )
+        return self.session.swapping_parameters(partial(replace_parameters_by_averages, self.session.state), weights)
 
 
 @contextmanager
-def report_block_time(engine: Engine, what: str) -> Iterator[ByteCounter]:
+def reporting_block_time(engine: Engine, activity: str) -> Iterator[ByteCounter]:
     """Time the block and report duration and bytes to the engine's observers; the block adds to the yielded counter."""
     begin, count = perf_counter(), ByteCounter()
     try:
         yield count
     finally:
-        engine.record_outside_program(what, begin, count.nbytes)
+        engine.record_outside_program(activity, begin, count.nbytes)
 
 
 class FixedRanks(CallRunner):
@@ -509,33 +507,34 @@ class FixedRanks(CallRunner):
     def run_call(self, effect: str, name: str, function: Callable[..., T], *given: Any, **options: Any) -> T:
         return function(*given, **options)
 
-    def agree_on_inputs(self, x: Any, y: Any, kind: str, training: bool = True) -> StepInputs:
+    def agree_on_batch_and_split(self, x: Any, y: Any, kind: str, training: bool = True) -> StepInputs:
         self.require_open(kind)
-        return self.session.agree_on_inputs(x, y, kind, training)
+        return self.session.agree_on_batch_and_split(x, y, kind, training)
 
-    def all_gather_output(self, output: Any) -> Any:
+    def all_gather_output_if_elastic(self, output: Any) -> Any:
         return output
 
-    def run_on_rank0(self, what: str, do: Callable[[], T]) -> T:
-        self.agree_on_call(what)
-        return run_on_rank0(self.world, what, do)
+    def run_on_rank0(self, call: str, function: Callable[[], T]) -> T:
+        self.agree_on_call(call)
+        return run_on_rank0(self.world, call, function)
 
-    def all_reduce_max(self, values: np.ndarray, what: str) -> np.ndarray:
-        self.require_open(what)
-        self.session.record_call(what)
+    def all_reduce_max(self, values: np.ndarray, call: str) -> np.ndarray:
+        self.require_open(call)
+        self.session.record_call_and_raise_pending_error(call)
         self.session.wait_for_last_step()
-        return batches.all_reduce_max(self.world, what, values)
+        return batches.all_reduce_max(self.world, call, values)
 
     def agree_on_end_of_batches(self) -> None:
-        self.session.record_call("step")
+        self.session.record_call_and_raise_pending_error("step")
         if not self.has_own_speed:
             batches.agree_on_batch(self.placement.axes, "step", batches.LOADER_ENDED, 0, None)
 
-    def copy_weights(self, trainer: Any) -> Callable[[], None]:
-        from fsdpx.core.trainer.gather_full import copy_state_to_restore
+    def copy_weights_to_restore(self, trainer: Any) -> Callable[[], None]:
+        from fsdpx.core.trainer.gather_full import copy_weights_to_restore
 
-        self.require_open("copy_weights")
-        put_back = self.placement.sync_policy.copy_parameters_to_restore() or copy_state_to_restore(self.session.state)
+        self.require_open("copy_weights_to_restore")
+        put_back = self.placement.sync_policy.copy_parameters_to_restore()
+        put_back = put_back or copy_weights_to_restore(self.session.state)
 
         def restore_weights() -> None:
             self.agree_on_call("restore the copied weights")

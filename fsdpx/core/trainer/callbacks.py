@@ -34,12 +34,12 @@ class MetricSums:
     Parameters
     ----------
     functions : metrics by name
-    place : the trainer's placement; with `domain` a function gets this rank's part of the fields and returns (sum,
+    placement : the trainer's placement; with `domain` a function gets this rank's part of the fields and returns (sum,
         count) over its cells
     """
 
-    def __init__(self, functions: Mapping[str, Metric], place: Placement) -> None:
-        self.functions, self._place, self._layout = functions, place, place.sample_layout
+    def __init__(self, functions: Mapping[str, Metric], placement: Placement) -> None:
+        self.functions, self._placement, self._layout = functions, placement, placement.sample_layout
         self._sums = np.zeros((len(functions), 2))  # sum and count
         self._problem: tuple[str, Exception] | None = None
 
@@ -51,7 +51,7 @@ class MetricSums:
         for k, (name, function) in enumerate(self.functions.items()):
             try:
                 if isinstance(function, Loss):
-                    self._sums[k] += self._compute_loss_sum(function, output, target)
+                    self._sums[k] += self._compute_loss_sum_and_weight(function, output, target)
                 else:
                     self._sums[k] += _convert_to_sum_and_count(
                         function(to_host_output(output), target), not self._layout.has_complete_samples
@@ -59,11 +59,11 @@ class MetricSums:
             except Exception as error:
                 self._problem = self._problem or (f"metric {name!r}: {error}", error)
 
-    def _compute_loss_sum(self, loss: Loss, output: Any, target: Any) -> tuple[float, float]:
+    def _compute_loss_sum_and_weight(self, loss: Loss, output: Any, target: Any) -> tuple[float, float]:
         """Return (sum, weight) of a loss. With `domain`, ranks first agree on whether the loss is valid on all of
         them."""
-        place, problem = self._place, None
-        y, t = (to_device_array(place, a) for a in (output, target))
+        placement, problem = self._placement, None
+        y, t = (to_device_array(placement, a) for a in (output, target))
         loss = self._layout.bind_loss(loss)
         y, t = (self._layout.to_model_output(a, "the target") for a in (y, t))
         try:
@@ -71,11 +71,11 @@ class MetricSums:
         except FsdpxError as error:
             problem = error
         if not self._layout.has_complete_samples:
-            problems = enumerate(place.axes.data.all_gather_data(None if problem is None else str(problem)))
+            problems = enumerate(placement.axes.data.all_gather_data(None if problem is None else str(problem)))
             problem = problem or next((DataError(f"rank {rank}: {text}") for rank, text in problems if text), None)
         if problem is not None:
             raise problem
-        return loss.forward(LayerContext(place.xp, place.axes, Random(0), training=False), y, t)[:2]
+        return loss.forward(LayerContext(placement.xp, placement.axes, Random(0), training=False), y, t)[:2]
 
     def all_gather_means(self, data: Communicator) -> dict[str, float]:
         """Return the means by name, over the samples of all ranks: the same values on every rank. Collective.
@@ -89,7 +89,7 @@ class MetricSums:
         ConfigError : on all ranks, if a metric failed on one
         """
         text, cause = self._problem or (None, None)
-        ranks = data if self._layout.has_complete_samples else self._place.axes.data
+        ranks = data if self._layout.has_complete_samples else self._placement.axes.data
         everyone = ranks.all_gather_data((self._sums, text, [*self.functions]))
         for rank, (_, problem, names) in enumerate(everyone):
             if problem is not None:
@@ -106,17 +106,17 @@ def to_host_output(output: Any) -> Any:
     return tuple(map(to_host, output)) if isinstance(output, tuple) else to_host(output)
 
 
-def _convert_to_sum_and_count(found: Any, parts: bool) -> tuple[float, float]:
-    """Return (sum, count) of the value that a metric returned. parts: True with `domain`, where only (sum, count) is
-    accepted."""
-    if isinstance(found, tuple) and len(found) == 2:
-        return float(found[0]), float(found[1])
-    if parts:
+def _convert_to_sum_and_count(value: Any, is_sharded: bool) -> tuple[float, float]:
+    """Return (sum, count) for the value that a metric returned. is_sharded: True with `domain`, where the metric must
+    return (sum, count)."""
+    if isinstance(value, tuple) and len(value) == 2:
+        return float(value[0]), float(value[1])
+    if is_sharded:
         raise ConfigError(
             "with domain= a rank has parts of samples: return (sum, count) over its cells, or give a loss, as "
             "nn.VRMSE()"
         )
-    values = np.asarray(to_host(found))
+    values = np.asarray(to_host(value))
     if values.ndim == 0:
         raise ConfigError(
             "it returned one number, which cannot be averaged over ranks: return an array with a value per sample, "
@@ -210,28 +210,27 @@ class FitLimits:
         if validation is None and (metrics or restore_best):
             raise ConfigError("fit: metrics and restore_best are about validation=..., and none is given")
 
-    def find_end_of_earlier_run(self, history: FitHistory, epochs: int, before: str) -> str:
-        """Return why the run that `history` resumes has ended already, "" if it has not. epochs: number of epochs
-        done. before: why the earlier run ended; "" if it was interrupted, in which case its last validation may be
-        missing."""
+    def find_end_reason_of_earlier_run(self, history: FitHistory, epochs: int, earlier_reason: str) -> str:
+        """Return why the run that `history` resumes has ended already; "" if it has not ended. epochs: number of epochs
+        done. earlier_reason: why the earlier run ended; "" if it was interrupted, in which case its last validation may
+        be missing."""
         if self.steps is not None and history.steps >= self.steps:
             return STEPS
-        if before and self.epochs is not None and epochs >= self.epochs:
+        if earlier_reason and self.epochs is not None and epochs >= self.epochs:
             return EPOCHS
-        if before == PATIENCE and self._is_out_of_patience(history):
+        if earlier_reason == PATIENCE and self._is_out_of_patience(history):
             return PATIENCE
-        return STOP if before == STOP and self.stop is not None else ""
+        return STOP if earlier_reason == STOP and self.stop is not None else ""
 
     def is_validation_step(self, history: FitHistory) -> bool:
         """Return whether to validate after this step: every `every` steps and after the last one."""
         return history.steps % self.every == 0 or history.steps == self.steps
 
-    def agree_on_end(self, call_runner: CallRunner, history: FitHistory) -> str:
+    def agree_on_end_reason(self, call_runner: CallRunner, history: FitHistory) -> str:
         """Return, after a validation step, why the run ends, "" if it does not: the same on all ranks. Collective,
         unless ranks step at their own speed and there is neither `patience` nor `stop`."""
-        if (
-            call_runner.has_own_speed and self.patience is None and self.stop is None
-        ):  # then there is nothing to agree on
+        # without patience and stop there is nothing to agree on
+        if call_runner.has_own_speed and self.patience is None and self.stop is None:
             return STEPS if history.steps == self.steps else ""
         asked = self.stop is not None and self.stop(history)
         votes = call_runner.all_reduce_max(
@@ -241,7 +240,7 @@ class FitLimits:
             return PATIENCE if votes[0] else STOP
         return STEPS if history.steps == self.steps else ""
 
-    def describe_end(self, end: str) -> str:
+    def describe_end_reason(self, end: str) -> str:
         """Return the text of an end, for messages and `FitHistory.reason`."""
         return {
             STEPS: f"{self.steps} steps done",
@@ -251,4 +250,4 @@ class FitLimits:
         }.get(end, "")
 
     def _is_out_of_patience(self, history: FitHistory) -> bool:
-        return self.patience is not None and history.since_best >= self.patience
+        return self.patience is not None and history.validations_since_best >= self.patience

@@ -34,7 +34,7 @@ from fsdpx.core.state.sync_policy import SyncChoice
 from fsdpx.core.state.tuning import Tuning
 from fsdpx.core.state.units import Stages
 from fsdpx.core.trainer.assemble import assemble_session
-from fsdpx.core.trainer.batch import agree_on_call, share_errors
+from fsdpx.core.trainer.batch import agree_on_call, sharing_errors
 from fsdpx.core.trainer.call_runner import FixedRanks
 from fsdpx.core.trainer.given_values import broadcast_given_values, release_given_values
 from fsdpx.core.trainer.initialize import default_communicator
@@ -133,26 +133,21 @@ def distribute(
     comm = getattr(domain, "comm", None) if comm is None else comm
     defaults.require_valid_intracomm(comm)
     before = _find_open_communicator(comm)
-    with nullcontext() if before is None else share_errors(before, "distribute"):
-        choice, chosen, plan = (
-            ElasticConfig.from_argument(elastic),
-            _merge_runtime_options(runtime, others),
-            _find_planner(strategy),
-        )
+    with nullcontext() if before is None else sharing_errors(before, "distribute"):
+        choice, plan = ElasticConfig.from_argument(elastic), _find_planner(strategy)
+        chosen = _merge_runtime_options(runtime, others)
     asked = {name: value for name in PLAN_OPTIONS if (value := others.pop(name, None)) is not None}
     given = {name: chosen[name] for name in ("backend", "check", "tune")}
     given |= {} if plan is None else {f"strategy={strategy!r}": True}
     with comparing_arguments(comm=defaults.format_comm_argument(comm), elastic=elastic, **given) as words:
         where = chosen["backend"], chosen["device"], chosen["device_map"]
-        world: Any = _open_world(comm, before, *where, choice is not None, words)
-    with nullcontext() if choice is not None else share_errors(world, "distribute", agree_at_end=True):
+        world: Any = _open_world_and_agree_on_arguments(comm, before, *where, choice is not None, words)
+    with nullcontext() if choice is not None else sharing_errors(world, "distribute", agree_at_end=True):
         require_known_options("distribute", others, OPTIONS)
         options["model"], options["loss"] = adapt_foreign_model(model, loss)
-        training, lies = (
-            TrainingChoices(**_select_options(TrainingChoices, options)),
-            DistributionChoices(**_select_options(DistributionChoices, options)),
-        )
-        recipe = Recipe(training, lies, RuntimeOptions(**chosen))
+        training = TrainingChoices(**_select_options(TrainingChoices, options))
+        distribution = DistributionChoices(**_select_options(DistributionChoices, options))
+        recipe = Recipe(training, distribution, RuntimeOptions(**chosen))
     recipe = _apply_plan(recipe, world, plan, asked)
     return _make_trainer(recipe, world) if choice is None else _make_elastic_trainer(recipe, world, choice)
 
@@ -166,9 +161,9 @@ OPTIONS = [*signature(distribute).parameters][:-1] + [field.name for field in fi
 """Names of all arguments of `distribute`; PLAN_OPTIONS are only for strategy="auto"."""
 
 
-def _select_options(kind: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that are fields of `kind`, one of the parts of the recipe."""
-    return {field.name: options[field.name] for field in fields(kind) if field.name in options}
+def _select_options(recipe_part: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that are fields of `recipe_part`, one of the parts of the recipe."""
+    return {field.name: options[field.name] for field in fields(recipe_part) if field.name in options}
 
 
 def _find_planner(strategy: Any) -> Callable[..., Recipe] | None:
@@ -179,13 +174,13 @@ def _find_planner(strategy: Any) -> Callable[..., Recipe] | None:
 
 
 def _apply_plan(
-    recipe: Recipe, world: Communicator, plan: Callable[..., Recipe] | None, asked: Mapping[str, Any]
+    recipe: Recipe, world: Communicator, plan: Callable[..., Recipe] | None, plan_options: Mapping[str, Any]
 ) -> Recipe:
     """Return the recipe with the choices of the plan, if one was asked for. Raise ConfigError for options of a plan
     without one. Collective."""
     if plan is not None:
-        return plan(recipe, world, **asked)
-    for name, value in asked.items():
+        return plan(recipe, world, **plan_options)
+    for name, value in plan_options.items():
         raise ConfigError(f"{name}={value!r}: a plan needs it, and nothing is planned; say strategy='auto'")
     return recipe
 
@@ -250,32 +245,31 @@ def _make_elastic_trainer(recipe: Recipe, world: Any, choice: ElasticConfig) -> 
     require_compatible(ELASTIC, ChoiceContext(recipe))
     trainer = Trainer(run_calls(recipe, world, choice))
     if (opened := defaults.get_default()) is not None:
-        stop_watching(
-            opened.comm
-        )  # a watchdog over all ranks that were started would end the job when one of them dies
+        # a watchdog over all ranks that were started would end the job when one of them dies
+        stop_watching(opened.comm)
     return _end_all_ranks_on_exception(trainer, world)
 
 
-def _open_world(
+def _open_world_and_agree_on_arguments(
     comm: Any,
-    before: Communicator | None,
+    open_comm: Communicator | None,
     backend: str | None,
     device: str,
     device_map: DeviceMap,
     elastic: bool,
-    given: Mapping[str, str],
+    arguments: Mapping[str, str],
 ) -> Any:
     """Return the communicator of the trainer's ranks, once all of them have called `distribute` with the same
-    arguments. They agree on `before`, if it is open; else in the first message on the new communicator. This comes
+    arguments. They agree on `open_comm`, if it is open; else in the first message on the new communicator. This comes
     before the checks of choices, so that an error on all ranks is printed once for all of them."""
     words = "distribute" if device == "cpu" else f"distribute(device={device!r})"
-    if before is not None:
-        report_call_to_watchdog(before, "distribute")
-        agree_on_call(before, words, given)
-    world: Any = open_survivor_communicator(comm) if elastic else _make_world(comm, backend, device, device_map)
+    if open_comm is not None:
+        report_call_to_watchdog(open_comm, "distribute")
+        agree_on_call(open_comm, words, arguments)
+    world: Any = open_survivor_communicator(comm) if elastic else _adopt_or_open_comm(comm, backend, device, device_map)
     if (carrier := find_message_backend(world)) is not None:
         hooks.hold_hooks(carrier, carrier)
-    if not elastic and world is not before:
+    if not elastic and world is not open_comm:
         report_call_to_watchdog(world, "distribute")
         agree_on_call(world, words)
     return world
@@ -308,7 +302,7 @@ def _find_open_communicator(comm: Any) -> Communicator | None:
     return comm if known and not environment.read_environment().ulfm else None
 
 
-def _make_world(comm: Any, backend: str | None, device: str, device_map: DeviceMap) -> Communicator:
+def _adopt_or_open_comm(comm: Any, backend: str | None, device: str, device_map: DeviceMap) -> Communicator:
     """Return the communicator of all ranks of the trainer. Collective."""
     if backend == "nccl" and device != "cuda":
         raise ConfigError(f"backend='nccl' is of arrays of GPUs, and device={device!r}: say device='cuda'")

@@ -16,7 +16,7 @@ from fsdpx.core.base.extensions import load_extension
 from fsdpx.core.base.hooks import STOP_SIGNALS
 from fsdpx.core.base.messages import print_on_rank0
 from fsdpx.core.state.placement import Placement
-from fsdpx.core.trainer.call_runner import CallRunner, check_option_names_together
+from fsdpx.core.trainer.call_runner import CallRunner, raise_option_name_errors_on_all_ranks
 from fsdpx.core.trainer.callbacks import EPOCHS, CallbackList, FitLimits, Metric, MetricSums
 from fsdpx.core.trainer.fit_checkpoints import CheckpointConfig, FitCheckpointer, FitHistory
 from fsdpx.core.trainer.loader_sharding import ShardingLoader, require_same_sharding
@@ -49,7 +49,7 @@ class StopRequest(Protocol):
         two steps on all ranks. Collective."""
 
 
-@check_option_names_together
+@raise_option_name_errors_on_all_ranks
 def fit(
     trainer: Any,
     loader: Iterable[Any],
@@ -95,8 +95,8 @@ def fit(
     tensorboard : True: write TensorBoard events, and raise an error if tensorboardX is missing; False: write none
         (default: write them if it is installed)
     progress : show progress on rank 0: a bar on a terminal, else a line every few seconds
-    count : returns the amount of an x that rates and `history.seen` count, to be multiplied by the number of data ranks
-        (default: its samples)
+    count : returns how much an x counts in rates and `history.samples_seen`, such as its number of tokens; multiplied
+        by the number of data ranks (default: its number of samples)
     unit : name of what `count` counts
     checkpoints : `fsdpx.CheckpointConfig(...)` or its folder: where to save; started again, an interrupted run resumes,
         and a finished one is left as it is
@@ -116,7 +116,7 @@ def fit(
     NumericsError : if the loss is NaN or Inf
     """
     call_runner = trainer.call_runner
-    limits, saved = _check_arguments(call_runner, locals())
+    limits, saved = _agree_on_arguments(call_runner, locals())
     asked = preempt or None
     if preempt is None and checkpoints is not None:
         react = load_extension("fit", "preemption")
@@ -134,7 +134,7 @@ def fit(
     if log is not None:
         columns = (*(metrics or ()), *(() if routing is None else routing.metrics))
         listeners.append(load_extension("fit", "log")(log, columns, tensorboard))
-    with call_runner.share_errors("fit"):
+    with call_runner.sharing_errors("fit"):
         events = CallbackList(trainer, history, listeners, callbacks)
     loop = _FitLoop(
         trainer, loader, limits, history, saves,
@@ -145,10 +145,10 @@ def fit(
         return loop.run_epochs()
 
 
-def _check_arguments(call_runner: CallRunner, given: Mapping[str, Any]) -> tuple[FitLimits, CheckpointConfig | None]:
+def _agree_on_arguments(call_runner: CallRunner, given: Mapping[str, Any]) -> tuple[FitLimits, CheckpointConfig | None]:
     """Return the stopping criteria and the checkpoint settings. Raise ConfigError, the same on all ranks, for arguments
     that are not valid or that differ between ranks. given: the arguments of `fit`. Collective."""
-    with call_runner.share_errors("fit"):
+    with call_runner.sharing_errors("fit"):
         require_valid_arguments(fit, (), {name: given[name] for name in TYPE_CHECKED_ONLY}, "fit")
         require_loss_and_optimizer("fit", call_runner.session.loss, call_runner.placement.optimizer)
         epochs, steps, every, patience = (to_python_number(given[name]) for name in COUNT_ARGUMENTS)
@@ -183,28 +183,28 @@ class _FitLoop:
     def run_epochs(self) -> FitHistory:
         """Run the loop, unless an earlier run has finished it, and return the history. Collective."""
         history, saves, limits = self.history, self.saves, self.limits
-        ended = limits.find_end_of_earlier_run(
+        ended = limits.find_end_reason_of_earlier_run(
             history, getattr(self.loader, "epoch", 0) - saves.first_epoch, saves.finished
         )
         if ended:
             checkpoint_step = history.checkpoint
             print_on_rank0(
                 self.trainer.call_runner,
-                f"finished: {limits.describe_end(ended)} at {checkpoint_step}; nothing is trained or saved",
+                f"finished: {limits.describe_end_reason(ended)} at {checkpoint_step}; nothing is trained or saved",
             )
         else:
             with self.events:  # from here on, messages are in the log as well
                 saves.print_resume_point()
-                ended = self._loop_over_epochs()
+                ended = self._train_epochs_until_end()
                 self.trainer.call_runner.wait_for_last_step()
                 self.trainer.inspect.save_trace()
                 if saves.save_last_step_and_wait(ended):
                     self.events.call_listeners("on_save")
-        history.reason = limits.describe_end(ended)
+        history.reason = limits.describe_end_reason(ended)
         saves.restore_best_weights()
         return history
 
-    def _loop_over_epochs(self) -> str:
+    def _train_epochs_until_end(self) -> str:
         """Train until the run ends, and return why it ended."""
         epochs, first = self.limits.epochs, getattr(self.loader, "epoch", 0)
         epoch = first
@@ -238,8 +238,8 @@ class _FitLoop:
             self.history.seconds += perf_counter() - begin
             if batch is _END:
                 return
-            with self.trainer.call_runner.share_errors("step"):
-                pair = _require_pair("", batch)
+            with self.trainer.call_runner.sharing_errors("step"):
+                pair = _require_xy_pair("", batch)
             yield pair
 
     def _train_on_batch(self, x: Any, y: Any) -> None:
@@ -253,7 +253,7 @@ class _FitLoop:
                 "origin"
             )
         self.history.losses.append(loss)
-        self.history.seen += self.count(x) * self.trainer.call_runner.batch_part_count
+        self.history.samples_seen += self.count(x) * self.trainer.call_runner.batch_part_count
 
     def _validate_and_save_if_due(self) -> str:
         """Call listeners, validate and save if it is time. Return why the run ends here, "" if it does not."""
@@ -263,7 +263,7 @@ class _FitLoop:
             if self.validation.run_validation():
                 better = history.best_step == history.steps
                 self.events.call_listeners("on_validation_end")
-            ended = self.limits.agree_on_end(self.trainer.call_runner, history)
+            ended = self.limits.agree_on_end_reason(self.trainer.call_runner, history)
         saved = not ended and self.saves.save_if_due(better)
         if saved:
             self.events.call_listeners("on_save")
@@ -293,8 +293,8 @@ class _Validation:
         same = self.batches is self.training and isinstance(self.batches, ShardingLoader)
         batches = self.batches.iterate_independently() if same else self.batches
         for batch in batches:
-            with self.trainer.call_runner.share_errors("evaluate"):
-                x, y = _require_pair("validation ", batch)
+            with self.trainer.call_runner.sharing_errors("evaluate"):
+                x, y = _require_xy_pair("validation ", batch)
             losses.append(self.trainer.evaluate(x, y))
             weights.append(self.trainer.inspect.loss_weight)
             if self.metrics:
@@ -311,7 +311,7 @@ class _Validation:
         return True
 
 
-def _require_pair(which: str, batch: Any) -> Any:
+def _require_xy_pair(which: str, batch: Any) -> Any:
     """Return the batch. Raise DataError unless it is a pair (x, y)."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         several = isinstance(batch, tuple | list)

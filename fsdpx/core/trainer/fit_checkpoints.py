@@ -15,7 +15,7 @@ from fsdpx.core.base.messages import print_on_rank0
 from fsdpx.core.base.name_hints import check_constructor_options
 from fsdpx.core.base.option_names import DtypeName
 from fsdpx.core.base.safe_files import expanduser
-from fsdpx.core.checkpoint.atomic_commit import list_checkpoints
+from fsdpx.core.checkpoint.atomic_commit import iterate_checkpoints
 from fsdpx.core.checkpoint.save import SaveChoices
 from fsdpx.core.trainer.call_runner import CallRunner
 from fsdpx.errors import CheckpointError, ConfigError
@@ -37,8 +37,8 @@ class FitHistory:
     epochs : complete epochs since the very start
     reason : why training ended; empty before
     seconds : spent in training steps and their data, without validation
-    seen : samples (or what `count` counts) of all ranks in this run
-    before : steps of earlier runs, if this one resumed from a checkpoint
+    samples_seen : samples (or what `count` counts) of all ranks in this run
+    earlier_steps : steps of earlier runs, if this one resumed from a checkpoint
     checkpoint : the last one that was saved or resumed from
     """
 
@@ -48,19 +48,19 @@ class FitHistory:
     epochs: int = 0
     reason: str = ""
     seconds: float = 0.0
-    seen: int = 0
-    before: int = 0
+    samples_seen: int = 0
+    earlier_steps: int = 0
     checkpoint: Path | None = None
 
     @property
     def steps(self) -> int:
         """Number of steps since the very start."""
-        return self.before + len(self.losses)
+        return self.earlier_steps + len(self.losses)
 
     @property
     def best_loss(self) -> float:
         """Lowest validation loss; inf without validation."""
-        return min((_replace_nan(loss) for _, loss in self.validation), default=math.inf)
+        return min((_replace_nan_by_inf(loss) for _, loss in self.validation), default=math.inf)
 
     @property
     def best_step(self) -> int | None:
@@ -68,13 +68,13 @@ class FitHistory:
         return next((step for step, loss in self.validation if loss == self.best_loss), None)
 
     @property
-    def since_best(self) -> int:
+    def validations_since_best(self) -> int:
         """Number of validations after the best one."""
-        losses = [_replace_nan(loss) for _, loss in self.validation]
+        losses = [_replace_nan_by_inf(loss) for _, loss in self.validation]
         return len(losses) - 1 - losses.index(self.best_loss) if losses else 0
 
 
-def _replace_nan(loss: float) -> float:
+def _replace_nan_by_inf(loss: float) -> float:
     return math.inf if math.isnan(loss) else loss
 
 
@@ -99,10 +99,10 @@ class ResumePoint:
     fit: dict[str, Any]
 
     @classmethod
-    def from_checkpoint(cls, path: Path, fit: Mapping[str, Any], history: FitHistory) -> ResumePoint:
+    def from_fit_state_and_fill_history(cls, path: Path, fit: Mapping[str, Any], history: FitHistory) -> ResumePoint:
         """Return the resume point in the state that `CheckpointConfig.save` wrote, and fill `history` with the saved
         history."""
-        history.before, history.checkpoint = int(fit["done"]), path
+        history.earlier_steps, history.checkpoint = int(fit["done"]), path
         history.validation.extend((int(step), float(loss)) for step, loss in fit["validation"])
         for name, pairs in fit.get("metrics", {}).items():
             history.metrics[str(name)] = [(int(step), float(value)) for step, value in pairs]
@@ -162,7 +162,7 @@ class CheckpointConfig:
 
     def find_latest(self) -> Path | None:
         """Return the path of the newest complete checkpoint in the folder, or None."""
-        folders = list(list_checkpoints(expanduser(self.folder), FOLDER_PREFIX))
+        folders = list(iterate_checkpoints(expanduser(self.folder), FOLDER_PREFIX))
         return folders[-1][1] if folders else None
 
     def resume_latest(self, call_runner: CallRunner, loader: Any, history: FitHistory) -> ResumePoint | None:
@@ -199,7 +199,7 @@ class CheckpointConfig:
         if fit is None:
             raise CheckpointError(f"{path} was not saved by fit: load it, and give fit another folder")
         try:
-            begun = ResumePoint.from_checkpoint(path, fit, history)
+            begun = ResumePoint.from_fit_state_and_fill_history(path, fit, history)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path}: what fit saved there cannot be read: {error!r}") from None
         history.epochs = max(loader.epoch - begun.first_epoch, 0)
@@ -234,7 +234,7 @@ class FitCheckpointer:
     checkpoints : settings, or None to save none
     history : of this run
     best : keep the weights of the best validation: in a checkpoint, or without checkpoints in a copy in memory
-        (`CallRunner.copy_weights`)
+        (`CallRunner.copy_weights_to_restore`)
 
     Attributes
     ----------
@@ -251,7 +251,7 @@ class FitCheckpointer:
         begun = None if checkpoints is None else checkpoints.resume_latest(trainer.call_runner, loader, history)
         self.first_epoch, self.finished = getattr(loader, "epoch", 0), ""
         self._written: Mapping[str, Any] | None = None
-        self._memory: tuple[int, Callable[[], None]] | None = None
+        self._best_copy: tuple[int, Callable[[], None]] | None = None
         if begun is not None:
             self.first_epoch, self.finished, self._written = begun.first_epoch, begun.finished, begun.fit
 
@@ -270,7 +270,7 @@ class FitCheckpointer:
     def save_if_due(self, better: bool = False) -> bool:
         """Save if this step is due, or if it is better than all before it. Return whether a checkpoint was saved."""
         if better and self.best and self.checkpoints is None:
-            self._memory = (self.history.steps, self.trainer.call_runner.copy_weights(self.trainer))
+            self._best_copy = (self.history.steps, self.trainer.call_runner.copy_weights_to_restore(self.trainer))
         if self.checkpoints is None or (self._written or {}).get("done") == self.history.steps:
             return False
         if self.history.steps % self.checkpoints.every and not (better and self.best):
@@ -300,8 +300,8 @@ class FitCheckpointer:
             return
         description = f"step {step}, the best (validation loss {self.history.best_loss:.4f})"
         if self.checkpoints is None:
-            if self._memory is not None and self._memory[0] == step:
-                self._memory[1]()
+            if self._best_copy is not None and self._best_copy[0] == step:
+                self._best_copy[1]()
                 print_on_rank0(self.trainer.call_runner, f"the weights are those of {description}")
             return
         path = self.checkpoints.path_of(step)

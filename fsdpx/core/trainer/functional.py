@@ -55,7 +55,7 @@ class Future:
 
 def barrier() -> None:
     """Return when every rank has called it. Collective."""
-    opened = _record_call_on_default_communicator("barrier")
+    opened = _record_call_and_get_communicator("barrier")
     if opened.agreement is None:
         opened.comm.barrier().wait()
     else:
@@ -83,11 +83,8 @@ def all_reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, out: Array = None, asy
     if not isinstance(async_op, bool):
         raise ConfigError(f"all_reduce(async_op={async_op!r}): True or False is needed")
     x = _as_contiguous_array(x)
-    opened, call, letters = (
-        _record_call_on_default_communicator("all_reduce"),
-        _make_call_signature("all_reduce", x, op),
-        None,
-    )
+    opened, letters = _record_call_and_get_communicator("all_reduce"), None
+    call = _make_call_signature("all_reduce", x, op)
     if not async_op:
         letters = _agree_on_signature(opened, call, x)
     how = ReduceOp.from_name(op)
@@ -122,7 +119,7 @@ def all_gather(x: Any) -> np.ndarray:
     array : shape (ranks, *x.shape), in rank order
     """
     x = _as_contiguous_array(x)
-    comm = _agree_on_call("all_gather", x)
+    comm = _get_agreed_comm("all_gather", x)
     out = _empty_like(x, (comm.size, *x.shape))
     _run_call(comm, "all_gather", (x.reshape(-1), out.reshape(-1)), x, counts=(None,))
     return out
@@ -141,8 +138,8 @@ def reduce_scatter(x: Any, op: ReduceOp | str = ReduceOp.SUM) -> np.ndarray:
     array : rows floor(n r/N) to floor(n (r+1)/N) on rank r of N
     """
     x = _as_contiguous_array(x)
-    comm = _agree_on_call("reduce_scatter", x, op)
-    rows, cut = _partition_rows("reduce_scatter", x.shape, comm.size)
+    comm = _get_agreed_comm("reduce_scatter", x, op)
+    rows, cut = _partition_rows_and_elements("reduce_scatter", x.shape, comm.size)
     out = _empty_like(x, (rows.counts[comm.rank], *x.shape[1:]))
     _run_call(comm, "reduce_scatter", (x.reshape(-1), out.reshape(-1)), x, op, counts=(cut.counts,))
     return out
@@ -161,7 +158,7 @@ def broadcast(x: Any, root: int = 0) -> np.ndarray:
     array : a new array on every rank
     """
     x = _as_contiguous_array(x)
-    comm, out = _agree_on_call("broadcast", x, root=root), x.copy()
+    comm, out = _get_agreed_comm("broadcast", x, root=root), x.copy()
     _run_call(comm, "broadcast", (out.reshape(-1),), x, root=root)
     return out
 
@@ -180,7 +177,7 @@ def reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, root: int = 0) -> np.ndarr
     array or None : shape of `x` on rank `root`
     """
     x = _as_contiguous_array(x)
-    comm = _agree_on_call("reduce", x, op, root)
+    comm = _get_agreed_comm("reduce", x, op, root)
     out = _empty_like(x, x.shape) if comm.rank == root else None
     _run_call(comm, "reduce", (x.reshape(-1), None if out is None else out.reshape(-1)), x, op, root)
     return out
@@ -200,7 +197,7 @@ def gather(x: Any, root: int = 0) -> np.ndarray | None:
     array or None : shape (ranks, *x.shape), in rank order, on rank `root`
     """
     x = _as_contiguous_array(x)
-    comm = _agree_on_call("gather", x, root=root)
+    comm = _get_agreed_comm("gather", x, root=root)
     out = _empty_like(x, (comm.size, *x.shape)) if comm.rank == root else None
     _run_call(comm, "gather", (x.reshape(-1), None if out is None else out.reshape(-1)), x, root=root, counts=(None,))
     return out
@@ -218,14 +215,14 @@ def scatter(x: Any = None, root: int = 0) -> np.ndarray:
     -------
     array : rows floor(n r/N) to floor(n (r+1)/N) on rank r of N
     """
-    comm = _agree_on_call("scatter", root=root)
+    comm = _get_agreed_comm("scatter", root=root)
     x = _as_contiguous_array(x) if comm.rank == root else None
     given = comm.all_gather_data((root, None if x is None else (x.shape, x.dtype)))
     if any(other != root for other, _ in given):
         raise DesyncError(f"ranks called different collectives: scatter from root {[other for other, _ in given]}")
     shape, dtype = given[root][1]
     like = np.empty(0, dtype) if x is None else x
-    rows, cut = _partition_rows("scatter", shape, comm.size)
+    rows, cut = _partition_rows_and_elements("scatter", shape, comm.size)
     out = _empty_like(like, (rows.counts[comm.rank], *shape[1:]))
     comm.scatter(None if x is None else x.reshape(-1), out.reshape(-1), root, cut.counts).wait()
     return out
@@ -247,7 +244,7 @@ def all_to_all(x: Any) -> np.ndarray:
     ShapeError : if the number of ranks does not divide the first dimension
     """
     x = _as_contiguous_array(x)
-    comm = _agree_on_call("all_to_all", x)
+    comm = _get_agreed_comm("all_to_all", x)
     if x.ndim == 0 or x.shape[0] % comm.size:
         raise ShapeError(f"all_to_all: the first dimension of shape {x.shape} is not a multiple of {comm.size} ranks")
     out = _empty_like(x, x.shape)
@@ -266,7 +263,7 @@ def send(x: Any, dest: int, tag: int = 0) -> None:
     """
     comm, x = default_communicator(), _as_contiguous_array(x).reshape(-1)
     if find_message_backend(comm) is not None:
-        comm.send(_make_call_header(x), dest, tag).wait()
+        comm.send(_make_message_header(x), dest, tag).wait()
     comm.send(x, dest, tag).wait()
 
 
@@ -292,7 +289,7 @@ def recv(out: Array, source: int, tag: int = 0) -> np.ndarray:
     if find_message_backend(comm) is not None:  # thread ranks compare messages themselves
         head = np.empty(HEADER_BYTES, np.uint8)
         comm.recv(head, source, tag).wait()
-        if head.tobytes() != _make_call_header(into).tobytes():
+        if head.tobytes() != _make_message_header(into).tobytes():
             name, size, itemsize = head.tobytes().decode().split()
             comm.recv(np.empty(int(size) * int(itemsize), np.uint8), source, tag).wait()
             here = f"{into.dtype.name}[{into.size}]"
@@ -305,11 +302,11 @@ HEADER_BYTES = 32
 """Bytes of the header before a message between two ranks: its dtype, number of elements, and bytes per element."""
 
 
-def _make_call_header(x: Array) -> Array:
+def _make_message_header(x: Array) -> Array:
     return np.frombuffer(f"{x.dtype.name} {x.size} {x.dtype.itemsize}".encode().ljust(HEADER_BYTES), np.uint8)
 
 
-def _record_call_on_default_communicator(verb: str) -> defaults.DefaultCommunicator:
+def _record_call_and_get_communicator(verb: str) -> defaults.DefaultCommunicator:
     """Return the default communicator, and record on it that this rank makes the call `verb`."""
     comm = default_communicator()
     report_call_to_watchdog(comm, verb)
@@ -322,10 +319,10 @@ NO_ROOT: Any = object()
 """Marks calls without a root. None would not do: a caller may pass it by mistake."""
 
 
-def _agree_on_call(verb: str, x: Array = None, op: ReduceOp | str | None = None, root: int = NO_ROOT) -> Communicator:
+def _get_agreed_comm(verb: str, x: Array = None, op: ReduceOp | str | None = None, root: int = NO_ROOT) -> Communicator:
     """Return the default communicator once all ranks have agreed that they make the same call, so that an error is
     raised on every rank."""
-    opened = _record_call_on_default_communicator(verb)
+    opened = _record_call_and_get_communicator(verb)
     _agree_on_signature(opened, _make_call_signature(verb, x, op, root))
     if root is not NO_ROOT and (isinstance(root, bool) or not isinstance(root, int | np.integer)):
         raise ConfigError(f"{verb}(root={root!r}): the number of a rank is needed")
@@ -397,7 +394,7 @@ def _as_flat_output(out: Array) -> Array:
     return out.reshape(-1)
 
 
-def _partition_rows(verb: str, shape: tuple[int, ...], size: int) -> tuple[FlatPartition, FlatPartition]:
+def _partition_rows_and_elements(verb: str, shape: tuple[int, ...], size: int) -> tuple[FlatPartition, FlatPartition]:
     """Return the partition of dim 0, once in rows and once in elements."""
     if not shape:
         raise ShapeError(f"{verb}: x has no dimension to cut")

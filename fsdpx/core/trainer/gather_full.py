@@ -23,17 +23,17 @@ from fsdpx.optim.optimizer import AVERAGE_SLOT
 
 __all__ = [
     "all_gather_gradients",
-    "all_gather_input_gradients",
-    "all_gather_outputs",
+    "all_gather_outputs_of_batch",
     "all_gather_parameters",
     "all_gather_statistics",
-    "copy_state_to_restore",
+    "all_reduce_input_gradients",
+    "copy_weights_to_restore",
     "replace_parameters_by_averages",
-    "take_output_shard",
+    "take_output_gradient_shard",
 ]  # fmt: skip
 
 
-def all_gather_outputs(
+def all_gather_outputs_of_batch(
     placement: Placement, outputs: tuple[Any, ...], shapes: Sequence[tuple[int, ...]], batch: Microbatch
 ) -> tuple[Any, ...]:
     """Return the full outputs of the model on every rank of its pipe: gathered along the tensor axis if they are
@@ -49,19 +49,19 @@ def all_gather_outputs(
     gathered_outputs = []
     for i, (value, shape) in enumerate(zip(placement.stage.outputs, shapes, strict=True)):
         whole = _all_gather_output_over_tensor(placement, outputs[i], shape) if outputs else None
-        gathered_outputs.append(
-            _broadcast_from_last_stage(placement, whole, value, shape, batch) if placement.axes.pipe.size > 1 else whole
-        )
+        if placement.axes.pipe.size > 1:
+            whole = _broadcast_last_stage_output(placement, whole, value, shape, batch)
+        gathered_outputs.append(whole)
     return tuple(gathered_outputs)
 
 
-def take_output_shard(placement: Placement, dy: Any) -> Any:
+def take_output_gradient_shard(placement: Placement, dy: Any) -> Any:
     """Return this tensor rank's shard of the gradient of a full output."""
     dim = placement.output_dim
     return dy if dim is None else collectives.take_shard(placement.xp, placement.axes.tensor, dy, dim)
 
 
-def all_gather_input_gradients(
+def all_reduce_input_gradients(
     placement: Placement, found: Mapping[Slot, Any], batch: Microbatch, scale: float
 ) -> list[Any]:
     """Return the gradient of each input of the model, None for integer inputs, on every rank that works on the same
@@ -97,7 +97,7 @@ def _all_gather_output_over_tensor(placement: Placement, own: Any, shape: tuple[
     return collectives.all_gather_replicated(placement.xp, placement.axes.tensor, own, dim, shape[dim], what="outputs")
 
 
-def _broadcast_from_last_stage(
+def _broadcast_last_stage_output(
     placement: Placement, whole: Any, value: int, shape: tuple[int, ...], batch: Microbatch
 ) -> Any:
     """Return the output of the last stage on every rank of the pipe. Collective along the pipe."""
@@ -122,9 +122,9 @@ def all_gather_parameters(state: TrainState, names: Collection[str] | None = Non
     """
 
     def gather_page(page: Page) -> Any:
-        return _all_gather_over_shards(state, page, state.ledger.get_array("master", page.index))
+        return _all_gather_page_over_shards(state, page, state.ledger.get_array("master", page.index))
 
-    return _all_gather_full_arrays(state, gather_page, trained=False, names=names)
+    return _all_gather_full_arrays(state, gather_page, gradients=False, names=names)
 
 
 def all_gather_gradients(state: TrainState) -> dict[str, np.ndarray]:
@@ -134,7 +134,7 @@ def all_gather_gradients(state: TrainState) -> dict[str, np.ndarray]:
     def gather_page(page: Page) -> Any:
         p, total = page.index, state.placement.xp.zeros((page.size,), dtype=state.placement.formats.gradients)
         if (part := state.store.get(Slot("part", p))) is not None:
-            total = _all_gather_over_shards(state, page, part)
+            total = _all_gather_page_over_shards(state, page, part)
             state.placement.axes.replica.all_reduce(total, ReduceOp.SUM, what="gradients").wait()
         if (gradient := state.store.get(Slot("grad", p))) is not None:
             local = gradient.get_microbatch_buffer(0).copy()
@@ -144,7 +144,7 @@ def all_gather_gradients(state: TrainState) -> dict[str, np.ndarray]:
             state.placement.axes.tensor.all_reduce(total, ReduceOp.SUM, what="gradients").wait()
         return total
 
-    return _all_gather_full_arrays(state, gather_page, trained=True)
+    return _all_gather_full_arrays(state, gather_page, gradients=True)
 
 
 def all_gather_statistics(state: TrainState) -> dict[str, np.ndarray]:
@@ -157,7 +157,7 @@ def all_gather_statistics(state: TrainState) -> dict[str, np.ndarray]:
     return state_arrays
 
 
-def copy_state_to_restore(state: TrainState) -> Callable[[], None]:
+def copy_weights_to_restore(state: TrainState) -> Callable[[], None]:
     """Copy this rank's parameters and statistics, and return a function that restores them. Both need all ranks to have
     arrived first, since others may still read shared memory."""
     state.wait_for_transfers()
@@ -180,7 +180,7 @@ def replace_parameters_by_averages(state: TrainState) -> Callable[[], None]:
         raise ConfigError("weights='average': no average is kept; say distribute(..., average=fsdpx.EMA(0.999))")
     if place.sync_policy.owner == "replica":
         raise ConfigError("weights='average': in local training each replica has another one; leave weights out")
-    put_back = copy_state_to_restore(state)
+    put_back = copy_weights_to_restore(state)
     for p in place.stage.trained_pages:
         master, kept = state.ledger.get_array("master", p), state.ledger.get_array("average", p, AVERAGE_SLOT)
         for block in (slice(start, start + BLOCK_ELEMENTS) for start in range(0, master.size, BLOCK_ELEMENTS)):
@@ -192,34 +192,36 @@ def replace_parameters_by_averages(state: TrainState) -> Callable[[], None]:
 
 
 def _all_gather_full_arrays(
-    state: TrainState, flat: Callable[[Page], Any], trained: bool, names: Collection[str] | None = None
+    state: TrainState, gather_page: Callable[[Page], Any], gradients: bool, names: Collection[str] | None = None
 ) -> dict[str, np.ndarray]:
     """Return full arrays by canonical name on every rank. Collective.
 
     Parameters
     ----------
     state : of this rank
-    flat : returns the elements of a page as this tensor rank has them, for pages of this pipe rank
-    trained : gather gradients, of trainable pages only, summed over tied copies; False: parameters
+    gather_page : returns the elements of a page as this tensor rank has them, for pages of this pipe rank
+    gradients : gather gradients, of trainable pages only, summed over tied copies; False: parameters
     names : skip pages that hold none of these (default: skip none)
     """
     arrays: dict[str, np.ndarray] = {}
-    dtype = state.placement.formats.gradients if trained else state.placement.formats.master
+    dtype = state.placement.formats.gradients if gradients else state.placement.formats.master
     homes = {p: stage.rank for stage in reversed(state.placement.stages) for p in stage.pages}
     for page in state.placement.layout.pages:
-        if trained and not page.trainable:
+        if gradients and not page.trainable:
             continue
         if names is not None and not any(f.source in names for f in page.fields):
             continue
-        parts = page.view_parameters_by_name(to_host(flat(page))) if page.index in state.placement.pages else None
+        parts = (
+            page.view_parameters_by_name(to_host(gather_page(page))) if page.index in state.placement.pages else None
+        )
         for f in page.fields:
-            full = _all_gather_over_tensor(state, f.source, None if parts is None else parts[f.name], dtype)
+            full = _all_gather_tensor_shards(state, f.source, None if parts is None else parts[f.name], dtype)
             state.placement.axes.pipe.broadcast(full.reshape(-1), homes[page.index], what=f"parameter {f.name}").wait()
-            arrays[f.source] = full + arrays[f.source] if trained and f.source in arrays else full
+            arrays[f.source] = full + arrays[f.source] if gradients and f.source in arrays else full
     return arrays
 
 
-def _all_gather_over_shards(state: TrainState, page: Page, shard: Any) -> Any:
+def _all_gather_page_over_shards(state: TrainState, page: Page, shard: Any) -> Any:
     """Return the flat elements of a page from the shards of all ranks. Collective along the shard axis."""
     place, here = state.placement, state.placement.pages[page.index]
     full = place.xp.empty((page.size,), dtype=shard.dtype)
@@ -229,7 +231,7 @@ def _all_gather_over_shards(state: TrainState, page: Page, shard: Any) -> Any:
     return full
 
 
-def _all_gather_over_tensor(state: TrainState, name: str, local: np.ndarray | None, dtype: np.dtype) -> np.ndarray:
+def _all_gather_tensor_shards(state: TrainState, name: str, local: np.ndarray | None, dtype: np.dtype) -> np.ndarray:
     """Return the full array from the shards of the tensor ranks. local: this rank's shard; None on other stages, where
     an empty array of the full shape is returned. Collective along the tensor axis."""
     spec, tensor = state.placement.layout.specs[name], state.placement.axes.tensor

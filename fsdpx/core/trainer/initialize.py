@@ -137,24 +137,24 @@ def rank() -> int:
 
     Like `world_size` and `local_rank` it never communicates. A trainer on another communicator has its own
     `trainer.call_runner.rank`."""
-    return _get_rank_info("rank").rank
+    return _get_rank_info_and_warn("rank").rank
 
 
 def world_size() -> int:
     """Return the number of all ranks, as numbered by `rank`."""
-    return _get_rank_info("world_size").size
+    return _get_rank_info_and_warn("world_size").size
 
 
 def local_rank() -> int:
     """Return this rank's number among the ranks on the same host. Raise ConfigError if it is not known before
     `init`."""
-    place = _get_rank_info("local_rank")
+    place = _get_rank_info_and_warn("local_rank")
     if place.local_rank is None:
         raise ConfigError(f"local_rank is not known of {place.world}: call fsdpx.init(), which finds it out, first")
     return place.local_rank
 
 
-def _get_rank_info(name: str) -> RankInfo:
+def _get_rank_info_and_warn(name: str) -> RankInfo:
     """Return this rank's place in the world. If the script also has a trainer on another communicator of another size,
     print once, on one rank, which of the two is meant."""
     rank_info, other = get_rank_info(), defaults.pop_script_rank_and_size()

@@ -47,10 +47,10 @@ def require_same_sharding(call_runner: CallRunner, *loaders: Any) -> None:
     wrong = [s.size for s in samplers if (s.rank, s.size) != place and not s.presharded]
     rows = [1 + call_runner.rank if wrong else 0, max(wrong, default=0)]
     for loader in loaders:
-        rows += _encode_min_and_max(_count_samples_or_batches(loader, place[1])) + _encode_min_and_max(
+        rows += _encode_min_and_max(_encode_sample_or_batch_count(loader, place[1])) + _encode_min_and_max(
             _get_first_sample_hash(loader) if compared else None
         )
-        rows += _encode_min_and_max(_hash_order(loader, place[1]))
+        rows += _encode_min_and_max(_hash_sample_order(loader, place[1]))
     rank, size, *spans = call_runner.all_reduce_max(np.array(rows, np.int64), "fit").tolist()
     if rank:
         raise ConfigError(
@@ -78,7 +78,7 @@ def _encode_min_and_max(value: int | None) -> list[int]:
     return [NOT_KNOWN, NOT_KNOWN] if value is None else [value, -value]
 
 
-def _count_samples_or_batches(loader: Any, size: int) -> int | None:
+def _encode_sample_or_batch_count(loader: Any, size: int) -> int | None:
     """Return twice the number that must be equal on all ranks: the samples of a sharded dataset, or, plus 1, the
     batches of one that each rank has sharded itself."""
     if not isinstance(loader, ShardingLoader):
@@ -91,7 +91,7 @@ def _get_first_sample_hash(loader: Any) -> int | None:
     return loader.hash_first_sample() if isinstance(loader, ShardingLoader) and not loader.sampler.presharded else None
 
 
-def _hash_order(loader: Any, size: int) -> int | None:
+def _hash_sample_order(loader: Any, size: int) -> int | None:
     """Return a hash of the settings that decide the order of samples, which must be the same on all ranks; None if
     ranks shard by themselves."""
     if not isinstance(loader, ShardingLoader) or (loader.sampler.presharded and size > 1):
@@ -103,7 +103,7 @@ def _hash_order(loader: Any, size: int) -> int | None:
 def _raise_length_error(call_runner: CallRunner, loader: Any) -> None:
     """Raise DataError with the lengths of all ranks. Collective."""
     everyone = np.zeros(call_runner.world.size, np.int64)
-    everyone[call_runner.rank] = _count_samples_or_batches(loader, call_runner.data_group.size) or 0
+    everyone[call_runner.rank] = _encode_sample_or_batch_count(loader, call_runner.data_group.size) or 0
     lengths = call_runner.all_reduce_max(everyone, "fit").tolist()
     words = {r: f"{n // 2} {'batches of its own' if n % 2 else 'samples'}" for r, n in enumerate(lengths) if n}
     raise DataError(

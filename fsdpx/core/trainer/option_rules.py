@@ -38,8 +38,8 @@ __all__ = [
     "make_given_option_finder",
     "make_wide_axis_finder",
     "require_compatible",
-    "require_full_tensors",
     "require_mesh_for_options",
+    "require_tensor_axis_support",
     "require_valid_model_parts",
 ]  # fmt: skip
 
@@ -116,9 +116,9 @@ def make_wide_axis_finder(axis: str, text: str) -> Callable[[ChoiceContext], str
     return find_wide
 
 
-def make_condition_finder(text: str, true: Callable[[ChoiceContext], bool]) -> Callable[[ChoiceContext], str]:
-    """Return a `found` for choices for which `true` holds."""
-    return lambda c: text if true(c) else ""
+def make_condition_finder(text: str, condition: Callable[[ChoiceContext], bool]) -> Callable[[ChoiceContext], str]:
+    """Return a `found` for choices for which `condition` holds."""
+    return lambda c: text if condition(c) else ""
 
 
 def has_dynamic_loss_scale(c: ChoiceContext) -> bool:
@@ -265,8 +265,8 @@ def suggest_for_torch_object(value: Any) -> str:
     return f"torch.optim.{kind.__name__}: use fsdpx.optim.{kind.__name__}({', '.join(words)})"
 
 
-def require_full_tensors(optimizer: Any, tensor: int) -> None:
+def require_tensor_axis_support(optimizer: Any, tensor_size: int) -> None:
     """Raise ConfigError if the optimizer needs full parameters, and a tensor axis shards them."""
-    if tensor > 1 and needs_full_parameters(optimizer):
+    if tensor_size > 1 and needs_full_parameters(optimizer):
         description = f"{type(optimizer).__name__} needs whole parameters"
-        raise ConfigError(f"{description}, the tensor axis of {tensor} ranks cuts them; use optim.AdamW")
+        raise ConfigError(f"{description}, the tensor axis of {tensor_size} ranks cuts them; use optim.AdamW")

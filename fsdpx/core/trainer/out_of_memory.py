@@ -29,23 +29,23 @@ FITTING_SHARE = 0.99
 
 
 def format_cheaper_options(
-    now: Mapping[str, Any], count: Callable[[dict[str, Any]], int], limit: int | None, rows: int = 0
+    options: Mapping[str, Any], count_bytes: Callable[[dict[str, Any]], int], limit: int | None, rows: int = 0
 ) -> str:
     """Return a table of options that need less memory, each row with the earlier options that helped, up to the first
     row that fits.
 
     Parameters
     ----------
-    now : the current options; `strategy`, `recompute`, `microbatches` and `precision` are used
-    count : returns the bytes of the plan with these options changed
+    options : the current options; `strategy`, `recompute`, `microbatches` and `precision` are used
+    count_bytes : returns the bytes of the plan with these options changed
     limit : bytes that fit, None if unknown
     rows : samples of a rank, 0 if unknown
     """
-    changed, least = dict[str, Any](), count({})
+    changed, least = dict[str, Any](), count_bytes({})
     lines: list[tuple[str, ...]] = [("what would take less", "bytes", "")]
-    for name, value in iterate_cheaper_options(now, rows):
+    for name, value in iterate_cheaper_options(options, rows):
         try:
-            nbytes = count({**changed, name: value})
+            nbytes = count_bytes({**changed, name: value})
         except FsdpxError:  # not a choice for this model and these ranks
             continue
         if nbytes < FITTING_SHARE * least:
@@ -60,20 +60,20 @@ def format_cheaper_options(
     return "\n".join([*sections, f"none of the choices that fsdpx knows fits: {more}" if limit is not None else more])
 
 
-def iterate_cheaper_options(now: Mapping[str, Any], rows: int) -> Iterator[tuple[str, Any]]:
+def iterate_cheaper_options(options: Mapping[str, Any], rows: int) -> Iterator[tuple[str, Any]]:
     """Yield (option, value) pairs that may need less memory than the current ones. An option may occur several
     times."""
-    strategy = now.get("strategy")
+    strategy = options.get("strategy")
     chains = PRESETS_BY_MEMORY, ("hybrid", "fsdp"), (strategy,)
     strategies = next(chain for chain in chains if strategy in chain)
     yield from (("strategy", name) for name in strategies[strategies.index(strategy) + 1 :])
-    if now.get("recompute") is None:
+    if options.get("recompute") is None:
         yield "recompute", "all"
-    pieces = (now.get("microbatches") or 1) * 2
+    pieces = (options.get("microbatches") or 1) * 2
     while pieces <= rows:
         yield "microbatches", pieces
         pieces *= 2
-    if now.get("precision") in (None, "float32"):
+    if options.get("precision") in (None, "float32"):
         yield from (("precision", name) for name, one in PRECISIONS.items() if one.compute == "bf16")
 
 
@@ -103,13 +103,13 @@ def explain_memory_error(
         hosts = {rank: number for number, ranks in enumerate(node.ranks_by_host) for rank in ranks}
         fake = FakeNodeCommunicator(world.rank, [hosts[rank] for rank in range(world.size)])
     try:
-        text = _describe_planned_bytes(recipe, fake, feed, most)
+        text = _format_plan_and_remedies(recipe, fake, feed, most)
     except Exception as problem:  # an error here must not hide the memory error
         text = f"what would fit could not be counted: {problem!r}"
     return OutOfMemory(f"{head}\n\nmemory that there is: {there}\n\n{text}")
 
 
-def _describe_planned_bytes(recipe: Recipe, fake: Communicator, feed: StepInputs | None, most: int | None) -> str:
+def _format_plan_and_remedies(recipe: Recipe, fake: Communicator, feed: StepInputs | None, limit: int | None) -> str:
     """Return a table of the planned bytes by kind, and one of options that need less."""
     bare, batch = recipe.without_data(), _get_batch_shapes(feed)
     plan = _count_planned_bytes(bare, fake, feed)
@@ -120,7 +120,7 @@ def _describe_planned_bytes(recipe: Recipe, fake: Communicator, feed: StepInputs
         return sum(_count_planned_bytes(bare.with_options(changes), fake, feed).values())
 
     now = {**vars(bare.training), **vars(bare.distribution), **vars(bare.runtime)}
-    remedies = format_cheaper_options(now, count_bytes, most, 0 if batch is None else len(batch[1]))
+    remedies = format_cheaper_options(now, count_bytes, limit, 0 if batch is None else len(batch[1]))
     return f"{format_table(lines)}\n\n{remedies}"
 
 
@@ -133,7 +133,7 @@ def _count_planned_bytes(recipe: Recipe, fake: Communicator, feed: StepInputs | 
         state = session.state
         if batch is not None:
             watch = HeapRecorder(session.engine, meter)
-            session.run_program("step", session.agree_on_inputs(*batch, "step", training=True))
+            session.run_program("step", session.agree_on_batch_and_split(*batch, "step", training=True))
             return watch.get_peak_memory()
         pieces = session.placement.accumulation.count_microbatches(session.microbatches)
         kind = "predict" if isinstance(session.placement.optimizer, NoOptimizer) else "step"
@@ -147,7 +147,6 @@ def _get_batch_shapes(feed: StepInputs | None) -> tuple[Any, Any] | None:
     if not microbatches or microbatches[0].target is None:
         return None
     rows, first_microbatch = sum(len(batch.target) for batch in microbatches), microbatches[0]
-    *inputs, target = (
-        ShapeArray((rows, *a.shape[1:]), a.dtype) for a in (*first_microbatch.inputs, first_microbatch.target)
-    )
+    arrays = *first_microbatch.inputs, first_microbatch.target
+    *inputs, target = (ShapeArray((rows, *a.shape[1:]), a.dtype) for a in arrays)
     return tuple(inputs) if len(inputs) > 1 else inputs[0], target

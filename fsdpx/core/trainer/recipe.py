@@ -161,7 +161,7 @@ class DistributionChoices:
         return get_sync_choice(self.strategy)
 
     @property
-    def sample_cut(self) -> Domain:
+    def sample_partition(self) -> Domain:
         """The partition of samples over ranks: `domain`, or whole samples."""
         return self.domain or UNSHARDED
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from fsdpx.core.array import shapes as xp
 from fsdpx.core.array.random import Random
@@ -32,7 +32,7 @@ def choose_recomputed_units(
     choice, stages = placement.options.recompute, placement.stages
     if choice.budget is not None and batch is not None:
         ranks = zip(stages, orders, strict=True)
-        chosen = [_choose_within_budget(choice.budget, placement, stage, order, batch) for stage, order in ranks]
+        chosen = [_choose_units_within_budget(choice.budget, placement, stage, order, batch) for stage, order in ranks]
         return frozenset().union(*chosen)
     step = choice.every
     return frozenset(u for s in stages for u in _list_backward_units(s)[step - 1 :: step]) if step else frozenset()
@@ -49,24 +49,24 @@ class UnitBytes:
 
     Attributes
     ----------
-    whole : from its forward to its backward
-    inputs : the same if it is recomputed: only its inputs
-    late : from the first half of its backward (I) to the second (W)
+    kept : from its forward to its backward
+    kept_if_recomputed : the same if it is recomputed: only its inputs
+    kept_until_weight_gradient : from the first half of its backward (I) to the second (W)
     """
 
-    whole: int
-    inputs: int
-    late: int
+    kept: int
+    kept_if_recomputed: int
+    kept_until_weight_gradient: int
 
 
-def _choose_within_budget(
+def _choose_units_within_budget(
     budget: int, placement: Placement, stage: Stage, order: Sequence[Action], batch: Microbatch
 ) -> frozenset[int]:
     """Return the units of one pipe rank to recompute: those that save most, as few as the budget requires. Raise
     ConfigError if all units are not enough."""
-    sizes = {u: count_kept_bytes(placement, stage, u, batch) for u in _list_backward_units(stage)}
+    sizes = {u: count_max_kept_bytes(placement, stage, u, batch) for u in _list_backward_units(stage)}
     chosen: set[int] = set()
-    for u in sorted(sizes, key=lambda u: sizes[u].inputs - sizes[u].whole):
+    for u in sorted(sizes, key=lambda u: sizes[u].kept_if_recomputed - sizes[u].kept):
         if _compute_peak_bytes(stage, order, sizes, chosen) <= budget:
             return frozenset(chosen)
         chosen.add(u)
@@ -86,7 +86,7 @@ def _compute_peak_bytes(
     """Return the maximum of the bytes that units of one pipe rank keep at the same time in a step of this order.
     chosen: units that are recomputed."""
     parts = dict(stage.own_stages)
-    kept = {u: size.inputs if u in chosen else size.whole for u, size in sizes.items()}
+    kept = {u: size.kept_if_recomputed if u in chosen else size.kept for u, size in sizes.items()}
     now = most = 0
     for action in order:
         assert action.unit is not None
@@ -95,21 +95,21 @@ def _compute_peak_bytes(
             if op == "F":
                 now += kept[u]
             if op in ("B", "I"):
-                most = max(most, now - kept[u] + sizes[u].whole)  # recomputing brings back all of its activations
-                now += (sizes[u].late if op == "I" else 0) - kept[u]
+                most = max(most, now - kept[u] + sizes[u].kept)  # recomputing brings back all of its activations
+                now += (sizes[u].kept_until_weight_gradient if op == "I" else 0) - kept[u]
             if op == "W":
-                now -= sizes[u].late
+                now -= sizes[u].kept_until_weight_gradient
             most = max(most, now)
     return most
 
 
-def count_kept_bytes(placement: Placement, stage: Stage, unit: int, batch: Microbatch) -> UnitBytes:
+def count_max_kept_bytes(placement: Placement, stage: Stage, unit: int, batch: Microbatch) -> UnitBytes:
     """Return the maximum over the ranks of the tensor axis, so that all of them choose the same units."""
     bytes_by_tensor_rank = [
         _count_kept_bytes_on_tensor_rank(placement, stage, unit, batch, tensor)
         for tensor in range(placement.axes.tensor.size)
     ]
-    return UnitBytes(*(max(getattr(one, name) for one in bytes_by_tensor_rank) for name in ("whole", "inputs", "late")))
+    return UnitBytes(*map(max, zip(*map(astuple, bytes_by_tensor_rank), strict=True)))
 
 
 def _count_kept_bytes_on_tensor_rank(
@@ -130,15 +130,13 @@ def _count_kept_bytes_on_tensor_rank(
     ]
     saved = compute_verbs.run_unit_forward(recomputed_unit, envs, params, values, True, stage.constant)
     parameter_storages = {key for p in params for key, _ in iterate_storage_sizes(p)}
-    whole, inputs = (
-        _sum_storage_bytes(iterate_storage_sizes(saved), parameter_storages),
-        _sum_storage_bytes(iterate_storage_sizes(read), parameter_storages),
-    )
+    whole = _sum_storage_bytes(iterate_storage_sizes(saved), parameter_storages)
+    inputs = _sum_storage_bytes(iterate_storage_sizes(read), parameter_storages)
     dvalues = {v: xp.zeros(values[v].shape, dtype=values[v].dtype) for v in row.gives if v not in stage.constant}
     late = compute_verbs.run_unit_backward_input(recomputed_unit, envs, params, saved, dvalues, stage.constant)
     return UnitBytes(whole, inputs, _sum_storage_bytes(iterate_storage_sizes(late), parameter_storages))
 
 
-def _sum_storage_bytes(found: Iterable[tuple[int, int]], but: set[int]) -> int:
-    """Return the bytes of distinct storages, except those in `but`."""
-    return sum(nbytes for key, nbytes in dict(found).items() if key not in but)
+def _sum_storage_bytes(storages: Iterable[tuple[int, int]], excluded: set[int]) -> int:
+    """Return the bytes of distinct storages, except those in `excluded`."""
+    return sum(nbytes for key, nbytes in dict(storages).items() if key not in excluded)

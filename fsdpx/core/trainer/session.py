@@ -65,13 +65,13 @@ class BatchAgreement(NamedTuple):
     ranks : the ranks that agree; None if this rank runs the program without agreement
     can_start_uncoordinated : ask only the neighbors, as long as all ranks bring the same kind of batch as before
     digests : compare checksums of the samples, since several ranks may have to hold the same ones
-    doubted : data ranks, which should have different samples, may have the same ones
+    may_have_duplicates : data ranks, which should have different samples, may have the same ones
     """
 
     ranks: Communicator | None
     can_start_uncoordinated: bool
     digests: bool
-    doubted: bool
+    may_have_duplicates: bool
 
 
 @dataclass
@@ -121,7 +121,7 @@ class Session:
     ) -> None:
         self.engine = engine
         self.commit = commit
-        self._counts = microbatches, microbatches  # configured, and used for the last batch
+        self._microbatch_counts = microbatches, microbatches  # configured, and used for the last batch
         self.model, self.loss = model, loss
         self._duplicates = DuplicateBatchDetector(self.placement.axes)
         # where all ranks hold parts of the same samples, a rank in predict waits only for the other parts' ranks
@@ -131,9 +131,9 @@ class Session:
         )
         # by request and what ran before; READ_ONLY_KINDS also by what their requests depend on
         self._executables: dict[tuple[Any, ...], Executable] = {}
-        self._fits: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}  # batch shapes seen -> output shapes
-        self._noticed: set[str] = set()
-        self._largest: Microbatch | None = None  # the largest of any rank, if recompute has a budget
+        self._output_shapes: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}  # batch shapes seen -> output shapes
+        self._warned: set[str] = set()
+        self._largest_microbatch: Microbatch | None = None  # the largest of any rank, if recompute has a budget
         self._recomputed: dict[Any, frozenset[int]] = {}  # batch sizes seen -> recomputed units
         self._stages: dict[tuple[frozenset[str], frozenset[int]], Stage] = {}  # by frozen names, inputs with gradients
         self.explain_memory_error: Callable[[MemoryError, StepInputs], Exception] | None = None
@@ -150,7 +150,7 @@ class Session:
 
     # -- how calls begin -----------------------------------------------------------------------------------------------
 
-    def record_call(self, call: str) -> None:
+    def record_call_and_raise_pending_error(self, call: str) -> None:
         """Record in this rank's flight record that it makes `call`. Raise the error that another rank met in `predict`
         and passed to this one."""
         for enter in self.engine.hooks.on_call:
@@ -167,7 +167,7 @@ class Session:
         """Return when all ranks have reached `call`; raise DesyncError on all of them if some make another call.
         Where replicas train independently, a call that is no part of a step also waits for all pending transfers.
         Collective."""
-        self.record_call(call)
+        self.record_call_and_raise_pending_error(call)
         self.wait_for_last_step()
         if call == "close" and self.placement.sync_policy.get_failed_ranks():
             return  # dead ranks cannot agree, and living ranks need nothing from each other any more
@@ -198,23 +198,23 @@ class Session:
         if self.placement.sync_policy.own_speed:
             self.agree_on_call("begin to step apart")
 
-    def swap_in_common_parameters(self, *kinds: str) -> AbstractContextManager[None]:
+    def swapping_in_common_parameters(self, *kinds: str) -> AbstractContextManager[None]:
         """Return a context in which each rank has the parameters common to all ranks, if ranks have different ones;
         else an empty context. kinds: kinds of ledger rows."""
         put = self.placement.sync_policy.read_state_to_swap(self.state, kinds)
-        return nullcontext() if put is None else self.swap_parameters_temporarily(put, "the common model")
+        return nullcontext() if put is None else self.swapping_parameters(put, "the common model")
 
     @contextmanager
-    def swap_parameters_temporarily(self, put: Callable[[], Callable[[], None]], what: str) -> Iterator[None]:
+    def swapping_parameters(self, set_parameters: Callable[[], Callable[[], None]], what: str) -> Iterator[None]:
         """Replace the parameters within the block. Collective on entry and on exit.
 
         Parameters
         ----------
-        put : sets the other parameters and returns a function that restores this rank's own
+        set_parameters : sets the other parameters and returns a function that restores this rank's own
         what : name of these parameters, for errors
         """
         self.agree_on_call(f"with {what}")
-        put_back = put()
+        put_back = set_parameters()
         self.state.invalidate_full_parameters()
         try:
             yield
@@ -225,7 +225,7 @@ class Session:
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
-    def agree_on_inputs(self, x: Any, y: Any, kind: str, training: bool, also: str = "") -> StepInputs:
+    def agree_on_batch_and_split(self, x: Any, y: Any, kind: str, training: bool, also: str = "") -> StepInputs:
         """Check a batch, agree on it with the other ranks and return it cut into microbatches. Collective: all ranks
         raise the same error if the batch of one is not valid.
 
@@ -237,66 +237,73 @@ class Session:
         also : further text that must be the same on all ranks
         """
         begin = perf_counter()
-        self.record_call(kind)
-        meeting = self._choose_agreement(kind)
-        given = self._check_batch(x, y, kind, meeting, also + ", training=False" * (kind == "forward" and not training))
-        everyone = self._agree_on_batch(meeting, given, kind)
-        if kind in TRAINS and WRONG_SHARDING not in self._noticed:
-            self._warn_of_wrong_sharding(given.inputs[0])
-        microbatches = self._cut_microbatches(given.inputs, given.target, everyone, kind)
+        self.record_call_and_raise_pending_error(kind)
+        agreement = self._choose_agreement(kind)
+        also += ", training=False" * (kind == "forward" and not training)
+        checked = self._check_and_describe(x, y, kind, agreement, also)
+        everyone = self._agree_on_batch_rows(agreement, checked, kind)
+        if kind in TRAINS and WRONG_SHARDING not in self._warned:
+            self._warn_of_wrong_sharding(checked.inputs[0])
+        microbatches = self._split_and_count_samples(checked.inputs, checked.target, everyone, kind)
         self.engine.record_outside_program(BATCHES, begin)
-        return StepInputs(microbatches, training, self.commit, batched=given.batched)
+        return StepInputs(microbatches, training, self.commit, batched=checked.batched)
 
     def _choose_agreement(self, kind: str) -> BatchAgreement:
         """Return how ranks agree on a batch for a program of this kind."""
         axes, own_speed = self.placement.axes, self.placement.sync_policy.own_speed and kind == "step"
-        doubted = kind in TRAINS and self._duplicates.doubted and self.placement.sample_layout.has_complete_samples
+        doubted = (
+            kind in TRAINS
+            and self._duplicates.may_have_duplicates
+            and self.placement.sample_layout.has_complete_samples
+        )
         if own_speed or not axes.world.has_peers:
-            return BatchAgreement(None, False, digests=False, doubted=doubted)
+            return BatchAgreement(None, False, digests=False, may_have_duplicates=doubted)
         digests = doubted or axes.data.size < axes.world.size
         return BatchAgreement(
             self._get_agreement_group(kind), kind == "predict" and self._uncoordinated is not None, digests, doubted
         )
 
-    def _check_batch(self, x: Any, y: Any, kind: str, meeting: BatchAgreement, also: str) -> CheckedBatch:
+    def _check_and_describe(self, x: Any, y: Any, kind: str, agreement: BatchAgreement, also: str) -> CheckedBatch:
         """Return this rank's batch after the checks that need no other rank, together with the text that must be the
         same on other ranks, to which `also` is appended."""
-        place, given = self.placement, CheckedBatch()
+        place, checked = self.placement, CheckedBatch()
         layout = place.sample_layout
         try:
             batches.require_batch_on_device(place, x, y)
-            given.inputs = batches.prepare_inputs(place, x)
-            given.batched = layout.has_complete_samples or layout.is_batched(batches.list_inputs_in_order(place, x)[0])
-            given.rows = int(given.inputs[0].shape[0])
+            checked.inputs = batches.prepare_inputs(place, x)
+            checked.batched = layout.has_complete_samples or layout.is_batched(
+                batches.list_inputs_in_order(place, x)[0]
+            )
+            checked.rows = int(checked.inputs[0].shape[0])
             if kind in (*TRAINS, "evaluate"):
-                given.target = batches.prepare_target(place, y, given.rows)
+                checked.target = batches.prepare_target(place, y, checked.rows)
             if place.axes.world.size > 1:
-                given.features = ", ".join(map(layout.describe_array, given.arrays)) + also
-            if meeting.digests:
-                given.features += f"{batches.DIGEST_SEPARATOR}{batches.checksum_arrays(given.arrays)}"
-            self._validate_batch(given.inputs, given.target)
+                checked.features = ", ".join(map(layout.describe_array, checked.arrays)) + also
+            if agreement.digests:
+                checked.features += f"{batches.DIGEST_SEPARATOR}{batches.checksum_arrays(checked.arrays)}"
+            self._validate_batch(checked.inputs, checked.target)
         except FsdpxError as problem:
-            given.error = batches.add_given_dtype_to_error(problem, x, y)
-        return given
+            checked.error = batches.add_given_dtype_to_error(problem, x, y)
+        return checked
 
-    def _agree_on_batch(self, meeting: BatchAgreement, given: CheckedBatch, kind: str) -> tuple[int, ...]:
+    def _agree_on_batch_rows(self, agreement: BatchAgreement, checked: CheckedBatch, kind: str) -> tuple[int, ...]:
         """Return the number of samples of every data rank. Raise the same error on all ranks that agree, if the batch
         of one is not valid."""
-        place, about = self.placement, (given.features, given.rows)
-        if meeting.ranks is None:
-            if given.error is not None:
-                raise batches.add_rank_to_error(given.error, place.axes.world.rank)
-            return place.accumulation.guess_rows_of_all_ranks(given.rows)
-        uncoordinated = self._uncoordinated if meeting.can_start_uncoordinated else None
-        if uncoordinated is not None and uncoordinated.try_start_without_agreement(about, given.error):
-            return (given.rows,) * place.axes.data.size
+        place, about = self.placement, (checked.features, checked.rows)
+        if agreement.ranks is None:
+            if checked.error is not None:
+                raise batches.add_rank_to_error(checked.error, place.axes.world.rank)
+            return place.accumulation.guess_rows_of_all_ranks(checked.rows)
+        uncoordinated = self._uncoordinated if agreement.can_start_uncoordinated else None
+        if uncoordinated is not None and uncoordinated.try_start_without_agreement(about, checked.error):
+            return (checked.rows,) * place.axes.data.size
         self.wait_for_last_step()
-        everyone, alike = batches.agree_on_batch(place.axes, kind, *about, given.error, meeting.ranks)
-        if meeting.doubted and meeting.ranks is place.axes.world:
-            self._duplicates.check_batch(alike, given.arrays)
+        everyone, alike = batches.agree_on_batch(place.axes, kind, *about, checked.error, agreement.ranks)
+        if agreement.may_have_duplicates and agreement.ranks is place.axes.world:
+            self._duplicates.count_duplicates_and_warn(alike, checked.arrays)
         place.sample_layout.require_equal_rows(everyone)
         if uncoordinated is not None:
-            uncoordinated.record_agreed_batch(about, _get_shapes_and_dtypes(given.inputs))
+            uncoordinated.record_agreed_batch(about, _get_shapes_and_dtypes(checked.inputs))
         return everyone
 
     def make_token_inputs(self, tokens: Any, row: int, cache: KeyValueCache | None) -> StepInputs:
@@ -312,7 +319,7 @@ class Session:
         self._validate_batch(inputs, None)
         return StepInputs([Microbatch(inputs, None, row)], training=False, cache=cache)
 
-    def _cut_microbatches(
+    def _split_and_count_samples(
         self, inputs: tuple[Any, ...], target: Any, rows: tuple[int, ...], kind: str
     ) -> list[Microbatch | None]:
         """Cut this rank's samples into microbatches, and count the samples trained on since the last update. rows:
@@ -325,49 +332,50 @@ class Session:
         row = sum(place.list_rows_of_earlier_groups(rows)) + (before if trains else 0)
         part = batches.LocalBatch(inputs, target, rows, row)
         evenly = whole or (kind == "evaluate" and not place.accumulation.can_split_batch(rows))
-        count = self._count_microbatches(rows)
-        microbatches = batches.cut_microbatches(place, part, 1 if whole else count, evenly)
+        count = self._choose_microbatch_count(rows)
+        microbatches = batches.split_into_microbatches(place, part, 1 if whole else count, evenly)
         if trains:
             state.samples = before + sum(place.sample_layout.count_rows_per_group(rows))
             if place.options.recompute.budget is not None:
-                self._largest = batches.make_largest_microbatch(place, inputs, rows, count)
+                self._largest_microbatch = batches.make_largest_microbatch_shapes(place, inputs, rows, count)
         return microbatches
 
     @property
     def microbatches(self) -> int:
         """Configured number of microbatches per step."""
-        return self._counts[0]
+        return self._microbatch_counts[0]
 
-    def _count_microbatches(self, rows: Sequence[int]) -> int:
+    def _choose_microbatch_count(self, rows: Sequence[int]) -> int:
         """Return the number of microbatches for these numbers of samples: the configured number, but at most as many as
         the largest data rank has samples, rounded up to a multiple of the pipe's width. More would be empty and only
         lengthen the program."""
         width = self.placement.axes.pipe.size
-        self._counts = self.microbatches, min(self.microbatches, max(-(-max(rows) // width), 1) * width)
-        return self._counts[1]
+        self._microbatch_counts = self.microbatches, min(self.microbatches, max(-(-max(rows) // width), 1) * width)
+        return self._microbatch_counts[1]
 
     def _validate_batch(self, inputs: tuple[Any, ...], target: Any) -> None:
         """Run the checks that need no communication: shapes through the whole model, labels, finite inputs."""
         place, key = self.placement, _get_shapes_and_dtypes(inputs)
-        shapes = self._fits.get(key)
+        shapes = self._output_shapes.get(key)
         if shapes is None:
             given = [ShapeArray(place.sample_layout.full_shape(a.shape), a.dtype) for a in inputs]
             outputs = output_shapes(self.model, given, place.formats.compute, make_single_rank_axes())
             if place.axes.tensor.size > 1:  # sharded dims must be divisible
-                place.value_shapes.shape_of(0, batches.make_largest_microbatch(place, inputs, (inputs[0].shape[0],), 1))
-            shapes = self._fits[key] = [place.sample_layout.part_shape(o.shape) for o in outputs]
+                largest = batches.make_largest_microbatch_shapes(place, inputs, (inputs[0].shape[0],), 1)
+                place.value_shapes.shape_of(0, largest)
+            shapes = self._output_shapes[key] = [place.sample_layout.part_shape(o.shape) for o in outputs]
         if target is not None:
             self.loss.validate(shapes[0] if len(shapes) == 1 else tuple(shapes), target)
         if place.options.check_finite:
             for name, array in zip(place.layout.inputs, inputs, strict=True):
                 require_finite(place, array, f"input {name!r}")
 
-    def get_vocab_size(self, tokens: Any) -> int:
+    def require_logits_and_get_vocab_size(self, tokens: Any) -> int:
         """Return the size of the model's vocabulary. Raise ConfigError unless the model returns one row of logits for
         each of `tokens`."""
         inputs = batches.prepare_inputs(self.placement, tokens)
         self._validate_batch(inputs, None)
-        shape, *more = self._fits[_get_shapes_and_dtypes(inputs)]
+        shape, *more = self._output_shapes[_get_shapes_and_dtypes(inputs)]
         if more or len(shape) != 3 or shape[:2] != inputs[0].shape:
             got = ", ".join(map(str, [shape, *more]))
             raise ConfigError(f"generate: for tokens {inputs[0].shape} the model gives {got}, not logits of each")
@@ -390,38 +398,38 @@ class Session:
     def run_program(self, kind: str, feed: StepInputs, local: bool = False) -> dict[Slot, Any]:
         """Run a program and return its results. local: gradients stay on this rank, whatever the placement says."""
         try:
-            executable = self._get_executable(kind, feed, local)
+            executable = self._get_or_prepare_executable(kind, feed, local)
             self.state.ran.add(kind)
             results = self.engine.run_program(executable, feed)
             if kind == "predict" and self._uncoordinated is not None:
                 # prepare the next call while all ranks are here: it waits only for neighbors
-                self._get_executable(kind, feed, local)
+                self._get_or_prepare_executable(kind, feed, local)
         except MemoryError as error:
             if self.explain_memory_error is None:
                 raise
             raise self.explain_memory_error(error, feed) from error
-        if self.state.idle and NO_GRADIENT not in self._noticed:
+        if self.state.idle and NO_GRADIENT not in self._warned:
             self._warn_of_parameters_without_gradient()
         return results
 
-    def _get_executable(self, kind: str, feed: StepInputs, local: bool) -> Executable:
+    def _get_or_prepare_executable(self, kind: str, feed: StepInputs, local: bool) -> Executable:
         """Return the prepared program for a feed."""
         if kind in READ_ONLY_KINDS:
             state = self.state
             key = kind, len(feed.batch), state.frozen, frozenset(state.store), frozenset(state.ran)
             executable = self._executables.get(key)
             if executable is None:
-                executable = self._executables[key] = self._get_executable_of_request(
+                executable = self._executables[key] = self._get_or_prepare_executable_of_request(
                     self.make_program_request(kind, len(feed.batch))
                 )
             return executable
         request = self.make_program_request(kind, len(feed.batch), local)
         if kind in ("forward", "backward"):
             (batch,) = feed.batch
-            request = replace(request, stage=self._get_stage(batch))
-        return self._get_executable_of_request(request)
+            request = replace(request, stage=self._get_current_stage(batch))
+        return self._get_or_prepare_executable_of_request(request)
 
-    def _get_executable_of_request(self, request: ProgramRequest) -> Executable:
+    def _get_or_prepare_executable_of_request(self, request: ProgramRequest) -> Executable:
         # preparation allocates shared memory collectively, so all ranks must do it in the same call: the programs that
         # have run are the same on all ranks, the contents of the store, on which the request depends, may differ
         key = (request, frozenset(self.state.ran))
@@ -432,7 +440,7 @@ class Session:
     def _warn_of_parameters_without_gradient(self) -> None:
         """Warn once of parameters without a gradient, on the first rank that has them."""
         names, axes = list(self.state.idle), self.placement.axes
-        self._noticed.add(NO_GRADIENT)
+        self._warned.add(NO_GRADIENT)
         if axes.data.rank == axes.tensor.rank == 0:
             more = f" and {len(names) - 6} more" if len(names) > 6 else ""
             warn(
@@ -443,7 +451,7 @@ class Session:
 
     def _warn_of_wrong_sharding(self, x: Any) -> None:
         """Warn once if the samples look wrongly sharded. Collective where all ranks step together."""
-        self._noticed.add(WRONG_SHARDING)
+        self._warned.add(WRONG_SHARDING)
         axes = self.placement.axes
         if self._get_agreement_group("step") is not axes.world:
             return
@@ -457,7 +465,7 @@ class Session:
         self.engine.drop_stale_views()
 
     @contextmanager
-    def hide_accumulated_gradients(self) -> Iterator[None]:
+    def hiding_accumulated_gradients(self) -> Iterator[None]:
         """Hide accumulated gradients from the programs that run within the block."""
         state, adding = self.state, self.state.adding
         kept = state.pop_values_of_earlier_programs()
@@ -480,7 +488,7 @@ class Session:
         normed = place.options.clip_norm is not None or self.state.scaler.dynamic or self.commit is not None
         return ProgramRequest(
             kind,
-            self._get_stage(),
+            self._get_current_stage(),
             microbatches,
             keep_full=place.keeps_full_parameters and not pace.own_speed,
             reduce_each=place.reduces_each_microbatch and not local,
@@ -496,11 +504,11 @@ class Session:
             choices=place.step_choices,
         )
 
-    def _get_stage(self, wanted: Microbatch | None = None) -> Stage:
-        """Return the model as this pipe rank sees it, with what is frozen now. wanted: a microbatch whose
+    def _get_current_stage(self, batch: Microbatch | None = None) -> Stage:
+        """Return the model as this pipe rank sees it, with what is frozen now. batch: a microbatch whose
         floating-point inputs get gradients, which are results."""
         place, frozen = self.placement, self.state.frozen
-        inputs = () if wanted is None else wanted.inputs
+        inputs = () if batch is None else batch.inputs
         key = (frozen, frozenset(v for v, x in enumerate(inputs) if not is_index(x)))
         if key not in self._stages:
             trainable, constant = place.layout.list_trainable_flags(frozen), place.layout.find_constant_values(*key)
@@ -516,7 +524,7 @@ class Session:
     def round_programs(self) -> list[tuple[Program, int]]:
         """The step and how often it runs: one entry, or in local training one for each different step of a round."""
         request = self.make_program_request(
-            "step", self.placement.accumulation.count_microbatches(self._counts[1]), fresh=True
+            "step", self.placement.accumulation.count_microbatches(self._microbatch_counts[1]), fresh=True
         )
         return [
             (compile(replace(request, sync=sync)), times)
@@ -526,7 +534,7 @@ class Session:
     def _choose_recomputed_units(self, microbatches: int) -> frozenset[int]:
         """Return the units whose forward is recomputed in backward: the same for every step with batches of one size.
         With a memory budget, finding them costs a forward on shapes."""
-        pipe, batch, wanted = self.placement.pipe, self._largest, self.placement.options.recompute
+        pipe, batch, wanted = self.placement.pipe, self._largest_microbatch, self.placement.options.recompute
         if wanted.budget is None and not wanted.every:
             return frozenset()
         key = (microbatches, None if batch is None else _get_shapes_and_dtypes(batch.inputs))
@@ -541,7 +549,7 @@ class Session:
 
     def predict(self, x: Any, feed: StepInputs) -> tuple[Any, ...]:
         """Return the outputs for a batch. x: the batch as the caller passed it."""
-        outputs = self.all_gather_outputs(self.run_program("predict", feed), feed)
+        outputs = self.all_gather_outputs_of_batch(self.run_program("predict", feed), feed)
         if self._uncoordinated is not None:
             self._uncoordinated.finish_prediction()
         (batch,) = feed.batch
@@ -550,7 +558,7 @@ class Session:
             if len(known) >= MAX_SHAPES:
                 known.clear()
             known[x.shape, x.dtype] = DirectPrediction.from_last_run(
-                self.engine, self._get_executable("predict", feed, False), x
+                self.engine, self._get_or_prepare_executable("predict", feed, False), x
             )
         return self.to_caller_arrays(outputs, feed)
 
@@ -558,7 +566,7 @@ class Session:
         """Run a prediction on zeros so that the other ranks can finish theirs. shapes: shapes and dtypes of the
         inputs."""
         zeros = tuple(self.placement.xp.zeros(shape, dtype=dtype) for shape, dtype in shapes)
-        with self.hide_accumulated_gradients():
+        with self.hiding_accumulated_gradients():
             self.run_program("predict", StepInputs([Microbatch(zeros, None, 0)], False, self.commit))
 
     def to_caller_arrays(self, arrays: Sequence[Any], feed: StepInputs) -> tuple[Any, ...]:
@@ -572,16 +580,17 @@ class Session:
         known = self.engine.direct.get((x.shape, x.dtype)) if type(x) is np.ndarray else None
         return None if known is None else known(x)
 
-    def all_gather_outputs(self, results: Mapping[Slot, Any], feed: StepInputs) -> tuple[Any, ...]:
+    def all_gather_outputs_of_batch(self, results: Mapping[Slot, Any], feed: StepInputs) -> tuple[Any, ...]:
         """Return the full outputs of the model on every rank that works on the same samples. Collective over those."""
         values, axes = tuple(results.values()), self.placement.axes
         if axes.tensor.size == axes.pipe.size == 1:
             return values
         (batch,) = feed.batch
         assert batch is not None
-        from fsdpx.core.trainer.gather_full import all_gather_outputs
+        from fsdpx.core.trainer.gather_full import all_gather_outputs_of_batch
 
-        return all_gather_outputs(self.placement, values, self._fits[_get_shapes_and_dtypes(batch.inputs)], batch)
+        shapes = self._output_shapes[_get_shapes_and_dtypes(batch.inputs)]
+        return all_gather_outputs_of_batch(self.placement, values, shapes, batch)
 
     def save_trace(self) -> None:
         """Let the observers write their files, such as a trace. Collective."""

@@ -33,9 +33,9 @@ from fsdpx.core.trainer.call_runner import (
     STEP,
     CallRunner,
     LastUpdate,
-    check_arguments_together,
-    check_weights_choice,
-    report_block_time,
+    raise_argument_errors_on_all_ranks,
+    reporting_block_time,
+    require_valid_weights_choice,
     run_through_call_runner,
 )
 from fsdpx.core.trainer.recipe import is_loss_or_optimizer_missing, require_loss_and_optimizer
@@ -129,8 +129,8 @@ class Trainer:
         if self._local:
             raise ConfigError("step inside no_sync: use accumulate there; step is what ends an accumulation")
         self._require_one_gradient_source("accumulate")
-        feed = self._call_runner.agree_on_inputs(x, y, "step")
-        loss = self._record_update(self._call_runner.session.run_program("step", feed))
+        feed = self._call_runner.agree_on_batch_and_split(x, y, "step")
+        loss = self._record_update_and_get_loss(self._call_runner.session.run_program("step", feed))
         self._warn_of_skipped_update(loss)
         return loss
 
@@ -154,7 +154,7 @@ class Trainer:
         require_loss_and_optimizer("accumulate", self._session.loss, self._placement.optimizer)
         self._placement.accumulation.require_partial_batch_support("accumulate", PIECES)
         self._require_one_gradient_source("accumulate")
-        feed = self._call_runner.agree_on_inputs(x, y, "accumulate")
+        feed = self._call_runner.agree_on_batch_and_split(x, y, "accumulate")
         loss = self._session.run_program("local" if self._local else "accumulate", feed)[MEAN]
         self._session.state.adding = "accumulate"
         return float(loss.value)
@@ -185,16 +185,15 @@ class Trainer:
         """
         session = self._session
         if not isinstance(training, bool):
-            with self._call_runner.share_errors("forward"):
+            with self._call_runner.sharing_errors("forward"):
                 raise ConfigError(f"forward(training={training!r}): True or False is needed")
         session.placement.accumulation.require_partial_batch_support(
             "forward", "the engine cuts the batch itself; use step, or predict for results"
         )
         session.state.clear_slots(["saved"])
-        self._forward_inputs = feed = self._call_runner.agree_on_inputs(x, None, "forward", training)
-        outputs = unwrap_single(
-            session.to_caller_arrays(session.all_gather_outputs(session.run_program("forward", feed), feed), feed)
-        )
+        self._forward_inputs = feed = self._call_runner.agree_on_batch_and_split(x, None, "forward", training)
+        full_outputs = session.all_gather_outputs_of_batch(session.run_program("forward", feed), feed)
+        outputs = unwrap_single(session.to_caller_arrays(full_outputs, feed))
         self._output_shapes = [tuple(o.shape) for o in (outputs if isinstance(outputs, tuple) else (outputs,))]
         return outputs
 
@@ -226,7 +225,7 @@ class Trainer:
             raise ConfigError("backward: call forward first; each forward serves one backward")
         self._require_one_gradient_source("backward")
         given, compute = (dy,) if len(self._output_shapes) == 1 else dy, session.placement.formats.compute
-        from fsdpx.core.trainer.gather_full import all_gather_input_gradients, take_output_shard
+        from fsdpx.core.trainer.gather_full import all_reduce_input_gradients, take_output_gradient_shard
 
         if not isinstance(given, tuple | list) or len(given) != len(self._output_shapes):
             raise DataError(
@@ -239,7 +238,7 @@ class Trainer:
         arrays = tuple(session.placement.sample_layout.to_model_output(array, "dy") for array in arrays)
         if session.placement.stage.has_loss:
             session.state.store[Slot("seed", None, 0)] = tuple(
-                take_output_shard(session.placement, array) for array in arrays
+                take_output_gradient_shard(session.placement, array) for array in arrays
             )
         if not self._local:
             session.agree_on_call("backward")
@@ -247,7 +246,7 @@ class Trainer:
         assert batch is not None
         loss_or_gradients = session.run_program("backward", feed, local=self._local)
         session.state.adding = "backward"
-        dx = all_gather_input_gradients(session.placement, loss_or_gradients, batch, session.state.scaler.value)
+        dx = all_reduce_input_gradients(session.placement, loss_or_gradients, batch, session.state.scaler.value)
         return unwrap_single(session.to_caller_arrays(dx, feed))
 
     @run_through_call_runner(KEEPS_FOR_LATER)
@@ -258,7 +257,7 @@ class Trainer:
         if not self._session.state.adding:
             raise ConfigError("update: there are no gradients; call accumulate or backward first")
         self._call_runner.agree_on_call("update")
-        self._record_update(self._session.run_program("update", StepInputs()))
+        self._record_update_and_get_loss(self._session.run_program("update", StepInputs()))
         assert self._call_runner.last_update is not None
         return self._call_runner.last_update.norm
 
@@ -270,7 +269,7 @@ class Trainer:
         self._session.state.zero_grad()
 
     @run_through_call_runner(KEEPS_FOR_LATER)
-    @check_arguments_together
+    @raise_argument_errors_on_all_ranks
     def freeze(self, *patterns: str) -> None:
         """Freeze the parameters whose names match a pattern: from now on they get neither gradient nor update, and keep
         their optimizer state. Collective.
@@ -290,7 +289,7 @@ class Trainer:
         self._session.freeze(patterns)
 
     @run_through_call_runner(KEEPS_FOR_LATER)
-    @check_arguments_together
+    @raise_argument_errors_on_all_ranks
     def unfreeze(self, *patterns: str) -> None:
         """Train frozen parameters again, as PyTorch does after `requires_grad_(True)`. Collective.
 
@@ -318,10 +317,10 @@ class Trainer:
         """
         require_loss_and_optimizer("evaluate", self._session.loss)
         if not (isinstance(weights, str) and weights == "parameters"):
-            with self._call_runner.share_errors("evaluate"):
-                check_weights_choice(weights)
-        feed = self._call_runner.agree_on_inputs(x, y, "evaluate", training=False)
-        with self._call_runner.use_weights(weights), self._session.hide_accumulated_gradients():
+            with self._call_runner.sharing_errors("evaluate"):
+                require_valid_weights_choice(weights)
+        feed = self._call_runner.agree_on_batch_and_split(x, y, "evaluate", training=False)
+        with self._call_runner.using_weights(weights), self._session.hiding_accumulated_gradients():
             loss = self._session.run_program("evaluate", feed)[MEAN]
         self._call_runner.loss_weight = loss.weight
         return float(loss.value)
@@ -344,11 +343,11 @@ class Trainer:
         if plain and (outputs := session.try_predict_directly(x)) is not None:
             return unwrap_single(outputs)
         if not plain:
-            with self._call_runner.share_errors("predict"):
-                check_weights_choice(weights)
-        feed = self._call_runner.agree_on_inputs(x, None, "predict", training=False)
-        with self._call_runner.use_weights(weights), session.hide_accumulated_gradients():
-            return self._call_runner.all_gather_output(unwrap_single(session.predict(x, feed)))
+            with self._call_runner.sharing_errors("predict"):
+                require_valid_weights_choice(weights)
+        feed = self._call_runner.agree_on_batch_and_split(x, None, "predict", training=False)
+        with self._call_runner.using_weights(weights), session.hiding_accumulated_gradients():
+            return self._call_runner.all_gather_output_if_elastic(unwrap_single(session.predict(x, feed)))
 
     @overload
     def generate(
@@ -359,7 +358,7 @@ class Trainer:
         self, prompt: Sequence[Sequence[int] | np.ndarray], max_new_tokens: int = ..., **options: Unpack[GenerateArgs]
     ) -> list[np.ndarray]: ...
     @run_through_call_runner(READS_STATE)  # type: ignore[misc]  # a decorated method takes no `self` by name
-    @check_arguments_together
+    @raise_argument_errors_on_all_ranks
     def generate(
         self,
         prompt: Any,
@@ -404,7 +403,7 @@ class Trainer:
     # -- parameters --------------------------------------------------------------------------------------------------
 
     @run_through_call_runner(READS_STATE)
-    @check_arguments_together
+    @raise_argument_errors_on_all_ranks
     def parameters(
         self, weights: WeightsChoice = "parameters", names: Collection[str] | None = None
     ) -> dict[str, np.ndarray]:
@@ -422,15 +421,15 @@ class Trainer:
         dict : NumPy arrays by name
         """
         self._call_runner.require_open("parameters")
-        with self._call_runner.share_errors("parameters"):
-            check_weights_choice(weights)
+        with self._call_runner.sharing_errors("parameters"):
+            require_valid_weights_choice(weights)
             if names is not None:
                 names = parse_patterns("names", names)
                 require_pattern_matches("parameters(names=)", names, self._placement.layout.specs, fits=operator.eq)
         pace_parameters = self._placement.sync_policy.read_common_parameters() if weights == "parameters" else None
         if pace_parameters is None:
             self._call_runner.agree_on_call("parameters" if names is None else f"parameters(names={sorted(names)})")
-            with self._call_runner.use_weights(weights):
+            with self._call_runner.using_weights(weights):
                 from fsdpx.core.trainer.gather_full import all_gather_parameters, all_gather_statistics
 
                 pace_parameters = all_gather_parameters(self._session.state, names) | all_gather_statistics(
@@ -456,7 +455,7 @@ class Trainer:
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
-    @partial(check_arguments_together, hints=False)
+    @partial(raise_argument_errors_on_all_ranks, hints=False)
     def save(
         self,
         path: str | PathLike[str],
@@ -490,8 +489,8 @@ class Trainer:
         ------
         CheckpointError : the same on all ranks, if it cannot be written; the older one is then unchanged
         """
-        with self._call_runner.share_errors("save"):
-            check_weights_choice(weights)
+        with self._call_runner.sharing_errors("save"):
+            require_valid_weights_choice(weights)
             if not isinstance(background, bool):
                 raise ConfigError(f"save(background={background!r}): True or False is needed")
             if weights != "parameters" and loader is not None:
@@ -501,7 +500,7 @@ class Trainer:
             choices = SaveChoices(dtype, shard_bytes, keep, weights=weights)
         self._call_runner.save_checkpoint(path, choices, loader, None, background)
 
-    @partial(check_arguments_together, but="path")
+    @partial(raise_argument_errors_on_all_ranks, unchecked="path")
     def load(
         self, path: str | PathLike[str], *, loader: Any = None, convert: bool = False, verify: bool = True
     ) -> None:
@@ -524,7 +523,7 @@ class Trainer:
         self._call_runner.load_checkpoint(path, loader, convert, verify)
 
     @run_through_call_runner(REPLACES_STATE)
-    @partial(check_arguments_together, but="source")
+    @partial(raise_argument_errors_on_all_ranks, unchecked="source")
     def load_parameters(
         self,
         source: str | PathLike[str] | Mapping[str, Any],
@@ -562,7 +561,7 @@ class Trainer:
             "rename": rename,
             "convert": isinstance(source, Mapping) if convert is None else convert,
         }
-        with report_block_time(self._session.engine, LOADING) as count:
+        with reporting_block_time(self._session.engine, LOADING) as count:
             report = load_parameters(self._session.state, source, count=count, **options)
         self._placement.sync_policy.on_loaded(self._session.state)
         self._session.announce_parameters_are_set()
@@ -646,9 +645,9 @@ class Trainer:
             hint = f"; use {CALLS_ELSEWHERE[name]}" if name in CALLS_ELSEWHERE else ""
             raise AttributeError(f"'Trainer' object has no attribute {name!r}{hint}", name=name, obj=self)
 
-    def _record_update(self, results: Mapping[Slot, Any]) -> float:
+    def _record_update_and_get_loss(self, results: Mapping[Slot, Any]) -> float:
         loss = self._placement.sync_policy.get_loss(results)
-        self._call_runner.last_update = LastUpdate.from_scale(loss, results[SCALE])
+        self._call_runner.last_update = LastUpdate.from_loss_and_scale(loss, results[SCALE])
         self._session.finish_update(results[MEAN], results[SCALE])
         return loss
 
@@ -664,10 +663,10 @@ class Trainer:
                 "distribute(..., check_finite=True) names its origin",
             )
 
-    def _require_one_gradient_source(self, how: str) -> None:
+    def _require_one_gradient_source(self, source: str) -> None:
         """Raise ConfigError if gradients of both the loss and the caller would enter one update: they are weighted
         differently."""
-        if self._session.state.adding not in ("", how):
+        if self._session.state.adding not in ("", source):
             raise ConfigError(
                 "accumulate (or step) and backward before one update: use one of them; call update between, or "
                 "zero_grad where the gradients were not meant for this trainer"

@@ -26,7 +26,7 @@ __all__ = ["UncoordinatedPrediction"]
 CALL, STOP, READY, BEGUN, FAILS = range(5)
 """64-bit words of a rank's part of the window: its call, the epoch in which it has to stop, the epoch of the error in
 the window; the last call that any rank has begun in that epoch, and the last call that fails."""
-STARTED, ASKS, RETURNED = range(3)
+STARTED, WAITING, RETURNED = range(3)
 """States of a rank in its call: it runs, it waits to ask the other ranks first, or it has returned."""
 HEAD, TEXT = 64, 1024  # bytes
 WINDOW_BYTES = HEAD + 2 * TEXT
@@ -93,10 +93,10 @@ class UncoordinatedPrediction:
             if not stopped:
                 self._count += 1
                 _write_text(part, OWN, text)
-                words[CALL] = self._encode_call_state(STARTED if same else ASKS)
+                words[CALL] = self._encode_call_state(STARTED if same else WAITING)
         if stopped:
             self._count += 1
-            raise self._run_missed_calls(1)
+            raise self._run_missed_calls_and_get_error(1)
         try:
             return same or self._agree_that_all_batches_differ(self._window)
         except CommTimeout as timeout:
@@ -112,7 +112,7 @@ class UncoordinatedPrediction:
             if not stopped:
                 words[CALL] = self._encode_call_state(RETURNED)
         if stopped:
-            raise self._run_missed_calls(0)
+            raise self._run_missed_calls_and_get_error(0)
 
     def take_pending_error(self) -> FsdpxError | None:
         """Return, at the start of a call other than `predict`, the error that this rank has to raise in that call, or
@@ -121,7 +121,7 @@ class UncoordinatedPrediction:
         window = self._window
         if self._agreed_kind is None or window is None or window.read_word(self._comm.rank, STOP) != self._epoch:
             return None
-        error = self._run_missed_calls(0)
+        error = self._run_missed_calls_and_get_error(0)
         self._failed.clear()
         return error
 
@@ -138,7 +138,7 @@ class UncoordinatedPrediction:
     def _agree_that_all_batches_differ(self, window: Window) -> bool:
         """Wait for the other ranks to begin this call. Return False if all ranks have a batch that differs from the
         previous one, so that they can agree on it; else raise the common error."""
-        me, own_call = self._comm.rank, self._encode_call_state(ASKS)
+        me, own_call = self._comm.rank, self._encode_call_state(WAITING)
 
         def find_late_ranks() -> list[int]:
             if window.read_word(me, STOP) == self._epoch:
@@ -152,10 +152,10 @@ class UncoordinatedPrediction:
                 return False
             if me == min(asking):
                 self._write_error_to_all_ranks(window, sorted(asking))
-        raise self._run_missed_calls(1)
+        raise self._run_missed_calls_and_get_error(1)
 
-    def _write_error_to_all_ranks(self, window: Window, odd: Sequence[int]) -> None:
-        """Stop all ranks and pass them the error of the differing ones, `odd`."""
+    def _write_error_to_all_ranks(self, window: Window, differing: Sequence[int]) -> None:
+        """Stop all ranks and pass them the error of the `differing` ranks."""
         begun = fails = self._count
         for rank in self._others:
             with window.open_part(rank, 0, HEAD) as head:
@@ -166,7 +166,7 @@ class UncoordinatedPrediction:
                 # a rank that has returned learns of the stop in its next call
                 begun, fails = max(begun, call), max(fails, call + (state == RETURNED))
         texts = {}
-        for rank in odd:
+        for rank in differing:
             with window.open_part(rank, OWN, OWN + TEXT, write=False) as part:
                 texts[rank] = json.loads(_read_text(part, 0))
         text = _pack_error(*_choose_common_error(texts, _describe_batch(self._agreed_kind)))
@@ -176,7 +176,7 @@ class UncoordinatedPrediction:
                 words = part[:HEAD].view(np.int64)
                 words[BEGUN], words[FAILS], words[STOP], words[READY] = begun, fails, self._epoch, self._epoch
 
-    def _run_missed_calls(self, begun: int) -> FsdpxError:
+    def _run_missed_calls_and_get_error(self, begun: int) -> FsdpxError:
         """Run the calls that this rank lacks on zeros, and return the common error. begun: number of calls that this
         rank has begun but not run."""
         window, me = self._window, self._comm.rank
@@ -199,14 +199,14 @@ def _describe_batch(batch_kind: tuple[str, int]) -> str:
     return f"{rows} sample{'s' * (rows != 1)} of {features}"
 
 
-def _choose_common_error(texts: dict[int, list[str]], before: str) -> tuple[str, str]:
+def _choose_common_error(texts: dict[int, list[str]], agreed: str) -> tuple[str, str]:
     """Return class and text of the common error. texts: class and text by differing rank; an empty class for a valid
-    batch that differs. before: the batch of the other ranks."""
+    batch that differs. agreed: the batch of the other ranks."""
     for rank, (kind, text) in texts.items():
         if kind:
             return kind, f"rank {rank}: {text}"
     odd = "; ".join(f"rank {rank} brings {text}" for rank, (_, text) in texts.items())
-    return "DataError", f"predict: {odd}, and the other ranks bring {before}, as before: all bring the same samples"
+    return "DataError", f"predict: {odd}, and the other ranks bring {agreed}, as before: all bring the same samples"
 
 
 def _pack_error(kind: str, text: str) -> bytes:
@@ -216,11 +216,11 @@ def _pack_error(kind: str, text: str) -> bytes:
     return data
 
 
-def _write_text(part: Any, at: int, text: bytes) -> None:
+def _write_text(part: Any, offset: int, text: bytes) -> None:
     if text:
-        part[at : at + 8].view(np.int64)[0] = len(text)
-        part[at + 8 : at + 8 + len(text)] = np.frombuffer(text, np.uint8)
+        part[offset : offset + 8].view(np.int64)[0] = len(text)
+        part[offset + 8 : offset + 8 + len(text)] = np.frombuffer(text, np.uint8)
 
 
-def _read_text(part: Any, at: int) -> bytes:
-    return bytes(part[at + 8 : at + 8 + int(part[at : at + 8].view(np.int64)[0])])
+def _read_text(part: Any, offset: int) -> bytes:
+    return bytes(part[offset + 8 : offset + 8 + int(part[offset : offset + 8].view(np.int64)[0])])

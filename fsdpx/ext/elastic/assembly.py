@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpx.core.base.config import ElasticConfig, Sharding
-from fsdpx.core.checkpoint.local_shards import local_shards, plan_codec_reads
+from fsdpx.core.checkpoint.local_shards import iterate_local_shards, plan_reads_and_zero_missing
 from fsdpx.core.checkpoint.scalars import RunScalars, collect_scalars, restore_scalars
 from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.communicator import Communicator, SurvivorCommunicator
@@ -180,9 +180,10 @@ class Assembler:
             return built
         step, text = newest
         have = [part for g in generations if g.step == step for part in g.parts]
-        arriving = list(plan_codec_reads(state, _find_complete_tensors(everyone, step))) if built.is_training else []
+        complete = _find_complete_tensors(everyone, step)
+        arriving = list(plan_reads_and_zero_missing(state, complete)) if built.is_training else []
         reshard_arrays(
-            control, have, [*local_shards(state), *(part for part, _ in arriving)] if built.is_training else []
+            control, have, [*iterate_local_shards(state), *(part for part, _ in arriving)] if built.is_training else []
         )
         for part, target in arriving:
             if target is not None:

@@ -188,7 +188,7 @@ class ElasticRunner(CallRunner):
             self._recent.restart_after(self._coordinator.last_step)
         return found
 
-    def agree_on_inputs(self, x: Any, y: Any, kind: str, training: bool = True) -> StepInputs:
+    def agree_on_batch_and_split(self, x: Any, y: Any, kind: str, training: bool = True) -> StepInputs:
         self.require_open(kind)
         values, place = (x,) if y is None else (x, y), self.placement
         self._whole = checksum_arrays(
@@ -196,27 +196,27 @@ class ElasticRunner(CallRunner):
         )
         mine, *target = (take_part(value, place.axes.data.rank, place.accumulation) for value in values)
         also = f" of the whole batch number {self._whole:08x}"
-        return self.session.agree_on_inputs(mine, target[0] if target else None, kind, training, also)
+        return self.session.agree_on_batch_and_split(mine, target[0] if target else None, kind, training, also)
 
-    def all_gather_output(self, output: Any) -> Any:
+    def all_gather_output_if_elastic(self, output: Any) -> Any:
         host = tuple(map(to_host, output)) if isinstance(output, tuple) else to_host(output)
         parts = self.placement.axes.data.all_gather_data(host)
         if isinstance(host, tuple):
             return tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         return np.concatenate(parts)
 
-    def run_on_rank0(self, what: str, do: Callable[[], T]) -> T:
+    def run_on_rank0(self, call: str, function: Callable[[], T]) -> T:
         def run_once() -> T:
-            self.agree_on_call(what)
-            return run_on_rank0(self.world, what, do)
+            self.agree_on_call(call)
+            return run_on_rank0(self.world, call, function)
 
         return self._retry_until_agreed(run_once)
 
-    def all_reduce_max(self, values: np.ndarray, what: str) -> np.ndarray:
+    def all_reduce_max(self, values: np.ndarray, call: str) -> np.ndarray:
         def all_reduce_once() -> np.ndarray:
-            self.agree_on_call(what)
+            self.agree_on_call(call)
             found = np.array(values)
-            self.world.all_reduce(found, ReduceOp.MAX, what=what).wait()
+            self.world.all_reduce(found, ReduceOp.MAX, what=call).wait()
             return found
 
         return self._retry_until_agreed(all_reduce_once)
@@ -224,7 +224,7 @@ class ElasticRunner(CallRunner):
     def agree_on_end_of_batches(self) -> None:
         """Compare nothing: all ranks have the same batches."""
 
-    def copy_weights(self, trainer: Any) -> Callable[[], None]:
+    def copy_weights_to_restore(self, trainer: Any) -> Callable[[], None]:
         """Return a function that restores the weights as they are now. All of them are copied on every rank, since
         ranks and their parts may change. Collective.
 
@@ -309,7 +309,7 @@ class ElasticRunner(CallRunner):
             assert self._train is not None
             self._broadcast_errors(partial(self._train, *batch))
         else:
-            self.session.record_call("step")
+            self.session.record_call_and_raise_pending_error("step")
             step, steps, scale = self._coordinator.recv_result("step")
             self.session.state.set_counters_from_other_ranks(steps, *scale)
             self._coordinator.commit_step()
@@ -320,7 +320,7 @@ class ElasticRunner(CallRunner):
     def _commit_step(self, mean: LossMean, scale: GradientScale) -> None:
         """Send the result of the step to idle ranks and commit it: called in the program between the communication and
         the update of this rank's shard."""
-        step, scaler = LastUpdate.from_scale(float(mean.value), scale), scale.scaler
+        step, scaler = LastUpdate.from_loss_and_scale(float(mean.value), scale), scale.scaler
         self._coordinator.send_result(
             "step", (step, self.session.state.steps + (not scale.skip), (scaler.value, scaler.good))
         )
@@ -346,7 +346,7 @@ class ElasticRunner(CallRunner):
             found = self._broadcast_errors(partial(self._run_on_this_rank, what, mine))
             self._coordinator.send_result(what, (found, self.loss_weight))
         else:
-            self.session.record_call(what)
+            self.session.record_call_and_raise_pending_error(what)
             found, self.loss_weight = self._coordinator.recv_result(what)
         if how == REPLACES_STATE:
             if isinstance(found, RunScalars) and not self.is_training:

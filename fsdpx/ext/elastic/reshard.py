@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpx.core.array.namespace import from_host, namespace_of, parse_dtype, to_host
-from fsdpx.core.checkpoint.local_shards import BLOCK_BYTES, LocalShard, codec_memory, local_shards
+from fsdpx.core.checkpoint.local_shards import BLOCK_BYTES, LocalShard, iterate_codec_memory, iterate_local_shards
 from fsdpx.core.comm.communicator import Communicator, Handle, SurvivorCommunicator, drain_transfers
 from fsdpx.core.state.ledger import LedgerKey
 from fsdpx.core.state.train_state import TrainState
@@ -122,13 +122,13 @@ def iterate_current_parts(state: TrainState, before: Mapping[LedgerKey, Any] | N
     unfinished step has changed.
     """
     home, here = state.placement.statistic_ranks, state.placement.axes.coordinates.pipe
-    for part in local_shards(state):
+    for part in iterate_local_shards(state):
         if part.name not in home:
             yield part
         elif home[part.name] == here:
             array = (before or {}).get(LedgerKey("statistic", None, part.name), part.array)
             yield replace(part, array=array.reshape(-1))
-    yield from codec_memory(state, before)
+    yield from iterate_codec_memory(state, before)
 
 
 def iterate_changing_rows(state: TrainState) -> Iterator[tuple[LedgerKey, Any]]:

@@ -35,8 +35,8 @@ class ThroughputMeter:
 
     def measure_rate(self, history: FitHistory) -> float:
         """Return the samples per second since the last call."""
-        seen, seconds = history.seen - self._seen, history.seconds - self._seconds
-        self._seen, self._seconds = history.seen, history.seconds
+        seen, seconds = history.samples_seen - self._seen, history.seconds - self._seconds
+        self._seen, self._seconds = history.samples_seen, history.seconds
         return seen / max(seconds, 1e-9)
 
 
@@ -65,7 +65,9 @@ class TrainingLog:
 
     def on_train_begin(self, trainer: Any, history: FitHistory) -> None:
         try:
-            trainer.call_runner.run_on_rank0(f"log {self.folder}", lambda: self._lock_and_truncate(history.before))
+            trainer.call_runner.run_on_rank0(
+                f"log {self.folder}", lambda: self._lock_and_truncate(history.earlier_steps)
+            )
         except CheckpointError as error:
             raise ConfigError(f"fit(log=...): {error}") from error
         if trainer.call_runner.rank == 0:

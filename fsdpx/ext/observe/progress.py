@@ -25,7 +25,7 @@ class ProgressBar:
 
     def __init__(self, unit: str, total: int | None, epochs: int | None, history: FitHistory) -> None:
         self.unit, self.total, self.epochs = unit, total, epochs
-        self._rate, self._shown, self._first = ThroughputMeter(), 0.0, history.before + 1
+        self._rate, self._shown, self._first = ThroughputMeter(), 0.0, history.earlier_steps + 1
         self._start = perf_counter()
         self._bar: Any = None  # a rich.progress.Progress, on a terminal
 
@@ -38,7 +38,7 @@ class ProgressBar:
             return
         self._shown = now
         if self._bar is None and is_on_terminal():
-            self._bar = _start_progress_bar(self.total, history.before)
+            self._bar = _start_progress_bar(self.total, history.earlier_steps)
         if self._bar is None:
             log_line(
                 f"{self._format_step(history)}  "

@@ -43,10 +43,10 @@ def generate(
     """Return the new tokens of one prompt, or a list for several: the implementation of `Trainer.generate`. Collective.
 
     sampling: the arguments of `Sampling`, in order."""
-    with host.share_errors("generate"):
+    with host.sharing_errors("generate"):
         chosen = Sampling(*sampling)
     prompts, session = [prompt] if is_single_prompt(prompt) else prompt, host.session
-    with host.use_weights("parameters"), session.hide_accumulated_gradients():
+    with host.using_weights("parameters"), session.hiding_accumulated_gradients():
         found = _generate_on_ranks(session, prompts, max_new_tokens, stop, chosen, stream, cached)
     return found[0] if is_single_prompt(prompt) else found
 
@@ -68,7 +68,7 @@ def _generate_on_ranks(
     if cached:
         _require_caches(layers)
     context = min((n for _, layer in layers if (n := getattr(layer, "seq_len", None)) is not None), default=1 << 31)
-    vocab = session.get_vocab_size(np.zeros((1, 1), np.int64))
+    vocab = session.require_logits_and_get_vocab_size(np.zeros((1, 1), np.int64))
     limits = TextLimits.from_options(max_new_tokens, stop, vocab)
     texts = check_prompts(prompts, vocab, context)
     read = checksum_arrays(np.array(text) for text in texts)
@@ -103,7 +103,7 @@ class ModelReader:
             last = np.zeros(len(self.mine), np.int64)
         self.begins = begins
         feed = self.session.make_token_inputs(tokens, self.mine.start, self.cache)
-        (found,) = self.session.all_gather_outputs(self.session.run_program("predict", feed), feed)
+        (found,) = self.session.all_gather_outputs_of_batch(self.session.run_program("predict", feed), feed)
         return np.asarray(to_host(found[np.arange(last.size), last]), np.float64)
 
 

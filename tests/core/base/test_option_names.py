@@ -15,7 +15,7 @@ from fsdpx.core.checkpoint.save import SaveChoices
 from fsdpx.core.comm.init import BACKENDS
 from fsdpx.core.compression import list_codec_names
 from fsdpx.core.program import SCHEDULES
-from fsdpx.core.trainer.call_runner import check_weights_choice
+from fsdpx.core.trainer.call_runner import require_valid_weights_choice
 from fsdpx.core.trainer.distribute import OPTIONS, PLAN_OPTIONS
 from fsdpx.core.trainer.recipe import DistributionChoices, TrainingChoices
 from fsdpx.nn.tensor_plan import SEQUENCES
@@ -34,7 +34,7 @@ TABLES = {
 }
 TAKEN_BY = {
     "DtypeName": [fsdpx.Precision, SaveChoices],
-    "WeightsChoice": [check_weights_choice],
+    "WeightsChoice": [require_valid_weights_choice],
 }
 
 

@@ -19,7 +19,7 @@ from savers import ALL, CUT, build, contents, everywhere, steps
 
 from fsdpx import FakeCommunicator, Mesh, nn, optim, spawn
 from fsdpx.core.checkpoint import write
-from fsdpx.core.checkpoint.local_shards import LocalShard, shards_to_write
+from fsdpx.core.checkpoint.local_shards import LocalShard, iterate_shards_to_write
 from fsdpx.core.checkpoint.write import Worker
 from fsdpx.core.comm import Communicator
 from fsdpx.core.state.train_state import TrainState
@@ -41,8 +41,8 @@ def test_the_weights_are_the_file_that_safetensors_writes(
     name: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """norms: running statistics. wide: tied, and cut in ways that do not divide. Threads take part in the smallest."""
-    monkeypatch.setattr(write, "SHORT", 0)
-    monkeypatch.setattr(write, "LATER", 1000)
+    monkeypatch.setattr(write, "INLINE_WRITE_BYTES", 0)
+    monkeypatch.setattr(write, "FLUSH_BYTES", 1000)
     if case == "norms" and name in CUT:
         pytest.skip("BatchNorm does not go with the tensor axis")
     values = everywhere(name, saved, name, tmp_path / "a", case)
@@ -291,7 +291,7 @@ def test_every_element_is_written_once(
         reject()
     total = defaultdict(list)
     for state in ranks:
-        for name, some in runs(list(shards_to_write(state)), elements).items():
+        for name, some in runs(list(iterate_shards_to_write(state)), elements).items():
             total[name] += some
     specs = ranks[0].placement.layout.specs
     assert set(total) == {f"{slot}{name}" for slot in ("", "m/", "v/") for name in specs}

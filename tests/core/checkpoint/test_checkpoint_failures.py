@@ -28,7 +28,7 @@ from fsdpx.core.base import environment
 from fsdpx.core.checkpoint import atomic_commit, write
 from fsdpx.core.checkpoint import format as layout
 from fsdpx.core.checkpoint import save as saving
-from fsdpx.core.checkpoint.load import REMEDY
+from fsdpx.core.checkpoint.load import RENAME_HINT
 from fsdpx.core.checkpoint.write import Manifest
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import CheckpointError, ConfigError
@@ -36,7 +36,7 @@ from fsdpx.errors import CheckpointError, ConfigError
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-FULL_AFTER = [(0, False, 0), (1, True, write.SHORT), (5, True, 0), (17, False, write.SHORT)]
+FULL_AFTER = [(0, False, 0), (1, True, write.INLINE_WRITE_BYTES), (5, True, 0), (17, False, write.INLINE_WRITE_BYTES)]
 """After so many writes, in the background or not, and what is longer than `short` is written by a thread."""
 
 
@@ -77,7 +77,7 @@ def trained(comm: Communicator, path: Path, **options: Any) -> None:
 def test_a_full_disk(old: Any, after: int, in_background: bool, short: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank meets it."""
     path, _ = old
-    monkeypatch.setattr(write, "SHORT", short)
+    monkeypatch.setattr(write, "INLINE_WRITE_BYTES", short)
     count = iter(range(10_000))
     lock = threading.Lock()
 
@@ -93,10 +93,10 @@ def test_a_full_disk(old: Any, after: int, in_background: bool, short: int, monk
     assert text.endswith("No space left on device (ENOSPC)")
 
 
-@pytest.mark.parametrize(("module", "later"), [(write, 0), (write, write.LATER), (atomic_commit, 0)])
+@pytest.mark.parametrize(("module", "later"), [(write, 0), (write, write.FLUSH_BYTES), (atomic_commit, 0)])
 def test_a_full_disk_at_the_end(old: Any, module: Any, later: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some systems say so only when asked to keep it; or there is room for all but the header."""
-    monkeypatch.setattr(write, "LATER", later)
+    monkeypatch.setattr(write, "FLUSH_BYTES", later)
 
     def full(fd: int) -> None:
         raise FULL
@@ -110,7 +110,7 @@ def test_a_full_disk_in_the_background_of_one_rank(old: Any, monkeypatch: pytest
     def full(*args: Any) -> None:
         raise FULL
 
-    monkeypatch.setattr(saving, "_leave_checksums", full)
+    monkeypatch.setattr(saving, "_write_checksum_file", full)
     text = refused(3, lambda comm: trained(comm, old[0], background=True))
     assert text == f"save to {old[0]}: rank 1: No space left on device (ENOSPC)"
 
@@ -204,7 +204,7 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     "place",
     [
         (atomic_commit.safe_files, "write_lock_text"),
-        (atomic_commit, "_require_free"),
+        (atomic_commit, "_require_no_foreign_files"),
         (saving, "to_host"),
         (saving.threading.Thread, "start"),
     ],
@@ -228,7 +228,7 @@ def test_ctrl_c_in_a_save_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_ctrl_c_in_the_wait_for_a_save_lets_its_thread_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
-    finish = saving.PreparedSave.commit_save
+    finish = saving.PreparedSave.commit_and_prune
 
     def later(self: saving.PreparedSave, sums: np.ndarray) -> None:
         assert go_on.wait(20)
@@ -240,8 +240,8 @@ def test_ctrl_c_in_the_wait_for_a_save_lets_its_thread_end(tmp_path: Path, monke
 
     def body(comm: Communicator) -> None:
         trainer = make(comm, "wide")
-        monkeypatch.setattr(saving.PreparedSave, "commit_save", later)
-        monkeypatch.setattr(saving.BackgroundSave, "_require_committed", interrupt)
+        monkeypatch.setattr(saving.PreparedSave, "commit_and_prune", later)
+        monkeypatch.setattr(saving.BackgroundSave, "_wait_until_committed", interrupt)
         trainer.save(tmp_path / "a", background=True)
         with pytest.raises(KeyboardInterrupt):
             trainer.call_runner.wait_for_background_save()
@@ -405,7 +405,7 @@ def test_two_names_of_one_place_have_one_lock(tmp_path: Path) -> None:
         for name in (path, tmp_path / "by-another-name/latest"):
             assert "step-100: another job is saving there" in refused(2, trained, name)
     finally:
-        atomic_commit.sibling_path(tmp_path / "step-100", atomic_commit.LOCK).unlink()
+        atomic_commit.make_sibling_path(tmp_path / "step-100", atomic_commit.LOCK).unlink()
         os.close(lock or 0)
     assert loaded(path)
 
@@ -462,7 +462,7 @@ def test_two_jobs_do_not_save_to_one_place(old: Any) -> None:
 def leavings(name: str) -> list[str]:
     """What saves leave, each kind after the other."""
     kinds = atomic_commit.PARTIAL + "0123abcd", atomic_commit.LOCK, atomic_commit.PREVIOUS, atomic_commit.REMOVED
-    return [atomic_commit.sibling_path(Path(name), kind).name for kind in kinds]
+    return [atomic_commit.make_sibling_path(Path(name), kind).name for kind in kinds]
 
 
 @pytest.mark.parametrize("moment", ["partial", "previous", "both"])
@@ -615,9 +615,9 @@ def test_checkpoints_of_something_else_are_refused(tmp_path: Path) -> None:
         assert refused(2, body) == f"load_parameters {tmp_path}/w.safetensors: {message}"
 
     rest = {name: value for name, value in values.items() if name != "norm.weight"}
-    in_words(rest, f"missing: norm.weight ({REMEDY})")
-    in_words(values | {"extra": np.ones(3)}, f"not in the model: extra ({REMEDY})")
-    in_words(rest | {"extra": np.ones(3)}, f"missing: norm.weight; not in the model: extra ({REMEDY})")
+    in_words(rest, f"missing: norm.weight ({RENAME_HINT})")
+    in_words(values | {"extra": np.ones(3)}, f"not in the model: extra ({RENAME_HINT})")
+    in_words(rest | {"extra": np.ones(3)}, f"missing: norm.weight; not in the model: extra ({RENAME_HINT})")
     in_words(values | {"norm.weight": np.ones(21)}, "of the wrong shape: norm.weight is (21,) instead of (20,)")
     in_words(
         values | {"norm.weight": np.ones(20, np.int64)},
@@ -628,7 +628,7 @@ def test_checkpoints_of_something_else_are_refused(tmp_path: Path) -> None:
         "norm.weight is float32 there and float64 in the trainer: say convert=True to round or widen it",
     )
     in_words({}, "missing: blocks.0.attn.out.bias, blocks.0.attn.out.weight, blocks.0.attn.qkv.bias, "
-         f"blocks.0.attn.qkv.weight, blocks.0.mlp.down.bias and 23 more ({REMEDY})")  # fmt: skip
+         f"blocks.0.attn.qkv.weight, blocks.0.mlp.down.bias and 23 more ({RENAME_HINT})")  # fmt: skip
     text = refused(2, lambda comm: make(comm, "wide", optimizer=optim.SGD(lr=1, momentum=0.9)).load(tmp_path / "a"))
     assert "AdamW with slots m, v in the checkpoint, SGD with slots momentum here; load_parameters takes" in text
     text = refused(2, lambda comm: make(comm, "wide", frozen=["norm.*"]).load(tmp_path / "a"))

@@ -24,7 +24,7 @@ from fsdpx import Trainer, data, nn, optim, spawn
 from fsdpx.__main__ import main
 from fsdpx.core.checkpoint.format import (
     PartialCrc,
-    cast,
+    cast_array,
     code_to_dtype,
     combine_crc,
     dtype_to_code,
@@ -78,7 +78,7 @@ BAD = {
     "unknown dtype \\[\\]": file_of({"a": entry(0, 4, dtype=[])}, bytes(4)),
     "does not have 4 bytes": file_of({"a": entry(0, 4, shape=[2])}, bytes(4)),
     "does not have -4 bytes": file_of({"a": entry(4, 0, shape=[1])}, bytes(4)),
-    "must be lists of whole numbers": file_of({"a": entry(0, 4, shape=[True])}, bytes(4)),
+    "must be lists of integers": file_of({"a": entry(0, 4, shape=[True])}, bytes(4)),
     "shape \\[-1, -1\\].* must be lists": file_of({"a": entry(0, 4, shape=[-1, -1])}, bytes(4)),
     "shape 4 and": file_of({"a": entry(0, 4, shape=4)}, bytes(4)),
     "needs dtype, shape and data_offsets": file_of({"a": {"dtype": "F32"}}, bytes(4)),
@@ -114,7 +114,7 @@ def test_sums_of_parts_are_the_crc_of_the_whole(data: bytes, cuts: list[int], ra
         random.choice(sums).add_bytes(start, data[start:stop])
     total = 0
     for one in sums:
-        total ^= one.get_crc(len(data))
+        total ^= one.get_crc_share(len(data))
     assert combine_crc(total, len(data)) == zlib.crc32(data)
 
 
@@ -122,7 +122,7 @@ def test_sums_of_parts_are_the_crc_of_the_whole(data: bytes, cuts: list[int], ra
 def test_bf16_is_the_nearest_of_a_float64(x: float, top: int, exponent: int) -> None:
     """Also just beside a tie, where rounding to float32 in between would go wrong."""
     for value in (x, (1 + top / 128 + 1 / 256) * (1 + 2.0**exponent), (1 + top / 128 + 1 / 256) * (1 - 2.0**exponent)):
-        got = cast(np.array([value]), np.dtype(ml_dtypes.bfloat16))
+        got = cast_array(np.array([value]), np.dtype(ml_dtypes.bfloat16))
         bits = int(got.view(np.uint16)[0])
         if not np.isfinite(float(got[0])):
             assert abs(value) >= (2 - 2**-8) * 2.0**127
@@ -137,7 +137,7 @@ def test_bf16_is_the_nearest_of_a_float64(x: float, top: int, exponent: int) -> 
 
 def test_what_has_no_number_stays_so() -> None:
     given = np.array([np.nan, np.inf, -np.inf, 1e300, -0.0])
-    got = cast(given, np.dtype(ml_dtypes.bfloat16)).astype(np.float64)
+    got = cast_array(given, np.dtype(ml_dtypes.bfloat16)).astype(np.float64)
     np.testing.assert_array_equal(got, [np.nan, np.inf, -np.inf, np.inf, 0.0])
     assert np.signbit(got[4])
 

@@ -108,11 +108,7 @@ def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
 def fitted(comm: Communicator, name: str, folder: Path | None, **options: Any) -> tuple[str, Any]:
     trainer = build(comm, name, reproducible_chunks=4, precision="float32", seed=options.pop("seed", 3))
     batches = loader(trainer)
-    kept = (
-        CheckpointConfig(folder, every=5, keep=2, background=options.pop("background", False))
-        if folder
-        else None
-    )
+    kept = CheckpointConfig(folder, every=5, keep=2, background=options.pop("background", False)) if folder else None
     validation = [(x, y) for x, y in [next(iter(loader(trainer)))]]
     history = trainer.fit(batches, progress=False, checkpoints=kept, validation=validation, every=4, **options)
     digest = trainer.inspect.compute_fingerprint()
@@ -134,7 +130,7 @@ def test_fit_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
         assert names is None or sorted(p.name for p in tmp_path.iterdir()) == sorted(names)
     assert found == whole
     assert losses == history.losses
-    assert (part_of.steps, part_of.epochs, part_of.before) == (31, history.epochs, 18)
+    assert (part_of.steps, part_of.epochs, part_of.earlier_steps) == (31, history.epochs, 18)
     assert part_of.validation[-1] == history.validation[-1]
 
 
@@ -144,7 +140,7 @@ def test_fit_of_whole_epochs_and_of_nothing_left(tmp_path: Path) -> None:
     everywhere("fsdp 3", lambda comm: fitted(comm, "fsdp 3", tmp_path, epochs=1))
     digest, history = everywhere("ddp 2", lambda comm: fitted(comm, "ddp 2", tmp_path, epochs=3, seed=5))[0]
     assert digest == whole
-    assert (history.steps, history.epochs, history.before) == (27, 3, 9)
+    assert (history.steps, history.epochs, history.earlier_steps) == (27, 3, 9)
     again, history = everywhere("one", lambda comm: fitted(comm, "one", tmp_path, epochs=3))[0]
     assert again == whole
     assert history.losses == []
@@ -154,7 +150,7 @@ def test_a_run_can_begin_anew(tmp_path: Path) -> None:
     def begin(comm: Communicator, resume: bool) -> int:
         trainer = build(comm, "one", reproducible_chunks=4)
         kept = CheckpointConfig(tmp_path / ("one" if resume else "another"), every=2, resume=resume)
-        return trainer.fit(loader(trainer), steps=3, progress=False, checkpoints=kept).before
+        return trainer.fit(loader(trainer), steps=3, progress=False, checkpoints=kept).earlier_steps
 
     assert [spawn(begin, 1, resume)[0] for resume in (True, True, False)] == [0, 3, 0]
 

@@ -10,7 +10,7 @@ import savers
 from threads import on_ranks
 
 from fsdpx import Mesh, Trainer, WeightsReport, nn, optim, spawn
-from fsdpx.core.checkpoint.load import LEFT_OUT, REMEDY
+from fsdpx.core.checkpoint.load import LEAVE_OUT_HINT, RENAME_HINT
 from fsdpx.core.comm import Communicator
 
 MESHES = {
@@ -150,9 +150,9 @@ class Linear:
 def test_what_does_not_fit_is_said_alike() -> None:
     good = pytorch()
     some = {name: value for name, value in good.items() if name != "5.bias"}
-    assert refused(some | {"x": np.ones(1)}) == f"load_parameters: missing: 5.bias; not in the model: x ({REMEDY})"
+    assert refused(some | {"x": np.ones(1)}) == f"load_parameters: missing: 5.bias; not in the model: x ({RENAME_HINT})"
     text = refused(good | {"5.bias": np.ones(3, np.float32)}, strict=False)
-    assert text == f"load_parameters: of the wrong shape: 5.bias is (3,) instead of (2,){LEFT_OUT}"
+    assert text == f"load_parameters: of the wrong shape: 5.bias is (3,) instead of (2,){LEAVE_OUT_HINT}"
     text = refused(good | {"5.bias": np.ones(3, np.float32)})
     assert text == "load_parameters: of the wrong shape: 5.bias is (3,) instead of (2,)"
     text = refused(good | {"5.bias": np.ones(2)}, convert=False)
@@ -173,7 +173,7 @@ def test_what_does_not_fit_is_said_alike() -> None:
 
 def test_a_tensor_of_another_shape_is_left_out_as_the_message_says() -> None:
     given = pytorch() | {"5.bias": np.ones(3, np.float32)}
-    assert LEFT_OUT == ' (rename={"theirs": "unused.theirs"} leaves a tensor out)'
+    assert LEAVE_OUT_HINT == ' (rename={"theirs": "unused.theirs"} leaves a tensor out)'
 
     def body(comm: Communicator) -> WeightsReport:
         return trainer(comm).load_parameters(given, strict=False, rename={"5.bias": "unused.5.bias"})

@@ -49,7 +49,7 @@ class TestEager(ScheduleContract):
     def make(self) -> object:
         return eager
 
-    def most_in_flight(self, ranks: int, microbatches: int, rank: int) -> int:
+    def max_in_flight(self, ranks: int, microbatches: int, rank: int) -> int:
         return min(ranks - rank + 1, microbatches)
 
 

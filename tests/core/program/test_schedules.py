@@ -231,7 +231,7 @@ MOST: dict[str, tuple[str, Callable[[int, int, int], int]]] = {
 """Schedules, and the microbatches that are in flight on a rank at most."""
 
 for _name, (_schedule, _most) in MOST.items():
-    _body = {"make": lambda self, made=_schedule: made, "most_in_flight": lambda self, *at, most=_most: most(*at)}
+    _body = {"make": lambda self, made=_schedule: made, "max_in_flight": lambda self, *at, most=_most: most(*at)}
     globals()[f"Test{_name}"] = type(f"Test{_name}", (ScheduleContract,), _body)
 
 
@@ -254,7 +254,7 @@ def contract(change: Change, most: int | None = None) -> ScheduleContract:
             rows = tuple(tuple(change(list(row))) for row in made.ranks)
             return [PipelineSchedule(made.name, rows, made.home, made.stages, made.microbatches)]
 
-        def most_in_flight(self, ranks: int, microbatches: int, rank: int) -> int | None:
+        def max_in_flight(self, ranks: int, microbatches: int, rank: int) -> int | None:
             return most
 
     return Changed()
@@ -286,9 +286,9 @@ def test_what_is_no_schedule_at_all_is_refused() -> None:
             return lambda ranks, microbatches, per_rank: [f"B{rank}.0 F{rank}.0" for rank in range(ranks)]
 
     with pytest.raises(ProgramError, match=r"B0\.0 comes before the forward"):
-        Impatient().test_it_can_run_at_every_size()
+        Impatient().test_schedule_is_valid_at_every_size()
     with pytest.raises(TypeError, match=r"must define make\(\)"):
-        ScheduleContract().test_it_can_run_at_every_size()
+        ScheduleContract().test_schedule_is_valid_at_every_size()
 
 
 def test_one_stage_per_rank() -> None:

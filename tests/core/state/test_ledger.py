@@ -17,7 +17,7 @@ import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
 from fsdpx.core.array.shapes.array import ShapeArray, count_as_one_call, measure_memory
 from fsdpx.core.base.messages import format_bytes
-from fsdpx.core.checkpoint.local_shards import local_shards, shards_to_write
+from fsdpx.core.checkpoint.local_shards import iterate_local_shards, iterate_shards_to_write
 from fsdpx.core.comm import Communicator
 from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.core.state import footprint as module_of_footprint
@@ -153,10 +153,10 @@ def test_a_new_row_is_allocated_reported_saved_and_cut_anew(tmp_path: Path) -> N
     def save(comm: Communicator) -> int:
         trainer = make(comm, average=fsdpx.EMA())
         step(trainer)
-        for part in local_shards(trainer.inspect.engine.state):
+        for part in iterate_local_shards(trainer.inspect.engine.state):
             if part.name.startswith("average/"):
                 part.array[...] = np.arange(part.start, part.start + part.array.size)
-        assert {part.name for part in shards_to_write(trainer.inspect.engine.state)} >= {"average/0.weight"}
+        assert {part.name for part in iterate_shards_to_write(trainer.inspect.engine.state)} >= {"average/0.weight"}
         trainer.save(tmp_path / "a")
         return int(trainer.report().memory["averages"])
 
@@ -165,7 +165,9 @@ def test_a_new_row_is_allocated_reported_saved_and_cut_anew(tmp_path: Path) -> N
     def load(comm: Communicator) -> None:
         trainer = make(comm, mesh=Mesh(shard=2), average=fsdpx.EMA())
         trainer.load(tmp_path / "a")
-        found = [part for part in local_shards(trainer.inspect.engine.state) if part.name.startswith("average/")]
+        found = [
+            part for part in iterate_local_shards(trainer.inspect.engine.state) if part.name.startswith("average/")
+        ]
         assert found
         for part in found:
             np.testing.assert_array_equal(part.array, np.arange(part.start, part.start + part.array.size))

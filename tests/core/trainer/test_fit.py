@@ -310,7 +310,7 @@ def test_the_rate_leaves_validation_out(monkeypatch: pytest.MonkeyPatch, capsys:
             return iter([batch(8)])
 
     history = trainer.fit(batches(), validation=Slow(), every=1)
-    assert (history.seconds, history.seen) == (6.0, 24)
+    assert (history.seconds, history.samples_seen) == (6.0, 24)
     assert "4 samples/s" in capsys.readouterr().err
 
 
@@ -632,7 +632,7 @@ def test_a_finished_run_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFix
 def test_more_patience_or_steps_take_a_finished_run_up_again(tmp_path: Path) -> None:
     ranks(2, worse, tmp_path)
     history, seen, parameters, _ = ranks(2, worse, tmp_path, patience=4)[0]
-    assert (history.before, history.steps, history.best_step) == (10, 12, 4)
+    assert (history.earlier_steps, history.steps, history.best_step) == (10, 12, 4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-10", "step-12", "step-4"]
     assert not same(parameters, seen[0])
 
@@ -684,7 +684,7 @@ def test_checkpoints_in_another_format_are_gone_on_from(tmp_path: Path) -> None:
             loader(trainer), epochs=5, steps=steps, validation=held(trainer), every=1, restore_best=True,
             checkpoints=kept, progress=False,
         )  # fmt: skip
-        return history.before, history.steps
+        return history.earlier_steps, history.steps
 
     assert [ranks(2, go_on, steps)[0] for steps in (2, 5)] == [(0, 2), (2, 5)]
 

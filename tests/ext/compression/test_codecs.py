@@ -24,10 +24,10 @@ KINDS: dict[str, tuple[Callable[[], Codec], dict[str, Any]]] = {
     "NoCompression": (NoCompression, {}),
     "PlainInDoublePrecision": (NoCompression, {"dtype": "float64"}),
     "Ring": (lambda: NoCompression("ring"), {}),
-    "Bfloat16": (lambda: Cast16("bf16"), {"error": 2**-8}),
-    "Float16": (lambda: Cast16("float16"), {"error": 2**-10}),
-    "TopK": (lambda: TopK(0.1), {"error": 1}),  # what does not travel is missing
-    "TopKInBlocks": (lambda: TopK(0.1, block=16), {"error": 1}),
+    "Bfloat16": (lambda: Cast16("bf16"), {"allowed_error": 2**-8}),
+    "Float16": (lambda: Cast16("float16"), {"allowed_error": 2**-10}),
+    "TopK": (lambda: TopK(0.1), {"allowed_error": 1}),  # what does not travel is missing
+    "TopKInBlocks": (lambda: TopK(0.1, block=16), {"allowed_error": 1}),
     "AllOfTopK": (lambda: TopK(1), {}),
     "PowerSGD": (PowerSGD, {}),  # of gradients that are all vectors
 }
@@ -38,7 +38,7 @@ for _name, (_make, _more) in KINDS.items():
 
 
 class TestInt8(CodecContract):
-    error = 1 / 127
+    allowed_error = 1 / 127
 
     def make(self) -> Codec:
         return Int8()
@@ -52,7 +52,7 @@ class TestInt8(CodecContract):
 
 
 class TestUnbiasedInt8(TestInt8):
-    error = 2 / 127
+    allowed_error = 2 / 127
 
     def make(self) -> Codec:
         return Int8(unbiased=True)

@@ -12,7 +12,7 @@ from savers import ALL, build, everywhere, steps
 
 import fsdpx
 from fsdpx import Trainer
-from fsdpx.core.checkpoint.local_shards import CodecMemoryName, codec_memory_to_write
+from fsdpx.core.checkpoint.local_shards import CodecMemoryName, iterate_codec_memory_to_write
 from fsdpx.core.comm import Communicator
 
 OPTIONS: dict[str, Any] = {"precision": "float32", "compression": "int8"}
@@ -21,11 +21,11 @@ OPTIONS: dict[str, Any] = {"precision": "float32", "compression": "int8"}
 def owed(trainer: Trainer) -> dict[str, np.ndarray]:
     """Parameter -> what codecs of all ranks owe to it, in float64."""
     layout, mine = trainer.inspect.placement.layout, dict[str, np.ndarray]()
-    for piece in codec_memory_to_write(trainer.inspect.engine.state):
+    for piece in iterate_codec_memory_to_write(trainer.inspect.engine.state):
         name = CodecMemoryName.parse(piece.name)
         assert name is not None
         if name.memory == "error":
-            whole = mine.setdefault(layout.canonical_name(name.of), np.zeros(piece.spec.size))
+            whole = mine.setdefault(layout.canonical_name(name.tensor), np.zeros(piece.spec.size))
             for block in piece.iterate_blocks(1 << 30):
                 index = np.concatenate([np.arange(*run_with_codec) for run_with_codec in block.runs])
                 whole[index] += block.array

@@ -18,7 +18,7 @@ from threads import on_ranks
 
 import fsdpx
 from fsdpx import Mesh, Trainer
-from fsdpx.core.checkpoint.local_shards import LocalShard, local_shards
+from fsdpx.core.checkpoint.local_shards import LocalShard, iterate_local_shards
 from fsdpx.core.checkpoint.scalars import collect_scalars
 from fsdpx.core.comm import Communicator
 from fsdpx.core.state.ledger import list_saved_tensors
@@ -126,7 +126,11 @@ def move(parts: list[list[LocalShard]], to: str, case: str) -> list[list[LocalSh
         used = comm.rank < TO[to][2]
         group = comm.split(0 if used else None)
         have = parts[comm.rank] if comm.rank < len(parts) else []
-        want = list(local_shards(build(group, TO[to], case, seed=99).inspect.engine.state)) if group is not None else []
+        want = (
+            list(iterate_local_shards(build(group, TO[to], case, seed=99).inspect.engine.state))
+            if group is not None
+            else []
+        )
         reshard_arrays(comm, have, want)
         return want
 
@@ -334,7 +338,7 @@ def test_a_rank_that_dies_while_copies_travel(dead: int) -> None:
         left = comm.shrink()
         new = build(left, TO["fsdp 3"], "mlp", seed=99)
         (found,) = kept.list_generations()
-        want = list(local_shards(new.inspect.engine.state))
+        want = list(iterate_local_shards(new.inspect.engine.state))
         reshard_arrays(left, found.parts, want)
         return then, want
 

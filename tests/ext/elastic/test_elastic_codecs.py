@@ -11,7 +11,7 @@ from bits import bits
 from jobs_threads import BATCHES, Kill, Killer, make
 
 from fsdpx import ElasticConfig, Mesh, spawn
-from fsdpx.core.checkpoint.local_shards import CodecMemoryName, codec_memory_to_write
+from fsdpx.core.checkpoint.local_shards import CodecMemoryName, iterate_codec_memory_to_write
 
 OPTIONS: dict[str, Any] = {"compression": "int8", "reproducible_chunks": None, "precision": "float32"}
 
@@ -19,12 +19,12 @@ OPTIONS: dict[str, Any] = {"compression": "int8", "reproducible_chunks": None, "
 def owed(trainer: Any) -> float:
     """What codecs of all ranks owe, each element weighed by its place."""
     mine = 0.0
-    for piece in codec_memory_to_write(trainer.inspect.engine.state) if trainer.call_runner.is_training else ():
+    for piece in iterate_codec_memory_to_write(trainer.inspect.engine.state) if trainer.call_runner.is_training else ():
         name = CodecMemoryName.parse(piece.name)
         assert name is not None
         assert name.memory == "error"
         places = np.concatenate([np.arange(*run) for block in piece.iterate_blocks(1 << 30) for run in block.runs])
-        mine += float(np.sum(np.cos(places + len(name.of)) * piece.array, dtype=np.float64))
+        mine += float(np.sum(np.cos(places + len(name.tensor)) * piece.array, dtype=np.float64))
     return sum(trainer.call_runner.world.all_gather_object(mine))
 
 

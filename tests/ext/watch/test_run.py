@@ -355,7 +355,7 @@ folder = f"saved-{comm.size}"
 history = trainer.fit(loader, epochs=1, checkpoints=CheckpointConfig(folder, every=4), progress=False)
 digest = trainer.inspect.compute_fingerprint()
 lost = [one.lost for one in trainer.call_runner.recoveries]
-print("ended", comm.size, history.before, history.steps, lost, digest, flush=True)
+print("ended", comm.size, history.earlier_steps, history.steps, lost, digest, flush=True)
 trainer.close()
 """
 
