@@ -383,7 +383,7 @@ def test_a_page_of_what_others_have_written_is_made_or_refused_in_words(tmp_path
 def test_names_in_a_page_are_text(tmp_path: Path) -> None:
     hostile = "</title><script>alert(1)</script><img src=x onerror='a()' \"&"
     slices = [("step", "step 1"), ("compute", "F0"), ("layer", f"{hostile} forward"), ("wait", hostile)]
-    more = {"turn": 1, "key": hostile, "stops": True}
+    more = {"run": 1, "key": hostile, "stops": True}
     events = [{"ph": "X", "cat": cat, "name": name, "ts": 0.0, "dur": 9.0, "args": more} for cat, name in slices]
     packed(tmp_path, events=events, shown=1, host=hostile, mesh=hostile, version=hostile)
     page_of = RunFolder(tmp_path)

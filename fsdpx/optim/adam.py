@@ -11,18 +11,18 @@ from fsdpx.optim.optimizer import (
     LearningRate,
     Slots,
     add_decay,
-    check_betas,
-    check_number,
+    declare_update,
     lerp_,
     lerp_square_,
-    update,
+    require_number_in_range,
+    require_valid_betas,
 )
 from fsdpx.optim.segments import ParamGroups
 
 __all__ = ["Adam", "AdamW", "adam"]
 
 
-@update
+@declare_update
 def adam(xp, a, b, p, g, m, v, scale, l2, keep, share1, beta2, share2, unbias, eps, rate):
     add_decay(xp, a, b, p, g, scale, l2)
     lerp_(xp, m, a, b, share1)
@@ -65,8 +65,8 @@ class _AdamBase(Elementwise):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_betas(self, self.betas)
-        check_number(self, "eps", self.eps)
+        require_valid_betas(self, self.betas)
+        require_number_in_range(self, "eps", self.eps)
 
     def _update_span(self, xp: Any, p: Any, g: Any, slots: Slots, step: int, **rates: float) -> None:
         lr, decay, (beta1, beta2) = rates["lr"], rates["weight_decay"], self.betas

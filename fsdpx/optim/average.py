@@ -16,9 +16,9 @@ from fsdpx.optim.optimizer import (
     SlotFormat,
     Slots,
     WrappedOptimizer,
-    check_number,
-    check_shard,
     get_slot_formats,
+    require_matching_shard,
+    require_number_in_range,
     update_parameters,
 )
 from fsdpx.optim.segments import ShardSegments
@@ -41,9 +41,9 @@ class EMA:
 
     def __post_init__(self) -> None:
         convert_fields_to_python(self)
-        check_number(self, "decay", self.decay, below=1.0)
+        require_number_in_range(self, "decay", self.decay, below=1.0)
 
-    def keep(self, step: int) -> float:
+    def get_kept_share(self, step: int) -> float:
         return self.decay if step > 1 else 0.0
 
 
@@ -68,7 +68,7 @@ class SWA:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"SWA({name}={value!r}): a whole number of steps, 1 or more, is needed")
 
-    def keep(self, step: int) -> float:
+    def get_kept_share(self, step: int) -> float:
         before, rest = divmod(step - self.start, self.every)
         return before / (before + 1) if rest == 0 and before >= 0 else float(before >= 0)
 
@@ -83,7 +83,7 @@ class AveragedOptimizer(WrappedOptimizer):
     Parameters
     ----------
     inner : the optimizer that makes the update
-    averaging : an `EMA`, an `SWA`, or any object with their `keep(step)`
+    averaging : an `EMA`, an `SWA`, or any object with their `get_kept_share(step)`
     dtype : of the average; None: that of the shard. For a shard in 16 bits it is float32: the change of an average in
         one step is less than the last bit of 16, and the rounding of parameters must not accumulate in it
     """
@@ -93,7 +93,7 @@ class AveragedOptimizer(WrappedOptimizer):
     dtype: str | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.averaging, type) or not callable(getattr(self.averaging, "keep", None)):
+        if isinstance(self.averaging, type) or not callable(getattr(self.averaging, "get_kept_share", None)):
             raise ConfigError(f"average={self.averaging!r}: fsdpx.EMA(...) or fsdpx.SWA(...) is needed")
         if AVERAGE_SLOT in self.inner.slots:
             raise ConfigError(
@@ -113,14 +113,14 @@ class AveragedOptimizer(WrappedOptimizer):
         scale: float = 1.0,
     ) -> None:  # fmt: skip
         """Make one step in place, see `Optimizer.update`."""
-        check_shard(self, p, g, slots, step, segments)
+        require_matching_shard(self, p, g, slots, step, segments)
         inner_slots, distance = {name: slots[name] for name in self.inner.slots}, slots[AVERAGE_SLOT]
         with np.errstate(all="ignore"):  # as in all updates; gradients are checked for finite values elsewhere
             _add_parameters(xp, distance, p)
             update_parameters(self.inner, xp, p, g, inner_slots, lr=lr, step=step, segments=segments, scale=scale)
             xp.negative(distance, out=distance)
             _add_parameters(xp, distance, p)
-            distance *= distance.dtype.type(-self.averaging.keep(step))
+            distance *= distance.dtype.type(-self.averaging.get_kept_share(step))
 
 
 def _add_parameters(xp: Any, total: Any, p: Any) -> None:

@@ -11,27 +11,27 @@ from fsdpx.optim.optimizer import (
     BLOCK_ELEMENTS,
     LearningRate,
     Slots,
-    check_betas,
-    check_number,
-    check_options,
-    check_shard,
+    declare_update,
     lerp_,
     lerp_square_,
-    update,
+    require_matching_shard,
+    require_number_in_range,
+    require_valid_betas,
+    require_valid_hyperparameters,
 )
 from fsdpx.optim.segments import ParamGroups, ShardSegment, ShardSegments
 
-__all__ = ["LAMB", "direction", "follow", "moments"]
+__all__ = ["LAMB", "compute_direction", "step_along_direction", "update_moments"]
 
 
-@update
-def moments(xp, a, b, m, v, g, scale, share1, beta2, share2):
+@declare_update
+def update_moments(xp, a, b, m, v, g, scale, share1, beta2, share2):
     xp.multiply(g, scale, out=a)
     lerp_(xp, m, a, b, share1)
     lerp_square_(xp, v, a, b, beta2, share2)
 
 
-@moments.register_loop
+@update_moments.register_loop
 def _moments_loop(m, v, g, scale, share1, beta2, share2):
     for i in range(m.size):
         a = g[i] * scale
@@ -39,7 +39,7 @@ def _moments_loop(m, v, g, scale, share1, beta2, share2):
         v[i] = v[i] * beta2 + (a * a) * share2
 
 
-def _compute_direction(xp, u, b, p, m, v, unbias1, unbias2, eps, decay):
+def _write_direction(xp, u, b, p, m, v, unbias1, unbias2, eps, decay):
     xp.sqrt(v, out=b)
     b *= unbias2
     b += eps
@@ -50,12 +50,12 @@ def _compute_direction(xp, u, b, p, m, v, unbias1, unbias2, eps, decay):
         u += b
 
 
-@update
-def direction(xp, a, b, u, p, m, v, unbias1, unbias2, eps, decay):
-    _compute_direction(xp, u, b, p, m, v, unbias1, unbias2, eps, decay)
+@declare_update
+def compute_direction(xp, a, b, u, p, m, v, unbias1, unbias2, eps, decay):
+    _write_direction(xp, u, b, p, m, v, unbias1, unbias2, eps, decay)
 
 
-@direction.register_loop
+@compute_direction.register_loop
 def _direction_loop(u, p, m, v, unbias1, unbias2, eps, decay):
     for i in range(u.size):
         a = (m[i] * unbias1) / (np.sqrt(v[i]) * unbias2 + eps)
@@ -64,14 +64,14 @@ def _direction_loop(u, p, m, v, unbias1, unbias2, eps, decay):
         u[i] = a
 
 
-@update
-def follow(xp, a, b, p, m, v, unbias1, unbias2, eps, decay, rate):
-    _compute_direction(xp, a, b, p, m, v, unbias1, unbias2, eps, decay)
+@declare_update
+def step_along_direction(xp, a, b, p, m, v, unbias1, unbias2, eps, decay, rate):
+    _write_direction(xp, a, b, p, m, v, unbias1, unbias2, eps, decay)
     a *= rate
     p -= a
 
 
-@follow.register_loop
+@step_along_direction.register_loop
 def _follow_loop(p, m, v, unbias1, unbias2, eps, decay, rate):
     for i in range(p.size):
         a = (m[i] * unbias1) / (np.sqrt(v[i]) * unbias2 + eps)
@@ -108,9 +108,9 @@ class LAMB:
     gathers: ClassVar[int] = 2 * EXPANSION_PARTS
 
     def __post_init__(self) -> None:
-        check_options(self)
-        check_betas(self, self.betas)
-        check_number(self, "eps", self.eps)
+        require_valid_hyperparameters(self)
+        require_valid_betas(self, self.betas)
+        require_number_in_range(self, "eps", self.eps)
 
     def update(
         self,
@@ -124,9 +124,9 @@ class LAMB:
         segments: ShardSegments,
         scale: float = 1.0,
     ) -> None:
-        check_shard(self, p, g, slots, step, segments)
+        require_matching_shard(self, p, g, slots, step, segments)
         m, v, (beta1, beta2) = slots["m"], slots["v"], self.betas
-        moments(xp, (m, v, g), (scale, 1.0 - beta1, beta2, 1.0 - beta2))
+        update_moments(xp, (m, v, g), (scale, 1.0 - beta1, beta2, 1.0 - beta2))
         runs = segments.spans_per_segment(self.groups)
         options = [
             (*self._get_bias_corrections(step - run.missed), self.eps, run.decay_or(self.weight_decay)) for run in runs
@@ -136,7 +136,7 @@ class LAMB:
         for run, numbers, of_p, of_u in zip(runs, options, *norms, strict=True):
             span = slice(run.start, run.stop)
             ratio = (of_p / of_u) ** 0.5 if of_p > 0 and of_u > 0 else 1.0
-            follow(xp, (p[span], m[span], v[span]), (*numbers, lr * run.lr_scale * ratio))
+            step_along_direction(xp, (p[span], m[span], v[span]), (*numbers, lr * run.lr_scale * ratio))
 
     def _get_bias_corrections(self, count: int) -> tuple[float, float]:
         """Return the factors on m and on sqrt(v) after `count` updates."""
@@ -153,7 +153,7 @@ def _sum_squares(
     for start in range(segment.start, segment.stop, BLOCK_ELEMENTS):
         block = slice(start, min(start + BLOCK_ELEMENTS, segment.stop))
         u = scratch[: block.stop - block.start]
-        direction(xp, (u, p[block], m[block], v[block]), numbers)
+        compute_direction(xp, (u, p[block], m[block], v[block]), numbers)
         of_p += sum_block_squares(xp, p[block])
         of_u += sum_block_squares(xp, u)
     return of_p, of_u

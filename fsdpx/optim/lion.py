@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.base.name_hints import check_constructor_options
-from fsdpx.optim.optimizer import Elementwise, LearningRate, Slots, check_betas, lerp_, update
+from fsdpx.optim.optimizer import Elementwise, LearningRate, Slots, declare_update, lerp_, require_valid_betas
 from fsdpx.optim.segments import ParamGroups
 
 __all__ = ["Lion", "lion"]
 
 
-@update
+@declare_update
 def lion(xp, a, b, p, g, m, scale, keep, share1, share2, lr):
     xp.multiply(g, scale, out=a)
     xp.subtract(a, m, out=b)
@@ -58,7 +58,7 @@ class Lion(Elementwise):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_betas(self, self.betas)
+        require_valid_betas(self, self.betas)
 
     def _update_span(self, xp: Any, p: Any, g: Any, slots: Slots, step: int, **rates: float) -> None:
         lr, keep = rates["lr"], 1.0 - rates["lr"] * rates["weight_decay"]

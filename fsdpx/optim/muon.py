@@ -13,7 +13,14 @@ import numpy as np
 from fsdpx.core.base.name_hints import check_constructor_options, parse_patterns
 from fsdpx.errors import ConfigError
 from fsdpx.optim.adam import AdamW
-from fsdpx.optim.optimizer import Elementwise, LearningRate, Slots, check_number, check_options, check_shard
+from fsdpx.optim.optimizer import (
+    Elementwise,
+    LearningRate,
+    Slots,
+    require_matching_shard,
+    require_number_in_range,
+    require_valid_hyperparameters,
+)  # fmt: skip
 from fsdpx.optim.segments import HyperparameterSpan, ParamGroups, ShardSegment, ShardSegments
 
 __all__ = ["NOT_MATRICES", "Muon", "orthogonalize"]
@@ -60,8 +67,8 @@ class Muon:
     whole: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_options(self)
-        check_number(self, "momentum", self.momentum, below=1.0)
+        require_valid_hyperparameters(self)
+        require_number_in_range(self, "momentum", self.momentum, below=1.0)
         if isinstance(self.exclude, str):
             raise ConfigError(f"Muon(exclude={self.exclude!r}): a list of name patterns is needed, [{self.exclude!r}]")
         parse_patterns("Muon: exclude", self.exclude)
@@ -102,7 +109,7 @@ class Muon:
         ConfigError, ShapeError
             if slots or arrays do not fit the segments
         """
-        check_shard(self, p, g, slots, step, segments)
+        require_matching_shard(self, p, g, slots, step, segments)
         parts: dict[str, Any] = {}
         for s in segments.items:
             span = slice(s.start, s.stop)

@@ -26,7 +26,7 @@ from fsdpx.optim.segments import NORMS, ParamGroups, ShardSegments
 __all__ = [
     "AVERAGE_SLOT",
     "BLOCK_ELEMENTS",
-    "BY_NAME",
+    "FORMULAS_BY_NAME",
     "UNSCHEDULED",
     "Average",
     "Elementwise",
@@ -37,6 +37,7 @@ __all__ = [
     "UpdateFormula",
     "WrappedOptimizer",
     "add_decay",
+    "declare_update",
     "get_learning_rate",
     "get_scheduled_values",
     "get_slot_formats",
@@ -45,8 +46,7 @@ __all__ = [
     "make_zero_slots",
     "needs_full_parameters",
     "no_decay",
-    "unwrap",
-    "update",
+    "unwrap_optimizer",
     "update_parameters",
 ]  # fmt: skip
 
@@ -65,7 +65,7 @@ class SlotFormat:
 
     dtype: str | None = None
 
-    def format_for(self, shard: Any) -> Any:
+    def get_dtype(self, shard: Any) -> Any:
         """Return the dtype of the slot for a shard of this dtype.
 
         Parameters
@@ -94,7 +94,7 @@ def needs_full_parameters(optimizer: Any) -> bool:
 
 def make_zero_slots(xp: Any, optimizer: Any, segments: ShardSegments, dtype: Any) -> dict[str, Any]:
     """Return the optimizer's slots before step 1, filled with zeros, for a shard of this dtype."""
-    return {name: xp.zeros(segments.size, kept.format_for(dtype)) for name, kept in get_slot_formats(optimizer).items()}
+    return {name: xp.zeros(segments.size, kept.get_dtype(dtype)) for name, kept in get_slot_formats(optimizer).items()}
 
 
 class Elementwise(ABC):
@@ -105,7 +105,7 @@ class Elementwise(ABC):
     groups: ParamGroups
 
     def __post_init__(self) -> None:
-        check_options(self)
+        require_valid_hyperparameters(self)
 
     def update(
         self,
@@ -120,7 +120,7 @@ class Elementwise(ABC):
         scale: float = 1.0,
     ) -> None:
         """Make one step in place, see `Optimizer.update`."""
-        check_shard(self, p, g, slots, step, segments)
+        require_matching_shard(self, p, g, slots, step, segments)
         for run in segments.hyperparameter_spans(self.groups):
             span = slice(run.start, run.stop)
             rates = {"lr": lr * run.lr_scale, "weight_decay": run.decay_or(self.weight_decay), "scale": scale}
@@ -194,7 +194,7 @@ class Optimizer(Protocol):
 class Average(Protocol):
     """The protocol of averaging rules."""
 
-    def keep(self, step: int) -> float:
+    def get_kept_share(self, step: int) -> float:
         """Return the share of the old average in the new one after 1-based `step`, a number in [0, 1]."""
 
 
@@ -264,7 +264,7 @@ class WrappedOptimizer:
         return get_slot_formats(self.inner)
 
 
-def unwrap(optimizer: Any) -> Any:
+def unwrap_optimizer(optimizer: Any) -> Any:
     """Return the innermost optimizer, without wrappers that round its state or average the parameters."""
     while isinstance(optimizer, WrappedOptimizer):
         optimizer = optimizer.inner
@@ -287,36 +287,36 @@ def get_scheduled_values(optimizer: Any, step: int) -> tuple[float, float]:
         lr = math.nan
     while isinstance(optimizer, WrappedOptimizer):
         how = getattr(optimizer, "averaging", None)
-        share = share if how is None else float(how.keep(step))
+        share = share if how is None else float(how.get_kept_share(step))
         optimizer = optimizer.inner
     return lr, share
 
 
-def check_number(owner: object, name: str, value: object, below: float | None = None) -> None:
+def require_number_in_range(owner: object, name: str, value: object, below: float | None = None) -> None:
     """Raise ConfigError unless `value` is a finite number in [0, below)."""
     wanted = "a finite number >= 0" + ("" if below is None else f" and < {below:g}")
     if not _is_number(value) or value < 0 or (below is not None and value >= below):  # type: ignore[operator]
         raise ConfigError(f"{type(owner).__name__}({name}={value!r}): {wanted} is needed")
 
 
-def check_options(owner: Any) -> None:
+def require_valid_hyperparameters(owner: Any) -> None:
     """Raise ConfigError unless lr, weight_decay and groups of `owner` are valid. `owner` checks its other options."""
     convert_fields_to_python(owner)
     if not callable(owner.lr):
-        check_number(owner, "lr", owner.lr)
-    check_number(owner, "weight_decay", owner.weight_decay)
-    _check_groups(owner, owner.groups)
+        require_number_in_range(owner, "lr", owner.lr)
+    require_number_in_range(owner, "weight_decay", owner.weight_decay)
+    _require_valid_groups(owner, owner.groups)
 
 
-def check_betas(owner: object, betas: object) -> None:
+def require_valid_betas(owner: object, betas: object) -> None:
     """Raise ConfigError unless the `betas` of `owner` are a pair of numbers in [0, 1)."""
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise ConfigError(f"{type(owner).__name__}(betas={betas!r}): a pair of numbers is needed, like (0.9, 0.999)")
     for i, beta in enumerate(betas):
-        check_number(owner, f"betas[{i}]", beta, below=1.0)
+        require_number_in_range(owner, f"betas[{i}]", beta, below=1.0)
 
 
-def _check_groups(owner: object, groups: object) -> None:
+def _require_valid_groups(owner: object, groups: object) -> None:
     kind = type(owner).__name__
     if not isinstance(groups, Mapping):
         raise ConfigError(f"{kind}(groups={groups!r}): a dict from name pattern to overrides is needed")
@@ -328,10 +328,10 @@ def _check_groups(owner: object, groups: object) -> None:
                 raise ConfigError(
                     f"{kind}: group {pattern!r} sets {name!r}; a group can set {' and '.join(GROUP_OPTIONS)}"
                 )
-            check_number(owner, f"groups[{pattern!r}][{name!r}]", value)
+            require_number_in_range(owner, f"groups[{pattern!r}][{name!r}]", value)
 
 
-def check_shard(owner: object, p: Any, g: Any, slots: Slots, step: int, segments: ShardSegments) -> None:
+def require_matching_shard(owner: object, p: Any, g: Any, slots: Slots, step: int, segments: ShardSegments) -> None:
     """Raise ShapeError unless all arrays have the shard's size, and ConfigError unless the slots are those of
     `owner`."""
     kind = type(owner).__name__
@@ -394,13 +394,13 @@ class UpdateFormula:
                 self.plain(xp, a[:k], b[:k], *parts, *values)
 
 
-def update(plain: Callable[..., None]) -> UpdateFormula:
+def declare_update(plain: Callable[..., None]) -> UpdateFormula:
     """Declare an update by its array code; its loop follows under `@NAME.register_loop`."""
-    formula = BY_NAME[plain.__name__] = UpdateFormula(plain)
+    formula = FORMULAS_BY_NAME[plain.__name__] = UpdateFormula(plain)
     return formula
 
 
-BY_NAME: dict[str, UpdateFormula] = {}
+FORMULAS_BY_NAME: dict[str, UpdateFormula] = {}
 
 
 def _can_compile(array: Any, dtype: Any) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fsdpx.core.base.config import convert_fields_to_python
 from fsdpx.core.base.name_hints import check_constructor_options
 from fsdpx.errors import ConfigError
-from fsdpx.optim.optimizer import check_number
+from fsdpx.optim.optimizer import require_number_in_range
 
 __all__ = ["Constant", "Cosine", "InverseSquareRoot", "Linear", "Step", "WarmUp"]
 
@@ -23,7 +23,7 @@ class Schedule:
         for name, value in vars(self).items():
             if name not in ("steps", "every"):
                 if not callable(value):
-                    check_number(self, name, value)
+                    require_number_in_range(self, name, value)
             elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 given = f"{type(self).__name__}({name}={value!r})"
                 raise ConfigError(f"{given}: a whole number of steps, 1 or more, is needed")

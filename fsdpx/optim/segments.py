@@ -82,29 +82,29 @@ class ShardPeers:
 
     Parameters
     ----------
-    hold : returns the segments of each rank
+    get_segments : returns the segments of each rank
     rank : this rank's index among them
     all_to_all : takes (send array, receive array, elements sent to each rank, elements received from each) and returns
         once all elements have arrived
     """
 
-    hold: Callable[[], Sequence[tuple[ShardSegment, ...]]]
+    get_segments: Callable[[], Sequence[tuple[ShardSegment, ...]]]
     rank: int
     all_to_all: Callable[[Any, Any, Sequence[int], Sequence[int]], None]
 
     @cached_property
     def peer_segments(self) -> Sequence[tuple[ShardSegment, ...]]:
         """The segments of each rank; computed on first use, since most optimizers do not need them."""
-        return self.hold()
+        return self.get_segments()
 
     @cached_property
-    def split_parameters(self) -> list[ShardSegment]:
+    def parameters_on_several_ranks(self) -> list[ShardSegment]:
         """One segment of each parameter of which several ranks hold parts."""
         seen: dict[str, ShardSegment] = {}
-        torn: dict[str, ShardSegment] = {}
+        split: dict[str, ShardSegment] = {}
         for s in (s for items in self.peer_segments for s in items):
-            (torn if s.name in seen else seen)[s.name] = s
-        return list(torn.values())
+            (split if s.name in seen else seen)[s.name] = s
+        return list(split.values())
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class ShardSegments:
         """Number of elements of the shard."""
         return self.items[-1].stop if self.items else 0
 
-    def count_missed(self, missed: Mapping[str, int]) -> "ShardSegments":
+    def with_missed_updates(self, missed: Mapping[str, int]) -> "ShardSegments":
         """Return the same segments with the number of updates that each parameter has missed.
 
         Parameters
@@ -204,23 +204,22 @@ class ShardSegments:
         """
         return self._get_cached(_make_spans, groups)
 
-    def split_into_blocks(self, most: int) -> list[tuple[int, "ShardSegments"]]:
-        """Split the shard into blocks of at most `most` elements.
+    def split_into_blocks(self, max_elements: int) -> list[tuple[int, "ShardSegments"]]:
+        """Split the shard into blocks of at most `max_elements` elements.
 
         Parameters
         ----------
-        most : maximum number of elements in a block
+        max_elements : maximum number of elements in a block
 
         Returns
         -------
         list of (start, ShardSegments)
             first element of each block in the shard, and the segments of the block; cached
         """
-        if most not in self._blocks_by_size:
-            self._blocks_by_size[most] = [
-                (start, self._slice_segments(start, start + most)) for start in range(0, self.size, most)
-            ]
-        return self._blocks_by_size[most]
+        if max_elements not in self._blocks_by_size:
+            starts = range(0, self.size, max_elements)
+            self._blocks_by_size[max_elements] = [(i, self._slice_segments(i, i + max_elements)) for i in starts]
+        return self._blocks_by_size[max_elements]
 
     def _slice_segments(self, start: int, stop: int) -> "ShardSegments":
         cuts = [(s, max(s.start, start), min(s.stop, stop)) for s in self.items if s.start < stop and s.stop > start]
@@ -268,7 +267,7 @@ class ShardSegments:
             parameter name -> list of (segment, flat array), one of each rank that holds a part, this rank's first
         """
         parts_by_name = {s.name: [(s, parts[s.name])] for s in self.items if s.name in parts}
-        if self.peers is None or not any(map(sends, self.peers.split_parameters)):
+        if self.peers is None or not any(map(sends, self.peers.parameters_on_several_ranks)):
             return parts_by_name
         chosen = [[(theirs, mine) for theirs, mine in some if sends(mine)] for some in self._shared_segments]
         outgoing = [parts[mine.name] for some in chosen for _, mine in some]
@@ -297,7 +296,7 @@ class ShardSegments:
         int or None
             None if there is no message
         """
-        if self.peers is None or not any(map(sends, self.peers.split_parameters)):
+        if self.peers is None or not any(map(sends, self.peers.parameters_on_several_ranks)):
             return None
         return sum(sends(mine) for some in self._shared_segments for _, mine in some)
 

@@ -5,13 +5,13 @@ from typing import Any
 
 from fsdpx.core.base.name_hints import check_constructor_options
 from fsdpx.errors import ConfigError
-from fsdpx.optim.optimizer import Elementwise, LearningRate, Slots, add_decay, check_number, update
+from fsdpx.optim.optimizer import Elementwise, LearningRate, Slots, add_decay, declare_update, require_number_in_range
 from fsdpx.optim.segments import ParamGroups
 
 __all__ = ["SGD", "momentum", "sgd"]
 
 
-@update
+@declare_update
 def sgd(xp, a, b, p, g, scale, l2, lr):
     add_decay(xp, a, b, p, g, scale, l2)
     a *= lr
@@ -27,7 +27,7 @@ def _sgd_loop(p, g, scale, l2, lr):
         p[i] = p[i] - a * lr
 
 
-@update
+@declare_update
 def momentum(xp, a, b, p, g, m, scale, l2, lr, mu, nesterov):
     add_decay(xp, a, b, p, g, scale, l2)
     m *= mu
@@ -81,7 +81,7 @@ class SGD(Elementwise):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number(self, "momentum", self.momentum, below=1.0)
+        require_number_in_range(self, "momentum", self.momentum, below=1.0)
         if self.nesterov and self.momentum == 0:
             raise ConfigError("SGD(nesterov=True) needs a momentum above 0")
 

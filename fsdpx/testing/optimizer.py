@@ -9,7 +9,7 @@ import numpy as np
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.init import spawn
 from fsdpx.optim import Optimizer, ShardSegment, ShardSegments, get_learning_rate
-from fsdpx.optim.optimizer import make_zero_slots, unwrap, update_parameters
+from fsdpx.optim.optimizer import make_zero_slots, unwrap_optimizer, update_parameters
 from fsdpx.optim.segments import Exchange, ShardPeers
 from fsdpx.testing.threads import run_interleaved
 
@@ -121,12 +121,13 @@ class OptimizerContract:
 
     def test_each_parameter_counts_its_own_updates(self) -> None:
         """Check that a parameter that missed two updates gets its first update when the others get their third."""
-        late, optimizer = ("a.bias", "b.weight"), unwrap(self.make(lr=0.01))  # averages count the trainer's steps
+        # averages count the trainer's steps
+        late, optimizer = ("a.bias", "b.weight"), unwrap_optimizer(self.make(lr=0.01))
         p, g, slots = self._make_state("float64", slice(None), optimizer)
         alone = {n: self._make_state("float64", at, optimizer) for n, at in _compute_parameter_ranges().items()}
         for step in (1, 2, 3):
             before = [(a, a.copy()) for a in (p, *slots.values())]
-            segments = _make_segments(0, TOTAL_SIZE).count_missed(dict.fromkeys(late, 2 if step == 3 else 0))
+            segments = _make_segments(0, TOTAL_SIZE).with_missed_updates(dict.fromkeys(late, 2 if step == 3 else 0))
             update_parameters(optimizer, np, p, g, slots, lr=0.01, step=step, segments=segments)
             for name, at in _compute_parameter_ranges().items():
                 if name in late and step < 3:  # frozen

@@ -14,7 +14,7 @@ from fsdpx import nn
 from fsdpx.core.array.kernels import choice
 from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.base.lazy_names import _map_names_to_modules as homes_of
-from fsdpx.core.engine.warmup import warm_kernels
+from fsdpx.core.engine.warmup import warm_up_kernels
 from fsdpx.nn.layer import list_kernels
 from fsdpx.testing import LayerContract
 
@@ -82,7 +82,7 @@ def check_kernels(cases: Cases, name: str) -> None:
         return found - {None, "normal"}
 
     step = contracts_of({name: cases[name]})[f"Test{name}"]().test_float32_stays_float32
-    assert reached(step) <= reached(lambda: warm_kernels([*list_kernels(layer), "add"], np.float32))
+    assert reached(step) <= reached(lambda: warm_up_kernels([*list_kernels(layer), "add"], np.float32))
 
 
 def check_text(cases: Cases, name: str) -> None:

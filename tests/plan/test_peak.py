@@ -78,7 +78,7 @@ def test_a_real_rank_holds_the_same_activations(options: dict[str, Any]) -> None
 
         recording = trainer.inspect.engine.add_observer(TimelineRecorder(1))
         trainer.step(x, x)
-        acted = recording.turns[-1].actions
+        acted = recording.records[-1].actions
         return acted[peak.number - 2].alive if str(acted[peak.number - 1].action) == peak.action else -1
 
     slots = ("kept for backward", "kept to compute it once more", "gradients of values", "values between units")

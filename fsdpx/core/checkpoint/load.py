@@ -49,7 +49,7 @@ from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.errors import CheckpointError
 from fsdpx.nn.layer import Layer, join_path
-from fsdpx.optim.optimizer import unwrap
+from fsdpx.optim.optimizer import unwrap_optimizer
 
 __all__ = [
     "WeightsReport",
@@ -170,9 +170,8 @@ def _require_slots(state: TrainState, scalars: RunScalars, source: CheckpointSou
     if slots != scalars.slots:
         raise CheckpointError(
             f"{where}: the optimiser does not fit: {scalars.optimizer} with {_format_slots(scalars.slots)} in the "
-            "checkpoint, "
-            f"{type(unwrap(place.optimizer)).__name__} with {_format_slots(slots)} here; load_parameters takes the "
-            "weights alone"
+            f"checkpoint, {type(unwrap_optimizer(place.optimizer)).__name__} with {_format_slots(slots)} here; "
+            "load_parameters takes the weights alone"
         )
     known = list_saved_tensors(place, scalars.replica_count).items()
     rest = {n: (get_state_dtype(place, n), s.shape) for n, s in known if n not in place.layout.specs}

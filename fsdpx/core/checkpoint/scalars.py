@@ -11,7 +11,7 @@ from typing import Any
 from fsdpx.core.base.safe_files import parse_json
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.errors import CheckpointError
-from fsdpx.optim.optimizer import unwrap
+from fsdpx.optim.optimizer import unwrap_optimizer
 
 __all__ = ["RunScalars", "collect_scalars", "restore_scalars"]
 
@@ -95,7 +95,7 @@ def collect_scalars(
         good=scaler.good,
         dynamic=scaler.dynamic,
         slots=tuple(optimizer.slots),
-        optimizer=type(unwrap(optimizer)).__name__,
+        optimizer=type(unwrap_optimizer(optimizer)).__name__,
         data=None if loader is None else dict(require_loader_method(loader, "state_dict").state_dict()),
         fit=None if fit is None else dict(fit),
         local=local,

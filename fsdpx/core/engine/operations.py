@@ -79,7 +79,7 @@ def run_optimizer_on_page(
     factor: float,
 ) -> bool:
     """Run the optimizer on elements of a page; return False as `update_parameters` does. step: of the trainer."""
-    place, counted = run.placement, segments.count_missed(run.missed)
+    place, counted = run.placement, segments.with_missed_updates(run.missed)
     with preserving_frozen_parameters(run, segments, master, slots):
         return update_parameters(
             place.optimizer, place.xp, master, gradient, slots, lr=lr, step=step, segments=counted, scale=factor
@@ -216,11 +216,11 @@ def _make_reduction(run: ProgramRun, action: Action, axis: str, first: bool, mem
     over_shards, kept = axis == "shard", memory[0] if memory else {}
     kept = {name.partition("/")[2]: array for name, array in kept.items() if name.startswith(axis)}
     sizes = work.state.ledger.codec_error_norms.setdefault((axis, p), [math.nan, math.nan])
-    scratch = work.get_scratch("carry" if over_shards else "join", p)
+    scratch = work.get_scratch_buffer("carry" if over_shards else "join", p)
     carrier = BoundCodec(
         getattr(place.get_codec_route(p), axis), comm, kept, scratch, sizes, format_action_label(run, action)
     )
-    trade = work.get_scratch("trade", p) if over_shards else None
+    trade = work.get_scratch_buffer("trade", p) if over_shards else None
     return Reduction(carrier, place.pages[p], work.get_shard_gradient(p), first, trade)
 
 
@@ -232,7 +232,7 @@ def all_reduce_tied_gradients(run: ProgramRun, action: Action, taken: Values, re
     if tie_group.partial:
         for total in taken:
             run.placement.axes.tensor.all_reduce(total, what=description).wait()
-    scratch = run.workspace.get_scratch("tie", p)
+    scratch = run.workspace.get_scratch_buffer("tie", p)
     gathered = (
         list(taken)
         if tie_group.comm is None
@@ -285,8 +285,8 @@ def all_reduce_loss_and_norm(run: ProgramRun, action: Action, taken: Values, rea
     )
 
 
-def _compute_clip_factor(norm: float, most: float) -> float:
-    return min(1.0, most / (norm + 1e-6))
+def _compute_clip_factor(norm: float, max_norm: float) -> float:
+    return min(1.0, max_norm / (norm + 1e-6))
 
 
 def compute_update_scale(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:

@@ -14,7 +14,7 @@ from fsdpx.core.comm.calls import TimedTransfer
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.desync_check import format_calls_by_rank
 from fsdpx.core.comm.mesh import AXES_OF_ONE_REPLICA
-from fsdpx.core.engine.slab_plan import agree_on_slab_size, count_scratch_bytes, plan_slab_offsets
+from fsdpx.core.engine.slab_plan import agree_on_slab_plan, count_scratch_bytes, plan_slab_offsets
 from fsdpx.core.engine.stage_messages import StageMessages
 from fsdpx.core.program import PROGRAM_KINDS, SLOTS, Action, Program, Slot, Stage
 from fsdpx.core.state.flat_parameters import Page
@@ -172,7 +172,7 @@ class Workspace:
     def __init__(self, state: TrainState, program: Program) -> None:
         self.state, self.program = state, program
         self.placement = state.placement
-        self.plan = agree_on_slab_size(state, plan_slab_offsets(state, program))
+        self.plan = agree_on_slab_plan(state, plan_slab_offsets(state, program))
         self.births: Counter[Slot] = Counter()
         self.words: dict[Action, str] = {}
         pages, ledger = self.placement.pages, state.ledger  # looked up once: kept arrays never move
@@ -229,7 +229,7 @@ class Workspace:
             buffer, lambda b: views.split_buffer(b, row.span.size), keep_offset=shared
         )
 
-    def get_scratch(self, kind: str, page: int) -> Any:
+    def get_scratch_buffer(self, kind: str, page: int) -> Any:
         """Return temporary memory of an action: bytes, or elements in the dtype of gradients."""
         if (kept := self.state.ledger.get_array(kind, page)) is not None:
             return kept

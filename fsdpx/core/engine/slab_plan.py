@@ -11,7 +11,7 @@ from fsdpx.core.program import Program, Slot, find_lifetimes
 from fsdpx.core.state.ledger import LedgerKey
 from fsdpx.core.state.train_state import TrainState
 
-__all__ = ["agree_on_slab_size", "count_scratch_bytes", "find_buffer_lifetimes", "plan_slab_offsets"]
+__all__ = ["agree_on_slab_plan", "count_scratch_bytes", "find_buffer_lifetimes", "plan_slab_offsets"]
 
 
 def plan_slab_offsets(state: TrainState, program: Program) -> SlabPlan:
@@ -25,7 +25,7 @@ def plan_slab_offsets(state: TrainState, program: Program) -> SlabPlan:
     return assign_offsets(named)
 
 
-def agree_on_slab_size(state: TrainState, own: SlabPlan) -> SlabPlan:
+def agree_on_slab_plan(state: TrainState, own: SlabPlan) -> SlabPlan:
     """Return the plan with the largest size of all ranks, if slabs are in shared memory, which all ranks allocate
     together. Collective in that case."""
     if state.arena.memory is None:

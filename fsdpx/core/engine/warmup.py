@@ -16,7 +16,7 @@ from fsdpx.core.base.messages import ProgressCallback
 from fsdpx.optim.optimizer import make_zero_slots
 from fsdpx.optim.segments import ShardSegment, ShardSegments
 
-__all__ = ["OTHER_WARMUPS", "list_kernel_names", "list_warm_up_calls", "run_warm_up_calls", "warm_kernels"]
+__all__ = ["OTHER_WARMUPS", "list_kernel_names", "list_warm_up_calls", "run_warm_up_calls", "warm_up_kernels"]
 
 
 def list_warm_up_calls(
@@ -31,7 +31,7 @@ def list_warm_up_calls(
     calls = list_kernel_calls([*runs, "add"], dtype)
     if norm:
         calls += list_kernel_calls(["square_sum", "square_sums"], gradients)
-    return calls + [partial(_warm_optimizer, optimizer, master, gradients) for optimizer in optimizers]
+    return calls + [partial(_warm_up_optimizer, optimizer, master, gradients) for optimizer in optimizers]
 
 
 def run_warm_up_calls(
@@ -50,7 +50,7 @@ def run_warm_up_calls(
             count(done, len(calls))
 
 
-def _warm_optimizer(optimizer: Any, dtype: np.dtype, gradients: np.dtype) -> None:
+def _warm_up_optimizer(optimizer: Any, dtype: np.dtype, gradients: np.dtype) -> None:
     """Update one number of a parameter without a name."""
     p, g = np.zeros(1, dtype), np.zeros(1, gradients)
     segments = ShardSegments((ShardSegment("", 0, 1, 0, 1, (1,)),))
@@ -59,9 +59,9 @@ def _warm_optimizer(optimizer: Any, dtype: np.dtype, gradients: np.dtype) -> Non
 
 
 OTHER_WARMUPS: dict[str, Callable[[Any, Any, Any], Any]] = {
-    "linear": lambda x, w, s: _warm_linear(x, w, s),
-    "float16": lambda x, w, s: _warm_conversion(x, "float16"),
-    "bfloat16": lambda x, w, s: _warm_conversion(x, "bf16"),
+    "linear": lambda x, w, s: _warm_up_linear(x, w, s),
+    "float16": lambda x, w, s: _warm_up_conversion(x, "float16"),
+    "bfloat16": lambda x, w, s: _warm_up_conversion(x, "bf16"),
 }
 """Warm-ups in addition to kernels, called with the arguments of `choice.Sample`."""
 VARIANTS = {
@@ -77,7 +77,7 @@ def list_kernel_names() -> list[str]:
     return names + [f"{name} {variant}" for name in names for variant in VARIANTS.get(name, ())]
 
 
-def warm_kernels(names: Iterable[str], dtype: Any) -> None:
+def warm_up_kernels(names: Iterable[str], dtype: Any) -> None:
     """Compile or load the kernels of these names for `dtype`; "gated gelu tanh" is kernel "gated" with variant "gelu
     tanh" as its last argument. Unknown names, and kernels that run as NumPy code, cost nothing."""
     for call in list_kernel_calls(names, dtype):
@@ -85,7 +85,7 @@ def warm_kernels(names: Iterable[str], dtype: Any) -> None:
 
 
 def list_kernel_calls(names: Iterable[str], dtype: Any) -> list[Callable[[], Any]]:
-    """Return the calls that `warm_kernels` makes, one per kernel."""
+    """Return the calls that `warm_up_kernels` makes, one per kernel."""
     dtype = np.dtype(dtype)
     half_float = dtype.itemsize == 2
     x, w, s = np.zeros((2, 3), dtype), np.ones(3, dtype), np.ones(3, np.float32 if half_float else dtype)
@@ -95,11 +95,11 @@ def list_kernel_calls(names: Iterable[str], dtype: Any) -> list[Callable[[], Any
         if name in OTHER_WARMUPS:
             calls.append(partial(OTHER_WARMUPS[name], x.copy(), w.copy(), s.copy()))
         elif choice.get_implementation_name(known) == "numba" and choice.SAMPLE_CALLS[known]:
-            calls.append(partial(_warm_kernel, name, x.copy(), w.copy(), s.copy()))
+            calls.append(partial(_warm_up_kernel, name, x.copy(), w.copy(), s.copy()))
     return calls
 
 
-def _warm_kernel(name: str, *given: Any) -> None:
+def _warm_up_kernel(name: str, *given: Any) -> None:
     known, _, variant = name.partition(" ")
     sample = choice.SAMPLE_CALLS[known]
     assert sample is not None
@@ -108,7 +108,7 @@ def _warm_kernel(name: str, *given: Any) -> None:
         choice.KERNELS[known](np, *arguments, *([variant] if variant else []))
 
 
-def _warm_linear(x: Any, w: Any, s: Any) -> None:
+def _warm_up_linear(x: Any, w: Any, s: Any) -> None:
     """Warm the products of a Linear, which are not kernels but run in the chosen BLAS library."""
     weight, y = np.zeros((3, 3), x.dtype), np.empty_like(x)
     kernels.sum_rows(np, x, s)
@@ -123,7 +123,7 @@ def _warm_linear(x: Any, w: Any, s: Any) -> None:
     blas.linear_backward(np.empty_like(x), (weight, False), (w.copy(), False), y, x, weight.copy())
 
 
-def _warm_conversion(x: Any, name: str) -> None:
+def _warm_up_conversion(x: Any, name: str) -> None:
     h = kernels.cast_float(np, kernels.to_float32(np, x), parse_dtype(name))
     wide = kernels.to_float32(np, h)
     kernels.store(np, h, wide)

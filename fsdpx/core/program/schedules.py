@@ -67,7 +67,7 @@ def interleaved(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSch
     Microbatches pass through the stages of a rank in rounds of P; the last round may be shorter. Bubble (P - 1) / (v m
     + P - 1) for m a multiple of P; (v P - 1) / (P - 1) times the messages of 1F1B.
     """
-    _require_fitting_numbers("interleaved", ranks, microbatches, per_rank, 2, more=True)
+    _require_fitting_numbers("interleaved", ranks, microbatches, per_rank, 2, allows_more=True)
     # build whole rounds, then drop microbatches that do not exist: any part of an order that can run can run too
     rounds = [range(start, start + ranks) for start in range(0, microbatches, ranks)]
     rows = []
@@ -196,12 +196,12 @@ def _alternate_actions(
 
 
 def _require_fitting_numbers(
-    name: str, ranks: int, microbatches: int, per_rank: int, takes: int, more: bool = False
+    name: str, ranks: int, microbatches: int, per_rank: int, stages: int, allows_more: bool = False
 ) -> None:
     if ranks < 1 or microbatches < 1:
         raise ConfigError(f"schedule {name!r}: ranks={ranks} and microbatches={microbatches} must both be at least 1")
-    if per_rank < takes or (per_rank > takes and not more):
-        wanted = f"{takes} stage{'s' * (takes > 1)}{' or more' * more}"
+    if per_rank < stages or (per_rank > stages and not allows_more):
+        wanted = f"{stages} stage{'s' * (stages > 1)}{' or more' * allows_more}"
         raise ConfigError(
             f"schedule {name!r} puts {wanted} on each rank, not per_rank={per_rank}, which makes "
             f"{ranks * per_rank} stages on {ranks} ranks; 'interleaved' takes 2 or more per rank, 'zbv' 2, the others 1"

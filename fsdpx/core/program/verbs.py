@@ -75,12 +75,12 @@ def parse_actions(text: str) -> tuple[Action, ...]:
     return tuple(actions)
 
 
-def format_marked_action(actions: Sequence[Action], at: int) -> str:
+def format_marked_action(actions: Sequence[Action], index: int) -> str:
     """Return the text of an action with six before and six after it, and an arrow below it."""
-    start = max(at - 6, 0)
-    words = [str(a) for a in actions[start : at + 7]]
+    start = max(index - 6, 0)
+    words = [str(a) for a in actions[start : index + 7]]
     lead = "... " if start else ""
-    arrow = len(lead) + sum(len(w) + 1 for w in words[: at - start])
+    arrow = len(lead) + sum(len(w) + 1 for w in words[: index - start])
     return f"  {lead}{' '.join(words)}\n  {' ' * arrow}^"
 
 

@@ -100,7 +100,7 @@ class SequentialAccumulation:
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
-    def create_gradient(self, buffer: Any, cut: Callable[[Any], list[Any]], keep_offset: bool) -> Gradient:
+    def create_gradient(self, buffer: Any, split: Callable[[Any], list[Any]], keep_offset: bool) -> Gradient:
         """Return a gradient backed by `buffer`, to which nothing has been added yet."""
         return FullGradient(buffer, keep_offset)
 
@@ -205,8 +205,8 @@ class TreeAccumulation:
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
-    def create_gradient(self, buffer: Any, cut: Callable[[Any], list[Any]], keep_offset: bool) -> Gradient:
-        return ChunkGradients(cut(buffer), self.mine, self.total, self._nodes_of_shard_ranks)
+    def create_gradient(self, buffer: Any, split: Callable[[Any], list[Any]], keep_offset: bool) -> Gradient:
+        return ChunkGradients(split(buffer), self.mine, self.total, self._nodes_of_shard_ranks)
 
     def add_reduced_sum(self, total: Any, part: Any) -> Any:
         """Keep the partial sums separate until all of them are there."""

@@ -123,22 +123,22 @@ class Page:
         """Return views of a flat array of the page: name -> the parameter's elements, in its shape."""
         return {f.name: flat[f.offset : f.offset + f.size].reshape(f.shape) for f in self.fields}
 
-    def iterate_fields(self, flat: Any, mine: ElementRange) -> Iterator[tuple[PageField, int, Any]]:
+    def iterate_fields(self, flat: Any, elements: ElementRange) -> Iterator[tuple[PageField, int, Any]]:
         """Yield the fields in a flat array of the elements `mine`: field, index of its first element here within the
         parameter, and a flat view of its elements."""
-        for piece in self.find_field_overlaps(mine):
+        for piece in self.find_field_overlaps(elements):
             field = self.fields[piece.have]
-            yield field, piece.start - field.offset, flat[piece.start - mine.start : piece.stop - mine.start]
+            yield field, piece.start - field.offset, flat[piece.start - elements.start : piece.stop - elements.start]
 
     def find_field_overlaps(self, shard: ElementRange) -> list[OverlapPiece]:
         """Return the fields (piece.have) that overlap a shard of this page, in page coordinates."""
         return find_overlaps([ElementRange(f.offset, f.offset + f.size) for f in self.fields], [shard])
 
-    def list_tensor_shapes_in_range(self, mine: ElementRange) -> list[tuple[int, ...]]:
+    def list_tensor_shapes_in_range(self, elements: ElementRange) -> list[tuple[int, ...]]:
         """Return the shapes of the tensors in elements `mine`, in order: of a sharded tensor its complete rows, with
         vectors for the incomplete rows before and after them."""
         tensor_shapes: list[tuple[int, ...]] = []
-        for piece in self.find_field_overlaps(mine):
+        for piece in self.find_field_overlaps(elements):
             field = self.fields[piece.have]
             start, stop, row = piece.start - field.offset, piece.stop - field.offset, prod(field.shape[1:])
             if len(field.shape) < 2 or not row:
@@ -157,26 +157,27 @@ class Page:
         return edges + [self.size]
 
 
-def shard_page(page: Page, width: int, snap: bool = False) -> tuple[ElementRange, ...]:
-    """Split a page into `width` shards: rank r holds [floor(n r / width), floor(n (r+1) / width)), without padding.
+def shard_page(page: Page, ranks: int, align_to_blocks: bool = False) -> tuple[ElementRange, ...]:
+    """Split a page into `ranks` shards: rank r holds [floor(n r / ranks), floor(n (r+1) / ranks)), without padding.
 
-    snap: move each bound to the nearest block edge, so that blockwise sums do not depend on the number of shards.
+    align_to_blocks: move each bound to the nearest block edge, so that blockwise sums do not depend on the number of
+    shards.
     """
-    bounds = [page.size * r // width for r in range(width + 1)]
-    if snap and width > 1:
+    bounds = [page.size * r // ranks for r in range(ranks + 1)]
+    if align_to_blocks and ranks > 1:
         edges = page.list_block_edges()
         bounds = [0, *(_find_nearest_edge(edges, b) for b in bounds[1:-1]), page.size]
     return tuple(ElementRange(a, b) for a, b in zip(bounds, bounds[1:], strict=False))
 
 
-def coalesce_runs(runs: Iterable[Interval], most: int, sparse: float = math.inf) -> Iterator[list[Interval]]:
-    """Group runs so that a group spans at most `most` elements, and at most `sparse` times the elements of its runs.
-    One call per group is cheaper than one per run."""
+def coalesce_runs(runs: Iterable[Interval], max_size: int, max_sparsity: float = math.inf) -> Iterator[list[Interval]]:
+    """Group runs so that a group spans at most `max_size` elements, and at most `max_sparsity` times the
+    elements of its runs. One call per group is cheaper than one per run."""
     group: list[Interval] = []
     inside = 0
     for run in runs:
         span = run[1] - (group or [run])[0][0]
-        if group and (span > most or span > sparse * (inside + run[1] - run[0])):
+        if group and (span > max_size or span > max_sparsity * (inside + run[1] - run[0])):
             yield group
             group, inside = [], 0
         group.append(run)

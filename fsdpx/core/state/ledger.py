@@ -285,9 +285,9 @@ def make_local_gradient_row(placement: Placement, page: int) -> LedgerRow:
     )
 
 
-def get_tensor_name(row: str, parameter: str) -> str:
+def get_tensor_name(slot: str, parameter: str) -> str:
     """Return the name of a tensor of the train state: "m/0.weight" for slot m, "0.weight" for the parameter itself."""
-    return f"{row}/{parameter}" if row else parameter
+    return f"{slot}/{parameter}" if slot else parameter
 
 
 def get_saved_name_prefix(row: LedgerRow, replica: int) -> str:

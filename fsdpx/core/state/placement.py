@@ -41,7 +41,7 @@ from fsdpx.nn.layer import ParameterSpec, join_path
 from fsdpx.nn.linearize import LayerList
 from fsdpx.nn.shard_specs import shard_bounds
 from fsdpx.optim import ShardSegment, ShardSegments
-from fsdpx.optim.optimizer import SlotFormat, get_slot_formats, unwrap
+from fsdpx.optim.optimizer import SlotFormat, get_slot_formats, unwrap_optimizer
 from fsdpx.optim.segments import ShardPeers
 
 __all__ = [
@@ -349,7 +349,7 @@ class Placement:
     def list_optimizer_transfers(self, page: int) -> tuple[tuple[str, str, int], ...]:
         """Return what the optimizer sends for this rank's part of a page, to ranks with other parts of its parameters:
         (axis, collective, bytes)."""
-        optimizer = unwrap(self.optimizer)
+        optimizer = unwrap_optimizer(self.optimizer)
         if gathers := getattr(optimizer, "gathers", 0):
             nbytes, shard, tensor = (
                 8 * gathers * len(self.list_parameters_of_page(page)),
@@ -369,7 +369,7 @@ class Placement:
 
     def get_slot_dtype(self, slot: str) -> np.dtype:
         """Return the dtype of a slot of the optimizer."""
-        slot_dtype: np.dtype = self.slot_formats[slot].format_for(self.formats.master)
+        slot_dtype: np.dtype = self.slot_formats[slot].get_dtype(self.formats.master)
         return slot_dtype
 
     def format_page_name(self, page: int) -> str:
@@ -424,10 +424,10 @@ def list_unit_statistics(layout: ModelLayout, unit: Unit) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in names if name in layout.statistic_specs))
 
 
-def make_segments(page: Page, mine: ElementRange, specs: Mapping[str, ParameterSpec]) -> tuple[ShardSegment, ...]:
+def make_segments(page: Page, span: ElementRange, specs: Mapping[str, ParameterSpec]) -> tuple[ShardSegment, ...]:
     """Return the parameters in a range of a page's elements, as segments for the optimizer."""
-    items, start = [], mine.start
-    for piece in page.find_field_overlaps(mine):
+    items, start = [], span.start
+    for piece in page.find_field_overlaps(span):
         f = page.fields[piece.have]
         bounds, norm = (piece.start - start, piece.stop - start, piece.start - f.offset), specs[f.source].norm
         items.append(ShardSegment(f.source, *bounds, f.size, f.shape, norm))

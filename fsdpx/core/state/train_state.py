@@ -86,9 +86,9 @@ class TieGroup:
         """The number of pages on each rank, in rank order."""
         return [self.ranks.count(rank) for rank in sorted(set(self.ranks))]
 
-    def count_gathered_elements(self, one: int) -> int:
+    def count_gathered_elements(self, page_elements: int) -> int:
         """Return the elements of all ranks' gradients together, if a page has `one` elements on this rank."""
-        return one * len(self.pages) if self.comm is not None else 0
+        return page_elements * len(self.pages) if self.comm is not None else 0
 
 
 class FrozenParameters:

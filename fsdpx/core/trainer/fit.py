@@ -305,7 +305,7 @@ class _Validation:
         history.validation.append((history.steps, value))
         metric_values = metrics.all_gather_means(self.trainer.call_runner.data_group) if self.metrics else {}
         if self.routing is not None:
-            metric_values |= self.routing.metrics_since(self.trainer.inspect.gather_expert_load())
+            metric_values |= self.routing.compute_metrics_since_last_call(self.trainer.inspect.gather_expert_load())
         for name, mean in metric_values.items():
             history.metrics.setdefault(name, []).append((history.steps, mean))
         return True

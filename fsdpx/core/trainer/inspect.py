@@ -14,7 +14,7 @@ from fsdpx.core.engine.engine import Engine
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.trainer.call_runner import KEEPS_FOR_LATER, ON_EVERY_RANK, CallRunner, LastUpdate
 from fsdpx.optim import get_learning_rate
-from fsdpx.optim.optimizer import unwrap
+from fsdpx.optim.optimizer import unwrap_optimizer
 
 __all__ = ["Inspection"]
 
@@ -65,7 +65,7 @@ class Inspection:
         current learning rate. They are the same on every mesh, since model and loss are described without
         sharding."""
         session, place = self._call_runner.session, self.placement
-        optimizer, clip = unwrap(place.optimizer), place.options.clip_norm
+        optimizer, clip = unwrap_optimizer(place.optimizer), place.options.clip_norm
         settings_by_name = {
             f"layer {node.path or '0'}": _repr_without_addresses(node.layer) for node in session.model.nodes
         }

@@ -35,7 +35,7 @@ from fsdpx.core.trainer.option_rules import (
 from fsdpx.errors import ConfigError
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.losses import Loss
-from fsdpx.optim.optimizer import Average, unwrap
+from fsdpx.optim.optimizer import Average, unwrap_optimizer
 
 __all__ = [
     "OPTIONS",
@@ -88,14 +88,14 @@ REMEDY = {"loss": "loss=nn.MSELoss()", "optimizer": "optimizer=optim.AdamW(lr=1e
 
 def is_loss_or_optimizer_missing(loss: Any, optimizer: Any) -> bool:
     """Return whether `distribute` was called without a loss or without an optimizer."""
-    return isinstance(loss, NoLoss) or isinstance(unwrap(optimizer), NoOptimizer)
+    return isinstance(loss, NoLoss) or isinstance(unwrap_optimizer(optimizer), NoOptimizer)
 
 
 def require_loss_and_optimizer(call: str, loss: Any = None, optimizer: Any = None) -> None:
     """Raise ConfigError if `loss` or `optimizer`, which this call needs, was not given to `distribute`. An argument
     left out is not needed."""
     without = ["loss"] if isinstance(loss, NoLoss) else []
-    without += ["optimizer"] if isinstance(unwrap(optimizer), NoOptimizer) else []
+    without += ["optimizer"] if isinstance(unwrap_optimizer(optimizer), NoOptimizer) else []
     if without:
         raise ConfigError(
             f"{call}: this trainer was made without {' and '.join(without)}, to predict alone; say "

@@ -26,12 +26,12 @@ __all__ = ["LOCAL", "OWN"]
 LOCAL, OWN = LocalSGD.excluded, AsyncSGD.excluded
 
 
-def _find_other_axis(c: ChoiceContext) -> str:
+def _describe_other_axis(c: ChoiceContext) -> str:
     axis = "replica" if isinstance(c.sync_choice, AsyncSGD) else "shard"
     return f"there is no {axis} axis, the mesh says {c.mesh}" if c.mesh.width_of(axis) > 1 else ""
 
 
-def _find_norm_of_sum(c: ChoiceContext) -> str:
+def _describe_norm_of_sum(c: ChoiceContext) -> str:
     return (
         make_given_option_finder("clip_norm")(c)
         if isinstance(c.sync_choice, AsyncSGD) and c.sync_choice.staleness == 0
@@ -71,7 +71,7 @@ EXCLUSIONS += (
     ExcludedPair(OWN, "a `tensor` axis",
         make_wide_axis_finder("tensor", "the tensor axis of {width} ranks "), "keeps step",
         "leave it out"),
-    ExcludedPair(OWN, "another data axis than its own", _find_other_axis, "", "leave mesh out"),
+    ExcludedPair(OWN, "another data axis than its own", _describe_other_axis, "", "leave mesh out"),
     ExcludedPair(OWN, "`offload`", make_condition_finder("offload: ", lambda c: c.get_option("offload") is not None),
         "what several ranks change does not lie on one rank's disk", "leave offload out"),
     ExcludedPair(OWN, "`reproducible_chunks`",
@@ -80,7 +80,7 @@ EXCLUSIONS += (
         "leave reproducible_chunks out"),
     ExcludedPair(OWN, "`compression`", make_given_option_finder("compression", " "),
         "carries sums over ranks, and there are none", "leave compression out"),
-    ExcludedPair(OWN, "`clip_norm` with a staleness of 0", _find_norm_of_sum,
+    ExcludedPair(OWN, "`clip_norm` with a staleness of 0", _describe_norm_of_sum,
         "no rank knows the norm of the sum before it updates", "leave it out"),
     ExcludedPair(OWN, "a layer that takes statistics over the global batch",
         make_collective_layer_finder("layer {layer!r} "),

@@ -257,9 +257,9 @@ class LocalSGD(SyncChoice):
         """
         return LocalSyncPolicy(placement, self)
 
-    def _require_int(self, name: str, least: int, most: int | None, wanted: str) -> None:
+    def _require_int(self, name: str, minimum: int, maximum: int | None, wanted: str) -> None:
         value = getattr(self, name)
-        if type(value) is not int or value < least or (most is not None and value > most):
+        if type(value) is not int or value < minimum or (maximum is not None and value > maximum):
             raise ConfigError(f"LocalSGD({name}={value!r}): {wanted}")
 
 
@@ -327,11 +327,11 @@ class LocalSyncPolicy(SyncPolicy):
         """Return the elements of this rank's shard of a page for which it makes the outer step."""
         return self._find_elements_of_rank(page, self.placement.axes.coordinates)
 
-    def _find_elements_of_rank(self, page: int, place: MeshCoordinates) -> ElementRange:
-        shard = self.placement.pages[page].shards[place.shard]
+    def _find_elements_of_rank(self, page: int, coordinates: MeshCoordinates) -> ElementRange:
+        shard = self.placement.pages[page].shards[coordinates.shard]
         counts = split_evenly(shard.size, self.placement.axes.replica.size)
-        start = shard.start + sum(counts[: place.replica])
-        return ElementRange(start, start + counts[place.replica])
+        start = shard.start + sum(counts[: coordinates.replica])
+        return ElementRange(start, start + counts[coordinates.replica])
 
     @cached_property
     def segments(self) -> dict[int, ShardSegments]:
@@ -458,7 +458,7 @@ class RoundShare:
     loss: float
 
 
-def _get_policy(run: ProgramRun) -> tuple[LocalSyncPolicy, RoundSchedule, OuterStep]:
+def _get_policy_and_outer_step(run: ProgramRun) -> tuple[LocalSyncPolicy, RoundSchedule, OuterStep]:
     """Return the policy of a run, its rounds, and the outer communication of this step."""
     policy = run.placement.sync_policy
     assert isinstance(policy, LocalSyncPolicy)
@@ -470,7 +470,7 @@ def start_all_gather_shares(run: ProgramRun, action: Action, taken: Values, read
 
     Each sends how much data it trained on, its loss, and the scheduled values of this step and of the outer step; the
     scheduled values must be equal on all replicas."""
-    (mean, weights), place, (policy, rounds, now) = read, run.placement, _get_policy(run)
+    (mean, weights), place, (policy, rounds, now) = read, run.placement, _get_policy_and_outer_step(run)
     number = rounds.get_outer_step_number(min(now.deltas), run.step + 1 + rounds.half_delay)
     (known,) = (w for w, pages in zip(weights, rounds.fragments, strict=True) if pages & now.deltas)
     replicas = place.axes.mesh.ranks_along(place.axes.coordinates, ("replica",))
@@ -501,7 +501,7 @@ def start_reduce_scatter_outer_gradient(
     counts = split_evenly(buffer.size, replica.size)
     total = buffer[: counts[replica.rank]]
     memory = {name.partition("/")[2]: array for name, array in kept.items() if name.startswith("replica/")}
-    parcel = run.workspace.get_scratch("parcel", p)
+    parcel = run.workspace.get_scratch_buffer("parcel", p)
     handle = place.get_codec_route(p).replica.reduce(
         replica, buffer, total, counts, parcel, memory, what=format_action_label(run, action)
     )  # fmt: skip
@@ -514,11 +514,11 @@ def update_and_start_all_gather_outer(
     """Run the outer optimizer on this replica's part, then start the all-gather of the outer parameters: n - n/R
     elements per rank."""
     p, place, (gradient,), (whole, slots) = get_action_target(action), run.placement, taken, added
-    policy, rounds, _ = _get_policy(run)
+    policy, rounds, _ = _get_policy_and_outer_step(run)
     segments, optimizer = policy.segments[p], policy.outer
     part, first, replica = policy.find_elements_of_outer_step(p), place.pages[p].own_range.start, place.axes.replica
     own, number = whole[part.start - first : part.stop - first], rounds.get_outer_step_number(p, run.step + 1)
-    counted = segments.count_missed({name: n // rounds.every for name, n in run.missed.items()})
+    counted = segments.with_missed_updates({name: n // rounds.every for name, n in run.missed.items()})
     with preserving_frozen_parameters(run, segments, own, slots):
         update_parameters(
             optimizer,
@@ -540,7 +540,7 @@ def update_and_start_all_gather_outer(
 
 def mix_in_outer_parameters(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Set parameters = mix parameters + (1 - mix) outer parameters."""
-    (found,), (master,), mix = taken, added, _get_policy(run)[0].choice.mix
+    (found,), (master,), mix = taken, added, _get_policy_and_outer_step(run)[0].choice.mix
     if not mix:
         master[...] = found
     elif run.placement.device.holds_data:

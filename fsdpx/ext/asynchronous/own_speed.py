@@ -106,9 +106,9 @@ class CommonMemory:
         ):
             yield words, master, {key.name: array for key, array in zip(keys, slots, strict=True)}
 
-    def read_word(self, rank: int, page: int, at: int) -> int:
+    def read_word(self, rank: int, page: int, index: int) -> int:
         """Read word number `at` of a page in the part of a rank, without a lock."""
-        return self.window.read_word(rank, self._items[rank][LedgerKey("words", page)].start // 8 + at)
+        return self.window.read_word(rank, self._items[rank][LedgerKey("words", page)].start // 8 + index)
 
     def list_holder_spans(self, page: int) -> Sequence[Span]:
         """Return the ranks, with their elements, from which a page is read and in which it is updated; starts at this

@@ -748,7 +748,7 @@ KERNEL(lion)(real* p, const real* g, real* m, number n, real scale, real keep, r
     }
 }
 
-KERNEL(moments)(real* m, real* v, const real* g, number n, real scale, real share1, real beta2, real share2) {
+KERNEL(update_moments)(real* m, real* v, const real* g, number n, real scale, real share1, real beta2, real share2) {
     EACH(i, n) {
         real a = g[i] * scale;
         m[i] = m[i] + (a - m[i]) * share1;
@@ -761,11 +761,11 @@ __device__ inline real step_of(const real* p, const real* m, const real* v, numb
     return decay != 0 ? a + p[i] * decay : a;
 }
 
-KERNEL(direction)(real* u, const real* p, const real* m, const real* v, number n, real unbias1, real unbias2, real eps, real decay) {
+KERNEL(compute_direction)(real* u, const real* p, const real* m, const real* v, number n, real unbias1, real unbias2, real eps, real decay) {
     EACH(i, n) u[i] = step_of(p, m, v, i, unbias1, unbias2, eps, decay);
 }
 
-KERNEL(follow)(real* p, const real* m, const real* v, number n, real unbias1, real unbias2, real eps, real decay, real rate) {
+KERNEL(step_along_direction)(real* p, const real* m, const real* v, number n, real unbias1, real unbias2, real eps, real decay, real rate) {
     EACH(i, n) p[i] = p[i] - step_of(p, m, v, i, unbias1, unbias2, eps, decay) * rate;
 }
 

@@ -802,7 +802,7 @@ def _count_cells(x: Any) -> int:
 
 # -- updates of a shard ------------------------------------------------------------------------------------------------
 
-UPDATES = ("sgd", "momentum", "adam", "lion", "moments", "direction", "follow")
+UPDATES = ("sgd", "momentum", "adam", "lion", "update_moments", "compute_direction", "step_along_direction")
 
 
 def run_optimizer_kernel(name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:

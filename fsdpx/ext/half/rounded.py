@@ -11,8 +11,8 @@ from fsdpx.optim.optimizer import (
     SlotFormat,
     Slots,
     WrappedOptimizer,
-    check_shard,
-    unwrap,
+    require_matching_shard,
+    unwrap_optimizer,
     update_parameters,
 )
 from fsdpx.optim.segments import ShardSegments
@@ -50,8 +50,8 @@ class RoundedOptimizer(WrappedOptimizer):
         scale: float = 1.0,
     ) -> None:  # fmt: skip
         """Update a shard in place, see `Optimizer.update`. p and slots are bfloat16, g is float32."""
-        check_shard(self, p, g, slots, step, segments)
-        if not isinstance(unwrap(self), Elementwise):
+        require_matching_shard(self, p, g, slots, step, segments)
+        if not isinstance(unwrap_optimizer(self), Elementwise):
             self._update_block(xp, p, g, slots, segments, lr=lr, step=step, scale=scale)
             return
         for start, part in segments.split_into_blocks(BLOCK_ELEMENTS):

@@ -46,43 +46,43 @@ MIN_SLICE_SECONDS = 1e-6
 
 @dataclass(frozen=True)
 class TraceGroups:
-    """The position of a rank on the mesh. lines: lane of a verb -> a name of the group of ranks that it communicates
+    """The position of a rank on the mesh. groups: lane of a verb -> a name of the group of ranks that it communicates
     with there, the same on all of them."""
 
     rank: int
-    lines: dict[str, str]
+    groups: dict[str, str]
 
     @classmethod
     def from_axes(cls, axes: MeshAxes) -> TraceGroups:
         here = axes.coordinates._asdict()
-        lines = {axis: ".".join(f"{name}{at}" for name, at in here.items() if name != axis) for axis in AXES}
+        groups = {axis: ".".join(f"{name}{at}" for name, at in here.items() if name != axis) for axis in AXES}
         together = "" if axes.group is axes.world else f"replica{axes.coordinates.replica}"
-        return cls(axes.world.rank, {**lines, "world": together})
+        return cls(axes.world.rank, {**groups, "world": together})
 
-    def make_transfer_key(self, turn: ProgramRecord, action: Action, time: int) -> Hashable:
+    def make_transfer_key(self, record: ProgramRecord, action: Action, time: int) -> Hashable:
         """Return the common key of a transfer on all ranks that take part; None if no other rank does. time: counts
         repetitions of the action in the program, from 1."""
         verb = VERBS[action.op]
-        if verb.lane not in self.lines:
+        if verb.lane not in self.groups:
             return None
         kind = "message" if verb.is_send or verb.is_receive else action.op
-        return (verb.lane, self.lines[verb.lane], turn.number, kind, action.unit, action.mb, time)
+        return (verb.lane, self.groups[verb.lane], record.number, kind, action.unit, action.mb, time)
 
 
-def list_action_events(turn: ProgramRecord, place: TraceGroups) -> list[ActionEvent]:
+def list_action_events(record: ProgramRecord, place: TraceGroups) -> list[ActionEvent]:
     """Return one event for each action, in program order.
 
     A computing action lasts from when it had all its inputs to its end; a transfer that overlaps computing from the
     same moment to when this rank saw it complete."""
     flights: dict[Action, list[TransferSpan]] = defaultdict(list)
-    for flight in turn.transfers:
+    for flight in record.transfers:
         flights[flight.action].append(flight)
     times: Counter[Action] = Counter()
     found = []
-    for one in turn.actions:
+    for one in record.actions:
         times[one.action] += 1
         start, end = _find_span(one, flights[one.action])
-        key = place.make_transfer_key(turn, one.action, times[one.action])
+        key = place.make_transfer_key(record, one.action, times[one.action])
         found.append(ActionEvent(place.rank, one.action, start, end, one.nbytes, key))
     return found
 
@@ -96,14 +96,14 @@ def _find_span(one: ActionSpan, flights: Sequence[TransferSpan]) -> tuple[float,
     return one.ready, max(landed, default=one.end)
 
 
-def list_wait_events(turn: ProgramRecord, events: Sequence[ActionEvent]) -> list[ActionEvent]:
+def list_wait_events(record: ProgramRecord, events: Sequence[ActionEvent]) -> list[ActionEvent]:
     """Return the waits of a rank before actions, for transfers that it was the first to need.
 
     action and key are those of the transfer that completed last; if none is known, the action that waited. events:
-    those of `turn`."""
+    those of `record`."""
     moving = [event for event in events if VERBS[event.action.op].moves]
     found = []
-    for one, event in zip(turn.actions, events, strict=True):
+    for one, event in zip(record.actions, events, strict=True):
         if one.ready - one.begin > MIN_SLICE_SECONDS:
             late = max((e for e in moving if one.begin < e.end <= one.ready), key=lambda e: e.end, default=None)
             action, key = (one.action, None) if late is None else (late.action, late.key)
@@ -116,10 +116,10 @@ SIMULATED, SIMULATED_PID_OFFSET = "simulated.json.gz", 1_000_000
 """A file that `merge_traces` adds to those of the measured ranks, and the offset of its process numbers from theirs."""
 MAX_UNPACKED_BYTES = 1 << 30
 """Maximum bytes to which a file may unpack."""
-MOST_NAMED = 10
+MAX_NAMED_FILES = 10
 """Missing files that an error names."""
 MICROSECONDS_PER_SECOND = 1e6
-COMPUTE, FIRST = 0, 2
+COMPUTE_THREAD, FIRST_TRANSFER_THREAD = 0, 2
 """Thread numbers in the trace: of actions that occupy the rank, and the first of transfers that overlap them."""
 STEPS_THREAD = 1
 LAYER = "layer"
@@ -175,7 +175,7 @@ def get_trace_file_name(rank: int) -> str:
 def write_trace(
     folder: Path,
     header: TraceHeader,
-    turns: Sequence[ProgramRecord],
+    records: Sequence[ProgramRecord],
     place: TraceGroups,
     after: Iterable[OutsideSpan] = (),
 ) -> Path:
@@ -184,7 +184,7 @@ def write_trace(
     _write_gzip_json(
         path,
         {
-            "traceEvents": list_trace_events(header, turns, place, after),
+            "traceEvents": list_trace_events(header, records, place, after),
             "displayTimeUnit": "ms",
             "fsdpx": asdict(header),
         },
@@ -203,25 +203,25 @@ def write_simulated_trace(path: Path, ranks: Sequence[tuple[TraceHeader, Program
 
 
 def list_trace_events(
-    header: TraceHeader, turns: Sequence[ProgramRecord], place: TraceGroups, after: Iterable[OutsideSpan] = ()
+    header: TraceHeader, records: Sequence[ProgramRecord], place: TraceGroups, after: Iterable[OutsideSpan] = ()
 ) -> list[JSON]:
     """Return the events of one rank: steps, actions, layers, waits and transfers as slices, messages as arrows,
     activations as a curve."""
     lanes = _TraceLanes(header)
-    for turn in turns:
-        if not turn.actions:
+    for record in records:
+        if not record.actions:
             continue
-        lanes.add_outside_spans(turn.before, turn.number)
-        events = list_action_events(turn, place)
-        lanes.add_step(turn, max(event.end for event in events))
-        for wait in list_wait_events(turn, events):
+        lanes.add_outside_spans(record.before, record.number)
+        events = list_action_events(record, place)
+        lanes.add_step(record, max(event.end for event in events))
+        for wait in list_wait_events(record, events):
             lanes.wait(wait)
-        for one, event in zip(turn.actions, events, strict=True):
+        for one, event in zip(record.actions, events, strict=True):
             lanes.add_event(event, stops=(event.start, event.end) == (one.ready, one.end))
             lanes.add_memory(one.end, one.alive)
-        for path, what, begin, end in turn.layers:
-            lanes.add_slice(COMPUTE, f"{path} {what}", LAYER, begin, end)
-    lanes.add_outside_spans(after, len(turns))
+        for path, what, begin, end in record.layers:
+            lanes.add_slice(COMPUTE_THREAD, f"{path} {what}", LAYER, begin, end)
+    lanes.add_outside_spans(after, len(records))
     return [*lanes.iterate_name_metadata(), *lanes.found]
 
 
@@ -239,7 +239,7 @@ class _TraceLanes:
         where = " ".join(f"{axis} {at}" for axis, at in self.header.place.items())
         yield self._make_metadata("process_name", 0, name=f"rank {self.header.rank} ({where}) on {self.header.host}")
         yield self._make_metadata("process_sort_index", 0, sort_index=self.header.rank)
-        named = {COMPUTE: "compute", STEPS_THREAD: "steps"}
+        named = {COMPUTE_THREAD: "compute", STEPS_THREAD: "steps"}
         named |= {tid: lane + (f" ({n + 1})" if n else "") for (lane, n), tid in self._threads.items()}
         for tid, name in named.items():
             yield self._make_metadata("thread_name", tid, name=name)
@@ -253,24 +253,26 @@ class _TraceLanes:
         begin = self._to_microseconds(start)
         self.found.append({**common, "ts": begin, "dur": round(self._to_microseconds(end) - begin, 3), "args": args})
 
-    def add_outside_spans(self, some: Iterable[OutsideSpan], turn: int) -> None:
+    def add_outside_spans(self, spans: Iterable[OutsideSpan], run_number: int) -> None:
         """Add the spans outside programs before a run."""
-        for what, begin, end, nbytes in some:
+        for what, begin, end, nbytes in spans:
             args: JSON = {"bytes": nbytes} if nbytes else {}
-            self.add_slice(COMPUTE, what, "outside", begin, end, key=f"{turn}", stops=True, **args)
+            self.add_slice(COMPUTE_THREAD, what, "outside", begin, end, key=f"{run_number}", stops=True, **args)
 
-    def add_step(self, turn: ProgramRecord, end: float) -> None:
-        words = f"{turn.program.kind} {turn.steps + 1}"
-        self.add_slice(STEPS_THREAD, words, "step", turn.actions[0].begin, end, turn=turn.number, steps=turn.steps)
+    def add_step(self, record: ProgramRecord, end: float) -> None:
+        words = f"{record.program.kind} {record.steps + 1}"
+        self.add_slice(STEPS_THREAD, words, "step", record.actions[0].begin, end, run=record.number, steps=record.steps)
 
     def wait(self, event: ActionEvent) -> None:
-        self.add_slice(COMPUTE, f"wait for {event.action}", "wait", event.start, event.end, key=_format_key(event))
+        self.add_slice(
+            COMPUTE_THREAD, f"wait for {event.action}", "wait", event.start, event.end, key=_format_key(event)
+        )
 
     def add_event(self, event: ActionEvent, stops: bool) -> None:
         """Add an action. stops: the rank was blocked meanwhile."""
         verb = VERBS[event.action.op]
         occupies = verb.lane in ("compute", "host")
-        tid = COMPUTE if occupies else self._choose_thread(verb.lane, event)
+        tid = COMPUTE_THREAD if occupies else self._choose_thread(verb.lane, event)
         args: JSON = {"bytes": event.nbytes} if event.nbytes else {}
         if event.key is not None:
             args |= {"key": _format_key(event), "stops": stops}
@@ -286,7 +288,7 @@ class _TraceLanes:
         free = self._free.setdefault(lane, [])
         n = next((n for n, until in enumerate(free) if until <= event.start), len(free))
         free[n:] = [event.end, *free[n + 1 :]]
-        return self._threads.setdefault((lane, n), FIRST + len(self._threads))
+        return self._threads.setdefault((lane, n), FIRST_TRANSFER_THREAD + len(self._threads))
 
     def _add_arrow(self, tid: int, event: ActionEvent, sends: bool) -> None:
         """Add one end of an arrow from the beginning of a send to the end of its receive."""
@@ -321,7 +323,7 @@ def read_traces(folder: Path) -> list[RankTrace]:
     found = [_read_trace(path) for path in paths]
     there, ranks = {one.header.rank for one in found}, found[0].header.ranks
     if len(there) != ranks or max(there) >= ranks:
-        numbers = ", ".join(str(n) for n in range(min(ranks, len(there) + MOST_NAMED)) if n not in there)
+        numbers = ", ".join(str(n) for n in range(min(ranks, len(there) + MAX_NAMED_FILES)) if n not in there)
         raise ConfigError(f"{folder}: of {found[0].header.ranks} ranks the files of {numbers} are missing")
     return found
 
@@ -380,7 +382,7 @@ def _list_simulated_events(first: RankTrace, folder: Path, zero: float) -> list[
     path = folder / SIMULATED
     if not path.exists():
         return []
-    steps = (e["ts"] for e in first.events if e.get("cat") == "step" and e["args"]["turn"] == first.header.shown)
+    steps = (e["ts"] for e in first.events if e.get("cat") == "step" and e["args"]["run"] == first.header.shown)
     begin = round(
         (first.to_rank0_clock(next(steps, 0.0) / MICROSECONDS_PER_SECOND) - zero) * MICROSECONDS_PER_SECOND, 3
     )

@@ -259,10 +259,10 @@ def agree_on_run_folder(name: str, given: str | None, resume: bool, comm: Any) -
         folder = RunFolder(Path(given)) if given else max(known, key=lambda one: (one.start_time, one.path))
         return folder, folder.read_arguments()
 
-    return _broadcast_from_rank_0(comm, choose_on_rank0)
+    return _decide_on_rank0(comm, choose_on_rank0)
 
 
-def _broadcast_from_rank_0(comm: Any, decide: Callable[[], Any]) -> Any:
+def _decide_on_rank0(comm: Any, decide: Callable[[], Any]) -> Any:
     found: Any = None
     try:
         found = decide() if comm.rank == 0 else None

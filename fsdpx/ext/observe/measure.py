@@ -90,7 +90,7 @@ def measure_steps(engine: Engine, step: Callable[[], object], steps: int = 5) ->
             axes.world.barrier(what="measure").wait()
             origin = perf_counter()  # clocks of hosts have different origins
             step()
-            acted = recording.turns[-1].actions
+            acted = recording.records[-1].actions
             timelines.append([(one.action, one.ready - origin, one.end - origin) for one in acted])
     finally:
         engine.remove_observers(recording)
@@ -124,7 +124,7 @@ def make_action_times(lines: list[Timeline]) -> ActionTimes:
     return ActionTimes(get_seconds)
 
 
-ENOUGH, LONGEST = 10e-6, 0.1
+CLOCK_ERROR_SECONDS, MAX_CLOCK_SECONDS = 10e-6, 0.1
 """Seconds: error at which rank 0 stops asking for the time, and time after which it uses the best answer so far."""
 MIN_CLOCK_QUESTIONS = 20
 """Questions that are asked even if the first answers are exact enough."""
@@ -166,7 +166,7 @@ def _measure_offset_of_rank(comm: Communicator, rank: int) -> tuple[float, float
         theirs, _ = _recv_clock(comm, rank)
         end = perf_counter()
         best, asked = min(best, (theirs - (begin + end) / 2, (end - begin) / 2), key=lambda one: one[1]), asked + 1
-        if asked >= MIN_CLOCK_QUESTIONS and (best[1] <= ENOUGH or end - start > LONGEST):
+        if asked >= MIN_CLOCK_QUESTIONS and (best[1] <= CLOCK_ERROR_SECONDS or end - start > MAX_CLOCK_SECONDS):
             return best
 
 

@@ -133,14 +133,14 @@ def iterate_page_sections(folder: RunFolder, traces: Sequence[RankTrace]) -> Ite
     if of_a_run:
         yield "Bytes sent or received, by axis", _format_traffic(folder)
     if found := compute_wait_matrix(traces) if traces else None:
-        yield "One step: measured, and simulated with messages that take no time", _format_step(traces)
+        yield "One step: measured, and simulated with messages that take no time", _format_step_times(traces)
         yield "Where the time of ranks goes", _format_stragglers(found)
         yield "Who waits for whom", _format_wait_matrix(found)
         yield "Slowest layers", _format_layers(traces)
     else:
         yield "Trace", NO_TRACE
     if of_a_run:
-        yield "Summary over all ranks", _read_summary(folder)
+        yield "Summary over all ranks", _read_report_text(folder)
 
 
 def _format_run_facts(folder: RunFolder) -> str:
@@ -186,7 +186,7 @@ def _embed_image(figure: Any) -> str:
     return f'<p><img alt="" src="data:image/png;base64,{b64encode(drawn.getvalue()).decode()}"></p>'
 
 
-def _format_step(traces: Sequence[RankTrace]) -> str:
+def _format_step_times(traces: Sequence[RankTrace]) -> str:
     rows = [("", "ms", "idle")]
     for what, events in (("measured", _list_measured_events(traces)), ("simulated", _list_simulated_events(traces))):
         computing = [event for event in events if VERBS[event.action.op].lane == "compute"]
@@ -203,7 +203,7 @@ def _list_measured_events(traces: Sequence[RankTrace]) -> list[ActionEvent]:
     """Return the actions of the representative step, in milliseconds since the first one, on rank 0's clock."""
     found = []
     for n, one in enumerate(traces):
-        shown = [e for e in one.events if e.get("cat") == "step" and e["args"]["turn"] == one.header.shown]
+        shown = [e for e in one.events if e.get("cat") == "step" and e["args"]["run"] == one.header.shown]
         begin, end = (shown[0]["ts"], shown[0]["ts"] + shown[0]["dur"]) if shown else (0.0, 0.0)
         for e in one.events:
             if e["ph"] == "X" and e["cat"] not in ("step", "outside", "wait", LAYER) and begin <= e["ts"] < end:
@@ -272,7 +272,7 @@ def _format_layers(traces: Sequence[RankTrace]) -> str:
     return f"{format_table(rows)}\n\n{len(spent)} layers in all, on the slowest rank of each; mean of {steps} steps"
 
 
-def _read_summary(folder: RunFolder) -> str:
+def _read_report_text(folder: RunFolder) -> str:
     path = folder.path / "report.txt"
     there = path.exists()
     return (

@@ -77,7 +77,7 @@ class OutsideSpan(NamedTuple):
     nbytes: int
 
 
-MOST_OUTSIDE = 1000
+MAX_OUTSIDE_SPANS = 1000
 """Spans kept between two training programs: each prediction adds one when it agrees on a batch."""
 
 
@@ -110,14 +110,14 @@ class TimelineRecorder(Observer):
     run. written: whether all runs were written to files."""
 
     def __init__(self, keep: int) -> None:
-        self.turns: deque[ProgramRecord] = deque(maxlen=keep)
+        self.records: deque[ProgramRecord] = deque(maxlen=keep)
         self.activations = ActivationMeter()
         self.layers: dict[str, LayerTime] = {}
         self._units: list[Unit] = []
         self.written = False
         self._count = 0
         self._now: ProgramRecord | None = None
-        self.after: deque[OutsideSpan] = deque(maxlen=MOST_OUTSIDE)
+        self.after: deque[OutsideSpan] = deque(maxlen=MAX_OUTSIDE_SPANS)
 
     def on_program_begin(self, program: Program, state: TrainState) -> None:
         self._now = None
@@ -125,7 +125,7 @@ class TimelineRecorder(Observer):
             self._now = ProgramRecord(self._count, state.steps, program, list(self.after))
             self.after.clear()
             self._count += 1
-            self.turns.append(self._now)
+            self.records.append(self._now)
             self.written = False
             self.activations.exclude_arena(state.arena)
 

@@ -105,7 +105,7 @@ class ExpertLoadMetrics:
     def __init__(self) -> None:
         self._before: dict[str, ExpertLoad] = {}
 
-    def metrics_since(self, routing: Mapping[str, ExpertLoad]) -> dict[str, float]:
+    def compute_metrics_since_last_call(self, routing: Mapping[str, ExpertLoad]) -> dict[str, float]:
         """Return `METRICS` for the steps since the last call: the largest imbalance of a layer, and the dropped choices
         of all."""
         before, self._before = self._before, dict(routing)

@@ -40,11 +40,11 @@ class TraceWriter(Observer):
     def write_files(self) -> None:
         """Write the recorded steps, each rank into its own file; raise ConfigError on all ranks if one cannot.
         Collective."""
-        turns = list(self._recording.turns)
-        header = self._make_header(turns)
+        records = list(self._recording.records)
+        header = self._gather_header(records)
         after = list(self._recording.after)
         self._run_on_all_ranks(
-            lambda: write_trace(self.folder, header, turns, TraceGroups.from_axes(self._axes), after)
+            lambda: write_trace(self.folder, header, records, TraceGroups.from_axes(self._axes), after)
         )
         self._recording.written = True
 
@@ -61,7 +61,7 @@ class TraceWriter(Observer):
         except CheckpointError as error:
             raise ConfigError(str(error)) from error
 
-    def _make_header(self, turns: list[ProgramRecord]) -> TraceHeader:
+    def _gather_header(self, records: list[ProgramRecord]) -> TraceHeader:
         axes = self._axes
         clock = [self._begun, measure_clock_offset(axes.uncounted_world)]
         place, memory = axes.coordinates._asdict(), self._state.count_bytes_by_kind()
@@ -75,7 +75,7 @@ class TraceWriter(Observer):
             clock,
             memory=memory,
         )
-        shown = self._agree_on_shown_step(turns)
+        shown = self._agree_on_shown_step(records)
         if shown is not None:
             line = [(one.action, one.ready, one.end) for one in shown.actions]
             everyone = axes.pipe.all_gather_data((line, shown.program))
@@ -88,23 +88,23 @@ class TraceWriter(Observer):
             header.alive = [(one.end - zero, one.alive) for one in shown.actions]
         return header
 
-    def _agree_on_shown_step(self, turns: list[ProgramRecord]) -> ProgramRecord | None:
+    def _agree_on_shown_step(self, records: list[ProgramRecord]) -> ProgramRecord | None:
         """Return the representative step: the one of median time among those that all ranks recorded completely; None
         if there is none, or ranks train at their own speed. Collective."""
-        own = {turn.number: turn.actions[-1].end - turn.actions[0].begin for turn in turns if turn.is_complete}
+        own = {one.number: one.actions[-1].end - one.actions[0].begin for one in records if one.is_complete}
         everyone = self._axes.world.all_gather_data(own)
         common = sorted(set.intersection(*map(set, everyone)), key=lambda number: max(row[number] for row in everyone))
         if not common or self._state.placement.sync_policy.own_speed:
             return None
-        return next(turn for turn in turns if turn.number == common[len(common) // 2])
+        return next(record for record in records if record.number == common[len(common) // 2])
 
 
 def _print_if_trace_lost(recording: TimelineRecorder, folder: Path) -> None:
     """Print that a trace is lost, when its trainer is garbage-collected or the process ends: a rank that ends cannot
     write it, as that takes the clocks of all ranks."""
-    if recording.turns and not recording.written:
+    if recording.records and not recording.written:
         print(
-            f"fsdpx: the trace of {len(recording.turns)} programs was not written to {folder}: call trainer.close() "
+            f"fsdpx: the trace of {len(recording.records)} programs was not written to {folder}: call trainer.close() "
             "or trainer.inspect.save_trace() on all ranks before the script ends",
             file=sys.stderr, flush=True,
         )  # fmt: skip

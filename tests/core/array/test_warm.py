@@ -9,13 +9,13 @@ from amount import few, in_full
 
 from fsdpx.core.array import parse_dtype
 from fsdpx.core.array.kernels import choice
-from fsdpx.core.engine.warmup import OTHER_WARMUPS, warm_kernels
+from fsdpx.core.engine.warmup import OTHER_WARMUPS, warm_up_kernels
 
 COUNT = """
 import gc
 import numpy as np
 from fsdpx.core.array import kernels
-from fsdpx.core.engine.warmup import warm_kernels
+from fsdpx.core.engine.warmup import warm_up_kernels
 
 def ready():
     from fsdpx.core.array.jit import CompiledFunction
@@ -30,7 +30,7 @@ def test_warm_reaches_every_compiled_kernel(dtype):
     bodies, reached = {body.__code__: name for name, body in choice.load_compiled_kernels().items()}, set()
     sys.setprofile(lambda frame, event, argument: reached.add(bodies.get(frame.f_code)))
     try:
-        warm_kernels([*choice.load_compiled_kernels(), *OTHER_WARMUPS], parse_dtype(dtype))
+        warm_up_kernels([*choice.load_compiled_kernels(), *OTHER_WARMUPS], parse_dtype(dtype))
     finally:
         sys.setprofile(None)
     assert {*bodies.values()} - reached == {"normal", "round_randomly"}
@@ -39,11 +39,11 @@ def test_warm_reaches_every_compiled_kernel(dtype):
 @pytest.mark.parametrize("dtype", few(["float32", "float64", "float16", "bf16"], 4))
 def test_warm_takes_forms_of_kernels(mode, dtype):
     forms = [f"{name}{form}" for name in ("gated", "gated_backward") for form in ("", " gelu", " gelu tanh")]
-    warm_kernels([*forms, *(f"{name} tanh" for name in ("bias_gelu", "gelu", "gelu_recompute"))], parse_dtype(dtype))
+    warm_up_kernels([*forms, *(f"{name} tanh" for name in ("bias_gelu", "gelu", "gelu_recompute"))], parse_dtype(dtype))
 
 
 def test_unknown_names_cost_nothing():
-    warm_kernels(["no such kernel"], np.float32)
+    warm_up_kernels(["no such kernel"], np.float32)
 
 
 @in_full
@@ -62,7 +62,7 @@ def test_a_warm_kernel_compiles_and_loads_nothing():
     code = (
         COUNT
         + """
-warm_kernels(["gelu", "layer_norm", "cross_entropy", "bfloat16"], np.float32)
+warm_up_kernels(["gelu", "layer_norm", "cross_entropy", "bfloat16"], np.float32)
 before = ready()
 x, w = np.ones((5, 4), np.float32), np.ones(4, np.float32)
 kernels.gelu(np, x)
@@ -133,9 +133,9 @@ def test_a_second_process_needs_no_compiler():
     code = """
 import sys
 import numpy as np
-from fsdpx.core.engine.warmup import warm_kernels
+from fsdpx.core.engine.warmup import warm_up_kernels
 convolutions = "correlate", "correlate_backward_input", "correlate_backward_params"
-warm_kernels(["gelu", *convolutions, "float16", "bfloat16"], np.float32)
+warm_up_kernels(["gelu", *convolutions, "float16", "bfloat16"], np.float32)
 print("numba" in sys.modules, "llvmlite" in sys.modules)
 """
     run = [sys.executable, "-W", "error", "-c", code]

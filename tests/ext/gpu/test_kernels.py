@@ -26,7 +26,7 @@ from fsdpx.ext.gpu import kernels as cuda
 from fsdpx.ext.gpu.cupy_devices import is_on_gpu
 from fsdpx.ext.gpu.kernels import GPU_KERNELS, OPTIONS, UPDATES, find_gpu_kernel
 from fsdpx.optim import ShardSegment, ShardSegments
-from fsdpx.optim.optimizer import BY_NAME, update_parameters
+from fsdpx.optim.optimizer import FORMULAS_BY_NAME, update_parameters
 
 SOURCE, ATTENTION = (Path(cuda.__file__).with_name(name) for name in ("kernels.cu", "attention.cu"))
 BOUNDS = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-2}
@@ -130,15 +130,15 @@ def test_16_bits_are_rounded_to_the_nearest_and_added_in_float32(cupy: Cupy) -> 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_updates_have_the_bits_of_the_host(cupy: Cupy, dtype: Any) -> None:
     shapes = {"sgd": (2, 3), "momentum": (3, 5), "adam": (4, 9), "lion": (3, 5),
-              "moments": (3, 4), "direction": (4, 4), "follow": (3, 5)}  # fmt: skip
+              "update_moments": (3, 4), "compute_direction": (4, 4), "step_along_direction": (3, 5)}  # fmt: skip
     assert all(getattr(optim, name) for name in optim.__all__)  # imports them
-    assert {*shapes} == {*UPDATES} <= {*BY_NAME}  # others are left to array code
+    assert {*shapes} == {*UPDATES} <= {*FORMULAS_BY_NAME}  # others are left to array code
     for name, (arrays, numbers) in shapes.items():
         host = [abs(noise(1000, seed=n)).astype(dtype) for n in range(arrays)]
         there = [cupy.asarray(a) for a in host]
         values = tuple(dtype(v) for v in np.linspace(0.1, 0.9, numbers))
-        BY_NAME[name].run_in_blocks(np, tuple(host), values)
-        BY_NAME[name](cupy, tuple(there), values)
+        FORMULAS_BY_NAME[name].run_in_blocks(np, tuple(host), values)
+        FORMULAS_BY_NAME[name](cupy, tuple(there), values)
         for got, want in zip(there, host, strict=True):
             np.testing.assert_array_equal(got.get(), want, err_msg=name)
 
@@ -160,7 +160,7 @@ def test_sums_of_squares_have_the_bits_of_the_host(cupy: Cupy, dtype: str) -> No
 def test_parameters_with_other_counts_have_the_bits_of_the_host(cupy: Cupy, optimizer: Any) -> None:
     """A launch for each stretch of equal counts, wherever it begins."""
     cuts = (0, 7, 100, 101, 1000)
-    held = ShardSegments(tuple(ShardSegment(str(a), a, b, 0, b - a) for a, b in pairwise(cuts))).count_missed(
+    held = ShardSegments(tuple(ShardSegment(str(a), a, b, 0, b - a) for a, b in pairwise(cuts))).with_missed_updates(
         {"7": 3, "100": 5}
     )
     host = [abs(noise(1000, seed=n)) for n in range(4)]

@@ -16,7 +16,7 @@ from fsdpx.core.array.random import NumberRange
 from fsdpx.errors import ConfigError
 from fsdpx.ext.gpu.cupy_devices import list_gpus
 from fsdpx.ext.gpu.gemm import run_gemm_into
-from fsdpx.optim.optimizer import BY_NAME
+from fsdpx.optim.optimizer import FORMULAS_BY_NAME
 
 try:
     list_gpus()
@@ -56,8 +56,8 @@ def test_dropout_has_the_numbers_of_the_host(cupy: Any, start: int) -> None:
 def test_updates_have_the_bits_of_the_host(cupy: Any) -> None:
     host = [abs(np.random.default_rng(n).standard_normal(100_000)).astype(np.float32) for n in range(4)]
     there, values = [cupy.asarray(a) for a in host], tuple(map(np.float32, np.linspace(0.1, 0.9, 9)))
-    BY_NAME["adam"].run_in_blocks(np, tuple(host), values)
-    BY_NAME["adam"](cupy, tuple(there), values)
+    FORMULAS_BY_NAME["adam"].run_in_blocks(np, tuple(host), values)
+    FORMULAS_BY_NAME["adam"](cupy, tuple(there), values)
     for got, want in zip(there, host, strict=True):
         np.testing.assert_array_equal(got.get(), want)
 

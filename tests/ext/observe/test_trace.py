@@ -185,7 +185,7 @@ def test_a_simulated_step_lies_beside_a_measured_one(tmp_path: Path, capsys: pyt
     names = {e["args"]["name"] for e in simulated if e["name"] == "process_name"}
     assert names == {f"rank {2 * n + 1} (pipe {n} replica 0 shard 1 tensor 0) on epyc-100g, simulated" for n in (0, 1)}
     shown = read_traces(tmp_path)[0].header.shown
-    begun = [e["ts"] for e in events if e["pid"] == 0 and e.get("cat") == "step" and e["args"]["turn"] == shown]
+    begun = [e["ts"] for e in events if e["pid"] == 0 and e.get("cat") == "step" and e["args"]["run"] == shown]
     assert min(e["ts"] for e in simulated if "ts" in e) == begun[0]
     assert all(e["args"]["bytes"] > 0 for e in simulated if e["ph"] == "C")
     path.write_bytes(b"damaged")
@@ -221,14 +221,14 @@ def counted(imported: Imported) -> int:
 @on_ranks(3)
 def test_events_are_the_program_and_their_bytes_all_that_moved(comm: Communicator, tmp_path: Path) -> None:
     trainer = trained(comm, tmp_path, steps=2, clip_norm=1.0)
-    turns = list(find_timeline_recorder(trainer.inspect.engine).turns)
-    assert [turn.number for turn in turns] == [0, 1]
-    assert all(turn.is_complete for turn in turns)
+    turns = list(find_timeline_recorder(trainer.inspect.engine).records)
+    assert [record.number for record in turns] == [0, 1]
+    assert all(record.is_complete for record in turns)
     place = TraceGroups.from_axes(trainer.inspect.placement.axes)
     moved = 0
-    for turn in turns:
-        events = list_action_events(turn, place)
-        assert [event.action for event in events] == list(turn.program.actions)
+    for record in turns:
+        events = list_action_events(record, place)
+        assert [event.action for event in events] == list(record.program.actions)
         computing = [event for event in events if VERBS[event.action.op].lane == "compute"]
         assert all(before.end <= after.start for before, after in pairwise(computing))
         moved += sum(event.nbytes for event in events)
@@ -242,8 +242,8 @@ def test_events_are_the_program_and_their_bytes_all_that_moved(comm: Communicato
 def test_a_message_is_not_sent_after_it_came() -> None:
     """Its call may return late: the other side has it by then."""
     send = Action("SEND", 0, 0)
-    turn = ProgramRecord(0, 0, None, [], [ActionSpan(send, 0.5, 1.0, 3.0, 8, 0)], [TransferSpan(send, 2.9, 3.5)])  # type: ignore[arg-type]
-    (event,) = list_action_events(turn, TraceGroups(0, {}))
+    record = ProgramRecord(0, 0, None, [], [ActionSpan(send, 0.5, 1.0, 3.0, 8, 0)], [TransferSpan(send, 2.9, 3.5)])  # type: ignore[arg-type]
+    (event,) = list_action_events(record, TraceGroups(0, {}))
     assert (event.start, event.end) == (1.0, 3.5)
 
 
@@ -253,7 +253,7 @@ def test_only_the_last_steps_are_kept_and_evaluation_is_not(tmp_path: Path) -> N
         trainer = trained(comm, TraceConfig(tmp_path, steps=2), steps=3, case="mlp")
         x, y = CASES["mlp"].batch(np.random.default_rng(0), 4)
         trainer.evaluate(x, y)
-        assert [turn.number for turn in find_timeline_recorder(trainer.inspect.engine).turns] == [1, 2]
+        assert [record.number for record in find_timeline_recorder(trainer.inspect.engine).records] == [1, 2]
         trainer.inspect.save_trace()
 
     spawn(run, 2)
@@ -369,10 +369,10 @@ def test_who_waits_for_a_slow_rank_knows_for_which_transfer(tmp_path: Path) -> N
         x = np.ones((2, 8), np.float32)
         for _ in range(2):
             trainer.step(x, np.ones((2, 4), np.float32))
-        turn = find_timeline_recorder(trainer.inspect.engine).turns[-1]
-        events = list_action_events(turn, TraceGroups.from_axes(trainer.inspect.placement.axes))
+        record = find_timeline_recorder(trainer.inspect.engine).records[-1]
+        events = list_action_events(record, TraceGroups.from_axes(trainer.inspect.placement.axes))
         meeting = [e for e in events if VERBS[e.action.op].moves and e.end - e.start > 0.3]
-        waits = [wait for wait in list_wait_events(turn, events) if wait.end - wait.start > 0.3]
+        waits = [wait for wait in list_wait_events(record, events) if wait.end - wait.start > 0.3]
         return {str(wait.action) for wait in waits}, {str(e.action) for e in meeting}, [w.key for w in waits]
 
     (waits, meeting, keys), (others, _, _) = spawn(run, 2)
@@ -422,7 +422,7 @@ def test_saving_and_loading_are_slices_of_a_trace(tmp_path: Path) -> None:
     def run(comm: Communicator) -> None:
         trainer = trained(comm, tmp_path / "trace", steps=1, case="mlp")
         trainer.save(tmp_path / "one")
-        trainer.predict(CASES["mlp"].batch(np.random.default_rng(0), 2)[0])  # a program that leaves no turn
+        trainer.predict(CASES["mlp"].batch(np.random.default_rng(0), 2)[0])  # a program that leaves no record
         trainer.step(*(a[part(trainer.data_group, 8)] for a in CASES["mlp"].batch(np.random.default_rng(0), 8)))
         trainer.load(tmp_path / "one")
         trainer.close()
