@@ -153,7 +153,7 @@ class StepLog:
             assert len(firsts) <= 1, f"start {start}: ranks went on from steps {sorted(firsts)}"
             for rank, entries in ranks.items():
                 numbers = [n for n, _ in entries]
-                assert numbers == list(range(*_get_range(numbers))), f"start {start}, rank {rank}: steps {numbers}"
+                assert numbers == list(range(*_get_bounds(numbers))), f"start {start}, rank {rank}: steps {numbers}"
                 for n, loss in entries:
                     first = losses.setdefault(n, loss)
                     assert loss == first, f"start {start}, rank {rank}: step {n} gave {loss}, before {first}"
@@ -169,5 +169,5 @@ class StepLog:
         return made
 
 
-def _get_range(numbers: list[int]) -> tuple[int, int]:
+def _get_bounds(numbers: list[int]) -> tuple[int, int]:
     return (numbers[0], numbers[0] + len(numbers)) if numbers else (0, 0)

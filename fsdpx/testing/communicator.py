@@ -56,7 +56,7 @@ class CommunicatorContract:
         for n in LENGTHS:
             whole = _draw_values(dtype, n, seed=n)
             recv = np.zeros_like(whole)
-            comm.all_gather(_get_part(whole, comm).copy(), recv, what="x").wait()
+            comm.all_gather(_get_rank_part(whole, comm).copy(), recv, what="x").wait()
             _assert_same_bytes(recv, whole)
 
     @_on_every_rank
@@ -64,8 +64,8 @@ class CommunicatorContract:
         counts = [(3 * rank) % 5 for rank in range(comm.size)]
         whole = _draw_values("float32", sum(counts), seed=1)
         recv = np.zeros_like(whole)
-        own = _get_part(recv, comm, counts)
-        own[:] = _get_part(whole, comm, counts)
+        own = _get_rank_part(recv, comm, counts)
+        own[:] = _get_rank_part(whole, comm, counts)
         comm.all_gather(own, recv, counts).wait()
         _assert_same_bytes(recv, whole)
 
@@ -86,7 +86,7 @@ class CommunicatorContract:
         for n in LENGTHS:
             for op in _list_operations(dtype):
                 ours = [_draw_values(dtype, n, seed=10 * n + rank) for rank in range(comm.size)]
-                want = _get_part(_compute_reduction(ours, op), comm)
+                want = _get_rank_part(_compute_reduction(ours, op), comm)
                 recv = np.zeros_like(want)
                 comm.reduce_scatter(ours[comm.rank], recv, op).wait()
                 _assert_close(recv, want)
@@ -97,7 +97,7 @@ class CommunicatorContract:
     def test_reduce_scatter_in_place_and_uneven(self, comm: Communicator, dtype: str, op: ReduceOp) -> None:
         counts = [(3 * rank + 1) % 5 for rank in range(comm.size)]
         ours = [_draw_values(dtype, sum(counts), seed=rank) for rank in range(comm.size)]
-        want = _get_part(_compute_reduction(ours, op), comm, counts)
+        want = _get_rank_part(_compute_reduction(ours, op), comm, counts)
         buf = ours[comm.rank].copy()
         comm.reduce_scatter(buf, buf[: want.size], op, counts).wait()
         _assert_close(buf[: want.size], want)
@@ -153,7 +153,7 @@ class CommunicatorContract:
                 for other in ours[1:]:
                     want = want + other.astype(wire).astype(dtype)
                 rounded = want.astype(wire).astype(dtype) if comm.size > 1 else want
-            own = _get_part(want, comm, counts)
+            own = _get_rank_part(want, comm, counts)
             for start in (None, 0, sum((counts or split_evenly(n, comm.size))[: comm.rank])):
                 buf = ours[comm.rank].copy()
                 recv = np.zeros_like(own) if start is None else buf[start : start + own.size]
@@ -190,7 +190,7 @@ class CommunicatorContract:
         for root in range(comm.size):
             for counts in (None, [rank % 3 for rank in range(comm.size)]):
                 whole = _draw_values(dtype, 11 if counts is None else sum(counts), seed=root)
-                own = _get_part(whole, comm, counts)
+                own = _get_rank_part(whole, comm, counts)
                 at_root = comm.rank == root
                 recv = np.zeros_like(whole) if at_root else None
                 comm.gather(own.copy(), recv, root, counts).wait()
@@ -209,7 +209,7 @@ class CommunicatorContract:
         received = [counts[source][rank] for source in range(size)]
         recv = np.zeros(sum(received), rows[0].dtype)
         comm.all_to_all(rows[rank], recv, counts[rank], received).wait()
-        want = [_get_part(rows[source], comm, counts[source]) for source in range(size)]
+        want = [_get_rank_part(rows[source], comm, counts[source]) for source in range(size)]
         _assert_same_bytes(recv, np.concatenate(want))
 
     @_on_every_rank
@@ -356,7 +356,7 @@ def _list_operations(dtype: str) -> list[ReduceOp]:
     return [op for op in ReduceOp if op is not ReduceOp.AVG or dtype in FLOATS]
 
 
-def _get_part(whole: np.ndarray, comm: Communicator, counts: list[int] | None = None) -> np.ndarray:
+def _get_rank_part(whole: np.ndarray, comm: Communicator, counts: list[int] | None = None) -> np.ndarray:
     counts = split_evenly(whole.size, comm.size) if counts is None else counts
     start = sum(counts[: comm.rank])
     return whole[start : start + counts[comm.rank]]

@@ -78,7 +78,7 @@ def find_difference(got: Any, want: Any, tolerance: float = 0.0) -> WorstElement
     """
     found = [
         one
-        for name, a, b in _iterate_pairs("", got, want)
+        for name, a, b in _iterate_tensor_pairs("", got, want)
         if (one := _find_worst_element(name, a, b, tolerance)) is not None
     ]
     if not found:
@@ -87,18 +87,18 @@ def find_difference(got: Any, want: Any, tolerance: float = 0.0) -> WorstElement
     return WorstElement(**{**vars(worst), "tensors": len(found)})
 
 
-def _iterate_pairs(name: str, got: Any, want: Any) -> Iterator[tuple[str, Any, Any]]:
+def _iterate_tensor_pairs(name: str, got: Any, want: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield (name, got, want) for each tensor of two structures. Raise AssertionError where the structures differ."""
     if isinstance(want, Mapping):
         assert list(got) == list(want), (
             f"{name or 'tensors'}: these are there: {list(got)}, these should be: {list(want)}"
         )
         for key in want:
-            yield from _iterate_pairs(f"{name}/{key}" if name else str(key), got[key], want[key])
+            yield from _iterate_tensor_pairs(f"{name}/{key}" if name else str(key), got[key], want[key])
     elif isinstance(want, Sequence) and not isinstance(want, str):
         assert len(got) == len(want), f"{name or 'tensors'}: {len(got)} are there, {len(want)} should be"
         for at, pair in enumerate(zip(got, want, strict=True)):
-            yield from _iterate_pairs(f"{name}/{at}" if name else str(at), *pair)
+            yield from _iterate_tensor_pairs(f"{name}/{at}" if name else str(at), *pair)
     else:
         yield name or "the array", np.asarray(to_host(got)), np.asarray(to_host(want))
 

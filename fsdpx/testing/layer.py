@@ -102,7 +102,7 @@ class LayerContract(GradientContract):
             return
         for seed in range(3):
             directions = {i: _draw_direction(seed, x[i]) for i in moving}
-            near = [_move_along(x, directions, s) for s in (self.step, -self.step)]
+            near = [_shift_along_directions(x, directions, s) for s in (self.step, -self.step)]
             want = self._compute_central_difference([_compute_dot(self._forward(layer, p, z)[0], dy) for z in near])
             got = sum(float(np.sum(dx[i] * directions[i])) for i in moving)
             self._assert_close(got, want, "d input")
@@ -294,7 +294,7 @@ def _compute_dot(y: Arrays, dy: Arrays) -> float:
     return sum(float(np.sum(a * b)) for a, b in zip(y, dy, strict=True))
 
 
-def _move_along(x: Arrays, directions: dict[int, np.ndarray], step: float) -> Arrays:
+def _shift_along_directions(x: Arrays, directions: dict[int, np.ndarray], step: float) -> Arrays:
     return tuple(a + step * directions[i] if i in directions else a for i, a in enumerate(x))
 
 

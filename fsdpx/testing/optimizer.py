@@ -56,9 +56,9 @@ class OptimizerContract:
         for dtype in ("float64", "float32"):
             whole = self._train_shards(dtype, [])
             for cuts in ([1024], [2048, 2500, 2507], [0, 2507 + 1024 + 2048, TOTAL_SIZE - 1, TOTAL_SIZE]):
-                self._assert_same(whole, self._train_shards(dtype, cuts))
+                self._assert_same_arrays(whole, self._train_shards(dtype, cuts))
             if self.shard_alignment == 1:
-                self._assert_same(whole, self._train_shards(dtype, [1, 1, 3, 2499, 4097, TOTAL_SIZE - 2]))
+                self._assert_same_arrays(whole, self._train_shards(dtype, [1, 1, 3, 2499, 4097, TOTAL_SIZE - 2]))
 
     def test_update_is_in_place_and_keeps_gradient(self) -> None:
         p, g, slots = self._make_state("float32", slice(None))
@@ -79,7 +79,7 @@ class OptimizerContract:
         for step in (1, 2):
             self._update(p, g, slots, step=step)
             self._update(q, h, others, step=step, scale=0.125)
-        self._assert_same({"p": p, **slots}, {"p": q, **others})
+        self._assert_same_arrays({"p": p, **slots}, {"p": q, **others})
 
     def test_lr_function_gives_learning_rate(self) -> None:
         scheduled = self.make(lr=lambda step: 0.5 / step)
@@ -88,7 +88,7 @@ class OptimizerContract:
         q, _, others = self._make_state("float64", slice(None))
         self._update(p, g, slots, optimizer=scheduled, lr=get_learning_rate(scheduled, 50))
         self._update(q, g, others, lr=0.01)
-        self._assert_same({"p": p, **slots}, {"p": q, **others})
+        self._assert_same_arrays({"p": p, **slots}, {"p": q, **others})
 
     def test_zero_learning_rate_changes_no_parameter(self) -> None:
         p, g, slots = self._make_state("float64", slice(None))
@@ -110,7 +110,7 @@ class OptimizerContract:
 
         whole, shared = train(make()), make()
         for found in run_interleaved(*[lambda: train(shared)] * 2):
-            self._assert_same(whole, found)
+            self._assert_same_arrays(whole, found)
 
     def test_empty_shard_can_be_updated(self) -> None:
         optimizer = self.make(lr=0.01)
@@ -137,7 +137,7 @@ class OptimizerContract:
                 q, h, others = alone[name]
                 count = 1 if name in late else step
                 optimizer.update(np, q, h, others, lr=0.01, step=count, segments=_make_segments(at.start, at.stop))
-                self._assert_same({"p": p[at], **{n: a[at] for n, a in slots.items()}}, {"p": q, **others})
+                self._assert_same_arrays({"p": p[at], **{n: a[at] for n, a in slots.items()}}, {"p": q, **others})
 
     def test_groups_go_by_name(self) -> None:
         if not self.takes_groups:
@@ -179,7 +179,7 @@ class OptimizerContract:
         def train(comm: Communicator) -> dict[str, Any]:
             low, high = bounds[comm.rank : comm.rank + 2]
             p, g, slots = self._make_state(dtype, slice(low, high))
-            segments = _make_segments(low, high, _make_exchange(comm), _make_peers(comm, bounds))
+            segments = _make_segments(low, high, _make_exchange_function(comm), _make_shard_peers(comm, bounds))
             for step in (1, 2, 3):
                 optimizer.update(np, p, g, slots, lr=0.01, step=step, segments=segments, scale=0.7 / step)
             return {"p": p, **slots}
@@ -187,7 +187,7 @@ class OptimizerContract:
         shards = spawn(train, len(bounds) - 1, timeout=30)
         return {name: np.concatenate([shard[name] for shard in shards]) for name in shards[0]}
 
-    def _assert_same(self, a: dict[str, Any], b: dict[str, Any]) -> None:
+    def _assert_same_arrays(self, a: dict[str, Any], b: dict[str, Any]) -> None:
         for name in a:
             assert np.array_equal(a[name], b[name]), name
 
@@ -221,7 +221,7 @@ def _make_segments(
     return ShardSegments(tuple(items), exchange, peers)
 
 
-def _make_exchange(comm: Communicator) -> Exchange:
+def _make_exchange_function(comm: Communicator) -> Exchange:
     def exchange_rows(mine: Mapping[str, Sequence[float]], width: int) -> dict[str, list[Sequence[float]]]:
         assert all(len(row) == width for row in mine.values())
         rows = comm.all_gather_object(mine)
@@ -230,7 +230,7 @@ def _make_exchange(comm: Communicator) -> Exchange:
     return exchange_rows
 
 
-def _make_peers(comm: Communicator, bounds: Sequence[int]) -> ShardPeers | None:
+def _make_shard_peers(comm: Communicator, bounds: Sequence[int]) -> ShardPeers | None:
     rank = comm.rank
 
     def all_to_all(send: Any, recv: Any, outgoing: Sequence[int], incoming: Sequence[int]) -> None:

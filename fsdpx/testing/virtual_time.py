@@ -85,7 +85,7 @@ class VirtualTime:
         ------
         CommTimeout : after `window.timeout` seconds of real time
         """
-        self._wait_for(lambda: self._find_next_rank() == rank, window, "its turn")
+        self._wait_until_ready(lambda: self._find_next_rank() == rank, window, "its turn")
 
     def record_event(self, rank: int, kind: str) -> None:
         """Append an event at the current time of a rank, and wake the ranks whose condition is now true.
@@ -133,7 +133,7 @@ class VirtualTime:
                     return
                 self._waiting[rank] = ready
                 self._changed.notify_all()
-            self._wait_for(lambda: rank not in self._waiting, window, what)
+            self._wait_until_ready(lambda: rank not in self._waiting, window, what)
 
     def arrive_at_barrier(self, rank: int) -> None:
         """Mark a rank as arrived at a barrier; with the last one, all continue at the latest time.
@@ -154,7 +154,7 @@ class VirtualTime:
         rest = [r for r in range(len(self._times)) if not self._away[r] and r not in self._waiting]
         return min(rest, key=lambda r: (self._times[r], r), default=None)
 
-    def _wait_for(self, ready: Callable[[], bool], window: Window, what: str) -> None:
+    def _wait_until_ready(self, ready: Callable[[], bool], window: Window, what: str) -> None:
         end = time.monotonic() + window.timeout
         with self._changed:
             while not ready():

@@ -34,10 +34,10 @@ __all__ = [
     "SaveTarget",
     "agree_on_choices",
     "agree_on_path",
-    "describe_location",
     "error_to_text",
     "explaining_rename_errors",
     "iterate_checkpoints",
+    "list_path_facts",
     "lock_file",
     "make_sibling_path",
     "parse_checkpoint_name",
@@ -87,10 +87,10 @@ def require_equal_choices(world: Communicator, where: str, **choices: str) -> No
 def agree_on_path(world: Communicator, call: str, path: Any, **choices: str) -> Path:
     """Return `path` as a Path. Raise CheckpointError on all ranks if it is invalid on one of them, or if it or
     `choices` differ between ranks. call: name of the public call, for error messages. Collective."""
-    return Path(agree_on_choices(world, call, lambda: {**describe_location(to_named_path(path)), **choices})["path"])
+    return Path(agree_on_choices(world, call, lambda: {**list_path_facts(to_named_path(path)), **choices})["path"])
 
 
-def describe_location(path: Path) -> dict[str, str]:
+def list_path_facts(path: Path) -> dict[str, str]:
     """Return what ranks compare of a path: its text and, if it is relative, the host and the working folder."""
     return {"path": str(path)} | ({} if path.is_absolute() else {HOST: platform.node(), "working folder": os.getcwd()})
 

@@ -19,7 +19,7 @@ from fsdpx.core.base.name_hints import require_pattern_matches
 from fsdpx.core.checkpoint.atomic_commit import (
     agree_on_choices,
     agree_on_path,
-    describe_location,
+    list_path_facts,
     run_on_all_ranks,
     run_on_rank0,
     to_named_path,
@@ -310,7 +310,7 @@ def _open_file_source(world: Communicator, call: str, given: Any, options: str) 
             if hasattr(given, "state_dict"):
                 raise CheckpointError(f"{type(given).__name__} is a module, not its weights: give module.state_dict()")
             raise CheckpointError(f"{given!r} is neither a path nor a dict of whole arrays, which every rank gives")
-        return {**describe_location(to_named_path(given)), "options": options}
+        return {**list_path_facts(to_named_path(given)), "options": options}
 
     path = Path(agree_on_choices(world, call, describe_path)["path"])
     where = f"{call} {path}"

@@ -125,7 +125,7 @@ def open_weights(path: Path) -> CheckpointSource:
     if (folder / WEIGHTS_FILE_NAME).exists():
         return CheckpointSource(folder, {WEIGHTS_FILE_NAME: read_header(folder / WEIGHTS_FILE_NAME)})
     raise CheckpointError(
-        f"{folder}: no {MANIFEST_NAME}, {INDEX_FILE_NAME} or {WEIGHTS_FILE_NAME} in it, but {_list_names(folder)}"
+        f"{folder}: no {MANIFEST_NAME}, {INDEX_FILE_NAME} or {WEIGHTS_FILE_NAME} in it, but {_join_file_names(folder)}"
     )
 
 
@@ -189,7 +189,7 @@ def _read_text_file(path: Path) -> bytes:
 def _describe_nearest_folder(path: Path) -> str:
     """Return the end of an error message: the contents of the nearest existing folder."""
     folder = next(folder for folder in path.absolute().parents if folder.is_dir())
-    return _describe_newest_checkpoint(folder) or f"; in {folder} there is {_list_names(folder)}"
+    return _describe_newest_checkpoint(folder) or f"; in {folder} there is {_join_file_names(folder)}"
 
 
 def _describe_newest_checkpoint(folder: Path) -> str:
@@ -202,7 +202,7 @@ def _describe_newest_checkpoint(folder: Path) -> str:
     )
 
 
-def _list_names(folder: Path) -> str:
+def _join_file_names(folder: Path) -> str:
     names = sorted(os.listdir(folder))
     return (", ".join(names[:8]) + (" ..." if len(names) > 8 else "")) or "nothing"
 
