@@ -1,4 +1,4 @@
-"""Comparison of all ranks' choices, before any data moves."""
+"""Compare the choices of all ranks before any data is sent."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ __all__ = ["agree_on_choices", "list_choices_to_compare"]
 
 
 def list_choices_to_compare(recipe: Recipe, placement: Placement, microbatches: int, library: str) -> dict[str, Any]:
-    """Return the choices that must be the same on all ranks, by their names in errors.
+    """Return the choices that must be the same on all ranks; the keys are the names that errors use.
 
     Parameters
     ----------
-    recipe : the choices given to this rank
-    placement : the placement made from them
+    recipe : the choices that the user passed on this rank
+    placement : the placement made from the recipe
     microbatches : configured number of microbatches per step
-    library : the library of 16-bit matrix products
+    library : name of the library that multiplies 16-bit matrices
 
     Returns
     -------
-    dict : choices by name; `agree_on_choices` compares them as text
+    dict : choice by name; `agree_on_choices` compares the choices as text
     """
     training, layout, pace = recipe.training, placement.layout, recipe.distribution.sync_choice
     return {
@@ -71,7 +71,8 @@ def list_choices_to_compare(recipe: Recipe, placement: Placement, microbatches: 
 
 
 def _checksum_arrays_of_layers(layer_or_loss: Any) -> str:
-    """Return a line for each layer or loss that holds arrays, such as masks and weights, which its repr leaves out."""
+    """Return one line with a checksum for each layer or loss that holds arrays, such as masks: its repr does not show
+    them."""
     held = [getattr(value, "array", value) for value in getattr(layer_or_loss, "__dict__", {}).values()]
     held = [one for one in held if isinstance(one, np.ndarray) and one.dtype.kind != "O"]
     lines = [f"{layer_or_loss!r} with arrays of sum {checksum_arrays(held):08x}"] if held else []
@@ -80,12 +81,13 @@ def _checksum_arrays_of_layers(layer_or_loss: Any) -> str:
 
 
 def agree_on_choices(world: Communicator, choices: Mapping[str, Any]) -> None:
-    """Raise ConfigError on all ranks if their choices differ; it names the ranks and the first difference. Collective.
+    """Raise ConfigError on all ranks if their choices differ. The error names two ranks and the first difference.
+    Collective.
 
     Parameters
     ----------
     world : all ranks
-    choices : by their names in errors; the same names in the same order on every rank
+    choices : choice by the name that errors use; the same names in the same order on every rank
     """
     everyone = world.all_gather_data([_choice_to_text(choice) for choice in choices.values()])
     for rank, texts in enumerate(everyone):
@@ -97,7 +99,8 @@ def agree_on_choices(world: Communicator, choices: Mapping[str, Any]) -> None:
 
 
 def _describe_difference(name: str, first: str, rank: int, theirs: str) -> str:
-    """Return the error text. Of long texts it shows the lines that differ: all of the options, else the first."""
+    """Return the error text. Of texts with several lines, show the lines that differ: all of them for "options", else
+    only the first."""
     lines = zip_longest(first.splitlines(), theirs.splitlines(), fillvalue="nothing")
     pairs = [(a, b) for a, b in lines if a != b]
     here, there = (", ".join(some) for some in zip(*(pairs if name == "options" else pairs[:1]), strict=True))
@@ -105,7 +108,7 @@ def _describe_difference(name: str, first: str, rank: int, theirs: str) -> str:
 
 
 def _choice_to_text(choice: Any) -> str:
-    """Return a choice as text that is equal on two ranks if the choices are."""
+    """Return a choice as text; two ranks get the same text if their choices are equal."""
     if isinstance(choice, str):
         return choice
     if isinstance(choice, StepOptions):

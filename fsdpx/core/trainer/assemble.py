@@ -1,4 +1,4 @@
-"""From a recipe and a world to a session. All ranks compare every choice before any data moves."""
+"""Make a session from a recipe and a communicator. All ranks compare every choice before any data is sent."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ from fsdpx.optim import no_decay
 __all__ = ["assemble_placement_and_model", "assemble_session"]
 
 Watch = Callable[[MeshAxes], Observer | None]
-"""Starts watching this rank on its axes; returns the observer that its engine notifies, or None. Collective."""
+"""Function that starts the watchdog of this rank on its mesh axes. It returns the observer that the engine notifies, or
+None. Collective."""
 
 
 def assemble_session(
@@ -82,9 +83,9 @@ def assemble_session(
     recipe : the model and all choices
     world : all ranks of the trainer
     tuning : machine-dependent choices made before (default: measure them, or read them from disk)
-    initial : set the initial parameters; False: the caller fills them in
+    initial : True: initialize the parameters; False: the caller sets them
     commit : as in `StepInputs`
-    watch : starts the observer of this rank (default: none)
+    watch : starts the watchdog of this rank and returns its observer (default: no watchdog)
     """
     place, model, microbatches = assemble_placement_and_model(recipe, world, tuning)
     training = recipe.training
@@ -112,7 +113,7 @@ def assemble_session(
 
 
 def _make_single_process_model(recipe: Recipe, place: Placement) -> LayerList:
-    """Return the model without sharding, as on a single process, with its layers in order."""
+    """Return the unsharded model, as it would run on a single process, with its layers in the order of execution."""
     model, samples, dtype = recipe.training.model, recipe.distribution.sample_partition, place.formats.compute
     return memoize(
         ("ordered", model, samples.joined_partition, dtype),
@@ -121,14 +122,14 @@ def _make_single_process_model(recipe: Recipe, place: Placement) -> LayerList:
 
 
 def _is_printing_rank(world: Communicator) -> bool:
-    """Return whether this rank prints messages: it is real and rank 0 of the whole job, even if each rank has a trainer
-    of its own."""
+    """Return whether this rank prints messages: only rank 0 of the job does, even if each rank has its own trainer.
+    Fake ranks never print."""
     launcher = environment.read_environment().launcher
     return world.rank == 0 and not (launcher and launcher.rank) and not isinstance(world, FakeCommunicator)
 
 
 def _get_local_rank_and_size(world: Communicator) -> tuple[int, int]:
-    """Return this process's number among the ranks of the job on its host, and their count."""
+    """Return the local rank of this process on its host, and the number of ranks there."""
     launcher = None if isinstance(world, FakeCommunicator) else environment.read_environment().launcher
     if launcher is None or launcher.local_rank is None or not launcher.local_size:
         return 0, 1
@@ -136,8 +137,8 @@ def _get_local_rank_and_size(world: Communicator) -> tuple[int, int]:
 
 
 class TrainingRanks(NamedTuple):
-    """The ranks that train: namespace of arrays, mesh axes, sharding, machine-dependent choices, and synchronization
-    policy."""
+    """What depends on the ranks that train: array namespace, mesh axes, sharding, machine-dependent choices, and
+    synchronization policy."""
 
     xp: Any
     axes: MeshAxes
@@ -147,8 +148,8 @@ class TrainingRanks(NamedTuple):
 
 
 class RankModel(NamedTuple):
-    """The model that this tensor rank runs on its part of the samples, the same with its layers in order, and the
-    layout of samples."""
+    """The model that this tensor rank runs on its part of the samples (`planned`), the list of its layers in the order
+    of execution (`ordered`), and the layout of samples."""
 
     planned: TensorParallelModel
     ordered: LayerList
@@ -156,12 +157,12 @@ class RankModel(NamedTuple):
 
 
 class ReductionChoices(NamedTuple):
-    """How gradients are summed for an update.
+    """How gradients are reduced for an update.
 
     Attributes
     ----------
-    codecs : codec of each gradient
-    accumulation : order in which gradients are added
+    codecs : which codec compresses which gradient
+    accumulation : order in which gradients are added up
     microbatches : configured number of microbatches per step
     microbatches_per_rank : number of microbatches that each rank runs
     """
@@ -173,7 +174,7 @@ class ReductionChoices(NamedTuple):
 
 
 class LaidOutModel(NamedTuple):
-    """The pipeline schedule, and the layout of parameters in stages, units and pages."""
+    """The pipeline schedule, and the layout of the parameters in stages, units and pages."""
 
     pipe: PipelineChoice
     layout: ModelLayout
@@ -185,8 +186,8 @@ def assemble_placement_and_model(
     """Return this rank's placement, the model that this tensor rank runs, and the configured number of microbatches
     per step. Collective.
 
-    The placement is built in stages, each of which needs only those before it: ranks, formats, the model, reduction of
-    gradients, and pages. Then all ranks compare their choices, before any data moves."""
+    Each part of the placement needs only the parts made before it: ranks, number formats, model, gradient reduction,
+    and pages. At the end all ranks compare their choices, before any data is sent."""
     ranks = _set_up_device_and_mesh(recipe, world, tuning)
     with sharing_errors(world, "distribute", agree_at_end=True):
         formats = _resolve_precision(recipe.training.precision, ranks.xp)
@@ -218,7 +219,7 @@ def assemble_placement_and_model(
 
 
 def _set_up_device_and_mesh(recipe: Recipe, world: Communicator, tuning: Tuning | None) -> TrainingRanks:
-    """Assign this rank's device, tune, and connect the mesh. Collective."""
+    """Select this rank's device, measure or load the tuning, and connect the mesh axes. Collective."""
     distribution, runtime, settings = recipe.distribution, recipe.runtime, environment.read_environment()
     xp = _select_device_and_get_namespace(runtime, world)
     guard = settings.check and not isinstance(world, CheckedCommunicator) if runtime.check is None else runtime.check
@@ -229,7 +230,7 @@ def _set_up_device_and_mesh(recipe: Recipe, world: Communicator, tuning: Tuning 
 
 
 def _select_device_and_get_namespace(runtime: RuntimeOptions, world: Communicator) -> Any:
-    """Assign a device to this rank, and return the namespace of its arrays. Collective."""
+    """Select the device of this rank, and return the namespace of its arrays, such as `numpy`. Collective."""
     device = load_device(runtime.device)
     for remark in device.select_for_rank(world, runtime.device_map):
         print_on_rank0(world, remark)
@@ -238,7 +239,7 @@ def _select_device_and_get_namespace(runtime: RuntimeOptions, world: Communicato
 
 
 def _connect_axes_and_resolve_sharding(recipe: Recipe, world: Communicator, check: bool) -> tuple[MeshAxes, Sharding]:
-    """Return the mesh axes of this rank and the sharding on them. Collective."""
+    """Connect the mesh axes of this rank; return them and the sharding. Collective."""
     distribution, ahead = recipe.distribution, recipe.runtime.prefetch
     with sharing_errors(world, "distribute", agree_at_end=True):
         strategy = distribution.strategy_within_replica(world.size)
@@ -256,8 +257,8 @@ def _connect_axes_and_resolve_sharding(recipe: Recipe, world: Communicator, chec
 
 
 def _resolve_precision(choice: str | Precision | None, xp: Any) -> Precision:
-    """Return the number formats of the option `precision`. "fp16" computes in 16 bits if the processor has instructions
-    for it."""
+    """Return the number formats of the option `precision`. "fp16" computes in 16 bits only if the processor has
+    instructions for float16."""
     formats = config.resolve_precision(choice)
     if (
         config.normalize_half_name(choice) == "float16"
@@ -269,7 +270,7 @@ def _resolve_precision(choice: str | Precision | None, xp: Any) -> Precision:
 
 
 def _shard_and_linearize_model(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> RankModel:
-    """Return the model that this rank runs."""
+    """Return the model that this rank runs, sharded over the tensor axis, and the list of its layers."""
     training, axes = recipe.training, ranks.axes
     distribution, dtype = recipe.distribution, parse_dtype(formats.compute)
     samples = distribution.sample_partition.make_sample_layout(training.model, axes)
@@ -285,8 +286,8 @@ def _shard_and_linearize_model(recipe: Recipe, ranks: TrainingRanks, formats: Pr
 def _shard_model(
     training: TrainingChoices, axes: MeshAxes, distribution: DistributionChoices, dtype: np.dtype, samples: SampleLayout
 ) -> TensorParallelModel:
-    """Return the model that this tensor rank runs on its part of the samples: the model itself if there is no tensor
-    axis. dtype: the compute dtype."""
+    """Return the model that this tensor rank runs on its part of the samples; without a tensor axis it is the model
+    itself. dtype: the compute dtype."""
     model, _ = distribution.sample_partition.shard_model(insert_number_casts(training.model, dtype))
     loss, plan, sequence = samples.bind_loss(training.loss), distribution.tensor_plan, distribution.sequence
     if axes.tensor.size == 1 and plan is None and sequence is None:
@@ -297,7 +298,7 @@ def _shard_model(
 
 
 def _choose_gradient_reduction(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> ReductionChoices:
-    """Return the codecs of gradients, the order in which they are added, and the number of microbatches."""
+    """Return the codecs of the gradients, the order in which gradients are added, and the number of microbatches."""
     training, axes, choice = recipe.training, ranks.axes, recipe.distribution.compression
     microbatches = choose_microbatch_count(training.microbatches, training.reproducible_chunks, axes.mesh)
     sums = make_accumulation(training.reproducible_chunks, axes)
@@ -310,7 +311,7 @@ def _choose_gradient_reduction(recipe: Recipe, ranks: TrainingRanks, formats: Pr
 def _lay_out_stages_and_pages(
     recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: RankModel, reducing: ReductionChoices
 ) -> LaidOutModel:
-    """Return the schedule, and the model cut into stages, units and pages."""
+    """Return the pipeline schedule, and the layout of the model in stages, units and pages."""
     axes, ordered = ranks.axes, model.ordered
     stages, homes = parse_stages_option(ordered, recipe.distribution.stages, axes.pipe.size)
     assert not isinstance(stages, Mapping), "a list of first layers by now"
@@ -331,7 +332,8 @@ def _make_model_layout(
     spread: ModelSpread,
     reducing: ReductionChoices,
 ) -> ModelLayout:
-    """Return the units and pages. Raise ConfigError for name patterns that match no parameter."""
+    """Return the layout of the model in units and pages. Raise ConfigError for a name pattern that matches no
+    parameter."""
     training = recipe.training
     wanted = recipe.runtime.group_bytes
     group = ranks.tuning.group_bytes if wanted is None else config.parse_byte_count(wanted, "group_bytes")
@@ -346,8 +348,8 @@ def _make_model_layout(
 
 
 def _require_optimizer_patterns_match(optimizer: Any, layout: ModelLayout) -> None:
-    """Raise ConfigError for a name pattern of an optimizer that matches no parameter, unless it is one of the defaults
-    for any model."""
+    """Raise ConfigError if a name pattern of an optimizer matches no parameter. Patterns that are defaults for every
+    model may match none."""
     names = [name for name, spec in layout.specs.items() if not spec.state]
     for argument, common in (("groups", no_decay), ("exclude", getattr(type(optimizer), "exclude", ()))):
         given = [pattern for pattern in getattr(optimizer, argument, ()) if pattern not in common]
@@ -362,7 +364,7 @@ def _make_step_options(
     reducing: ReductionChoices,
     pages: LaidOutModel,
 ) -> StepOptions:
-    """Return the options of a step. Raise ConfigError for options that exclude each other."""
+    """Return the options of a step. Raise ConfigError if two options exclude each other."""
     training, distribution, runtime = recipe.training, recipe.distribution, recipe.runtime
     recomputing, schedule = parse_recompute(training.recompute), distribution.schedule
     every, count = recomputing.every, len(pages.layout.units)
@@ -386,7 +388,7 @@ def _make_step_options(
 
 
 def _wrap_optimizer(training: TrainingChoices, formats: Precision) -> Any:
-    """Return the optimizer that updates the shard, in the dtype of the shard."""
+    """Return the optimizer wrapped as options ask: rounding for a 16-bit shard, and an average of the parameters."""
     optimizer, narrow = training.optimizer, formats.updated_dtype != formats.gradient_dtype
     if narrow:
         optimizer = load_extension("half", "rounded")(optimizer, formats.rounding == "kahan")
@@ -400,7 +402,7 @@ def _wrap_optimizer(training: TrainingChoices, formats: Precision) -> Any:
 def _make_pipeline_stages(
     layout: ModelLayout, reducing: ReductionChoices, ranks: TrainingRanks, optimizer: Any, storage: StorageLevelChoice
 ) -> tuple[Stage, ...]:
-    """Return the stage of each pipe rank."""
+    """Return the stage of each pipeline rank."""
     sizes, alone = dict.fromkeys(ranks.axes.reduction_axes, 1), ranks.axes.data.size == 1
     trained = [page for page in layout.pages if page.trainable]
     coded = [
@@ -425,7 +427,7 @@ def _make_pipeline_stages(
 
 
 def _make_number_formats(formats: Precision) -> NumberFormats:
-    """Return the dtypes by role."""
+    """Return the dtype of each role, such as gradients or statistics."""
     p = formats
     compute, wire = parse_dtype(p.compute), parse_dtype(p.wire_dtype)
     master, gradients, statistics = map(parse_dtype, (p.updated_dtype, p.gradient_dtype, p.statistics_dtype))
@@ -433,8 +435,8 @@ def _make_number_formats(formats: Precision) -> NumberFormats:
 
 
 def _choose_half_matmul_library(world: Communicator, formats: Precision, xp: Any) -> str:
-    """Return the name of the library that multiplies 16-bit matrices, on which results depend; "" if none is used. Warn
-    once if it is slower than float32."""
+    """Return the name of the library that multiplies 16-bit matrices, since results depend on it; "" if none is used.
+    Warn once if 16 bits are computed as float32, which is slower."""
     if formats.compute == formats.gradient_dtype or xp is not np:
         return ""
     name = parse_dtype(formats.compute).name

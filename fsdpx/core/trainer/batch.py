@@ -1,5 +1,5 @@
-"""Agreement on calls and batches. Every call of a trainer begins with one exchange in which ranks tell each other which
-call it is; a batch is checked, agreed on with the other ranks, and cut into microbatches."""
+"""Agreement of ranks on calls and batches. Every call of a trainer begins with one exchange in which ranks compare
+which call they make. A batch is checked, agreed on with the other ranks, and split into microbatches."""
 
 from __future__ import annotations
 
@@ -51,14 +51,15 @@ __all__ = [
 ]  # fmt: skip
 
 WIDTH, CALL = 4, 2
-"""Number of 8-byte integers that each rank sends, and the index of the one that identifies its call; the others carry
-values of the call."""
+"""Number of 8-byte integers that each rank sends, and the index of the integer that identifies its call. The other
+integers carry values of the call."""
 VALUE_COLUMNS = [column for column in range(WIDTH) if column != CALL]
 VALUE_COUNT = len(VALUE_COLUMNS)
 
 
 class CallRecord(NamedTuple):
-    """A rank's call, its arguments, and the error that it met, if any, so that all ranks raise the same error."""
+    """The call of a rank, a text about its arguments, and the class and text of the error that the rank met, if any.
+    From these records all ranks raise the same error."""
 
     call: str
     features: str = ""
@@ -67,8 +68,8 @@ class CallRecord(NamedTuple):
 
 
 def all_gather_row(comm: Communicator, row: Sequence[int], what: str) -> np.ndarray:
-    """Return the rows of all ranks, shape (ranks, 4), int64: one all-gather of 32 bytes per rank. A rank without peers
-    gets only its own row. Collective."""
+    """Return the rows of all ranks as int64 of shape (ranks, 4), in one all-gather of 32 bytes per rank. A rank without
+    peers gets only its own row. Collective."""
     if not comm.has_peers:
         return np.array([row], np.int64)
     table = np.zeros((comm.size, WIDTH), np.int64)
@@ -79,7 +80,7 @@ def all_gather_row(comm: Communicator, row: Sequence[int], what: str) -> np.ndar
 
 
 def agree_on_call(comm: Communicator, call: str, values: Mapping[str, str] | None = None) -> None:
-    """Return when all ranks have reached `call`. Raise DesyncError on all of them if some make another call,
+    """Return when all ranks have reached `call`. Raise DesyncError on all ranks if some make another call, and
     ConfigError if some pass other `values`. Collective."""
     values_number = 0 if values is None else hash_text(str(sorted(values.items())))
     table = _all_gather_rows_of_call(comm, call, [values_number] * VALUE_COUNT)
@@ -89,10 +90,10 @@ def agree_on_call(comm: Communicator, call: str, values: Mapping[str, str] | Non
 
 @contextmanager
 def sharing_errors(comm: Communicator, call: str, agree_at_end: bool = False) -> Iterator[None]:
-    """Raise an error about arguments on all ranks if any rank meets one in the block. The block must not communicate.
+    """Raise an FsdpxError on all ranks if any rank raises one in the block. The block must not communicate.
 
-    Other ranks learn of the error in the exchange that begins `call`, so a call without an error sends nothing more.
-    agree_at_end: end the block with an exchange, where none follows. Collective."""
+    Other ranks learn of the error in the exchange at the beginning of `call`, so a call without an error sends no extra
+    message. agree_at_end: True: end the block with such an exchange, because no `call` follows. Collective."""
     if not comm.has_peers:
         yield
         return
@@ -103,7 +104,7 @@ def sharing_errors(comm: Communicator, call: str, agree_at_end: bool = False) ->
         own_record = CallRecord(call, "", type(error), str(error))
         everyone = comm.all_gather_data(own_record)
         if all(one == own_record for one in everyone):
-            raise  # all ranks have met it
+            raise  # all ranks have met the same error
         raise_first_error(everyone)
     else:
         if agree_at_end:
@@ -111,8 +112,8 @@ def sharing_errors(comm: Communicator, call: str, agree_at_end: bool = False) ->
 
 
 def all_reduce_max(comm: Communicator, call: str, values: np.ndarray) -> np.ndarray:
-    """Agree on `call` as `agree_on_call` does, and return the elementwise maximum of `values` over all ranks, in the
-    same exchange if there are at most three. values: 1-d array of an 8-byte dtype. Collective."""
+    """Agree on `call` as `agree_on_call` does, and return the elementwise maximum of `values` over all ranks. Up to
+    three values travel in the same exchange. values: 1-d array of an 8-byte dtype. Collective."""
     if values.size > VALUE_COUNT:
         agree_on_call(comm, call)
         maxima = np.array(values)
@@ -134,8 +135,8 @@ def _all_gather_rows_of_call(comm: Communicator, call: str, values: Sequence[int
 
 
 def all_gather_and_check_call_records(comm: Communicator, own_record: CallRecord) -> list[CallRecord]:
-    """Return the records of all ranks, if they make the same call. Otherwise, or if a rank has met an error, raise the
-    same error on all ranks. Collective, after an exchange that showed a difference."""
+    """Return the records of all ranks if all make the same call and none has met an error. Otherwise raise the same
+    error on all ranks. Collective; call it after an exchange that showed a difference."""
     everyone: list[CallRecord] = comm.all_gather_data(own_record)
     raise_first_error(everyone)
     if any(one.call != own_record.call for one in everyone):
@@ -144,20 +145,20 @@ def all_gather_and_check_call_records(comm: Communicator, own_record: CallRecord
 
 
 def raise_first_error(records: Sequence[CallRecord]) -> None:
-    """Raise the error of the lowest rank that has met one, with the number of that rank."""
+    """Raise the error of the lowest rank that has met one, prefixed with the number of that rank."""
     for rank, record in enumerate(records):
         if record.kind is not None:
             raise add_rank_to_error(record.kind(record.text), rank)
 
 
 def add_rank_to_error(error: FsdpxError, rank: int) -> FsdpxError:
-    """Return the error with the rank that met it at the beginning of its text, unless it is there already."""
+    """Return the error with "rank N: " in front of its text, unless the text begins so already."""
     text = str(error)
     return error if text.startswith(f"rank {rank}: ") else type(error)(f"rank {rank}: {text}")
 
 
 def describe_different_calls(calls: dict[int, str]) -> str:
-    """Return the error text for ranks that make different calls. calls: by rank."""
+    """Return the error text for ranks that make different calls. calls: name of the call by rank."""
     called = format_calls_by_rank(calls)
     return f"ranks called different methods: {called}. All ranks make the same calls, in the same order"
 
@@ -168,18 +169,20 @@ def hash_text(text: str) -> int:
 
 
 ENOUGH_EQUAL_SAMPLES = 8
-"""Number of samples in a row that must be equal on all data ranks before the warning: a few may be equal by chance."""
+"""Number of consecutive samples that must be equal on all data ranks before the warning: a few may be equal by
+chance."""
 
 
 class DuplicateBatchDetector:
-    """Warns if data ranks train on the same samples. It stops once they have differed or it has warned.
+    """Warn if data ranks train on the same samples. The detector stops as soon as samples have differed or it has
+    warned.
 
-    Batches whose samples are all equal to each other do not count, and neither do empty ones: they may be intended, or
-    come from an idle rank.
+    Batches whose samples are all equal to each other and empty batches do not count: they may be intended, or come from
+    an idle rank.
 
     Attributes
     ----------
-    may_have_duplicates : True as long as the ranks may have the same samples
+    may_have_duplicates : True as long as the data ranks may have the same samples
     """
 
     def __init__(self, axes: MeshAxes) -> None:
@@ -215,7 +218,7 @@ class LocalBatch:
     ----------
     inputs, target : arrays; dim 0 is samples
     rows : number of samples of every data rank
-    row : index of the first sample in the global batch
+    row : index of this rank's first sample in the global batch
     """
 
     inputs: tuple[Any, ...]
@@ -230,8 +233,8 @@ class LocalBatch:
 
 
 def prepare_inputs(placement: Placement, x: Any) -> tuple[Any, ...]:
-    """Return the model's inputs in order, from an array, a tuple or a dict by name. Each is converted to what its first
-    layers take: floats, and integers that are not indices, to the compute dtype."""
+    """Return the model's inputs in order, from an array, a tuple or a dict by name. Floats, and integers that are not
+    indices, are converted to the compute dtype."""
     names = placement.layout.inputs
     given = [
         to_device_array(placement, a, name) for name, a in zip(names, list_inputs_in_order(placement, x), strict=True)
@@ -260,8 +263,8 @@ def list_inputs_in_order(placement: Placement, x: Any) -> list[Any]:
 
 
 def _prepare_input(placement: Placement, name: str, array: Any, takes: str) -> Any:
-    """Return an input as its first layers take it. Raise DataError for integers beyond the range of float16 if the
-    model computes in it."""
+    """Return an input in the dtype that its first layers take. Raise DataError if the model computes in float16 and an
+    integer is beyond the range of float16."""
     narrow = takes == "numbers" and placement.formats.compute == np.float16
     if narrow and array.dtype.kind in "iu" and array.size and max(-int(array.min()), int(array.max())) > MAX_FLOAT16:
         raise DataError(
@@ -285,12 +288,12 @@ TARGET = "the target"
 
 
 def _format_array_name(name: str) -> str:
-    """Return the name of an array of a batch for errors."""
+    """Return how an error names an array of the batch."""
     return name if name == TARGET else f"input {name!r}" if name else "an array of the batch"
 
 
 def add_given_dtype_to_error(problem: FsdpxError, x: Any, y: Any) -> FsdpxError:
-    """Return an error about a dtype with the dtype that the caller passed added, if the array was converted before the
+    """Return an error about a dtype, extended by the dtype that the caller passed if the array was converted before the
     check."""
     text, _, dtype = str(problem).rpartition("whole numbers, got ")
     given = getattr(y if "labels" in text else x, "dtype", None)
@@ -299,8 +302,8 @@ def add_given_dtype_to_error(problem: FsdpxError, x: Any, y: Any) -> FsdpxError:
 
 
 def to_device_array(placement: Placement, value: Any, name: str = "") -> Any:
-    """Return an array on the engine's device, floats in the compute dtype, in native byte order. name: of the input, or
-    TARGET, for errors."""
+    """Return an array on the engine's device in native byte order, floats in the compute dtype. name: name of the
+    input, or TARGET, for errors."""
     compute = placement.formats.compute
     if value.__class__ is np.ndarray and placement.xp is np:  # the common case
         dtype = value.dtype
@@ -345,20 +348,20 @@ MAX_FLOAT16 = 65504
 def agree_on_batch(
     axes: MeshAxes, call: str, features: str, rows: int, error: FsdpxError | None, comm: Communicator | None = None
 ) -> tuple[tuple[int, ...], bool]:
-    """Agree on `call` with a batch: return the number of samples of every data rank, and whether all data ranks have
-    the same digest. Raise the same error on all ranks if one has met an error or features differ. Collective: one
-    all-gather of 32 bytes per rank; text is sent only if something is wrong.
+    """Agree on `call` and its batch; return the number of samples of every data rank, and whether the digest is the
+    same on all data ranks. Raise the same error on all ranks if one has met an error or features differ. Collective:
+    one all-gather of 32 bytes per rank; texts are sent only for an error.
 
     Parameters
     ----------
     axes : the mesh axes of this rank
     call : name of the call
-    features : text about the batch. Ranks with the same data rank must agree in all of it, others up to
-        DIGEST_SEPARATOR. LOADER_ENDED: this rank has no batch
+    features : text about the batch. It must be the same on ranks with the same data rank, and up to DIGEST_SEPARATOR on
+        all ranks. LOADER_ENDED: this rank has no batch
     rows : number of samples of this rank
     error : error that this rank met in its batch, or None
-    comm : the ranks of one replica, if replicas train independently: the others are assumed to have as many samples
-        (default: all ranks)
+    comm : the ranks of one replica, if replicas train independently: the other replicas are assumed to have as many
+        samples (default: all ranks)
     """
     comm = comm or axes.world
     if not comm.has_peers and error is not None:
@@ -380,8 +383,8 @@ def agree_on_batch(
 
 
 def _make_disagreement_error(features: list[str], lines: list[int]) -> DataError:
-    """Return the error about batches that differ, the same on every rank. features, lines: text about the batch and
-    data rank, by rank."""
+    """Return the error about batches that differ; it is the same on every rank. features: text about the batch of each
+    rank. lines: data rank of each rank."""
     if len(set(features)) == 1:
         return DataError(
             "ranks of one line of the pipe or tensor axis have different samples: give each rank the part of its data "
@@ -403,9 +406,9 @@ def checksum_arrays(arrays: Iterable[Any]) -> int:
 def split_into_microbatches(
     placement: Placement, batch: LocalBatch, microbatches: int, evenly: bool = False
 ) -> list[Microbatch | None]:
-    """Return the microbatches of this rank's samples, in the order in which their gradients are added; the same number
-    on every rank, None for those without samples. evenly: cut into parts that are as even as possible, instead of as
-    gradients add up."""
+    """Split this rank's samples into microbatches, in the order in which their gradients are added. The number is the
+    same on every rank; a microbatch without samples is None. evenly: True: split as evenly as possible; False: split as
+    the order of gradient accumulation requires."""
     bounds = [batch.size * m // microbatches for m in range(microbatches + 1)]
     if not evenly:
         sums, rank = placement.accumulation, placement.axes.data.rank
@@ -421,6 +424,6 @@ def split_into_microbatches(
 def make_largest_microbatch_shapes(
     placement: Placement, inputs: Sequence[Any], rows: tuple[int, ...], microbatches: int
 ) -> Microbatch:
-    """Return a microbatch of shapes without data, with as many samples as the largest microbatch of any rank."""
+    """Return a microbatch of shape-only arrays with as many samples as the largest microbatch of any rank."""
     most = placement.accumulation.count_rows_of_largest_microbatch(rows, microbatches)
     return Microbatch(tuple(ShapeArray((most, *a.shape[1:]), a.dtype) for a in inputs), None, 0)

@@ -1,4 +1,4 @@
-"""Call runners: which ranks run a trainer's calls, what they agree on between calls, and the state that outlasts a
+"""Call runners: which ranks run the calls of a trainer, what they agree on between calls, and the state that outlasts a
 session."""
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ __all__ = [
 ]  # fmt: skip
 
 STEP, READS_STATE, REPLACES_STATE, KEEPS_FOR_LATER, ON_EVERY_RANK = "step", "reads", "replaces", "keeps", "every"
-"""Effects of a call: it makes the next step; it returns a result and changes nothing; it replaces the trainer's state;
-it keeps something for a later call; every rank makes it, even one that does not train."""
+"""Effects of a call: STEP performs the next step; READS_STATE returns a result and changes nothing; REPLACES_STATE
+replaces the trainer's state; KEEPS_FOR_LATER keeps something for a later call; ON_EVERY_RANK is for calls that every
+rank makes, even one that does not train."""
 
 SAVE, WAIT = "save", "wait_for_background_save"
 """Names of calls for which an elastic call runner does extra work."""
@@ -65,11 +66,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 def run_through_call_runner(
     effect: str, name: str = ""
 ) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
-    """Return a decorator for a method of a trainer, so that each call of it goes through the trainer's call runner.
+    """Return a decorator for methods of a trainer: each call of the method goes through the trainer's call runner.
 
     Parameters
     ----------
-    effect : what the call does: STEP, READS_STATE, REPLACES_STATE, KEEPS_FOR_LATER or ON_EVERY_RANK
+    effect : effect of the call: STEP, READS_STATE, REPLACES_STATE, KEEPS_FOR_LATER or ON_EVERY_RANK
     name : name of the call (default: the method's name)
     """
 
@@ -79,7 +80,7 @@ def run_through_call_runner(
         @wraps(method)
         def run_call(self: Any, *given: P.args, **options: P.kwargs) -> T:
             call_runner = self._call_runner
-            if call_runner.fixed:  # the common case: saves one call
+            if call_runner.fixed:  # the common case: skip `run_call`
                 return method(self, *given, **options)
             result: T = call_runner.run_call(effect, called, partial(method, self), *given, **options)
             return result
@@ -98,7 +99,7 @@ def raise_argument_errors_on_all_ranks(
     ----------
     method : the method, or a function whose first argument is the trainer
     hints : also check arguments against the type hints; False: the method checks its arguments itself
-    unchecked : name of an argument that is not checked against its type hint (default: none)
+    unchecked : name of an argument that is not checked against its type hint (default: check all)
     """
     name, parameters = method.__name__, signature(method).parameters
     known = [one for one in parameters if one not in ("self", "trainer")]
@@ -131,8 +132,15 @@ def require_valid_weights_choice(weights: Any) -> None:
 
 @dataclass(frozen=True)
 class LastUpdate:
-    """The last update: global mean loss, global gradient norm (nan unless the step computes it: for clipping, a dynamic
-    loss scale, or elastic ranks), learning rate, and whether the update was skipped."""
+    """Record of the last update.
+
+    Attributes
+    ----------
+    loss : global mean loss
+    norm : global gradient norm; nan unless the step computes it: for clipping, a dynamic loss scale, or elastic ranks
+    rate : learning rate
+    skipped : True if the update was skipped
+    """
 
     loss: float
     norm: float
@@ -141,29 +149,31 @@ class LastUpdate:
 
     @classmethod
     def from_loss_and_scale(cls, loss: float, scale: GradientScale) -> LastUpdate:
-        """Return the record of an update from its global mean loss and the scale that the program computed."""
+        """Return the record of an update. loss: global mean loss. scale: the gradient scale that the program
+        computed."""
         return cls(loss, scale.norm, scale.rate, scale.skip)
 
 
 class CallRunner(ABC):
-    """The ranks that call a trainer, as `trainer.call_runner`: who they are, and what they do together besides
-    training.
+    """The ranks that call a trainer, available as `trainer.call_runner`: their communicators, and what they do together
+    besides training.
 
     Parameters
     ----------
-    session : of the ranks that train now
+    session : session of the ranks that train now
 
     Attributes
     ----------
-    last_update : the last update; None before the first
-    loss_weight : denominator of the mean of the last `evaluate`: number of samples, or what the loss counts instead
+    last_update : record of the last update; None before the first update
+    loss_weight : denominator of the mean loss of the last `evaluate`: the number of samples, or what the loss counts
+        instead
     background_save : the background save in progress, or None
     closed : True once the trainer is closed and can no longer be used
     """
 
     __slots__ = ("background_save", "closed", "last_update", "loss_weight", "session")
     fixed = False
-    """True if the ranks never change, so that each call runs exactly once."""
+    """True if the set of ranks never changes, so that each call runs exactly once."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -182,7 +192,7 @@ class CallRunner(ABC):
     @property
     @abstractmethod
     def data_group(self) -> Communicator:
-        """Communicator of the ranks that pass different samples."""
+        """Communicator of the ranks that pass different samples of the global batch."""
 
     @property
     def rank(self) -> int:
@@ -196,7 +206,7 @@ class CallRunner(ABC):
 
     @property
     def batch_part_count(self) -> int:
-        """Number of different parts that form the global batch: one per data rank."""
+        """Number of parts of the global batch: one per data rank."""
         return self.data_group.size
 
     @property
@@ -211,7 +221,7 @@ class CallRunner(ABC):
 
     @property
     def is_in_sync(self) -> bool:
-        """True if the last step was synchronous over all ranks; in local training not every step is."""
+        """True if the last step synchronized all ranks; in local training only some steps do."""
         return self.placement.sync_policy.is_sync_step(self.session.state.steps)
 
     # -- calls ---------------------------------------------------------------------------------------------------------
@@ -222,34 +232,35 @@ class CallRunner(ABC):
 
         Parameters
         ----------
-        effect : of the call: STEP, READS_STATE, REPLACES_STATE, KEEPS_FOR_LATER or ON_EVERY_RANK
-        name : of the call, for agreement and errors
+        effect : effect of the call: STEP, READS_STATE, REPLACES_STATE, KEEPS_FOR_LATER or ON_EVERY_RANK
+        name : name of the call, for agreement and errors
         function : makes the call on this rank
         given, options : arguments of `function`
 
         Returns
         -------
-        object : the result of `function`; with elastic ranks, of the training ranks and on all ranks
+        object : the result of `function`; with elastic ranks every rank gets the result of the training ranks
         """
 
     @abstractmethod
     def agree_on_batch_and_split(self, x: Any, y: Any, kind: str, training: bool = True) -> StepInputs:
-        """Check a batch, agree on it with the other ranks and return it cut into this rank's microbatches. Collective.
+        """Check a batch, agree on it with the other ranks, and return it split into this rank's microbatches.
+        Collective.
 
         Parameters
         ----------
         x : the model's inputs: an array, a tuple, or a dict by name; dim 0 is samples
-        y : the target; None where the program takes none
+        y : the target; None if the program takes no target
         kind : kind of the program that will run, such as "step" or "predict"
         training : run layers such as dropout in training mode
 
         Returns
         -------
-        StepInputs : the feed of the program
+        StepInputs : the inputs of the program
 
         Raises
         ------
-        DataError : on all ranks, if the batch of one rank is not valid
+        DataError : on all ranks, if the batch of any rank is not valid
         """
 
     @abstractmethod
@@ -262,7 +273,7 @@ class CallRunner(ABC):
 
         Returns
         -------
-        array or tuple : on fixed ranks `output` itself; with elastic ranks the output on the whole global batch
+        array or tuple : `output` itself on fixed ranks; with elastic ranks the output for the full global batch
         """
 
     @abstractmethod
@@ -305,7 +316,7 @@ class CallRunner(ABC):
     @abstractmethod
     def copy_weights_to_restore(self, trainer: Any) -> Callable[[], None]:
         """Copy the trainer's weights and running statistics, and return a function that restores them. The optimizer
-        state is neither copied nor restored. The returned function is collective.
+        state is neither copied nor restored.
 
         Parameters
         ----------
@@ -313,7 +324,7 @@ class CallRunner(ABC):
 
         Returns
         -------
-        callable : restores the weights; all ranks call it
+        callable : function without arguments that restores the weights; collective
         """
 
     @abstractmethod
@@ -332,7 +343,7 @@ class CallRunner(ABC):
 
     def sharing_errors(self, call: str) -> AbstractContextManager[None]:
         """Return a context in which an error about the arguments of one rank is raised on all ranks, as in
-        `batch.sharing_errors`. Does nothing with elastic ranks and where ranks step at their own speed.
+        `batch.sharing_errors`. The context is empty with elastic ranks and if ranks step at their own speed.
 
         Parameters
         ----------
@@ -341,13 +352,13 @@ class CallRunner(ABC):
         return batches.sharing_errors(self.world, call) if self.fixed and not self.has_own_speed else nullcontext()
 
     def agree_on_arguments(self, call: str, arguments: Mapping[str, Any]) -> None:
-        """Raise ConfigError on all ranks if ranks pass different arguments. Collective; does nothing with elastic ranks
-        and where ranks step at their own speed.
+        """Raise ConfigError on all ranks if ranks pass different arguments. Collective. Do nothing with elastic ranks
+        and if ranks step at their own speed.
 
         Parameters
         ----------
         call : name of the call
-        arguments : values by name; compared as text
+        arguments : argument values by name; they are compared as text
         """
         if self.fixed and not self.has_own_speed:
             batches.agree_on_call(self.world, call, {name: str(value) for name, value in arguments.items()})
@@ -357,15 +368,18 @@ class CallRunner(ABC):
 
         Parameters
         ----------
-        call : name of the call; DesyncError on all ranks if some make another call
+        call : name of the call
+
+        Raises
+        ------
+        DesyncError : on all ranks, if some make another call
         """
         self.require_open(call)
         self.session.agree_on_call(call)
 
     def wait_for_last_step(self) -> None:
-        """Return when all ranks have finished their last step, if they step at their own speed; return at once if they
-        step together. `fit` ends with this wait, and collective calls begin with it. Ranks that have died are not
-        waited for."""
+        """Wait until all ranks have finished their last step, if ranks step at their own speed; otherwise return at
+        once. `fit` ends with this wait, and collective calls begin with it. Dead ranks are not waited for."""
         self.require_open("wait_for_last_step")
         self.session.wait_for_last_step()
 
@@ -382,16 +396,16 @@ class CallRunner(ABC):
         Parameters
         ----------
         path : folder of the checkpoint
-        choices : format, file size, number of checkpoints to keep, and which weights
+        choices : number format, file size, number of checkpoints to keep, and which weights to save
         loader : a `data.DataLoader` whose position is saved, or None
         fit : state that `fit` needs to resume, or None
-        background : write a copy in a thread and return before it is complete
+        background : copy the state and write the copy in a thread; return before the checkpoint is complete
         """
 
         def save_on_training_ranks() -> None:
             self.agree_on_call("save" + ", in the background" * background)
             self.wait_for_save_within_call()
-            # replicas that train independently resume from their own parameters, so they save those
+            # replicas that train independently save their own parameters, because they resume from these
             state, plain = self.session.state, choices.weights == "parameters" and not self.has_own_speed
             put = nullcontext() if plain else self.using_weights(choices.weights)
             with (
@@ -409,14 +423,14 @@ class CallRunner(ABC):
     def load_checkpoint(
         self, path: str | PathLike[str], loader: Any, convert: bool = False, verify: bool = True
     ) -> RunScalars:
-        """Load a checkpoint and continue from it, as `Trainer.load` does. Collective.
+        """Load a checkpoint so that training continues from it, as `Trainer.load` does. Collective.
 
         Parameters
         ----------
         path : folder of the checkpoint
         loader : a `data.DataLoader` that is set to the saved position, or None
-        convert : round or widen numbers saved in another format
-        verify : check the digests of all bytes first
+        convert : True: round or widen numbers that were saved in another format
+        verify : True: check the digests of all bytes first
 
         Returns
         -------
@@ -437,11 +451,11 @@ class CallRunner(ABC):
         return scalars
 
     def wait_for_background_save(self) -> None:
-        """Return when the background save is complete. Collective.
+        """Wait until the background save is complete. Collective.
 
         Raises
         ------
-        CheckpointError : on all ranks, if it failed or was abandoned because a rank died
+        CheckpointError : on all ranks, if the save failed, or was abandoned because a rank died
         """
 
         def wait_on_training_ranks() -> None:
@@ -451,26 +465,26 @@ class CallRunner(ABC):
         self.run_call(READS_STATE, WAIT, wait_on_training_ranks)
 
     def wait_for_save_within_call(self) -> None:
-        """Wait for the background save within a call, on the ranks that train."""
+        """Wait for the background save, if there is one, within a call that the training ranks have agreed on."""
         if self.background_save is None:
             return
         try:
             with reporting_block_time(self.session.engine, WAITING):
                 self.background_save.wait()
         except RankLost:
-            raise  # the code that recovers decides what becomes of the save
+            raise  # the code that recovers from the loss decides what becomes of the save
         except BaseException:
             self.background_save = None
             raise
         self.background_save = None
 
     def using_weights(self, weights: str) -> AbstractContextManager[None]:
-        """Return a context in which the parameters are the requested weights. Collective on entry and on exit; after an
-        error each rank restores its parameters without communication.
+        """Return a context in which the parameters are replaced by the requested weights. Collective on entry and on
+        exit; after an error each rank restores its parameters without communication.
 
         Parameters
         ----------
-        weights : "parameters", those that all ranks share, or their "average" over time
+        weights : "parameters": the parameters common to all ranks; "average": their average over time
         """
         require_valid_weights_choice(weights)
         if weights == "parameters":
@@ -482,7 +496,8 @@ class CallRunner(ABC):
 
 @contextmanager
 def reporting_block_time(engine: Engine, activity: str) -> Iterator[ByteCounter]:
-    """Time the block and report duration and bytes to the engine's observers; the block adds to the yielded counter."""
+    """Time the block, and report its duration and bytes to the engine's observers. The block adds its bytes to the
+    yielded counter."""
     begin, count = perf_counter(), ByteCounter()
     try:
         yield count

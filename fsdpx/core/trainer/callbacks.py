@@ -24,8 +24,8 @@ from fsdpx.nn.losses import Loss
 __all__ = ["EVENTS", "CallbackList", "FitLimits", "Metric", "MetricSums", "to_host_output"]
 
 Metric = Callable[[Any, Any], Any] | Loss
-"""A loss; or a function of (output, target), NumPy arrays of this rank's samples, that returns an array with a value
-per sample, to be averaged, or (sum, count)."""
+"""A loss; or a function of (output, target), both NumPy arrays of this rank's samples. The function returns either an
+array with one value per sample, which is averaged, or (sum, count)."""
 
 
 class MetricSums:
@@ -34,8 +34,8 @@ class MetricSums:
     Parameters
     ----------
     functions : metrics by name
-    placement : the trainer's placement; with `domain` a function gets this rank's part of the fields and returns (sum,
-        count) over its cells
+    placement : the trainer's placement. With `domain`, a metric function gets this rank's part of the fields and
+        returns (sum, count) over its cells
     """
 
     def __init__(self, functions: Mapping[str, Metric], placement: Placement) -> None:
@@ -44,8 +44,8 @@ class MetricSums:
         self._problem: tuple[str, Exception] | None = None
 
     def add_batch(self, output: Any, target: Any) -> None:
-        """Add one batch. An error of a metric is kept and raised by `all_gather_means`, on all ranks. With `domain`,
-        losses communicate."""
+        """Add one batch. If a metric raises an error, keep it; `all_gather_means` raises it on all ranks. Collective if
+        a metric is a loss and fields are partitioned (`domain`)."""
         if not self._layout.has_complete_samples:
             target = self._layout.drop_target_of_other_ranks(np.asarray(to_host(target)))
         for k, (name, function) in enumerate(self.functions.items()):
@@ -60,8 +60,8 @@ class MetricSums:
                 self._problem = self._problem or (f"metric {name!r}: {error}", error)
 
     def _compute_loss_sum_and_weight(self, loss: Loss, output: Any, target: Any) -> tuple[float, float]:
-        """Return (sum, weight) of a loss. With `domain`, ranks first agree on whether the loss is valid on all of
-        them."""
+        """Return (sum, weight) of a loss. With `domain`, ranks first check together that the loss accepts the arrays of
+        every rank."""
         placement, problem = self._placement, None
         y, t = (to_device_array(placement, a) for a in (output, target))
         loss = self._layout.bind_loss(loss)
@@ -78,15 +78,16 @@ class MetricSums:
         return loss.forward(LayerContext(placement.xp, placement.axes, Random(0), training=False), y, t)[:2]
 
     def all_gather_means(self, data: Communicator) -> dict[str, float]:
-        """Return the means by name, over the samples of all ranks: the same values on every rank. Collective.
+        """Return the mean of each metric by name, over the samples of all ranks; every rank gets the same values.
+        Collective.
 
         Parameters
         ----------
-        data : the ranks with different samples
+        data : communicator of the ranks with different samples
 
         Raises
         ------
-        ConfigError : on all ranks, if a metric failed on one
+        ConfigError : on all ranks, if a metric failed on one rank or ranks have different metrics
         """
         text, cause = self._problem or (None, None)
         ranks = data if self._layout.has_complete_samples else self._placement.axes.data
@@ -102,7 +103,7 @@ class MetricSums:
 
 
 def to_host_output(output: Any) -> Any:
-    """Return the model's output as one NumPy array or a tuple of them."""
+    """Return the model's output on the host: a NumPy array, or a tuple of NumPy arrays."""
     return tuple(map(to_host, output)) if isinstance(output, tuple) else to_host(output)
 
 
@@ -126,17 +127,17 @@ def _convert_to_sum_and_count(value: Any, is_sharded: bool) -> tuple[float, floa
 
 
 EVENTS = ("on_train_begin", "on_step_end", "on_validation_end", "on_save", "on_epoch_end", "on_train_end")
-"""Methods that a callback may have; each is called with (trainer, history)."""
+"""Names of the methods that a callback may have; each is called with (trainer, history)."""
 
 
 class CallbackList:
-    """The listeners of a run. On every rank, each event calls all listeners in order; on_train_end is called even after
-    an error.
+    """The listeners of a run: the loggers of `fit` and the user's callbacks. On every rank, each event calls all
+    listeners in order. on_train_end is called even after an error.
 
     Parameters
     ----------
     trainer, history : arguments of every call
-    own : listeners of `fit` itself, called first
+    own : listeners of `fit` itself, which are called first
     given : callbacks of the user: one, or several
     """
 
@@ -170,7 +171,8 @@ class CallbackList:
 
 
 def _check_callback(callback: Any) -> Any:
-    """Return the callback as an object with methods. Raise ConfigError if it would never be called."""
+    """Return the callback as an object with methods; a function becomes its `on_step_end`. Raise ConfigError if the
+    callback would never be called."""
     methods = [name for name in dir(callback) if name.startswith("on_")]
     unknown = [name for name in methods if name not in EVENTS]
     if unknown or not (methods or callable(callback)):
@@ -184,8 +186,8 @@ STEPS, EPOCHS, PATIENCE, STOP = "steps", "epochs", "patience", "stop"
 
 @dataclass(frozen=True)
 class FitLimits:
-    """Stopping criteria of a run, as given to `fit`. An end is one of the words STEPS, EPOCHS, PATIENCE, STOP, or ""
-    for none."""
+    """Stopping criteria of a run, as passed to `fit`. Why a run ends is one of STEPS, EPOCHS, PATIENCE and STOP; ""
+    means that it goes on."""
 
     epochs: int | None
     steps: int | None
@@ -194,8 +196,7 @@ class FitLimits:
     stop: Callable[[FitHistory], bool] | None
 
     def require_valid(self, validation: Any, metrics: Any, restore_best: bool | None) -> None:
-        """Raise ConfigError for numbers that are too small, and for options that need validation where there is
-        none."""
+        """Raise ConfigError for numbers that are too small, and for options that need `validation` if there is none."""
         for name in ("epochs", "steps", "every", "patience"):
             number = getattr(self, name)
             if (number is not None or name == "every") and not (isinstance(number, int) and number >= 1):
@@ -223,12 +224,12 @@ class FitLimits:
         return STOP if earlier_reason == STOP and self.stop is not None else ""
 
     def is_validation_step(self, history: FitHistory) -> bool:
-        """Return whether to validate after this step: every `every` steps and after the last one."""
+        """Return whether to validate after this step: after every `every` steps and after the last step."""
         return history.steps % self.every == 0 or history.steps == self.steps
 
     def agree_on_end_reason(self, call_runner: CallRunner, history: FitHistory) -> str:
-        """Return, after a validation step, why the run ends, "" if it does not: the same on all ranks. Collective,
-        unless ranks step at their own speed and there is neither `patience` nor `stop`."""
+        """Return, after a validation step, why the run ends; "" if it goes on. The result is the same on all ranks.
+        Collective, unless ranks step at their own speed and there is neither `patience` nor `stop`."""
         # without patience and stop there is nothing to agree on
         if call_runner.has_own_speed and self.patience is None and self.stop is None:
             return STEPS if history.steps == self.steps else ""
@@ -241,7 +242,7 @@ class FitLimits:
         return STEPS if history.steps == self.steps else ""
 
     def describe_end_reason(self, end: str) -> str:
-        """Return the text of an end, for messages and `FitHistory.reason`."""
+        """Return a text that says why the run ended, for messages and `FitHistory.reason`."""
         return {
             STEPS: f"{self.steps} steps done",
             EPOCHS: "all epochs done",

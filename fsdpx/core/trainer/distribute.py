@@ -1,4 +1,4 @@
-"""`distribute`: from a model and its choices to a trainer. All ranks compare every choice before any data moves."""
+"""`distribute`: make a trainer from a model and its choices. All ranks compare every choice before any data is sent."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def distribute(
     runtime: RuntimeOptions | None = None,
     **rarely: Unpack[RuntimeArgs],
 ) -> Trainer:
-    """Spread `model` over the ranks of `comm` and return its `Trainer`. Collective.
+    """Distribute `model` over the ranks of `comm` and return its `Trainer`. Collective.
 
     Parameters
     ----------
@@ -88,46 +88,50 @@ def distribute(
         trainer holds only parameters, for `predict`, `generate` and, with a loss, `evaluate`
     strategy : {strategies} or `fsdpx.Sharding(...)`; replicas that train independently and synchronize now and then:
         "local_sgd", "diloco" or `fsdpx.LocalSGD(...)` (docs: local); ranks at their own speed: "async" or
-        `fsdpx.AsyncSGD(...)`, "gossip" or `fsdpx.GossipSGD(...)` (docs: asynchronous); or "auto": the quickest one that
-        a plan finds, which needs `batch` and takes `memory` and `machine` as well (docs: planning)
+        `fsdpx.AsyncSGD(...)`, "gossip" or `fsdpx.GossipSGD(...)` (docs: asynchronous); or "auto": the fastest strategy
+        that a plan finds; it needs `batch`, and also takes `memory` and `machine` (docs: planning)
     mesh : `fsdpx.Mesh(...)`; the widths of its axes replace those of the strategy
     comm : an mpi4py communicator (duplicated) or a `Communicator` (default: that of `fsdpx.init()`)
-    microbatches : number of parts in which each rank's batch runs (default: 1; in a pipe 4 per rank: Huang et al. 2019)
-    seed : of initialization and dropout, whose random numbers do not depend on the layout
+    microbatches : number of parts into which each rank's batch is split (default: 1; in a pipeline 4 per pipeline rank:
+        Huang et al. 2019)
+    seed : seed of initialization and dropout; the random numbers do not depend on mesh or strategy
     precision : "float64", "float32", "bf16" ("bfloat16": layers in 16 bits, with a float32 shard), "bf16-true" (all but
         sums of gradients in 16 bits), "fp16" ("float16") or `fsdpx.Precision(...)`
     clip_norm : largest global gradient norm; larger gradients are scaled down to it (default: no clipping)
     compression : how gradients are sent: {codecs} or a `Codec`, such as `fsdpx.Int8(unbiased=True)`;
-        `fsdpx.HierarchicalCompression(codec)`, only between replicas; or name pattern -> one of these, of which the
-        first that matches applies (docs: compression)
-    reproducible_chunks : cut the global batch into this many equal parts: bit-identical results on any number of ranks
+        `fsdpx.HierarchicalCompression(codec)`, only between replicas; or a dict from name pattern to one of these, in
+        which the first matching pattern applies (docs: compression)
+    reproducible_chunks : split the global batch into this many equal parts, so that results are bit-identical on any
+        number of ranks
     frozen : name patterns of parameters that are not trained
-    schedule : of a pipe: {schedules}, a function or a text file
-    stages : where a pipe cuts the model: paths of the first layers, or numbers of layers, of all stages; or path
-        pattern -> rank of the pipe, `{"0": 0, "blocks.*": 1}` (docs: schedules)
-    recompute : what runs forward again in backward: "all", every k-th unit, a memory budget "512MiB", or "attention"
-    tensor_plan : path pattern -> how a layer is sharded over the tensor axis (default: the model's own plan)
-    sequence : over the tensor axis: "parallel" for norms and dropout, "ulysses" or "ring" from end to end, "samples" to
-        shard samples, and of the parameters only experts (docs: tensor)
+    schedule : pipeline schedule: {schedules}, a function, or the path of a text file
+    stages : how the pipeline splits the model: the path of the first layer of each stage, or the number of layers of
+        each stage; or a dict from path pattern to pipeline rank, `{"0": 0, "blocks.*": 1}` (docs: schedules)
+    recompute : units whose forward is recomputed in backward (activation checkpointing): "all", every k-th unit, those
+        that a memory budget such as "512MiB" needs, or only "attention"
+    tensor_plan : dict from path pattern to how a layer is sharded over the tensor axis (default: the model's own plan)
+    sequence : what the tensor axis shards besides weights: "parallel": the sequence in norms and dropout; "ulysses" or
+        "ring": the sequence in all layers; "samples": the samples, and of the parameters only experts (docs: tensor)
     elastic : True or `fsdpx.ElasticConfig(...)`: training continues when ranks die, leave or join (docs: elastic)
-    average : of the parameters over time, `fsdpx.EMA(0.999)` or `fsdpx.SWA(...)`, for `evaluate(weights="average")`
+    average : average of the parameters over time, `fsdpx.EMA(0.999)` or `fsdpx.SWA(...)`, for
+        `evaluate(weights="average")`
     offload : what to keep on disk instead of in memory, `fsdpx.OffloadConfig("/local/disk", what="optimizer")` (docs:
         offload)
-    domain : a `fsdpx.Grid`: each rank has a part of every field, as in its solver; batches and predictions are such
+    domain : a `fsdpx.Grid`: each rank holds a part of every field, as in its solver; batches and predictions are such
         parts (docs: fields)
-    runtime : `fsdpx.RuntimeOptions(...)`, options that are rarely set: device, checks, traces, and values that replace
-        measured ones
+    runtime : `fsdpx.RuntimeOptions(...)`, rarely set options: device, checks, traces, and values that replace measured
+        ones
     rarely : fields of `fsdpx.RuntimeOptions` by name, such as `device="cuda"`; they replace those of `runtime`. With
-        strategy="auto" also `batch`, shapes and dtypes of inputs and targets of the whole global batch, or such arrays;
+        strategy="auto" also `batch`, shapes and dtypes of inputs and targets of the full global batch, or such arrays;
         `memory`, bytes that a rank may use, "16GiB"; and `machine`, as for `fsdpx.plan`
 
     Returns
     -------
-    Trainer : with `elastic`, every rank passes the whole global batch, and `trainer.call_runner` is an `ElasticRunner`
+    Trainer : with `elastic`, every rank passes the full global batch, and `trainer.call_runner` is an `ElasticRunner`
 
     Raises
     ------
-    ConfigError : for choices that do not fit, or that differ between ranks; the same on all of them
+    ConfigError : on all ranks, for choices that do not fit together or differ between ranks
     """
     options, others = dict(locals()), dict[str, Any](rarely)
     comm = getattr(domain, "comm", None) if comm is None else comm
@@ -167,7 +171,7 @@ def _select_options(recipe_part: Any, options: Mapping[str, Any]) -> dict[str, A
 
 
 def _find_planner(strategy: Any) -> Callable[..., Recipe] | None:
-    """Return the function that chooses all other options, if `strategy` is the name of one; else None."""
+    """Return the function that plans all other options if `strategy` names a planner, such as "auto"; else None."""
     by_name = isinstance(strategy, str) and strategy not in PRESETS
     planner: Callable[..., Recipe] | None = find_extension("planner", strategy) if by_name else None
     return planner
@@ -176,8 +180,8 @@ def _find_planner(strategy: Any) -> Callable[..., Recipe] | None:
 def _apply_plan(
     recipe: Recipe, world: Communicator, plan: Callable[..., Recipe] | None, plan_options: Mapping[str, Any]
 ) -> Recipe:
-    """Return the recipe with the choices of the plan, if one was asked for. Raise ConfigError for options of a plan
-    without one. Collective."""
+    """Return the recipe with the choices of the plan, if there is one. Raise ConfigError for options of a plan if
+    there is none. Collective."""
     if plan is not None:
         return plan(recipe, world, **plan_options)
     for name, value in plan_options.items():
@@ -186,7 +190,7 @@ def _apply_plan(
 
 
 def _make_trainer(recipe: Recipe, world: Communicator) -> Trainer:
-    """Return the trainer of fixed ranks. Collective."""
+    """Return a trainer for fixed ranks. Collective."""
     has_values = load_device(recipe.runtime.device).holds_data
     if has_values:
         broadcast_given_values(recipe.training.model, world)
@@ -198,8 +202,8 @@ def _make_trainer(recipe: Recipe, world: Communicator) -> Trainer:
 
 
 def make_session(recipe: Recipe, world: Communicator, tuning: Tuning | None = None, **options: Any) -> Session:
-    """Return the session of a recipe. Too little memory, now or in a later step, raises OutOfMemory, which lists
-    options that need less. Collective.
+    """Return the session of a recipe. If memory is too small, now or in a later step, OutOfMemory is raised, which
+    lists options that need less. Collective.
 
     Parameters
     ----------
@@ -218,14 +222,14 @@ def make_session(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
 
 
 def _explain_memory_error(recipe: Recipe, world: Communicator, *about: Any) -> OutOfMemory:
-    """Return the result of `explain_memory_error`, whose module is imported only when it is needed."""
+    """Import `explain_memory_error` only when it is needed, and return its result."""
     from fsdpx.core.trainer.out_of_memory import explain_memory_error
 
     return explain_memory_error(recipe, world, *about)
 
 
 def _add_observers(engine: Engine, runtime: RuntimeOptions) -> None:
-    """Add the observers that options and environment variables ask for. Collective."""
+    """Add the observers that options and environment variables request, such as a trace. Collective."""
     if (trace := runtime.get_trace_choice()) is not None:
         load_extension("observer", "trace")(engine, trace)
     if (wanted := environment.get_record_folder_and_steps()) is not None:
@@ -233,14 +237,14 @@ def _add_observers(engine: Engine, runtime: RuntimeOptions) -> None:
 
 
 def _end_all_ranks_on_exception(trainer: Trainer, world: Any) -> Trainer:
-    """Return the trainer. As long as it exists, an uncaught exception ends all ranks, if they are processes."""
+    """Return the trainer. As long as it exists, an uncaught exception ends all ranks that are processes."""
     if (carrier := find_message_backend(world)) is not None:
         hooks.hold_hooks(trainer, carrier, beyond_scope=True)
     return trainer
 
 
 def _make_elastic_trainer(recipe: Recipe, world: Any, choice: ElasticConfig) -> Trainer:
-    """Return the trainer of elastic ranks. Collective."""
+    """Return a trainer for elastic ranks. Collective."""
     run_calls = load_extension("ranks", "elastic")
     require_compatible(ELASTIC, ChoiceContext(recipe))
     trainer = Trainer(run_calls(recipe, world, choice))
@@ -260,8 +264,10 @@ def _open_world_and_agree_on_arguments(
     arguments: Mapping[str, str],
 ) -> Any:
     """Return the communicator of the trainer's ranks, once all of them have called `distribute` with the same
-    arguments. They agree on `open_comm`, if it is open; else in the first message on the new communicator. This comes
-    before the checks of choices, so that an error on all ranks is printed once for all of them."""
+    arguments.
+
+    Ranks agree over `open_comm`, or if it is None in the first message on the new communicator. They agree before
+    choices are checked, so that an error on all ranks is printed only once."""
     words = "distribute" if device == "cpu" else f"distribute(device={device!r})"
     if open_comm is not None:
         report_call_to_watchdog(open_comm, "distribute")
@@ -276,8 +282,8 @@ def _open_world_and_agree_on_arguments(
 
 
 def _merge_runtime_options(runtime: Any, rarely: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `RuntimeOptions` with the values given by name. Raise ConfigError for values of a wrong
-    type."""
+    """Return the fields of `runtime`, replaced by options that were passed by name. Raise ConfigError for values of a
+    wrong type."""
     if not isinstance(runtime, RuntimeOptions | None):
         raise ConfigError(f"runtime={runtime!r}: say fsdpx.RuntimeOptions(...)")
     runtime_options = {
@@ -288,10 +294,12 @@ def _merge_runtime_options(runtime: Any, rarely: Mapping[str, Any]) -> dict[str,
 
 
 def _find_open_communicator(comm: Any) -> Communicator | None:
-    """Return the communicator on which ranks can agree already, or None; None as well if some of its ranks may have
-    died. A communicator with as many ranks as were started has the ranks of the default one: they agree on that, even
-    if some of them pass no communicator."""
-    if isinstance(comm, FakeCommunicator):  # simulates a rank of another job: nobody to agree with
+    """Return a communicator that is open already and on which ranks can agree; None if there is none, or if some of its
+    ranks may have died.
+
+    A communicator with as many ranks as were started has the same ranks as the default communicator. These agree on the
+    default communicator, even if only some of them pass one."""
+    if isinstance(comm, FakeCommunicator):  # a fake rank has no other ranks to agree with
         return None
     opened, size = defaults.get_default(), None if comm is None else getattr(comm, "size", None)
     if opened is not None and (
@@ -303,7 +311,7 @@ def _find_open_communicator(comm: Any) -> Communicator | None:
 
 
 def _adopt_or_open_comm(comm: Any, backend: str | None, device: str, device_map: DeviceMap) -> Communicator:
-    """Return the communicator of all ranks of the trainer. Collective."""
+    """Return the communicator of the trainer's ranks: adopt `comm`, or open a new one. Collective."""
     if backend == "nccl" and device != "cuda":
         raise ConfigError(f"backend='nccl' is of arrays of GPUs, and device={device!r}: say device='cuda'")
     if comm is not None:

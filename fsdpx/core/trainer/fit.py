@@ -26,7 +26,7 @@ from fsdpx.nn.layer import iterate_layers
 
 __all__ = ["fit"]
 
-_END = object()  # not None: a loader that yields None is an error, not the end
+_END = object()  # not None, because a loader that yields None is an error and not the end
 
 
 COUNT_ARGUMENTS = ("epochs", "steps", "every", "patience")
@@ -38,15 +38,16 @@ TYPE_CHECKED_ONLY = (
 
 @runtime_checkable
 class StopRequest(Protocol):
-    """Context manager that ends a run between two steps when something asks for it, such as `fsdpx.Preemption`."""
+    """Context manager that ends a run between two steps when it is asked to, for example by a signal:
+    `fsdpx.Preemption`."""
 
     def __enter__(self) -> Any: ...
 
     def __exit__(self, *exc: Any) -> None: ...
 
     def check(self, trainer: Any, also: Callable[[], object] | None = None) -> None:
-        """Return if training is to continue; else call `also` and raise the exception that ends the run. Called between
-        two steps on all ranks. Collective."""
+        """Return if training is to continue; otherwise call `also`, and raise the exception that ends the run. `fit`
+        calls this method between two steps on all ranks. Collective."""
 
 
 @raise_option_name_errors_on_all_ranks
@@ -75,33 +76,34 @@ def fit(
 
     Parameters
     ----------
-    trainer : from `fsdpx.distribute`; left out in `trainer.fit(...)`
-    loader : batches of this data rank, such as a `DataLoader(comm=trainer.data_group)`; its `set_epoch`, if it has one,
-        is called for each epoch
-    epochs, steps : number of epochs and steps, whichever ends first; epochs=None: only steps count
+    trainer : result of `fsdpx.distribute`; omitted in `trainer.fit(...)`
+    loader : yields the batches of this data rank, such as a `DataLoader(comm=trainer.data_group)`; if it has a method
+        `set_epoch`, that is called before each epoch
+    epochs, steps : number of epochs and of steps after which training ends, whichever comes first; epochs=None: only
+        `steps` counts
     validation : batches whose mean loss is computed every `every` steps and at the end
-    metrics : by name, functions of a validation batch: (output, target), NumPy arrays of this rank's samples, to an
-        array with a value per sample, or to (sum, count); their mean is over the samples of all ranks. A loss such as
-        `nn.VRMSE()` can be a metric too
-    every : steps between two validations
-    patience : end after this many validations without a new best
-    restore_best : end with the weights of the best validation (default: only with patience)
-    stop : called with the history after each validation, or every `every` steps; if it is true on any rank, all ranks
-        end together
+    metrics : dict from name to a function of (output, target) of a validation batch, NumPy arrays of this rank's
+        samples; it returns an array with one value per sample, or (sum, count), and the mean over the samples of all
+        ranks is recorded. A loss such as `nn.VRMSE()` can also be a metric
+    every : number of steps between two validations
+    patience : end training after this many validations without a new best loss
+    restore_best : at the end, restore the weights of the best validation (default: only with patience)
+    stop : function of the history, called after each validation, or every `every` steps without validation; if it
+        returns true on any rank, all ranks end together
     callbacks : functions (trainer, history), called after each step, or objects with some of the methods
-        on_train_begin, on_step_end, on_validation_end, on_save, on_epoch_end, on_train_end; called on all ranks, but
-        not when a finished run is started again
+        on_train_begin, on_step_end, on_validation_end, on_save, on_epoch_end, on_train_end. They are called on all
+        ranks, but not if a finished run is started again
     log : folder for metrics.csv, metrics.jsonl, log.txt (the printed messages) and TensorBoard events
     tensorboard : True: write TensorBoard events, and raise an error if tensorboardX is missing; False: write none
         (default: write them if it is installed)
-    progress : show progress on rank 0: a bar on a terminal, else a line every few seconds
+    progress : show progress on rank 0: a bar on a terminal, otherwise a line every few seconds
     count : returns how much an x counts in rates and `history.samples_seen`, such as its number of tokens; multiplied
         by the number of data ranks (default: its number of samples)
-    unit : name of what `count` counts
-    checkpoints : `fsdpx.CheckpointConfig(...)` or its folder: where to save; started again, an interrupted run resumes,
-        and a finished one is left as it is
-    preempt : `fsdpx.Preemption(...)`: save and end when a signal asks for it (default: one is made if there are
-        checkpoints); False: none
+    unit : name of what `count` counts, such as "tokens"
+    checkpoints : `fsdpx.CheckpointConfig(...)`, or only the folder in which to save. If started again, an interrupted
+        run resumes, and a finished run does nothing
+    preempt : `fsdpx.Preemption(...)`: save and end on a signal; False: ignore signals (default: `fsdpx.Preemption` if
+        there are checkpoints)
 
     Returns
     -------
@@ -109,10 +111,11 @@ def fit(
 
     Raises
     ------
-    ConfigError : on all ranks, for arguments that are not valid or differ between ranks, or an empty validation loader
-    DataError : on all ranks, if `loader` yields no batch in an epoch, or fewer batches on some ranks, or if a batch is
+    ConfigError : on all ranks, for arguments that are invalid or differ between ranks, or if the validation loader is
+        empty
+    DataError : on all ranks, if `loader` yields no batch in an epoch or fewer batches on some ranks, or if a batch is
         not (x, y)
-    CheckpointError : on all ranks, if a checkpoint cannot be written, or not be resumed from
+    CheckpointError : on all ranks, if a checkpoint cannot be written, or training cannot resume from it
     NumericsError : if the loss is NaN or Inf
     """
     call_runner = trainer.call_runner
@@ -120,7 +123,7 @@ def fit(
     asked = preempt or None
     if preempt is None and checkpoints is not None:
         react = load_extension("fit", "preemption")
-        asked = react(signals=(*STOP_SIGNALS, "INT"))  # Ctrl-C loses nothing either
+        asked = react(signals=(*STOP_SIGNALS, "INT"))  # also save a checkpoint on Ctrl-C
     require_same_sharding(call_runner, loader, validation)
     history = FitHistory()
     best = patience is not None if restore_best is None else restore_best
@@ -146,8 +149,8 @@ def fit(
 
 
 def _agree_on_arguments(call_runner: CallRunner, given: Mapping[str, Any]) -> tuple[FitLimits, CheckpointConfig | None]:
-    """Return the stopping criteria and the checkpoint settings. Raise ConfigError, the same on all ranks, for arguments
-    that are not valid or that differ between ranks. given: the arguments of `fit`. Collective."""
+    """Return the stopping criteria and the checkpoint settings. Raise the same ConfigError on all ranks for arguments
+    that are invalid or differ between ranks. given: the arguments of `fit`. Collective."""
     with call_runner.sharing_errors("fit"):
         require_valid_arguments(fit, (), {name: given[name] for name in TYPE_CHECKED_ONLY}, "fit")
         require_loss_and_optimizer("fit", call_runner.session.loss, call_runner.placement.optimizer)
@@ -181,7 +184,7 @@ class _FitLoop:
     preempt: StopRequest | None
 
     def run_epochs(self) -> FitHistory:
-        """Run the loop, unless an earlier run has finished it, and return the history. Collective."""
+        """Train, unless an earlier run has finished, and return the history. Collective."""
         history, saves, limits = self.history, self.saves, self.limits
         ended = limits.find_end_reason_of_earlier_run(
             history, getattr(self.loader, "epoch", 0) - saves.first_epoch, saves.finished
@@ -193,7 +196,7 @@ class _FitLoop:
                 f"finished: {limits.describe_end_reason(ended)} at {checkpoint_step}; nothing is trained or saved",
             )
         else:
-            with self.events:  # from here on, messages are in the log as well
+            with self.events:  # opens the log, which then also gets the messages
                 saves.print_resume_point()
                 ended = self._train_epochs_until_end()
                 self.trainer.call_runner.wait_for_last_step()
@@ -227,8 +230,8 @@ class _FitLoop:
         return EPOCHS
 
     def _iterate_batches(self) -> Iterator[Any]:
-        """Yield batches until all ranks have none left. Raise DataError on all of them if only some have another
-        one."""
+        """Yield batches until all ranks have none left. Raise DataError on all ranks if only some ranks have another
+        batch."""
         batches = iter(self.loader)
         while True:
             begin = perf_counter()
@@ -243,7 +246,8 @@ class _FitLoop:
             yield pair
 
     def _train_on_batch(self, x: Any, y: Any) -> None:
-        """Train on one batch and record its loss and time. Raise NumericsError if the loss is not finite."""
+        """Train on one batch; record its loss, time and number of samples. Raise NumericsError if the loss is not
+        finite."""
         begin = perf_counter()
         loss = self.trainer.step(x, y)
         self.history.seconds += perf_counter() - begin
@@ -256,7 +260,8 @@ class _FitLoop:
         self.history.samples_seen += self.count(x) * self.trainer.call_runner.batch_part_count
 
     def _validate_and_save_if_due(self) -> str:
-        """Call listeners, validate and save if it is time. Return why the run ends here, "" if it does not."""
+        """Call listeners, and validate and save if they are due after this step. Return why the run ends after this
+        step; "" if it goes on."""
         history, ended, better = self.history, "", False
         self.events.call_listeners("on_step_end")
         if self.limits.is_validation_step(history):
@@ -284,8 +289,9 @@ class _Validation:
     routing: Any
 
     def run_validation(self) -> bool:
-        """Record the mean of the validation batches' losses, weighted by their loss weights, and the means of all
-        metrics, including those of experts. Return False if there are no batches or this step was validated already."""
+        """Record the mean loss of the validation batches, weighted by their loss weights, and the mean of each metric,
+        including those of experts. Return False if there are no validation batches or this step was validated
+        already."""
         history, metrics = self.history, MetricSums(self.metrics, self.trainer.call_runner.placement)
         if self.batches is None or (history.validation and history.validation[-1][0] == history.steps):
             return False
@@ -312,7 +318,7 @@ class _Validation:
 
 
 def _require_xy_pair(which: str, batch: Any) -> Any:
-    """Return the batch. Raise DataError unless it is a pair (x, y)."""
+    """Return the batch. Raise DataError unless it is a pair (x, y). which: "validation " or "", for the error."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         several = isinstance(batch, tuple | list)
         description = f"{len(batch)} values" if several else "None" if batch is None else type(batch).__name__
@@ -321,12 +327,14 @@ def _require_xy_pair(which: str, batch: Any) -> Any:
 
 
 def _has_experts(place: Placement) -> bool:
-    """Return whether a layer routes positions to experts, so that `trainer.inspect.gather_expert_load` has results."""
+    """Return whether a layer of the model routes positions to experts, so that `trainer.inspect.gather_expert_load` has
+    results."""
     return any(layer.routes for node in place.model.nodes for _, layer in iterate_layers(node.layer))
 
 
 def _count_total_steps(loader: Any, limits: FitLimits) -> int | None:
-    """Return the number of steps since the very start at which the run ends; None if it is not known beforehand."""
+    """Return after how many steps the run ends, counted from the start of the first run; None if not known
+    beforehand."""
     totals = [] if limits.steps is None else [limits.steps]
     if limits.epochs is not None and hasattr(loader, "__len__"):
         totals.append(limits.epochs * len(loader))

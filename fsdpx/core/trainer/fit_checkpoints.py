@@ -1,4 +1,4 @@
-"""Checkpoints and history of `fit`: the record of a run, when it is saved, how it resumes, and how it restores the best
+"""History and checkpoints of `fit`: record a run, save it when a checkpoint is due, resume it, and restore the best
 weights."""
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class FitHistory:
 
     Attributes
     ----------
-    losses : one training loss per step of this run
+    losses : training loss of each step of this run
     validation : (step, loss) pairs
     metrics : (step, value) pairs by metric name
-    epochs : complete epochs since the very start
-    reason : why training ended; empty before
-    seconds : spent in training steps and their data, without validation
-    samples_seen : samples (or what `count` counts) of all ranks in this run
-    earlier_steps : steps of earlier runs, if this one resumed from a checkpoint
-    checkpoint : the last one that was saved or resumed from
+    epochs : number of complete epochs, counted from the start of the first run
+    reason : why training ended; "" while it runs
+    seconds : time spent in training steps and in loading their data, without validation
+    samples_seen : number of samples (or of what `count` counts) of all ranks in this run
+    earlier_steps : number of steps of earlier runs, if this run resumed from a checkpoint
+    checkpoint : path of the last checkpoint that was saved or resumed from
     """
 
     losses: list[float] = field(default_factory=list)
@@ -54,7 +54,7 @@ class FitHistory:
 
     @property
     def steps(self) -> int:
-        """Number of steps since the very start."""
+        """Number of steps, counted from the start of the first run."""
         return self.earlier_steps + len(self.losses)
 
     @property
@@ -69,7 +69,7 @@ class FitHistory:
 
     @property
     def validations_since_best(self) -> int:
-        """Number of validations after the best one."""
+        """Number of validations since the best one."""
         losses = [_replace_nan_by_inf(loss) for _, loss in self.validation]
         return len(losses) - 1 - losses.index(self.best_loss) if losses else 0
 
@@ -87,10 +87,10 @@ class ResumePoint:
 
     Attributes
     ----------
-    path : of the checkpoint
-    first_epoch : epoch in which the run began
+    path : path of the checkpoint
+    first_epoch : epoch in which the first run began
     finished : why the earlier run ended; "" if it was interrupted
-    fit : the state that `fit` saved, including the above
+    fit : the state that `fit` saved, which includes the fields above
     """
 
     path: Path
@@ -100,7 +100,7 @@ class ResumePoint:
 
     @classmethod
     def from_fit_state_and_fill_history(cls, path: Path, fit: Mapping[str, Any], history: FitHistory) -> ResumePoint:
-        """Return the resume point in the state that `CheckpointConfig.save` wrote, and fill `history` with the saved
+        """Return the resume point for a state that `CheckpointConfig.save` wrote, and fill `history` with the saved
         history."""
         history.earlier_steps, history.checkpoint = int(fit["done"]), path
         history.validation.extend((int(step), float(loss)) for step, loss in fit["validation"])
@@ -117,12 +117,12 @@ class CheckpointConfig:
 
     Parameters
     ----------
-    folder : holds step-500, step-1000, ...
-    every : steps between two checkpoints; one more is written at the end
-    keep : number of newest checkpoints that stay, None for all; with `restore_best` the best one stays as well
-    resume : continue from the newest checkpoint, if there is one; epochs and steps are counted from the very start.
-        False: refuse a folder that already has checkpoints
-    background : write while training continues, at the cost of a copy of the shard in memory
+    folder : folder that holds the checkpoints step-500, step-1000, ...
+    every : number of steps between two checkpoints; one more is written at the end
+    keep : number of newest checkpoints to keep; None: all. With `restore_best` the best one is kept as well
+    resume : True: continue from the newest checkpoint, if there is one; epochs and steps are counted from the start of
+        the first run. False: raise an error if the folder already has checkpoints
+    background : write while training continues; this needs memory for a copy of the shard
     dtype, shard_bytes : as in `Trainer.save`
     """
 
@@ -142,7 +142,7 @@ class CheckpointConfig:
 
     @classmethod
     def from_argument(cls, given: Any) -> CheckpointConfig:
-        """Return the settings for an argument of `fit`: a config as it is, or a folder with all other settings at their
+        """Return the settings for the argument `checkpoints` of `fit`. For a folder, all other settings have their
         defaults.
 
         Parameters
@@ -156,24 +156,24 @@ class CheckpointConfig:
 
         Parameters
         ----------
-        step : number of steps since the very start
+        step : number of steps, counted from the start of the first run
         """
         return expanduser(self.folder) / f"{FOLDER_PREFIX}{step}"
 
     def find_latest(self) -> Path | None:
-        """Return the path of the newest complete checkpoint in the folder, or None."""
+        """Return the path of the newest complete checkpoint in the folder; None if there is none."""
         folders = list(iterate_checkpoints(expanduser(self.folder), FOLDER_PREFIX))
         return folders[-1][1] if folders else None
 
     def resume_latest(self, call_runner: CallRunner, loader: Any, history: FitHistory) -> ResumePoint | None:
-        """Load the newest checkpoint, if there is one, and return the point at which the run resumes; None if there is
-        none. Collective.
+        """Load the newest checkpoint and return the point at which the run resumes; None if there is no checkpoint.
+        Collective.
 
         Parameters
         ----------
         call_runner : the trainer's call runner
         loader : a `data.DataLoader`, which is set to the saved position
-        history : is filled with the saved history
+        history : history of the run, into which the saved history is loaded
 
         Raises
         ------
@@ -215,8 +215,8 @@ class CheckpointConfig:
         call_runner : the trainer's call runner
         loader : a `data.DataLoader`, whose position is saved
         fit : state that `fit` needs to resume; `fit["done"]` is the number of steps
-        background : write a copy in a thread
-        best : checkpoint that is kept however old it is, or None
+        background : write a copy of the state in a thread
+        best : path of a checkpoint that is kept however old it is, or None
         """
         path = self.path_of(fit["done"])
         choices = SaveChoices(self.dtype, self.shard_bytes, self.keep, None if best is None else best.name)
@@ -230,16 +230,16 @@ class FitCheckpointer:
     Parameters
     ----------
     trainer : the trainer
-    loader : of the training batches; with checkpoints a `data.DataLoader`
-    checkpoints : settings, or None to save none
-    history : of this run
-    best : keep the weights of the best validation: in a checkpoint, or without checkpoints in a copy in memory
+    loader : loader of the training batches; with checkpoints a `data.DataLoader`
+    checkpoints : settings; None: save no checkpoints
+    history : history of this run
+    best : True: keep the weights of the best validation, in a checkpoint, or without checkpoints in a copy in memory
         (`CallRunner.copy_weights_to_restore`)
 
     Attributes
     ----------
-    first_epoch : epoch in which the run began
-    finished : why an earlier run ended; "" if there is none or it was interrupted
+    first_epoch : epoch in which the first run began
+    finished : why an earlier run ended; "" if there is no earlier run or it was interrupted
     """
 
     def __init__(
@@ -256,7 +256,8 @@ class FitCheckpointer:
             self.first_epoch, self.finished, self._written = begun.first_epoch, begun.finished, begun.fit
 
     def print_resume_point(self) -> None:
-        """Print on rank 0 where the run resumes, and which settings have changed; nothing if it did not resume."""
+        """Print on rank 0 where the run resumes, and which settings have changed. Do nothing if the run did not
+        resume."""
         path, history = self.history.checkpoint, self.history
         if self._written is None:
             return
@@ -268,7 +269,8 @@ class FitCheckpointer:
             print_on_rank0(self.trainer.call_runner, f"changed since {path}: {'; '.join(changed)}")
 
     def save_if_due(self, better: bool = False) -> bool:
-        """Save if this step is due, or if it is better than all before it. Return whether a checkpoint was saved."""
+        """Save a checkpoint if one is due at this step, or if the step is better than all steps before. Return whether
+        a checkpoint was saved. Without checkpoints, copy the weights of a better step in memory."""
         if better and self.best and self.checkpoints is None:
             self._best_copy = (self.history.steps, self.trainer.call_runner.copy_weights_to_restore(self.trainer))
         if self.checkpoints is None or (self._written or {}).get("done") == self.history.steps:
@@ -279,8 +281,8 @@ class FitCheckpointer:
         return True
 
     def save_last_step_and_wait(self, ended: str = "") -> bool:
-        """Save the last step unless it is saved already, and wait until all checkpoints are complete. Return whether
-        one was saved. ended: why the run ended; "" if it is to be resumed."""
+        """Save the last step, unless it is saved already, and wait until all checkpoints are complete. Return whether a
+        checkpoint was saved. ended: why the run ended; "" if it is to be resumed."""
         if self.checkpoints is None:
             return False
         state = self._make_resume_state() | {"finished": ended}
@@ -290,11 +292,12 @@ class FitCheckpointer:
         try:
             self.trainer.call_runner.wait_for_background_save()
         except CheckpointError:
-            self._save_checkpoint(state, background=False)  # raises again, unless the cause is gone
+            self._save_checkpoint(state, background=False)  # raises again unless the cause has disappeared
         return new
 
     def restore_best_weights(self) -> None:
-        """Restore the weights of the best validation. Collective."""
+        """Restore the weights of the best validation, if they are kept, and print which weights the trainer has.
+        Collective."""
         step = self.history.best_step
         if not self.best or step is None or step == self.history.steps:
             return
@@ -315,7 +318,7 @@ class FitCheckpointer:
         print_on_rank0(self.trainer.call_runner, f"the weights are those of {description}: {path}")
 
     def _make_resume_state(self) -> dict[str, Any]:
-        """Return the state that a later run needs to resume."""
+        """Return the state that a later run needs to resume; it is stored in the checkpoint."""
         history = self.history
         pairs = {name: [list(pair) for pair in values] for name, values in history.metrics.items()}
         return {
@@ -340,5 +343,5 @@ class FitCheckpointer:
 
 
 def _list_changed_settings(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return a line for each setting that both runs have and whose value differs."""
+    """Return one line for each setting that both runs have with different values."""
     return [f"{name} {before[name]} -> {text}" for name, text in now.items() if before.get(name, text) != text]

@@ -1,6 +1,6 @@
-"""The functional API: collectives on arrays of any shape, over the default communicator.
+"""The functional API: collectives on arrays of any shape over the default communicator.
 
-Results are new arrays, and the arguments are not modified, except `out`."""
+Results are new arrays. Arguments are not modified, except `out`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ __all__ = [
 
 
 class Future:
-    """Result of a call with `async_op=True`: `wait()` returns the array, `test()` returns whether it is complete."""
+    """Result of a call with `async_op=True`: `wait()` returns the array, `test()` returns whether the call is
+    complete."""
 
     __slots__ = ("_handle", "_result")
 
@@ -54,12 +55,12 @@ class Future:
 
 
 def barrier() -> None:
-    """Return when every rank has called it. Collective."""
+    """Wait until every rank has called `barrier`. Collective."""
     opened = _record_call_and_get_communicator("barrier")
     if opened.agreement is None:
         opened.comm.barrier().wait()
     else:
-        _agree_on_signature(opened, make_signature("barrier"))  # agreement is the barrier
+        _agree_on_signature(opened, make_signature("barrier"))  # the agreement is itself a barrier
 
 
 @overload
@@ -73,12 +74,12 @@ def all_reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, out: Array = None, asy
     ----------
     x : array, of the same shape and dtype on every rank
     op : how values are combined: "sum", "avg", "max", "min", "prod", or a `ReduceOp`
-    out : array that receives the result, may be `x` itself (default: a new array)
-    async_op : return a `Future` at once
+    out : array that receives the result; may be `x` itself (default: a new array)
+    async_op : True: return a `Future` immediately
 
     Returns
     -------
-    array or Future : `out` or a new array; with `async_op` a `Future` of it
+    array or Future : `out` or a new array; with `async_op` a `Future` of that array
     """
     if not isinstance(async_op, bool):
         raise ConfigError(f"all_reduce(async_op={async_op!r}): True or False is needed")
@@ -150,7 +151,7 @@ def broadcast(x: Any, root: int = 0) -> np.ndarray:
 
     Parameters
     ----------
-    x : array, of the same shape and dtype on every rank; its values matter on `root` only
+    x : array, of the same shape and dtype on every rank; values are used on rank `root` only
     root : rank that sends
 
     Returns
@@ -282,7 +283,7 @@ def recv(out: Array, source: int, tag: int = 0) -> np.ndarray:
 
     Raises
     ------
-    DesyncError : if the message has another size or dtype; it is consumed all the same
+    DesyncError : if the message has another size or dtype than `out`; the message is consumed nevertheless
     """
     comm, into = default_communicator(), _as_flat_output(out)
     get_dtype_kind(into.dtype)
@@ -299,7 +300,8 @@ def recv(out: Array, source: int, tag: int = 0) -> np.ndarray:
 
 
 HEADER_BYTES = 32
-"""Bytes of the header before a message between two ranks: its dtype, number of elements, and bytes per element."""
+"""Bytes of the header that precedes a message between two ranks; it holds dtype, number of elements, and bytes per
+element."""
 
 
 def _make_message_header(x: Array) -> Array:
@@ -307,7 +309,7 @@ def _make_message_header(x: Array) -> Array:
 
 
 def _record_call_and_get_communicator(verb: str) -> defaults.DefaultCommunicator:
-    """Return the default communicator, and record on it that this rank makes the call `verb`."""
+    """Return the default communicator, after recording on it that this rank makes the call `verb`."""
     comm = default_communicator()
     report_call_to_watchdog(comm, verb)
     opened = defaults.get_default()
@@ -316,12 +318,12 @@ def _record_call_and_get_communicator(verb: str) -> defaults.DefaultCommunicator
 
 
 NO_ROOT: Any = object()
-"""Marks calls without a root. None would not do: a caller may pass it by mistake."""
+"""Marks calls without a root. None cannot be the mark, since a caller may pass None by mistake."""
 
 
 def _get_agreed_comm(verb: str, x: Array = None, op: ReduceOp | str | None = None, root: int = NO_ROOT) -> Communicator:
-    """Return the default communicator once all ranks have agreed that they make the same call, so that an error is
-    raised on every rank."""
+    """Return the default communicator once all ranks have agreed that they make the same call. If they do not, every
+    rank raises the same error."""
     opened = _record_call_and_get_communicator(verb)
     _agree_on_signature(opened, _make_call_signature(verb, x, op, root))
     if root is not NO_ROOT and (isinstance(root, bool) or not isinstance(root, int | np.integer)):
@@ -338,8 +340,8 @@ def _agree_on_signature(
 
 
 def _start_async_call(opened: defaults.DefaultCommunicator, call: CallSignature, whole: Call) -> Handle:
-    """Start an asynchronous call, on a communicator of its own: it may start later on this rank than on others, between
-    other calls. NCCL has only one communicator; there, ranks agree before the call starts."""
+    """Start an asynchronous call on a separate communicator, because it may start later on this rank than on other
+    ranks, between other calls. NCCL has only one communicator; there, ranks agree before the call starts."""
     agreement = opened.agreement
     if agreement is None:
         return opened.comm.issue(whole)
@@ -351,7 +353,7 @@ def _start_async_call(opened: defaults.DefaultCommunicator, call: CallSignature,
 
 def _make_call_signature(verb: str, x: Array, op: ReduceOp | str | None = None, root: Any = NO_ROOT) -> CallSignature:
     name = op.name if isinstance(op, ReduceOp) else None if op is None else _get_op_name(op)
-    root = None if root is NO_ROOT else root if type(root) is int else repr(root)  # others are refused later
+    root = None if root is NO_ROOT else root if type(root) is int else repr(root)  # other types are rejected later
     if x is None:
         return make_signature(verb, root=root)
     return make_signature(verb, x.dtype, x.shape, name, root)
@@ -368,12 +370,12 @@ def _run_call(
     comm: Communicator, verb: str, arrays: Arrays, x: Array, op: ReduceOp | str = ReduceOp.SUM, root: int = 0,
     counts: AllCounts = (),
 ) -> None:  # fmt: skip
-    """Make a call on flat arrays for the user's array `x`, and wait for it."""
+    """Run a collective on flat arrays and wait for it. x: the user's array, whose shape errors show."""
     comm.issue(Call(verb, arrays, ReduceOp.from_name(op), root, counts, shape=x.shape)).wait()
 
 
 def _as_contiguous_array(x: Any) -> Array:
-    """Return `x` as a contiguous array in native byte order, copied only if needed."""
+    """Return `x` as a contiguous array in native byte order; copy only if needed."""
     x = x if type(x) is np.ndarray or hasattr(x, "__cuda_array_interface__") else as_unmasked_array(x)
     if not x.dtype.isnative:
         return x.astype(x.dtype.newbyteorder("="), order="C")
@@ -395,7 +397,7 @@ def _as_flat_output(out: Array) -> Array:
 
 
 def _partition_rows_and_elements(verb: str, shape: tuple[int, ...], size: int) -> tuple[FlatPartition, FlatPartition]:
-    """Return the partition of dim 0, once in rows and once in elements."""
+    """Return the even partition of dim 0 over `size` ranks, once in rows and once in elements."""
     if not shape:
         raise ShapeError(f"{verb}: x has no dimension to cut")
     rows, width = make_balanced_partition(shape[0], size), prod(shape[1:])

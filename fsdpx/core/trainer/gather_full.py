@@ -1,4 +1,4 @@
-"""Full values on every rank: outputs of a model, parameters, gradients and statistics."""
+"""Gather full arrays on every rank: outputs of a model, parameters, gradients and running statistics."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ __all__ = [
 def all_gather_outputs_of_batch(
     placement: Placement, outputs: tuple[Any, ...], shapes: Sequence[tuple[int, ...]], batch: Microbatch
 ) -> tuple[Any, ...]:
-    """Return the full outputs of the model on every rank of its pipe: gathered along the tensor axis if they are
-    sharded, then broadcast along the pipe. Collective over both axes.
+    """Return the full outputs of the model on every pipeline rank: gather them over the tensor axis if they are
+    sharded, then broadcast them over the pipeline. Collective over both axes.
 
     Parameters
     ----------
-    placement : of this rank
-    outputs : outputs on the pipe rank that computes them, empty on the others
+    placement : placement of this rank
+    outputs : outputs on the pipeline rank that computes them; empty on the other ranks
     shapes : shapes of the full outputs
-    batch : the microbatch, whose shapes and dtypes decide those of the outputs
+    batch : the microbatch; the shapes and dtypes of the outputs follow from it
     """
     gathered_outputs = []
     for i, (value, shape) in enumerate(zip(placement.stage.outputs, shapes, strict=True)):
@@ -56,7 +56,7 @@ def all_gather_outputs_of_batch(
 
 
 def take_output_gradient_shard(placement: Placement, dy: Any) -> Any:
-    """Return this tensor rank's shard of the gradient of a full output."""
+    """Return this tensor rank's shard of `dy`, the gradient of a full output."""
     dim = placement.output_dim
     return dy if dim is None else collectives.take_shard(placement.xp, placement.axes.tensor, dy, dim)
 
@@ -64,15 +64,15 @@ def take_output_gradient_shard(placement: Placement, dy: Any) -> Any:
 def all_reduce_input_gradients(
     placement: Placement, found: Mapping[Slot, Any], batch: Microbatch, scale: float
 ) -> list[Any]:
-    """Return the gradient of each input of the model, None for integer inputs, on every rank that works on the same
-    samples. Collective along the pipe.
+    """Return the gradient of each model input on every rank that works on the same samples; None for an integer input.
+    Collective over the pipeline.
 
     Parameters
     ----------
-    placement : of this rank
-    found : gradients of the inputs that the stages of this rank read, by slot; pipe ranks sum them
+    placement : placement of this rank
+    found : gradients of the inputs that the stages of this rank read, by slot; they are summed over the pipeline ranks
     batch : the microbatch
-    scale : loss scale by which the gradients are divided
+    scale : loss scale; the gradients are divided by it
     """
     gradients: list[Any] = []
     for v, array in zip(placement.stage.inputs, batch.inputs, strict=True):
@@ -90,7 +90,7 @@ def all_reduce_input_gradients(
 
 
 def _all_gather_output_over_tensor(placement: Placement, own: Any, shape: tuple[int, ...]) -> Any:
-    """Return the full output from this tensor rank's shard. Collective along the tensor axis."""
+    """Gather and return the full output from the shards of the tensor ranks. Collective over the tensor axis."""
     dim = placement.output_dim
     if dim is None:
         return own
@@ -100,7 +100,7 @@ def _all_gather_output_over_tensor(placement: Placement, own: Any, shape: tuple[
 def _broadcast_last_stage_output(
     placement: Placement, whole: Any, value: int, shape: tuple[int, ...], batch: Microbatch
 ) -> Any:
-    """Return the output of the last stage on every rank of the pipe. Collective along the pipe."""
+    """Return the output of the last stage on every pipeline rank. Collective over the pipeline."""
     xp = placement.xp
     dtype = placement.value_shapes.shape_of(value, batch).dtype
     flat = xp.empty((prod(shape),), dtype=dtype) if whole is None else xp.ascontiguousarray(whole).reshape(-1)
@@ -109,16 +109,16 @@ def _broadcast_last_stage_output(
 
 
 BLOCK_ELEMENTS = 1 << 16
-"""Elements of an average that are computed at once."""
+"""Number of elements of an average that are computed at a time."""
 
 
 def all_gather_parameters(state: TrainState, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
-    """Return the full parameters by canonical name, on every rank's host. Collective.
+    """Return the full parameters by canonical name, as NumPy arrays on every rank. Collective.
 
     Parameters
     ----------
-    state : of this rank
-    names : parameters that are needed; pages that hold none of them are skipped (default: all)
+    state : train state of this rank
+    names : names of the parameters that are needed; pages that hold none of them are skipped (default: all)
     """
 
     def gather_page(page: Page) -> Any:
@@ -128,8 +128,8 @@ def all_gather_parameters(state: TrainState, names: Collection[str] | None = Non
 
 
 def all_gather_gradients(state: TrainState) -> dict[str, np.ndarray]:
-    """Return the full accumulated gradients by canonical name, on every rank's host, not yet divided by the loss
-    weight. Collective."""
+    """Return the full accumulated gradients by canonical name, as NumPy arrays on every rank; they are not yet divided
+    by the loss weight. Collective."""
 
     def gather_page(page: Page) -> Any:
         p, total = page.index, state.placement.xp.zeros((page.size,), dtype=state.placement.formats.gradients)
@@ -148,7 +148,8 @@ def all_gather_gradients(state: TrainState) -> dict[str, np.ndarray]:
 
 
 def all_gather_statistics(state: TrainState) -> dict[str, np.ndarray]:
-    """Return the running statistics by name, from the pipe rank whose layer updates them. Collective."""
+    """Return the running statistics by name on every rank, from the pipeline rank whose layer updates them.
+    Collective."""
     state_arrays = {}
     for name in state.placement.layout.statistic_specs:
         flat = np.array(to_host(state.view_running_statistic(name).reshape(-1)))
@@ -158,8 +159,10 @@ def all_gather_statistics(state: TrainState) -> dict[str, np.ndarray]:
 
 
 def copy_weights_to_restore(state: TrainState) -> Callable[[], None]:
-    """Copy this rank's parameters and statistics, and return a function that restores them. Both need all ranks to have
-    arrived first, since others may still read shared memory."""
+    """Copy this rank's parameters and statistics, and return a function that restores them.
+
+    Synchronize all ranks before the copy and before the restore, since other ranks may still read this rank's arrays in
+    shared memory."""
     state.wait_for_transfers()
     kinds = ("master", "outer", "statistic")
     copies = [(array, array.copy()) for row, array in state.ledger.iterate_saved_rows() if row.key.kind in kinds]
@@ -173,8 +176,8 @@ def copy_weights_to_restore(state: TrainState) -> Callable[[], None]:
 
 
 def replace_parameters_by_averages(state: TrainState) -> Callable[[], None]:
-    """Replace the parameters by the averages that the optimizer keeps, and return a function that restores them. Both
-    need all ranks to have arrived first. Raise ConfigError if no average is kept."""
+    """Replace the parameters by the averages that the optimizer keeps, and return a function that restores the
+    parameters. Synchronize all ranks before each of the two. Raise ConfigError if no average is kept."""
     place = state.placement
     if AVERAGE_SLOT not in place.slot_formats:
         raise ConfigError("weights='average': no average is kept; say distribute(..., average=fsdpx.EMA(0.999))")
@@ -198,10 +201,11 @@ def _all_gather_full_arrays(
 
     Parameters
     ----------
-    state : of this rank
-    gather_page : returns the elements of a page as this tensor rank has them, for pages of this pipe rank
-    gradients : gather gradients, of trainable pages only, summed over tied copies; False: parameters
-    names : skip pages that hold none of these (default: skip none)
+    state : train state of this rank
+    gather_page : returns the elements of a page, as this tensor rank holds them; called for the pages of this pipeline
+        rank
+    gradients : True: gather gradients, only of trainable pages, summed over tied copies; False: gather parameters
+    names : names of the parameters that are needed; pages that hold none of them are skipped (default: all)
     """
     arrays: dict[str, np.ndarray] = {}
     dtype = state.placement.formats.gradients if gradients else state.placement.formats.master
@@ -222,7 +226,7 @@ def _all_gather_full_arrays(
 
 
 def _all_gather_page_over_shards(state: TrainState, page: Page, shard: Any) -> Any:
-    """Return the flat elements of a page from the shards of all ranks. Collective along the shard axis."""
+    """Gather the shards of a page and return all of its elements as a flat array. Collective over the shard axis."""
     place, here = state.placement, state.placement.pages[page.index]
     full = place.xp.empty((page.size,), dtype=shard.dtype)
     own_part = full[here.own_range.start : here.own_range.stop]
@@ -232,8 +236,11 @@ def _all_gather_page_over_shards(state: TrainState, page: Page, shard: Any) -> A
 
 
 def _all_gather_tensor_shards(state: TrainState, name: str, local: np.ndarray | None, dtype: np.dtype) -> np.ndarray:
-    """Return the full array from the shards of the tensor ranks. local: this rank's shard; None on other stages, where
-    an empty array of the full shape is returned. Collective along the tensor axis."""
+    """Gather a parameter from the shards of the tensor ranks and return the full array. Collective over the tensor
+    axis.
+
+    local: this rank's shard; None on pipeline ranks without the parameter, which get an uninitialized array of the full
+    shape."""
     spec, tensor = state.placement.layout.specs[name], state.placement.axes.tensor
     if local is None:
         return np.empty(spec.shape, dtype)

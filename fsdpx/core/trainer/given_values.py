@@ -1,4 +1,5 @@
-"""Initial parameter values from another library, such as a PyTorch model: broadcast to all ranks, and then released."""
+"""Initial parameter values from another library, such as those of a PyTorch model: broadcast them to all ranks, and
+release them afterwards."""
 
 from __future__ import annotations
 
@@ -12,24 +13,25 @@ __all__ = ["broadcast_given_values", "release_given_values"]
 
 
 def broadcast_given_values(model: Layer, comm: Communicator) -> None:
-    """Take the given values from rank 0: each process has seeded the other library's generator on its own.
+    """Broadcast the given values from rank 0, because each process has its own random numbers in the other library.
     Collective."""
     for values in _find_given_values(model):
         values.broadcast_from_rank0(comm)
 
 
 def release_given_values(model: Layer, comm: Communicator) -> None:
-    """Release given values that the other library keeps as well, once each rank has taken its part. Collective."""
+    """Release the given values, which the other library keeps as well, once each rank has copied its part.
+    Collective."""
     if not (given_values := _find_given_values(model)):
         return
     comm.barrier(what="first values").wait()  # thread ranks may share the layers
     for values in given_values:
         values.release_copy()
-    gc.collect()  # cycles left by PyTorch's conversion hold the parameters
+    gc.collect()  # reference cycles from PyTorch's conversion keep the parameters alive
     trim_heap()
 
 
 def _find_given_values(layer: Layer) -> list[GivenValues]:
-    """Return the given values of a layer and of all layers inside it."""
+    """Return the given values of a layer and of all its child layers."""
     own_values = [] if layer.given_values is None else [layer.given_values]
     return own_values + [one for child in layer.children().values() for one in _find_given_values(child)]

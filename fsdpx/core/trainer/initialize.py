@@ -1,4 +1,5 @@
-"""The default communicator of a process: opening and closing it, and this rank's number among all ranks."""
+"""The default communicator of a process: open and close it, and return this process's rank, local rank and world
+size."""
 
 from __future__ import annotations
 
@@ -29,27 +30,29 @@ __all__ = ["default_communicator", "finalize", "init", "is_initialized", "local_
 def init(
     backend: Backend | None = None, comm: Any = None, *, rank: int | None = None, size: int | None = None
 ) -> Communicator:
-    """Open the default communicator and return it; if it is open already, `init()` without arguments returns it.
+    """Open the default communicator and return it. If it is open already, `init()` without arguments returns it.
     Collective.
 
-    `with fsdpx.init() as comm:` closes it at the end, as `finalize` does; after an exception the job ends instead.
+    `with fsdpx.init() as comm:` closes the communicator at the end, as `finalize` does; after an exception the job ends
+    instead.
 
-    With FSDPX_CHECK=1 every collective is compared over the ranks before it begins.
+    With FSDPX_CHECK=1 ranks compare every collective before it begins.
 
     Parameters
     ----------
     backend : "node", "mpi", "nccl", "gloo", "local" or "fake", as in `fsdpx.core.comm.open_world` (default: found from
         the launcher)
-    comm : used instead of all ranks: a `Communicator`, or one of mpi4py, which is duplicated
-    rank, size : of a fake communicator
+    comm : communicator to use instead of one of all ranks: a `Communicator`, or an mpi4py communicator, which is
+        duplicated
+    rank, size : rank and size of a fake communicator
 
     Returns
     -------
-    Communicator : of all ranks
+    Communicator : communicator of all ranks, or of those of `comm`
 
     Raises
     ------
-    ConfigError : if it is open and arguments are given
+    ConfigError : if the default communicator is open and arguments are passed
     """
     existing = defaults.get_default()
     if existing is None:
@@ -71,13 +74,13 @@ def init(
 def _open_default_communicator(
     backend: str | None, comm: Any, rank: int | None, size: int | None
 ) -> defaults.DefaultCommunicator:
-    """Open the default communicator. Collective."""
+    """Open the communicator for `init`, and find the local rank. Collective."""
     base = open_world(backend, comm, rank=rank, size=size)
     opened = () if base is comm else (base,)
     launcher = environment.read_environment().launcher
     hosts = base.all_gather_data((platform.node(), None if launcher is None else launcher.local_rank))
     local_rank = _find_local_rank(base.rank, hosts)
-    start_watching(base, patient=False)  # without a program, progress of other ranks is invisible
+    start_watching(base, patient=False)  # outside a program, the progress of other ranks is not visible
     if not environment.read_environment().check or base.size == 1:
         return defaults.DefaultCommunicator(base, local_rank, opened, agreement=_make_call_agreement(base))
     guarded = CheckedCommunicator(base)
@@ -85,8 +88,8 @@ def _open_default_communicator(
 
 
 def _make_call_agreement(comm: Communicator) -> CallAgreement | None:
-    """Return what compares calls between ranks; None if thread ranks compare them themselves, if there is only one
-    rank, or if the others are fake."""
+    """Return the object that compares calls between ranks; None if it is not needed: thread ranks compare calls
+    themselves, and a single rank or fake ranks have nothing to compare."""
     carrier, node = find_message_backend(comm), find_node_communicator(comm)
     if carrier is None or carrier.size == 1:
         return None
@@ -98,8 +101,9 @@ def _make_call_agreement(comm: Communicator) -> CallAgreement | None:
 
 
 def _find_local_rank(rank: int, hosts: list[tuple[str, int | None]]) -> int:
-    """Return this rank's number on its host: the launcher's, if the launcher's numbers are 0 to n - 1 for the n ranks
-    here, else its place in rank order. hosts: host name and launcher's number by rank."""
+    """Return the local rank of `rank` on its host: that of the launcher, if the n ranks of the host have the launcher's
+    local ranks 0 to n - 1; otherwise the position in rank order. hosts: host name and launcher's local rank of each
+    rank."""
     here = [(other, reported) for other, (host, reported) in enumerate(hosts) if host == hosts[rank][0]]
     ranks, numbers = zip(*here, strict=True)
     local = numbers if {*numbers} == {*range(len(here))} else range(len(here))
@@ -112,12 +116,12 @@ def is_initialized() -> bool:
 
 
 def finalize() -> None:
-    """Close the default communicator of this process, if `init` opened it. Collective; if ranks may die, it waits for
-    none."""
+    """Close the default communicator of this process, if `init` opened it. Collective; with ULFM, where ranks may have
+    died, it does not wait for other ranks."""
     opened = defaults.get_default()
     if opened is not None and not opened.of_thread:
         defaults.set_default(None)
-        if not environment.read_environment().ulfm:  # with ULFM ranks may have died unnoticed by MPI
+        if not environment.read_environment().ulfm:  # with ULFM, ranks may have died without MPI noticing
             agree_on_call(opened.made[-1] if opened.made else opened.comm, "finalize")  # the guard would say less
         stop_watching(opened.comm)
         if opened.agreement is not None:
@@ -127,26 +131,27 @@ def finalize() -> None:
 
 
 def default_communicator() -> Communicator:
-    """Return the default communicator; call `init()` if there is none."""
+    """Return the default communicator; open it with `init()` if there is none."""
     opened = defaults.get_default()
     return init() if opened is None else opened.comm
 
 
 def rank() -> int:
-    """Return this rank's number among all ranks: those of `init()`, or before it all ranks of MPI or the launcher.
+    """Return the rank of this process among the ranks of `init()`, or, before `init()`, among all ranks of MPI or the
+    launcher.
 
-    Like `world_size` and `local_rank` it never communicates. A trainer on another communicator has its own
-    `trainer.call_runner.rank`."""
+    Like `world_size` and `local_rank`, this function never communicates. In a trainer on another communicator, the rank
+    is `trainer.call_runner.rank`."""
     return _get_rank_info_and_warn("rank").rank
 
 
 def world_size() -> int:
-    """Return the number of all ranks, as numbered by `rank`."""
+    """Return the number of ranks among which `rank` counts."""
     return _get_rank_info_and_warn("world_size").size
 
 
 def local_rank() -> int:
-    """Return this rank's number among the ranks on the same host. Raise ConfigError if it is not known before
+    """Return the rank of this process among the ranks on the same host. Raise ConfigError if it is not known before
     `init`."""
     place = _get_rank_info_and_warn("local_rank")
     if place.local_rank is None:
@@ -155,8 +160,8 @@ def local_rank() -> int:
 
 
 def _get_rank_info_and_warn(name: str) -> RankInfo:
-    """Return this rank's place in the world. If the script also has a trainer on another communicator of another size,
-    print once, on one rank, which of the two is meant."""
+    """Return rank, size and local rank of this process. If the script also has a trainer on a communicator of another
+    size, print once, on one rank, to which of the two communicators the result refers."""
     rank_info, other = get_rank_info(), defaults.pop_script_rank_and_size()
     if other is not None and other[1] != rank_info.size and other[0] == 0:
         print(

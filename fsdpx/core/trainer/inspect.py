@@ -1,4 +1,4 @@
-"""`trainer.inspect`: engine and placement, measurements, and the settings that results depend on."""
+"""`trainer.inspect`: engine and placement, measurements, and the settings on which results depend."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ class Inspection:
 
     @property
     def loss_weight(self) -> float:
-        """Denominator of the mean of the last `evaluate`: number of samples, or what the loss counts instead."""
+        """Denominator of the mean loss of the last `evaluate`: the number of samples, or what the loss counts
+        instead."""
         return self._call_runner.loss_weight
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next update. It belongs to the optimizer; pass a function of the step for a schedule,
+        """Learning rate of the next update. To change it during training, give the optimizer a function of the step:
         `optim.SGD(lr=lambda step: 0.1 / step)`."""
         return get_learning_rate(self.placement.optimizer, self._call_runner.session.state.steps + 1)
 
     def list_settings(self) -> dict[str, str]:
-        """Return the settings, besides seed and data, that results depend on, as text by name: layers, loss, optimizer,
-        current learning rate. They are the same on every mesh, since model and loss are described without
-        sharding."""
+        """Return the settings on which results depend besides seed and data, as text by name: layers, loss, optimizer,
+        current learning rate. They are the same on every mesh, since model and loss are described without sharding."""
         session, place = self._call_runner.session, self.placement
         optimizer, clip = unwrap_optimizer(place.optimizer), place.options.clip_norm
         settings_by_name = {
@@ -81,8 +81,8 @@ class Inspection:
         return settings_by_name | {"optimizer": type(optimizer).__name__}
 
     def compute_fingerprint(self) -> str:
-        """Return the SHA-256 over names, dtypes, shapes and bytes of all parameters: equal if and only if all bits are
-        equal. Collective."""
+        """Return the SHA-256 of names, dtypes, shapes and bytes of all parameters: equal fingerprints mean equal bits.
+        Collective."""
         digest = hashlib.sha256()
         for name, array in sorted(self._parameters().items()):
             digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
@@ -90,31 +90,32 @@ class Inspection:
         return digest.hexdigest()
 
     def gather_summary(self) -> Any:
-        """Return the statistics of all ranks' reports as a `ReportSummary`, the same on every rank: time by verb,
-        bandwidth, overlap, imbalance, and peak memory next to the planned one. It prints as a table. Collective."""
+        """Return statistics over the reports of all ranks as a `ReportSummary`, the same on every rank: time by
+        operation, bandwidth, overlap, imbalance, and peak memory compared with the plan. It prints as a table.
+        Collective."""
         return self._call_runner.run_call(
             ON_EVERY_RANK, "gather_summary", lambda: load_extension("trainer", "summary")(self._call_runner)
         )
 
     def gather_expert_load(self) -> dict[str, Any]:
-        """Return the load of the experts in training since the last `reset_counters`, over all ranks: an `ExpertLoad`
-        by the path of the layer. Collective."""
+        """Return how training has loaded the experts since the last `reset_counters`, over all ranks: an `ExpertLoad`
+        for each layer with experts, by the path of the layer. Collective."""
         return self._call_runner.run_call(
             ON_EVERY_RANK, "gather_expert_load", lambda: load_extension("trainer", "routing")(self._call_runner)
         )
 
     def measure(self, x: Any, y: Any, steps: int = 5) -> Any:
-        """Train some steps and return the measured time of every action, on all ranks of the pipe; see
+        """Train some steps and return the measured time of every action on all pipeline ranks; see
         `fsdpx.ext.observe.measure`. Collective.
 
         Parameters
         ----------
-        x, y : the batch, as for `Trainer.step`; every step uses it
+        x, y : the batch, as for `Trainer.step`; every step uses the same batch
         steps : number of steps; they update the parameters
 
         Returns
         -------
-        MeasuredStep : the timeline of the quickest step, and durations to simulate other schedules
+        MeasuredStep : the timeline of the fastest step, and durations with which other schedules can be simulated
         """
         measure = load_extension("trainer", "measure")
         return self._call_runner.run_call(
@@ -122,8 +123,8 @@ class Inspection:
         )
 
     def save_trace(self) -> None:
-        """Write the last steps into the folder of `distribute(trace=...)`, one file per rank; does nothing without a
-        trace. `fit` and `close` call it as well. Collective."""
+        """Write a timeline of the last steps into the folder of `distribute(trace=...)`, one file per rank; do nothing
+        without `trace`. `fit` and `close` also call this method. Collective."""
         self._call_runner.require_open("save_trace")
         if self.engine.hooks.write_files:
             self._call_runner.agree_on_call("save_trace")

@@ -23,32 +23,32 @@ __all__ = ["latest_checkpoint"]
 def latest_checkpoint(folder: str | PathLike[str], comm: Any = None) -> Path | None:
     """Return the newest complete checkpoint in a folder, for `trainer.load`; None if there is none yet.
 
-    Collective over `comm`: rank 0 looks, and all ranks get its result. The checkpoint with the largest number in its
-    name is the newest, where `step-100` is larger than `step-20`; among equal numbers, or names without one, the one
-    written last. The remains of a killed save are no checkpoint. A checkpoint with missing or truncated files is
-    skipped with a warning; `load` compares every byte with its digest. Checkpoints that hold only weights, as from
-    `save(weights="average")`, are skipped as well.
+    Collective over `comm`: rank 0 searches, and all ranks get its result. The newest checkpoint is the one with the
+    largest number in its name: `step-100` is newer than `step-20`. Among equal numbers, or names without a number, it
+    is the one written last. The remains of a killed save do not count. A checkpoint with missing or truncated files is
+    skipped with a warning; only `load` compares every byte with its digest. Checkpoints that hold only weights, as
+    `save(weights="average")` writes them, are skipped as well.
 
     Parameters
     ----------
-    folder : holds the checkpoints; it need not exist yet
-    comm : the ranks that call, as `trainer.call_runner.world` or an mpi4py communicator (default: the default
-        communicator)
+    folder : folder that holds the checkpoints; it need not exist yet
+    comm : communicator of the ranks that call, such as `trainer.call_runner.world` or an mpi4py communicator (default:
+        the default communicator)
 
     Returns
     -------
-    Path : `folder` and the name of the checkpoint
+    Path : path of the checkpoint, in `folder`
 
     Raises
     ------
-    CheckpointError : on all ranks, if they pass different folders, or the folder cannot be read or is itself a
+    CheckpointError : on all ranks, if ranks pass different folders, or the folder cannot be read or is itself a
         checkpoint
     """
     comm = to_mpi4py(comm)
     require_valid_intracomm(comm)
     if comm is None:
         comm = default_communicator() if place_of_process().size > 1 else FakeCommunicator(0, 1)
-    if isinstance(comm, Communicator):  # an error names ranks that make another call
+    if isinstance(comm, Communicator):  # so that an error names the ranks that make another call
         agree_on_call(comm, "latest_checkpoint")
     path = agree_on_path(comm, "latest_checkpoint", folder)
 

@@ -1,4 +1,4 @@
-"""Check that the loaders of all ranks shard the same samples, as those of `fsdpx.data` do."""
+"""Check that the loaders of all ranks shard the same dataset in the same way, as loaders of `fsdpx.data` do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsdpx.errors import ConfigError, DataError, warn
 __all__ = ["ShardingLoader", "require_same_sharding"]
 
 NOT_KNOWN = -(2**62)
-"""Smaller than all numbers that ranks compare."""
+"""Stands for an unknown value; smaller than every value that ranks compare."""
 
 
 @runtime_checkable
@@ -24,22 +24,23 @@ class ShardingLoader(Protocol):
 
     dataset: Any
     sampler: Any
-    """Chooses the samples of this rank: `data.DistributedSampler`, or an object with its attributes."""
+    """Object that chooses the samples of this rank: a `data.DistributedSampler`, or an object with its attributes."""
 
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[Any]: ...
 
     def iterate_independently(self) -> Iterator[Any]:
-        """Iterate over the batches independently of a loop that is running."""
+        """Iterate over the batches from the start, independently of an iteration in progress."""
 
     def hash_first_sample(self) -> int | None:
         """Return a hash of the first sample; None if it cannot be hashed."""
 
 
 def require_same_sharding(call_runner: CallRunner, *loaders: Any) -> None:
-    """Raise an error on all ranks if a DataLoader shards batches over other ranks than the trainer's, or if sharded
-    datasets differ in length or order; warn if they have the same length and differ in the first sample. Collective."""
+    """Raise an error on all ranks if a DataLoader shards batches over other ranks than the trainer's data ranks, or if
+    the datasets of the ranks differ in length or order. Warn if the datasets differ only in the first sample.
+    Collective."""
     place = call_runner.data_group.rank, call_runner.data_group.size
     # parts of fields differ
     compared = call_runner.world.size > 1 and call_runner.placement.sample_layout.has_complete_samples
@@ -73,27 +74,27 @@ def require_same_sharding(call_runner: CallRunner, *loaders: Any) -> None:
 
 
 def _encode_min_and_max(value: int | None) -> list[int]:
-    """Return two numbers whose maxima over all ranks are the largest value and the negated smallest one. None: this
-    rank does not know the value."""
+    """Return two numbers whose maxima over all ranks are the largest value and the negated smallest value. value: None
+    if this rank does not know it."""
     return [NOT_KNOWN, NOT_KNOWN] if value is None else [value, -value]
 
 
 def _encode_sample_or_batch_count(loader: Any, size: int) -> int | None:
-    """Return twice the number that must be equal on all ranks: the samples of a sharded dataset, or, plus 1, the
-    batches of one that each rank has sharded itself."""
+    """Return the number that must be equal on all ranks: twice the number of samples of a dataset that the loader
+    shards; or, if each rank has sharded its dataset itself, twice the number of batches plus 1."""
     if not isinstance(loader, ShardingLoader):
         return None
     return 2 * len(loader) + 1 if loader.sampler.presharded and size > 1 else 2 * len(loader.dataset)
 
 
 def _get_first_sample_hash(loader: Any) -> int | None:
-    """Return the hash of the first sample of a sharded dataset, or None if it is not known."""
+    """Return the hash of the first sample of a dataset that the loader shards; None if it is not known."""
     return loader.hash_first_sample() if isinstance(loader, ShardingLoader) and not loader.sampler.presharded else None
 
 
 def _hash_sample_order(loader: Any, size: int) -> int | None:
-    """Return a hash of the settings that decide the order of samples, which must be the same on all ranks; None if
-    ranks shard by themselves."""
+    """Return a hash of the settings that determine the order of samples, which must be the same on all ranks; None if
+    each rank has sharded its dataset itself."""
     if not isinstance(loader, ShardingLoader) or (loader.sampler.presharded and size > 1):
         return None
     s = loader.sampler
@@ -115,7 +116,7 @@ def _raise_length_error(call_runner: CallRunner, loader: Any) -> None:
 
 
 def _warn_of_different_first_samples(call_runner: CallRunner, loader: Any) -> None:
-    """Warn on rank 0 that first samples differ, unless a sample changes each time that it is read. Collective."""
+    """Warn on rank 0 that the first samples differ, unless a sample changes each time it is read. Collective."""
     changes = _get_first_sample_hash(loader) != _get_first_sample_hash(loader)
     if not call_runner.all_reduce_max(np.array([int(changes)]), "fit")[0] and call_runner.rank == 0:
         warn(

@@ -1,5 +1,5 @@
-"""Checks of a trainer's options, each by itself; and the table of options that exclude each other, with reason and
-remedy, from which both errors and a page of the docs are made."""
+"""Checks of single options of a trainer, and the table of options that exclude each other. Errors and a page of the
+docs are made from the table, which gives a reason and a remedy for each pair."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ChoiceContext:
-    """The choices, as far as they are known, that a row of the table looks at.
+    """The choices that rows of the table inspect, as far as they are known.
 
     Parameters
     ----------
     recipe : all choices of the user
-    model : its layers in the order in which they run
+    model : the layers of the model in the order in which they run
     formats : number formats by role, a `Precision`
-    mesh : with all widths
-    state : names of running statistics
+    mesh : the mesh, with the widths of all axes
+    state : names of the running statistics
     xp : the namespace of arrays
-    rounding : the codec or format that rounds gradients when they are sent; "" if none does
+    rounding : name of the codec or format that rounds gradients when they are sent; "" if they are not rounded
     """
 
     recipe: Any
@@ -69,17 +69,17 @@ class ChoiceContext:
 
     @property
     def collective_layer(self) -> Any:
-        """The first node whose layer communicates in each step, or None."""
+        """The first node of the model whose layer communicates in each step; None if there is none."""
         nodes = () if self.model is None else self.model.nodes
         return next((node for node in nodes if is_collective(node.layer)), None)
 
     @property
     def sync_choice(self) -> Any:
-        """The synchronization policy that the strategy chooses."""
+        """The synchronization policy of the strategy."""
         return self.recipe.distribution.sync_choice
 
     def get_option(self, name: str) -> Any:
-        """Return the user's choice for an option."""
+        """Return the value of an option of the recipe."""
         parts = self.recipe.training, self.recipe.distribution, self.recipe.runtime
         return next(getattr(part, name) for part in parts if hasattr(part, name))
 
@@ -89,10 +89,10 @@ class ExcludedPair(NamedTuple):
 
     Parameters
     ----------
-    choice, other : the two choices, in words
-    found : function that returns the other choice as it was given, which begins the sentence of an error; "" if it was
-        not chosen
-    why, remedy : the reason, and what to do
+    choice, other : names of the two choices, as in the table of the docs
+    found : function that returns the other choice as the user made it, as the beginning of an error; "" if the user did
+        not make it
+    why, remedy : the reason, and what to do instead
     """
 
     choice: str
@@ -103,12 +103,14 @@ class ExcludedPair(NamedTuple):
 
 
 def make_given_option_finder(name: str, end: str = ": ") -> Callable[[ChoiceContext], str]:
-    """Return a `found` for an option that was given: "name=value" and `end`."""
+    """Return a function `found` for an option that is given if it is not None. It returns "name=value" followed by
+    `end`."""
     return lambda c: "" if c.get_option(name) is None else f"{name}={c.get_option(name)!r}{end}"
 
 
 def make_wide_axis_finder(axis: str, text: str) -> Callable[[ChoiceContext], str]:
-    """Return a `found` for a mesh axis of several ranks. text: may contain {width} and {mesh}."""
+    """Return a function `found` for a mesh axis of several ranks. text: what it returns; may contain {width} and
+    {mesh}."""
 
     def find_wide(c: ChoiceContext) -> str:
         return text.format(width=c.mesh.width_of(axis), mesh=c.mesh) if c.mesh.width_of(axis) > 1 else ""
@@ -117,7 +119,7 @@ def make_wide_axis_finder(axis: str, text: str) -> Callable[[ChoiceContext], str
 
 
 def make_condition_finder(text: str, condition: Callable[[ChoiceContext], bool]) -> Callable[[ChoiceContext], str]:
-    """Return a `found` for choices for which `condition` holds."""
+    """Return a function `found` that returns `text` if `condition` holds for the choices."""
     return lambda c: text if condition(c) else ""
 
 
@@ -127,7 +129,8 @@ def has_dynamic_loss_scale(c: ChoiceContext) -> bool:
 
 
 def make_collective_layer_finder(text: str) -> Callable[[ChoiceContext], str]:
-    """Return a `found` for a model with a layer that communicates. text: may contain {path} and {layer}."""
+    """Return a function `found` for a model with a layer that communicates. text: what it returns; may contain {path}
+    and {layer}."""
     return lambda c: (
         "" if c.collective_layer is None else text.format(path=c.collective_layer.path, layer=c.collective_layer.layer)
     )
@@ -163,24 +166,24 @@ EXCLUSIONS: list[ExcludedPair] = [
         make_condition_finder("stages and costs: ", lambda c: c.get_option("costs") is not None),
         "the first cuts by hand, the second automatically", "give only one of them"),
 ]  # fmt: skip
-"""All pairs. Extensions add theirs."""
+"""All pairs; extensions append their own pairs."""
 
 
 def require_compatible(choice: str, chosen: ChoiceContext, prefix: str = "") -> None:
-    """Raise ConfigError, the same on all ranks, for the first choice in the table that `choice` excludes and that was
-    made. prefix: beginning of the error."""
+    """Raise ConfigError, the same on all ranks, if the user has made a choice that `choice` excludes; it names the
+    first in the table. prefix: beginning of the error."""
     for row in EXCLUSIONS:
         if row.choice == choice and (conflict := row.found(chosen)):
             raise ConfigError(f"{prefix}{conflict}{row.why}; {row.remedy}")
 
 
 def is_collective(layer: Layer) -> bool:
-    """Return whether a layer, or one inside it, communicates with all ranks in each step."""
+    """Return whether a layer or one of its child layers communicates with all ranks in each step."""
     return layer.collective or any(map(is_collective, layer.children().values()))
 
 
 def format_exclusion_table() -> str:
-    """Return the table in Markdown, with the rows of all strategies."""
+    """Return the table of excluded pairs in Markdown, including the pairs that strategies add."""
     for name in list_extensions("strategy"):
         load_extension("strategy", name)
     rows = [f"| {row.choice} | {row.other} | {row.why or 'it has none'} | {row.remedy} |" for row in EXCLUSIONS]
@@ -188,8 +191,8 @@ def format_exclusion_table() -> str:
 
 
 def require_mesh_for_options(mesh: Mesh | None, stages: Any, costs: Any, plan: Any, sequence: Any) -> None:
-    """Raise ConfigError for options of a mesh axis without a mesh. On an axis of one rank they are allowed and have no
-    effect."""
+    """Raise ConfigError for an option of a mesh axis if no mesh is given. On an axis of one rank such an option is
+    allowed and has no effect."""
     for name, given, axis in (
         ("stages", stages, "pipe"),
         ("costs", costs, "pipe"),
@@ -222,7 +225,7 @@ def require_valid_model_parts(model: Any, loss: Any, optimizer: Any, mesh: Any, 
 
 
 def _suggest_instance(value: Any) -> str:
-    """Return the end of an error that suggests an object in place of a class, a name or a function."""
+    """Return the end of an error: a suggestion which object to pass instead of a class, a name or a function."""
     if isinstance(value, type):
         return f", {value.__name__}(...)"
     if isinstance(value, str):
@@ -244,8 +247,8 @@ def _list_optimizers() -> list[str]:
 
 
 def suggest_for_torch_object(value: Any) -> str:
-    """Return a line that names the counterpart in fsdpx of an optimizer or schedule of PyTorch, or the class of one; ""
-    for everything else."""
+    """Return a line that names the counterpart in fsdpx if the value is an optimizer or schedule of PyTorch or the
+    class of one; "" for every other value."""
     kind = value if isinstance(value, type) else type(value)
     if not kind.__module__.startswith("torch.optim"):
         return ""
@@ -266,7 +269,7 @@ def suggest_for_torch_object(value: Any) -> str:
 
 
 def require_tensor_axis_support(optimizer: Any, tensor_size: int) -> None:
-    """Raise ConfigError if the optimizer needs full parameters, and a tensor axis shards them."""
+    """Raise ConfigError if the optimizer needs full parameters but a tensor axis shards them."""
     if tensor_size > 1 and needs_full_parameters(optimizer):
         description = f"{type(optimizer).__name__} needs whole parameters"
         raise ConfigError(f"{description}, the tensor axis of {tensor_size} ranks cuts them; use optim.AdamW")

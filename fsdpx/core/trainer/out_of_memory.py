@@ -1,4 +1,4 @@
-"""Errors about too little memory: the memory that the plan needs by kind, and options that need less."""
+"""Errors about too little memory: they list the planned memory by kind, and options that need less."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from fsdpx.errors import FsdpxError, OutOfMemory
 __all__ = ["FITTING_SHARE", "explain_memory_error", "format_cheaper_options", "iterate_cheaper_options"]
 
 FITTING_SHARE = 0.99
-"""An option is listed only if it needs less than this share of the bytes before."""
+"""An option is listed only if it reduces the bytes to less than this share."""
 
 
 def format_cheaper_options(
     options: Mapping[str, Any], count_bytes: Callable[[dict[str, Any]], int], limit: int | None, rows: int = 0
 ) -> str:
-    """Return a table of options that need less memory, each row with the earlier options that helped, up to the first
-    row that fits.
+    """Return a table of options that need less memory. Each row also includes the options of the rows above; the last
+    row is the first that fits.
 
     Parameters
     ----------
     options : the current options; `strategy`, `recompute`, `microbatches` and `precision` are used
-    count_bytes : returns the bytes of the plan with these options changed
-    limit : bytes that fit, None if unknown
-    rows : samples of a rank, 0 if unknown
+    count_bytes : function that returns the planned bytes after a change of these options
+    limit : bytes that fit into memory; None if unknown
+    rows : number of samples of a rank; 0 if unknown
     """
     changed, least = dict[str, Any](), count_bytes({})
     lines: list[tuple[str, ...]] = [("what would take less", "bytes", "")]
     for name, value in iterate_cheaper_options(options, rows):
         try:
             nbytes = count_bytes({**changed, name: value})
-        except FsdpxError:  # not a choice for this model and these ranks
+        except FsdpxError:  # this value does not fit the model or the number of ranks
             continue
         if nbytes < FITTING_SHARE * least:
             changed, least = {**changed, name: value}, nbytes
@@ -61,7 +61,7 @@ def format_cheaper_options(
 
 
 def iterate_cheaper_options(options: Mapping[str, Any], rows: int) -> Iterator[tuple[str, Any]]:
-    """Yield (option, value) pairs that may need less memory than the current ones. An option may occur several
+    """Yield (option, value) pairs that may need less memory than the current options. An option may occur several
     times."""
     strategy = options.get("strategy")
     chains = PRESETS_BY_MEMORY, ("hybrid", "fsdp"), (strategy,)
@@ -80,17 +80,17 @@ def iterate_cheaper_options(options: Mapping[str, Any], rows: int) -> Iterator[t
 def explain_memory_error(
     recipe: Recipe, world: Communicator, session: Session | None, error: MemoryError, feed: StepInputs | None
 ) -> OutOfMemory:
-    """Return the error that describes the plan and options that need less memory.
+    """Return an error that describes the planned memory and options that need less.
 
     Parameters
     ----------
     recipe : the recipe of the trainer
     world : all ranks
-    session : of the trainer; None if it is not made yet
+    session : session of the trainer; None if it is not made yet
     error : the MemoryError that was raised
-    feed : of the step in which it was raised, or None
+    feed : inputs of the step in which it was raised, or None
     """
-    clear_frames(error.__traceback__)  # their frames keep the arrays allocated so far alive
+    clear_frames(error.__traceback__)  # the frames keep arrays alive that were allocated before the error
     trim_heap()
     node = find_node_communicator(world)
     held = 0 if session is None else sum(session.state.count_bytes_by_kind().values())
@@ -110,7 +110,7 @@ def explain_memory_error(
 
 
 def _format_plan_and_remedies(recipe: Recipe, fake: Communicator, feed: StepInputs | None, limit: int | None) -> str:
-    """Return a table of the planned bytes by kind, and one of options that need less."""
+    """Return a table of the planned bytes by kind, followed by a table of options that need less."""
     bare, batch = recipe.without_data(), _get_batch_shapes(feed)
     plan = _count_planned_bytes(bare, fake, feed)
     lines = [("plan of this rank", "bytes"), *((kind, format_bytes(n)) for kind, n in sorted(plan.items()))]
@@ -125,8 +125,8 @@ def _format_plan_and_remedies(recipe: Recipe, fake: Communicator, feed: StepInpu
 
 
 def _count_planned_bytes(recipe: Recipe, fake: Communicator, feed: StepInputs | None) -> dict[str, int]:
-    """Return the planned bytes by kind: of a step on the batch of `feed`, or without it those that a rank holds between
-    steps and in a step whatever the batch."""
+    """Return the planned bytes by kind for a step on the batch of `feed`. Without a batch, count only what a rank holds
+    between steps and what a step needs for any batch."""
     with measure_memory() as meter:
         batch = _get_batch_shapes(feed)
         session = assemble_session(recipe, fake, initial=False)
@@ -142,7 +142,7 @@ def _count_planned_bytes(recipe: Recipe, fake: Communicator, feed: StepInputs | 
 
 
 def _get_batch_shapes(feed: StepInputs | None) -> tuple[Any, Any] | None:
-    """Return the batch of a step as shapes without data; None if it is not known."""
+    """Return the batch of a step as shape-only arrays; None if it is not known."""
     microbatches = [] if feed is None else [batch for batch in feed.batch if batch is not None]
     if not microbatches or microbatches[0].target is None:
         return None

@@ -1,5 +1,5 @@
-"""The recipe of a trainer: a model and every choice about it. A session can be made from it on any world, and again on
-another one.
+"""The recipe of a trainer: a model and every choice about it. A session can be made from a recipe on any communicator,
+and made again on another one.
 
 If no loss or no optimizer was given, a stand-in takes its place: the trainer can predict but not train."""
 
@@ -54,7 +54,7 @@ __all__ = [
 class NoLoss(Loss):
     """Stand-in for a loss that was not given."""
 
-    acts_on = "position"  # compatible with every sharding: it compares nothing
+    acts_on = "position"  # compatible with every sharding, since nothing is compared
 
     def forward(self, env: Any, y: Any, target: Any) -> NoReturn:
         raise AssertionError("there is no loss")
@@ -71,7 +71,7 @@ class NoLoss(Loss):
 
 @dataclass(frozen=True, repr=False)
 class NoOptimizer:
-    """Stand-in for an optimizer that was not given: all parameters are frozen, and it has no state."""
+    """Stand-in for an optimizer that was not given: all parameters are frozen, and there is no optimizer state."""
 
     lr: float = 0.0
     slots: tuple[str, ...] = ()
@@ -92,7 +92,7 @@ def is_loss_or_optimizer_missing(loss: Any, optimizer: Any) -> bool:
 
 
 def require_loss_and_optimizer(call: str, loss: Any = None, optimizer: Any = None) -> None:
-    """Raise ConfigError if `loss` or `optimizer`, which this call needs, was not given to `distribute`. An argument
+    """Raise ConfigError if `loss` or `optimizer` is a stand-in, since this call needs the real one. An argument that is
     left out is not needed."""
     without = ["loss"] if isinstance(loss, NoLoss) else []
     without += ["optimizer"] if isinstance(unwrap_optimizer(optimizer), NoOptimizer) else []
@@ -105,11 +105,11 @@ def require_loss_and_optimizer(call: str, loss: Any = None, optimizer: Any = Non
 
 @dataclass(frozen=True)
 class TrainingChoices(StepChoices):
-    """The model to train, and how a step is made. `fsdpx.distribute` explains the choices."""
+    """The model to train, and how a training step is computed. `fsdpx.distribute` explains the choices."""
 
     model: Layer
-    loss: Any = None  # a Loss, NoLoss where none was given
-    optimizer: Any = None  # an Optimizer, NoOptimizer where none was given
+    loss: Any = None  # a Loss; NoLoss if none was given
+    optimizer: Any = None  # an Optimizer; NoOptimizer if none was given
     frozen: Sequence[str] = ()
     microbatches: int | None = make_option_field(None, is_int_at_least(1), "a whole number, 1 or more")
     recompute: int | str | None = None
@@ -129,7 +129,7 @@ class TrainingChoices(StepChoices):
 
 @dataclass(frozen=True)
 class DistributionChoices:
-    """How the model and its state are placed on the ranks, and what ranks send each other. planned: with
+    """How the model and its state are distributed over the ranks, and what ranks send each other. planned: with
     strategy="auto", a text that says what the plan chose and why."""
 
     strategy: Strategy | Sharding | SyncChoice = "fsdp"
@@ -157,44 +157,47 @@ class DistributionChoices:
 
     @property
     def sync_choice(self) -> SyncChoice:
-        """The synchronization policy that the strategy chooses."""
+        """The synchronization policy of the strategy."""
         return get_sync_choice(self.strategy)
 
     @property
     def sample_partition(self) -> Domain:
-        """The partition of samples over ranks: `domain`, or whole samples."""
+        """The partition of samples over ranks: `domain`, or the default, in which each rank has complete samples."""
         return self.domain or UNSHARDED
 
     @property
     def storage_choice(self) -> StorageLevelChoice:
-        """The choice of what is kept on disk instead of in memory: `offload`, or nothing."""
+        """What is kept on disk instead of in memory: `offload`, or the default, in which nothing is."""
         return self.offload or IN_MEMORY
 
     def strategy_within_replica(self, ranks: int) -> str | Sharding:
-        """Return the strategy of the ranks that train synchronously: those of one replica in local training, else all
-        `ranks`."""
+        """Return the strategy of the ranks that train synchronously: the ranks of one replica in local training,
+        otherwise all `ranks`."""
         return self.sync_choice.strategy_within_replica(self.mesh, ranks) or self.strategy  # type: ignore[return-value]
 
 
 @check_constructor_options
 @dataclass(frozen=True)
 class RuntimeOptions:
-    """Options that are rarely set: where a trainer computes, what it checks and records, and values that replace
-    measured ones.
+    """Rarely set options: where a trainer computes, what it checks and records, and values that replace measured ones.
 
     Parameters
     ----------
-    device : "cpu", "cuda", or "shape" to count without computing; with "cuda" each rank uses one GPU (docs: gpu)
-    device_map : which GPU each local rank takes, as a list or a dict: `[0, 2]` (default: one after the other)
-    backend : opens a new communicator: "node", "mpi", "nccl", "gloo" or "local" (default: the open communicator)
-    group_bytes : smaller layers are grouped until a unit holds this many bytes, such as "1MiB" (default: 4 MiB; 1 MiB
-        on one rank and without `tune`)
-    prefetch : pages gathered ahead of use (default: that of the strategy)
-    costs : path pattern -> cost of a layer, for the automatic cut of a pipe
+    device : "cpu"; "cuda", where each rank uses one GPU (docs: gpu); or "shape", to count bytes and operations without
+        computing
+    device_map : GPU of each local rank, as a list or a dict: `[0, 2]` (default: GPUs in the order of local ranks)
+    backend : open a new communicator of this backend: "node", "mpi", "nccl", "gloo" or "local" (default: use the open
+        communicator)
+    group_bytes : group small layers until a unit holds this many bytes, such as "1MiB" (default: 4 MiB; 1 MiB on one
+        rank and without `tune`)
+    prefetch : number of pages that are gathered ahead of their use (default: that of the strategy)
+    costs : dict from path pattern to cost of a layer, for the automatic split into pipeline stages
     check : compare every collective between ranks before it runs (default: FSDPX_CHECK)
-    check_finite : look for NaN and Inf in every unit
-    tune : measure options that were not given, some 100 ms, kept on disk (default: yes, unless FSDPX_TUNE=0)
-    trace : folder for a timeline of the last steps, or `fsdpx.TraceConfig(...)` (docs: observe; default: FSDPX_TRACE)
+    check_finite : look for NaN and Inf in the results of every unit
+    tune : measure good values of options that were not given, which takes some 100 ms and is stored on disk (default:
+        yes, unless FSDPX_TUNE=0)
+    trace : folder into which a timeline of the last steps is written, or `fsdpx.TraceConfig(...)` (docs: observe;
+        default: FSDPX_TRACE)
     """
 
     device: Device = "cpu"
@@ -218,7 +221,7 @@ class RuntimeOptions:
             raise ConfigError(f"device_map={self.device_map!r} is of device='cuda', and device={self.device!r}")
 
     def get_trace_choice(self) -> TraceConfig | None:
-        """Return the trace requested by the option or by FSDPX_TRACE; None if there is none."""
+        """Return the trace settings requested by the option or by FSDPX_TRACE; None if no trace is requested."""
         wanted = environment.get_trace_folder() if self.trace is None else self.trace
         return None if wanted is None else TraceConfig.from_argument(wanted)
 
@@ -233,7 +236,7 @@ OPTIONS = [
 
 
 def adapt_foreign_model(model: Any, loss: Any) -> tuple[Any, Any]:
-    """Return a model and a loss of another library, such as PyTorch, as those of fsdpx; all others as they are."""
+    """Convert a model and a loss of another library, such as PyTorch, to those of fsdpx; return others unchanged."""
     foreign = [one for one in (model, loss) if not isinstance(one, Layer | Loss | None)]
     for library in dict.fromkeys(kind.__module__.partition(".")[0] for one in foreign for kind in type(one).__mro__):
         if (adapt := find_extension("library", library)) is not None:
@@ -243,7 +246,7 @@ def adapt_foreign_model(model: Any, loss: Any) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The arguments of `fsdpx.distribute`, checked as far as one rank can."""
+    """The arguments of `fsdpx.distribute`, checked as far as possible without other ranks."""
 
     training: TrainingChoices
     distribution: DistributionChoices = field(default_factory=DistributionChoices)
@@ -261,7 +264,7 @@ class Recipe:
         require_valid_model_parts(t.model, t.loss, t.optimizer, d.mesh, t.frozen)
 
     def with_options(self, changes: Mapping[str, Any]) -> Recipe:
-        """Return the recipe with other values for some options. changes: values by name."""
+        """Return the recipe with other values for some options. changes: new values by name."""
 
         def replace_fields(of: Any) -> Any:
             return replace(of, **{field.name: changes[field.name] for field in fields(of) if field.name in changes})
@@ -273,5 +276,5 @@ class Recipe:
         return replace(self, distribution=replace(self.distribution, mesh=mesh))
 
     def without_data(self) -> Recipe:
-        """Return the recipe for a rank that only counts: its arrays have shapes and no data."""
+        """Return the recipe for a dry run, in which arrays have shapes and no data."""
         return replace(self, runtime=replace(self.runtime, device="shape", device_map=None))

@@ -1,4 +1,4 @@
-"""Choice of the units whose forward runs again in backward, so that the memory kept for backward fits a budget."""
+"""Choose the units whose forward is recomputed in backward, so that the memory kept for backward fits a budget."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ __all__ = ["choose_recomputed_units"]
 def choose_recomputed_units(
     placement: Placement, orders: Sequence[Sequence[Action]], batch: Microbatch | None
 ) -> frozenset[int]:
-    """Return the units of the whole model whose forward runs again in backward.
+    """Return the numbers of the units of the full model whose forward is recomputed in backward.
 
     Parameters
     ----------
-    placement : of this rank
-    orders : actions of a step, by pipe rank
-    batch : as large as the largest microbatch of any rank, so that all ranks choose the same; None if no batch is known
+    placement : placement of this rank
+    orders : order of the actions of a step, for each pipeline rank
+    batch : a microbatch as large as the largest of any rank, so that all ranks make the same choice; None if no batch
+        is known
     """
     choice, stages = placement.options.recompute, placement.stages
     if choice.budget is not None and batch is not None:
@@ -39,19 +40,19 @@ def choose_recomputed_units(
 
 
 def _list_backward_units(stage: Stage) -> list[int]:
-    """Return the units of a stage that keep something for backward."""
+    """Return the numbers of the units of a stage that keep arrays for backward."""
     return [u for u in stage.own_units if u in stage.backward_units]
 
 
 @dataclass(frozen=True)
 class UnitBytes:
-    """Bytes that a unit keeps of one microbatch.
+    """Bytes that a unit keeps for one microbatch.
 
     Attributes
     ----------
-    kept : from its forward to its backward
-    kept_if_recomputed : the same if it is recomputed: only its inputs
-    kept_until_weight_gradient : from the first half of its backward (I) to the second (W)
+    kept : bytes kept from forward to backward
+    kept_if_recomputed : bytes kept from forward to backward if the unit is recomputed: only its inputs
+    kept_until_weight_gradient : bytes kept from the input-gradient half of backward (I) to the weight-gradient half (W)
     """
 
     kept: int
@@ -62,8 +63,8 @@ class UnitBytes:
 def _choose_units_within_budget(
     budget: int, placement: Placement, stage: Stage, order: Sequence[Action], batch: Microbatch
 ) -> frozenset[int]:
-    """Return the units of one pipe rank to recompute: those that save most, as few as the budget requires. Raise
-    ConfigError if all units are not enough."""
+    """Return the units of one pipeline rank to recompute: as few as the budget allows, those that save most bytes
+    first. Raise ConfigError if recomputing all units does not fit the budget."""
     sizes = {u: count_max_kept_bytes(placement, stage, u, batch) for u in _list_backward_units(stage)}
     chosen: set[int] = set()
     for u in sorted(sizes, key=lambda u: sizes[u].kept_if_recomputed - sizes[u].kept):
@@ -83,8 +84,8 @@ def _choose_units_within_budget(
 def _compute_peak_bytes(
     stage: Stage, order: Sequence[Action], sizes: Mapping[int, UnitBytes], chosen: Collection[int]
 ) -> int:
-    """Return the maximum of the bytes that units of one pipe rank keep at the same time in a step of this order.
-    chosen: units that are recomputed."""
+    """Return the peak of the bytes that the units of one pipeline rank keep at the same time, in a step with this order
+    of actions. chosen: units that are recomputed."""
     parts = dict(stage.own_stages)
     kept = {u: size.kept_if_recomputed if u in chosen else size.kept for u, size in sizes.items()}
     now = most = 0
@@ -95,7 +96,7 @@ def _compute_peak_bytes(
             if op == "F":
                 now += kept[u]
             if op in ("B", "I"):
-                most = max(most, now - kept[u] + sizes[u].kept)  # recomputing brings back all of its activations
+                most = max(most, now - kept[u] + sizes[u].kept)  # recomputing allocates its activations again
                 now += (sizes[u].kept_until_weight_gradient if op == "I" else 0) - kept[u]
             if op == "W":
                 now -= sizes[u].kept_until_weight_gradient
@@ -104,7 +105,8 @@ def _compute_peak_bytes(
 
 
 def count_max_kept_bytes(placement: Placement, stage: Stage, unit: int, batch: Microbatch) -> UnitBytes:
-    """Return the maximum over the ranks of the tensor axis, so that all of them choose the same units."""
+    """Return the bytes that a unit keeps, as the maximum over the tensor ranks, so that all of them choose the same
+    units."""
     bytes_by_tensor_rank = [
         _count_kept_bytes_on_tensor_rank(placement, stage, unit, batch, tensor)
         for tensor in range(placement.axes.tensor.size)
@@ -115,7 +117,8 @@ def count_max_kept_bytes(placement: Placement, stage: Stage, unit: int, batch: M
 def _count_kept_bytes_on_tensor_rank(
     placement: Placement, stage: Stage, unit: int, batch: Microbatch, tensor: int
 ) -> UnitBytes:
-    """Return the bytes kept on one tensor rank: run forward and the first half of backward on shapes."""
+    """Return the bytes that a unit keeps on one tensor rank. They are counted in forward and the input-gradient half of
+    backward, run on shape-only arrays."""
     recomputed_unit, row = placement.layout.units[unit], stage.units[unit]
     spread = replace(placement.layout.spread, rank=tensor)
     values = {v: xp.ShapeArray(*placement.value_shapes.shape_of(v, batch, tensor)) for v in (*row.takes, *row.reads)}
@@ -138,5 +141,5 @@ def _count_kept_bytes_on_tensor_rank(
 
 
 def _sum_storage_bytes(storages: Iterable[tuple[int, int]], excluded: set[int]) -> int:
-    """Return the bytes of distinct storages, except those in `excluded`."""
+    """Return the total bytes of distinct storages. storages: pairs (key, bytes). excluded: keys that do not count."""
     return sum(nbytes for key, nbytes in dict(storages).items() if key not in excluded)

@@ -1,5 +1,5 @@
-"""A session: a model on one placement; it turns batches into programs and runs them. A trainer has one; an elastic
-trainer gets a new one after every change of ranks."""
+"""A session: a model on one placement. It makes programs for batches and runs them. A trainer has one session; an
+elastic trainer gets a new one after every change of ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ __all__ = ["Session"]
 
 Commit = Callable[[Any, Any], None]
 STEP_KINDS = frozenset({"step", "accumulate", "forward", "backward", "update"})
-"""Calls in which replicas that train independently agree only with their own replica, except in synchronous steps."""
+"""Calls on which, if replicas train independently, only the ranks of one replica agree; in synchronous steps all ranks
+do."""
 
 
 TRAINS = ("step", "accumulate")
@@ -54,18 +55,20 @@ NO_GRADIENT, WRONG_SHARDING = "no gradient reaches some", "how samples are cut"
 MAX_SHAPES = 16
 """Maximum number of small batch shapes for which a direct call of the layers is kept."""
 READ_ONLY_KINDS = ("evaluate", "predict")
-"""Programs that change no state: their requests depend only on what is in the store and on what is frozen."""
+"""Programs that change no state: their requests depend only on the contents of the store and on which parameters are
+frozen."""
 
 
 class BatchAgreement(NamedTuple):
-    """How ranks agree on a batch; decided before the batch is inspected.
+    """How ranks agree on a batch; this is decided before the batch is checked.
 
     Attributes
     ----------
     ranks : the ranks that agree; None if this rank runs the program without agreement
-    can_start_uncoordinated : ask only the neighbors, as long as all ranks bring the same kind of batch as before
-    digests : compare checksums of the samples, since several ranks may have to hold the same ones
-    may_have_duplicates : data ranks, which should have different samples, may have the same ones
+    can_start_uncoordinated : this rank may start without agreement, as long as all ranks have the same kind of batch as
+        before
+    digests : ranks compare checksums of the samples, since several ranks may have to hold the same samples
+    may_have_duplicates : data ranks, which should have different samples, may have the same samples
     """
 
     ranks: Communicator | None
@@ -80,12 +83,12 @@ class CheckedBatch:
 
     Attributes
     ----------
-    inputs : inputs of the model; empty if a check failed before
+    inputs : inputs of the model; empty if a check failed before they were made
     target : the target, or None
     rows : number of samples
-    features : text that must be the same on other ranks: shapes and dtypes, and the digest of the values
+    features : text that must be the same on other ranks: shapes and dtypes, and possibly a digest of the values
     batched : as in `StepInputs`
-    error : the error of the check that failed, or None
+    error : error of the check that failed; None if the batch is valid
     """
 
     inputs: tuple[Any, ...] = ()
@@ -102,18 +105,19 @@ class CheckedBatch:
 
 
 class Session:
-    """A model on the placement of an engine, from batches to programs.
+    """A model on the placement of an engine. It checks batches, makes programs for them, and runs the programs.
 
     Parameters
     ----------
     engine : runs the programs of this rank
-    model, loss : unsharded, as on a single process; batches are checked against them
+    model, loss : unsharded model and loss, as on a single process, against which batches are checked
     microbatches : configured number of microbatches per step
     commit : as in `StepInputs`
 
     Attributes
     ----------
-    explain_memory_error : turns a MemoryError of a program into an error that says what would fit, or None
+    explain_memory_error : function that turns a MemoryError of a program into an error that says what would fit, or
+        None
     """
 
     def __init__(
@@ -124,12 +128,12 @@ class Session:
         self._microbatch_counts = microbatches, microbatches  # configured, and used for the last batch
         self.model, self.loss = model, loss
         self._duplicates = DuplicateBatchDetector(self.placement.axes)
-        # where all ranks hold parts of the same samples, a rank in predict waits only for the other parts' ranks
+        # if all ranks hold parts of the same samples, a rank in predict waits only for its neighbors, not for all ranks
         together = self.placement.sample_layout.has_one_group
         self._uncoordinated = (
             UncoordinatedPrediction(self.placement.axes.world, self._predict_on_zeros) if together else None
         )
-        # by request and what ran before; READ_ONLY_KINDS also by what their requests depend on
+        # keys: the request and the programs that ran before; for READ_ONLY_KINDS the facts on which the request depends
         self._executables: dict[tuple[Any, ...], Executable] = {}
         self._output_shapes: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}  # batch shapes seen -> output shapes
         self._warned: set[str] = set()
@@ -145,14 +149,14 @@ class Session:
 
     @property
     def state(self) -> TrainState:
-        """Parameters, optimizer state, statistics and counters: what lasts from step to step."""
+        """Parameters, optimizer state, statistics and counters: the state that lasts from step to step."""
         return self.engine.state
 
     # -- how calls begin -----------------------------------------------------------------------------------------------
 
     def record_call_and_raise_pending_error(self, call: str) -> None:
-        """Record in this rank's flight record that it makes `call`. Raise the error that another rank met in `predict`
-        and passed to this one."""
+        """Record in this rank's flight record that it makes `call`. Raise the error, if there is one, that another rank
+        met in `predict` and passed to this rank."""
         for enter in self.engine.hooks.on_call:
             enter(call)
         if (
@@ -164,19 +168,19 @@ class Session:
             raise error
 
     def agree_on_call(self, call: str) -> None:
-        """Return when all ranks have reached `call`; raise DesyncError on all of them if some make another call.
-        Where replicas train independently, a call that is no part of a step also waits for all pending transfers.
-        Collective."""
+        """Return when all ranks have reached `call`. Raise DesyncError on all ranks if some make another call. If
+        replicas train independently, a call outside a step also waits for all pending transfers. Collective."""
         self.record_call_and_raise_pending_error(call)
         self.wait_for_last_step()
         if call == "close" and self.placement.sync_policy.get_failed_ranks():
-            return  # dead ranks cannot agree, and living ranks need nothing from each other any more
+            return  # dead ranks cannot agree, and the other ranks no longer need anything from each other
         batches.agree_on_call(self._get_agreement_group(call), call)
         if call not in STEP_KINDS:
             self.state.wait_for_transfers()
 
     def _get_agreement_group(self, call: str) -> Communicator:
-        """Return the ranks that make `call` together: all, or those of one replica in steps without synchronization."""
+        """Return the ranks that make `call` together: all ranks, or in steps without synchronization the ranks of one
+        replica."""
         axes = self.placement.axes
         if axes.group is axes.world or call not in STEP_KINDS:
             return axes.world
@@ -187,20 +191,21 @@ class Session:
         )
 
     def wait_for_last_step(self) -> None:
-        """Return when all ranks have finished their last step, if they step at their own speed: until then, other ranks
-        may read and change what this rank holds. The wait delays no other rank."""
+        """Wait until all ranks have finished their last step, if ranks step at their own speed: until then, other ranks
+        may read and change what this rank holds. Waiting does not delay other ranks."""
         self.placement.sync_policy.wait_for_last_step()
 
     def announce_parameters_are_set(self) -> None:
-        """Announce that all parameters and the number of steps were set, and return when they are set on all ranks.
-        Collective where ranks step at their own speed: no rank may read what another has not set yet."""
+        """Announce that the parameters and the number of steps were set on this rank. If ranks step at their own speed,
+        also wait until they are set on all ranks, since no rank may read values that another has not set yet; then this
+        call is collective."""
         self.placement.sync_policy.on_parameters_set(self.state.steps)
         if self.placement.sync_policy.own_speed:
             self.agree_on_call("begin to step apart")
 
     def swapping_in_common_parameters(self, *kinds: str) -> AbstractContextManager[None]:
-        """Return a context in which each rank has the parameters common to all ranks, if ranks have different ones;
-        else an empty context. kinds: kinds of ledger rows."""
+        """Return a context in which each rank has the parameters that are common to all ranks, if ranks hold different
+        parameters; otherwise an empty context. kinds: kinds of ledger rows to replace."""
         put = self.placement.sync_policy.read_state_to_swap(self.state, kinds)
         return nullcontext() if put is None else self.swapping_parameters(put, "the common model")
 
@@ -210,8 +215,9 @@ class Session:
 
         Parameters
         ----------
-        set_parameters : sets the other parameters and returns a function that restores this rank's own
-        what : name of these parameters, for errors
+        set_parameters : function that sets the temporary parameters, and returns a function that restores those of this
+            rank
+        what : name of the temporary parameters, for errors
         """
         self.agree_on_call(f"with {what}")
         put_back = set_parameters()
@@ -226,8 +232,8 @@ class Session:
     # -- batches -------------------------------------------------------------------------------------------------------
 
     def agree_on_batch_and_split(self, x: Any, y: Any, kind: str, training: bool, also: str = "") -> StepInputs:
-        """Check a batch, agree on it with the other ranks and return it cut into microbatches. Collective: all ranks
-        raise the same error if the batch of one is not valid.
+        """Check a batch, agree on it with the other ranks, and return it split into microbatches. If the batch of one
+        rank is invalid, all ranks raise the same error. Collective.
 
         Parameters
         ----------
@@ -264,8 +270,8 @@ class Session:
         )
 
     def _check_and_describe(self, x: Any, y: Any, kind: str, agreement: BatchAgreement, also: str) -> CheckedBatch:
-        """Return this rank's batch after the checks that need no other rank, together with the text that must be the
-        same on other ranks, to which `also` is appended."""
+        """Check this rank's batch as far as possible without other ranks. Return it, with an error if it is invalid,
+        and with the text that must be the same on other ranks, to which `also` is appended."""
         place, checked = self.placement, CheckedBatch()
         layout = place.sample_layout
         try:
@@ -287,8 +293,8 @@ class Session:
         return checked
 
     def _agree_on_batch_rows(self, agreement: BatchAgreement, checked: CheckedBatch, kind: str) -> tuple[int, ...]:
-        """Return the number of samples of every data rank. Raise the same error on all ranks that agree, if the batch
-        of one is not valid."""
+        """Return the number of samples of every data rank. If the batch of one rank is invalid, raise the same error on
+        all ranks that agree. Also warn if data ranks train on the same samples."""
         place, about = self.placement, (checked.features, checked.rows)
         if agreement.ranks is None:
             if checked.error is not None:
@@ -307,13 +313,13 @@ class Session:
         return everyone
 
     def make_token_inputs(self, tokens: Any, row: int, cache: KeyValueCache | None) -> StepInputs:
-        """Return the feed of `predict` for tokens that all ranks know to be valid.
+        """Return the inputs of the program `predict` for tokens that all ranks have already checked.
 
         Parameters
         ----------
-        tokens : int array (texts, positions)
+        tokens : int array of shape (texts, positions)
         row : number of the first text
-        cache : key-value cache; None if the tokens are whole texts
+        cache : key-value cache; None if the tokens are complete texts
         """
         inputs = batches.prepare_inputs(self.placement, tokens)
         self._validate_batch(inputs, None)
@@ -322,7 +328,7 @@ class Session:
     def _split_and_count_samples(
         self, inputs: tuple[Any, ...], target: Any, rows: tuple[int, ...], kind: str
     ) -> list[Microbatch | None]:
-        """Cut this rank's samples into microbatches, and count the samples trained on since the last update. rows:
+        """Split this rank's samples into microbatches, and count the samples trained on since the last update. rows:
         number of samples of every data rank."""
         place, state, whole = self.placement, self.state, kind in ("forward", "predict")
         if kind == "predict":
@@ -346,15 +352,16 @@ class Session:
         return self._microbatch_counts[0]
 
     def _choose_microbatch_count(self, rows: Sequence[int]) -> int:
-        """Return the number of microbatches for these numbers of samples: the configured number, but at most as many as
-        the largest data rank has samples, rounded up to a multiple of the pipe's width. More would be empty and only
-        lengthen the program."""
+        """Return the number of microbatches for a batch, and store it: the configured number, but at most the largest
+        number of samples of a data rank, rounded up to a multiple of the number of pipeline ranks. More microbatches
+        would be empty and only lengthen the program. rows: number of samples of every data rank."""
         width = self.placement.axes.pipe.size
         self._microbatch_counts = self.microbatches, min(self.microbatches, max(-(-max(rows) // width), 1) * width)
         return self._microbatch_counts[1]
 
     def _validate_batch(self, inputs: tuple[Any, ...], target: Any) -> None:
-        """Run the checks that need no communication: shapes through the whole model, labels, finite inputs."""
+        """Run the checks that need no communication: shapes through the full model, labels, finite inputs. Store the
+        output shapes."""
         place, key = self.placement, _get_shapes_and_dtypes(inputs)
         shapes = self._output_shapes.get(key)
         if shapes is None:
@@ -372,7 +379,7 @@ class Session:
 
     def require_logits_and_get_vocab_size(self, tokens: Any) -> int:
         """Return the size of the model's vocabulary. Raise ConfigError unless the model returns one row of logits for
-        each of `tokens`."""
+        each token."""
         inputs = batches.prepare_inputs(self.placement, tokens)
         self._validate_batch(inputs, None)
         shape, *more = self._output_shapes[_get_shapes_and_dtypes(inputs)]
@@ -382,7 +389,7 @@ class Session:
         return shape[2]
 
     def freeze(self, patterns: Sequence[str], undo: bool = False) -> None:
-        """Freeze the parameters that match the patterns, or with `undo` train them again. Collective: ranks compare the
+        """Freeze the parameters that match the patterns; with `undo`, unfreeze them. Collective: ranks compare the
         patterns."""
         call = "unfreeze" if undo else "freeze"
         if self.state.adding:
@@ -396,13 +403,14 @@ class Session:
     # -- programs ------------------------------------------------------------------------------------------------------
 
     def run_program(self, kind: str, feed: StepInputs, local: bool = False) -> dict[Slot, Any]:
-        """Run a program and return its results. local: gradients stay on this rank, whatever the placement says."""
+        """Run a program and return its results. local: True: gradients stay on this rank, whatever the placement
+        says."""
         try:
             executable = self._get_or_prepare_executable(kind, feed, local)
             self.state.ran.add(kind)
             results = self.engine.run_program(executable, feed)
             if kind == "predict" and self._uncoordinated is not None:
-                # prepare the next call while all ranks are here: it waits only for neighbors
+                # prepare the next call while all ranks are in this one: the next call waits only for neighbors
                 self._get_or_prepare_executable(kind, feed, local)
         except MemoryError as error:
             if self.explain_memory_error is None:
@@ -413,7 +421,7 @@ class Session:
         return results
 
     def _get_or_prepare_executable(self, kind: str, feed: StepInputs, local: bool) -> Executable:
-        """Return the prepared program for a feed."""
+        """Return the prepared program for the inputs `feed`; prepare it if needed."""
         if kind in READ_ONLY_KINDS:
             state = self.state
             key = kind, len(feed.batch), state.frozen, frozenset(state.store), frozenset(state.ran)
@@ -431,14 +439,14 @@ class Session:
 
     def _get_or_prepare_executable_of_request(self, request: ProgramRequest) -> Executable:
         # preparation allocates shared memory collectively, so all ranks must do it in the same call: the programs that
-        # have run are the same on all ranks, the contents of the store, on which the request depends, may differ
+        # have run are the same on all ranks, while the contents of the store, on which the request depends, may differ
         key = (request, frozenset(self.state.ran))
         if key not in self._executables:
             self._executables[key] = self.engine.prepare_program(request)
         return self._executables[key]
 
     def _warn_of_parameters_without_gradient(self) -> None:
-        """Warn once of parameters without a gradient, on the first rank that has them."""
+        """Warn once of parameters without a gradient, on the first data and tensor rank that has them."""
         names, axes = list(self.state.idle), self.placement.axes
         self._warned.add(NO_GRADIENT)
         if axes.data.rank == axes.tensor.rank == 0:
@@ -450,7 +458,8 @@ class Session:
             )
 
     def _warn_of_wrong_sharding(self, x: Any) -> None:
-        """Warn once if the samples look wrongly sharded. Collective where all ranks step together."""
+        """Warn once if samples seem to be sharded wrongly. Collective if all ranks step together; otherwise do
+        nothing."""
         self._warned.add(WRONG_SHARDING)
         axes = self.placement.axes
         if self._get_agreement_group("step") is not axes.world:
@@ -460,13 +469,13 @@ class Session:
             warn(text)
 
     def finish_update(self, mean: LossMean, scale: GradientScale) -> None:
-        """Do the bookkeeping of an update that has ended."""
+        """Update counters and loss scale after an update, and drop views of old parameters."""
         self.state.finish_update(scale.skip, scale.scaler, mean.shared)
         self.engine.drop_stale_views()
 
     @contextmanager
     def hiding_accumulated_gradients(self) -> Iterator[None]:
-        """Hide accumulated gradients from the programs that run within the block."""
+        """Within the block, hide accumulated gradients from the programs that run."""
         state, adding = self.state, self.state.adding
         kept = state.pop_values_of_earlier_programs()
         try:
@@ -478,13 +487,14 @@ class Session:
     def make_program_request(
         self, kind: str, microbatches: int, local: bool = False, fresh: bool = False
     ) -> ProgramRequest:
-        """Return the compiler's input: the placement, and what earlier programs left in the store. fresh: as if the
-        store were empty. local: gradients stay on this rank."""
+        """Return the compiler's input, made from the placement and from what earlier programs left in the store. fresh:
+        True: assume an empty store. local: True: gradients stay on this rank."""
         place, pace = self.placement, self.placement.sync_policy
         holding = (lambda kind: frozenset[int]()) if fresh else self.state.list_indices_of_filled_slots
         steps = kind in ("step", "accumulate", "local")
         kind = pace.get_program_kind(kind)
-        # all elastic ranks must learn of a gradient that is not finite: an error on one alone would count as its death
+        # all elastic ranks must learn of a gradient that is not finite: an error on one rank only would count as its
+        # death
         normed = place.options.clip_norm is not None or self.state.scaler.dynamic or self.commit is not None
         return ProgramRequest(
             kind,
@@ -505,8 +515,8 @@ class Session:
         )
 
     def _get_current_stage(self, batch: Microbatch | None = None) -> Stage:
-        """Return the model as this pipe rank sees it, with what is frozen now. batch: a microbatch whose
-        floating-point inputs get gradients, which are results."""
+        """Return the stage of this pipeline rank with the parameters that are frozen now. batch: a microbatch whose
+        floating-point inputs get gradients as results of the program; None if inputs get no gradients."""
         place, frozen = self.placement, self.state.frozen
         inputs = () if batch is None else batch.inputs
         key = (frozen, frozenset(v for v, x in enumerate(inputs) if not is_index(x)))
@@ -517,12 +527,14 @@ class Session:
 
     @property
     def program(self) -> Program:
-        """The step as a program, starting from an empty store; in local training the step at the end of a round."""
+        """The program of a step that starts from an empty store; in local training, of the step at the end of a
+        round."""
         return self.round_programs[-1][0]
 
     @property
     def round_programs(self) -> list[tuple[Program, int]]:
-        """The step and how often it runs: one entry, or in local training one for each different step of a round."""
+        """Pairs of the program of a step and how often it runs: one pair, or in local training one pair for each
+        different step of a round."""
         request = self.make_program_request(
             "step", self.placement.accumulation.count_microbatches(self._microbatch_counts[1]), fresh=True
         )
@@ -532,8 +544,8 @@ class Session:
         ]
 
     def _choose_recomputed_units(self, microbatches: int) -> frozenset[int]:
-        """Return the units whose forward is recomputed in backward: the same for every step with batches of one size.
-        With a memory budget, finding them costs a forward on shapes."""
+        """Return the units whose forward is recomputed in backward; they are the same in every step with batches of one
+        size. With a memory budget, choosing them takes a forward on shape-only arrays."""
         pipe, batch, wanted = self.placement.pipe, self._largest_microbatch, self.placement.options.recompute
         if wanted.budget is None and not wanted.every:
             return frozenset()
@@ -548,7 +560,7 @@ class Session:
         return self._recomputed[key]
 
     def predict(self, x: Any, feed: StepInputs) -> tuple[Any, ...]:
-        """Return the outputs for a batch. x: the batch as the caller passed it."""
+        """Return the outputs for the inputs `feed`. x: the batch as the caller passed it."""
         outputs = self.all_gather_outputs_of_batch(self.run_program("predict", feed), feed)
         if self._uncoordinated is not None:
             self._uncoordinated.finish_prediction()
@@ -563,25 +575,26 @@ class Session:
         return self.to_caller_arrays(outputs, feed)
 
     def _predict_on_zeros(self, shapes: tuple[Any, ...]) -> None:
-        """Run a prediction on zeros so that the other ranks can finish theirs. shapes: shapes and dtypes of the
+        """Run a prediction on zeros so that other ranks can finish their predictions. shapes: shapes and dtypes of the
         inputs."""
         zeros = tuple(self.placement.xp.zeros(shape, dtype=dtype) for shape, dtype in shapes)
         with self.hiding_accumulated_gradients():
             self.run_program("predict", StepInputs([Microbatch(zeros, None, 0)], False, self.commit))
 
     def to_caller_arrays(self, arrays: Sequence[Any], feed: StepInputs) -> tuple[Any, ...]:
-        """Return the model's arrays in the layout of the caller who passed this feed."""
+        """Convert arrays of the model to the layout in which the caller passed the batch."""
         leave = self.placement.sample_layout.to_caller_layout
         return tuple([None if a is None else leave(a, feed.batched) for a in arrays])
 
     def try_predict_directly(self, x: Any) -> tuple[Any, ...] | None:
-        """Return the outputs for `x` by a direct call of the layers, or None unless a batch of this shape and dtype was
-        predicted before and nothing but layers has to run."""
+        """Return the outputs for `x` by calling the layers directly. Return None unless a batch of this shape and dtype
+        was predicted before and nothing but layers has to run."""
         known = self.engine.direct.get((x.shape, x.dtype)) if type(x) is np.ndarray else None
         return None if known is None else known(x)
 
     def all_gather_outputs_of_batch(self, results: Mapping[Slot, Any], feed: StepInputs) -> tuple[Any, ...]:
-        """Return the full outputs of the model on every rank that works on the same samples. Collective over those."""
+        """Return the full outputs of the model on every rank that works on the same samples. Collective over these
+        ranks."""
         values, axes = tuple(results.values()), self.placement.axes
         if axes.tensor.size == axes.pipe.size == 1:
             return values

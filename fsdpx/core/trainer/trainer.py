@@ -1,4 +1,5 @@
-"""The trainer: the object that a user holds. Every call runs one program; strategies differ only in the programs."""
+"""The trainer: the object with which a user trains. Every call runs one program; strategies differ only in their
+programs."""
 
 from __future__ import annotations
 
@@ -57,10 +58,10 @@ PIECES = "the whole global batch goes into one step; chunks are its microbatches
 class Trainer:
     """A distributed model with its loss and optimizer, as returned by `fsdpx.distribute`.
 
-    Every method that moves data is collective: all ranks call it, in the same order. Arrays x and y hold this data
-    rank's part of the global batch; dim 0 is samples, and parts may differ in size."""
+    Every method that moves data is collective: all ranks call the methods in the same order. Arrays x and y hold this
+    data rank's part of the global batch; dim 0 is samples, and parts may differ in size."""
 
-    # slots make setting a misspelled attribute an AttributeError
+    # with slots, setting a misspelled attribute raises AttributeError
     __slots__ = (
         "__weakref__",
         "_call_runner",
@@ -74,10 +75,10 @@ class Trainer:
     def __init__(self, call_runner: CallRunner) -> None:
         self._call_runner = call_runner
         self._is_incomplete = is_loss_or_optimizer_missing(call_runner.session.loss, call_runner.placement.optimizer)
-        self._forward_inputs: StepInputs | None = None  # of the last `forward`
-        self._output_shapes: list[tuple[int, ...]] = []  # shapes of its outputs
+        self._forward_inputs: StepInputs | None = None  # the batch of the last `forward`
+        self._output_shapes: list[tuple[int, ...]] = []  # shapes of the outputs of that batch
         self._local = False
-        self._finite = True  # whether the loss of the last step was
+        self._finite = True  # whether the loss of the last step was finite
 
     @property
     def call_runner(self) -> CallRunner:
@@ -106,8 +107,8 @@ class Trainer:
         """Run forward, backward and update on one global batch, and return its mean loss, the same on every rank.
         Collective, unless ranks step at their own speed (docs: asynchronous).
 
-        With a dynamic loss scale, an update with a NaN or Inf is skipped instead of raising an error; rank 0 warns
-        (RuntimeWarning) at the first of several such losses in a row.
+        With a dynamic loss scale, an update with NaN or Inf is skipped instead of raising an error; rank 0 warns
+        (RuntimeWarning) at the first of consecutive losses that are NaN or Inf.
 
         Parameters
         ----------
@@ -116,13 +117,13 @@ class Trainer:
 
         Returns
         -------
-        float : mean over the global batch
+        float : mean loss of the global batch
 
         Raises
         ------
-        NumericsError : if the loss or a gradient is NaN or Inf; nothing is updated then, and running statistics are as
-            before
-        DataError : on all ranks, if the batch of one is not valid
+        NumericsError : if the loss or a gradient is NaN or Inf; nothing is updated then, and running statistics keep
+            their values
+        DataError : on all ranks, if the batch of one rank is invalid
         """
         if self._is_incomplete:
             require_loss_and_optimizer("step", self._session.loss, self._placement.optimizer)
@@ -136,8 +137,8 @@ class Trainer:
 
     @run_through_call_runner(KEEPS_FOR_LATER)
     def accumulate(self, x: Any, y: Any) -> float:
-        """Run forward and backward, and add the gradients to those kept for the next `step` or `update`. Return the
-        mean loss of this batch. Collective.
+        """Run forward and backward, add the gradients to the accumulated ones that the next `step` or `update` uses,
+        and return the mean loss of this batch. Collective.
 
         Parameters
         ----------
@@ -145,11 +146,11 @@ class Trainer:
 
         Returns
         -------
-        float : mean over the global batch
+        float : mean loss of the global batch
 
         Raises
         ------
-        NumericsError : if it is NaN or Inf; the accumulated gradients are dropped then
+        NumericsError : if the loss is NaN or Inf; the accumulated gradients are dropped then
         """
         require_loss_and_optimizer("accumulate", self._session.loss, self._placement.optimizer)
         self._placement.accumulation.require_partial_batch_support("accumulate", PIECES)
@@ -162,8 +163,8 @@ class Trainer:
     @run_through_call_runner(KEEPS_FOR_LATER)
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Return a context in which `accumulate` and `backward` keep full gradients local to each rank: no
-        communication, more memory."""
+        """Return a context in which `accumulate` and `backward` keep full gradients on each rank: they do not
+        communicate, but need more memory."""
         before, self._local = self._local, True
         try:
             yield
@@ -172,7 +173,7 @@ class Trainer:
 
     @run_through_call_runner(KEEPS_FOR_LATER)
     def forward(self, x: Any, training: bool = True) -> np.ndarray:
-        """Return the model's output on this rank's samples, and keep what one `backward` needs. Collective.
+        """Return the model's output for this rank's samples, and keep what one `backward` needs. Collective.
 
         Parameters
         ----------
@@ -202,8 +203,8 @@ class Trainer:
         """Run backward from the gradient of the last `forward`'s output, and return the gradient of its input.
         Collective.
 
-        The parameter gradients of several pairs of forward and backward before one `update` add up. The returned
-        gradient serves whatever made the inputs: another trainer's `backward`, or a solver.
+        If several pairs of forward and backward run before one `update`, their parameter gradients add up. Pass the
+        returned gradient to whatever computed the inputs: another trainer's `backward`, or a solver.
 
         Parameters
         ----------
@@ -217,7 +218,7 @@ class Trainer:
 
         Raises
         ------
-        ConfigError : without a `forward` before
+        ConfigError : if `forward` was not called before
         DataError : if the number or the shapes of the arrays in `dy` are wrong
         """
         session, feed = self._session, self._forward_inputs
@@ -251,8 +252,8 @@ class Trainer:
 
     @run_through_call_runner(KEEPS_FOR_LATER)
     def update(self) -> float:
-        """Reduce gradients that are still local, update the parameters, and return the global gradient norm, nan unless
-        the step computes it, as for clipping. Collective."""
+        """Reduce gradients that are still local, update the parameters, and return the global gradient norm; it is nan
+        unless the step computes it, as for clipping. Collective."""
         require_loss_and_optimizer("update", optimizer=self._placement.optimizer)
         if not self._session.state.adding:
             raise ConfigError("update: there are no gradients; call accumulate or backward first")
@@ -263,7 +264,7 @@ class Trainer:
 
     @run_through_call_runner(KEEPS_FOR_LATER)
     def zero_grad(self) -> None:
-        """Drop the gradients that `accumulate` or `backward` have added up. All ranks call it; it does not
+        """Drop the gradients that `accumulate` or `backward` have added up. All ranks call this method; it does not
         communicate."""
         self._call_runner.require_open("zero_grad")
         self._session.state.zero_grad()
@@ -271,11 +272,11 @@ class Trainer:
     @run_through_call_runner(KEEPS_FOR_LATER)
     @raise_argument_errors_on_all_ranks
     def freeze(self, *patterns: str) -> None:
-        """Freeze the parameters whose names match a pattern: from now on they get neither gradient nor update, and keep
+        """Freeze the parameters whose names match a pattern: from now on they get no gradient and no update, but keep
         their optimizer state. Collective.
 
-        Call it between updates, not while gradients accumulate. Checkpoints do not store it. `distribute(frozen=...)`
-        freezes permanently and saves memory.
+        Call it between updates, not while gradients accumulate. Checkpoints do not store which parameters are frozen.
+        `distribute(frozen=...)` freezes permanently and saves memory.
 
         Parameters
         ----------
@@ -293,7 +294,8 @@ class Trainer:
     def unfreeze(self, *patterns: str) -> None:
         """Train frozen parameters again, as PyTorch does after `requires_grad_(True)`. Collective.
 
-        Missed updates do not count: Adam's bias correction uses each parameter's own number of updates.
+        Updates that a parameter has missed do not count: the bias correction of Adam uses the number of updates of each
+        parameter.
 
         Parameters
         ----------
@@ -304,7 +306,7 @@ class Trainer:
 
     @run_through_call_runner(READS_STATE)
     def evaluate(self, x: Any, y: Any, weights: WeightsChoice = "parameters") -> float:
-        """Return the mean loss of the global batch, without dropout; change nothing. Collective.
+        """Return the mean loss of the global batch without dropout, and change nothing. Collective.
 
         Parameters
         ----------
@@ -313,7 +315,7 @@ class Trainer:
 
         Returns
         -------
-        float : mean over the global batch
+        float : mean loss of the global batch
         """
         require_loss_and_optimizer("evaluate", self._session.loss)
         if not (isinstance(weights, str) and weights == "parameters"):
@@ -327,7 +329,7 @@ class Trainer:
 
     @run_through_call_runner(READS_STATE)
     def predict(self, x: Any, weights: WeightsChoice = "parameters") -> np.ndarray:
-        """Return the model's output on this rank's samples, without dropout; keep nothing for backward. Collective.
+        """Return the model's output for this rank's samples without dropout, and keep nothing for backward. Collective.
 
         Parameters
         ----------
@@ -374,17 +376,18 @@ class Trainer:
         cache: bool = True,
     ) -> Any:
         """Return the tokens that continue a prompt, or each of several prompts (docs: generation). Collective: all
-        ranks pass the same prompts and get the same tokens. Prompts are distributed over the data ranks.
+        ranks pass the same prompts and get the same tokens; the work is distributed over the data ranks.
 
         Parameters
         ----------
         prompt : integer tokens; or a list of such prompts, which may differ in length
-        max_new_tokens : for each prompt
-        temperature, top_k, top_p, repetition_penalty, seed : how a token is chosen, see `Sampling` (default: the most
-            likely one)
-        stop : a token, or several, that end a text; it is the last one returned
-        stream : called on every rank with the index of the prompt and the token, for each new token
-        cache : keep keys and values; False: recompute the whole text for each token, which works with any causal model
+        max_new_tokens : maximum number of new tokens for each prompt
+        temperature, top_k, top_p, repetition_penalty, seed : how a token is chosen; see `Sampling` (default: take the
+            most likely token)
+        stop : a token, or several tokens, that end a text; the stop token is the last token returned
+        stream : function that is called on every rank for each new token, with the index of the prompt and the token
+        cache : True: keep keys and values; False: recompute the full text for each token, which works with any causal
+            model
 
         Returns
         -------
@@ -407,14 +410,14 @@ class Trainer:
     def parameters(
         self, weights: WeightsChoice = "parameters", names: Collection[str] | None = None
     ) -> dict[str, np.ndarray]:
-        """Return all parameters and running statistics by dotted name, full, on every rank's host; tied ones under
-        their first name. Collective.
+        """Return all full parameters and running statistics by dotted name on every rank; tied parameters have their
+        first name. Collective.
 
         Parameters
         ----------
         weights : "parameters", or their "average" over time (docs: optimisers)
-        names : exact names of the arrays to return, the same on all ranks; of the parameters, only pages that hold one
-            of them are sent (default: all)
+        names : exact names of the arrays to return, the same on all ranks; only pages that hold one of these parameters
+            are sent (default: all)
 
         Returns
         -------
@@ -439,8 +442,8 @@ class Trainer:
 
     @run_through_call_runner(KEEPS_FOR_LATER)
     def gradients(self) -> dict[str, np.ndarray]:
-        """Return the gradients of the global mean loss accumulated so far by `accumulate` or `backward`, full and by
-        dotted name, on every rank's host. Collective. Raise ConfigError if there are none."""
+        """Return the full gradients of the global mean loss that `accumulate` or `backward` have accumulated so far, by
+        dotted name and as NumPy arrays on every rank. Raise ConfigError if there are none. Collective."""
         place, state = self._placement, self._session.state
         if not state.adding:
             raise ConfigError("gradients: there are none; call accumulate or backward first")
@@ -467,27 +470,29 @@ class Trainer:
         background: bool = False,
         weights: WeightsChoice = "parameters",
     ) -> None:
-        """Write a checkpoint into the folder `path`, all ranks at the same time. Collective; docs: checkpoints.
+        """Write a checkpoint into the folder `path`; all ranks write at the same time (docs: checkpoints). Collective.
 
-        It contains `model.safetensors`, one standard file with the bits of `parameters()`, and what `load` needs to
-        resume exactly. An older checkpoint at `path` stays until the new one is complete. Extra memory: two blocks of 4
-        MiB, in the background also this rank's part.
+        The checkpoint contains `model.safetensors`, one standard file with the bits of `parameters()`, and what `load`
+        needs to resume exactly. An older checkpoint at `path` is kept until the new one is complete. Saving needs two
+        blocks of 4 MiB of extra memory; with `background` also a copy of this rank's part.
 
         Parameters
         ----------
         path : folder of the checkpoint
-        loader : a `data.DataLoader`, whose position in the data is saved
-        dtype : of the weights in the file: "bf16", "float16", "float32" or "float64" (default: the trainer's)
-        shard_bytes : split the weights into files of up to this many bytes, with an index, as Hugging Face does
+        loader : a `data.DataLoader` whose position in the data is saved as well
+        dtype : dtype of the weights in the file: "bf16", "float16", "float32" or "float64" (default: that of the
+            trainer)
+        shard_bytes : split the weights into files of up to this many bytes with an index file, as Hugging Face does
         keep : after saving FOLDER/step-30, remove all but the last `keep` of FOLDER/step-* up to 30; links and their
-            targets stay
-        background : write a copy in a thread while training continues; `call_runner.wait_for_background_save()` or the
-            next save raises its error, if it failed
-        weights : "average" writes the average of the parameters over time, and only weights
+            targets are never removed
+        background : write a copy in a thread while training continues. If that fails,
+            `call_runner.wait_for_background_save()` or the next save raises the error
+        weights : "average": save only weights, and of these the average over time
 
         Raises
         ------
-        CheckpointError : the same on all ranks, if it cannot be written; the older one is then unchanged
+        CheckpointError : the same on all ranks, if the checkpoint cannot be written; an older checkpoint is then
+            unchanged
         """
         with self._call_runner.sharing_errors("save"):
             require_valid_weights_choice(weights)
@@ -504,21 +509,21 @@ class Trainer:
     def load(
         self, path: str | PathLike[str], *, loader: Any = None, convert: bool = False, verify: bool = True
     ) -> None:
-        """Load a checkpoint that `save` wrote and resume exactly, on any number of ranks, strategy and mesh.
-        Collective.
+        """Load a checkpoint that `save` wrote, so that training resumes exactly, with any number of ranks, strategy and
+        mesh. Collective.
 
-        Random numbers continue with the seed of the checkpoint. Extra memory: three blocks of 4 MiB.
+        Random numbers continue with the seed of the checkpoint. Loading needs three blocks of 4 MiB of extra memory.
 
         Parameters
         ----------
         path : folder of the checkpoint
         loader : a `data.DataLoader`, which is set to its saved position
-        convert : round or widen numbers that were saved in another format
-        verify : first check the digests of all bytes, each rank a part of them
+        convert : True: round or widen numbers that were saved in another format
+        verify : True: first check the digests of all bytes; each rank checks a part of them
 
         Raises
         ------
-        CheckpointError : before anything changes, if names, shapes, formats, sizes or digests do not fit
+        CheckpointError : if names, shapes, formats, sizes or digests do not fit; nothing has changed then
         """
         self._call_runner.load_checkpoint(path, loader, convert, verify)
 
@@ -532,28 +537,29 @@ class Trainer:
         rename: Mapping[str, str] | None = None,
         convert: bool | None = None,
     ) -> WeightsReport:
-        """Load parameters, without optimizer state, from arrays, a checkpoint or safetensors files of other libraries,
+        """Load parameters without optimizer state from arrays, a checkpoint, or safetensors files of other libraries,
         and return a report. Collective.
 
-        Shapes must fit. Tied parameters may have any of their names, running statistics may be missing; names that
-        PyTorch gives to the parameters of the model's layers are known (`Layer.aliases`).
+        Shapes must fit. Tied parameters may have any of their names, and running statistics may be missing. The names
+        that PyTorch gives to the parameters of a layer are known (`Layer.aliases`).
 
         Parameters
         ----------
-        source : a checkpoint, a safetensors file, a folder with `model.safetensors` or with several files and their
-            index; or name -> full array, the same on every rank
-        strict : require every parameter, and nothing else; False: load those that are there, leave the rest
-        rename : pattern of names in the source -> pattern of names in the model; the text that a * matches replaces the
-            other *
-        convert : round or widen floats of another format (default: for arrays, not for files)
+        source : path of a checkpoint, of a safetensors file, or of a folder with `model.safetensors` or with several
+            files and their index; or a dict from name to full array, the same on every rank
+        strict : True: require every parameter, and nothing else; False: load the parameters that the source has, and
+            leave the others unchanged
+        rename : dict from pattern of names in the source to pattern of names in the model; the text that a * matches
+            replaces the same * of the other pattern
+        convert : True: round or widen floats of another format (default: True for arrays, False for files)
 
         Returns
         -------
-        WeightsReport : names that were taken, missing, extra, renamed
+        WeightsReport : names of the tensors that were loaded, missing, extra, and renamed
 
         Raises
         ------
-        CheckpointError : the same on all ranks, before anything changes
+        CheckpointError : the same on all ranks, if the weights do not fit; nothing has changed then
         """
         self._call_runner.agree_on_call("load_parameters")
         options: Any = {
@@ -571,8 +577,8 @@ class Trainer:
 
     @property
     def program(self) -> Program:
-        """The step as a program that starts from an empty store; `print(trainer.program)` shows it as text. In local
-        training, the step at the end of a round."""
+        """The program of a step that starts from an empty store; `print(trainer.program)` shows it as text. In local
+        training, the program of the step at the end of a round."""
         return self._session.program
 
     @property
@@ -580,26 +586,28 @@ class Trainer:
         """Communicator of the ranks that hold different samples; pass it to `data.DataLoader` and
         `data.DistributedSampler`.
 
-        Ranks of one pipe or tensor line have the same rank in it and train on the same samples; so do ranks that hold
-        parts of the same fields (`domain_group`). With `elastic`, it contains only this rank: batches are global."""
+        Ranks that differ only along the pipeline or tensor axis have the same rank in this communicator and train on
+        the same samples; so do ranks that hold parts of the same fields (`domain_group`). With `elastic`, the
+        communicator contains only this rank, because every rank passes the global batch."""
         return self._call_runner.data_group
 
     @property
     def domain_group(self) -> Communicator:
-        """Communicator of the ranks that hold parts of the same samples, with `domain`; without it, of this rank
-        only."""
+        """Communicator of the ranks that hold parts of the same samples. Without `domain` it contains only this
+        rank."""
         return self._session.placement.axes.parts
 
     @property
     def output_grid(self) -> Domain:
-        """The partition of the model's output, with `domain`: that of its input, if both have the same number of cells.
+        """The partition of the model's output, with `domain`. It is the partition of the input if both have the same
+        number of cells.
 
         Its `offsets`, `local_shape`, `take_local` and `gather` apply to outputs and targets. It is derived from the
         layers, so it is known before the first prediction.
 
         Raises
         ------
-        ConfigError : if the output is not partitioned, as without `domain`
+        ConfigError : if the output is not partitioned, for example without `domain`
         """
         return self._session.placement.sample_layout.get_output_domain()
 
@@ -610,7 +618,7 @@ class Trainer:
 
     def report(self) -> Any:
         """Return a `Report` of this rank since the last `reset_counters`: bytes and calls by collective and axis,
-        memory by kind, time by verb."""
+        memory by kind, time by operation."""
         return load_extension("trainer", "report")(self._session.engine, self._session.round_programs)
 
     def __enter__(self) -> Self:
@@ -618,14 +626,14 @@ class Trainer:
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         """Close the trainer at the end of `with model.as_distributed(...) as trainer:`. After an exception the trainer
-        is not closed: the job ends."""
+        is not closed, because the job ends."""
         if kind is None:
             self.close()
 
     def close(self) -> None:
         """Free the memory shared with other ranks and the communicators made for this trainer. Collective.
 
-        The trainer cannot be used afterwards; call `parameters()` before to keep them."""
+        The trainer cannot be used afterwards; to keep the parameters, call `parameters()` before."""
         if not self._call_runner.closed:
             self._agree_on_close_and_wait_for_save()
             self._call_runner.closed = True
@@ -639,7 +647,7 @@ class Trainer:
         self._call_runner.agree_on_call("close")
         self._call_runner.wait_for_save_within_call()
 
-    if not TYPE_CHECKING:  # else a type checker would accept any attribute
+    if not TYPE_CHECKING:  # otherwise a type checker would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
             hint = f"; use {CALLS_ELSEWHERE[name]}" if name in CALLS_ELSEWHERE else ""
@@ -652,8 +660,8 @@ class Trainer:
         return loss
 
     def _warn_of_skipped_update(self, loss: float) -> None:
-        """Warn at once when the loss of a skipped step becomes NaN or Inf: once for several such losses in a row, and
-        on one rank."""
+        """Warn if the loss of a skipped step is NaN or Inf: only on rank 0, and only at the first of consecutive losses
+        of that kind."""
         before, self._finite = self._finite, math.isfinite(loss)
         if before and not self._finite and self._placement.axes.world.rank == 0:
             assert self._call_runner.last_update is not None
@@ -664,8 +672,8 @@ class Trainer:
             )
 
     def _require_one_gradient_source(self, source: str) -> None:
-        """Raise ConfigError if gradients of both the loss and the caller would enter one update: they are weighted
-        differently."""
+        """Raise ConfigError if gradients from `accumulate` and gradients from `backward` would enter one update, since
+        they are weighted differently. source: the call that adds gradients now."""
         if self._session.state.adding not in ("", source):
             raise ConfigError(
                 "accumulate (or step) and backward before one update: use one of them; call update between, or "

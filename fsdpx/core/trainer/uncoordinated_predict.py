@@ -1,12 +1,13 @@
-"""Predictions next to a solver: ranks whose batch is of the same kind as before start without agreement, and an error
-on one of them still reaches all.
+"""Predictions within a solver: ranks whose batch is of the same kind as before start without agreement, and an error on
+one rank still reaches all ranks.
 
-Each rank counts its calls of `predict` in a window that others read without its help. A rank whose batch differs from
-the previous one, or is invalid, waits until all others have begun this call too. If all of them have a different batch,
-they agree on it as in the first call. If some have started already, the lowest of the differing ranks writes the error
-into all windows, with the number of calls that have begun. Each rank makes up for the calls that it lacks with a batch
-of zeros, so that no message stays behind and no rank waits for another. All raise the error in each call up to the same
-one, the last in which a rank can learn of it: ranks that continue are in step again."""
+Each rank counts its calls of `predict` in a window that other ranks read without its help. A rank whose batch is
+invalid or of another kind than the previous one waits until all other ranks have begun the same call. If the batches of
+all ranks are of another kind, the ranks agree on them as in the first call. If some ranks have started already, the
+lowest of the differing ranks writes the error into the windows of all ranks, together with the number of calls that
+have begun. Each rank runs the calls that it has missed on a batch of zeros, so that no message is left over and no rank
+waits for another. All ranks raise the error in every call up to the last call in which a rank can learn of it. Ranks
+that continue after the error are then in the same call again."""
 
 from __future__ import annotations
 
@@ -24,17 +25,18 @@ from fsdpx.errors import CommTimeout, ConfigError, FsdpxError
 __all__ = ["UncoordinatedPrediction"]
 
 CALL, STOP, READY, BEGUN, FAILS = range(5)
-"""64-bit words of a rank's part of the window: its call, the epoch in which it has to stop, the epoch of the error in
-the window; the last call that any rank has begun in that epoch, and the last call that fails."""
+"""Indices of the 64-bit words in a rank's part of the window: its call; the epoch in which it has to stop; the epoch of
+the error in the window; the last call that any rank has begun in that epoch; and the last call that fails."""
 STARTED, WAITING, RETURNED = range(3)
-"""States of a rank in its call: it runs, it waits to ask the other ranks first, or it has returned."""
+"""States of a rank in its call: it has started to run, it waits for the other ranks to begin the call, or it has
+returned."""
 HEAD, TEXT = 64, 1024  # bytes
 WINDOW_BYTES = HEAD + 2 * TEXT
 OWN, ERROR = HEAD, HEAD + TEXT
-"""Byte offsets of the texts in a part: the batch of this rank if it differs, and the error that this rank has to
-raise."""
+"""Byte offsets of the texts in a part of the window: the batch of this rank if it differs, and the error that this rank
+has to raise."""
 CALLS = 1 << 32
-"""Maximum number of calls of an epoch. An epoch begins whenever ranks have agreed after an error."""
+"""Maximum number of calls in an epoch. A new epoch begins whenever ranks have agreed on a batch after an error."""
 
 
 class UncoordinatedPrediction:
@@ -42,8 +44,8 @@ class UncoordinatedPrediction:
 
     Parameters
     ----------
-    comm : of the ranks that hold the parts of the field
-    run_on_zeros : runs a prediction on zeros, given the shapes and dtypes of its inputs
+    comm : communicator of the ranks that hold the parts of the field
+    run_on_zeros : function of the shapes and dtypes of inputs that runs a prediction on zeros
     """
 
     def __init__(self, comm: Communicator, run_on_zeros: Callable[[tuple[Any, ...]], None]) -> None:
@@ -54,15 +56,15 @@ class UncoordinatedPrediction:
         self._agreed_kind: Any = None
         self._inputs: tuple[Any, ...] = ()
         self._epoch = self._count = 0
-        self._failed: list[FsdpxError] = []  # for each call that others have begun and this rank has not
+        self._failed: list[FsdpxError] = []  # one error for each call that others have begun and this rank has not
 
     def record_agreed_batch(self, batch_kind: tuple[str, int], inputs: tuple[Any, ...]) -> None:
-        """Record the batch that all ranks have agreed on. Collective; on a backend without windows, ranks agree in each
-        call.
+        """Record the batch that all ranks have agreed on. Collective. On a backend without one-sided windows nothing is
+        recorded: there, ranks agree in every call.
 
         Parameters
         ----------
-        batch_kind : text about the batch, and its number of samples
+        batch_kind : description of the batch, and its number of samples
         inputs : shapes and dtypes of this rank's inputs
         """
         if self._window is None and self._has_windows:
@@ -77,8 +79,9 @@ class UncoordinatedPrediction:
         self._agreed_kind, self._inputs = batch_kind if self._has_windows else None, inputs
 
     def try_start_without_agreement(self, batch_kind: tuple[str, int], error: FsdpxError | None) -> bool:
-        """Return whether this rank may predict at once; if not, all ranks must agree on the batch first. Raise the
-        common error if this rank's batch differs and others have started, or if another rank has stopped this one."""
+        """Return True if this rank may predict at once, and False if all ranks must agree on the batch first. Raise the
+        common error if this rank's batch differs and other ranks have started, or if another rank has stopped this
+        rank."""
         if self._failed:
             raise self._failed.pop()
         if self._agreed_kind is None or self._window is None:
@@ -103,7 +106,7 @@ class UncoordinatedPrediction:
             raise error or timeout from timeout
 
     def finish_prediction(self) -> None:
-        """End a call that has run. Raise the common error, if there is one."""
+        """Mark the call as returned. Raise the common error, if there is one."""
         if self._agreed_kind is None or self._window is None:
             return
         with self._window.open_part(self._comm.rank, 0, HEAD) as head:
@@ -115,8 +118,8 @@ class UncoordinatedPrediction:
             raise self._run_missed_calls_and_get_error(0)
 
     def take_pending_error(self) -> FsdpxError | None:
-        """Return, at the start of a call other than `predict`, the error that this rank has to raise in that call, or
-        None. The other ranks no longer wait for this rank."""
+        """Return the error that this rank has to raise in a call other than `predict`; None if there is none. Run the
+        predictions that this rank has missed, so that the other ranks do not wait for it."""
         self._failed.clear()
         window = self._window
         if self._agreed_kind is None or window is None or window.read_word(self._comm.rank, STOP) != self._epoch:
@@ -132,12 +135,12 @@ class UncoordinatedPrediction:
         self._window = self._agreed_kind = None
 
     def _encode_call_state(self, state: int) -> int:
-        """Return this rank's call as one increasing number: epoch, call, and state in the call."""
+        """Return this rank's call as one number that increases with the epoch, the call, and the state in the call."""
         return 4 * (self._epoch * CALLS + self._count) + state
 
     def _agree_that_all_batches_differ(self, window: Window) -> bool:
-        """Wait for the other ranks to begin this call. Return False if all ranks have a batch that differs from the
-        previous one, so that they can agree on it; else raise the common error."""
+        """Wait for the other ranks to begin this call. Return False if the batches of all ranks differ from the
+        previous one, so that ranks can agree on them; otherwise raise the common error."""
         me, own_call = self._comm.rank, self._encode_call_state(WAITING)
 
         def find_late_ranks() -> list[int]:
@@ -163,7 +166,7 @@ class UncoordinatedPrediction:
                 words[STOP] = self._epoch
                 call, state = divmod(int(words[CALL]), 4)
                 call -= self._epoch * CALLS
-                # a rank that has returned learns of the stop in its next call
+                # a rank that has returned learns only in its next call that it has to stop
                 begun, fails = max(begun, call), max(fails, call + (state == RETURNED))
         texts = {}
         for rank in differing:
@@ -177,8 +180,8 @@ class UncoordinatedPrediction:
                 words[BEGUN], words[FAILS], words[STOP], words[READY] = begun, fails, self._epoch, self._epoch
 
     def _run_missed_calls_and_get_error(self, begun: int) -> FsdpxError:
-        """Run the calls that this rank lacks on zeros, and return the common error. begun: number of calls that this
-        rank has begun but not run."""
+        """Run the calls that this rank has missed on zeros, and return the common error. begun: number of calls that
+        this rank has begun but not run."""
         window, me = self._window, self._comm.rank
         assert window is not None
         window.poll_until_none_missing(
@@ -200,8 +203,8 @@ def _describe_batch(batch_kind: tuple[str, int]) -> str:
 
 
 def _choose_common_error(texts: dict[int, list[str]], agreed: str) -> tuple[str, str]:
-    """Return class and text of the common error. texts: class and text by differing rank; an empty class for a valid
-    batch that differs. agreed: the batch of the other ranks."""
+    """Return class name and text of the common error. texts: class name and text for each differing rank; the class
+    name is empty for a valid batch. agreed: description of the batch of the other ranks."""
     for rank, (kind, text) in texts.items():
         if kind:
             return kind, f"rank {rank}: {text}"
@@ -210,7 +213,7 @@ def _choose_common_error(texts: dict[int, list[str]], agreed: str) -> tuple[str,
 
 
 def _pack_error(kind: str, text: str) -> bytes:
-    """Return class and text as JSON that fits; an overlong text is cut."""
+    """Return class name and text as JSON that fits into the window; a text that is too long is truncated."""
     while len(data := json.dumps([kind, text]).encode()) > TEXT - 8:
         text = text[: len(text) - max(1, (len(data) - TEXT + 8) // 6)]
     return data
