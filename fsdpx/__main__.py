@@ -27,11 +27,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except FsdpxError as error:
-        if _has_met_ranks():
+        if _has_connected_to_ranks():
             raise  # the excepthook of the MPI job prints it once and ends all ranks
-        return _print_once(f"fsdpx {args.command}: {error}")
+        return _print_error_on_first_rank(f"fsdpx {args.command}: {error}")
     except KeyboardInterrupt:
-        if _has_met_ranks():
+        if _has_connected_to_ranks():
             raise
         return 128 + 2  # SIGINT; the user who pressed Ctrl-C needs no message
     except BrokenPipeError:  # the reader has closed the pipe: nowhere to report an error
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + 13  # SIGPIPE, which Windows lacks
 
 
-def _parse_path(text: str) -> Path:
+def _expand_path(text: str) -> Path:
     """Return a path as `fsdpx.core.base.safe_files.expanduser` reads it, without loading that module when a job is
     started."""
     return Path(os.path.expanduser(text))
@@ -71,9 +71,8 @@ class CommandParser(argparse.ArgumentParser):
         found = [word.partition("=")[0].rstrip(":") for word in message.split()]
         words = [word for word in found if word.startswith("-") and "/" not in word]
         message += next(filter(None, map(self._suggest_option, words)), "")
-        self.exit(
-            _print_once(f"{self.prog.removeprefix('python -m ')}: {message}; {self.prog} --help lists what there is")
-        )
+        line = f"{self.prog.removeprefix('python -m ')}: {message}; {self.prog} --help lists what there is"
+        self.exit(_print_error_on_first_rank(line))
 
     def _suggest_option(self, word: str) -> str:
         """Return the option that a word may stand for, as the end of a sentence: options that begin with it, or a
@@ -112,7 +111,7 @@ def _import_command(function: str) -> Callable[..., Any]:
     return found
 
 
-def _has_met_ranks() -> bool:
+def _has_connected_to_ranks() -> bool:
     """Return whether this process is a rank that has connected to the others, which may be waiting for it."""
     from fsdpx.core.base import environment
     from fsdpx.core.comm import default_communicator
@@ -120,7 +119,7 @@ def _has_met_ranks() -> bool:
     return environment.read_environment().launcher is not None and default_communicator.get_default() is not None
 
 
-def _print_once(line: str) -> int:
+def _print_error_on_first_rank(line: str) -> int:
     """Print a line and return status 2. Among ranks that have not connected yet and would all report the same, only the
     first prints."""
     from fsdpx.core.base import environment
@@ -142,28 +141,28 @@ def _add_doctor_options(p: argparse.ArgumentParser) -> None:
 
 
 def _add_report_options(p: argparse.ArgumentParser) -> None:
-    p.add_argument("run", type=_parse_path, help="folder of the run, such as runs/x, or of traces alone")
+    p.add_argument("run", type=_expand_path, help="folder of the run, such as runs/x, or of traces alone")
 
 
 def _add_runs_options(p: argparse.ArgumentParser) -> None:
-    p.add_argument("run", nargs="*", type=_parse_path, help="folders of runs to compare (default: list all)")
-    p.add_argument("--in", dest="folder", type=_parse_path, default=Path("runs"), help="where runs are (default: runs)")
+    p.add_argument("run", nargs="*", type=_expand_path, help="folders of runs to compare (default: list all)")
+    p.add_argument("--in", dest="folder", type=_expand_path, default=Path("runs"), help="parent folder (default: runs)")
 
 
 def _add_trace_options(p: argparse.ArgumentParser) -> None:
     merge = p.add_subparsers(dest="action", required=True).add_parser(
         "merge", help="write trace.json.gz beside the files"
     )
-    merge.add_argument("folder", type=_parse_path, help="what distribute(trace=...), --trace or FSDPX_TRACE named")
+    merge.add_argument("folder", type=_expand_path, help="what distribute(trace=...), --trace or FSDPX_TRACE named")
 
 
-def _add_start_options(p: argparse.ArgumentParser) -> None:
+def _add_run_options(p: argparse.ArgumentParser) -> None:
     ranks = ("-n", "-np", "--np", "--ranks")
     p.add_argument(*ranks, dest="ranks", type=int, help="number of ranks (default: of the allocation, or cores here)")
     p.add_argument("--nodes", type=int, help="number of hosts, of the hostfile or the allocation")
     each = ("--nproc-per-node", "--nproc_per_node")
     p.add_argument(*each, dest="per_node", type=int, help="ranks per host; without -n, on one host, that many")
-    p.add_argument("--hostfile", type=_parse_path, help="hosts and their slots, in the form of any launcher")
+    p.add_argument("--hostfile", type=_expand_path, help="hosts and their slots, in the form of any launcher")
     p.add_argument("--backend", choices=("mpi", "gloo"), default="mpi", help="gloo: without MPI (docs: backends)")
     p.add_argument("--node-rank", type=int, help="gloo, started by hand on each of --nodes: this host, from 0")
     p.add_argument("--master-addr", help="the same: name or address of host 0, where ranks meet")
@@ -180,16 +179,16 @@ def _add_start_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--backoff", type=float, default=1.0, help="seconds before the first restart; doubles up to 60")
     p.add_argument("--grace", type=float, default=60.0, help="seconds to save in after a signal")
     p.add_argument(
-        "--folder", type=_parse_path, default=None, help="the job's: records of failed starts stay; see --join"
+        "--folder", type=_expand_path, default=None, help="the job's: records of failed starts stay; see --join"
     )
     p.add_argument(
         "--join",
-        type=_parse_path,
+        type=_expand_path,
         metavar="FOLDER",
         help="-n more ranks for the job that has this --folder",
     )
     p.add_argument(
-        "--logs", type=_parse_path, help="folder for rank-0003.log and rank-0003.json; lines get [3] before them"
+        "--logs", type=_expand_path, help="folder for rank-0003.log and rank-0003.json; lines get [3] before them"
     )
     p.add_argument(
         "--elastic", action="store_true", help="deaths do not end the job: Open MPI's --with-ft ulfm (docs: elastic)"
@@ -264,12 +263,12 @@ def _add_verify_options(p: argparse.ArgumentParser) -> None:
 
 
 COMMANDS: dict[str, tuple[str, str, Options]] = {
-    "info": ("what this machine has: MPI, BLAS, Numba, GPU", "info:format_info", _add_info_options),
+    "info": ("what this machine has: MPI, BLAS, Numba, GPU", "info:format_info_or_leftovers", _add_info_options),
     "doctor": (
         "under mpiexec: what all ranks have, the ways between them, a test", "doctor:doctor", _add_doctor_options,
     ),
     "bench": ("how fast the verbs of a communicator are, and steps by strategy", "bench:bench", "bench:add_options"),
-    "run": ("start ranks; restart from the last checkpoint when a death ends the job", "run:main", _add_start_options),
+    "run": ("start ranks; restart from the last checkpoint when a death ends the job", "run:main", _add_run_options),
     "compile": ("compile the kernels of models before the first job, without MPI", "compile:compile_kernels",
                 "compile:add_options"),
     "train": (
@@ -283,16 +282,17 @@ COMMANDS: dict[str, tuple[str, str, Options]] = {
         "plan:add_options",
     ),
     "measure-machine": (
-        "write a machine.toml for this machine; under mpiexec with its links", "plan:measure_machine",
+        "write a machine.toml for this machine; under mpiexec with its links", "plan:measure_and_write_machine",
         "plan:add_measure_options",
     ),
     "ckpt": ("look at checkpoints, check, compare and convert them, without MPI", "ckpt:ckpt", "ckpt:add_options"),
     "trace": (
-        "traces of all ranks in one file, on one clock, for Perfetto", "runs:merge_and_print_traces",
+        "traces of all ranks in one file, on one clock, for Perfetto", "runs:merge_traces_and_print_path",
         _add_trace_options,
     ),
     "report": (
-        "one HTML page about a run: curves, a step, memory, bytes, waiting", "runs:write_report", _add_report_options,
+        "one HTML page about a run: curves, a step, memory, bytes, waiting", "runs:print_and_write_report",
+        _add_report_options,
     ),
     "runs": ("list the runs in runs/, or compare some of them", "runs:print_runs", _add_runs_options),
     "diff": ("the first step, action, tensor and element at which two runs differ", "diff:diff", "diff:add_options"),

@@ -36,8 +36,8 @@ OPENED_ELSEWHERE = {
     "what this job has just made, under a random name or in its private folder": (
         "core/comm/node/shared_file.py _open_named_file open",
         "core/comm/node/shared_file.py _open_descriptor_of_process open",
-        "launch/rank_status.py hold_lifeline mkfifo", "launch/rank_status.py hold_lifeline open",
-        "launch/rank_status.py open_lifeline open", "examples/finetune.py write_conversations open",
+        "launch/rank_status.py create_and_hold_lifeline mkfifo", "launch/rank_status.py create_and_hold_lifeline open",
+        "launch/rank_status.py open_and_unlink_lifeline open", "examples/finetune.py write_conversations open",
         "core/checkpoint/save.py _write_checksum_file touch", "core/checkpoint/format.py create_file open",
     ),
     "they look at the open file or folder themselves": (
@@ -45,7 +45,7 @@ OPENED_ELSEWHERE = {
         "core/comm/mpi/start_watchdog.py _list_private_folder open",
     ),
     "output that the user names, which may well be a pipe, as /dev/stdout is": (
-        "launch/bench.py _print_and_write write_text", "launch/bench.py _require_writable open",
+        "launch/bench.py _print_and_write_on_rank0 write_text", "launch/bench.py _require_writable_on_rank0 open",
     ),
     "the folder of a test": ("testing/chaos.py record_step open", "testing/chaos.py read_starts read_text"),
 }  # fmt: skip

@@ -41,8 +41,8 @@ from fsdpx.launch import python_api
 from fsdpx.launch import run as start_of_jobs
 from fsdpx.launch.elastic_join import JoinRequests
 from fsdpx.launch.launchers import FoundLauncher
-from fsdpx.launch.rank_status import LogFollower, RankStatus, read_statuses, redirect_output
-from fsdpx.launch.run import _make_private_folder, _make_temporary_folder
+from fsdpx.launch.rank_status import LogFollower, RankStatus, read_rank_statuses, redirect_output_to_log
+from fsdpx.launch.run import _make_temporary_folder_and_remove_dead, _recreate_private_folder
 from fsdpx.models import pretrained_writer
 from fsdpx.models.generation.terminal import TerminalStream
 
@@ -146,7 +146,7 @@ def test_a_flight_record_is_its_users_alone_whatever_the_umask(tmp_path: Path, u
         folder = safe_files.make_folder(tmp_path / "flight")
         (folder / "rank-00000.flight").symlink_to(victim)
         FlightRecorder(folder / "rank-00000.flight", 0, 2, "n1").record_end(3)
-        RankStatus(0, 1, "n1").write_to(tmp_path / "run")
+        RankStatus(0, 1, "n1").write_to_folder(tmp_path / "run")
     finally:
         os.umask(before)
     for path in (folder / "rank-00000.flight", tmp_path / "run" / "rank-00000.json"):
@@ -166,7 +166,7 @@ def test_a_forged_flight_record_ends_nothing(tmp_path: Path) -> None:
 
 
 def test_notes_that_are_none_are_passed_over(tmp_path: Path) -> None:
-    RankStatus(0, 7, "n1", 3, "ValueError").write_to(safe_files.make_folder(tmp_path / "run"))
+    RankStatus(0, 7, "n1", 3, "ValueError").write_to_folder(safe_files.make_folder(tmp_path / "run"))
     good = (tmp_path / "run" / "rank-00000.json").read_text()
     for number, text in enumerate(
         ["", "[" * 9999, "3", "{}", good.replace("7", '"7"'), good.replace("}", ', "x": 1}')], 1
@@ -175,7 +175,7 @@ def test_notes_that_are_none_are_passed_over(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "run" / "rank-00008.json")
     (tmp_path / "run" / "rank-00009.json").symlink_to("/dev/zero")
     with pytest.warns(RuntimeWarning, match="rank-00001.json: .*; it is ignored$") as warned:
-        assert read_statuses(tmp_path / "run") == {0: RankStatus(0, 7, "n1", 3, "ValueError")}
+        assert read_rank_statuses(tmp_path / "run") == {0: RankStatus(0, 7, "n1", 3, "ValueError")}
     assert len(warned) == 1
 
 
@@ -185,7 +185,7 @@ def test_requests_to_join_that_are_none_do_not_end_or_hold_the_launcher(
     asked: list[int] = []
     (tmp_path / "joins-left").mkdir()
     guests = JoinRequests(tmp_path, asked.append)
-    monkeypatch.setattr("fsdpx.launch.elastic_join._find_listening_rank", lambda _: os.getpid())
+    monkeypatch.setattr("fsdpx.launch.elastic_join._find_listening_process", lambda _: os.getpid())
     monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("a process was signalled"))
     for name, text in (("a", "garbage"), ("b", "-3"), ("c", "9" * 5000), ("d", "1")):
         safe_files.write_file(tmp_path / f"joins-{name}", text)
@@ -195,7 +195,7 @@ def test_requests_to_join_that_are_none_do_not_end_or_hold_the_launcher(
     (tmp_path / "answer-a").symlink_to(victim)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        guests.answer_requests(tmp_path)
+        guests.answer_and_request_save(tmp_path)
         guests.close()
     assert asked == []
     assert len(said) == 1
@@ -208,7 +208,7 @@ def test_logs_follow_no_link_and_nothing_in_their_folder_holds_the_launcher(
 ) -> None:
     (tmp_path / "rank-0000.log").symlink_to(victim)
     with pytest.raises(safe_files.Untrusted, match="is a link, which is not followed here"):
-        redirect_output(tmp_path, 0)
+        redirect_output_to_log(tmp_path, 0)
     os.mkfifo(tmp_path / "rank-0001.log")
     (tmp_path / "rank-none.log").touch()
     (tmp_path / "rank-0002.json").symlink_to(victim)
@@ -229,9 +229,9 @@ def test_folders_of_another_user_are_neither_used_nor_removed(tmp_path: Path) ->
     with pytest.raises(
         LaunchError, match=r"start-0 belongs to user 65534, .*: name a --folder in which no other user can"
     ):
-        _make_private_folder(tmp_path / "start-0")
+        _recreate_private_folder(tmp_path / "start-0")
     (tmp_path / "fsdpx-run-y").symlink_to(tmp_path / "start-0")
-    assert _make_temporary_folder(tmp_path).exists()
+    assert _make_temporary_folder_and_remove_dead(tmp_path).exists()
     assert all((tmp_path / name / "owner").exists() for name in ("start-0", "fsdpx-run-x", "fsdpx-run-y"))
 
 

@@ -25,7 +25,7 @@ from fsdpx.core.program import StageCosts, compute_bubble, count_in_flight, make
 from fsdpx.examples import models
 from fsdpx.ext.fields.halo import find_halo_specs
 from fsdpx.ext.observe.plots import MEMORY, THEMES, StepLanes, get_color, make_figure, save_figure
-from fsdpx.launch.show import make_step_lanes, trace_step
+from fsdpx.launch.show import make_step_lanes, write_trace
 from fsdpx.nn.shard_specs import FieldPartition
 from fsdpx.plan import Machine
 from fsdpx.plan.prediction import dry_run_classes, predict_runs
@@ -283,7 +283,7 @@ def trace(theme: str) -> Any:
     options = {"strategy": "ddp", "mesh": fsdpx.Mesh(pipe=2), "microbatches": 4}
     dry = dry_run_classes(models.make_mlp(2, 1024, True), (batch, batch), 2, gpu=False, **options)
     with TemporaryDirectory() as folder:
-        trace_step(dry, predict_runs(dry, machine), f"{folder}/step.json")
+        write_trace(dry, predict_runs(dry, machine), f"{folder}/step.json")
         events = json.loads(Path(folder, "step.json").read_text())["traceEvents"]
     tracks = _tracks(events)
     drawn = _empty(9.25, TRACK * len(tracks) + 0.4, theme)

@@ -20,7 +20,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.examples._cli import get_exit_status, nonnegative_int, positive_int
 from fsdpx.examples.models import SIZES, make_gpt
 from fsdpx.ext.observe.folder import RunFolder, agree_on_run_folder
-from fsdpx.launch.run_results import format_summary_line, save_results
+from fsdpx.launch.run_results import format_summary_line, save_and_print_results
 from fsdpx.models.generation.terminal import TerminalStream, decode_bytes
 from fsdpx.testing.chaos import inject_faults, parse_faults
 
@@ -210,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         loss = history.validation[-1][1]
         print(f"\n{format_summary_line(history, 'tokens')} = {loss / math.log(2):.3f} bits per byte", flush=True)
     if folder is not None:
-        save_results(trainer, history, folder, summary, f"--resume --steps {2 * history.steps}")
+        save_and_print_results(trainer, history, folder, summary, f"--resume --steps {2 * history.steps}")
     if args.sample:
         print_sample(trainer, args.sample, args.seed, cache=args.sequence is None)
     if trainer.call_runner.rank == 0:

@@ -98,7 +98,7 @@ def make_batch_file(
     system: str,
     config: LaunchConfig,
     program: Sequence[str],
-    of_node: NodeCores,
+    node_cores: NodeCores,
     variables: Mapping[str, str] | None = None,
 ) -> str:
     """Return the text of the batch file. variables: additional environment of the ranks.
@@ -106,37 +106,37 @@ def make_batch_file(
     LaunchError for a word with a line break: a scheduler could interpret the text after it."""
     if config.hostfile is not None:
         raise LaunchError("a batch system chooses the hosts itself: leave --hostfile out")
-    nodes, per_node = _spread_over_nodes(config, of_node)
-    cores = config.threads or max(1, of_node.cores // per_node)
+    nodes, per_node = _choose_nodes_and_ranks_per_node(config, node_cores)
+    cores = config.threads or max(1, node_cores.cores // per_node)
     text, hosts = BATCH_TEMPLATES[system]
     if config.backend != "gloo":
         config = replace(config, nodes=None if hosts else nodes, per_node=None)
     there = f' --hostfile "{hosts}"' if hosts and nodes > 1 else ""
-    options = shlex.join(_require_one_line(["run", *_iterate_options(config)]))
+    options = shlex.join(_require_one_line(["run", *_iterate_nondefault_options(config)]))
     words = f"{options}{there} {shlex.join(_require_one_line(program))}"
     return text.format(
         name=_make_job_name(program), ranks=config.ranks, nodes=nodes, per_node=per_node, cores=cores,
-        all_cores=per_node * cores, about=_make_comment(nodes, per_node, cores, of_node), words=words,
+        all_cores=per_node * cores, about=_make_request_comment(nodes, per_node, cores, node_cores), words=words,
         notice=math.ceil(config.grace) + _NOTICE_SECONDS, minutes=math.ceil((config.grace + _NOTICE_SECONDS) / 60),
         python=shlex.quote(sys.executable),
         environment="".join(f"{line}\n" for line in _require_one_line([*_iterate_environment_lines(variables or {})])),
     )  # fmt: skip
 
 
-def _spread_over_nodes(config: LaunchConfig, of_node: NodeCores) -> tuple[int, int]:
+def _choose_nodes_and_ranks_per_node(config: LaunchConfig, node_cores: NodeCores) -> tuple[int, int]:
     """Return the number of nodes and the ranks on each: as given, or as few nodes as have a core for each thread."""
     if config.backend == "gloo":
-        return config.find_spread(config.ranks) or (1, config.ranks)
-    most = max(1, of_node.cores // (config.threads or 1))
-    nodes, per_node = config.find_spread(config.ranks) or (math.ceil(config.ranks / most), most)
+        return config.count_hosts_and_ranks_per_host(config.ranks) or (1, config.ranks)
+    most = max(1, node_cores.cores // (config.threads or 1))
+    nodes, per_node = config.count_hosts_and_ranks_per_host(config.ranks) or (math.ceil(config.ranks / most), most)
     return nodes, min(per_node, math.ceil(config.ranks / nodes)) if config.per_node is None else per_node
 
 
-def _make_comment(nodes: int, per_node: int, cores: int, of_node: NodeCores) -> str:
+def _make_request_comment(nodes: int, per_node: int, cores: int, node_cores: NodeCores) -> str:
     """Return a comment that says what is requested, and which number of cores it assumes."""
     asked = f"{per_node} ranks on each of {nodes} nodes, {cores} cores for each"
-    more = "" if per_node * cores <= of_node.cores else f": {per_node * cores} cores, more than a node has"
-    return f"# {asked}{more}. A node is taken to have {of_node.cores} cores, {of_node.source}.\n"
+    more = "" if per_node * cores <= node_cores.cores else f": {per_node * cores} cores, more than a node has"
+    return f"# {asked}{more}. A node is taken to have {node_cores.cores} cores, {node_cores.source}.\n"
 
 
 def _iterate_environment_lines(variables: Mapping[str, str]) -> Iterator[str]:
@@ -164,7 +164,7 @@ def _require_one_line(words: Sequence[str]) -> Sequence[str]:
     return words
 
 
-def _iterate_options(config: LaunchConfig) -> Iterator[str]:
+def _iterate_nondefault_options(config: LaunchConfig) -> Iterator[str]:
     """Yield the options of `fsdpx run` for the fields of `config` that differ from the defaults."""
     for one in fields(config):
         value = getattr(config, one.name)

@@ -49,8 +49,9 @@ __all__ = [
 ]
 
 DEFAULT_SIZES = "64,512,4KiB,32KiB,256KiB,2MiB,16MiB"
-LEAST, MOST, BLOCK = 3, 200, 1e-3
-"""Timing: between `LEAST` and `MOST` blocks of calls; a block lasts `BLOCK` seconds, with at most `MOST` calls."""
+MIN_BLOCKS, MAX_COUNT, BLOCK_SECONDS = 3, 200, 1e-3
+"""Each timing takes `MIN_BLOCKS` to `MAX_COUNT` blocks. A block has at most `MAX_COUNT` calls and lasts about
+`BLOCK_SECONDS`."""
 LEVEL_NAMES = ("inside a host", "between hosts", "all ranks")
 SUM = ReduceOp.SUM
 
@@ -68,19 +69,19 @@ class BenchArrays(NamedTuple):
 
 
 class TimedVerb(NamedTuple):
-    """A verb to time.
+    """An operation of the communicator to time.
 
-    call: starts it and returns its handle. bus: bytes that each rank must send or receive at least, as a share of the
-    full array, for N ranks. raw: the same call by mpi4py, for comparison. turns: number of messages of a call that
-    follow each other."""
+    call: starts the operation and returns its handle. bus_share: function from the number of ranks to the least number
+    of bytes that each rank must send or receive, as a fraction of the full array. raw: the same operation by mpi4py,
+    for comparison. message_count: number of messages of one call that are sent one after another."""
 
     call: Callable[[Communicator, BenchArrays], Handle | None]
-    bus: Callable[[int], float]
+    bus_share: Callable[[int], float]
     raw: Callable[[Any, BenchArrays], Any] | None = None
-    turns: int = 1
+    message_count: int = 1
 
 
-def _send_there_and_back(comm: Communicator, arrays: BenchArrays) -> None:
+def _run_ping_pong(comm: Communicator, arrays: BenchArrays) -> None:
     """Send an array from the first rank to the last and back."""
     buf, last = arrays.shared, comm.size - 1
     if comm.rank == 0:
@@ -91,7 +92,7 @@ def _send_there_and_back(comm: Communicator, arrays: BenchArrays) -> None:
         comm.send(buf, 0).wait()
 
 
-def _raw_send_there_and_back(raw: Any, arrays: BenchArrays) -> None:
+def _run_mpi4py_ping_pong(raw: Any, arrays: BenchArrays) -> None:
     buf, last = arrays.shared, raw.size - 1
     if raw.rank == 0:
         raw.Send(buf, last)
@@ -101,7 +102,7 @@ def _raw_send_there_and_back(raw: Any, arrays: BenchArrays) -> None:
         raw.Send(buf, 0)
 
 
-def _compute_share_of_others(ranks: int) -> float:
+def _compute_other_ranks_share(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
@@ -109,40 +110,40 @@ def _compute_full_share(ranks: int) -> float:
     return 1.0
 
 
-def _compute_twice_share_of_others(ranks: int) -> float:
-    return 2 * _compute_share_of_others(ranks)
+def _compute_twice_other_ranks_share(ranks: int) -> float:
+    return 2 * _compute_other_ranks_share(ranks)
 
 
-def _get_array_at_root(comm: Any, array: Array) -> Array | None:
+def _get_array_on_root_only(comm: Any, array: Array) -> Array | None:
     return array if comm.rank == 0 else None
 
 
 TIMED_VERBS = {
-    "send": TimedVerb(_send_there_and_back, _compute_full_share, _raw_send_there_and_back, turns=2),
+    "send": TimedVerb(_run_ping_pong, _compute_full_share, _run_mpi4py_ping_pong, message_count=2),
     "all_gather": TimedVerb(
-        lambda c, a: c.all_gather(a.piece, a.common), _compute_share_of_others,
+        lambda c, a: c.all_gather(a.piece, a.common), _compute_other_ranks_share,
         lambda r, a: r.Allgather(a.piece, a.plain)),
     "reduce_scatter": TimedVerb(
-        lambda c, a: c.reduce_scatter(a.shared, a.piece), _compute_share_of_others,
+        lambda c, a: c.reduce_scatter(a.shared, a.piece), _compute_other_ranks_share,
         lambda r, a: r.Reduce_scatter_block(a.shared, a.piece)),
     "all_reduce": TimedVerb(
-        lambda c, a: c.all_reduce(a.shared), _compute_twice_share_of_others,
+        lambda c, a: c.all_reduce(a.shared), _compute_twice_other_ranks_share,
         lambda r, a: r.Allreduce(sys.modules["mpi4py.MPI"].IN_PLACE, a.shared)),
     "all_reduce ring": TimedVerb(
-        lambda c, a: c.all_reduce(a.shared, algorithm="ring"), _compute_twice_share_of_others),
+        lambda c, a: c.all_reduce(a.shared, algorithm="ring"), _compute_twice_other_ranks_share),
     "broadcast": TimedVerb(
         lambda c, a: c.broadcast(a.shared, 0), _compute_full_share, lambda r, a: r.Bcast(a.shared, 0)),
     "reduce": TimedVerb(
-        lambda c, a: c.reduce(a.shared, _get_array_at_root(c, a.plain), SUM, 0), _compute_full_share,
-        lambda r, a: r.Reduce(a.shared, _get_array_at_root(r, a.plain), root=0)),
+        lambda c, a: c.reduce(a.shared, _get_array_on_root_only(c, a.plain), SUM, 0), _compute_full_share,
+        lambda r, a: r.Reduce(a.shared, _get_array_on_root_only(r, a.plain), root=0)),
     "gather": TimedVerb(
-        lambda c, a: c.gather(a.piece, _get_array_at_root(c, a.plain), 0), _compute_share_of_others,
-        lambda r, a: r.Gather(a.piece, _get_array_at_root(r, a.plain), 0)),
+        lambda c, a: c.gather(a.piece, _get_array_on_root_only(c, a.plain), 0), _compute_other_ranks_share,
+        lambda r, a: r.Gather(a.piece, _get_array_on_root_only(r, a.plain), 0)),
     "scatter": TimedVerb(
-        lambda c, a: c.scatter(_get_array_at_root(c, a.plain), a.piece, 0), _compute_share_of_others,
-        lambda r, a: r.Scatter(_get_array_at_root(r, a.plain), a.piece, 0)),
+        lambda c, a: c.scatter(_get_array_on_root_only(c, a.plain), a.piece, 0), _compute_other_ranks_share,
+        lambda r, a: r.Scatter(_get_array_on_root_only(r, a.plain), a.piece, 0)),
     "all_to_all": TimedVerb(
-        lambda c, a: c.all_to_all(a.shared, a.plain), _compute_share_of_others,
+        lambda c, a: c.all_to_all(a.shared, a.plain), _compute_other_ranks_share,
         lambda r, a: r.Alltoall(a.shared, a.plain)),
     "barrier": TimedVerb(lambda c, a: c.barrier(), lambda ranks: 0.0, lambda r, a: r.Barrier()),
 }  # fmt: skip
@@ -179,15 +180,15 @@ def bench(args: argparse.Namespace) -> int:
     if unknown:
         raise LaunchError(f"--verbs {unknown[0]}: there are {', '.join(TIMED_VERBS)}")
     with init() as comm:
-        _require_writable(comm, args.json)
+        _require_writable_on_rank0(comm, args.json)
         if comm.size == 1:
             raise LaunchError("one rank has no other to talk to: mpiexec -n 2 python -m fsdpx bench comm")
         report = measure_verbs(comm, sizes, verbs, args.seconds)
-        _print_and_write(comm, _format_report(report), report, args.json)
+        _print_and_write_on_rank0(comm, _format_report(report), report, args.json)
     return 0
 
 
-def _require_writable(comm: Communicator, path: Path | None) -> None:
+def _require_writable_on_rank0(comm: Communicator, path: Path | None) -> None:
     """Raise LaunchError on all ranks if rank 0 cannot write the file, before anything is measured. Collective."""
     wrong = ""
     try:
@@ -199,7 +200,7 @@ def _require_writable(comm: Communicator, path: Path | None) -> None:
         raise LaunchError(f"--json {path} cannot be written ({wrong}): name a file in a folder that is there")
 
 
-def _print_and_write(comm: Communicator, text: str, report: dict[str, Any], path: Path | None) -> None:
+def _print_and_write_on_rank0(comm: Communicator, text: str, report: dict[str, Any], path: Path | None) -> None:
     """Print the text and write the report, on rank 0."""
     if comm.rank == 0:
         print(text)
@@ -217,9 +218,8 @@ def measure_verbs(
     names: list[str] = comm.all_gather_data(platform.node())
     hosts = {host: [rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)}
     buffers = _BenchBuffers(comm, max(sizes) + 4 * comm.size)
-    levels = [
-        _measure_level(name, group, buffers, sizes, verbs, seconds) for name, group in _iterate_levels(comm, hosts)
-    ]
+    groups = _iterate_level_communicators(comm, hosts)
+    levels = [_measure_level(name, group, buffers, sizes, verbs, seconds) for name, group in groups]
     own = [level for level in levels if level is not None]
     buffers.free_arrays()
     everyone: list[list[dict[str, Any]]] = comm.all_gather_data(own)
@@ -232,7 +232,9 @@ def measure_verbs(
     }  # fmt: skip
 
 
-def _iterate_levels(comm: Communicator, hosts: dict[str, list[int]]) -> Iterator[tuple[str, Communicator | None]]:
+def _iterate_level_communicators(
+    comm: Communicator, hosts: dict[str, list[int]]
+) -> Iterator[tuple[str, Communicator | None]]:
     """Yield (level, communicator of its ranks): the ranks of each host, the first rank of every host, all ranks.
 
     The communicator is None on ranks that do not take part. Collective."""
@@ -300,34 +302,33 @@ def _measure_row(name: str, comm: Communicator, arrays: BenchArrays, seconds: fl
     """Time one verb at one size; return the row of the report. Collective."""
     verb, raw = TIMED_VERBS[name], getattr(find_message_backend(comm), "raw", None)
     nbytes = arrays.shared.nbytes if name != "barrier" else 0
-    by = _find_carrier(name, comm, nbytes, verb.call(comm, arrays))
+    by = _wait_and_find_transport(name, comm, nbytes, verb.call(comm, arrays))
 
     def call_ours() -> None:
         handle = verb.call(comm, arrays)
         if handle is not None:
             handle.wait()
 
-    taken = _time_call(comm, call_ours, seconds) / verb.turns
+    taken = _time_call_on_slowest_rank(comm, call_ours, seconds) / verb.message_count
     theirs = None
     if raw is not None and (by_mpi := verb.raw) is not None:
-        theirs = _time_call(comm, lambda: by_mpi(raw, arrays), seconds) / verb.turns
+        theirs = _time_call_on_slowest_rank(comm, lambda: by_mpi(raw, arrays), seconds) / verb.message_count
     return {"verb": name, "bytes": nbytes, "seconds": taken, "bandwidth": nbytes / taken,
-            "bus_bandwidth": nbytes * verb.bus(comm.size) / taken, "raw_seconds": theirs, "by": by}  # fmt: skip
+            "bus_bandwidth": nbytes * verb.bus_share(comm.size) / taken, "raw_seconds": theirs, "by": by}  # fmt: skip
 
 
-def _time_call(comm: Communicator, call: Callable[[], object], seconds: float) -> float:
+def _time_call_on_slowest_rank(comm: Communicator, call: Callable[[], object], seconds: float) -> float:
     """Return the seconds of one call: the median over blocks of calls between two barriers, each timed by its slowest
     rank. Collective."""
     call()
-    taken = max(comm.all_gather_data(_time_block(comm, call, 3)))
-    calls = min(max(math.ceil(BLOCK / taken), 1), MOST)
-    blocks = [
-        _time_block(comm, call, calls) for _ in range(min(max(math.ceil(seconds / (taken * calls)), LEAST), MOST))
-    ]
+    taken = max(comm.all_gather_data(_average_call_seconds(comm, call, 3)))
+    calls = min(max(math.ceil(BLOCK_SECONDS / taken), 1), MAX_COUNT)
+    count = min(max(math.ceil(seconds / (taken * calls)), MIN_BLOCKS), MAX_COUNT)
+    blocks = [_average_call_seconds(comm, call, calls) for _ in range(count)]
     return statistics.median(map(max, zip(*comm.all_gather_data(blocks), strict=True)))
 
 
-def _time_block(comm: Communicator, call: Callable[[], object], calls: int) -> float:
+def _average_call_seconds(comm: Communicator, call: Callable[[], object], calls: int) -> float:
     """Return the seconds of one call on this rank, averaged over a block of calls after a barrier. Collective."""
     comm.barrier(what="bench").wait()
     begin = time.perf_counter()
@@ -336,7 +337,7 @@ def _time_block(comm: Communicator, call: Callable[[], object], calls: int) -> f
     return (time.perf_counter() - begin) / calls
 
 
-def _find_carrier(name: str, comm: Communicator, nbytes: int, handle: Handle | None) -> str:
+def _wait_and_find_transport(name: str, comm: Communicator, nbytes: int, handle: Handle | None) -> str:
     """Return the transport that moved the array as text, inferred from the handle of a call that has begun."""
     if handle is not None:
         handle.wait()
@@ -364,7 +365,7 @@ def _format_report(report: dict[str, Any]) -> str:
     lines = [f"{by}; {hosts}"]
     for level in report["levels"]:
         where = f" of {level['host']}" if level["level"] == LEVEL_NAMES[0] else ""
-        lines.append(f"\n{level['level']}{where}, {level['ranks']} ranks{_format_link(level)}")
+        lines.append(f"\n{level['level']}{where}, {level['ranks']} ranks{_format_latency_and_bandwidth(level)}")
         rows = [("verb", "bytes", "us", "GB/s", "bus GB/s", "raw MPI us", "by")]
         for row in level["rows"]:
             raw = "" if row["raw_seconds"] is None else f"{1e6 * row['raw_seconds']:.1f}"
@@ -375,7 +376,7 @@ def _format_report(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _format_link(level: dict[str, Any]) -> str:
+def _format_latency_and_bandwidth(level: dict[str, Any]) -> str:
     if "latency" not in level:
         return ""
     return f"; a message takes {1e6 * level['latency']:.1f} us, at most {1e-9 * level['bandwidth']:.2f} GB/s"
@@ -384,7 +385,7 @@ def _format_link(level: dict[str, Any]) -> str:
 # -- steps: strategies alternate step by step on the same ranks, so that the load of the machine affects all alike ----
 
 
-WARMUP_CALLS = 3
+WARMUP_STEPS = 3
 """Steps of each strategy that are not timed, in which memory is first touched and kernels are compiled."""
 
 
@@ -406,9 +407,10 @@ def run_step_bench(args: argparse.Namespace) -> int:
     with init() as comm:
         if args.ranks not in (None, comm.size):
             raise LaunchError(f"-n {args.ranks}: the launcher has started {comm.size} ranks; leave -n out under it")
-        _require_writable(comm, args.json)
+        _require_writable_on_rank0(comm, args.json)
         report = compare_strategies(comm, example, strategies, args.rounds, args.precision)
-        _print_and_write(comm, _format_step_report(args.model, report), {"model": args.model, **report}, args.json)
+        text = _format_step_report(args.model, report)
+        _print_and_write_on_rank0(comm, text, {"model": args.model, **report}, args.json)
     return 0
 
 
@@ -424,7 +426,8 @@ def compare_strategies(
     It has for each strategy the median and the least time of a step, of the slowest rank, and the median ratio to the
     first strategy's time in the same round."""
     first, end = (example.batch * n // comm.size for n in (comm.rank, comm.rank + 1))
-    x, y = (_draw_batch(spec(example.batch), seed)[first:end] for seed, spec in enumerate((example.x, example.y)))
+    specs = example.x(example.batch), example.y(example.batch)
+    x, y = (_draw_random_batch(spec, seed)[first:end] for seed, spec in enumerate(specs))
     taken: list[list[float]] = []
     with ExitStack() as stack:
         trainers = [
@@ -436,7 +439,7 @@ def compare_strategies(
             )
             for name in strategies
         ]  # fmt: skip
-        for n in range(-WARMUP_CALLS, rounds):
+        for n in range(-WARMUP_STEPS, rounds):
             row = [0.0] * len(trainers)
             for k in range(len(trainers)):
                 at = (k + n) % len(trainers)  # each strategy is first equally often
@@ -458,7 +461,7 @@ def compare_strategies(
     }  # fmt: skip
 
 
-def _draw_batch(spec: tuple[tuple[int, ...], str], seed: int) -> np.ndarray:
+def _draw_random_batch(spec: tuple[tuple[int, ...], str], seed: int) -> np.ndarray:
     """Return a random global batch; integers are 0 and 1, which all models accept."""
     shape, dtype = spec
     random = np.random.default_rng(seed)

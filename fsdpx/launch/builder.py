@@ -34,7 +34,7 @@ from fsdpx.optim import schedules
 __all__ = ["SECTIONS", "ModelBuilder"]
 
 SECTIONS = ("model", "loss", "optimizer", "distribute", "data", "validation", "loader", "fit")
-NEEDED = ("model", "loss", "optimizer")
+REQUIRED = ("model", "loss", "optimizer")
 PLAIN = str | bytes | int | float | list | tuple | None
 """Types that a section must not have, except lists and tuples of data. Other values that are not tables are taken as
 finished objects."""
@@ -67,7 +67,7 @@ class ModelBuilder:
         for name in self.plan:
             if name not in SECTIONS:
                 raise ConfigError(f"{self.source}: there is no section [{name}]{did_you_mean(name, SECTIONS)}")
-        for name in NEEDED:
+        for name in REQUIRED:
             if name not in self.plan:
                 raise ConfigError(f"{self.source}: the section [{name}] is missing")
 
@@ -96,12 +96,12 @@ class ModelBuilder:
         except ValueError as error:
             raise ConfigError(f"{path}: this is not TOML: {error}") from error
         for change in changes:
-            _apply_change(plan, change)
+            _apply_text_override(plan, change)
         return cls(plan, str(path))
 
     def make_model(self) -> nn.Layer:
         """Build the model of [model]; a module of PyTorch is wrapped as a layer."""
-        found: nn.Layer = adapt_foreign_model(self._call_section("model"), None)[0]
+        found: nn.Layer = adapt_foreign_model(self._make_section_object("model"), None)[0]
         return found
 
     def build_trainer(self, comm: Any = None) -> Trainer:
@@ -120,25 +120,26 @@ class ModelBuilder:
         ------
         ConfigError : a section names an unknown function or argument, or `distribute` refuses an option
         """
-        options = self._get_values("distribute")
+        options = self._resolve_section_values("distribute")
         if isinstance(options.get("mesh"), str):
             options["mesh"] = mesh.Mesh.parse(options["mesh"])
         options = {
-            "loss": self._call_section("loss"),
-            "optimizer": self._call_section("optimizer"),
+            "loss": self._make_section_object("loss"),
+            "optimizer": self._make_section_object("optimizer"),
             "comm": comm,
             **options,
         }
         if options.get("strategy") == "auto" and "data" in self.plan:
-            options.setdefault("batch", self._get_batch_shape())
+            options.setdefault("batch", self._infer_batch_shapes_and_dtypes())
         model = self.make_model()
-        self._require_arguments(distribute, [model], options, "distribute")
+        self._require_accepted_arguments(distribute, [model], options, "distribute")
         return distribute(model, **options)
 
-    def _get_batch_shape(self) -> Any:
+    def _infer_batch_shapes_and_dtypes(self) -> Any:
         """Return (shape, dtype) of inputs and targets of a global batch from [loader] and the first sample of [data],
         or None without a batch_size."""
-        rows, (x, y, *_) = self._get_values("loader").get("batch_size"), map(np.asarray, self._call_section("data")[0])
+        rows = self._resolve_section_values("loader").get("batch_size")
+        x, y, *_ = map(np.asarray, self._make_section_object("data")[0])
         return None if rows is None else tuple(((rows, *one.shape), str(one.dtype)) for one in (x, y))
 
     def make_loaders(self, trainer: Trainer) -> tuple[DataLoader, DataLoader | None]:
@@ -165,56 +166,56 @@ class ModelBuilder:
             "comm": trainer.data_group,
             "reproducible_chunks": self.plan.get("distribute", {}).get("reproducible_chunks"),
         }
-        options |= self._get_values("loader")
-        self._require_arguments(DataLoader, [None], options, "loader")
-        train = DataLoader(self._call_section("data"), **{"shuffle": True, "drop_last": True, **options})
+        options |= self._resolve_section_values("loader")
+        self._require_accepted_arguments(DataLoader, [None], options, "loader")
+        train = DataLoader(self._make_section_object("data"), **{"shuffle": True, "drop_last": True, **options})
         if "validation" not in self.plan:
             return train, None
-        return train, DataLoader(self._call_section("validation"), **{**options, "shuffle": False})
+        return train, DataLoader(self._make_section_object("validation"), **{**options, "shuffle": False})
 
     def get_fit_options(self) -> dict[str, Any]:
         """Return the options in [fit] as keyword arguments of `trainer.fit`."""
-        return self._get_values("fit")
+        return self._resolve_section_values("fit")
 
-    def _call_section(self, section: str) -> Any:
+    def _make_section_object(self, section: str) -> Any:
         """Return the object of a section: the result of its `make`, or an object that was given in place of a table."""
         given = self.plan[section]
-        if not isinstance(given, Mapping | PLAIN) or (section not in NEEDED and isinstance(given, list | tuple)):
+        if not isinstance(given, Mapping | PLAIN) or (section not in REQUIRED and isinstance(given, list | tuple)):
             return given  # `distribute` and `DataLoader` check these objects
         if not isinstance(given, Mapping) or "make" not in given:
             raise ConfigError(f'{self.source}: [{section}] says nothing to make: make = "Name"')
-        return self._make_value(given, section)
+        return self._resolve_value(given, section)
 
-    def _get_values(self, section: str) -> dict[str, Any]:
+    def _resolve_section_values(self, section: str) -> dict[str, Any]:
         """Return the values of a section with each nested `make` or `use` table replaced by its object."""
         given = self.plan.get(section, {})
         if not isinstance(given, Mapping):
             raise ConfigError(f"{self.source}: {section} is a section: write [{section}] and its values below")
-        return {name: self._make_value(value, f"{section}.{name}") for name, value in given.items()}
+        return {name: self._resolve_value(value, f"{section}.{name}") for name, value in given.items()}
 
-    def _make_value(self, value: Any, where: str) -> Any:
+    def _resolve_value(self, value: Any, where: str) -> Any:
         """Return the value with every `make` table in it replaced by the call's result and every `use` table by the
         named object."""
         if type(value) in (list, tuple):
-            return type(value)([self._make_value(one, f"{where}[{n}]") for n, one in enumerate(value)])
+            return type(value)([self._resolve_value(one, f"{where}[{n}]") for n, one in enumerate(value)])
         if not isinstance(value, Mapping):
             return value
         if "use" in value:
             if more := [name for name in value if name != "use"]:
                 raise ConfigError(f'{self.source}: [{where}] {more[0]}: use takes nothing; make = "Name" is a call')
-            return self._look_up_name(value["use"], where)
-        inner = {name: self._make_value(one, f"{where}.{name}") for name, one in value.items() if name != "make"}
+            return self._resolve_object_name(value["use"], where)
+        inner = {name: self._resolve_value(one, f"{where}.{name}") for name, one in value.items() if name != "make"}
         if "make" not in value:
             return inner
-        function, args = self._look_up_name(value["make"], where), inner.pop("args", [])
+        function, args = self._resolve_object_name(value["make"], where), inner.pop("args", [])
         if not callable(function):
             raise ConfigError(f'{self.source}: [{where}] {value["make"]} is no function: use = "{value["make"]}"')
         if not isinstance(args, list | tuple):
             raise ConfigError(f"{self.source}: [{where}] args = {args!r}: a list is needed, args = [{args!r}]")
-        self._require_arguments(function, args, inner, where)
+        self._require_accepted_arguments(function, args, inner, where)
         return function(*args, **inner)
 
-    def _look_up_name(self, name: Any, where: str) -> Any:
+    def _resolve_object_name(self, name: Any, where: str) -> Any:
         """Return the object of a name in `NAME_SOURCES`, or of `module:name`; raise ConfigError if there is none."""
         if not isinstance(name, str):
             raise ConfigError(f"{self.source}: [{where}] {name!r} is no name")
@@ -229,7 +230,7 @@ class ModelBuilder:
             raise ConfigError(f"{self.source}: [{where}] there is no {name!r} in fsdpx{hint}")
         return getattr(known[name], name)
 
-    def _require_arguments(
+    def _require_accepted_arguments(
         self, function: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any], where: str
     ) -> None:
         """Raise ConfigError unless `function` accepts these arguments."""
@@ -246,7 +247,7 @@ class ModelBuilder:
             raise ConfigError(f"{self.source}: [{where}] {function.__name__}: {error}") from error
 
 
-def _apply_change(plan: dict[str, Any], change: str) -> None:
+def _apply_text_override(plan: dict[str, Any], change: str) -> None:
     """Put `section.key=value` into the plan, in place.
 
     A value that is not TOML is taken as a Boolean in another spelling (tie=False, tie=no), or else as a string

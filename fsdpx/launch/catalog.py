@@ -19,11 +19,11 @@ from fsdpx.ext.fields.grid import Grid
 from fsdpx.nn.layer import list_kernels
 from fsdpx.nn.linearize import linearize, output_shapes
 
-__all__ = ["CATALOG", "CatalogModel", "find_model", "list_kernels_of"]
+__all__ = ["CATALOG", "CatalogModel", "find_model", "list_model_and_loss_kernels"]
 
-_WHOLE = "wants whole numbers"
+_INTEGER_INPUT_ERROR = "wants whole numbers"
 """Part of the error message of a layer that takes no floating-point numbers, such as Embedding."""
-_BATCH = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
+_BATCH_PATTERN = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
 
 
 @dataclass(frozen=True)
@@ -42,25 +42,25 @@ class CatalogModel:
     batch: int
     cells: tuple[int, ...] = ()
 
-    def on_field(self, cells: tuple[int, ...], grid: Grid | None) -> "CatalogModel":
+    def with_field(self, cells: tuple[int, ...], grid: Grid | None) -> "CatalogModel":
         """Return the model with samples on fields of `cells` cells, or with a grid on this rank's part of them,
         channels last."""
         if len(cells) != len(self.cells):
             raise ConfigError(f"--field {','.join(map(str, cells))}: this model takes fields of {len(self.cells)} dims")
 
-        def cut_batch(batch: Callable[[int], Any]) -> Callable[[int], Any]:
-            def make_batch(n: int) -> Any:
+        def adapt_batch(batch: Callable[[int], Any]) -> Callable[[int], Any]:
+            def make_spec(n: int) -> Any:
                 (_, channels, *_), dtype = batch(n)
                 if grid is None:
                     return (n, channels, *cells), dtype
                 return (n, *grid.parts.local_shape(grid.place), channels), dtype
 
-            return make_batch
+            return make_spec
 
-        return replace(self, x=cut_batch(self.x), y=cut_batch(self.y), cells=cells)
+        return replace(self, x=adapt_batch(self.x), y=adapt_batch(self.y), cells=cells)
 
 
-def _text_model(size: str) -> CatalogModel:
+def _make_gpt_entry(size: str) -> CatalogModel:
     s = models.SIZES[size]
     about = f"GPT, {s.n_layers} blocks of width {s.d_model}, {s.n_heads} heads, {s.seq_len} bytes of context"
 
@@ -70,7 +70,7 @@ def _text_model(size: str) -> CatalogModel:
     return CatalogModel(about, lambda: models.make_gpt(size), nn.CrossEntropyLoss(), make_tokens, make_tokens, 16)
 
 
-def _mlp_model(layers: int, width: int, batch: int, activation: bool, about: str) -> CatalogModel:
+def _make_mlp_entry(layers: int, width: int, batch: int, activation: bool, about: str) -> CatalogModel:
     def make_rows(n: int) -> tuple[tuple[int, int], str]:
         return (n, width), "float32"
 
@@ -79,7 +79,7 @@ def _mlp_model(layers: int, width: int, batch: int, activation: bool, about: str
     )
 
 
-def _field_model(cells: tuple[int, ...], model: Callable[[], nn.Layer], about: str) -> CatalogModel:
+def _make_field_entry(cells: tuple[int, ...], model: Callable[[], nn.Layer], about: str) -> CatalogModel:
     """Return the entry of a model from three channels to three channels."""
 
     def make_fields(n: int) -> tuple[tuple[int, ...], str]:
@@ -89,11 +89,11 @@ def _field_model(cells: tuple[int, ...], model: Callable[[], nn.Layer], about: s
 
 
 CATALOG: dict[str, CatalogModel] = {
-    "gpt-tiny": _text_model("tiny"),
-    "gpt-small": _text_model("small"),
-    "gpt-medium": _text_model("medium"),
-    "mlp": _mlp_model(24, 1024, 256, True, "24 x Linear(1024, 1024) + GELU"),
-    "many": _mlp_model(1000, 32, 64, False, "1,000 x Linear(32, 32)"),
+    "gpt-tiny": _make_gpt_entry("tiny"),
+    "gpt-small": _make_gpt_entry("small"),
+    "gpt-medium": _make_gpt_entry("medium"),
+    "mlp": _make_mlp_entry(24, 1024, 256, True, "24 x Linear(1024, 1024) + GELU"),
+    "many": _make_mlp_entry(1000, 32, 64, False, "1,000 x Linear(32, 32)"),
     "digits": CatalogModel(
         "a small convolutional network on drawn digits",
         models.make_digits_model,
@@ -102,13 +102,13 @@ CATALOG: dict[str, CatalogModel] = {
         lambda n: ((n,), "int64"),
         64,
     ),
-    "unet2d": _field_model(
+    "unet2d": _make_field_entry(
         (256, 256), lambda: nn.UNet(3, 3, 2, 16, 4), "a U-Net of 4 levels and 16 channels on 2-D fields"
     ),
-    "unet3d": _field_model(
+    "unet3d": _make_field_entry(
         (64, 64, 64), lambda: nn.UNet(3, 3, 3, 8, 4), "a U-Net of 4 levels and 8 channels on 3-D fields"
     ),
-    "fno2d": _field_model(
+    "fno2d": _make_field_entry(
         (256, 256), lambda: nn.FNO(3, 3, (24, 24), 32, 4), "an FNO of 4 blocks, 32 channels, 24 modes"
     ),
 }
@@ -120,7 +120,7 @@ def find_model(name: str, batch: str | None = None) -> CatalogModel:
 
     batch: number of samples; for a user's model with the shape of each: "8x1024", or "8x1024:int64"."""
     if ":" in name:
-        return _user_model(name, batch)
+        return _make_user_entry(name, batch)
     if name not in CATALOG:
         raise ConfigError(
             f"no example {name!r}: choose one of {', '.join(CATALOG)}, or a function of your own, mymodule:make_model"
@@ -133,17 +133,17 @@ def find_model(name: str, batch: str | None = None) -> CatalogModel:
     return replace(found, batch=int(batch))
 
 
-def _user_model(name: str, batch: str | None) -> CatalogModel:
+def _make_user_entry(name: str, batch: str | None) -> CatalogModel:
     """Return the entry of a user's model.
 
     Without a dtype inputs are float32, or int64 if the model refuses them. The default loss is CrossEntropyLoss for
     integer inputs, else MSELoss."""
-    model, loss = _make_model_and_loss(name)
-    match = _BATCH.fullmatch(batch or "")
+    model, loss = _import_model_and_loss(name)
+    match = _BATCH_PATTERN.fullmatch(batch or "")
     if match is None:
         raise ConfigError(f"{name}: say the shape of a global batch, samples first: --batch 8x1024 or 8x1024:int64")
     dims = tuple(map(int, match[1].split("x")))
-    dtype, output = _find_input_dtype(model, dims, match[2])
+    dtype, output = _find_dtype_and_output(model, dims, match[2])
     loss = loss or (nn.CrossEntropyLoss() if dtype.startswith("int") else nn.MSELoss())
     labels = isinstance(loss, nn.CrossEntropyLoss)
     target = output[1 : -1 if labels else None], "int64" if labels else "float32"
@@ -153,11 +153,11 @@ def _user_model(name: str, batch: str | None) -> CatalogModel:
     return CatalogModel(about, lambda: model, loss, x, y, dims[0], cells)
 
 
-def list_kernels_of(name: str) -> list[str]:
+def list_model_and_loss_kernels(name: str) -> list[str]:
     """Return the names of the kernels that a model of the catalog or of the user, and its loss, run. A model without a
-    loss gets the kernels of both default losses of `_user_model`."""
+    loss gets the kernels of both default losses of `_make_user_entry`."""
     if ":" in name:
-        model, own = _make_model_and_loss(name)
+        model, own = _import_model_and_loss(name)
         losses = [nn.CrossEntropyLoss(), nn.MSELoss()] if own is None else [own]
     else:
         found = find_model(name)
@@ -165,16 +165,16 @@ def list_kernels_of(name: str) -> list[str]:
     return list(dict.fromkeys([*list_kernels(model), *(kernel for loss in losses for kernel in loss.kernel_names)]))
 
 
-def _make_model_and_loss(name: str) -> tuple[nn.Layer, nn.Loss | None]:
+def _import_model_and_loss(name: str) -> tuple[nn.Layer, nn.Loss | None]:
     """Return a user's model, and its loss if the user's function returns one."""
-    made = _import_object(name)
+    made = _import_and_call_factory(name)
     model, loss = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Layer):
         raise ConfigError(f"{name}: a layer is needed, or a layer and its loss; it gave {type(model).__name__}")
     return model, loss
 
 
-def _import_object(name: str) -> Any:
+def _import_and_call_factory(name: str) -> Any:
     """Return the object of "module:name"; a function is called."""
     module, _, attribute = name.partition(":")
     if str(Path.cwd()) not in sys.path:
@@ -198,7 +198,7 @@ def _import_object(name: str) -> Any:
     return found()
 
 
-def _find_input_dtype(model: nn.Layer, dims: tuple[int, ...], wanted: str | None) -> tuple[str, tuple[int, ...]]:
+def _find_dtype_and_output(model: nn.Layer, dims: tuple[int, ...], wanted: str | None) -> tuple[str, tuple[int, ...]]:
     """Return the dtype of an input that the model takes, and the shape of its output."""
     misfits: list[ShapeError] = []
     for dtype in ("float32", "int64") if wanted is None else (wanted,):
@@ -211,4 +211,4 @@ def _find_input_dtype(model: nn.Layer, dims: tuple[int, ...], wanted: str | None
         if len(outputs) != 1:
             raise ConfigError("models of one output are shown; use fsdpx.dry_run for others")
         return dtype, tuple(outputs[0].shape)
-    raise misfits[-1 if _WHOLE in str(misfits[0]) else 0]
+    raise misfits[-1 if _INTEGER_INPUT_ERROR in str(misfits[0]) else 0]

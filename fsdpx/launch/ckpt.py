@@ -16,7 +16,7 @@ from fsdpx.core.checkpoint.write import is_checkpoint
 from fsdpx.core.trainer.fit_checkpoints import CheckpointConfig
 from fsdpx.errors import CheckpointError, ConfigError, escape_control
 
-__all__ = ["add_options", "ckpt", "print_differences"]
+__all__ = ["add_options", "ckpt", "print_checkpoint_differences"]
 
 DTYPES = ("float64", "float32", "float16", "fp16", "bf16", "bfloat16")
 
@@ -39,26 +39,27 @@ def ckpt(args: argparse.Namespace) -> int:
     """Run one action and print its result; return the exit status. CheckpointError if a file cannot be read or
     written."""
     try:
-        return _run_action(args)
+        return _run_and_print_action(args)
     except OSError as error:
         raise CheckpointError(error_to_text(error)) from error
 
 
-def _run_action(args: argparse.Namespace) -> int:
+def _run_and_print_action(args: argparse.Namespace) -> int:
     if args.action == "inspect":
-        print(escape_control(_format_source(offline.open_source(_find_newest(args.path)))))
+        source = offline.open_source(_find_and_print_newest_checkpoint(args.path))
+        print(escape_control(_format_checkpoint_contents(source)))
         return 0
     if args.action == "verify":
-        return _print_verification(_find_newest(args.path))
+        return _verify_and_print_digests(_find_and_print_newest_checkpoint(args.path))
     if args.action == "diff":
-        return print_differences(args.path, args.other)
-    made = offline.convert_weights(args.path, args.target, args.dtype, _parse_bytes(args.shard_bytes))
+        return print_checkpoint_differences(args.path, args.other)
+    made = offline.convert_weights(args.path, args.target, args.dtype, _parse_shard_bytes(args.shard_bytes))
     for name, contents in made.files.items():
         print(f"{args.target / name}: {len(contents.tensors)} tensors, {_format_size(contents.size)}")
     return 0
 
 
-def _find_newest(path: Path) -> Path:
+def _find_and_print_newest_checkpoint(path: Path) -> Path:
     """Return the newest checkpoint of a folder that `fit` fills, and print its name; for any other path the path
     itself."""
     found = CheckpointConfig(path).find_latest()
@@ -68,7 +69,7 @@ def _find_newest(path: Path) -> Path:
     return found
 
 
-def _format_source(source: CheckpointSource) -> str:
+def _format_checkpoint_contents(source: CheckpointSource) -> str:
     lines = []
     for file, contents in source.files.items():
         lines.append(f"{source.folder / file}: {len(contents.tensors)} tensors, {_format_size(contents.size)}")
@@ -83,7 +84,7 @@ def _format_source(source: CheckpointSource) -> str:
     return "\n".join(lines)
 
 
-def _print_verification(path: Path) -> int:
+def _verify_and_print_digests(path: Path) -> int:
     """Print whether the digests of a checkpoint are right; return 1 if one is not, else 0."""
     source, wrong = offline.open_and_list_damaged_tensors(path)
     count = len(source.locations)
@@ -100,7 +101,7 @@ def _print_verification(path: Path) -> int:
     return 1 if wrong else 0
 
 
-def print_differences(first: Path, second: Path) -> int:
+def print_checkpoint_differences(first: Path, second: Path) -> int:
     """Print the differences of two checkpoints; return 1 if there are any, else 0."""
     a, b = offline.open_source(first), offline.open_source(second)
     count = 0
@@ -108,41 +109,43 @@ def print_differences(first: Path, second: Path) -> int:
         count += 1
         largest = "" if found.largest is None else f", largest difference {found.largest:.6g}"
         print(escape_control(f"{found.name}: {found.what}{largest}"))
-    count += _diff_state(offline.read_state(a), offline.read_state(b))
+    count += _print_state_differences(offline.read_state(a), offline.read_state(b))
     print(f"{count} differences" if count else f"the same: {len(a.locations)} tensors")
     return 1 if count else 0
 
 
-def _diff_state(first: dict[str, Any], second: dict[str, Any]) -> int:
+def _print_state_differences(first: dict[str, Any], second: dict[str, Any]) -> int:
     """Print a line for each value that differs and return their number; "fit.done" is `done` in the dict `fit`."""
-    a, b = dict(_flatten_dict(first)), dict(_flatten_dict(second))
+    a, b = dict(_iterate_flat_items(first)), dict(_iterate_flat_items(second))
     names = [name for name in sorted({*a, *b}) if a.get(name) != b.get(name)]
     for name in names:
-        one, other = _format_briefly(a.get(name)), _format_briefly(b.get(name))
+        one, other = _format_inner_value(a.get(name)), _format_inner_value(b.get(name))
         print(escape_control(f"{name}: {one} and {other}" if one != other else f"{name}: {one}, of other values"))
     return len(names)
 
 
-def _flatten_dict(table: dict[str, Any], head: str = "") -> Iterator[tuple[str, Any]]:
+def _iterate_flat_items(table: dict[str, Any], head: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in table.items():
         if isinstance(value, dict):
-            yield from _flatten_dict(value, f"{head}{name}.")
+            yield from _iterate_flat_items(value, f"{head}{name}.")
         else:
             yield f"{head}{name}", value
 
 
 def _format_value(value: Any) -> str:
     """Return a value as one line; of dicts and lists inside a dict only the number of entries."""
-    return ", ".join(f"{k} {_format_briefly(v)}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+    if not isinstance(value, dict):
+        return str(value)
+    return ", ".join(f"{name} {_format_inner_value(one)}" for name, one in value.items())
 
 
-def _format_briefly(value: Any) -> str:
+def _format_inner_value(value: Any) -> str:
     return (
         f"({len(value)} {'entry' if len(value) == 1 else 'entries'})" if isinstance(value, dict | list) else str(value)
     )
 
 
-def _parse_bytes(text: str | None) -> int | None:
+def _parse_shard_bytes(text: str | None) -> int | None:
     if text is None:
         return None
     try:

@@ -28,7 +28,7 @@ from fsdpx.core.engine.warmup import list_kernel_names, list_warm_up_calls, run_
 from fsdpx.errors import ConfigError
 from fsdpx.ext.half.rounded import RoundedOptimizer
 from fsdpx.ext.native import code_cache
-from fsdpx.launch.catalog import list_kernels_of
+from fsdpx.launch.catalog import list_model_and_loss_kernels
 from fsdpx.launch.info import describe_version
 
 __all__ = ["add_options", "compile_kernels"]
@@ -50,10 +50,10 @@ def compile_kernels(args: argparse.Namespace) -> str:
     """Compile the kernels that the command line names; return a text with their number and folder."""
     if args.all == bool(args.example):
         raise ConfigError("name a model, such as gpt-small, unet2d or mymodule:make_model, or say --all")
-    folder = _get_code_folder()
-    calls = _list_all_calls() if args.all else []
+    folder = _require_writable_code_folder()
+    calls = _list_all_compile_calls() if args.all else []
     for name in dict.fromkeys(args.example):
-        calls += _list_calls(list_kernels_of(name), config.resolve_precision(args.precision))
+        calls += _list_compile_calls(list_model_and_loss_kernels(name), config.resolve_precision(args.precision))
     before, begin = set(folder.glob("*.code")), perf_counter()
     with report_if_slow(True, "compiling kernels") as count:
         run_warm_up_calls(calls, count=count)
@@ -70,7 +70,7 @@ def compile_kernels(args: argparse.Namespace) -> str:
     )
 
 
-def _get_code_folder() -> Path:
+def _require_writable_code_folder() -> Path:
     """Return the folder for machine code; ConfigError if nothing can be compiled or kept."""
     if not choice.has_numba():
         raise ConfigError("Numba is not installed, so nothing is compiled: pip install numba")
@@ -81,7 +81,7 @@ def _get_code_folder() -> Path:
     return cache / "code"
 
 
-def _list_calls(runs: Iterable[str], precision: Precision) -> list[Callable[[], Any]]:
+def _list_compile_calls(runs: Iterable[str], precision: Precision) -> list[Callable[[], Any]]:
     """Return calls that compile what a trainer of this precision with these kernels needs, including collectives in
     shared memory."""
     dtypes = parse_dtype(precision.compute), parse_dtype(precision.gradient_dtype), parse_dtype(precision.updated_dtype)
@@ -100,10 +100,9 @@ def _list_calls(runs: Iterable[str], precision: Precision) -> list[Callable[[], 
     ]
 
 
-def _list_all_calls() -> list[Callable[[], Any]]:
+def _list_all_compile_calls() -> list[Callable[[], Any]]:
     """Return calls that compile every kernel and codec, in float32, float64 and bf16."""
-    calls = [
-        call for one in ("float32", "float64", "bf16") for call in _list_calls(list_kernel_names(), Precision(one))
-    ]
+    names = list_kernel_names()
+    calls = [call for one in ("float32", "float64", "bf16") for call in _list_compile_calls(names, Precision(one))]
     codecs = [make_codec(name, "float32", "float32") for name in list_extensions("codec")]
     return calls + [partial(codec.warm_up, np.dtype(np.float32)) for codec in codecs]

@@ -20,10 +20,10 @@ from fsdpx.core.program import VERBS
 from fsdpx.errors import ConfigError, LaunchError, escape_control
 from fsdpx.ext.observe import chrome
 from fsdpx.ext.observe.record import KIND_NAMES, RankRecord, WrittenTensor, read_records
-from fsdpx.launch.ckpt import print_differences
+from fsdpx.launch.ckpt import print_checkpoint_differences
 from fsdpx.testing.compare import WorstElement, find_difference
 
-__all__ = ["FirstDifference", "add_options", "diff", "first_difference"]
+__all__ = ["FirstDifference", "add_options", "diff", "find_first_difference"]
 
 ValuePiece = tuple[int, int, np.ndarray]
 """Elements [start, stop) of a tensor, with their values."""
@@ -65,24 +65,24 @@ class FirstDifference:
         )
 
 
-def first_difference(
+def find_first_difference(
     a: Sequence[RankRecord], b: Sequence[RankRecord], tolerance: float = 0.0
 ) -> FirstDifference | None:
     """Return the first difference in the values that all ranks of two runs wrote, or None.
 
     Runs with the same programs and sharding are compared rank by rank and action by action, others by the elements of
     whole tensors."""
-    alike = [(one.cut, one.programs) for one in a] == [(one.cut, one.programs) for one in b]
+    same_programs = [(one.cut, one.programs) for one in a] == [(one.cut, one.programs) for one in b]
     agreed = compared = 0
     for step in range(min(len(one.steps) for one in (*a, *b))):
         theirs: dict[Hashable, list[tuple[WrittenTensor, str]]] = defaultdict(list)
-        for other, by, of in _iterate_written(b, step, alike):
+        for other, by, of in _iterate_written_tensors(b, step, same_programs):
             theirs[of].append((other, by))
         last = Counter(key[0] for key in theirs)  # type: ignore[index]
-        for one, by, (key, time) in _iterate_written(a, step, alike):
+        for one, by, (key, time) in _iterate_written_tensors(a, step, same_programs):
             for other, other_by in theirs.get((key, min(time, last[key] - 1)), ()):
                 compared += 1
-                worst = _find_worst_element(one, other, tolerance)
+                worst = _find_worst_common_element(one, other, tolerance)
                 if worst is not None:
                     return FirstDifference(step + 1, one, (by, other_by), worst, (len(a), len(b)), agreed)
             agreed += 1
@@ -91,23 +91,23 @@ def first_difference(
     return None
 
 
-def _iterate_written(
-    records: Sequence[RankRecord], step: int, alike: bool
+def _iterate_written_tensors(
+    records: Sequence[RankRecord], step: int, same_programs: bool
 ) -> Iterator[tuple[WrittenTensor, str, tuple[Hashable, int]]]:
     """Yield the tensors that ranks wrote in a step, in program order, each with its action and rank, and a key common
     to both runs: the tensor, and how often it was written before."""
     times: Counter[Hashable] = Counter()
     rows = [(one.at, record.rank, n, one) for record in records for n, one in enumerate(record.steps[step])]
     for _, rank, _, one in sorted(rows, key=lambda row: row[:3]):
-        if not (alike or one.whole):
+        if not (same_programs or one.whole):
             continue
-        key: Hashable = (rank, one.action, one.kind, one.tensor, one.runs) if alike else (one.kind, one.tensor)
+        key: Hashable = (rank, one.action, one.kind, one.tensor, one.runs) if same_programs else (one.kind, one.tensor)
         mine = rank, key, one.runs
         yield one, f"{one.action} on rank {rank}", (key, times[mine])
         times[mine] += 1
 
 
-def _split_pieces(one: WrittenTensor) -> list[ValuePiece]:
+def _list_contiguous_pieces(one: WrittenTensor) -> list[ValuePiece]:
     """Return the contiguous pieces of a written tensor."""
     at, found = 0, []
     for start, stop in one.runs:
@@ -116,12 +116,12 @@ def _split_pieces(one: WrittenTensor) -> list[ValuePiece]:
     return found
 
 
-def _find_worst_element(one: WrittenTensor, other: WrittenTensor, tolerance: float) -> WorstElement | None:
+def _find_worst_common_element(one: WrittenTensor, other: WrittenTensor, tolerance: float) -> WorstElement | None:
     """Return the worst element of the part of a tensor that both runs wrote, or None if it agrees."""
     overlaps = [
         (low, want[low - start : high - start], got[low - first : high - first])
-        for start, stop, want in _split_pieces(one)
-        for first, last, got in _split_pieces(other)
+        for start, stop, want in _list_contiguous_pieces(one)
+        for first, last, got in _list_contiguous_pieces(other)
         if (low := max(start, first)) < (high := min(stop, last))
     ]
     if not overlaps:
@@ -164,22 +164,22 @@ def add_options(p: argparse.ArgumentParser) -> None:
 def diff(args: argparse.Namespace) -> int:
     """Print the first difference; return 1 if there is one, else 0."""
     first, second = Path(args.first), Path(args.second)
-    kinds = [_find_kind(path) for path in (first, second)]
+    kinds = [_find_argument_kind(path) for path in (first, second)]
     for text, kind in zip((args.first, args.second), kinds, strict=True):
         if kind == "run":
-            _find_script(shlex.split(text), text)
+            _find_script_index(shlex.split(text), text)
     if kinds == ["trace", "trace"]:
-        return _print_difference(_compare_traces(first, second))
+        return _print_difference(_find_first_differing_action(first, second))
     if kinds == ["checkpoint", "checkpoint"]:
-        return print_differences(first, second)
+        return print_checkpoint_differences(first, second)
     if {"trace", "checkpoint"} & set(kinds):
         raise ConfigError(f"{first} is a {kinds[0]} and {second} is a {kinds[1]}: two of one kind are compared")
     with tempfile.TemporaryDirectory() as folder:
         runs = [
-            path if kind == "record" else _run_recorded(text, Path(folder, name), args.steps)
+            path if kind == "record" else _run_and_record(text, Path(folder, name), args.steps)
             for path, kind, text, name in zip((first, second), kinds, (args.first, args.second), "ab", strict=True)
         ]
-        return _print_difference(first_difference(read_records(runs[0]), read_records(runs[1]), args.tolerance))
+        return _print_difference(find_first_difference(read_records(runs[0]), read_records(runs[1]), args.tolerance))
 
 
 def _print_difference(found: object) -> int:
@@ -188,7 +188,7 @@ def _print_difference(found: object) -> int:
     return 0 if found is None else 1
 
 
-def _find_kind(path: Path) -> str:
+def _find_argument_kind(path: Path) -> str:
     """Return the kind of an argument: "run", "record", "trace" or "checkpoint"."""
     if not path.exists() or path.suffix in (".py", ".toml"):
         return "run"
@@ -197,7 +197,7 @@ def _find_kind(path: Path) -> str:
     return "trace" if path.is_dir() and any(path.glob("rank-*.json.gz")) else "checkpoint"
 
 
-def _find_script(words: Sequence[str], text: str) -> int:
+def _find_script_index(words: Sequence[str], text: str) -> int:
     """Return the position of the script or run file among the words; ConfigError if there is none."""
     script = next((n for n, word in enumerate(words) if word.endswith((".py", ".toml"))), None)
     if script is None:
@@ -205,10 +205,10 @@ def _find_script(words: Sequence[str], text: str) -> int:
     return script
 
 
-def _run_recorded(text: str, folder: Path, steps: int) -> Path:
+def _run_and_record(text: str, folder: Path, steps: int) -> Path:
     """Run a job that records the values it writes, wait for its end and return the folder of the record."""
     words = shlex.split(text)
-    script = _find_script(words, text)
+    script = _find_script_index(words, text)
     if words[script].endswith(".toml"):
         words[script:script] = ["-m", "fsdpx", "train"]
         words += ["--run", str(folder.with_name(f"{folder.name}-run"))]
@@ -221,7 +221,7 @@ def _run_recorded(text: str, folder: Path, steps: int) -> Path:
     return folder
 
 
-def _compare_traces(first: Path, second: Path) -> str | None:
+def _find_first_differing_action(first: Path, second: Path) -> str | None:
     """Return the first action that differs between the ranks of two traced runs, as text, or None. Times are not
     compared."""
     for name in list_extensions("verbs"):

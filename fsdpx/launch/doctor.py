@@ -26,7 +26,7 @@ from fsdpx.errors import ConfigError, install_hint
 from fsdpx.ext.gpu import visible_devices
 from fsdpx.ext.gpu.cupy_devices import list_gpus as seen
 from fsdpx.launch import info
-from fsdpx.launch.launchers import try_launcher
+from fsdpx.launch.launchers import explain_launcher_failure
 
 __all__ = ["RankFacts", "diagnose_ranks", "doctor", "list_warnings"]
 
@@ -37,7 +37,7 @@ SIZES = (8 << 10, 4 << 20)
 """Bytes of the all-reduces that are timed."""
 BUSY_LOAD = 0.5
 """Load average per core from which on timings are not reliable."""
-LITTLE_SHARED_BYTES = 64 << 20
+MIN_SHARED_BYTES = 64 << 20
 """Free bytes of shared memory that windows for training soon exceed: Docker's default."""
 
 
@@ -72,35 +72,35 @@ def doctor(args: argparse.Namespace) -> int:
 
 def diagnose_ranks(comm: Communicator) -> tuple[bool, list[tuple[str, str]]]:
     """Return whether the job is healthy, and the findings as rows of (topic, text), warnings last. Collective."""
-    facts: list[RankFacts] = comm.all_gather_data(_collect_facts())
-    speed = [_time_all_reduce(comm, nbytes) for nbytes in SIZES]
+    facts: list[RankFacts] = comm.all_gather_data(_collect_rank_facts())
+    speed = [_time_and_check_all_reduce(comm, nbytes) for nbytes in SIZES]
     try:
         seats, why_not = visible_devices.gather_rank_gpus(comm), ""
     except ConfigError as error:
         seats, why_not = [], str(error)
-    threads = _get_thread_level()
+    threads = _get_mpi_thread_level()
     hosts = {one.host: [rank for rank, other in enumerate(facts) if other.host == one.host] for one in facts}
     rows = [
         ("versions", ", ".join(f"{name} {v}" for name, v in _get_versions(facts[0]).items())),
         ("MPI", _describe_mpi(threads)),
         ("launcher", info.describe_launcher()),
         ("ranks", f"{comm.size}: {', '.join(f'{format_ranks(ranks)} on {host}' for host, ranks in hosts.items())}"),
-        ("cores", f"{', '.join(str(len(one.cores)) for one in facts)} by rank; {_describe_binding(facts)}"),
+        ("cores", f"{', '.join(str(len(one.cores)) for one in facts)} by rank; {_describe_core_binding(facts)}"),
         ("threads", f"{', '.join(str(one.threads) for one in facts)} by rank"),
         *(("GPU", f"rank {r}: GPU {seat.gpu} ({seat.bus}) of {seat.host}") for r, seat in enumerate(seats)),
-        *([("GPUs", why_not if any(map(_has_gpu, facts)) else "none")] if why_not else []),
-        ("host arrays", _describe_carrier(comm)),
-        *([("GPU arrays", _describe_gpu_carrier(comm))] if seats else []),
+        *([("GPUs", why_not if any(map(_has_host_gpu, facts)) else "none")] if why_not else []),
+        ("host arrays", _describe_host_transport(comm)),
+        *([("GPU arrays", _describe_gpu_transport(comm))] if seats else []),
         *(("all-reduce", text) for text, _ in speed),
     ]
     notes = list_warnings(facts, visible_devices.find_shared_gpus(seats) if seats else [])
-    if environment.read_environment().launcher is None and comm.size == 1 and (why := try_launcher()):
+    if environment.read_environment().launcher is None and comm.size == 1 and (why := explain_launcher_failure()):
         notes.append(why)
     healthy = all(right for _, right in speed) and not (why_not and any(one.gpus for one in facts))
     return healthy, [*rows, *(("warning", text) for text in notes)]
 
 
-def _has_gpu(one: RankFacts) -> bool:
+def _has_host_gpu(one: RankFacts) -> bool:
     """Return whether the host of a rank has a GPU for device="cuda", even if software for it is missing."""
     return one.driver or bool(one.gpus)
 
@@ -111,7 +111,7 @@ def _get_versions(one: RankFacts) -> dict[str, str]:
     return {"fsdpx": __version__, **wanted}
 
 
-def _collect_facts() -> RankFacts:
+def _collect_rank_facts() -> RankFacts:
     """Return the environment of this rank."""
     settings = environment.read_environment()
     try:
@@ -121,16 +121,16 @@ def _collect_facts() -> RankFacts:
     affinity = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
     folder = next(f for f in (settings.cache, *settings.cache.parents) if f.exists())  # the cache may not exist yet
     versions = {name: info.describe_version(name) for name in PACKAGES} | {
-        "cupy": re.split("[:,]", info.describe_cupy()[0])[0]
+        "cupy": re.split("[:,]", info.describe_cupy_and_count_gpus()[0])[0]
     }
     return RankFacts(
         platform.node(), versions, affinity, parallel.get_threads(),
-        info.get_free_shared(), str(settings.cache), os.access(folder, os.W_OK), gpus,
-        os.path.exists("/dev/nvidiactl"), _get_load(),
+        info.get_free_shared_memory_bytes(), str(settings.cache), os.access(folder, os.W_OK), gpus,
+        os.path.exists("/dev/nvidiactl"), _get_load_per_core(),
     )  # fmt: skip
 
 
-def _time_all_reduce(comm: Communicator, nbytes: int) -> tuple[str, bool]:
+def _time_and_check_all_reduce(comm: Communicator, nbytes: int) -> tuple[str, bool]:
     """Return the median time of an all-reduce on the slowest rank as text, and whether the sum is right on all ranks.
     Collective."""
     wanted, times, right = comm.size * (comm.size + 1) / 2, [], True
@@ -148,7 +148,7 @@ def _time_all_reduce(comm: Communicator, nbytes: int) -> tuple[str, bool]:
     return f"{format_bytes(nbytes)}: {max(seconds for seconds, _ in everyone) * 1e6:,.0f} us, {verdict}", not wrong
 
 
-def _get_thread_level() -> str | None:
+def _get_mpi_thread_level() -> str | None:
     """Return the thread level that MPI provides; None if ranks do not use MPI."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or get_backend_name() not in ("mpi", "node"):
@@ -170,7 +170,7 @@ def _describe_mpi(threads: str | None) -> str:
     return f"{library}, thread level {threads}; {path}: {how}"
 
 
-def _describe_carrier(comm: Communicator) -> str:
+def _describe_host_transport(comm: Communicator) -> str:
     """Return the transport of host arrays inside of hosts as text, and the reason if it is not shared memory."""
     node, name = find_node_communicator(comm), get_backend_name()
     if name == "local":
@@ -183,7 +183,7 @@ def _describe_carrier(comm: Communicator) -> str:
     return f"{name}: shared memory, {len(node.ranks_on_host)} ranks on {hosts}, {info.describe_shared_memory()}"
 
 
-def _describe_gpu_carrier(comm: Communicator) -> str:
+def _describe_gpu_transport(comm: Communicator) -> str:
     """Return the transport of GPU arrays without backend='nccl' as text, and the evidence for it. Collective."""
     if get_backend_name() not in ("mpi", "node"):
         return "staged through the host"
@@ -192,7 +192,7 @@ def _describe_gpu_carrier(comm: Communicator) -> str:
     return f"{'given to MPI' if aware.able else 'staged through the host'}: {'; '.join(aware.evidence)}"
 
 
-def _get_load() -> float:
+def _get_load_per_core() -> float:
     """Return the load average of the last minute per core; 0 if the system does not report it."""
     return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
 
@@ -209,7 +209,7 @@ def list_warnings(facts: Sequence[RankFacts], sharing: Sequence[Sequence[int]]) 
         if (busy := max(one.load for one in here)) >= BUSY_LOAD:
             notes.append(f"{host}: {busy:.1f} processes per core want to run: what was timed here is not to be trusted")
         free = here[0].free
-        if free is not None and free < LITTLE_SHARED_BYTES and len(here) > 1:
+        if free is not None and free < MIN_SHARED_BYTES and len(here) > 1:
             notes.append(
                 f"{host}: {format_bytes(free)} of shared memory are free: docker run --shm-size=8g, or FSDPX_NODE=0"
             )
@@ -232,7 +232,7 @@ def list_warnings(facts: Sequence[RankFacts], sharing: Sequence[Sequence[int]]) 
     return notes
 
 
-def _describe_binding(facts: Sequence[RankFacts]) -> str:
+def _describe_core_binding(facts: Sequence[RankFacts]) -> str:
     """Return as text whether the launcher gave each rank cores of its own."""
     for host in dict.fromkeys(one.host for one in facts):
         sets = [set(one.cores) for one in facts if one.host == host]

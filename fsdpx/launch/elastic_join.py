@@ -15,12 +15,12 @@ from pathlib import Path
 
 from fsdpx.core.base import safe_files
 from fsdpx.errors import LaunchError
-from fsdpx.launch.rank_status import read_statuses
+from fsdpx.launch.rank_status import read_rank_statuses
 
 __all__ = ["JoinRequests", "request_join"]
 
-_ASKS, _ANSWER, _NO = "joins-", "answer-", "no: "
-_SECONDS_BETWEEN = 0.5
+_REQUEST_PREFIX, _ANSWER_PREFIX, _REFUSAL_PREFIX = "joins-", "answer-", "no: "
+_POLL_SECONDS = 0.5
 
 
 def request_join(folder: Path, ranks: int, seconds: float) -> str:
@@ -32,7 +32,7 @@ def request_join(folder: Path, ranks: int, seconds: float) -> str:
     if not folder.is_dir():
         raise LaunchError(f"--join {folder}: there is no such folder; it is what --folder was when the job was started")
     name = f"{platform.node()}-{os.getpid()}"
-    asks, answer = folder / f"{_ASKS}{name}", folder / f"{_ANSWER}{name}"
+    asks, answer = folder / f"{_REQUEST_PREFIX}{name}", folder / f"{_ANSWER_PREFIX}{name}"
     end = time.monotonic() + seconds
     try:
         safe_files.write_file(asks, str(ranks))
@@ -48,8 +48,8 @@ def request_join(folder: Path, ranks: int, seconds: float) -> str:
             with suppress(OSError):  # it was removed, or belongs to another user
                 file.unlink()
     text = reply.decode(errors="replace")
-    if text.startswith(_NO):
-        raise LaunchError(f"--join {folder}: {text.removeprefix(_NO)}")
+    if text.startswith(_REFUSAL_PREFIX):
+        raise LaunchError(f"--join {folder}: {text.removeprefix(_REFUSAL_PREFIX)}")
     return text
 
 
@@ -61,11 +61,11 @@ class JoinRequests:
         that many more ranks."""
         self.ranks = 0
         self._folder, self._fits, self._due = folder, fits, 0.0
-        for left in folder.glob(f"{_ASKS}*"):
+        for left in folder.glob(f"{_REQUEST_PREFIX}*"):
             with suppress(OSError):  # it was removed, or belongs to another user
                 left.unlink()
 
-    def answer_requests(self, notes: Path) -> None:
+    def answer_and_request_save(self, notes: Path) -> None:
         """Answer new requests, and have the job save once one of its ranks is ready to; cheap enough to be called
         often.
 
@@ -73,9 +73,9 @@ class JoinRequests:
         now = time.monotonic()
         if now < self._due:
             return
-        self._due = now + _SECONDS_BETWEEN
-        asking = list(self._folder.glob(f"{_ASKS}*"))
-        listener = _find_listening_rank(notes) if asking else None
+        self._due = now + _POLL_SECONDS
+        asking = list(self._folder.glob(f"{_REQUEST_PREFIX}*"))
+        listener = _find_listening_process(notes) if asking else None
         if listener is None:
             return
         for asks in asking:
@@ -84,16 +84,16 @@ class JoinRequests:
             with suppress(ProcessLookupError):
                 os.kill(listener, signal.SIGUSR1)
 
-    def take_joined(self) -> int:
+    def pop_joined_rank_count(self) -> int:
         """Return the number of ranks that have joined since the last start, and reset it."""
         came, self.ranks = self.ranks, 0
         return came
 
     def close(self) -> None:
         """Refuse all open requests: the job has ended."""
-        for asks in self._folder.glob(f"{_ASKS}*"):
+        for asks in self._folder.glob(f"{_REQUEST_PREFIX}*"):
             if safe_files.read_if_trusted(asks) is not None:
-                self._write_answer(asks, f"{_NO}the job has ended")
+                self._replace_request_by_answer(asks, f"{_REFUSAL_PREFIX}the job has ended")
 
     def _answer_request(self, asks: Path) -> None:
         """Answer one request. A request of another user is ignored with one warning."""
@@ -102,27 +102,27 @@ class JoinRequests:
             return
         more = int(text) if len(text) < 10 and text.isdigit() else 0
         if not more:
-            self._write_answer(asks, f"{_NO}{text[:80]!r} is no number of ranks")
+            self._replace_request_by_answer(asks, f"{_REFUSAL_PREFIX}{text[:80]!r} is no number of ranks")
             return
         try:
             self._fits(self.ranks + more)
         except LaunchError as error:
-            self._write_answer(asks, f"{_NO}{error}")
+            self._replace_request_by_answer(asks, f"{_REFUSAL_PREFIX}{error}")
         else:
             self.ranks += more
-            self._write_answer(asks, f"the job saves and goes on with {more} more")
+            self._replace_request_by_answer(asks, f"the job saves and goes on with {more} more")
 
-    def _write_answer(self, asks: Path, text: str) -> None:
+    def _replace_request_by_answer(self, asks: Path, text: str) -> None:
         """Replace a request by its answer."""
         with suppress(OSError):  # the folder or the request was removed meanwhile
             asks.unlink()
-            safe_files.write_file(asks.with_name(asks.name.replace(_ASKS, _ANSWER, 1)), text)
+            safe_files.write_file(asks.with_name(asks.name.replace(_REQUEST_PREFIX, _ANSWER_PREFIX, 1)), text)
 
 
-def _find_listening_rank(notes: Path) -> int | None:
+def _find_listening_process(notes: Path) -> int | None:
     """Return the process id of a rank of this host that would save at USR1, as within `Preemption`, or None. The signal
     would kill any other.
 
     One rank is enough: it makes all of them save."""
-    here = (n for n in read_statuses(notes).values() if n.host == platform.node())
+    here = (n for n in read_rank_statuses(notes).values() if n.host == platform.node())
     return next((note.process for note in here if note.listens and note.status is None), None)

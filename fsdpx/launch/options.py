@@ -21,15 +21,15 @@ __all__ = [
     "LaunchArgs",
     "LaunchConfig",
     "NodeRank",
-    "assign_ranks",
-    "count_slots",
-    "find_rank_count",
-    "read_hosts",
-    "require_known_hosts",
-    "write_hosts",
+    "assign_ranks_to_hosts",
+    "count_ranks_with_slots",
+    "find_default_rank_count",
+    "read_hostfile",
+    "require_resolvable_hosts",
+    "write_hostfile",
 ]  # fmt: skip
 
-_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 @check_constructor_options
@@ -81,7 +81,7 @@ class LaunchConfig:
         for name in ("hostfile", "folder", "logs"):  # given as str or Path
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else safe_files.expanduser(value))
-        wrong = next(self._iterate_problems(), None)
+        wrong = next(self._iterate_option_errors(), None)
         if wrong is not None:
             raise LaunchError(wrong)
 
@@ -92,7 +92,7 @@ class LaunchConfig:
             return self.min_ranks
         return 1 if self.elastic else self.ranks
 
-    def find_spread(self, ranks: int) -> tuple[int, int] | None:
+    def count_hosts_and_ranks_per_host(self, ranks: int) -> tuple[int, int] | None:
         """Return how many hosts are needed for a number of ranks, and how many ranks each host gets.
 
         Parameters
@@ -110,12 +110,12 @@ class LaunchConfig:
         assert self.nodes is not None
         return min(self.nodes, ranks), math.ceil(ranks / self.nodes)
 
-    def make_variables(self) -> dict[str, str]:
+    def make_environment(self) -> dict[str, str]:
         """Return the environment variables that carry `timeout` and `threads` to the ranks."""
         found = {} if self.timeout is None else {"FSDPX_START_TIMEOUT": f"{self.timeout:g}"}
-        return found | ({} if self.threads is None else dict.fromkeys(_THREADS, str(self.threads)))
+        return found | ({} if self.threads is None else dict.fromkeys(_THREAD_VARIABLES, str(self.threads)))
 
-    def _iterate_problems(self) -> Iterator[str]:
+    def _iterate_option_errors(self) -> Iterator[str]:
         """Yield an error message for each impossible value or combination of values."""
         for name in ("ranks", "nodes", "per_node", "threads"):
             value = getattr(self, name)
@@ -223,7 +223,7 @@ class NodeRank:
             )
         return cls(nodes, number, address) if port is None else cls(nodes, number, address, port)
 
-    def count_ranks_here(self, ranks: int, per_node: int | None) -> int:
+    def count_ranks_on_this_host(self, ranks: int, per_node: int | None) -> int:
         """Return how many of the job's `ranks` this host starts. LaunchError unless all hosts get the same number."""
         here, left = divmod(ranks, self.nodes)
         if left or (per_node is not None and per_node != here):
@@ -233,12 +233,12 @@ class NodeRank:
             )
         return here
 
-    def make_arguments(self, ranks: int) -> list[str]:
+    def make_local_launcher_options(self, ranks: int) -> list[str]:
         """Return the arguments of the local launcher for the `ranks` ranks of this host: its first rank and the size of
         the job."""
         return ["--first", str(self.number * ranks), "--of", str(self.nodes * ranks)]
 
-    def make_variables(self, start: int, ranks: int) -> dict[str, str]:
+    def make_environment(self, start: int, ranks: int) -> dict[str, str]:
         """Return the environment variables with which the ranks of start number `start` find each other. ranks: those
         of this host."""
         port = self.port + start
@@ -248,9 +248,9 @@ class NodeRank:
         return {"FSDPX_STORE": where, "FSDPX_EXPECT_SIZE": str(self.nodes * ranks)}
 
 
-LARGEST = 10_000_000
+MAX_HOSTFILE_BYTES = 10_000_000
 """Maximum size of a hostfile, in bytes."""
-_LINE = re.compile(r"(?P<name>\w[\w.-]*)(?:(?::|\s+slots\s*=\s*|\s+)(?P<slots>\d+))?(?:\s+max[_-]slots\s*=\s*\d+)?")
+_HOST = re.compile(r"(?P<name>\w[\w.-]*)(?:(?::|\s+slots\s*=\s*|\s+)(?P<slots>\d+))?(?:\s+max[_-]slots\s*=\s*\d+)?")
 _FORMS = "write one host in a line, as n1, n1:4, n1 slots=4 or n1 4"
 
 
@@ -264,19 +264,19 @@ class HostSlots:
     line: int = 0
 
 
-def read_hosts(path: Path) -> list[HostSlots]:
+def read_hostfile(path: Path) -> list[HostSlots]:
     """Return the hosts of a file in its order; LaunchError names a line that is not a host.
 
     The slots of a host on several lines are added, with one slot for each line without a number, as in the node files
     of PBS."""
     try:
-        lines = safe_files.read_file(path, LARGEST, ours=False).decode().splitlines()
+        lines = safe_files.read_file(path, MAX_HOSTFILE_BYTES, ours=False).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(f"the hostfile {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     found: dict[str, HostSlots] = {}
     for number, text in enumerate(lines, 1):
         line = text.partition("#")[0].strip()
-        match = _LINE.fullmatch(line)
+        match = _HOST.fullmatch(line)
         if line and (match is None or match["slots"] == "0"):
             raise LaunchError(f"{path}:{number}: {line!r} is no line of a hostfile: {_FORMS}")
         if match:
@@ -291,7 +291,7 @@ def read_hosts(path: Path) -> list[HostSlots]:
     return list(found.values())
 
 
-def assign_ranks(hosts: Sequence[HostSlots], config: LaunchConfig, ranks: int) -> list[tuple[str, int]]:
+def assign_ranks_to_hosts(hosts: Sequence[HostSlots], config: LaunchConfig, ranks: int) -> list[tuple[str, int]]:
     """Return (host name, number of ranks) for each host that gets ranks, filled in order. LaunchError if there are more
     ranks than slots."""
     if config.nodes is not None and len(hosts) < config.nodes:
@@ -314,7 +314,7 @@ def assign_ranks(hosts: Sequence[HostSlots], config: LaunchConfig, ranks: int) -
     return shared
 
 
-def find_rank_count(
+def find_default_rank_count(
     nodes: int | None, per_node: int | None, hostfile: Path | None, threads: int | None
 ) -> tuple[int, str]:
     """Return a default number of ranks, for a job without -n, and the source of it as text: the hosts, the allocation,
@@ -324,7 +324,7 @@ def find_rank_count(
     made = environment.find_hostfile() if hostfile is None else (hostfile, "--hostfile")
     allocated = environment.count_allocated_ranks() if hostfile is None else None
     if made is not None and allocated is None:
-        hosts = read_hosts(Path(made[0]))[:nodes]
+        hosts = read_hostfile(Path(made[0]))[:nodes]
         if per_node is None and hostfile is not None and not all(host.slots for host in hosts):
             raise LaunchError(f"{made[0]} does not say how many ranks a host takes: say -n or --nproc-per-node")
         return sum(min(host.slots or per_node or 1, per_node or host.slots or 1) for host in hosts), made[1]
@@ -338,21 +338,21 @@ def find_rank_count(
     return max(1, cores // (threads or 1)), f"the {_format_count(cores, 'core')} that this process may use"
 
 
-def count_slots(hosts: Sequence[HostSlots], config: LaunchConfig, ranks: int) -> int:
+def count_ranks_with_slots(hosts: Sequence[HostSlots], config: LaunchConfig, ranks: int) -> int:
     """Return how many of `ranks` the hosts have slots for; hosts without a number of slots take any number."""
     most = config.per_node or ranks
     return min(sum(min(host.slots or most, most) for host in hosts[: config.nodes]), ranks)
 
 
-def write_hosts(hosts: Sequence[HostSlots], path: Path) -> Path:
-    """Write a hostfile to `path` that `read_hosts` reads, and return the path."""
+def write_hostfile(hosts: Sequence[HostSlots], path: Path) -> Path:
+    """Write a hostfile to `path` that `read_hostfile` reads, and return the path."""
     safe_files.write_file(
         path, "".join(f"{host.name}:{host.slots}\n" if host.slots else f"{host.name}\n" for host in hosts)
     )
     return path
 
 
-def require_known_hosts(hosts: Sequence[HostSlots], path: Path) -> None:
+def require_resolvable_hosts(hosts: Sequence[HostSlots], path: Path) -> None:
     """Raise LaunchError if the address of a host cannot be resolved: a launcher would wait for it, or report that over
     many lines."""
     for host in hosts:

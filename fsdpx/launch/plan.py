@@ -17,14 +17,14 @@ from fsdpx.core.trainer.initialize import init
 from fsdpx.errors import ConfigError
 from fsdpx.ext.observe.plots import draw_scaling, require_drawable, save_figure
 from fsdpx.launch.catalog import CatalogModel, find_model
-from fsdpx.launch.show import draw_step, make_no_field_error, parse_numbers, parse_recompute, report_unwritable
+from fsdpx.launch.show import draw_step_to_file, make_no_field_error, parse_dims, parse_recompute, reporting_unwritable
 from fsdpx.plan.auto import MACHINE_FILE
 from fsdpx.plan.measuring import format_machine, measure_this_machine
 from fsdpx.plan.peak import format_changes
 from fsdpx.plan.prediction import dry_run_classes, predict_runs
 from fsdpx.plan.searching import ANY_GRID, MAX_CANDIDATES
 
-__all__ = ["add_measure_options", "add_options", "measure_machine", "plan_job"]
+__all__ = ["add_measure_options", "add_options", "measure_and_write_machine", "plan_job"]
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
@@ -66,7 +66,7 @@ def plan_job(args: argparse.Namespace) -> str:
     fixed = {name: getattr(args, name) for name in FIXED_PLACEMENTS if getattr(args, name) is not None}
     fixed |= {} if args.mesh is None else {"mesh": Mesh.parse(args.mesh)}
     fixed |= {} if args.recompute is None else {"recompute": parse_recompute(args.recompute)}
-    example, space = _choose_field(args, example)
+    example, space = _choose_field_and_domain(args, example)
     if example.batch < 1:
         raise ConfigError(f"--batch {example.batch}: at least one sample")
     codecs = [word for word in args.codecs.split(",") if word]
@@ -81,11 +81,11 @@ def plan_job(args: argparse.Namespace) -> str:
         options = {**fixed, **found.best_candidate.options, "loss": example.loss}
         dry = dry_run_classes(example.model(), batch, found.rank_count, found.machine.compute.gpu, **options)
         title = f"{args.example}: {found.best_candidate.python_text}"
-        print(draw_step(dry, predict_runs(dry, found.machine), title, args.png, found.memory), file=sys.stderr)
+        print(draw_step_to_file(dry, predict_runs(dry, found.machine), title, args.png, found.memory), file=sys.stderr)
     if args.ranks_png is not None:
         rows = [(one.mesh.size, one.seconds, one.memory) for one in found.scaling]
         title = f"{args.example} on {found.machine.name}: {found.best_candidate.python_text}"
-        with report_unwritable(args.ranks_png):
+        with reporting_unwritable(args.ranks_png):
             drawn = draw_scaling(title, rows, found.memory)
             print(f"drawn: {save_figure(drawn, args.ranks_png)}", file=sys.stderr)
     best = found.best_candidate.prediction
@@ -97,12 +97,12 @@ def plan_job(args: argparse.Namespace) -> str:
     return f"{found.format_plan(f'{args.example}: {example.about}')}\n\nof the quickest\n{explained}"
 
 
-def _choose_field(args: argparse.Namespace, example: CatalogModel) -> tuple[CatalogModel, Any]:
+def _choose_field_and_domain(args: argparse.Namespace, example: CatalogModel) -> tuple[CatalogModel, Any]:
     """Return the model on the requested field, and the `domain` to search: one grid or all."""
-    cells, dims = parse_numbers("--field", args.field) or example.cells, parse_numbers("--domain", args.domain)
+    cells, dims = parse_dims("--field", args.field) or example.cells, parse_dims("--domain", args.domain)
     if not example.cells and (cells or dims):
         raise make_no_field_error(args.example)
-    return (example.on_field(cells, None), dims or ANY_GRID) if example.cells else (example, None)
+    return (example.with_field(cells, None), dims or ANY_GRID) if example.cells else (example, None)
 
 
 def add_measure_options(p: argparse.ArgumentParser) -> None:
@@ -112,13 +112,13 @@ def add_measure_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="what computes: cores, or GPUs")
 
 
-def measure_machine(args: argparse.Namespace) -> str:
+def measure_and_write_machine(args: argparse.Namespace) -> str:
     """Measure the machine and return its file as text. Under mpiexec collective; rank 0 writes the file."""
     comm = init() if environment.read_environment().launcher is not None else make_single_rank_communicator()
     found = measure_this_machine(args.name, comm, args.device)
     if comm.rank:
         return ""
     text = format_machine(found)
-    with report_unwritable(args.output):
+    with reporting_unwritable(args.output):
         write_file(args.output, text, READABLE)
     return f"{text}\nwritten: {args.output}"

@@ -17,7 +17,7 @@ from fsdpx.core.base.name_hints import require_known_options
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.trainer.initialize import init
 from fsdpx.errors import LaunchError
-from fsdpx.launch.options import LaunchArgs, LaunchConfig, find_rank_count
+from fsdpx.launch.options import LaunchArgs, LaunchConfig, find_default_rank_count
 from fsdpx.launch.run import run_job
 
 __all__ = ["launch"]
@@ -67,44 +67,44 @@ def launch(  # type: ignore[misc]  # mypy does not know that *args take any *Ts
     require_known_options("launch", options, [field.name for field in fields(LaunchConfig)])
     if config is None and "ranks" not in options:
         where = [options.get(name) for name in ("nodes", "per_node", "hostfile", "threads")]
-        options["ranks"], _ = find_rank_count(*where)
+        options["ranks"], _ = find_default_rank_count(*where)
     config = replace(config, **options) if config is not None else LaunchConfig(**options)
     folder = Path(tempfile.mkdtemp(prefix="fsdpx-launch-", dir=config.folder))
     if config.logs is None and sys.stdout is not sys.__stdout__:  # ranks' output belongs in the notebook's cell
         config = replace(config, logs=folder)
     try:
         if not callable(what):
-            _run_job(config, [str(what), *map(str, args)])
+            _run_job_or_raise(config, [str(what), *map(str, args)])
             return None
-        safe_files.write_file(folder / _CALL, packed := _pack_call(what, args))
-        _run_job(config, ["-m", __name__, str(folder), _hash_bytes(packed)])
-        return _read_results(folder)
+        safe_files.write_file(folder / _CALL, packed := _pickle_call(what, args))
+        _run_job_or_raise(config, ["-m", __name__, str(folder), _hash_bytes(packed)])
+        return _read_results_by_rank(folder)
     finally:
         safe_files.remove_folder(folder)
 
 
-def _run_job(config: LaunchConfig, program: Sequence[str]) -> None:
+def _run_job_or_raise(config: LaunchConfig, program: Sequence[str]) -> None:
     """Run the job until it ends; LaunchError unless it is done."""
-    ending = run_job(config, program, _make_python_path())
+    ending = run_job(config, program, _make_python_path_variable())
     if ending.kind != "done":
         raise LaunchError(ending.text)
 
 
-def _make_python_path() -> dict[str, str]:
+def _make_python_path_variable() -> dict[str, str]:
     """Return PYTHONPATH for the ranks if this process finds fsdpx only through a folder on its own path, else {}."""
     home = str(Path(__file__).parents[2])
     installed = home in (*site.getsitepackages(), site.getusersitepackages())
     return {} if installed or home not in sys.path else {"PYTHONPATH": environment.prepend_python_path(home)}
 
 
-def _pack_call(what: Callable[..., Any], args: Sequence[Any]) -> bytes:
+def _pickle_call(what: Callable[..., Any], args: Sequence[Any]) -> bytes:
     """Return the pickled call, with the module search path of this process."""
     name = getattr(what, "__qualname__", repr(what))
     if _find_pickler() is pickle and getattr(what, "__module__", "") == "__main__":
         raise LaunchError(
             f"launch({name}): ranks cannot import __main__; pip install cloudpickle, or use a module for it"
         )
-    return pickle.dumps((sys.path, _dump_value((what, args), f"launch({name}): it")))
+    return pickle.dumps((sys.path, _pickle_value((what, args), f"launch({name}): it")))
 
 
 def _find_pickler() -> Any:
@@ -116,7 +116,7 @@ def _find_pickler() -> Any:
     return cloudpickle
 
 
-def _dump_value(value: Any, what: str) -> bytes:
+def _pickle_value(value: Any, what: str) -> bytes:
     """Return the pickled value; LaunchError if it cannot be pickled."""
     try:
         return bytes(_find_pickler().dumps(value))
@@ -128,7 +128,7 @@ def _hash_bytes(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _read_results(folder: Path) -> list[Any]:
+def _read_results_by_rank(folder: Path) -> list[Any]:
     """Return the results by rank. Rank 0's says how many ranks there are: a restart may have had fewer."""
     size = 1
     found: list[Any] = []
@@ -136,12 +136,12 @@ def _read_results(folder: Path) -> list[Any]:
         left = folder / _RESULT.format(len(found))
         if not left.exists():
             raise LaunchError(f"rank {len(found)} left no result here: name a folder that all hosts share (folder=)")
-        size, result = pickle.loads(_read_content(left))
+        size, result = pickle.loads(_read_trusted_file(left))
         found.append(result)
     return found
 
 
-def _read_content(path: Path) -> bytes:
+def _read_trusted_file(path: Path) -> bytes:
     with safe_files.open_file(path) as file:
         return file.read()
 
@@ -151,7 +151,7 @@ def main(folder: Path, digest: str) -> None:
 
     digest: hash of the call; another user may have put the folder of an earlier call in its place."""
     try:
-        packed = _read_content(folder / _CALL)
+        packed = _read_trusted_file(folder / _CALL)
     except FileNotFoundError:
         raise LaunchError(f"there is no {folder} here: name a folder that all hosts share (folder=)") from None
     if _hash_bytes(packed) != digest:
@@ -162,7 +162,7 @@ def main(folder: Path, digest: str) -> None:
     comm = init()
     result = function(comm, *args)
     name = getattr(function, "__qualname__", function)
-    packed = _dump_value((comm.size, result), f"rank {comm.rank}: what {name} returned")
+    packed = _pickle_value((comm.size, result), f"rank {comm.rank}: what {name} returned")
     safe_files.write_file(folder / _RESULT.format(comm.rank), packed)
 
 

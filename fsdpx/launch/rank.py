@@ -21,18 +21,18 @@ from fsdpx.core.base import environment, hooks
 from fsdpx.core.comm.default_communicator import get_running_mpi
 from fsdpx.core.comm.mpi.start import guarding_mpi_start
 from fsdpx.ext.gloo import rendezvous
-from fsdpx.launch.rank_status import RankStatus, get_log_folder, hold_lifeline, redirect_output
+from fsdpx.launch.rank_status import RankStatus, create_and_hold_lifeline, read_log_folder, redirect_output_to_log
 
-__all__ = ["RankStatusWriter", "end_with_parent", "escape_words"]
+__all__ = ["RankStatusWriter", "escape_colon_words", "request_kill_on_parent_death"]
 
-_PDEATHSIG = 1
+_SET_PARENT_DEATH_SIGNAL = 1
 
 
 def main() -> None:
     """Run a script as one rank: `python -m fsdpx.launch.rank script.py ...`, with the arguments of `python -m
     mpi4py`."""
     settings = environment.read_environment()
-    end_with_parent()
+    request_kill_on_parent_death()
     sys.argv[1:] = [word[1:] if _has_only_colons(word) else word for word in sys.argv[1:]]
     if settings.launcher is not None and not settings.launcher.mpi:
         run = _run_program
@@ -44,15 +44,15 @@ def main() -> None:
     environment.set_rank_variables(settings.launcher, settings.expected_size)
     sys.meta_path.insert(0, _MpiStartFinder())
     begun = RankStatus(settings.launcher.rank, os.getpid(), platform.node())
-    hold_lifeline(settings.run, begun.rank)
-    begun.write_to(settings.run)
-    logs = get_log_folder(settings.run)
+    create_and_hold_lifeline(settings.run, begun.rank)
+    begun.write_to_folder(settings.run)
+    logs = read_log_folder(settings.run)
     if logs is not None:
-        redirect_output(logs, begun.rank)
+        redirect_output_to_log(logs, begun.rank)
     note = RankStatusWriter(begun, settings.run)
-    _record_exits(note)
-    hooks.add_exit_listener(note.record_end)
-    _record_handlers(note)
+    _patch_os_exit_to_record(note)
+    hooks.add_exit_listener(note.record_final_status)
+    _patch_signal_to_record_handlers(note)
     error: BaseException | None = None
     try:
         run()
@@ -60,10 +60,10 @@ def main() -> None:
         error = raised
         raise
     finally:
-        note.update(**_describe_outcome(error))
+        note.update(**_make_outcome_fields(error))
 
 
-def escape_words(program: Sequence[str]) -> list[str]:
+def escape_colon_words(program: Sequence[str]) -> list[str]:
     """Return the words of a program as a launcher must get them.
 
     A launcher takes a word ":" anywhere as the beginning of another program, so a word of nothing but colons gets one
@@ -105,14 +105,14 @@ class RankStatusWriter:
                 if not self._final:
                     self._final = final
                     self._note = replace(self._note, **changes)
-                    self._note.write_to(self._folder)
+                    self._note.write_to_folder(self._folder)
 
-    def record_end(self, status: int, error: str) -> None:
+    def record_final_status(self, status: int, error: str) -> None:
         """Write that this rank ends all others. The status is final."""
         self.update(final=True, status=status, error=error)
 
 
-def _describe_outcome(error: BaseException | None) -> dict[str, Any]:
+def _make_outcome_fields(error: BaseException | None) -> dict[str, Any]:
     """Return the status fields of a script that has ended with this exception, or with none."""
     if error is None:
         return {"status": 0}
@@ -121,7 +121,7 @@ def _describe_outcome(error: BaseException | None) -> dict[str, Any]:
     return {"status": error.code if isinstance(error.code, int) else int(error.code is not None)}
 
 
-def _record_exits(note: RankStatusWriter) -> None:
+def _patch_os_exit_to_record(note: RankStatusWriter) -> None:
     """Record the status of `os._exit`: before MPI has started, a launcher may not report it."""
     leave = os._exit
 
@@ -133,7 +133,7 @@ def _record_exits(note: RankStatusWriter) -> None:
     os._exit = exit_and_record
 
 
-def _record_handlers(note: RankStatusWriter) -> None:
+def _patch_signal_to_record_handlers(note: RankStatusWriter) -> None:
     """Record whether the script handles USR1: MPI libraries catch it themselves, so only Python knows."""
     set_handler, heard = signal.signal, getattr(signal, "SIGUSR1", None)
 
@@ -168,11 +168,11 @@ class _MpiStartFinder(MetaPathFinder):
         return spec
 
 
-def end_with_parent() -> None:
+def request_kill_on_parent_death() -> None:
     """Have this process killed when its parent ends (Linux), so that no rank outlives its launcher, and no launcher
     `fsdpx run`."""
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 if __name__ == "__main__":

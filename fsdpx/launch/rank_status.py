@@ -16,32 +16,32 @@ from fsdpx.core.base import safe_files
 __all__ = [
     "LogFollower",
     "RankStatus",
-    "get_log_folder",
-    "hold_lifeline",
-    "open_lifeline",
-    "read_statuses",
-    "redirect_output",
-    "request_logs",
+    "create_and_hold_lifeline",
+    "open_and_unlink_lifeline",
+    "read_log_folder",
+    "read_rank_statuses",
+    "redirect_output_to_log",
+    "write_log_folder_request",
 ]
 
-_MARK = "logs"
+_LOG_FOLDER_FILE = "logs"
 """File in the folder of a start that names the folder for logs. A rank on a host that does not see it prints as usual:
 the launcher could not follow a log file there."""
 _POLL_SECONDS = 0.1
 
 
-def request_logs(run: Path, folder: Path) -> None:
+def write_log_folder_request(run: Path, folder: Path) -> None:
     """Tell the ranks of a start to write their output to `folder`. run: the folder of the start."""
-    safe_files.write_file(run / _MARK, str(folder))
+    safe_files.write_file(run / _LOG_FOLDER_FILE, str(folder))
 
 
-def get_log_folder(run: Path) -> Path | None:
+def read_log_folder(run: Path) -> Path | None:
     """Return the folder for logs that the launcher has requested, or None. run: the folder of the start."""
-    mark = safe_files.read_if_trusted(run / _MARK)
+    mark = safe_files.read_if_trusted(run / _LOG_FOLDER_FILE)
     return None if mark is None else Path(mark.decode())
 
 
-def redirect_output(folder: Path, rank: int) -> None:
+def redirect_output_to_log(folder: Path, rank: int) -> None:
     """Append the output of this process and its libraries to the rank's log file, line by line."""
     log = safe_files.open_for_append(folder / f"rank-{rank:04}.log")
     for stream in (1, 2):
@@ -56,7 +56,7 @@ class LogFollower:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._read = {path: path.lstat().st_size for path in _list_logs(folder)}
+        self._read = {path: path.lstat().st_size for path in _list_log_files(folder)}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow_logs, name="fsdpx run logs", daemon=True)
         self._thread.start()
@@ -75,7 +75,7 @@ class LogFollower:
 
     def _print_new_lines(self, whole: bool = True) -> None:
         """Print the new lines of all logs with their rank before them. whole: leave out an unfinished last line."""
-        for path in _list_logs(self.folder):
+        for path in _list_log_files(self.folder):
             at = self._read.get(path, 0)
             try:
                 with safe_files.open_file(path) as file:
@@ -92,11 +92,11 @@ class LogFollower:
                 print(f"[{rank}] {line}", flush=True)
 
 
-def _list_logs(folder: Path) -> list[Path]:
+def _list_log_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("rank-*.log") if path.stem.partition("-")[2].isdecimal())
 
 
-_HIGHEST = 4095
+_MAX_DESCRIPTOR = 4095
 
 
 @dataclass(frozen=True)
@@ -117,13 +117,13 @@ class RankStatus:
         """Return the status as JSON text."""
         return json.dumps(asdict(self))
 
-    def write_to(self, folder: Path) -> None:
+    def write_to_folder(self, folder: Path) -> None:
         """Write the status file into the folder of the start."""
         safe_files.make_folder(folder)  # on other hosts it may not exist
         safe_files.write_file(folder / f"rank-{self.rank:05}.json", self.to_json())
 
 
-def read_statuses(folder: Path) -> dict[int, RankStatus]:
+def read_rank_statuses(folder: Path) -> dict[int, RankStatus]:
     """Return the status of all ranks that have begun, by rank. Invalid files are skipped with one warning."""
     notes = {}
     for path in sorted(folder.glob("rank-*.json")):
@@ -132,7 +132,7 @@ def read_statuses(folder: Path) -> dict[int, RankStatus]:
             note = (
                 None
                 if data is None
-                else RankStatus(**safe_files.require_json_fields(safe_files.parse_json(data), _KINDS))
+                else RankStatus(**safe_files.require_json_fields(safe_files.parse_json(data), _FIELD_TYPES))
             )
         except ValueError as error:
             safe_files.warn_file_ignored(error, path)
@@ -142,10 +142,10 @@ def read_statuses(folder: Path) -> dict[int, RankStatus]:
     return notes
 
 
-_KINDS = {"rank": int, "process": int, "host": str, "status": (int, type(None)), "error": str, "listens": bool}
+_FIELD_TYPES = {"rank": int, "process": int, "host": str, "status": (int, type(None)), "error": str, "listens": bool}
 
 
-def hold_lifeline(folder: Path, rank: int) -> None:
+def create_and_hold_lifeline(folder: Path, rank: int) -> None:
     """Open a named pipe that is never written to: it closes when this process dies, before any other process can know.
 
     A dying process closes its files, those with the highest descriptors first; then the kernel reports its end. The
@@ -158,12 +158,12 @@ def hold_lifeline(folder: Path, rank: int) -> None:
         os.mkfifo(path)
         low = os.open(path, os.O_RDWR)  # read-write, so that open does not wait for a reader
         # A program that replaces the script (exec) is the same rank and keeps the pipe; forked children are not.
-        high = os.dup2(low, min(os.sysconf("SC_OPEN_MAX") - 1, _HIGHEST))
+        high = os.dup2(low, min(os.sysconf("SC_OPEN_MAX") - 1, _MAX_DESCRIPTOR))
         os.close(low)
         os.register_at_fork(after_in_child=lambda: _close_descriptor(high))
 
 
-def open_lifeline(folder: Path, rank: int) -> int | None:
+def open_and_unlink_lifeline(folder: Path, rank: int) -> int | None:
     """Return a descriptor that becomes ready when the rank's pipe closes, and unlink the pipe; None if there is
     none."""
     path = _get_lifeline_path(folder, rank)

@@ -38,20 +38,20 @@ from fsdpx.launch.launchers import FoundLauncher, find_launcher, list_answering_
 from fsdpx.launch.options import (
     LaunchConfig,
     NodeRank,
-    count_slots,
-    find_rank_count,
-    read_hosts,
-    require_known_hosts,
-    write_hosts,
+    count_ranks_with_slots,
+    find_default_rank_count,
+    read_hostfile,
+    require_resolvable_hosts,
+    write_hostfile,
 )
-from fsdpx.launch.rank import end_with_parent
-from fsdpx.launch.rank_status import LogFollower, RankStatus, read_statuses, request_logs
+from fsdpx.launch.rank import request_kill_on_parent_death
+from fsdpx.launch.rank_status import LogFollower, RankStatus, read_rank_statuses, write_log_folder_request
 
 __all__ = ["LaunchedJob", "main", "run_job"]
 
-_SECONDS_TO_END = 5.0
-_SECONDS_TO_JOIN = 60.0
-_PREFIX, _OWNER = "fsdpx-run-", "owner"
+_END_TIMEOUT_SECONDS = 5.0
+_JOIN_TIMEOUT_SECONDS = 60.0
+_FOLDER_PREFIX, _OWNER_FILE = "fsdpx-run-", "owner"
 
 
 def main(args: argparse.Namespace) -> int:
@@ -59,31 +59,32 @@ def main(args: argparse.Namespace) -> int:
     status."""
     given = {one.name: getattr(args, one.name) for one in fields(LaunchConfig)}
     node = NodeRank.from_options(args.backend, args.nodes, args.node_rank, args.master_addr, args.master_port)
-    ranks = _choose_rank_count(args)
+    ranks = _choose_and_print_rank_count(args)
     if node is not None:
         unfit = [word for word in ("min_ranks", "print_batch", "join") if getattr(args, word) is not None]
         if unfit:
             option = unfit[0].replace("_", "-")
             raise LaunchError(f"--{option} with --node-rank: each host starts the same ranks again; leave it out")
         given |= {"nodes": None, "per_node": None}
-        ranks = node.count_ranks_here(ranks, args.per_node)
+        ranks = node.count_ranks_on_this_host(ranks, args.per_node)
     config = LaunchConfig(**given | {"ranks": ranks})
     if args.join is not None:
-        print(f"fsdpx run: {args.join}: {request_join(args.join, config.ranks, config.timeout or _SECONDS_TO_JOIN)}")
+        answer = request_join(args.join, config.ranks, config.timeout or _JOIN_TIMEOUT_SECONDS)
+        print(f"fsdpx run: {args.join}: {answer}")
         return 0
     if args.script is None:
         raise LaunchError("which script? fsdpx run -n 4 train.py, or -m and a module")
     program = [*(["-m"] if args.module else []), args.script, *args.args]
     variables = {"FSDPX_TUNE": "again"} if args.retune else {}
     if args.print_batch:
-        _require_program(program)
+        _require_existing_program(program)
         print(make_batch_file(args.print_batch, config, program, find_node_cores(), variables), end="")
     elif args.dry_run:
-        folder = config.folder or Path(tempfile.gettempdir(), f"{_PREFIX}{secrets.token_hex(8)}")
+        folder = config.folder or Path(tempfile.gettempdir(), f"{_FOLDER_PREFIX}{secrets.token_hex(8)}")
         job = LaunchedJob(find_launcher(config), config, program, variables, node)
         named = [
             f"{name}={shlex.quote(value)}"
-            for name, value in job.make_variables(folder / "start-0", 0, config.ranks).items()
+            for name, value in job.make_environment(folder / "start-0", 0, config.ranks).items()
         ]
         print(*named, shlex.join(job.make_command(config.ranks)))
     else:
@@ -91,7 +92,7 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _choose_rank_count(args: argparse.Namespace) -> int:
+def _choose_and_print_rank_count(args: argparse.Namespace) -> int:
     """Return the number of ranks of the command line; else that of the allocation or of this machine, which is
     printed."""
     if args.ranks is not None:
@@ -99,7 +100,7 @@ def _choose_rank_count(args: argparse.Namespace) -> int:
     elsewhere = (args.print_batch and (args.nodes is None or args.per_node is None)) or args.join is not None
     if elsewhere:
         raise LaunchError("how many ranks? -n 4; a batch file also takes --nodes and --nproc-per-node")
-    ranks, source = find_rank_count(args.nodes, args.per_node, args.hostfile, args.threads)
+    ranks, source = find_default_rank_count(args.nodes, args.per_node, args.hostfile, args.threads)
     _log_line(f"{ranks} rank{'' if ranks == 1 else 's'}, by {source}")
     return ranks
 
@@ -115,26 +116,26 @@ def run_job(
     the ranks of this host."""
     plan = RestartPlan(config.ranks, config.least_ranks, config.max_restarts, config.backoff)
     job = LaunchedJob(find_launcher(config), config, program, variables or {}, node)
-    _require_program(program)
+    _require_existing_program(program)
     job.make_command(config.ranks)  # raises before anything is written
     if config.hostfile is not None:
-        require_known_hosts(read_hosts(config.hostfile), config.hostfile)
+        require_resolvable_hosts(read_hostfile(config.hostfile), config.hostfile)
     folder = (
-        _make_temporary_folder(_choose_temporary_place(config))
+        _make_temporary_folder_and_remove_dead(_choose_temporary_parent_folder(config))
         if config.folder is None
-        else _require_writable(config.folder.absolute(), "folder")
+        else _create_and_require_writable(config.folder.absolute(), "folder")
     )
     if config.logs is not None:
-        _require_writable(config.logs.absolute(), "logs")
+        _create_and_require_writable(config.logs.absolute(), "logs")
     guests = JoinRequests(folder, lambda more: job.make_command(plan.ranks + more))
     with _SignalForwarder(config.grace) as signals:
         while True:
-            here, ranks = _choose_remaining_hosts(job, plan, folder)
-            ending = _start_once(here, folder, len(plan.endings), ranks, signals, guests)
+            here, ranks = _choose_job_and_rank_count_of_start(job, plan, folder)
+            ending = _run_once(here, folder, len(plan.endings), ranks, signals, guests)
             if signals.received and ending.kind not in ("done", "preempted"):
                 ending = replace(ending, text=f"{ending.text}; it was asked to stop by {signals.received.name}")
             elif ending.kind == "preempted" and guests.ranks and not signals.received:
-                plan.ranks += (came := guests.take_joined())
+                plan.ranks += (came := guests.pop_joined_rank_count())
                 ending = replace(ending, kind="joined", text=f"all have saved, for {came} more to join")
             reason, seconds = record_and_decide_restart(plan, ending)
             if seconds is None or signals.received:
@@ -149,11 +150,11 @@ def run_job(
         _log_line(f"{ending.text}{'' if seconds is not None or reason == ending.kind else f'; {reason}'}{kept}")
     if config.folder is None and ending.kind in ("done", "preempted"):
         safe_files.remove_folder(folder)
-    (folder / _OWNER).unlink(missing_ok=True)  # the records are left for the user, so no later start removes them
+    (folder / _OWNER_FILE).unlink(missing_ok=True)  # the records are left for the user, so no later start removes them
     return ending
 
 
-def _choose_remaining_hosts(job: LaunchedJob, plan: RestartPlan, folder: Path) -> tuple[LaunchedJob, int]:
+def _choose_job_and_rank_count_of_start(job: LaunchedJob, plan: RestartPlan, folder: Path) -> tuple[LaunchedJob, int]:
     """Return the job and the number of ranks of the next start.
 
     A restart uses only the hosts of the hostfile that answer, if they have slots for at least `min_ranks`; otherwise
@@ -161,15 +162,15 @@ def _choose_remaining_hosts(job: LaunchedJob, plan: RestartPlan, folder: Path) -
     config = job.config
     if config.hostfile is None or not plan.endings:
         return job, plan.ranks
-    hosts = read_hosts(config.hostfile)
+    hosts = read_hostfile(config.hostfile)
     left = list_answering_hosts(job.found, hosts)
     gone = [host.name for host in hosts if host not in left]
-    ranks = count_slots(left, config, plan.ranks)
+    ranks = count_ranks_with_slots(left, config, plan.ranks)
     if not gone or ranks < plan.min_ranks:
         return job, plan.ranks
     _log_line(f"{', '.join(gone)} cannot be reached: {ranks} ranks on {', '.join(host.name for host in left)}")
     nodes = None if config.nodes is None else min(config.nodes, len(left))
-    fewer = replace(config, hostfile=write_hosts(left, folder / "hosts"), nodes=nodes, ranks=ranks, min_ranks=None)
+    fewer = replace(config, hostfile=write_hostfile(left, folder / "hosts"), nodes=nodes, ranks=ranks, min_ranks=None)
     return replace(job, config=fewer), ranks
 
 
@@ -186,43 +187,44 @@ class LaunchedJob:
     more: Mapping[str, str]
     node: NodeRank | None = None
 
-    def make_variables(self, folder: Path, start: int, ranks: int) -> dict[str, str]:
+    def make_environment(self, folder: Path, start: int, ranks: int) -> dict[str, str]:
         """Return the environment of the ranks of start number `start`. folder: where these ranks leave their
         records."""
         own = {"FSDPX_RUN": str(folder), "FSDPX_RESTART": str(start), "FSDPX_EXPECT_SIZE": str(ranks)}
-        meet = {} if self.node is None else self.node.make_variables(start, ranks)
-        return {**own, **self.config.make_variables(), **self.more, **meet}
+        meet = {} if self.node is None else self.node.make_environment(start, ranks)
+        return {**own, **self.config.make_environment(), **self.more, **meet}
 
     def make_command(self, ranks: int) -> list[str]:
         """Return the command line that starts `ranks` ranks; LaunchError if their number cannot change."""
         if self.node is not None:
             if ranks != self.config.ranks:
                 raise LaunchError("ranks of hosts that were started one by one can be neither more nor fewer")
-            words = (*self.found.words, *self.node.make_arguments(ranks))
+            words = (*self.found.words, *self.node.make_local_launcher_options(ranks))
             return make_command(replace(self.found, words=words), self.config, ranks, self.program, ())
-        names = {*self.make_variables(Path(), 0, ranks), *environment.list_shared_variables()}
+        names = {*self.make_environment(Path(), 0, ranks), *environment.list_shared_variables()}
         return make_command(self.found, self.config, ranks, self.program, names)
 
 
-def _choose_temporary_place(config: LaunchConfig) -> Path:
+def _choose_temporary_parent_folder(config: LaunchConfig) -> Path:
     """Return where to make a temporary folder: the working folder if there may be several hosts, since $TMPDIR may
     differ between hosts while all of them see the scripts."""
     return Path(tempfile.gettempdir()) if config.hostfile is None and config.nodes is None else Path.cwd()
 
 
-def _make_temporary_folder(place: Path) -> Path:
+def _make_temporary_folder_and_remove_dead(place: Path) -> Path:
     """Return a new temporary folder of this process; remove folders whose process was killed."""
-    owned = (file.parent for file in place.glob(f"{_PREFIX}*/{_OWNER}"))
-    remove_dead_folders(
-        owned,
-        lambda left: not is_process_alive((safe_files.read_if_trusted(left / _OWNER) or b"").decode(errors="replace")),
-    )
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
-    safe_files.write_file(folder / _OWNER, identify_process())
+
+    def is_abandoned(left: Path) -> bool:
+        owner = safe_files.read_if_trusted(left / _OWNER_FILE) or b""
+        return not is_process_alive(owner.decode(errors="replace"))
+
+    remove_dead_folders((file.parent for file in place.glob(f"{_FOLDER_PREFIX}*/{_OWNER_FILE}")), is_abandoned)
+    folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=place))
+    safe_files.write_file(folder / _OWNER_FILE, identify_process())
     return folder
 
 
-def _require_writable(folder: Path, option: str) -> Path:
+def _create_and_require_writable(folder: Path, option: str) -> Path:
     """Return the folder, which is created; LaunchError if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -232,7 +234,7 @@ def _require_writable(folder: Path, option: str) -> Path:
     return folder
 
 
-def _make_private_folder(own: Path) -> Path:
+def _recreate_private_folder(own: Path) -> Path:
     """Return an empty folder for a start that no other user can enter; LaunchError if another user has made it."""
     safe_files.remove_folder(own)
     try:
@@ -241,7 +243,7 @@ def _make_private_folder(own: Path) -> Path:
         raise LaunchError(f"{error}: name a --folder in which no other user can write") from None
 
 
-def _require_program(program: Sequence[str]) -> None:
+def _require_existing_program(program: Sequence[str]) -> None:
     """Raise LaunchError if the script or module does not exist, instead of on all ranks later."""
     where, module, script = Path.cwd(), program[0] == "-m", program[1 if program[0] == "-m" else 0]
     if module and not _is_importable(script.partition(".")[0], where):
@@ -266,37 +268,38 @@ def _log_line(text: str) -> None:
     flush_and_write_stderr(f"fsdpx run: {text}\n")  # must not fail: a terminal that closes also asks the job to stop
 
 
-def _start_once(
+def _run_once(
     job: LaunchedJob, folder: Path, start: int, ranks: int, signals: _SignalForwarder, guests: JoinRequests
 ) -> JobEnding:
     """Start the job once, wait for its end and return how it ended.
 
     start: number of the start, from 0. signals: the handler that forwards signals to the ranks. guests: requests to
     join."""
-    own = _make_private_folder(folder / f"start-{start}")
+    own = _recreate_private_folder(folder / f"start-{start}")
     logs = None if job.config.logs is None else LogFollower(job.config.logs.absolute())
     if logs is not None:
-        request_logs(own, logs.folder)
+        write_log_folder_request(own, logs.folder)
     process = subprocess.Popen(
-        job.make_command(ranks), env={**os.environ, **job.make_variables(own, start, ranks)}, stdin=subprocess.DEVNULL,
-        start_new_session=True, preexec_fn=end_with_parent if os.name == "posix" else None,
+        job.make_command(ranks), env={**os.environ, **job.make_environment(own, start, ranks)},
+        stdin=subprocess.DEVNULL, start_new_session=True,
+        preexec_fn=request_kill_on_parent_death if os.name == "posix" else None,
     )  # fmt: skip
     deaths = DeathRecorder(own, ranks)
-    listen = lambda: any(note.listens for note in read_statuses(own).values())  # noqa: E731
-    signals.wait_for(process, deaths.in_vain, lambda: guests.answer_requests(own), listen)
+    listen = lambda: any(note.listens for note in read_rank_statuses(own).values())  # noqa: E731
+    signals.wait_for(process, deaths.in_vain, lambda: guests.answer_and_request_save(own), listen)
     deaths.close()
     status = process.returncode if process.returncode >= 0 else 128 - process.returncode
-    notes = read_statuses(own)
+    notes = read_rank_statuses(own)
     if logs is not None:
         logs.close({note.rank: note.to_json() for note in notes.values()})
-    flights = _read_flights(own, notes)
+    flights = _read_flight_records(own, notes)
     waited = find_waiting_ranks(own) if status or deaths.in_vain.is_set() else set()
     asked = signals.received or deaths.in_vain.is_set()
     ending = Evidence(
         status, notes, flights, [*deaths.missed, *deaths.order] if waited else deaths.order, waited,
         has_start_timed_out(own), ranks, job.config.elastic, job.found.words[0],
         "" if process.returncode >= 0 or asked else signal.Signals(-process.returncode).name,
-    ).find_ending()  # fmt: skip
+    ).decide_ending()  # fmt: skip
     if ending.kind in ("done", "preempted"):
         safe_files.remove_folder(own)
     elif flights:
@@ -304,7 +307,7 @@ def _start_once(
     return ending
 
 
-def _read_flights(folder: Path, notes: dict[int, RankStatus]) -> dict[int, FlightRecord]:
+def _read_flight_records(folder: Path, notes: dict[int, RankStatus]) -> dict[int, FlightRecord]:
     """Return the flight records by the rank that their process was started as; survivors of a death get other ranks
     later."""
     started = {(note.host, note.process): note.rank for note in notes.values()}
@@ -363,7 +366,7 @@ class _SignalForwarder:
             now = time.monotonic()
             if stage < 2 and in_vain.is_set():
                 job.terminate()
-                stage, due = 2, now + _SECONDS_TO_END / 5
+                stage, due = 2, now + _END_TIMEOUT_SECONDS / 5
             elif stage == 0 and self.received:
                 stage, due = 1, now
                 if not hasattr(signal, "SIGUSR1"):  # a console of Windows sends Ctrl-C to the ranks itself
@@ -373,13 +376,13 @@ class _SignalForwarder:
                     due += self.grace
             elif stage == 1 and (now >= due or self._times > 1):
                 job.terminate()
-                stage, due = 2, now + _SECONDS_TO_END
+                stage, due = 2, now + _END_TIMEOUT_SECONDS
             elif stage == 2 and now >= due:
-                _kill_group(job)
+                _kill_process_group(job)
                 stage = 3
             elif stage == 0:
                 meanwhile()
-        _kill_group(job)
+        _kill_process_group(job)
 
     def _record_signal(self, number: int, frame: FrameType | None) -> None:
         first, self.received = self.received is None, self.received or signal.Signals(number)
@@ -387,7 +390,7 @@ class _SignalForwarder:
             self._times += 1
 
 
-def _kill_group(job: subprocess.Popen[bytes]) -> None:
+def _kill_process_group(job: subprocess.Popen[bytes]) -> None:
     """Kill the launcher, and on POSIX its whole process group."""
     with suppress(OSError):
         if hasattr(os, "killpg"):

@@ -9,7 +9,7 @@ from fsdpx.ext.observe.folder import RunFolder
 from fsdpx.ext.observe.page import write_report_page
 from fsdpx.ext.observe.report import ReportSummary
 
-__all__ = ["format_summary_line", "save_results"]
+__all__ = ["format_summary_line", "save_and_print_results"]
 
 
 def format_summary_line(history: FitHistory, unit: str) -> str:
@@ -23,7 +23,9 @@ def format_summary_line(history: FitHistory, unit: str) -> str:
     return ", ".join(parts)
 
 
-def save_results(trainer: Trainer, history: FitHistory, folder: RunFolder, summary: ReportSummary, resume: str) -> None:
+def save_and_print_results(
+    trainer: Trainer, history: FitHistory, folder: RunFolder, summary: ReportSummary, resume: str
+) -> None:
     """Save the trained model, the curve and the report to the run folder; rank 0 prints where. Collective.
 
     resume: the arguments that continue the run."""

@@ -16,12 +16,12 @@ from fsdpx.ext.observe.folder import RunFolder, agree_on_run_folder, reporting_u
 from fsdpx.ext.observe.page import write_report_page
 from fsdpx.ext.observe.plots import explain_missing_matplotlib
 from fsdpx.launch.builder import ModelBuilder
-from fsdpx.launch.run_results import format_summary_line, save_results
+from fsdpx.launch.run_results import format_summary_line, save_and_print_results
 
-__all__ = ["merge_and_print_traces", "print_runs", "train_run_file", "write_report"]
+__all__ = ["merge_traces_and_print_path", "print_and_write_report", "print_runs", "train_run_file"]
 
 
-def write_report(args: argparse.Namespace) -> int:
+def print_and_write_report(args: argparse.Namespace) -> int:
     """Print the report as text, write its HTML page and print the path; return the exit status."""
     folder = RunFolder(args.run)
     print(write_report_page(folder))
@@ -31,7 +31,7 @@ def write_report(args: argparse.Namespace) -> int:
     return 0
 
 
-def merge_and_print_traces(args: argparse.Namespace) -> int:
+def merge_traces_and_print_path(args: argparse.Namespace) -> int:
     """Merge the traces of all ranks and print where the result is; return the exit status."""
     with reporting_unreadable_files(args.folder):
         path, error, messages = merge_traces(args.folder)
@@ -57,7 +57,7 @@ def print_runs(args: argparse.Namespace) -> int:
     with reporting_unreadable_files(args.folder):
         print(_format_runs(folders))
         if len(given) > 1:
-            print(f"\n{_format_differences(folders)}")
+            print(f"\n{_format_argument_differences(folders)}")
     return 0
 
 
@@ -84,7 +84,7 @@ def _format_number(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
 
 
-def _format_differences(folders: list[RunFolder]) -> str:
+def _format_argument_differences(folders: list[RunFolder]) -> str:
     """Return a table of the arguments that differ between runs."""
     given: list[dict[str, Any]] = [
         {"ranks": f.read_json("config.json").get("ranks"), **f.read_arguments()} for f in folders
@@ -120,5 +120,5 @@ def train_run_file(args: argparse.Namespace) -> int:
     summary = trainer.inspect.gather_summary()
     if trainer.call_runner.rank == 0:
         print(f"\n{format_summary_line(history, unit)}", flush=True)
-    save_results(trainer, history, folder, summary, f"fsdpx train {args.file} --resume, with more steps")
+    save_and_print_results(trainer, history, folder, summary, f"fsdpx train {args.file} --resume, with more steps")
     return 0

@@ -48,16 +48,16 @@ from fsdpx.plan.prediction import Prediction, dry_run_classes, predict_runs
 
 __all__ = [
     "add_options",
-    "check_axes",
-    "draw_step",
+    "draw_step_to_file",
     "format_mesh",
     "make_no_field_error",
     "make_step_lanes",
-    "parse_numbers",
+    "parse_dims",
     "parse_recompute",
-    "report_unwritable",
+    "reporting_unwritable",
+    "require_axes_for_options",
     "show",
-    "trace_step",
+    "write_trace",
 ]  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def add_options(p: argparse.ArgumentParser, also: str = "") -> None:
     p.add_argument("--recompute", default=None, help="all, attention, k (every k-th unit), or bytes such as 512MiB")
 
 
-def check_axes(mesh: Mesh | None, schedule: str | None, sequence: str | None) -> None:
+def require_axes_for_options(mesh: Mesh | None, schedule: str | None, sequence: str | None) -> None:
     """Raise ConfigError for a schedule without a pipe axis, or a sequence without a tensor axis."""
     if schedule is not None and (mesh is None or mesh.pipe == 1):
         raise ConfigError(f"--schedule {schedule}: the mesh has no pipe axis; say --mesh pipe=2")
@@ -89,33 +89,33 @@ def format_mesh(mesh: Mesh) -> str:
 
 
 MAX_PROGRAM_ACTIONS = 400  # longer programs are printed without their middle
-WIDE = 250  # characters per line of the schedule
+SCHEDULE_WIDTH_CHARS = 250  # characters per line of the schedule
 DEFAULT_MACHINE = "epyc-100g"
 """Machine on which steps are simulated by default."""
 UNIT_COSTS = StageCosts(forward=1, backward_input=1, backward_params=1)
-OF_LAYERS = ("tensor", "data", "domain")  # axes over which layers communicate, outside of the program's verbs
+LAYER_AXES = ("tensor", "data", "domain")  # axes over which layers communicate, outside of the program's verbs
 
 
 def show(args: argparse.Namespace) -> str:
     """Return the text of `show` for the options of its command line."""
     if args.png is not None:
         require_drawable("--png", args.png)
-    example = _grow_batch(find_model(args.example, args.batch), args.batch, args.chunks)
+    example = _grow_batch_to_chunks(find_model(args.example, args.batch), args.batch, args.chunks)
     mesh = None if args.mesh is None else Mesh.parse(args.mesh)
-    check_axes(mesh, args.schedule, args.sequence)
-    dims = parse_numbers("--domain", args.domain) or (mesh.domain if mesh is not None else ())
+    require_axes_for_options(mesh, args.schedule, args.sequence)
+    dims = parse_dims("--domain", args.domain) or (mesh.domain if mesh is not None else ())
     ranks, batch = _choose_rank_count(args, mesh, prod(dims)), example.batch
     if ranks < 1 or batch < 1:
         raise ConfigError(f"--ranks {ranks} --batch {batch}: both at least 1")
     strategy = DistributionChoices(args.strategy, mesh).strategy_within_replica(ranks)
     full = (mesh or Mesh()).fill_from_strategy(strategy, ranks)
-    cells, grid = _choose_field(args, example, dims)
-    rank, rows = _choose_rank(
+    cells, grid = _choose_cells_and_grid(args, example, dims)
+    rank, rows = _choose_rank_and_sample_count(
         args, replace(full, domain=dims), ranks, batch, 0 if grid is None else grid.busiest_ranks[0]
     )
     space = None if grid is None else grid.as_rank(full.data_rank_of(rank))
-    example, whole = (example.on_field(cells, one) if cells else example for one in (space, None))
-    options = _make_options(args, example, full, ranks, rank) | {"domain": space}
+    example, whole = (example.with_field(cells, one) if cells else example for one in (space, None))
+    options = _make_dry_run_options(args, example, full, ranks, rank) | {"domain": space}
 
     def run_dry(changes: Mapping[str, Any]) -> DryRun:
         return dry_run(example.model(), example.x(rows), example.y(rows), **{**options, **changes})
@@ -128,9 +128,9 @@ def show(args: argparse.Namespace) -> str:
     )
     simulated = _draw_and_trace(args, whole, options | {"domain": dims or None})
     if args.json:
-        return json.dumps(_make_json(args, run, rows, changes) | {"simulated": list(simulated)}, indent=1)
+        return json.dumps(_make_plain_values(args, run, rows, changes) | {"simulated": list(simulated)}, indent=1)
     helpful = partial(format_cheaper_options, options, lambda changes: run_dry(changes).footprint.pss, rows=rows)
-    budget = _format_budget(run, args.memory, helpful)
+    budget = _format_budget_check(run, args.memory, helpful)
     where = "" if mesh is None else f" on {format_mesh(full)}"
     head = f"{args.example}: {example.about}; {args.strategy}{where}, rank {rank} of {ranks}, batch {batch}"
     head += (
@@ -145,7 +145,9 @@ def show(args: argparse.Namespace) -> str:
     return "\n\n".join(parts)
 
 
-def _make_json(args: argparse.Namespace, run: DryRun, rows: int, changes: list[OptionChange] | None) -> dict[str, Any]:
+def _make_plain_values(
+    args: argparse.Namespace, run: DryRun, rows: int, changes: list[OptionChange] | None
+) -> dict[str, Any]:
     """Return the same as plain values."""
     moved = [{"axis": axis, "call": call, **vars(n)} for (axis, call), n in sorted(run.report.traffic.items())]
     process = {name: {"rss": part.rss, "pss": part.pss} for name, part in run.footprint.parts.items()}
@@ -159,7 +161,9 @@ def _make_json(args: argparse.Namespace, run: DryRun, rows: int, changes: list[O
     }  # fmt: skip
 
 
-def _make_options(args: argparse.Namespace, example: CatalogModel, mesh: Mesh, ranks: int, rank: int) -> dict[str, Any]:
+def _make_dry_run_options(
+    args: argparse.Namespace, example: CatalogModel, mesh: Mesh, ranks: int, rank: int
+) -> dict[str, Any]:
     """Return the arguments of the dry run."""
     return {
         "ranks": ranks,
@@ -181,7 +185,7 @@ def _make_options(args: argparse.Namespace, example: CatalogModel, mesh: Mesh, r
     }
 
 
-def parse_numbers(option: str, text: str | None) -> tuple[int, ...]:
+def parse_dims(option: str, text: str | None) -> tuple[int, ...]:
     """Return the numbers of `2,2,2` or `2x2x2`; () for None; ConfigError for anything else."""
     words = [] if text is None else text.replace("x", ",").split(",")
     if any(not word.strip().isdecimal() or int(word) < 1 for word in words):
@@ -197,17 +201,17 @@ def make_no_field_error(example: str) -> ConfigError:
     return ConfigError(f"--domain and --field: {example} takes no fields; {fields} do{own}")
 
 
-def _choose_field(
+def _choose_cells_and_grid(
     args: argparse.Namespace, example: CatalogModel, dims: tuple[int, ...]
 ) -> tuple[tuple[int, ...], Grid | None]:
     """Return the cells of the requested fields, and the grid that splits them, or None."""
-    cells = parse_numbers("--field", args.field) or example.cells
+    cells = parse_dims("--field", args.field) or example.cells
     if not example.cells and (dims or cells):
         raise make_no_field_error(args.example)
     return cells, Grid.from_shape(cells, dims) if dims else None
 
 
-def _grow_batch(example: CatalogModel, batch: str | None, chunks: int | None) -> CatalogModel:
+def _grow_batch_to_chunks(example: CatalogModel, batch: str | None, chunks: int | None) -> CatalogModel:
     """Return the model with a batch that divides into `chunks`: the default batch grows as far as needed, a given one
     must fit."""
     if chunks is None or chunks < 1 or example.batch % chunks == 0:
@@ -218,12 +222,14 @@ def _grow_batch(example: CatalogModel, batch: str | None, chunks: int | None) ->
     return replace(example, batch=fits)
 
 
-def _choose_rank(args: argparse.Namespace, mesh: Mesh, ranks: int, batch: int, part: int) -> tuple[int, int]:
+def _choose_rank_and_sample_count(
+    args: argparse.Namespace, mesh: Mesh, ranks: int, batch: int, part: int
+) -> tuple[int, int]:
     """Return the rank to show and its number of samples: the rank of the command line, else the first with samples
     whose part of the field is number `part`."""
     if args.rank is not None and not 0 <= args.rank < ranks:
         return args.rank, 1  # the dry run reports the error
-    rows = [_count_rows(mesh, rank, batch, args.chunks) for rank in range(ranks)]
+    rows = [_count_samples_of_rank(mesh, rank, batch, args.chunks) for rank in range(ranks)]
     first = next(rank for rank, own in enumerate(rows) if own and mesh.data_rank_of(rank) % prod(mesh.domain) == part)
     if args.rank is not None and not rows[args.rank]:
         what = f"{batch} samples" if args.chunks is None else f"{args.chunks} chunks"
@@ -242,7 +248,7 @@ def _choose_rank_count(args: argparse.Namespace, mesh: Mesh | None, grid: int) -
     return (mesh.pipe or 1) * (mesh.replica or 1) * (mesh.shard or 1) * (mesh.tensor or 1)
 
 
-def _count_rows(mesh: Mesh, rank: int, batch: int, chunks: int | None) -> int:
+def _count_samples_of_rank(mesh: Mesh, rank: int, batch: int, chunks: int | None) -> int:
     """Return the samples of the global batch that this rank's data rank gets."""
     grid = prod(mesh.domain)
     return count_rows_of_rank(batch, mesh.data_rank_of(rank) // grid, mesh.width_of("data") // grid, chunks)
@@ -275,10 +281,11 @@ def _format_units(run: DryRun) -> str:
         )
     if len(rows) > 40:
         rows = [*rows[:20], ("...", *[""] * (len(rows[0]) - 1)), *rows[-19:]]
-    return format_table(rows) + f"\n{len(layout.units)} units; {_count_gathers(run)} all-gathers in the first forward"
+    gathers = f"{_count_forward_gathers(run)} all-gathers in the first forward"
+    return format_table(rows) + f"\n{len(layout.units)} units; {gathers}"
 
 
-def _count_gathers(run: DryRun) -> int:
+def _count_forward_gathers(run: DryRun) -> int:
     """Return the number of all-gathers before the first loss, or on other ranks of the pipe before the first
     backward."""
     words = [str(action) for action in run.program.actions]
@@ -292,7 +299,7 @@ def _format_traffic(run: DryRun) -> str:
     for (axis, call), count in sorted(run.report.traffic.items()):
         predicted = run.report.predicted.get((axis, call))
         check = f"{predicted.calls:,} calls, {format_bytes(predicted.bytes)}" if predicted else ""
-        layers = axis in OF_LAYERS and (predicted is None or predicted.calls < count.calls)
+        layers = axis in LAYER_AXES and (predicted is None or predicted.calls < count.calls)
         more = "(in layers)" if layers else "" if predicted else "(control)"
         words = " ".join(filter(None, (check, more)))
         rows.append((format_transfer(axis, call), f"{count.calls:,}", format_bytes(count.bytes), words))
@@ -307,7 +314,7 @@ def _format_memory(run: DryRun) -> str:
     return format_table(rows)
 
 
-def _format_budget(run: DryRun, budget: str | None, helpful: Callable[..., str]) -> str:
+def _format_budget_check(run: DryRun, budget: str | None, helpful: Callable[..., str]) -> str:
     """Return whether the expected peak of the whole process keeps a budget, and what would help, as text."""
     if budget is None:
         return ""
@@ -327,7 +334,7 @@ def _format_schedule(schedule: PipelineSchedule) -> str:
     numbers = f"{_format_count(schedule.stages, 'stage')}, {_format_count(schedule.microbatches, 'microbatch', 'es')}"
     head = f"schedule {schedule.name}: {numbers}; F, I and W as long as a step"
     found = f"bubble {idle:.1%} (simulated, messages take no time); in flight by rank: {pairs}"
-    return f"{head}\n{draw_schedule(schedule, WIDE)}\n{found}"
+    return f"{head}\n{draw_schedule(schedule, SCHEDULE_WIDTH_CHARS)}\n{found}"
 
 
 def _format_count(number: int, word: str, plural: str = "s") -> str:
@@ -348,9 +355,9 @@ def _draw_and_trace(args: argparse.Namespace, example: CatalogModel, options: di
     found, where = predict_runs(dry, machine), "" if options["mesh"] is None else f" on {format_mesh(options['mesh'])}"
     if args.png:
         title = f"{args.strategy}{where}: {args.example}, batch {example.batch}, on {machine.name}"
-        yield draw_step(dry, found, title, args.png)
+        yield draw_step_to_file(dry, found, title, args.png)
     if args.trace:
-        yield trace_step(dry, found, args.trace)
+        yield write_trace(dry, found, args.trace)
 
 
 MAX_RANKS_SHOWN = 4
@@ -386,7 +393,7 @@ def make_step_lanes(dry: StepDryRuns, found: Prediction, title: str, limit: floa
 
 
 @contextmanager
-def report_unwritable(path: Any) -> Iterator[None]:
+def reporting_unwritable(path: Any) -> Iterator[None]:
     """Return a context that raises ConfigError if this file cannot be written inside."""
     try:
         yield
@@ -394,17 +401,17 @@ def report_unwritable(path: Any) -> Iterator[None]:
         raise ConfigError(f"{path} cannot be written: {describe_read_error(error, path)}") from error
 
 
-def draw_step(dry: StepDryRuns, found: Prediction, title: str, path: str, limit: float | None = None) -> str:
+def draw_step_to_file(dry: StepDryRuns, found: Prediction, title: str, path: str, limit: float | None = None) -> str:
     """Draw the simulated step into a file and return a text about it. limit: see `make_step_lanes`."""
     drawn = len({event.action.mb for event in found.events} - {None})
     of = f", {drawn} of {found.microbatches} microbatches" if drawn < found.microbatches else ""
-    with report_unwritable(path):
+    with reporting_unwritable(path):
         save_figure(make_figure([make_step_lanes(dry, found, title + of, limit)]), Path(path))
     ranks = f"{found.mesh.size} rank{'s' * (found.mesh.size > 1)}"
     return f"drawn: {path}, a step of {ranks} of {found.machine.name}{of}: {found}"
 
 
-def trace_step(dry: StepDryRuns, found: Prediction, path: str) -> str:
+def write_trace(dry: StepDryRuns, found: Prediction, path: str) -> str:
     """Write the simulated step as a trace for Perfetto, with a rank of each pipe stage, and return a text about it."""
     ranks = []
     for stage, (run, held) in enumerate(zip(dry.runs, dry.make_memory_curves(found.events), strict=True)):
@@ -412,14 +419,14 @@ def trace_step(dry: StepDryRuns, found: Prediction, path: str) -> str:
         host, place = f"{found.machine.name}, simulated", axes.coordinates._asdict()
         header = TraceHeader(rank, found.mesh.size, str(axes.mesh), place, host, 0.0, [])
         row = [event for event in found.events if event.rank == stage]
-        turn = _make_record(run, row, held["activations"], run.programs[dry.few])
+        turn = _make_simulated_record(run, row, held["activations"], run.programs[dry.few])
         ranks.append((header, turn, TraceGroups.from_axes(axes)))
-    with report_unwritable(path):
+    with reporting_unwritable(path):
         write_simulated_trace(Path(path), ranks)
     return f"traced: {path}, {len(ranks)} of {found.mesh.size} ranks of {found.machine.name}, simulated"
 
 
-def _make_record(
+def _make_simulated_record(
     run: Any, row: Sequence[ActionEvent], alive: Sequence[tuple[float, int]], program: Any
 ) -> ProgramRecord:
     """Return the simulated events as if a rank had recorded them, with program number -1, which no measured one has."""

@@ -22,18 +22,18 @@ from fsdpx.core.trainer.recipe import DistributionChoices
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import ConfigError
 from fsdpx.ext.observe.record import RankRecord, ValueRecorder
-from fsdpx.launch.diff import first_difference
-from fsdpx.launch.show import check_axes, format_mesh, parse_recompute
+from fsdpx.launch.diff import find_first_difference
+from fsdpx.launch.show import format_mesh, parse_recompute, require_axes_for_options
 from fsdpx.nn.tensor_plan import SEQUENCES
 from fsdpx.testing.compare import find_difference
 
-__all__ = ["verify", "verify_on"]
+__all__ = ["verify", "verify_on_communicator"]
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
 VOCAB, SEQ_LEN = 61, 12
 FULL_BATCH, LAST_BATCH = 13, 3  # the last batch leaves ranks without samples
 
-Found = tuple[list[float], dict[str, Any], str]
+TrainingResult = tuple[list[float], dict[str, Any], str]
 
 
 @dataclass(frozen=True)
@@ -94,24 +94,24 @@ def verify(args: argparse.Namespace) -> int:
     """Return 0 if all tensors agree, else 1. Errors in the arguments are raised before ranks connect. Collective."""
     if args.strategy != "all":
         resolve_sharding(DistributionChoices(args.strategy).strategy_within_replica(1), 1)
-    _list_formats(args.precision)
-    return verify_on(init("mpi" if args.no_node else None), args)
+    _list_precisions(args.precision)
+    return verify_on_communicator(init("mpi" if args.no_node else None), args)
 
 
-def verify_on(comm: Communicator, args: argparse.Namespace) -> int:
+def verify_on_communicator(comm: Communicator, args: argparse.Namespace) -> int:
     """Run `verify` on the ranks of `comm`. Collective."""
     good = True
     for case in list_cases(args, comm.size):
-        good &= _compare_case(comm, case, VerifySize.for_mesh(case.mesh))
+        good &= _train_and_compare_case(comm, case, VerifySize.for_mesh(case.mesh))
     return 0 if good else 1
 
 
 def list_cases(args: argparse.Namespace, ranks: int) -> list[VerifyCase]:
     """Return the product of the given strategies, precisions, schedules and sequences."""
     strategies: list[Any] = list(PRESETS) if args.strategy == "all" else [args.strategy]
-    formats = _list_formats(args.precision)
+    formats = _list_precisions(args.precision)
     mesh = None if args.mesh is None else Mesh.parse(args.mesh)
-    check_axes(mesh, args.schedule, args.sequence)
+    require_axes_for_options(mesh, args.schedule, args.sequence)
     schedules: list[Any] = list(SCHEDULES) if args.schedule == "all" else [args.schedule]
     sequences: Sequence[Any] = SEQUENCES if args.sequence == "all" else (args.sequence,)
     return [
@@ -123,7 +123,7 @@ def list_cases(args: argparse.Namespace, ranks: int) -> list[VerifyCase]:
     ]  # fmt: skip
 
 
-def _list_formats(precision: str) -> list[Any]:
+def _list_precisions(precision: str) -> list[Any]:
     formats = list(TOLERANCE) if precision == "all" else [precision]
     if not set(formats) <= set(TOLERANCE):
         raise ConfigError(f"--precision {precision}: choose float64, float32 or all")
@@ -138,29 +138,29 @@ def fill_mesh(mesh: Mesh, strategy: Strategy, ranks: int) -> Mesh:
     return full
 
 
-def _compare_case(comm: Communicator, case: VerifyCase, size: VerifySize) -> bool:
+def _train_and_compare_case(comm: Communicator, case: VerifyCase, size: VerifySize) -> bool:
     """Train one case, print whether it agrees with one process, and return that. Collective."""
     losses, got, text = _train_case(comm, case, size)
     verdict = None
     if comm.rank == 0:
-        one_losses, want, _ = _train_alone(case.single_process_case, size)
+        one_losses, want, _ = _train_in_one_process(case.single_process_case, size)
         verdict = _compare_tensors(want, got, one_losses, losses, case.tolerance)
         good, line = verdict
         what = f"{case.strategy} {case.precision}, {comm.size} ranks{case}{text}"
         print(f"{'OK' if good else 'DIFFERS'}  {what}: {line}", flush=True)
     good = bool(comm.all_gather_data(verdict)[0][0])
     if not good:
-        _print_first_difference(comm, case, size)
+        _retrain_and_print_first_difference(comm, case, size)
     return good
 
 
-def _print_first_difference(comm: Communicator, case: VerifyCase, size: VerifySize) -> None:
+def _retrain_and_print_first_difference(comm: Communicator, case: VerifyCase, size: VerifySize) -> None:
     """Train again with recording, and print the first value that differs. Collective."""
-    everyone = comm.all_gather_data(_record_training(comm, case, size))
+    everyone = comm.all_gather_data(_train_and_record(comm, case, size))
     if comm.rank == 0:
         print(
-            first_difference(
-                [_record_training(make_single_rank_communicator(), case.single_process_case, size)],
+            find_first_difference(
+                [_train_and_record(make_single_rank_communicator(), case.single_process_case, size)],
                 everyone,
                 case.tolerance,
             ),
@@ -168,9 +168,9 @@ def _print_first_difference(comm: Communicator, case: VerifyCase, size: VerifySi
         )
 
 
-def _record_training(comm: Communicator, case: VerifyCase, size: VerifySize) -> RankRecord:
+def _train_and_record(comm: Communicator, case: VerifyCase, size: VerifySize) -> RankRecord:
     """Train with a recorder of all written values; return this rank's record. Collective."""
-    trainer = _make_trainer(comm, case, size)
+    trainer = _make_small_gpt_trainer(comm, case, size)
     recorder = ValueRecorder(trainer.inspect.engine, case.steps)
     for x, y in _iterate_batches(trainer.data_group, case.steps, case.chunks, size.seq_len):
         trainer.step(x, y)
@@ -179,14 +179,14 @@ def _record_training(comm: Communicator, case: VerifyCase, size: VerifySize) -> 
 
 
 @cache
-def _train_alone(case: VerifyCase, size: VerifySize) -> Found:
+def _train_in_one_process(case: VerifyCase, size: VerifySize) -> TrainingResult:
     return _train_case(make_single_rank_communicator(), case, size)
 
 
-def _train_case(comm: Communicator, case: VerifyCase, size: VerifySize) -> Found:
+def _train_case(comm: Communicator, case: VerifyCase, size: VerifySize) -> TrainingResult:
     """Train on batches of which the last is short; return losses, parameters, and a text with a fingerprint for exact
     cases. Collective."""
-    trainer = _make_trainer(comm, case, size)
+    trainer = _make_small_gpt_trainer(comm, case, size)
     losses = [
         trainer.step(x, y) for x, y in _iterate_batches(trainer.data_group, case.steps, case.chunks, size.seq_len)
     ]
@@ -196,7 +196,7 @@ def _train_case(comm: Communicator, case: VerifyCase, size: VerifySize) -> Found
     return losses, parameters, text
 
 
-def _make_trainer(comm: Communicator, case: VerifyCase, size: VerifySize) -> Trainer:
+def _make_small_gpt_trainer(comm: Communicator, case: VerifyCase, size: VerifySize) -> Trainer:
     """Return a trainer of a small GPT with tied weights, gradient clipping, and dropout unless results must be
     exact."""
     exact = case.chunks is not None

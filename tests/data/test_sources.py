@@ -16,7 +16,7 @@ from fsdpx.data import DataLoader, SupervisedDataset, TextDataset, TokenDataset
 from fsdpx.errors import ConfigError, DataError, FsdpxError
 from fsdpx.ext.observe import chrome
 from fsdpx.launch.builder import ModelBuilder
-from fsdpx.launch.options import read_hosts
+from fsdpx.launch.options import read_hostfile
 
 
 @pytest.mark.parametrize("kind", ["npy", "uint16", "uint32"])
@@ -123,7 +123,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "conversations": ("a.jsonl", lambda path: SupervisedDataset(path, str.encode, 4, end=0)),
     "run file": ("a.toml", ModelBuilder.from_file),
     "schedule": ("a.schedule", lambda path: make_schedule(path, 2, 4)),
-    "hostfile": ("hosts", read_hosts),
+    "hostfile": ("hosts", read_hostfile),
     "trace": ("rank-00000.json.gz", lambda path: chrome.read_traces(path.parent)),
     "weights": ("a.safetensors", open_weights),
     "index": ("a.index.json", open_weights),

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fsdpx.launch.rank import end_with_parent
+from fsdpx.launch.rank import request_kill_on_parent_death
 
 __all__ = ["TOOLS", "Lab", "wanting"]
 
@@ -194,7 +194,7 @@ class Lab:
                 ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--propagation",
                  "private", "bash", "-c", text],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                preexec_fn=end_with_parent,  # however these tests end, no host outlives them
+                preexec_fn=request_kill_on_parent_death,  # however these tests end, no host outlives them
             )  # fmt: skip
         until(ready.exists, f"host {name}")
 

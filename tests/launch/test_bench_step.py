@@ -31,9 +31,9 @@ def test_strategies_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trainer, "step", seen)
     reports = spawn(lambda comm: bench.compare_strategies(comm, SMALL, ["ddp", "fsdp", "zero2"], 3), 2)
     assert reports[0] == reports[1]
-    a, b, c = order[bench.WARMUP_CALLS * 3 :][:3]
+    a, b, c = order[bench.WARMUP_STEPS * 3 :][:3]
     assert len({a, b, c}) == 3
-    assert order[bench.WARMUP_CALLS * 3 :] == [a, b, c, b, c, a, c, a, b]
+    assert order[bench.WARMUP_STEPS * 3 :] == [a, b, c, b, c, a, c, a, b]
     rows = reports[0]["strategies"]
     assert [row["strategy"] for row in rows] == ["ddp", "fsdp", "zero2"]
     assert rows[0]["ratio"] == 1.0

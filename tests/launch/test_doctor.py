@@ -15,7 +15,7 @@ from stand_in import Cupy, Device
 
 from fsdpx import spawn
 from fsdpx.__main__ import main
-from fsdpx.launch.bench import TIMED_VERBS, _format_report, _iterate_levels, measure_verbs
+from fsdpx.launch.bench import TIMED_VERBS, _format_report, _iterate_level_communicators, measure_verbs
 from fsdpx.launch.doctor import RankFacts, diagnose_ranks, list_warnings
 from fsdpx.launch.launchers import FoundLauncher
 
@@ -136,8 +136,8 @@ def test_no_warning_without_a_reason() -> None:
 @pytest.mark.parametrize("driver", [False, True])
 def test_cupy_is_asked_for_only_where_there_is_a_gpu(driver: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = GOOD._replace(versions={**VERSIONS, "torch": "not installed", "cupy": "not installed"}, driver=driver)
-    monkeypatch.setattr("fsdpx.launch.doctor._collect_facts", lambda: facts)
-    monkeypatch.setattr("fsdpx.launch.doctor.try_launcher", str)
+    monkeypatch.setattr("fsdpx.launch.doctor._collect_rank_facts", lambda: facts)
+    monkeypatch.setattr("fsdpx.launch.doctor.explain_launcher_failure", str)
     monkeypatch.setitem(sys.modules, "cupy", None)
     (comm,) = spawn(lambda comm: comm, 1)
     found = dict(diagnose_ranks(comm)[1])
@@ -200,7 +200,10 @@ def test_words_of_other_launchers_are_answered(capsys: pytest.CaptureFixture[str
 def test_the_levels_are_those_of_the_machine() -> None:
     def run(hosts: dict[str, list[int]]) -> Any:
         def sizes(comm: Any) -> list[tuple[str, int]]:
-            return [(name, group.size if group is not None else 0) for name, group in _iterate_levels(comm, hosts)]
+            return [
+                (name, group.size if group is not None else 0)
+                for name, group in _iterate_level_communicators(comm, hosts)
+            ]
 
         return spawn(sizes, sum(map(len, hosts.values())))
 

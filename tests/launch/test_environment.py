@@ -33,7 +33,7 @@ from fsdpx.core.comm import Communicator
 from fsdpx.core.comm.mesh import AXES
 from fsdpx.errors import ConfigError, FsdpxError, LaunchError, MeshError
 from fsdpx.launch.options import NodeRank
-from fsdpx.launch.show import check_axes, format_mesh, parse_recompute
+from fsdpx.launch.show import format_mesh, parse_recompute, require_axes_for_options
 from fsdpx.launch.verify import fill_mesh
 
 
@@ -270,10 +270,10 @@ def test_the_secret_must_be_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("secret")
 def test_where_ranks_meet_is_a_port_of_its_own_for_each_start() -> None:
     node = NodeRank(3, 1, "n1", 65534)
-    assert node.make_arguments(4) == ["--first", "4", "--of", "12"]
-    assert node.make_variables(1, 4) == {"FSDPX_STORE": "tcp://n1:65535", "FSDPX_EXPECT_SIZE": "12"}
+    assert node.make_local_launcher_options(4) == ["--first", "4", "--of", "12"]
+    assert node.make_environment(1, 4) == {"FSDPX_STORE": "tcp://n1:65535", "FSDPX_EXPECT_SIZE": "12"}
     with pytest.raises(LaunchError, match=r"restart 2 would meet at port 65536; take a lower one"):
-        node.make_variables(2, 4)
+        node.make_environment(2, 4)
 
 
 def test_a_port_of_a_host_is_a_place_to_meet() -> None:
@@ -430,7 +430,7 @@ def test_what_would_mean_nothing_is_refused(
     text: str | None, schedule: str | None, sequence: str | None, message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_axes(None if text is None else Mesh.parse(text), schedule, sequence)
+        require_axes_for_options(None if text is None else Mesh.parse(text), schedule, sequence)
     assert message in str(caught.value)
 
 

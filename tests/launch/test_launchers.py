@@ -22,7 +22,7 @@ from fsdpx.core.base import environment
 from fsdpx.errors import LaunchError
 from fsdpx.launch import elastic_join, launchers, run
 from fsdpx.launch.batch import BATCH_TEMPLATES, NodeCores, make_batch_file
-from fsdpx.launch.options import HostSlots, LaunchConfig, assign_ranks, read_hosts
+from fsdpx.launch.options import HostSlots, LaunchConfig, assign_ranks_to_hosts, read_hostfile
 
 SAYS = {
     "srun": "slurm 23.11.4",
@@ -57,7 +57,9 @@ def has(site: Path, name: str, monkeypatch: pytest.MonkeyPatch, *, loaded: str =
     file = site / "bin" / (name if name in ("srun", "flux") else "mpiexec")
     file.write_text(f"#!/bin/sh\n[ $1 = --mpi=list ] && echo '{also}' && exit\ncat <<X\n{SAYS[name]}\nX\n")
     file.chmod(0o755)
-    monkeypatch.setattr(launchers, "find_mpi_library", lambda: (loaded or LOADED.get(name, "MPICH Version: 5.0.2"), ""))
+    monkeypatch.setattr(
+        launchers, "probe_mpi_library", lambda: (loaded or LOADED.get(name, "MPICH Version: 5.0.2"), "")
+    )
 
 
 def shown(capsys: pytest.CaptureFixture[str], *options: str) -> str:
@@ -180,16 +182,16 @@ def test_threads_and_seconds_are_variables(
 )
 def test_hostfiles_of_all_launchers_are_read(tmp_path: Path, text: str, hosts: list[HostSlots]) -> None:
     (tmp_path / "hosts").write_text(text)
-    assert read_hosts(tmp_path / "hosts") == hosts
+    assert read_hostfile(tmp_path / "hosts") == hosts
 
 
 def test_ranks_are_shared_host_after_host() -> None:
     two, bare = [HostSlots("n1", 3), HostSlots("n2", 2)], [HostSlots("n1", None), HostSlots("n2", None)]
-    assert assign_ranks(two, LaunchConfig(5), 5) == [("n1", 3), ("n2", 2)]
-    assert assign_ranks(two, LaunchConfig(2), 2) == [("n1", 2)]
-    assert assign_ranks(two, LaunchConfig(4, per_node=2), 4) == [("n1", 2), ("n2", 2)]
-    assert assign_ranks(bare, LaunchConfig(5), 5) == [("n1", 3), ("n2", 2)]
-    assert assign_ranks(two, LaunchConfig(2, nodes=1), 2) == [("n1", 2)]
+    assert assign_ranks_to_hosts(two, LaunchConfig(5), 5) == [("n1", 3), ("n2", 2)]
+    assert assign_ranks_to_hosts(two, LaunchConfig(2), 2) == [("n1", 2)]
+    assert assign_ranks_to_hosts(two, LaunchConfig(4, per_node=2), 4) == [("n1", 2), ("n2", 2)]
+    assert assign_ranks_to_hosts(bare, LaunchConfig(5), 5) == [("n1", 3), ("n2", 2)]
+    assert assign_ranks_to_hosts(two, LaunchConfig(2, nodes=1), 2) == [("n1", 2)]
 
 
 @pytest.mark.parametrize(
@@ -250,14 +252,14 @@ def test_a_further_start_is_on_the_hosts_that_answer(
     config = LaunchConfig(5, nodes=2, hostfile=Path("hosts"), min_ranks=3)
     job = run.LaunchedJob(launchers.find_launcher(config), config, ["train.py"], {})
     plan = run.RestartPlan(5, 3, 3)
-    assert run._choose_remaining_hosts(job, plan, site) == (job, 5)  # the first start takes what it is told
+    assert run._choose_job_and_rank_count_of_start(job, plan, site) == (job, 5)  # the first start takes what it is told
     plan.endings.append(run.JobEnding("died", 1))
-    fewer, ranks = run._choose_remaining_hosts(job, plan, site)
+    fewer, ranks = run._choose_job_and_rank_count_of_start(job, plan, site)
     assert ranks == 3
     assert "--host n1:2,n3:1 " in " ".join(fewer.make_command(ranks))
     assert capsys.readouterr().err == "fsdpx run: n2 cannot be reached: 3 ranks on n1, n3\n"
     plan.min_ranks = 4  # too few: then all are tried again, and perhaps it is back
-    assert run._choose_remaining_hosts(job, plan, site) == (job, 5)
+    assert run._choose_job_and_rank_count_of_start(job, plan, site) == (job, 5)
 
 
 def test_nobody_can_join_what_does_not_run_or_has_no_place(
@@ -272,11 +274,11 @@ def test_nobody_can_join_what_does_not_run_or_has_no_place(
         raise LaunchError("ranks=6: few has 4 slots")
 
     guests = elastic_join.JoinRequests(site, full)
-    monkeypatch.setattr(elastic_join, "_find_listening_rank", lambda notes: 1)
-    monkeypatch.setattr(elastic_join.time, "sleep", lambda seconds: guests.answer_requests(site))
+    monkeypatch.setattr(elastic_join, "_find_listening_process", lambda notes: 1)
+    monkeypatch.setattr(elastic_join.time, "sleep", lambda seconds: guests.answer_and_request_save(site))
     with pytest.raises(LaunchError, match=r"^--join .*: ranks=6: few has 4 slots$"):
         elastic_join.request_join(site, 2, 5.0)
-    assert guests.take_joined() == 0
+    assert guests.pop_joined_rank_count() == 0
     monkeypatch.setattr(elastic_join.time, "sleep", lambda seconds: guests.close())
     with pytest.raises(LaunchError, match="the job has ended"):
         elastic_join.request_join(site, 2, 5.0)
@@ -503,12 +505,12 @@ def test_modules_are_looked_for_as_a_python_of_this_folder_finds_them(
             return ModuleSpec(name, None) if name == "linked" else None
 
     (site / "beside.py").write_text("")
-    run._require_program(["-m", "beside"])
-    run._require_program(["-m", "json.tool"])
+    run._require_existing_program(["-m", "beside"])
+    run._require_existing_program(["-m", "json.tool"])
     with pytest.raises(LaunchError, match=r"^there is no module 'linked\.train' on Python's path or in "):
-        run._require_program(["-m", "linked.train"])
+        run._require_existing_program(["-m", "linked.train"])
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Linked()])
-    run._require_program(["-m", "linked.train"])
+    run._require_existing_program(["-m", "linked.train"])
 
 
 def test_a_name_in_a_batch_file_runs_nothing(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from fsdpx.core.base import safe_files
 from fsdpx.core.comm.mpi.start import find_leftover_files, identify_process, is_process_alive, remove_leftover_files
 from fsdpx.ext.watch.flight_recorder import FlightRecorder
 from fsdpx.ext.watch.watchdog import _make_record_folder
-from fsdpx.launch.run import _make_temporary_folder
+from fsdpx.launch.run import _make_temporary_folder_and_remove_dead
 
 WAITS = """
 shared = [line.split(maxsplit=5)[5].strip() for line in open("/proc/self/maps") if "/dev/shm/" in line]
@@ -86,7 +86,7 @@ def test_a_starter_that_ends_meanwhile_is_passed_over(tmp_path: Path, monkeypatc
         return True
 
     monkeypatch.setattr(safe_files, "is_own_folder", late)
-    assert (_make_temporary_folder(tmp_path) / "owner").read_text() == identify_process()
+    assert (_make_temporary_folder_and_remove_dead(tmp_path) / "owner").read_text() == identify_process()
 
 
 def test_folders_of_killed_starters_go_and_records_that_were_kept_stay(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_folders_of_killed_starters_go_and_records_that_were_kept_stay(tmp_path:
         (tmp_path / f"fsdpx-run-{name}").mkdir()
         if said is not None:
             (tmp_path / f"fsdpx-run-{name}" / "owner").write_text(said)
-    made = _make_temporary_folder(tmp_path)
+    made = _make_temporary_folder_and_remove_dead(tmp_path)
     assert (made / "owner").read_text() == identify_process()
     assert {path.name for path in tmp_path.iterdir()} == {"fsdpx-run-lives", "fsdpx-run-kept", made.name}
 

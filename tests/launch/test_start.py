@@ -52,7 +52,7 @@ def test_who_is_missing_is_said_as_far_as_it_is_known() -> None:
 
 
 def before_the_start(notes: dict[int, RankStatus], ended: list[int], waited: set[int], **more: Any) -> JobEnding:
-    return Evidence(1, notes, order=ended, waited=waited, **more).find_ending()
+    return Evidence(1, notes, order=ended, waited=waited, **more).decide_ending()
 
 
 def test_who_ended_before_the_start_gives_message_and_status() -> None:

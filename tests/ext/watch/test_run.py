@@ -20,10 +20,10 @@ from trials import ENDLESS, MPIEXEC, ROOT, STEPS, TRAINER, asked_to_stop, enviro
 
 from fsdpx.__main__ import main
 from fsdpx.ext.watch.preempt import PREEMPTED_STATUS, Preemption
-from fsdpx.launch.elastic_join import _find_listening_rank
+from fsdpx.launch.elastic_join import _find_listening_process
 from fsdpx.launch.exit_status import Evidence, JobEnding, RestartPlan, record_and_decide_restart
-from fsdpx.launch.rank import RankStatusWriter, _record_handlers
-from fsdpx.launch.rank_status import RankStatus, read_statuses
+from fsdpx.launch.rank import RankStatusWriter, _patch_signal_to_record_handlers
+from fsdpx.launch.rank_status import RankStatus, read_rank_statuses
 
 KINDS = st.sampled_from(["died", "hung", "error"])
 ENDINGS = st.builds(
@@ -182,7 +182,7 @@ def test_a_script_that_saves_nothing_ends_at_once(tmp_path: Path) -> None:
         time.sleep(0.02)
     (notes,) = (path.parent for path in (tmp_path / "tmp").glob("fsdpx-run-*/start-0/rank-00000.json"))
     assert {path.name for path in tmp_path.glob("ready-*")} == {f"ready-{rank} {rank} {rank} 3" for rank in range(3)}
-    assert _find_listening_rank(notes) is None
+    assert _find_listening_process(notes) is None
     os.kill(job.pid, signal.SIGTERM)
     _, err = job.communicate(timeout=60)
     assert job.returncode, err
@@ -193,20 +193,20 @@ def test_a_script_that_saves_nothing_ends_at_once(tmp_path: Path) -> None:
 def test_a_note_says_whether_the_script_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, before = RankStatus(0, os.getpid(), platform.node()), signal.getsignal(signal.SIGUSR1)
     monkeypatch.setattr(signal, "signal", signal.signal)  # put back at the end
-    _record_handlers(RankStatusWriter(begun, tmp_path))
+    _patch_signal_to_record_handlers(RankStatusWriter(begun, tmp_path))
     with Preemption():
-        assert _find_listening_rank(tmp_path) == os.getpid()
-    assert read_statuses(tmp_path) == {0: begun}
-    assert _find_listening_rank(tmp_path) is None
+        assert _find_listening_process(tmp_path) == os.getpid()
+    assert read_rank_statuses(tmp_path) == {0: begun}
+    assert _find_listening_process(tmp_path) is None
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
 def test_an_error_of_a_thread_is_the_last_word_of_a_rank_whose_script_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, write = RankStatus(0, os.getpid(), platform.node()), RankStatus.write_to
+    begun, write = RankStatus(0, os.getpid(), platform.node()), RankStatus.write_to_folder
     note = RankStatusWriter(begun, tmp_path)
-    thread = threading.Thread(target=note.record_end, args=(1, "ZeroDivisionError"))
+    thread = threading.Thread(target=note.record_final_status, args=(1, "ZeroDivisionError"))
 
     def meet(self: RankStatus, folder: Path) -> None:
         if self.status == 0:  # the script has ended well, and is about to say so
@@ -214,12 +214,12 @@ def test_an_error_of_a_thread_is_the_last_word_of_a_rank_whose_script_ends(
             thread.join(0.2)  # as long as the thread waits for us, this is in vain
         write(self, folder)
 
-    monkeypatch.setattr(RankStatus, "write_to", meet)
+    monkeypatch.setattr(RankStatus, "write_to_folder", meet)
     note.update(status=0)
     thread.join()
     note.update(listens=True)  # a handler that the script gives back at its end
     note.update(status=0)
-    assert read_statuses(tmp_path) == {0: replace(begun, status=1, error="ZeroDivisionError")}
+    assert read_rank_statuses(tmp_path) == {0: replace(begun, status=1, error="ZeroDivisionError")}
 
 
 LAUNCHER = """#!/bin/bash
@@ -269,27 +269,27 @@ def test_a_death_that_is_survived_is_no_reason_to_start_again(tmp_path: Path, st
 def test_what_counts_is_how_the_others_ended() -> None:
     notes = {0: RankStatus(0, 1, "n1", 0), 1: RankStatus(1, 2, "n1")}
     said = "rank 1 on n1 died (status 137)"
-    assert Evidence(137, notes, order=[1]).find_ending() == JobEnding("died", 137, (1, "n1"), None, said)
-    assert Evidence(137, notes, order=[1], elastic=True).find_ending() == JobEnding("done", 0)
-    assert Evidence(124, notes, order=[1], elastic=True).find_ending().kind == "hung"
+    assert Evidence(137, notes, order=[1]).decide_ending() == JobEnding("died", 137, (1, "n1"), None, said)
+    assert Evidence(137, notes, order=[1], elastic=True).decide_ending() == JobEnding("done", 0)
+    assert Evidence(124, notes, order=[1], elastic=True).decide_ending().kind == "hung"
     lost = "rank 1 on n1 died (status 1); with it and others parts of the state"
     notes[0] = RankStatus(0, 1, "n1", 1, "StateLost")
-    assert Evidence(0, notes, order=[1], elastic=True).find_ending() == JobEnding("died", 1, (1, "n1"), None, lost)
+    assert Evidence(0, notes, order=[1], elastic=True).decide_ending() == JobEnding("died", 1, (1, "n1"), None, lost)
     notes[0] = RankStatus(0, 1, "n1", 1, "KeyError")
-    assert Evidence(0, notes, order=[1], elastic=True).find_ending().text == "rank 0 on n1 ended with KeyError"
-    assert Evidence(0, elastic=True).find_ending().kind == "done"  # no folder that the launcher sees
+    assert Evidence(0, notes, order=[1], elastic=True).decide_ending().text == "rank 0 on n1 ended with KeyError"
+    assert Evidence(0, elastic=True).decide_ending().kind == "done"  # no folder that the launcher sees
 
 
 def test_a_rank_that_leaves_with_status_0_in_the_middle_is_no_good_end() -> None:
     notes = {0: RankStatus(0, 1, "n1"), 1: RankStatus(1, 2, "n1", 0)}
     said = "rank 1 on n1 ended with status 0 while others waited for it"
-    assert Evidence(1, notes, order=[1, 0]).find_ending() == JobEnding("error", 1, (1, "n1"), None, said)
+    assert Evidence(1, notes, order=[1, 0]).decide_ending() == JobEnding("error", 1, (1, "n1"), None, said)
     notes[1] = RankStatus(1, 2, "n1")  # it ended without a word, and the launcher took that for the end of all
     notes[0] = RankStatus(0, 1, "n1", 0)
-    assert Evidence(0, notes, order=[1]).find_ending() == JobEnding(
+    assert Evidence(0, notes, order=[1]).decide_ending() == JobEnding(
         "died", 1, (1, "n1"), None, "rank 1 on n1 died (status 1)"
     )
-    assert Evidence(0, {0: notes[0]}).find_ending().kind == "done"
+    assert Evidence(0, {0: notes[0]}).decide_ending().kind == "done"
 
 
 @pytest.mark.jobs
