@@ -31,7 +31,7 @@ OPENED_ELSEWHERE = {
     ),
     "sources of this package, and of modules that are imported anyway": (
         "ext/gpu/kernels.py _build_module read_text", "ext/native/code_cache.py hash_files read_bytes",
-        "examples/finetune.py load_model read_text",
+        "examples/finetune.py load_or_train_model read_text",
     ),
     "what this job has just made, under a random name or in its private folder": (
         "core/comm/node/shared_file.py _open_named_file open",

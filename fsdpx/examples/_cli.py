@@ -9,17 +9,17 @@ from typing import Any
 from fsdpx.core.base import environment
 from fsdpx.errors import FsdpxError
 
-__all__ = ["get_exit_status", "nonnegative_int", "positive_int"]
+__all__ = ["nonnegative_int", "positive_int", "run_main"]
 
 
-def positive_int(text: str, least: int = 1) -> int:
-    """Return an argument as an int; argparse error unless it is an integer of at least `least`."""
+def positive_int(text: str, minimum: int = 1) -> int:
+    """Return an argument as an int; argparse error unless it is an integer of at least `minimum`."""
     try:
         found = int(text)
     except ValueError:
-        found = least - 1
-    if found < least:
-        raise argparse.ArgumentTypeError(f"{text!r}: a whole number, {least} or more, is needed")
+        found = minimum - 1
+    if found < minimum:
+        raise argparse.ArgumentTypeError(f"{text!r}: a whole number, {minimum} or more, is needed")
     return found
 
 
@@ -28,7 +28,7 @@ def nonnegative_int(text: str) -> int:
     return positive_int(text, 0)
 
 
-def get_exit_status(main: Callable[[], Any]) -> int:
+def run_main(main: Callable[[], Any]) -> int:
     """Run `main` and return the exit status.
 
     In a single process an error of fsdpx is printed as one line and gives status 2. Among ranks it is raised like any

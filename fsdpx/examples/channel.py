@@ -17,7 +17,7 @@ rows, columns = (
 )
 
 
-def make_drops(seed):
+def make_initial_drops(seed):
     """Return this rank's part of still water after two drops, (rows, columns, 3).
 
     The last dim has height, velocity along x and velocity along y."""
@@ -56,7 +56,7 @@ def step_explicitly(u):
 
 
 def main():
-    u = make_drops(0)
+    u = make_initial_drops(0)
     for _ in range(STATES):
         u = step_explicitly(u)
     mean = cart.allreduce(u[..., 0].sum()) / (ROWS * COLUMNS)

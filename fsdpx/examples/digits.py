@@ -10,7 +10,7 @@ import numpy as np
 
 import fsdpx
 from fsdpx import data, nn, optim
-from fsdpx.examples._cli import get_exit_status
+from fsdpx.examples._cli import run_main
 from fsdpx.examples.models import DIGIT_SIDE as SIDE
 from fsdpx.examples.models import make_digits_model
 
@@ -66,4 +66,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(get_exit_status(main))
+    sys.exit(run_main(main))

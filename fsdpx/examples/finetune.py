@@ -23,7 +23,7 @@ import fsdpx
 from fsdpx import data, models, nn, optim
 from fsdpx.core.base.config import resolve_precision as precision_of
 from fsdpx.errors import ConfigError, install_hint
-from fsdpx.examples._cli import get_exit_status
+from fsdpx.examples._cli import run_main
 from fsdpx.models.tokenizer_files import get_end_tokens, load_tokenizer
 
 VOCAB, SEQ_LEN = 512, 64
@@ -87,7 +87,9 @@ def write_conversations(path: Path, count: int = 400) -> None:
             file.write(json.dumps(line) + "\n")
 
 
-def load_model(args: argparse.Namespace, tokenizer: Any, comm: Any) -> tuple[Any, dict[str, np.ndarray] | None]:
+def load_or_train_model(
+    args: argparse.Namespace, tokenizer: Any, comm: Any
+) -> tuple[Any, dict[str, np.ndarray] | None]:
     """Return the model, and its parameters by name if they do not come from a folder. Collective."""
     if args.folder is not None:
         return models.from_pretrained(args.folder), None
@@ -99,11 +101,11 @@ def load_model(args: argparse.Namespace, tokenizer: Any, comm: Any) -> tuple[Any
     with model.as_distributed(
         loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(lr=3e-3), strategy=args.strategy, comm=comm
     ) as trainer:
-        train(trainer, texts, args.first_steps, args.batch, "the small model")
+        train_and_print_loss(trainer, texts, args.first_steps, args.batch, "the small model")
         return model, trainer.parameters()
 
 
-def train(trainer: fsdpx.Trainer, samples: Any, steps: int, batch: int, what: str) -> None:
+def train_and_print_loss(trainer: fsdpx.Trainer, samples: Any, steps: int, batch: int, label: str) -> None:
     """Train for `steps` steps; rank 0 prints the first and last loss. Collective."""
     with data.DataLoader(samples, batch, comm=trainer.data_group, shuffle=True, drop_last=True) as loader:
         losses: list[float] = []
@@ -112,10 +114,10 @@ def train(trainer: fsdpx.Trainer, samples: Any, steps: int, batch: int, what: st
             losses += [trainer.step(x, y) for x, y in islice(loader, steps - begun)]
             loader.set_epoch(loader.epoch + 1)
     if trainer.call_runner.rank == 0:
-        print(f"{what}: {steps} steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}", flush=True)
+        print(f"{label}: {steps} steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}", flush=True)
 
 
-def print_format(samples: data.SupervisedDataset, template: Any, folder: str) -> None:
+def warn_if_format_differs(samples: data.SupervisedDataset, template: Any, folder: str) -> None:
     """Print a line if the conversations do not have the format that the folder's chat template expects."""
     if samples.messages and template is None:
         print(
@@ -127,14 +129,14 @@ def print_format(samples: data.SupervisedDataset, template: Any, folder: str) ->
         print(f"prompts and completions are joined as they are, without {template.where}: give messages", flush=True)
 
 
-def print_answers(
-    trainer: fsdpx.Trainer, tokenizer: Any, asked: dict[str, list[int]], ends: list[int], when: str
+def generate_and_print_answers(
+    trainer: fsdpx.Trainer, tokenizer: Any, prompts: dict[str, list[int]], stop_tokens: list[int], label: str
 ) -> None:
     """Generate answers to the prompts; rank 0 prints them. Collective."""
-    found = trainer.generate(list(asked.values()), 24, stop=ends)
+    found = trainer.generate(list(prompts.values()), 24, stop=stop_tokens)
     if trainer.call_runner.rank == 0:
-        for text, tokens in zip(asked, found, strict=True):
-            print(f"{when}: {text!r} {tokenizer.decode(tokens.tolist())!r}", flush=True)
+        for text, tokens in zip(prompts, found, strict=True):
+            print(f"{label}: {text!r} {tokenizer.decode(tokens.tolist())!r}", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -151,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "end: add one to config.json"
         )
     template = None if args.folder is None else models.chat_template(args.folder, tokenizer)
-    model, weights = load_model(args, tokenizer, comm)
+    model, weights = load_or_train_model(args, tokenizer, comm)
     adapted = nn.add_lora(model, args.rank, args.alpha, targets=args.targets)
     trainer = adapted.as_distributed(
         loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(lr=args.lr, weight_decay=0.0), strategy=args.strategy,
@@ -168,21 +170,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             template=template,
         )  # fmt: skip
     if comm.rank == 0:
-        print_format(samples, template, args.folder)
+        warn_if_format_differs(samples, template, args.folder)
         trained = sum(spec.size for spec in adapted.specs().values() if spec.trainable)
         count = trainer.inspect.placement.layout.size
         print(f"{count:,} parameters, {trained:,} of them trained; {samples}", flush=True)
     written = template.encode_question if template and samples.messages else lambda text: tokenizer.encode(text).ids
     asked = {text: written(text) for text in args.ask or (["def size(path):"] if args.data is None else [])}
     if asked:
-        print_answers(trainer, tokenizer, asked, ends, "before")
-    train(trainer, samples, args.steps, args.batch, "adapters")
+        generate_and_print_answers(trainer, tokenizer, asked, ends, "before")
+    train_and_print_loss(trainer, samples, args.steps, args.batch, "adapters")
     if asked:
-        print_answers(trainer, tokenizer, asked, ends, "after")
+        generate_and_print_answers(trainer, tokenizer, asked, ends, "after")
     if args.out:
         fsdpx.save_adapter(trainer, args.out, args.folder or "")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(get_exit_status(main))
+    sys.exit(run_main(main))

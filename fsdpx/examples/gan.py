@@ -10,7 +10,7 @@ import numpy as np
 
 import fsdpx
 from fsdpx import nn, optim
-from fsdpx.examples._cli import get_exit_status
+from fsdpx.examples._cli import run_main
 
 NOISE = 8
 
@@ -20,7 +20,7 @@ def make_mlp(inputs: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(inputs, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, outputs))
 
 
-def draw_circle(rng: np.random.Generator, samples: int) -> np.ndarray:
+def sample_circle(rng: np.random.Generator, samples: int) -> np.ndarray:
     """Return points `(samples, 2)` at a distance of about 1 from the origin."""
     angle = rng.uniform(0, 2 * np.pi, samples)
     points = np.stack([np.cos(angle), np.sin(angle)], axis=1) + rng.normal(0, 0.02, (samples, 2))
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     mine, misses = slice(comm.rank, None, comm.size), []
     for step in range(1, args.steps + 1):
         rng = np.random.default_rng(step)  # the same on all ranks; each takes its samples
-        real, noise = draw_circle(rng, args.batch)[mine], rng.standard_normal((args.batch, NOISE), np.float32)[mine]
+        real, noise = sample_circle(rng, args.batch)[mine], rng.standard_normal((args.batch, NOISE), np.float32)[mine]
         fake = generator.forward(noise)
         for points, is_real in ((real, True), (fake, False)):
             critic.backward(compute_logit_gradient(critic.forward(points), is_real, args.batch))
@@ -68,4 +68,4 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
 
 
 if __name__ == "__main__":
-    sys.exit(get_exit_status(main))
+    sys.exit(run_main(main))

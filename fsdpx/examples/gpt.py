@@ -17,7 +17,7 @@ import fsdpx
 from fsdpx import CheckpointConfig, data, nn, optim
 from fsdpx.core.base import environment
 from fsdpx.errors import ConfigError
-from fsdpx.examples._cli import get_exit_status, nonnegative_int, positive_int
+from fsdpx.examples._cli import nonnegative_int, positive_int, run_main
 from fsdpx.examples.models import SIZES, make_gpt
 from fsdpx.ext.observe.folder import RunFolder, agree_on_run_folder
 from fsdpx.launch.run_results import format_summary_line, save_and_print_results
@@ -89,7 +89,7 @@ def make_optimizer(lr: float, steps: int) -> optim.AdamW:
     return optim.AdamW(lr=schedule, betas=(0.9, 0.98), weight_decay=0.1, groups=optim.no_decay)
 
 
-def make_loaders(args: argparse.Namespace, comm: Any, prints: bool) -> tuple[data.DataLoader, list[Any]]:
+def make_loader_and_batches(args: argparse.Namespace, comm: Any, prints: bool) -> tuple[data.DataLoader, list[Any]]:
     """Return the loader of the training split, and a list of fixed batches of the validation split.
 
     comm: the data ranks, `trainer.data_group`; ranks that differ only on the pipe or tensor axis read the same samples.
@@ -153,7 +153,7 @@ PASSING = ("chaos", "hash", "no_save", "resume", "run", "trace", "verbose")
 """Arguments that do not describe the run; resuming it does not restore them."""
 
 
-def resume_arguments(argv: Sequence[str] | None, comm: Any) -> tuple[argparse.Namespace, RunFolder | None]:
+def parse_arguments_and_open_run(argv: Sequence[str] | None, comm: Any) -> tuple[argparse.Namespace, RunFolder | None]:
     """Return the arguments, with those of a resumed run as defaults, and the run's folder, None with --no-save.
     Collective."""
     made = make_parser()
@@ -171,14 +171,14 @@ def resume_arguments(argv: Sequence[str] | None, comm: Any) -> tuple[argparse.Na
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, validate, save the results and print a sample; return the exit status."""
     comm = fsdpx.init("mpi" if make_parser().parse_args(argv).no_node else None)
-    args, folder = resume_arguments(argv, comm)
+    args, folder = parse_arguments_and_open_run(argv, comm)
     if args.trace == "":
         if folder is None:
             raise ConfigError("--trace: with --no-save there is no folder of the run; name one, --trace FOLDER")
         args.trace = str(folder.trace_folder)
     trainer = make_trainer(args)
     inject_faults(trainer, parse_faults(args.chaos), environment.read_environment().restart)
-    loader, validation = make_loaders(args, trainer.data_group, prints=comm.rank == 0)
+    loader, validation = make_loader_and_batches(args, trainer.data_group, prints=comm.rank == 0)
     if comm.rank == 0:
         placed = trainer.inspect.placement
         count, on = placed.layout.size, f" ({placed.axes.mesh})" if args.mesh else ""
@@ -226,4 +226,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(get_exit_status(main))
+    sys.exit(run_main(main))

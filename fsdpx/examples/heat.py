@@ -19,7 +19,7 @@ rows, columns = (
 )
 
 
-def make_plate(seed):
+def make_random_plate(seed):
     """Return this rank's part of a plate with random temperatures, one ghost cell on
     each side."""
     whole = np.random.default_rng(seed).random((ROWS, COLUMNS))
@@ -55,11 +55,11 @@ def main():
     adam = optim.AdamW(lr=rate, weight_decay=0.0)
     trainer = net.as_distributed(loss=nn.MSELoss(), optimizer=adam, domain=grid)
     for run in range(RUNS):
-        u = make_plate(run)
+        u = make_random_plate(run)
         for _ in range(STATES):
             before, u = u, step_explicitly(u)
             loss = trainer.step(before, u)
-    u = v = make_plate(RUNS)  # not in the training data
+    u = v = make_random_plate(RUNS)  # not in the training data
     for _ in range(STATES):
         u, v = step_explicitly(u), v.copy()
         v[1:-1, 1:-1] = trainer.predict(v)

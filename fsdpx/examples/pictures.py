@@ -20,33 +20,33 @@ THEMES: dict[str, dict[Any, Any]] = {
 HALO = 2  # cells that are drawn around a part: the reach of two 3 x 3 convolutions
 
 
-def draw_pictures(folder: Path, grid: fsdpx.Grid, ends: Sequence[Array], errors: Sequence[float]) -> None:
+def write_figures(folder: Path, grid: fsdpx.Grid, end_states: Sequence[Array], errors: Sequence[float]) -> None:
     """Write the figures surrogate-field, surrogate-parts and surrogate-error, each as -light.png and -dark.png.
 
     Parameters
     ----------
     folder : where to write; it is created if needed
     grid : how the field is split; 2 dims, of which the second is periodic
-    ends : the last states of the solver and of the network, whole, (rows, columns, 3)
+    end_states : the last states of the solver and of the network, whole, (rows, columns, 3)
     errors : error of the network's state after each step, relative to the waves
     """
     from matplotlib import rc_context
 
     folder.mkdir(parents=True, exist_ok=True)
-    heights = [end[..., 0] for end in ends]
+    heights = [end[..., 0] for end in end_states]
     top = float(np.abs(heights[0]).max())
     options: dict[str, Any] = {"origin": "lower", "cmap": "RdBu_r", "vmin": -top, "vmax": top}
     for theme, look in THEMES.items():
         with rc_context(look):
             drawn = {
-                "field": _end_state_figure(heights, len(errors), options),
-                "parts": _parts_figure(grid, heights[0], options),
+                "field": _draw_end_state_figure(heights, len(errors), options),
+                "parts": _draw_parts_figure(grid, heights[0], options),
             }
-            for name, figure in (drawn | {"error": _error_figure(errors)}).items():
+            for name, figure in (drawn | {"error": _draw_error_figure(errors)}).items():
                 figure.savefig(folder / f"surrogate-{name}-{theme}.png", dpi=150, metadata={"Software": None})
 
 
-def _end_state_figure(heights: Sequence[Array], steps: int, options: dict[str, Any]) -> Any:
+def _draw_end_state_figure(heights: Sequence[Array], steps: int, options: dict[str, Any]) -> Any:
     """Draw both states and their difference; return the figure."""
     from matplotlib.figure import Figure
 
@@ -59,7 +59,7 @@ def _end_state_figure(heights: Sequence[Array], steps: int, options: dict[str, A
     return figure
 
 
-def _error_figure(errors: Sequence[float]) -> Any:
+def _draw_error_figure(errors: Sequence[float]) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
@@ -74,7 +74,7 @@ def _error_figure(errors: Sequence[float]) -> Any:
     return figure
 
 
-def _parts_figure(grid: fsdpx.Grid, height: Array, options: dict[str, Any]) -> Any:
+def _draw_parts_figure(grid: fsdpx.Grid, height: Array, options: dict[str, Any]) -> Any:
     """Draw each rank's part in its place, with its halo in pale colors; return the figure. There is no halo beyond
     walls."""
     from matplotlib import rcParams

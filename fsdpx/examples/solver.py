@@ -19,7 +19,7 @@ import fsdpx
 from fsdpx import nn, optim
 from fsdpx.core.base.option_names import Strategy
 from fsdpx.errors import ConfigError
-from fsdpx.examples._cli import get_exit_status
+from fsdpx.examples._cli import run_main
 
 SIDE = 32  # cells of the field in each direction
 SMALL, STEP, VISCOSITY = 4, 0.0025, 0.02  # small steps per large step, time of a small step, viscosity
@@ -49,7 +49,7 @@ class PutWindow:
         memory = cast("Any", self._window.tomemory())
         self.inbox = np.frombuffer(memory, np.float32)  # a view: other ranks write here
 
-    def put_and_fence(self, letters: Iterable[tuple[int, Any, Array]]) -> None:
+    def put_and_fence(self, messages: Iterable[tuple[int, Any, Array]]) -> None:
         """Put each (rank, MPI datatype of the target elements, float32 array).
 
         Afterwards `inbox` has the data of other ranks until the next round."""
@@ -57,7 +57,7 @@ class PutWindow:
         while not everyone.Test():
             time.sleep(0.001)
         self._window.Fence()  # all ranks have read the previous data
-        for rank, where, array in letters:
+        for rank, where, array in messages:
             self._window.Put(array, rank, (0, 1, where))
         self._window.Fence()  # all data have arrived
 
@@ -212,7 +212,7 @@ def run_training(comm: Any, world: Any, rounds: int, strategy: Strategy) -> floa
 
 
 def get_part(grid: fsdpx.Grid) -> Part:
-    return tuple((cuts[at], cuts[at + 1]) for cuts, at in zip(grid.parts.cuts, grid.place, strict=True))
+    return tuple((cuts[at], cuts[at + 1]) for cuts, at in zip(grid.parts.cuts, grid.coords, strict=True))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -244,4 +244,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(get_exit_status(main))
+    sys.exit(run_main(main))

@@ -15,7 +15,7 @@ import numpy as np
 
 import fsdpx
 from fsdpx import Mesh, nn, optim
-from fsdpx.examples._cli import get_exit_status
+from fsdpx.examples._cli import run_main
 
 VOCABULARY, LENGTH, SAMPLES = 61, 16, 16
 
@@ -43,7 +43,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 """Name -> options of `as_distributed`."""
 
 
-def train_with(comm: Any, name: str, steps: int = 40, folder: str = "") -> tuple[float, float, Any]:
+def train_and_evaluate(comm: Any, name: str, steps: int = 40, folder: str = "") -> tuple[float, float, Any]:
     """Train for some steps; return the loss of the batch before and after, and the report of this rank. Collective.
 
     folder: a folder of this job for offloaded state, used only by the strategy "offload"."""
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = p.parse_args(argv)
     comm = fsdpx.init()
     made = tempfile.mkdtemp(prefix="fsdpx-offload-") if comm.rank == 0 else ""
-    before, after, report = train_with(comm, args.strategy, args.steps, comm.all_gather_data(made)[0])
+    before, after, report = train_and_evaluate(comm, args.strategy, args.steps, comm.all_gather_data(made)[0])
     comm.barrier().wait()
     if comm.rank == 0:
         shutil.rmtree(made)
@@ -102,4 +102,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(get_exit_status(main))
+    sys.exit(run_main(main))

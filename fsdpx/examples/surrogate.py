@@ -14,8 +14,8 @@ import numpy as np
 
 import fsdpx
 from fsdpx import nn, optim
-from fsdpx.examples._cli import get_exit_status, positive_int
-from fsdpx.examples.channel import STATES, cart, columns, make_drops, rows, step_explicitly
+from fsdpx.examples._cli import positive_int, run_main
+from fsdpx.examples.channel import STATES, cart, columns, make_initial_drops, rows, step_explicitly
 
 ROLLOUT_STEPS = 2  # consecutive states that the network is trained to predict
 REST, SCALE = np.array([1, 0, 0]), 10  # still water; scales waves to about 1
@@ -28,23 +28,23 @@ def make_network() -> nn.Layer:
     return nn.Residual(nn.UNet(3, 3, width=12, depth=1, padding=around, norm=None, activation="tanh"))
 
 
-def get_waves(u: Array) -> Array:
+def compute_waves(u: Array) -> Array:
     """Return the deviation from still water, scaled to about 1."""
     return (u - REST) * SCALE
 
 
-def train_on_runs(trainer: fsdpx.Trainer, runs: int, steps: int) -> float:
+def run_solver_and_train(trainer: fsdpx.Trainer, runs: int, steps: int) -> float:
     """Run the solver, and train after each state on the states so far; return the last
     loss."""
     seen: list[tuple[Array, Array]] = []
     draw = np.random.default_rng(0)  # the same on all ranks: parts of the same states
     loss = np.inf
     for run in range(1, runs + 1):
-        u = make_drops(run)
-        states = [get_waves(u)]
+        u = make_initial_drops(run)
+        states = [compute_waves(u)]
         for _ in range(STATES):
             u = step_explicitly(u)
-            states.append(get_waves(u))
+            states.append(compute_waves(u))
             if len(states) > ROLLOUT_STEPS:
                 later = np.concatenate(states[-ROLLOUT_STEPS:], axis=-1)
                 seen.append((states[-1 - ROLLOUT_STEPS], later))
@@ -62,8 +62,8 @@ def compare_with_solver(trainer: fsdpx.Trainer) -> tuple[list[float], list[Array
 
     Returns the error of each state relative to the waves, the last states of solver and
     network, and the seconds per state of each."""
-    u = make_drops(0)
-    v, errors, seconds = get_waves(u), list[float](), [0.0, 0.0]
+    u = make_initial_drops(0)
+    v, errors, seconds = compute_waves(u), list[float](), [0.0, 0.0]
     for k in range(STATES):
         begin = time.perf_counter()
         u = step_explicitly(u)
@@ -71,12 +71,12 @@ def compare_with_solver(trainer: fsdpx.Trainer) -> tuple[list[float], list[Array
         if k % ROLLOUT_STEPS == 0:  # the network starts from its own state
             ahead = np.split(np.asarray(trainer.predict(v)), ROLLOUT_STEPS, axis=-1)
         v = ahead[k % ROLLOUT_STEPS]
-        end, w = time.perf_counter(), get_waves(u)
+        end, w = time.perf_counter(), compute_waves(u)
         seconds = [seconds[0] + middle - begin, seconds[1] + end - middle]
         squares = [((v - w) ** 2).sum(), (w**2).sum()]
         apart, whole = cart.allreduce(np.array(squares, np.float64))
         errors.append(float(apart / whole) ** 0.5)
-    return errors, [get_waves(u), v], [total / STATES for total in seconds]
+    return errors, [compute_waves(u), v], [total / STATES for total in seconds]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     trainer = nn.Rollout(make_network(), ROLLOUT_STEPS).as_distributed(
         loss=nn.RelativeL2(), optimizer=optim.AdamW(lr=rate, weight_decay=0.0), domain=grid
     )
-    train_on_runs(trainer, args.runs, args.steps)
+    run_solver_and_train(trainer, args.runs, args.steps)
     errors, ends, seconds = compare_with_solver(trainer)
     fields = [grid.gather(end) for end in ends]  # collective; only rank 0 draws them
     trainer.close()
@@ -103,11 +103,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error of the network's own states: {shown}")
         print(f"a state takes the solver {1000 * seconds[0]:.1f} ms and the network {1000 * seconds[1]:.1f} ms")
         if args.pictures:
-            from fsdpx.examples.pictures import draw_pictures
+            from fsdpx.examples.pictures import write_figures
 
-            draw_pictures(args.pictures, grid, fields, errors)
+            write_figures(args.pictures, grid, fields, errors)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(get_exit_status(main))
+    sys.exit(run_main(main))

@@ -16,7 +16,7 @@ import numpy as np
 import fsdpx
 from fsdpx import data, nn, optim
 from fsdpx.errors import ConfigError
-from fsdpx.examples._cli import get_exit_status
+from fsdpx.examples._cli import run_main
 
 
 def train_at_rate(comm: Any, rate: float, args: argparse.Namespace) -> float:
@@ -73,4 +73,4 @@ def print_results(args: argparse.Namespace, results: list[tuple[int, dict[float,
 
 
 if __name__ == "__main__":
-    sys.exit(get_exit_status(main))
+    sys.exit(run_main(main))

@@ -53,7 +53,7 @@ class CatalogModel:
                 (_, channels, *_), dtype = batch(n)
                 if grid is None:
                     return (n, channels, *cells), dtype
-                return (n, *grid.parts.local_shape(grid.place), channels), dtype
+                return (n, *grid.parts.local_shape(grid.coords), channels), dtype
 
             return make_spec
 

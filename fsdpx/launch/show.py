@@ -133,9 +133,8 @@ def show(args: argparse.Namespace) -> str:
     budget = _format_budget_check(run, args.memory, helpful)
     where = "" if mesh is None else f" on {format_mesh(full)}"
     head = f"{args.example}: {example.about}; {args.strategy}{where}, rank {rank} of {ranks}, batch {batch}"
-    head += (
-        "" if space is None else f", with {' x '.join(map(str, space.parts.local_shape(space.place)))} cells of {space}"
-    )
+    if space is not None:
+        head += f", with {' x '.join(map(str, space.parts.local_shape(space.coords)))} cells of {space}"
     parts = [head, _format_program(run), _format_units(run), _format_traffic(run), _format_memory(run)]
     parts += [str(run.peak), *([] if changes is None else [format_changes(changes)])]
     parts += [f"{run.footprint}{budget}"]

@@ -156,7 +156,7 @@ class GivenValues(Protocol):
     def broadcast_from_rank0(self, comm: Any) -> None:
         """Replace the values by those of rank 0. Collective."""
 
-    def release_copy(self) -> None:
+    def release_reproducible_values(self) -> None:
         """Release the values: all ranks have taken their shards."""
 
 

@@ -161,7 +161,7 @@ THEIR_OWN_WAY = {"async", "gossip", "local_sgd", "diloco", "experts"}
 def test_every_strategy_and_axis_trains_the_same_model(name: str, tmp_path: Path) -> None:
     ranks = 8 if name == "3d" else 4
     steps = 10 if name in THEIR_OWN_WAY else 3
-    ends = spawn(strategies.train_with, ranks, name, steps, str(tmp_path))
+    ends = spawn(strategies.train_and_evaluate, ranks, name, steps, str(tmp_path))
     (before, after, report), *_ = ends
     assert {end[:2] for end in ends} == {(before, after)}
     assert report.steps == steps
@@ -173,7 +173,7 @@ def test_every_strategy_and_axis_trains_the_same_model(name: str, tmp_path: Path
 
 @cache
 def alone() -> tuple[float, float]:
-    before, after, _ = spawn(strategies.train_with, 1, "ddp", 3)[0]
+    before, after, _ = spawn(strategies.train_and_evaluate, 1, "ddp", 3)[0]
     assert after < before - 0.1
     return before, after
 

@@ -26,7 +26,7 @@ def release_given_values(model: Layer, comm: Communicator) -> None:
         return
     comm.barrier(what="first values").wait()  # thread ranks may share the layers
     for values in given_values:
-        values.release_copy()
+        values.release_reproducible_values()
     gc.collect()  # reference cycles from PyTorch's conversion keep the parameters alive
     trim_heap()
 

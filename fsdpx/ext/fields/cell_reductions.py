@@ -9,10 +9,10 @@ import numpy as np
 from fsdpx.core.array.sums import combine_moments
 from fsdpx.nn.layer import Array, LayerContext
 
-__all__ = ["all_reduce_cells", "all_reduce_moments"]
+__all__ = ["all_reduce_moments", "all_reduce_over_parts"]
 
 
-def all_reduce_cells(env: LayerContext, values: Array, what: str, op: str = "sum") -> Array:
+def all_reduce_over_parts(env: LayerContext, values: Array, what: str, op: str = "sum") -> Array:
     """Return `values` reduced by `op` over all parts of the field, in place. Communicates if the field is
     partitioned."""
     if env.mesh.parts.size > 1:
@@ -20,20 +20,22 @@ def all_reduce_cells(env: LayerContext, values: Array, what: str, op: str = "sum
     return values
 
 
-def all_reduce_moments(env: LayerContext, x: Array, dims: tuple[int, ...], what: str, w: Array | None = None) -> Array:
+def all_reduce_moments(
+    env: LayerContext, x: Array, dims: tuple[int, ...], what: str, weights: Array | None = None
+) -> Array:
     """Return count, mean and sum of squared deviations, stacked in float64, over the last dims, `dims`, of all parts.
 
-    The moments of ranks are merged by the rule of Chan et al. (1979), in the order of ranks. w: weight of each element;
-    None: 1. Communicates if the field is partitioned."""
+    The moments of ranks are merged by the rule of Chan et al. (1979), in the order of ranks. weights: weight of each
+    element; None: 1. Communicates if the field is partitioned."""
     xp, ranks, size = env.xp, env.mesh.parts, float(math.prod(x.shape[d] for d in dims))
-    mean = (x if w is None else w * x).sum(axis=dims, dtype=np.float64)
+    mean = (x if weights is None else weights * x).sum(axis=dims, dtype=np.float64)
     count = xp.full(mean.shape, size, dtype=np.float64)
-    if w is not None:
-        count = xp.broadcast_to(w, x.shape).sum(axis=dims, dtype=np.float64)
+    if weights is not None:
+        count = xp.broadcast_to(weights, x.shape).sum(axis=dims, dtype=np.float64)
     mean = mean / xp.where(count > 0, count, 1.0)
     apart = x.astype(np.float64) - mean.reshape(*mean.shape, *(1,) * len(dims))
     squares = apart * apart
-    found = xp.stack([count, mean, (squares if w is None else w * squares).sum(axis=dims)])
+    found = xp.stack([count, mean, (squares if weights is None else weights * squares).sum(axis=dims)])
     if ranks.size == 1:
         return found
     everyone = xp.empty((ranks.size, *found.shape), dtype=np.float64)

@@ -58,14 +58,14 @@ def gather_channel_statistics(
     found, problem = None, ""
     try:
         for batch in batches:
-            found = _merge_batch(found, np.moveaxis(to_host(batch), dim, 0), skipna)
+            found = _merge_batch_moments(found, np.moveaxis(to_host(batch), dim, 0), skipna)
     except (DataError, ValueError) as error:
         problem = str(error) or repr(error)
     return _all_gather_statistics(comm, found, problem)
 
 
-def _merge_batch(found: np.ndarray | None, batch: np.ndarray, skipna: bool) -> np.ndarray:
-    """Return the moments `found`, (3, channels), merged with those of a batch (channels, ...)."""
+def _merge_batch_moments(moments: np.ndarray | None, batch: np.ndarray, skipna: bool) -> np.ndarray:
+    """Return the moments `moments`, (3, channels), merged with those of a batch (channels, ...)."""
     rows = batch.reshape(len(batch), int(np.prod(batch.shape[1:]))).astype(np.float64)
     counted = ~np.isnan(rows) if skipna else np.ones(rows.shape, bool)
     count = counted.sum(axis=1).astype(np.float64)
@@ -76,15 +76,15 @@ def _merge_batch(found: np.ndarray | None, batch: np.ndarray, skipna: bool) -> n
     new = np.stack([count, lowest + mean, (apart * apart).sum(axis=1)])
     if not np.isfinite(new).all():
         raise DataError(f"channel {int(np.argmin(np.isfinite(new).all(axis=0)))} has values that are not finite")
-    if found is not None and found.shape != new.shape:
-        raise DataError(f"a batch has {new.shape[1]} channels, those before it {found.shape[1]}")
-    return new if found is None else combine_moments(np, found, new)
+    if moments is not None and moments.shape != new.shape:
+        raise DataError(f"a batch has {new.shape[1]} channels, those before it {moments.shape[1]}")
+    return new if moments is None else combine_moments(np, moments, new)
 
 
-def _all_gather_statistics(comm: Any, found: np.ndarray | None, problem: str) -> ChannelStatistics:
+def _all_gather_statistics(comm: Any, moments: np.ndarray | None, error_text: str) -> ChannelStatistics:
     """Return the statistics of the data of all ranks, merged in the order of ranks; raise DataError on all ranks if one
     has a problem."""
-    mine = (problem, None if found is None else found.tolist())
+    mine = (error_text, None if moments is None else moments.tolist())
     everyone, whole = [mine], None
     if comm is not None:
         everyone = all_gather_plain_data(comm, mine)

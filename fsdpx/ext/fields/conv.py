@@ -15,8 +15,8 @@ from fsdpx.ext.fields.halo import (
     HaloSpec,
     find_halo_specs,
     make_output_cuts,
-    require_dims,
-    require_fit,
+    require_field_shape,
+    require_halo_fits_field,
 )
 from fsdpx.ext.fields.halo_slabs import (
     HaloBox,
@@ -39,9 +39,9 @@ __all__ = [
     "Sizes",
     "WindowLayer",
     "expand_to_dims",
-    "local_cells",
-    "make_window_specs",
-    "require_groups",
+    "get_local_shape",
+    "make_conv_specs",
+    "require_divisible_channels",
 ]  # fmt: skip
 
 Sizes = int | tuple[int, ...]
@@ -58,12 +58,12 @@ class ConvWindow:
     high: tuple[int, ...]
     dilation: tuple[int, ...]
     modes: tuple[str, ...]
-    ceil: bool = False
+    ceil_mode: bool = False
 
     @classmethod
     def from_arguments(
         cls, layer: Layer, dims: int, kernel: Any, stride: Any, padding: Any, dilation: Any, mode: Any,
-        ceil: bool = False,
+        ceil_mode: bool = False,
     ) -> ConvWindow:  # fmt: skip
         """Return the window for the arguments of a layer; raise ConfigError for invalid ones."""
         sizes = [
@@ -76,7 +76,7 @@ class ConvWindow:
                 f"{type(layer).__name__}: padding_mode={mode!r}: choose one of {', '.join(MODES)}, or {dims} of them"
             )
         low, high = _parse_padding(layer, padding, dims, *sizes)
-        return cls(sizes[0], sizes[1], low, high, sizes[2], modes, ceil)
+        return cls(sizes[0], sizes[1], low, high, sizes[2], modes, ceil_mode)
 
     @property
     def spans(self) -> tuple[int, ...]:
@@ -96,12 +96,12 @@ class ConvWindow:
     def _count_outputs(self, n: int, stride: int, low: int, high: int, span: int) -> int:
         """Return the number of outputs along a dim of n cells."""
         steps = n + low + high - span
-        count = (-(-steps // stride) if self.ceil else steps // stride) + 1
-        if self.ceil and (count - 1) * stride >= n + low:
+        count = (-(-steps // stride) if self.ceil_mode else steps // stride) + 1
+        if self.ceil_mode and (count - 1) * stride >= n + low:
             count -= 1
         return max(count, 0)
 
-    def kernel_padding(self, parts: FieldPartition) -> tuple[int, ...]:
+    def count_zeros_padded_by_kernel(self, parts: FieldPartition) -> tuple[int, ...]:
         """Return how many zeros the kernel itself adds before the field along each dim: 0 for dims that are
         partitioned, have ghost cells or are not padded with zeros."""
         if parts.ghosts:
@@ -109,7 +109,7 @@ class ConvWindow:
         rows = zip(parts.cuts, self.low, self.modes, strict=True)
         return tuple(pad if len(cuts) == 2 and mode == "zeros" else 0 for cuts, pad, mode in rows)
 
-    def make_strides(self, first: tuple[int, ...], groups: int = 1) -> WindowStrides:
+    def make_window_strides(self, first: tuple[int, ...], groups: int = 1) -> WindowStrides:
         """Return the window as kernels take it. first: the cell at which output 0 begins, along each dim."""
         return WindowStrides(self.kernel, self.stride, self.dilation, first, groups)
 
@@ -123,23 +123,23 @@ class ConvWindow:
         for i, (cuts, mode) in enumerate(zip(parts.cuts, self.modes, strict=True)):
             if len(cuts) == 2 and not parts.ghosts and (mode == "zeros" or self.low[i] == self.high[i] == 0):
                 found[i] = HaloSpec(i + 2, cuts, ((0, cuts[-1]),))
-        for reach in found:
-            require_fit(reach, parts)
+        for halo in found:
+            require_halo_fits_field(halo, parts)
         return tuple(found)
 
 
-def expand_to_dims(layer: Layer, name: str, value: Any, dims: int, least: int) -> tuple[int, ...]:
-    """Return `3` or `(3, 5)` as one integer for each dim; raise ConfigError unless each is at least `least`."""
+def expand_to_dims(layer: Layer, name: str, value: Any, dims: int, minimum: int) -> tuple[int, ...]:
+    """Return `3` or `(3, 5)` as one integer for each dim; raise ConfigError unless each is at least `minimum`."""
     each = (value,) * dims if hasattr(value, "__index__") else value
     if not isinstance(each, tuple | list) or len(each) != dims:
         many = {1: "one", 2: "one whole number or two", 3: "one whole number or three"}[dims]
         raise ConfigError(f"{type(layer).__name__}: {name} must be {many}, got {value!r}")
-    if any(not hasattr(side, "__index__") or side < least for side in each):
-        raise ConfigError(f"{type(layer).__name__}: {name} must be whole numbers >= {least}, got {value!r}")
+    if any(not hasattr(side, "__index__") or side < minimum for side in each):
+        raise ConfigError(f"{type(layer).__name__}: {name} must be whole numbers >= {minimum}, got {value!r}")
     return tuple(map(int, each))
 
 
-def require_groups(layer: Layer, in_channels: int, out_channels: int, groups: int) -> None:
+def require_divisible_channels(layer: Layer, in_channels: int, out_channels: int, groups: int) -> None:
     """Raise ConfigError unless input and output channels are multiples of `groups`."""
     require_positive(layer, in_channels=in_channels, out_channels=out_channels, groups=groups)
     if in_channels % groups or out_channels % groups:
@@ -149,7 +149,7 @@ def require_groups(layer: Layer, in_channels: int, out_channels: int, groups: in
         )
 
 
-def make_window_specs(layer: Any, shape: tuple[int, ...]) -> dict[str, ParameterSpec]:
+def make_conv_specs(layer: Any, shape: tuple[int, ...]) -> dict[str, ParameterSpec]:
     """Return the specs of a convolution: the weight, of `shape`, and the bias, with PyTorch's initial values."""
     default = uniform(1.0 / math.sqrt(math.prod(shape[1:])))
     specs = {"weight": ParameterSpec(shape, layer.init or default)}
@@ -181,14 +181,14 @@ def _parse_padding(
 
 
 @lru_cache(1 << 10)
-def _prepare_window(
+def _plan_window(
     window: ConvWindow, parts: FieldPartition
 ) -> tuple[FieldPartition, tuple[HaloSpec, ...], tuple[int, ...]]:
-    moves = tuple(reach for reach in window.find_halos(parts) if not reach.is_local)
-    return window.partition_outputs(parts), moves, window.kernel_padding(parts)
+    halos = tuple(halo for halo in window.find_halos(parts) if not halo.is_local)
+    return window.partition_outputs(parts), halos, window.count_zeros_padded_by_kernel(parts)
 
 
-def local_cells(env: LayerContext, parts: FieldPartition) -> tuple[int, ...]:
+def get_local_shape(env: LayerContext, parts: FieldPartition) -> tuple[int, ...]:
     """Return the cells of this rank's part along each dim."""
     return parts.shape if parts.is_uncut else parts.local_shape([line.rank for line in env.mesh.domain])
 
@@ -199,13 +199,13 @@ class WindowLayer(FieldLayer):
     window: ConvWindow
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
-        return self.fit_to_field(parts)[0]
+        return self.plan_on_field(parts)[0]
 
-    def fit_to_field(self, parts: FieldPartition) -> tuple[FieldPartition, tuple[HaloSpec, ...], tuple[int, ...]]:
+    def plan_on_field(self, parts: FieldPartition) -> tuple[FieldPartition, tuple[HaloSpec, ...], tuple[int, ...]]:
         """Return the partition of the outputs, the halos that this layer exchanges, and the zeros that the kernel adds
         before the field; raise ShapeError, which names the layer, for a field that is too small."""
         try:
-            found = _prepare_window(self.window, parts)
+            found = _plan_window(self.window, parts)
         except ShapeError as error:
             raise ShapeError(f"{self!r}: {error}") from None
         if min(found[0].shape) < 1:
@@ -267,53 +267,55 @@ class Conv(WindowLayer):
         *,
         init: Init | None = None,
     ) -> None:
-        require_groups(self, in_channels, out_channels, groups)
+        require_divisible_channels(self, in_channels, out_channels, groups)
         self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
         self.kernel_size, self.stride, self.padding, self.dilation = kernel_size, stride, padding, dilation
         self.bias, self.padding_mode, self.init = bool(bias), padding_mode, init
         self.window = ConvWindow.from_arguments(self, self.dims, kernel_size, stride, padding, dilation, padding_mode)
 
     def specs(self) -> dict[str, ParameterSpec]:
-        return make_window_specs(self, (self.out_channels, self.in_channels // self.groups, *self.window.kernel))
+        return make_conv_specs(self, (self.out_channels, self.in_channels // self.groups, *self.window.kernel))
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
-        require_dims(self, x, self.dims, self.in_channels)
-        outputs, moves, inside = self.fit_to_field(self.get_partition(x))
-        sizes, weight, bias = local_cells(env, outputs), p["weight"], p.get("bias")
+        require_field_shape(self, x, self.dims, self.in_channels)
+        outputs, halos, kernel_padding = self.plan_on_field(self.get_partition(x))
+        sizes, weight, bias = get_local_shape(env, outputs), p["weight"], p.get("bias")
         widened: tuple[HaloSpec, ...] = ()
-        if x.dtype.itemsize < 4 or any(reach.ghosts for reach in moves):  # each slab rounds 16-bit sums again
-            x, moves, widened = exchange_halo(env, x, moves), (), moves
-        rims = HaloSlabs(env, x, moves)
-        y = correlate(env.xp, x, weight, bias, self._make_strides(inside, rims.boxes[0]), sizes)
+        if x.dtype.itemsize < 4 or any(halo.ghosts for halo in halos):  # each slab rounds 16-bit sums again
+            x, halos, widened = exchange_halo(env, x, halos), (), halos
+        rims = HaloSlabs(env, x, halos)
+        y = correlate(env.xp, x, weight, bias, self._make_box_strides(kernel_padding, rims.boxes[0]), sizes)
         for box in rims.wait_for_slabs():
-            y = correlate(env.xp, box.cells, weight, None, self._make_strides(inside, box), sizes, y)
-        return y, (tuple(rims.boxes), moves, inside, widened)
+            y = correlate(env.xp, box.cells, weight, None, self._make_box_strides(kernel_padding, box), sizes, y)
+        return y, (tuple(rims.boxes), halos, kernel_padding, widened)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        boxes, moves, inside, widened = saved
+        boxes, halos, kernel_padding, widened = saved
         weight, slopes = p["weight"], [boxes[0]]
 
         def backward_box(box: HaloBox) -> Array:
-            strides = self._make_strides(inside, box)
+            strides = self._make_box_strides(kernel_padding, box)
             return correlate_backward_input(env.xp, weight, dy, strides, tuple(box.cells.shape))
 
-        slopes += [HaloBox(box.at, backward_box(box)) for box in boxes[1:]]
-        dx = exchange_slab_gradients(env, moves, slopes, lambda: backward_box(boxes[0]))
+        slopes += [HaloBox(box.offset, backward_box(box)) for box in boxes[1:]]
+        dx = exchange_slab_gradients(env, halos, slopes, lambda: backward_box(boxes[0]))
         return exchange_halo_backward(env, dx, widened), (*saved, dy)
 
     def backward_leaf(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Array) -> None:
         self.backward_params(env, g, (*saved, dy))
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
-        boxes, _, inside, _, dy = kept
+        boxes, _, kernel_padding, _, dy = kept
         weight, bias = get_destination(g, "weight"), get_destination(g, "bias")
         for box in boxes:
-            correlate_backward_params(env.xp, box.cells, dy, self._make_strides(inside, box), weight, bias)
+            correlate_backward_params(env.xp, box.cells, dy, self._make_box_strides(kernel_padding, box), weight, bias)
             weight, bias = None if weight is None else (weight[0], True), None
 
-    def _make_strides(self, inside: tuple[int, ...], box: HaloBox) -> WindowStrides:
+    def _make_box_strides(self, kernel_padding: tuple[int, ...], box: HaloBox) -> WindowStrides:
         """Return the window over the cells of a box, as kernels take it."""
-        return self.window.make_strides(tuple(-pad - at for pad, at in zip(inside, box.at, strict=True)), self.groups)
+        return self.window.make_window_strides(
+            tuple(-pad - offset for pad, offset in zip(kernel_padding, box.offset, strict=True)), self.groups
+        )
 
 
 class Conv1d(Conv, dims=1):

@@ -33,9 +33,9 @@ __all__ = [
     "FieldVariable",
     "TrajectoryFile",
     "find_cell_letters",
-    "find_sizes",
+    "find_dim_sizes",
     "find_variables",
-    "list_groups",
+    "list_arrays_by_group",
 ]
 
 WELL_GROUPS = ("t0_fields", "t1_fields", "t2_fields")
@@ -79,38 +79,42 @@ def _format_names(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names)) or "nothing"
 
 
-def _list_arrays(node: Any, inside: str = "") -> dict[str, tuple[str, Any]]:
+def _list_arrays(node: Any, prefix: str = "") -> dict[str, tuple[str, Any]]:
     """Return (path, array) by name: the arrays of a group, and those of The Well's groups in it."""
     found: dict[str, tuple[str, Any]] = {}
     for name, child in iterate_members(node):
-        if not inside and name in WELL_GROUPS and hasattr(child, "keys"):
-            found |= _list_arrays(child, f"{inside}{name}/")
+        if not prefix and name in WELL_GROUPS and hasattr(child, "keys"):
+            found |= _list_arrays(child, f"{prefix}{name}/")
         elif not hasattr(child, "keys"):
-            found[name] = (inside + name, child)
+            found[name] = (prefix + name, child)
     return found
 
 
-def list_groups(root: Any, wanted: tuple[str, ...] | None, cells: int) -> dict[str, dict[str, tuple[str, Any]]]:
+def list_arrays_by_group(
+    root: Any, fields: tuple[str, ...] | None, cell_dims: int
+) -> dict[str, dict[str, tuple[str, Any]]]:
     """Return the arrays of each group that has fields: of the file itself, else of the groups in it."""
     inner = {"": _list_arrays(root)}
-    if not _select_field_names(inner[""], wanted, cells):
+    if not _select_field_names(inner[""], fields, cell_dims):
         children = {
             name: child for name, child in iterate_members(root) if hasattr(child, "keys") and name not in WELL_GROUPS
         }
         inner |= {name: _list_arrays(child, f"{name}/") for name, child in children.items()}
-    return {name: arrays for name, arrays in inner.items() if _select_field_names(arrays, wanted, cells)} or {
+    return {name: arrays for name, arrays in inner.items() if _select_field_names(arrays, fields, cell_dims)} or {
         "": inner[""]
     }
 
 
-def _select_field_names(arrays: Mapping[str, tuple[str, Any]], wanted: tuple[str, ...] | None, cells: int) -> list[str]:
+def _select_field_names(
+    arrays: Mapping[str, tuple[str, Any]], fields: tuple[str, ...] | None, cell_dims: int
+) -> list[str]:
     """Return the names of the fields among arrays: those wanted, or without a choice all with more dims than cells."""
-    if wanted is not None:
-        return [name for name in wanted if name in arrays]
+    if fields is not None:
+        return [name for name in fields if name in arrays]
     sizes = {
         name: len(getattr(array, "shape", ())) + path.startswith(WELL_GROUPS) for name, (path, array) in arrays.items()
     }
-    return [name for name, ndim in sizes.items() if ndim > cells or isinstance(arrays[name][1], ExternalLink)]
+    return [name for name, ndim in sizes.items() if ndim > cell_dims or isinstance(arrays[name][1], ExternalLink)]
 
 
 def find_cell_letters(path: Path, root: Any, dims: str | None, letters: str | None) -> str:
@@ -132,43 +136,45 @@ def find_cell_letters(path: Path, root: Any, dims: str | None, letters: str | No
 
 
 def find_variables(
-    path: Path, group: str, arrays: Mapping[str, tuple[str, Any]], wanted: tuple[str, ...] | None, cells: str,
+    path: Path, group: str, arrays: Mapping[str, tuple[str, Any]], fields: tuple[str, ...] | None, cell_letters: str,
     dims: str | None,
 ) -> tuple[FieldVariable, ...]:  # fmt: skip
-    names = wanted or _select_field_names(arrays, wanted, len(cells))
+    names = fields or _select_field_names(arrays, fields, len(cell_letters))
     missing = [name for name in names if name not in arrays]
     if missing or not names:
         what = f"no {_format_names(missing)}" if missing else "no field"
         raise make_data_error(path, f"there is {what} in {group or 'it'}, but {_format_names(arrays)}")
     one_run = group[-1:].isdigit()  # a group for each trajectory, as PDEBench has them
-    return tuple(_make_variable(path, name, *arrays[name], cells, dims, one_run) for name in names)
+    return tuple(_make_variable(path, name, *arrays[name], cell_letters, dims, one_run) for name in names)
 
 
 def _make_variable(
-    path: Path, name: str, inside: str, array: Any, cells: str, dims: str | None, one_run: bool
+    path: Path, name: str, array_path: str, array: Any, cell_letters: str, dims: str | None, is_single_run: bool
 ) -> FieldVariable:
     require_local_data(path, name, array)
     shape, kind = tuple(array.shape), np.dtype(array.dtype)
     if kind.kind not in "fiu":
         raise make_data_error(path, f"{name!r} is of {kind}: real numbers are needed")
-    attributes, more = getattr(array, "attrs", {}), len(shape) - len(cells)
+    attributes, more = getattr(array, "attrs", {}), len(shape) - len(cell_letters)
     if dims is not None:
-        found = dims if len(shape) == len(dims) else cells
-    elif inside.startswith(WELL_GROUPS):
+        found = dims if len(shape) == len(dims) else cell_letters
+    elif array_path.startswith(WELL_GROUPS):
         varying = ("n", "sample_varying"), ("t", "time_varying")
-        found = "".join(letter for letter, flag in varying if attributes.get(flag, True)) + cells
-        found += "c" * WELL_GROUPS.index(inside.split("/")[0])
+        found = "".join(letter for letter, flag in varying if attributes.get(flag, True)) + cell_letters
+        found += "c" * WELL_GROUPS.index(array_path.split("/")[0])
     else:
-        before = ("", "t", "t" if one_run else "nt")[min(max(more, 0), 2)]
-        found = before + cells + "c" * (more - len(before))
+        before = ("", "t", "t" if is_single_run else "nt")[min(max(more, 0), 2)]
+        found = before + cell_letters + "c" * (more - len(before))
     if len(found) != len(shape):
         raise make_data_error(
             path, f"{name!r} has {shape}, which are not the dims {found!r}: give dims=, a letter for each"
         )
-    return FieldVariable(name, inside, found, shape, find_storage_format(path, array))
+    return FieldVariable(name, array_path, found, shape, find_storage_format(path, array))
 
 
-def find_sizes(path: Path, variables: Sequence[FieldVariable], cells: str, known: Mapping[str, int]) -> dict[str, int]:
+def find_dim_sizes(
+    path: Path, variables: Sequence[FieldVariable], cells: str, known: Mapping[str, int]
+) -> dict[str, int]:
     """Return the trajectories "n", the steps "t", and the cells along each dim; raise DataError if fields differ from
     each other or from `known`, such as the cells of the grid."""
     sizes = dict(known)
@@ -196,7 +202,7 @@ class GridLike(Protocol):
     """The attributes of `fsdpx.Grid` that reading needs."""
 
     layout: str
-    place: tuple[int, ...]
+    coords: tuple[int, ...]
     ghosts: tuple[tuple[int, int], ...]
     periods: tuple[bool, ...]
     parts: Any
@@ -204,9 +210,9 @@ class GridLike(Protocol):
     def all_gather_data(self, value: Any) -> list[Any]: ...
 
 
-def _reaches_beyond_walls(grid: GridLike) -> bool:
+def _has_ghosts_beyond_walls(grid: GridLike) -> bool:
     """Return whether this rank has ghost cells beyond the ends of a dim that is not periodic."""
-    dims = zip(grid.parts.cuts, grid.place, grid.ghosts, grid.periods, strict=True)
+    dims = zip(grid.parts.cuts, grid.coords, grid.ghosts, grid.periods, strict=True)
     return any(
         not periodic and (cuts[r] < low or cuts[r + 1] + high > cuts[-1]) for cuts, r, (low, high), periodic in dims
     )
@@ -272,7 +278,7 @@ class FieldDataset:
         wanted = (fields,) if isinstance(fields, str) else None if fields is None else tuple(fields)
         problem: FsdpxError | None = None
         try:
-            self._open_files(paths, wanted, dims)
+            self._open_sources(paths, wanted, dims)
         except (ConfigError, DataError) as error:
             problem = error
         if grid is None:
@@ -290,10 +296,10 @@ class FieldDataset:
             if found != everyone[0][2] and not any(one[0] for one in everyone):
                 raise DataError(f"FieldDataset: rank 0 has {everyone[0][2]}, rank {rank} has {found}")
 
-    def _open_files(self, paths: Sequence[Path], wanted: tuple[str, ...] | None, dims: str | None) -> None:
+    def _open_sources(self, paths: Sequence[Path], fields: tuple[str, ...] | None, dims: str | None) -> None:
         if not paths:
             raise DataError("FieldDataset: no files are given")
-        if self.grid is not None and _reaches_beyond_walls(self.grid):
+        if self.grid is not None and _has_ghosts_beyond_walls(self.grid):
             raise ConfigError(
                 f"FieldDataset: the grid has ghost cells {self.grid.ghosts} and periods {self.grid.periods}: files do "
                 "not have what lies beyond walls; take ghost cells there along periodic dims alone"
@@ -306,19 +312,19 @@ class FieldDataset:
                 root = self._open(path)
                 cells = find_cell_letters(path, root, dims, letters)
                 letters = letters or cells
-                for group, arrays in list_groups(root, wanted, len(cells)).items():
-                    variables = find_variables(path, group, arrays, wanted, cells, dims)
+                for group, arrays in list_arrays_by_group(root, fields, len(cells)).items():
+                    variables = find_variables(path, group, arrays, fields, cells, dims)
                     known = {} if shape is None else dict(zip(letters, shape, strict=True))
-                    sizes = find_sizes(path, variables, cells, known)
+                    sizes = find_dim_sizes(path, variables, cells, known)
                     names = "" if is_single_array(root) else _format_names(v.name for v in variables)
                     shape = tuple(sizes[letter] for letter in letters)
                     self.sources.append(
-                        self._count_windows(TrajectoryFile(path, group, variables, names, sizes["n"]), sizes["t"])
+                        self._with_window_count(TrajectoryFile(path, group, variables, names, sizes["n"]), sizes["t"])
                     )
         assert letters is not None
         self.shape, self._letters = shape or (), letters
         self.layout = f"c{letters}" if self.grid is None else self.grid.layout
-        self._bounds = self._find_bounds()
+        self._bounds = self._find_local_bounds()
         first = self.sources[0].variables
         self.channels = sum(v.channel_count for v in first if "t" in v.dims)
         self.constants = sum(v.channel_count for v in first) - self.channels
@@ -329,7 +335,7 @@ class FieldDataset:
             )
         self._ends = list(accumulate(source.count * source.windows for source in self.sources))
 
-    def _count_windows(self, source: TrajectoryFile, steps: int) -> TrajectoryFile:
+    def _with_window_count(self, source: TrajectoryFile, steps: int) -> TrajectoryFile:
         """Return the source with its number of windows; raise DataError if there is none, or if its channels differ
         from those of the first source."""
         span = (self.inputs + self.targets - 1) * self.stride + 1
@@ -382,25 +388,25 @@ class FieldDataset:
         x = self._allocate_samples(len(indices), self.inputs * self.channels + self.constants)
         y = self._allocate_samples(len(indices), self.targets * self.channels)
         for row, i in enumerate(indices):
-            self._fill_sample(self._view_by_channel(x[row]), self._view_by_channel(y[row]), int(i))
+            self._read_sample_into(self._view_channels_first(x[row]), self._view_channels_first(y[row]), int(i))
         return x, y
 
     def _allocate_samples(self, rows: int, channels: int) -> np.ndarray:
         sizes = {letter: stop - start for letter, (start, stop) in self._bounds.items()} | {"c": channels}
         return np.empty((rows, *(sizes[letter] for letter in self.layout)), self.dtype)
 
-    def _view_by_channel(self, array: np.ndarray) -> np.ndarray:
+    def _view_channels_first(self, array: np.ndarray) -> np.ndarray:
         """Return a view of an array in the layout as (channels, *cells)."""
         return np.moveaxis(array, self.layout.index("c"), 0) if "c" in self.layout else array[None]
 
-    def _find_bounds(self) -> dict[str, tuple[int, int]]:
+    def _find_local_bounds(self) -> dict[str, tuple[int, int]]:
         """Return the cells [start, stop) of this rank's part, with its ghost cells, by letter."""
         if self.grid is None:
             return {letter: (0, n) for letter, n in zip(self._letters, self.shape, strict=True)}
-        cuts = zip(self._letters, self.grid.parts.cuts, self.grid.place, self.grid.ghosts, strict=True)
+        cuts = zip(self._letters, self.grid.parts.cuts, self.grid.coords, self.grid.ghosts, strict=True)
         return {letter: (edges[r] - low, edges[r + 1] + high) for letter, edges, r, (low, high) in cuts}
 
-    def _fill_sample(self, x: np.ndarray, y: np.ndarray, i: int) -> None:
+    def _read_sample_into(self, x: np.ndarray, y: np.ndarray, i: int) -> None:
         """Read sample i into x and y, (channels, *cells)."""
         k = int(np.searchsorted(self._ends, i, "right"))
         source = self.sources[k]
@@ -419,14 +425,14 @@ class FieldDataset:
             at += variable.channel_count
 
     def _iterate_states(
-        self, source: TrajectoryFile, variable: FieldVariable, trajectory: int, begin: int
+        self, source: TrajectoryFile, variable: FieldVariable, trajectory: int, first_step: int
     ) -> Iterator[np.ndarray]:
         """Yield the states of a window, (channels, *cells) each: consecutive steps are read at once."""
         count = self.inputs + self.targets
         if self.stride == 1:
-            yield from self._read_field(source, variable, trajectory, slice(begin, begin + count))
+            yield from self._read_field(source, variable, trajectory, slice(first_step, first_step + count))
             return
-        for step in range(begin, begin + count * self.stride, self.stride):
+        for step in range(first_step, first_step + count * self.stride, self.stride):
             yield from self._read_field(source, variable, trajectory, slice(step, step + 1))
 
     def _read_field(self, source: TrajectoryFile, variable: FieldVariable, trajectory: int, steps: slice) -> np.ndarray:
@@ -460,10 +466,11 @@ def _split_periodic_range(start: int, stop: int, n: int) -> list[slice]:
     return found or [slice(0)]
 
 
-def _read_block(array: Any, chosen: tuple[Any, ...], runs: Sequence[Sequence[Any]]) -> np.ndarray:
-    """Return the elements of an array in all combinations of runs along each dim. chosen: index along the dims before
-    these."""
-    if not runs:
-        return np.asarray(array[chosen])
-    found = [_read_block(array, (*chosen, one), runs[1:]) for one in runs[0]]
-    return found[0] if len(found) == 1 else np.concatenate(found, sum(isinstance(one, slice) for one in chosen))
+def _read_block(array: Any, index_prefix: tuple[Any, ...], slices_per_dim: Sequence[Sequence[Any]]) -> np.ndarray:
+    """Read the elements of an array at all combinations of the slices along each dim, and return them as one array.
+
+    index_prefix: index along the dims before those of `slices_per_dim`."""
+    if not slices_per_dim:
+        return np.asarray(array[index_prefix])
+    found = [_read_block(array, (*index_prefix, one), slices_per_dim[1:]) for one in slices_per_dim[0]]
+    return found[0] if len(found) == 1 else np.concatenate(found, sum(isinstance(one, slice) for one in index_prefix))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.ext.fields.halo import FieldLayer, HaloSpec, find_rank_along, require_fit
+from fsdpx.ext.fields.halo import FieldLayer, HaloSpec, get_rank_along, require_halo_fits_field
 from fsdpx.ext.fields.halo_slabs import exchange_halo, exchange_halo_backward
 from fsdpx.nn.layer import Array, LayerContext, Params
 from fsdpx.nn.shard_specs import Cuts
@@ -57,16 +57,16 @@ class DerivativeTerm(NamedTuple):
     sign: float = 1.0
 
 
-def _tuple_or_one(value: Any) -> Any:
+def _to_tuple_unless_scalar(value: Any) -> Any:
     """Return a value for each dim as a tuple, and a value for all dims unchanged."""
     is_one = isinstance(value, str) or not isinstance(value, Sequence | np.ndarray) or getattr(value, "ndim", 1) == 0
     return value if is_one else tuple(value)
 
 
-def _is_order(along: Any) -> bool:
+def _is_permutation(dims: Any) -> bool:
     """Return whether a tuple names each of its dims exactly once."""
-    whole = isinstance(along, tuple) and all(isinstance(d, Integral) for d in along)
-    return whole and sorted(along) == list(range(len(along)))
+    whole = isinstance(dims, tuple) and all(isinstance(d, Integral) for d in dims)
+    return whole and sorted(dims) == list(range(len(dims)))
 
 
 class _DerivativeLayer(FieldLayer):
@@ -81,20 +81,20 @@ class _DerivativeLayer(FieldLayer):
     ) -> None:
         if order not in (2, 4):
             raise ConfigError(f"{type(self).__name__}: order={order!r}: choose 2 or 4")
-        self.spacing, self.periodic, self.along = map(_tuple_or_one, (spacing, periodic, along))
+        self.spacing, self.periodic, self.along = map(_to_tuple_unless_scalar, (spacing, periodic, along))
         self.order = order
-        self._require_each("spacing", lambda h: isinstance(h, Real) and float(h) > 0, "a number above 0")
-        self._require_each("periodic", lambda wraps: isinstance(wraps, int | np.bool_), "True or False")
-        if along is not None and not _is_order(self.along):
+        self._require_valid_per_dim("spacing", lambda h: isinstance(h, Real) and float(h) > 0, "a number above 0")
+        self._require_valid_per_dim("periodic", lambda wraps: isinstance(wraps, int | np.bool_), "True or False")
+        if along is not None and not _is_permutation(self.along):
             raise ConfigError(f"{type(self).__name__}: along={along!r}: name each dim of cells once, as (1, 0)")
 
-    def _require_each(self, name: str, is_good: Callable[[Any], bool], wanted: str) -> None:
+    def _require_valid_per_dim(self, name: str, is_valid: Callable[[Any], bool], expected: str) -> None:
         """Raise ConfigError unless an argument is one valid value for all dims of cells, or one for each."""
         given = getattr(self, name)
         for value in given if isinstance(given, tuple) else (given,):
-            if not is_good(value):
+            if not is_valid(value):
                 found = f"an array of {value.shape}" if isinstance(value, np.ndarray) else repr(value)
-                raise ConfigError(f"{type(self).__name__}: {name}: {found} is not {wanted}, for all dims or for each")
+                raise ConfigError(f"{type(self).__name__}: {name}: {found} is not {expected}, for all dims or for each")
 
     def _list_terms(self, dims: int) -> list[DerivativeTerm]:
         raise NotImplementedError
@@ -109,43 +109,43 @@ class _DerivativeLayer(FieldLayer):
             raise ShapeError(f"{self!r} wants {self._describe_input(dims)}, got {tuple(x.shape)}")
         y = env.xp.zeros((x.shape[0], self._count_output_channels(x.shape[1], dims), *x.shape[2:]), dtype=x.dtype)
         for term in self._list_terms(dims):
-            reach, taps, d = self._find_stencil(env, term, x)
-            wide, out = exchange_halo(env, x[:, term.taken], (reach,)), y[:, term.given]
+            halo, taps, d = self._find_halo_taps_and_dim(env, term, x)
+            wide, out = exchange_halo(env, x[:, term.taken], (halo,)), y[:, term.given]
             for tap in taps:
-                out[_slice_dim(d, tap.out)] += tap.weight * wide[_slice_dim(d, tap.cells)]
+                out[_index_cells_along(d, tap.out)] += tap.weight * wide[_index_cells_along(d, tap.cells)]
         return y, x
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         x = saved
         dx = env.xp.zeros(x.shape, dtype=x.dtype)
         for term in self._list_terms(x.ndim - 2):
-            reach, taps, d = self._find_stencil(env, term, x)
+            halo, taps, d = self._find_halo_taps_and_dim(env, term, x)
             given, shape = dy[:, term.given], list(dy[:, term.given].shape)
-            shape[d + 2] = reach.count_cells(find_rank_along(env, reach.cuts, d))
+            shape[d + 2] = halo.count_needed_cells(get_rank_along(env, halo.cuts, d))
             wide = env.xp.zeros(shape, dtype=x.dtype)
             for tap in taps:
-                wide[_slice_dim(d, tap.cells)] += tap.weight * given[_slice_dim(d, tap.out)]
-            dx[:, term.taken] += exchange_halo_backward(env, wide, (reach,))
+                wide[_index_cells_along(d, tap.cells)] += tap.weight * given[_index_cells_along(d, tap.out)]
+            dx[:, term.taken] += exchange_halo_backward(env, wide, (halo,))
         return dx, ()
 
-    def _find_stencil(
+    def _find_halo_taps_and_dim(
         self, env: LayerContext, term: DerivativeTerm, x: Array
     ) -> tuple[HaloSpec, list[StencilTap], int]:
         """Return the halo of a term, the taps of its stencil for this rank's cells, and its dim of cells."""
         dims = x.ndim - 2
-        d = term.coordinate if self.along is None else self._value_per_dim("along", self.along, dims)[term.coordinate]
-        periodic, h = (self._value_per_dim(n, getattr(self, n), dims)[d] for n in ("periodic", "spacing"))
+        d = term.coordinate if self.along is None else self._expand_to_dims("along", self.along, dims)[term.coordinate]
+        periodic, h = (self._expand_to_dims(n, getattr(self, n), dims)[d] for n in ("periodic", "spacing"))
         cuts, scheme = self.get_partition(x).cuts[d], (term.derivative, self.order)
         if not periodic and cuts[-1] < len(SCHEMES[scheme][1][0]):
             least = len(SCHEMES[scheme][1][0])
             name = self.get_partition(x).dim_name(d)
             raise ShapeError(f"{self!r}: between walls {name} must have at least {least} cells, got {cuts[-1]}")
-        reach = _find_halo(d + 2, cuts, bool(periodic), scheme)
-        require_fit(reach, self.get_partition(x))
-        taps = _find_taps(reach, find_rank_along(env, cuts, d), bool(periodic), scheme)
-        return reach, [StencilTap(t.out, t.cells, t.weight * term.sign / h**term.derivative) for t in taps], d
+        halo = _find_stencil_halo(d + 2, cuts, bool(periodic), scheme)
+        require_halo_fits_field(halo, self.get_partition(x))
+        taps = _find_stencil_taps(halo, get_rank_along(env, cuts, d), bool(periodic), scheme)
+        return halo, [StencilTap(t.out, t.cells, t.weight * term.sign / h**term.derivative) for t in taps], d
 
-    def _value_per_dim(self, name: str, value: Any, dims: int) -> Sequence[Any]:
+    def _expand_to_dims(self, name: str, value: Any, dims: int) -> Sequence[Any]:
         """Return an argument as one value for each dim of cells."""
         each = value if isinstance(value, tuple) else (value,) * dims
         if len(each) != dims:
@@ -253,11 +253,11 @@ class FieldCurl(_DerivativeLayer):
         return "(samples, vectors x dims, *cells) of 2 or 3 dims"
 
 
-def _slice_dim(d: int, cells: slice) -> tuple[slice, ...]:
+def _index_cells_along(d: int, cells: slice) -> tuple[slice, ...]:
     return (*(slice(None),) * (d + 2), cells)
 
 
-def _split_by_weights(
+def _split_cells_by_stencil(
     start: int, stop: int, n: int, periodic: bool, scheme: tuple[int, int]
 ) -> list[tuple[int, int, int, Row]]:
     """Return (first cell, end, offset of the first weight, weights) for the cells [start, stop)."""
@@ -276,10 +276,10 @@ def _split_by_weights(
 
 
 @lru_cache(1 << 10)
-def _find_halo(dim: int, cuts: Cuts, periodic: bool, scheme: tuple[int, int]) -> HaloSpec:
+def _find_stencil_halo(dim: int, cuts: Cuts, periodic: bool, scheme: tuple[int, int]) -> HaloSpec:
     needs = []
     for start, stop in zip(cuts, cuts[1:], strict=False):
-        spans = _split_by_weights(start, stop, cuts[-1], periodic, scheme)
+        spans = _split_cells_by_stencil(start, stop, cuts[-1], periodic, scheme)
         first = min((a + offset for a, _, offset, _ in spans), default=start)
         end = max((b - 1 + offset + len(row) for _, b, offset, row in spans), default=start)
         needs.append((first, end))
@@ -287,11 +287,11 @@ def _find_halo(dim: int, cuts: Cuts, periodic: bool, scheme: tuple[int, int]) ->
 
 
 @lru_cache(1 << 10)
-def _find_taps(reach: HaloSpec, rank: int, periodic: bool, scheme: tuple[int, int]) -> tuple[StencilTap, ...]:
+def _find_stencil_taps(halo: HaloSpec, rank: int, periodic: bool, scheme: tuple[int, int]) -> tuple[StencilTap, ...]:
     """Return the taps of a rank's stencil: `out` indexes its own cells, `cells` the cells that it needs."""
-    start, stop, first = reach.cuts[rank], reach.cuts[rank + 1], reach.needs[rank][0]
+    start, stop, first = halo.cuts[rank], halo.cuts[rank + 1], halo.needs[rank][0]
     found = []
-    for a, b, offset, row in _split_by_weights(start, stop, reach.cuts[-1], periodic, scheme):
+    for a, b, offset, row in _split_cells_by_stencil(start, stop, halo.cuts[-1], periodic, scheme):
         for j, weight in enumerate(row):
             if weight:
                 cells = slice(a + offset + j - first, b + offset + j - first)

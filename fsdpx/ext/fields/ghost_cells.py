@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdpx.ext.fields.halo import HaloSpec, find_cells, find_rank_along
+from fsdpx.ext.fields.halo import HaloSpec, get_local_range, get_rank_along
 from fsdpx.ext.fields.halo_plan import slice_dim
 from fsdpx.ext.fields.halo_slabs import exchange_halo, exchange_halo_backward
 from fsdpx.nn.layer import Array, LayerContext
@@ -13,22 +13,23 @@ from fsdpx.nn.shard_specs import FieldPartition
 __all__ = ["exchange_ghost_cells", "exchange_ghost_cells_backward"]
 
 
-def exchange_ghost_cells(env: LayerContext, y: Array, first: Array, parts: FieldPartition) -> Array:
+def exchange_ghost_cells(env: LayerContext, y: Array, initial: Array, parts: FieldPartition) -> Array:
     """Return a state with its ghost cells filled, for the next step. Communicates with the neighboring ranks.
 
     Ghost cells come from the ranks that own them, also across the ends of a periodic dim; beyond walls they are those
-    of `first`. y: this rank's part, (samples, channels, *cells). parts: with ghost cells and periods."""
+    of `initial`. y: this rank's part, (samples, channels, *cells). parts: with ghost cells and periods."""
     state = exchange_halo(env, y, _find_ghost_halos(parts))
-    for cells in _list_cells_beyond_walls(env, parts):
-        state[cells] = first[cells]
+    for cells in _list_indices_beyond_walls(env, parts):
+        state[cells] = initial[cells]
     return state
 
 
-def exchange_ghost_cells_backward(env: LayerContext, dstate: Array, dfirst: Array, parts: FieldPartition) -> Array:
-    """Return the gradient of `y`, the adjoint of `exchange_ghost_cells`; that of `first` is added to `dfirst`. `dstate`
-    is overwritten. Communicates with the neighboring ranks."""
-    for cells in _list_cells_beyond_walls(env, parts):
-        dfirst[cells] += dstate[cells]
+def exchange_ghost_cells_backward(env: LayerContext, dstate: Array, dinitial: Array, parts: FieldPartition) -> Array:
+    """Return the gradient of `y`, and add that of `initial` to `dinitial`: the adjoint of `exchange_ghost_cells`.
+
+    Overwrites `dstate`. Communicates with the neighboring ranks."""
+    for cells in _list_indices_beyond_walls(env, parts):
+        dinitial[cells] += dstate[cells]
         dstate[cells] = 0  # a corner lies beyond walls of two dims and must count once
     return exchange_halo_backward(env, dstate, _find_ghost_halos(parts))
 
@@ -45,12 +46,12 @@ def _find_ghost_halos(parts: FieldPartition) -> tuple[HaloSpec, ...]:
     )
 
 
-def _list_cells_beyond_walls(env: LayerContext, parts: FieldPartition) -> list[tuple[Any, ...]]:
+def _list_indices_beyond_walls(env: LayerContext, parts: FieldPartition) -> list[tuple[Any, ...]]:
     """Return the indices of this rank's ghost cells beyond the ends of dims that are not periodic; corners occur
     twice."""
     found = []
     for d, (cuts, sides, periodic) in enumerate(zip(parts.cuts, parts.ghosts, parts.periods, strict=True)):
-        (start, stop), (low, high) = find_cells(env, cuts, d), sides[find_rank_along(env, cuts, d)]
+        (start, stop), (low, high) = get_local_range(env, cuts, d), sides[get_rank_along(env, cuts, d)]
         if not periodic:
             before, size = slice(0, max(low - start, 0)), stop - start + low + high
             after = slice(max(cuts[-1] + low - start, 0), size)

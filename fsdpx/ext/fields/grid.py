@@ -19,8 +19,8 @@ from fsdpx.core.comm.mesh import Mesh, MeshAxes, SampleGroups
 from fsdpx.core.state.sample_layout import Domain
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.ext.fields.over_parts import partition_model
-from fsdpx.ext.fields.overlaps import describe_ends, find_overlaps, make_overlap_warning
-from fsdpx.ext.fields.sample_groups import group_ranks
+from fsdpx.ext.fields.overlaps import digest_part_ends, find_overlaps, make_overlap_warning
+from fsdpx.ext.fields.sample_groups import make_sample_groups
 from fsdpx.ext.fields.tiling import find_tiling
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.losses import Loss
@@ -33,11 +33,11 @@ LETTERS = "zyx"
 Ghosts = int | Sequence[int | Sequence[int]]
 
 
-class GridFacts(NamedTuple):
+class GridArguments(NamedTuple):
     """The arguments that one rank passes to `Grid`, as all ranks exchange them.
 
-    own: cells of its part. dims: ranks along each dim; (): derived from offsets. at: its coordinates on a Cartesian
-    communicator. wrong: the error in its arguments, as text; "": none."""
+    own: cells of its part. dims: ranks along each dim; (): derived from offsets. coords: its coordinates on a
+    Cartesian communicator. error: the error in its arguments, as text; "": none."""
 
     own: tuple[int, ...]
     layout: str
@@ -45,8 +45,8 @@ class GridFacts(NamedTuple):
     periods: tuple[bool, ...]
     ghosts: tuple[GhostWidths, ...]
     offsets: tuple[int, ...] | None
-    at: tuple[int, ...] | None
-    wrong: str
+    coords: tuple[int, ...] | None
+    error: str
 
     @property
     def dim_letters(self) -> str:
@@ -109,21 +109,19 @@ class Grid(Domain):
         rank, size = (comm.Get_rank(), comm.Get_size()) if hasattr(comm, "Get_rank") else (comm.rank, comm.size)
         try:
             mine = _parse_arguments(comm, size, shape, layout, dims, offsets, ghosts, periods)
-            mine = mine._replace(wrong=_find_problem(mine, size))
+            mine = mine._replace(error=_find_argument_error(mine, size))
         except (TypeError, ValueError) as error:
             given = {"shape": shape, "dims": dims, "offsets": offsets, "ghosts": ghosts, "periods": periods}
             wrong = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
-            mine = GridFacts((), "", (), (), (), None, None, f"{wrong}: {error}")
-        facts = [GridFacts(*fact) for fact in all_gather_plain_data(comm, tuple(mine))]
-        _require_consistent(facts)
+            mine = GridArguments((), "", (), (), (), None, None, f"{wrong}: {error}")
+        facts = [GridArguments(*fact) for fact in all_gather_plain_data(comm, tuple(mine))]
+        _require_consistent_arguments(facts)
         width = prod(mine.dims) if mine.dims else size
         self.member, self.layout, self.periods = rank // width, mine.layout, mine.periods
-        fields = [_find_cuts(facts[i : i + width], i) for i in range(0, size, width)]
+        fields = [_find_field_cuts(facts[i : i + width], i) for i in range(0, size, width)]
         self.dims, self._ranks, cuts, self._sides = fields[self.member]
-        self.parts, self.place = (
-            FieldPartition(cuts, letters=self._dim_letters),
-            _unravel_rank(self._ranks.index(rank), self.dims),
-        )
+        self.parts = FieldPartition(cuts, letters=self._dim_letters)
+        self.coords = _unravel_rank(self._ranks.index(rank), self.dims)
         self._own: list[tuple[int, ...] | None] = [fact.own for fact in facts]
         self._comm, self._free = _duplicate_communicator(self, comm)
 
@@ -196,7 +194,7 @@ class Grid(Domain):
         Grid
         """
         made = copy(self)
-        made._comm, made._free, made.place = None, None, _unravel_rank(rank % prod(self.dims), self.dims)
+        made._comm, made._free, made.coords = None, None, _unravel_rank(rank % prod(self.dims), self.dims)
         return made
 
     def with_partition(self, parts: FieldPartition) -> Grid:
@@ -245,7 +243,7 @@ class Grid(Domain):
         """
         if len(shape) < len(self.layout):  # not an array of the field
             return tuple(shape)
-        return self._shape_with_cells(_add_ghosts(self.local_shape, self.ghosts) if ghosts else self.local_shape, shape)
+        return self._with_cell_sizes(_add_ghosts(self.local_shape, self.ghosts) if ghosts else self.local_shape, shape)
 
     def __repr__(self) -> str:
         each = ["|".join(map(str, dict.fromkeys(_simplify_ghosts(sides)))) for sides in self._sides]
@@ -260,17 +258,17 @@ class Grid(Domain):
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Cells of this rank's part along each dim, without ghost cells."""
-        return self.parts.local_shape(self.place)
+        return self.parts.local_shape(self.coords)
 
     @property
     def offsets(self) -> tuple[int, ...]:
         """First cell of this rank's part in the whole field, along each dim."""
-        return tuple(cuts[r] for cuts, r in zip(self.parts.cuts, self.place, strict=True))
+        return tuple(cuts[r] for cuts, r in zip(self.parts.cuts, self.coords, strict=True))
 
     @property
     def ghosts(self) -> tuple[GhostWidths, ...]:
         """(before, after) ghost cells that this rank's arrays have around its part, along each dim."""
-        return tuple(sides[r] for sides, r in zip(self._sides, self.place, strict=True))
+        return tuple(sides[r] for sides, r in zip(self._sides, self.coords, strict=True))
 
     @property
     def input_partition(self) -> FieldPartition:
@@ -339,7 +337,7 @@ class Grid(Domain):
             raise ConfigError(wrong)
         mine = self.gather_ranks(world.rank)
         grids = [None] * world.size if mine is None else world.all_gather_data(list(mine))
-        return group_ranks(mesh, world.rank, self.dims, grids)
+        return make_sample_groups(mesh, world.rank, self.dims, grids)
 
     def gather_ranks(self, rank: int) -> tuple[int, ...] | None:
         """Return the number that each rank of this field passes as `rank`, in the order of the grid. Collective over
@@ -359,14 +357,14 @@ class Grid(Domain):
         theirs = self.all_gather_data(rank)
         return tuple(int(theirs[r]) for r in self._ranks)
 
-    def take_local(self, what: Any) -> Any:
+    def take_local(self, array_or_index: Any) -> Any:
         """Return this rank's part of an array of the whole field, or the indices in this rank's arrays of some cells of
         the field. Communicates nothing.
 
         Parameters
         ----------
-        what : an array of the whole field in the grid's layout, or a mask without channels, both without ghost cells;
-            or a tuple with one integer or slice per dim, which selects cells of the whole field
+        array_or_index : an array of the whole field in the grid's layout, or a mask without channels, both without
+            ghost cells; or a tuple with one integer or slice per dim, which selects cells of the whole field
 
         Returns
         -------
@@ -379,16 +377,16 @@ class Grid(Domain):
         DataError : if the array does not have the cells of the whole field, or the tuple selects a cell that does not
             exist
         """
-        if isinstance(what, tuple):
-            return self._local_index(what)
-        self._require_cells("local", what.shape, self.shape, "the whole field")
-        return what[self._index_of_part(self.place, what.ndim)]
+        if isinstance(array_or_index, tuple):
+            return self._find_local_index(array_or_index)
+        self._require_cell_shape("local", array_or_index.shape, self.shape, "the whole field")
+        return array_or_index[self._make_part_index(self.coords, array_or_index.ndim)]
 
-    def _local_index(self, index: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def _find_local_index(self, index: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if len(index) != len(self.dims):
             raise DataError(f"Grid.take_local{index}: give a number or a slice for each of the {len(self.dims)} dims")
         found: list[Any] = []
-        for d, (cuts, r, (g, _), one) in enumerate(zip(self.parts.cuts, self.place, self.ghosts, index, strict=True)):
+        for d, (cuts, r, (g, _), one) in enumerate(zip(self.parts.cuts, self.coords, self.ghosts, index, strict=True)):
             (a, b), n, name = cuts[r : r + 2], cuts[-1], self.parts.dim_name(d)
             if isinstance(one, slice):
                 start, stop, step = one.indices(n)
@@ -443,8 +441,8 @@ class Grid(Domain):
         for rank, (own, (shape, dtype)) in enumerate(zip(self._own, everyone, strict=True)):
             if own is not None:
                 hint = "; results of another size than the input are parts of trainer.output_grid"
-                self._require_cells("gather", shape, own, f"the part of rank {rank}", hint)
-            shapes.append(self._shape_with_cells(own, everyone[0][0]) if own is not None else shape)
+                self._require_cell_shape("gather", shape, own, f"the part of rank {rank}", hint)
+            shapes.append(self._with_cell_sizes(own, everyone[0][0]) if own is not None else shape)
             if (shape, dtype) != (shapes[rank], everyone[0][1]):
                 raise DataError(f"Grid.gather: rank 0 has {everyone[0]}, and rank {rank} {(shape, dtype)}")
         sizes = [prod(shape) for shape in shapes]
@@ -453,11 +451,11 @@ class Grid(Domain):
             self.comm.all_gather(mine, flat, sizes, what="a field").wait()
         else:
             flat = np.concatenate(self.comm.allgather(mine))
-        whole = np.empty(self._shape_with_cells(self.shape, array.shape), array.dtype)
+        whole = np.empty(self._with_cell_sizes(self.shape, array.shape), array.dtype)
         ends = np.cumsum(sizes)
         for number, rank in enumerate(self._ranks):
             found = flat[ends[rank] - sizes[rank] : ends[rank]].reshape(shapes[rank])
-            whole[self._index_of_part(_unravel_rank(number, self.dims), array.ndim)] = found
+            whole[self._make_part_index(_unravel_rank(number, self.dims), array.ndim)] = found
         return whole
 
     def without_ghosts(self, array: Any) -> Any:
@@ -496,11 +494,11 @@ class Grid(Domain):
         ------
         DataError : if the shape is not that of this rank's part
         """
-        cells, letters = parts.local_shape(self.place), self.layout
+        cells, letters = parts.local_shape(self.coords), self.layout
         if parts.ghosts:
             cells = _add_ghosts(cells, self.ghosts)
         if array.ndim > len(letters) + 1 or not self._has_cells(array, cells):
-            wanted = ", ".join(map(str, self._shape_with_cells(cells, ["channels"] * len(letters))))
+            wanted = ", ".join(map(str, self._with_cell_sizes(cells, ["channels"] * len(letters))))
             ghosts = ", with ghost cells" if parts.ghosts else ""
             raise DataError(
                 f"{name} has shape {tuple(array.shape)}, but this rank's part{ghosts}, in layout {letters!r}, is "
@@ -558,16 +556,16 @@ class Grid(Domain):
 
     def _has_cells(self, array: Any, cells: Sequence[int]) -> bool:
         """Return whether an array in the grid's layout has `cells` cells along each dim."""
-        return array.ndim >= len(self.layout) and self._shape_with_cells(cells, array.shape) == tuple(array.shape)
+        return array.ndim >= len(self.layout) and self._with_cell_sizes(cells, array.shape) == tuple(array.shape)
 
-    def _index_of_part(self, place: Sequence[int], ndim: int) -> tuple[slice, ...]:
-        """Return the index, in an array of the whole field with `ndim` dims, of the part at coordinates `place`."""
+    def _make_part_index(self, coords: Sequence[int], ndim: int) -> tuple[slice, ...]:
+        """Return the index, in an array of the whole field with `ndim` dims, of the part at coordinates `coords`."""
         index = [slice(None)] * ndim
-        for cuts, dim, r in zip(self.parts.cuts, self._find_cell_dims(ndim), place, strict=True):
+        for cuts, dim, r in zip(self.parts.cuts, self._find_cell_dims(ndim), coords, strict=True):
             index[dim] = slice(cuts[r], cuts[r + 1])
         return tuple(index)
 
-    def _shape_with_cells(self, cells: Sequence[int], shape: Sequence[Any]) -> tuple[Any, ...]:
+    def _with_cell_sizes(self, cells: Sequence[int], shape: Sequence[Any]) -> tuple[Any, ...]:
         """Return `shape` with its dims of cells set to `cells`."""
         found = list(shape)
         for dim, size in zip(self._find_cell_dims(len(shape)), cells, strict=True):
@@ -580,14 +578,14 @@ class Grid(Domain):
         letters = self._dim_letters if ndim < len(self.layout) else self.layout
         return [ndim - len(letters) + letters.index(letter) for letter in self._dim_letters]
 
-    def _require_cells(
-        self, call: str, shape: tuple[int, ...], cells: Sequence[int], what: str, hint: str = ""
+    def _require_cell_shape(
+        self, method: str, shape: tuple[int, ...], cells: Sequence[int], expected: str, hint: str = ""
     ) -> None:
         """Raise DataError unless an array of `shape` has `cells` cells along each dim."""
-        if len(shape) < len(cells) or self._shape_with_cells(cells, shape) != shape:
+        if len(shape) < len(cells) or self._with_cell_sizes(cells, shape) != shape:
             sizes = dict(zip(self._dim_letters, cells, strict=True))
             raise DataError(
-                f"Grid.{call}: an array of shape {tuple(shape)} is not {what}, which has {sizes} in layout "
+                f"Grid.{method}: an array of shape {tuple(shape)} is not {expected}, which has {sizes} in layout "
                 f"{self.layout!r}{self._explain_staggered(shape, cells)}{hint}"
             )
 
@@ -647,7 +645,7 @@ class FieldSamples:
         assert groups is not None
         if getattr(x, "holds_no_data", False):
             return ""
-        ends = self.axes.uncounted_world.all_gather_data(describe_ends(grid.local_shape, grid.ghosts, x))
+        ends = self.axes.uncounted_world.all_gather_data(digest_part_ends(grid.local_shape, grid.ghosts, x))
         letters = grid.layout.replace("c", "")
         shared = find_overlaps(grid.dims, letters, grid.periods, [ends[rank] for rank in groups.own_ranks])
         return make_overlap_warning(shared) if shared else ""
@@ -659,7 +657,7 @@ class FieldSamples:
         return (*shape[:2], *(n + g for n, g in zip(joined.shape, around, strict=True)))
 
     def part_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return (*shape[:2], *self.outputs.local_shape(self.grid.place))
+        return (*shape[:2], *self.outputs.local_shape(self.grid.coords))
 
     def to_model_inputs(self, arrays: Sequence[Any], names: Sequence[str]) -> Sequence[Any]:
         called = [f"input {name!r}" if len(names) > 1 else "the input" for name in names]
@@ -730,8 +728,8 @@ def _require_integers(numbers: Sequence[int]) -> tuple[int, ...]:
 
 def _parse_arguments(
     comm: Any, size: int, shape: Any, layout: Any, dims: Any, offsets: Any, ghosts: Any, periods: Any
-) -> GridFacts:
-    """Return the arguments of this rank as `GridFacts`; raise TypeError or ValueError for invalid ones."""
+) -> GridArguments:
+    """Return the arguments of this rank as `GridArguments`; raise TypeError or ValueError for invalid ones."""
     at = None
     if hasattr(comm, "Get_cart_rank"):
         ranks, closed, at = comm.Get_topo()
@@ -750,41 +748,41 @@ def _parse_arguments(
     if any(isinstance(one, str) or one not in (False, True) for one in closed):
         raise TypeError("say True or False for each dim")
     at = None if at is None else _require_integers(at)
-    return GridFacts(own, letters, width, tuple(map(bool, closed)), sides, begins, at, "")
+    return GridArguments(own, letters, width, tuple(map(bool, closed)), sides, begins, at, "")
 
 
-def _find_problem(facts: GridFacts, size: int) -> str:
+def _find_argument_error(args: GridArguments, size: int) -> str:
     """Return the error in this rank's arguments, as text; "": none."""
-    width, layout, count = facts.dims, facts.layout, len(facts.dims or facts.own)
+    width, layout, count = args.dims, args.layout, len(args.dims or args.own)
     if not 1 <= count <= 3:
         return f"a grid of {count} dims: 1 to 3 are taken"
     if width and (min(width) < 1 or size % prod(width)):
         return f"dims={width} are {prod(width)} ranks, the communicator has {size}"
-    if len(facts.own) != count or min(facts.own) < 0:
-        more = "" if facts.at or count > 1 else "; dims= or offsets= tell of more"
-        return f"shape={facts.own}: give the cells of this rank's part along each of the {count} dims of the grid{more}"
-    if facts.offsets is not None and len(facts.offsets) != count:
-        return f"offsets={facts.offsets}: say where this rank's part begins along each of the {count} dims of the grid"
-    if len(facts.dim_letters) != count or len(set(layout)) != len(layout) or not facts.dim_letters.isalpha():
+    if len(args.own) != count or min(args.own) < 0:
+        more = "" if args.coords or count > 1 else "; dims= or offsets= tell of more"
+        return f"shape={args.own}: give the cells of this rank's part along each of the {count} dims of the grid{more}"
+    if args.offsets is not None and len(args.offsets) != count:
+        return f"offsets={args.offsets}: say where this rank's part begins along each of the {count} dims of the grid"
+    if len(args.dim_letters) != count or len(set(layout)) != len(layout) or not args.dim_letters.isalpha():
         return f"layout={layout!r}: name each of the {count} dims by a letter, and the channels 'c', as 'yxc'"
-    if len(facts.ghosts) != count or any(len(sides) != 2 or min(sides) < 0 for sides in facts.ghosts):
+    if len(args.ghosts) != count or any(len(sides) != 2 or min(sides) < 0 for sides in args.ghosts):
         return (
-            f"ghosts={_simplify_ghosts(facts.ghosts)}: give the cells beyond each side along each of the {count} "
+            f"ghosts={_simplify_ghosts(args.ghosts)}: give the cells beyond each side along each of the {count} "
             "dims, at least "
             "0, or (low, high) for each"
         )
-    if len(facts.periods) != count:
-        return f"periods={facts.periods}: say for each of the {count} dims whether it is periodic"
+    if len(args.periods) != count:
+        return f"periods={args.periods}: say for each of the {count} dims whether it is periodic"
     return ""
 
 
-def _require_consistent(facts: Sequence[GridFacts]) -> None:
+def _require_consistent_arguments(all_args: Sequence[GridArguments]) -> None:
     """Raise ConfigError if a rank has invalid arguments, or ranks contradict each other."""
-    for rank, fact in enumerate(facts):
-        if fact.wrong:
-            raise ConfigError(f"Grid: rank {rank}: {fact.wrong}")
-    first = facts[0]
-    for rank, fact in enumerate(facts):
+    for rank, fact in enumerate(all_args):
+        if fact.error:
+            raise ConfigError(f"Grid: rank {rank}: {fact.error}")
+    first = all_args[0]
+    for rank, fact in enumerate(all_args):
         if (fact.offsets is None) != (first.offsets is None):
             said = [f"offsets={one.offsets}" if one.offsets is not None else "none" for one in (first, fact)]
             raise ConfigError(f"Grid: rank 0 gives {said[0]}, rank {rank} {said[1]}: all ranks give offsets, or none")
@@ -809,12 +807,12 @@ class FieldCuts(NamedTuple):
     sides: tuple[tuple[GhostWidths, ...], ...]
 
 
-def _find_cuts(facts: Sequence[GridFacts], first: int) -> FieldCuts:
+def _find_field_cuts(all_args: Sequence[GridArguments], rank0: int) -> FieldCuts:
     """Return the partition of one field from the facts of its ranks; raise ConfigError if the parts form no rectangle.
-    first: number of the field's first rank in the communicator."""
-    dims, ranks = _find_tiling(facts, first)
+    rank0: number of the field's first rank in the communicator."""
+    dims, ranks = _find_dims_and_ranks(all_args, rank0)
     cuts, sides = [], []
-    for d, letter in enumerate(facts[0].dim_letters):
+    for d, letter in enumerate(all_args[0].dim_letters):
         slabs: list[int] = [-1] * dims[d]
         for number, rank in enumerate(ranks):
             place = _unravel_rank(number, dims)[d]
@@ -822,32 +820,34 @@ def _find_cuts(facts: Sequence[GridFacts], first: int) -> FieldCuts:
                 slabs[place] = rank
                 continue
             for what in ("cells", "ghosts"):
-                ours, theirs = (_describe_along(facts[r], d, what) for r in (rank, slabs[place]))
+                ours, theirs = (_describe_part_along(all_args[r], d, what) for r in (rank, slabs[place]))
                 if ours != theirs:
                     raise ConfigError(
-                        f"Grid: the parts make no rectangle: along dim {letter} rank {first + rank} has {ours}, and "
-                        f"rank {first + slabs[place]}, which stands beside it, {theirs}"
+                        f"Grid: the parts make no rectangle: along dim {letter} rank {rank0 + rank} has {ours}, and "
+                        f"rank {rank0 + slabs[place]}, which stands beside it, {theirs}"
                     )
-        made = np.cumsum([0, *(facts[rank].own[d] for rank in slabs)])
+        made = np.cumsum([0, *(all_args[rank].own[d] for rank in slabs)])
         cuts.append(tuple(int(n) for n in made))
-        sides.append(tuple(facts[rank].ghosts[d] for rank in slabs))
-    return FieldCuts(dims, tuple(first + rank for rank in ranks), tuple(cuts), tuple(sides))
+        sides.append(tuple(all_args[rank].ghosts[d] for rank in slabs))
+    return FieldCuts(dims, tuple(rank0 + rank for rank in ranks), tuple(cuts), tuple(sides))
 
 
-def _describe_along(fact: GridFacts, d: int, what: str) -> str:
+def _describe_part_along(args: GridArguments, d: int, quantity: str) -> str:
     """Return the cells, or the ghost cells, of a rank along a dim, as text."""
-    return f"{fact.own[d]} cells" if what == "cells" else "{} ghost cells before and {} after".format(*fact.ghosts[d])
+    return (
+        f"{args.own[d]} cells" if quantity == "cells" else "{} ghost cells before and {} after".format(*args.ghosts[d])
+    )
 
 
-def _find_tiling(facts: Sequence[GridFacts], first: int) -> tuple[tuple[int, ...], Sequence[int]]:
+def _find_dims_and_ranks(all_args: Sequence[GridArguments], rank0: int) -> tuple[tuple[int, ...], Sequence[int]]:
     """Return the ranks along each dim, and the rank at each place; raise ConfigError if offsets contradict `dims` or
     the Cartesian communicator."""
-    said, letters = facts[0].dims, facts[0].dim_letters
-    if facts[0].offsets is None:
-        return said, range(len(facts))
-    parts = [tuple((a, a + n) for a, n in zip(fact.offsets or (), fact.own, strict=True)) for fact in facts]
-    dims, ranks = find_tiling(parts, letters, first)
-    if facts[0].at is None:
+    said, letters = all_args[0].dims, all_args[0].dim_letters
+    if all_args[0].offsets is None:
+        return said, range(len(all_args))
+    parts = [tuple((a, a + n) for a, n in zip(fact.offsets or (), fact.own, strict=True)) for fact in all_args]
+    dims, ranks = find_tiling(parts, letters, rank0)
+    if all_args[0].coords is None:
         if said and said != dims:
             raise ConfigError(f"Grid: dims={said}, and the parts at offsets= are on {dims} ranks: leave dims out")
         return dims, ranks
@@ -857,12 +857,12 @@ def _find_tiling(facts: Sequence[GridFacts], first: int) -> tuple[tuple[int, ...
             f"Grid: the Cartesian communicator has {said} ranks along {', '.join(letters)}, and the parts at offsets= "
             f"are on {dims} ranks: {remedy}"
         )
-    for rank, fact in enumerate(facts):
+    for rank, fact in enumerate(all_args):
         place = _unravel_rank(ranks.index(rank), dims)
-        here = ranks[int(np.ravel_multi_index(fact.at or (), dims))]
+        here = ranks[int(np.ravel_multi_index(fact.coords or (), dims))]
         if parts[here] != parts[rank]:
             raise ConfigError(
-                f"Grid: rank {first + rank} is at {fact.at} of the Cartesian communicator, and at {place} by "
+                f"Grid: rank {rank0 + rank} is at {fact.coords} of the Cartesian communicator, and at {place} by "
                 f"offsets={fact.offsets}: {remedy}"
             )
-    return dims, range(len(facts))
+    return dims, range(len(all_args))

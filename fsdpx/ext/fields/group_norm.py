@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.errors import ConfigError, DataError, ShapeError
-from fsdpx.ext.fields.cell_reductions import all_reduce_cells, all_reduce_moments
+from fsdpx.ext.fields.cell_reductions import all_reduce_moments, all_reduce_over_parts
 from fsdpx.nn.gradient_accumulation import accumulation_dtype, add_sum
 from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, require_positive
 from fsdpx.nn.norm import make_affine_specs
@@ -60,15 +60,15 @@ class GroupNorm(Layer):
         normal = ((grouped - mean) * rstd).astype(x.dtype, copy=False).reshape(x.shape)
         y = normal
         if self.affine:
-            y = normal * _reshape_channels(p["weight"], x) + _reshape_channels(p["bias"], x)
+            y = normal * _reshape_for_broadcast(p["weight"], x) + _reshape_for_broadcast(p["bias"], x)
         return y.astype(x.dtype, copy=False), (normal, rstd, count)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         normal, rstd, count = saved
-        g = self._split_into_groups(dy * _reshape_channels(p["weight"], dy) if self.affine else dy)
+        g = self._split_into_groups(dy * _reshape_for_broadcast(p["weight"], dy) if self.affine else dy)
         grouped = self._split_into_groups(normal)
         sums = env.xp.stack([g.sum(axis=2, dtype=np.float64), (g * grouped).sum(axis=2, dtype=np.float64)])
-        all_reduce_cells(env, sums, "GroupNorm backward")
+        all_reduce_over_parts(env, sums, "GroupNorm backward")
         means = (sums / env.xp.maximum(count, 1.0)).astype(accumulation_dtype(dy.dtype))
         dx = (g - means[0][:, :, None] - grouped * means[1][:, :, None]) * rstd
         return dx.astype(dy.dtype, copy=False).reshape(dy.shape), (normal, dy)
@@ -109,5 +109,5 @@ class InstanceNorm(GroupNorm):
         return x.size > 0
 
 
-def _reshape_channels(a: Array, x: Array) -> Array:
+def _reshape_for_broadcast(a: Array, x: Array) -> Array:
     return a.reshape(-1, *(1,) * (x.ndim - 2))

@@ -21,13 +21,13 @@ __all__ = [
     "MODES",
     "FieldLayer",
     "HaloSpec",
-    "as_slice",
-    "find_cells",
     "find_halo_specs",
-    "find_rank_along",
+    "get_local_range",
+    "get_rank_along",
     "make_output_cuts",
-    "require_dims",
-    "require_fit",
+    "require_field_shape",
+    "require_halo_fits_field",
+    "simplify_index",
 ]  # fmt: skip
 
 MODES = ("zeros", "circular", "reflect", "replicate")
@@ -37,7 +37,7 @@ copies of the last cell."""
 CellInterval = tuple[int, int]
 
 
-class GhostSource(NamedTuple):
+class FieldEnd(NamedTuple):
     """An end of the field, ghost cells counted: the first cell, or one past the last, and the rank that holds that
     end."""
 
@@ -93,7 +93,7 @@ class HaloSpec:
         return all(a <= start and stop <= b for (start, stop), (a, b) in pairs if stop > start)
 
     @property
-    def field_ends(self) -> tuple[GhostSource, GhostSource]:
+    def field_ends(self) -> tuple[FieldEnd, FieldEnd]:
         """The ends of the field, including the ghost cells beyond it that some rank holds."""
         return _find_field_ends(self.cuts, self.ghosts)
 
@@ -122,7 +122,7 @@ class HaloSpec:
             found[last] = found[last][0], max(found[last][1], min(stop, high))
         return tuple(found)
 
-    def slice_read_by(self, rank: int) -> slice:
+    def get_read_slice(self, rank: int) -> slice:
         """Return the slice of a rank's array, ghost cells included, that a layer or the exchange reads."""
         first, (start, stop) = (
             self.cuts[rank] - self.ghosts[rank][0],
@@ -130,7 +130,7 @@ class HaloSpec:
         )
         return slice(start - first, stop - first)
 
-    def count_cells(self, rank: int) -> int:
+    def count_needed_cells(self, rank: int) -> int:
         """Return the number of cells that a rank needs."""
         start, stop = self.needs[rank]
         return max(stop - start, 0)
@@ -141,51 +141,51 @@ class HaloSpec:
 
 
 @lru_cache(1 << 10)
-def _find_field_ends(cuts: Cuts, ghosts: tuple[GhostWidths, ...]) -> tuple[GhostSource, GhostSource]:
+def _find_field_ends(cuts: Cuts, ghosts: tuple[GhostWidths, ...]) -> tuple[FieldEnd, FieldEnd]:
     if not ghosts:
-        return GhostSource(0, 0), GhostSource(cuts[-1], len(cuts) - 2)
+        return FieldEnd(0, 0), FieldEnd(cuts[-1], len(cuts) - 2)
     rows = list(zip(cuts, cuts[1:], ghosts, strict=False))
-    low = min(GhostSource(a - before, rank) for rank, (a, _, (before, _)) in enumerate(rows))
-    high = max(GhostSource(b + after, rank) for rank, (_, b, (_, after)) in enumerate(rows))
+    low = min(FieldEnd(a - before, rank) for rank, (a, _, (before, _)) in enumerate(rows))
+    high = max(FieldEnd(b + after, rank) for rank, (_, b, (_, after)) in enumerate(rows))
     return low._replace(cell=min(low.cell, 0)), high._replace(cell=max(high.cell, cuts[-1]))
 
 
 @lru_cache(1 << 10)
-def _list_pieces(reach: HaloSpec) -> tuple[HaloPiece, ...]:
-    return tuple(piece for rank in range(len(reach.needs)) for piece in _list_pieces_of_rank(rank, reach))
+def _list_pieces(halo: HaloSpec) -> tuple[HaloPiece, ...]:
+    return tuple(piece for rank in range(len(halo.needs)) for piece in _iterate_pieces_of_rank(rank, halo))
 
 
-def _list_pieces_of_rank(rank: int, reach: HaloSpec) -> Iterator[HaloPiece]:
-    cuts, held, n = reach.cuts, reach.available_intervals, reach.cuts[-1]
-    wanted = np.arange(*reach.needs[rank])
+def _iterate_pieces_of_rank(rank: int, halo: HaloSpec) -> Iterator[HaloPiece]:
+    cuts, held, n = halo.cuts, halo.available_intervals, halo.cuts[-1]
+    wanted = np.arange(*halo.needs[rank])
     if not wanted.size:
         return
-    (low, first), (high, last) = reach.field_ends
-    cells = np.where((wanted >= low) & (wanted < high), wanted, _map_beyond_ends(wanted, n, reach.mode))
+    (low, first), (high, last) = halo.field_ends
+    cells = np.where((wanted >= low) & (wanted < high), wanted, _map_padding_to_cells(wanted, n, halo.mode))
     inside = (cells >= low) & (cells < high)
-    if reach.ghosts:
+    if halo.ghosts:
         inside &= (wanted < held[rank][0]) | (wanted >= held[rank][1])
     owners = np.searchsorted(np.asarray(cuts), cells, side="right") - 1
     owners[cells < 0], owners[cells >= n] = first, last
     for owner in np.unique(owners[inside]):
         at = np.flatnonzero(inside & (owners == owner))
-        yield HaloPiece(rank, int(owner), as_slice(at), as_slice(cells[at] - held[owner][0]), int(at.size))
+        yield HaloPiece(rank, int(owner), simplify_index(at), simplify_index(cells[at] - held[owner][0]), int(at.size))
 
 
-def _map_beyond_ends(at: np.ndarray, n: int, mode: str) -> np.ndarray:
+def _map_padding_to_cells(cells: np.ndarray, n: int, mode: str) -> np.ndarray:
     """Return the cells of the field whose values stand for places beyond its ends; with "zeros" the places
     unchanged."""
     if mode == "circular":
-        return at % n
+        return cells % n
     if mode == "replicate":
-        return np.clip(at, 0, n - 1)
+        return np.clip(cells, 0, n - 1)
     if mode == "reflect":
-        at = np.abs(at)
-        return np.where(at >= n, 2 * (n - 1) - at, at)
-    return at
+        cells = np.abs(cells)
+        return np.where(cells >= n, 2 * (n - 1) - cells, cells)
+    return cells
 
 
-def as_slice(indices: np.ndarray) -> Any:
+def simplify_index(indices: np.ndarray) -> Any:
     """Return a slice if the indices are consecutive, else the indices."""
     first, last = int(indices[0]), int(indices[-1])
     if last - first == indices.size - 1 and (np.diff(indices) == 1).all():
@@ -212,11 +212,11 @@ def find_halo_specs(
     return tuple(made)
 
 
-def require_fit(reach: HaloSpec, parts: FieldPartition) -> None:
+def require_halo_fits_field(halo: HaloSpec, parts: FieldPartition) -> None:
     """Raise ShapeError if a field is too small for its padding, or has too few ghost cells beyond its ends.
 
     Cells that windows reach inside the field come from their owners. parts: for the name of the dim."""
-    n, name, (start, stop), (low, high) = reach.cuts[-1], parts.dim_name(reach.dim - 2), reach.extent, reach.field_ends
+    n, name, (start, stop), (low, high) = halo.cuts[-1], parts.dim_name(halo.dim - 2), halo.extent, halo.field_ends
     pads = 0
     for lacks, ghosts in ((-start, -low.cell), (stop - n, high.cell - n)):
         if lacks > ghosts > 0:
@@ -225,11 +225,11 @@ def require_fit(reach: HaloSpec, parts: FieldPartition) -> None:
                 "give the grid more ghost cells, or none"
             )
         pads = max(pads, 0 if ghosts else lacks)
-    most = {"circular": n, "reflect": n - 1}.get(reach.mode)
+    most = {"circular": n, "reflect": n - 1}.get(halo.mode)
     if most is not None and pads > most:
         raise ShapeError(
-            f"padding {pads} of mode {reach.mode!r} along {name} takes fields of at least "
-            f"{pads + (reach.mode == 'reflect')} cells, got {n}"
+            f"padding {pads} of mode {halo.mode!r} along {name} takes fields of at least "
+            f"{pads + (halo.mode == 'reflect')} cells, got {n}"
         )
 
 
@@ -272,18 +272,18 @@ class FieldLayer(Layer):
         return ShardedLayer(bind_partition(self, kind), self.partition_outputs(kind))
 
 
-def find_rank_along(env: LayerContext, cuts: Cuts, d: int) -> int:
+def get_rank_along(env: LayerContext, cuts: Cuts, d: int) -> int:
     """Return this rank's coordinate along dim d of the cells; 0 if the dim is not partitioned."""
     return 0 if len(cuts) == 2 else env.mesh.domain[d].rank
 
 
-def find_cells(env: LayerContext, cuts: Cuts, d: int) -> tuple[int, int]:
+def get_local_range(env: LayerContext, cuts: Cuts, d: int) -> tuple[int, int]:
     """Return the cells [start, stop) of this rank along dim d of the cells."""
-    rank = find_rank_along(env, cuts, d)
+    rank = get_rank_along(env, cuts, d)
     return cuts[rank], cuts[rank + 1]
 
 
-def require_dims(layer: object, x: Array, dims: int, channels: int | None = None) -> None:
+def require_field_shape(layer: object, x: Array, dims: int, channels: int | None = None) -> None:
     """Raise ShapeError unless `x` is (samples, channels, *cells) with `dims` dims of cells."""
     if x.ndim != dims + 2 or channels not in (None, x.shape[1]):
         wanted = "channels" if channels is None else channels

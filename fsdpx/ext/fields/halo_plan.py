@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.ext.fields.halo import HaloPiece, HaloSpec, as_slice
+from fsdpx.ext.fields.halo import HaloPiece, HaloSpec, simplify_index
 
 __all__ = [
     "CellCopy",
@@ -82,7 +82,7 @@ class HaloPlan(NamedTuple):
     """A rank's halo exchange. at: index of its own cells in the needed ones, along each dim of cells. lines: one dim
     after the other."""
 
-    at: Shape
+    offset: Shape
     lines: tuple[HaloLine, ...]
 
 
@@ -90,55 +90,53 @@ class _LineNeeds(NamedTuple):
     """The needs of a rank along one dim: its coordinate, the index of its own cells in the needed ones, the number of
     these, and (start, stop) of slabs."""
 
-    reach: HaloSpec
-    me: int
-    at: int
+    halo: HaloSpec
+    rank: int
+    offset: int
     size: int
     slabs: tuple[tuple[int, int], ...]
 
 
 class _Box(NamedTuple):
-    at: Sequence[int]
+    offset: Sequence[int]
     shape: Sequence[int]
 
 
 @lru_cache(1 << 10)
-def make_halo_plan(xp: Any, moves: tuple[HaloSpec, ...], shape: Shape, place: tuple[int, ...]) -> HaloPlan:
+def make_halo_plan(xp: Any, halos: tuple[HaloSpec, ...], shape: Shape, place: tuple[int, ...]) -> HaloPlan:
     """Return the exchange around a part of `shape`, (samples, channels, *cells), for the rank at coordinates
     `place`."""
-    alongs = [
-        _find_line_needs(reach, place[reach.dim - 2] if len(reach.cuts) > 2 else 0)
-        for reach in moves
-        if not reach.is_local
+    all_needs = [
+        _find_line_needs(halo, place[halo.dim - 2] if len(halo.cuts) > 2 else 0) for halo in halos if not halo.is_local
     ]
-    at, sizes, lines = [0] * (len(shape) - 2), list(shape), []
-    for along in alongs:
-        at[along.reach.dim - 2] = along.at
-    first = tuple(at)
+    offset, sizes, lines = [0] * (len(shape) - 2), list(shape), []
+    for needs in all_needs:
+        offset[needs.halo.dim - 2] = needs.offset
+    first = tuple(offset)
     boxes, done = [_Box(first, shape)], list[_LineNeeds]()
-    for along in alongs:
-        line, before = along.reach.dim, list(sizes)
+    for needs in all_needs:
+        line, before = needs.halo.dim, list(sizes)
         slabs = []
-        for start, stop in along.slabs:
-            at[line - 2], sizes[line] = start, stop - start
-            slabs.append(_Box(tuple(at), tuple(sizes)))
-        at[line - 2], sizes[line] = 0, along.size
-        lines.append(_plan_line(xp, along, before, slabs, boxes, done))
-        boxes, done = boxes + slabs, [*done, along]
+        for start, stop in needs.slabs:
+            offset[line - 2], sizes[line] = start, stop - start
+            slabs.append(_Box(tuple(offset), tuple(sizes)))
+        offset[line - 2], sizes[line] = 0, needs.size
+        lines.append(_plan_line_exchange(xp, needs, before, slabs, boxes, done))
+        boxes, done = boxes + slabs, [*done, needs]
     return HaloPlan(first, tuple(lines))
 
 
-def _find_line_needs(reach: HaloSpec, me: int) -> _LineNeeds:
-    (start, stop), (first, last), ends = reach.needs[me], reach.available_intervals[me], reach.field_ends
+def _find_line_needs(halo: HaloSpec, rank: int) -> _LineNeeds:
+    (start, stop), (first, last), ends = halo.needs[rank], halo.available_intervals[rank], halo.field_ends
     size = max(stop - start, 0)
-    low, high = [min(max(end.cell - start, 0), size) for end in ends] if reach.mode == "zeros" else (0, size)
+    low, high = [min(max(end.cell - start, 0), size) for end in ends] if halo.mode == "zeros" else (0, size)
     begin, end = (min(max(cell - start, low), high) for cell in (first, last))
-    return _LineNeeds(reach, me, first - start, size, tuple((a, b) for a, b in ((low, begin), (end, high)) if b > a))
+    return _LineNeeds(halo, rank, first - start, size, tuple((a, b) for a, b in ((low, begin), (end, high)) if b > a))
 
 
-def _plan_line(
+def _plan_line_exchange(
     xp: Any,
-    along: _LineNeeds,
+    needs: _LineNeeds,
     before: Sequence[int],
     slabs: Sequence[_Box],
     boxes: Sequence[_Box],
@@ -147,7 +145,7 @@ def _plan_line(
     """Return the exchange along one dim. boxes: the boxes that are local before it. done: the dims already
     exchanged."""
     dim, own, arriving, leaving = (
-        along.reach.dim,
+        needs.halo.dim,
         list[tuple[int, OwnCells]](),
         list[RecvMessage](),
         list[SendMessage](),
@@ -156,47 +154,52 @@ def _plan_line(
     def with_length(length: int) -> Shape:
         return (*before[:dim], length, *before[dim + 1 :])
 
-    for piece in along.reach.list_pieces():
-        if piece.needs == along.me:
-            parts = list(_iterate_overlaps(along, piece))
-            if piece.owner == along.me:
+    for piece in needs.halo.list_pieces():
+        if piece.needs == needs.rank:
+            parts = list(_iterate_slab_overlaps(needs, piece))
+            if piece.owner == needs.rank:
                 cells = _as_indices(piece.cells, piece.length)
                 own += [
-                    (n, _plan_own_cells(xp, dim, boxes, done, as_slice(cells[some]), into)) for n, into, some in parts
+                    (n, _plan_local_copies(xp, dim, boxes, done, simplify_index(cells[some]), into))
+                    for n, into, some in parts
                 ]
             else:
-                rows = [(n, slice_dim(xp, dim, into), slice_dim(xp, dim, as_slice(some))) for n, into, some in parts]
+                rows = [
+                    (n, slice_dim(xp, dim, into), slice_dim(xp, dim, simplify_index(some))) for n, into, some in parts
+                ]
                 arriving.append(RecvMessage(piece.owner, with_length(piece.length), tuple(rows)))
-        elif piece.owner == along.me:
-            taken = _plan_own_cells(xp, dim, boxes, done, piece.cells, slice(0, piece.length))
+        elif piece.owner == needs.rank:
+            taken = _plan_local_copies(xp, dim, boxes, done, piece.cells, slice(0, piece.length))
             leaving.append(SendMessage(piece.needs, with_length(piece.length), taken))
-    shapes = tuple((tuple(slab.at), tuple(slab.shape)) for slab in slabs)
-    return HaloLine(dim, with_length(along.size), shapes, tuple(own), tuple(arriving), tuple(leaving))
+    shapes = tuple((tuple(slab.offset), tuple(slab.shape)) for slab in slabs)
+    return HaloLine(dim, with_length(needs.size), shapes, tuple(own), tuple(arriving), tuple(leaving))
 
 
-def _iterate_overlaps(along: _LineNeeds, piece: HaloPiece) -> Iterator[tuple[int, Any, np.ndarray]]:
+def _iterate_slab_overlaps(needs: _LineNeeds, piece: HaloPiece) -> Iterator[tuple[int, Any, np.ndarray]]:
     """Yield (slab, index in the slab, indices in the piece) for the cells of a piece that fall into slabs."""
     into = _as_indices(piece.into, piece.length)
-    for number, (a, b) in enumerate(along.slabs):
+    for number, (a, b) in enumerate(needs.slabs):
         some = np.flatnonzero((into >= a) & (into < b))
         if some.size:
-            yield number, as_slice(into[some] - a), some
+            yield number, simplify_index(into[some] - a), some
 
 
 def _as_indices(cells: Any, length: int) -> np.ndarray:
     return np.arange(cells.start, cells.stop) if isinstance(cells, slice) else cells
 
 
-def _plan_own_cells(
+def _plan_local_copies(
     xp: Any, dim: int, boxes: Sequence[_Box], done: Sequence[_LineNeeds], cells: Any, into: Any
 ) -> OwnCells:
     """Return the copies of `cells` along a dim of all boxes, to the index `into`."""
     pairs = [(cells, into)]
     if not isinstance(cells, slice):
         places = _as_indices(into, len(cells))
-        pairs = [(slice(cell, cell + 1), slice(at, at + 1)) for cell, at in zip(cells, places, strict=True)]
+        pairs = [(slice(cell, cell + 1), slice(offset, offset + 1)) for cell, offset in zip(cells, places, strict=True)]
     copies = tuple(_iterate_copies(xp, dim, boxes, done, cells, into))
-    return OwnCells(copies, tuple(one for some, at in pairs for one in _iterate_copies(xp, dim, boxes, done, some, at)))
+    return OwnCells(
+        copies, tuple(one for some, offset in pairs for one in _iterate_copies(xp, dim, boxes, done, some, offset))
+    )
 
 
 def _iterate_copies(
@@ -205,18 +208,18 @@ def _iterate_copies(
     for number, box in enumerate(boxes):
         there, here = [slice(None)] * len(box.shape), [slice(None)] * len(box.shape)
         there[dim], here[dim] = to_device_index(xp, into), to_device_index(xp, cells)
-        for along in done:
-            d = along.reach.dim
-            there[d], here[d] = find_overlap(box.at[d - 2], box.shape[d], along.size)
+        for needs in done:
+            d = needs.halo.dim
+            there[d], here[d] = find_overlap(box.offset[d - 2], box.shape[d], needs.size)
         yield CellCopy(number, tuple(there), tuple(here))
 
 
-def find_overlap(at: int, count: int, size: int) -> tuple[slice, slice]:
-    """Intersect `count` cells from `at` on with [0, size): return their slice there, and their slice among the `count`
-    cells."""
-    a = max(at, 0)
-    b = max(min(at + count, size), a)
-    return slice(a, b), slice(a - at, b - at)
+def find_overlap(offset: int, count: int, size: int) -> tuple[slice, slice]:
+    """Intersect [offset, offset + count) with [0, size); return the intersection as a slice of [0, size), and as a
+    slice of the `count` cells."""
+    a = max(offset, 0)
+    b = max(min(offset + count, size), a)
+    return slice(a, b), slice(a - offset, b - offset)
 
 
 def slice_dim(xp: Any, dim: int, cells: Any) -> Index:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.ext.fields.halo import HaloSpec, find_rank_along
+from fsdpx.ext.fields.halo import HaloSpec, get_rank_along
 from fsdpx.ext.fields.halo_plan import HaloLine, HaloPlan, OwnCells, find_overlap, make_halo_plan, slice_dim
 from fsdpx.nn.layer import Array, Layer, LayerContext, Params
 from fsdpx.nn.shard_specs import FieldPartition
@@ -31,18 +31,18 @@ HALO, HALO_GRADIENT = 2, 3
 class HaloBox(NamedTuple):
     """A block of cells, and its index in the needed cells along each dim."""
 
-    at: tuple[int, ...]
+    offset: tuple[int, ...]
     cells: Array
 
 
-def _get_halo_plan(env: LayerContext, moves: Sequence[HaloSpec], shape: Sequence[int]) -> HaloPlan:
+def _get_halo_plan(env: LayerContext, halos: Sequence[HaloSpec], shape: Sequence[int]) -> HaloPlan:
     """Return the exchange around own cells of this shape."""
-    return make_halo_plan(env.xp, tuple(moves), tuple(shape), tuple([line.rank for line in env.mesh.domain]))
+    return make_halo_plan(env.xp, tuple(halos), tuple(shape), tuple([line.rank for line in env.mesh.domain]))
 
 
-def _intersect_boxes(at: Sequence[int], shape: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[slice, ...], ...]:
+def _intersect_box(offset: Sequence[int], shape: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[slice, ...], ...]:
     """Return `find_overlap` for all dims of cells of a box, as two indices."""
-    rows = [find_overlap(*row) for row in zip(at, shape[2:], sizes[2:], strict=True)]
+    rows = [find_overlap(*row) for row in zip(offset, shape[2:], sizes[2:], strict=True)]
     return tuple((slice(None), slice(None), *one) for one in zip(*rows, strict=True))
 
 
@@ -52,26 +52,26 @@ class HaloSlabs:
     plan: of the exchange. boxes: own cells, then the slabs that have arrived. beyond: value beyond the ends in mode
     "zeros"."""
 
-    def __init__(self, env: LayerContext, x: Array, moves: Sequence[HaloSpec], beyond: float = 0.0) -> None:
-        self._env, self._beyond, self._done = env, beyond, 0
-        self.plan = _get_halo_plan(env, moves, x.shape)
-        self.boxes = [HaloBox(self.plan.at, x)]
-        self._begun = self._start_exchange()
+    def __init__(self, env: LayerContext, x: Array, halos: Sequence[HaloSpec], padding_value: float = 0.0) -> None:
+        self._env, self._padding_value, self._done = env, padding_value, 0
+        self.plan = _get_halo_plan(env, halos, x.shape)
+        self.boxes = [HaloBox(self.plan.offset, x)]
+        self._begun = self._start_next_exchange()
 
     def wait_for_slabs(self) -> list[HaloBox]:
         """Return the slabs. Waits for the neighbors that send them."""
         while self._begun is not None:
             self._finish_exchange(*self._begun)
-            self._begun = self._start_exchange()
+            self._begun = self._start_next_exchange()
         return self.boxes[1:]
 
-    def _start_exchange(self) -> Any:
+    def _start_next_exchange(self) -> Any:
         """Send the halos of the neighbors along the next dim, and allocate this rank's slabs; return None after the
         last dim."""
         if self._done == len(self.plan.lines):
             return None
         line, what = self.plan.lines[self._done], self._env.random.path
-        slabs = [HaloBox(at, self._make_buffer(shape)[1]) for at, shape in line.slabs]
+        slabs = [HaloBox(offset, self._make_buffer(shape)[1]) for offset, shape in line.slabs]
         arriving, leaving = [], []
         for one in line.arriving:
             flat, cells = self._make_buffer(one.shape)
@@ -98,7 +98,7 @@ class HaloSlabs:
     def _make_buffer(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
         flat, cells = _make_message_buffer(self._env.xp, shape, self.boxes[0].cells.dtype)
         if self._done:
-            flat[...] = self._beyond  # beyond the ends of earlier dims nothing arrives
+            flat[...] = self._padding_value  # beyond the ends of earlier dims nothing arrives
         return flat, cells
 
     def _copy_to_message(self, message: Array, own: OwnCells) -> None:
@@ -108,25 +108,25 @@ class HaloSlabs:
 
 
 def exchange_slab_gradients(
-    env: LayerContext, moves: Sequence[HaloSpec], boxes: list[HaloBox], own: Callable[[], Array]
+    env: LayerContext, halos: Sequence[HaloSpec], boxes: list[HaloBox], own: Callable[[], Array]
 ) -> Array:
     """Return the gradient of this rank's part.
 
     boxes: the box of own cells, then the gradients of all slabs. own: computes the gradient of own cells while messages
     are under way. The gradients of slabs return to the owners of the cells, which add them in the order of ranks."""
-    lines, found, boxes = _get_halo_plan(env, moves, boxes[0].cells.shape).lines, None, list(boxes)
+    lines, found, boxes = _get_halo_plan(env, halos, boxes[0].cells.shape).lines, None, list(boxes)
     for line in reversed(lines):
         kept = len(boxes) - len(line.slabs)
         slabs, boxes = [box.cells for box in boxes[kept:]], boxes[:kept]
         arriving, leaving = _start_gradient_exchange(env, line, boxes[0].cells.dtype, slabs)
         if found is None:
             found = own()
-            boxes[0] = HaloBox(boxes[0].at, found)
+            boxes[0] = HaloBox(boxes[0].offset, found)
         for number, cells in line.own:
-            _add_message(boxes, cells, slabs[number])
+            _add_message_gradients(boxes, cells, slabs[number])
         for handle, cells, message in arriving:
             handle.wait()
-            _add_message(boxes, cells, message)
+            _add_message_gradients(boxes, cells, message)
         for handle in leaving:
             handle.wait()
     return own() if found is None else found
@@ -150,56 +150,58 @@ def _start_gradient_exchange(
     return arriving, leaving
 
 
-def _add_message(boxes: list[HaloBox], own: OwnCells, message: Array) -> None:
+def _add_message_gradients(boxes: list[HaloBox], own: OwnCells, message: Array) -> None:
     """Add the gradients in a message or a slab to the cells that it was copied from."""
     for number, there, here in own.adds:
         out = boxes[number].cells[here]
         out += message[there]
 
 
-def exchange_halo(env: LayerContext, x: Array, moves: Sequence[HaloSpec], beyond: float = 0.0) -> Array:
-    """Return the cells that this rank needs of a field whose part it holds is `x`; `beyond` fills places beyond the
-    ends in mode "zeros". Communicates with the ranks that own these cells."""
-    for reach in moves:
-        if reach.ghosts:
-            x = x[slice_dim(env.xp, reach.dim, reach.slice_read_by(find_rank_along(env, reach.cuts, reach.dim - 2)))]
-    rims = HaloSlabs(env, x, [reach for reach in moves if not reach.is_covered_by_ghosts], beyond)
+def exchange_halo(env: LayerContext, x: Array, halos: Sequence[HaloSpec], padding_value: float = 0.0) -> Array:
+    """Return this rank's part `x` of a field, joined with the halo cells that `halos` asks for.
+
+    padding_value: value of cells beyond the ends of the field in mode "zeros". Communicates with the ranks that own
+    the halo cells."""
+    for halo in halos:
+        if halo.ghosts:
+            x = x[slice_dim(env.xp, halo.dim, halo.get_read_slice(get_rank_along(env, halo.cuts, halo.dim - 2)))]
+    rims = HaloSlabs(env, x, [halo for halo in halos if not halo.is_covered_by_ghosts], padding_value)
     rims.wait_for_slabs()
     if not rims.plan.lines:
         return x
     y = _empty_like(env.xp, x, rims.plan.lines[-1].whole)
-    places = [_intersect_boxes(box.at, box.cells.shape, y.shape) for box in rims.boxes]
+    places = [_intersect_box(box.offset, box.cells.shape, y.shape) for box in rims.boxes]
     if sum(math.prod(y[there].shape) for there, _ in places) < math.prod(y.shape):
-        y[...] = beyond
+        y[...] = padding_value
     for box, (there, here) in zip(rims.boxes, places, strict=True):
         y[there] = box.cells[here]
     return y
 
 
-def exchange_halo_backward(env: LayerContext, dy: Array, moves: Sequence[HaloSpec]) -> Array:
+def exchange_halo_backward(env: LayerContext, dy: Array, halos: Sequence[HaloSpec]) -> Array:
     """Return the gradient of the part from that of the needed cells, the adjoint of `exchange_halo`: the gradient of
     each copy returns to the owner of its cell."""
-    shape, mine = list(dy.shape), [reach for reach in moves if not reach.is_covered_by_ghosts]
-    for reach in mine:
-        start, stop = reach.available_intervals[find_rank_along(env, reach.cuts, reach.dim - 2)]
-        shape[reach.dim] = stop - start
-    at, lines = _get_halo_plan(env, mine, shape)
+    shape, mine = list(dy.shape), [halo for halo in halos if not halo.is_covered_by_ghosts]
+    for halo in mine:
+        start, stop = halo.available_intervals[get_rank_along(env, halo.cuts, halo.dim - 2)]
+        shape[halo.dim] = stop - start
+    offset, lines = _get_halo_plan(env, mine, shape)
     if lines:
         boxes = [
             HaloBox(one, _empty_like(env.xp, dy, size))
-            for one, size in ((at, shape), *(slab for line in lines for slab in line.slabs))
+            for one, size in ((offset, shape), *(slab for line in lines for slab in line.slabs))
         ]
         for box in boxes:
-            there, here = _intersect_boxes(box.at, box.cells.shape, dy.shape)
+            there, here = _intersect_box(box.offset, box.cells.shape, dy.shape)
             box.cells[...] = 0
             box.cells[here] = dy[there]
         dy = exchange_slab_gradients(env, mine, boxes, lambda: boxes[0].cells)
-    for reach in moves:
-        if reach.ghosts:
-            me, whole = find_rank_along(env, reach.cuts, reach.dim - 2), list(dy.shape)
-            whole[reach.dim] = reach.cuts[me + 1] - reach.cuts[me] + sum(reach.ghosts[me])
+    for halo in halos:
+        if halo.ghosts:
+            rank, whole = get_rank_along(env, halo.cuts, halo.dim - 2), list(dy.shape)
+            whole[halo.dim] = halo.cuts[rank + 1] - halo.cuts[rank] + sum(halo.ghosts[rank])
             inner, dy = dy, env.xp.zeros(tuple(whole), dtype=dy.dtype)
-            dy[slice_dim(env.xp, reach.dim, reach.slice_read_by(me))] = inner
+            dy[slice_dim(env.xp, halo.dim, halo.get_read_slice(rank))] = inner
     return dy
 
 
@@ -229,13 +231,13 @@ class RepartitionField(Layer):
 
     def __init__(self, parts: FieldPartition, wanted: FieldPartition) -> None:
         self.parts, self.wanted = parts, wanted
-        self._moves = tuple(
+        self._halos = tuple(
             HaloSpec(d + 2, cuts, tuple(zip(out, out[1:], strict=False)), ghosts=parts.ghosts_along(d))
             for d, (cuts, out) in enumerate(zip(parts.cuts, wanted.cuts, strict=True))
         )
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
-        return exchange_halo(env, x, self._moves), ()
+        return exchange_halo(env, x, self._halos), ()
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        return exchange_halo_backward(env, dy, self._moves), ()
+        return exchange_halo_backward(env, dy, self._halos), ()

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from fsdpx.errors import ConfigError, DataError
-from fsdpx.ext.fields.cell_reductions import all_reduce_cells, all_reduce_moments
-from fsdpx.ext.fields.halo import find_cells
+from fsdpx.ext.fields.cell_reductions import all_reduce_moments, all_reduce_over_parts
+from fsdpx.ext.fields.halo import get_local_range
 from fsdpx.nn.layer import Array, LayerContext
 from fsdpx.nn.losses import CellWeights, Loss, require_same_shape, weighted_error
 from fsdpx.nn.shard_specs import Cuts, FieldPartition, bind_partition
@@ -38,23 +38,25 @@ class _FieldLoss(Loss):
         if self.weights is not None:
             self.weights.require_fit(self, tuple(shape))
 
-    def _all_reduce_sums(self, env: LayerContext, dims: tuple[int, ...], w: Array | None, *values: Array) -> Array:
+    def _all_reduce_weighted_sums(
+        self, env: LayerContext, dims: tuple[int, ...], weights: Array | None, *values: Array
+    ) -> Array:
         """Return, stacked in float64, the number of elements, or the sum of their weights, and the sums of w x values,
         over `dims` of all parts. Communicates if the field is partitioned."""
         xp = env.xp
         shape = tuple(n for d, n in enumerate(values[0].shape) if d not in dims)
-        if w is None:
+        if weights is None:
             many = xp.full(shape, float(math.prod(values[0].shape[d] for d in dims)), dtype=np.float64)
         else:
-            many = xp.broadcast_to(w, values[0].shape).sum(axis=dims, dtype=np.float64)
-        found = [(v if w is None else w * v).sum(axis=dims, dtype=np.float64) for v in values]
-        return all_reduce_cells(env, xp.stack([many, *found]), type(self).__name__)
+            many = xp.broadcast_to(weights, values[0].shape).sum(axis=dims, dtype=np.float64)
+        found = [(v if weights is None else weights * v).sum(axis=dims, dtype=np.float64) for v in values]
+        return all_reduce_over_parts(env, xp.stack([many, *found]), type(self).__name__)
 
     def _get_cuts(self, y: Array) -> tuple[Cuts, ...]:
         """Return the partition of the cells along each dim."""
         return (self.parts or FieldPartition.on_one_rank(y.shape[2:])).cuts
 
-    def _sum_share(self, env: LayerContext, values: Array, counts: Array) -> tuple[float, float]:
+    def _compute_rank_share(self, env: LayerContext, values: Array, counts: Array) -> tuple[float, float]:
         """Return this rank's share of (total, weight) of values that all ranks of a field hold, over the groups with a
         count above 0."""
         xp, ranks = env.xp, env.mesh.parts.size
@@ -64,15 +66,15 @@ class _FieldLoss(Loss):
 
 class _RootLoss(_FieldLoss):
     """The base of losses sqrt(sum w e^2 / below) per group, where e = y - target; a group has the elements along the
-    dims of `_reduced_dims`."""
+    dims of `_get_reduced_dims`."""
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
-        xp, dims = env.xp, self._reduced_dims(y)
-        apart, target, w = self._compute_weighted_error(env, y, target)
-        count, squares, below = self._compute_scales(env, dims, w, apart, target)
+        xp, dims = env.xp, self._get_reduced_dims(y)
+        apart, target, w = self._get_error_and_weights(env, y, target)
+        count, squares, below = self._all_reduce_error_sums(env, dims, w, apart, target)
         value = xp.sqrt(squares / xp.where(below > 0, below, 1.0))
         value = xp.where((below > 0) | (squares == 0), value, math.inf)
-        total, weight = self._sum_share(env, value, count)
+        total, weight = self._compute_rank_share(env, value, count)
         return total, weight, (apart, w, value * below, y.dtype)
 
     def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
@@ -82,18 +84,18 @@ class _RootLoss(_FieldLoss):
         share = share.reshape(*share.shape, *(1,) * (apart.ndim - share.ndim))
         return ((apart if w is None else w * apart) * share).astype(dtype, copy=False)
 
-    def _compute_weighted_error(self, env: LayerContext, y: Array, target: Array) -> tuple[Array, Array, Array | None]:
+    def _get_error_and_weights(self, env: LayerContext, y: Array, target: Array) -> tuple[Array, Array, Array | None]:
         return weighted_error(env, y, target, self.weights, self.skipna)
 
-    def _reduced_dims(self, y: Array) -> tuple[int, ...]:
+    def _get_reduced_dims(self, y: Array) -> tuple[int, ...]:
         """Return the dims over which the sums run: here the cells, so that each channel of a sample is a group."""
         return tuple(range(2, y.ndim))
 
-    def _compute_scales(
-        self, env: LayerContext, dims: tuple[int, ...], w: Array | None, apart: Array, target: Array
+    def _all_reduce_error_sums(
+        self, env: LayerContext, dims: tuple[int, ...], weights: Array | None, error: Array, target: Array
     ) -> tuple[Array, Array, Array]:
         """Return (count, sum of w e^2, below) of each group."""
-        count, squares = self._all_reduce_sums(env, dims, w, apart * apart)
+        count, squares = self._all_reduce_weighted_sums(env, dims, weights, error * error)
         return count, squares, count
 
 
@@ -118,28 +120,28 @@ class RelativeL2(_RootLoss):
         super().__init__(weights, skipna)
         self.eps = float(eps)
 
-    def _reduced_dims(self, y: Array) -> tuple[int, ...]:
+    def _get_reduced_dims(self, y: Array) -> tuple[int, ...]:
         return tuple(range(1, y.ndim))
 
-    def _compute_scales(
-        self, env: LayerContext, dims: tuple[int, ...], w: Array | None, apart: Array, target: Array
+    def _all_reduce_error_sums(
+        self, env: LayerContext, dims: tuple[int, ...], weights: Array | None, error: Array, target: Array
     ) -> tuple[Array, Array, Array]:
-        count, squares, of_target = self._all_reduce_sums(env, dims, w, apart * apart, target * target)
+        count, squares, of_target = self._all_reduce_weighted_sums(env, dims, weights, error * error, target * target)
         if self.eps == 0:
-            self._require_sizes((count > 0) & (of_target == 0))
+            self._require_nonzero_targets((count > 0) & (of_target == 0))
         return count, squares, (env.xp.sqrt(of_target) + self.eps) ** 2
 
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
         super().validate(shape, target)
         if self.parts is None and self.weights is None and not self.skipna and self.eps == 0 and target.size:
-            self._require_sizes(~target.reshape(len(target), -1).any(axis=1))
+            self._require_nonzero_targets(~target.reshape(len(target), -1).any(axis=1))
 
-    def _require_sizes(self, zero: Array) -> None:
-        """Raise DataError if the target of a sample is 0. zero: bool for each sample."""
-        if getattr(zero, "holds_no_data", False) or not bool(zero.any()):
+    def _require_nonzero_targets(self, is_zero: Array) -> None:
+        """Raise DataError if the target of a sample is 0. is_zero: bool for each sample."""
+        if getattr(is_zero, "holds_no_data", False) or not bool(is_zero.any()):
             return
         raise DataError(
-            f"{self!r}: all of the target of sample {int(zero.argmax())} is 0, so no error is relative to it: give "
+            f"{self!r}: all of the target of sample {int(is_zero.argmax())} is 0, so no error is relative to it: give "
             "eps=..., which is added to |target|, or leave such samples out"
         )
 
@@ -174,11 +176,11 @@ class VRMSE(_RootLoss):
         super().__init__(weights, skipna)
         self.eps = float(eps)
 
-    def _compute_scales(
-        self, env: LayerContext, dims: tuple[int, ...], w: Array | None, apart: Array, target: Array
+    def _all_reduce_error_sums(
+        self, env: LayerContext, dims: tuple[int, ...], weights: Array | None, error: Array, target: Array
     ) -> tuple[Array, Array, Array]:
-        count, squares = self._all_reduce_sums(env, dims, w, apart * apart)
-        variance = all_reduce_moments(env, target, dims, "VRMSE", w)[2] / env.xp.maximum(count - 1.0, 1.0)
+        count, squares = self._all_reduce_weighted_sums(env, dims, weights, error * error)
+        variance = all_reduce_moments(env, target, dims, "VRMSE", weights)[2] / env.xp.maximum(count - 1.0, 1.0)
         return count, squares, count * (variance + self.eps)
 
 
@@ -189,11 +191,11 @@ class BoundaryRMSE(_RootLoss):
     def __init__(self) -> None:
         super().__init__()
 
-    def _compute_weighted_error(self, env: LayerContext, y: Array, target: Array) -> tuple[Array, Array, Array | None]:
-        apart, target, _ = super()._compute_weighted_error(env, y, target)
+    def _get_error_and_weights(self, env: LayerContext, y: Array, target: Array) -> tuple[Array, Array, Array | None]:
+        apart, target, _ = super()._get_error_and_weights(env, y, target)
         w = env.xp.zeros((1,) * y.ndim, dtype=apart.dtype)
         for d, cuts in enumerate(self._get_cuts(y)):
-            at = np.arange(*find_cells(env, cuts, d))
+            at = np.arange(*get_local_range(env, cuts, d))
             ends = (at == 0).astype(apart.dtype) + (at == cuts[-1] - 1)
             w = w + env.xp.asarray(ends).reshape(-1, *(1,) * (y.ndim - 3 - d))
         return apart, target, w
@@ -219,8 +221,8 @@ class BandRMSE(_RootLoss):
             raise ConfigError(f"BandRMSE: a band of wavenumbers is from low >= 0 to a larger one, got {low}, {high}")
         self.low, self.high = low, high
 
-    def _compute_weighted_error(self, env: LayerContext, y: Array, target: Array) -> tuple[Array, Array, Array | None]:
-        apart, target, _ = super()._compute_weighted_error(env, y, target)
+    def _get_error_and_weights(self, env: LayerContext, y: Array, target: Array) -> tuple[Array, Array, Array | None]:
+        apart, target, _ = super()._get_error_and_weights(env, y, target)
         if getattr(env.xp, "holds_no_data", False):
             return apart, target, None
         if self.high is None and self.low**2 > sum((cuts[-1] // 2) ** 2 for cuts in self._get_cuts(y)):
@@ -229,24 +231,24 @@ class BandRMSE(_RootLoss):
         inside = self._filter_band(env, apart.astype(np.float64), last)
         return (inside if self.high is not None else apart - inside).astype(apart.dtype), target, None
 
-    def _filter_band(self, env: LayerContext, e: Array, last: float) -> Array:
-        """Return the part of the error in modes below `last`; with `high` only in modes from `low` on."""
-        xp, cuts_of = env.xp, self._get_cuts(e)
+    def _filter_band(self, env: LayerContext, error: Array, stop: float) -> Array:
+        """Return the part of the error in modes below `stop`; with `high` only in modes from `low` on."""
+        xp, cuts_of = env.xp, self._get_cuts(error)
         waves, tables, cells = [], [], math.prod(cuts[-1] for cuts in cuts_of)
         for d, cuts in enumerate(cuts_of):
-            n, most = cuts[-1], math.ceil(last) - 1
+            n, most = cuts[-1], math.ceil(stop) - 1
             k = np.arange(-min(most, (n - 1) // 2), min(most, n // 2) + 1)
-            turns = np.outer(np.arange(*find_cells(env, cuts, d)), k) % n * (2 * np.pi / n)
+            turns = np.outer(np.arange(*get_local_range(env, cuts, d)), k) % n * (2 * np.pi / n)
             waves.append(k)
             tables.append(xp.asarray(np.exp(-1j * turns)))
-        modes = e
+        modes = error
         for table in tables:  # replaces the first dim of cells by a dim of modes at the end
             modes = xp.tensordot(modes, table, axes=([2], [0]))
         modes = xp.ascontiguousarray(modes)
-        all_reduce_cells(env, modes.view(np.float64), "BandRMSE")
+        all_reduce_over_parts(env, modes.view(np.float64), "BandRMSE")
         length = np.sqrt(sum(np.square(k) for k in np.meshgrid(*waves, indexing="ij")))
         least = self.low if self.high is not None else 0.0
-        modes = modes * xp.asarray(((length >= least) & (length < last)) / max(cells, 1))
+        modes = modes * xp.asarray(((length >= least) & (length < stop)) / max(cells, 1))
         for table in tables:
             modes = xp.tensordot(modes, table.conj(), axes=([2], [1]))
         return modes.real
@@ -263,9 +265,9 @@ class ConservedRMSE(_FieldLoss):
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
         apart, _, w = weighted_error(env, y, target, self.weights, self.skipna)
-        count, total = self._all_reduce_sums(env, tuple(range(2, y.ndim)), w, apart)
+        count, total = self._all_reduce_weighted_sums(env, tuple(range(2, y.ndim)), w, apart)
         below = env.xp.where(count > 0, count, 1.0)
-        return *self._sum_share(env, env.xp.abs(total) / below, count), (y, w, env.xp.sign(total) / below)
+        return *self._compute_rank_share(env, env.xp.abs(total) / below, count), (y, w, env.xp.sign(total) / below)
 
     def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
         y, w, slope = saved
@@ -289,10 +291,10 @@ class MaxError(_FieldLoss):
         most = xp.zeros((y.shape[0],), dtype=np.float64)
         if far.shape[1]:
             most = far.max(axis=1).astype(np.float64)
-        all_reduce_cells(env, most, "MaxError", "max")
+        all_reduce_over_parts(env, most, "MaxError", "max")
         hits = (far == most[:, None].astype(far.dtype)).reshape(y.shape)
-        count, many = self._all_reduce_sums(env, dims, w, hits.astype(np.float64))
-        return *self._sum_share(env, most, count), (xp.sign(apart) * hits, many, y.dtype)
+        count, many = self._all_reduce_weighted_sums(env, dims, w, hits.astype(np.float64))
+        return *self._compute_rank_share(env, most, count), (xp.sign(apart) * hits, many, y.dtype)
 
     def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
         signs, many, dtype = saved

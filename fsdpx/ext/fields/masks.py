@@ -27,10 +27,10 @@ class FillNaN(Layer):
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         known = ~env.xp.isnan(x)
-        return _select_known(env, known, x, self.value), (known,)
+        return _fill_unknown(env, known, x, self.value), (known,)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        return _select_known(env, saved[0], dy, 0.0), ()
+        return _fill_unknown(env, saved[0], dy, 0.0), ()
 
 
 class Mask(Layer):
@@ -55,10 +55,10 @@ class Mask(Layer):
         return f"Mask({self.value})"
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
-        return _select_known(env, self._get_mask(env, x), x, self.value), ()
+        return _fill_unknown(env, self._get_mask(env, x), x, self.value), ()
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        return _select_known(env, self._get_mask(env, dy), dy, 0.0), ()
+        return _fill_unknown(env, self._get_mask(env, dy), dy, 0.0), ()
 
     def _get_mask(self, env: LayerContext, x: Array) -> Array:
         if getattr(env.xp, "holds_no_data", False):  # in a dry run x may have the shape of the whole field
@@ -71,5 +71,5 @@ class Mask(Layer):
         return env.constants[key]
 
 
-def _select_known(env: LayerContext, known: Array, x: Array, value: float) -> Array:
+def _fill_unknown(env: LayerContext, known: Array, x: Array, value: float) -> Array:
     return env.xp.where(known, x, env.xp.asarray(value, dtype=x.dtype))

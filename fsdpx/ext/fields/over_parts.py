@@ -21,10 +21,12 @@ def partition_model(model: Layer, parts: FieldPartition) -> tuple[Layer, FieldPa
 
     parts: partition of the inputs; an output with as many cells has the same. Raises ConfigError, with the path of the
     layer, for a layer that cannot work on a part."""
-    takes = isinstance(model, Container) or _accepts_ghosts(model)
+    takes = isinstance(model, Container) or _can_take_ghosts(model)
     frame = RepartitionField(parts, parts.without_ghosts()) if parts.ghosts and not takes else None
     inputs = [parts if frame is None else parts.without_ghosts()] * len(list_input_names(model))
-    made, kinds = ShardingWalk(1, None, {}, (_drop_ghosts, _align_partitions)).visit_layer(model, "", inputs)
+    made, kinds = ShardingWalk(1, None, {}, (_find_ghost_drop_moves, _find_alignment_moves)).visit_layer(
+        model, "", inputs
+    )
     if frame is not None:
         made = WithInputOutput(made, frame, None)
     if len(kinds) != 1 or not isinstance(kinds[0], FieldPartition):
@@ -39,9 +41,9 @@ def partition_model(model: Layer, parts: FieldPartition) -> tuple[Layer, FieldPa
     return made.with_steps([*made.steps, ChildCall(name, shift, made.outputs, (name,))], (name,)), wanted
 
 
-def _drop_ghosts(reader: Layer, kinds: Sequence[Kind]) -> list[LayerMove | None]:
+def _find_ghost_drop_moves(reader: Layer, kinds: Sequence[Kind]) -> list[LayerMove | None]:
     """Return the moves that drop the ghost cells of inputs, if the reader cannot use them or another input has none."""
-    takes = isinstance(reader, Container) or (_accepts_ghosts(reader) and len({*kinds}) == 1)
+    takes = isinstance(reader, Container) or (_can_take_ghosts(reader) and len({*kinds}) == 1)
     return [
         LayerMove("interior", RepartitionField(kind, kind.without_ghosts()), kind.without_ghosts())
         if isinstance(kind, FieldPartition) and kind.ghosts and not takes
@@ -50,7 +52,7 @@ def _drop_ghosts(reader: Layer, kinds: Sequence[Kind]) -> list[LayerMove | None]
     ]
 
 
-def _align_partitions(reader: Layer, kinds: Sequence[Kind]) -> list[LayerMove | None]:
+def _find_alignment_moves(reader: Layer, kinds: Sequence[Kind]) -> list[LayerMove | None]:
     """Return the moves that bring fields of one shape to one partition, if they differ, as after odd strides: to the
     one whose largest part is smallest, the first on ties."""
     first = min(
@@ -66,6 +68,6 @@ def _align_partitions(reader: Layer, kinds: Sequence[Kind]) -> list[LayerMove | 
     ]
 
 
-def _accepts_ghosts(layer: Layer) -> bool:
+def _can_take_ghosts(layer: Layer) -> bool:
     """Return whether a layer can take ghost cells: it reads them, or acts on each element and passes them on."""
     return layer.takes_ghosts or layer.acts_on == "element"

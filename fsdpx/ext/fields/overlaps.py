@@ -11,7 +11,7 @@ import numpy as np
 from fsdpx.core.array.namespace import to_host
 from fsdpx.nn.shard_specs import GhostWidths
 
-__all__ = ["describe_ends", "find_overlaps", "make_overlap_warning"]
+__all__ = ["digest_part_ends", "find_overlaps", "make_overlap_warning"]
 
 WIDTHS = range(2, 7)
 """Rows that two parts may share: one to three ghost cells on each side. A single row may be equal by chance."""
@@ -20,20 +20,20 @@ Ends = list[list[tuple[str | None, str | None]]]
 """For each dim and width, digests of the first and of the last rows of a part; None: rows too uniform to compare."""
 
 
-def describe_ends(own: Sequence[int], ghosts: Sequence[GhostWidths], x: Any) -> Ends:
+def digest_part_ends(local_shape: Sequence[int], ghosts: Sequence[GhostWidths], x: Any) -> Ends:
     """Return digests of the ends of this rank's part of the first sample of an input, (samples, channels, *cells).
 
-    own: cells of the part. ghosts: ghost cells around it in the input."""
+    local_shape: cells of the part. ghosts: ghost cells around it in the input."""
     found: Ends = []
-    for dim in range(len(own)):
+    for dim in range(len(local_shape)):
         found.append([])
         for width in WIDTHS:
             cells: list[Any] = [slice(None)]
-            for d, (n, (before, _)) in enumerate(zip(own, ghosts, strict=True)):
+            for d, (n, (before, _)) in enumerate(zip(local_shape, ghosts, strict=True)):
                 edge = width if d != dim and n > 2 * width else 0  # corners of ghost cells may be unfilled
                 cells.append(slice(before + edge, before + n - edge))
             part = x[0][tuple(cells)] if x.shape[0] else x
-            enough = part.ndim == len(cells) and min(part.shape) > 0 and own[dim] >= 2 * width
+            enough = part.ndim == len(cells) and min(part.shape) > 0 and local_shape[dim] >= 2 * width
             low, high = (_digest_rows(part, dim + 1, width, end) if enough else None for end in (1, -1))
             found[dim].append((low, high))
     return found

@@ -7,7 +7,7 @@ from operator import index
 from typing import Any
 
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.ext.fields.halo import MODES, FieldLayer, HaloSpec, require_dims, require_fit
+from fsdpx.ext.fields.halo import MODES, FieldLayer, HaloSpec, require_field_shape, require_halo_fits_field
 from fsdpx.ext.fields.halo_slabs import exchange_halo, exchange_halo_backward
 from fsdpx.nn.layer import Array, LayerContext, Params
 from fsdpx.nn.shard_specs import FieldPartition
@@ -39,38 +39,36 @@ class Pad(FieldLayer):
             raise ConfigError(f"Pad: mode={mode!r}: choose one of {', '.join(MODES)}")
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
-        return self._find_halos(parts)[0]
+        return self._plan_outputs_and_halos(parts)[0]
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
-        require_dims(self, x, len(self.padding))
-        _, moves = self._find_halos(self.get_partition(x))
-        return exchange_halo(env, x, moves), moves
+        require_field_shape(self, x, len(self.padding))
+        _, halos = self._plan_outputs_and_halos(self.get_partition(x))
+        return exchange_halo(env, x, halos), halos
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         return exchange_halo_backward(env, dy, saved), ()
 
-    def _find_halos(self, parts: FieldPartition) -> tuple[FieldPartition, tuple[HaloSpec, ...]]:
+    def _plan_outputs_and_halos(self, parts: FieldPartition) -> tuple[FieldPartition, tuple[HaloSpec, ...]]:
         if len(parts.cuts) != len(self.padding):
             raise ShapeError(f"{self!r} pads {len(self.padding)} dims and reads {parts}")
         try:
-            return _find_padded_partition(parts, self.padding, self.mode)
+            return _plan_padding(parts, self.padding, self.mode)
         except ShapeError as error:
             raise ShapeError(f"{self!r}: {error}") from None
 
 
 @lru_cache(1 << 10)
-def _find_padded_partition(
-    parts: FieldPartition, padding: Sides, mode: str
-) -> tuple[FieldPartition, tuple[HaloSpec, ...]]:
+def _plan_padding(parts: FieldPartition, padding: Sides, mode: str) -> tuple[FieldPartition, tuple[HaloSpec, ...]]:
     """Return the partition of the output, and the cells that each rank needs for its part."""
-    made, moves = [], []
+    made, halos = [], []
     for d, (cuts, (low, high)) in enumerate(zip(parts.cuts, padding, strict=True)):
         total = cuts[-1] + low + high
         if total < 1:
             raise ShapeError(f"nothing is left of a field of shape {parts.shape}")
         out = (0, *(min(max(cut + low, 0), total) for cut in cuts[1:-1]), total)
-        reach = HaloSpec(d + 2, cuts, tuple((a - low, b - low) for a, b in zip(out, out[1:], strict=False)), mode)
-        require_fit(reach, parts)
+        halo = HaloSpec(d + 2, cuts, tuple((a - low, b - low) for a, b in zip(out, out[1:], strict=False)), mode)
+        require_halo_fits_field(halo, parts)
         made.append(out)
-        moves.append(reach)
-    return parts.with_cuts(tuple(made)), tuple(moves)
+        halos.append(halo)
+    return parts.with_cuts(tuple(made)), tuple(halos)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.ext.fields.cell_reductions import all_reduce_cells
+from fsdpx.ext.fields.cell_reductions import all_reduce_over_parts
 from fsdpx.ext.fields.halo import FieldLayer
 from fsdpx.ext.fields.over_parts import partition_model
 from fsdpx.nn.layer import Array, Layer, LayerContext, Params, list_kernels
@@ -40,7 +40,7 @@ class MatchMean(FieldLayer):
         """Return the mean over all cells of the field, with dims of size 1 for these."""
         cells = self.get_partition(a).shape
         total = a.sum(axis=tuple(range(2, a.ndim)), dtype=np.float64)
-        mean = all_reduce_cells(env, total, env.random.path) / max(math.prod(cells), 1)
+        mean = all_reduce_over_parts(env, total, env.random.path) / max(math.prod(cells), 1)
         return mean.astype(a.dtype).reshape(*mean.shape, *(1,) * (a.ndim - 2))
 
 
@@ -75,7 +75,7 @@ class PhysicsLoss(Loss):
         r, kept = self.residual.forward(at, {}, y)
         sums = env.xp.asarray(np.array([0.0, float(r.size), float(weight)]))
         sums[0] += (r * r).sum(dtype=np.float64)
-        squares, count, weights = (float(v) for v in all_reduce_cells(env, sums, "PhysicsLoss"))
+        squares, count, weights = (float(v) for v in all_reduce_over_parts(env, sums, "PhysicsLoss"))
         share = self.weight / max(count, 1.0)
         return float(total) + share * weight * squares, weight, (saved, r, kept, 2.0 * share * weights)
 

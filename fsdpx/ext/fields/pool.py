@@ -10,9 +10,9 @@ import numpy as np
 
 from fsdpx.core.array import kernels
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.ext.fields.cell_reductions import all_reduce_cells
-from fsdpx.ext.fields.conv import ConvWindow, Sizes, WindowLayer, expand_to_dims, local_cells
-from fsdpx.ext.fields.halo import FieldLayer, find_cells, make_output_cuts, require_dims
+from fsdpx.ext.fields.cell_reductions import all_reduce_over_parts
+from fsdpx.ext.fields.conv import ConvWindow, Sizes, WindowLayer, expand_to_dims, get_local_shape
+from fsdpx.ext.fields.halo import FieldLayer, get_local_range, make_output_cuts, require_field_shape
 from fsdpx.ext.fields.halo_slabs import exchange_halo, exchange_halo_backward
 from fsdpx.ext.fields.kernels import WindowStrides, avg_pool, avg_pool_backward, max_pool, max_pool_backward
 from fsdpx.nn.gradient_accumulation import accumulation_dtype, matmul_along_dim
@@ -28,7 +28,7 @@ __all__ = [
 class Pool(WindowLayer):
     """The base of pools: a window over (samples, channels, *cells), over parts of fields as in `Conv`."""
 
-    beyond: ClassVar[float] = 0.0
+    padding_value: ClassVar[float] = 0.0
     """Value beyond the ends of a field."""
 
     def __init__(
@@ -44,13 +44,13 @@ class Pool(WindowLayer):
             name = type(self).__name__
             raise ConfigError(f"{name}: padding {padding!r} must be at most half of kernel_size {kernel_size!r}")
 
-    def gather_windows(self, env: LayerContext, x: Array) -> tuple[Array, Any, WindowStrides, tuple[int, ...]]:
+    def exchange_window_halo(self, env: LayerContext, x: Array) -> tuple[Array, Any, WindowStrides, tuple[int, ...]]:
         """Return the cells under all windows of this rank, the halos exchanged for them, the windows, and the number of
         outputs along each dim. Raises ShapeError if no window fits. Communicates with neighboring ranks."""
-        require_dims(self, x, self.dims)
-        outputs, moves, inside = self.fit_to_field(self.get_partition(x))
-        strides = self.window.make_strides(tuple(-pad for pad in inside))
-        return exchange_halo(env, x, moves, self.beyond), moves, strides, local_cells(env, outputs)
+        require_field_shape(self, x, self.dims)
+        outputs, halos, kernel_padding = self.plan_on_field(self.get_partition(x))
+        strides = self.window.make_window_strides(tuple(-pad for pad in kernel_padding))
+        return exchange_halo(env, x, halos, self.padding_value), halos, strides, get_local_shape(env, outputs)
 
 
 class MaxPool(Pool):
@@ -68,7 +68,7 @@ class MaxPool(Pool):
     ceil_mode : whether windows that begin before the end and reach beyond it count as well; default False
     """
 
-    beyond = -math.inf
+    padding_value = -math.inf
     kernel_names = ("max_pool", "max_pool_backward")
 
     def __init__(
@@ -79,14 +79,14 @@ class MaxPool(Pool):
         super().__init__(kernel_size, stride, padding, dilation, ceil_mode)
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
-        wide, moves, strides, sizes = self.gather_windows(env, x)
+        wide, halos, strides, sizes = self.exchange_window_halo(env, x)
         y, winner = max_pool(env.xp, wide, strides, sizes)
-        return y, (tuple(wide.shape), moves, strides, winner)
+        return y, (tuple(wide.shape), halos, strides, winner)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        shape, moves, strides, winner = saved
+        shape, halos, strides, winner = saved
         dwide = max_pool_backward(env.xp, dy, winner, strides, shape)
-        return exchange_halo_backward(env, dwide, moves), ()
+        return exchange_halo_backward(env, dwide, halos), ()
 
 
 class AvgPool(Pool):
@@ -111,21 +111,21 @@ class AvgPool(Pool):
         super().__init__(kernel_size, stride, padding, 1, ceil_mode)
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
-        wide, moves, strides, sizes = self.gather_windows(env, x)
-        shares = self._compute_shares(env, self.get_partition(x), x.dtype)
+        wide, halos, strides, sizes = self.exchange_window_halo(env, x)
+        shares = self._compute_reciprocal_counts(env, self.get_partition(x), x.dtype)
         y = avg_pool(env.xp, wide, strides, sizes, self._get_divisor(shares))
-        return y if shares is None else y * shares, (tuple(wide.shape), moves, strides, shares)
+        return y if shares is None else y * shares, (tuple(wide.shape), halos, strides, shares)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        shape, moves, strides, shares = saved
+        shape, halos, strides, shares = saved
         dy = dy if shares is None else dy * shares
         dwide = avg_pool_backward(env.xp, dy, strides, shape, self._get_divisor(shares))
-        return exchange_halo_backward(env, dwide, moves), ()
+        return exchange_halo_backward(env, dwide, halos), ()
 
     def _get_divisor(self, shares: Array | None) -> int:
         return 1 if shares is not None else self.divisor_override or math.prod(self.window.kernel)
 
-    def _compute_shares(self, env: LayerContext, parts: FieldPartition, dtype: Any) -> Array | None:
+    def _compute_reciprocal_counts(self, env: LayerContext, parts: FieldPartition, dtype: Any) -> Array | None:
         """Return 1 / the number of cells that count, for each output of this rank; None if all outputs share one
         divisor."""
         all_count = not self.ceil_mode and (self.count_include_pad or not any(self.window.low))
@@ -135,7 +135,7 @@ class AvgPool(Pool):
         for d, cuts in enumerate(self.window.partition_outputs(parts).cuts):
             n, s, k, pad = parts.shape[d], self.window.stride[d], self.window.kernel[d], self.window.low[d]
             counted = pad if self.count_include_pad else 0
-            begin = np.arange(*find_cells(env, cuts, d)) * s - pad
+            begin = np.arange(*get_local_range(env, cuts, d)) * s - pad
             counts.append(np.minimum(begin + k, n + counted) - np.maximum(begin, -counted))
         return env.xp.asarray((1.0 / reduce(np.multiply.outer, counts)).astype(dtype))
 
@@ -190,34 +190,34 @@ class AdaptiveAvgPool(FieldLayer):
         )
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
-        require_dims(self, x, self.dims)
+        require_field_shape(self, x, self.dims)
         parts = self.get_partition(x)
         if not all(parts.shape):
             raise ShapeError(f"{self!r} finds no mean of a field of shape {parts.shape}")
-        y, tables = kernels.to_float32(env.xp, x), self._make_tables(env, parts)
+        y, tables = kernels.to_float32(env.xp, x), self._make_averaging_matrices(env, parts)
         for d, table in enumerate(tables):
             y = matmul_along_dim(env.xp, y, d + 2, table)
-        y = all_reduce_cells(env, env.xp.ascontiguousarray(y), env.random.path)
-        return kernels.cast_float(env.xp, y[self._own_results(env, parts)], x.dtype), parts
+        y = all_reduce_over_parts(env, env.xp.ascontiguousarray(y), env.random.path)
+        return kernels.cast_float(env.xp, y[self._get_local_result_index(env, parts)], x.dtype), parts
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         whole = env.xp.zeros((*dy.shape[:2], *self._many), dtype=accumulation_dtype(dy.dtype))
-        whole[self._own_results(env, saved)] = kernels.to_float32(env.xp, dy)
-        dx = all_reduce_cells(env, whole, env.random.path)
-        for d, table in enumerate(self._make_tables(env, saved)):
+        whole[self._get_local_result_index(env, saved)] = kernels.to_float32(env.xp, dy)
+        dx = all_reduce_over_parts(env, whole, env.random.path)
+        for d, table in enumerate(self._make_averaging_matrices(env, saved)):
             dx = matmul_along_dim(env.xp, dx, d + 2, table.T)
         return kernels.cast_float(env.xp, env.xp.ascontiguousarray(dx), dy.dtype), ()
 
-    def _own_results(self, env: LayerContext, parts: FieldPartition) -> tuple[slice, ...]:
+    def _get_local_result_index(self, env: LayerContext, parts: FieldPartition) -> tuple[slice, ...]:
         """Return the index of this rank's results among all."""
-        cells = (slice(*find_cells(env, cuts, d)) for d, cuts in enumerate(self.partition_outputs(parts).cuts))
+        cells = (slice(*get_local_range(env, cuts, d)) for d, cuts in enumerate(self.partition_outputs(parts).cuts))
         return (slice(None), slice(None), *cells)
 
-    def _make_tables(self, env: LayerContext, parts: FieldPartition) -> list[np.ndarray]:
+    def _make_averaging_matrices(self, env: LayerContext, parts: FieldPartition) -> list[np.ndarray]:
         """Return, for each dim, the weight of each of this rank's cells in each result, (cells, results)."""
         found = []
         for d, (cuts, many) in enumerate(zip(parts.cuts, self._many, strict=True)):
-            at, i = np.arange(*find_cells(env, cuts, d))[:, None], np.arange(many)
+            at, i = np.arange(*get_local_range(env, cuts, d))[:, None], np.arange(many)
             begin, end = i * cuts[-1] // many, -(-(i + 1) * cuts[-1] // many)
             found.append(((at >= begin) & (at < end)) / (end - begin))
         return found

@@ -12,8 +12,15 @@ import numpy as np
 
 from fsdpx.core.array import kernels
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.ext.fields.conv import ConvWindow, Sizes, expand_to_dims, make_window_specs, require_groups
-from fsdpx.ext.fields.halo import FieldLayer, HaloSpec, find_cells, find_rank_along, make_output_cuts, require_dims
+from fsdpx.ext.fields.conv import ConvWindow, Sizes, expand_to_dims, make_conv_specs, require_divisible_channels
+from fsdpx.ext.fields.halo import (
+    FieldLayer,
+    HaloSpec,
+    get_local_range,
+    get_rank_along,
+    make_output_cuts,
+    require_field_shape,
+)  # fmt: skip
 from fsdpx.ext.fields.halo_slabs import exchange_halo, exchange_halo_backward
 from fsdpx.ext.fields.kernels import WindowStrides, correlate, correlate_backward_input, correlate_backward_params
 from fsdpx.nn.gradient_accumulation import add_sum, get_destination, matmul_along_dim
@@ -52,7 +59,7 @@ class ConvTranspose(FieldLayer):
         output_padding: Sizes = 0, groups: int = 1, bias: bool = True, dilation: Sizes = 1, *,
         init: Init | None = None,
     ) -> None:  # fmt: skip
-        require_groups(self, in_channels, out_channels, groups)
+        require_divisible_channels(self, in_channels, out_channels, groups)
         self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
         self.kernel_size, self.stride, self.padding, self.dilation = kernel_size, stride, padding, dilation
         self.output_padding, self.bias, self.init = output_padding, bool(bias), init
@@ -67,25 +74,25 @@ class ConvTranspose(FieldLayer):
             )
 
     def specs(self) -> dict[str, ParameterSpec]:
-        return make_window_specs(self, (self.in_channels, self.out_channels // self.groups, *self.window.kernel))
+        return make_conv_specs(self, (self.in_channels, self.out_channels // self.groups, *self.window.kernel))
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
-        require_dims(self, x, self.dims, self.in_channels)
+        require_field_shape(self, x, self.dims, self.in_channels)
         parts = self.get_partition(x)
         outputs = self.partition_outputs(parts)
         if min(outputs.shape) < 1:
             raise ShapeError(f"{self!r} leaves nothing of a field of shape {parts.shape}")
-        moves = self._find_halos(parts, outputs)
-        wide = exchange_halo(env, x, moves)
-        strides, sizes = self._make_strides(env, moves, outputs)
+        halos = self._find_halos(parts, outputs)
+        wide = exchange_halo(env, x, halos)
+        strides, sizes = self._make_strides_and_sizes(env, halos, outputs)
         shape = x.shape[0], self.out_channels, *sizes
         y = correlate_backward_input(env.xp, p["weight"], wide, strides, shape, p.get("bias"))
-        return y, (wide, moves, strides)
+        return y, (wide, halos, strides)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        wide, moves, strides = saved
+        wide, halos, strides = saved
         dwide = correlate(env.xp, dy, p["weight"], None, strides, wide.shape[2:])
-        return exchange_halo_backward(env, dwide, moves), (wide, strides, dy)
+        return exchange_halo_backward(env, dwide, halos), (wide, strides, dy)
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         wide, strides, dy = kept
@@ -115,18 +122,18 @@ class ConvTranspose(FieldLayer):
             made.append(HaloSpec(d + 2, cuts, tuple((max(a, 0), max(min(b, cuts[-1]), max(a, 0))) for a, b in needs)))
         return tuple(made)
 
-    def _make_strides(
-        self, env: LayerContext, moves: tuple[HaloSpec, ...], outputs: FieldPartition
+    def _make_strides_and_sizes(
+        self, env: LayerContext, halos: tuple[HaloSpec, ...], outputs: FieldPartition
     ) -> tuple[WindowStrides, tuple[int, ...]]:
         """Return the window of the convolution whose gradient this layer computes, over this rank's outputs, and their
         number along each dim."""
         window, firsts, sizes = self.window, [], []
-        for d, (reach, out) in enumerate(zip(moves, outputs.cuts, strict=True)):
-            start, stop = find_cells(env, out, d)
-            needed, _ = reach.needs[find_rank_along(env, out, d)]
+        for d, (halo, out) in enumerate(zip(halos, outputs.cuts, strict=True)):
+            start, stop = get_local_range(env, out, d)
+            needed, _ = halo.needs[get_rank_along(env, out, d)]
             firsts.append(needed * window.stride[d] - window.low[d] - start)
             sizes.append(stop - start)
-        return window.make_strides(tuple(firsts), self.groups), tuple(sizes)
+        return window.make_window_strides(tuple(firsts), self.groups), tuple(sizes)
 
 
 class ConvTranspose1d(ConvTranspose, dims=1):
@@ -180,25 +187,26 @@ class Upsample(FieldLayer):
         if not 1 <= dims <= 3 or DIMS.get(self.mode, dims) != dims:
             raise ShapeError(f"{self!r} wants (samples, channels, *cells), got {tuple(x.shape)}")
         parts = self.get_partition(x)
-        outputs, tables, moves = self.partition_outputs(parts), [], []
-        for d, (cuts, (total, ratio)) in enumerate(zip(parts.cuts, self._find_ratios(parts.shape), strict=True)):
-            taps, weights = _make_table(self.mode, cuts[-1], total, ratio, bool(self.align_corners), dims)
+        outputs, tables, halos = self.partition_outputs(parts), [], []
+        sizes_and_ratios = self._find_sizes_and_ratios(parts.shape)
+        for d, (cuts, (total, ratio)) in enumerate(zip(parts.cuts, sizes_and_ratios, strict=True)):
+            taps, weights = _make_interpolation_table(self.mode, cuts[-1], total, ratio, bool(self.align_corners), dims)
             needs = tuple(
                 (int(taps[:, a:b].min()), int(taps[:, a:b].max()) + 1) if b > a else (start, start)
                 for a, b, start in zip(outputs.cuts[d], outputs.cuts[d][1:], cuts, strict=False)
             )
-            moves.append(HaloSpec(d + 2, cuts, needs))
-            rank = find_rank_along(env, cuts, d)
+            halos.append(HaloSpec(d + 2, cuts, needs))
+            rank = get_rank_along(env, cuts, d)
             mine = slice(outputs.cuts[d][rank], outputs.cuts[d][rank + 1])
-            tables.append((taps[:, mine] - needs[rank][0], weights[:, mine], moves[-1].count_cells(rank)))
-        y = exchange_halo(env, x, moves)
+            tables.append((taps[:, mine] - needs[rank][0], weights[:, mine], halos[-1].count_needed_cells(rank)))
+        y = exchange_halo(env, x, halos)
         for d, (taps, weights, _) in enumerate(tables):
             y = _resample_dim(env.xp, y, d + 2, taps, weights)
         y = kernels.cast_float(env.xp, y, x.dtype)
-        return y, (tables, tuple(moves))
+        return y, (tables, tuple(halos))
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        tables, moves = saved
+        tables, halos = saved
         dtype, dy = dy.dtype, kernels.to_float32(env.xp, dy)
         for d, (taps, weights, size) in reversed(list(enumerate(tables))):
             matrix = np.zeros((size, taps.shape[1]))
@@ -206,7 +214,7 @@ class Upsample(FieldLayer):
                 np.add.at(matrix, (at, np.arange(taps.shape[1])), weight)
             dy = matmul_along_dim(env.xp, dy, d + 2, matrix.T)
         dy = kernels.cast_float(env.xp, env.xp.ascontiguousarray(dy), dtype)
-        return exchange_halo_backward(env, dy, moves), ()
+        return exchange_halo_backward(env, dy, halos), ()
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
         """Return the partition of the result: each output goes to about the owner of the cell under it.
@@ -220,11 +228,11 @@ class Upsample(FieldLayer):
         FieldPartition
         """
         made = []
-        for cuts, (total, _) in zip(parts.cuts, self._find_ratios(parts.shape), strict=True):
+        for cuts, (total, _) in zip(parts.cuts, self._find_sizes_and_ratios(parts.shape), strict=True):
             made.append(make_output_cuts(cuts, [-(-cut * total // cuts[-1]) for cut in cuts], total))
         return parts.with_cuts(tuple(made))
 
-    def _find_ratios(self, shape: tuple[int, ...]) -> list[tuple[int, Fraction]]:
+    def _find_sizes_and_ratios(self, shape: tuple[int, ...]) -> list[tuple[int, Fraction]]:
         """Return, for each dim, the cells of the result, and how many cells of a field of `shape` correspond to one of
         them."""
         each = self._each if isinstance(self._each, tuple) else (self._each,) * len(shape)
@@ -249,8 +257,8 @@ def _to_simplest_fraction(factor: float) -> Fraction:
 
 
 @lru_cache(256)
-def _make_table(
-    mode: str, n: int, total: int, ratio: Fraction, corners: bool, dims: int
+def _make_interpolation_table(
+    mode: str, n: int, total: int, ratio: Fraction, align_corners: bool, dims: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the input cells of each output, and their weights, both (taps, outputs).
 
@@ -263,7 +271,7 @@ def _make_table(
     if mode.startswith("nearest"):
         at = (2 * o + mode.endswith("exact")) * ratio.numerator // (2 * ratio.denominator)
         return np.minimum(at, n - 1)[None], np.ones((1, total))
-    x = o * ((n - 1) / (total - 1) if total > 1 else 0.0) if corners else (o + 0.5) * float(ratio) - 0.5
+    x = o * ((n - 1) / (total - 1) if total > 1 else 0.0) if align_corners else (o + 0.5) * float(ratio) - 0.5
     if mode == "bicubic":
         first = np.floor(x).astype(int)
         t = x - first

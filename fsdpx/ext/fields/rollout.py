@@ -76,25 +76,25 @@ class Rollout(Layer):
         return concatenate_on_device(env.xp, found, 1), states[:-1]
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        dx, kept, dfirst = None, [], self._gradient_beyond_walls(env, saved)
+        dx, kept, dinitial = None, [], self._allocate_wall_gradient(env, saved)
         for step in reversed(range(self.steps)):
-            dy_step = self._backward_step(env, dy, step, dx, dfirst)
+            dy_step = self._compute_step_gradient(env, dy, step, dx, dinitial)
             dx, more = self.net.backward_input(*self._recompute_step(env, p, saved, step), dy_step)
             kept.append((step, more))
-        return dx if dfirst is None else dx + dfirst, kept
+        return dx if dinitial is None else dx + dinitial, kept
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         for step, more in kept:
             self.net.backward_params(env.child(f"step{step}"), g, more)
 
     def backward(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Array) -> Array:
-        dx, dfirst = None, self._gradient_beyond_walls(env, saved)
+        dx, dinitial = None, self._allocate_wall_gradient(env, saved)
         for step in reversed(range(self.steps)):
             at, _, kept = self._recompute_step(env, p, saved, step)
-            dx = self.net.backward(at, p, g, kept, self._backward_step(env, dy, step, dx, dfirst))
-        return dx if dfirst is None else dx + dfirst
+            dx = self.net.backward(at, p, g, kept, self._compute_step_gradient(env, dy, step, dx, dinitial))
+        return dx if dinitial is None else dx + dinitial
 
-    def _gradient_beyond_walls(self, env: LayerContext, states: Any) -> Array | None:
+    def _allocate_wall_gradient(self, env: LayerContext, states: Any) -> Array | None:
         """Return a zero gradient of the input's ghost cells beyond walls, to which later steps add; None if there are
         none."""
         return None if self.parts is None else env.xp.zeros(states[0].shape, dtype=states[0].dtype)
@@ -105,13 +105,13 @@ class Rollout(Layer):
         at = env.child(f"step{step}")
         return at, p, self.net.forward(replace(at, recomputing=True), p, states[step])[1]
 
-    def _backward_step(
-        self, env: LayerContext, dy: Array, step: int, later: Array | None, dfirst: Array | None
+    def _compute_step_gradient(
+        self, env: LayerContext, dy: Array, step: int, dnext: Array | None, dinitial: Array | None
     ) -> Array:
-        """Return the gradient of a step's result: that of the state in the output, plus `later`, that of the input of
+        """Return the gradient of a step's result: that of the state in the output, plus `dnext`, that of the input of
         the next step."""
         channels = dy.shape[1] // self.steps
         own = env.xp.ascontiguousarray(dy[:, step * channels : (step + 1) * channels])
-        if later is not None and self.parts is not None:
-            later = exchange_ghost_cells_backward(env, later, dfirst, self.parts)
-        return own if later is None else own + later
+        if dnext is not None and self.parts is not None:
+            dnext = exchange_ghost_cells_backward(env, dnext, dinitial, self.parts)
+        return own if dnext is None else own + dnext

@@ -9,10 +9,10 @@ from typing import Any
 from fsdpx.core.comm.mesh import Mesh, SampleGroups
 from fsdpx.errors import MeshError
 
-__all__ = ["group_ranks"]
+__all__ = ["make_sample_groups"]
 
 
-def group_ranks(mesh: Mesh, rank: int, dims: Sequence[int], grids: Sequence[Any]) -> SampleGroups:
+def make_sample_groups(mesh: Mesh, rank: int, dims: Sequence[int], grids: Sequence[Any]) -> SampleGroups:
     """Return the groups of a rank's data axis, from the grids of all ranks.
 
     Parameters
@@ -31,7 +31,7 @@ def group_ranks(mesh: Mesh, rank: int, dims: Sequence[int], grids: Sequence[Any]
     ------
     MeshError : if the data axis is no multiple of a field's ranks, or the ranks of a grid do not lie on one data axis
     """
-    data = _data_axis(mesh, rank)
+    data = _list_data_axis_ranks(mesh, rank)
     width = prod(dims)
     if len(data) % width:
         raise MeshError(
@@ -41,16 +41,16 @@ def group_ranks(mesh: Mesh, rank: int, dims: Sequence[int], grids: Sequence[Any]
     if grids[rank] is None:
         found = [tuple(data[i : i + width]) for i in range(0, len(data), width)]
     else:
-        _check_grids(mesh, grids)
+        _require_grids_on_data_axes(mesh, grids)
         found = sorted({tuple(grids[r]) for r in data}, key=min)
     return SampleGroups("domain", tuple(dims), next(grid for grid in found if rank in grid), tuple(found))
 
 
-def _check_grids(mesh: Mesh, grids: Sequence[Any]) -> None:
+def _require_grids_on_data_axes(mesh: Mesh, grids: Sequence[Any]) -> None:
     """Raise MeshError unless each grid lies on one data axis, in the same order on all stages of the pipe."""
     places: dict[int, list[int]] = {}
     for r, grid in enumerate(grids):
-        line = _data_axis(mesh, r)
+        line = _list_data_axis_ranks(mesh, r)
         if r not in grid or any(list(grids[one]) != list(grid) or one not in line for one in grid):
             raise MeshError(
                 f"domain: rank {r} has a grid of ranks {list(grid)}, of which each must have the same grid and "
@@ -61,5 +61,5 @@ def _check_grids(mesh: Mesh, grids: Sequence[Any]) -> None:
             raise MeshError(f"domain: the grid of rank {r} has another order than those along its pipe")
 
 
-def _data_axis(mesh: Mesh, rank: int) -> list[int]:
+def _list_data_axis_ranks(mesh: Mesh, rank: int) -> list[int]:
     return mesh.ranks_along(mesh.coordinates_of(rank), ("replica", "shard"))

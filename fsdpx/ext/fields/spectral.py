@@ -17,8 +17,8 @@ from fsdpx.core.array import kernels
 from fsdpx.core.array.devices import get_device_of_array
 from fsdpx.core.array.namespace import concatenate_on_device
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.ext.fields.conv import expand_to_dims, make_window_specs
-from fsdpx.ext.fields.halo import FieldLayer, find_cells, require_dims
+from fsdpx.ext.fields.conv import expand_to_dims, make_conv_specs
+from fsdpx.ext.fields.halo import FieldLayer, get_local_range, require_field_shape
 from fsdpx.ext.fields.kernels import WindowStrides, correlate_backward_params
 from fsdpx.nn import collectives
 from fsdpx.nn.activation import GELU
@@ -78,16 +78,16 @@ class SpectralConv(FieldLayer):
         return parts
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
-        require_dims(self, x, len(self.modes), self.in_channels)
+        require_field_shape(self, x, len(self.modes), self.in_channels)
         parts = self.partition_outputs(self.get_partition(x))
-        tables = self._make_tables(env, parts, x.dtype)
+        tables = self._get_fourier_matrices(env, parts, x.dtype)
         mine = _stack_complex_rows(
             env.xp,
             self._reduce_scatter_modes(
                 env, _transform_to_modes(env.xp, kernels.to_float32(env.xp, x), [t[0] for t in tables])
             ),
         )
-        found = _multiply_complex(env.xp, mine, self._select_own_modes(env, p["weight"]))
+        found = _multiply_complex(env.xp, mine, self._select_weights_of_own_modes(env, p["weight"]))
         y = _transform_to_cells(env.xp, self._all_gather_modes(env, found), [t[1] for t in tables])
         y = kernels.cast_float(env.xp, y, x.dtype)
         if self.bias:
@@ -101,7 +101,7 @@ class SpectralConv(FieldLayer):
             env, _transform_to_modes(xp, kernels.to_float32(xp, dy), [t[1].T for t in tables])
         )
         dmodes = _stack_gradient_rows(xp, slopes)
-        parts = batched_matmul_in_dtype(xp, dmodes, self._select_own_modes(env, p["weight"]).swapaxes(1, 2))
+        parts = batched_matmul_in_dtype(xp, dmodes, self._select_weights_of_own_modes(env, p["weight"]).swapaxes(1, 2))
         found = xp.stack(xp.split(parts, 2, axis=1), axis=-1)
         dx = _transform_to_cells(xp, self._all_gather_modes(env, found), [to.T for to, _ in tables])
         return kernels.cast_float(xp, dx, dy.dtype), (mine, dmodes, dy)
@@ -113,7 +113,7 @@ class SpectralConv(FieldLayer):
             out, add = into
             if not add:
                 out[...] = 0
-            start, stop = self._mode_bounds(env)
+            start, stop = self._get_own_mode_bounds(env)
             flat = batched_matmul_in_dtype(env.xp, mine.swapaxes(1, 2), dmodes).astype(out.dtype, copy=False)
             flat = flat.reshape(stop - start, self.in_channels, self.out_channels, 2).transpose(1, 2, 0, 3)
             rows = out.reshape(self.in_channels, self.out_channels, math.prod(self.modes), 2)
@@ -121,37 +121,37 @@ class SpectralConv(FieldLayer):
         if "bias" in g:
             add_sum(env.xp, g["bias"], dy, (0, *range(2, dy.ndim)))
 
-    def _mode_bounds(self, env: LayerContext) -> tuple[int, int]:
+    def _get_own_mode_bounds(self, env: LayerContext) -> tuple[int, int]:
         """Return [start, stop) of the flattened modes that this rank multiplies."""
-        ranks = self._get_ranks(env)
+        ranks = self._get_field_communicator(env)
         return (
             shard_bounds(math.prod(self.modes), ranks.rank, ranks.size)
             if ranks is not None
             else (0, math.prod(self.modes))
         )
 
-    def _get_ranks(self, env: LayerContext) -> Any:
+    def _get_field_communicator(self, env: LayerContext) -> Any:
         """Return the communicator of all ranks that hold a part of the field, or None if this rank holds the whole
         field."""
         return None if self.parts is None or self.parts.is_uncut else env.mesh.parts
 
-    def _select_own_modes(self, env: LayerContext, weight: Array) -> Array:
+    def _select_weights_of_own_modes(self, env: LayerContext, weight: Array) -> Array:
         """Return the weights of this rank's modes, (modes, in, 2 out), real parts and imaginary parts interleaved."""
-        start, stop = self._mode_bounds(env)
+        start, stop = self._get_own_mode_bounds(env)
         flat = weight.reshape(self.in_channels, self.out_channels, math.prod(self.modes), 2)
         own = kernels.to_float32(env.xp, flat[:, :, start:stop].transpose(2, 0, 1, 3))
         return own.reshape(stop - start, self.in_channels, 2 * self.out_channels)
 
-    def _make_tables(self, env: LayerContext, parts: FieldPartition, dtype: Any) -> list[tuple[Array, Array]]:
+    def _get_fourier_matrices(self, env: LayerContext, parts: FieldPartition, dtype: Any) -> list[tuple[Array, Array]]:
         """Return, for each dim, the matrices that transform this rank's cells to modes, and modes to cells; in float32
         for fields of 16 bits."""
         found, dtype = [], accumulation_dtype(dtype)
         for d, (cuts, k) in enumerate(zip(parts.cuts, self.modes, strict=True)):
             last = d == len(self.modes) - 1
-            row = *find_cells(env, cuts, d), cuts[-1], k, last
+            row = *get_local_range(env, cuts, d), cuts[-1], k, last
             key = "spectral", row, dtype.str
             if key not in env.constants:
-                to, back = _make_fourier_table(*row)
+                to, back = _make_fourier_matrices(*row)
                 env.constants[key] = env.xp.asarray(to.astype(dtype)), env.xp.asarray(back.astype(dtype))
             found.append(env.constants[key])
         return found
@@ -160,7 +160,7 @@ class SpectralConv(FieldLayer):
         """Return this rank's modes summed over the ranks, (own modes, samples, channels, 2), from its partial sums
         (samples, channels, *modes, 2)."""
         ranks, rows = (
-            self._get_ranks(env),
+            self._get_field_communicator(env),
             modes.reshape(*modes.shape[:2], math.prod(self.modes), 2).transpose(2, 0, 1, 3),
         )
         return rows if ranks is None else collectives.reduce_scatter_dim(env.xp, ranks, rows, 0, what=env.random.path)
@@ -168,7 +168,7 @@ class SpectralConv(FieldLayer):
     def _all_gather_modes(self, env: LayerContext, mine: Array) -> Array:
         """Return the modes of all ranks, (samples, channels, *modes, 2), from this rank's, (own modes, samples,
         channels, 2)."""
-        ranks, count, rows = self._get_ranks(env), math.prod(self.modes), mine
+        ranks, count, rows = self._get_field_communicator(env), math.prod(self.modes), mine
         if ranks is not None:
             rows = collectives.all_gather_dim(env.xp, ranks, mine, 0, count, what=env.random.path)
         return rows.transpose(1, 2, 0, 3).reshape(*mine.shape[1:3], *self.modes, 2)
@@ -194,7 +194,7 @@ class PointwiseConv(Layer):
         self.in_channels, self.out_channels, self.bias = in_channels, out_channels, bool(bias)
 
     def specs(self) -> dict[str, ParameterSpec]:
-        return make_window_specs(self, (self.out_channels, self.in_channels, 1))
+        return make_conv_specs(self, (self.out_channels, self.in_channels, 1))
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         if x.ndim < 3 or x.shape[1] != self.in_channels:
@@ -250,7 +250,7 @@ class ChannelScale(Layer):
         return {"weight": ParameterSpec((1, self.channels, *(1,) * self.dims), ones)}
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
-        require_dims(self, x, self.dims, self.channels)
+        require_field_shape(self, x, self.dims, self.channels)
         return x * p["weight"], (x,)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
@@ -271,7 +271,7 @@ class GridEmbedding(FieldLayer):
         for d, cuts in enumerate(parts.cuts):
             shape = [1] * x.ndim
             shape[d + 2] = x.shape[d + 2]
-            at = xp.arange(*find_cells(env, cuts, d), dtype=np.float64) / max(cuts[-1], 1)
+            at = xp.arange(*get_local_range(env, cuts, d), dtype=np.float64) / max(cuts[-1], 1)
             places = xp.zeros((x.shape[0], 1, *x.shape[2:]), dtype=x.dtype)
             places += at.astype(x.dtype).reshape(shape)
             found.append(places)
@@ -318,7 +318,7 @@ class FNO(Graph):
         dims = len(n_modes) if isinstance(n_modes, tuple | list) else 1
         nodes: dict[str, tuple[Any, ...]] = {"embedding": (GridEmbedding(), "x")} if positions else {}
         first = in_channels + dims * self.positions
-        nodes["lifting"] = _make_mlp(first, lifting or 2 * width, width), "embedding" if positions else "x"
+        nodes["lifting"] = _make_pointwise_mlp(first, lifting or 2 * width, width), "embedding" if positions else "x"
         last = "lifting"
         for i in range(layers):
             nodes[f"conv{i}"] = SpectralConv(width, width, n_modes), last
@@ -328,36 +328,36 @@ class FNO(Graph):
             if i < layers - 1:
                 nodes[f"act{i}"] = GELU(), through
                 through = f"act{i}"
-            nodes[f"mlp{i}"] = _make_mlp(width, hidden or max(width // 2, 1), width), through
+            nodes[f"mlp{i}"] = _make_pointwise_mlp(width, hidden or max(width // 2, 1), width), through
             nodes[f"gate{i}"] = ChannelScale(width, dims), last
             nodes[f"out{i}"] = Add(), f"mlp{i}", f"gate{i}"
             last = f"out{i}"
             if i < layers - 1:
                 nodes[f"end{i}"] = GELU(), last
                 last = f"end{i}"
-        nodes["projection"] = _make_mlp(width, projection or 2 * width, out_channels), last
+        nodes["projection"] = _make_pointwise_mlp(width, projection or 2 * width, out_channels), last
         super().__init__(nodes, outputs=("projection",))
 
     def __repr__(self) -> str:
         return format_constructor(self)
 
 
-def _make_mlp(channels: int, hidden: int, many: int) -> Sequential:
-    return Sequential(PointwiseConv(channels, hidden), GELU(), PointwiseConv(hidden, many))
+def _make_pointwise_mlp(channels: int, hidden: int, out_channels: int) -> Sequential:
+    return Sequential(PointwiseConv(channels, hidden), GELU(), PointwiseConv(hidden, out_channels))
 
 
 @lru_cache(256)
-def _make_fourier_table(start: int, stop: int, n: int, k: int, last: bool) -> tuple[np.ndarray, np.ndarray]:
+def _make_fourier_matrices(start: int, stop: int, n: int, k: int, is_last_dim: bool) -> tuple[np.ndarray, np.ndarray]:
     """Return the matrices from cells to modes and back, real and imaginary parts interleaved; zeros for modes that n
     cells do not have.
 
-    last: the dim of real input, where modes above 0 also stand for their complex conjugates: cells to modes is (cells,
-    2 modes), for other dims (2 cells, 2 modes)."""
-    modes = np.arange(k) - (0 if last else k // 2)
+    is_last_dim: whether the input of this dim is real, so that modes above 0 also stand for their complex conjugates.
+    Then the matrix from cells to modes is (cells, 2 modes), for other dims (2 cells, 2 modes)."""
+    modes = np.arange(k) - (0 if is_last_dim else k // 2)
     turns = np.outer(np.arange(start, stop), modes) % n * (2 * np.pi / n)
-    there = modes <= n // 2 if last else (-(n // 2) <= modes) & (modes <= (n - 1) // 2)
+    there = modes <= n // 2 if is_last_dim else (-(n // 2) <= modes) & (modes <= (n - 1) // 2)
     cosine, sine = np.cos(turns) * there, np.sin(turns) * there
-    if last:
+    if is_last_dim:
         twice = np.where((modes == 0) | (2 * modes == n), 1.0, 2.0)
         to = np.stack([cosine, -sine], axis=-1).reshape(stop - start, 2 * k) / n
         back = np.stack([cosine * twice, -sine * twice], axis=-1).reshape(stop - start, 2 * k)
@@ -371,7 +371,7 @@ def _transform_to_modes(xp: Any, x: Array, tables: list[Array]) -> Array:
     """Transform (samples, channels, *cells) to (samples, channels, *modes, 2), from the last dim to the first."""
     y = x[..., None]
     for d in reversed(range(len(tables))):
-        y = _multiply_along(xp, y, 2 + d, tables[d], 2)
+        y = _multiply_dim_by_matrix(xp, y, 2 + d, tables[d], 2)
     return y
 
 
@@ -379,17 +379,17 @@ def _transform_to_cells(xp: Any, modes: Array, tables: list[Array]) -> Array:
     """Transform (samples, channels, *modes, 2) to (samples, channels, *cells)."""
     y = modes
     for d, table in enumerate(tables):
-        y = _multiply_along(xp, y, 2 + d, table, 1 if d == len(tables) - 1 else 2)
+        y = _multiply_dim_by_matrix(xp, y, 2 + d, table, 1 if d == len(tables) - 1 else 2)
     return y[..., 0]
 
 
-def _multiply_along(xp: Any, y: Array, dim: int, table: Array, parts: int) -> Array:
+def _multiply_dim_by_matrix(xp: Any, y: Array, dim: int, matrix: Array, result_parts: int) -> Array:
     """Return the product of a table with `dim` and the last dim (real and imaginary parts) of y; the last dim of the
-    result has size `parts`: 2, or 1 for real results."""
+    result has size `result_parts`: 2, or 1 for real results."""
     turned = xp.moveaxis(y, dim, -2)
     shape = turned.shape[:-2]
-    product = turned.reshape(math.prod(shape), table.shape[0]) @ table
-    return xp.moveaxis(product.reshape(*shape, table.shape[1] // parts, parts), -2, dim)
+    product = turned.reshape(math.prod(shape), matrix.shape[0]) @ matrix
+    return xp.moveaxis(product.reshape(*shape, matrix.shape[1] // result_parts, result_parts), -2, dim)
 
 
 def _multiply_complex(xp: Any, rows: Array, w: Array) -> Array:

@@ -24,7 +24,7 @@ class Tiling(NamedTuple):
     ranks: tuple[int, ...]
 
 
-def find_tiling(parts: Sequence[Part], letters: str, first: int = 0) -> Tiling:
+def find_tiling(parts: Sequence[Part], letters: str, rank0: int = 0) -> Tiling:
     """Return the Cartesian grid that the parts form.
 
     Parameters
@@ -41,8 +41,8 @@ def find_tiling(parts: Sequence[Part], letters: str, first: int = 0) -> Tiling:
     ------
     ConfigError : if parts overlap, leave a gap, or are not the slabs of a grid
     """
-    _require_distinct(parts, letters, first)
-    lines = [_find_slabs(parts, dim, letters, first) for dim in range(len(letters))]
+    _require_distinct_parts(parts, letters, rank0)
+    lines = [_find_slabs(parts, dim, letters, rank0) for dim in range(len(letters))]
     dims = tuple(map(len, lines))
     left: dict[Part, list[int]] = {}
     for rank, part in enumerate(parts):
@@ -53,31 +53,31 @@ def find_tiling(parts: Sequence[Part], letters: str, first: int = 0) -> Tiling:
             raise ConfigError(f"Grid: the parts leave a gap: no rank has the cells {_format_cells(part, letters)}")
         ranks.append(left[part].pop(0))
     if len(ranks) != len(parts):
-        _raise_slab_error(parts, letters, first)
+        _raise_slab_error(parts, letters, rank0)
     return Tiling(dims, tuple(ranks))
 
 
-def _find_slabs(parts: Sequence[Part], dim: int, letters: str, first: int) -> list[Interval]:
+def _find_slabs(parts: Sequence[Part], dim: int, letters: str, rank0: int) -> list[Interval]:
     """Return the consecutive slabs along a dim. All have the same number of ranks; slabs without cells may lie at one
     place."""
     counts, stop, before = Counter(part[dim] for part in parts), 0, None
     for interval in sorted(counts):
         if interval[0] != stop:
-            _raise_bound_error(parts, dim, before, interval, letters, first)
+            _raise_bound_error(parts, dim, before, interval, letters, rank0)
         stop, before = interval[1], interval
     ranks = min((count for (a, b), count in counts.items() if b > a), default=min(counts.values()))
     if any(count % ranks or (b > a and count > ranks) for (a, b), count in counts.items()):
-        _raise_slab_error(parts, letters, first)
+        _raise_slab_error(parts, letters, rank0)
     return [interval for interval in sorted(counts) for _ in range(counts[interval] // ranks)]
 
 
-def _require_distinct(parts: Sequence[Part], letters: str, first: int) -> None:
+def _require_distinct_parts(parts: Sequence[Part], letters: str, rank0: int) -> None:
     seen: dict[Part, int] = {}
     for rank, part in enumerate(parts):
         other = seen.setdefault(part, rank)
         if other != rank and all(b > a for a, b in part):
             raise ConfigError(
-                f"Grid: rank {first + rank} has the same cells as rank {first + other}, "
+                f"Grid: rank {rank0 + rank} has the same cells as rank {rank0 + other}, "
                 f"{_format_cells(part, letters)}: "
                 "offsets= is where each rank's part begins in the whole field. Members of an ensemble need dims= as "
                 "well, the ranks of one of them along each dim"
@@ -85,41 +85,41 @@ def _require_distinct(parts: Sequence[Part], letters: str, first: int) -> None:
 
 
 def _raise_bound_error(
-    parts: Sequence[Part], dim: int, before: Interval | None, after: Interval, letters: str, first: int
+    parts: Sequence[Part], dim: int, before: Interval | None, after: Interval, letters: str, rank0: int
 ) -> None:
     """Raise ConfigError for a slab that does not begin where the one before it ends."""
     later, along = [r for r, part in enumerate(parts) if part[dim] == after], f"along dim {letters[dim]}"
     if after[0] < 0:
         raise ConfigError(
-            f"Grid: rank {first + later[0]} begins at {after[0]} {along}: offsets count the field's own cells, from 0 "
+            f"Grid: rank {rank0 + later[0]} begins at {after[0]} {along}: offsets count the field's own cells, from 0 "
             "on, without ghost cells"
         )
     stop = 0 if before is None else before[1]
     if before is None or after[0] > stop:
         raise ConfigError(
             f"Grid: the parts leave a gap: {along} no rank has the cells {stop} to {after[0]}, before those of rank "
-            f"{first + later[0]}"
+            f"{rank0 + later[0]}"
         )
     for one in (r for r, part in enumerate(parts) if part[dim] == before):
         for other in later:
             if all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in zip(parts[one], parts[other], strict=True)):
                 raise ConfigError(
-                    f"Grid: the parts overlap: {along} rank {first + one} has the cells {before[0]} to {before[1]}, "
-                    f"and rank {first + other} those from {after[0]} to {after[1]}. shape= and offsets= are without "
+                    f"Grid: the parts overlap: {along} rank {rank0 + one} has the cells {before[0]} to {before[1]}, "
+                    f"and rank {rank0 + other} those from {after[0]} to {after[1]}. shape= and offsets= are without "
                     "ghost cells"
                 )
-    _raise_slab_error(parts, letters, first)
+    _raise_slab_error(parts, letters, rank0)
 
 
-def _raise_slab_error(parts: Sequence[Part], letters: str, first: int) -> None:
+def _raise_slab_error(parts: Sequence[Part], letters: str, rank0: int) -> None:
     """Raise ConfigError for parts that form no grid, naming two ranks whose slabs do not fit."""
     for dim, letter in enumerate(letters):
         ends = sorted((part[dim], rank) for rank, part in enumerate(parts))
         for ((_, stop), one), (after, other) in zip(ends, ends[1:], strict=False):
             if after[0] < stop and after != parts[one][dim]:
                 raise ConfigError(
-                    f"Grid: the parts are no Cartesian grid: along dim {letter} rank {first + one} has the cells "
-                    f"{_format_interval(parts[one][dim])}, and rank {first + other} those {_format_interval(after)}: "
+                    f"Grid: the parts are no Cartesian grid: along dim {letter} rank {rank0 + one} has the cells "
+                    f"{_format_interval(parts[one][dim])}, and rank {rank0 + other} those {_format_interval(after)}: "
                     "take slabs that go "
                     "through the whole field"
                 )
@@ -128,7 +128,7 @@ def _raise_slab_error(parts: Sequence[Part], letters: str, first: int) -> None:
     (few, fewest), (many, most) = (pick(counts[uneven].items(), key=lambda row: row[1]) for pick in (min, max))
     rank = next(r for r, part in enumerate(parts) if part[uneven] == few)
     raise ConfigError(
-        f"Grid: the parts are no Cartesian grid: along dim {letters[uneven]} {fewest} ranks, rank {first + rank} among "
+        f"Grid: the parts are no Cartesian grid: along dim {letters[uneven]} {fewest} ranks, rank {rank0 + rank} among "
         f"them, have the cells {_format_interval(few)}, and {most} those {_format_interval(many)}"
     )
 

@@ -86,13 +86,15 @@ class UNet(Graph):
     def __repr__(self) -> str:
         return format_constructor(self)
 
-    def _make_block(self, kind: Any, name: str, channels: int, many: int) -> Layer:
+    def _make_block(self, conv_class: Any, name: str, in_channels: int, out_channels: int) -> Layer:
         layers: dict[str, Layer] = {}
-        for turn, before in ((1, channels), (2, many)):
-            layers[f"{name}conv{turn}"] = kind(before, many, 3, padding=1, bias=False, padding_mode=self.padding)
+        for number, channels in ((1, in_channels), (2, out_channels)):
+            layers[f"{name}conv{number}"] = conv_class(
+                channels, out_channels, 3, padding=1, bias=False, padding_mode=self.padding
+            )
             if self.norm == "batch":
-                layers[f"{name}norm{turn}"] = BatchNorm(many)
+                layers[f"{name}norm{number}"] = BatchNorm(out_channels)
             elif self.norm == "group":
-                layers[f"{name}norm{turn}"] = GroupNorm(max(many // GROUP, 1), many)
-            layers[f"{name}{self.activation}{turn}"] = ACTIVATIONS[self.activation]()
+                layers[f"{name}norm{number}"] = GroupNorm(max(out_channels // GROUP, 1), out_channels)
+            layers[f"{name}{self.activation}{number}"] = ACTIVATIONS[self.activation]()
         return Sequential(layers)

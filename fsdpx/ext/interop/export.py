@@ -35,7 +35,7 @@ from fsdpx.ext.interop.aten_kernels import RESHAPES, fuse_operations
 from fsdpx.ext.interop.initial_values import InitialValues
 from fsdpx.ext.interop.module import AutogradLayer, Run, TorchModule, is_norm, make_initial_values, select_output
 from fsdpx.ext.interop.tensors import to_tensor
-from fsdpx.ext.interop.torch_context import REPLACED_OPERATIONS, draws_random_numbers
+from fsdpx.ext.interop.torch_context import REPLACED_OPERATIONS, may_draw_random_numbers
 from fsdpx.nn.container import ChildCall, Container
 from fsdpx.nn.gradient_accumulation import Gradients
 from fsdpx.nn.layer import LayerContext, ParameterSpec, Params, join_path
@@ -88,7 +88,7 @@ class OperationGraph:
         """Return the graph as a module that PyTorch can run."""
         made, at = fx.Graph(), list[fx.Node]()
         for number, node in enumerate(self.nodes):
-            args, kwargs = (_replace_numbers(at, given) for given in (node.args, dict(node.kwargs)))
+            args, kwargs = (_replace_numbers_by_nodes(at, given) for given in (node.args, dict(node.kwargs)))
             target = f"x{number}" if node.op == INPUT else node.target
             at.append(made.create_node(node.op, RESULT if node.op == RESULT else target, args, kwargs))
         fuse_operations(made)
@@ -119,7 +119,7 @@ class UnitShapes:
     reads: Sequence[TensorValue]
     result: TensorValue
 
-    def find_result_shape(self, given: Sequence[Any]) -> tuple[tuple[int, ...], str] | None:
+    def find_result_shape_and_dtype(self, given: Sequence[Any]) -> tuple[tuple[int, ...], str] | None:
         """Return (shape, dtype) of the result for these inputs; None if only PyTorch can tell, as for inputs that do
         not fit or have other dtypes."""
         known = dict[str, int]()
@@ -184,19 +184,19 @@ def describe_operations(
         target = None if node.op in (INPUT, RESULT) else target_of(node)
         if node.op == INNER:
             target = f"inner{len(inner)}"
-            inner[target] = _describe_inner(operator.attrgetter(str(node.target))(owner))
+            inner[target] = _describe_inner_graph(operator.attrgetter(str(node.target))(owner))
         args, kwargs = (fx.node.map_arg(given, number.__getitem__) for given in (node.args, node.kwargs))
         made.append(Operation(node.op, RESHAPES.get(target, target), args, kwargs))
     return OperationGraph(made, inner)
 
 
-def _describe_inner(module: Any) -> OperationGraph:
+def _describe_inner_graph(module: Any) -> OperationGraph:
     number = {node: OperationNumber(i) for i, node in enumerate(module.graph.nodes)}
     return describe_operations(list(module.graph.nodes), number, lambda node: node.target, module)
 
 
-def _replace_numbers(at: Sequence[fx.Node], given: Any) -> Any:
-    return fx.node.map_aggregate(given, lambda value: at[value] if isinstance(value, OperationNumber) else value)
+def _replace_numbers_by_nodes(nodes: Sequence[fx.Node], argument: Any) -> Any:
+    return fx.node.map_aggregate(argument, lambda value: nodes[value] if isinstance(value, OperationNumber) else value)
 
 
 class _Pickler(pickle.Pickler):
@@ -251,9 +251,9 @@ def _try_in_child(work: Callable[[], ModuleLayout]) -> ModuleLayout | None:
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
-        _run_in_child(writer, work)
+        _write_result_and_exit(writer, work)
     os.close(writer)
-    text = _read_pipe(reader, time.monotonic() + EXPORT_TIMEOUT_SECONDS)
+    text = _read_pipe_until(reader, time.monotonic() + EXPORT_TIMEOUT_SECONDS)
     with suppress(ProcessLookupError):
         os.kill(child, signal.SIGKILL)
     with suppress(ChildProcessError):  # a program that ignores SIGCHLD has no children to wait for
@@ -261,7 +261,7 @@ def _try_in_child(work: Callable[[], ModuleLayout]) -> ModuleLayout | None:
     return load_layout(text[:-1]) if text[-1:] == COMPLETE_MARK else None
 
 
-def _run_in_child(writer: int, work: Callable[[], ModuleLayout]) -> Any:
+def _write_result_and_exit(writer: int, work: Callable[[], ModuleLayout]) -> Any:
     """Run `work` in the forked child. Exits by os._exit to skip the shutdown of Python and libraries."""
     status = 1
     try:
@@ -273,10 +273,10 @@ def _run_in_child(writer: int, work: Callable[[], ModuleLayout]) -> Any:
         os._exit(status)
 
 
-def _read_pipe(reader: int, until: float) -> bytes:
+def _read_pipe_until(reader: int, deadline: float) -> bytes:
     parts = list[bytes]()
     with os.fdopen(reader, "rb", buffering=0) as given:
-        while (left := until - time.monotonic()) > 0:
+        while (left := deadline - time.monotonic()) > 0:
             if select.select([given], [], [], left)[0]:
                 parts.append(given.read(1 << 20) or b"")
                 if not parts[-1]:
@@ -317,10 +317,10 @@ class UnitFunction(AutogradLayer):
         self._shapes = {n: tuple(t.shape) for n, t in parameters.items()}
         self._graph = graph
         self.constants = {f"constant {i}": constant for i, constant in enumerate(constants)}
-        self.draws = draws_random_numbers(graph)
+        self.draws = may_draw_random_numbers(graph)
 
     def specs(self) -> dict[str, ParameterSpec]:
-        return self.given_values.make_specs(self._shapes, self.trained, norms=self._norms)
+        return self.given_values.make_parameter_specs(self._shapes, self.trained, norms=self._norms)
 
     def __repr__(self) -> str:
         return f"UnitFunction({self.name})"
@@ -330,10 +330,10 @@ class UnitFunction(AutogradLayer):
         the exporter does."""
         found = None
         if self._known is not None and all(p[name].dtype.name == kind for name, kind in self._kinds.items()):
-            found = self._known.find_result_shape(x if isinstance(x, tuple) else (x,))
+            found = self._known.find_result_shape_and_dtype(x if isinstance(x, tuple) else (x,))
         return super().forward_shape_only(env, p, x) if found is None else env.xp.empty(found[0], dtype=found[1])
 
-    def _make_run(self, env: LayerContext) -> Run:
+    def _make_run_function(self, env: LayerContext) -> Run:
         def run_graph(given: dict[str, torch.Tensor], inputs: list[torch.Tensor]) -> torch.Tensor:
             constants = [c.to(inputs[0].device) for c in self.constants.values()]
             return self._graph(*inputs, *(given[name] for name in self._shapes), *constants)
@@ -361,7 +361,7 @@ def split_module(
 
     def lay_out_locked() -> ModuleLayout:
         with _tracing:
-            return _lay_out_module(module, example, units, output)
+            return _make_module_layout(module, example, units, output)
 
     launcher = environment().launcher
     with report_if_slow(
@@ -370,11 +370,11 @@ def split_module(
         return _build_layers(run_in_child_or_here(lay_out_locked), module)
 
 
-def _lay_out_module(
+def _make_module_layout(
     module: torch.nn.Module, example: Sequence[Any], units: Units | Sequence[str] | None, output: str | int | None
 ) -> ModuleLayout:
     modules = dict(module.named_modules())
-    plan = _ExportPlan(_export_module(module, example, output), modules, _make_chooser(units, modules))
+    plan = _ExportPlan(_export_module(module, example, output), modules, _make_unit_predicate(units, modules))
     found = [plan.make_unit(segment) for segment in plan.find_segments()]
     return ModuleLayout(found, [value.name for value in plan.inputs], plan.result.name, plan.borrowed)
 
@@ -462,7 +462,7 @@ class _ExportPlan:
             last = self._of[self.result] = found[""] = _ExportSegment("")
             last.nodes.append(self.result)
         for segment in found.values():
-            segment.results = [node for node in segment.nodes if self._is_read(node, segment)]
+            segment.results = [node for node in segment.nodes if self._is_read_outside(node, segment)]
         ordered = [s for s in found.values() if s.results]
         return sorted(ordered, key=lambda s: s.nodes[-1])
 
@@ -478,8 +478,8 @@ class _ExportPlan:
             reads = self.inputs[:1]  # a layer needs an input, which has the number of samples
         parameters = [n for n in needed if n in self._parameters]
         constants = [n for n in needed if n in self._constants]
-        graph = self._make_graph(segment, needed, [*reads, *parameters, *constants], reads)
-        named = [(self._local_parameter_name(segment.name, n), self._parameters[n]) for n in parameters]
+        graph = self._make_operation_graph(segment, needed, [*reads, *parameters, *constants], reads)
+        named = [(self._resolve_local_parameter_name(segment.name, n), self._parameters[n]) for n in parameters]
         held = [self._constants[n] for n in constants]
         names, shapes = (
             [node.name for node in reads],
@@ -487,7 +487,7 @@ class _ExportPlan:
         )
         return ModuleUnit(segment.name, names, segment.result.name, named, held, graph, shapes)
 
-    def _make_graph(
+    def _make_operation_graph(
         self, segment: _ExportSegment, needed: Sequence[fx.Node], given: Sequence[fx.Node], reads: Sequence[fx.Node]
     ) -> OperationGraph:
         """Return the graph of a segment's operations, as a function of `given`."""
@@ -499,7 +499,7 @@ class _ExportPlan:
         made.output(at[segment.result])
         number = {node: OperationNumber(i) for i, node in enumerate(made.nodes)}
         return describe_operations(
-            list(made.nodes), number, partial(_choose_target, segment.name), self._program.graph_module
+            list(made.nodes), number, partial(_choose_replacement, segment.name), self._program.graph_module
         )
 
     def _list_needed_nodes(self, segment: _ExportSegment) -> list[fx.Node]:
@@ -535,9 +535,9 @@ class _ExportPlan:
             at = ".".join(names[:i])
             if at in self.modules and (self._unit(at, self.modules[at]) or _has_own_parameters(self.modules[at])):
                 return at
-        return self._find_outside_unit(node)
+        return self._name_layer_outside_units(node)
 
-    def _find_outside_unit(self, node: fx.Node) -> str | None:
+    def _name_layer_outside_units(self, node: fx.Node) -> str | None:
         """Return the layer of an operation outside of units that reads parameters, such as a matmul with the table of
         an embedding; None if it reads none.
 
@@ -556,7 +556,7 @@ class _ExportPlan:
         taken = node.name in self.modules or node.name in self._parameters.values()
         return f"{node.name}_" if taken else node.name
 
-    def _is_read(self, node: fx.Node, segment: _ExportSegment) -> bool:
+    def _is_read_outside(self, node: fx.Node, segment: _ExportSegment) -> bool:
         """Return whether another segment, or the caller, reads a node, directly or through operations outside of
         segments."""
         if not _is_tensor(node):
@@ -576,7 +576,7 @@ class _ExportPlan:
                 waiting += user.users
         return False
 
-    def _local_parameter_name(self, segment: str, node: fx.Node) -> str:
+    def _resolve_local_parameter_name(self, segment: str, node: fx.Node) -> str:
         """Return the name of a parameter in its unit; a shared parameter has several names."""
         full = self._parameters[node]
         tensor = self.modules[""].get_parameter(full)
@@ -628,7 +628,7 @@ class _SelectOutput(torch.nn.Module):
         return select_output(self.module(*inputs), self.output, type(self.module).__name__)
 
 
-def _make_chooser(units: Units | Sequence[str] | None, modules: Mapping[str, torch.nn.Module]) -> Units:
+def _make_unit_predicate(units: Units | Sequence[str] | None, modules: Mapping[str, torch.nn.Module]) -> Units:
     if callable(units):
         return units
     if units is None:
@@ -687,13 +687,13 @@ def _find_size_source(node: fx.Node, reads: Iterable[fx.Node]) -> tuple[fx.Node,
 
 
 def _make_size_node(
-    graph: fx.Graph, node: fx.Node, reads: Sequence[fx.Node], at: Mapping[fx.Node, fx.Node]
+    graph: fx.Graph, node: fx.Node, reads: Sequence[fx.Node], copies: Mapping[fx.Node, fx.Node]
 ) -> fx.Node | None:
     found = _find_size_source(node, reads) if _is_size(node) else None
-    return None if found is None else graph.call_function(torch.ops.aten.sym_size.int, (at[found[0]], found[1]))
+    return None if found is None else graph.call_function(torch.ops.aten.sym_size.int, (copies[found[0]], found[1]))
 
 
-def _choose_target(unit: str, node: fx.Node) -> Any:
+def _choose_replacement(unit: str, node: fx.Node) -> Any:
     """Return the function that runs instead of an operation of a unit; raise ConfigError for an unsupported one."""
     if node.target not in REPLACED_OPERATIONS and any(word in str(node.target) for word in ("batch_norm", "dropout")):
         raise ConfigError(f"{unit!r}: {node.target} is not known inside a unit; choose smaller units")

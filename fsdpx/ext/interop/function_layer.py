@@ -26,11 +26,11 @@ class DifferentiableLayer(Layer):
     takes = "given"
     given_values: InitialValues
 
-    def __init__(self, function: Callable[..., Any], first: Mapping[str, Any], n_inputs: int) -> None:
+    def __init__(self, function: Callable[..., Any], initial_values: Mapping[str, Any], n_inputs: int) -> None:
         if not callable(function):
             raise ConfigError(f"{type(self).__name__}({function!r}, ...): a function of (params, x) is needed")
         self.function, self.n_inputs = function, n_inputs
-        arrays = {name: np.asarray(value) for name, value in first.items()}
+        arrays = {name: np.asarray(value) for name, value in initial_values.items()}
         for name, array in arrays.items():
             if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
                 raise ConfigError(f"{self!r}: parameter {name!r} is {array.dtype}; parameters are floats")
@@ -50,7 +50,7 @@ class DifferentiableLayer(Layer):
         """Return the gradients of the inputs, None for integer inputs, and those of the parameters."""
 
     def specs(self) -> dict[str, ParameterSpec]:
-        return self.given_values.make_specs(self._shapes, self.names)
+        return self.given_values.make_parameter_specs(self._shapes, self.names)
 
     def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Array, Any]:
         inputs = x if isinstance(x, tuple) else (x,)
@@ -95,33 +95,33 @@ class AutogradFunction(DifferentiableLayer):
     """
 
     def __init__(self, function: Callable[..., Any], params: Any, inputs: int = 1) -> None:
-        super().__init__(function, dict(_iterate_leaves(params)), inputs)
+        super().__init__(function, dict(_iterate_named_leaves(params)), inputs)
         self._params = _unflatten_leaves(params, iter(range(len(self.names))))  # the structure without the values
 
     def evaluate_function(self, xp: Any, p: Sequence[Array], inputs: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
         if getattr(xp, "holds_no_data", False):
             zeros = [[np.zeros(a.shape, a.dtype) for a in arrays] for arrays in (p, inputs)]
-            y = self._compute_result(*zeros)
-            self._record_function(*zeros)  # raises if it cannot be differentiated
+            y = self._call_function(*zeros)
+            self._make_pullback(*zeros)  # raises if it cannot be differentiated
             return xp.empty(y.shape, dtype=y.dtype), ()
-        return self._compute_result(p, inputs), ()
+        return self._call_function(p, inputs), ()
 
     def pull_back_gradients(
         self, xp: Any, kept: Sequence[Array], p: Sequence[Array], inputs: Sequence[Array], dy: Array
     ) -> tuple[Sequence[Array | None], Sequence[Array]]:
         if getattr(xp, "holds_no_data", False):
             return [None if is_index(a) else xp.empty_like(a) for a in inputs], [xp.empty_like(a) for a in p]
-        found = self._record_function(p, inputs)(dy)
+        found = self._make_pullback(p, inputs)(dy)
         dx = iter(found[len(p) :])
         return [None if is_index(a) else next(dx) for a in inputs], found[: len(p)]
 
-    def _compute_result(self, p: Sequence[Array], inputs: Sequence[Array]) -> Array:
+    def _call_function(self, p: Sequence[Array], inputs: Sequence[Array]) -> Array:
         y = self.function(_unflatten_leaves(self._params, iter(p)), *inputs)
         if not hasattr(y, "shape"):
             raise ConfigError(f"{self!r} gives {type(y).__name__}; a layer gives one array")
         return np.asarray(y, dtype=next((a.dtype for a in (*p, *inputs) if not is_index(a)), None))
 
-    def _record_function(self, p: Sequence[Array], inputs: Sequence[Array]) -> Callable[[Array], Any]:
+    def _make_pullback(self, p: Sequence[Array], inputs: Sequence[Array]) -> Callable[[Array], Any]:
         """Evaluate the function, and return its pullback: output gradient -> gradients of all parameters, then of the
         inputs that are not integers."""
 
@@ -137,7 +137,7 @@ class AutogradFunction(DifferentiableLayer):
         return pulled
 
 
-def _iterate_leaves(params: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def _iterate_named_leaves(params: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the arrays in nested dicts, lists and tuples, with their paths."""
     inner = (
         params.items() if isinstance(params, dict) else enumerate(params) if isinstance(params, list | tuple) else None
@@ -146,7 +146,7 @@ def _iterate_leaves(params: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path or "value", params
         return
     for key, value in inner:
-        yield from _iterate_leaves(value, f"{path}.{key}" if path else str(key))
+        yield from _iterate_named_leaves(value, f"{path}.{key}" if path else str(key))
 
 
 def _unflatten_leaves(params: Any, leaves: Iterator[Any]) -> Any:

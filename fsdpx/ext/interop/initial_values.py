@@ -34,7 +34,7 @@ class InitialValues:
         self._held, self._remakers = dict(arrays), dict(remakers or {})
         self._names, self.missing = tuple(arrays), dict(missing or {})
 
-    def make_specs(
+    def make_parameter_specs(
         self,
         shapes: Mapping[str, tuple[int, ...]],
         trained: Collection[str],
@@ -69,7 +69,7 @@ class InitialValues:
             )
         return array
 
-    def release_copy(self) -> None:
+    def release_reproducible_values(self) -> None:
         """Drop the values that `remakers` can produce again, after all ranks have copied their parts."""
         self._held = {name: array for name, array in self._held.items() if name not in self._remakers}
 

@@ -50,9 +50,9 @@ class JaxFunction(DifferentiableLayer):
         self._made: dict[Any, _CompiledFunction] = {}
 
     def evaluate_function(self, xp: Any, p: Sequence[Array], inputs: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
-        compiled = self._get_compiled(p, inputs)
+        compiled = self._get_or_compile(p, inputs)
         if getattr(xp, "holds_no_data", False):
-            return _make_shape_array(xp, compiled.result), [_make_shape_array(xp, one) for one in compiled.kept]
+            return _make_shape_only(xp, compiled.result), [_make_shape_only(xp, one) for one in compiled.kept]
         y, kept = compiled.forward([_to_jax(a) for a in p], [_to_jax(a) for a in inputs])
         return _from_jax(xp, y), [_from_jax(xp, one) for one in kept]
 
@@ -64,12 +64,12 @@ class JaxFunction(DifferentiableLayer):
             dx = [None if w else xp.empty_like(a) for w, a in zip(whole, inputs, strict=True)]
             return dx, [xp.empty_like(a) for a in p]
         given = [_to_jax(a) for a in kept], [_to_jax(a) for a in p], [_to_jax(a) for a in inputs]
-        dp, found = self._get_compiled(p, inputs).backward(*given, _to_jax(dy))
+        dp, found = self._get_or_compile(p, inputs).backward(*given, _to_jax(dy))
         return [None if w else _from_jax(xp, d) for w, d in zip(whole, found, strict=True)], [
             _from_jax(xp, d) for d in dp
         ]
 
-    def _get_compiled(self, p: Sequence[Array], inputs: Sequence[Array]) -> _CompiledFunction:
+    def _get_or_compile(self, p: Sequence[Array], inputs: Sequence[Array]) -> _CompiledFunction:
         shapes = [[jax.ShapeDtypeStruct(tuple(a.shape), a.dtype) for a in arrays] for arrays in (p, inputs)]
         key = str(shapes)
         with _lock:
@@ -145,6 +145,6 @@ def _from_jax(xp: Any, array: jax.Array) -> Array:
     return np.asarray(done) if xp is np else xp.from_dlpack(done)
 
 
-def _make_shape_array(xp: Any, shape: Any) -> Array:
+def _make_shape_only(xp: Any, shape: Any) -> Array:
     name = np.dtype(shape.dtype).name
     return xp.empty(tuple(shape.shape), dtype=parse_dtype("bf16") if name == "bfloat16" else np.dtype(name))

@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fsdpx.errors import ConfigError, page_hint
 from fsdpx.ext.interop.initial_values import InitialValues
 from fsdpx.ext.interop.tensors import to_array, to_tensor
-from fsdpx.ext.interop.torch_context import GlobalNorm, run_in_context
+from fsdpx.ext.interop.torch_context import GlobalNorm, torch_module_context
 from fsdpx.nn.gradient_accumulation import get_destination, is_index
 from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, ShardedLayer
 from fsdpx.nn.shard_specs import FieldPartition, ShardingContext
@@ -45,18 +45,18 @@ def make_initial_values(tensors: Mapping[str, torch.Tensor]) -> InitialValues:
     referenced weakly."""
     missing = "is on PyTorch's device 'meta', without values: make the module on the CPU"
     here = {name: t for name, t in tensors.items() if not t.is_meta}
-    remakers = {name: functools.partial(_read_again, weakref.ref(t)) for name, t in here.items()}
+    remakers = {name: functools.partial(_read_if_alive, weakref.ref(t)) for name, t in here.items()}
     arrays = {name: to_array(np, t) for name, t in here.items()}
     return InitialValues(arrays, {name: missing for name, t in tensors.items() if t.is_meta}, remakers)
 
 
-def _read_again(owner: weakref.ref[torch.Tensor]) -> np.ndarray | None:
+def _read_if_alive(owner: weakref.ref[torch.Tensor]) -> np.ndarray | None:
     tensor = owner()
     return None if tensor is None else to_array(np, tensor)
 
 
 class AutogradLayer(Layer):
-    """The base of layers that PyTorch's autograd differentiates. Subclasses implement `_make_run`."""
+    """The base of layers that PyTorch's autograd differentiates. Subclasses implement `_make_run_function`."""
 
     takes = "given"
     trained: frozenset[str]
@@ -70,7 +70,7 @@ class AutogradLayer(Layer):
     """Buffers and constants by name; they keep their dtype."""
 
     @abstractmethod
-    def _make_run(self, env: LayerContext) -> Run:
+    def _make_run_function(self, env: LayerContext) -> Run:
         """Return the function of (parameters and buffers by name, inputs) that computes the result."""
 
     def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Array, Any]:
@@ -107,8 +107,8 @@ class AutogradLayer(Layer):
     def _record_forward(
         self, env: LayerContext, read: tuple[Array, ...], p: Params, trained: frozenset[str]
     ) -> RecordedForward:
-        run, bare = self._make_run(env), getattr(env.xp, "holds_no_data", False)
-        with run_in_context(env, read[0].shape[0], self.draws), self._explain_dtype_errors(read, p):
+        run, bare = self._make_run_function(env), getattr(env.xp, "holds_no_data", False)
+        with torch_module_context(env, read[0].shape[0], self.draws), self._explaining_dtype_errors(read, p):
             if self.device == "cpu" or not bare:
                 return RecordedForward(env.xp, run, read, p, trained, "cpu")
             try:
@@ -118,7 +118,7 @@ class AutogradLayer(Layer):
                 return RecordedForward(env.xp, run, read, p, trained, "cpu")
 
     @contextmanager
-    def _explain_dtype_errors(self, read: tuple[Array, ...], p: Params) -> Iterator[None]:
+    def _explaining_dtype_errors(self, read: tuple[Array, ...], p: Params) -> Iterator[None]:
         """Turn a dtype error of PyTorch inside the context into a ConfigError that names the constants of another
         dtype, if there are some."""
         try:
@@ -177,7 +177,9 @@ class TorchModule(AutogradLayer):
         self.aliases = dict.fromkeys(self._bare.counts)  # type: ignore[misc]
 
     def specs(self) -> dict[str, ParameterSpec]:
-        return self.given_values.make_specs(self._bare.shapes, self.trained, self._bare.state, self._bare.of_norms)
+        return self.given_values.make_parameter_specs(
+            self._bare.shapes, self.trained, self._bare.state, self._bare.of_norms
+        )
 
     def __repr__(self) -> str:
         return f"TorchModule({self._bare.kind})"
@@ -192,7 +194,7 @@ class TorchModule(AutogradLayer):
             "trainer.load_parameters(module.state_dict()) takes the weights of a module"
         )
 
-    def _make_run(self, env: LayerContext) -> Run:
+    def _make_run_function(self, env: LayerContext) -> Run:
         module, constants = self._bare.get_thread_copy(env)
 
         def run_module(given: dict[str, torch.Tensor], inputs: list[torch.Tensor]) -> torch.Tensor:
@@ -208,20 +210,20 @@ class TorchModule(AutogradLayer):
         return run_module
 
 
-def select_output(result: Any, wanted: str | int | None, who: str) -> torch.Tensor:
+def select_output(result: Any, output: str | int | None, caller: str) -> torch.Tensor:
     """Return the one tensor selected from the result of a module's `forward`; raise ConfigError if it selects none."""
-    if wanted is None and hasattr(result, "logits"):
-        wanted = "logits"
-    if isinstance(wanted, str):
+    if output is None and hasattr(result, "logits"):
+        output = "logits"
+    if isinstance(output, str):
         names = list(result) if isinstance(result, Mapping) else [n for n in dir(result) if not n.startswith("_")]
-        if wanted not in names:
-            raise ConfigError(f"{who}: forward gives no {wanted!r}; there are {', '.join(map(str, names))}")
-        result = result[wanted] if isinstance(result, Mapping) else getattr(result, wanted)
-    elif wanted is not None:
-        result = result[wanted]
+        if output not in names:
+            raise ConfigError(f"{caller}: forward gives no {output!r}; there are {', '.join(map(str, names))}")
+        result = result[output] if isinstance(result, Mapping) else getattr(result, output)
+    elif output is not None:
+        result = result[output]
     if not isinstance(result, torch.Tensor):
         raise ConfigError(
-            f"{who}: forward gives {type(result).__name__}, and a layer gives one tensor: say which, output=..."
+            f"{caller}: forward gives {type(result).__name__}, and a layer gives one tensor: say which, output=..."
         )
     return result
 

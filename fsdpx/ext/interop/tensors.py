@@ -46,5 +46,5 @@ def _to_torch_dtype(dtype: np.dtype) -> torch.dtype:
 
 
 @functools.cache
-def _to_numpy_dtype(kind: torch.dtype) -> np.dtype:
-    return parse_dtype("bf16") if kind == BFLOAT16 else torch.empty(0, dtype=kind).numpy().dtype
+def _to_numpy_dtype(dtype: torch.dtype) -> np.dtype:
+    return parse_dtype("bf16") if dtype == BFLOAT16 else torch.empty(0, dtype=dtype).numpy().dtype

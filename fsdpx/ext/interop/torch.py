@@ -65,7 +65,7 @@ def from_torch(
         raise ConfigError("from_torch(units=...) needs an example of the inputs: from_torch(module, x, units=...)")
     if output is not None:
         return TorchModule(module, output=output)
-    layers = _make_children(module)
+    layers = _make_child_layers(module)
     if layers is None:
         return TorchModule(module)
     names = {join_path(name, local) for name, layer in layers.items() for local in layer.specs()}
@@ -74,11 +74,11 @@ def from_torch(
     )
 
 
-def _make_children(module: torch.nn.Module) -> dict[str, Layer] | None:
+def _make_child_layers(module: torch.nn.Module) -> dict[str, Layer] | None:
     """Return the layers of a `torch.nn.Sequential` by name, or None for another module."""
     if type(module) is not torch.nn.Sequential or not len(module):
         return None
-    inner = ((name, child, _make_children(child)) for name, child in module._modules.items() if child is not None)
+    inner = ((name, child, _make_child_layers(child)) for name, child in module._modules.items() if child is not None)
     return {name: TorchModule(child) if layers is None else Sequential(layers) for name, child, layers in inner}
 
 

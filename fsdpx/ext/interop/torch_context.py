@@ -17,22 +17,22 @@ from fsdpx.ext.interop.aten_kernels import NATIVE_KERNELS, run_attention
 from fsdpx.ext.interop.tensors import to_array, to_tensor
 from fsdpx.nn.layer import LayerContext
 
-__all__ = ["REPLACED_OPERATIONS", "GlobalNorm", "draws_random_numbers", "run_in_context"]
+__all__ = ["REPLACED_OPERATIONS", "GlobalNorm", "may_draw_random_numbers", "torch_module_context"]
 
 _now = threading.local()
 aten: Any = torch.ops.aten
 
 
 @contextmanager
-def run_in_context(env: LayerContext, samples: int, listen: bool) -> Iterator[None]:
+def torch_module_context(env: LayerContext, samples: int, intercept: bool) -> Iterator[None]:
     """Run modules of this thread with the random numbers of `env`, for this many samples, inside the context.
 
-    listen: intercept operations that draw; False if there are none. Raises ConfigError if an operation draws from
+    intercept: intercept operations that draw; False if there are none. Raises ConfigError if an operation draws from
     PyTorch's generator anyway: its numbers depend on the layout of the ranks."""
     _now.env = env
     before = torch.default_generator.get_state()
     try:
-        with _CounterRandomMode(env, samples) if listen else nullcontext():
+        with _CounterRandomMode(env, samples) if intercept else nullcontext():
             yield
     finally:
         _now.env = None
@@ -54,7 +54,7 @@ class _CounterRandomMode(TorchDispatchMode):
         own = _OWN.get(func)
         return func(*args, **(kwargs or {})) if own is None else own(self, *args, **(kwargs or {}))
 
-    def draw_fractions(self, like: torch.Tensor) -> torch.Tensor:
+    def draw_uniform(self, like: torch.Tensor) -> torch.Tensor:
         """Return one number in [0, 1) for each element of a tensor whose elements are ordered by sample."""
         name = f"draw{self.draws}"
         self.draws += 1
@@ -69,26 +69,26 @@ class _CounterRandomMode(TorchDispatchMode):
         return to_tensor(self.env.child(name).random.uniform(self.env.xp, rows)).reshape(like.shape)
 
 
-def _draw_bernoulli(mode: _CounterRandomMode, x: torch.Tensor, p: float = 0.5, **options: Any) -> torch.Tensor:
+def _fill_bernoulli(mode: _CounterRandomMode, x: torch.Tensor, p: float = 0.5, **options: Any) -> torch.Tensor:
     """Fill x in place: 1 with probability p. Dropout passes the probability with which an element is kept."""
-    return x.copy_(mode.draw_fractions(x) >= 1.0 - p)
+    return x.copy_(mode.draw_uniform(x) >= 1.0 - p)
 
 
 def _draw_native_dropout(
     mode: _CounterRandomMode, x: torch.Tensor, p: float, train: bool | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    keep = mode.draw_fractions(x) >= p
+    keep = mode.draw_uniform(x) >= p
     return x * keep * (1.0 / (1.0 - p) if p < 1.0 else 0.0), keep
 
 
 def _draw_rand_like(
     mode: _CounterRandomMode, x: torch.Tensor, *, dtype: torch.dtype | None = None, **options: Any
 ) -> torch.Tensor:
-    return mode.draw_fractions(x).to(dtype or x.dtype)
+    return mode.draw_uniform(x).to(dtype or x.dtype)
 
 
 _OWN: dict[Any, Callable[..., Any]] = {
-    aten.bernoulli_.float: _draw_bernoulli,
+    aten.bernoulli_.float: _fill_bernoulli,
     aten.native_dropout.default: _draw_native_dropout,
     aten.rand_like.default: _draw_rand_like,
 }
@@ -166,7 +166,7 @@ def _apply_attention(
     return run_attention(q, k, v, mask, dropout_p if _now.env.training else 0.0, is_causal, **options)
 
 
-def _call_with_grad(enabled: bool, function: Callable[..., Any], *arguments: Any) -> Any:
+def _call_with_grad_mode(enabled: bool, function: Callable[..., Any], *arguments: Any) -> Any:
     with torch.set_grad_enabled(enabled):
         return function(*arguments)
 
@@ -175,7 +175,7 @@ REPLACED_OPERATIONS: dict[Any, Callable[..., Any]] = {
     aten.dropout.default: _apply_dropout,
     aten.native_dropout.default: _apply_native_dropout,
     aten.scaled_dot_product_attention.default: _apply_attention,
-    torch._higher_order_ops.wrap_with_set_grad_enabled: _call_with_grad,
+    torch._higher_order_ops.wrap_with_set_grad_enabled: _call_with_grad_mode,
     **NATIVE_KERNELS,
 }
 """Operations of a module exported in training mode, and their replacements: some depend on the current mode."""
@@ -185,7 +185,7 @@ DROPOUT_ARGUMENT = {_apply_dropout: 1, _apply_native_dropout: 1, _apply_attentio
 """Operations with dropout, and the position of their probability among the arguments."""
 
 
-def draws_random_numbers(graph: fx.GraphModule) -> bool:
+def may_draw_random_numbers(graph: fx.GraphModule) -> bool:
     """Return whether an operation may draw random numbers in training."""
     return any(_may_draw(node) for module in graph.modules() for node in getattr(module, "graph", fx.Graph()).nodes)
 

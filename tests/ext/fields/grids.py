@@ -14,7 +14,7 @@ from fsdpx import spawn
 from fsdpx.core.array.random import Random
 from fsdpx.core.comm import Communicator
 from fsdpx.core.comm.mesh import Mesh, connect_axes, make_single_rank_axes
-from fsdpx.ext.fields.sample_groups import group_ranks
+from fsdpx.ext.fields.sample_groups import make_sample_groups
 from fsdpx.nn import Layer, LayerContext, Loss
 from fsdpx.nn.shard_specs import FieldPartition, ShardingContext
 
@@ -88,7 +88,9 @@ def env_of(comm: Communicator | None, dims: Sequence[int] = (), training: bool =
     axes = make_single_rank_axes()
     if comm is not None:
         mesh = Mesh(shard=comm.size).resolve_open_axis(comm.size)
-        axes = connect_axes(mesh, comm, check=True, samples=group_ranks(mesh, comm.rank, dims, [None] * comm.size))
+        axes = connect_axes(
+            mesh, comm, check=True, samples=make_sample_groups(mesh, comm.rank, dims, [None] * comm.size)
+        )
     return LayerContext(np, axes, Random(5, "layer", 3), training)
 
 

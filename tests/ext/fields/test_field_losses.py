@@ -176,7 +176,7 @@ def fitted(comm: Communicator, dims: tuple[int, int] | None, **options: Any) -> 
     mask, u = np.arange(96).reshape(8, 12) % 5 > 0, whole
     if dims is not None:
         given["domain"] = grid = fsdpx.Grid(comm, (8 // dims[0], 12 // dims[1]), dims=dims)
-        place, u = grid.place, grid.take_local(whole)
+        place, u = grid.coords, grid.take_local(whole)
         mask = mask[tuple(slice(c[r], c[r + 1]) for c, r in zip(grid.parts.cuts, place, strict=True))]
     trainer = nn.Conv2d(2, 2, 3, padding=1).as_distributed(loss=nn.RelativeL2(weights=mask), **given)
     u = u if dims is not None else np.moveaxis(u, -1, 1)

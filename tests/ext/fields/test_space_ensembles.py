@@ -65,7 +65,7 @@ def trained(
     )
     x, y = batch(sum(rows))
     outputs = trainer.inspect.placement.sample_layout.outputs
-    there = [slice(c[p], c[p + 1]) for c, p in zip(outputs.cuts, grid.place, strict=True)]
+    there = [slice(c[p], c[p + 1]) for c, p in zip(outputs.cuts, grid.coords, strict=True)]
     samples = slice(sum(rows[: trainer.data_group.rank]), sum(rows[: trainer.data_group.rank + 1]))
     losses = [trainer.step(x[samples, *here], y[samples, *there]) for _ in range(3)]
     found = trainer.predict(x[samples, *here])
@@ -232,7 +232,7 @@ def test_a_dry_run_counts_what_a_rank_moves() -> None:
 
     def run(comm: Communicator) -> Any:
         grid = fsdpx.Grid.from_shape(shape, (2, 2, 1), comm.rank)
-        mine = grid.parts.local_shape(grid.place)
+        mine = grid.parts.local_shape(grid.coords)
         trainer = model().as_distributed(comm=comm, domain=fsdpx.Grid(comm, mine, dims=(2, 2, 1)), **options())
         u = np.ones((*mine, 3), np.float32)
         trainer.inspect.reset_counters()
@@ -241,7 +241,7 @@ def test_a_dry_run_counts_what_a_rank_moves() -> None:
 
     def dry(dims: Sequence[int], rank: int, cells: Sequence[int]) -> Any:
         grid = fsdpx.Grid.from_shape(cells, dims, rank)
-        part = (1, *grid.parts.local_shape(grid.place), 3), "float32"
+        part = (1, *grid.parts.local_shape(grid.coords), 3), "float32"
         ranks = int(np.prod(dims))
         return fsdpx.dry_run(model(), part, part, ranks=ranks, rank=rank, domain=grid, **options())
 

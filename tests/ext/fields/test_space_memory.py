@@ -50,7 +50,7 @@ except fsdpx.errors.OutOfMemory as error:
 def peak(dims: Sequence[int], cells: Sequence[int]) -> int:
     """Most bytes that a step has beside parameters, on the rank with the largest part."""
     grid = fsdpx.Grid.from_shape(cells, dims, prod(dims) - 1)
-    part = (1, *grid.parts.local_shape(grid.place), 3), "float32"
+    part = (1, *grid.parts.local_shape(grid.coords), 3), "float32"
     options: dict[str, Any] = {"loss": nn.RelativeL2(), "optimizer": optim.AdamW(lr=1e-3), "domain": grid}
     return fsdpx.dry_run(
         nn.UNet(3, 3, 3, 8, 4), part, part, ranks=prod(dims), rank=prod(dims) - 1, **options

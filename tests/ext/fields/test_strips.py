@@ -78,9 +78,9 @@ def test_outputs_without_a_cell_are_the_bias_or_left_alone() -> None:
     strides = WindowStrides((2,), (1,), (1,), (50,), 1)
     x, weight = np.ones((1, 4, 3)), np.ones((2, 3, 2))
     y: Any = np.full((1, 5, 2), 7.0)
-    direct.add_window_sums(x, weight, None, strides, y, True)
+    direct.convolve_direct(x, weight, None, strides, y, True)
     assert (y == 7.0).all()
-    direct.add_window_sums(x, weight, np.array([1.0, 2.0]), strides, y, False)
+    direct.convolve_direct(x, weight, np.array([1.0, 2.0]), strides, y, False)
     assert (y == [1.0, 2.0]).all()
 
 

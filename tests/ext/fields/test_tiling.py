@@ -107,7 +107,7 @@ def test_a_grid_in_any_order_has_its_cells_where_they_are(data: st.DataObject) -
         np.testing.assert_array_equal(grid.gather(own), whole)
         if own.size:
             assert grid.offsets == tuple(a for a, _ in mine)
-            assert grid.place == tuple(place_of(order[comm.rank], dims))
+            assert grid.coords == tuple(place_of(order[comm.rank], dims))
 
     spawn(run, len(order))
 

@@ -18,7 +18,7 @@ OUT = (3, 3)
 def images(x, dy, dtype) -> Cases:
     """Windows of two samples of three channels, place by place."""
     image, shape = np.resize(x, (2, 3, 4, 7)), (2, 3, 4, 7)
-    places = [cells for _, _, cells in WINDOW.iterate_places(OUT, shape[2:])]
+    places = [cells for _, _, cells in WINDOW.iterate_window_offsets(OUT, shape[2:])]
     slope = np.resize(dy, (2, 3, *OUT))
     seen = np.stack([image[place] for place in places])
     winner = np.argmax(np.where(np.isnan(seen), np.inf, seen), axis=0)  # the first NaN goes before Inf
@@ -60,7 +60,7 @@ def convolutions(x, dy, dtype) -> Cases:
         """A sum of products, and of their sizes."""
         return [term(*arrays) for arrays in ((image, weight, slope), [np.abs(a) for a in (image, weight, slope)])]
 
-    places = [cells for _, _, cells in WINDOW.iterate_places(OUT, shape[2:])]
+    places = [cells for _, _, cells in WINDOW.iterate_window_offsets(OUT, shape[2:])]
     taps = [(i, j) for i in range(2) for j in range(3)]
 
     def forward(x, w, d):

@@ -21,12 +21,12 @@ from fsdpx.ext.interop.export import (  # noqa: E402
     ModuleLayout,
     TensorValue,
     UnitShapes,
-    _lay_out_module,
+    _make_module_layout,
     dump_layout,
     load_layout,
     run_in_child_or_here,
 )
-from fsdpx.ext.interop.torch_context import draws_random_numbers  # noqa: E402
+from fsdpx.ext.interop.torch_context import may_draw_random_numbers  # noqa: E402
 
 tnn = torch.nn
 pytestmark = pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")  # of JAX, if a test loaded it
@@ -50,7 +50,7 @@ class Net(tnn.Module):
 
 
 def layout() -> ModuleLayout:
-    return _lay_out_module(Net(), [np.ones((3, 4), np.float32)], None, None)
+    return _make_module_layout(Net(), [np.ones((3, 4), np.float32)], None, None)
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ SHAPES = UnitShapes(
 
 
 def test_a_result_has_the_sizes_that_are_read() -> None:
-    assert SHAPES.find_result_shape([np.empty((2, 3, 8), np.float32), np.empty((2, 3), np.int32)]) == (
+    assert SHAPES.find_result_shape_and_dtype([np.empty((2, 3, 8), np.float32), np.empty((2, 3), np.int32)]) == (
         (2, 8, 3),
         "float32",
     )
@@ -167,7 +167,7 @@ def test_a_result_has_the_sizes_that_are_read() -> None:
     (np.empty((2, 8), np.float32), np.empty((2, 3), np.int64)),
 ], ids=["another size", "sizes that differ", "another format", "no numbers", "a dim less"])  # fmt: skip
 def test_of_what_does_not_fit_nothing_is_known(given: Any) -> None:
-    assert SHAPES.find_result_shape(given) is None
+    assert SHAPES.find_result_shape_and_dtype(given) is None
 
 
 @pytest.mark.parametrize(("operation", "drawn"), [
@@ -182,5 +182,5 @@ def test_operations_that_draw_are_known(operation: Any, drawn: bool) -> None:
         def forward(self, x: Any) -> Any:
             return self.blocks[0](x)
 
-    (unit,) = _lay_out_module(One(), [np.ones((3, 4), np.float32)], None, None).units
-    assert draws_random_numbers(unit.graph.to_graph_module()) is drawn
+    (unit,) = _make_module_layout(One(), [np.ones((3, 4), np.float32)], None, None).units
+    assert may_draw_random_numbers(unit.graph.to_graph_module()) is drawn

@@ -16,9 +16,9 @@ GradientTarget = tuple[Any, bool] | None
 """The array for a gradient, and whether to add to it; None: the gradient is not needed."""
 
 
-def write_gradient(into: Any, value: Any) -> None:
+def write_or_add_gradient(target: Any, value: Any) -> None:
     """Write a gradient to its target, or add it there."""
-    out, add = into
+    out, add = target
     if add:
         out += value.astype(out.dtype, copy=False)
     else:
@@ -35,25 +35,25 @@ class WindowStrides(NamedTuple):
     first: tuple[int, ...]
     groups: int
 
-    def iterate_places(
+    def iterate_window_offsets(
         self, sizes: Sequence[int], cells: Sequence[int]
     ) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...], tuple[slice, ...]]]:
         """Yield each place of the window, the index of the outputs (of `sizes`) for which it lies inside the field, and
         the index of the cells that they read there."""
-        for place in product(*map(range, self.kernel)):
+        for offset in product(*map(range, self.kernel)):
             outputs, met = [slice(None)] * 2, [slice(None)] * 2
-            for i, s, d, first, size, n in zip(place, *self[1:4], sizes, cells, strict=True):
+            for i, s, d, first, size, n in zip(offset, *self[1:4], sizes, cells, strict=True):
                 begin = first + i * d
                 start, stop = max(-(begin // s), 0), min((n - 1 - begin) // s + 1, size)
                 outputs.append(slice(start, max(stop, start)))
                 met.append(slice(begin + start * s, begin + (stop - 1) * s + 1, s) if stop > start else slice(0, 0))
             if all(one.stop is None or one.stop > one.start for one in outputs):
-                yield place, tuple(outputs), tuple(met)
+                yield offset, tuple(outputs), tuple(met)
 
-    def number_of_place(self, place: tuple[int, ...]) -> int:
+    def ravel_window_offset(self, offset: tuple[int, ...]) -> int:
         """Return the index of a place among all places of the window, C order."""
         at = 0
-        for i, many in zip(place, self.kernel, strict=True):
+        for i, many in zip(offset, self.kernel, strict=True):
             at = at * many + i
         return at
 
@@ -94,26 +94,26 @@ def is_matmul(strides: WindowStrides, cells: Sequence[int], sizes: Sequence[int]
 
 
 def _choose_algorithm(
-    strides: WindowStrides, cells: Sequence[int], weight: Sequence[int], sizes: Sequence[int], alone: bool = True
+    strides: WindowStrides, cells: Sequence[int], weight: Sequence[int], sizes: Sequence[int], overwrites: bool = True
 ) -> tuple[str, float]:
     """Return the algorithm of the compiled convolutions for a field of shape `cells`, and the windows in a row, where
-    timing depends on them: windows at its ends have fewer cells inside. For one-cell windows all are one row. alone:
-    the result is not added to anything."""
+    timing depends on them: windows at its ends have fewer cells inside. For one-cell windows all are one row.
+    overwrites: the result is written, not added to an array."""
     if strides.groups >= MANY_GROUPS:
         return "by place", 1.0
-    if alone and is_matmul(strides, cells[2:], sizes):
+    if overwrites and is_matmul(strides, cells[2:], sizes):
         return "of a cell", float(cells[0] * math.prod(sizes))
-    winograd = alone and suits_winograd(cells, weight, strides, sizes)
+    winograd = overwrites and suits_winograd(cells, weight, strides, sizes)
     return "winograd" * winograd, sizes[-1] / strides.kernel[-1]
 
 
-def _choose_way_forward(
+def _choose_forward_algorithm(
     x: Any, weight: Any, bias: Any, strides: WindowStrides, sizes: Sequence[int], out: Any = None
 ) -> tuple[str, float]:
     return _choose_algorithm(strides, x.shape, weight.shape, sizes, out is None)
 
 
-def _choose_way_back(
+def _choose_backward_input_algorithm(
     weight: Any, dy: Any, strides: WindowStrides, shape: Sequence[int], bias: Any = None
 ) -> tuple[str, float]:
     if any(s > 1 and d > 1 for s, d in zip(strides.stride, strides.dilation, strict=True)):
@@ -121,13 +121,13 @@ def _choose_way_back(
     return _choose_algorithm(strides, shape, weight.shape, dy.shape[2:], bias is None)
 
 
-def _choose_way_of_params(
+def _choose_backward_params_algorithm(
     x: Any, dy: Any, strides: WindowStrides, weight: GradientTarget, bias: GradientTarget
 ) -> tuple[str, float]:
     return ("", 1.0) if weight is None else _choose_algorithm(strides, x.shape, weight[0].shape, dy.shape[2:])
 
 
-@kernel(bits=False, into=("out",), choose_algorithm=_choose_way_forward)
+@kernel(bits=False, into=("out",), choose_algorithm=_choose_forward_algorithm)
 def correlate(
     xp: Any, x: Any, weight: Any, bias: Any | None, strides: WindowStrides, sizes: Sequence[int], out: Any = None
 ) -> Any:
@@ -137,32 +137,32 @@ def correlate(
     in the order of places. out: y is added to it, without a bias."""
     y = xp.zeros((x.shape[0], weight.shape[0], *sizes), dtype=x.dtype) if out is None else out
     groups = strides.groups
-    for place, outputs, cells in strides.iterate_places(sizes, x.shape[2:]):
+    for offset, outputs, cells in strides.iterate_window_offsets(sizes, x.shape[2:]):
         into = y[outputs]
-        products = xp.matmul(_get_place_weights(weight, place, groups), _split_into_groups(x[cells], groups))
+        products = xp.matmul(_get_weights_at_offset(weight, offset, groups), _split_into_groups(x[cells], groups))
         into += products.reshape(into.shape).astype(y.dtype, copy=False)
     if bias is not None:
         y += bias.reshape(-1, *(1,) * len(sizes))
     return y
 
 
-@kernel(bits=False, choose_algorithm=_choose_way_back)
+@kernel(bits=False, choose_algorithm=_choose_backward_input_algorithm)
 def correlate_backward_input(
     xp: Any, weight: Any, dy: Any, strides: WindowStrides, shape: Sequence[int], bias: Any | None = None
 ) -> Any:
     """Return the gradient of x, of `shape`, plus bias (channels,)."""
     groups, sizes = strides.groups, dy.shape[2:]
     dx = xp.zeros(tuple(shape), dtype=dy.dtype)
-    for place, outputs, cells in strides.iterate_places(sizes, shape[2:]):
+    for offset, outputs, cells in strides.iterate_window_offsets(sizes, shape[2:]):
         into = dx[cells]
-        turned = _get_place_weights(weight, place, groups).swapaxes(1, 2)
+        turned = _get_weights_at_offset(weight, offset, groups).swapaxes(1, 2)
         into += xp.matmul(turned, _split_into_groups(dy[outputs], groups)).reshape(into.shape)
     if bias is not None:
         dx += bias.reshape(-1, *(1,) * len(sizes))
     return dx
 
 
-@kernel(narrow=0, bits=False, choose_algorithm=_choose_way_of_params)
+@kernel(narrow=0, bits=False, choose_algorithm=_choose_backward_params_algorithm)
 def correlate_backward_params(
     xp: Any, x: Any, dy: Any, strides: WindowStrides, weight: GradientTarget, bias: GradientTarget
 ) -> None:
@@ -172,17 +172,17 @@ def correlate_backward_params(
         out, add = weight
         if not add:
             out[...] = 0
-        for place, outputs, cells in strides.iterate_places(sizes, x.shape[2:]):
+        for offset, outputs, cells in strides.iterate_window_offsets(sizes, x.shape[2:]):
             there, here = _split_into_groups(dy[outputs], groups), _split_into_groups(x[cells], groups)
-            into = out[(slice(None), slice(None), *place)]
+            into = out[(slice(None), slice(None), *offset)]
             into += xp.matmul(there, here.swapaxes(2, 3)).sum(axis=0).reshape(into.shape)
     if bias is not None:
-        write_gradient(bias, dy.sum(axis=(0, *range(2, dy.ndim))))
+        write_or_add_gradient(bias, dy.sum(axis=(0, *range(2, dy.ndim))))
 
 
-def _get_place_weights(weight: Any, place: tuple[int, ...], groups: int) -> Any:
+def _get_weights_at_offset(weight: Any, offset: tuple[int, ...], groups: int) -> Any:
     """Return the weights at one place, (groups, outputs / groups, channels / groups)."""
-    return weight[(slice(None), slice(None), *place)].reshape(groups, weight.shape[0] // groups, weight.shape[1])
+    return weight[(slice(None), slice(None), *offset)].reshape(groups, weight.shape[0] // groups, weight.shape[1])
 
 
 def _split_into_groups(x: Any, groups: int) -> Any:

@@ -18,11 +18,11 @@ def max_pool(xp: Any, x: Any, strides: WindowStrides, sizes: Sequence[int]) -> t
     place in the window, int32: the first of equals."""
     y = xp.full((*x.shape[:2], *sizes), -math.inf, dtype=x.dtype)
     winner = xp.zeros(y.shape, dtype="int32")
-    for place, outputs, cells in strides.iterate_places(sizes, x.shape[2:]):
+    for offset, outputs, cells in strides.iterate_window_offsets(sizes, x.shape[2:]):
         value, best = x[cells], y[outputs]
         better = (value > best) | (value != value)
         y[outputs] = xp.where(better, value, best)
-        winner[outputs] = xp.where(better, strides.number_of_place(place), winner[outputs])
+        winner[outputs] = xp.where(better, strides.ravel_window_offset(offset), winner[outputs])
     return y, winner
 
 
@@ -30,9 +30,9 @@ def max_pool(xp: Any, x: Any, strides: WindowStrides, sizes: Sequence[int]) -> t
 def max_pool_backward(xp: Any, dy: Any, winner: Any, strides: WindowStrides, shape: Sequence[int]) -> Any:
     """Return the gradient of a field of `shape`: dy goes to the cell that was the maximum."""
     dx, nothing = xp.zeros(tuple(shape), dtype=dy.dtype), xp.zeros((), dtype=dy.dtype)
-    for place, outputs, cells in strides.iterate_places(dy.shape[2:], shape[2:]):
+    for offset, outputs, cells in strides.iterate_window_offsets(dy.shape[2:], shape[2:]):
         into = dx[cells]
-        into += xp.where(winner[outputs] == strides.number_of_place(place), dy[outputs], nothing)
+        into += xp.where(winner[outputs] == strides.ravel_window_offset(offset), dy[outputs], nothing)
     return dx
 
 
@@ -40,7 +40,7 @@ def max_pool_backward(xp: Any, dy: Any, winner: Any, strides: WindowStrides, sha
 def avg_pool(xp: Any, x: Any, strides: WindowStrides, sizes: Sequence[int], divisor: int) -> Any:
     """Return the sum of each window of x (samples, channels, *cells) divided by `divisor`."""
     y = xp.zeros((*x.shape[:2], *sizes), dtype=x.dtype)
-    for _, outputs, cells in strides.iterate_places(sizes, x.shape[2:]):
+    for _, outputs, cells in strides.iterate_window_offsets(sizes, x.shape[2:]):
         into = y[outputs]
         into += x[cells]
     y /= divisor
@@ -51,7 +51,7 @@ def avg_pool(xp: Any, x: Any, strides: WindowStrides, sizes: Sequence[int], divi
 def avg_pool_backward(xp: Any, dy: Any, strides: WindowStrides, shape: Sequence[int], divisor: int) -> Any:
     """Return the gradient of a field of `shape`: dy / divisor goes to all cells of the window."""
     dx, share = xp.zeros(tuple(shape), dtype=dy.dtype), dy / divisor
-    for _, outputs, cells in strides.iterate_places(dy.shape[2:], shape[2:]):
+    for _, outputs, cells in strides.iterate_window_offsets(dy.shape[2:], shape[2:]):
         into = dx[cells]
         into += share[outputs]
     return dx

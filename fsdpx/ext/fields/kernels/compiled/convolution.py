@@ -31,7 +31,7 @@ from fsdpx.core.array.lazy_numba import intrinsic, ir, types
 from fsdpx.core.array.parallel import parallel_for_rows
 from fsdpx.ext.fields.kernels import convolution as places
 from fsdpx.ext.fields.kernels.compiled import direct
-from fsdpx.ext.fields.kernels.compiled.direct import WIDE, emit_load, emit_pointer, emit_step, run_strips_of_line
+from fsdpx.ext.fields.kernels.compiled.direct import WIDE, emit_load, emit_offset, emit_pointer_cast, run_strips_of_line
 from fsdpx.ext.fields.kernels.convolution import (
     LANES,
     MANY_GROUPS,
@@ -42,22 +42,22 @@ from fsdpx.ext.fields.kernels.convolution import (
     count_tiles,
     is_matmul,
     suits_winograd,
-    write_gradient,
+    write_or_add_gradient,
 )  # fmt: skip
 
 __all__ = [
     "LANES",
     "convolve_winograd",
+    "make_winograd_input_loop",
+    "make_winograd_output_loop",
     "suits_winograd",
     "winograd_backward_weight",
-    "winograd_input_kernel",
-    "winograd_output_kernel",
 ]
 
 Matrix = Sequence[Sequence[float]]
 
 
-def make_combination(matrix: Matrix) -> Any:
+def make_linear_combination(matrix: Matrix) -> Any:
     """Return a compiled function: to[i] = the sum of matrix[i][j] source[j], where each element is LANES numbers.
 
     All elements are read before any is written. Addresses and steps are in bytes."""
@@ -70,8 +70,8 @@ def make_combination(matrix: Matrix) -> Any:
             found = [emit_load(builder, vector, source, source_step, j) for j in range(len(matrix[0]))]
             sums = [_emit_weighted_sum(builder, vector, row, found) for row in matrix]
             for i, value in enumerate(sums):
-                at = builder.add(to, emit_step(builder, to_step, i))
-                builder.store(value, emit_pointer(builder, vector, at), align=4)
+                at = builder.add(to, emit_offset(builder, to_step, i))
+                builder.store(value, emit_pointer_cast(builder, vector, at), align=4)
             return context.get_dummy_value()
 
         return types.void(like, types.int64, types.int64, types.int64, types.int64), emit_ir
@@ -92,17 +92,17 @@ def _emit_weighted_sum(builder: Any, vector: Any, row: Sequence[float], found: l
     return total
 
 
-_copy = make_combination([[1]])
+_copy = make_linear_combination([[1]])
 
 
-def winograd_input_kernel(matrix: Matrix, step: int, name: str) -> Any:
+def make_winograd_input_loop(matrix: Matrix, step: int, name: str) -> Any:
     """Return the compiled loop that transforms patches of (samples, height, width, channels): planes[i k + j, tile] =
     (matrix patch matrix^T)[i, j], with k rows of the matrix.
 
     A tile's patch begins `step` after that of the tile before it, the first one at `edge`; pixels outside the image are
     0. first, last: range of tiles, counted over all samples. base: the first tile in the planes. down, right: tiles of
     a sample along each dim."""
-    rows, size, combine = len(matrix), len(matrix[0]), make_combination(matrix)
+    rows, size, combine = len(matrix), len(matrix[0]), make_linear_combination(matrix)
 
     def input_loop(first, last, image, planes, base, edge, down, right):
         use_widest_vectors()
@@ -134,10 +134,10 @@ def winograd_input_kernel(matrix: Matrix, step: int, name: str) -> Any:
     return jit(input_loop, name=name)
 
 
-def winograd_output_kernel(matrix: Matrix, step: int, name: str) -> Any:
+def make_winograd_output_loop(matrix: Matrix, step: int, name: str) -> Any:
     """Return the compiled loop that transforms planes to patches: patch = matrix planes[., tile] matrix^T, stored in
-    the image; pixels outside it are dropped. Its arguments are those of the loop of `winograd_input_kernel`."""
-    size, rows, combine = len(matrix), len(matrix[0]), make_combination(matrix)
+    the image; pixels outside it are dropped. Its arguments are those of the loop of `make_winograd_input_loop`."""
+    size, rows, combine = len(matrix), len(matrix[0]), make_linear_combination(matrix)
 
     def output_loop(first, last, image, planes, base, edge, down, right):
         use_widest_vectors()
@@ -192,27 +192,27 @@ def _transpose(matrix: Any) -> Any:
     return tuple(zip(*matrix, strict=True))
 
 
-_of_input, _of_weight = winograd_input_kernel(B, TILE, "of_input"), winograd_input_kernel(G, TILE, "of_weight")
-_of_reversed = winograd_input_kernel([row[::-1] for row in G], TILE, "of_reversed")
-_of_gradient = winograd_input_kernel(_transpose(A), TILE, "of_gradient")
+_of_input, _of_weight = make_winograd_input_loop(B, TILE, "of_input"), make_winograd_input_loop(G, TILE, "of_weight")
+_of_reversed = make_winograd_input_loop([row[::-1] for row in G], TILE, "of_reversed")
+_of_gradient = make_winograd_input_loop(_transpose(A), TILE, "of_gradient")
 _to_output, _to_weight = (
-    winograd_output_kernel(A, TILE, "to_output"),
-    winograd_output_kernel(_transpose(G), TILE, "to_weight"),
+    make_winograd_output_loop(A, TILE, "to_output"),
+    make_winograd_output_loop(_transpose(G), TILE, "to_weight"),
 )
 
 
 @jit
-def _multiply_planes(first, last, at, out, a, b, m, n, k, accumulate):
+def _multiply_planes(first, last, gemm_address, out, a, b, m, n, k, accumulate):
     """Compute out[t] (+)= a[t]^T b[t] for the planes from `first` to `last`."""
     one = out.dtype.type(1)
     beta = one if accumulate else out.dtype.type(0)
     for t in range(first, last):
         ap, bp, cp = a[t].ctypes.data, b[t].ctypes.data, out[t].ctypes.data
-        call_cblas(at, TURNED, PLAIN, m, n, k, one, ap, m, bp, n, beta, cp, n)
+        call_cblas(gemm_address, TURNED, PLAIN, m, n, k, one, ap, m, bp, n, beta, cp, n)
 
 
 @jit
-def _compute_tiles(first, last, x, y, u, block, row, start, edge, down, right):
+def _convolve_winograd_tiles(first, last, x, y, u, block, row, start, edge, down, right):
     """Compute the results of the tiles from `first` to `last`.
 
     u: planes of weights, in rows of LANES outputs. block, row: distance to the next LANES outputs, and to the next
@@ -240,32 +240,34 @@ def _compute_tiles(first, last, x, y, u, block, row, start, edge, down, right):
         _to_output(a, b, y, m, a, 0, down, right)
 
 
-def convolve_winograd(x: np.ndarray, weight: np.ndarray, bias: Any, padding: int, back: bool = False) -> np.ndarray:
+def convolve_winograd(
+    x: np.ndarray, weight: np.ndarray, bias: Any, padding: int, is_backward: bool = False
+) -> np.ndarray:
     """Return y (samples, height, width, out) of x (samples, height, width, in) and weight (out, in, 3, 3).
 
-    back: x is the gradient of the output and y that of the input; pass 2 - padding."""
-    (n, height, width, inner), outer = x.shape, weight.shape[1 if back else 0]
+    is_backward: x is the gradient of the output and y that of the input; pass 2 - padding."""
+    (n, height, width, inner), outer = x.shape, weight.shape[1 if is_backward else 0]
     y = np.empty((n, height + 2 * padding - 2, width + 2 * padding - 2, outer), x.dtype)
     down, right = count_tiles(y.shape[1]), count_tiles(y.shape[2])
-    blocks = as_contiguous(weight).reshape(-1, LANES, *((3, 3) if back else (inner, 9)))
+    blocks = as_contiguous(weight).reshape(-1, LANES, *((3, 3) if is_backward else (inner, 9)))
     rows, u = to_channels_last(blocks).reshape(-1, 3, 3, LANES), _allocate_planes(x, outer * inner)
-    block, row = (LANES, outer) if back else (LANES * inner, LANES)
-    _run_in_threads(_of_reversed if back else _of_weight, 0, rows.shape[0], rows, u, 0, 0, 1, 1)
+    block, row = (LANES, outer) if is_backward else (LANES * inner, LANES)
+    _run_in_threads(_of_reversed if is_backward else _of_weight, 0, rows.shape[0], rows, u, 0, 0, 1, 1)
     start = np.zeros(outer, x.dtype) if bias is None else as_contiguous(bias, x.dtype)
-    _run_in_threads(_compute_tiles, 0, n * down * right, x, y, u, block, row, start, -padding, down, right)
+    _run_in_threads(_convolve_winograd_tiles, 0, n * down * right, x, y, u, block, row, start, -padding, down, right)
     return y
 
 
-def winograd_backward_weight(at: int, x: np.ndarray, dy: np.ndarray, padding: int) -> np.ndarray:
+def winograd_backward_weight(gemm_address: int, x: np.ndarray, dy: np.ndarray, padding: int) -> np.ndarray:
     """Return the gradient of the weight, (out, 3, 3, in)."""
     inner, outer = x.shape[3], dy.shape[3]
     down, right = count_tiles(dy.shape[1]), count_tiles(dy.shape[2])
     du, dw = _allocate_planes(x, outer * inner), np.zeros((outer, 3, 3, inner), x.dtype)
-    for start, stop in _split_tiles(x.shape[0] * down * right, inner + outer, x.itemsize):
+    for start, stop in _split_tiles_into_blocks(x.shape[0] * down * right, inner + outer, x.itemsize):
         dm, v = _allocate_planes(x, (stop - start) * outer), _allocate_planes(x, (stop - start) * inner)
         _run_in_threads(_of_gradient, start, stop, dy, dm, start, 0, down, right)
         _run_in_threads(_of_input, start, stop, x, v, start, -padding, down, right)
-        _run_in_threads(_multiply_planes, 0, PLANES, at, du, dm, v, outer, inner, stop - start, start > 0)
+        _run_in_threads(_multiply_planes, 0, PLANES, gemm_address, du, dm, v, outer, inner, stop - start, start > 0)
     if x.shape[0]:
         _run_in_threads(_to_weight, 0, outer, dw, du, 0, 0, 1, 1)
     return dw
@@ -281,9 +283,9 @@ def _run_in_threads(function: Callable[..., Any], start: int, stop: int, *rest: 
     parallel.run_tasks(function, [(a, b, *rest) for a, b in zip(edges, edges[1:], strict=False) if a < b])
 
 
-def _split_tiles(tiles: int, channels: int, word: int) -> list[tuple[int, int]]:
+def _split_tiles_into_blocks(tiles: int, channels: int, itemsize: int) -> list[tuple[int, int]]:
     """Return (first tile, end) of each block; blocks do not depend on the number of threads."""
-    count = max(TILE_BLOCK // (PLANES * channels * word), TILES_PER_STEP)
+    count = max(TILE_BLOCK // (PLANES * channels * itemsize), TILES_PER_STEP)
     return [(a, min(a + count, tiles)) for a in range(0, tiles, count)]
 
 
@@ -296,7 +298,7 @@ def _allocate_planes(like: np.ndarray, size: int) -> np.ndarray:
 TWO_CELL_WINDOW, ONE_CELL_WINDOW = (WindowStrides((cells,), (1,), (1,), (0,), 1) for cells in (2, 1))
 
 
-def _make_sample_field(x: Any) -> tuple[Any, Any]:
+def _make_example_field(x: Any) -> tuple[Any, Any]:
     """Return a field of one dim, channels last in memory, and the weights of a window."""
     return np.zeros((2, 2, 3), x.dtype).transpose(0, 2, 1), np.zeros((3, 3, 2), x.dtype)
 
@@ -304,20 +306,20 @@ def _make_sample_field(x: Any) -> tuple[Any, Any]:
 IMAGE = WindowStrides((3, 3), (1, 1), (1, 1), (-1, -1), 1)
 
 
-def _make_sample_image(x: Any, cells: int = TILE) -> Any:
+def _make_example_images(x: Any, cells: int = TILE) -> Any:
     """Return images, or with 3 cells weights, to which Winograd's algorithm applies."""
     return np.zeros((MIN_TILES, LANES, cells, cells), x.dtype)
 
 
-def _make_sample_gradient(x: Any) -> Any:
+def _make_example_gradient(x: Any) -> Any:
     return np.zeros((MIN_TILES, MIN_TILES, TILE, TILE), x.dtype)
 
 
 @register_compiled_kernel(
     lambda x, w, s: [
-        (*_make_sample_field(x), None, TWO_CELL_WINDOW, (2,), _make_sample_field(x)[0]),
-        (_make_sample_field(x)[0], np.zeros((3, 3, 1), x.dtype), w, ONE_CELL_WINDOW, (2,)),
-        (_make_sample_image(x), _make_sample_image(x, 3), np.zeros(MIN_TILES, x.dtype), IMAGE, (TILE, TILE)),
+        (*_make_example_field(x), None, TWO_CELL_WINDOW, (2,), _make_example_field(x)[0]),
+        (_make_example_field(x)[0], np.zeros((3, 3, 1), x.dtype), w, ONE_CELL_WINDOW, (2,)),
+        (_make_example_images(x), _make_example_images(x, 3), np.zeros(MIN_TILES, x.dtype), IMAGE, (TILE, TILE)),
     ]
 )  # fmt: skip
 def correlate(
@@ -326,26 +328,26 @@ def correlate(
     apart = out is not None and not (out.dtype == x.dtype and _has_channels_last(out) and out.flags.writeable)
     if strides.groups >= MANY_GROUPS or apart:
         return places.correlate.__wrapped__(xp, x, weight, bias, strides, sizes, out)  # type: ignore[attr-defined]
-    at = blas.get_gemm_address(x.dtype) if out is None else 0
-    if at and suits_winograd(x.shape, weight.shape, strides, sizes):
+    gemm_address = blas.get_gemm_address(x.dtype) if out is None else 0
+    if gemm_address and suits_winograd(x.shape, weight.shape, strides, sizes):
         return view_channels_first(convolve_winograd(to_channels_last(x), weight, bias, -strides.first[0]))
     image = _as_channels_last(x)
     y = np.empty((x.shape[0], *sizes, weight.shape[0]), x.dtype) if out is None else view_channels_last(out)
-    if at and is_matmul(strides, image.shape[1:-1], sizes):
+    if gemm_address and is_matmul(strides, image.shape[1:-1], sizes):
         blas.gemm(_flatten_rows(y), _flatten_rows(as_contiguous(image)), _as_matrix(weight).T)
         if bias is not None:
             activation.add_bias(xp, y, bias)
     else:
-        for a, b, c in _iterate_groups(strides, image, y, weight):
+        for a, b, c in _iterate_group_slices(strides, image, y, weight):
             begin = None if bias is None else bias[c]
-            direct.add_window_sums(image[..., a], weight[c], begin, strides, y[..., b], out is not None)
+            direct.convolve_direct(image[..., a], weight[c], begin, strides, y[..., b], out is not None)
     return view_channels_first(y) if out is None else out
 
 
 @register_compiled_kernel(
     lambda x, w, s: [
-        (*_make_sample_field(x)[::-1], TWO_CELL_WINDOW, (2, 3, 3)),
-        (_make_sample_image(x, 3), _make_sample_gradient(x), IMAGE, _make_sample_image(x).shape),
+        (*_make_example_field(x)[::-1], TWO_CELL_WINDOW, (2, 3, 3)),
+        (_make_example_images(x, 3), _make_example_gradient(x), IMAGE, _make_example_images(x).shape),
     ]
 )
 def correlate_backward_input(
@@ -355,25 +357,27 @@ def correlate_backward_input(
     if strides.groups >= MANY_GROUPS or apart:
         plain = places.correlate_backward_input.__wrapped__  # type: ignore[attr-defined]
         return plain(xp, weight, dy, strides, shape, bias)
-    at = blas.get_gemm_address(dy.dtype)
-    if at and bias is None and suits_winograd(shape, weight.shape, strides, dy.shape[2:]):
+    gemm_address = blas.get_gemm_address(dy.dtype)
+    if gemm_address and bias is None and suits_winograd(shape, weight.shape, strides, dy.shape[2:]):
         return view_channels_first(convolve_winograd(to_channels_last(dy), weight, None, 2 + strides.first[0], True))
     slope, dx = _as_channels_last(dy), np.empty((shape[0], *shape[2:], shape[1]), dy.dtype)
-    if at and bias is None and is_matmul(strides, shape[2:], dy.shape[2:]):
+    if gemm_address and bias is None and is_matmul(strides, shape[2:], dy.shape[2:]):
         blas.gemm(_flatten_rows(dx), _flatten_rows(as_contiguous(slope)), _as_matrix(weight))
     else:
-        for a, b, c in _iterate_groups(strides, dx, slope, weight):
-            direct.sums_backward_input(weight[c], slope[..., b], strides, dx[..., a], None if bias is None else bias[a])
+        for a, b, c in _iterate_group_slices(strides, dx, slope, weight):
+            direct.direct_backward_input(
+                weight[c], slope[..., b], strides, dx[..., a], None if bias is None else bias[a]
+            )
     return view_channels_first(dx)
 
 
 @register_compiled_kernel(
     lambda x, w, s: [
         (
-            _make_sample_field(x)[0], _make_sample_field(x)[0], TWO_CELL_WINDOW,
-            (_make_sample_field(x)[1].astype(s.dtype), True), (s, True),
+            _make_example_field(x)[0], _make_example_field(x)[0], TWO_CELL_WINDOW,
+            (_make_example_field(x)[1].astype(s.dtype), True), (s, True),
         ),
-        (_make_sample_image(x), _make_sample_gradient(x), IMAGE, (_make_sample_image(s, 3), True), None),
+        (_make_example_images(x), _make_example_gradient(x), IMAGE, (_make_example_images(s, 3), True), None),
     ]
 )  # fmt: skip
 def correlate_backward_params(
@@ -383,16 +387,16 @@ def correlate_backward_params(
     if bias is not None:
         total = np.empty(dy.shape[1], dy.dtype)
         activation.sum_rows(xp, _flatten_rows(as_contiguous(slope)), total, False)
-        write_gradient(bias, total)
+        write_or_add_gradient(bias, total)
     if weight is None:
         return
     if strides.groups >= MANY_GROUPS:
         places.correlate_backward_params.__wrapped__(xp, x, dy, strides, weight, None)  # type: ignore[attr-defined]
         return
-    at, shape = blas.get_gemm_address(x.dtype), weight[0].shape
-    if at and suits_winograd(x.shape, shape, strides, dy.shape[2:]):
-        write_channels_first(
-            weight, winograd_backward_weight(at, to_channels_last(x), as_contiguous(slope), -strides.first[0])
+    gemm_address, shape = blas.get_gemm_address(x.dtype), weight[0].shape
+    if gemm_address and suits_winograd(x.shape, shape, strides, dy.shape[2:]):
+        write_or_add_channels_first(
+            weight, winograd_backward_weight(gemm_address, to_channels_last(x), as_contiguous(slope), -strides.first[0])
         )
         return
     image, (out, add) = _as_channels_last(x), weight
@@ -400,16 +404,16 @@ def correlate_backward_params(
     dw = out if here else np.zeros(shape, x.dtype)
     if here and not add:
         out[...] = 0
-    if at and is_matmul(strides, image.shape[1:-1], slope.shape[1:-1]):
+    if gemm_address and is_matmul(strides, image.shape[1:-1], slope.shape[1:-1]):
         blas.gemm(_as_matrix(dw), _flatten_rows(as_contiguous(slope)).T, _flatten_rows(as_contiguous(image)), True)
     else:
-        for a, b, c in _iterate_groups(strides, image, slope, dw):
-            direct.sums_backward_weight(image[..., a], slope[..., b], strides, dw[c])
+        for a, b, c in _iterate_group_slices(strides, image, slope, dw):
+            direct.direct_backward_weight(image[..., a], slope[..., b], strides, dw[c])
     if not here:
-        write_gradient(weight, dw)
+        write_or_add_gradient(weight, dw)
 
 
-def _iterate_groups(
+def _iterate_group_slices(
     strides: WindowStrides, x: np.ndarray, y: np.ndarray, weight: np.ndarray
 ) -> Iterator[tuple[slice, slice, slice]]:
     """Yield the slices of each group: its channels, its outputs, and its rows of the weights."""
@@ -437,13 +441,13 @@ def _as_matrix(kernel: np.ndarray) -> np.ndarray:
     return kernel.reshape(kernel.shape[0], math.prod(kernel.shape[1:]))
 
 
-def write_channels_first(into: Any, cells: np.ndarray) -> None:
+def write_or_add_channels_first(target: Any, cells: np.ndarray) -> None:
     """Write or add an array with channels last to a gradient target with channels first."""
-    out, add = into
+    out, add = target
     n, channels, size = cells.shape[0], cells.shape[-1], math.prod(cells.shape[1:-1])
     if out.dtype == cells.dtype and out.flags.c_contiguous and out.flags.aligned:
         parallel_for_rows(
             transpose_channels_into, (cells.reshape(n, size, channels), out.reshape(n, channels, size)), add
         )
     else:
-        write_gradient(into, view_channels_first(cells))
+        write_or_add_gradient(target, view_channels_first(cells))

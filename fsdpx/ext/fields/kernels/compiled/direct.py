@@ -25,13 +25,13 @@ from fsdpx.ext.fields.kernels.convolution import WindowStrides
 
 __all__ = [
     "WIDE",
-    "add_window_sums",
+    "convolve_direct",
+    "direct_backward_input",
+    "direct_backward_weight",
     "emit_load",
-    "emit_pointer",
-    "emit_step",
+    "emit_offset",
+    "emit_pointer_cast",
     "run_strips_of_line",
-    "sums_backward_input",
-    "sums_backward_weight",
 ]  # fmt: skip
 
 WIDE, NARROW = 64, 32
@@ -45,7 +45,7 @@ NEAR_BYTES = 3 << 13
 cache."""
 
 
-def make_strip_loop(nbytes: int, most: int) -> Any:
+def make_strip_loop(nbytes: int, max_rows: int) -> Any:
     """Return the compiled loop of a strip: y[b] = start[b] + the sum over places (i, j, k) and r of x[b + place, r]
     w[place, r], where each w is a row of `nbytes`. Addresses and steps are in bytes."""
 
@@ -54,29 +54,29 @@ def make_strip_loop(nbytes: int, most: int) -> Any:
               x_step: Any, w: Any, counts: Any, x_steps: Any, w_steps: Any, run: Any) -> Any:  # fmt: skip
         def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             like, rows, y, y_step, start, start_step, x, x_step, w, counts, x_steps, w_steps, run = arguments
-            vector, word = get_vector_type(like, nbytes)
-            sums = [cgutils.alloca_once(builder, vector) for _ in range(most)]
+            vector, word = get_vector_and_itemsize(like, nbytes)
+            sums = [cgutils.alloca_once(builder, vector) for _ in range(max_rows)]
             counts, x_steps, w_steps = (cgutils.unpack_tuple(builder, one, 3) for one in (counts, x_steps, w_steps))
 
-            def emit_strip(many: int) -> None:
-                for total in sums[:many]:
+            def emit_strip(row_count: int) -> None:
+                for total in sums[:row_count]:
                     builder.store(ir.Constant(vector, None), total)
                 with ExitStack() as stack:
-                    at = [stack.enter_context(cgutils.for_range(builder, count)).index for count in counts]
-                    cells, row = emit_address(builder, x, at, x_steps), emit_address(builder, w, at, w_steps)
+                    indices = [stack.enter_context(cgutils.for_range(builder, count)).index for count in counts]
+                    cells, row = emit_address(builder, x, indices, x_steps), emit_address(builder, w, indices, w_steps)
                     with cgutils.for_range(builder, run) as r:
                         weights = emit_load(
-                            builder, vector, builder.add(row, emit_step(builder, r.index, nbytes)), None, 0
+                            builder, vector, builder.add(row, emit_offset(builder, r.index, nbytes)), None, 0
                         )
-                        cell = builder.add(cells, emit_step(builder, r.index, word))
-                        for b in range(many):
+                        cell = builder.add(cells, emit_offset(builder, r.index, word))
+                        for b in range(row_count):
                             emit_fma(builder, sums[b], emit_load(builder, like.type, cell, x_step, b), weights)
-                for b in range(many):
-                    to = emit_pointer(builder, vector, builder.add(y, emit_step(builder, y_step, b)))
+                for b in range(row_count):
+                    to = emit_pointer_cast(builder, vector, builder.add(y, emit_offset(builder, y_step, b)))
                     begin = emit_load(builder, vector, start, start_step, b)
                     builder.store(builder.fadd(begin, builder.load(sums[b])), to, align=word)
 
-            switch_on_size(builder, rows, most, emit_strip)
+            emit_switch_on_size(builder, rows, max_rows, emit_strip)
             return context.get_dummy_value()
 
         three = types.UniTuple(types.int64, 3)
@@ -85,7 +85,7 @@ def make_strip_loop(nbytes: int, most: int) -> Any:
     return run_strip
 
 
-def make_dots_loop(outputs: int, most: int) -> Any:
+def make_dot_product_loop(outputs: int, max_rows: int) -> Any:
     """Return the compiled loop of a strip of few outputs: y[b, o] = start[b, o] + the sum over places (i, j, k) and r
     of x[b + place, r] w[o, place, r], for `run` rows of NARROW bytes. Addresses and steps are in bytes."""
 
@@ -94,29 +94,29 @@ def make_dots_loop(outputs: int, most: int) -> Any:
              x_step: Any, w: Any, w_step: Any, counts: Any, x_steps: Any, w_steps: Any, run: Any) -> Any:  # fmt: skip
         def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             like, rows, y, y_step, start, start_step, x, x_step, w, w_step, counts, x_steps, w_steps, run = arguments
-            vector, word = get_vector_type(like, NARROW)
-            sums = [[cgutils.alloca_once(builder, vector) for _ in range(outputs)] for _ in range(most)]
+            vector, word = get_vector_and_itemsize(like, NARROW)
+            sums = [[cgutils.alloca_once(builder, vector) for _ in range(outputs)] for _ in range(max_rows)]
             counts, x_steps, w_steps = (cgutils.unpack_tuple(builder, one, 3) for one in (counts, x_steps, w_steps))
 
-            def emit_dots(many: int) -> None:
-                for total in (total for row in sums[:many] for total in row):
+            def emit_dots(row_count: int) -> None:
+                for total in (total for row in sums[:row_count] for total in row):
                     builder.store(ir.Constant(vector, None), total)
                 with ExitStack() as stack:
-                    at = [stack.enter_context(cgutils.for_range(builder, count)).index for count in (*counts, run)]
-                    cells, row = (emit_address(builder, base, at, (*steps, w.type(NARROW)))
+                    indices = [stack.enter_context(cgutils.for_range(builder, count)).index for count in (*counts, run)]
+                    cells, row = (emit_address(builder, base, indices, (*steps, w.type(NARROW)))
                                   for base, steps in ((x, x_steps), (w, w_steps)))  # fmt: skip
                     weights = [emit_load(builder, vector, row, w_step, o) for o in range(outputs)]
-                    for b in range(many):
+                    for b in range(row_count):
                         cell = emit_load(builder, vector, cells, x_step, b)
                         for total, weight in zip(sums[b], weights, strict=True):
                             emit_fma(builder, total, cell, weight)
-                for b, o in product(range(many), range(outputs)):
+                for b, o in product(range(row_count), range(outputs)):
                     begin, to = (builder.add(base, base.type(o * word)) for base in (start, y))
                     number = emit_load(builder, like.type, begin, start_step, b)
-                    to = emit_pointer(builder, like.type, builder.add(to, emit_step(builder, y_step, b)))
+                    to = emit_pointer_cast(builder, like.type, builder.add(to, emit_offset(builder, y_step, b)))
                     builder.store(builder.fadd(number, emit_row_sum(builder, builder.load(sums[b][o]))), to)
 
-            switch_on_size(builder, rows, most, emit_dots)
+            emit_switch_on_size(builder, rows, max_rows, emit_dots)
             return context.get_dummy_value()
 
         three = types.UniTuple(types.int64, 3)
@@ -136,59 +136,59 @@ def emit_row_sum(builder: Any, row: Any) -> Any:
     return builder.extract_element(row, index(0))
 
 
-def make_outer_loop(nbytes: int, most: int) -> Any:
+def make_outer_product_loop(nbytes: int, max_rows: int) -> Any:
     """Return the compiled loop of some rows of a gradient: w[b] += the sum over places (i, j) of x[place, b] dy[place],
     where each w and dy is a row of `nbytes`."""
 
     @intrinsic
-    def run_outer(typingctx: Any, like: Any, rows: Any, w: Any, x: Any, dy: Any, counts: Any, x_steps: Any,
+    def run_outer_product(typingctx: Any, like: Any, rows: Any, w: Any, x: Any, dy: Any, counts: Any, x_steps: Any,
               dy_steps: Any) -> Any:  # fmt: skip
         def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             like, rows, w, x, dy, counts, x_steps, dy_steps = arguments
-            vector, word = get_vector_type(like, nbytes)
-            sums = [cgutils.alloca_once(builder, vector) for _ in range(most)]
+            vector, word = get_vector_and_itemsize(like, nbytes)
+            sums = [cgutils.alloca_once(builder, vector) for _ in range(max_rows)]
             counts, x_steps, dy_steps = (cgutils.unpack_tuple(builder, one, 2) for one in (counts, x_steps, dy_steps))
 
-            def emit_outer(many: int) -> None:
-                rows_at = [builder.add(w, w.type(b * nbytes)) for b in range(many)]
-                for b in range(many):
+            def emit_outer(row_count: int) -> None:
+                rows_at = [builder.add(w, w.type(b * nbytes)) for b in range(row_count)]
+                for b in range(row_count):
                     builder.store(emit_load(builder, vector, rows_at[b], None, 0), sums[b])
                 with ExitStack() as stack:
-                    at = [stack.enter_context(cgutils.for_range(builder, count)).index for count in counts]
-                    cell = emit_address(builder, x, at, x_steps)
-                    slope = emit_load(builder, vector, emit_address(builder, dy, at, dy_steps), None, 0)
-                    for b in range(many):
+                    indices = [stack.enter_context(cgutils.for_range(builder, count)).index for count in counts]
+                    cell = emit_address(builder, x, indices, x_steps)
+                    slope = emit_load(builder, vector, emit_address(builder, dy, indices, dy_steps), None, 0)
+                    for b in range(row_count):
                         number = emit_load(builder, like.type, builder.add(cell, cell.type(b * word)), None, 0)
                         emit_fma(builder, sums[b], number, slope)
-                for b in range(many):
-                    builder.store(builder.load(sums[b]), emit_pointer(builder, vector, rows_at[b]), align=word)
+                for b in range(row_count):
+                    builder.store(builder.load(sums[b]), emit_pointer_cast(builder, vector, rows_at[b]), align=word)
 
-            switch_on_size(builder, rows, most, emit_outer)
+            emit_switch_on_size(builder, rows, max_rows, emit_outer)
             return context.get_dummy_value()
 
         two = types.UniTuple(types.int64, 2)
         return types.void(like, *[types.int64] * 4, two, two, two), emit_ir
 
-    return run_outer
+    return run_outer_product
 
 
-def get_vector_type(like: Any, nbytes: int) -> tuple[Any, int]:
+def get_vector_and_itemsize(like: Any, nbytes: int) -> tuple[Any, int]:
     """Return the LLVM type of a row of numbers, and the bytes of one number."""
     word = 4 if like.type == ir.FloatType() else 8
     return ir.VectorType(like.type, nbytes // word), word
 
 
-def emit_step(builder: Any, step: Any, n: Any) -> Any:
+def emit_offset(builder: Any, step: Any, n: Any) -> Any:
     return builder.mul(step, step.type(n))
 
 
-def emit_pointer(builder: Any, kind: Any, at: Any) -> Any:
-    return builder.inttoptr(at, kind.as_pointer())
+def emit_pointer_cast(builder: Any, element_type: Any, address: Any) -> Any:
+    return builder.inttoptr(address, element_type.as_pointer())
 
 
-def emit_load(builder: Any, kind: Any, base: Any, step: Any, n: int) -> Any:
-    at = builder.add(base, emit_step(builder, step, n)) if n else base
-    return builder.load(emit_pointer(builder, kind, at), align=4)
+def emit_load(builder: Any, element_type: Any, base: Any, step: Any, n: int) -> Any:
+    address = builder.add(base, emit_offset(builder, step, n)) if n else base
+    return builder.load(emit_pointer_cast(builder, element_type, address), align=4)
 
 
 def emit_fma(builder: Any, into: Any, number: Any, row: Any) -> None:
@@ -201,17 +201,17 @@ def emit_fma(builder: Any, into: Any, number: Any, row: Any) -> None:
     builder.store(builder.fadd(builder.load(into), term, flags=["contract"]), into)
 
 
-def emit_address(builder: Any, base: Any, at: Sequence[Any], steps: Sequence[Any]) -> Any:
-    for index, step in zip(at, steps, strict=True):
+def emit_address(builder: Any, base: Any, indices: Sequence[Any], steps: Sequence[Any]) -> Any:
+    for index, step in zip(indices, steps, strict=True):
         base = builder.add(base, builder.mul(index, step))
     return base
 
 
-def switch_on_size(builder: Any, rows: Any, most: int, body: Any) -> None:
-    """Emit `body(n)` for each n from 1 to `most`, and a switch to the one that equals `rows`."""
+def emit_switch_on_size(builder: Any, rows: Any, max_size: int, body: Any) -> None:
+    """Emit `body(n)` for each n from 1 to `max_size`, and a switch to the one that equals `rows`."""
     end = builder.append_basic_block("sized")
     switch = builder.switch(rows, end)
-    for n in range(1, most + 1):
+    for n in range(1, max_size + 1):
         block = builder.append_basic_block(f"size{n}")
         switch.add_case(rows.type(n), block)
         builder.position_at_end(block)
@@ -221,29 +221,29 @@ def switch_on_size(builder: Any, rows: Any, most: int, body: Any) -> None:
 
 
 _wide_strip, _narrow_strip = make_strip_loop(WIDE, WIDE_ROWS), make_strip_loop(NARROW, NARROW_ROWS)
-_one, _two, _three, _four = (make_dots_loop(n + 1, most) for n, most in enumerate(FEW_OUTPUTS))
-_wide_outer, _narrow_outer = make_outer_loop(WIDE, 6), make_outer_loop(NARROW, 12)
+_one, _two, _three, _four = (make_dot_product_loop(n + 1, most) for n, most in enumerate(FEW_OUTPUTS))
+_wide_outer, _narrow_outer = make_outer_product_loop(WIDE, 6), make_outer_product_loop(NARROW, 12)
 
 
 @register_jitable
-def _has_few_outputs(outputs, nbytes):
+def _can_use_dot_loop(outputs, nbytes):
     """Return whether lanes should be channels of the field: for few outputs, and channels that fill whole rows. nbytes:
     of the channels of a cell."""
     return outputs <= len(FEW_OUTPUTS) and nbytes % NARROW == 0
 
 
 @jit
-def _pack_weights(weight, packed, places, turned, back):
+def _pack_weights(weight, packed, places, swapped, unpack):
     """Copy weights into blocks of lanes: packed[block, places, c, lane] = weight[o, c, places], or packed[block, lane,
     places, c] for few outputs.
 
-    places (3 dims, 3): number, first, and step to the next. turned: channels and outputs are swapped. back: add
+    places (3 dims, 3): number, first, and step to the next. swapped: channels and outputs are swapped. unpack: add
     `packed` to `weight` instead."""
-    outer, inner = (weight.shape[1], weight.shape[0]) if turned else (weight.shape[0], weight.shape[1])
+    outer, inner = (weight.shape[1], weight.shape[0]) if swapped else (weight.shape[0], weight.shape[1])
     word, first, base = weight.itemsize, 0, 0
     while first < outer:
         lanes = (WIDE if outer - first > NARROW // word else NARROW) // word
-        few = not back and _has_few_outputs(outer - first, inner * word)
+        few = not unpack and _can_use_dot_loop(outer - first, inner * word)
         near, far = (1, places[0, 0] * places[1, 0] * places[2, 0] * inner) if few else (lanes, 1)
         for c in range(inner):
             at = base + c * near
@@ -253,8 +253,8 @@ def _pack_weights(weight, packed, places, turned, back):
                         p, q = places[0, 1] + i * places[0, 2], places[1, 1] + j * places[1, 2]
                         r = places[2, 1] + k * places[2, 2]
                         for lane in range(min(lanes, outer - first)):
-                            o, n = (c, first + lane) if turned else (first + lane, c)
-                            if back:
+                            o, n = (c, first + lane) if swapped else (first + lane, c)
+                            if unpack:
                                 weight[o, n, p, q, r] += packed[at + lane]
                             else:
                                 packed[at + lane * far] = weight[o, n, p, q, r]
@@ -264,32 +264,32 @@ def _pack_weights(weight, packed, places, turned, back):
 
 
 @register_jitable
-def _choose_strip_rows(left, most):
+def _choose_strip_rows(rows, limit):
     """Return the outputs of the next strip of a line; the last two strips have about the same size, rather than a full
     one and a small rest."""
-    return most if left >= 2 * most or left == most else min(left, most) if left <= most else (left + 1) // 2
+    return limit if rows >= 2 * limit or rows == limit else min(rows, limit) if rows <= limit else (rows + 1) // 2
 
 
 @register_jitable
-def _load_lanes(scratch, rows, valid, at, step):
+def _load_lanes(scratch, rows, valid, address, step):
     """Load the first `valid` lanes of rows into `scratch`."""
     for r in range(rows):
         for v in range(valid):
-            scratch[r, v] = _load_number(scratch.dtype.type(0), at + r * step + v * scratch.itemsize)
+            scratch[r, v] = _load_scalar(scratch.dtype.type(0), address + r * step + v * scratch.itemsize)
 
 
 @intrinsic
-def _load_number(typingctx: Any, like: Any, at: Any) -> Any:
+def _load_scalar(typingctx: Any, like: Any, address: Any) -> Any:
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.load(emit_pointer(builder, arguments[0].type, arguments[1]))
+        return builder.load(emit_pointer_cast(builder, arguments[0].type, arguments[1]))
 
     return like(like, types.int64), emit_ir
 
 
 @intrinsic
-def _store_number(typingctx: Any, value: Any, at: Any) -> Any:
+def _store_scalar(typingctx: Any, value: Any, address: Any) -> Any:
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.store(arguments[0], emit_pointer(builder, arguments[0].type, arguments[1]))
+        builder.store(arguments[0], emit_pointer_cast(builder, arguments[0].type, arguments[1]))
         return context.get_dummy_value()
 
     return types.void(value, types.int64), emit_ir
@@ -319,12 +319,12 @@ def run_strips_of_line(
         if partial:
             for r in range(rows):
                 for v in range(valid):
-                    _store_number(scratch[r, v], ys + r * y_step + v * word)
+                    _store_scalar(scratch[r, v], ys + r * y_step + v * word)
         at += rows
 
 
 @register_jitable
-def _run_short_line(like, outputs, long, x, x_step, y, y_step, start, add, w, w_step, counts, x_steps, w_steps, run):
+def _run_dots_of_line(like, outputs, long, x, x_step, y, y_step, start, add, w, w_step, counts, x_steps, w_steps, run):
     """Compute a line of few outputs, strip by strip. run: bytes."""
     at, most, run = 0, FEW_OUTPUTS[outputs - 1], run // NARROW
     while at < long:
@@ -343,7 +343,7 @@ def _run_short_line(like, outputs, long, x, x_step, y, y_step, start, add, w, w_
 
 
 @register_jitable
-def _locate_line(line, runs):
+def _locate_line_in_runs(line, runs):
     """Return a line's sample, its run of outputs with the same places, and its output along the first dim."""
     lines, a = 0, 0
     for run in range(runs.shape[0]):
@@ -356,7 +356,9 @@ def _locate_line(line, runs):
 
 
 @jit
-def _run_strips(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bounds, channels, sizes, packed, start, add):
+def _convolve_lines(
+    from_line, to_line, x, y, x_steps, y_steps, moves, runs, bounds, channels, sizes, packed, start, add
+):
     """Compute the outputs of some lines (indices along the first dim, counted over all samples), strip by strip.
 
     x, y: addresses of the first cell of the field and of the first output. x_steps, y_steps: bytes from sample to
@@ -369,7 +371,7 @@ def _run_strips(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bounds,
     merged = moves[2, 1] == channels * word
     scratch = np.zeros((NARROW_ROWS, WIDE // word), packed.dtype)
     for line in range(from_line, to_line):
-        n, a, i = _locate_line(line, runs[0, : bounds[0]])
+        n, a, i = _locate_line_in_runs(line, runs[0, : bounds[0]])
         lo0, n0 = runs[0, a, 2], runs[0, a, 3] - runs[0, a, 2]
         x_line = x + n * x_steps[0] + i * moves[0, 0] + moves[0, 2] + lo0 * moves[0, 1]
         y_line = y + n * y_steps[0] + i * y_steps[1]
@@ -378,7 +380,7 @@ def _run_strips(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bounds,
             wide = start.size - first > NARROW // word
             nbytes = WIDE if wide else NARROW
             valid = min(nbytes // word, start.size - first)
-            few = _has_few_outputs(valid, channels * word)
+            few = _can_use_dot_loop(valid, channels * word)
             cell = channels * (word if few else nbytes)
             steps = (sizes[1] * sizes[2] * cell, sizes[2] * cell, cell)
             for b in range(bounds[1]):
@@ -400,7 +402,7 @@ def _run_strips(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bounds,
                     for h in range(high):
                         xs, ys = x_at + h * x_out, y_at + h * y_out
                         if few:
-                            _run_short_line(like, valid, long, xs, x_in, ys, y_in, start_at, add, w_at, places * cell,
+                            _run_dots_of_line(like, valid, long, xs, x_in, ys, y_in, start_at, add, w_at, places * cell,
                                         counts, x_moves, steps, run * word)  # fmt: skip
                         else:
                             run_strips_of_line(like, wide, long, xs, x_in, ys, y_in, start_at, add, valid, scratch,
@@ -414,7 +416,7 @@ def _add_weight_gradient(
     from_plane, to_plane, x, dy, x_steps, y_steps, moves, runs, bounds, channels, sizes, packed, outputs, samples
 ):
     """Add the gradient of the weights at some places of the first two dims to `packed`; the other arguments are those
-    of `_run_strips`."""
+    of `_convolve_lines`."""
     use_widest_vectors()
     like, word = packed.dtype.type(0), packed.itemsize
     merged = moves[2, 1] == channels * word
@@ -459,39 +461,41 @@ def _add_weight_gradient(
                                         block += sizes[0] * sizes[1] * sizes[2] * channels * nbytes
 
 
-def add_window_sums(
-    x: np.ndarray, weight: np.ndarray, start: Any, strides: WindowStrides, y: np.ndarray, add: bool, places: Any = None
+def convolve_direct(
+    x: np.ndarray, weight: np.ndarray, bias: Any, strides: WindowStrides, y: np.ndarray, add: bool, places: Any = None
 ) -> None:
-    """Compute y (+)= the sums over windows of x by the weights; without `add`, plus `start` (outputs,).
+    """Compute y (+)= the sums over windows of x by the weights; without `add`, plus `bias` (outputs,).
 
     x and y have channels last. places: (number, first, step) of the places of the weights to use, for each dim; the
     outputs of the weights are then channels of x, and their channels outputs."""
     if not y.size:
         return
-    turned, kernel = places is not None, _pad_to_three_dims(weight)
+    turned, kernel = places is not None, _reshape_to_three_dims(weight)
     if places is None:
         places = tuple((k, 0, 1) for k in kernel.shape[2:])
     strides = strides._replace(kernel=tuple(many for many, *_ in places[3 - len(strides.kernel) :]))
-    runs = _find_runs(strides, y.shape[1:-1], x.shape[1:-1], add)
+    runs = _find_output_runs(strides, y.shape[1:-1], x.shape[1:-1], add)
     if runs is None:
         return
     met = zip(runs.met, places, strict=True)
     found = np.array([(b - a, first + a * step, step) for (a, b), (_, first, step) in met])
-    lanes, sizes = _count_lanes(y.shape[-1], x.dtype), found[:, 0].copy()
+    lanes, sizes = _round_up_to_lanes(y.shape[-1], x.dtype), found[:, 0].copy()
     make = np.empty if lanes == y.shape[-1] else np.zeros
     packed = make(lanes * x.shape[-1] * math.prod(sizes.tolist()), x.dtype)
     _pack_weights(kernel, packed, found, turned, False)
-    begin = np.zeros(y.shape[-1], x.dtype) if start is None else as_contiguous(start, x.dtype)
-    (x_at, x_steps), (y_at, y_steps) = _get_address_and_steps(x), _get_address_and_steps(y)
+    begin = np.zeros(y.shape[-1], x.dtype) if bias is None else as_contiguous(bias, x.dtype)
+    (x_at, x_steps), (y_at, y_steps) = _get_address_and_byte_strides(x), _get_address_and_byte_strides(y)
     total, count = x.shape[0] * runs.lines, parallel.get_threads()
     cuts = [total * i // count for i in range(count + 1)]
     rest = (x_at, y_at, x_steps, y_steps, runs.moves * x_steps[1:, None], runs.table, runs.bounds, x.shape[-1], sizes)
     pairs = zip(cuts, cuts[1:], strict=False)
-    parallel.run_tasks(_run_strips, [(a, b, *rest, packed, begin, add) for a, b in pairs if a < b])
+    parallel.run_tasks(_convolve_lines, [(a, b, *rest, packed, begin, add) for a, b in pairs if a < b])
 
 
-def sums_backward_input(weight: np.ndarray, dy: np.ndarray, strides: WindowStrides, dx: np.ndarray, start: Any) -> None:
-    """Compute dx = the gradient of the field, plus `start` (channels,).
+def direct_backward_input(
+    weight: np.ndarray, dy: np.ndarray, strides: WindowStrides, dx: np.ndarray, bias: Any
+) -> None:
+    """Compute dx = the gradient of the field, plus `bias` (channels,).
 
     Each cell is a sum over the outputs whose windows cover it; these are neighbors if only every stride-th cell is
     considered, so each phase of the stride is a direct convolution of dy."""
@@ -506,59 +510,60 @@ def sums_backward_input(weight: np.ndarray, dy: np.ndarray, strides: WindowStrid
             into.append(slice(r, None, s))
         part = dx[tuple(into)]
         if not all(many for many, *_ in places):
-            part[...] = 0 if start is None else start
+            part[...] = 0 if bias is None else bias
             continue
         ones = (1,) * len(phase)
         reverse = WindowStrides(ones, ones, strides.dilation, tuple(firsts), 1)
-        add_window_sums(dy, weight, start, reverse, part, False, tuple(places))
+        convolve_direct(dy, weight, bias, reverse, part, False, tuple(places))
 
 
-def sums_backward_weight(x: np.ndarray, dy: np.ndarray, strides: WindowStrides, dw: np.ndarray) -> None:
+def direct_backward_weight(x: np.ndarray, dy: np.ndarray, strides: WindowStrides, dw: np.ndarray) -> None:
     """Compute dw (outputs, channels, *kernel) += the gradient of the weights."""
-    runs = _find_runs(strides, dy.shape[1:-1], x.shape[1:-1], True)
+    runs = _find_output_runs(strides, dy.shape[1:-1], x.shape[1:-1], True)
     if runs is None or not dy.size:
         return
-    outputs, channels, lanes = dy.shape[-1], x.shape[-1], _count_lanes(dy.shape[-1], x.dtype)
+    outputs, channels, lanes = dy.shape[-1], x.shape[-1], _round_up_to_lanes(dy.shape[-1], x.dtype)
     if outputs < lanes:
         dy, narrow = np.zeros((*dy.shape[:-1], lanes), dy.dtype), dy
         dy[..., :outputs] = narrow
     places = np.array([(b - a, a, 1) for a, b in runs.met])
     sizes = places[:, 0].copy()
     packed = np.zeros(lanes * channels * math.prod(sizes.tolist()), x.dtype)
-    (x_at, x_steps), (y_at, y_steps) = _get_address_and_steps(x), _get_address_and_steps(dy)
+    (x_at, x_steps), (y_at, y_steps) = _get_address_and_byte_strides(x), _get_address_and_byte_strides(dy)
     planes, count = int(sizes[0] * sizes[1]), parallel.get_threads()
     cuts = [planes * i // count for i in range(count + 1)]
     moves = runs.moves * x_steps[1:, None]
     rest = (x_at, y_at, x_steps, y_steps, moves, runs.table, runs.bounds, channels, sizes, packed, lanes, x.shape[0])
     parallel.run_tasks(_add_weight_gradient, [(a, b, *rest) for a, b in zip(cuts, cuts[1:], strict=False) if a < b])
-    kernel = _pad_to_three_dims(dw)
+    kernel = _reshape_to_three_dims(dw)
     _pack_weights(kernel, packed, places, False, True)
     if not np.may_share_memory(kernel, dw):
         dw[...] = kernel.reshape(dw.shape)
 
 
-def _count_lanes(outputs: int, dtype: Any) -> int:
+def _round_up_to_lanes(outputs: int, dtype: Any) -> int:
     """Return the outputs rounded up to whole narrow rows."""
     narrow = NARROW // dtype.itemsize
     return -(-outputs // narrow) * narrow
 
 
-def _pad_to_three_dims(weight: np.ndarray) -> np.ndarray:
+def _reshape_to_three_dims(weight: np.ndarray) -> np.ndarray:
     more = 5 - weight.ndim
     return as_contiguous(weight).reshape(*weight.shape[:2], *(1,) * more, *weight.shape[2:])
 
 
-def _get_address_and_steps(x: np.ndarray) -> tuple[int, np.ndarray]:
+def _get_address_and_byte_strides(x: np.ndarray) -> tuple[int, np.ndarray]:
     """Return the address of a field with channels last, and the bytes from sample to sample and along each of three
     dims."""
     steps = [x.strides[0], *(0,) * (5 - x.ndim), *x.strides[1:-1]]
     return x.__array_interface__["data"][0], np.array(steps)
 
 
-class _Runs(NamedTuple):
-    """Runs of outputs with the same places of the window inside the field, as `_run_strips` takes them. met: the range
-    of places that any output uses; `table` and `moves`, which are in cells, count from its beginning. lines: outputs
-    along the first dim."""
+class _OutputRuns(NamedTuple):
+    """Runs of outputs with the same window offsets inside the field, as `_convolve_lines` takes them.
+
+    met: the range of window offsets that any output uses; `table` and `moves`, which are in cells, count from its
+    beginning. lines: number of outputs along the first dim."""
 
     table: np.ndarray
     bounds: np.ndarray
@@ -568,7 +573,9 @@ class _Runs(NamedTuple):
 
 
 @lru_cache(1 << 10)
-def _find_runs(strides: WindowStrides, sizes: tuple[int, ...], cells: tuple[int, ...], add: bool) -> _Runs | None:
+def _find_output_runs(
+    strides: WindowStrides, sizes: tuple[int, ...], cells: tuple[int, ...], add: bool
+) -> _OutputRuns | None:
     """Return the runs of outputs, or None if there are no outputs. add: leave out outputs to which no place
     contributes."""
     rows = [*zip(strides.kernel, strides.stride, strides.dilation, strides.first, sizes, cells, strict=True)]
@@ -593,4 +600,4 @@ def _find_runs(strides: WindowStrides, sizes: tuple[int, ...], cells: tuple[int,
     for dim, runs in enumerate(found):
         table[dim, : len(runs)] = runs
     lines = sum(b - a for a, b, *_ in found[0])
-    return _Runs(table, np.array([len(runs) for runs in found]), np.array(moves), tuple(met), lines)
+    return _OutputRuns(table, np.array([len(runs) for runs in found]), np.array(moves), tuple(met), lines)

@@ -17,11 +17,11 @@ from fsdpx.ext.fields.kernels.convolution import WindowStrides
 
 
 @register_jitable
-def _locate_window(window, d, at, size):
-    """Return, for output `at` along dim d of `size` cells: the cell of place 0, the distance between places, and the
-    range [from, to) of places inside the field."""
+def _locate_window(window, d, output, size):
+    """Return, for `output` along dim d of `size` cells: the cell of window offset 0, the distance between offsets, and
+    the range [from, to) of offsets inside the field."""
     many, step, apart, first = window[d]
-    first += at * step
+    first += output * step
     return first, apart, max(-(first // apart), 0), min((size - 1 - first) // apart + 1, many)
 
 
@@ -109,63 +109,66 @@ def _avg_pool_backward_loop(field, dy, window, divisor):
 PAIRS = WindowStrides((2,), (2,), (1,), (0,), 1)
 
 
-def _make_sample_pairs(x: Any, kind: Any = None) -> Any:
-    return np.zeros((2, 3, 2), kind or x.dtype)
+def _make_example_pairs(x: Any, dtype: Any = None) -> Any:
+    return np.zeros((2, 3, 2), dtype or x.dtype)
 
 
-@register_compiled_kernel(lambda x, w, s: (_make_sample_pairs(x), PAIRS, (1,)))
+@register_compiled_kernel(lambda x, w, s: (_make_example_pairs(x), PAIRS, (1,)))
 def max_pool(xp: Any, x: np.ndarray, strides: WindowStrides, sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     y = np.empty((x.shape[0], *sizes, x.shape[1]), x.dtype)
     winner = np.empty(y.shape, np.int32)
     parallel_for_rows(
         _max_pool_loop,
-        (_as_three_dims(to_channels_last(x)), _as_three_dims(y), _as_three_dims(winner)),
-        _window_numbers(strides),
+        (_reshape_to_three_dims(to_channels_last(x)), _reshape_to_three_dims(y), _reshape_to_three_dims(winner)),
+        _make_window_table(strides),
     )
     return view_channels_first(y), view_channels_first(winner)
 
 
-@register_compiled_kernel(lambda x, w, s: (_make_sample_pairs(x), _make_sample_pairs(x, np.int32), PAIRS, (2, 3, 4)))
+@register_compiled_kernel(lambda x, w, s: (_make_example_pairs(x), _make_example_pairs(x, np.int32), PAIRS, (2, 3, 4)))
 def max_pool_backward(xp: Any, dy: Any, winner: Any, strides: WindowStrides, shape: tuple[int, ...]) -> np.ndarray:
     field = np.zeros((shape[0], *shape[2:], shape[1]), dy.dtype)
     places = as_contiguous(np.moveaxis(winner, 1, -1), np.int32)
     parallel_for_rows(
         _max_pool_backward_loop,
-        (_as_three_dims(field), _as_three_dims(to_channels_last(dy)), _as_three_dims(places)),
-        _window_numbers(strides),
+        (_reshape_to_three_dims(field), _reshape_to_three_dims(to_channels_last(dy)), _reshape_to_three_dims(places)),
+        _make_window_table(strides),
     )
     return view_channels_first(field)
 
 
-@register_compiled_kernel(lambda x, w, s: (_make_sample_pairs(x), PAIRS, (1,), 2))
+@register_compiled_kernel(lambda x, w, s: (_make_example_pairs(x), PAIRS, (1,), 2))
 def avg_pool(xp: Any, x: np.ndarray, strides: WindowStrides, sizes: Sequence[int], divisor: int) -> np.ndarray:
     y = np.empty((x.shape[0], *sizes, x.shape[1]), x.dtype)
     parallel_for_rows(
-        _avg_pool_loop, (_as_three_dims(to_channels_last(x)), _as_three_dims(y)), _window_numbers(strides), divisor
+        _avg_pool_loop,
+        (_reshape_to_three_dims(to_channels_last(x)), _reshape_to_three_dims(y)),
+        _make_window_table(strides),
+        divisor,
     )
     return view_channels_first(y)
 
 
-@register_compiled_kernel(lambda x, w, s: (_make_sample_pairs(x), PAIRS, (2, 3, 4), 2))
+@register_compiled_kernel(lambda x, w, s: (_make_example_pairs(x), PAIRS, (2, 3, 4), 2))
 def avg_pool_backward(
     xp: Any, dy: np.ndarray, strides: WindowStrides, shape: tuple[int, ...], divisor: int
 ) -> np.ndarray:
     field = np.zeros((shape[0], *shape[2:], shape[1]), dy.dtype)
     parallel_for_rows(
         _avg_pool_backward_loop,
-        (_as_three_dims(field), _as_three_dims(to_channels_last(dy))),
-        _window_numbers(strides),
+        (_reshape_to_three_dims(field), _reshape_to_three_dims(to_channels_last(dy))),
+        _make_window_table(strides),
         divisor,
     )
     return view_channels_first(field)
 
 
-def _window_numbers(strides: WindowStrides) -> np.ndarray:
+def _make_window_table(strides: WindowStrides) -> np.ndarray:
     """Return kernel, stride, dilation and first cell of each dim, (3 dims, 4)."""
     rows = [*zip(*strides[:4], strict=True)]
     return np.array([(1, 1, 1, 0)] * (3 - len(rows)) + rows)
 
 
-def _as_three_dims(cells: np.ndarray) -> np.ndarray:
+def _reshape_to_three_dims(cells: np.ndarray) -> np.ndarray:
     """Reshape (samples, *cells, channels) to three dims of cells, by adding dims of size 1."""
     return cells.reshape(cells.shape[0], *(1,) * (5 - cells.ndim), *cells.shape[1:])
