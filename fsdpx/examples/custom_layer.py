@@ -1,7 +1,7 @@
 """A custom layer in ten lines, in a model that trains on any number of ranks.
 
-    python -m fsdpx.examples.custom_layer
-    mpiexec -n 4 python -m fsdpx.examples.custom_layer"""
+python -m fsdpx.examples.custom_layer
+mpiexec -n 4 python -m fsdpx.examples.custom_layer"""
 
 import argparse
 

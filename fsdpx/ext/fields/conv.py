@@ -313,9 +313,8 @@ class Conv(WindowLayer):
 
     def _make_box_strides(self, kernel_padding: tuple[int, ...], box: HaloBox) -> WindowStrides:
         """Return the window over the cells of a box, as kernels take it."""
-        return self.window.make_window_strides(
-            tuple(-pad - offset for pad, offset in zip(kernel_padding, box.offset, strict=True)), self.groups
-        )
+        first = tuple(-pad - offset for pad, offset in zip(kernel_padding, box.offset, strict=True))
+        return self.window.make_window_strides(first, self.groups)
 
 
 class Conv1d(Conv, dims=1):

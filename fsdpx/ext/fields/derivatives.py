@@ -134,7 +134,7 @@ class _DerivativeLayer(FieldLayer):
         """Return the halo of a term, the taps of its stencil for this rank's cells, and its dim of cells."""
         dims = x.ndim - 2
         d = term.coordinate if self.along is None else self._expand_to_dims("along", self.along, dims)[term.coordinate]
-        periodic, h = (self._expand_to_dims(n, getattr(self, n), dims)[d] for n in ("periodic", "spacing"))
+        periodic, h = (self._expand_to_dims(name, getattr(self, name), dims)[d] for name in ("periodic", "spacing"))
         cuts, scheme = self.get_partition(x).cuts[d], (term.derivative, self.order)
         if not periodic and cuts[-1] < len(SCHEMES[scheme][1][0]):
             least = len(SCHEMES[scheme][1][0])

@@ -834,9 +834,9 @@ def _find_field_cuts(all_args: Sequence[GridArguments], rank0: int) -> FieldCuts
 
 def _describe_part_along(args: GridArguments, d: int, quantity: str) -> str:
     """Return the cells, or the ghost cells, of a rank along a dim, as text."""
-    return (
-        f"{args.own[d]} cells" if quantity == "cells" else "{} ghost cells before and {} after".format(*args.ghosts[d])
-    )
+    if quantity == "cells":
+        return f"{args.own[d]} cells"
+    return "{} ghost cells before and {} after".format(*args.ghosts[d])
 
 
 def _find_dims_and_ranks(all_args: Sequence[GridArguments], rank0: int) -> tuple[tuple[int, ...], Sequence[int]]:

@@ -103,11 +103,11 @@ class _Box(NamedTuple):
 
 
 @lru_cache(1 << 10)
-def make_halo_plan(xp: Any, halos: tuple[HaloSpec, ...], shape: Shape, place: tuple[int, ...]) -> HaloPlan:
+def make_halo_plan(xp: Any, halos: tuple[HaloSpec, ...], shape: Shape, coords: tuple[int, ...]) -> HaloPlan:
     """Return the exchange around a part of `shape`, (samples, channels, *cells), for the rank at coordinates
-    `place`."""
+    `coords`."""
     all_needs = [
-        _find_line_needs(halo, place[halo.dim - 2] if len(halo.cuts) > 2 else 0) for halo in halos if not halo.is_local
+        _find_line_needs(halo, coords[halo.dim - 2] if len(halo.cuts) > 2 else 0) for halo in halos if not halo.is_local
     ]
     offset, sizes, lines = [0] * (len(shape) - 2), list(shape), []
     for needs in all_needs:
@@ -137,7 +137,7 @@ def _find_line_needs(halo: HaloSpec, rank: int) -> _LineNeeds:
 def _plan_line_exchange(
     xp: Any,
     needs: _LineNeeds,
-    before: Sequence[int],
+    sizes: Sequence[int],
     slabs: Sequence[_Box],
     boxes: Sequence[_Box],
     done: Sequence[_LineNeeds],
@@ -152,7 +152,7 @@ def _plan_line_exchange(
     )
 
     def with_length(length: int) -> Shape:
-        return (*before[:dim], length, *before[dim + 1 :])
+        return (*sizes[:dim], length, *sizes[dim + 1 :])
 
     for piece in needs.halo.list_pieces():
         if piece.needs == needs.rank:
@@ -197,9 +197,7 @@ def _plan_local_copies(
         places = _as_indices(into, len(cells))
         pairs = [(slice(cell, cell + 1), slice(offset, offset + 1)) for cell, offset in zip(cells, places, strict=True)]
     copies = tuple(_iterate_copies(xp, dim, boxes, done, cells, into))
-    return OwnCells(
-        copies, tuple(one for some, offset in pairs for one in _iterate_copies(xp, dim, boxes, done, some, offset))
-    )
+    return OwnCells(copies, tuple(one for pair in pairs for one in _iterate_copies(xp, dim, boxes, done, *pair)))
 
 
 def _iterate_copies(

@@ -108,11 +108,11 @@ class HaloSlabs:
 
 
 def exchange_slab_gradients(
-    env: LayerContext, halos: Sequence[HaloSpec], boxes: list[HaloBox], own: Callable[[], Array]
+    env: LayerContext, halos: Sequence[HaloSpec], boxes: list[HaloBox], compute_own: Callable[[], Array]
 ) -> Array:
     """Return the gradient of this rank's part.
 
-    boxes: the box of own cells, then the gradients of all slabs. own: computes the gradient of own cells while messages
+    boxes: the box of own cells, then the gradients of all slabs. compute_own: computes the gradient of own cells while messages
     are under way. The gradients of slabs return to the owners of the cells, which add them in the order of ranks."""
     lines, found, boxes = _get_halo_plan(env, halos, boxes[0].cells.shape).lines, None, list(boxes)
     for line in reversed(lines):
@@ -120,7 +120,7 @@ def exchange_slab_gradients(
         slabs, boxes = [box.cells for box in boxes[kept:]], boxes[:kept]
         arriving, leaving = _start_gradient_exchange(env, line, boxes[0].cells.dtype, slabs)
         if found is None:
-            found = own()
+            found = compute_own()
             boxes[0] = HaloBox(boxes[0].offset, found)
         for number, cells in line.own:
             _add_message_gradients(boxes, cells, slabs[number])
@@ -129,7 +129,7 @@ def exchange_slab_gradients(
             _add_message_gradients(boxes, cells, message)
         for handle in leaving:
             handle.wait()
-    return own() if found is None else found
+    return compute_own() if found is None else found
 
 
 def _start_gradient_exchange(

@@ -24,9 +24,7 @@ def partition_model(model: Layer, parts: FieldPartition) -> tuple[Layer, FieldPa
     takes = isinstance(model, Container) or _can_take_ghosts(model)
     frame = RepartitionField(parts, parts.without_ghosts()) if parts.ghosts and not takes else None
     inputs = [parts if frame is None else parts.without_ghosts()] * len(list_input_names(model))
-    made, kinds = ShardingWalk(1, None, {}, (_find_ghost_drop_moves, _find_alignment_moves)).visit_layer(
-        model, "", inputs
-    )
+    made, kinds = ShardingWalk(1, None, {}, (_plan_ghost_drops, _plan_alignment)).visit_layer(model, "", inputs)
     if frame is not None:
         made = WithInputOutput(made, frame, None)
     if len(kinds) != 1 or not isinstance(kinds[0], FieldPartition):
@@ -41,7 +39,7 @@ def partition_model(model: Layer, parts: FieldPartition) -> tuple[Layer, FieldPa
     return made.with_steps([*made.steps, ChildCall(name, shift, made.outputs, (name,))], (name,)), wanted
 
 
-def _find_ghost_drop_moves(reader: Layer, kinds: Sequence[Kind]) -> list[LayerMove | None]:
+def _plan_ghost_drops(reader: Layer, kinds: Sequence[Kind]) -> list[LayerMove | None]:
     """Return the moves that drop the ghost cells of inputs, if the reader cannot use them or another input has none."""
     takes = isinstance(reader, Container) or (_can_take_ghosts(reader) and len({*kinds}) == 1)
     return [
@@ -52,7 +50,7 @@ def _find_ghost_drop_moves(reader: Layer, kinds: Sequence[Kind]) -> list[LayerMo
     ]
 
 
-def _find_alignment_moves(reader: Layer, kinds: Sequence[Kind]) -> list[LayerMove | None]:
+def _plan_alignment(reader: Layer, kinds: Sequence[Kind]) -> list[LayerMove | None]:
     """Return the moves that bring fields of one shape to one partition, if they differ, as after odd strides: to the
     one whose largest part is smallest, the first on ties."""
     first = min(

@@ -240,19 +240,17 @@ def _convolve_winograd_tiles(first, last, x, y, u, block, row, start, edge, down
         _to_output(a, b, y, m, a, 0, down, right)
 
 
-def convolve_winograd(
-    x: np.ndarray, weight: np.ndarray, bias: Any, padding: int, is_backward: bool = False
-) -> np.ndarray:
+def convolve_winograd(x: np.ndarray, weight: np.ndarray, bias: Any, padding: int, backward: bool = False) -> np.ndarray:
     """Return y (samples, height, width, out) of x (samples, height, width, in) and weight (out, in, 3, 3).
 
-    is_backward: x is the gradient of the output and y that of the input; pass 2 - padding."""
-    (n, height, width, inner), outer = x.shape, weight.shape[1 if is_backward else 0]
+    backward: x is the gradient of the output and y that of the input; pass 2 - padding."""
+    (n, height, width, inner), outer = x.shape, weight.shape[1 if backward else 0]
     y = np.empty((n, height + 2 * padding - 2, width + 2 * padding - 2, outer), x.dtype)
     down, right = count_tiles(y.shape[1]), count_tiles(y.shape[2])
-    blocks = as_contiguous(weight).reshape(-1, LANES, *((3, 3) if is_backward else (inner, 9)))
+    blocks = as_contiguous(weight).reshape(-1, LANES, *((3, 3) if backward else (inner, 9)))
     rows, u = to_channels_last(blocks).reshape(-1, 3, 3, LANES), _allocate_planes(x, outer * inner)
-    block, row = (LANES, outer) if is_backward else (LANES * inner, LANES)
-    _run_in_threads(_of_reversed if is_backward else _of_weight, 0, rows.shape[0], rows, u, 0, 0, 1, 1)
+    block, row = (LANES, outer) if backward else (LANES * inner, LANES)
+    _run_in_threads(_of_reversed if backward else _of_weight, 0, rows.shape[0], rows, u, 0, 0, 1, 1)
     start = np.zeros(outer, x.dtype) if bias is None else as_contiguous(bias, x.dtype)
     _run_in_threads(_convolve_winograd_tiles, 0, n * down * right, x, y, u, block, row, start, -padding, down, right)
     return y

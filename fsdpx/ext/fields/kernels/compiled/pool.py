@@ -119,7 +119,7 @@ def max_pool(xp: Any, x: np.ndarray, strides: WindowStrides, sizes: Sequence[int
     winner = np.empty(y.shape, np.int32)
     parallel_for_rows(
         _max_pool_loop,
-        (_reshape_to_three_dims(to_channels_last(x)), _reshape_to_three_dims(y), _reshape_to_three_dims(winner)),
+        (_to_three_dims(to_channels_last(x)), _to_three_dims(y), _to_three_dims(winner)),
         _make_window_table(strides),
     )
     return view_channels_first(y), view_channels_first(winner)
@@ -131,7 +131,7 @@ def max_pool_backward(xp: Any, dy: Any, winner: Any, strides: WindowStrides, sha
     places = as_contiguous(np.moveaxis(winner, 1, -1), np.int32)
     parallel_for_rows(
         _max_pool_backward_loop,
-        (_reshape_to_three_dims(field), _reshape_to_three_dims(to_channels_last(dy)), _reshape_to_three_dims(places)),
+        (_to_three_dims(field), _to_three_dims(to_channels_last(dy)), _to_three_dims(places)),
         _make_window_table(strides),
     )
     return view_channels_first(field)
@@ -142,7 +142,7 @@ def avg_pool(xp: Any, x: np.ndarray, strides: WindowStrides, sizes: Sequence[int
     y = np.empty((x.shape[0], *sizes, x.shape[1]), x.dtype)
     parallel_for_rows(
         _avg_pool_loop,
-        (_reshape_to_three_dims(to_channels_last(x)), _reshape_to_three_dims(y)),
+        (_to_three_dims(to_channels_last(x)), _to_three_dims(y)),
         _make_window_table(strides),
         divisor,
     )
@@ -156,7 +156,7 @@ def avg_pool_backward(
     field = np.zeros((shape[0], *shape[2:], shape[1]), dy.dtype)
     parallel_for_rows(
         _avg_pool_backward_loop,
-        (_reshape_to_three_dims(field), _reshape_to_three_dims(to_channels_last(dy))),
+        (_to_three_dims(field), _to_three_dims(to_channels_last(dy))),
         _make_window_table(strides),
         divisor,
     )
@@ -169,6 +169,6 @@ def _make_window_table(strides: WindowStrides) -> np.ndarray:
     return np.array([(1, 1, 1, 0)] * (3 - len(rows)) + rows)
 
 
-def _reshape_to_three_dims(cells: np.ndarray) -> np.ndarray:
+def _to_three_dims(cells: np.ndarray) -> np.ndarray:
     """Reshape (samples, *cells, channels) to three dims of cells, by adding dims of size 1."""
     return cells.reshape(cells.shape[0], *(1,) * (5 - cells.ndim), *cells.shape[1:])
