@@ -110,10 +110,10 @@ class HaloSlabs:
 def exchange_slab_gradients(
     env: LayerContext, halos: Sequence[HaloSpec], boxes: list[HaloBox], compute_own: Callable[[], Array]
 ) -> Array:
-    """Return the gradient of this rank's part.
+    """Send the gradients of halo slabs to the owners of the cells, and return the gradient of this rank's part.
 
-    boxes: the box of own cells, then the gradients of all slabs. compute_own: computes the gradient of own cells while messages
-    are under way. The gradients of slabs return to the owners of the cells, which add them in the order of ranks."""
+    boxes: the box of own cells, then boxes with the gradients of all slabs. compute_own: computes the gradient of own
+    cells while messages are in flight. Owners add the gradients that they receive in rank order."""
     lines, found, boxes = _get_halo_plan(env, halos, boxes[0].cells.shape).lines, None, list(boxes)
     for line in reversed(lines):
         kept = len(boxes) - len(line.slabs)
