@@ -47,7 +47,7 @@ def cost(comm: Any, name: str, rounds: int) -> dict[str, Any]:
     elastic = layers.as_distributed(comm=comm, elastic=True, **options)
     parts, whole = batch(MODELS[name], comm.rank, comm.size), batch(MODELS[name])
     ranks, clock = elastic.call_runner._coordinator, elastic.inspect.engine.clock
-    taken, pace = watched(ranks.assembly.copies), ranks._pace
+    taken, pace = watched(ranks.assembly.copies), ranks._copy_interval
     for _ in range(2):
         plain.step(*parts)
     found: dict[str, Any] = {"elastic": [], "plain": [], "commit": [], "take": taken, "every": pace.every}

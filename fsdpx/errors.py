@@ -25,27 +25,9 @@ import warnings
 from collections.abc import Iterable
 
 __all__ = [
-    "Aborted",
-    "CheckpointError",
-    "CommError",
-    "CommTimeout",
-    "ConfigError",
-    "DataError",
-    "DesyncError",
-    "FsdpxError",
-    "LaunchError",
-    "MeshError",
-    "NumericsError",
-    "OffloadError",
-    "OutOfMemory",
-    "ProgramError",
-    "RankLost",
-    "ShapeError",
-    "StateLost",
-    "escape_control",
-    "install_hint",
-    "page_hint",
-    "warn",
+    "Aborted", "CheckpointError", "CommError", "CommTimeout", "ConfigError", "DataError", "DesyncError", "FsdpxError",
+    "LaunchError", "MeshError", "NumericsError", "OffloadError", "OutOfMemory", "ProgramError", "RankLost",
+    "ShapeError", "StateLost", "escape_control", "install_hint", "page_hint", "warn",
 ]  # fmt: skip
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")

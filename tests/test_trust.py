@@ -156,7 +156,7 @@ def test_a_flight_record_is_its_users_alone_whatever_the_umask(tmp_path: Path, u
 
 def test_a_forged_flight_record_ends_nothing(tmp_path: Path) -> None:
     FlightRecorder(tmp_path / "rank-00000.flight", 0, 2, "n1").record_end(3)
-    assert read_all_records(tmp_path)[0].left == 3
+    assert read_all_records(tmp_path)[0].exit_status == 3
     (tmp_path / "rank-00000.flight").chmod(0o660)
     with pytest.warns(RuntimeWarning, match=r"can be written by others \(mode 0660\); it is ignored"):
         assert read_all_records(tmp_path) == {}

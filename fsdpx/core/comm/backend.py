@@ -37,15 +37,8 @@ from fsdpx.core.comm.reduction import explain_undefined_reduction, get_dtype_kin
 from fsdpx.errors import Aborted, CommError, ConfigError, ShapeError
 
 __all__ = [
-    "ALGORITHMS",
-    "USER_TAG_LIMIT",
-    "Backend",
-    "FakeCommunicator",
-    "FakeNodeCommunicator",
-    "check_and_resolve_call",
-    "raise_call_error",
-    "require_valid_subgroup",
-    "stage_through_host",
+    "ALGORITHMS", "USER_TAG_LIMIT", "Backend", "FakeCommunicator", "FakeNodeCommunicator", "check_and_resolve_call",
+    "raise_call_error", "require_valid_subgroup", "stage_through_host",
 ]  # fmt: skip
 
 COMMON_DTYPE_CHARS = frozenset("dfDFbhilqBHILQ?")

@@ -17,15 +17,9 @@ from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.errors import MeshError
 
 __all__ = [
-    "AXES",
-    "AXES_OF_ONE_REPLICA",
-    "Mesh",
-    "MeshAxes",
-    "MeshCoordinates",
-    "SampleGroups",
-    "connect_axes",
+    "AXES", "AXES_OF_ONE_REPLICA", "Mesh", "MeshAxes", "MeshCoordinates", "SampleGroups", "connect_axes",
     "make_single_rank_axes",
-]
+]  # fmt: skip
 
 AXES = ("pipe", "replica", "shard", "tensor")
 """From the slowest to the fastest in rank order by default, so that tensor neighbors are neighbors on the machine."""

@@ -22,16 +22,9 @@ from fsdpx.core.comm.p2p_collectives import Pairs
 from fsdpx.errors import CommTimeout
 
 __all__ = [
-    "CHUNK_BYTES",
-    "CHUNK_SLOTS",
-    "DEFAULT_TIMEOUT_SECONDS",
-    "MessageBackend",
-    "find_inner_with_attribute",
-    "has_gpu_array",
-    "is_sent_in_chunks",
-    "start_messages_through_host",
-    "synchronize_devices",
-]
+    "CHUNK_BYTES", "CHUNK_SLOTS", "DEFAULT_TIMEOUT_SECONDS", "MessageBackend", "find_inner_with_attribute",
+    "has_gpu_array", "is_sent_in_chunks", "start_messages_through_host", "synchronize_devices",
+]  # fmt: skip
 
 
 def find_inner_with_attribute(comm: Any, name: str) -> Any:

@@ -45,5 +45,5 @@ def stop_watching(comm: Any) -> Any:
     base = unwrap_communicator(comm)
     watcher, base.watched_by = base.watched_by, None
     if watcher is not None:
-        watcher.stop_watching_after_death(base)
+        watcher.stop_watching_and_remove_dead_records(base)
     return watcher

@@ -12,16 +12,6 @@ from fsdpx.core.compression.routing import (
 )
 
 __all__ = [
-    "BoundCodec",
-    "Cast16",
-    "Choice",
-    "Codec",
-    "CodecRoute",
-    "CodecRules",
-    "HierarchicalCompression",
-    "NoCompression",
-    "ReshardRule",
-    "Transfers",
-    "list_codec_names",
-    "make_codec",
-]
+    "BoundCodec", "Cast16", "Choice", "Codec", "CodecRoute", "CodecRules", "HierarchicalCompression", "NoCompression",
+    "ReshardRule", "Transfers", "list_codec_names", "make_codec",
+]  # fmt: skip

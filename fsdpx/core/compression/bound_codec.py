@@ -34,31 +34,33 @@ class BoundCodec(NamedTuple):
     error_norms: list[float]
     what: str
 
-    def add_kept_error(self, grad: Any) -> None:
+    def add_and_clear_kept_error(self, grad: Any) -> None:
         """Add the error kept so far to a gradient that is summed on one rank only."""
         if self.memory:
             self.codec.apply_on_one_rank(grad, self.memory)
 
-    def start_reduce(self, grad: Any, out: Any, counts: Sequence[int]) -> Handle:
+    def start_reduce_scatter(self, grad: Any, out: Any, counts: Sequence[int]) -> Handle:
         """Start the reduce-scatter and return its handle; this rank's part arrives in `out`. Collective."""
-        with self._measure_error(grad):
+        with self._error_norms_context(grad):
             return self.codec.reduce(self.comm, grad, out, counts, self.scratch, self.memory, what=self.what)
 
-    def reduce_all(self, grad: Any) -> Handle:
+    def start_all_reduce(self, grad: Any) -> Handle:
         """Start the all-reduce of `grad` in place and return its handle. Collective."""
-        with self._measure_error(grad):
+        with self._error_norms_context(grad):
             return self.codec.reduce_all(self.comm, grad, self.scratch, self.memory, what=self.what)
 
-    def _measure_error(self, grad: Any) -> AbstractContextManager[None]:
+    def _error_norms_context(self, grad: Any) -> AbstractContextManager[None]:
         """Return a context manager around a call of the codec that sets `error_norms`. It measures only host arrays:
         device arrays would have to be waited for."""
         error = self.memory.get("error")
         return (
-            self._measure_residual(grad, error) if error is not None and isinstance(grad, np.ndarray) else nullcontext()
+            self._record_error_norms(grad, error)
+            if error is not None and isinstance(grad, np.ndarray)
+            else nullcontext()
         )
 
     @contextmanager
-    def _measure_residual(self, grad: np.ndarray, error: Any) -> Iterator[None]:
+    def _record_error_norms(self, grad: np.ndarray, error: Any) -> Iterator[None]:
         with np.errstate(all="ignore"):
             whole = float(np.linalg.norm(_sample_elements(grad) + _sample_elements(error)))
         yield
@@ -66,11 +68,11 @@ class BoundCodec(NamedTuple):
             self.error_norms[:] = whole, float(np.linalg.norm(_sample_elements(error)))
 
 
-SAMPLED, SPAN = 1024, 1 << 14
-"""Of large arrays only SAMPLED elements of each SPAN are read."""
+SAMPLED_ELEMENTS, SPAN_ELEMENTS = 1024, 1 << 14
+"""Of large arrays only SAMPLED_ELEMENTS elements of each SPAN_ELEMENTS are read."""
 
 
 def _sample_elements(array: Any) -> Any:
     """Return enough elements of a flat array to estimate its norm."""
-    rows = array.size // SPAN
-    return array if rows < 16 else array[: rows * SPAN].reshape(rows, SPAN)[:, :SAMPLED]
+    rows = array.size // SPAN_ELEMENTS
+    return array if rows < 16 else array[: rows * SPAN_ELEMENTS].reshape(rows, SPAN_ELEMENTS)[:, :SAMPLED_ELEMENTS]

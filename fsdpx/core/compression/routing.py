@@ -63,9 +63,10 @@ class CodecRoute(NamedTuple):
         rank's shard."""
         return CodecRoute(self.shard.for_shapes(whole), self.replica.for_shapes(mine))
 
-    def iterate_memory(self, sizes: Mapping[str, int], alone: bool) -> Iterator[CodecAxisMemory]:
-        """Yield the arrays to keep for a gradient. sizes: axis over which it is summed -> its elements there. alone:
-        there is only one rank on these axes; then memory whose rule is "reset" is not kept."""
+    def iterate_memory(self, sizes: Mapping[str, int], single_rank: bool) -> Iterator[CodecAxisMemory]:
+        """Yield the arrays to keep for a gradient. sizes: axis over which the gradient is summed -> its number of
+        elements there. single_rank: whether there is only one rank on these axes; then memory whose rule is "reset" is
+        not kept."""
         for axis, size in sizes.items():
             codec: Codec = getattr(self, axis)
             for name, elements in codec.memory_sizes(size).items():
@@ -76,7 +77,7 @@ class CodecRoute(NamedTuple):
                         "'sum', "
                         "so there must be as many"
                     )
-                if reshard_rule != "reset" or not alone:
+                if reshard_rule != "reset" or not single_rank:
                     yield CodecAxisMemory(f"{axis}/{name}", axis, elements, reshard_rule)
 
     def get_reshard_rule(self, kept: str) -> ReshardRule:

@@ -117,7 +117,7 @@ class SequentialAccumulation:
 
     def start_all_reduce_over_replicas(self, part: Any, reduction: Reduction) -> TimedTransfer:
         """Start to sum a part over the replica axis, in place."""
-        handle = reduction.carrier.reduce_all(part)
+        handle = reduction.carrier.start_all_reduce(part)
         if reduction.carrier.scratch.size:
             handle.wait()  # the scratch memory is lent only for this action
         return TimedTransfer(handle, lambda: part)

@@ -150,14 +150,14 @@ class FullGradient:
         """
         full, r = self.buffer, reduction
         if r.carrier.comm.size == 1:
-            r.carrier.add_kept_error(full)
+            r.carrier.add_and_clear_kept_error(full)
             if r.first and not has_same_address(full, r.part):
                 r.part[...] = full
             return TimedTransfer(COMPLETED, lambda: r.part if r.first else full)
         own_range = r.page.own_range
         spare = full[own_range.start : own_range.stop] if self.keep_offset else full[: own_range.size]
         out = r.part if r.first else spare
-        return TimedTransfer(r.carrier.start_reduce(full, out, r.page.counts), lambda: out)
+        return TimedTransfer(r.carrier.start_reduce_scatter(full, out, r.page.counts), lambda: out)
 
 
 class ChunkGradients:

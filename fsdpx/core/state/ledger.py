@@ -270,7 +270,7 @@ def _list_codec_rows(placement: Placement, page: ShardedPage) -> Iterator[Ledger
     """Yield the rows of the memory of a gradient's codecs."""
     p, axes, spans = page.page.index, placement.axes, {"shard": ElementRange(0, page.size), "replica": page.own_range}
     sizes = {axis: spans[axis].size for axis in axes.reduction_axes}
-    for kept in placement.get_codec_route(p).iterate_memory(sizes, alone=axes.data.size == 1):
+    for kept in placement.get_codec_route(p).iterate_memory(sizes, single_rank=axes.data.size == 1):
         key = LedgerKey("trace" if kept.reshard_rule == "reset" else "memory", p, kept.name)
         span = spans[kept.axis] if kept.reshard_rule == "sum" else ElementRange(0, kept.elements)
         yield LedgerRow(key, placement.formats.gradients, span, "private")

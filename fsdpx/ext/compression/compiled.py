@@ -139,7 +139,7 @@ def _find_kth_largest_bitwise(sizes, count, k):
 
 
 @jit
-def _take_largest_blocks(first, last, all_x, block, each, rest, known, values, places, keep):
+def _take_largest_blocks(first, last, all_x, block, per_block, rest, known, values, positions, keep):
     use_widest_vectors()
     sizes = np.empty(block, np.int32)
     small = np.empty(block, np.float32)
@@ -147,7 +147,7 @@ def _take_largest_blocks(first, last, all_x, block, each, rest, known, values, p
     for b in range(first, last):
         x = all_x[b * block : (b + 1) * block]  # indices from 0 on, so that LLVM sees contiguous access
         count = x.size
-        k = each if count == block else rest
+        k = per_block if count == block else rest
         if k == 0:
             continue
         for i in range(count):
@@ -159,7 +159,7 @@ def _take_largest_blocks(first, last, all_x, block, each, rest, known, values, p
         equals = k
         for i in range(count):
             equals -= sizes[i] > least
-        at = b * each
+        at = b * per_block
         odd = False
         for begin in range(0, count, SKIP_ELEMENTS):
             end = min(begin + SKIP_ELEMENTS, count)
@@ -177,7 +177,7 @@ def _take_largest_blocks(first, last, all_x, block, each, rest, known, values, p
                     equals -= 1
                 value = small[i]
                 values[at] = value
-                places[at] = i
+                positions[at] = i
                 at += 1
                 odd |= not np.isfinite(value)
                 if keep:
@@ -189,25 +189,31 @@ def _take_largest_blocks(first, last, all_x, block, each, rest, known, values, p
 
 
 @jit
-def _scatter_largest_blocks(first, last, values, places, block, each, rest, out):
+def _scatter_largest_blocks(first, last, values, positions, block, per_block, rest, out):
     for b in range(first, last):
         start = b * block
-        k = each if start + block <= out.size else rest
-        for j in range(b * each, b * each + k):
-            out[start + places[j]] += values[j]
+        k = per_block if start + block <= out.size else rest
+        for j in range(b * per_block, b * per_block + k):
+            out[start + positions[j]] += values[j]
 
 
 def take_largest(
-    x: np.ndarray, block: int, each: int, rest: int, values: np.ndarray, places: np.ndarray, lost: np.ndarray | None
+    x: np.ndarray,
+    block: int,
+    per_block: int,
+    rest: int,
+    values: np.ndarray,
+    positions: np.ndarray,
+    lost: np.ndarray | None,
 ) -> None:
-    """Run `take_largest` of topk.py in compiled code. each, rest: how many elements to take from a whole block, and
-    from the remainder."""
+    """Take the elements largest in absolute value from each block, like `take_largest` of topk.py but in compiled code.
+    per_block, rest: number of elements to take from each full block, and from the remainder."""
     if lost is not None and lost is not x:
         lost[...] = x
     left = x if lost is None else lost
-    known = _find_kth_largest(left, each) if x.size == block > MIN_PARTITION_ELEMENTS else np.int32(-1)
+    known = _find_kth_largest(left, per_block) if x.size == block > MIN_PARTITION_ELEMENTS else np.int32(-1)
     _run_sized_blocks_in_threads(
-        _take_largest_blocks, x.size, block, left, block, each, rest, known, values, places, lost is not None
+        _take_largest_blocks, x.size, block, left, block, per_block, rest, known, values, positions, lost is not None
     )
 
 
@@ -222,9 +228,11 @@ def _find_kth_largest(x: np.ndarray, k: int) -> np.int32:
 
 
 def scatter_largest_into(
-    values: np.ndarray, places: np.ndarray, block: int, each: int, rest: int, out: np.ndarray
+    values: np.ndarray, positions: np.ndarray, block: int, per_block: int, rest: int, out: np.ndarray
 ) -> None:
-    _run_sized_blocks_in_threads(_scatter_largest_blocks, out.size, block, values, places, block, each, rest, out)
+    _run_sized_blocks_in_threads(
+        _scatter_largest_blocks, out.size, block, values, positions, block, per_block, rest, out
+    )
 
 
 def _run_sized_blocks_in_threads(body: Any, size: int, block: int, *arguments: Any) -> None:
@@ -239,10 +247,10 @@ def _run_sized_blocks_in_threads(body: Any, size: int, block: int, *arguments: A
 
 
 @jit
-def _write_outer_product_loop(p, q, at, out, take):
+def _write_outer_product_loop(p, q, start, out, subtract):
     use_widest_vectors()
     ranks, columns = q.shape
-    first, offset = at // columns, at % columns
+    first, offset = start // columns, start % columns
     row = np.empty(columns, out.dtype)
     done = 0
     while done < out.size:
@@ -256,7 +264,7 @@ def _write_outer_product_loop(p, q, at, out, take):
             for i in range(count):
                 here[i] += left * right[i]
         part = out[done : done + count]
-        if take:
+        if subtract:
             for i in range(count):
                 part[i] -= here[i]
         else:
@@ -265,5 +273,5 @@ def _write_outer_product_loop(p, q, at, out, take):
         done, first, offset = done + count, first + 1, 0
 
 
-def write_outer_product_into(p: np.ndarray, q: np.ndarray, at: int, out: np.ndarray, take: bool) -> None:
-    _write_outer_product_loop(p, np.ascontiguousarray(q.T), at, out, take)
+def write_outer_product_into(p: np.ndarray, q: np.ndarray, start: int, out: np.ndarray, subtract: bool) -> None:
+    _write_outer_product_loop(p, np.ascontiguousarray(q.T), start, out, subtract)

@@ -17,7 +17,7 @@ from fsdpx.core.compression.codec import Codec, Memory, ReshardRule, Transfers
 from fsdpx.errors import ConfigError
 
 __all__ = [
-    "MAX_TURNS",
+    "MAX_REDUCES",
     "SIZE_MULTIPLE_BYTES",
     "CompressedCodec",
     "require_float_dtype",
@@ -27,7 +27,7 @@ __all__ = [
 
 SIZE_MULTIPLE_BYTES = 8
 """Packed parts are padded to a multiple of this many bytes, so that each part is aligned for every dtype."""
-MAX_TURNS = 1 << 24
+MAX_REDUCES = 1 << 24
 """Number of reduces after which random numbers repeat: float32 counts exactly up to here."""
 
 
@@ -51,12 +51,12 @@ class CompressedCodec(Codec):
     reshard_rules: Mapping[str, ReshardRule] = {"error": "sum", "turn": "same"}
 
     @abstractmethod
-    def packed_bytes(self, size: int, turn: int = MAX_TURNS) -> int:
-        """Return the bytes of a packed part of `size` elements, a multiple of `SIZE_MULTIPLE_BYTES`. turn: number of
+    def packed_bytes(self, size: int, step: int = MAX_REDUCES) -> int:
+        """Return the bytes of a packed part of `size` elements, a multiple of `SIZE_MULTIPLE_BYTES`. step: number of
         the reduce, where the size depends on it; the first reduce has the largest."""
 
     @abstractmethod
-    def pack_part(self, xp: Any, x: Array, wire: Array, lost: Array | None, turn: int, numbers: NumberRange) -> None:
+    def pack_part(self, xp: Any, x: Array, wire: Array, lost: Array | None, step: int, numbers: NumberRange) -> None:
         """Pack the elements of `x` into `wire`.
 
         Parameters
@@ -64,15 +64,15 @@ class CompressedCodec(Codec):
         x : flat, float32 or float64; its contents may be changed unless it is `lost`
         wire : `packed_bytes(x.size)` bytes
         lost : receives the packing error of `x`; None if it is not kept. It may be `x` itself
-        turn : number of the reduce, never above `MAX_TURNS`; `unpack_part` gets the same
+        step : number of the reduce, never above `MAX_REDUCES`; `unpack_part` gets the same
         numbers : random stream of this part and this reduce
         """
 
     @abstractmethod
-    def unpack_part(self, xp: Any, wire: Array, out: Array, add: bool, turn: int) -> None:
+    def unpack_part(self, xp: Any, wire: Array, out: Array, add: bool, step: int) -> None:
         """Unpack what `pack_part` packed: write it to `out`, or add it to `out` if `add`."""
 
-    def add_error_feedback(self, grad: Array, memory: Memory, turn: int) -> Array:
+    def add_error_feedback(self, grad: Array, memory: Memory, step: int) -> Array:
         """Return the array to pack: the gradient plus the kept error of earlier reduces, added in place into the
         latter. Return the gradient itself if no error is kept."""
         if "error" not in memory:
@@ -82,7 +82,7 @@ class CompressedCodec(Codec):
         return error
 
     def apply_on_one_rank(self, grad: Array, memory: Memory) -> None:
-        grad[...] = self.add_error_feedback(grad, memory, self.count_reduce(memory))
+        grad[...] = self.add_error_feedback(grad, memory, self.take_reduce_number(memory))
         for name, kept in memory.items():
             if name == "error":
                 kept[...] = 0
@@ -92,12 +92,12 @@ class CompressedCodec(Codec):
         require_float_dtype(self, dtype)
 
     def warm_up(self, dtype: Any) -> None:
-        x, wire, turn = np.zeros(3, dtype), np.zeros(self.packed_bytes(3), np.uint8), self.warmup
-        self.pack_part(np, x, wire, x.copy() if self.feedback else None, turn, _get_random_numbers(turn, 0, 0, 3))
-        self.unpack_part(np, wire, x, True, turn)
+        x, wire, step = np.zeros(3, dtype), np.zeros(self.packed_bytes(3), np.uint8), self.warmup
+        self.pack_part(np, x, wire, x.copy() if self.feedback else None, step, _make_random_stream(step, 0, 0, 3))
+        self.unpack_part(np, wire, x, True, step)
 
     def memory_sizes(self, size: int) -> Mapping[str, int]:
-        return ({"error": size} if self.feedback else {}) | ({"turn": 1} if self._has_turn_counter else {})
+        return ({"error": size} if self.feedback else {}) | ({"turn": 1} if self._has_reduce_counter else {})
 
     def scratch_bytes(self, size: int, width: int) -> int:
         """Return the bytes of the send and receive buffers for parts of equal size. For larger parts `reduce` allocates
@@ -105,10 +105,10 @@ class CompressedCodec(Codec):
         return 2 * sum(self.packed_bytes(n, 0) for n in split_evenly(size, width)) + 2 * width * self.packed_bytes(1, 0)
 
     def predict_transfers(self, counts: Sequence[int], rank: int, itemsize: int) -> Transfers:
-        return (("all_to_all", self._count_foreign_bytes(counts, rank)),)
+        return (("all_to_all", self._count_sent_bytes(counts, rank)),)
 
     def predict_all_reduce_transfers(self, size: int, width: int, rank: int, itemsize: int) -> Transfers:
-        foreign = self._count_foreign_bytes(split_evenly(size, width), rank)
+        foreign = self._count_sent_bytes(split_evenly(size, width), rank)
         return (("all_to_all", foreign), ("all_gather", foreign))
 
     def reduce(
@@ -116,82 +116,82 @@ class CompressedCodec(Codec):
         *, what: str,
     ) -> Handle:  # fmt: skip
         require_float_dtype(self, grad.dtype, what)
-        return self._start_reduce(comm, grad, out, counts, scratch, memory, self.count_reduce(memory), what)
+        return self._start_reduce(comm, grad, out, counts, scratch, memory, self.take_reduce_number(memory), what)
 
     def reduce_all(self, comm: Communicator, grad: Array, scratch: Array, memory: Memory, *, what: str) -> Handle:
         require_float_dtype(self, grad.dtype, what)
         counts, xp = split_evenly(grad.size, comm.size), namespace_of(grad)
-        turn, error = self.count_reduce(memory), memory.get("error")
-        sizes = [self.packed_bytes(n, turn) for n in counts]
+        step, error = self.take_reduce_number(memory), memory.get("error")
+        sizes = [self.packed_bytes(n, step) for n in counts]
         first, own = sum(counts[: comm.rank]), counts[comm.rank]
         total, mine = xp.empty((own,), dtype=grad.dtype), slice(first, first + own)
-        self._start_reduce(comm, grad, total, counts, scratch, memory, turn, what).wait()
+        self._start_reduce(comm, grad, total, counts, scratch, memory, step, what).wait()
         wire = scratch[: sum(sizes)]
         pieces = split_by_counts(wire, sizes)
         if _has_data(xp):
             lost = None if error is None else grad[mine]
-            self.pack_part(xp, total, pieces[comm.rank], lost, turn, _get_random_numbers(turn, comm.rank, "all", own))
+            self.pack_part(xp, total, pieces[comm.rank], lost, step, _make_random_stream(step, comm.rank, "all", own))
             if error is not None:
                 error[mine] += lost
         handle = comm.all_gather(pieces[comm.rank], wire, sizes, what=what)
 
         def unpack_sums() -> None:
             for piece, part in zip(pieces, split_by_counts(grad, counts), strict=True):
-                self.unpack_part(xp, piece, part, False, turn)
+                self.unpack_part(xp, piece, part, False, step)
 
         return HandleWithCallback(handle, unpack_sums) if _has_data(xp) else handle
 
     def _start_reduce(
         self, comm: Communicator, grad: Array, out: Array, counts: Sequence[int], scratch: Array, memory: Memory,
-        turn: int, what: str,
+        step: int, what: str,
     ) -> Handle:  # fmt: skip
-        xp, sizes, width = namespace_of(grad), [self.packed_bytes(n, turn) for n in counts], comm.size
+        xp, sizes, width = namespace_of(grad), [self.packed_bytes(n, step) for n in counts], comm.size
         own, sent = sizes[comm.rank], sum(sizes)
         arriving = own * width
         wire = scratch[:sent] if sent <= scratch.size else xp.empty((sent,), dtype="uint8")
         fits = sent + arriving <= scratch.size
         parts = scratch[sent : sent + arriving] if fits else xp.empty((arriving,), dtype="uint8")
         if _has_data(xp):
-            self.pack_all_parts(comm.rank, grad, counts, split_by_counts(wire, sizes), memory, turn)
+            self.pack_all_parts(comm.rank, grad, counts, split_by_counts(wire, sizes), memory, step)
         handle = comm.all_to_all(wire, parts, sizes, [own] * width, what=what)
 
         def unpack_and_add() -> None:
             for r, piece in enumerate(split_by_counts(parts, [own] * width)):
-                self.unpack_part(xp, piece, out, r > 0, turn)
+                self.unpack_part(xp, piece, out, r > 0, step)
 
         return HandleWithCallback(handle, unpack_and_add) if _has_data(xp) else handle
 
     def pack_all_parts(
-        self, rank: int, grad: Array, counts: Sequence[int], wires: Sequence[Array], memory: Memory, turn: int
+        self, rank: int, grad: Array, counts: Sequence[int], wires: Sequence[Array], memory: Memory, step: int
     ) -> None:
-        """Pack the gradient of `rank` in parts of `counts` elements, each into its own wire; overwrites `grad`. turn:
+        """Pack the gradient of `rank` in parts of `counts` elements, each into its own wire; overwrites `grad`. step:
         number of the reduce."""
         xp, error = namespace_of(grad), memory.get("error")
-        whole = self.add_error_feedback(grad, memory, turn)
+        whole = self.add_error_feedback(grad, memory, step)
         kept = [None] * len(counts) if error is None else split_by_counts(error, counts)
         for r, (x, wire, lost) in enumerate(zip(split_by_counts(whole, counts), wires, kept, strict=True)):
-            self.pack_part(xp, x, wire, lost, turn, _get_random_numbers(turn, rank, r, x.size))
+            self.pack_part(xp, x, wire, lost, step, _make_random_stream(step, rank, r, x.size))
 
-    def _count_foreign_bytes(self, counts: Sequence[int], rank: int) -> int:
+    def _count_sent_bytes(self, counts: Sequence[int], rank: int) -> int:
         return sum(self.packed_bytes(n) for r, n in enumerate(counts) if r != rank)
 
-    def count_reduce(self, memory: Memory) -> int:
+    def take_reduce_number(self, memory: Memory) -> int:
         """Return how many reduces came before this one, the same on all ranks, and count this one. A dry run is at the
-        first turn after the warm-up."""
-        if not self._has_turn_counter or not _has_data(namespace_of(memory["turn"])):
+        first step after the warm-up."""
+        if not self._has_reduce_counter or not _has_data(namespace_of(memory["turn"])):
             return self.warmup
-        turn = int(memory["turn"][0])
-        memory["turn"][0] = turn + 1 if turn + 1 < MAX_TURNS else self.warmup
-        return turn
+        step = int(memory["turn"][0])
+        memory["turn"][0] = step + 1 if step + 1 < MAX_REDUCES else self.warmup
+        return step
 
     @property
-    def _has_turn_counter(self) -> bool:
+    def _has_reduce_counter(self) -> bool:
         return self.random or self.warmup > 0
 
 
-def _get_random_numbers(turn: int, sender: int, owner: int | str, size: int) -> NumberRange:
-    """Return the random stream with which `sender` packs for `owner`, a rank or "all", in reduce number `turn`."""
-    return NumberRange(turn, f"codec {sender} to {owner}", 0, size)
+def _make_random_stream(step: int, sender: int, owner: int | str, size: int) -> NumberRange:
+    """Return the random stream with which `sender` packs for `owner`, a rank or "all", in reduce number `step`."""
+    return NumberRange(step, f"codec {sender} to {owner}", 0, size)
 
 
 def require_float_dtype(codec: Codec, dtype: Any, what: str = "") -> None:

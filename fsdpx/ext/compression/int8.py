@@ -8,7 +8,7 @@ import numpy as np
 
 from fsdpx.core.array.random import NumberRange
 from fsdpx.core.comm.calls import Array
-from fsdpx.ext.compression.compressed import MAX_TURNS, SIZE_MULTIPLE_BYTES, CompressedCodec
+from fsdpx.ext.compression.compressed import MAX_REDUCES, SIZE_MULTIPLE_BYTES, CompressedCodec
 from fsdpx.ext.compression.implementations import BLOCK_ELEMENTS, LARGEST, LEVELS, TINY, can_compile
 
 __all__ = ["Int8", "dequantize_into", "quantize"]
@@ -76,13 +76,13 @@ class Int8(CompressedCodec):
     def __init__(self, unbiased: bool = False) -> None:
         self.random, self.feedback = bool(unbiased), not unbiased
 
-    def packed_bytes(self, size: int, turn: int = MAX_TURNS) -> int:
+    def packed_bytes(self, size: int, step: int = MAX_REDUCES) -> int:
         return -(-(size + 4 * -(-size // BLOCK_ELEMENTS)) // SIZE_MULTIPLE_BYTES) * SIZE_MULTIPLE_BYTES
 
-    def pack_part(self, xp: Any, x: Array, wire: Array, lost: Array | None, turn: int, numbers: NumberRange) -> None:
+    def pack_part(self, xp: Any, x: Array, wire: Array, lost: Array | None, step: int, numbers: NumberRange) -> None:
         quantize(xp, x, *self._split_wire(wire, x.size), lost, numbers if self.random else None)
 
-    def unpack_part(self, xp: Any, wire: Array, out: Array, add: bool, turn: int) -> None:
+    def unpack_part(self, xp: Any, wire: Array, out: Array, add: bool, step: int) -> None:
         dequantize_into(xp, *self._split_wire(wire, out.size), out, add)
 
     def _split_wire(self, wire: Array, size: int) -> tuple[Array, Array]:

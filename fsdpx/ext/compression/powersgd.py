@@ -123,31 +123,31 @@ class PowerSGD(Codec):
         """Start to sum elements [first, first + out.size) into `out`, which may be a view of `grad`."""
         require_float_dtype(self, grad.dtype, what)
         xp, thin = namespace_of(grad), self._list_thin_factors(grad.size)
-        one, two = self._get_scratch_buffers(xp, grad, scratch)
+        left_sums, right_sums = self._get_scratch_buffers(xp, grad, scratch)
         real = not getattr(xp, "holds_no_data", False)
         if real:
-            self._compute_left_factor(xp, grad, thin, one, memory)
-        handle = comm.all_reduce(one, ReduceOp.SUM, what=what)
-        if two.size:
+            self._compute_left_factor_and_copy_rest(xp, grad, thin, left_sums, memory)
+        handle = comm.all_reduce(left_sums, ReduceOp.SUM, what=what)
+        if right_sums.size:
             handle.wait()  # Q is computed from the sum of P
             if real:
-                self._compute_right_factor(xp, thin, one, two, memory["error"])
-            handle = comm.all_reduce(two, ReduceOp.SUM, what=what)
+                self._compute_right_factor_and_residual(xp, thin, left_sums, right_sums, memory["error"])
+            handle = comm.all_reduce(right_sums, ReduceOp.SUM, what=what)
 
         def multiply_factors() -> None:
             for t in thin:
-                self._multiply_factors_into(xp, t, one, two, out, first)
-                zero_non_finite(self._view_factor(two, t.right, t.columns))
-            for at, start, stop in self._list_full_ranges(grad.size, thin):
+                self._multiply_factors_into(xp, t, left_sums, right_sums, out, first)
+                zero_non_finite(self._view_factor(right_sums, t.right, t.columns))
+            for at, start, stop in self._list_uncompressed_ranges(grad.size, thin):
                 low, high = max(start, first), min(stop, first + out.size)
                 if low < high:
-                    out[low - first : high - first] = one[at + low - start : at + high - start]
-            memory["basis"][...] = two
+                    out[low - first : high - first] = left_sums[at + low - start : at + high - start]
+            memory["basis"][...] = right_sums
 
         return HandleWithCallback(handle, multiply_factors) if real else handle
 
-    def _compute_left_factor(
-        self, xp: Any, grad: Array, thin: Sequence[ThinFactors], one: Array, memory: Memory
+    def _compute_left_factor_and_copy_rest(
+        self, xp: Any, grad: Array, thin: Sequence[ThinFactors], left_sums: Array, memory: Memory
     ) -> None:
         """Compute P = M Q of this rank's gradient plus its kept error, and copy the uncompressed tensors into `one`.
         Works matrix by matrix while the sum just computed is still in the cache."""
@@ -159,33 +159,39 @@ class PowerSGD(Codec):
                 numbers = normal(0, f"PowerSGD {t.start}", 0, q.size).astype(grad.dtype)
                 q[...] = xp.asarray(numbers).reshape(q.shape)
             with np.errstate(invalid="ignore", over="ignore"):
-                self._view_factor(one, t.left, t.rows)[...] = whole[t.start : t.stop].reshape(t.rows, t.columns) @ q
-        for at, start, stop in self._list_full_ranges(grad.size, thin):
-            xp.add(whole[start:stop], grad[start:stop], out=one[at : at + stop - start])
+                self._view_factor(left_sums, t.left, t.rows)[...] = (
+                    whole[t.start : t.stop].reshape(t.rows, t.columns) @ q
+                )
+        for at, start, stop in self._list_uncompressed_ranges(grad.size, thin):
+            xp.add(whole[start:stop], grad[start:stop], out=left_sums[at : at + stop - start])
             whole[start:stop] = 0
 
-    def _compute_right_factor(self, xp: Any, thin: Sequence[ThinFactors], one: Array, two: Array, error: Array) -> None:
+    def _compute_right_factor_and_residual(
+        self, xp: Any, thin: Sequence[ThinFactors], left_sums: Array, right_sums: Array, error: Array
+    ) -> None:
         """Orthonormalize P, compute Q = M^T P of this rank, and keep M - P Q^T in the place of M. If P is not finite,
         which all ranks see alike, keep zeros for its matrix."""
         for t in thin:
-            p, q = self._view_factor(one, t.left, t.rows), self._view_factor(two, t.right, t.columns)
+            p, q = self._view_factor(left_sums, t.left, t.rows), self._view_factor(right_sums, t.right, t.columns)
             kept = error[t.start : t.stop].reshape(t.rows, t.columns)
-            _orthonormalize(xp, p)
+            _orthonormalize_columns(xp, p)
             with np.errstate(invalid="ignore", over="ignore"):
                 q[...] = kept.T @ p
-            write_outer_product_into(xp, p, q, 0, error[t.start : t.stop], take=True)
+            write_outer_product_into(xp, p, q, 0, error[t.start : t.stop], subtract=True)
             if not xp.isfinite(p).all():
                 kept[...] = 0
 
-    def _multiply_factors_into(self, xp: Any, t: ThinFactors, one: Array, two: Array, out: Array, first: int) -> None:
+    def _multiply_factors_into(
+        self, xp: Any, t: ThinFactors, left_sums: Array, right_sums: Array, out: Array, first: int
+    ) -> None:
         """Write the elements of P Q^T that fall into [first, first + out.size) to `out`."""
-        p, q = self._view_factor(one, t.left, t.rows), self._view_factor(two, t.right, t.columns)
+        p, q = self._view_factor(left_sums, t.left, t.rows), self._view_factor(right_sums, t.right, t.columns)
         low, high = max(t.start, first), min(t.stop, first + out.size)
         if low < high:
             write_outer_product_into(xp, p, q, low - t.start, out[low - first : high - first])
 
-    def _view_factor(self, flat: Array, at: int, rows: int) -> Array:
-        return flat[at : at + rows * self.rank].reshape(rows, self.rank)
+    def _view_factor(self, flat: Array, offset: int, rows: int) -> Array:
+        return flat[offset : offset + rows * self.rank].reshape(rows, self.rank)
 
     def _saves_bytes(self, shape: tuple[int, ...]) -> bool:
         rows, columns = shape[0], prod(shape[1:])
@@ -210,7 +216,7 @@ class PowerSGD(Codec):
         whole = size - sum(t.rows * t.columns for t in thin)
         return whole + self.rank * sum(t.rows for t in thin), self.rank * sum(t.columns for t in thin)
 
-    def _list_full_ranges(self, size: int, thin: Sequence[ThinFactors]) -> list[tuple[int, int, int]]:
+    def _list_uncompressed_ranges(self, size: int, thin: Sequence[ThinFactors]) -> list[tuple[int, int, int]]:
         """Return the ranges sent uncompressed: (offset in the first sum, start in the gradient, stop in the
         gradient)."""
         at, start, found = self.rank * sum(t.rows for t in thin), 0, []
@@ -221,39 +227,43 @@ class PowerSGD(Codec):
         return found
 
     def _get_scratch_buffers(self, xp: Any, grad: Array, scratch: Array) -> tuple[Array, Array]:
-        one, two = self._count_sum_elements(grad.size)
-        needed = (one + two) * grad.dtype.itemsize
-        flat = scratch[:needed].view(grad.dtype) if needed <= scratch.size else xp.empty((one + two,), dtype=grad.dtype)
-        return flat[:one], flat[one:]
+        left_sums, right_sums = self._count_sum_elements(grad.size)
+        needed = (left_sums + right_sums) * grad.dtype.itemsize
+        flat = (
+            scratch[:needed].view(grad.dtype)
+            if needed <= scratch.size
+            else xp.empty((left_sums + right_sums,), dtype=grad.dtype)
+        )
+        return flat[:left_sums], flat[left_sums:]
 
 
-def write_outer_product_into(xp: Any, p: Array, q: Array, at: int, out: Array, take: bool = False) -> None:
-    """Write the elements of P Q^T from number `at` on, in row-major order, to `out`; or subtract them from it if
-    `take`. Adds up column by column instead of calling matmul, whose last bits may depend on the alignment of its
+def write_outer_product_into(xp: Any, p: Array, q: Array, start: int, out: Array, subtract: bool = False) -> None:
+    """Write the elements of P Q^T from number `start` on, in row-major order, to `out`; or subtract them from it if
+    `subtract`. Adds up column by column instead of calling matmul, whose last bits may depend on the alignment of its
     arrays: every rank must get the same."""
     if can_compile(xp):
         from fsdpx.ext.compression.compiled import write_outer_product_into as body
 
-        body(p, q, at, out, take)
+        body(p, q, start, out, subtract)
         return
     columns = len(q)
     step = max(CACHED_ELEMENTS // columns, 1)
-    for top in range(at // columns, -(-(at + out.size) // columns), step):
+    for top in range(start // columns, -(-(start + out.size) // columns), step):
         rows = p[top : top + step]
         with np.errstate(invalid="ignore", over="ignore"):
             block = rows[:, :1] * q[:, 0]
             for k in range(1, q.shape[1]):
                 block += rows[:, k : k + 1] * q[:, k]
         begin = top * columns
-        a, b = max(begin, at), min(begin + block.size, at + out.size)
-        part, found = out[a - at : b - at], block.reshape(-1)[a - begin : b - begin]
-        if take:
+        a, b = max(begin, start), min(begin + block.size, start + out.size)
+        part, found = out[a - start : b - start], block.reshape(-1)[a - begin : b - begin]
+        if subtract:
             part -= found
         else:
             part[...] = found
 
 
-def _orthonormalize(xp: Any, p: Array) -> None:
+def _orthonormalize_columns(xp: Any, p: Array) -> None:
     """Orthonormalize the columns of p in place (Gram-Schmidt in float64); a column whose remainder is zero stays
     zero."""
     with np.errstate(invalid="ignore", over="ignore"):

@@ -13,7 +13,7 @@ from fsdpx.core.array.random import NumberRange
 from fsdpx.core.base.name_hints import check_call_arguments
 from fsdpx.core.comm.calls import Array
 from fsdpx.errors import ConfigError
-from fsdpx.ext.compression.compressed import MAX_TURNS, SIZE_MULTIPLE_BYTES, CompressedCodec
+from fsdpx.ext.compression.compressed import MAX_REDUCES, SIZE_MULTIPLE_BYTES, CompressedCodec
 from fsdpx.ext.compression.implementations import can_compile
 
 __all__ = ["TopK", "count_chosen_elements", "scatter_largest_into", "take_largest", "to_global_positions"]
@@ -34,14 +34,14 @@ def _count_chosen_per_block(size: int, block: int, share: float) -> tuple[int, i
     return ceil(share * block), ceil(share * (size % block))
 
 
-def take_largest(xp: Any, x: Any, block: int, share: float, values: Any, places: Any, lost: Any | None) -> None:
+def take_largest(xp: Any, x: Any, block: int, share: float, values: Any, positions: Any, lost: Any | None) -> None:
     """Take the elements largest in absolute value from each block of `x`, flat float32 or float64, and write them to
-    `values` (float32) with their `places` (integer index within the block), in the order of the array. Of equal
+    `values` (float32) with their `positions` (integer index within the block), in the order of the array. Of equal
     elements the first are taken. lost: receives x minus the elements taken, 0 where that is not finite; it may be x."""
     if can_compile(xp):
         from fsdpx.ext.compression.compiled import take_largest as body
 
-        body(x, block, *_count_chosen_per_block(x.size, block, share), values, places, lost)
+        body(x, block, *_count_chosen_per_block(x.size, block, share), values, positions, lost)
         return
     if lost is not None and lost is not x:
         lost[...] = x
@@ -56,24 +56,24 @@ def take_largest(xp: Any, x: Any, block: int, share: float, values: Any, places:
         above, equal = sizes > least, sizes == least
         taken = above | (equal & (xp.cumsum(equal, axis=1) <= k - above.sum(axis=1, keepdims=True)))
         row, column = xp.nonzero(taken)
-        places[at], values[at] = column, small[row, column]
+        positions[at], values[at] = column, small[row, column]
     if lost is not None:
-        where = to_global_positions(xp, x.size, block, share, places)
+        where = to_global_positions(xp, x.size, block, share, positions)
         with np.errstate(invalid="ignore"):
             lost[where] -= values
         lost[~xp.isfinite(lost)] = 0
 
 
-def scatter_largest_into(xp: Any, values: Any, places: Any, block: int, share: float, out: Any, add: bool) -> None:
+def scatter_largest_into(xp: Any, values: Any, positions: Any, block: int, share: float, out: Any, add: bool) -> None:
     """Write what `take_largest` took to `out`, with zeros elsewhere; or add it to `out` if `add`."""
     if not add:
         out[...] = 0
     if can_compile(xp):
         from fsdpx.ext.compression.compiled import scatter_largest_into as body
 
-        body(values, places, block, *_count_chosen_per_block(out.size, block, share), out)
+        body(values, positions, block, *_count_chosen_per_block(out.size, block, share), out)
         return
-    out[to_global_positions(xp, out.size, block, share, places)] += values
+    out[to_global_positions(xp, out.size, block, share, positions)] += values
 
 
 def _split_into_blocks(x: Any, block: int, share: float) -> list[tuple[Any, slice]]:
@@ -84,11 +84,11 @@ def _split_into_blocks(x: Any, block: int, share: float) -> list[tuple[Any, slic
     return [(x[:edge].reshape(-1, block), slice(0, whole)), (x[None, edge:], slice(whole, whole + rest))]
 
 
-def to_global_positions(xp: Any, size: int, block: int, share: float, places: Any) -> Any:
+def to_global_positions(xp: Any, size: int, block: int, share: float, positions: Any) -> Any:
     """Convert indices within blocks to indices into an array of `size` elements."""
     each, rest = _count_chosen_per_block(size, block, share)
     whole = size // block
-    return places + xp.concatenate([xp.repeat(xp.arange(whole) * block, each), xp.full(rest, whole * block)])
+    return positions + xp.concatenate([xp.repeat(xp.arange(whole) * block, each), xp.full(rest, whole * block)])
 
 
 MAX_BLOCK_ELEMENTS = 1 << 16
@@ -124,41 +124,42 @@ class TopK(CompressedCodec):
             raise ConfigError(f"TopK(warmup={warmup!r}): a number of reduces, 0 or more")
         self.fraction, self.warmup, self.block = float(fraction), warmup, block
 
-    def packed_bytes(self, size: int, turn: int = MAX_TURNS) -> int:
-        share = self.get_share_at(turn)
+    def packed_bytes(self, size: int, step: int = MAX_REDUCES) -> int:
+        share = self.get_share_of_reduce(step)
         if self.block is None:
             return 8 * math.ceil(share * size)
         return -(-6 * sum(count_chosen_elements(size, self.block, share)) // SIZE_MULTIPLE_BYTES) * SIZE_MULTIPLE_BYTES
 
-    def pack_part(self, xp: Any, x: Array, wire: Array, lost: Array | None, turn: int, numbers: NumberRange) -> None:
+    def pack_part(self, xp: Any, x: Array, wire: Array, lost: Array | None, step: int, numbers: NumberRange) -> None:
         if x.size:
-            share = self.get_share_at(turn)
+            share = self.get_share_of_reduce(step)
             take_largest(xp, x, self.block or x.size, share, *self._split_wire(wire, x.size, share), lost)
 
-    def unpack_part(self, xp: Any, wire: Array, out: Array, add: bool, turn: int) -> None:
+    def unpack_part(self, xp: Any, wire: Array, out: Array, add: bool, step: int) -> None:
         if out.size:
-            share = self.get_share_at(turn)
+            share = self.get_share_of_reduce(step)
             scatter_largest_into(xp, *self._split_wire(wire, out.size, share), self.block or out.size, share, out, add)
 
     def _split_wire(self, wire: Array, size: int, share: float) -> tuple[Array, Array]:
-        """Return views of the values and of their places, which index the part, or their blocks if there are blocks."""
+        """Return views of the values and of their positions. A position is an index into the part, or into a block if
+        there are blocks."""
         if self.block is None:
             return wire[wire.size // 2 :].view(np.float32), wire[: wire.size // 2].view(np.int32)
         k = sum(count_chosen_elements(size, self.block, share))
         wire[6 * k :] = 0
         return wire[: 4 * k].view(np.float32), wire[4 * k : 6 * k].view(np.uint16)
 
-    def get_share_at(self, turn: int) -> float:
+    def get_share_of_reduce(self, step: int) -> float:
         """Return the share of the elements that is sent in one reduce; `fraction` after the warm-up.
 
         Parameters
         ----------
-        turn : number of the reduce, from 0
+        step : number of the reduce, from 0
 
         Returns
         -------
         float : in (0, 1]
         """
-        if turn >= self.warmup:
+        if step >= self.warmup:
             return self.fraction
-        return max(self.fraction, INITIAL_SHARE * (self.fraction / INITIAL_SHARE) ** (turn / self.warmup))
+        return max(self.fraction, INITIAL_SHARE * (self.fraction / INITIAL_SHARE) ** (step / self.warmup))

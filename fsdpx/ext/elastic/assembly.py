@@ -28,14 +28,22 @@ from fsdpx.errors import CommError, ConfigError, MeshError, StateLost
 from fsdpx.ext.elastic.copies import StateCopies, StateGeneration
 from fsdpx.ext.elastic.reshard import (
     ShardDescriptor,
+    describe_missing_elements,
     describe_shard,
-    find_missing_elements,
     find_uncovered_elements,
     reshard_arrays,
 )
 from fsdpx.ext.watch.watchdog import Watchdog
 
-__all__ = ["Assembler", "Assembly", "Member", "choose_training_ranks", "find_widest_mesh", "recv_value", "send_value"]
+__all__ = [
+    "Assembler",
+    "Assembly",
+    "Member",
+    "choose_training_ranks",
+    "find_widest_mesh",
+    "recv_value",
+    "send_value_to_ranks",
+]
 
 
 def find_widest_mesh(mesh: Mesh | None, strategy: str | Sharding, ranks: int) -> Mesh:
@@ -62,7 +70,7 @@ def choose_training_ranks(seats: Sequence[int | None], count: int) -> list[int]:
     return order[:count]
 
 
-def send_value(comm: Communicator, listeners: Sequence[int], value: Any) -> None:
+def send_value_to_ranks(comm: Communicator, listeners: Sequence[int], value: Any) -> None:
     """Send `value` to the `listeners`, which call `recv_value`: two messages to each."""
     if not listeners:
         return
@@ -74,7 +82,7 @@ def send_value(comm: Communicator, listeners: Sequence[int], value: Any) -> None
 
 
 def recv_value(comm: Communicator, source: int) -> Any:
-    """Receive the value that rank `source` sends with `send_value`."""
+    """Receive the value that rank `source` sends with `send_value_to_ranks`."""
     size = np.empty(1, np.int64)
     comm.recv(size, source, what="the result").wait()
     if not 0 <= size[0] <= MAX_PACKED_BYTES:
@@ -144,10 +152,10 @@ class Assembler:
     elastic: ElasticConfig
     commit: Commit
 
-    def build_at_start(self, control: SurvivorCommunicator, ranks: int | None) -> Assembly:
+    def build_initial_assembly(self, control: SurvivorCommunicator, ranks: int | None) -> Assembly:
         """Return the assembly at the start of a run, with initial parameters. Collective over `control`."""
         everyone = [Member(rank, None, True, []) for rank in range(control.size)]
-        return self._assemble(control, everyone, ranks, initial=True, timeout=None)
+        return self._build_assembly(control, everyone, ranks, initial=True, timeout=None)
 
     def rebuild_after_change(
         self,
@@ -171,10 +179,10 @@ class Assembler:
         ]
         everyone: list[Member] = control.all_gather_data(member._replace(generations=mine))
         report("recovery: all ranks have said what they hold")
-        built = self._assemble(control, everyone, ranks, initial=False, timeout=timeout)
+        built = self._build_assembly(control, everyone, ranks, initial=False, timeout=timeout)
         report("recovery: the new trainer is there")
         state = built.session.state
-        newest = _find_newest_step(state.placement, everyone)
+        newest = _find_newest_complete_step(state.placement, everyone)
         if newest is None:
             initialize_parameters(state)
             return built
@@ -196,7 +204,7 @@ class Assembler:
             report("recovery: there are copies again")
         return replace(built, step=step, copied=built.copies.needed)
 
-    def _assemble(
+    def _build_assembly(
         self,
         control: SurvivorCommunicator,
         everyone: list[Member],
@@ -233,14 +241,14 @@ def _find_complete_tensors(everyone: list[Member], step: int) -> dict[str, tuple
     }
 
 
-def _find_newest_step(placement: Placement, everyone: list[Member]) -> tuple[int, str] | None:
+def _find_newest_complete_step(placement: Placement, everyone: list[Member]) -> tuple[int, str] | None:
     """Return the newest step of which the ranks together hold every element, and its scalars; None for the initial
     state, which needs no memory. Raises StateLost if there is neither."""
     wanted = list_saved_tensors(placement)
     lost: dict[int, list[str]] = {}
     for step in sorted({g.step for one in everyone for g in one.generations}, reverse=True):
         found = [g for one in everyone for g in one.generations if g.step == step]
-        lost[step] = find_missing_elements([g.parts for g in found], wanted)
+        lost[step] = describe_missing_elements([g.parts for g in found], wanted)
         if not lost[step]:
             return step, found[0].scalars
     if all(one.fresh for one in everyone):

@@ -34,7 +34,7 @@ from fsdpx.core.trainer.recipe import Recipe
 from fsdpx.errors import CheckpointError, ConfigError, FsdpxError, RankLost
 from fsdpx.ext.elastic.coordinator import Coordinator, Recovery
 
-__all__ = ["BatchPair", "ElasticRunner", "RecentBatches", "iterate_arrays", "take_part"]
+__all__ = ["BatchPair", "ElasticRunner", "RecentBatches", "iterate_arrays", "take_samples_of_rank"]
 
 
 class BatchPair(NamedTuple):
@@ -75,13 +75,13 @@ class RecentBatches:
             self._batches.popleft()
             self._first += 1
 
-    def restart_after(self, number: int) -> None:
+    def clear_and_restart_after(self, number: int) -> None:
         """Drop all batches and continue counting after step `number`: earlier steps are not repeated."""
         self._batches.clear()
         self._first = number + 1
 
 
-def take_part(value: Any, rank: int, accumulation: Accumulation) -> Any:
+def take_samples_of_rank(value: Any, rank: int, accumulation: Accumulation) -> Any:
     """Return the samples of a data rank, in rank order: an even part, or whole chunks.
 
     value: an array, or a tuple or dict of them; dim 0 is samples.
@@ -131,18 +131,18 @@ class ElasticRunner(CallRunner):
     results, and may train again later. See docs: elastic.
     """
 
-    __slots__ = ("_coordinator", "_given_up", "_recent", "_train", "_whole")
+    __slots__ = ("_batch_checksum", "_coordinator", "_recent", "_save_abandoned", "_train")
 
     def __init__(self, recipe: Recipe, control: SurvivorCommunicator, elastic: ElasticConfig) -> None:
         """Start the run. Collective over `control`, all ranks of the job."""
-        self._coordinator = Coordinator(recipe, control, elastic, self._commit_step)
+        self._coordinator = Coordinator(recipe, control, elastic, self._send_result_and_commit_step)
         self._recent = RecentBatches()
         self._train: Callable[[Any, Any], object] | None = None  # a step of the trainer on the training ranks
-        self._given_up = False  # whether a background save was abandoned since the last successful one
-        self._whole = 0  # checksum of the last global batch
+        self._save_abandoned = False  # whether a background save was abandoned since the last successful one
+        self._batch_checksum = 0  # checksum of the last global batch
         super().__init__(self._coordinator.assembly.session)
 
-    def _use_current_session(self) -> None:
+    def _switch_to_current_session(self) -> None:
         """Use the session of the ranks that train now."""
         self.session = self._coordinator.assembly.session
         self.background_save = None
@@ -173,7 +173,7 @@ class ElasticRunner(CallRunner):
         if effect == STEP:
             self._train = function
             self._recent.add_batch(*given, **options)
-            self._catch_up()
+            self._run_pending_steps()
             assert self.last_update is not None
             return self.last_update.loss  # type: ignore[return-value]  # the result of a step is its loss
         mine = partial(function, *given, **options)
@@ -182,20 +182,20 @@ class ElasticRunner(CallRunner):
         try:
             found = self._retry_until_agreed(lambda: self._run_on_training_ranks(effect, name, mine))
         finally:
-            self._given_up = self._given_up and name not in (SAVE, WAIT)
+            self._save_abandoned = self._save_abandoned and name not in (SAVE, WAIT)
         if effect == REPLACES_STATE:
-            self._coordinator.agree_on_new_state()
-            self._recent.restart_after(self._coordinator.last_step)
+            self._coordinator.count_new_state_as_step()
+            self._recent.clear_and_restart_after(self._coordinator.last_step)
         return found
 
     def agree_on_batch_and_split(self, x: Any, y: Any, kind: str, training: bool = True) -> StepInputs:
         self.require_open(kind)
         values, place = (x,) if y is None else (x, y), self.placement
-        self._whole = checksum_arrays(
+        self._batch_checksum = checksum_arrays(
             array if hasattr(array, "dtype") else np.asarray(array) for array in iterate_arrays(values)
         )
-        mine, *target = (take_part(value, place.axes.data.rank, place.accumulation) for value in values)
-        also = f" of the whole batch number {self._whole:08x}"
+        mine, *target = (take_samples_of_rank(value, place.axes.data.rank, place.accumulation) for value in values)
+        also = f" of the whole batch number {self._batch_checksum:08x}"
         return self.session.agree_on_batch_and_split(mine, target[0] if target else None, kind, training, also)
 
     def all_gather_output_if_elastic(self, output: Any) -> Any:
@@ -275,7 +275,7 @@ class ElasticRunner(CallRunner):
                 self._resize_now(ranks)
             except RankLost as error:
                 self._recover_from_loss(error)
-                self._catch_up()
+                self._run_pending_steps()
             else:
                 return
 
@@ -284,13 +284,13 @@ class ElasticRunner(CallRunner):
             try:
                 self.wait_for_save_within_call()  # the save uses communicators that are about to be closed
             except CheckpointError:
-                self._given_up = True
+                self._save_abandoned = True
         self._coordinator.resize_to(ranks)
-        self._use_current_session()
+        self._switch_to_current_session()
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def _catch_up(self) -> None:
+    def _run_pending_steps(self) -> None:
         """Make the steps whose batches are kept and that do not count yet, or no longer count."""
         while self._coordinator.last_step < self._recent.last_number:
             try:
@@ -301,33 +301,33 @@ class ElasticRunner(CallRunner):
                 self._recent.drop_newest()
                 raise
             else:
-                self._resize_if_asked()
+                self._resize_if_requested()
 
     def _attempt_step(self, batch: BatchPair) -> None:
         """Make the step after the last one that counts; raise RankLost if it does not count because a rank was lost."""
         if self.is_training:
             assert self._train is not None
-            self._broadcast_errors(partial(self._train, *batch))
+            self._run_and_send_errors(partial(self._train, *batch))
         else:
             self.session.record_call_and_raise_pending_error("step")
-            step, steps, scale = self._coordinator.recv_result("step")
+            step, steps, scale = self._coordinator.recv_result_or_raise("step")
             self.session.state.set_counters_from_other_ranks(steps, *scale)
             self._coordinator.commit_step()
             self.last_update = step
-        self._coordinator.finish_step()
+        self._coordinator.finish_step_and_start_copies()
         self._recent.drop_up_to(self._coordinator.newest_secure_step)
 
-    def _commit_step(self, mean: LossMean, scale: GradientScale) -> None:
+    def _send_result_and_commit_step(self, mean: LossMean, scale: GradientScale) -> None:
         """Send the result of the step to idle ranks and commit it: called in the program between the communication and
         the update of this rank's shard."""
         step, scaler = LastUpdate.from_loss_and_scale(float(mean.value), scale), scale.scaler
-        self._coordinator.send_result(
+        self._coordinator.send_result_to_idle_ranks(
             "step", (step, self.session.state.steps + (not scale.skip), (scaler.value, scaler.good))
         )
         self._coordinator.commit_step()
         self.last_update = step
 
-    def _resize_if_asked(self) -> None:
+    def _resize_if_requested(self) -> None:
         """Resize if the job is asked for another number of ranks; if a rank is lost meanwhile, the next step asks
         again."""
         try:
@@ -343,23 +343,23 @@ class ElasticRunner(CallRunner):
         """Return, on all ranks, the result that the training ranks compute together. If the call replaces the trainer's
         state, copies of the new state have arrived when this returns."""
         if self.is_training:
-            found = self._broadcast_errors(partial(self._run_on_this_rank, what, mine))
-            self._coordinator.send_result(what, (found, self.loss_weight))
+            found = self._run_and_send_errors(partial(self._run_on_training_rank, what, mine))
+            self._coordinator.send_result_to_idle_ranks(what, (found, self.loss_weight))
         else:
             self.session.record_call_and_raise_pending_error(what)
-            found, self.loss_weight = self._coordinator.recv_result(what)
+            found, self.loss_weight = self._coordinator.recv_result_or_raise(what)
         if how == REPLACES_STATE:
             if isinstance(found, RunScalars) and not self.is_training:
                 restore_scalars(self.session.state, found)
-            self._coordinator.copy_state_now()
+            self._coordinator.copy_state_and_wait()
         return found
 
-    def _run_on_this_rank(self, what: str, do: Callable[[], T]) -> T:
+    def _run_on_training_rank(self, what: str, do: Callable[[], T]) -> T:
         """Run a call on a training rank."""
         if what == SAVE:
             self._coordinator.report_to_observers("saving")
         found = do()
-        if what == WAIT and any(self.placement.axes.world.all_gather_data(self._given_up)):
+        if what == WAIT and any(self.placement.axes.world.all_gather_data(self._save_abandoned)):
             raise CheckpointError("a save in the background was given up when a rank died: save again")
         return found
 
@@ -371,21 +371,21 @@ class ElasticRunner(CallRunner):
                 return found
             except RankLost as error:
                 self._recover_from_loss(error)
-                self._catch_up()
+                self._run_pending_steps()
 
-    def _broadcast_errors(self, run: Callable[[], T]) -> T:
+    def _run_and_send_errors(self, run: Callable[[], T]) -> T:
         """Run a call, and send the errors that all training ranks raise together to the idle ranks."""
         try:
             return run()
         except RankLost:
             raise
         except FsdpxError as error:
-            self._coordinator.send_failure(error)
+            self._coordinator.send_error_to_idle_ranks(error)
             raise
 
     def _recover_from_loss(self, error: RankLost) -> None:
         if self.background_save is not None:
             self.background_save.abandon()
-            self._given_up = True
+            self._save_abandoned = True
         self._coordinator.recover_from_loss(error)
-        self._use_current_session()
+        self._switch_to_current_session()

@@ -25,19 +25,19 @@ from fsdpx.core.state.tuning import agree_on_tuning
 from fsdpx.core.trainer.batch import describe_different_calls
 from fsdpx.core.trainer.recipe import Recipe
 from fsdpx.errors import CheckpointError, ConfigError, DataError, DesyncError, FsdpxError, MeshError, RankLost
-from fsdpx.ext.elastic.assembly import Assembler, Assembly, Member, find_widest_mesh, recv_value, send_value
+from fsdpx.ext.elastic.assembly import Assembler, Assembly, Member, find_widest_mesh, recv_value, send_value_to_ranks
 from fsdpx.ext.elastic.copies import StateGeneration
-from fsdpx.ext.elastic.reshard import drain_or_keep_transfers, iterate_changing_rows, iterate_current_parts
+from fsdpx.ext.elastic.reshard import drain_or_keep_transfers, iterate_current_parts, iterate_rows_changed_before_commit
 from fsdpx.ext.watch.watchdog import Watchdog
 
 __all__ = ["Coordinator", "Recovery"]
 
-FINE, ARRIVED, CALM = 1, 2, 4
+NO_LOSS, COPIES_ARRIVED, SIZE_UNCHANGED = 1, 2, 4
 """Flags of a rank at each agreement, and their meaning if all ranks set them: no rank was lost; copies under way have
 arrived; no other number of ranks is requested."""
-RARE, RAREST = 3, 10
-"""From bit RARE on, one bit per interval: copies every 1, 2, 4, ... 2^RAREST steps are cheap enough. The lowest bit
-that all ranks set is used."""
+INTERVAL_SHIFT, MAX_INTERVAL_LOG2 = 3, 10
+"""From bit INTERVAL_SHIFT on, each bit stands for an interval: copies every 1, 2, 4, ... 2^MAX_INTERVAL_LOG2 steps are
+common_bits enough. The lowest bit that all ranks set is used."""
 MAX_COPY_TIME_SHARE = 0.01
 """Largest share of the time for copies, if the user does not set the interval."""
 SEND_COST_FACTOR = 3.0
@@ -99,30 +99,33 @@ class CopyInterval:
         """Count a copy."""
         self._takes += 1
 
-    def find_cheap_intervals(self, copying: float) -> int:
+    def compute_cheap_interval_bits(self, copy_seconds: float) -> int:
         """Return the intervals with which copies cost at most MAX_COPY_TIME_SHARE of the time on this rank: all powers
-        of two from the smallest one on, as bits. copying: seconds that the last copy took."""
+        of two from the smallest one on, as bits. copy_seconds: seconds that the last copy took."""
         least = 1.0
         if self._takes > 2 and self._steps:  # the first copies also allocate buffers
-            cost = copying * (1 + SEND_COST_FACTOR * self._elastic.copies)
+            cost = copy_seconds * (1 + SEND_COST_FACTOR * self._elastic.copies)
             least = max(cost / (MAX_COPY_TIME_SHARE * median(self._steps)), 1.0)
-        level = min(ceil(log2(least)), RAREST)
-        return (1 << RAREST + 1) - (1 << level)
+        level = min(ceil(log2(least)), MAX_INTERVAL_LOG2)
+        return (1 << MAX_INTERVAL_LOG2 + 1) - (1 << level)
 
-    def set_common_interval(self, cheap: int) -> None:
-        """Set the smallest interval that all ranks find cheap enough. cheap: bitwise AND of theirs."""
-        self.every = self._elastic.every or cheap & -cheap
+    def set_smallest_common_interval(self, common_bits: int) -> None:
+        """Set the smallest interval that all ranks find common_bits enough. common_bits: bitwise AND of theirs."""
+        self.every = self._elastic.every or common_bits & -common_bits
 
 
 @dataclass(frozen=True)
 class StepPosition:
-    """The progress of a run. step: number of the last step that counts. kept: newest step that will never be repeated.
-    under_way: step of the copies that have not arrived. updating: whether a step is agreed on but not finished.
-    scalars, before: values, before the next step, of all that a step changes before parameters and optimizer state, as
-    it may fail then."""
+    """The progress of a run.
+
+    step: number of the last step that counts. secure_step: newest step that will never be repeated. scalars, before:
+    values, before the next step, of everything that a step changes before parameters and optimizer state; needed
+    because the step may fail then. under_way: step of the copies that have not arrived. updating: whether a step is
+    agreed on but not finished.
+    """
 
     step: int
-    kept: int
+    secure_step: int
     scalars: RunScalars
     before: dict[LedgerKey, Any]
     under_way: int | None = None
@@ -143,69 +146,73 @@ class Coordinator:
         self.recoveries: list[Recovery] = []
         self.asked = False
         self._assembler = Assembler(recipe, tuning, elastic, commit)
-        self._born = control.rank
+        self._initial_rank = control.rank
         self._refused: int | None = None  # requested number of ranks that the mesh cannot use
-        self._given_up: list[tuple[SurvivorCommunicator, Watchdog]] = []
-        self._pace = CopyInterval(elastic)
-        self._switch_to_assembly(self._assembler.build_at_start(control, self.ranks))
+        self._abandoned: list[tuple[SurvivorCommunicator, Watchdog]] = []
+        self._copy_interval = CopyInterval(elastic)
+        self._switch_to_assembly(self._assembler.build_initial_assembly(control, self.ranks))
 
     def _switch_to_assembly(self, assembly: Assembly) -> None:
         self.assembly, self.asked = assembly, False
-        self._at = self._make_position(assembly.step, assembly.step)
+        self._position = self._make_position(assembly.step, assembly.step)
         if assembly.copied:
             self.assembly.copies.promote_generation()
-        self._pace.restart_timing()
+        self._copy_interval.restart_timing()
 
-    def _make_position(self, step: int, kept: int, under_way: int | None = None) -> StepPosition:
+    def _make_position(self, step: int, secure_step: int, under_way: int | None = None) -> StepPosition:
         state = self.assembly.session.state
-        before = {key: array.copy() for key, array in iterate_changing_rows(state)} if self.assembly.is_training else {}
-        return StepPosition(step, kept, collect_scalars(state, None, None), before, under_way)
+        before = (
+            {key: array.copy() for key, array in iterate_rows_changed_before_commit(state)}
+            if self.assembly.is_training
+            else {}
+        )
+        return StepPosition(step, secure_step, collect_scalars(state, None, None), before, under_way)
 
     @property
     def last_step(self) -> int:
         """Number of the last step that counts."""
-        return self._at.step
+        return self._position.step
 
     @property
     def newest_secure_step(self) -> int:
         """Number of the newest step that will never be repeated."""
-        return self._at.kept
+        return self._position.secure_step
 
     # -- agreements ----------------------------------------------------------------------------------------------------
 
     def agree_on_step(self) -> None:
         """Return when all living ranks have arrived; raise RankLost on all of them if one was lost on the way.
         Collective."""
-        flags = FINE | (ARRIVED if self.assembly.copies.has_generation_arrived() else 0)
-        flags |= CALM if self._read_requested_ranks() in (self.ranks, self._refused) else 0
+        flags = NO_LOSS | (COPIES_ARRIVED if self.assembly.copies.has_generation_arrived() else 0)
+        flags |= SIZE_UNCHANGED if self._read_requested_ranks() in (self.ranks, self._refused) else 0
         common = self.assembly.control.agree_on_flags(
-            flags | self._pace.find_cheap_intervals(self.assembly.copies.copying) << RARE
+            flags | self._copy_interval.compute_cheap_interval_bits(self.assembly.copies.copy_seconds) << INTERVAL_SHIFT
         )
-        if not common & FINE:
+        if not common & NO_LOSS:
             raise AgreementRefused("a rank was lost before all had come to the agreement")
-        if common & ARRIVED and self._at.under_way is not None:
-            self._at = replace(self._at, kept=self._at.under_way, under_way=None)
+        if common & COPIES_ARRIVED and self._position.under_way is not None:
+            self._position = replace(self._position, secure_step=self._position.under_way, under_way=None)
             self.assembly.copies.promote_generation()
-        self.asked = not common & CALM
-        self._pace.set_common_interval(common >> RARE)
+        self.asked = not common & SIZE_UNCHANGED
+        self._copy_interval.set_smallest_common_interval(common >> INTERVAL_SHIFT)
 
     def commit_step(self) -> None:
         """Agree on a step, after which this rank updates its shard without the others. Collective."""
         self.agree_on_step()
-        self._at = replace(self._at, updating=True)
+        self._position = replace(self._position, updating=True)
 
-    def finish_step(self) -> None:
+    def finish_step_and_start_copies(self) -> None:
         """Count a finished step, and start copies when due. Needs no other rank, and decides from the last agreement
         only, as another rank may be learning of a loss at this moment."""
-        self._pace.record_step()
-        at = self._make_position(self.last_step + 1, self.newest_secure_step, self._at.under_way)
+        self._copy_interval.record_step()
+        at = self._make_position(self.last_step + 1, self.newest_secure_step, self._position.under_way)
         if not self.assembly.copies.needed:
-            at = replace(at, kept=at.step)
-        elif at.under_way is None and at.step - at.kept >= self._pace.every:
+            at = replace(at, secure_step=at.step)
+        elif at.under_way is None and at.step - at.secure_step >= self._copy_interval.every:
             at = replace(at, under_way=at.step)
-            self._pace.record_copy()
+            self._copy_interval.record_copy()
             self.assembly.copies.start_copying(at.scalars, at.step)
-        self._at = at
+        self._position = at
 
     def _read_requested_ranks(self) -> int | None:
         """Return the requested number of ranks; only the lowest rank reads the file."""
@@ -232,33 +239,33 @@ class Coordinator:
 
     # -- replaced state ------------------------------------------------------------------------------------------------
 
-    def copy_state_now(self) -> None:
+    def copy_state_and_wait(self) -> None:
         """Copy the replaced state of the training ranks, and return when the copies have arrived. Collective."""
         if self.assembly.copies.needed:
             self.assembly.copies.abandon_generation()
-            self._at = replace(self._at, under_way=self.last_step + 1)
+            self._position = replace(self._position, under_way=self.last_step + 1)
             self.assembly.copies.start_copying(
                 collect_scalars(self.assembly.session.state, None, None), self.last_step + 1
             )
             self.assembly.copies.wait_for_generation()
 
-    def agree_on_new_state(self) -> None:
+    def count_new_state_as_step(self) -> None:
         """Count the replaced state like a step that will never be repeated."""
-        self._at = self._make_position(self.last_step + 1, self.last_step + 1)
+        self._position = self._make_position(self.last_step + 1, self.last_step + 1)
 
     # -- idle ranks ----------------------------------------------------------------------------------------------------
 
-    def send_result(self, call: str, value: Any) -> None:
+    def send_result_to_idle_ranks(self, call: str, value: Any) -> None:
         """Send the result of a call to the idle ranks; only the lowest training rank sends."""
         training = self.assembly.training
         if self.assembly.control.rank == training[0]:
-            send_value(
+            send_value_to_ranks(
                 self.assembly.control,
                 [r for r in range(self.assembly.control.size) if r not in training],
                 (call, value),
             )
 
-    def recv_result(self, call: str) -> Any:
+    def recv_result_or_raise(self, call: str) -> Any:
         """Receive the result of a call on an idle rank. Raises an error of the training ranks here as well, and
         DesyncError if they made another call."""
         source = self.assembly.training[0]
@@ -271,11 +278,11 @@ class Coordinator:
             raise DesyncError(describe_different_calls({source: heard, self.assembly.control.rank: call}))
         return value
 
-    def send_failure(self, error: FsdpxError) -> None:
+    def send_error_to_idle_ranks(self, error: FsdpxError) -> None:
         """Send an error to the idle ranks. An error that all training ranks raise together is raised once all ranks
         have agreed that no loss caused it on some of them. An error of a single rank ends the job."""
         agreed = isinstance(error, ConfigError | DataError | CheckpointError)
-        self.send_result("", TrainingFailure(type(error).__name__, str(error), agreed))
+        self.send_result_to_idle_ranks("", TrainingFailure(type(error).__name__, str(error), agreed))
         if agreed:
             self.agree_on_step()
 
@@ -299,7 +306,7 @@ class Coordinator:
                 assembly = self._rebuild_assembly(control, generations, self.ranks)
             except RankLost:
                 control.revoke()
-            if control.agree_on_flags(FINE if assembly else 0):
+            if control.agree_on_flags(NO_LOSS if assembly else 0):
                 break
             control.revoke()
             tried.append(control)
@@ -333,15 +340,15 @@ class Coordinator:
         """Stop watching a communicator on which no rank will wait again. A rank may die before it has done so: the next
         call removes its record."""
         if (watchdog := stop_watching(control)) is not None:
-            self._given_up.append((control, watchdog))
-        for before, watchdog in self._given_up:
+            self._abandoned.append((control, watchdog))
+        for before, watchdog in self._abandoned:
             watchdog.remove_dead_records(before.get_failed_ranks())
 
     def _rebuild_assembly(
         self, control: SurvivorCommunicator, generations: list[StateGeneration], ranks: int | None
     ) -> Assembly:
         seat = self.assembly.training.index(self.assembly.control.rank) if self.assembly.is_training else None
-        member = Member(self._born, seat, self.newest_secure_step == 0, [])
+        member = Member(self._initial_rank, seat, self.newest_secure_step == 0, [])
         timeout = None if self.assembly.watchdog is None else self.assembly.watchdog.timeout
         return self._assembler.rebuild_after_change(
             control, member, generations, ranks, self.report_to_observers, timeout
@@ -364,9 +371,9 @@ class Coordinator:
     def _list_generations(self) -> list[StateGeneration]:
         """Return the states in this rank's memory: its own, unless it is half updated, and the copies that it keeps."""
         found = self.assembly.copies.list_generations()
-        if self.assembly.is_training and not self._at.updating:
-            parts = list(iterate_current_parts(self.assembly.session.state, self._at.before))
-            found.insert(0, StateGeneration(self.last_step, self._at.scalars, parts))
+        if self.assembly.is_training and not self._position.updating:
+            parts = list(iterate_current_parts(self.assembly.session.state, self._position.before))
+            found.insert(0, StateGeneration(self.last_step, self._position.scalars, parts))
         return found
 
     def _drain_transfers(self) -> None:

@@ -159,18 +159,18 @@ class StateCopies:
         """comm: used only for copies. state: on an idle rank, any state. copies: of each rank's state. Collective."""
         self._comm, self._state, self._trains = comm, state, trains
         self.needed = are_copies_needed(comm.size, state.placement.axes.replica.size, copies)
-        self.copying = 0.0
+        self.copy_seconds = 0.0
         """Seconds that the last `start_copying` took to copy the state on this rank."""
-        self.travelling = 0.0
+        self.transfer_seconds = 0.0
         """Seconds from the last `start_copying` to the arrival of all its messages."""
         self._complete: list[tuple[GenerationBuffers, int, RunScalars]] = []  # newest first
         self._spare: list[GenerationBuffers] = []
         self._under_way: tuple[GenerationBuffers, int, RunScalars] | None = None
-        self._flying: deque[Handle] = deque()
+        self._transfers: deque[Handle] = deque()
         self._lost: RankLost | None = None  # raised when transfers were started
-        weakref.finalize(self, drain_or_keep_transfers, self._flying)  # MPI may still write to the buffers
+        weakref.finalize(self, drain_or_keep_transfers, self._transfers)  # MPI may still write to the buffers
         self._begun = 0.0
-        self._made = 0  # buffers made so far
+        self._buffer_count = 0  # buffers made so far
         self._partners = CopyPartners((), [], {})
         if self.needed:
             own = [describe_shard(part) for part in self._iterate_current_parts()]
@@ -196,19 +196,19 @@ class StateCopies:
         if not self.needed:
             return
         self._begun = perf_counter()
-        buffers = self._take_buffers()
+        buffers = self._take_or_make_buffers()
         for target, source in zip(buffers.mine, self._iterate_current_parts(), strict=True):
             assert describe_shard(source) == describe_shard(target)
             target.array[...] = to_host(source.array)
         self._under_way = buffers, scalars.steps if step is None else step, scalars
-        self.copying = perf_counter() - self._begun
+        self.copy_seconds = perf_counter() - self._begun
         try:
             for rank, buffer in buffers.kept.items():
                 for part in _split_into_messages(buffer):
-                    self._flying.append(self._comm.recv(part, rank, what=f"the state of rank {rank}"))
+                    self._transfers.append(self._comm.recv(part, rank, what=f"the state of rank {rank}"))
             for rank in self._partners.buddies:
                 for part in _split_into_messages(buffers.own):
-                    self._flying.append(self._comm.send(part, rank, what="a copy of the state"))
+                    self._transfers.append(self._comm.send(part, rank, what="a copy of the state"))
         except RankLost as error:
             self._lost = error
 
@@ -220,13 +220,13 @@ class StateCopies:
         """
         if self._lost is not None:
             raise self._lost
-        if not self._flying:
+        if not self._transfers:
             return True
-        while self._flying and self._flying[0].test():
-            self._flying.popleft()
-        if not self._flying:
-            self.travelling = perf_counter() - self._begun
-        return not self._flying
+        while self._transfers and self._transfers[0].test():
+            self._transfers.popleft()
+        if not self._transfers:
+            self.transfer_seconds = perf_counter() - self._begun
+        return not self._transfers
 
     def wait_for_generation(self) -> None:
         """Return when the generation under way has arrived. The watchdog sees this wait like any other."""
@@ -239,7 +239,7 @@ class StateCopies:
         if not self.needed:
             return
         assert self._under_way is not None, "promote without take"
-        assert not self._flying, "promote before all has arrived"
+        assert not self._transfers, "promote before all has arrived"
         self._complete.insert(0, self._under_way)
         self._under_way = None
 
@@ -249,8 +249,8 @@ class StateCopies:
 
     def abandon_generation(self) -> None:
         """Drop the generation under way, after a failure and `revoke`. Complete ones stay."""
-        over = drain_or_keep_transfers(self._flying)
-        self._flying.clear()
+        over = drain_or_keep_transfers(self._transfers)
+        self._transfers.clear()
         self._lost = None
         if self._under_way is not None and over:
             self._spare.append(self._under_way[0])
@@ -272,14 +272,14 @@ class StateCopies:
     def _iterate_current_parts(self) -> Iterable[LocalShard]:
         return iterate_current_parts(self._state) if self._trains else ()
 
-    def _take_buffers(self) -> GenerationBuffers:
+    def _take_or_make_buffers(self) -> GenerationBuffers:
         """Return buffers for a generation: those of the older of two complete ones, spare ones, or new ones."""
         if len(self._complete) == 2:
             return self._complete.pop()[0]
         if self._spare:
             return self._spare.pop()
-        self._made += 1
-        return GenerationBuffers(self._state.ledger, self._made, self._partners)
+        self._buffer_count += 1
+        return GenerationBuffers(self._state.ledger, self._buffer_count, self._partners)
 
 
 def _split_into_messages(buffer: np.ndarray) -> Iterator[np.ndarray]:

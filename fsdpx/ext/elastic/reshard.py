@@ -22,25 +22,10 @@ from fsdpx.nn.layer import ParameterSpec
 from fsdpx.nn.shard_specs import ShardSpec
 
 __all__ = [
-    "MAX_MESSAGES_IN_FLIGHT",
-    "ElementMove",
-    "ElementRows",
-    "ElementRuns",
-    "Gaps",
-    "ReshardMessage",
-    "ReshardPlan",
-    "ShardDescriptor",
-    "ShardSupply",
-    "assign_moves",
-    "describe_shard",
-    "drain_or_keep_transfers",
-    "find_element_runs",
-    "find_missing_elements",
-    "find_uncovered_elements",
-    "has_elements_in_gaps",
-    "iterate_changing_rows",
-    "iterate_current_parts",
-    "reshard_arrays",
+    "MAX_MESSAGES_IN_FLIGHT", "ElementMove", "ElementRows", "ElementRuns", "Gaps", "ReshardMessage", "ReshardPlan",
+    "ShardDescriptor", "ShardSupply", "assign_moves", "describe_missing_elements", "describe_shard",
+    "drain_or_keep_transfers", "find_element_runs", "find_uncovered_elements", "has_elements_in_gaps",
+    "iterate_current_parts", "iterate_rows_changed_before_commit", "reshard_arrays",
 ]  # fmt: skip
 
 Gaps = tuple[np.ndarray, np.ndarray]
@@ -115,11 +100,11 @@ def find_element_runs(part: ShardDescriptor) -> ElementRuns:
 
 
 def iterate_current_parts(state: TrainState, before: Mapping[LedgerKey, Any] | None = None) -> Iterator[LocalShard]:
-    """Yield the parts of the train state that are up to date on this rank: running statistics only on their home pipe
-    rank.
+    """Yield the parts of the train state that are up to date on this rank. Running statistics are so only on their home
+    pipeline rank.
 
-    before: arrays to use for some rows instead of the present ones, see `iterate_changing_rows`: those that an
-    unfinished step has changed.
+    before: arrays to use for some rows instead of the present ones, because an unfinished step has changed them (see
+    `iterate_rows_changed_before_commit`).
     """
     home, here = state.placement.statistic_ranks, state.placement.axes.coordinates.pipe
     for part in iterate_local_shards(state):
@@ -131,7 +116,7 @@ def iterate_current_parts(state: TrainState, before: Mapping[LedgerKey, Any] | N
     yield from iterate_codec_memory(state, before)
 
 
-def iterate_changing_rows(state: TrainState) -> Iterator[tuple[LedgerKey, Any]]:
+def iterate_rows_changed_before_commit(state: TrainState) -> Iterator[tuple[LedgerKey, Any]]:
     """Return the rows that change before all ranks agree on a step: running statistics in forward, memory of codecs in
     reduces."""
     return (
@@ -139,7 +124,9 @@ def iterate_changing_rows(state: TrainState) -> Iterator[tuple[LedgerKey, Any]]:
     )
 
 
-def find_missing_elements(have: Iterable[Iterable[ShardDescriptor]], want: Mapping[str, ParameterSpec]) -> list[str]:
+def describe_missing_elements(
+    have: Iterable[Iterable[ShardDescriptor]], want: Mapping[str, ParameterSpec]
+) -> list[str]:
     """Return the tensors of `want` of which no rank holds some element, as text: "0.weight: elements 12..24 of 48".
 
     have: parts of each rank. Local: ranks with the same arguments get the same result.
@@ -204,11 +191,11 @@ class ElementRows(NamedTuple):
     def write_to(self, array: Any, values: Any) -> None:
         """Copy values to these elements of `array`."""
         if self._has_short_runs(array):
-            array[self._make_index(array)] = _copy_to_device_of(array, values)
+            array[self._make_index(array)] = _move_to_device_of(array, values)
             return
         at = 0
         for view in self._iterate_views(array):
-            _copy_to_device(view, values[at : at + view.size])
+            _copy_into(view, values[at : at + view.size])
             at += view.size
 
     def _iterate_views(self, array: Any) -> Iterator[Any]:
@@ -223,7 +210,7 @@ class ElementRows(NamedTuple):
 
     def _make_index(self, array: Any) -> Any:
         ends = np.cumsum(self.size)
-        return _copy_to_device_of(array, np.repeat(self.at - (ends - self.size), self.size) + np.arange(ends[-1]))
+        return _move_to_device_of(array, np.repeat(self.at - (ends - self.size), self.size) + np.arange(ends[-1]))
 
 
 SHORT_RUN_ELEMENTS = 32
@@ -292,7 +279,7 @@ class ReshardPlan:
     def local_moves(self) -> list[tuple[ElementRows, ElementRows]]:
         """Elements that this rank both holds and wants, as (source, target) rows."""
         mine = [move for move in self._incoming_moves if move.source == self.rank]
-        sides = zip(self._pack_messages(mine, True), self._pack_messages(mine, False), strict=True)
+        sides = zip(self._pack_rows_into_messages(mine, True), self._pack_rows_into_messages(mine, False), strict=True)
         return [pair for rows in sides for pair in zip(*rows, strict=True)]
 
     @cached_property
@@ -307,7 +294,7 @@ class ReshardPlan:
             number = (dest - self.rank) % size
             found += [
                 ReshardMessage((number, i, self.rank), True, dest, r)
-                for i, r in enumerate(self._pack_messages(moves, True))
+                for i, r in enumerate(self._pack_rows_into_messages(moves, True))
             ]
         return sorted(found, key=lambda message: message.number)
 
@@ -318,7 +305,7 @@ class ReshardPlan:
         for move in self._incoming_moves:
             received[move.source].append(move)
         for source, moves in received.items():
-            for i, rows in enumerate(self._pack_messages(moves, False) if source != self.rank else ()):
+            for i, rows in enumerate(self._pack_rows_into_messages(moves, False) if source != self.rank else ()):
                 yield ReshardMessage(((self.rank - source) % size, i, source), False, source, rows)
 
     @cached_property
@@ -332,9 +319,9 @@ class ReshardPlan:
         return found
 
     @cached_property
-    def _turn_by_name(self) -> dict[str, int]:
+    def _holder_offset_by_name(self) -> dict[str, int]:
         """By tensor name, the offset at which the holders of that tensor start to take turns."""
-        return {name: turn for turn, name in enumerate(sorted(self._supplies))}
+        return {name: holder_offset for holder_offset, name in enumerate(sorted(self._supplies))}
 
     @cached_property
     def _incoming_moves(self) -> list[ElementMove]:
@@ -365,10 +352,10 @@ class ReshardPlan:
             for supply in ranks[rank]
             if supply.part.span[0] < last and first < supply.part.span[1]
         ]
-        grid = max(self.block // parse_dtype(part.dtype).itemsize, 1)
-        return assign_moves(part, index, dest, supplies, self._turn_by_name[part.name], grid)
+        chunk = max(self.block // parse_dtype(part.dtype).itemsize, 1)
+        return assign_moves(part, index, dest, supplies, self._holder_offset_by_name[part.name], chunk)
 
-    def _pack_messages(self, moves: Iterable[ElementMove], sends: bool) -> list[list[ElementRows]]:
+    def _pack_rows_into_messages(self, moves: Iterable[ElementMove], sends: bool) -> list[list[ElementRows]]:
         """Return the rows of each message. All elements are laid out one after the other, each move from a multiple of
         ALIGN_BYTES on, and divided every `block` bytes: so sender and receiver divide the same way, and most of a long
         run travels in messages of its own."""
@@ -397,20 +384,21 @@ ALIGN_BYTES = 8
 
 
 def assign_moves(
-    want: ShardDescriptor, index: int, receiver: int, supplies: Sequence[ShardSupply], turn: int, grid: int
+    want: ShardDescriptor, index: int, receiver: int, supplies: Sequence[ShardSupply], holder_offset: int, chunk: int
 ) -> list[ElementMove]:
     """Return the moves that fill `want`, part number `index` of those that `receiver` wants, from `supplies`, in order
     for each source.
 
-    An element comes from the receiver itself if it holds it, else from one of its holders: they take turns every `grid`
-    elements, starting with another holder for every tensor (`turn`) and receiver.
+    The receiver copies elements that it holds itself. Its other elements come from their holders, which take turns
+    every `chunk` elements; `holder_offset` and the receiver's rank determine which holder is first, so that the load is
+    spread.
     """
-    wanted, lying = find_element_runs(want), [find_element_runs(supply.part) for supply in supplies]
-    edges = _find_split_positions(wanted, lying, grid)
+    wanted, held = find_element_runs(want), [find_element_runs(supply.part) for supply in supplies]
+    edges = _find_split_positions(wanted, held, chunk)
     to = _find_local_positions(wanted, edges[:-1])
     inside = to >= 0
     start, size, to = edges[:-1][inside], np.diff(edges)[inside], to[inside]
-    places = [_find_local_positions(some, start) for some in lying]
+    places = [_find_local_positions(some, start) for some in held]
     others = [(i, place) for i, (o, place) in enumerate(zip(supplies, places, strict=True)) if o.rank != receiver]
     chosen, at = np.full(start.size, -1), np.zeros(start.size, np.int64)
 
@@ -422,7 +410,7 @@ def assign_moves(
         if supply.rank == receiver:
             take_masked(i, places[i] >= 0)
     count = sum(((place >= 0).astype(np.int64) for _, place in others), np.zeros(start.size, np.int64))
-    number, seen = (start // grid + turn + receiver) % np.maximum(count, 1), np.zeros(start.size, np.int64)
+    number, seen = (start // chunk + holder_offset + receiver) % np.maximum(count, 1), np.zeros(start.size, np.int64)
     for i, place in others:
         take_masked(i, (place >= 0) & (seen == number))
         seen += place >= 0
@@ -438,12 +426,12 @@ def assign_moves(
     return found
 
 
-def _find_split_positions(wanted: ElementRuns, lying: Sequence[ElementRuns], grid: int) -> np.ndarray:
+def _find_split_positions(wanted: ElementRuns, held: Sequence[ElementRuns], chunk: int) -> np.ndarray:
     """Return positions in the tensor between which each rank holds all elements or none, and the sender does not
     change."""
     first, last = int(wanted.start[0]), int(wanted.stop[-1])
-    lines = np.arange(-(-first // grid) * grid, last, grid, dtype=np.int64)
-    edges = np.concatenate([*wanted[:2], *(edge for some in lying for edge in some[:2]), lines])
+    lines = np.arange(-(-first // chunk) * chunk, last, chunk, dtype=np.int64)
+    edges = np.concatenate([*wanted[:2], *(edge for some in held for edge in some[:2]), lines])
     return np.unique(edges[(first <= edges) & (edges <= last)])
 
 
@@ -465,20 +453,20 @@ def reshard_arrays(
 ) -> None:
     """Fill the arrays of `want` on every rank from the arrays of `have` on any rank, bit for bit. Collective.
 
-    Every rank may hold and want any elements, or none; elements that several ranks hold must have equal bits. A rank
-    copies the elements it holds itself; the rest comes from their holders, in turns. Arrays of `want` may share memory
-    with those of `have` only for the same elements. All wanted elements must be held by some rank: call
-    `find_missing_elements` before. Raises RankLost if a rank dies; `comm` is revoked then, and some of `want` may be
-    filled.
+    Every rank may hold and want any elements, or none. Elements that several ranks hold must have equal bits. A rank
+    copies the elements that it holds itself; the others come from their holders, which take turns. Arrays of `want` may
+    share memory with those of `have` only for the same elements. Some rank must hold every wanted element: check it
+    with `describe_missing_elements` before. Raises RankLost if a rank dies; `comm` is revoked then, and some of `want`
+    may be filled.
 
-    A rank receives the bytes that it wants and does not hold, in messages of at most `block` bytes. Besides the arrays
-    it needs up to MAX_MESSAGES_IN_FLIGHT x block, and only for elements that are not contiguous.
+    A rank receives the bytes that it wants and does not hold, in messages of at most `block` bytes. It needs additional
+    memory only for elements that are not contiguous, up to MAX_MESSAGES_IN_FLIGHT x block.
     """
     mine = ([describe_shard(part) for part in have], [describe_shard(part) for part in want])
     everyone = comm.all_gather_data(mine)
     plan = ReshardPlan(comm.rank, [one[0] for one in everyone], [one[1] for one in everyone], block)
     plan.require_all_elements_held()
-    given, taken = [_view_bits(part.array) for part in have], [_view_bits(part.array) for part in want]
+    given, taken = [_view_as_unsigned(part.array) for part in have], [_view_as_unsigned(part.array) for part in want]
     _exchange_messages(comm, plan, given, taken, [part.name for part in have], [part.name for part in want])
 
 
@@ -511,27 +499,27 @@ def _exchange_messages(
     At any time the unfinished message with the lowest number is under way on both sides: all messages that either side
     posted before it are complete. So waiting for the oldest cannot deadlock, even if a send waits for its receive.
     """
-    flying: deque[ReshardTransfer] = deque()
+    transfers: deque[ReshardTransfer] = deque()
     spare: list[np.ndarray] = []
 
     def wait_for_oldest() -> None:
-        flying[0].handle.wait()
-        flying.popleft().on_complete()
+        transfers[0].handle.wait()
+        transfers.popleft().on_complete()
 
     try:
         for message in plan.ordered_messages:
-            if len(flying) == MAX_MESSAGES_IN_FLIGHT:
+            if len(transfers) == MAX_MESSAGES_IN_FLIGHT:
                 wait_for_oldest()
             arrays, names = (have, have_names) if message.sends else (want, want_names)
-            flying.append(_start_message(comm, message, arrays, names, spare, plan.block))
+            transfers.append(_start_message(comm, message, arrays, names, spare, plan.block))
         for had, wanted in plan.local_moves:
             wanted.write_to(want[wanted.part], had.read_from(have[had.part]))
-        while flying:
+        while transfers:
             wait_for_oldest()
     except RankLost:
         if isinstance(comm, SurvivorCommunicator):
             comm.revoke()
-        drain_or_keep_transfers(one.handle for one in flying)
+        drain_or_keep_transfers(one.handle for one in transfers)
         raise
 
 
@@ -558,7 +546,7 @@ def _start_message(
         packed.append((rows, array, block_memory[filled:end].view(array.dtype)))
         filled = end
         if message.sends:
-            _copy_to_device(packed[-1][2], rows.read_from(array))
+            _copy_into(packed[-1][2], rows.read_from(array))
 
     def write_received() -> None:
         for rows, array, part in () if message.sends else packed:
@@ -568,17 +556,17 @@ def _start_message(
     return ReshardTransfer(call(block_memory[:filled], message.peer, what=what), write_received)
 
 
-def _view_bits(array: Any) -> Any:
+def _view_as_unsigned(array: Any) -> Any:
     """Return a view as integers of the same width, whose bits no library interprets as floats."""
     return array.view(np.dtype(f"u{array.dtype.itemsize}"))
 
 
-def _copy_to_device_of(array: Any, values: Any) -> Any:
+def _move_to_device_of(array: Any, values: Any) -> Any:
     """Return the values on the device of `array`: on the host or on a GPU."""
     if isinstance(array, np.ndarray):
         return to_host(values)
     return from_host(namespace_of(array), values) if isinstance(values, np.ndarray) else values
 
 
-def _copy_to_device(target: Any, source: Any) -> None:
-    target[...] = _copy_to_device_of(target, source)
+def _copy_into(target: Any, source: Any) -> None:
+    target[...] = _move_to_device_of(target, source)

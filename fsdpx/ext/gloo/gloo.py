@@ -43,13 +43,13 @@ from fsdpx.core.comm.message_backend import (
 from fsdpx.core.comm.p2p_collectives import Pairs
 from fsdpx.core.comm.reduction import is_summed_in_rank_order
 from fsdpx.errors import CommError, CommTimeout, ConfigError
-from fsdpx.ext.gloo.rendezvous import CHALLENGE_BYTES, SEAL_BYTES, Rendezvous, make_proof
+from fsdpx.ext.gloo.rendezvous import CHALLENGE_BYTES, SEAL_BYTES, Rendezvous, compute_hmac
 
 __all__ = ["GlooCommunicator"]
 
 _NO_TIMEOUT = timedelta(days=30)
 """Timeout of Gloo itself: the waits of fsdpx end earlier."""
-_SECONDS_TO_TELL = 1.0
+_SECONDS_TO_RECORD_END = 1.0
 """Seconds for which a rank that aborts the job tries to record its end in the store."""
 _SECONDS_TO_FINISH = 5.0
 """Seconds for which an ending process waits for its threads that wait for messages."""
@@ -64,31 +64,33 @@ class GlooCommunicator(MessageBackend):
 
     library = "gloo"
 
-    def __init__(self, roll: Rendezvous, timeout: float = DEFAULT_TIMEOUT_SECONDS) -> None:
-        roll.worlds += 1
-        self._connect(roll, str(roll.worlds), roll.rank, roll.size, timeout, Progress())
+    def __init__(self, rendezvous: Rendezvous, timeout: float = DEFAULT_TIMEOUT_SECONDS) -> None:
+        rendezvous.worlds += 1
+        self._connect(rendezvous, str(rendezvous.worlds), rendezvous.rank, rendezvous.size, timeout, Progress())
 
-    def _connect(self, roll: Rendezvous, name: str, rank: int, size: int, timeout: float, progress: Progress) -> None:
+    def _connect(
+        self, rendezvous: Rendezvous, name: str, rank: int, size: int, timeout: float, progress: Progress
+    ) -> None:
         super().__init__(rank, size, progress)
-        self.roll, self.timeout = roll, timeout
+        self.rendezvous, self.timeout = rendezvous, timeout
         self._name, self._groups = name, 0
         self._itself = LocalCommunicator(ThreadGroup(ThreadWorld(timeout), [0]), 0, progress)
         self._gloo: Any = None
         if size > 1:
-            with roll.translate_torch_errors(
-                f"rank {roll.rank} of {roll.size} could not connect to the others by Gloo"
+            with rendezvous.translating_torch_errors(
+                f"rank {rendezvous.rank} of {rendezvous.size} could not connect to the others by Gloo"
             ):
                 gloo: Any = dist.ProcessGroupGloo  # its stubs lack the options
                 options = gloo._Options()
                 options._timeout = timedelta(
-                    seconds=roll.compute_seconds_left() if name == "1" else max(timeout, roll.timeout)
+                    seconds=rendezvous.compute_seconds_left() if name == "1" else max(timeout, rendezvous.timeout)
                 )
-                options._devices = [_make_device(roll)]
-                store = SealedStore(roll) if roll.secret else roll.store
+                options._devices = [_make_gloo_device(rendezvous)]
+                store = SealedStore(rendezvous) if rendezvous.secret else rendezvous.store
                 self._gloo = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, options)
                 self._gloo._set_default_timeout(_NO_TIMEOUT)
-            if roll.secret:
-                self._prove_identity(name)
+            if rendezvous.secret:
+                self._authenticate_ranks(name)
 
     def __repr__(self) -> str:
         return f"GlooCommunicator(rank={self.rank}, size={self.size})"
@@ -97,31 +99,30 @@ class GlooCommunicator(MessageBackend):
     def native_verbs(self) -> frozenset[str]:
         return frozenset(_NATIVE_CALLS)
 
-    def _prove_identity(self, name: str) -> None:
+    def _authenticate_ranks(self, name: str) -> None:
         """Prove to each other rank, on the connection that will carry data, that this rank knows the secret, and check
         the proofs of the others. Raises CommError for a wrong one."""
-        patience, self.timeout = self.timeout, self.roll.timeout
-        number, width = self.size * CHALLENGE_BYTES, make_proof(b"", "").size
+        patience, self.timeout = self.timeout, self.rendezvous.timeout
+        number, width = self.size * CHALLENGE_BYTES, compute_hmac(b"", "").size
         asked = np.empty(number, np.uint8)
         self.all_gather(np.frombuffer(os.urandom(CHALLENGE_BYTES), np.uint8), asked, what="challenges").wait()
         answers, found = np.empty((self.size, width), np.uint8), np.empty(self.size * width, np.uint8)
         for other in range(self.size):
-            answers[other] = make_proof(self.roll.secret, f"{name} {self.rank} to {other}", asked.tobytes())
+            answers[other] = compute_hmac(self.rendezvous.secret, f"{name} {self.rank} to {other}", asked.tobytes())
         self.all_to_all(answers.reshape(-1), found, what="proofs").wait()
         for other in range(self.size):
-            wanted = make_proof(self.roll.secret, f"{name} {other} to {self.rank}", asked.tobytes())
+            wanted = compute_hmac(self.rendezvous.secret, f"{name} {other} to {self.rank}", asked.tobytes())
             if not compare_digest(wanted.tobytes(), found[other * width :][:width].tobytes()):
                 raise CommError(
                     f"rank {self.rank} of {self.size}: who answers as rank {other} does not know the FSDPX_SECRET "
-                    "of "
-                    "this job, and is refused: a stranger has connected, or FSDPX_SECRET differs between ranks"
+                    "of this job, and is refused: a stranger has connected, or FSDPX_SECRET differs between ranks"
                 )
         self.timeout = patience
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Raise ConfigError where ranks have not proven that they belong together: objects that others have pickled are
         executed."""
-        if self.size > 1 and not self.roll.secret:
+        if self.size > 1 and not self.rendezvous.secret:
             raise ConfigError(
                 "all_gather_object over Gloo runs what other ranks have pickled, and without FSDPX_SECRET nobody knows "
                 "who they are: set FSDPX_SECRET to the same secret on all ranks (openssl rand -hex 32), start them by "
@@ -132,7 +133,7 @@ class GlooCommunicator(MessageBackend):
     # -- calls -----------------------------------------------------------------------------------
 
     def start_transfer(self, call: Call) -> Handle:
-        with self.roll.translate_torch_errors(f"{call.name} on rank {self.rank} of {self.size}"):
+        with self.rendezvous.translating_torch_errors(f"{call.name} on rank {self.rank} of {self.size}"):
             return (
                 self.start_gpu_transfer(call, self._start_call)
                 if has_gpu_array(call.arrays)
@@ -180,7 +181,7 @@ class GlooCommunicator(MessageBackend):
         if not buf.size:
             return COMPLETED
         options = dist.AllreduceOptions()
-        data, options.reduceOp = torch.from_numpy(_view_as_numbers(buf)), _find_gloo_op(buf, call.op)
+        data, options.reduceOp = torch.from_numpy(_view_bool_as_uint8(buf)), _find_gloo_op(buf, call.op)
         handle = GlooWorks(self, call, [self._gloo.allreduce([data], options)], data)
         average = call.op is ReduceOp.AVG
         return HandleWithCallback(handle, partial(np.divide, buf, self.size, buf)) if average else handle
@@ -209,7 +210,7 @@ class GlooCommunicator(MessageBackend):
         ranks = [rank for _, rank in sorted((key, rank) for rank, (wanted, key) in enumerate(given) if wanted == color)]
         group = object.__new__(type(self))
         name = f"{self._name}/{self._groups}.{color}"
-        group._connect(self.roll, name, ranks.index(self.rank), len(ranks), self.timeout, self.progress)
+        group._connect(self.rendezvous, name, ranks.index(self.rank), len(ranks), self.timeout, self.progress)
         return group
 
     def close(self) -> None:
@@ -220,24 +221,24 @@ class GlooCommunicator(MessageBackend):
         """End this process; the other ranks learn of it from the store and by their broken connections to this rank.
 
         The store may have ended with the rank that kept it, or not answer, so the end of this process does not wait for
-        it longer than _SECONDS_TO_TELL.
+        it longer than _SECONDS_TO_RECORD_END.
         """
 
         def report_end() -> None:
             with suppress(Exception):
-                self.roll.record_end(self.roll.rank)
+                self.rendezvous.record_first_ended_rank(self.rendezvous.rank)
 
         telling = threading.Thread(target=report_end, daemon=True)
         telling.start()
-        telling.join(_SECONDS_TO_TELL)
+        telling.join(_SECONDS_TO_RECORD_END)
         _exit(code)
 
 
-def _make_device(roll: Rendezvous) -> Any:
+def _make_gloo_device(rendezvous: Rendezvous) -> Any:
     """Return the network device on which Gloo listens: the loopback interface if all ranks meet inside this host and
     the user has chosen no interface; else the default one."""
-    if roll.inside and not environment.get_gloo_interface():
-        return dist.ProcessGroupGloo.create_device(hostname=roll.inside)
+    if rendezvous.loopback and not environment.get_gloo_interface():
+        return dist.ProcessGroupGloo.create_device(hostname=rendezvous.loopback)
     return dist.ProcessGroupGloo.create_default_device()
 
 
@@ -245,25 +246,26 @@ class SealedStore(dist.Store):
     """The store of a rendezvous for Gloo, which exchanges the addresses of ranks in it. Each value is sealed: otherwise
     a stranger with access to the store could write its own address and relay the traffic between two ranks."""
 
-    def __init__(self, roll: Rendezvous) -> None:
+    def __init__(self, rendezvous: Rendezvous) -> None:
         super().__init__()
-        self._roll = roll
+        self._rendezvous = rendezvous
 
     def set(self, key: str, value: Any) -> None:
-        self._roll.store.set(key, self._roll.compute_seal(key, bytes(value)) + bytes(value))
+        self._rendezvous.store.set(key, self._rendezvous.compute_seal(key, bytes(value)) + bytes(value))
 
     def get(self, key: str) -> bytes:
-        data = bytes(self._roll.store.get(key))
+        data = bytes(self._rendezvous.store.get(key))
         seal, value = data[:SEAL_BYTES], data[SEAL_BYTES:]
-        if not compare_digest(seal, self._roll.compute_seal(key, value)):
+        if not compare_digest(seal, self._rendezvous.compute_seal(key, value)):
             raise CommError(
-                f"rank {self._roll.rank} of {self._roll.size}: the address of another rank at {self._roll.where} is "
-                "not from a rank that knows the FSDPX_SECRET of this job, and is refused: a stranger has written it"
+                f"rank {self._rendezvous.rank} of {self._rendezvous.size}: the address of another rank at "
+                f"{self._rendezvous.where} is not from a rank that knows the FSDPX_SECRET of this job, and is refused: "
+                "a stranger has written it"
             )
         return value
 
     def wait(self, keys: list[str], *timeout: timedelta) -> None:
-        self._roll.store.wait(keys, *timeout)
+        self._rendezvous.store.wait(keys, *timeout)
 
 
 class GlooWorks:
@@ -278,7 +280,7 @@ class GlooWorks:
     def test(self) -> bool:
         works = self._works
         while works and works[-1].is_completed():
-            with self._comm.roll.translate_torch_errors(str(self)):
+            with self._comm.rendezvous.translating_torch_errors(str(self)):
                 works[-1].wait()
             works.pop()
         if not works:
@@ -302,7 +304,7 @@ class WaitedMessages:
     def __init__(self, works: list[Any]) -> None:
         self._works, self._done = works, False
         self._error: Exception | None = None
-        _THREADS.start_waiting(self)
+        _THREADS.wait_in_background(self)
 
     def wait_in_thread(self) -> None:
         try:
@@ -319,7 +321,7 @@ class WaitedMessages:
         if self._error is not None:
             raise self._error
 
-    def abandon_wait(self) -> None:
+    def abandon(self) -> None:
         """Make the waiting thread return: a wait that times out fails everything under way in a group of Gloo."""
         for work in self._works:
             with suppress(RuntimeError):  # the timeout
@@ -338,13 +340,13 @@ class _WaitingThreads:
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._waiting.clear)  # the threads are the parent's
 
-    def start_waiting(self, waited: WaitedMessages) -> None:
+    def wait_in_background(self, waited: WaitedMessages) -> None:
         self._waiting.add(waited)
         self._given.put(waited)
         if not self._free.acquire(blocking=False):
-            threading.Thread(target=self._serve_messages, name="fsdpx gloo", daemon=True).start()
+            threading.Thread(target=self._run_waiting_loop, name="fsdpx gloo", daemon=True).start()
 
-    def _serve_messages(self) -> None:
+    def _run_waiting_loop(self) -> None:
         while True:
             waited = self._given.get()
             waited.wait_in_thread()
@@ -354,7 +356,7 @@ class _WaitingThreads:
     def abandon_all_messages(self) -> None:
         """Abandon the messages not yet complete: the peer has not called, or will find that this rank has ended."""
         for waited in list(self._waiting):
-            waited.abandon_wait()
+            waited.abandon()
         last = time.monotonic() + _SECONDS_TO_FINISH
         while self._waiting and time.monotonic() < last:
             time.sleep(0.001)
@@ -365,7 +367,7 @@ _OPS = {
     ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.AVG: dist.ReduceOp.SUM, ReduceOp.MAX: dist.ReduceOp.MAX,
     ReduceOp.MIN: dist.ReduceOp.MIN, ReduceOp.PROD: dist.ReduceOp.PRODUCT,
 }  # fmt: skip
-_OF_BOOLS = {ReduceOp.SUM: dist.ReduceOp.MAX, ReduceOp.PROD: dist.ReduceOp.MIN}
+_BOOL_OPS = {ReduceOp.SUM: dist.ReduceOp.MAX, ReduceOp.PROD: dist.ReduceOp.MIN}
 
 
 def _find_gloo_op(array: Array, op: ReduceOp) -> Any:
@@ -373,11 +375,11 @@ def _find_gloo_op(array: Array, op: ReduceOp) -> Any:
     if is_summed_in_rank_order(op, array.dtype):
         return None
     if array.dtype.kind == "b":
-        return _OF_BOOLS.get(op, _OPS[op])
+        return _BOOL_OPS.get(op, _OPS[op])
     return _OPS[op] if array.dtype.name in ("float32", "float64", "int32", "int64", "uint8") else None
 
 
-def _view_as_numbers(array: Array) -> Array:
+def _view_bool_as_uint8(array: Array) -> Array:
     """Return bool arrays as uint8, for which torch has MAX and MIN; other arrays as they are."""
     return array.view(np.uint8) if array.dtype.kind == "b" else array
 

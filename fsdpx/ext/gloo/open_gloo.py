@@ -17,10 +17,10 @@ def open_gloo(asked: CommunicatorRequest) -> Communicator:
         environment.check_single_process()  # raises if variables say that this is one of several ranks
     if asked.settings.launcher is None or asked.settings.expected_size == 1:
         return open_local(asked)
-    called = join_rendezvous(asked.settings)
+    rendezvous = join_rendezvous(asked.settings)
     # imports torch; join_rendezvous raises the better error if it is missing
     from fsdpx.ext.gloo.gloo import GlooCommunicator
 
     return set_up_world(
-        GlooCommunicator(called, asked.settings.timeout or DEFAULT_TIMEOUT_SECONDS), asked.settings.shares_memory
+        GlooCommunicator(rendezvous, asked.settings.timeout or DEFAULT_TIMEOUT_SECONDS), asked.settings.shares_memory
     )

@@ -26,12 +26,12 @@ from fsdpx.core.base.messages import format_ranks
 from fsdpx.core.comm.mpi.start_watchdog import get_process_start_time
 from fsdpx.errors import CommError, ConfigError, LaunchError, RankLost, install_hint
 
-__all__ = ["CHALLENGE_BYTES", "SEAL_BYTES", "Rendezvous", "make_proof", "opened_rendezvous"]
+__all__ = ["CHALLENGE_BYTES", "SEAL_BYTES", "Rendezvous", "compute_hmac", "opened_rendezvous"]
 
 CHALLENGE_BYTES = 32
 """Random bytes of the challenge that each rank sends to the others."""
 SEAL_BYTES = 32
-"""Bytes of the result of `make_proof`."""
+"""Bytes of the result of `compute_hmac`."""
 _MAX_ARRIVAL_BYTES = 4096
 """Largest arrival record, in bytes."""
 
@@ -55,14 +55,14 @@ class RankArrival(NamedTuple):
 
     def to_signed_text(self, secret: bytes) -> str:
         text = json.dumps(list(self))
-        return f"{make_proof(secret, text).tobytes().hex() if secret else ''} {text}"
+        return f"{compute_hmac(secret, text).tobytes().hex() if secret else ''} {text}"
 
     @classmethod
     def parse_signed(cls, data: bytes, secret: bytes) -> RankArrival | None:
         """Return the record in `data`; None if it is invalid, or not signed with the secret."""
         try:
             seal, _, text = data[:_MAX_ARRIVAL_BYTES].decode().partition(" ")
-            if secret and not compare_digest(make_proof(secret, text).tobytes(), bytes.fromhex(seal)):
+            if secret and not compare_digest(compute_hmac(secret, text).tobytes(), bytes.fromhex(seal)):
                 return None
             rank, size, process, host, local_rank, once = json.loads(text)
             numbers = [rank, size, process, *([] if local_rank is None else [local_rank])]
@@ -73,7 +73,7 @@ class RankArrival(NamedTuple):
             return None
 
 
-def make_proof(secret: bytes, text: str, challenges: bytes = b"") -> np.ndarray:
+def compute_hmac(secret: bytes, text: str, challenges: bytes = b"") -> np.ndarray:
     """Return the HMAC-SHA256 of text and challenges, which only a process that knows the secret can compute; uint8
     array."""
     return np.frombuffer(hmac.digest(secret, f"fsdpx {text} ".encode() + challenges, "sha256"), np.uint8)
@@ -81,7 +81,7 @@ def make_proof(secret: bytes, text: str, challenges: bytes = b"") -> np.ndarray:
 
 class Rendezvous:
     """All ranks of the job, each of which has arrived within `timeout` seconds. store: of torch.distributed. worlds:
-    number of communicators opened on it. inside: the loopback address if all ranks are on this host, else ""."""
+    number of communicators opened on it. loopback: the loopback address if all ranks are on this host, else ""."""
 
     def __init__(
         self, store: Any, rank: int, size: int, timeout: float, where: RendezvousStore, secret: bytes = b"",
@@ -91,28 +91,30 @@ class Rendezvous:
         process that does not know it cannot join."""
         self.store, self.rank, self.size, self.timeout, self.where = store, rank, size, timeout, where
         self.secret, self.worlds = secret, 0
-        self._end = (time.monotonic() if since is None else since) + timeout
+        self._deadline = (time.monotonic() if since is None else since) + timeout
         self._refused: set[int] = set()
-        self._came: dict[int, RankArrival] = {}
+        self._arrivals: dict[int, RankArrival] = {}
         self._announce_rank(RankArrival(rank, size, os.getpid(), platform.node(), local_rank, os.urandom(8).hex()))
         self._wait_for_ranks()
-        self._here = {r: one.process for r, one in self._came.items() if one.host == platform.node() and r != rank}
-        self.inside = _find_loopback(where, {one.host for one in self._came.values()})
-        self._meeting = json.dumps([one.once for _, one in sorted(self._came.items())])
+        self._local_processes = {
+            r: one.process for r, one in self._arrivals.items() if one.host == platform.node() and r != rank
+        }
+        self.loopback = _find_loopback_address(where, {one.host for one in self._arrivals.values()})
+        self._arrival_text = json.dumps([one.once for _, one in sorted(self._arrivals.items())])
         opened_rendezvous[:] = [self]
 
     def compute_seal(self, key: str, value: bytes) -> bytes:
         """Return the seal that precedes a value in the store, which a process without the secret cannot compute."""
-        return make_proof(self.secret, f"{self._meeting} {key}", value).tobytes()
+        return compute_hmac(self.secret, f"{self._arrival_text} {key}", value).tobytes()
 
     def compute_seconds_left(self) -> float:
         """Return the seconds until all ranks must have arrived, at least 1."""
-        return max(self._end - time.monotonic(), 1.0)
+        return max(self._deadline - time.monotonic(), 1.0)
 
     def _announce_rank(self, mine: RankArrival) -> None:
         """Record that this rank has arrived; raise LaunchError if another process has already arrived as this rank."""
         key = f"came/{mine.rank}"
-        with self._translate_store_errors():
+        with self._translating_store_errors():
             first = self.store.compare_set(key, "", mine.to_signed_text(self.secret))
             there = RankArrival.parse_signed(first, self.secret)
             if there is None or there.rank != mine.rank:  # the record there is not from a rank of this job
@@ -135,7 +137,7 @@ class Rendezvous:
     def _wait_for_ranks(self) -> None:
         missing = list(range(self.size))
         while missing := [other for other in missing if not self._has_arrived(other)]:
-            if time.monotonic() > self._end:
+            if time.monotonic() > self._deadline:
                 refused = self._refused.intersection(missing)
                 why = (
                     f"who came as {format_ranks(sorted(refused))} does not know the FSDPX_SECRET of this job: "
@@ -151,7 +153,7 @@ class Rendezvous:
             time.sleep(_POLL_SECONDS)
 
     def _has_arrived(self, other: int) -> bool:
-        with self._translate_store_errors():
+        with self._translating_store_errors():
             if not self.store.check([f"came/{other}"]):
                 return False
             found = RankArrival.parse_signed(self.store.get(f"came/{other}"), self.secret)
@@ -164,11 +166,11 @@ class Rendezvous:
                 f"{found.host}), which meets at {self.where} too, has WORLD_SIZE={found.size}: set the same on all "
                 "ranks, and give each job a port or file of its own"
             )
-        self._came[other] = found
+        self._arrivals[other] = found
         return True
 
     @contextmanager
-    def _translate_store_errors(self) -> Iterator[None]:
+    def _translating_store_errors(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
@@ -178,13 +180,13 @@ class Rendezvous:
                 f"keeps it, has ended ({reason})"
             ) from error
 
-    def record_end(self, rank: int) -> int:
+    def record_first_ended_rank(self, rank: int) -> int:
         """Record that a rank has ended or is about to, unless another rank's end was recorded before; return the
         recorded rank."""
         return int(self.store.compare_set("ended", "", str(rank)))
 
     @contextmanager
-    def translate_torch_errors(self, where: str) -> Iterator[None]:
+    def translating_torch_errors(self, where: str) -> Iterator[None]:
         """Translate an error of torch inside into RankLost, with the rank that has ended, or CommError. where: what
         failed."""
         try:
@@ -193,20 +195,24 @@ class Rendezvous:
             raise
         except RuntimeError as error:
             reason = str(error).strip().partition("\n")[0]
-            dead = self._find_first_ended()
+            dead = self._find_first_ended_rank()
             if dead is not None:
                 raise RankLost(f"{where}: rank {dead} has ended ({reason})", [dead]) from error
-            far = "" if len(self._here) == self.size - 1 else "a rank of another host has ended or is out of reach: "
+            far = (
+                ""
+                if len(self._local_processes) == self.size - 1
+                else "a rank of another host has ended or is out of reach: "
+            )
             raise CommError(f"{where}: {far}{reason}") from error
 
-    def _find_first_ended(self) -> int | None:
+    def _find_first_ended_rank(self) -> int | None:
         """Return the rank that ended first, as far as is known on any rank; None if unknown."""
         end = time.monotonic() + _SECONDS_TO_DIE
         while time.monotonic() < end:
-            here = [rank for rank, process in self._here.items() if not get_process_start_time(process)]
+            here = [rank for rank, process in self._local_processes.items() if not get_process_start_time(process)]
             try:
                 if here:
-                    return self.record_end(here[0])
+                    return self.record_first_ended_rank(here[0])
                 if self.store.check(["ended"]):
                     return int(self.store.get("ended"))
             except RuntimeError:  # rank 0, which kept the store, has ended
@@ -258,7 +264,7 @@ def _format_warning_without_secret(where: RendezvousStore) -> str:
     )
 
 
-def _find_loopback(where: RendezvousStore, hosts: set[str]) -> str:
+def _find_loopback_address(where: RendezvousStore, hosts: set[str]) -> str:
     """Return the loopback address if all ranks meet inside this host, else ""."""
     if len(hosts) > 1:
         return ""

@@ -24,15 +24,9 @@ if TYPE_CHECKING:  # the launcher reads records and must not import the engine
     from fsdpx.core.state.train_state import TrainState
 
 __all__ = [
-    "MAX_ACTIONS",
-    "FlightAction",
-    "FlightRecord",
-    "FlightRecorder",
-    "encode_label",
-    "format_records",
-    "read_all_records",
-    "read_record",
-]
+    "MAX_ACTIONS", "FlightAction", "FlightRecord", "FlightRecorder", "encode_label", "format_records",
+    "read_all_records", "read_record",
+]  # fmt: skip
 
 MAX_ACTIONS = 512
 """Actions that a record holds."""
@@ -183,7 +177,7 @@ class FlightRecord:
     calls: int
     call: str
     before: str
-    left: int | None
+    exit_status: int | None
     entries: tuple[FlightAction, ...]
 
     @property

@@ -15,23 +15,14 @@ from fsdpx.core.base.messages import flush_and_write_stderr
 from fsdpx.ext.watch.flight_recorder import FlightRecord, FlightRecorder, read_record
 
 __all__ = [
-    "LATE_SECONDS",
-    "RANK_EXITED",
-    "describe_rank_end",
-    "find_awaited_ended_rank",
-    "find_diverged_calls",
-    "get_exit_status",
-    "get_process_state",
-    "has_rank_ended",
-    "have_all_ended",
-    "have_all_exited_well",
-    "unwatch_exit",
-    "watch_exit",
+    "LATE_SECONDS", "RANK_EXITED", "describe_rank_end", "find_awaited_ended_rank", "find_diverged_calls",
+    "get_process_state", "get_sys_exit_status", "has_rank_ended", "have_all_ranks_ended", "have_all_scripts_ended",
+    "register_exit_report", "unregister_exit_report",
 ]  # fmt: skip
 
 RANK_EXITED = 1
 """Exit status of a job if a rank has ended with status 0 while others waited for it."""
-EARLY, LATE_SECONDS = 1.0, 5.0
+EARLY_SECONDS, LATE_SECONDS = 1.0, 5.0
 """Seconds of a wait before a rank checks whether others have ended; and before it gives up a wait that all living ranks
 share, where counts of calls do not tell whether the ended rank is needed."""
 
@@ -51,19 +42,21 @@ class WatchedRank(NamedTuple):
     abort: Callable[[int], None] | None
 
 
-def watch_exit(record: FlightRecorder, rank: int, end: Callable[[], None], abort: Callable[[int], None] | None) -> None:
+def register_exit_report(
+    record: FlightRecorder, rank: int, end: Callable[[], None], abort: Callable[[int], None] | None
+) -> None:
     """Report the end of this process from now on to the other ranks, which read it in `record`; see `WatchedRank`."""
     _open[record] = WatchedRank(rank, end, abort)
     atexit.register(end)
 
 
-def unwatch_exit(record: FlightRecorder) -> None:
+def unregister_exit_report(record: FlightRecorder) -> None:
     """Stop reporting the end of this process: no other rank waits for it."""
     if record in _open:
         atexit.unregister(_open.pop(record).end)
 
 
-def get_exit_status() -> int:
+def get_sys_exit_status() -> int:
     """Return the exit status that was passed to `sys.exit`, 0 if it was not called."""
     reported = _reported[0]
     return 0 if reported is None else reported & 0xFF if isinstance(reported, int) else 1
@@ -72,7 +65,7 @@ def get_exit_status() -> int:
 def _stop_reporting_in_child() -> None:
     """Stop reporting in a forked child, which is no rank."""
     for record in list(_open):
-        unwatch_exit(record)
+        unregister_exit_report(record)
 
 
 def _wrap_sys_exit(former: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,48 +122,52 @@ def get_process_state(process: int) -> str:
 
 def has_rank_ended(flight: FlightRecord) -> bool:
     """Return whether the script of a rank of this host has ended, or its process has."""
-    return flight.left is not None or get_process_state(flight.process) == ""
+    return flight.exit_status is not None or get_process_state(flight.process) == ""
 
 
-def have_all_exited_well(places: Collection[Path]) -> bool:
+def have_all_scripts_ended(record_paths: Collection[Path]) -> bool:
     """Return whether the scripts of all ranks with these records have ended normally."""
-    return all(flight is None or flight.left is not None for flight in map(_read_record_head, places))
+    return all(flight is None or flight.exit_status is not None for flight in map(_read_record_head, record_paths))
 
 
-def have_all_ended(places: Collection[Path]) -> bool:
+def have_all_ranks_ended(record_paths: Collection[Path]) -> bool:
     """Return whether the scripts or the processes of all these ranks have ended."""
-    return all(flight is None or has_rank_ended(flight) for flight in map(_read_record_head, places))
+    return all(flight is None or has_rank_ended(flight) for flight in map(_read_record_head, record_paths))
 
 
 def find_awaited_ended_rank(
-    mine: FlightRecorder, waited: float, others: Collection[Path], everyone: bool
+    mine: FlightRecorder, waited: float, others: Collection[Path], all_ranks_local: bool
 ) -> FlightRecord | None:
     """Return the record of a rank of this host that has ended and for which this rank, `mine`, has waited in vain for
     `waited` seconds; else None.
 
     A rank that ended before it began the call that others are in will never reach it, and a rank that ended in an
     action will not finish it. Other reasons to wait cannot be known, but if all living ranks wait, none can help the
-    others. others: the records of the other ranks of this host. everyone: whether these are all other ranks.
+    others. others: the records of the other ranks of this host. all_ranks_local: whether these are all other ranks.
     """
-    if waited < EARLY:
+    if waited < EARLY_SECONDS:
         return None
     flights = [flight for flight in map(_read_record_head, others) if flight is not None]
     for flight in filter(has_rank_ended, flights):
         never = flight.calls < mine.calls or _is_in_action(flight, others)
-        if never or (everyone and waited >= LATE_SECONDS and all(_is_waiting(f) or has_rank_ended(f) for f in flights)):
+        if never or (
+            all_ranks_local
+            and waited >= LATE_SECONDS
+            and all(_has_waited_long(f) or has_rank_ended(f) for f in flights)
+        ):
             return flight
     return None
 
 
-def find_diverged_calls(places: Collection[Path]) -> dict[int, str]:
+def find_diverged_calls(record_paths: Collection[Path]) -> dict[int, str]:
     """Return the calls of the ranks with these records, by rank, if all have waited for LATE_SECONDS in different
     calls; else {}.
 
     All ranks make the same calls in the same order: equal counts with a different last call are an error of the script,
     not a late rank.
     """
-    flights = [flight for flight in map(_read_record_head, places) if flight is not None]
-    if not flights or not all(_is_waiting(flight) and not has_rank_ended(flight) for flight in flights):
+    flights = [flight for flight in map(_read_record_head, record_paths) if flight is not None]
+    if not flights or not all(_has_waited_long(flight) and not has_rank_ended(flight) for flight in flights):
         return {}
     common = min(flight.calls for flight in flights)  # one rank may have matched a wrong call and continued
     calls = {flight.rank: flight.call if flight.calls == common else flight.before for flight in flights}
@@ -180,8 +177,8 @@ def find_diverged_calls(places: Collection[Path]) -> dict[int, str]:
 
 def describe_rank_end(flight: FlightRecord) -> str:
     """Return text that says how a rank has ended, and after which call."""
-    how = f"has ended with status {flight.left}" if flight.left else "has come to the end of its script"
-    if flight.left is None:
+    how = f"has ended with status {flight.exit_status}" if flight.exit_status else "has come to the end of its script"
+    if flight.exit_status is None:
         how = f"is gone (process {flight.process} has ended)"
     after = f"after its call {flight.calls}, {flight.call}" if flight.calls else "before its first call"
     return f"rank {flight.rank} {how}, {after}"
@@ -191,13 +188,13 @@ def _read_record_head(place: Path) -> FlightRecord | None:
     return read_record(place, whole=False)
 
 
-def _is_waiting(flight: FlightRecord) -> bool:
-    return 0 < flight.since < time.time() - LATE_SECONDS + EARLY
+def _has_waited_long(flight: FlightRecord) -> bool:
+    return 0 < flight.since < time.time() - LATE_SECONDS + EARLY_SECONDS
 
 
-def _is_in_action(flight: FlightRecord, places: Collection[Path]) -> bool:
+def _is_in_action(flight: FlightRecord, record_paths: Collection[Path]) -> bool:
     """Return whether the last action of a rank is still under way."""
-    for place in places:
+    for place in record_paths:
         whole = read_record(place)
         if whole is not None and whole.rank == flight.rank:
             return whole.last_action is not None and whole.last_action.end == 0

@@ -13,10 +13,10 @@ __all__ = [
     "FIRST_REPORT_SECONDS",
     "HUNG_STATUS",
     "describe_lost_rank",
+    "format_hang_report",
     "format_rank_ranges",
+    "format_wait_report",
     "is_wait_overdue",
-    "make_first_report",
-    "make_report",
 ]
 
 HUNG_STATUS = 124
@@ -28,19 +28,19 @@ FIRST_REPORT_SECONDS = 60.0
 def is_wait_overdue(flights: Collection[FlightRecord], last: float, now: float) -> bool:
     """Return whether a wait has lasted for FIRST_REPORT_SECONDS and all waits began after the last report, at time
     `last`."""
-    begun = min((flight.since for flight in flights if flight.since and flight.left is None), default=math.inf)
+    begun = min((flight.since for flight in flights if flight.since and flight.exit_status is None), default=math.inf)
     return last < begun <= now - FIRST_REPORT_SECONDS
 
 
-def make_first_report(flights: dict[int, FlightRecord], ranks: int, timeout: float, now: float, host: str) -> str:
+def format_wait_report(flights: dict[int, FlightRecord], ranks: int, timeout: float, now: float, host: str) -> str:
     """Return a report of which ranks wait for which tensor, in which call, and where the other ranks are; arguments as
-    of `make_report`. The job may be healthy, with a rank that compiles or reads for long."""
+    of `format_hang_report`. The job may be healthy, with a rank that compiles or reads for long."""
     alike: dict[str, list[int]] = {}
     for rank in range(ranks):
         flight = flights.get(rank)
         if flight is None:
             text = f"no record on {host} (ended, or on another host)"
-        elif flight.left is not None or (flight.host == host and get_process_state(flight.process) in ("", "T")):
+        elif flight.exit_status is not None or (flight.host == host and get_process_state(flight.process) in ("", "T")):
             text = describe_lost_rank(flight, host)
         elif flight.since:
             text = f"waiting {_describe_wait(flight)}" + (
@@ -59,7 +59,7 @@ def make_first_report(flights: dict[int, FlightRecord], ranks: int, timeout: flo
     )
 
 
-def make_report(
+def format_hang_report(
     flights: dict[int, FlightRecord], ranks: int, silent: Collection[int], timeout: float, now: float, host: str
 ) -> str:
     """Return a report of which ranks wait in which action for which tensor, and where the other ranks are.
@@ -111,7 +111,7 @@ def describe_lost_rank(flight: FlightRecord, host: str) -> str:
     """Return text that says what has become of a rank that no longer answers."""
     if flight.host != host:
         return f"on {flight.host} says nothing any more"
-    if flight.left is not None:
+    if flight.exit_status is not None:
         return "has come to the end of its script"
     state = get_process_state(flight.process)
     if state == "":

@@ -35,18 +35,18 @@ from fsdpx.ext.watch.flight_recorder import (
     read_record,
 )
 from fsdpx.ext.watch.rank_exits import (
-    EARLY,
+    EARLY_SECONDS,
     LATE_SECONDS,
     RANK_EXITED,
     describe_rank_end,
     find_awaited_ended_rank,
     find_diverged_calls,
-    get_exit_status,
     get_process_state,
-    have_all_ended,
-    have_all_exited_well,
-    unwatch_exit,
-    watch_exit,
+    get_sys_exit_status,
+    have_all_ranks_ended,
+    have_all_scripts_ended,
+    register_exit_report,
+    unregister_exit_report,
 )
 from fsdpx.ext.watch.report import HUNG_STATUS
 
@@ -83,7 +83,7 @@ def start_watchdog(comm: Any, *also: Any, timeout: float | None = None, patient:
             here = [rank for rank, host in enumerate(hosts) if host == hosts[base.rank]]
             number = list(dict.fromkeys(hosts)).index(hosts[base.rank])
             watchdog = base.watched_by = Watchdog(
-                base, _make_record_folder(tokens[0], runs[here[0]]), timeout, here, number
+                base, _choose_record_folder(tokens[0], runs[here[0]]), timeout, here, number
             )
         except OSError as error:
             print(f"fsdpx: rank {base.rank} has no watchdog: {error}", file=sys.stderr, flush=True)
@@ -114,18 +114,18 @@ class Watchdog:
         self.rank, self.host = comm.rank, platform.node()
         safe_files.make_folder(folder)
         self.record = FlightRecorder(
-            self._get_record_path(self.rank), comm.rank, comm.size, self.host, self.request_report
+            self._get_record_path(self.rank), comm.rank, comm.size, self.host, self.request_report_and_wait
         )
         self.record.thread = threading.get_ident()
         self._comm = weakref.ref(comm)
-        self._every = min(1.0, self.timeout / 20)
-        self._stop, self._asked = threading.Event(), threading.Event()
-        self._here, self._number = [self._get_record_path(rank) for rank in here], number
-        self._there: set[int] = set()  # ranks of this host that had a record at the last poll
-        self._fewer = -math.inf  # when one of these records disappeared
-        self._found = math.inf  # when this rank was found to wait in vain
+        self._poll_seconds = min(1.0, self.timeout / 20)
+        self._stop, self._report_requested = threading.Event(), threading.Event()
+        self._local_record_paths, self._host_number = [self._get_record_path(rank) for rank in here], number
+        self._recorded_ranks: set[int] = set()  # ranks of this host that had a record at the last poll
+        self._record_gone_at = -math.inf  # when one of these records disappeared
+        self._hung_since = math.inf  # when this rank was found to wait in vain
         weak, outlived = self._comm, getattr(comm, "survives", False)
-        watch_exit(
+        register_exit_report(
             self.record,
             self.rank,
             self._record_script_end,
@@ -133,7 +133,7 @@ class Watchdog:
         )
         threading.Thread(target=self._run_watch_loop, name="fsdpx watchdog", daemon=True).start()
 
-    def stop_watching_after_death(self, comm: Any) -> None:
+    def stop_watching_and_remove_dead_records(self, comm: Any) -> None:
         """Stop watching, as no rank waits on this communicator anymore, and remove the records of ranks that died
         before they could. `remove_dead_records` can be called again later."""
         self.stop_watching()
@@ -143,18 +143,18 @@ class Watchdog:
         """Remove this rank's record, as no other rank waits for it here anymore."""
         if not self._stop.is_set():
             self._stop.set()
-            unwatch_exit(self.record)
+            unregister_exit_report(self.record)
             self.record.remove_file()
 
     def _record_script_end(self) -> None:
         """Record that the script has ended. The last rank of this host removes the folder: until then other ranks may
         find that they wait for a rank that has ended."""
         self._stop.set()
-        self.record.record_end(get_exit_status())
-        while self._can_others_survive() and not have_all_ended(self._here):
+        self.record.record_end(get_sys_exit_status())
+        while self._can_others_survive() and not have_all_ranks_ended(self._local_record_paths):
             # MPI_Finalize may not wait: leave time for ranks that wait for this one to read its record
             time.sleep(0.02)
-        if have_all_exited_well(self._here):
+        if have_all_scripts_ended(self._local_record_paths):
             safe_files.remove_folder(self.folder)
 
     def remove_dead_records(self, dead: Iterable[int]) -> None:
@@ -166,9 +166,9 @@ class Watchdog:
             with suppress(OSError):  # other ranks still have records
                 self.folder.rmdir()
 
-    def request_report(self) -> None:
+    def request_report_and_wait(self) -> None:
         """Request a report now, as this rank's wait has failed, and wait a moment for the end of the job."""
-        self._asked.set()
+        self._report_requested.set()
         self._stop.wait(2 * self.timeout if self.timeout < 5 else 10.0)
 
     def _can_others_survive(self) -> bool:
@@ -183,14 +183,14 @@ class Watchdog:
     def _run_watch_loop(self) -> None:
         before: Any = None
         since, spoken, what = time.perf_counter(), 0.0, ""
-        while not self._stop.wait(self._every):
+        while not self._stop.wait(self._poll_seconds):
             if self._comm() is None:
                 return  # the communicator is gone; the record stays, as this may be the end of a failed script
-            wait, asked = long_waits.get(self.record.thread), self._asked.is_set()
+            wait, asked = long_waits.get(self.record.thread), self._report_requested.is_set()
             progress = (self.record.serial, self.record.ended, wait)
             if progress != before and not asked:  # after a request, keep what the rank waited for last
                 before, since, what = progress, time.perf_counter(), "" if wait is None else str(wait)
-                self._found = math.inf
+                self._hung_since = math.inf
             now = time.perf_counter()
             still = now - since
             self.record.record_heartbeat(now)
@@ -199,55 +199,63 @@ class Watchdog:
                 self._end_rank_after_job_end()
             if self.rank == 0 and still >= report.FIRST_REPORT_SECONDS < self.timeout:
                 spoken = self._report_if_overdue(spoken)
-            if what and (still >= min(EARLY, self.timeout / 2) or asked):
+            if what and (still >= min(EARLY_SECONDS, self.timeout / 2) or asked):
                 self._end_job_if_hung(still, what)
 
     def _describe_position(self, still: float) -> str:
         """Return the line of the script where this rank has been for `still` seconds, and its stack; "" if it makes
         progress."""
-        if still < 2 * self._every:
+        if still < 2 * self._poll_seconds:
             return ""
         frames = reversed(get_stack_frames(self.record.thread))
         stack = "".join(traceback.StackSummary.extract(frames).format()) or "  the thread has ended"
         return "\n".join(
-            [find_script_line(self.record.thread, time.time() - still), *stack.splitlines()[-MAX_STACK_LINES:]]
+            [describe_script_line(self.record.thread, time.time() - still), *stack.splitlines()[-MAX_STACK_LINES:]]
         )
 
     def _report_if_overdue(self, last: float) -> float:
         """Print which ranks wait where, if a wait that began after `last` is overdue; return the time of the last
         report."""
-        now, heads = time.time(), [read_record(place, whole=False) for place in self._here]
+        now, heads = time.time(), [read_record(place, whole=False) for place in self._local_record_paths]
         if not report.is_wait_overdue([flight for flight in heads if flight is not None], last, now):
             return last
         comm, flights = self._comm(), read_all_records(self.folder)
         ranks = len(flights) if comm is None else comm.size
-        flush_and_write_stderr(report.make_first_report(flights, ranks, self.timeout, now, self.host))
+        flush_and_write_stderr(report.format_wait_report(flights, ranks, self.timeout, now, self.host))
         return now
 
     def _end_job_if_hung(self, waited: float, what: str) -> None:
         """End the job if this rank, which has waited for `what` for `waited` seconds, waits in vain."""
         flights = {
-            flight.rank: flight for place in self._here if (flight := read_record(place, whole=False)) is not None
+            flight.rank: flight
+            for place in self._local_record_paths
+            if (flight := read_record(place, whole=False)) is not None
         }
         now, comm = time.perf_counter(), self._comm()
-        if self._there - flights.keys():
-            self._fewer = now
-        self._there = set(flights)
-        others = [place for place in self._here if place != self._get_record_path(self.rank)]
-        gone = find_awaited_ended_rank(self.record, waited, others, comm is not None and len(self._here) == comm.size)
+        if self._recorded_ranks - flights.keys():
+            self._record_gone_at = now
+        self._recorded_ranks = set(flights)
+        others = [place for place in self._local_record_paths if place != self._get_record_path(self.rank)]
+        gone = find_awaited_ended_rank(
+            self.record, waited, others, comm is not None and len(self._local_record_paths) == comm.size
+        )
         if gone is not None and self._can_others_survive() and not get_process_state(gone.process):
             gone = None  # MPI reports its death to the waiting ranks
-        calls = find_diverged_calls(self._here) if waited >= LATE_SECONDS and not self._can_others_survive() else {}
+        calls = (
+            find_diverged_calls(self._local_record_paths)
+            if waited >= LATE_SECONDS and not self._can_others_survive()
+            else {}
+        )
         hung = self._is_hung(flights, waited)
         if gone is None and not calls and not hung:
-            self._found = math.inf
+            self._hung_since = math.inf
             return
-        self._found = min(self._found, now)
+        self._hung_since = min(self._hung_since, now)
         lower = sum(f.rank < self.rank and f.since > 0 and not self._is_watchdog_silent(f) for f in flights.values())
-        if now - self._found < UNHEARD_SECONDS * min(lower if gone or calls else lower + self._number, 4):
+        if now - self._hung_since < UNHEARD_SECONDS * min(lower if gone or calls else lower + self._host_number, 4):
             return
         if gone is not None:
-            self._end_job_after_rank_exit(gone, what)
+            self._end_job_or_kill_ended_rank(gone, what)
         elif calls:
             self._end_job_for_different_calls(calls)
         elif not self._kill_absent_ranks(flights):
@@ -255,47 +263,47 @@ class Watchdog:
 
     def _is_watchdog_silent(self, flight: FlightRecord) -> bool:
         """Return whether the watchdog of another rank has stopped."""
-        return flight.rank != self.rank and time.time() - flight.beat >= max(4 * self._every, SILENT_SECONDS)
+        return flight.rank != self.rank and time.time() - flight.beat >= max(4 * self._poll_seconds, SILENT_SECONDS)
 
     def _is_hung(self, flights: dict[int, FlightRecord], waited: float) -> bool:
         """Return whether this rank, which has waited for `waited` seconds, waits in vain: no rank of this host has made
         progress."""
-        if self._asked.is_set():
+        if self._report_requested.is_set():
             return True
-        if waited < self.timeout or time.perf_counter() - self._fewer < self.timeout:
+        if waited < self.timeout or time.perf_counter() - self._record_gone_at < self.timeout:
             return False  # a rank has ended, or was killed here: others have yet to learn of it
         late = [
             f for f in flights.values() if self._is_watchdog_silent(f) and get_process_state(f.process) not in ("", "T")
         ]
-        if late and waited < self.timeout + max(30 * self._every, 4.0):
+        if late and waited < self.timeout + max(30 * self._poll_seconds, 4.0):
             return False  # on a busy host, a watchdog may poll late
         return all(time.time() - f.moved >= self.timeout for f in flights.values() if f.rank != self.rank)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
-    def _end_job_after_rank_exit(self, left: FlightRecord, what: str) -> None:
+    def _end_job_or_kill_ended_rank(self, ended: FlightRecord, what: str) -> None:
         """End the job, as a rank has ended that others wait for; where ranks outlive others, only kill its process."""
         waits = f"rank {self.rank} waits for it in call {self.record.calls} for {what}"
         if not self._can_others_survive():
-            code = left.left or RANK_EXITED
-            self._abort_job(
-                code, f"fsdpx watchdog: {describe_rank_end(left)}, and {waits}: the job ends with status {code}\n"
+            code = ended.exit_status or RANK_EXITED
+            self._print_and_abort_job(
+                code, f"fsdpx watchdog: {describe_rank_end(ended)}, and {waits}: the job ends with status {code}\n"
             )
         else:
-            flush_and_write_stderr(f"fsdpx watchdog: {describe_rank_end(left)}, and {waits}: it counts as dead\n")
-            os.kill(left.process, signal.SIGKILL)
+            flush_and_write_stderr(f"fsdpx watchdog: {describe_rank_end(ended)}, and {waits}: it counts as dead\n")
+            os.kill(ended.process, signal.SIGKILL)
 
     def _end_rank_after_job_end(self) -> None:
         """End this rank after another rank of this host has ended the job and removed all records, in case neither a
         launcher nor an error in its wait ends it."""
-        if not self._stop.wait(self._every):
-            self._abort_job(
+        if not self._stop.wait(self._poll_seconds):
+            self._print_and_abort_job(
                 RANK_EXITED, f"fsdpx watchdog: another rank ended the job, see its report; rank {self.rank} ends\n"
             )
 
     def _end_job_for_different_calls(self, calls: dict[int, str]) -> None:
         """End the job, as ranks wait for each other in different calls, none of which can complete."""
-        self._abort_job(
+        self._print_and_abort_job(
             HUNG_STATUS,
             f"fsdpx watchdog: ranks wait for each other in different calls: {format_calls_by_rank(calls)}. All ranks "
             "make the "
@@ -329,11 +337,11 @@ class Watchdog:
         silent, comm = {rank for rank, flight in flights.items() if self._is_watchdog_silent(flight)}, self._comm()
         whole = read_all_records(self.folder)
         ranks = len(whole) if comm is None else comm.size
-        text = report.make_report(whole, ranks, silent, self.timeout, time.time(), self.host)
+        text = report.format_hang_report(whole, ranks, silent, self.timeout, time.time(), self.host)
         path = _save_report(self.folder, text + "\n" + format_records(whole))
-        self._abort_job(HUNG_STATUS, f"{text}The last {MAX_ACTIONS} actions of each rank are in {path}\n")
+        self._print_and_abort_job(HUNG_STATUS, f"{text}The last {MAX_ACTIONS} actions of each rank are in {path}\n")
 
-    def _abort_job(self, code: int, text: str) -> None:
+    def _print_and_abort_job(self, code: int, text: str) -> None:
         """Print the text, and end all ranks with this status."""
         flush_and_write_stderr(text)
         if environment.read_environment().run is None:
@@ -343,7 +351,7 @@ class Watchdog:
         _exit(code)
 
 
-def find_script_line(thread: int, since: float) -> str:
+def describe_script_line(thread: int, since: float) -> str:
     """Return the line of the user's script where a thread is, as text; "" if there is none. since: time of its last
     progress."""
     side = "outside of"
@@ -374,17 +382,17 @@ def _rename_and_remove_folder(folder: Path) -> None:
         time.sleep(0.02)
 
 
-def _make_record_folder(token: str, run: str) -> Path:
+def _choose_record_folder(token: str, run: str) -> Path:
     """Return the folder of all ranks of this host. run: FSDPX_RUN of the first one; without it, a temporary folder,
     after removing those of dead jobs."""
     if run:
         return Path(run) / f"flight-{token}"
     temporary = Path(tempfile.gettempdir())
-    remove_dead_folders(temporary.glob(_PREFIX + "*"), _is_abandoned)
+    remove_dead_folders(temporary.glob(_PREFIX + "*"), _is_folder_abandoned)
     return temporary / (_PREFIX + token)
 
 
-def _is_abandoned(folder: Path) -> bool:
+def _is_folder_abandoned(folder: Path) -> bool:
     """Return whether the ranks that have left records in `folder` were all on this host and have ended."""
     flights, here = read_all_records(folder).values(), platform.node()
     return bool(flights) and all(f.host == here and get_process_state(f.process) == "" for f in flights)

@@ -173,9 +173,11 @@ def test_a_plan_is_not_taken_for_another_array_of_the_same_id(world, room):
         buf, piece = room[:800].view(np.float64), np.empty(split_evenly(100, comm.size)[comm.rank])
         comm.reduce_scatter(buf, piece).wait()
         key = ("reduce_scatter", id(buf), id(piece), ReduceOp.SUM, (None,), "library", None)
-        assert key in comm._kept
+        assert key in comm._persistent_calls
         other = np.empty(piece.size + 1)
-        comm._kept["reduce_scatter", id(buf), id(other), ReduceOp.SUM, (None,), "library", None] = comm._kept[key]
+        comm._persistent_calls["reduce_scatter", id(buf), id(other), ReduceOp.SUM, (None,), "library", None] = (
+            comm._persistent_calls[key]
+        )
         with pytest.raises(ShapeError, match=r"reduce_scatter of page 0 on rank \d+: recv has \d+ elements"):
             comm.reduce_scatter(buf, other, what="page 0")
 

@@ -252,7 +252,7 @@ def test_both_forms_of_products_give_the_same_bits(dtype: str, rank: int) -> Non
             out = np.arange(2 * size, dtype=dtype)
             with kernels.use_mode(way):
                 write_outer_product_into(np, p, q, at, out[:size])
-                write_outer_product_into(np, p, q, at, out[size:], take=True)
+                write_outer_product_into(np, p, q, at, out[size:], subtract=True)
             forms.append(out)
         np.testing.assert_array_equal(*forms)
         np.testing.assert_allclose(forms[0][:size], (p @ q.T).reshape(-1)[at : at + size], rtol=1e-4, atol=1e-5)

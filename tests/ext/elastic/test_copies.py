@@ -24,7 +24,7 @@ from fsdpx.core.comm import Communicator
 from fsdpx.core.state.ledger import list_saved_tensors
 from fsdpx.errors import RankLost
 from fsdpx.ext.elastic.copies import StateCopies, StateGeneration, assign_buddies, form_copy_groups
-from fsdpx.ext.elastic.reshard import describe_shard, find_missing_elements, iterate_current_parts, reshard_arrays
+from fsdpx.ext.elastic.reshard import describe_missing_elements, describe_shard, iterate_current_parts, reshard_arrays
 
 FROM = {
     "fsdp 2": (Mesh(), "fsdp", 2),
@@ -140,7 +140,7 @@ def move(parts: list[list[LocalShard]], to: str, case: str) -> list[list[LocalSh
 def demand_whole(name: str, case: str, dead: tuple[int, ...], to: str, copies: int = 1) -> None:
     left = left_by(name, case, copies)
     survivors = [parts for rank, parts in enumerate(left.parts) if rank not in dead]
-    assert find_missing_elements([[describe_shard(one) for one in parts] for parts in survivors], left.wanted) == []
+    assert describe_missing_elements([[describe_shard(one) for one in parts] for parts in survivors], left.wanted) == []
     for want in move(survivors, to, case):
         demand_equal(want, left.state)
 
@@ -195,7 +195,7 @@ def test_what_is_gone_with_a_rank_and_its_buddy_is_named(name: str) -> None:
     known = {key: np.zeros(spec.size, bool) for key, spec in left.wanted.items()}
     for one in (one for parts in survivors for one in parts):
         known[one.name][elements(one)] = True
-    said = find_missing_elements([[describe_shard(one) for one in parts] for parts in survivors], left.wanted)
+    said = describe_missing_elements([[describe_shard(one) for one in parts] for parts in survivors], left.wanted)
     assert said
     assert [text.partition(":")[0] for text in said] == [key for key, there in known.items() if not there.all()]
 
@@ -288,8 +288,8 @@ def test_a_snapshot_under_way_harms_no_complete_one(comm: Communicator) -> None:
     demand(2)
     complete()
     demand(4, 2)
-    assert kept.copying > 0
-    assert kept.travelling >= kept.copying
+    assert kept.copy_seconds > 0
+    assert kept.transfer_seconds >= kept.copy_seconds
 
 
 def same(found: StateGeneration, then: list[LocalShard]) -> bool:

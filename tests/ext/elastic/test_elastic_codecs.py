@@ -66,7 +66,7 @@ def test_a_dead_rank_leaves_what_it_owed(strategy: str, at: str) -> None:
         trainer.inspect.engine.add_observer(Killer(comm.rank, kills))
         for number, (x, y) in enumerate(BATCHES):
             if number == leave:
-                for key, array in trainer.call_runner._coordinator._at.before.items():
+                for key, array in trainer.call_runner._coordinator._position.before.items():
                     assert key.kind == "memory"
                     array *= comm.rank != 1 or strategy == "fsdp"
                 trainer.call_runner.resize_to(3)

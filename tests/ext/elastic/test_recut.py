@@ -23,9 +23,9 @@ from fsdpx.core.comm import Communicator
 from fsdpx.core.comm.communicator import CountingCommunicator, TrafficCounters
 from fsdpx.ext.elastic.reshard import (
     MAX_MESSAGES_IN_FLIGHT,
+    describe_missing_elements,
     describe_shard,
     find_element_runs,
-    find_missing_elements,
     reshard_arrays,
 )
 from fsdpx.nn.layer import ParameterSpec
@@ -130,7 +130,7 @@ def test_runs_and_words_are_those_of_elements_one_by_one(case: Case) -> None:
         np.testing.assert_array_equal(found.at, at)
     for part in (part for have in left for part in have):
         known[part.name].update(elements(part).tolist())
-    said = find_missing_elements([[describe_shard(part) for part in have] for have in left], shapes)
+    said = describe_missing_elements([[describe_shard(part) for part in have] for have in left], shapes)
     gone = {name: set(range(spec.size)) - known[name] for name, spec in shapes.items()}
     assert [text.partition(":")[0] for text in said] == [name for name, some in gone.items() if some]
 
@@ -151,10 +151,10 @@ def test_what_is_missing_is_said_in_words() -> None:
         "c": ParameterSpec((3,)),
         "none": ParameterSpec((0,)),
     }
-    assert find_missing_elements(have, want) == ["a: elements 12..24, 40..48 of 48", "c: elements 0..3 of 3"]
-    assert find_missing_elements(have[:1], {"a": ParameterSpec((48,))}) == ["a: elements 12..48 of 48"]
+    assert describe_missing_elements(have, want) == ["a: elements 12..24, 40..48 of 48", "c: elements 0..3 of 3"]
+    assert describe_missing_elements(have[:1], {"a": ParameterSpec((48,))}) == ["a: elements 12..48 of 48"]
     every_other = [[describe_shard(flat("a", i, i + 1)) for i in range(0, 48, 2)]]
-    assert find_missing_elements(every_other, {"a": ParameterSpec((48,))}) == [
+    assert describe_missing_elements(every_other, {"a": ParameterSpec((48,))}) == [
         "a: elements 1..2, 3..4, 5..6, 7..8 and 20 more runs of 48"
     ]
 
@@ -162,7 +162,7 @@ def test_what_is_missing_is_said_in_words() -> None:
 def test_a_cut_tensor_misses_its_rows() -> None:
     spec = ParameterSpec((3, 4), cut=ShardSpec(1))
     half = LocalShard("a", np.zeros(6), 0, spec, 0, 2)
-    assert find_missing_elements([[describe_shard(half)]], {"a": spec}) == ["a: elements 2..4, 6..8, 10..12 of 12"]
+    assert describe_missing_elements([[describe_shard(half)]], {"a": spec}) == ["a: elements 2..4, 6..8, 10..12 of 12"]
 
 
 def test_descriptors_are_small() -> None:

@@ -292,7 +292,7 @@ def test_who_does_not_know_the_secret_does_not_come() -> None:
     store.set("came/0", rendezvous.RankArrival(0, 1, 1, "h", None, "x").to_signed_text(b"guessed"))
     mine = rendezvous.Rendezvous(store, 0, 1, 5.0, RendezvousStore("here", 1), b"one secret of many")
     rendezvous.opened_rendezvous.clear()
-    assert mine._came[0].process == os.getpid()
+    assert mine._arrivals[0].process == os.getpid()
 
 
 @pytest.mark.parametrize(
@@ -410,6 +410,6 @@ def test_an_address_that_no_rank_of_this_meeting_has_written_is_refused() -> Non
         one.store.set("1/0", planted)
         with pytest.raises(CommError, match="is not from a rank that knows the FSDPX_SECRET of this job"):
             theirs.get("1/0")
-    one.store.set("1/1", mine._roll.compute_seal("1/0", b"address") + b"address")
+    one.store.set("1/1", mine._rendezvous.compute_seal("1/0", b"address") + b"address")
     with pytest.raises(CommError, match="a stranger has written it"):
         theirs.get("1/1")

@@ -23,8 +23,8 @@ from fsdpx.ext.watch.flight_recorder import (
     read_all_records,
     read_record,
 )
-from fsdpx.ext.watch.report import is_wait_overdue, make_first_report, make_report
-from fsdpx.ext.watch.watchdog import find_script_line
+from fsdpx.ext.watch.report import format_hang_report, format_wait_report, is_wait_overdue
+from fsdpx.ext.watch.watchdog import describe_script_line
 
 
 def recorder(folder: Path, rank: int = 1, ranks: int = 3) -> FlightRecorder:
@@ -80,7 +80,7 @@ def test_ranks_that_wait_alike_share_a_line(tmp_path: Path) -> None:
         written.on_action_begin("SETTLE1 (page 'w')", now - 5)
         waits = f"reduce_scatter of REDUCE1 w on rank {rank} of 6"
         written.record_wait(*((now - 4, waits) if rank != 4 else (0.0, "in fsdpx, at train.py:19\n  File x")))
-    text = make_report(read_all_records(tmp_path), 6, set(), 3.0, time.time(), "host").splitlines()
+    text = format_hang_report(read_all_records(tmp_path), 6, set(), 3.0, time.time(), "host").splitlines()
     assert text[1].startswith("  ranks 0-2 wait in action SETTLE1 (page 'w') for reduce_scatter of REDUCE1 w, for 4.")
     assert text[2].startswith("  rank 4 is in action SETTLE1 (page 'w'), for 5.")
     assert text[3:] == ["        File x", "  ranks 3, 5: no record on host (ended, or on another host)"]
@@ -101,7 +101,7 @@ def test_the_first_word_names_who_waits_and_where_the_others_stand(tmp_path: Pat
     assert is_wait_overdue(flights.values(), 0.0, began + 60)
     assert not is_wait_overdue(flights.values(), began + 60, began + 900)  # once for each wait
     assert not is_wait_overdue([flights[0], flights[4], flights[5]], 0.0, began + 900)  # none waits: one has ended
-    assert make_first_report(flights, 6, 1800.0, began + 60, "host") == (
+    assert format_wait_report(flights, 6, 1800.0, began + 60, "host") == (
         "fsdpx watchdog: still waiting after 60 s; the job goes on, and ends if nothing moves for 1800 s\n"
         f"  ranks 0, 5: {elsewhere}\n"
         "  ranks 1-2: waiting outside any action for all_gather, in call 1, step\n"
@@ -116,12 +116,12 @@ def test_a_rank_stands_at_the_line_of_the_script_that_called() -> None:
     thread.start()
     begun.wait()
     line = sys._getframe().f_lineno
-    own = find_script_line(threading.get_ident(), 0.0)
+    own = describe_script_line(threading.get_ident(), 0.0)
     assert own.startswith(f"in fsdpx, at {__file__[-150:]}:{line + 1} (no progress")
-    assert f":{line - 3} (" in find_script_line(thread.ident or 0, 0.0)
+    assert f":{line - 3} (" in describe_script_line(thread.ident or 0, 0.0)
     go_on.set()
     thread.join()
-    assert find_script_line(thread.ident or 0, 0.0) == ""
+    assert describe_script_line(thread.ident or 0, 0.0) == ""
 
 
 def test_nothing_is_collected_while_a_stack_is_followed() -> None:

@@ -18,7 +18,7 @@ from fsdpx import nn, optim, spawn
 from fsdpx.errors import ConfigError
 from fsdpx.ext.watch.flight_recorder import FlightRecorder, read_record
 from fsdpx.ext.watch.preempt import PREEMPTED_STATUS, JobPreempted, Preemption
-from fsdpx.ext.watch.rank_exits import find_awaited_ended_rank, find_diverged_calls, have_all_exited_well
+from fsdpx.ext.watch.rank_exits import find_awaited_ended_rank, find_diverged_calls, have_all_scripts_ended
 
 ENDS = "def outside(step):\n    if step == 3 and comm.rank == 2: {how}\n"
 SECONDS = 40.0
@@ -169,13 +169,13 @@ def test_who_ends_before_a_call_is_missed_in_it(records):
         record.on_call("step")
     made[2].record_end(3)
     assert (
-        find_awaited_ended_rank(made[0], 60.0, paths[1:], everyone=False) is None
+        find_awaited_ended_rank(made[0], 60.0, paths[1:], all_ranks_local=False) is None
     )  # it may have done its part of the first call
     made[0].on_call("save")
-    assert find_awaited_ended_rank(made[0], 0.5, paths[1:], everyone=False) is None
-    found = find_awaited_ended_rank(made[0], 2.0, paths[1:], everyone=False)
+    assert find_awaited_ended_rank(made[0], 0.5, paths[1:], all_ranks_local=False) is None
+    found = find_awaited_ended_rank(made[0], 2.0, paths[1:], all_ranks_local=False)
     assert found is not None
-    assert (found.rank, found.left, found.calls, found.call) == (2, 3, 1, "step")
+    assert (found.rank, found.exit_status, found.calls, found.call) == (2, 3, 1, "step")
 
 
 def test_who_dies_in_an_action_is_missed(records, monkeypatch):
@@ -183,44 +183,44 @@ def test_who_dies_in_an_action_is_missed(records, monkeypatch):
     for record in made:
         record.on_call("step")
         record.on_action_begin("F0.0", 1.0)
-    assert find_awaited_ended_rank(made[0], 2.0, paths[1:], everyone=False) is None
+    assert find_awaited_ended_rank(made[0], 2.0, paths[1:], all_ranks_local=False) is None
     gone = dead()
     monkeypatch.setattr(os, "getpid", lambda: gone)
     again = FlightRecorder(paths[1], 1, 3, "here")
     again.on_call("step")
     again.on_action_begin("F0.0", 1.0)
-    found = find_awaited_ended_rank(made[0], 2.0, paths[1:], everyone=False)
+    found = find_awaited_ended_rank(made[0], 2.0, paths[1:], all_ranks_local=False)
     assert found is not None
-    assert (found.rank, found.left) == (1, None)
+    assert (found.rank, found.exit_status) == (1, None)
     again.on_action_end(None, 0.0, 0.0, 2.0, 0, ())
-    assert find_awaited_ended_rank(made[0], 2.0, paths[1:], everyone=False) is None
+    assert find_awaited_ended_rank(made[0], 2.0, paths[1:], all_ranks_local=False) is None
 
 
 def test_what_all_wait_for_together_will_not_come(records):
     made, paths = records
     made[2].record_end(0)
-    assert find_awaited_ended_rank(made[0], 60.0, paths[1:], everyone=True) is None  # rank 1 does something
+    assert find_awaited_ended_rank(made[0], 60.0, paths[1:], all_ranks_local=True) is None  # rank 1 does something
     made[1].record_wait(time.perf_counter(), "barrier")
-    assert find_awaited_ended_rank(made[0], 60.0, paths[1:], everyone=True) is None  # it has just begun to wait
+    assert find_awaited_ended_rank(made[0], 60.0, paths[1:], all_ranks_local=True) is None  # it has just begun to wait
     made[1].record_wait(time.perf_counter() - 60, "barrier")
-    assert find_awaited_ended_rank(made[0], 2.0, paths[1:], everyone=True) is None
-    found = find_awaited_ended_rank(made[0], 60.0, paths[1:], everyone=True)
+    assert find_awaited_ended_rank(made[0], 2.0, paths[1:], all_ranks_local=True) is None
+    found = find_awaited_ended_rank(made[0], 60.0, paths[1:], all_ranks_local=True)
     assert found is not None
     assert found.rank == 2
-    assert find_awaited_ended_rank(made[0], 60.0, paths[1:], everyone=False) is None  # ranks of another host may come
+    assert find_awaited_ended_rank(made[0], 60.0, paths[1:], all_ranks_local=False) is None  # ranks of another host may come
 
 
 def test_the_last_one_sees_that_all_have_left(records):
     made, paths = records
     for record, path in zip(made, paths, strict=True):
-        assert not have_all_exited_well(paths)
+        assert not have_all_scripts_ended(paths)
         record.record_end(0)
         flight = read_record(path)
         assert flight is not None
-        assert flight.left == 0
-    assert have_all_exited_well(paths)
+        assert flight.exit_status == 0
+    assert have_all_scripts_ended(paths)
     paths[0].unlink()  # it had closed before
-    assert have_all_exited_well(paths)
+    assert have_all_scripts_ended(paths)
 
 
 def test_ranks_that_wait_in_different_calls_are_named(records):

@@ -77,7 +77,7 @@ def test_a_wait_outside_of_fsdpx_gets_a_first_word(tmp_path):
 def test_a_report_that_is_not_heard_is_made_again(tmp_path):
     """The rank whose turn it is is on the other side of a network that is cut: its end of the job comes never."""
     deaf = "from fsdpx.ext.watch.watchdog import Watchdog\n"
-    deaf += "if comm.rank == 0: Watchdog._abort_job = lambda *_: time.sleep(60)\n"
+    deaf += "if comm.rank == 0: Watchdog._print_and_abort_job = lambda *_: time.sleep(60)\n"
     done = run(tmp_path, f"{deaf}def outside(step):\n    if step == 2 and comm.rank == 1: time.sleep(60)\n")
     assert done.status == 124, done.err
     assert done.err.count("fsdpx watchdog: no rank has made progress for 2 s") == 1

@@ -45,20 +45,9 @@ from fsdpx.core.comm.windows import Window
 from fsdpx.errors import CommError, CommTimeout, ConfigError, RankLost
 
 __all__ = [
-    "DEATH_ERROR_CODES",
-    "MAX_MESSAGE_ELEMENTS",
-    "MpiCommunicator",
-    "MpiRequests",
-    "MpiWindow",
-    "MpiWorld",
-    "UlfmCommunicator",
-    "as_wire_buffer",
-    "get_failed_ranks",
-    "get_mpi_op",
-    "is_ulfm_active",
-    "require_ulfm",
-    "skip_finalize_barrier",
-    "translate_mpi_error",
+    "DEATH_ERROR_CODES", "MAX_MESSAGE_ELEMENTS", "MpiCommunicator", "MpiRequests", "MpiWindow", "MpiWorld",
+    "UlfmCommunicator", "as_wire_buffer", "get_failed_ranks", "get_mpi_op", "is_ulfm_active", "require_ulfm",
+    "skip_finalize_barrier", "translate_mpi_error",
 ]  # fmt: skip
 
 _NAMES = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")

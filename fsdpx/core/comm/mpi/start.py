@@ -25,17 +25,9 @@ from fsdpx.core.comm.default_communicator import get_running_mpi
 from fsdpx.core.comm.mpi.start_watchdog import MARK_PREFIX, TIMED_OUT_MARK, get_process_start_time, parse_mark
 
 __all__ = [
-    "FOLDER_PREFIX",
-    "SHARED_MEMORY_FOLDER",
-    "find_leftover_files",
-    "find_waiting_ranks",
-    "guarding_mpi_start",
-    "has_start_timed_out",
-    "identify_process",
-    "is_process_alive",
-    "remove_dead_folders",
-    "remove_leftover_files",
-]
+    "FOLDER_PREFIX", "SHARED_MEMORY_FOLDER", "find_leftover_files", "find_waiting_ranks", "guarding_mpi_start",
+    "has_start_timed_out", "identify_process", "is_process_alive", "remove_dead_folders", "remove_leftover_files",
+]  # fmt: skip
 
 SHARED_MEMORY_FOLDER = Path("/dev/shm")
 LEFTOVER_PATTERNS = (

@@ -28,18 +28,8 @@ from fsdpx.core.comm.node.shared_file import map_shared_file
 from fsdpx.core.comm.windows import SharedWindow
 
 __all__ = [
-    "BOARD_SLOTS",
-    "HAS_FILE_LOCKS",
-    "MAX_PAYLOAD_BYTES",
-    "SHARED_MEMORY_FOLDER",
-    "CollectiveBoard",
-    "HostWindow",
-    "MappedWindow",
-    "NodeMemory",
-    "SharedMapping",
-    "WindowAddress",
-    "count_free_shared_bytes",
-    "get_shared_memory_id",
+    "BOARD_SLOTS", "HAS_FILE_LOCKS", "MAX_PAYLOAD_BYTES", "SHARED_MEMORY_FOLDER", "CollectiveBoard", "HostWindow",
+    "MappedWindow", "NodeMemory", "SharedMapping", "WindowAddress", "count_free_shared_bytes", "get_shared_memory_id",
 ]  # fmt: skip
 
 try:
