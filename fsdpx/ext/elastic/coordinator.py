@@ -37,7 +37,7 @@ NO_LOSS, COPIES_ARRIVED, SIZE_UNCHANGED = 1, 2, 4
 arrived; no other number of ranks is requested."""
 INTERVAL_SHIFT, MAX_INTERVAL_LOG2 = 3, 10
 """From bit INTERVAL_SHIFT on, each bit stands for an interval: copies every 1, 2, 4, ... 2^MAX_INTERVAL_LOG2 steps are
-common_bits enough. The lowest bit that all ranks set is used."""
+cheap enough. The lowest bit that all ranks set is used."""
 MAX_COPY_TIME_SHARE = 0.01
 """Largest share of the time for copies, if the user does not set the interval."""
 SEND_COST_FACTOR = 3.0
@@ -110,7 +110,7 @@ class CopyInterval:
         return (1 << MAX_INTERVAL_LOG2 + 1) - (1 << level)
 
     def set_smallest_common_interval(self, common_bits: int) -> None:
-        """Set the smallest interval that all ranks find common_bits enough. common_bits: bitwise AND of theirs."""
+        """Set the smallest interval that all ranks find cheap enough. common_bits: bitwise AND of theirs."""
         self.every = self._elastic.every or common_bits & -common_bits
 
 

@@ -207,7 +207,9 @@ def test_what_all_wait_for_together_will_not_come(records):
     found = find_awaited_ended_rank(made[0], 60.0, paths[1:], all_ranks_local=True)
     assert found is not None
     assert found.rank == 2
-    assert find_awaited_ended_rank(made[0], 60.0, paths[1:], all_ranks_local=False) is None  # ranks of another host may come
+    assert (
+        find_awaited_ended_rank(made[0], 60.0, paths[1:], all_ranks_local=False) is None
+    )  # ranks of another host may come
 
 
 def test_the_last_one_sees_that_all_have_left(records):
