@@ -1,5 +1,5 @@
-"""Fault injection: kill, stop or delay ranks at chosen actions, reproducibly by seed, and check the step history of the
-restarted job, in which each step counts once and gives the same loss to the last bit."""
+"""Fault injection: kill, stop or delay ranks at chosen actions, reproducibly by seed, and check the log of steps of a
+restarted job: each step must count once, and a repeated step must give the same loss to the last bit."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ class InjectedFault(RankDied):
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of a rank: "kill", "stop" or "delay" after its action number `action`, counted from 1 in each start.
+    """A fault of a rank: "kill", "stop" or "delay" after its action number `action`, counted from 1 in each start of
+    the job.
 
-    start: number of the start of the job, from 0. seconds: duration of a delay. `str` gives text such as
+    start: number of the start of the job, counted from 0. seconds: duration of a delay. `str` returns a text such as
     "delay 1@30 for 0.5 in 0", which `parse_faults` accepts."""
 
     kind: str
@@ -46,7 +47,7 @@ class Fault:
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:
-    """Parse faults from text, separated by commas. Raise ConfigError for an invalid one."""
+    """Parse faults from a text in which they are separated by commas. Raise ConfigError for an invalid fault."""
     return tuple(_parse_fault(part.strip()) for part in text.split(",") if part.strip())
 
 
@@ -54,7 +55,7 @@ def _parse_fault(part: str) -> Fault:
     match = _TEXT.fullmatch(part)
     if match is None:
         raise ConfigError(
-            f"{part!r} is no blow: use 'kill RANK@ACTION', 'stop ...', 'delay ... for SECONDS' [in START]"
+            f"{part!r} is no fault: use 'kill RANK@ACTION', 'stop ...', 'delay ... for SECONDS' [in START]"
         )
     kind, rank, action, seconds, start = match.groups()
     return Fault(kind, int(rank), int(action), float(seconds or 0), int(start or 0))
@@ -76,10 +77,10 @@ def draw_faults(
 
 
 def inject_faults(trainer: Any, faults: Iterable[Fault], start: int = 0, *, threads: bool = False) -> None:
-    """Inject the faults planned for this rank and this start of the job, from now on.
+    """Install an observer that injects the faults of this rank in this start of the job.
 
-    A process gets SIGKILL or SIGSTOP. threads: ranks are threads; to kill or stop one, `InjectedFault` is raised in
-    it. Raise ConfigError for a fault of an unknown kind."""
+    A process gets SIGKILL or SIGSTOP. threads: True: ranks are threads; to kill or stop one, `InjectedFault` is raised
+    in it. Raise ConfigError for a fault of an unknown kind."""
     mine: dict[int, list[Fault]] = {}
     for fault in faults:
         if fault.kind not in FAULT_KINDS:
@@ -107,19 +108,20 @@ def _inject_fault(fault: Fault, action: object, threads: bool) -> None:
 
 
 def run_until_survived(run: Callable[[int], T], max_starts: int = 20) -> tuple[T, int]:
-    """Call `run(0)`, `run(1)`, ... until one raises no `InjectedFault`; return its result and its number.
+    """Call `run(0)`, `run(1)`, ... until a call raises no `InjectedFault`; return the result and the number of that
+    call.
 
-    Raise AssertionError after `max_starts` starts."""
+    Raise AssertionError if `max_starts` calls have failed."""
     for start in range(max_starts):
         try:
             return run(start), start
         except InjectedFault:
             continue
-    raise AssertionError(f"struck in each of {max_starts} starts")
+    raise AssertionError(f"a fault ended each of {max_starts} starts")
 
 
 class StepLog:
-    """A log of the steps that each rank has made: one file per start and rank, one line per step, written in that
+    """A log of the steps of each rank: one file per start and rank, and one line per step, which is written during the
     step."""
 
     def __init__(self, folder: Path) -> None:
@@ -132,8 +134,8 @@ class StepLog:
             file.write(f"{step} {loss.hex()}\n")
 
     def read_starts(self) -> dict[int, dict[int, list[tuple[int, str]]]]:
-        """Return the log: start -> rank -> list of (step, loss as hexadecimal text). A last line that a kill truncated
-        is skipped."""
+        """Return the log as start -> rank -> list of (step, loss as hexadecimal text). A last line that a kill has
+        truncated is skipped."""
         found: dict[int, dict[int, list[tuple[int, str]]]] = {}
         for path in sorted(self.folder.iterdir()):
             start, rank = map(int, path.name.split("-"))
@@ -142,15 +144,16 @@ class StepLog:
         return found
 
     def check_and_find_last_starts(self, steps: int) -> list[int]:
-        """Return, for each of `steps` steps, the last start that made it. Raise AssertionError if the log is wrong.
+        """Check the log, and return for each of `steps` steps the last start that performed it. Raise AssertionError if
+        the log is wrong.
 
-        Each start continues from a checkpoint of an earlier one: no step is skipped, a repeated step gives the same
-        loss to the last bit, ranks agree, and each step counts exactly once."""
+        Each start must continue from a checkpoint of an earlier start: no step is skipped, a repeated step gives the
+        same loss to the last bit, ranks agree, and each step counts exactly once."""
         made: list[int] = []  # by step, the last start so far that made it
         losses: dict[int, str] = {}
         for start, ranks in self.read_starts().items():
             firsts = {entries[0][0] for entries in ranks.values() if entries}
-            assert len(firsts) <= 1, f"start {start}: ranks went on from steps {sorted(firsts)}"
+            assert len(firsts) <= 1, f"start {start}: ranks continued from steps {sorted(firsts)}"
             for rank, entries in ranks.items():
                 numbers = [n for n, _ in entries]
                 assert numbers == list(range(*_get_bounds(numbers))), f"start {start}, rank {rank}: steps {numbers}"

@@ -1,4 +1,4 @@
-"""CodecContract: tests that every codec must pass, to be inherited."""
+"""`CodecContract`: tests that every codec must pass, in a class to inherit."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ REDUCE_CASES = (
     (3, (1, 4, 2), "start"), (4, (0, 0, 0, 1), "elsewhere"), (5, (1, 4, 2, 0, 3), "elsewhere"),
     (5, (12, 12, 12, 12, 13), "start"),
 )  # fmt: skip
-"""(ranks, elements of each part, where a part arrives): not all combinations, but each pair of two of these values."""
+"""Tuples (ranks, elements of each part, where a part arrives): not all combinations of these values, but each pair of
+two values occurs."""
 SHARED_CASES = ((1, 60), (2, 61), (3, 0), (4, 1), (5, 60))
-"""(ranks, elements) of an all-reduce."""
+"""Pairs (ranks, elements) of an all-reduce."""
 
 
 class CodecContract:
     """Tests of a codec: inherit the class and define `make`, which returns the codec to be tested."""
 
     allowed_error: float = 0.0
-    """Allowed error of a sum in the first step, relative to the sum of the absolute values of its terms; twice that for
-    `reduce_all`. The rounding error of a sum in `dtype` is allowed in addition."""
+    """Allowed error of a sum in the first step, relative to the sum of the absolute values of its terms; twice as much
+    is allowed for `reduce_all`. The rounding error of a sum in `dtype` is allowed in addition."""
     dtype: str = "float32"
     """Dtype of the gradients."""
 
@@ -100,7 +101,8 @@ class CodecContract:
         spawn(body, size, timeout=60)
 
     def test_codec_state_is_only_in_memory_arrays(self) -> None:
-        """Check that two codecs that take turns with one memory give the bits of one codec: no state is elsewhere."""
+        """Check that two codecs that use one memory alternately give the bits of a single codec, so that no state is
+        stored elsewhere."""
 
         def body(comm: Communicator, codecs: Sequence[Codec]) -> list[bytes]:
             n, counts = 61, split_evenly(61, comm.size)
@@ -158,6 +160,6 @@ class CodecContract:
         return np.random.default_rng([n, seed]).standard_normal(n).astype(self.dtype)
 
     def _allocate_buffers(self, codec: Codec, n: int, size: int) -> tuple[np.ndarray, dict[str, Any]]:
-        """Allocate the scratch and the zeroed memory that a codec asks for, for `n` elements on `size` ranks."""
+        """Allocate scratch and zeroed memory in the sizes that a codec declares for `n` elements on `size` ranks."""
         memory = {name: np.zeros(elements, self.dtype) for name, elements in codec.memory_sizes(n).items()}
         return np.full(codec.scratch_bytes(n, size), 77, np.uint8), memory

@@ -1,4 +1,4 @@
-"""CommunicatorContract: tests that every communicator must pass, to be inherited."""
+"""`CommunicatorContract`: tests that every communicator must pass, in a class to inherit."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ LENGTHS = (0, 1, 7, 60)
 
 
 def _on_every_rank(test: Callable[..., None]) -> Callable[..., None]:
-    """Return a test method that calls `test` with the communicator of each rank, by the contract's `run`."""
+    """Return a test method that runs `test` on every rank with the communicator of that rank, by calling the contract's
+    `run`."""
 
     @wraps(test)
     def everywhere(contract: CommunicatorContract, **given: Any) -> None:
         contract.run(lambda comm: test(contract, comm, **given))
 
-    signature = inspect.signature(test)  # pytest looks for fixtures there
+    signature = inspect.signature(test)  # pytest reads the names of fixtures from the signature
     given = [parameter for name, parameter in signature.parameters.items() if name != "comm"]
     vars(everywhere)["__signature__"] = signature.replace(parameters=given)
     return everywhere
@@ -42,11 +43,11 @@ class CommunicatorContract:
     """Tests of a communicator: inherit the class and define `run`, which every test calls once."""
 
     def run(self, body: Callable[[Communicator], Any]) -> Any:
-        """Call `body(comm)` on every rank, and raise the error of one of them if it fails; to be overridden.
+        """Call `body(comm)` on every rank. If it fails, raise the error of one rank. To be overridden.
 
         Parameters
         ----------
-        body : function of the communicator to be tested
+        body : function to call; its argument is the communicator to be tested
         """
         raise TypeError(f"{type(self).__name__} must define run(body)")
 
@@ -363,7 +364,8 @@ def _get_rank_part(whole: np.ndarray, comm: Communicator, counts: list[int] | No
 
 
 def _compute_reduction(arrays: list[np.ndarray], op: ReduceOp) -> np.ndarray:
-    """Compute a reduction without communication: in float64, complex128 or exact integers, rounded once."""
+    """Compute a reduction without communication, in float64, complex128 or exact integers, and round the result
+    once."""
     function: Any = {"sum": np.sum, "avg": np.mean, "max": np.max, "min": np.min, "prod": np.prod}[op.value]
     dtype = arrays[0].dtype
     if dtype.kind == "b":

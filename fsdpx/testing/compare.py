@@ -1,4 +1,4 @@
-"""Comparison of arrays by name, which reports the worst element of all tensors: its index and its two values."""
+"""Compare arrays by name, and report the worst element of all tensors with its index and its two values."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["WorstElement", "assert_close", "find_difference"]
 
 @dataclass(frozen=True)
 class WorstElement:
-    """The element with the largest relative difference of the tensors that were compared.
+    """The element with the largest relative difference among all tensors that were compared.
 
     Parameters
     ----------
     tensor : name of its tensor
     index : index of the element in the tensor
-    got, want : its two values
-    relative : absolute difference of the values divided by the largest absolute value of the wanted tensor
-    beyond, elements : number of elements of the tensor that differ by more than allowed, and of all its elements
+    got, want : actual and expected value of the element
+    relative : absolute difference of the two values, divided by the largest absolute value of the expected tensor
+    beyond, elements : number of elements of the tensor that differ by more than allowed, and number of all its elements
     tensors : number of tensors with such elements
     """
 
@@ -49,13 +49,13 @@ class WorstElement:
 def assert_close(
     got: Any, want: Any, tolerance: float = 0.0, *, rank: int | None = None, step: int | None = None
 ) -> None:
-    """Raise an AssertionError that names the worst element unless two sets of arrays agree.
+    """Raise an AssertionError that names the worst element, unless two sets of arrays agree.
 
     Parameters
     ----------
     got, want : an array or a number, or a mapping of names to such, or a sequence of such; both of the same structure
     tolerance : allowed difference relative to the largest element of the tensor; 0: equal to the bit
-    rank, step : where the arrays come from, for the error
+    rank, step : rank and step from which the arrays come, for the error message
     """
     found = find_difference(got, want, tolerance)
     if found is not None:
@@ -65,7 +65,7 @@ def assert_close(
 
 
 def find_difference(got: Any, want: Any, tolerance: float = 0.0) -> WorstElement | None:
-    """Return the element of two sets of arrays that differs most, or None where they agree.
+    """Return the element that differs most between two sets of arrays; None if they agree.
 
     Parameters
     ----------
@@ -74,7 +74,7 @@ def find_difference(got: Any, want: Any, tolerance: float = 0.0) -> WorstElement
 
     Raises
     ------
-    AssertionError : the structures, shapes or dtypes differ
+    AssertionError : if structures, shapes or dtypes differ
     """
     found = [
         one
@@ -88,7 +88,7 @@ def find_difference(got: Any, want: Any, tolerance: float = 0.0) -> WorstElement
 
 
 def _iterate_tensor_pairs(name: str, got: Any, want: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, got, want) for each tensor of two structures. Raise AssertionError where the structures differ."""
+    """Yield (name, got, want) for each tensor of two structures. Raise AssertionError if the structures differ."""
     if isinstance(want, Mapping):
         assert list(got) == list(want), (
             f"{name or 'tensors'}: these are there: {list(got)}, these should be: {list(want)}"
@@ -104,7 +104,7 @@ def _iterate_tensor_pairs(name: str, got: Any, want: Any) -> Iterator[tuple[str,
 
 
 def _find_worst_element(name: str, got: np.ndarray, want: np.ndarray, tolerance: float) -> WorstElement | None:
-    """Return the element of a tensor that differs most, or None if it is within the tolerance."""
+    """Return the element of a tensor that differs most; None if all elements are within the tolerance."""
     assert got.shape == want.shape, f"{name} has shape {got.shape} and should have {want.shape}"
     assert tolerance or got.dtype == want.dtype, f"{name} has dtype {got.dtype} and should have {want.dtype}"
     if got.dtype == want.dtype and got.tobytes() == want.tobytes():

@@ -1,4 +1,4 @@
-"""LayerContract and LossContract: tests that every layer and every loss must pass, to be inherited."""
+"""`LayerContract` and `LossContract`: tests that every layer and every loss must pass, in classes to inherit."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -22,11 +22,12 @@ class GradientContract:
     """The common base of the contracts of layers and losses."""
 
     training = True
-    """Whether layers run in training mode, see `LayerContext`."""
+    """Whether layers run in training mode (see `LayerContext`)."""
     step = 1e-6
     """Step size of the central differences."""
     tolerance = 1e-6
-    """Allowed difference from the central difference, relative to it, or absolute if it is below 1."""
+    """Allowed difference between a gradient and the central difference, relative to the central difference, or absolute
+    if that is below 1."""
     tolerance32 = 1e-4
     """Allowed difference between float32 and float64 results, both relative and absolute."""
 
@@ -35,7 +36,7 @@ class GradientContract:
         raise NotImplementedError
 
     def draw_integers(self, below: int, *shape: int) -> np.ndarray:
-        """Return integers in [0, below), the same in every run.
+        """Return random integers in [0, below), which are the same in every run.
 
         Parameters
         ----------
@@ -73,7 +74,7 @@ class LayerContract(GradientContract):
     Gradients are compared in float64 with central differences along random directions (`step`, `tolerance`)."""
 
     samples_are_independent = True
-    """Whether a sample's result is independent of the other samples (False for BatchNorm)."""
+    """Whether the result for a sample is independent of the other samples (False for BatchNorm)."""
 
     def make(self) -> Layer:
         """Return a new instance of the layer to be tested; to be overridden."""
@@ -148,8 +149,8 @@ class LayerContract(GradientContract):
             np.testing.assert_array_equal(got[name], want[name], err_msg=name)
 
     def test_thread_ranks_may_share_one_instance(self) -> None:
-        """Check that forward and backward of one layer on two threads at once, each with its own samples, give the same
-        bits as one after the other."""
+        """Check that forward and backward of one layer give the same bits if two threads run them concurrently, each
+        with its own samples, as if they run in sequence."""
         layer, x, p = self._make_test_case()
         halves = [tuple(part[rows] for part in x) for rows in (slice(None), slice(None, None, -1))]
         wanted = [self._run_forward_backward(self.make(), p, half) for half in halves]
@@ -187,8 +188,8 @@ class LayerContract(GradientContract):
             np.testing.assert_array_equal(array, 0.0, err_msg=f"no samples, but a gradient of {name}")
 
     def test_samples_are_computed_independently(self) -> None:
-        """Check that two parts of a batch give the results of the batch, random numbers included, and that their
-        gradients of parameters add up to the batch's."""
+        """Check that two parts of a batch give the same results as the full batch, including random numbers, and that
+        their parameter gradients add up to those of the batch."""
         layer, x, p = self._make_test_case()
         if not self.samples_are_independent:
             return
@@ -237,7 +238,7 @@ class LayerContract(GradientContract):
             assert [_get_shape_and_dtype(a) for a in dx_flat] == [_get_shape_and_dtype(a) for a in dx]
 
     def test_integer_inputs_are_declared(self) -> None:
-        """Check that `Layer.takes` declares integer inputs: without that, a trainer converts them to floats."""
+        """Check that `Layer.takes` declares integer inputs; otherwise a trainer converts them to floats."""
         layer, x, _ = self._make_test_case()
         takes = resolve_takes(layer, len(x), [frozenset()] * layer.n_outputs)
         wrong = [i for i, part in enumerate(x) if part.dtype.kind in "iub" and takes[i] == {"numbers"}]
@@ -256,12 +257,13 @@ class LayerContract(GradientContract):
         x = _as_tuple(self.inputs())
         assert all(len(part) >= 2 for part in x), "inputs() must give at least 2 samples"
         p = make_initial_values(layer.specs(), seed=1, dtype=np.float64)
-        # Moved away from zeros and ones, where a missing factor would not be noticed.
+        # moved away from zeros and ones, with which the tests would not notice a missing factor
         moved = {n: a + 0.1 * np.abs(_draw_direction(11, a)) for n, a in p.items()}
         return layer, x, moved
 
     def _forward(self, layer: Layer, p: Mapping[str, np.ndarray], x: Arrays) -> tuple[Arrays, Any]:
-        """Run forward on a copy of the parameters, as it may update state; return the outputs and the saved arrays."""
+        """Run forward on a copy of the parameters, since forward may update state. Return the outputs and the saved
+        arrays."""
         y, saved = layer.forward(
             self._make_layer_context(np), {name: array.copy() for name, array in p.items()}, unwrap_single(x)
         )
@@ -270,8 +272,8 @@ class LayerContract(GradientContract):
     def _run_forward_backward(
         self, layer: Layer, p: Mapping[str, np.ndarray], x: Arrays, g: dict[str, np.ndarray] | None = None
     ) -> tuple[Arrays, Arrays, Arrays, dict[str, np.ndarray]]:
-        """Run forward and backward with random output gradients; return outputs, their gradients, gradients of inputs
-        and gradients of parameters. g: gradients of parameters to add to; None: zeros."""
+        """Run forward and backward with random output gradients. Return the outputs, the gradients of the outputs, of
+        the inputs and of the parameters. g: parameter gradients to which backward adds; None: start with zeros."""
         y, saved = self._forward(layer, p, x)
         dy = tuple(_draw_direction(13, part).astype(part.dtype) for part in y)
         g = self._make_zero_gradients(layer, p) if g is None else g
@@ -372,14 +374,14 @@ class LossContract(GradientContract):
                 np.testing.assert_array_equal(got, wanted)
 
     def test_parts_of_a_batch_add_up(self) -> None:
-        """Check that totals, weights and gradients of parts of a batch add up to the whole, as ranks, microbatches and
-        chunks need it; a part may be empty."""
+        """Check that totals, weights and gradients of the parts of a batch add up to those of the full batch: ranks,
+        microbatches and chunks require this. A part may be empty."""
         y, target = self._make_test_case()
         n = len(target)
         self._assert_adds_up(y, target, [slice(0, 1), slice(1, n - 1), slice(n - 1, n), slice(n, n)], 0)
 
     def test_parts_of_a_sequence_add_up(self) -> None:
-        """Check that parts of a sequence add up to the whole, for a loss whose `acts_on` is "position"."""
+        """Check that the parts of a sequence add up to the full sequence, for a loss whose `acts_on` is "position"."""
         y, target = self._make_test_case()
         if self.make().acts_on == "position" and target.ndim > 1 and all(part.ndim > 1 for part in y):
             self._assert_adds_up(y, target, [slice(0, 1), slice(1, None)], 1)

@@ -1,4 +1,4 @@
-"""OptimizerContract: tests that every optimizer must pass, to be inherited."""
+"""`OptimizerContract`: tests that every optimizer must pass, in a class to inherit."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -27,12 +27,13 @@ class OptimizerContract:
             takes_groups = False  # Mine takes no `groups`, or no `weight_decay`
             def make(self, **options): return Mine(**options)
 
-    `make` must take `lr`, a number or a function from the step, counted from 1, to a number; with `takes_groups` (the
-    default) also `weight_decay` and `groups`. Each shard is updated in its own thread, so that optimizers can add up
-    norms of full parameters over shards."""
+    `make` must take `lr`, a number or a function of the step (counted from 1) that returns a number; with
+    `takes_groups` (the default) also `weight_decay` and `groups`. Each shard is updated in its own thread, so that
+    optimizers can sum the norms of full parameters over shards."""
 
     shard_alignment: int = 1
-    """1 if shards may begin anywhere without changing bits; 1024 if only at multiples of 1024 in each parameter."""
+    """1 if results do not depend on where shards begin; 1024 if shards may begin only at multiples of 1024 in each
+    parameter."""
     takes_groups: bool = True
     """Whether `make` takes `weight_decay`, and `groups` with "lr_scale" and "weight_decay"."""
 
@@ -97,7 +98,7 @@ class OptimizerContract:
         assert np.array_equal(p, before)
 
     def test_thread_ranks_may_share_one_instance(self) -> None:
-        """Check that two threads that share an optimizer get the bits of one that has its own."""
+        """Check that two threads that share an optimizer get the same bits as one thread with its own optimizer."""
 
         def train(optimizer: Optimizer) -> dict[str, Any]:
             p, g, slots = self._make_state("float32", slice(None), optimizer)
@@ -120,8 +121,9 @@ class OptimizerContract:
         assert p.size == 0
 
     def test_each_parameter_counts_its_own_updates(self) -> None:
-        """Check that a parameter that missed two updates gets its first update when the others get their third."""
-        # averages count the trainer's steps
+        """Check that a parameter that has missed two updates gets its first update when the other parameters get their
+        third."""
+        # without the wrapper for averages, which counts the steps of the trainer
         late, optimizer = ("a.bias", "b.weight"), unwrap_optimizer(self.make(lr=0.01))
         p, g, slots = self._make_state("float64", slice(None), optimizer)
         alone = {n: self._make_state("float64", at, optimizer) for n, at in _compute_parameter_ranges().items()}
@@ -160,7 +162,7 @@ class OptimizerContract:
     def _make_state(
         self, dtype: str, part: slice, optimizer: Optimizer | None = None
     ) -> tuple[Any, Any, dict[str, Any]]:
-        """Return parameters, gradients and zeroed slots: slice `part` of arrays that are the same in every run."""
+        """Return slice `part` of parameters and gradients, which are the same in every run, and zeroed slots for it."""
         random = np.random.default_rng(5)
         p, g = (random.standard_normal(TOTAL_SIZE).astype(dtype)[part].copy() for _ in range(2))
         low, high, _ = part.indices(TOTAL_SIZE)
@@ -172,7 +174,8 @@ class OptimizerContract:
         (optimizer or self.make(lr=0.01)).update(np, p, g, slots, **options)
 
     def _train_shards(self, dtype: str, cuts: Sequence[int]) -> dict[str, Any]:
-        """Make three steps on the shards between `cuts`, each in its own thread; return full parameters and slots."""
+        """Perform three steps on the shards between `cuts`, each shard in its own thread. Return full parameters and
+        slots."""
         bounds = [0, *cuts, TOTAL_SIZE]
         optimizer = self.make(lr=0.01)
 

@@ -1,4 +1,4 @@
-"""ScheduleContract: tests that every pipeline schedule must pass, to be inherited."""
+"""`ScheduleContract`: tests that every pipeline schedule must pass, in a class to inherit."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,28 +29,29 @@ class ScheduleContract:
             def make(self): return mine
             def max_in_flight(self, ranks, microbatches, rank): return ranks - rank
 
-    Every test runs for all combinations of `ranks` and `microbatches`."""
+    Every test runs with all combinations of `ranks` and `microbatches`."""
 
     ranks: tuple[int, ...] = (1, 2, 3, 4, 7)
-    """Numbers of pipe ranks to test."""
+    """Numbers of pipeline ranks to test."""
     microbatches: tuple[int, ...] = (1, 2, 3, 4, 9)
     """Numbers of microbatches per step to test."""
     per_rank: int | None = None
-    """Stages per rank; None: the schedule's default."""
+    """Number of stages per rank; None: the default of the schedule."""
 
     def make(self) -> str | Path | ScheduleFunction:
-        """Return the schedule to be tested, as `distribute(schedule=)` takes it: a function, a name or a path; to be
+        """Return the schedule to be tested: a function, a name or a path, as `distribute(schedule=)` takes it. To be
         overridden."""
         raise TypeError(f"{type(self).__name__} must define make(), which returns the schedule to be tested")
 
     def max_in_flight(self, ranks: int, microbatches: int, rank: int) -> int | None:
-        """Return the most pairs of stage and microbatch whose activations a rank may hold at once; None: any number.
+        """Return the maximum number of pairs (stage, microbatch) whose activations a rank may hold at the same time;
+        None: any number.
 
         Parameters
         ----------
-        ranks : number of pipe ranks
+        ranks : number of pipeline ranks
         microbatches : number of microbatches per step
-        rank : pipe rank, from 0
+        rank : pipeline rank, counted from 0
         """
         return None
 
@@ -60,7 +61,7 @@ class ScheduleContract:
             validate(made)
 
     def test_repeated_calls_give_same_schedule(self) -> None:
-        """Check that two calls give the same schedule, as each rank calls the function."""
+        """Check that two calls give the same schedule, since each rank calls the function."""
         for made, repeated in zip(self._iterate_schedules(), self._iterate_schedules(), strict=True):
             assert made == repeated
 
@@ -78,7 +79,8 @@ class ScheduleContract:
                     assert done in (["B", "F"], ["F", "I", "W"]), f"{made.name}: stage {stage}, microbatch {mb}: {done}"
 
     def test_gradients_are_added_in_the_order_of_microbatches(self) -> None:
-        """Check the order of gradient accumulation; with it, all schedules give the same bits."""
+        """Check the order in which gradients are accumulated: with the order of microbatches, all schedules give the
+        same bits."""
         for made in self._iterate_schedules():
             for row in made.ranks:
                 for stage in {a.unit for a in row}:
@@ -87,7 +89,7 @@ class ScheduleContract:
 
     def test_no_rank_waits_forever(self) -> None:
         """Check, for several costs of forward, backward and messages, that a step takes no longer than all work and all
-        messages in sequence: at any time a rank works or a message is in flight."""
+        messages in sequence: at every moment a rank computes or a message is in flight."""
         for made in self._iterate_schedules():
             for costs in (StageCosts(1, 1, 1), StageCosts(3, 1, 1, 0.5), StageCosts(1, 5, 2), StageCosts(1, 0, 4, 2)):
                 work = sum(costs.cost_of(action) for row in made.ranks for action in row)
@@ -95,8 +97,8 @@ class ScheduleContract:
                 assert max(event.end for event in simulate(made, costs)) <= work + messages
 
     def test_compiled_programs_complete(self) -> None:
-        """Check the compiled programs of all ranks, with their messages, gathers and reduces, for a model with one unit
-        per stage and a value that skips stages."""
+        """Check the compiled programs of all ranks, including messages, gathers and reductions, for a model with one
+        unit per stage and a value that skips stages."""
         for made in self._iterate_schedules():
             n = made.stages
             units = [((u,), (u, 1) if u == n - 1 > 1 else (u,), (u + 1,)) for u in range(n)]

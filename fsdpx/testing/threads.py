@@ -1,4 +1,4 @@
-"""Tests of objects that thread ranks share: run functions on threads that switch at every bytecode."""
+"""Helpers to test objects that thread ranks share: run functions on threads that switch at every bytecode."""
 
 import sys
 import threading
@@ -12,20 +12,20 @@ from typing import Any
 __all__ = ["run_interleaved", "switching_at_every_bytecode"]
 
 _LIBRARIES = frozenset({"numpy", "numba", "llvmlite", "threading", "importlib", "contextlib", "functools"})
-"""Packages whose frames run at full speed: tracing them is slow, and they are not under test."""
+"""Packages whose frames are not traced: tracing them is slow, and they are not under test."""
 
 
 MAX_VISITS = 1
-"""How often a thread yields at the same bytecode. One visit suffices: lazily made objects are made in the first one,
-and more visits find no more layers that wrongly store data of a call on themselves."""
+"""How often a thread yields at the same bytecode. One visit suffices: objects that are created lazily are created in
+the first visit, and more visits find no more layers that wrongly store data of a call on themselves."""
 
 
 @contextmanager
 def switching_at_every_bytecode() -> Iterator[None]:
-    """Let other threads run at every bytecode that this thread executes inside the block.
+    """Within the block, let other threads run at every bytecode that this thread executes.
 
-    Frames of NumPy, Numba and the parts of Python's library that wrap calls run at full speed, and so does a bytecode
-    after `MAX_VISITS` visits, as in loops."""
+    Frames of NumPy, Numba and the parts of Python's standard library that wrap calls run without switches. So does a
+    bytecode after `MAX_VISITS` visits, as in loops."""
     before, visits = sys.gettrace(), Counter[tuple[CodeType, int]]()
 
     def step(frame: FrameType, event: str, argument: Any) -> Any:
@@ -50,9 +50,10 @@ def switching_at_every_bytecode() -> Iterator[None]:
 
 
 def run_interleaved(*bodies: Callable[[], Any]) -> list[Any]:
-    """Run functions at once, each in a thread that yields to the others at every bytecode; return their results.
+    """Run functions concurrently, each in a thread that yields to the other threads at every bytecode. Return their
+    results.
 
-    The first error of one of them is raised after all have ended."""
+    If functions raise errors, the first error is raised after all threads have ended."""
     together = threading.Barrier(len(bodies))
 
     results: list[Any] = [None] * len(bodies)

@@ -1,5 +1,5 @@
-"""Thread ranks in virtual time: they access windows in the order in which ranks of given speeds would, so that
-asynchronous training is reproducible."""
+"""Thread ranks in virtual time: they access windows in the order in which ranks of given speeds would access them, so
+that asynchronous training is reproducible."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["VirtualTime"]
 class VirtualTime:
     """A virtual clock that thread ranks share: `distribute(..., comm=virtual.wrap_communicator(comm))`.
 
-    Pulls and updates take no time; between them a step takes the seconds of its rank. Of two ranks at the same time,
-    the lower one goes first. Ranks compute one after the other.
+    Pulls and updates take no time; the step between them takes the seconds of its rank. If two ranks are at the same
+    time, the lower rank continues first. Ranks compute one at a time.
 
     Parameters
     ----------
-    seconds : virtual duration of a step, for each rank
+    seconds : virtual duration of a step in seconds, for each rank
     seed : seed of the random jitter
-    jitter : largest relative deviation of the time of a step from `seconds`; 0: none
+    jitter : largest relative deviation of the duration of a step from `seconds`; 0: no jitter
 
     Attributes
     ----------
@@ -44,7 +44,7 @@ class VirtualTime:
         self._changed = threading.Condition(threading.RLock())
 
     def wrap_communicator(self, comm: Communicator) -> Communicator:
-        """Return the communicator of one rank with its windows in virtual time.
+        """Return a communicator for one rank whose windows are accessed in virtual time.
 
         Parameters
         ----------
@@ -57,12 +57,12 @@ class VirtualTime:
 
         Parameters
         ----------
-        rank : 0 to the number of ranks - 1
+        rank : number of the rank
         """
         return self._times[rank]
 
     def advance_by_step(self, rank: int) -> None:
-        """Advance the time of a rank by one step, with jitter.
+        """Advance the virtual time of a rank by the duration of one step, with jitter.
 
         Parameters
         ----------
@@ -79,7 +79,7 @@ class VirtualTime:
         Parameters
         ----------
         rank : rank that waits
-        window : its window, whose timeout bounds the wait
+        window : the window of this rank, whose timeout limits the wait
 
         Raises
         ------
@@ -88,7 +88,7 @@ class VirtualTime:
         self._wait_until_ready(lambda: self._find_next_rank() == rank, window, "its turn")
 
     def record_event(self, rank: int, kind: str) -> None:
-        """Append an event at the current time of a rank, and wake the ranks whose condition is now true.
+        """Append an event at the current virtual time of a rank, and wake the ranks whose condition is now true.
 
         Parameters
         ----------
@@ -100,7 +100,7 @@ class VirtualTime:
             self.wake_ready_ranks(rank)
 
     def wake_ready_ranks(self, rank: int) -> None:
-        """Wake the ranks in `wait_until` whose condition is now true; their time becomes at least this rank's.
+        """Wake the ranks in `wait_until` whose condition is now true; their time becomes at least the time of `rank`.
 
         Parameters
         ----------
@@ -119,7 +119,7 @@ class VirtualTime:
         ----------
         rank : rank that waits
         ready : condition, evaluated on this rank's turn and after each access of another rank
-        window : the rank's window, whose timeout bounds each wait
+        window : the window of this rank, whose timeout limits each wait
         what : description of the condition, for the error
 
         Raises
@@ -136,7 +136,8 @@ class VirtualTime:
             self._wait_until_ready(lambda: rank not in self._waiting, window, what)
 
     def arrive_at_barrier(self, rank: int) -> None:
-        """Mark a rank as arrived at a barrier; with the last one, all continue at the latest time.
+        """Mark a rank as arrived at a barrier. When the last rank arrives, the time of all ranks becomes the latest of
+        their times.
 
         Parameters
         ----------
@@ -184,7 +185,7 @@ class _TimedWindow(Window):
     def __init__(self, window: Window, virtual: VirtualTime) -> None:
         super().__init__(window.rank, window.size, window.own, window.timeout)
         self.window, self.virtual = window, virtual
-        self._reads = False  # True from a pull to the next update, between which a step is computed
+        self._reads = False  # True between a pull and the next update, while a step is computed
 
     def open_part(self, rank: int, start: int, stop: int, write: bool = True) -> AbstractContextManager[Array]:
         return self.window.open_part(rank, start, stop, write)
@@ -222,7 +223,8 @@ class _TimedWindow(Window):
 
 
 def _is_ready(ready: Callable[[], bool]) -> bool:
-    """Return whether `ready()` is true or raises: the waiting rank then calls it and gets the error itself."""
+    """Return whether `ready()` is true or raises an error; then the waiting rank calls `ready` itself and gets the
+    error."""
     try:
         return ready()
     except Exception:

@@ -235,7 +235,7 @@ def test_gpt_leaves_a_folder_and_goes_on_there(tmp_path: Path) -> None:
     assert (folder / "model" / "model.safetensors").exists()
 
     more = run(1, "fsdpx.examples.gpt", "--resume", "--run", str(folder), "--steps", "4", "--verbose")
-    assert f"fsdpx: goes on from {folder / 'checkpoints' / 'step-2'}: step 2, epoch 1\n" in more.stderr
+    assert f"fsdpx: resumes from {folder / 'checkpoints' / 'step-2'}: step 2, epoch 1\n" in more.stderr
     assert "2 steps, " in more.stdout
     assert "time by verb" in more.stdout
     assert "outside of programs: reading data, printing," in more.stdout

@@ -1,4 +1,5 @@
-"""Atomic commit of a checkpoint: ranks write into a temporary folder, and rank 0 renames it when all have succeeded."""
+"""Atomic commit of a checkpoint: ranks write into a temporary folder, and rank 0 renames it when all ranks have
+succeeded."""
 
 from __future__ import annotations
 
@@ -58,15 +59,16 @@ HOST = "host"
 
 
 def run_on_all_ranks(world: Communicator, where: str, body: Callable[[], T]) -> list[T]:
-    """Call `body()` on every rank and return the results of all ranks, in rank order. If it raises on a rank, all ranks
-    raise CheckpointError with the text of the first such rank, so that none waits for it. Collective."""
+    """Call `body()` on every rank and return the results of all ranks, in rank order. If it raises an error on any
+    rank, all ranks raise CheckpointError with the text of the lowest such rank, so that no rank waits for another.
+    Collective."""
     value: Any = None
     problem, cause = None, None
     try:
         value = body()
     except Exception as error:
         problem = error_to_text(error)
-        cause = None if isinstance(error, FsdpxError) else error  # an FsdpxError's text would be shown twice
+        cause = None if isinstance(error, FsdpxError) else error  # else its text would be shown twice
     for rank, (_, text) in enumerate(everyone := all_gather_plain_data(world, (value, problem))):
         if text is not None:
             who = f"rank {rank}: " if world.size > 1 else ""
@@ -75,28 +77,30 @@ def run_on_all_ranks(world: Communicator, where: str, body: Callable[[], T]) -> 
 
 
 def run_on_rank0(world: Communicator, where: str, body: Callable[[], T]) -> T:
-    """Call `body()` on rank 0 and return its result on every rank; errors are raised on all. Collective."""
+    """Call `body()` on rank 0 and return its result on every rank. An error of rank 0 is raised on all ranks.
+    Collective."""
     return run_on_all_ranks(world, where, lambda: body() if world.rank == 0 else None)[0]  # type: ignore[return-value]
 
 
 def require_equal_choices(world: Communicator, where: str, **choices: str) -> None:
-    """Raise CheckpointError on all ranks, naming two of them, unless all pass the same `choices`. Collective."""
+    """Raise CheckpointError on all ranks unless all pass the same `choices`; the error names two ranks. Collective."""
     _require_same_choices(where, world.all_gather_data(choices))
 
 
 def agree_on_path(world: Communicator, call: str, path: Any, **choices: str) -> Path:
-    """Return `path` as a Path. Raise CheckpointError on all ranks if it is invalid on one of them, or if it or
+    """Return `path` as a Path. Raise CheckpointError on all ranks if the path is invalid on one rank, or if path or
     `choices` differ between ranks. call: name of the public call, for error messages. Collective."""
     return Path(agree_on_choices(world, call, lambda: {**list_path_facts(to_named_path(path)), **choices})["path"])
 
 
 def list_path_facts(path: Path) -> dict[str, str]:
-    """Return what ranks compare of a path: its text and, if it is relative, the host and the working folder."""
+    """Return what ranks compare about a path: its text and, if it is relative, the host and the working folder."""
     return {"path": str(path)} | ({} if path.is_absolute() else {HOST: platform.node(), "working folder": os.getcwd()})
 
 
 def agree_on_choices(world: Communicator, where: str, choices: Callable[[], Mapping[str, str]]) -> Mapping[str, str]:
-    """Return `choices()`. Raise CheckpointError on all ranks if it raises on one or ranks differ. Collective."""
+    """Return `choices()`. Raise CheckpointError on all ranks if that call fails on one rank or ranks differ.
+    Collective."""
     everyone = run_on_all_ranks(world, where, choices)
     _require_same_choices(where, everyone)
     return everyone[0]
@@ -106,7 +110,7 @@ def _require_same_choices(where: str, everyone: Sequence[Mapping[str, str]]) -> 
     for rank, theirs in enumerate(everyone):
         for name, first in everyone[0].items():
             if name == HOST or (name == "working folder" and theirs.get(HOST) != everyone[0][HOST]):
-                continue  # the same folder may have different names on different hosts
+                continue  # one shared folder may have different paths on different hosts
             if (other := theirs.get(name, "none")) != first:
                 raise CheckpointError(f"{where}: ranks differ in {name}: rank 0 has {first}, rank {rank} has {other}")
 
@@ -121,17 +125,17 @@ def error_to_text(error: BaseException) -> str:
 
 try:
     import fcntl
-except ImportError:  # Windows: two jobs that save to one place are not detected
+except ImportError:  # Windows: two jobs that save to the same path are not detected
     fcntl = None  # type: ignore[assignment]
 
 
 PREVIOUS, PARTIAL, LOCK, REMOVED = "previous", "partial-", "lock", "removed"
 """Kinds of temporary files and folders that a save makes next to a checkpoint, and leaves behind if it is killed.
-`make_sibling_path` makes their names. They begin with `.fsdpx-`, so that `step-*` matches only checkpoints."""
+`make_sibling_path` returns their paths. Their names begin with `.fsdpx-`, so that `step-*` matches only checkpoints."""
 _RESERVED_PREFIX = ".fsdpx-"
 _SIBLING_PATTERN = re.compile(rf"\.fsdpx-({PREVIOUS}|{PARTIAL}[0-9a-f]{{8}}|{LOCK}|{REMOVED})-(.+)", re.DOTALL)
 MAX_LINKS = 40
-"""Longest chain of symbolic links that is followed, as in Linux."""
+"""Maximum length of a chain of symbolic links that is followed, as in Linux."""
 IN_PLACE = (
     "this folder cannot be renamed, so no checkpoint can take its place (it is a mount, or a lower layer of an "
     "overlay): name a folder in it"
@@ -140,8 +144,10 @@ IN_PLACE = (
 
 @dataclass
 class SaveTarget:
-    """The place of a checkpoint that is being written. path: its final folder. partial: the temporary folder into which
-    ranks write. lock: descriptor of the locked file that keeps other jobs from saving to `path`; None once released."""
+    """The folders of a checkpoint that is being written.
+
+    path: final folder of the checkpoint. partial: temporary folder into which ranks write. lock: descriptor of the
+    locked file that keeps other jobs from saving to `path`; None once it is released."""
 
     path: Path
     partial: Path
@@ -149,8 +155,8 @@ class SaveTarget:
 
     @classmethod
     def lock_and_create_files(cls, path: Path, token: str, layout: FileLayout) -> SaveTarget:
-        """Lock the folder `path` against other jobs, and create the partial folder with the files of `layout`, full of
-        zeros. Remove partial folders that killed saves to this path have left."""
+        """Lock the folder `path` against other jobs, and create the partial folder with the files of `layout`, filled
+        with zeros. First remove partial folders that killed saves to this path have left behind."""
         path = resolve_replaceable_folder(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         target = cls(path, make_sibling_path(path, PARTIAL + token), _lock_checkpoint(path))
@@ -170,7 +176,7 @@ class SaveTarget:
     def commit(self, layout: FileLayout, manifest: Manifest) -> None:
         """Write headers and manifest, and rename the partial folder to `path`. All tensors must be on disk.
 
-        Until the last rename, `resolve_checkpoint` finds the old checkpoint; after it, the new one."""
+        Until the last rename, `resolve_checkpoint` finds the old checkpoint; afterwards it finds the new one."""
         for name, contents in layout.files.items():
             write_header_and_sync(self.partial / name, contents.header)
         note = {} if layout.note is None else {NOTE_FILE_NAME: layout.note}
@@ -221,22 +227,23 @@ def _parse_sibling_name(name: str) -> tuple[str, str] | None:
 
 
 def _iterate_sibling_folders(folder: Path) -> Iterator[tuple[Path, str, str]]:
-    """Yield (path, kind, name of the checkpoint) of the temporary folders that saves have left in a folder."""
+    """Yield (path, kind, name of the checkpoint) for each temporary folder that saves have left in `folder`."""
     for path in sorted(folder.iterdir()):
         if parsed := _parse_sibling_name(path.name):
             yield path, *parsed
 
 
 def parse_checkpoint_name(name: str) -> str | None:
-    """Return the name of the checkpoint that a folder named `name` can hold: for the previous version of a checkpoint,
-    the name of that checkpoint; None for other temporary folders of saves; else `name`."""
+    """Return the name of the checkpoint that a folder named `name` can hold: usually `name` itself. For a folder with
+    the previous version of a checkpoint, return the name of that checkpoint; for other temporary folders of saves,
+    None."""
     kind, of = _parse_sibling_name(name) or (PREVIOUS, name)
     return of if kind == PREVIOUS else None
 
 
 def to_named_path(path: Any) -> Path:
-    """Return `path` as a Path with `~` expanded and a name as its last part, so that siblings can be made next to it.
-    Raise CheckpointError if it is not a str or PathLike, or cannot be such a path."""
+    """Return `path` as a Path with `~` expanded whose last part is a name, so that siblings can be created next to it.
+    Raise CheckpointError if `path` is not a str or PathLike, or has no such name."""
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
         raise CheckpointError(f"the path {path!r} is of type {type(path).__name__}: give a str or a pathlib.Path")
@@ -257,9 +264,10 @@ def _is_encodable(text: str) -> bool:
 
 
 def follow_link(path: Path) -> Path:
-    """Return `path` with its last part resolved if that is a symbolic link; the target need not exist.
+    """Return `path`, with its last part resolved if that is a symbolic link; the target need not exist.
 
-    Links in the parent folders are kept, as they may differ between hosts. Raise CheckpointError for circular links."""
+    Links in the parent folders are not resolved, since they may differ between hosts. Raise CheckpointError for
+    circular links."""
     given = path
     for _ in range(MAX_LINKS):
         if not path.is_symlink():
@@ -269,8 +277,8 @@ def follow_link(path: Path) -> Path:
 
 
 def resolve_replaceable_folder(path: Path) -> Path:
-    """Return the folder that `path` names. Raise CheckpointError if it cannot be replaced by renaming another one: a
-    reserved name, the current folder or a mount point."""
+    """Return the folder that `path` names, with a symbolic link resolved. Raise CheckpointError if a rename cannot
+    replace this folder: it has a reserved name, or is the current folder or a mount point."""
     folder = follow_link(path)
     if folder.name.lower().startswith(_RESERVED_PREFIX):
         raise CheckpointError(
@@ -286,7 +294,8 @@ def resolve_replaceable_folder(path: Path) -> Path:
 
 @contextmanager
 def explaining_rename_errors(path: Path) -> Iterator[None]:
-    """Raise CheckpointError where the system refuses to rename or remove this folder (EBUSY, EXDEV)."""
+    """Within the block, raise CheckpointError with an explanation if the system refuses to rename or remove this folder
+    (EBUSY, EXDEV)."""
     try:
         yield
     except OSError as error:
@@ -296,17 +305,18 @@ def explaining_rename_errors(path: Path) -> Iterator[None]:
 
 
 def resolve_checkpoint(path: Path) -> Path:
-    """Return the folder of the checkpoint `path`: its previous version if a job was killed between the two renames."""
+    """Return the folder of the checkpoint `path`. If a job was killed between the two renames of a commit, that is the
+    folder of the previous version."""
     path = follow_link(path)
     previous = make_sibling_path(path, PREVIOUS)
     return previous if not path.exists() and is_checkpoint(previous) else path
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Delete the files of a checkpoint, whole or partial, and its folder unless that has other files.
+    """Delete the files of a complete or partial checkpoint, and its folder unless the folder has other files.
 
-    The manifest is deleted first: without it the rest does not count as a checkpoint. Of a symbolic link, only the link
-    is deleted."""
+    The manifest is deleted first, since a folder without it does not count as a checkpoint. If `folder` is a symbolic
+    link, only the link is deleted."""
     if folder.is_symlink():
         folder.unlink()
     if not folder.is_dir():
@@ -314,12 +324,13 @@ def remove_checkpoint(folder: Path) -> None:
     for name in sorted(os.listdir(folder), key=lambda name: name != MANIFEST_NAME):
         if OWN_FILE_PATTERN.fullmatch(name) or name.startswith(CHECKSUM_PREFIX):
             (folder / name).unlink(missing_ok=True)
-    with suppress(OSError):  # not empty: it has files of other programs
+    with suppress(OSError):  # the folder is not empty: it has files of other programs
         folder.rmdir()
 
 
 def iterate_checkpoints(folder: Path, prefix: str) -> Iterator[tuple[int, Path]]:
-    """Yield (number, path) of the checkpoints of a folder that are named `prefix` and a number, lowest number first."""
+    """Yield (number, path) for each checkpoint in a folder whose name is `prefix` followed by a number, lowest number
+    first."""
     pattern, folders = re.compile(re.escape(prefix) + r"(\d+)"), dict[int, Path]()
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         match = pattern.fullmatch(parse_checkpoint_name(path.name) or "")
@@ -329,10 +340,10 @@ def iterate_checkpoints(folder: Path, prefix: str) -> Iterator[tuple[int, Path]]
 
 
 def prune_checkpoints(path: Path, keep: int, spare: str | None = None) -> None:
-    """Delete older checkpoints so that `keep` are left, `path` included.
+    """Delete older checkpoints so that `keep` checkpoints are left, including `path`.
 
-    Only those with the same prefix and a lower number than `path` count: higher numbers are from another run. `path`,
-    the checkpoint named `spare`, symbolic links, and the targets of links in that folder are never deleted."""
+    Only checkpoints with the same prefix and a lower number than `path` count, since higher numbers are from another
+    run. Never delete `path`, the checkpoint named `spare`, symbolic links, or the targets of links in that folder."""
     prefix = strip_trailing_number(path)
     links = [p for p in path.parent.iterdir() if p.is_symlink()]
     linked = {os.path.realpath(p) for p in links}
@@ -350,7 +361,7 @@ def prune_checkpoints(path: Path, keep: int, spare: str | None = None) -> None:
 
 
 def strip_trailing_number(path: Path) -> str:
-    """Return the last part of `path` without the number at its end. Raise CheckpointError if it has none."""
+    """Return the last part of `path` without the number at its end. Raise CheckpointError if there is no number."""
     prefix = path.name.rstrip("0123456789")
     if prefix == path.name:
         raise CheckpointError(f"keep: {path} has no number at its end; save to folder/step-{{n}}")
@@ -358,7 +369,7 @@ def strip_trailing_number(path: Path) -> str:
 
 
 def _require_no_foreign_files(path: Path) -> None:
-    """Raise CheckpointError unless `path` does not exist, is an empty folder or a checkpoint without other files."""
+    """Raise CheckpointError if `path` is a file, or a folder with files that do not belong to a checkpoint."""
     if not path.exists():
         return
     if not path.is_dir():
@@ -381,15 +392,15 @@ def _format_first_names(names: list[str]) -> str:
 
 
 def _lock_checkpoint(path: Path) -> int:
-    """Lock the checkpoint `path` and return the descriptor, which holds the lock until it is closed or the process
-    ends. Raise CheckpointError if another job has it."""
+    """Lock the checkpoint `path` and return a descriptor, which holds the lock until it is closed or the process ends.
+    Raise CheckpointError if another job has the lock."""
     return lock_file(make_sibling_path(path, LOCK), f"{path}: another job is saving there")
 
 
 def lock_file(path: Path, busy_text: str) -> int:
     """Create and lock a file, and return its descriptor, which holds the lock until it is closed or the process ends.
 
-    Raise CheckpointError if another process has the lock, with the text `busy_text` and that process's host, id and
+    If another process has the lock, raise CheckpointError with `busy_text` and that process's host, id and start
     time."""
     while True:
         try:
@@ -404,16 +415,16 @@ def lock_file(path: Path, busy_text: str) -> int:
                 owner = os.pread(fd, 1000, 0).decode(errors="replace")
                 raise CheckpointError(f"{busy_text}: {owner or 'it has just begun'}") from None
             except OSError:
-                pass  # a file system without locks
+                pass  # the file system has no locks
             if _is_same_file(fd, path):
                 text = {"host": platform.node(), "process": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-                with suppress(OSError):  # the text is only informative; a full disk is reported by the save itself
+                with suppress(OSError):  # the text is only informative; the save itself reports a full disk
                     safe_files.write_lock_text(fd, json.dumps(text))
                 return fd
-        except BaseException:  # also Ctrl-C: the process may continue, and would never release the lock
+        except BaseException:  # also on Ctrl-C: the process may continue, and would never release the lock
             os.close(fd)
             raise
-        os.close(fd)  # the previous owner has deleted the file meanwhile: try again
+        os.close(fd)  # the previous owner has deleted the file in the meantime: try again
 
 
 def _is_same_file(fd: int, name: Path) -> bool:
@@ -424,7 +435,7 @@ def _is_same_file(fd: int, name: Path) -> bool:
 
 
 def write_header_and_sync(path: Path, data: Any) -> None:
-    """Write `data` at the start of an existing file, and flush it to disk."""
+    """Write `data` to the start of an existing file, and flush the file to disk."""
     with open_regular_file(path, writing=True) as fd:
         write_at(fd, data, 0)
         sync_file(fd)

@@ -1,5 +1,5 @@
-"""The file format of a checkpoint: safetensors headers, dtypes and checksums; the names of its files; and the reads,
-writes and fsyncs of a file."""
+"""The file format of a checkpoint: safetensors headers, dtypes, checksums and file names; and functions that read,
+write and flush files."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ __all__ = [
 
 
 def cast_array(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return `array` converted to `dtype`, or `array` itself if it has that dtype. Overflow gives Inf, without a
+    """Return `array` converted to `dtype`, or `array` itself if it has that dtype. Overflow gives Inf without a
     warning."""
     if array.dtype == dtype:
         return array
@@ -64,10 +64,10 @@ def cast_array(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _round_to_odd_float32(array: np.ndarray) -> np.ndarray:
-    """Convert float64 to float32 by rounding to odd: an inexact value becomes the neighbor with an odd last bit.
+    """Convert float64 to float32 by rounding to odd: an inexact value becomes the neighbor whose last bit is 1.
 
-    Rounding the result to bfloat16 then gives the same bits as rounding float64 once (Boldo and Melquiond, 2008,
-    "Emulation of FMA and correctly rounded sums"). ml_dtypes itself rounds twice."""
+    Rounding the result to bfloat16 then gives the same bits as rounding float64 only once (Boldo and Melquiond, 2008,
+    "Emulation of FMA and correctly rounded sums"). ml_dtypes by itself rounds twice."""
     near = array.astype(np.float32)
     back = near.astype(np.float64)
     bits = near.view(np.uint32)
@@ -78,12 +78,12 @@ def _round_to_odd_float32(array: np.ndarray) -> np.ndarray:
 
 
 ONES = 0xFFFFFFFF
-POLYNOMIAL = 0xEDB88320  # of CRC-32, with bits mirrored: the highest bit is x**0
-PAGE_OF_ZEROS = memoryview(bytes(4096))  # for up to 4096 zero bytes, zlib is quicker than _multiply_polynomials
+POLYNOMIAL = 0xEDB88320  # CRC-32 polynomial with mirrored bits: the highest bit is x**0
+PAGE_OF_ZEROS = memoryview(bytes(4096))  # for up to 4096 zero bytes, zlib is faster than _multiply_polynomials
 
 
 class PartialCrc:
-    """The contribution of one rank's parts of a tensor to the tensor's CRC-32; parts are added in ascending order."""
+    """The contribution of one rank's parts of a tensor to the CRC-32 of the tensor. Add parts in ascending order."""
 
     __slots__ = ("at", "value")
 
@@ -98,17 +98,18 @@ class PartialCrc:
         self.at = start + len(data)
 
     def get_crc_share(self, nbytes: int) -> int:
-        """Return the contribution to the CRC of a tensor of `nbytes` bytes, for `combine_crc`."""
+        """Return this rank's contribution to the CRC-32 of a tensor of `nbytes` bytes, for `combine_crc`."""
         return _append_zeros_to_crc(self.value, nbytes - self.at)
 
 
 def combine_crc(sums: int, nbytes: int) -> int:
-    """Return the CRC-32 of a tensor of `nbytes` bytes. sums: the xor of all ranks' `PartialCrc.get_crc_share`."""
+    """Return the CRC-32 of a tensor of `nbytes` bytes. sums: xor of the results of `PartialCrc.get_crc_share` on all
+    ranks."""
     return sums ^ _append_zeros_to_crc(ONES, nbytes) ^ ONES
 
 
 def _append_zeros_to_crc(state: int, zeros: int) -> int:
-    """Return the CRC state after `zeros` more zero bytes."""
+    """Return the CRC state after appending `zeros` zero bytes."""
     if state == 0 or zeros == 0:
         return state
     if zeros <= len(PAGE_OF_ZEROS):
@@ -140,19 +141,19 @@ def _multiply_polynomials(a: int, b: int) -> int:
 
 
 MAX_HEADER_BYTES = 100_000_000
-"""Largest header in bytes; the reference reader has the same limit."""
+"""Maximum size of a header in bytes; the reference reader has the same limit."""
 
 LENGTH_BYTES = 8
-"""Size of the field before the JSON header that holds the header's length, little endian."""
+"""Size of the field before the JSON header; it holds the length of the header in bytes, little endian."""
 
 MAX_DIMS = 64
-"""Most dimensions of a tensor, as in NumPy."""
+"""Maximum number of dimensions of a tensor, as in NumPy."""
 
 ITEM_SIZES = {
     "U64": 8, "I64": 8, "F64": 8, "C64": 8, "F32": 4, "U32": 4, "I32": 4, "BF16": 2, "F16": 2, "U16": 2, "I16": 2,
     "F8_E8M0": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
-"""Bytes of an element by dtype code, in the order in which the reference writer sorts tensors."""
+"""Bytes per element by dtype code, in the order in which the reference writer sorts tensors."""
 
 DTYPE_NAMES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bf16", "I64": "int64", "I32": "int32",
@@ -162,7 +163,8 @@ DTYPE_NAMES = {
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Dtype code, shape and place of a tensor in a file. start, stop: its bytes, counted from the start of the file."""
+    """Dtype code, shape and byte range [start, stop) of a tensor in a file. Bytes are counted from the start of the
+    file."""
 
     code: str
     shape: tuple[int, ...]
@@ -184,8 +186,8 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class FileHeader:
-    """The tensors of a file, in the order of their bytes, and its metadata. header: all bytes before the first tensor.
-    size: bytes of the whole file."""
+    """The tensors of a file in the order of their bytes, and the metadata of the file. header: all bytes before the
+    first tensor. size: size of the file in bytes."""
 
     tensors: dict[str, TensorEntry]
     metadata: dict[str, str]
@@ -194,7 +196,8 @@ class FileHeader:
 
 
 def dtype_to_code(dtype: np.dtype) -> str:
-    """Return the safetensors code of a dtype, such as "F32" for float32. Raise CheckpointError if there is none."""
+    """Return the safetensors code of a dtype, such as "F32" for float32. Raise CheckpointError if the dtype has no
+    code."""
     for code, name in DTYPE_NAMES.items():
         if dtype.name == ("bfloat16" if name == "bf16" else name):
             return code
@@ -202,7 +205,8 @@ def dtype_to_code(dtype: np.dtype) -> str:
 
 
 def code_to_dtype(code: str) -> np.dtype:
-    """Return the dtype of a safetensors code, such as float32 for "F32". Raise CheckpointError if NumPy has none."""
+    """Return the dtype of a safetensors code, such as float32 for "F32". Raise CheckpointError if NumPy has no such
+    dtype."""
     if code not in DTYPE_NAMES:
         raise CheckpointError(f"tensors of format {code} cannot be loaded: those of {', '.join(DTYPE_NAMES)} can")
     return parse_dtype(DTYPE_NAMES[code])
@@ -215,8 +219,8 @@ def lay_out_file(
 
     tensors: name -> (dtype code, shape).
 
-    Tensors are sorted by dtype (wide ones first, so that all are aligned), then by name; the header is JSON without
-    spaces, padded with spaces to a multiple of 8 bytes. Metadata are sorted by name."""
+    Tensors are sorted by dtype (wide dtypes first, so that all tensors are aligned), then by name. The header is JSON
+    without spaces, padded at the end with spaces to a multiple of 8 bytes. Metadata are sorted by name."""
     order = list(ITEM_SIZES)
     names = sorted(tensors, key=lambda name: (order.index(tensors[name][0]), name))
     table: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
@@ -237,8 +241,9 @@ def lay_out_file(
 def parse_header(read: Any, size: int, where: str) -> FileHeader:
     """Parse and check the header of a file of `size` bytes.
 
-    Raise CheckpointError unless it is well-formed and every byte of the file belongs to the header or to exactly one
-    tensor. read(n): returns the first n bytes. where: the file, for error messages."""
+    Raise CheckpointError unless the header is well-formed and every byte of the file belongs either to the header or to
+    exactly one tensor. read: function that returns the first n bytes of the file. where: the file, for error
+    messages."""
 
     def make_error(what: str) -> CheckpointError:
         return CheckpointError(f"{where}: {what}")
@@ -306,11 +311,11 @@ def _require_tiling(entries: Mapping[str, TensorEntry], base: int, size: int, ma
 
 BINARY = getattr(os, "O_BINARY", 0)
 NON_BLOCKING_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
-"""Flags that keep `os.open` from blocking: opening a pipe would wait for its other end."""
+"""Flags that keep `os.open` from blocking: opening a named pipe would wait for a process at its other end."""
 
 
 def write_at(fd: int, data: Any, offset: int) -> None:
-    """Write all of `data` at byte `offset` of the file."""
+    """Write all of `data` to the file, starting at byte `offset`."""
     view = memoryview(data).cast("B")
     while len(view):
         done = _write_once(fd, view, offset)
@@ -318,7 +323,7 @@ def write_at(fd: int, data: Any, offset: int) -> None:
 
 
 def read_at(fd: int, data: Any, offset: int) -> None:
-    """Fill `data` with the bytes from `offset` of the file. Raise CheckpointError if the file is too short."""
+    """Fill `data` with the bytes of the file from byte `offset` on. Raise CheckpointError if the file is too short."""
     view = memoryview(data).cast("B")
     while len(view):
         done = _read_once(fd, view, offset)
@@ -328,7 +333,7 @@ def read_at(fd: int, data: Any, offset: int) -> None:
 
 
 def advise_read_ahead(fd: int, offset: int, count: int) -> None:
-    """Ask the system to read these bytes ahead, where it has `posix_fadvise`."""
+    """Ask the system to read these bytes ahead, if it has `posix_fadvise`."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, offset, count, os.POSIX_FADV_WILLNEED)
 
@@ -351,7 +356,7 @@ def _read_once(fd: int, view: memoryview, offset: int) -> int:
 
 @contextmanager
 def open_regular_file(path: Path, writing: bool = False) -> Iterator[int]:
-    """Open a file and yield its descriptor. Raise CheckpointError for a folder, a pipe or a device."""
+    """Open a file, yield its descriptor, and close it. Raise CheckpointError for a folder, a named pipe or a device."""
     _require_regular_file(path, os.stat(path))  # before `os.open`, as opening a device can have side effects
     fd = os.open(path, (os.O_WRONLY if writing else os.O_RDONLY) | BINARY | NON_BLOCKING_FLAGS)
     try:
@@ -367,7 +372,7 @@ def _require_regular_file(path: Path, status: os.stat_result) -> None:
 
 
 def create_file(path: Path, size: int) -> None:
-    """Create a file of `size` zero bytes; raise FileExistsError if there is one."""
+    """Create a file of `size` zero bytes. Raise FileExistsError if the file exists."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | BINARY, 0o666)
     try:
         os.ftruncate(fd, size)
@@ -376,12 +381,12 @@ def create_file(path: Path, size: int) -> None:
 
 
 def sync_file(fd: int) -> None:
-    """Flush a file to disk (fsync)."""
+    """Flush an open file to disk (fsync)."""
     os.fsync(fd)
 
 
 def sync_folder(path: Path) -> None:
-    """Flush the entries of a folder to disk; does nothing on systems that cannot open folders (Windows)."""
+    """Flush the entries of a folder to disk; do nothing on systems that cannot open folders (Windows)."""
     if os.name == "posix":
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -391,7 +396,7 @@ def sync_folder(path: Path) -> None:
 
 
 MAX_TEXT_BYTES = 100_000_000
-"""Most bytes that are read of a manifest or an index."""
+"""Maximum number of bytes that are read from a manifest or an index."""
 WEIGHTS_FILE_NAME = "model.safetensors"
 INDEX_FILE_NAME = "model.safetensors.index.json"
 STATE_FILE_NAME = "state.safetensors"
@@ -407,8 +412,8 @@ Tensors = dict[str, tuple[str, tuple[int, ...]]]
 class FileLayout:
     """The files of a checkpoint before they are written.
 
-    files: name -> header. texts: name -> contents of small files. note: description of the run that writes them
-    (`NOTE_FILE_NAME`); it is in no checksum, so it may differ between otherwise equal checkpoints."""
+    files: name -> header. texts: name -> contents of small files. note: description of the run that writes the files
+    (`NOTE_FILE_NAME`). No checksum includes the note, so it may differ between otherwise equal checkpoints."""
 
     files: dict[str, FileHeader]
     texts: dict[str, bytes] = field(default_factory=dict)
@@ -429,9 +434,9 @@ class FileLayout:
 def lay_out_files(weights: Tensors, slots: Tensors | None, state: str | None, shard_bytes: int | None) -> FileLayout:
     """Return the files of a checkpoint.
 
-    weights: tensors in the order of the model. slots, state: tensors and `RunScalars` as JSON of the second file
-    (`STATE_FILE_NAME`), which is left out if `state` is None. shard_bytes: most bytes of tensors in one file of weights
-    (a larger tensor has a file of its own); None: one file."""
+    weights: tensors in the order of the model. slots, state: tensors of the second file (`STATE_FILE_NAME`), and
+    `RunScalars` as JSON for it; without `state` there is no second file. shard_bytes: maximum bytes of tensors in one
+    file of weights (a larger tensor gets its own file); None: one file."""
     groups = [weights] if shard_bytes is None else split_into_files(weights, shard_bytes)
     count = len(groups)
     numbered = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
@@ -458,7 +463,7 @@ def split_into_files(tensors: Tensors, max_bytes: int) -> list[Tensors]:
 
 
 def make_index_json(files: Mapping[str, FileHeader]) -> bytes:
-    """Return the index of several safetensors files, as Hugging Face writes it."""
+    """Return the index of several safetensors files as JSON, as Hugging Face writes it."""
     total = sum(entry.nbytes for contents in files.values() for entry in contents.tensors.values())
     weights = {name: file for file, contents in files.items() for name in contents.tensors}
     table = {"metadata": {"total_size": total}, "weight_map": weights}

@@ -1,5 +1,5 @@
-"""Loading on any number of ranks: everything is checked before the trainer changes. Weights from other sources are
-matched to the model by name, and differences are reported."""
+"""Load checkpoints on any number of ranks; everything is checked before the trainer changes. Weights from other sources
+are matched to the model by name, and differences are reported."""
 
 from __future__ import annotations
 
@@ -69,12 +69,13 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool, count: ByteCounter) -> RunScalars:
-    """Load the whole train state from a checkpoint: weights, optimizer and scalars, which are returned.
+    """Load the full train state from a checkpoint: weights, optimizer state and scalars. Return the scalars.
+    Collective.
 
-    loader: gets its saved position by `load_state_dict`; None: that is ignored. convert: allow weights and slots of
-    another dtype. verify: check the checksums of all bytes first. count: counts the bytes that this rank loads. Raise
-    CheckpointError on all ranks if the checkpoint does not fit, before anything changes, or cannot be read.
-    Collective."""
+    loader: its saved position is restored by `load_state_dict`; None: ignore the saved position. convert: allow weights
+    and slots of another dtype. verify: check the checksums of all bytes first. count: counts the bytes that this rank
+    loads. If the checkpoint does not fit, raise CheckpointError on all ranks before anything changes; also raise it if
+    the checkpoint cannot be read."""
     world = state.placement.axes.world
     options = f"convert={convert}, verify={verify}, {'no ' if loader is None else ''}loader"
     path = agree_on_path(world, "load", path, options=options)
@@ -102,7 +103,7 @@ def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool,
         run_on_all_ranks(world, where, lambda: _require_loader_position(loader, scalars))
     if verify:
         require_intact(world, source, where)
-    if loader is not None:  # first, as it may refuse its state: nothing else has changed then
+    if loader is not None:  # first, because the loader may reject its state, and then nothing else has changed
         run_on_all_ranks(world, where, lambda: loader.load_state_dict(scalars.data))
     shapes = {name: shape for name, (_, shape) in source.tensors.items()}
 
@@ -116,14 +117,14 @@ def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool,
 
 
 def list_damaged_tensors(source: CheckpointSource) -> list[str]:
-    """Return the names of the tensors whose bytes differ from the checksums of the manifest; reads all on this rank."""
+    """Read all tensors on this rank; return the names of those whose checksums differ from the manifest."""
     assert source.manifest is not None
     return source.manifest.list_damaged_tensors(source.files, compute_partial_crcs(source, 0, 1).tolist())
 
 
 def require_intact(world: Communicator, source: CheckpointSource, where: str) -> None:
-    """Raise CheckpointError on all ranks unless all bytes match the manifest; each rank reads an even part of them.
-    Collective."""
+    """Raise CheckpointError on all ranks unless all bytes match the manifest. Each rank reads an even part of the
+    bytes. Collective."""
     parts: list[np.ndarray] = []
     run_on_all_ranks(world, where, lambda: parts.append(compute_partial_crcs(source, world.rank, world.size)))
     total = gather_xor_of_checksums(world, parts[0])
@@ -140,9 +141,9 @@ def require_intact(world: Communicator, source: CheckpointSource, where: str) ->
 def fill_state(
     state: TrainState, where: str, read: Callable[[Iterable[LocalShard]], None], replicas: int | None = None
 ) -> None:
-    """Fill the arrays of the train state; the step at which loading begins to change the trainer.
+    """Fill the arrays of the train state. From this point on, loading changes the trainer. Collective.
 
-    read: fills the arrays of the shards that it gets. replicas: see `iterate_local_shards`. Collective."""
+    read: function that fills the arrays of the shards passed to it. replicas: see `iterate_local_shards`."""
     world = state.placement.axes.world
     world.barrier(what=where).wait()  # other ranks may still read arrays in shared memory
     run_on_all_ranks(world, where, lambda: read(iterate_local_shards(state, replicas)))
@@ -187,15 +188,16 @@ def _format_slots(slots: tuple[str, ...]) -> str:
 
 
 def _require_same_tensors(wanted: Wanted, found: Tensors, where: str, convert: bool) -> None:
-    """Raise CheckpointError unless both have the same names, and each pair passes `require_shapes_and_dtypes`."""
+    """Raise CheckpointError unless both have the same names, and shapes and dtypes pass `require_shapes_and_dtypes`."""
     _require_no_names(where, "missing", wanted.keys() - found.keys())
     _require_no_names(where, "not in the model", found.keys() - wanted.keys())
     require_shapes_and_dtypes(wanted, found, where, convert)
 
 
 def require_shapes_and_dtypes(wanted: Wanted, found: Tensors, where: str, convert: bool, remedy: str = "") -> None:
-    """Raise CheckpointError unless the `found` tensors have the shapes of the `wanted` ones, and the dtypes too unless
-    `convert`. `found` must have all wanted names. remedy: advice on a wrong shape, appended to the error."""
+    """Raise CheckpointError unless the `found` tensors have the shapes and dtypes of the `wanted` ones; with `convert`,
+    floats may have another dtype. `found` must have all names in `wanted`. remedy: advice that is appended to the error
+    about a wrong shape."""
     shapes = {n: f"{n} is {found[n][1]} instead of {s}" for n, (_, s) in wanted.items() if found[n][1] != s}
     _require_no_names(where, "of the wrong shape", shapes.values(), remedy)
     for name, (dtype, _) in wanted.items():
@@ -221,7 +223,7 @@ def format_first_names(names: Sequence[str]) -> str:
 RENAME_HINT = 'rename={"theirs.*": "ours.*"} finds other names, strict=False takes what there is'
 
 LEAVE_OUT_HINT = ' (rename={"theirs": "unused.theirs"} leaves a tensor out)'
-"""Advice where the source may have tensors that the model lacks (strict=False)."""
+"""Advice in errors if the source may have tensors that the model lacks (strict=False)."""
 
 
 @dataclass(frozen=True)
@@ -231,10 +233,10 @@ class WeightsReport:
     Parameters
     ----------
     taken : parameters and statistics of the model that were loaded
-    missing : those of the model that the source lacks; they are unchanged
+    missing : parameters and statistics of the model that the source lacks; they are unchanged
     extra : tensors of the source that the model lacks; they were ignored
-    renamed : name in the source -> name in the model, of tensors whose names differ
-    unused : tensors of the source that are known to have no use here, such as `num_batches_tracked` of PyTorch's
+    renamed : dict from name in the source to name in the model, for tensors whose names differ
+    unused : tensors of the source that are known to be useless here, such as `num_batches_tracked` of PyTorch's
         BatchNorm
     """
 
@@ -257,8 +259,9 @@ class WeightsReport:
 class WeightsSource:
     """The files or arrays from which weights are loaded.
 
-    where: the source, for error messages. tensors: its tensors. read: fills shards that have the source's names.
-    require_intact: raises CheckpointError unless the checksums fit, if there are any; collective."""
+    where: the source, for error messages. tensors: dtype code and shape of its tensors by name. read: function that
+    fills shards, which have the names of the source. require_intact: function that raises CheckpointError if checksums
+    do not fit, and does nothing if the source has none; collective."""
 
     where: str
     tensors: Tensors
@@ -276,12 +279,13 @@ def load_parameters(
     convert: bool = False,
     count: ByteCounter | None = None,
 ) -> WeightsReport:
-    """Load only the weights: from a checkpoint, safetensors files, or a dict of full arrays that is equal on all ranks.
+    """Load only the weights from a checkpoint, from safetensors files, or from a dict of full arrays that is equal on
+    all ranks. Return a report. Collective.
 
-    call: name of the public method, for error messages. strict: raise if a parameter is missing or a tensor is left
-    over. rename: pattern of names in the source -> name in the model, see `_RenameRules`. convert: allow another dtype.
-    count: counts the bytes that this rank loads. Raise CheckpointError on all ranks if the weights do not fit, before
-    anything changes, or cannot be read. Collective."""
+    call: name of the public method, for error messages. strict: raise an error if a parameter is missing or a tensor of
+    the source is left over. rename: pattern of names in the source -> name in the model, see `_RenameRules`. convert:
+    allow another dtype. count: counts the bytes that this rank loads. If the weights do not fit, raise CheckpointError
+    on all ranks before anything changes; also raise it if they cannot be read."""
     world, options = state.placement.axes.world, f"{strict=}, {rename=}, {convert=}"
     given = (_open_dict_source if isinstance(source, Mapping) else _open_file_source)(world, call, source, options)
     where = given.where
@@ -324,8 +328,8 @@ def _open_file_source(world: Communicator, call: str, given: Any, options: str) 
 
 
 def _open_dict_source(world: Communicator, call: str, values: Mapping[str, Any], options: str) -> WeightsSource:
-    """Return a source of full arrays. Raise CheckpointError on all ranks unless all have the same ones, as seen by
-    CRC-32s of names, shapes and dtypes, and of contents. Collective."""
+    """Return a source of full arrays. Raise CheckpointError on all ranks unless all ranks have the same arrays, which
+    they check by a CRC-32 of names, shapes and dtypes and a CRC-32 of the contents. Collective."""
     arrays: dict[str, np.ndarray] = {}
     tensors: Tensors = {}
 
@@ -360,7 +364,8 @@ def _to_host_array(name: Any, value: Any) -> np.ndarray:
 def _match_names(
     placement: Placement, theirs: Iterable[str], rename: Mapping[str, str]
 ) -> tuple[dict[str, str], WeightsReport]:
-    """Match names of the source to the model; return a dict from name in the model to name in the source, and a report.
+    """Match the names of the source to the model. Return a dict from name in the model to name in the source, and a
+    report.
 
     A tied parameter may have any of its names in the source."""
     layout, known, rules = placement.layout, _map_known_aliases(placement), _RenameRules(rename)
@@ -390,7 +395,8 @@ def _match_names(
 
 
 class _RenameRules:
-    """Rules that rename tensors: each * of a pattern matches any text, which replaces the same * of the new name."""
+    """Rules that rename tensors: each * of a pattern matches any text, and this text replaces the same * of the new
+    name."""
 
     def __init__(self, rename: Mapping[str, str]) -> None:
         self._rules: list[tuple[str, re.Pattern[str], str]] = []
@@ -401,7 +407,7 @@ class _RenameRules:
         self._unused_patterns, self._names = dict.fromkeys(rename), list[str]()
 
     def __call__(self, name: str) -> str:
-        """Return the new name by the first pattern that matches, or `name` if none does."""
+        """Return the new name by the first pattern that matches; `name` if no pattern matches."""
         self._names.append(name)
         for old, pattern, new in self._rules:
             if match := pattern.fullmatch(name):
@@ -417,8 +423,8 @@ class _RenameRules:
 
 
 def _map_known_aliases(placement: Placement) -> dict[str, str | None]:
-    """Return a dict from names that other libraries give to this model's parameters to their names here; None: unused
-    here."""
+    """Return a dict from the names that other libraries give to parameters of this model to the names here; the value
+    is None for a tensor without use here."""
     return dict(pair for node in placement.model.nodes for pair in _iterate_aliases(node.path, node.layer))
 
 
@@ -430,7 +436,8 @@ def _iterate_aliases(path: str, layer: Layer) -> Iterator[tuple[str, str | None]
 
 
 def _require_complete_match(state: TrainState, report: WeightsReport, where: str, call: str) -> None:
-    """Raise CheckpointError if anything but running statistics is missing, or a tensor of the source is left over."""
+    """Raise CheckpointError if a parameter is missing, or a tensor of the source is left over. Running statistics may
+    be missing."""
     missing = [name for name in report.missing if name not in state.placement.layout.statistic_specs]
     problems = (("missing", missing), ("not in the model", report.extra))
     texts = [f"{what}: {format_first_names(sorted(names))}" for what, names in problems if names]

@@ -1,5 +1,4 @@
-"""The shards of tensors that a rank holds, and the memory of codecs (such as error-feedback buffers), as they are saved
-and loaded."""
+"""The shards of tensors that a rank saves and loads, including the memory of codecs, such as error-feedback buffers."""
 
 from __future__ import annotations
 
@@ -35,25 +34,26 @@ __all__ = [
 ]  # fmt: skip
 
 BLOCK_BYTES = 4 << 20
-"""Bytes that are moved at a time: saving and loading need a few blocks of extra memory."""
+"""Number of bytes that are read or written at a time: saving and loading need a few such blocks of extra memory."""
 
 
 @dataclass(frozen=True)
 class ShardBlock:
-    """Consecutive elements of an array of this rank, and the runs of the full flat tensor that they are."""
+    """Consecutive elements of an array of this rank, and the runs of elements of the full flat tensor to which they
+    belong."""
 
     array: Any
     runs: tuple[Interval, ...]
 
 
 class ByteCounter:
-    """Counter of the bytes of the shards that are iterated over."""
+    """Counter of the bytes of shards."""
 
     def __init__(self) -> None:
         self.nbytes = 0
 
     def iterate_and_count(self, parts: Iterable[LocalShard]) -> Iterator[LocalShard]:
-        """Yield `parts` unchanged and add their bytes to `nbytes`."""
+        """Yield `parts` unchanged, and add the bytes of each to `nbytes`."""
         for part in parts:
             self.nbytes += int(part.array.size) * int(part.array.dtype.itemsize)
             yield part
@@ -63,9 +63,9 @@ class ByteCounter:
 class LocalShard:
     """A part of tensor `name` that this rank holds.
 
-    The flat `array` of n elements is [start, start + n) of the part of the tensor on this rank of the tensor axis.
-    spec: of the full tensor. rank, width: number of this rank on the tensor axis, and the size of that axis; 0 and 1 if
-    the tensor is not sharded over it."""
+    The flat `array` of n elements holds elements [start, start + n) of this tensor rank's part of the tensor. spec:
+    specification of the full tensor. rank, width: number of this rank on the tensor axis, and size of that axis; 0 and
+    1 if the tensor is not sharded over the tensor axis."""
 
     name: str
     array: Any
@@ -75,12 +75,12 @@ class LocalShard:
     width: int
 
     def take_part(self, index: int, count: int) -> LocalShard:
-        """Return part number `index` of `count` even parts of this shard."""
+        """Split this shard into `count` even parts and return part number `index`."""
         first, last = shard_bounds(int(self.array.size), index, count)
         return LocalShard(self.name, self.array[first:last], self.start + first, self.spec, self.rank, self.width)
 
     def iterate_blocks(self, elements: int) -> Iterator[ShardBlock]:
-        """Yield blocks of at most this many elements, in order."""
+        """Yield blocks of at most `elements` elements, in order."""
         for offset in range(0, int(self.array.size), elements):
             array = self.array[offset : offset + elements]
             first, last = self.start + offset, self.start + offset + int(array.size)
@@ -93,7 +93,7 @@ class LocalShard:
 
 
 class TensorPiece(Protocol):
-    """A part of tensor `name` that can be written; `LocalShard` is one."""
+    """A part of tensor `name` that can be written; `LocalShard` is an example."""
 
     @property
     def name(self) -> str: ...
@@ -103,29 +103,29 @@ class TensorPiece(Protocol):
 
 
 def iterate_blocks(piece: TensorPiece, itemsize: int) -> Iterator[ShardBlock]:
-    """Yield blocks of at most `BLOCK_BYTES` in memory and in the file, in order. itemsize: bytes of an element in the
-    file."""
+    """Yield blocks that have at most `BLOCK_BYTES` both in memory and in the file, in order. itemsize: bytes per
+    element in the file."""
     return piece.iterate_blocks(BLOCK_BYTES // max(itemsize, piece.array.dtype.itemsize))
 
 
 def iterate_local_shards(state: TrainState, replicas: int | None = None) -> Iterator[LocalShard]:
-    """Yield all shards of the train state on this rank, row by row of the ledger, without codec memory, which differs
-    between ranks (see `iterate_codec_memory`).
+    """Yield all shards of the train state on this rank, row by row of the ledger. Codec memory is not included, since
+    it differs between ranks (see `iterate_codec_memory`).
 
-    replicas: number of states in the checkpoint if each replica has its own: replica r of this run takes state r modulo
-    `replicas`."""
+    replicas: number of replica states in the checkpoint, if each replica has its own state; replica r of this run then
+    takes state r modulo `replicas`."""
     for row, array in state.ledger.iterate_saved_rows():
         if row.key.kind != "memory":
             yield from _iterate_shards_of_row(state.placement, row, array, replicas=replicas)
 
 
 def iterate_shards_to_write(state: TrainState) -> Iterator[LocalShard]:
-    """Yield the shards that this rank writes: every element of every tensor is written by exactly one rank.
+    """Yield the shards that this rank writes. Exactly one rank writes each element of each tensor.
 
-    Replicas with equal state write an even part each; a replica's own state is written by that replica. Parameters that
-    the tensor axis does not shard are written by its first rank: on other ranks, shards of a page that also has sharded
-    parameters begin at other elements. A tied parameter is written by the ranks that hold its first copy, running
-    statistics by one of the ranks that update them."""
+    Replicas with equal state write an even part each; if replicas have different states, each writes its own.
+    Parameters that the tensor axis does not shard are written by the first tensor rank, because on other tensor ranks
+    the shards of a page that also has sharded parameters begin at other elements. A tied parameter is written by the
+    ranks that hold its first copy, and running statistics by one of the ranks that update them."""
     placement = state.placement
     place, axes = placement.axes.coordinates, placement.axes
     for row, array in state.ledger.iterate_saved_rows():
@@ -141,8 +141,8 @@ def iterate_shards_to_write(state: TrainState) -> Iterator[LocalShard]:
 def _iterate_shards_of_row(
     placement: Placement, row: LedgerRow, array: Any, replicas: int | None = None
 ) -> Iterator[LocalShard]:
-    """Yield the shards in a row of the ledger: parts of the parameters of its page, or the one tensor of a row without
-    page."""
+    """Yield the shards in a row of the ledger: parts of the parameters of the row's page, or the single tensor of a row
+    without page."""
     layout, (_, p, name) = placement.layout, row.key
     if p is None:
         yield LocalShard(name, array.reshape(-1), 0, layout.specs[name], 0, 1)
@@ -176,15 +176,15 @@ class CodecMemoryName(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> CodecMemoryName | None:
-        """Parse the name of a tensor in a checkpoint; None for tensors of another kind."""
+        """Parse the name of a tensor in a checkpoint; return None if it is no codec memory."""
         match = CODEC_NAME_PATTERN.fullmatch(text)
         return None if match is None else cls(match[1], match[2], int(match[3]), match[4])
 
 
 @dataclass(frozen=True)
 class SavedPart:
-    """This rank's part of a tensor of codec memory. writes: True if this rank writes it; False if another rank, which
-    holds the same values, does."""
+    """This rank's part of a tensor of codec memory. writes: True if this rank writes it; False if another rank with the
+    same values does."""
 
     name: CodecMemoryName
     held: LocalShard
@@ -192,21 +192,23 @@ class SavedPart:
 
 
 def iterate_codec_memory(state: TrainState, instead: Mapping[LedgerKey, Any] | None = None) -> Iterator[LocalShard]:
-    """Yield this rank's codec memory. instead: arrays to use in place of the ledger's, by the key of the row."""
+    """Yield the shards of this rank's codec memory. instead: arrays to use instead of those of the ledger, by key of
+    the row."""
     return (part.held for one in _iterate_codec_rows(state, instead or {}) for part in one.iterate_saved_parts())
 
 
 def iterate_codec_memory_to_write(state: TrainState) -> Iterator[LocalShard]:
-    """Yield the codec memory that this rank writes; memory that is equal on several ranks is written by the first."""
+    """Yield the shards of codec memory that this rank writes. Memory that is equal on several ranks is written by the
+    first of them."""
     return (part.held for one in _iterate_codec_rows(state, {}) for part in one.iterate_saved_parts() if part.writes)
 
 
 def plan_reads_and_zero_missing(state: TrainState, found: Mapping[str, tuple[int, ...]]) -> Iterator[CodecArrival]:
-    """Yield the arrays to be filled from a checkpoint so that they make up this rank's codec memory.
+    """Yield the shards to be filled from a checkpoint for this rank's codec memory, each with the array to which it
+    must be added afterwards, or None if it is filled in place.
 
-    found: name -> shape of the checkpoint's tensors. Each array comes with the one to which it is added afterwards, or
-    None if it is filled in place. Memory that the checkpoint lacks is set to zero; tensors that no part here needs are
-    ignored."""
+    found: shapes of the tensors in the checkpoint by name. Memory that the checkpoint lacks is set to zero; tensors
+    that no memory of this rank needs are ignored."""
     layout = state.placement.layout
     fields = {field.name for page in layout.pages for field in page.fields}
     known: dict[tuple[str, str], list[CodecMemoryName]] = defaultdict(list)
@@ -224,8 +226,8 @@ def plan_reads_and_zero_missing(state: TrainState, found: Mapping[str, tuple[int
 
 
 def iterate_and_add_to_targets(arriving: Iterable[CodecArrival]) -> Iterator[LocalShard]:
-    """Yield the shards to be filled. When the next one is requested, the last must be filled; it is then added to its
-    target, if it has one."""
+    """Yield the shards to be filled. The caller must fill each shard before it requests the next; the shard is then
+    added to its target, if it has one."""
     for piece, target in arriving:
         yield piece
         if target is not None:
@@ -274,9 +276,9 @@ class CodecMemory:
             yield SavedPart(name, part, place.tensor == 0 or spec.cut is not None or page.partial)
 
     def find_sources(self, part: SavedPart, names: Sequence[CodecMemoryName]) -> list[CodecMemoryName]:
-        """Return the names of the saved tensors that make up this part; they are added if the reshard rule is "sum".
+        """Return the names of the saved tensors from which this part is made. If there are several, they are added up.
 
-        names: names of tensors with the same memory name, parameter or page, and shape."""
+        names: saved tensors with the same memory name, the same parameter or page, and the same shape."""
         if not self.is_summed:
             return [part.name] if part.name in names else list(names[:1])
         place, name = self.placement, part.name
@@ -292,10 +294,10 @@ class CodecMemory:
         return axis, memory
 
     def _get_rank_and_count(self, axis: str, spec: ParameterSpec) -> tuple[int, int]:
-        """Return the number of this rank's memory tensor of a parameter, and how many of them the parameter has.
+        """Return the number of this rank's memory tensor for a parameter, and the number of such tensors.
 
-        Ranks of the tensor axis share the tensor of an unsharded parameter, unless its gradient is partial: then each
-        has its own."""
+        The ranks of the tensor axis share the tensor of an unsharded parameter, unless the gradient of the parameter is
+        partial: then each rank has its own tensor."""
         axes = self.placement.axes
         rank, size = (axes.data.rank, axes.data.size) if axis == "shard" else (axes.replica.rank, axes.replica.size)
         if spec.cut is None and self.page.partial:

@@ -1,4 +1,4 @@
-"""Search of a folder for the newest checkpoint from which training can resume."""
+"""Search a folder for the newest checkpoint from which training can resume."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ __all__ = ["find_newest_checkpoint"]
 def find_newest_checkpoint(folder: Path) -> Path | None:
     """Return the path of the newest complete checkpoint in a folder, as `load` takes it; None if there is none.
 
-    The newest is the one with the largest numbers in its name; among equal names or names without numbers, the one
-    written last. A checkpoint is complete if its manifest is intact and each of its files exists with the right size.
-    An incomplete one is skipped with a warning; weights without training state are skipped silently."""
+    The newest checkpoint has the largest numbers in its name; among checkpoints with equal numbers or without numbers
+    it is the one written last. A checkpoint is complete if its manifest is intact and each of its files exists with the
+    right size. An incomplete checkpoint is skipped with a warning; weights without training state are skipped
+    silently."""
     entries = folder.iterdir() if folder.exists() else ()
     names = {name for path in entries if (name := parse_checkpoint_name(path.name))}
     steps_by_folder = {folder / name: resolve_checkpoint(folder / name) for name in names}
@@ -29,7 +30,8 @@ def find_newest_checkpoint(folder: Path) -> Path | None:
 
 
 def _get_recency_key(name: str, place: Path) -> tuple[tuple[int, ...], int]:
-    """Return a sort key that is greater for a newer checkpoint: the numbers in its name, then its time."""
+    """Return a sort key that is greater for a newer checkpoint: the numbers in its name, then the time when it was
+    written."""
     return tuple(map(int, re.findall("[0-9]+", name))), (place / MANIFEST_NAME).stat().st_mtime_ns
 
 

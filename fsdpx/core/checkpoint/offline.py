@@ -1,5 +1,5 @@
-"""Inspection, comparison and conversion of checkpoints and safetensors files by one process, without a trainer.
-Tensors are read in blocks."""
+"""Inspect, compare and convert checkpoints and safetensors files in a single process, without a trainer. Tensors are
+read in blocks."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A difference between two sources in one tensor.
+    """A difference between one tensor in two sources.
 
-    what: the difference as text. largest: largest absolute difference of two elements; nan if one is NaN and the other
-    is not; None if the tensors cannot be compared."""
+    what: the difference as text. largest: largest absolute difference of corresponding elements; nan if only one of two
+    elements is NaN; None if the tensors cannot be compared."""
 
     name: str
     what: str
@@ -57,13 +57,14 @@ class TensorDifference:
 
 
 def open_source(path: Path) -> CheckpointSource:
-    """Open a checkpoint with its state, or other safetensors files (weights only), and check the headers."""
+    """Open a checkpoint including its training state, or other safetensors files, which have only weights. Check the
+    headers."""
     source = open_weights(path)
     return source if source.manifest is None else open_checkpoint(path)
 
 
 def read_state_text(source: CheckpointSource) -> str | None:
-    """Return the scalar train state of a checkpoint as JSON, or None if it has none."""
+    """Return the scalar train state of a checkpoint as JSON; None if it has no training state."""
     return source.files[STATE_FILE_NAME].metadata.get(STATE_KEY) if STATE_FILE_NAME in source.files else None
 
 
@@ -75,7 +76,7 @@ def read_state(source: CheckpointSource) -> dict[str, Any]:
 
 
 def open_and_list_damaged_tensors(path: Path) -> tuple[CheckpointSource, list[str]]:
-    """Open a source; return it and the names of its damaged tensors, always empty for files without a manifest."""
+    """Open a source; return it and the names of its damaged tensors. Files without a manifest have no known damage."""
     source = open_source(path)
     return source, list_damaged_tensors(source) if source.manifest is not None else []
 
@@ -101,11 +102,12 @@ def compare_sources(a: CheckpointSource, b: CheckpointSource) -> Iterator[Tensor
 
 
 def convert_weights(source: Path, target: Path, dtype: str | None, shard_bytes: int | None) -> FileLayout:
-    """Write the weights of `source` into the folder `target` with another dtype or file size; return its files.
+    """Write the weights of `source` into the folder `target` with another dtype or file size; return the layout of the
+    new files.
 
-    Optimizer and scalar state of a checkpoint are copied unchanged. dtype: name; None: as in the source. shard_bytes:
-    most bytes of one file; None: one file. Raise CheckpointError if a checksum of the source does not fit, or `target`
-    is the source itself: rounded weights could not be restored."""
+    Optimizer state and scalar state of a checkpoint are copied unchanged. dtype: name of the new dtype; None: that of
+    the source. shard_bytes: maximum bytes of one file; None: one file. Raise CheckpointError if a checksum of the
+    source does not fit, or if `target` is the source itself, since rounded weights could not be restored."""
     verified, wrong = open_and_list_damaged_tensors(source)
     if target.exists() and any(
         os.path.samefile(target, place) for place in (source, verified.folder) if place.exists()
@@ -139,7 +141,7 @@ def _iterate_shards(source: CheckpointSource) -> Iterator[LocalShard]:
 
 
 def _memory_map_tensor(source: CheckpointSource, name: str) -> np.ndarray:
-    """Return a tensor as a flat memory map: pages are read from disk when accessed."""
+    """Return a tensor as a flat memory map, whose pages are read from disk when they are accessed."""
     file, entry = source.locations[name]
     dtype = code_to_dtype(entry.code)
     if entry.elements == 0:
@@ -149,7 +151,8 @@ def _memory_map_tensor(source: CheckpointSource, name: str) -> np.ndarray:
 
 
 def _find_largest_difference(a: np.ndarray, b: np.ndarray) -> float:
-    """Return the largest absolute difference in float64; two NaNs are equal. nan if only one element is NaN."""
+    """Return the largest absolute difference of corresponding elements in float64. Two NaNs count as equal; if only one
+    of two elements is NaN, return nan."""
     largest = 0.0
     for x, y in _iterate_block_pairs(a, b):
         x64, y64 = x.astype(np.float64), y.astype(np.float64)

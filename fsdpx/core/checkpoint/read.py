@@ -1,4 +1,4 @@
-"""Reading: opening and checking checkpoints and safetensors files, and reading parts of their tensors."""
+"""Open and check checkpoints and safetensors files, and read parts of their tensors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """Safetensors files of a folder with checked headers. manifest: None if they are no checkpoint of fsdpx."""
+    """Safetensors files of a folder whose headers are checked. manifest: None if the files are no checkpoint of
+    fsdpx."""
 
     folder: Path
     files: dict[str, FileHeader]
@@ -72,7 +73,7 @@ class CheckpointSource:
         return {name: (entry.code, entry.shape) for name, (_, entry) in self.locations.items()}
 
     def filter_files(self, state: bool) -> CheckpointSource:
-        """Return a source with only the state file (`state=True`), or with all others."""
+        """Return a source with only the state file (`state=True`), or with all other files (`state=False`)."""
         return CheckpointSource(
             self.folder, {n: c for n, c in self.files.items() if (n == STATE_FILE_NAME) is state}, self.manifest
         )
@@ -81,7 +82,8 @@ class CheckpointSource:
 def open_checkpoint(path: Path) -> CheckpointSource:
     """Open the checkpoint `path`, or its previous version if a job was killed between the renames of a commit.
 
-    Raise CheckpointError if there is none, or files and manifest do not match; only headers and texts are read."""
+    Read only headers and text files. Raise CheckpointError if there is no checkpoint, or if files and manifest do not
+    match."""
     folder = resolve_checkpoint(path)
     if not folder.is_dir():
         raise CheckpointError(f"{path}: there is no checkpoint" + _describe_nearest_folder(path))
@@ -106,9 +108,10 @@ def open_checkpoint(path: Path) -> CheckpointSource:
 
 
 def open_weights(path: Path) -> CheckpointSource:
-    """Open the weights of a checkpoint, a safetensors file, an index file, or a folder with an index or one file.
+    """Open the weights in a checkpoint, in a safetensors file, in the files of an index file, or in a folder with an
+    index or a `model.safetensors`.
 
-    Raise CheckpointError if there are none, or a header or the index is wrong."""
+    Raise CheckpointError if there are no weights, or if a header or the index is wrong."""
     folder = resolve_checkpoint(path)
     if folder.exists() and not folder.is_dir():
         return (
@@ -130,7 +133,8 @@ def open_weights(path: Path) -> CheckpointSource:
 
 
 def read_header(path: Path) -> FileHeader:
-    """Read and check the header of a safetensors file. Raise CheckpointError if it is invalid or there is no file."""
+    """Read and check the header of a safetensors file. Raise CheckpointError if the header is invalid or the file is
+    missing."""
     try:
         with open_regular_file(path) as fd:
 
@@ -145,7 +149,7 @@ def read_header(path: Path) -> FileHeader:
 
 
 def _open_indexed_files(path: Path) -> CheckpointSource:
-    """Open the files that an index lists. Raise CheckpointError unless index and files list the same tensors."""
+    """Open the files that an index file lists. Raise CheckpointError unless index and files list the same tensors."""
     try:
         table = parse_json(_read_text_file(path))
         names = table["weight_map"]
@@ -187,13 +191,15 @@ def _read_text_file(path: Path) -> bytes:
 
 
 def _describe_nearest_folder(path: Path) -> str:
-    """Return the end of an error message: the contents of the nearest existing folder."""
+    """Return the end of an error message: the newest checkpoint or the contents of the nearest existing parent
+    folder."""
     folder = next(folder for folder in path.absolute().parents if folder.is_dir())
     return _describe_newest_checkpoint(folder) or f"; in {folder} there is {_join_file_names(folder)}"
 
 
 def _describe_newest_checkpoint(folder: Path) -> str:
-    """Return the end of an error message: the newest checkpoint of a folder, or "" if none has a number in its name."""
+    """Return the end of an error message: the newest checkpoint in a folder; "" if that has no number in its name or
+    there is none."""
     newest_folder = find_newest_checkpoint(folder)
     return (
         ""
@@ -208,13 +214,15 @@ def _join_file_names(folder: Path) -> str:
 
 
 MAX_GAP_FACTOR = 8
-"""Several runs are read at once, gaps included, as long as they span at most this many times their own elements."""
+"""Several runs are read in one operation, including the gaps between them, as long as they span at most this many times
+the number of their elements."""
 
 
 def iterate_byte_ranges_of_rank(sizes: Sequence[int], rank: int, ranks: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (number of a tensor, first byte, number of bytes) of this rank's even part of all tensors' bytes.
+    """Split the bytes of all tensors evenly over the ranks; yield this rank's byte ranges as (number of the tensor,
+    first byte, number of bytes).
 
-    sizes: bytes of each tensor. A piece has at most `BLOCK_BYTES`, the amount that is read at once."""
+    sizes: bytes of each tensor. A range has at most `BLOCK_BYTES`, since that is read at a time."""
     ends = np.cumsum([0, *sizes]).tolist()
     everything = [ElementRange(a, b) for a, b in zip(ends, ends[1:], strict=False)]
     own_range = ElementRange(ends[-1] * rank // ranks, ends[-1] * (rank + 1) // ranks)
@@ -224,16 +232,17 @@ def iterate_byte_ranges_of_rank(sizes: Sequence[int], rank: int, ranks: int) -> 
 
 
 def compute_partial_crcs(source: CheckpointSource, rank: int, ranks: int) -> np.ndarray:
-    """Read this rank's even part of all bytes, and return its contribution to the CRC of each tensor.
+    """Read this rank's even part of all bytes, and return its contribution to the CRC-32 of each tensor.
 
-    The result is uint64, in the order of `FileLayout.iterate_tensors`; the xor of all ranks' is for `combine_crc`."""
+    The result is a uint64 array in the order of `FileLayout.iterate_tensors`. `combine_crc` takes the xor of the
+    results of all ranks."""
     tensors = list(FileLayout(source.files).iterate_tensors())
     totals: dict[int, PartialCrc] = defaultdict(PartialCrc)
     buffer = memoryview(bytearray(BLOCK_BYTES))
     with SourceFiles(source) as files:
         for number, first, count in iterate_byte_ranges_of_rank([entry.nbytes for _, _, entry in tensors], rank, ranks):
             (file, _, entry), part = tensors[number], buffer[:count]
-            advise_read_ahead(files[file], entry.start + first + count, 2 * BLOCK_BYTES)  # while this part is summed up
+            advise_read_ahead(files[file], entry.start + first + count, 2 * BLOCK_BYTES)  # while the CRC is computed
             _read_at(source, files, file, part, entry.start + first)
             totals[number].add_bytes(first, part)
     checksums = [totals[n].get_crc_share(entry.nbytes) if n in totals else 0 for n, (_, _, entry) in enumerate(tensors)]
@@ -241,13 +250,14 @@ def compute_partial_crcs(source: CheckpointSource, rank: int, ranks: int) -> np.
 
 
 def iterate_block_reads(piece: LocalShard, entry: TensorEntry) -> Iterator[tuple[ShardBlock, Iterator[list[Interval]]]]:
-    """Yield each block of a shard with the groups of its runs that are read at once, gaps between them included."""
+    """Yield each block of a shard, with groups of its runs. The runs of a group are read in one operation, including
+    the gaps between them."""
     for block in iterate_blocks(piece, entry.itemsize):
         yield block, coalesce_runs(block.runs, BLOCK_BYTES // entry.itemsize, MAX_GAP_FACTOR)
 
 
 def read_shards(source: CheckpointSource, pieces: Iterable[LocalShard], xp: Any) -> None:
-    """Fill the array of each of `pieces` from the tensor of its name, converted to the array's dtype.
+    """Fill the array of each shard in `pieces` from the tensor of the same name, converted to the dtype of the array.
 
     xp: array module of the arrays."""
     with SourceFiles(source) as files:
@@ -265,7 +275,8 @@ def read_shards(source: CheckpointSource, pieces: Iterable[LocalShard], xp: Any)
 
 
 def read_elements(source: CheckpointSource, name: str, runs: Iterable[Interval]) -> np.ndarray:
-    """Return the elements of these runs of a tensor, concatenated, in the dtype of the file. Gaps are not read."""
+    """Return the elements of some runs of a tensor, concatenated, in the dtype of the file. Gaps between runs are not
+    read."""
     file, entry = source.locations[name]
     chosen, dtype = list(runs), code_to_dtype(entry.code)
     host = np.empty(sum(stop - start for start, stop in chosen), dtype)
@@ -277,9 +288,10 @@ def read_elements(source: CheckpointSource, name: str, runs: Iterable[Interval])
 
 
 def fill_shards_from_arrays(arrays: Mapping[str, np.ndarray], pieces: Iterable[LocalShard], xp: Any) -> None:
-    """Fill the array of each of `pieces` from the full array of its name, converted to the dtype of the piece's array.
+    """Fill the array of each shard in `pieces` from the full array of the same name, converted to the dtype of the
+    shard.
 
-    xp: array module of the pieces' arrays."""
+    xp: array module of the shards' arrays."""
     for piece in pieces:
         whole = arrays[piece.name].reshape(-1)
         for block in iterate_blocks(piece, whole.itemsize):
@@ -288,8 +300,8 @@ def fill_shards_from_arrays(arrays: Mapping[str, np.ndarray], pieces: Iterable[L
 
 
 def _get_read_buffer(array: Any, dtype: np.dtype) -> np.ndarray:
-    """Return a host array to read a file into: `array` itself if it is a contiguous NumPy array of that dtype, else a
-    new one of its size."""
+    """Return a host array into which a file can be read: `array` itself if it is a contiguous NumPy array of dtype
+    `dtype`; otherwise a new array of the same size."""
     if isinstance(array, np.ndarray) and array.dtype == dtype and array.flags.c_contiguous:
         return array
     return np.empty(array.size, dtype)
@@ -298,7 +310,7 @@ def _get_read_buffer(array: Any, dtype: np.dtype) -> np.ndarray:
 def _read_runs_into(
     source: CheckpointSource, files: SourceFiles, file: str, entry: TensorEntry, runs: list[Interval], data: memoryview
 ) -> int:
-    """Fill the start of `data` with the elements of `runs`, in one read, and return their number of bytes."""
+    """Read `runs` in one operation, copy their elements to the start of `data`, and return their number of bytes."""
     size, first, last = entry.itemsize, runs[0][0], runs[-1][1]
     if len(runs) == 1:
         part = data[: (last - first) * size]
@@ -322,8 +334,8 @@ def _read_at(source: CheckpointSource, files: SourceFiles, file: str, data: memo
 
 
 class SourceFiles(ExitStack):
-    """The descriptors of a source's files, each opened when first used. Raise CheckpointError if the size of a file has
-    changed since its header was read."""
+    """Context that holds the descriptors of a source's files. A file is opened when it is first used; raise
+    CheckpointError if its size has changed since its header was read."""
 
     def __init__(self, source: CheckpointSource) -> None:
         super().__init__()

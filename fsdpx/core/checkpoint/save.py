@@ -1,5 +1,5 @@
-"""Saving: the choices of a save, the description of the run, the collective save, and the background save, in which a
-thread of each rank writes while training continues."""
+"""Save checkpoints: options of a save, description of the run, collective save, and background save, in which a thread
+of each rank writes while training continues."""
 
 from __future__ import annotations
 
@@ -98,7 +98,8 @@ def make_run_note(placement: Placement) -> bytes:
 
 
 def read_note(source: CheckpointSource) -> bytes | None:
-    """Return the bytes of `NOTE_FILE_NAME` of a checkpoint; None if `source` is no checkpoint or it cannot be read."""
+    """Return the contents of `NOTE_FILE_NAME` in a checkpoint; None if `source` is no checkpoint or the file cannot be
+    read."""
     if source.manifest is None:
         return None
     try:
@@ -111,7 +112,8 @@ def read_note(source: CheckpointSource) -> bytes | None:
 
 
 def format_note(note: bytes | None) -> str:
-    """Return a note in one line. Never raises, whatever the file contains: a note is only informative."""
+    """Format a note as one line of text. Never raise an error, whatever the note contains, since it is only
+    informative."""
     if note is None:
         return UNKNOWN
     try:
@@ -122,7 +124,8 @@ def format_note(note: bytes | None) -> str:
 
 
 def _find_strategy_name(sharding: Sharding) -> str:
-    """Return the name of the strategy with this sharding, such as "fsdp", or the sharding as text if none has it."""
+    """Return the name of the strategy with this sharding, such as "fsdp". If no strategy has it, return the sharding as
+    text."""
     ranks = (sharding.replica or 1) * (sharding.shard or 1)
     for name in (*PRESETS_BY_MEMORY, *PRESETS):
         if replace(sharding_of(PRESETS[name], ranks), prefetch=sharding.prefetch) == sharding:
@@ -131,7 +134,7 @@ def _find_strategy_name(sharding: Sharding) -> str:
 
 
 def _get_mpi_library_version() -> str | None:
-    """Return the first line of the MPI library's version, or None if this process has not loaded MPI."""
+    """Return the first line of the MPI library's version text; None if this process has not loaded MPI."""
     loaded: Any = sys.modules.get("mpi4py.MPI")
     return None if loaded is None else " ".join(loaded.Get_library_version().strip("\0\n ").split("\n")[0].split())
 
@@ -143,9 +146,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 class SaveChoices:
     """The options of a save.
 
-    dtype: dtype of the weights in the file; None: the trainer's. shard_bytes: most bytes of one file of weights; None:
-    one file. keep: number of numbered checkpoints to keep; None: all. spare: name of a checkpoint that is kept in
-    addition. weights: "average" saves only the averaged weights, without training state."""
+    dtype: dtype of the weights in the file; None: that of the trainer. shard_bytes: maximum bytes of one file of
+    weights; None: one file. keep: number of numbered checkpoints to keep; None: all. spare: name of a checkpoint that
+    is kept in addition. weights: "average" saves only the averaged weights, without training state."""
 
     dtype: DtypeName | None = None
     shard_bytes: int | None = None
@@ -166,10 +169,10 @@ class SaveChoices:
 
 @dataclass(frozen=True)
 class PreparedSave:
-    """A save on which all ranks have agreed and whose files exist, filled with zeros.
+    """A save on which all ranks have agreed. Its files exist and are filled with zeros.
 
-    where: the call, for error messages. layout: its files. folder: the temporary folder to write into. target: None
-    except on rank 0."""
+    where: the call, for error messages. layout: the files of the checkpoint. folder: temporary folder into which ranks
+    write. target: the locked target on rank 0; None on other ranks."""
 
     where: str
     layout: FileLayout
@@ -179,7 +182,7 @@ class PreparedSave:
     choices: SaveChoices
 
     def iterate_shards(self, state: TrainState) -> Iterator[LocalShard]:
-        """Iterate over the shards that this rank writes."""
+        """Yield the shards that this rank writes."""
         return (
             piece
             for piece in chain(iterate_shards_to_write(state), iterate_codec_memory_to_write(state))
@@ -187,7 +190,7 @@ class PreparedSave:
         )
 
     def commit_and_prune(self, sums: np.ndarray) -> None:
-        """Commit the checkpoint and delete old ones; on rank 0, once the data of all ranks are on disk.
+        """Commit the checkpoint and delete old checkpoints. Rank 0 calls this once the data of all ranks are on disk.
 
         sums: the xor of all ranks' partial CRCs, as `gather_xor_of_checksums` returns it."""
         assert self.target is not None
@@ -203,7 +206,8 @@ class PreparedSave:
 def save(
     state: TrainState, path: Any, choices: SaveChoices, loader: Any, fit: Mapping[str, Any] | None, count: ByteCounter
 ) -> None:
-    """Write the checkpoint `path`, and return when it is complete on disk; raise the same error on all ranks otherwise.
+    """Write the checkpoint `path` and return when it is complete on disk. If that fails, raise the same error on all
+    ranks.
 
     loader, fit: see `collect_scalars`. count: counts the bytes that this rank writes. Collective."""
     world = state.placement.axes.world
@@ -224,9 +228,9 @@ def save(
 def prepare_save(
     state: TrainState, path: Any, choices: SaveChoices, loader: Any, fit: Mapping[str, Any] | None
 ) -> PreparedSave:
-    """Agree on path, options and files, create the files, and return the prepared save. Nothing of the data is written.
+    """Agree on path, options and files, create the files, and return the prepared save. No data are written yet.
 
-    Raise CheckpointError on all ranks if ranks differ, or one of them cannot save. Collective."""
+    Raise CheckpointError on all ranks if ranks differ, or if one rank cannot save. Collective."""
     world = state.placement.axes.world
     path = agree_on_path(world, "save", path, options=repr(choices))
     where, local = f"save to {path}", state.placement.sync_policy.gather_checkpoint_data(state)
@@ -265,9 +269,9 @@ def _require_savable(state: TrainState, path: Path, choices: SaveChoices, scalar
 
 
 def make_file_layout(placement: Placement, choices: SaveChoices, scalars: RunScalars, memory: Shapes) -> FileLayout:
-    """Return the files of a checkpoint, the same on every rank.
+    """Return the layout of the files of a checkpoint; it is the same on every rank.
 
-    memory: name -> shape of the codec memory of all ranks."""
+    memory: shape by name for the codec memory of all ranks."""
     specs, asked = placement.layout.specs, None if choices.dtype is None else dtype_to_code(parse_dtype(choices.dtype))
     known = {
         n: (dtype_to_code(get_state_dtype(placement, n)), s.shape) for n, s in list_saved_tensors(placement).items()
@@ -281,7 +285,8 @@ def make_file_layout(placement: Placement, choices: SaveChoices, scalars: RunSca
 
 
 def gather_xor_of_checksums(world: Communicator, sums: np.ndarray) -> np.ndarray:
-    """Return the xor of all ranks' sums (uint64) on rank 0; other ranks get their own back. Collective."""
+    """Return the elementwise xor of the `sums` of all ranks (uint64) on rank 0; other ranks get back their own `sums`.
+    Collective."""
     if world.size == 1 or sums.size == 0:
         return sums
     everyone = np.empty(sums.size * world.size, np.uint64) if world.rank == 0 else None
@@ -289,15 +294,16 @@ def gather_xor_of_checksums(world: Communicator, sums: np.ndarray) -> np.ndarray
     return sums if everyone is None else np.bitwise_xor.reduce(everyone.reshape(world.size, -1))
 
 
-POLL_SECONDS = 0.01  # interval at which rank 0 looks for the checksums of the other ranks
-GRACE_SECONDS = 10.0  # how long rank 0 waits for them after the main program has ended
+POLL_SECONDS = 0.01  # interval at which rank 0 looks for the checksum files of the other ranks
+GRACE_SECONDS = 10.0  # how long rank 0 waits for these files after the main program has ended
 
 
 class BackgroundSave:
     """A save that a thread of each rank writes while training continues.
 
-    The constructor copies the shards that this rank writes, and starts the thread. Each rank leaves its checksums in a
-    file of the folder; when all are there, rank 0's thread commits, without another call to the trainer."""
+    The constructor copies the shards that this rank writes, and starts the thread. The thread writes the checksums of
+    this rank to a file in the partial folder. When the files of all ranks exist, the thread of rank 0 commits the
+    checkpoint, without another call of the trainer."""
 
     def __init__(self, state: TrainState, prepared: PreparedSave, count: ByteCounter) -> None:
         self.world, self.prepared = state.placement.axes.world, prepared
@@ -313,7 +319,7 @@ class BackgroundSave:
             raise
 
     def wait(self) -> None:
-        """Wait until the checkpoint is complete. Raise CheckpointError on all ranks if it failed. Collective."""
+        """Wait until the checkpoint is complete. Raise CheckpointError on all ranks if the save failed. Collective."""
         where = self.prepared.where
         try:
             run_on_all_ranks(self.world, where, self._wait_until_written)
@@ -323,7 +329,7 @@ class BackgroundSave:
             raise
 
     def abandon(self) -> None:
-        """Stop the save, as when another rank has died: the previous checkpoint of this path is kept."""
+        """Stop the save, for example because another rank has died. The previous checkpoint at this path is kept."""
         self._stopped.set()
         with self._running:
             self.prepared.abandon()
@@ -358,9 +364,10 @@ class BackgroundSave:
             prepared.commit_and_prune(total)
 
     def _wait_for_and_combine_checksums(self, sums: np.ndarray) -> np.ndarray | None:
-        """Wait for the checksum files of all ranks, and return the xor of their checksums.
+        """Wait for the checksum files of all ranks, and return the xor of all checksums.
 
-        Return None if the save is abandoned, or `GRACE_SECONDS` after the main program has ended."""
+        Return None if the save is abandoned, or if files are still missing `GRACE_SECONDS` after the main program has
+        ended."""
         end = math.inf
         for rank in range(1, self.world.size):
             path = _get_checksum_path(self.prepared.folder, rank)
@@ -376,7 +383,8 @@ class BackgroundSave:
 
 
 def _write_checksum_file(folder: Path, rank: int, sums: np.ndarray) -> None:
-    """Write this rank's checksums into the file that rank 0 waits for; a rename makes it appear complete."""
+    """Write this rank's checksums to the file for which rank 0 waits. A rename makes sure that rank 0 sees only the
+    complete file."""
     place = _get_checksum_path(folder, rank)
     unseen: Any = place.with_name(place.name + "-unseen")
     unseen.touch()

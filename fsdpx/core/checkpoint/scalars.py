@@ -1,4 +1,4 @@
-"""The part of the train state that is not arrays: steps, loss scale, seed, position in the data; stored as JSON."""
+"""The scalar part of the train state: number of steps, loss scale, seed, position in the data. It is stored as JSON."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ __all__ = ["RunScalars", "collect_scalars", "restore_scalars"]
 class RunScalars:
     """The scalar train state of a checkpoint.
 
-    steps: number of updates. rows: samples since the last update. seed: of all random numbers, which are functions of
-    it and of the position in training. scale, good, dynamic: value of the loss scale, its good steps, and whether it is
-    dynamic. slots: names of the optimizer's state arrays. optimizer: name of its class. data: `state_dict` of the
-    loader. fit: progress of the training loop. local: for replicas that train on their own, their round and what each
-    has trained on since the last synchronization. missed: parameter -> number of steps in which it was frozen. The last
-    four are None where there is nothing to save."""
+    steps: number of updates. rows: number of samples since the last update. seed: seed of all random numbers, which
+    depend only on it and on the position in training. scale, good, dynamic: value of the loss scale, number of good
+    steps since its last change, and whether it is dynamic. slots: names of the optimizer's state arrays. optimizer:
+    name of the optimizer's class. data: `state_dict` of the loader. fit: progress of the training loop. local: for
+    replicas that train independently, their round and how much each has trained on since the last synchronization.
+    missed: number of steps in which a parameter was frozen, by its name. The last four are None if there is nothing to
+    save."""
 
     steps: int
     rows: int
@@ -55,7 +56,7 @@ class RunScalars:
 
     @property
     def replica_count(self) -> int | None:
-        """Number of replicas with a state of their own; None if replicas are equal."""
+        """Number of replicas if each has its own state; None if the replicas are equal."""
         return None if self.local is None else len(self.local["weights"])
 
     def to_json(self) -> str:
@@ -84,8 +85,8 @@ def collect_scalars(
 ) -> RunScalars:
     """Return the scalars of a train state.
 
-    loader: object with a `state_dict` method, or None. fit: progress of the training loop, or None. local: result of
-    the sync policy's `gather_checkpoint_data`."""
+    loader: object with a method `state_dict`, or None. fit: progress of the training loop, or None. local: result of
+    `gather_checkpoint_data` of the synchronization policy."""
     optimizer, scaler = state.placement.optimizer, state.scaler
     return RunScalars(
         steps=state.steps,
@@ -104,7 +105,8 @@ def collect_scalars(
 
 
 def restore_scalars(state: TrainState, scalars: RunScalars) -> None:
-    """Set the counters, seed and loss scale of `state` from a checkpoint; a static loss scale is left as it is."""
+    """Set the counters, the seed and a dynamic loss scale of `state` from a checkpoint; a static loss scale is not
+    changed."""
     scale = (scalars.scale, scalars.good) if scalars.dynamic else None
     state.resume_from(scalars.steps, scalars.rows, scalars.seed, scale, scalars.local, scalars.missed)
 

@@ -1,4 +1,4 @@
-"""Writing: the manifest with the checksums of a checkpoint, and the threads that write and flush shards."""
+"""Write checkpoints: the manifest with the checksums, and the threads that write and flush shards."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ OWN_FILE_PATTERN = re.compile(
 """Pattern of the names of the files that a checkpoint can have."""
 
 CHECKSUM_PREFIX = ".sums-"
-"""Prefix, before the rank, of the file in a partial folder in which a rank leaves its checksums (`BackgroundSave`)."""
+"""Prefix of the name of a file in the partial folder to which a rank writes its checksums (`BackgroundSave`); the rank
+follows."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Manifest:
 
     @classmethod
     def from_layout(cls, layout: FileLayout, sums: Sequence[int]) -> Manifest:
-        """Return the manifest of a checkpoint. sums: xor of all ranks' partial CRCs, in the order of
+        """Return the manifest of a checkpoint with these files. sums: xor of all ranks' partial CRCs, in the order of
         `layout.iterate_tensors()`."""
         records = {name: FileRecord(c.size, zlib.crc32(c.header), {}) for name, c in layout.files.items()}
         for (file, name, entry), value in zip(layout.iterate_tensors(), sums, strict=True):
@@ -89,7 +90,7 @@ class Manifest:
         return cls(records)
 
     def to_json(self) -> bytes:
-        """Return the manifest as canonical JSON, with the CRC-32 of the rest as its last entry."""
+        """Return the manifest as canonical JSON, whose last entry is the CRC-32 of the rest."""
         files = {
             name: {"bytes": r.size, "head": r.header_crc, "tensors": dict(sorted(r.tensors.items()))}
             for name, r in sorted(self.files.items())
@@ -99,8 +100,8 @@ class Manifest:
 
     @classmethod
     def parse(cls, data: bytes, where: str) -> Manifest:
-        """Parse a manifest. Raise CheckpointError unless `data` is byte for byte what `to_json` returns. where: the
-        file, for error messages."""
+        """Parse a manifest. Raise CheckpointError unless `data` is exactly what `to_json` returns. where: the file, for
+        error messages."""
         try:
             table = parse_json(data)
             version = table["checkpoint"]
@@ -124,7 +125,7 @@ class Manifest:
     def require_file_match(self, name: str, header: bytes, size: int, tensors: Iterable[str], where: str) -> None:
         """Raise CheckpointError unless file `name` has the size, header and tensors with which it was written.
 
-        header: its header, or all of a text file. where: the file, for error messages."""
+        header: header of the file, or the full contents of a text file. where: the file, for error messages."""
         record = self.files[name]
         if size != record.size:
             kind = "truncated" if size < record.size else "longer than written"
@@ -163,10 +164,11 @@ Task = Callable[[], object]
 
 
 class Worker:
-    """A thread that runs one task at a time: `begin_task(task)`, then `wait_for_task()`, which raises the task's error.
+    """A thread that runs one task at a time: call `begin_task(task)`, then `wait_for_task()`, which raises the error of
+    the task. The thread exists inside the `with` block.
 
-    An executor of `concurrent.futures` would refuse work once the main program has ended, but a background save
-    continues after that. The thread exists inside the `with` block."""
+    An executor of `concurrent.futures` would refuse tasks once the main program has ended, but a background save
+    continues after that."""
 
     def __init__(self, name: str) -> None:
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()
@@ -180,7 +182,7 @@ class Worker:
         return not self._begun or not self._ends.empty()
 
     def begin_task(self, task: Task) -> None:
-        """Wait for the previous task and raise its error, then start `task`."""
+        """Wait for the previous task and raise its error, if it has one; then start `task`."""
         self.wait_for_task()
         self._begun = True
         self._tasks.put(task)
@@ -213,17 +215,20 @@ class Worker:
 
 
 FLUSH_BYTES = 64 << 20
-"""Bytes after which written data are flushed while more is written: by themselves, systems wait for much more."""
+"""After this many bytes, written data are flushed to disk while more data are written: operating systems would begin
+much later."""
 
 INLINE_WRITE_BYTES = 1 << 16
-"""Bytes up to which a write is not given to a thread: writing and summing up take less time than waking a thread."""
+"""Blocks of up to this many bytes are not written by a thread: writing them and computing the CRC takes less time than
+waking a thread."""
 
 
 def write_shards(folder: Path, layout: FileLayout, pieces: Iterable[TensorPiece]) -> np.ndarray:
     """Write `pieces` into the files of `layout`, which must exist in `folder`, and flush them to disk.
 
-    Return this rank's contribution to the CRC of each tensor, uint64 in the order of `layout.iterate_tensors()`. Extra
-    memory: two blocks. While a block is summed up, a thread writes it and another flushes earlier blocks."""
+    Return this rank's contribution to the CRC-32 of each tensor as uint64, in the order of `layout.iterate_tensors()`.
+    Two blocks of extra memory are needed. While the CRC of a block is computed, one thread writes the block and another
+    flushes earlier blocks."""
     if not folder.exists():
         raise CheckpointError(
             f"{platform.node()} does not see {folder}, made by rank 0: all hosts must share the disk of checkpoints"
@@ -252,13 +257,13 @@ def _sync_files(files: Iterable[int]) -> None:
 
 
 def _write_tensor_piece(fd: int, piece: TensorPiece, entry: TensorEntry, writer: Worker) -> int:
-    """Write a piece into an open file and return its contribution to the tensor's CRC.
+    """Write a piece into an open file and return its contribution to the CRC-32 of the tensor.
 
-    Each block is converted as a whole; each run of consecutive elements in the file is one write."""
+    Each block is converted in one operation; each run of consecutive elements in the file is one write."""
     total, size = PartialCrc(), entry.itemsize
     for block in iterate_blocks(piece, size):
         data, offset = _to_bytes(block.array, entry), 0
-        aside = len(block.runs) == 1 and len(data) > INLINE_WRITE_BYTES  # short runs: switching threads costs more
+        aside = len(block.runs) == 1 and len(data) > INLINE_WRITE_BYTES  # else switching threads takes longer
         for start, stop in block.runs:
             part = data[offset : offset + (stop - start) * size]
             task = partial(write_at, fd, part, entry.start + start * size)

@@ -263,7 +263,7 @@ class FitCheckpointer:
             return
         print_on_rank0(
             self.trainer.call_runner,
-            f"goes on from {path}: step {history.steps}, epoch {self.loader.epoch - self.first_epoch + 1}",
+            f"resumes from {path}: step {history.steps}, epoch {self.loader.epoch - self.first_epoch + 1}",
         )
         if changed := _list_changed_settings(self._written.get("settings", {}), self._get_settings()):
             print_on_rank0(self.trainer.call_runner, f"changed since {path}: {'; '.join(changed)}")

@@ -666,10 +666,10 @@ def test_what_has_changed_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
     ranks(2, worse, tmp_path, steps=3, **options)
     ranks(2, worse, tmp_path, steps=5, **options)
     lines = said(capsys)
-    assert lines == [f"fsdpx: goes on from {tmp_path / 'step-3'}: step 3, epoch 2"]
+    assert lines == [f"fsdpx: resumes from {tmp_path / 'step-3'}: step 3, epoch 2"]
     ranks(3, worse, tmp_path, steps=7, lr=0.01, samples=6, strategy="ddp", **options)
     assert said(capsys) == [
-        f"fsdpx: goes on from {tmp_path / 'step-5'}: step 5, epoch 2",
+        f"fsdpx: resumes from {tmp_path / 'step-5'}: step 5, epoch 2",
         f"fsdpx: changed since {tmp_path / 'step-5'}: learning rate 0.02 -> 0.01; batch size 8 -> 6",
     ]
 

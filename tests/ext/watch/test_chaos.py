@@ -84,8 +84,8 @@ def test_a_seed_says_it_all(seed: int, ranks: int, actions: int, starts: int, ea
 
 
 @pytest.mark.parametrize("text", ["kill 1", "burn 1@2", "delay x@2"])
-def test_what_is_no_blow(text: str) -> None:
-    with pytest.raises(ConfigError, match=f"'{text}' is no blow: use 'kill RANK@ACTION'"):
+def test_text_that_is_no_fault(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{text}' is no fault: use 'kill RANK@ACTION'"):
         parse_faults(text)
 
 
@@ -94,7 +94,7 @@ def test_what_is_no_blow(text: str) -> None:
     [
         ({(0, 0): [0, 1], (1, 0): [3, 4, 5]}, "start 1 begins at step 3, but only 2 were made before"),
         ({(0, 0): [0, 1, 1, 2]}, "start 0, rank 0: steps [0, 1, 1, 2]"),
-        ({(0, 0): [0, 1], (0, 1): [1, 2]}, "start 0: ranks went on from steps [0, 1]"),
+        ({(0, 0): [0, 1], (0, 1): [1, 2]}, "start 0: ranks continued from steps [0, 1]"),
         ({(0, 0): [0, 1, 2]}, "3 of 6 steps were made"),
         ({(0, 0): [0, 1, 2, 3, 4, 5], (0, 1): [0, 1, 2]}, "ranks [1] did not make the last step"),
         ({(0, 0): [0, 1, 2, 3], (1, 0): [2, -3, 4, 5]}, "start 1, rank 0: step 3 gave "),
