@@ -166,7 +166,7 @@ def test_fit_stops_at_steps_and_for_patience_and_on_any_ranks_wish() -> None:
 
 def test_help_shows_the_options_of_fit() -> None:
     assert "epochs: 'int | None' = 1" in pydoc.render_doc(Trainer.fit, renderer=pydoc.plaintext)
-    assert "patience : end after this many validations" in (Trainer.fit.__doc__ or "")
+    assert "patience : end training after this many validations" in (Trainer.fit.__doc__ or "")
     made = make(spawn(lambda comm: comm, 1)[0], "mlp")
     assert list(inspect.signature(made.fit).parameters)[:3] == ["loader", "epochs", "steps"]
 
