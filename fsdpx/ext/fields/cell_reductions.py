@@ -13,8 +13,8 @@ __all__ = ["all_reduce_moments", "all_reduce_over_parts"]
 
 
 def all_reduce_over_parts(env: LayerContext, values: Array, what: str, op: str = "sum") -> Array:
-    """Return `values` reduced by `op` over all parts of the field, in place. Communicates if the field is
-    partitioned."""
+    """Reduce `values` in place by `op` over all ranks that hold parts of the field, and return them. Communicates only
+    if the field is partitioned."""
     if env.mesh.parts.size > 1:
         env.mesh.parts.all_reduce(values.reshape(-1), op, what=what).wait()
     return values
@@ -23,10 +23,11 @@ def all_reduce_over_parts(env: LayerContext, values: Array, what: str, op: str =
 def all_reduce_moments(
     env: LayerContext, x: Array, dims: tuple[int, ...], what: str, weights: Array | None = None
 ) -> Array:
-    """Return count, mean and sum of squared deviations, stacked in float64, over the last dims, `dims`, of all parts.
+    """Return the count, mean and sum of squared deviations over `dims` of all parts, stacked in a float64 array. `dims`
+    must be the last dims.
 
-    The moments of ranks are merged by the rule of Chan et al. (1979), in the order of ranks. weights: weight of each
-    element; None: 1. Communicates if the field is partitioned."""
+    The ranks' moments are merged in rank order by the rule of Chan et al. (1979). weights: weight of each element;
+    None: all 1. Communicates only if the field is partitioned."""
     xp, ranks, size = env.xp, env.mesh.parts, float(math.prod(x.shape[d] for d in dims))
     mean = (x if weights is None else weights * x).sum(axis=dims, dtype=np.float64)
     count = xp.full(mean.shape, size, dtype=np.float64)

@@ -1,4 +1,4 @@
-"""Mean and deviation of the channels of distributed data, in one pass: merged over ranks, times and samples."""
+"""Mean and standard deviation of each channel of distributed data, in one pass over ranks, times and samples."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["ChannelStatistics", "gather_channel_statistics"]
 
 
 class ChannelStatistics(NamedTuple):
-    """mean, std: one number for each channel; std is 1 for a channel that never changes. The first arguments of
-    `nn.Standardize`."""
+    """The mean and standard deviation of each channel: the first two arguments of `nn.Standardize`. std is 1 for a
+    constant channel."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -28,19 +28,19 @@ class ChannelStatistics(NamedTuple):
 def gather_channel_statistics(
     batches: Iterable[Any], *, dim: int = 1, comm: Any = None, skipna: bool = False
 ) -> ChannelStatistics:
-    """Return mean and deviation of each channel over all elements. Collective over `comm`.
+    """Return the mean and standard deviation of each channel over all ranks' data. Collective over `comm`.
 
     Counts, means and sums of squared deviations are merged by the rule of Chan et al. (1979) in float64, batch by batch
-    and then rank by rank, and are the same on every rank. A channel that never changes has exactly its value as mean,
-    and std 1. Ranks may pass different numbers of batches, of any sizes, even none.
+    and then rank by rank. The result is the same on every rank. A constant channel has exactly its value as mean, and
+    std 1. Ranks may pass different numbers of batches of any size, or none.
 
     Parameters
     ----------
-    batches : arrays of this rank: samples, times, parts of fields without ghost cells
+    batches : this rank's arrays, such as samples, time steps, or parts of fields without ghost cells
     dim : dim of the channels; default 1; -1 if they are last
-    comm : communicator of the ranks whose arrays count together, as `grid.comm` or the solver's; default None: only
-        this rank
-    skipna : whether NaN, as on land, is left out; default False
+    comm : communicator of the ranks whose data is merged, such as `grid.comm` or the solver's; default None: only this
+        rank
+    skipna : whether to leave out NaN values, such as those of land cells; default False
 
     Returns
     -------
@@ -49,7 +49,8 @@ def gather_channel_statistics(
 
     Raises
     ------
-    DataError : on all ranks, if some channel has no data, arrays differ in their channels, or a value is not finite
+    DataError : on all ranks, if a channel has no data, arrays differ in their number of channels, or a value is not
+        finite
     """
     comm = to_mpi4py(comm)
     require_valid_intracomm(comm)
@@ -65,7 +66,7 @@ def gather_channel_statistics(
 
 
 def _merge_batch_moments(moments: np.ndarray | None, batch: np.ndarray, skipna: bool) -> np.ndarray:
-    """Return the moments `moments`, (3, channels), merged with those of a batch (channels, ...)."""
+    """Merge `moments`, (3, channels) or None, with the moments of a batch (channels, ...), and return the result."""
     rows = batch.reshape(len(batch), int(np.prod(batch.shape[1:]))).astype(np.float64)
     counted = ~np.isnan(rows) if skipna else np.ones(rows.shape, bool)
     count = counted.sum(axis=1).astype(np.float64)
@@ -82,8 +83,8 @@ def _merge_batch_moments(moments: np.ndarray | None, batch: np.ndarray, skipna: 
 
 
 def _all_gather_statistics(comm: Any, moments: np.ndarray | None, error_text: str) -> ChannelStatistics:
-    """Return the statistics of the data of all ranks, merged in the order of ranks; raise DataError on all ranks if one
-    has a problem."""
+    """All-gather the moments, merge them in rank order, and return the statistics; raise DataError on all ranks if one
+    passes an `error_text`."""
     mine = (error_text, None if moments is None else moments.tolist())
     everyone, whole = [mine], None
     if comm is not None:

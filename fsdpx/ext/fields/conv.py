@@ -49,8 +49,9 @@ Sizes = int | tuple[int, ...]
 
 @dataclass(frozen=True)
 class ConvWindow:
-    """A window over cells: for each dim its size, stride, padding before and after, dilation, and padding mode. ceil:
-    windows that begin before the end and reach beyond it count as well."""
+    """The window of a convolution or pool: along each dim its size, stride, padding before (`low`) and after (`high`),
+    dilation and padding mode. ceil_mode: whether windows that begin inside the field and reach beyond its end also
+    produce outputs."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -80,12 +81,12 @@ class ConvWindow:
 
     @property
     def spans(self) -> tuple[int, ...]:
-        """Cells from the first to the last one under the window, along each dim."""
+        """Number of cells from the first to the last one under the window, along each dim."""
         return tuple(d * (k - 1) + 1 for k, d in zip(self.kernel, self.dilation, strict=True))
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
-        """Return the partition of the outputs: an output belongs to the owner of the cell at which its window begins,
-        padding not counted."""
+        """Return the partition of the outputs: each output belongs to the rank that owns the cell where its window
+        begins, not counting padding."""
         made = []
         for cuts, s, a, b, span in zip(parts.cuts, self.stride, self.low, self.high, self.spans, strict=True):
             made.append(
@@ -102,20 +103,21 @@ class ConvWindow:
         return max(count, 0)
 
     def count_zeros_padded_by_kernel(self, parts: FieldPartition) -> tuple[int, ...]:
-        """Return how many zeros the kernel itself adds before the field along each dim: 0 for dims that are
-        partitioned, have ghost cells or are not padded with zeros."""
+        """Return, for each dim, how many padding zeros the kernel itself adds at the start of the field: 0 for dims
+        that are partitioned, have ghost cells or are not padded with zeros."""
         if parts.ghosts:
             return (0,) * len(parts.cuts)
         rows = zip(parts.cuts, self.low, self.modes, strict=True)
         return tuple(pad if len(cuts) == 2 and mode == "zeros" else 0 for cuts, pad, mode in rows)
 
     def make_window_strides(self, first: tuple[int, ...], groups: int = 1) -> WindowStrides:
-        """Return the window as kernels take it. first: the cell at which output 0 begins, along each dim."""
+        """Return the window in the form that kernels take. first: the cell where the window of output 0 begins, along
+        each dim."""
         return WindowStrides(self.kernel, self.stride, self.dilation, first, groups)
 
     def find_halos(self, parts: FieldPartition) -> tuple[HaloSpec, ...]:
-        """Return the cells that each rank needs along each dim; raise ShapeError for a field that is too small for the
-        padding. The kernel adds the zeros of dims that are not partitioned."""
+        """Return, for each dim, the cells that each rank needs; raise ShapeError if the field is too small for the
+        padding. Zeros at the ends of dims that are not partitioned are not among them: the kernel adds those."""
         rows = zip(self.stride, self.low, self.spans, strict=True)
         found = list(
             find_halo_specs(parts, [(s, -a, span) for s, a, span in rows], self.partition_outputs(parts), self.modes)
@@ -129,7 +131,8 @@ class ConvWindow:
 
 
 def expand_to_dims(layer: Layer, name: str, value: Any, dims: int, minimum: int) -> tuple[int, ...]:
-    """Return `3` or `(3, 5)` as one integer for each dim; raise ConfigError unless each is at least `minimum`."""
+    """Return `value`, such as `3` or `(3, 5)`, as one integer for each dim; raise ConfigError unless all are integers
+    of at least `minimum`."""
     each = (value,) * dims if hasattr(value, "__index__") else value
     if not isinstance(each, tuple | list) or len(each) != dims:
         many = {1: "one", 2: "one whole number or two", 3: "one whole number or three"}[dims]
@@ -150,7 +153,8 @@ def require_divisible_channels(layer: Layer, in_channels: int, out_channels: int
 
 
 def make_conv_specs(layer: Any, shape: tuple[int, ...]) -> dict[str, ParameterSpec]:
-    """Return the specs of a convolution: the weight, of `shape`, and the bias, with PyTorch's initial values."""
+    """Return the parameter specs of a convolution: a weight of `shape`, and the bias if the layer has one, with
+    PyTorch's initial values."""
     default = uniform(1.0 / math.sqrt(math.prod(shape[1:])))
     specs = {"weight": ParameterSpec(shape, layer.init or default)}
     if layer.bias:
@@ -161,7 +165,7 @@ def make_conv_specs(layer: Any, shape: tuple[int, ...]) -> dict[str, ParameterSp
 def _parse_padding(
     layer: Layer, padding: Any, dims: int, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the padding before and the padding after, in cells along each dim."""
+    """Return the padding before and the padding after the field, in cells along each dim."""
     if padding == "valid":
         return (0,) * dims, (0,) * dims
     if padding == "same":
@@ -189,12 +193,12 @@ def _plan_window(
 
 
 def get_local_shape(env: LayerContext, parts: FieldPartition) -> tuple[int, ...]:
-    """Return the cells of this rank's part along each dim."""
+    """Return the number of cells of this rank's part along each dim."""
     return parts.shape if parts.is_uncut else parts.local_shape([line.rank for line in env.mesh.domain])
 
 
 class WindowLayer(FieldLayer):
-    """The base of layers whose outputs are computed from the cells under a window, `window`."""
+    """The base of layers that compute each output from the cells under a window, `window`."""
 
     window: ConvWindow
 
@@ -202,8 +206,8 @@ class WindowLayer(FieldLayer):
         return self.plan_on_field(parts)[0]
 
     def plan_on_field(self, parts: FieldPartition) -> tuple[FieldPartition, tuple[HaloSpec, ...], tuple[int, ...]]:
-        """Return the partition of the outputs, the halos that this layer exchanges, and the zeros that the kernel adds
-        before the field; raise ShapeError, which names the layer, for a field that is too small."""
+        """Return the partition of the outputs, the halos that this layer exchanges, and the number of zeros that the
+        kernel adds at the start of each dim. Raises ShapeError, naming the layer, if the field is too small."""
         try:
             found = _plan_window(self.window, parts)
         except ShapeError as error:
@@ -229,19 +233,20 @@ class Conv(WindowLayer):
     """The base of `Conv1d`, `Conv2d` and `Conv3d`: cross-correlation of (samples, in_channels, *cells) with a window,
     plus bias, with PyTorch's arguments, weights and initial values.
 
-    Weights `weight (out_channels, in_channels / groups, *kernel_size)` and `bias (out_channels,)`, from U(-k, k) with k
-    = 1/sqrt(in_channels / groups * prod(kernel_size)).
+    The parameters are `weight (out_channels, in_channels / groups, *kernel_size)` and `bias (out_channels,)`,
+    initialized from U(-k, k) with k = 1/sqrt(in_channels / groups * prod(kernel_size)).
 
-    Over a grid of ranks each computes the outputs whose windows begin, padding not counted, in its part of the input;
-    the halo cells under these windows come from their owners, and padding is added only at the ends of the whole field.
+    On a grid of ranks, each rank computes the outputs whose windows begin in its part of the input, not counting
+    padding. The halo cells under these windows are received from their owners, and padding is added only at the ends of
+    the full field.
 
     Parameters
     ----------
     in_channels, out_channels : size of dim 1 of the input and of the output
     kernel_size : size of the window: one number for all dims or one for each; stride and dilation likewise
     stride : cells by which the window moves; default 1
-    padding : cells beyond each end: one number, one for each dim, or (before, after) for each; "same" (stride 1) gives
-        as many outputs as there are cells, "valid" means none. Default: none
+    padding : number of cells added at each end: one number, one for each dim, or (before, after) for each; "same"
+        (stride 1) keeps the number of cells, "valid" adds none. Default: none
     dilation : distance between the cells of a window; default 1
     groups : number of groups of channels; the outputs of a group depend only on its own input channels. Default 1
     bias : whether there is a bias; default True
@@ -281,7 +286,7 @@ class Conv(WindowLayer):
         outputs, halos, kernel_padding = self.plan_on_field(self.get_partition(x))
         sizes, weight, bias = get_local_shape(env, outputs), p["weight"], p.get("bias")
         widened: tuple[HaloSpec, ...] = ()
-        if x.dtype.itemsize < 4 or any(halo.ghosts for halo in halos):  # each slab rounds 16-bit sums again
+        if x.dtype.itemsize < 4 or any(halo.ghosts for halo in halos):  # adding slabs would round 16-bit sums again
             x, halos, widened = exchange_halo(env, x, halos), (), halos
         rims = HaloSlabs(env, x, halos)
         y = correlate(env.xp, x, weight, bias, self._make_box_strides(kernel_padding, rims.boxes[0]), sizes)
@@ -312,7 +317,7 @@ class Conv(WindowLayer):
             weight, bias = None if weight is None else (weight[0], True), None
 
     def _make_box_strides(self, kernel_padding: tuple[int, ...], box: HaloBox) -> WindowStrides:
-        """Return the window over the cells of a box, as kernels take it."""
+        """Return the window relative to the cells of `box`, in the form that kernels take."""
         first = tuple(-pad - offset for pad, offset in zip(kernel_padding, box.offset, strict=True))
         return self.window.make_window_strides(first, self.groups)
 
@@ -324,8 +329,8 @@ class Conv1d(Conv, dims=1):
 class Conv2d(Conv, dims=2):
     """`Conv` of (samples, in_channels, height, width).
 
-    On CPUs windows of 3 x 3 with stride 1 and multiples of 16 channels need a quarter of the multiplications
-    (Winograd's F(4 x 4, 3 x 3)), with errors of a few 1e-6 in float32."""
+    On CPUs, 3 x 3 windows with stride 1 and multiples of 16 channels use Winograd's F(4 x 4, 3 x 3), which needs a
+    quarter of the multiplications and has errors of a few 1e-6 in float32."""
 
 
 class Conv3d(Conv, dims=3):

@@ -1,4 +1,4 @@
-"""`FieldDataset`: windows in time of fields in files, of which each rank reads only its own part."""
+"""`FieldDataset`: time windows of fields that are stored in files; each rank reads only its own part."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ WELL_GROUPS = ("t0_fields", "t1_fields", "t2_fields")
 
 @dataclass(frozen=True)
 class FieldVariable:
-    """A field in a file. path: of its array in the file. dims: one letter for each dim. storage: how packed numbers are
-    decoded; None: stored as they are."""
+    """A field in a file. path: path of its array in the file. dims: one letter for each dim. storage: how packed
+    numbers are decoded; None: the numbers are not packed."""
 
     name: str
     path: str
@@ -54,7 +54,7 @@ class FieldVariable:
     storage: StorageFormat | None = None
 
     def size_along(self, letter: str) -> int | None:
-        """Return the elements along the dim `letter`, or None if the field does not have it."""
+        """Return the size of the dim `letter`, or None if the field does not have this dim."""
         return self.shape[self.dims.index(letter)] if letter in self.dims else None
 
     @property
@@ -64,8 +64,9 @@ class FieldVariable:
 
 @dataclass(frozen=True)
 class TrajectoryFile:
-    """A file, or a group in it, with trajectories of the same length. names: its fields' names, as text; "" if the file
-    is a single array without a name. windows: per trajectory."""
+    """A file, or a group in a file, with trajectories of the same length. names: the names of its fields, as text; ""
+    if the file is a single unnamed array. count: number of trajectories. windows: number of time windows in each
+    trajectory."""
 
     file: Path
     group: str
@@ -80,7 +81,7 @@ def _format_names(names: Iterable[str]) -> str:
 
 
 def _list_arrays(node: Any, prefix: str = "") -> dict[str, tuple[str, Any]]:
-    """Return (path, array) by name: the arrays of a group, and those of The Well's groups in it."""
+    """Return name -> (path, array) for the arrays of a group and of The Well's groups inside it."""
     found: dict[str, tuple[str, Any]] = {}
     for name, child in iterate_members(node):
         if not prefix and name in WELL_GROUPS and hasattr(child, "keys"):
@@ -93,7 +94,8 @@ def _list_arrays(node: Any, prefix: str = "") -> dict[str, tuple[str, Any]]:
 def list_arrays_by_group(
     root: Any, fields: tuple[str, ...] | None, cell_dims: int
 ) -> dict[str, dict[str, tuple[str, Any]]]:
-    """Return the arrays of each group that has fields: of the file itself, else of the groups in it."""
+    """Return the arrays of each group that has fields: only the root ("") if it has fields itself or if no group has
+    any, else the groups in the root."""
     inner = {"": _list_arrays(root)}
     if not _select_field_names(inner[""], fields, cell_dims):
         children = {
@@ -108,7 +110,8 @@ def list_arrays_by_group(
 def _select_field_names(
     arrays: Mapping[str, tuple[str, Any]], fields: tuple[str, ...] | None, cell_dims: int
 ) -> list[str]:
-    """Return the names of the fields among arrays: those wanted, or without a choice all with more dims than cells."""
+    """Return the names of the arrays that are fields: those in `fields`, or, if it is None, all with more than
+    `cell_dims` dims."""
     if fields is not None:
         return [name for name in fields if name in arrays]
     sizes = {
@@ -118,7 +121,7 @@ def _select_field_names(
 
 
 def find_cell_letters(path: Path, root: Any, dims: str | None, letters: str | None) -> str:
-    """Return the letters of the dims of cells, in the order of the file."""
+    """Return the letters of the cell dims, in the order of the file."""
     if dims is not None:
         cells = "".join(letter for letter in dims if letter not in "ntc")
         if len(set(dims.rstrip("c"))) != len(dims.rstrip("c")) or (letters and sorted(cells) != sorted(letters)):
@@ -144,7 +147,7 @@ def find_variables(
     if missing or not names:
         what = f"no {_format_names(missing)}" if missing else "no field"
         raise make_data_error(path, f"there is {what} in {group or 'it'}, but {_format_names(arrays)}")
-    one_run = group[-1:].isdigit()  # a group for each trajectory, as PDEBench has them
+    one_run = group[-1:].isdigit()  # PDEBench can have one group for each trajectory
     return tuple(_make_variable(path, name, *arrays[name], cell_letters, dims, one_run) for name in names)
 
 
@@ -175,8 +178,8 @@ def _make_variable(
 def find_dim_sizes(
     path: Path, variables: Sequence[FieldVariable], cells: str, known: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the trajectories "n", the steps "t", and the cells along each dim; raise DataError if fields differ from
-    each other or from `known`, such as the cells of the grid."""
+    """Return letter -> size: the number of trajectories "n", of steps "t", and of cells along each dim. Raises
+    DataError if fields differ from each other or from `known`, such as the cells of the grid."""
     sizes = dict(known)
     for v in variables:
         for letter in f"nt{cells}":
@@ -219,37 +222,39 @@ def _has_ghosts_beyond_walls(grid: GridLike) -> bool:
 
 
 class FieldDataset:
-    """Windows in time of fields in files, for training on (x, y). Collective, if there is a grid.
+    """Time windows of fields stored in files, as samples (x, y) for training. Collective if there is a grid.
 
-    Sample i is `x`, `inputs` states stacked along the channels, and `y`, the `targets` states after them, both as the
-    grid has arrays: this rank's part. A field is read in one block: the cells of this rank, at all steps of the window.
-    Nothing else is read, and files stay open. With a grid that has ghost cells, these are read along with the part;
-    files have none beyond walls. Fields without time, such as a mask, come once, after the states of `x`, and are not
-    in `y`.
+    In sample i, `x` has `inputs` states stacked along the channels, and `y` the `targets` states that follow. Both are
+    this rank's part, in the grid's layout. Each field is read in one block: the cells of this rank at all steps of the
+    window. Nothing else is read, and files stay open. If the grid has ghost cells, they are read together with the
+    part; files have none beyond walls. Fields without a time dim, such as a mask, are appended once to `x`, after its
+    states, and are not in `y`.
 
-    Files: HDF5 (The Well's groups; datasets of PDEBench, all in one group or in one group per trajectory) and NetCDF-4
-    by h5py, a folder as Zarr, a group or an array, and `.npy`. Arrays that an HDF5 file takes from other files, by
-    external links or virtual datasets, raise DataError. Missing values are NaN, and packed numbers are unpacked, as
-    netCDF4 and xarray do it.
+    Reads HDF5 (The Well's groups, and PDEBench's datasets, all in one group or in one group per trajectory) and
+    NetCDF-4 with h5py, Zarr folders that hold a group or an array, and `.npy` files. Arrays that an HDF5 file takes
+    from other files, by external links or virtual datasets, raise DataError. Missing values become NaN and packed
+    numbers are unpacked, as in netCDF4 and xarray.
 
-    It can be pickled, as for spawned workers of a PyTorch DataLoader: the copy reads the same part, and has no grid.
+    Can be pickled, for example for spawned workers of a PyTorch DataLoader. The copy reads the same part, but has no
+    grid.
 
     Parameters
     ----------
-    files : a file, or several, whose trajectories follow each other
-    grid : the `fsdpx.Grid` of the trainer; default None: whole samples, (channels, *cells), as layers take them
-    fields : names of datasets, in the order of the channels; default None: all that have more dims than cells
+    files : one file, or several whose trajectories are concatenated
+    grid : the `fsdpx.Grid` of the trainer; default None: full samples, (channels, *cells), as layers take them
+    fields : names of datasets, in the order of the channels; default None: all datasets with more dims than there are
+        cell dims
     inputs, targets : number of states in `x` and in `y`; default 1
-    stride : steps of the file between two states; default 1
-    every : steps between the beginnings of two windows; default 1
-    dims : order of the dims of a dataset, one letter each: "n" trajectories, "t" steps, the grid's letters, "c"
-        components, such as "tyx"; default None: "nt", the cells in the grid's order, and components (The Well's files
-        record it), without "n" in a group whose name ends in a number, which is one trajectory
-    dtype : of samples; default float32
+    stride : steps of the file between consecutive states; default 1
+    every : steps of the file between the starts of consecutive windows; default 1
+    dims : order of the dims of a dataset, one letter each: "n" for trajectories, "t" for steps, the grid's letters, and
+        "c" for components, such as "tyx"; default None: "nt", then the cells in the grid's order, then components (The
+        Well's files record their order). A group whose name ends in a digit is one trajectory, without "n"
+    dtype : dtype of samples; default float32
 
     Raises
     ------
-    DataError : on all ranks, naming the file: if it cannot be read, a dataset is missing or is not a field of real
+    DataError : on all ranks, naming the file, if it cannot be read, a dataset is missing or is not a field of real
         numbers, or its cells differ from the grid's
     """
 
@@ -336,8 +341,8 @@ class FieldDataset:
         self._ends = list(accumulate(source.count * source.windows for source in self.sources))
 
     def _with_window_count(self, source: TrajectoryFile, steps: int) -> TrajectoryFile:
-        """Return the source with its number of windows; raise DataError if there is none, or if its channels differ
-        from those of the first source."""
+        """Return `source` with its number of windows set; raise DataError if it has no window, or if its channels
+        differ from those of the first source."""
         span = (self.inputs + self.targets - 1) * self.stride + 1
         if source.count == 0:
             raise make_data_error(source.file, f"{source.group or 'it'} has no trajectories")
@@ -354,7 +359,7 @@ class FieldDataset:
         return replace(source, windows=(steps - span) // self.every + 1)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"grid": None}  # the copy's process is no rank of the grid
+        return self.__dict__ | {"grid": None}  # the process that loads the copy is not a rank of the grid
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -370,16 +375,16 @@ class FieldDataset:
         return f"FieldDataset({len(self)} windows of {self.channels} channels on {size} cells)"
 
     def read_samples(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the samples at some indices: this rank's part of each. Communicates nothing.
+        """Return this rank's part of the samples at `indices`. Communicates nothing.
 
         Parameters
         ----------
-        indices : `(k,)` integers, the numbers of the samples; k may be 0
+        indices : `(k,)` integers, the sample indices; k may be 0
 
         Returns
         -------
         tuple of (numpy.ndarray, numpy.ndarray)
-            x and y, in the grid's layout with a dim of k samples in front
+            x and y, in the grid's layout, with a leading dim of k samples
 
         Raises
         ------
@@ -396,18 +401,18 @@ class FieldDataset:
         return np.empty((rows, *(sizes[letter] for letter in self.layout)), self.dtype)
 
     def _view_channels_first(self, array: np.ndarray) -> np.ndarray:
-        """Return a view of an array in the layout as (channels, *cells)."""
+        """Return a view of `array`, which is in the dataset's layout, as (channels, *cells)."""
         return np.moveaxis(array, self.layout.index("c"), 0) if "c" in self.layout else array[None]
 
     def _find_local_bounds(self) -> dict[str, tuple[int, int]]:
-        """Return the cells [start, stop) of this rank's part, with its ghost cells, by letter."""
+        """Return letter -> (start, stop) of this rank's cells along this dim, including its ghost cells."""
         if self.grid is None:
             return {letter: (0, n) for letter, n in zip(self._letters, self.shape, strict=True)}
         cuts = zip(self._letters, self.grid.parts.cuts, self.grid.coords, self.grid.ghosts, strict=True)
         return {letter: (edges[r] - low, edges[r + 1] + high) for letter, edges, r, (low, high) in cuts}
 
     def _read_sample_into(self, x: np.ndarray, y: np.ndarray, i: int) -> None:
-        """Read sample i into x and y, (channels, *cells)."""
+        """Read sample i into the arrays x and y, both (channels, *cells)."""
         k = int(np.searchsorted(self._ends, i, "right"))
         source = self.sources[k]
         trajectory, window = divmod(i - (self._ends[k - 1] if k else 0), source.windows)
@@ -427,7 +432,8 @@ class FieldDataset:
     def _iterate_states(
         self, source: TrajectoryFile, variable: FieldVariable, trajectory: int, first_step: int
     ) -> Iterator[np.ndarray]:
-        """Yield the states of a window, (channels, *cells) each: consecutive steps are read at once."""
+        """Yield the states of a window, each (channels, *cells). Reads them in one block if the steps are
+        consecutive."""
         count = self.inputs + self.targets
         if self.stride == 1:
             yield from self._read_field(source, variable, trajectory, slice(first_step, first_step + count))
@@ -436,8 +442,8 @@ class FieldDataset:
             yield from self._read_field(source, variable, trajectory, slice(step, step + 1))
 
     def _read_field(self, source: TrajectoryFile, variable: FieldVariable, trajectory: int, steps: slice) -> np.ndarray:
-        """Return this rank's part of a field, (steps, channels, *cells); one cell along a dim that the field does not
-        have."""
+        """Read this rank's part of a field, and return it as (steps, channels, *cells), with size 1 along dims that the
+        field does not have."""
         known: dict[str, list[Any]] = {"n": [trajectory], "t": [steps]}
         bounds, runs = self._bounds, []
         for letter, n in zip(variable.dims, variable.shape, strict=True):
@@ -457,7 +463,7 @@ class FieldDataset:
 
 
 def _split_periodic_range(start: int, stop: int, n: int) -> list[slice]:
-    """Return the cells from start to stop of a periodic dim of n cells as consecutive slices in [0, n)."""
+    """Return the range [start, stop) of a periodic dim of n cells as consecutive slices of [0, n)."""
     found, at = [], start
     while at < stop:
         end = min(at + n - at % n, stop)

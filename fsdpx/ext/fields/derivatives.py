@@ -1,8 +1,7 @@
-"""Derivatives of fields by finite differences, over fields that may be partitioned: gradient, divergence, curl,
-Laplacian.
+"""Finite-difference derivatives of fields that may be partitioned: gradient, divergence, curl and Laplacian.
 
 A derivative along a dim is a weighted sum of shifted slices; near a wall the stencil is one-sided. The halo of a rank
-is what the stencils of its own cells reach."""
+consists of the other ranks' cells that the stencils of its own cells reach."""
 
 from __future__ import annotations
 
@@ -34,12 +33,12 @@ SCHEMES: dict[tuple[int, int], tuple[Row, tuple[Row, ...]]] = {
         ((15 / 4, -77 / 6, 107 / 6, -13, 61 / 12, -5 / 6), (5 / 6, -5 / 4, -1 / 3, 7 / 6, -1 / 2, 1 / 12)),
     ),
 }
-"""(derivative, order) -> the weights around a cell, and the weights for the first cells at a wall, which apply to the
-cells from the wall on (Fornberg 1988)."""
+"""(derivative, order) -> the weights of the central stencil, and the weights for each of the first cells at a wall,
+which apply to the cells that begin at the wall (Fornberg 1988)."""
 
 
 class StencilTap(NamedTuple):
-    """One term of a stencil along one dim: y[out] += weight x[cells]."""
+    """One term of a stencil along one dim: y[out] += weight * x[cells]."""
 
     out: slice
     cells: slice
@@ -47,8 +46,8 @@ class StencilTap(NamedTuple):
 
 
 class DerivativeTerm(NamedTuple):
-    """A derivative along one coordinate: of the input channels `taken`, added to the output channels `given`, times
-    `sign`."""
+    """A derivative of the input channels `taken` along one coordinate, which is multiplied by `sign` and added to the
+    output channels `given`."""
 
     coordinate: int
     taken: slice
@@ -58,19 +57,19 @@ class DerivativeTerm(NamedTuple):
 
 
 def _to_tuple_unless_scalar(value: Any) -> Any:
-    """Return a value for each dim as a tuple, and a value for all dims unchanged."""
+    """Return a sequence or array of one value per dim as a tuple, and a single value for all dims unchanged."""
     is_one = isinstance(value, str) or not isinstance(value, Sequence | np.ndarray) or getattr(value, "ndim", 1) == 0
     return value if is_one else tuple(value)
 
 
 def _is_permutation(dims: Any) -> bool:
-    """Return whether a tuple names each of its dims exactly once."""
+    """Return whether `dims` is a tuple that contains each of 0 to len(dims) - 1 exactly once."""
     whole = isinstance(dims, tuple) and all(isinstance(d, Integral) for d in dims)
     return whole and sorted(dims) == list(range(len(dims)))
 
 
 class _DerivativeLayer(FieldLayer):
-    """The base of layers that are sums of derivatives, which `_list_terms` returns."""
+    """The base of layers whose output is a sum of derivatives, which `_list_terms` returns."""
 
     def __init__(
         self,
@@ -89,7 +88,8 @@ class _DerivativeLayer(FieldLayer):
             raise ConfigError(f"{type(self).__name__}: along={along!r}: name each dim of cells once, as (1, 0)")
 
     def _require_valid_per_dim(self, name: str, is_valid: Callable[[Any], bool], expected: str) -> None:
-        """Raise ConfigError unless an argument is one valid value for all dims of cells, or one for each."""
+        """Raise ConfigError unless the argument `name` is one valid value for all cell dims, or a tuple of valid
+        values."""
         given = getattr(self, name)
         for value in given if isinstance(given, tuple) else (given,):
             if not is_valid(value):
@@ -100,7 +100,8 @@ class _DerivativeLayer(FieldLayer):
         raise NotImplementedError
 
     def _count_output_channels(self, channels: int, dims: int) -> int:
-        """Return the channels of the output; 0 if the input does not fit."""
+        """Return the number of output channels; 0 if the layer does not support this number of input channels or
+        dims."""
         return channels
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
@@ -131,7 +132,7 @@ class _DerivativeLayer(FieldLayer):
     def _find_halo_taps_and_dim(
         self, env: LayerContext, term: DerivativeTerm, x: Array
     ) -> tuple[HaloSpec, list[StencilTap], int]:
-        """Return the halo of a term, the taps of its stencil for this rank's cells, and its dim of cells."""
+        """Return the halo that a term needs, the taps of its stencil for this rank's cells, and its cell dim."""
         dims = x.ndim - 2
         d = term.coordinate if self.along is None else self._expand_to_dims("along", self.along, dims)[term.coordinate]
         periodic, h = (self._expand_to_dims(name, getattr(self, name), dims)[d] for name in ("periodic", "spacing"))
@@ -146,7 +147,7 @@ class _DerivativeLayer(FieldLayer):
         return halo, [StencilTap(t.out, t.cells, t.weight * term.sign / h**term.derivative) for t in taps], d
 
     def _expand_to_dims(self, name: str, value: Any, dims: int) -> Sequence[Any]:
-        """Return an argument as one value for each dim of cells."""
+        """Return an argument as one value for each cell dim; raise ShapeError if it has another number of values."""
         each = value if isinstance(value, tuple) else (value,) * dims
         if len(each) != dims:
             raise ShapeError(f"{self!r}: {name} is of {len(each)} dims, and the field has {dims}")
@@ -157,19 +158,20 @@ class _DerivativeLayer(FieldLayer):
 
 
 class FieldDerivative(_DerivativeLayer):
-    """The derivative of each channel along one coordinate: (samples, channels, *cells), of the same shape.
+    """The derivative of each channel along one coordinate: (samples, channels, *cells) to the same shape.
 
-    Errors fall with the square or the fourth power of the spacing. Near walls the stencils are one-sided.
+    Errors decrease with the second or fourth power of the spacing, depending on `order`. Near walls the stencils are
+    one-sided.
 
     Parameters
     ----------
-    coordinate : the dim of cells, from 0 on, or an index into `along`
+    coordinate : number of the cell dim, counted from 0; with `along`, an index into it
     derivative : 1 or 2; default 1
     spacing : distance between cells, for all dims or for each; default 1
     periodic : whether the field is periodic, for all dims or for each; else its ends are walls. Default False
     order : order of accuracy, 2 or 4; default 2
-    along : for each coordinate its dim of cells: (1, 0) if arrays are (y, x) and vectors (u, v) are along x and y.
-        Default: the dims in their order
+    along : the cell dim of each coordinate, such as (1, 0) if arrays are (y, x) and vectors (u, v) are along x and y.
+        Default: coordinate i is cell dim i
     """
 
     def __init__(
@@ -231,10 +233,11 @@ class FieldDivergence(_DerivativeLayer):
 
 
 class FieldCurl(_DerivativeLayer):
-    """The curl of vectors: of (u, v) in two dims dv/dx - du/dy, a scalar each; of (u, v, w) in three, a vector each.
+    """The curl of vectors: in two dims the scalar dv/dx - du/dy of each (u, v), in three dims a vector for each (u, v,
+    w).
 
-    (samples, vectors x dims, *cells) to (samples, vectors or vectors x 3, *cells), where x, y, z are the coordinates.
-    Parameters as in `FieldDerivative`."""
+    (samples, vectors x dims, *cells) to (samples, vectors, *cells) in two dims, or (samples, vectors x 3, *cells) in
+    three. x, y and z are the coordinates. Parameters as in `FieldDerivative`."""
 
     def _list_terms(self, dims: int) -> list[DerivativeTerm]:
         if dims == 2:
@@ -260,7 +263,8 @@ def _index_cells_along(d: int, cells: slice) -> tuple[slice, ...]:
 def _split_cells_by_stencil(
     start: int, stop: int, n: int, periodic: bool, scheme: tuple[int, int]
 ) -> list[tuple[int, int, int, Row]]:
-    """Return (first cell, end, offset of the first weight, weights) for the cells [start, stop)."""
+    """Split the cells [start, stop) into ranges with the same stencil; return (first cell, end, offset of the first
+    weight, weights) of each."""
     inner, walls = SCHEMES[scheme]
     half = len(inner) // 2
     if periodic:
@@ -288,7 +292,8 @@ def _find_stencil_halo(dim: int, cuts: Cuts, periodic: bool, scheme: tuple[int, 
 
 @lru_cache(1 << 10)
 def _find_stencil_taps(halo: HaloSpec, rank: int, periodic: bool, scheme: tuple[int, int]) -> tuple[StencilTap, ...]:
-    """Return the taps of a rank's stencil: `out` indexes its own cells, `cells` the cells that it needs."""
+    """Return the stencil taps of a rank: `out` is a slice of its own cells, `cells` a slice of the cells that it
+    needs."""
     start, stop, first = halo.cuts[rank], halo.cuts[rank + 1], halo.needs[rank][0]
     found = []
     for a, b, offset, row in _split_cells_by_stencil(start, stop, halo.cuts[-1], periodic, scheme):

@@ -14,10 +14,11 @@ __all__ = ["exchange_ghost_cells", "exchange_ghost_cells_backward"]
 
 
 def exchange_ghost_cells(env: LayerContext, y: Array, initial: Array, parts: FieldPartition) -> Array:
-    """Return a state with its ghost cells filled, for the next step. Communicates with the neighboring ranks.
+    """Return the state `y` with ghost cells, as the input of the next step. Communicates with the neighboring ranks.
 
-    Ghost cells come from the ranks that own them, also across the ends of a periodic dim; beyond walls they are those
-    of `initial`. y: this rank's part, (samples, channels, *cells). parts: with ghost cells and periods."""
+    Ghost cells are received from the ranks that own them, also across the ends of periodic dims; those beyond walls are
+    copied from `initial`. y: this rank's part without ghost cells, (samples, channels, *cells). initial: the first
+    input, with ghost cells. parts: partition with ghost cells and periods."""
     state = exchange_halo(env, y, _find_ghost_halos(parts))
     for cells in _list_indices_beyond_walls(env, parts):
         state[cells] = initial[cells]
@@ -30,7 +31,7 @@ def exchange_ghost_cells_backward(env: LayerContext, dstate: Array, dinitial: Ar
     Overwrites `dstate`. Communicates with the neighboring ranks."""
     for cells in _list_indices_beyond_walls(env, parts):
         dinitial[cells] += dstate[cells]
-        dstate[cells] = 0  # a corner lies beyond walls of two dims and must count once
+        dstate[cells] = 0  # a corner cell is beyond two walls, and must be added once
     return exchange_halo_backward(env, dstate, _find_ghost_halos(parts))
 
 
@@ -47,8 +48,8 @@ def _find_ghost_halos(parts: FieldPartition) -> tuple[HaloSpec, ...]:
 
 
 def _list_indices_beyond_walls(env: LayerContext, parts: FieldPartition) -> list[tuple[Any, ...]]:
-    """Return the indices of this rank's ghost cells beyond the ends of dims that are not periodic; corners occur
-    twice."""
+    """Return the indices of this rank's ghost cells beyond walls, that is, beyond the ends of dims that are not
+    periodic. Cells at corners occur in two of them."""
     found = []
     for d, (cuts, sides, periodic) in enumerate(zip(parts.cuts, parts.ghosts, parts.periods, strict=True)):
         (start, stop), (low, high) = get_local_range(env, cuts, d), sides[get_rank_along(env, cuts, d)]
