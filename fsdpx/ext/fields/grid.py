@@ -34,10 +34,11 @@ Ghosts = int | Sequence[int | Sequence[int]]
 
 
 class GridArguments(NamedTuple):
-    """The arguments that one rank passes to `Grid`, as all ranks exchange them.
+    """The arguments that one rank passes to `Grid`, in the form in which ranks exchange them.
 
-    own: cells of its part. dims: ranks along each dim; (): derived from offsets. coords: its coordinates on a
-    Cartesian communicator. error: the error in its arguments, as text; "": none."""
+    own: number of cells of its part along each dim. dims: number of ranks along each dim; (): derived from offsets.
+    coords: its coordinates on a Cartesian communicator. error: a description of the error in its arguments; "":
+    none."""
 
     own: tuple[int, ...]
     layout: str
@@ -57,10 +58,10 @@ class GridArguments(NamedTuple):
 class Grid(Domain):
     """A field partitioned over a Cartesian grid of ranks. Collective.
 
-    Parts may have any size and may be empty; each rank passes the size of its own part, and the ranks exchange them.
-    With `offsets`, each rank passes the first cell of its part in the whole field, and ranks may be numbered in any
-    order. If the communicator has a multiple of the ranks in `dims`, there are several fields, the members of an
-    ensemble: its first ranks hold the parts of the first one.
+    Parts may have any size and may be empty; each rank passes the size of its own part, and the ranks exchange these
+    sizes. With `offsets`, each rank also passes the first cell of its part in the full field, and ranks may be numbered
+    in any order. If the communicator has a multiple of the number of ranks in `dims`, there are several fields, the
+    members of an ensemble, and its first ranks hold the parts of the first member.
 
     Parameters
     ----------
@@ -70,17 +71,17 @@ class Grid(Domain):
     layout : order of the dims of arrays, one letter for each dim of the grid and "c" for the channels, such as "yxc",
         "cyx" or "zyxc"; without "c", arrays have no dim of channels, and the model sees one channel. Default: channels
         last
-    dims : ranks along each dim. Default: those of a Cartesian `comm`, or as `offsets` determine, else all ranks along
-        one dim. Without `offsets`, the last dim varies fastest from rank to rank (C order), as on MPI's own Cartesian
-        communicators
-    offsets : first cell of this rank's part in the whole field along each dim, without ghost cells. Default: the parts
-        follow each other in the order of the ranks
+    dims : number of ranks along each dim. Default: those of a Cartesian `comm`, or those that follow from `offsets`,
+        else all ranks along one dim. Without `offsets`, the last dim varies fastest from rank to rank (C order), as in
+        MPI's Cartesian communicators
+    offsets : first cell of this rank's part in the full field along each dim, not counting ghost cells. Default: the
+        parts follow each other in rank order
     ghosts : ghost cells that arrays have on each side of the part: one number for all dims, one for each, or (low,
-        high) for each; they may differ from rank to rank along the dim. Convolutions that read the field first, or
-        after layers that act on each cell, use them instead of padding; on a side without ghost cells they pad.
-        Default: none
-    periods : per dim, whether it is periodic; `Rollout` fills ghost cells accordingly. Default: as the Cartesian `comm`
-        says, else not periodic
+        high) for each; they may differ from rank to rank along the dim. Convolutions that are the first to read the
+        field, or that follow layers that act on each cell alone, use ghost cells instead of padding; on a side without
+        ghost cells they pad. Default: none
+    periods : whether each dim is periodic; `Rollout` fills ghost cells accordingly. Default: those of a Cartesian
+        `comm`, else not periodic
 
     Raises
     ------
@@ -136,14 +137,14 @@ class Grid(Domain):
         ghosts: Ghosts = 0,
         periods: Sequence[bool] | None = None,
     ) -> Grid:
-        """Return the grid of a field of `shape` cells, partitioned as evenly as possible, as one rank of a job that is
-        not running sees it: for `fsdpx.dry_run(domain=)`.
+        """Return the grid of a field of `shape` cells, partitioned as evenly as possible, as one rank of an imagined
+        job would see it: for `fsdpx.dry_run(domain=)`.
 
         Parameters
         ----------
-        shape : cells of the whole field along each dim
-        dims : ranks along each dim
-        rank : the rank whose part the grid describes, C order; default 0
+        shape : cells of the full field along each dim
+        dims : number of ranks along each dim
+        rank : the rank whose part the grid describes, in C order; default 0
         layout, periods : as in `Grid`
         ghosts : as in `Grid`, the same on every rank
 
@@ -183,11 +184,11 @@ class Grid(Domain):
         return self._comm
 
     def as_rank(self, rank: int) -> Grid:
-        """Return this grid as another rank of a job that is not running sees it, without a communicator.
+        """Return this grid as another rank would see it, without a communicator: for dry runs.
 
         Parameters
         ----------
-        rank : number of the rank in the grid, C order; taken modulo the number of ranks in `dims`
+        rank : number of the rank in the grid, in C order; taken modulo the number of ranks in `dims`
 
         Returns
         -------
@@ -219,8 +220,8 @@ class Grid(Domain):
 
     @property
     def busiest_ranks(self) -> tuple[int, ...]:
-        """Numbers in the grid, C order, of a rank with the most cells along each dim, and of one with the most
-        neighbors if that is another rank."""
+        """Numbers in the grid (C order) of a rank with the most cells along each dim, and of a rank with the most
+        neighbors if that is a different one."""
         most: list[list[int]] = [[], []]
         for cuts, width, closed in zip(self.parts.cuts, self.dims, self.periods, strict=True):
             sizes = [(cuts[r + 1] - cuts[r], closed or 0 < r < width - 1) for r in range(width)]
@@ -229,13 +230,13 @@ class Grid(Domain):
         return tuple(dict.fromkeys(int(np.ravel_multi_index(place, self.dims)) for place in most))
 
     def local_array_shape(self, shape: Sequence[int], ghosts: bool = False) -> tuple[int, ...]:
-        """Return the shape of this rank's part of an array of the whole field.
+        """Return the shape of this rank's part of an array of the full field.
 
         Parameters
         ----------
-        shape : shape of the array of the whole field, in the grid's layout, with or without a dim of samples; a shape
-            with fewer dims than the layout is returned as it is
-        ghosts : whether the ghost cells of this rank are counted; default False
+        shape : shape of the array of the full field, in the grid's layout, with or without a samples dim; a shape with
+            fewer dims than the layout is returned unchanged
+        ghosts : whether to count the ghost cells of this rank; default False
 
         Returns
         -------
@@ -247,22 +248,22 @@ class Grid(Domain):
 
     def __repr__(self) -> str:
         each = ["|".join(map(str, dict.fromkeys(_simplify_ghosts(sides)))) for sides in self._sides]
-        ghosts = f", ghosts=({', '.join(each)})" if self.input_partition.ghosts else ""  # ranks compare it
+        ghosts = f", ghosts=({', '.join(each)})" if self.input_partition.ghosts else ""  # ranks compare this text
         return f"Grid({self.shape} cells over {self.dims} ranks, layout={self.layout!r}{ghosts})"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Cells of the whole field along each dim."""
+        """Number of cells of the full field along each dim."""
         return self.parts.shape
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Cells of this rank's part along each dim, without ghost cells."""
+        """Number of cells of this rank's part along each dim, without ghost cells."""
         return self.parts.local_shape(self.coords)
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """First cell of this rank's part in the whole field, along each dim."""
+        """First cell of this rank's part in the full field, along each dim."""
         return tuple(cuts[r] for cuts, r in zip(self.parts.cuts, self.coords, strict=True))
 
     @property
@@ -278,8 +279,8 @@ class Grid(Domain):
 
     @property
     def joined_partition(self) -> FieldPartition | None:
-        """Partition of inputs with ghost cells as one process would hold them, with the ghost cells beyond the ends of
-        the field; None without ghost cells."""
+        """Partition of the inputs as a single process would hold them, with the ghost cells beyond the ends of the
+        field; None if the grid has no ghost cells."""
         return self.input_partition.join_on_one_rank() if self.input_partition.ghosts else None
 
     def shard_model(self, model: Layer, parts: FieldPartition | None = None) -> tuple[Layer, FieldPartition]:
@@ -287,7 +288,7 @@ class Grid(Domain):
 
         Parameters
         ----------
-        model : of the whole field
+        model : model of the full field
         parts : partition of the model's inputs; default None: `input_partition`
 
         Returns
@@ -301,11 +302,11 @@ class Grid(Domain):
         return partition_model(model, self.input_partition if parts is None else parts)
 
     def make_sample_layout(self, model: Layer, axes: MeshAxes) -> FieldSamples:
-        """Return the distribution of fields and of this model's outputs over the ranks of a mesh. Communicates nothing.
+        """Return how fields and the outputs of `model` are distributed over the ranks of a mesh. Communicates nothing.
 
         Parameters
         ----------
-        model : of the whole field
+        model : model of the full field
         axes : the communicators of the mesh on this rank
 
         Returns
@@ -319,18 +320,18 @@ class Grid(Domain):
 
         Parameters
         ----------
-        mesh : with the width of each axis
+        mesh : mesh with the width of each axis
         world : the communicator of all ranks of the mesh
 
         Returns
         -------
         SampleGroups
-            from the grids of all ranks; in a dry run groups of consecutive data ranks
+            as the grids of all ranks define them; in a dry run, groups of consecutive data ranks
 
         Raises
         ------
         ConfigError : if `mesh.domain` is not () and differs from the ranks of this grid
-        MeshError : if the ranks of a grid do not lie on one data axis, in the same order along the pipe
+        MeshError : if the ranks of a grid are not on one data axis, or their order differs between pipeline stages
         """
         if mesh.domain not in ((), self.dims):
             wrong = f"Mesh(domain={mesh.domain}): the grid has {self.dims} ranks; leave the one or the other out"
@@ -340,8 +341,8 @@ class Grid(Domain):
         return make_sample_groups(mesh, world.rank, self.dims, grids)
 
     def gather_ranks(self, rank: int) -> tuple[int, ...] | None:
-        """Return the number that each rank of this field passes as `rank`, in the order of the grid. Collective over
-        `comm`.
+        """Gather the `rank` that each rank of this field passes, and return them in the order of the grid. Collective
+        over `comm`.
 
         Parameters
         ----------
@@ -358,23 +359,23 @@ class Grid(Domain):
         return tuple(int(theirs[r]) for r in self._ranks)
 
     def take_local(self, array_or_index: Any) -> Any:
-        """Return this rank's part of an array of the whole field, or the indices in this rank's arrays of some cells of
-        the field. Communicates nothing.
+        """Return this rank's part of an array of the full field, or convert an index of cells of the full field to this
+        rank's arrays. Communicates nothing.
 
         Parameters
         ----------
-        array_or_index : an array of the whole field in the grid's layout, or a mask without channels, both without
-            ghost cells; or a tuple with one integer or slice per dim, which selects cells of the whole field
+        array_or_index : an array of the full field in the grid's layout, or a mask without channels, both without ghost
+            cells; or a tuple with one integer or slice per dim, which selects cells of the full field
 
         Returns
         -------
         array, or tuple of int and slice, or None
-            for an array this rank's part without ghost cells, a view; for a tuple the index of the same cells in this
-            rank's arrays, which have ghost cells if the grid has; None if this rank holds none of the cells
+            for an array, a view of this rank's part without ghost cells; for a tuple, the index of the same cells in
+            this rank's arrays, which have ghost cells if the grid has, or None if this rank holds none of the cells
 
         Raises
         ------
-        DataError : if the array does not have the cells of the whole field, or the tuple selects a cell that does not
+        DataError : if the array does not have the cells of the full field, or the tuple selects a cell that does not
             exist
         """
         if isinstance(array_or_index, tuple):
@@ -418,13 +419,14 @@ class Grid(Domain):
         return all_gather_plain_data(self.comm, value)
 
     def gather(self, array: Any) -> Any:
-        """Return the whole field, or a mask, on every rank, from the parts of all its ranks. Collective over `comm`.
+        """Gather a field or a mask from the parts of all its ranks, and return it on every rank. Collective over
+        `comm`.
 
-        Every rank allocates the whole field: for small arrays.
+        Every rank allocates the full field, so use it for small arrays only.
 
         Parameters
         ----------
-        array : this rank's part in the grid's layout, with or without ghost cells; of a mask without channels
+        array : this rank's part in the grid's layout, with or without ghost cells; a mask has no channels
 
         Returns
         -------
@@ -433,7 +435,8 @@ class Grid(Domain):
 
         Raises
         ------
-        DataError : on all ranks, if the array of a rank is not its part, or dtypes or other dims differ between ranks
+        DataError : on all ranks, if the array of a rank does not have the shape of its part, or dtypes or other dims
+            differ between ranks
         """
         array = self.without_ghosts(np.asarray(array))
         everyone = [(tuple(shape), dtype) for shape, dtype in self.all_gather_data((array.shape, array.dtype.str))]
@@ -463,7 +466,7 @@ class Grid(Domain):
 
         Parameters
         ----------
-        array : this rank's part in the grid's layout; an array that has no ghost cells is returned as it is
+        array : this rank's part in the grid's layout; an array that has no ghost cells is returned unchanged
 
         Returns
         -------
@@ -477,18 +480,18 @@ class Grid(Domain):
         return array[tuple(index)]
 
     def to_model_layout(self, array: Any, parts: FieldPartition, name: str) -> Any:
-        """Return the caller's array as (samples, channels, *cells), a view.
+        """Return a view of the caller's array as (samples, channels, *cells).
 
         Parameters
         ----------
-        array : this rank's part in the grid's layout, with or without a dim of samples in front
+        array : this rank's part in the grid's layout, with or without a leading samples dim
         parts : partition of the field; if it has ghost cells, so must the array
-        name : of the array, for errors
+        name : name of the array, for error messages
 
         Returns
         -------
         array
-            one sample if the array has no dim of samples, one channel if the layout has none
+            one sample if the array has no samples dim, one channel if the layout has no channels
 
         Raises
         ------
@@ -510,12 +513,12 @@ class Grid(Domain):
         return whole.transpose(0, 1 + letters.index("c"), *(1 + letters.index(letter) for letter in self._dim_letters))
 
     def from_model_layout(self, array: Any, batched: bool) -> Any:
-        """Return an array (samples, channels, *cells) in the grid's layout, a view: the inverse of `to_model_layout`.
+        """Return a view of an array (samples, channels, *cells) in the grid's layout: the inverse of `to_model_layout`.
 
         Parameters
         ----------
         array : (samples, channels, *cells)
-        batched : whether the result keeps the dim of samples; else it is the first sample
+        batched : whether the result keeps the samples dim; else it is the first sample
 
         Returns
         -------
@@ -523,7 +526,7 @@ class Grid(Domain):
 
         Raises
         ------
-        DataError : if the array has several channels and the layout has none
+        DataError : if the array has several channels and the layout has no channels
         """
         if "c" not in self.layout:
             if array.shape[1] != 1:
@@ -538,11 +541,11 @@ class Grid(Domain):
         return found if batched else found[0]
 
     def is_batched(self, array: Any) -> bool:
-        """Return whether an array has a dim of samples in front of the dims of the layout.
+        """Return whether an array has a leading samples dim in addition to the dims of the layout.
 
         Parameters
         ----------
-        array : in the grid's layout
+        array : array in the grid's layout
 
         Returns
         -------
@@ -559,22 +562,22 @@ class Grid(Domain):
         return array.ndim >= len(self.layout) and self._with_cell_sizes(cells, array.shape) == tuple(array.shape)
 
     def _make_part_index(self, coords: Sequence[int], ndim: int) -> tuple[slice, ...]:
-        """Return the index, in an array of the whole field with `ndim` dims, of the part at coordinates `coords`."""
+        """Return the index of the part at coordinates `coords` in an array of the full field with `ndim` dims."""
         index = [slice(None)] * ndim
         for cuts, dim, r in zip(self.parts.cuts, self._find_cell_dims(ndim), coords, strict=True):
             index[dim] = slice(cuts[r], cuts[r + 1])
         return tuple(index)
 
     def _with_cell_sizes(self, cells: Sequence[int], shape: Sequence[Any]) -> tuple[Any, ...]:
-        """Return `shape` with its dims of cells set to `cells`."""
+        """Return `shape` with the sizes of its cell dims replaced by `cells`."""
         found = list(shape)
         for dim, size in zip(self._find_cell_dims(len(shape)), cells, strict=True):
             found[dim] = size
         return tuple(found)
 
     def _find_cell_dims(self, ndim: int) -> list[int]:
-        """Return the dims of an array that are cells, in the order of the grid; an array with fewer dims than the
-        layout has no channels."""
+        """Return the cell dims of an array with `ndim` dims, in the order of the grid. An array with fewer dims than
+        the layout is assumed to have no channels."""
         letters = self._dim_letters if ndim < len(self.layout) else self.layout
         return [ndim - len(letters) + letters.index(letter) for letter in self._dim_letters]
 
@@ -651,7 +654,7 @@ class FieldSamples:
         return make_overlap_warning(shared) if shared else ""
 
     def full_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape for the whole field, with the ghost cells beyond its ends."""
+        """Return the shape of the full field, with the ghost cells beyond its ends."""
         joined = self.grid.input_partition.join_on_one_rank()
         around = [sum(joined.ghosts[d][0]) if joined.ghosts else 0 for d in range(len(joined.cuts))]
         return (*shape[:2], *(n + g for n, g in zip(joined.shape, around, strict=True)))
@@ -689,10 +692,11 @@ must not call MPI."""
 
 
 def _duplicate_communicator(grid: Grid, comm: Any) -> tuple[Any, Any]:
-    """Return the communicator of a grid and the finalizer that records it for freeing.
+    """Return the communicator that a grid uses, and the finalizer that records it for freeing.
 
-    An mpi4py communicator is duplicated, as the solver may free its own; others are used as they are, without a
-    finalizer (None). At exit MPI frees it."""
+    An mpi4py communicator is duplicated, because the solver may free its own; others are used unchanged, without a
+    finalizer (None). Also frees the communicators of grids that were garbage-collected. At exit, MPI frees the
+    duplicate."""
     while _UNFREED_COMMUNICATORS:
         _UNFREED_COMMUNICATORS.pop().Free()
     if not hasattr(comm, "Dup"):
@@ -752,7 +756,7 @@ def _parse_arguments(
 
 
 def _find_argument_error(args: GridArguments, size: int) -> str:
-    """Return the error in this rank's arguments, as text; "": none."""
+    """Return a description of the error in this rank's arguments, or "" if they are valid."""
     width, layout, count = args.dims, args.layout, len(args.dims or args.own)
     if not 1 <= count <= 3:
         return f"a grid of {count} dims: 1 to 3 are taken"
@@ -808,8 +812,8 @@ class FieldCuts(NamedTuple):
 
 
 def _find_field_cuts(all_args: Sequence[GridArguments], rank0: int) -> FieldCuts:
-    """Return the partition of one field from the facts of its ranks; raise ConfigError if the parts form no rectangle.
-    rank0: number of the field's first rank in the communicator."""
+    """Return the partition of one field, given the arguments of its ranks; raise ConfigError if the parts do not form a
+    rectangle. rank0: number of the field's first rank in the communicator."""
     dims, ranks = _find_dims_and_ranks(all_args, rank0)
     cuts, sides = [], []
     for d, letter in enumerate(all_args[0].dim_letters):
@@ -833,15 +837,15 @@ def _find_field_cuts(all_args: Sequence[GridArguments], rank0: int) -> FieldCuts
 
 
 def _describe_part_along(args: GridArguments, d: int, quantity: str) -> str:
-    """Return the cells, or the ghost cells, of a rank along a dim, as text."""
+    """Return the number of cells, or of ghost cells, of a rank along dim d, as text."""
     if quantity == "cells":
         return f"{args.own[d]} cells"
     return "{} ghost cells before and {} after".format(*args.ghosts[d])
 
 
 def _find_dims_and_ranks(all_args: Sequence[GridArguments], rank0: int) -> tuple[tuple[int, ...], Sequence[int]]:
-    """Return the ranks along each dim, and the rank at each place; raise ConfigError if offsets contradict `dims` or
-    the Cartesian communicator."""
+    """Return the number of ranks along each dim, and the rank at each grid position; raise ConfigError if offsets
+    contradict `dims` or the Cartesian communicator."""
     said, letters = all_args[0].dims, all_args[0].dim_letters
     if all_args[0].offsets is None:
         return said, range(len(all_args))

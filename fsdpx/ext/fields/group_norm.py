@@ -20,16 +20,17 @@ class GroupNorm(Layer):
     """(x - mean) / sqrt(var + eps) * weight + bias, with the mean and biased variance of each sample's groups of
     channels over all cells (Wu and He 2018): (samples, num_channels, *cells).
 
-    Over a grid of ranks counts, means and sums of squares of parts are merged by the rule of Chan et al. (1979) in
-    float64, so that no digits cancel: one all-gather of 24 bytes for each sample and group, and one all-reduce of 16
-    bytes in backward. One sample with one value per group raises DataError, as in PyTorch.
+    On a grid of ranks, the counts, means and sums of squares of the parts are merged in float64 by the rule of Chan et
+    al. (1979), which avoids cancellation. For each sample and group, forward all-gathers 24 bytes, and backward
+    all-reduces 16 bytes. A batch of one sample with one value per group raises DataError, as in PyTorch.
 
     Parameters
     ----------
-    num_groups : groups of channels, which divides num_channels
+    num_groups : number of groups of channels; must divide num_channels
     num_channels : size of dim 1
     eps : added to the variance; default 1e-5
-    affine : whether it has `weight` (initially ones) and `bias` (zeros), both `(num_channels,)`; default True
+    affine : whether the layer has `weight` (initially ones) and `bias` (initially zeros), both `(num_channels,)`;
+        default True
     """
 
     fields = True
@@ -82,18 +83,18 @@ class GroupNorm(Layer):
             add_sum(env.xp, g["bias"], dy, dims)
 
     def _refuses_single_values(self, env: LayerContext, x: Array) -> bool:
-        """Return whether groups of one value are refused: as in PyTorch, for a batch of one sample."""
+        """Return whether groups of one value raise DataError: as in PyTorch, only for a batch of one sample."""
         return x.shape[0] == 1 and env.mesh.data.size == 1 and not getattr(env.xp, "holds_no_data", False)
 
     def _split_into_groups(self, x: Array) -> Array:
-        """Return (samples, groups, elements)."""
+        """Reshape (samples, channels, *cells) to (samples, groups, elements)."""
         size = x.shape[1] // self.num_groups * math.prod(x.shape[2:])
         return x.reshape(x.shape[0], self.num_groups, size)
 
 
 class InstanceNorm(GroupNorm):
-    """`GroupNorm` with each channel as a group (Ulyanov et al. 2016), as PyTorch's InstanceNorm1d to 3d without running
-    statistics. A field of one cell raises DataError, whatever the batch.
+    """`GroupNorm` with each channel as a group (Ulyanov et al. 2016), like PyTorch's InstanceNorm1d, 2d and 3d without
+    running statistics. A field of one cell raises DataError for any number of samples.
 
     Parameters
     ----------

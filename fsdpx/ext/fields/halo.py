@@ -1,8 +1,8 @@
-"""Fields partitioned over a grid of ranks: their parts, the halo cells that an output needs, and the exchange of these.
+"""Fields partitioned over a grid of ranks: the halo cells that each rank needs, and the ranks that own them.
 
-An activation of a field is (samples, channels, *cells). Along each dim of cells the ranks of one line of the grid hold
-consecutive intervals of any size, possibly empty. The halo of a layer follows from the bounds of these intervals, a few
-integers that all ranks know: nothing is negotiated at run time."""
+An activation of a field is (samples, channels, *cells). Along each cell dim, the ranks of one line of the grid hold
+consecutive intervals of any size, possibly empty. The halo of a layer follows from the bounds of these intervals. All
+ranks know these few integers, so nothing is negotiated at run time."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ __all__ = [
 ]  # fmt: skip
 
 MODES = ("zeros", "circular", "reflect", "replicate")
-"""Padding modes, as in PyTorch. Beyond the ends of a dim lie zeros, the cells of the other end, the mirror image, or
-copies of the last cell."""
+"""Padding modes, as in PyTorch: values beyond the ends of a dim are zeros, the cells of the other end, the mirror
+image, or copies of the last cell."""
 
 CellInterval = tuple[int, int]
 
 
 class FieldEnd(NamedTuple):
-    """An end of the field, ghost cells counted: the first cell, or one past the last, and the rank that holds that
-    end."""
+    """An end of the field including ghost cells. cell: the first cell, or one past the last. rank: the rank that holds
+    it."""
 
     cell: int
     rank: int
 
 
 class HaloPiece(NamedTuple):
-    """Cells that one rank needs and another owns.
+    """Cells that rank `needs` of a line needs, and rank `owner` holds.
 
-    into: their indices in what `needs` needs. cells: their indices in what `owner` holds. Each is a slice, or an array
-    of indices if they are not consecutive."""
+    into: their indices among the needed cells. cells: their indices among the cells that the owner provides. Both are
+    slices, or index arrays if the indices are not consecutive. length: number of cells."""
 
     needs: int
     owner: int
@@ -64,11 +64,12 @@ class HaloSpec:
 
     Parameters
     ----------
-    dim : of the array (samples, channels, *cells)
+    dim : dim of the array (samples, channels, *cells)
     cuts : bounds of the cells that the ranks own
     needs : [start, stop) for each rank, possibly beyond the ends of the field
     mode : padding beyond the ends, one of `MODES`
-    ghosts : (before, after) ghost cells that each rank already holds around its own and does not request; (): none
+    ghosts : (before, after) ghost cells that each rank already holds around its own cells, and so does not request; ():
+        none
     """
 
     dim: int
@@ -105,8 +106,8 @@ class HaloSpec:
 
     @property
     def available_intervals(self) -> tuple[CellInterval, ...]:
-        """The cells that each rank provides: its own, the ghost cells that it needs itself, and at the ends of the
-        field those that other ranks need."""
+        """The cells that each rank provides: its own, the ghost cells that it needs itself, and, at the ends of the
+        field, the ghost cells that other ranks need."""
         own = zip(self.cuts, self.cuts[1:], strict=False)
         if not self.ghosts:
             return tuple(own)
@@ -123,7 +124,7 @@ class HaloSpec:
         return tuple(found)
 
     def get_read_slice(self, rank: int) -> slice:
-        """Return the slice of a rank's array, ghost cells included, that a layer or the exchange reads."""
+        """Return the slice of a rank's array, which includes its ghost cells, that a layer or the exchange reads."""
         first, (start, stop) = (
             self.cuts[rank] - self.ghosts[rank][0],
             (self.needs if self.is_covered_by_ghosts else self.available_intervals)[rank],
@@ -173,8 +174,8 @@ def _iterate_pieces_of_rank(rank: int, halo: HaloSpec) -> Iterator[HaloPiece]:
 
 
 def _map_padding_to_cells(cells: np.ndarray, n: int, mode: str) -> np.ndarray:
-    """Return the cells of the field whose values stand for places beyond its ends; with "zeros" the places
-    unchanged."""
+    """Map indices of cells beyond the ends of the field to the cells whose values pad them; with "zeros", return the
+    indices unchanged."""
     if mode == "circular":
         return cells % n
     if mode == "replicate":
@@ -186,7 +187,7 @@ def _map_padding_to_cells(cells: np.ndarray, n: int, mode: str) -> np.ndarray:
 
 
 def simplify_index(indices: np.ndarray) -> Any:
-    """Return a slice if the indices are consecutive, else the indices."""
+    """Return a slice if the indices are consecutive, else the index array."""
     first, last = int(indices[0]), int(indices[-1])
     if last - first == indices.size - 1 and (np.diff(indices) == 1).all():
         return slice(first, last + 1)
@@ -213,9 +214,9 @@ def find_halo_specs(
 
 
 def require_halo_fits_field(halo: HaloSpec, parts: FieldPartition) -> None:
-    """Raise ShapeError if a field is too small for its padding, or has too few ghost cells beyond its ends.
+    """Raise ShapeError if the field is too small for the padding, or arrays have too few ghost cells beyond its ends.
 
-    Cells that windows reach inside the field come from their owners. parts: for the name of the dim."""
+    Inside the field, windows may reach any distance: the owners send the cells. parts: partition that names the dim."""
     n, name, (start, stop), (low, high) = halo.cuts[-1], parts.dim_name(halo.dim - 2), halo.extent, halo.field_ends
     pads = 0
     for lacks, ghosts in ((-start, -low.cell), (stop - n, high.cell - n)):
@@ -234,22 +235,21 @@ def require_halo_fits_field(halo: HaloSpec, parts: FieldPartition) -> None:
 
 
 def make_output_cuts(cuts: Cuts, bounds: Sequence[int], total: int) -> Cuts:
-    """Return the cuts of `total` outputs.
+    """Return the bounds of all ranks' intervals of `total` outputs.
 
-    bounds: for each of `cuts` the first output that belongs to the part beginning there; outputs beyond the last cell
-    go to the last part that has cells."""
+    bounds: for each bound in `cuts`, the first output of the part that begins there. Outputs beyond the last cell
+    belong to the last part that has cells."""
     last = max((r for r in range(len(cuts) - 1) if cuts[r + 1] > cuts[r]), default=0)
     return tuple(total if r > last else min(bound, total) for r, bound in enumerate(bounds))
 
 
 class FieldLayer(Layer):
-    """The base of layers that know the partition of the field that they read."""
+    """The base of layers that know how the field that they read is partitioned."""
 
     parts: FieldPartition | None = None
-    """Partition of the input; None: this rank holds the whole field."""
+    """Partition of the input; None: this rank holds the full field."""
     dims: ClassVar[int]
-    """Number of dims of cells, for classes that read fields of one number of dims only, as `class Conv2d(Conv,
-    dims=2)`."""
+    """Number of cell dims, for classes that read only fields with this number, such as `class Conv2d(Conv, dims=2)`."""
 
     def __init_subclass__(cls, dims: int | None = None) -> None:
         super().__init_subclass__()
@@ -257,7 +257,7 @@ class FieldLayer(Layer):
             cls.dims = dims
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
-        """Return the partition of the outputs for that of the inputs: by default the same."""
+        """Return the partition of the outputs for inputs with partition `parts`; by default the same partition."""
         return parts
 
     def get_partition(self, x: Array) -> FieldPartition:
@@ -273,18 +273,19 @@ class FieldLayer(Layer):
 
 
 def get_rank_along(env: LayerContext, cuts: Cuts, d: int) -> int:
-    """Return this rank's coordinate along dim d of the cells; 0 if the dim is not partitioned."""
+    """Return this rank's coordinate along cell dim d; 0 if the dim is not partitioned."""
     return 0 if len(cuts) == 2 else env.mesh.domain[d].rank
 
 
 def get_local_range(env: LayerContext, cuts: Cuts, d: int) -> tuple[int, int]:
-    """Return the cells [start, stop) of this rank along dim d of the cells."""
+    """Return the range [start, stop) of cells that this rank owns along cell dim d."""
     rank = get_rank_along(env, cuts, d)
     return cuts[rank], cuts[rank + 1]
 
 
 def require_field_shape(layer: object, x: Array, dims: int, channels: int | None = None) -> None:
-    """Raise ShapeError unless `x` is (samples, channels, *cells) with `dims` dims of cells."""
+    """Raise ShapeError unless `x` is (samples, channels, *cells) with `dims` cell dims and, if given, `channels`
+    channels."""
     if x.ndim != dims + 2 or channels not in (None, x.shape[1]):
         wanted = "channels" if channels is None else channels
         cells = ", ".join(("depth", "height", "width")[3 - dims :])

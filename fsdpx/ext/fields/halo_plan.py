@@ -1,7 +1,7 @@
-"""The plan of a halo exchange, made once for each shape of a rank's part: its slabs, messages, and copies.
+"""The plan of a halo exchange, made once for each shape of a rank's part: its slabs, messages and copies.
 
-A slab along a dim covers the full needed range along the dims exchanged before, and own cells along the later ones, so
-that corners arrive with the slabs."""
+A slab along a dim covers all needed cells along the dims exchanged before, and only own cells along the later dims, so
+that corner cells are received with the slabs."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ Shape = tuple[int, ...]
 
 
 class CellCopy(NamedTuple):
-    """Cells of a local box. box: its number. there: their index in a message or a slab. here: their index in the
-    box."""
+    """A copy of cells between a local box and a message or slab. box: number of the box. there: index of the cells in
+    the message or slab. here: their index in the box."""
 
     box: int
     there: Index
@@ -41,8 +41,8 @@ class CellCopy(NamedTuple):
 class OwnCells(NamedTuple):
     """The cells that a slab or a message copies from local boxes.
 
-    copies: all of them. adds: the same cells for adding their gradients back; a cell that is copied several times
-    occurs in as many entries, so that it gets the sum of all."""
+    copies: the copies to make. adds: the same cells, for adding their gradients back. A cell that is copied several
+    times occurs in as many entries, so that its gradients are summed."""
 
     copies: tuple[CellCopy, ...]
     adds: tuple[CellCopy, ...]
@@ -57,7 +57,8 @@ class SendMessage(NamedTuple):
 
 
 class RecvMessage(NamedTuple):
-    """A message from a rank along the line. parts: (slab, index in the slab, index in the message)."""
+    """A message from a rank along the line. parts: for each slab, (number of the slab, index in the slab, index in the
+    message)."""
 
     rank: int
     shape: Shape
@@ -67,8 +68,8 @@ class RecvMessage(NamedTuple):
 class HaloLine(NamedTuple):
     """The exchange along one dim.
 
-    dim: of the array. whole: shape of all needed cells, up to this dim. slabs: (at, shape) of each. own: (slab, cells)
-    that slabs copy from local boxes, such as the other end of a periodic field."""
+    dim: dim of the array. whole: shape of the needed cells after this exchange. slabs: (offset, shape) of each slab.
+    own: (number of the slab, cells) that slabs copy from local boxes, such as the other end of a periodic field."""
 
     dim: int
     whole: Shape
@@ -79,16 +80,16 @@ class HaloLine(NamedTuple):
 
 
 class HaloPlan(NamedTuple):
-    """A rank's halo exchange. at: index of its own cells in the needed ones, along each dim of cells. lines: one dim
-    after the other."""
+    """A rank's halo exchange. offset: index of its first own cell among the needed cells, along each cell dim. lines:
+    the exchange along each dim, in order."""
 
     offset: Shape
     lines: tuple[HaloLine, ...]
 
 
 class _LineNeeds(NamedTuple):
-    """The needs of a rank along one dim: its coordinate, the index of its own cells in the needed ones, the number of
-    these, and (start, stop) of slabs."""
+    """The cells that a rank needs along one dim. rank: its coordinate. offset: index of its first own cell among the
+    needed cells. size: number of needed cells. slabs: (start, stop) of each slab among them."""
 
     halo: HaloSpec
     rank: int
@@ -104,8 +105,8 @@ class _Box(NamedTuple):
 
 @lru_cache(1 << 10)
 def make_halo_plan(xp: Any, halos: tuple[HaloSpec, ...], shape: Shape, coords: tuple[int, ...]) -> HaloPlan:
-    """Return the exchange around a part of `shape`, (samples, channels, *cells), for the rank at coordinates
-    `coords`."""
+    """Return the plan of the halo exchange for the rank at coordinates `coords`, whose part is (samples, channels,
+    *cells) of `shape`."""
     all_needs = [
         _find_line_needs(halo, coords[halo.dim - 2] if len(halo.cuts) > 2 else 0) for halo in halos if not halo.is_local
     ]
@@ -142,8 +143,8 @@ def _plan_line_exchange(
     boxes: Sequence[_Box],
     done: Sequence[_LineNeeds],
 ) -> HaloLine:
-    """Return the exchange along one dim. boxes: the boxes that are local before it. done: the dims already
-    exchanged."""
+    """Return the exchange along one dim. sizes: shape of the boxes before it. boxes: the boxes that this rank holds
+    before it. done: the needs along the dims already exchanged."""
     dim, own, arriving, leaving = (
         needs.halo.dim,
         list[tuple[int, OwnCells]](),
@@ -191,7 +192,7 @@ def _as_indices(cells: Any, length: int) -> np.ndarray:
 def _plan_local_copies(
     xp: Any, dim: int, boxes: Sequence[_Box], done: Sequence[_LineNeeds], cells: Any, into: Any
 ) -> OwnCells:
-    """Return the copies of `cells` along a dim of all boxes, to the index `into`."""
+    """Return the copies of the cells with index `cells` along `dim`, in all boxes, to index `into`."""
     pairs = [(cells, into)]
     if not isinstance(cells, slice):
         places = _as_indices(into, len(cells))
@@ -225,6 +226,6 @@ def slice_dim(xp: Any, dim: int, cells: Any) -> Index:
 
 
 def to_device_index(xp: Any, cells: Any) -> Any:
-    """Return a slice unchanged, and an index array on the device of the arrays."""
+    """Return a slice unchanged, and an index array as an array of `xp`."""
     plain = isinstance(cells, slice) or xp is np or getattr(xp, "holds_no_data", False)
     return cells if plain else xp.asarray(cells)

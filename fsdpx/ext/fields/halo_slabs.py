@@ -1,6 +1,6 @@
-"""The halo exchange: halo cells as slabs beside the part, without a copy of the part, or joined with it in one array.
+"""The halo exchange: halo cells are kept as slabs next to the part, without copying it, or joined with it in one array.
 
-Messages are under way while a layer computes on its own cells."""
+Messages are in flight while a layer computes on its own cells."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ __all__ = [
 ]
 
 HALO, HALO_GRADIENT = 2, 3
-"""Tags of messages with halo cells, and of those that return their gradients."""
+"""Tags of messages with halo cells, and of messages with their gradients."""
 
 
 class HaloBox(NamedTuple):
-    """A block of cells, and its index in the needed cells along each dim."""
+    """A block of cells. offset: index of its first cell among the needed cells, along each cell dim."""
 
     offset: tuple[int, ...]
     cells: Array
 
 
 def _get_halo_plan(env: LayerContext, halos: Sequence[HaloSpec], shape: Sequence[int]) -> HaloPlan:
-    """Return the exchange around own cells of this shape."""
+    """Return the plan of this rank's halo exchange for a part of `shape`."""
     return make_halo_plan(env.xp, tuple(halos), tuple(shape), tuple([line.rank for line in env.mesh.domain]))
 
 
 def _intersect_box(offset: Sequence[int], shape: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[slice, ...], ...]:
-    """Return `find_overlap` for all dims of cells of a box, as two indices."""
+    """Intersect a box with the needed cells; return the index of the intersection among the needed cells, and in the
+    box."""
     rows = [find_overlap(*row) for row in zip(offset, shape[2:], sizes[2:], strict=True)]
     return tuple((slice(None), slice(None), *one) for one in zip(*rows, strict=True))
 
@@ -49,8 +50,8 @@ def _intersect_box(offset: Sequence[int], shape: Sequence[int], sizes: Sequence[
 class HaloSlabs:
     """A halo exchange; its constructor starts the first messages.
 
-    plan: of the exchange. boxes: own cells, then the slabs that have arrived. beyond: value beyond the ends in mode
-    "zeros"."""
+    plan: plan of the exchange. boxes: own cells, then the slabs received so far. padding_value: value of cells beyond
+    the ends of the field in mode "zeros"."""
 
     def __init__(self, env: LayerContext, x: Array, halos: Sequence[HaloSpec], padding_value: float = 0.0) -> None:
         self._env, self._padding_value, self._done = env, padding_value, 0
@@ -59,15 +60,15 @@ class HaloSlabs:
         self._begun = self._start_next_exchange()
 
     def wait_for_slabs(self) -> list[HaloBox]:
-        """Return the slabs. Waits for the neighbors that send them."""
+        """Wait for the neighbors that send the slabs, and return the slabs."""
         while self._begun is not None:
             self._finish_exchange(*self._begun)
             self._begun = self._start_next_exchange()
         return self.boxes[1:]
 
     def _start_next_exchange(self) -> Any:
-        """Send the halos of the neighbors along the next dim, and allocate this rank's slabs; return None after the
-        last dim."""
+        """Start the messages along the next dim, and allocate this rank's slabs; return (slabs, receives, sends), or
+        None after the last dim."""
         if self._done == len(self.plan.lines):
             return None
         line, what = self.plan.lines[self._done], self._env.random.path
@@ -98,7 +99,7 @@ class HaloSlabs:
     def _make_buffer(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
         flat, cells = _make_message_buffer(self._env.xp, shape, self.boxes[0].cells.dtype)
         if self._done:
-            flat[...] = self._padding_value  # beyond the ends of earlier dims nothing arrives
+            flat[...] = self._padding_value  # no message fills the cells beyond the ends of earlier dims
         return flat, cells
 
     def _copy_to_message(self, message: Array, own: OwnCells) -> None:
@@ -135,8 +136,8 @@ def exchange_slab_gradients(
 def _start_gradient_exchange(
     env: LayerContext, line: HaloLine, dtype: Any, slabs: list[Array]
 ) -> tuple[list[Any], list[Any]]:
-    """Start the messages that return gradients along one dim: return (handle, cells, buffer) of those that arrive, and
-    the handles of those sent."""
+    """Start the messages that carry gradients along one dim; return (handle, cells, buffer) of each receive, and the
+    handles of the sends."""
     xp, what, arriving, leaving = env.xp, env.random.path, [], []
     for message in line.leaving:
         flat, cells = _make_message_buffer(xp, message.shape, dtype)
@@ -179,8 +180,8 @@ def exchange_halo(env: LayerContext, x: Array, halos: Sequence[HaloSpec], paddin
 
 
 def exchange_halo_backward(env: LayerContext, dy: Array, halos: Sequence[HaloSpec]) -> Array:
-    """Return the gradient of the part from that of the needed cells, the adjoint of `exchange_halo`: the gradient of
-    each copy returns to the owner of its cell."""
+    """Return the gradient of this rank's part, given the gradient `dy` of the needed cells: the adjoint of
+    `exchange_halo`. The gradient of each halo cell is sent to the owner of the cell."""
     shape, mine = list(dy.shape), [halo for halo in halos if not halo.is_covered_by_ghosts]
     for halo in mine:
         start, stop = halo.available_intervals[get_rank_along(env, halo.cuts, halo.dim - 2)]
@@ -206,7 +207,7 @@ def exchange_halo_backward(env: LayerContext, dy: Array, halos: Sequence[HaloSpe
 
 
 def _make_message_buffer(xp: Any, shape: Sequence[int], dtype: Any) -> tuple[Array, Array]:
-    """Return a message's memory, flat and as an array of this shape: channels are last in memory, as in most
+    """Allocate a message; return it as a flat array, and as a view of `shape` with channels last in memory, as in most
     kernels."""
     flat = xp.empty((math.prod(shape),), dtype=dtype)
     cells = flat.reshape(shape[0], *shape[2:], shape[1])

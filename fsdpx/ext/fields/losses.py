@@ -1,7 +1,7 @@
-"""Losses of fields that may be partitioned over ranks, from sums over the cells of each sample over all its parts.
+"""Losses of fields that may be partitioned over ranks, computed from sums over all parts of each sample.
 
-They serve for training and as metrics: `fit(metrics={"vrmse": nn.VRMSE()})`. Their gradients are those of the whole
-field."""
+They serve for training and as metrics: `fit(metrics={"vrmse": nn.VRMSE()})`. Their gradients are those of the loss of
+the full field."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ __all__ = ["RMSE", "VRMSE", "BandRMSE", "BoundaryRMSE", "ConservedRMSE", "MaxErr
 
 
 class _FieldLoss(Loss):
-    """The base of losses of outputs and targets of one shape, (samples, channels, *cells), with weights of cells.
-    parts: partition of the fields."""
+    """The base of losses whose output and target have the same shape, (samples, channels, *cells), with optional
+    weights of cells. parts: partition of the fields."""
 
     parts: FieldPartition | None = None
 
@@ -41,8 +41,8 @@ class _FieldLoss(Loss):
     def _all_reduce_weighted_sums(
         self, env: LayerContext, dims: tuple[int, ...], weights: Array | None, *values: Array
     ) -> Array:
-        """Return, stacked in float64, the number of elements, or the sum of their weights, and the sums of w x values,
-        over `dims` of all parts. Communicates if the field is partitioned."""
+        """Return the number of elements, or the sum of their weights, and the weighted sum of each of `values`, over
+        `dims` of all parts, stacked in float64. Communicates only if the field is partitioned."""
         xp = env.xp
         shape = tuple(n for d, n in enumerate(values[0].shape) if d not in dims)
         if weights is None:
@@ -53,20 +53,21 @@ class _FieldLoss(Loss):
         return all_reduce_over_parts(env, xp.stack([many, *found]), type(self).__name__)
 
     def _get_cuts(self, y: Array) -> tuple[Cuts, ...]:
-        """Return the partition of the cells along each dim."""
+        """Return the bounds of all ranks' cells along each dim."""
         return (self.parts or FieldPartition.on_one_rank(y.shape[2:])).cuts
 
     def _compute_rank_share(self, env: LayerContext, values: Array, counts: Array) -> tuple[float, float]:
-        """Return this rank's share of (total, weight) of values that all ranks of a field hold, over the groups with a
-        count above 0."""
+        """Return this rank's share of the (total, weight) of a loss. The total is the sum of `values` over the groups
+        with a count above 0, the weight the number of these groups. All ranks of a field hold the same values, so each
+        returns an equal share."""
         xp, ranks = env.xp, env.mesh.parts.size
         counted = counts > 0
         return float(xp.where(counted, values, 0.0).sum()) / ranks, float(counted.sum(dtype=np.float64)) / ranks
 
 
 class _RootLoss(_FieldLoss):
-    """The base of losses sqrt(sum w e^2 / below) per group, where e = y - target; a group has the elements along the
-    dims of `_get_reduced_dims`."""
+    """The base of losses sqrt(sum(w e^2) / below) of each group, where e = y - target; a group has the elements along
+    the dims that `_get_reduced_dims` returns."""
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
         xp, dims = env.xp, self._get_reduced_dims(y)
@@ -88,13 +89,13 @@ class _RootLoss(_FieldLoss):
         return weighted_error(env, y, target, self.weights, self.skipna)
 
     def _get_reduced_dims(self, y: Array) -> tuple[int, ...]:
-        """Return the dims over which the sums run: here the cells, so that each channel of a sample is a group."""
+        """Return the dims of the sums: here the cell dims, so that each channel of a sample is a group."""
         return tuple(range(2, y.ndim))
 
     def _all_reduce_error_sums(
         self, env: LayerContext, dims: tuple[int, ...], weights: Array | None, error: Array, target: Array
     ) -> tuple[Array, Array, Array]:
-        """Return (count, sum of w e^2, below) of each group."""
+        """Return (count, sum(w e^2), below) of each group, over all parts."""
         count, squares = self._all_reduce_weighted_sums(env, dims, weights, error * error)
         return count, squares, count
 
@@ -102,9 +103,9 @@ class _RootLoss(_FieldLoss):
 class RelativeL2(_RootLoss):
     """|y - target| / |target| of each sample, over all its elements, summed; weight: the number of samples.
 
-    (samples, ...) of one shape. Over a grid of ranks the sums of a sample are taken over all its parts: one all-reduce
-    of 24 bytes for each sample. It is the usual measure of neural operators (Li et al. 2021). Without `eps` a target of
-    zeros raises DataError, as the relative error is undefined.
+    Output and target are (samples, ...) of the same shape. On a grid of ranks, the sums of a sample run over all its
+    parts, with one all-reduce of 24 bytes per sample. This is the usual error measure of neural operators (Li et al.
+    2021). Without `eps`, a target of zeros raises DataError, because the relative error is undefined.
 
     Parameters
     ----------
@@ -112,7 +113,7 @@ class RelativeL2(_RootLoss):
     weights : weight of each cell in the sums, an array of this rank's part as the solver holds it, (*cells), or
         (channels, *cells); bools are a mask. An element of weight 0 may be NaN and gets no gradient. Default None: all
         1
-    skipna : whether elements whose target is NaN are left out, as in xarray: a mask that each batch brings along;
+    skipna : whether to leave out elements whose target is NaN, as in xarray, so that each batch can have its own mask;
         default False
     """
 
@@ -137,7 +138,7 @@ class RelativeL2(_RootLoss):
             self._require_nonzero_targets(~target.reshape(len(target), -1).any(axis=1))
 
     def _require_nonzero_targets(self, is_zero: Array) -> None:
-        """Raise DataError if the target of a sample is 0. is_zero: bool for each sample."""
+        """Raise DataError if the target of a sample is all zeros. is_zero: one bool for each sample."""
         if getattr(is_zero, "holds_no_data", False) or not bool(is_zero.any()):
             return
         raise DataError(
@@ -150,7 +151,7 @@ class RMSE(_RootLoss):
     """sqrt(mean((y - target)^2)) over the cells of each channel of a sample, summed; weight: the number of these
     channels.
 
-    (samples, channels, *cells) of one shape.
+    Output and target are (samples, channels, *cells) of the same shape.
 
     Parameters
     ----------
@@ -162,9 +163,9 @@ class VRMSE(_RootLoss):
     """sqrt(mean((y - target)^2) / (var(target) + eps)) over the cells of each channel of a sample, summed; weight: the
     number of these channels.
 
-    Predicting the mean of the target scores 1. The variance is that of The Well's code (Ohana et al. 2024): divided by
-    one less than the number of cells. It is merged from counts, means and sums of squares of the parts, so that no
-    digits cancel.
+    Predicting the mean of the target scores 1. As in The Well's code (Ohana et al. 2024), the variance is divided by
+    the number of cells minus 1. It is merged from the counts, means and sums of squares of the parts, which avoids
+    cancellation.
 
     Parameters
     ----------
@@ -205,14 +206,14 @@ class BandRMSE(_RootLoss):
     """`RMSE` of the part of the error whose wavenumbers |k| are in [low, high) (fRMSE of PDEBench, Takamoto et al.
     2022: 0 to 4, 4 to 12, from 12 on).
 
-    k counts waves over the whole field along each dim, and |k| is the length of (k1, k2, ...), so that the squares over
-    bands that together cover all wavenumbers add up to the square of `RMSE`. PDEBench instead adds up a quarter of the
-    modes, and takes the mean over shells. Only modes below `high` are communicated, or those below `low` if there is no
-    upper end.
+    k is the number of waves in the full field along each dim, and |k| the length of (k1, k2, ...). The squared losses
+    of bands that together cover all wavenumbers add up to the square of `RMSE`. PDEBench instead sums a quarter of the
+    modes and averages over shells. Only the modes below `high` are communicated, or those below `low` if `high` is
+    None.
 
     Parameters
     ----------
-    low, high : wavenumbers; high=None (default): all from low on
+    low, high : bounds of the band; high=None (default): all wavenumbers from low on
     """
 
     def __init__(self, low: float, high: float | None = None) -> None:
@@ -232,7 +233,8 @@ class BandRMSE(_RootLoss):
         return (inside if self.high is not None else apart - inside).astype(apart.dtype), target, None
 
     def _filter_band(self, env: LayerContext, error: Array, stop: float) -> Array:
-        """Return the part of the error in modes below `stop`; with `high` only in modes from `low` on."""
+        """Return the part of the error in modes with wavenumbers below `stop`, and, if `high` is given, of at least
+        `low`."""
         xp, cuts_of = env.xp, self._get_cuts(error)
         waves, tables, cells = [], [], math.prod(cuts[-1] for cuts in cuts_of)
         for d, cuts in enumerate(cuts_of):
@@ -260,7 +262,7 @@ class ConservedRMSE(_FieldLoss):
 
     Parameters
     ----------
-    weights, skipna : as in `RelativeL2`; weights may be volumes of cells
+    weights, skipna : as in `RelativeL2`; weights may be cell volumes
     """
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
