@@ -13,7 +13,7 @@ __all__ = ["FillNaN", "Mask"]
 
 
 class FillNaN(Layer):
-    """x, and `value` where x is NaN; the gradient is 0 there.
+    """x with NaN replaced by `value`; the gradient of replaced elements is 0.
 
     Parameters
     ----------
@@ -34,9 +34,9 @@ class FillNaN(Layer):
 
 
 class Mask(Layer):
-    """x where `cells` is True, else `value`, whatever x is there, even NaN; the gradient is 0 there.
+    """x where `cells` is True, and `value` elsewhere, even if x is NaN there; the gradient is 0 where `cells` is False.
 
-    x is (samples, channels, *cells). As the last layer of a model it keeps land unchanged from step to step of a
+    x is (samples, channels, *cells). As the last layer of a model, it keeps land cells constant over the steps of a
     rollout.
 
     Parameters
@@ -51,7 +51,7 @@ class Mask(Layer):
         self.cells, self.value = np.asarray(cells, bool), float(value)
 
     def __repr__(self) -> str:
-        """Return the same text on all ranks, which compare it."""
+        """Return text that is the same on all ranks, because ranks compare it."""
         return f"Mask({self.value})"
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:

@@ -1,4 +1,4 @@
-"""Standardization of channels by fixed means and deviations, and its inverse."""
+"""Standardization of channels by fixed means and standard deviations, and its inverse."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fsdpx.nn.layer import Array, Layer, LayerContext, Params
 __all__ = ["Destandardize", "Standardize"]
 
 ROUNDING = 2.0**-50
-"""Deviations, relative to the mean, that float64 cannot distinguish from 0."""
+"""Standard deviation, relative to the mean, below which float64 cannot distinguish it from 0."""
 
 
 class Standardize(Layer):
-    """(x - mean) / std of each channel, dim 1, of (samples, channels, ...), in float64:
-    `fsdpx.data.gather_channel_statistics` returns both.
+    """(x - mean) / std of each channel of (samples, channels, ...), computed in float64.
+    `fsdpx.data.gather_channel_statistics` returns mean and std.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ class Standardize(Layer):
         return (x - mean) / std
 
     def _broadcast_statistics(self, env: LayerContext, x: Array) -> list[Array]:
-        """Return mean and deviation, shaped to broadcast against x."""
+        """Return mean and standard deviation, shaped to broadcast against x."""
         shape = (1, -1, *(1,) * (x.ndim - 2))
         return [env.xp.asarray(np.array(values)).reshape(shape) for values in (self.mean, self.std)]
 

@@ -1,5 +1,5 @@
-"""The model of ranks that hold parts of each field: shards its layers, and inserts the moves between their
-partitions."""
+"""The model that ranks run on their parts of each field: its layers are sharded, and layers that move fields between
+partitions are inserted."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["partition_model"]
 def partition_model(model: Layer, parts: FieldPartition) -> tuple[Layer, FieldPartition]:
     """Return `model` for ranks that hold parts of each field, and the partition of its output. Communicates nothing.
 
-    parts: partition of the inputs; an output with as many cells has the same. Raises ConfigError, with the path of the
-    layer, for a layer that cannot work on a part."""
+    parts: partition of the inputs; an output with the same number of cells gets the same partition. Raises ConfigError,
+    naming the path of the layer, if a layer cannot run on a part."""
     takes = isinstance(model, Container) or _can_take_ghosts(model)
     frame = RepartitionField(parts, parts.without_ghosts()) if parts.ghosts and not takes else None
     inputs = [parts if frame is None else parts.without_ghosts()] * len(list_input_names(model))
@@ -40,7 +40,8 @@ def partition_model(model: Layer, parts: FieldPartition) -> tuple[Layer, FieldPa
 
 
 def _plan_ghost_drops(reader: Layer, kinds: Sequence[Kind]) -> list[LayerMove | None]:
-    """Return the moves that drop the ghost cells of inputs, if the reader cannot use them or another input has none."""
+    """Return for each input the move that drops its ghost cells, or None. Ghost cells are dropped if `reader` cannot
+    use them, or if its inputs have different partitions."""
     takes = isinstance(reader, Container) or (_can_take_ghosts(reader) and len({*kinds}) == 1)
     return [
         LayerMove("interior", RepartitionField(kind, kind.without_ghosts()), kind.without_ghosts())
@@ -51,8 +52,10 @@ def _plan_ghost_drops(reader: Layer, kinds: Sequence[Kind]) -> list[LayerMove | 
 
 
 def _plan_alignment(reader: Layer, kinds: Sequence[Kind]) -> list[LayerMove | None]:
-    """Return the moves that bring fields of one shape to one partition, if they differ, as after odd strides: to the
-    one whose largest part is smallest, the first on ties."""
+    """Return for each input the move to a common partition, or None.
+
+    Fields of the same shape can have different partitions, for example after odd strides. The common partition is the
+    one whose largest part is smallest; on ties, the first."""
     first = min(
         (kind for kind in kinds if isinstance(kind, FieldPartition)),
         key=lambda kind: kind.largest_part_cells,

@@ -1,4 +1,4 @@
-"""Detection of parts of a field that overlap, as when arrays have ghost cells that `Grid` was not told of."""
+"""Detection of overlapping parts of a field, for example if arrays have ghost cells that were not passed to `Grid`."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def digest_part_ends(local_shape: Sequence[int], ghosts: Sequence[GhostWidths], 
 
 
 def _digest_rows(part: Any, dim: int, width: int, end: int) -> str | None:
-    """Return the digest of the first or last rows; None if two of them are equal, or they equal the next rows
-    inward."""
+    """Return a digest of the first (end = 1) or last (end = -1) `width` rows along `dim`; None if two neighboring rows
+    are equal, or the rows equal the next ones inward."""
     first, last = (0, 2 * width) if end > 0 else (part.shape[dim] - 2 * width, part.shape[dim])
     rows = np.moveaxis(np.asarray(to_host(part[(slice(None),) * dim + (slice(first, last),)])), dim, 0)
     rows = np.where(np.isnan(rows), 0.5, rows + 0.0) if rows.dtype.kind == "f" else rows
@@ -55,8 +55,8 @@ def _digest_rows(part: Any, dim: int, width: int, end: int) -> str | None:
 def find_overlaps(dims: Sequence[int], letters: str, periods: Sequence[bool], ends: Sequence[Ends]) -> dict[str, int]:
     """Return the number of rows that neighboring parts share, for each dim along which all comparable pairs share rows.
 
-    dims, letters, periods: ranks along each dim, its name, and whether it is periodic. ends: of all ranks of the field,
-    in the order of the grid."""
+    dims, letters, periods: for each dim the number of ranks, its name, and whether it is periodic. ends: digests from
+    all ranks of the field, in the order of the grid."""
     found: dict[str, int] = {}
     places = np.arange(len(ends)).reshape(tuple(dims))
     for dim, letter in enumerate(letters):
@@ -73,7 +73,7 @@ def find_overlaps(dims: Sequence[int], letters: str, periods: Sequence[bool], en
 
 
 def make_overlap_warning(shared: dict[str, int]) -> str:
-    """Return the warning about shared rows, with the remedy."""
+    """Return a warning about shared rows that says how to avoid them."""
     rows = ", ".join(f"{letter} ({width} rows)" for letter, width in shared.items())
     widths = set(shared.values())
     each = f"{widths.pop() // 2}" if len(widths) == 1 and not min(widths) % 2 else "((low, high), ...)"

@@ -18,13 +18,13 @@ Sides = tuple[tuple[int, int], ...]
 
 
 class Pad(FieldLayer):
-    """(samples, channels, *cells) with more cells at its ends, or with fewer where numbers are below 0.
+    """(samples, channels, *cells) with cells added at its ends, or removed where `padding` is negative.
 
-    Over a grid of ranks each keeps its cells, and the ranks at the ends hold the added ones.
+    On a grid of ranks, each rank keeps its cells, and the ranks at the ends hold the added cells.
 
     Parameters
     ----------
-    padding : (before, after) in cells for each dim
+    padding : for each dim, the number of cells added (before, after) the field
     mode : values beyond the ends, "zeros", "circular", "reflect" or "replicate", for all dims; default "zeros"
     """
 

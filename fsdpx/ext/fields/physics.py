@@ -21,8 +21,8 @@ __all__ = ["MatchMean", "PhysicsLoss"]
 class MatchMean(FieldLayer):
     """y - mean(y) + mean(x) of each channel of a sample, over all cells: the field closest to y that has the mean of x.
 
-    Two inputs, y and x, (samples, channels, *cells) of one shape. Over a grid of ranks it takes one all-reduce of 8
-    bytes for each channel of a sample, forward and backward."""
+    Takes two inputs, y and x, (samples, channels, *cells) of the same shape. On a grid of ranks, forward and backward
+    each all-reduce 8 bytes per sample and channel."""
 
     n_inputs = 2
 
@@ -37,7 +37,7 @@ class MatchMean(FieldLayer):
         return (dy - mean, env.xp.broadcast_to(mean, dy.shape).astype(dy.dtype)), ()
 
     def _all_reduce_mean(self, env: LayerContext, a: Array) -> Array:
-        """Return the mean over all cells of the field, with dims of size 1 for these."""
+        """Return the mean over all cells of the full field, with cell dims of size 1."""
         cells = self.get_partition(a).shape
         total = a.sum(axis=tuple(range(2, a.ndim)), dtype=np.float64)
         mean = all_reduce_over_parts(env, total, env.random.path) / max(math.prod(cells), 1)
@@ -47,14 +47,14 @@ class MatchMean(FieldLayer):
 class PhysicsLoss(Loss):
     """loss + weight x mean(residual(y)^2), where the mean is over all elements of the residual of the whole field.
 
-    The residual is a layer without parameters that returns 0 where the output satisfies an equation, as
-    `FieldDivergence` for incompressible flow (Raissi et al. 2019). Its derivatives reach into the parts of other ranks,
-    as in layers.
+    The residual is a layer without parameters that returns 0 where the output satisfies an equation, such as
+    `FieldDivergence` for incompressible flow (Raissi et al. 2019). On a partitioned field it exchanges halos, as in a
+    model.
 
     Parameters
     ----------
-    loss : compares outputs and targets
-    residual : a layer of the output, with one input, one output and no parameters
+    loss : loss of outputs and targets
+    residual : layer that is applied to the output, with one input, one output and no parameters
     weight : factor of the mean square of the residual; default 1
     """
 

@@ -26,7 +26,7 @@ __all__ = [
 
 
 class Pool(WindowLayer):
-    """The base of pools: a window over (samples, channels, *cells), over parts of fields as in `Conv`."""
+    """The base of pools: a window over (samples, channels, *cells). Partitioned fields are treated as in `Conv`."""
 
     padding_value: ClassVar[float] = 0.0
     """Value beyond the ends of a field."""
@@ -45,8 +45,8 @@ class Pool(WindowLayer):
             raise ConfigError(f"{name}: padding {padding!r} must be at most half of kernel_size {kernel_size!r}")
 
     def exchange_window_halo(self, env: LayerContext, x: Array) -> tuple[Array, Any, WindowStrides, tuple[int, ...]]:
-        """Return the cells under all windows of this rank, the halos exchanged for them, the windows, and the number of
-        outputs along each dim. Raises ShapeError if no window fits. Communicates with neighboring ranks."""
+        """Exchange the halo of this rank's windows; return the cells under the windows, the halos, the windows, and the
+        number of outputs along each dim. Raises ShapeError if no window fits. Communicates with neighboring ranks."""
         require_field_shape(self, x, self.dims)
         outputs, halos, kernel_padding = self.plan_on_field(self.get_partition(x))
         strides = self.window.make_window_strides(tuple(-pad for pad in kernel_padding))
@@ -57,7 +57,7 @@ class MaxPool(Pool):
     """The base of `MaxPool1d`, `MaxPool2d` and `MaxPool3d`: the maximum under each window of (samples, channels,
     *cells).
 
-    The first of equal cells gets the gradient; NaN counts as larger than all.
+    If cells are equal, the first gets the gradient. NaN counts as larger than any number.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ class MaxPool(Pool):
     stride : cells by which the window moves; default None: kernel_size
     padding : cells of -inf beyond each end, at most half of kernel_size; default 0
     dilation : distance between the cells of a window; default 1
-    ceil_mode : whether windows that begin before the end and reach beyond it count as well; default False
+    ceil_mode : whether windows that begin inside the field and reach beyond its end also produce outputs; default False
     """
 
     padding_value = -math.inf
@@ -94,9 +94,9 @@ class AvgPool(Pool):
 
     Parameters
     ----------
-    kernel_size, stride, padding, ceil_mode : as in `MaxPool`; padding is of zeros
-    count_include_pad : whether cells of the padding count in the mean; default True
-    divisor_override : divides the sums instead of the number of cells; default None
+    kernel_size, stride, padding, ceil_mode : as in `MaxPool`; padding cells are 0
+    count_include_pad : whether padding cells count in the mean; default True
+    divisor_override : divisor of the sums, instead of the number of cells; default None
     """
 
     kernel_names = ("avg_pool", "avg_pool_backward")
@@ -126,7 +126,7 @@ class AvgPool(Pool):
         return 1 if shares is not None else self.divisor_override or math.prod(self.window.kernel)
 
     def _compute_reciprocal_counts(self, env: LayerContext, parts: FieldPartition, dtype: Any) -> Array | None:
-        """Return 1 / the number of cells that count, for each output of this rank; None if all outputs share one
+        """Return 1 / (number of cells that count) for each output of this rank, or None if all outputs have the same
         divisor."""
         all_count = not self.ceil_mode and (self.count_include_pad or not any(self.window.low))
         if self.divisor_override is not None or all_count:
@@ -168,14 +168,14 @@ class AdaptiveAvgPool(FieldLayer):
     """The base of `AdaptiveAvgPool1d`, `AdaptiveAvgPool2d` and `AdaptiveAvgPool3d`: means of (samples, channels,
     *cells) over windows chosen such that the result is (samples, channels, *output_size), as in PyTorch.
 
-    Result i of o along a dim of n cells is the mean of the cells from floor(i n / o) to ceil((i + 1) n / o). Over a
-    grid of ranks each sums its own cells, and one all-reduce completes the results, forward and backward; it carries
-    the bytes of the results. The result is a field partitioned over the same ranks; with output_size 1 the first rank
-    with cells holds it.
+    Result i of o along a dim of n cells is the mean of the cells from floor(i n / o) to ceil((i + 1) n / o). On a grid
+    of ranks, each rank sums over its own cells, and one all-reduce of the results adds these sums, in forward and in
+    backward. The result is a field partitioned over the same ranks; with output_size 1, the first rank with cells holds
+    it.
 
     Parameters
     ----------
-    output_size : cells of the result: one number for all dims or one for each; 1 is the mean over the whole field
+    output_size : cells of the result: one number for all dims or one for each; 1 is the mean over the full field
     """
 
     def __init__(self, output_size: Sizes) -> None:
@@ -183,7 +183,8 @@ class AdaptiveAvgPool(FieldLayer):
         self._many = expand_to_dims(self, "output_size", output_size, self.dims, 1)
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
-        """Return the partition of the outputs: an output belongs to the owner of the first cell of its window."""
+        """Return the partition of the outputs: each output belongs to the rank that owns the first cell of its
+        window."""
         rows = zip(parts.cuts, self._many, strict=True)
         return parts.with_cuts(
             tuple(make_output_cuts(cuts, [-(-cut * many // cuts[-1]) for cut in cuts], many) for cuts, many in rows)
@@ -209,7 +210,7 @@ class AdaptiveAvgPool(FieldLayer):
         return kernels.cast_float(env.xp, env.xp.ascontiguousarray(dx), dy.dtype), ()
 
     def _get_local_result_index(self, env: LayerContext, parts: FieldPartition) -> tuple[slice, ...]:
-        """Return the index of this rank's results among all."""
+        """Return the index of this rank's results in the array of all results."""
         cells = (slice(*get_local_range(env, cuts, d)) for d, cuts in enumerate(self.partition_outputs(parts).cuts))
         return (slice(None), slice(None), *cells)
 

@@ -33,11 +33,11 @@ __all__ = ["ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "Upsample"]
 
 class ConvTranspose(FieldLayer):
     """The base of `ConvTranspose1d`, `ConvTranspose2d` and `ConvTranspose3d`: the gradient of a convolution with
-    respect to its input, of (samples, in_channels, *cells), plus bias, with PyTorch's arguments and numbers.
+    respect to its input, applied to (samples, in_channels, *cells), plus bias, with PyTorch's arguments and results.
 
-    Weights `weight (in_channels, out_channels / groups, *kernel_size)` and `bias (out_channels,)`, from U(-k, k) with k
-    = 1/sqrt(out_channels / groups * prod(kernel_size)). A dim of n cells becomes (n - 1) stride - 2 padding + dilation
-    (kernel_size - 1) + output_padding + 1.
+    The parameters are `weight (in_channels, out_channels / groups, *kernel_size)` and `bias (out_channels,)`,
+    initialized from U(-k, k) with k = 1/sqrt(out_channels / groups * prod(kernel_size)). A dim of n cells becomes (n -
+    1) stride - 2 padding + dilation (kernel_size - 1) + output_padding + 1.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ class ConvTranspose(FieldLayer):
     kernel_size : size of the window: one number for all dims or one for each; the next three and dilation likewise
     stride : cells of the result by which the window moves; default 1
     padding : cells removed from each side of the result; default 0
-    output_padding : cells added at the far side, fewer than stride or dilation; default 0
+    output_padding : cells added at the end of each dim, fewer than stride or dilation; default 0
     groups : number of groups of channels; the outputs of a group depend only on its own input channels. Default 1
     bias : whether there is a bias; default True
     dilation : distance between the cells of a window; default 1
@@ -101,8 +101,8 @@ class ConvTranspose(FieldLayer):
             add_sum(env.xp, g["bias"], dy, (0, *range(2, dy.ndim)))
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
-        """Return the partition of the outputs: the output at index i stride belongs to the owner of cell i, padding not
-        counted."""
+        """Return the partition of the outputs: output i * stride belongs to the rank that owns cell i, not counting
+        padding."""
         made = []
         for d, cuts in enumerate(parts.cuts):
             s, p = self.window.stride[d], self.window.low[d]
@@ -125,8 +125,8 @@ class ConvTranspose(FieldLayer):
     def _make_strides_and_sizes(
         self, env: LayerContext, halos: tuple[HaloSpec, ...], outputs: FieldPartition
     ) -> tuple[WindowStrides, tuple[int, ...]]:
-        """Return the window of the convolution whose gradient this layer computes, over this rank's outputs, and their
-        number along each dim."""
+        """Return the window of the convolution whose gradient this layer computes, relative to this rank's outputs, and
+        the number of these outputs along each dim."""
         window, firsts, sizes = self.window, [], []
         for d, (halo, out) in enumerate(zip(halos, outputs.cuts, strict=True)):
             start, stop = get_local_range(env, out, d)
@@ -153,14 +153,14 @@ DIMS = {"linear": 1, "bilinear": 2, "bicubic": 2, "trilinear": 3}
 
 
 class Upsample(FieldLayer):
-    """(samples, channels, *cells) at another resolution, as PyTorch's Upsample.
+    """(samples, channels, *cells) at another resolution, like PyTorch's Upsample.
 
-    Nearest cells are found in integer arithmetic: output o of N is cell floor(o n / N) of n. PyTorch finds the same
-    cells in float64; in float32 its rounding selects the cell before at some sizes.
+    Nearest cells are computed with integers: output o of N is cell floor(o n / N) of n. PyTorch selects the same cells
+    in float64; in float32, its rounding selects the previous cell for some sizes.
 
     Parameters
     ----------
-    size : cells of the whole result, one number for all dims or one for each; default None: by `scale_factor`
+    size : cells of the full result, one number for all dims or one for each; default None: use `scale_factor`
     scale_factor : factor on the number of cells, instead of `size`, one number for all dims or one for each
     mode : "nearest" (default), "nearest-exact", "linear" (1 dim), "bilinear", "bicubic" (2) or "trilinear" (3)
     align_corners : for the last four modes, whether the centers of the first and last cells of input and output
@@ -217,7 +217,8 @@ class Upsample(FieldLayer):
         return exchange_halo_backward(env, dy, halos), ()
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
-        """Return the partition of the result: each output goes to about the owner of the cell under it.
+        """Return the partition of the result: output o of N belongs to the rank that owns input cell floor(o n / N) of
+        n.
 
         Parameters
         ----------
@@ -233,8 +234,8 @@ class Upsample(FieldLayer):
         return parts.with_cuts(tuple(made))
 
     def _find_sizes_and_ratios(self, shape: tuple[int, ...]) -> list[tuple[int, Fraction]]:
-        """Return, for each dim, the cells of the result, and how many cells of a field of `shape` correspond to one of
-        them."""
+        """Return, for each dim, the number of cells of the result, and the number of input cells per cell of the
+        result."""
         each = self._each if isinstance(self._each, tuple) else (self._each,) * len(shape)
         if len(each) != len(shape):
             raise ShapeError(f"{self!r} is of {len(each)} dims, and the field has {len(shape)}")

@@ -28,15 +28,15 @@ class Rollout(Layer):
     """The states after each of `steps` steps of a model, stacked in dim 1: (samples, channels, ...) to (samples, steps
     x channels, ...). Parameters are those of the model, under its names.
 
-    Only the states are saved for backward, which recomputes each step: memory is that of the states and of the
-    activations of one step. Where the arrays of a grid have ghost cells, those of later states come from the
-    neighboring ranks and from across periodic dims; beyond walls they keep the values of the input. The layout of the
-    grid needs channels, "c", even for a net of one channel: the states of the steps are stacked there.
+    Only the states are saved for backward, which recomputes each step, so memory holds all states and the activations
+    of one step. If the arrays of a grid have ghost cells, those of later states are received from the neighboring
+    ranks, also across periodic dims; beyond walls they keep the values of the input. The layout of the grid must have
+    channels ("c") even for a net of one channel, because the states are stacked along them.
 
     Parameters
     ----------
-    net : a model of one input and one output of the same shape
-    steps : number of times that it is applied
+    net : model with one input and one output of the same shape
+    steps : number of times that the model is applied
     """
 
     takes_ghosts = True
@@ -95,21 +95,21 @@ class Rollout(Layer):
         return dx if dinitial is None else dx + dinitial
 
     def _allocate_wall_gradient(self, env: LayerContext, states: Any) -> Array | None:
-        """Return a zero gradient of the input's ghost cells beyond walls, to which later steps add; None if there are
-        none."""
+        """Return zeros in the shape of the input, to which all steps add the gradient of its ghost cells beyond walls;
+        None if there are no ghost cells."""
         return None if self.parts is None else env.xp.zeros(states[0].shape, dtype=states[0].dtype)
 
     def _recompute_step(self, env: LayerContext, p: Params, states: Any, step: int) -> tuple[LayerContext, Params, Any]:
-        """Return the context, the parameters and the saved arrays of a step, by running its forward again on its
-        state."""
+        """Run the forward of a step again on its state; return the context, the parameters and the saved arrays of the
+        step."""
         at = env.child(f"step{step}")
         return at, p, self.net.forward(replace(at, recomputing=True), p, states[step])[1]
 
     def _compute_step_gradient(
         self, env: LayerContext, dy: Array, step: int, dnext: Array | None, dinitial: Array | None
     ) -> Array:
-        """Return the gradient of a step's result: that of the state in the output, plus `dnext`, that of the input of
-        the next step."""
+        """Return the gradient of a step's result: its slice of `dy`, plus `dnext`, the gradient of the next step's
+        input."""
         channels = dy.shape[1] // self.steps
         own = env.xp.ascontiguousarray(dy[:, step * channels : (step + 1) * channels])
         if dnext is not None and self.parts is not None:

@@ -1,4 +1,4 @@
-"""The data ranks that hold parts of the same fields: consecutive ranks, or those of each grid."""
+"""Groups of data ranks that hold parts of the same fields: the ranks of each grid, or consecutive ranks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["make_sample_groups"]
 
 
 def make_sample_groups(mesh: Mesh, rank: int, dims: Sequence[int], grids: Sequence[Any]) -> SampleGroups:
-    """Return the groups of a rank's data axis, from the grids of all ranks.
+    """Return the sample groups of a rank's data axis, given the grids of all ranks.
 
     Parameters
     ----------
-    mesh : with the width of each axis
-    rank : number in the world
-    dims : ranks along each dim of a field
+    mesh : mesh with the width of each axis
+    rank : number of the rank in the world
+    dims : number of ranks along each dim of a field
     grids : for each rank the ranks of its field, in the order of its grid; None entries: groups are consecutive data
         ranks
 
@@ -29,7 +29,8 @@ def make_sample_groups(mesh: Mesh, rank: int, dims: Sequence[int], grids: Sequen
 
     Raises
     ------
-    MeshError : if the data axis is no multiple of a field's ranks, or the ranks of a grid do not lie on one data axis
+    MeshError : if the size of the data axis is not a multiple of the number of ranks of a field, or the ranks of a grid
+        are not on one data axis
     """
     data = _list_data_axis_ranks(mesh, rank)
     width = prod(dims)
@@ -47,7 +48,7 @@ def make_sample_groups(mesh: Mesh, rank: int, dims: Sequence[int], grids: Sequen
 
 
 def _require_grids_on_data_axes(mesh: Mesh, grids: Sequence[Any]) -> None:
-    """Raise MeshError unless each grid lies on one data axis, in the same order on all stages of the pipe."""
+    """Raise MeshError unless the ranks of each grid are on one data axis, in the same order on all pipeline stages."""
     places: dict[int, list[int]] = {}
     for r, grid in enumerate(grids):
         line = _list_data_axis_ranks(mesh, r)

@@ -1,8 +1,8 @@
-"""Layers of Fourier modes, over fields that may be partitioned: partial Fourier sums by matmul, then a sum over the
+"""Layers that use Fourier modes of fields that may be partitioned: partial Fourier sums by matmul, then a sum over the
 ranks.
 
 Mode k of n cells along a dim is the sum of x_j e^(-2 pi i j k / n). Each rank computes the partial sum over its own
-cells, one matmul for each dim; a reduction over the ranks completes it. The bytes sent are those of the modes, however
+cells, one matmul for each dim; a reduction over the ranks completes it. Ranks send only the bytes of the modes, however
 large the field is. Lingsch et al. (2024) use the same sums on one device, for arbitrary points."""
 
 from __future__ import annotations
@@ -34,23 +34,24 @@ __all__ = ["FNO", "ChannelScale", "GridEmbedding", "PointwiseConv", "SpectralCon
 
 
 class SpectralConv(FieldLayer):
-    """The lowest Fourier modes of (samples, in_channels, *cells), each multiplied by a complex matrix of its own (Li et
-    al. 2021), with the convention of neuraloperator: modes are means over the cells.
+    """The lowest Fourier modes of (samples, in_channels, *cells), each multiplied by its own complex matrix (Li et al.
+    2021). As in neuraloperator, modes are means over the cells.
 
-    Weights `weight (in_channels, out_channels, *modes, 2)`, real and imaginary parts, where modes are those of n_modes,
-    and n_modes[-1] // 2 + 1 in the last dim; both parts are normal with deviation sqrt(2 / (in + out)) / sqrt(2). And
-    `bias (out_channels,)`. Index w of a mode is the frequency w - modes // 2, in the last dim w.
+    The parameters are `weight (in_channels, out_channels, *modes, 2)`, real and imaginary parts, and `bias
+    (out_channels,)`. `modes` equals n_modes, except n_modes[-1] // 2 + 1 in the last dim. Both parts of the weight are
+    initialized from a normal distribution with standard deviation sqrt(2 / (in + out)) / sqrt(2). Index w of a mode is
+    the frequency w - modes // 2, or w in the last dim.
 
-    Over a grid of ranks the sums of modes are reduce-scattered, each rank multiplies its share of the modes, and the
-    results are all-gathered: two collectives in forward and two in backward. Weights are not partitioned by modes: with
-    "ddp" each rank holds all of them, and their gradients are summed like any others; "fsdp" shards them like other
-    parameters, and gathers them before use.
+    On a grid of ranks, the partial sums of modes are reduce-scattered, each rank multiplies its share of the modes, and
+    the results are all-gathered: two collectives in forward and two in backward. The weight is not partitioned by
+    modes: with "ddp" each rank holds the full weight, and its gradients are summed like any others; "fsdp" shards it
+    like other parameters, and gathers it before use.
 
     Parameters
     ----------
     in_channels, out_channels : size of dim 1 of the input and of the output
-    n_modes : modes kept along each dim: one number for a field of one dim, else one for each; a field of fewer cells
-        has fewer modes
+    n_modes : number of modes kept along each dim: one number for a field of one dim, else one for each dim; modes that
+        a small field does not have are 0
     bias : whether there is a bias; default True
     """
 
@@ -131,20 +132,20 @@ class SpectralConv(FieldLayer):
         )
 
     def _get_field_communicator(self, env: LayerContext) -> Any:
-        """Return the communicator of all ranks that hold a part of the field, or None if this rank holds the whole
+        """Return the communicator of all ranks that hold a part of the field, or None if this rank holds the full
         field."""
         return None if self.parts is None or self.parts.is_uncut else env.mesh.parts
 
     def _select_weights_of_own_modes(self, env: LayerContext, weight: Array) -> Array:
-        """Return the weights of this rank's modes, (modes, in, 2 out), real parts and imaginary parts interleaved."""
+        """Return the weights of this rank's modes, (modes, in, 2 out), with real and imaginary parts interleaved."""
         start, stop = self._get_own_mode_bounds(env)
         flat = weight.reshape(self.in_channels, self.out_channels, math.prod(self.modes), 2)
         own = kernels.to_float32(env.xp, flat[:, :, start:stop].transpose(2, 0, 1, 3))
         return own.reshape(stop - start, self.in_channels, 2 * self.out_channels)
 
     def _get_fourier_matrices(self, env: LayerContext, parts: FieldPartition, dtype: Any) -> list[tuple[Array, Array]]:
-        """Return, for each dim, the matrices that transform this rank's cells to modes, and modes to cells; in float32
-        for fields of 16 bits."""
+        """Return, for each dim, the matrices that transform this rank's cells to modes and modes to cells, in float32
+        for 16-bit fields. The context caches them."""
         found, dtype = [], accumulation_dtype(dtype)
         for d, (cuts, k) in enumerate(zip(parts.cuts, self.modes, strict=True)):
             last = d == len(self.modes) - 1
@@ -157,8 +158,8 @@ class SpectralConv(FieldLayer):
         return found
 
     def _reduce_scatter_modes(self, env: LayerContext, modes: Array) -> Array:
-        """Return this rank's modes summed over the ranks, (own modes, samples, channels, 2), from its partial sums
-        (samples, channels, *modes, 2)."""
+        """Sum the ranks' partial sums (samples, channels, *modes, 2), and return this rank's modes, (own modes,
+        samples, channels, 2)."""
         ranks, rows = (
             self._get_field_communicator(env),
             modes.reshape(*modes.shape[:2], math.prod(self.modes), 2).transpose(2, 0, 1, 3),
@@ -166,8 +167,8 @@ class SpectralConv(FieldLayer):
         return rows if ranks is None else collectives.reduce_scatter_dim(env.xp, ranks, rows, 0, what=env.random.path)
 
     def _all_gather_modes(self, env: LayerContext, mine: Array) -> Array:
-        """Return the modes of all ranks, (samples, channels, *modes, 2), from this rank's, (own modes, samples,
-        channels, 2)."""
+        """Gather each rank's own modes (own modes, samples, channels, 2), and return all modes, (samples, channels,
+        *modes, 2)."""
         ranks, count, rows = self._get_field_communicator(env), math.prod(self.modes), mine
         if ranks is not None:
             rows = collectives.all_gather_dim(env.xp, ranks, mine, 0, count, what=env.random.path)
@@ -177,8 +178,8 @@ class SpectralConv(FieldLayer):
 class PointwiseConv(Layer):
     """The channels of each cell of (samples, in_channels, *cells), multiplied by one matrix, plus bias.
 
-    Weights `weight (out_channels, in_channels, 1)` and `bias (out_channels,)` and their initial values as in PyTorch's
-    Conv1d with kernel_size 1.
+    The parameters `weight (out_channels, in_channels, 1)` and `bias (out_channels,)` and their initial values are those
+    of PyTorch's Conv1d with kernel_size 1.
 
     Parameters
     ----------
@@ -227,7 +228,7 @@ class PointwiseConv(Layer):
 
 
 def _flatten_cells(x: Array) -> Array:
-    """Return (samples, channels, *cells) with all cells in one dim."""
+    """Reshape (samples, channels, *cells) so that all cells are in one dim."""
     return x.reshape(*x.shape[:2], math.prod(x.shape[2:]))
 
 
@@ -262,8 +263,8 @@ class ChannelScale(Layer):
 
 
 class GridEmbedding(FieldLayer):
-    """(samples, channels, *cells) with the position of each cell as further channels, one for each dim: i / n for cell
-    i of n, counted in the whole field if it is partitioned."""
+    """(samples, channels, *cells) with the position of each cell appended as channels, one for each dim: i / n for cell
+    i of n, counted in the full field if it is partitioned."""
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         xp, parts = env.xp, self.get_partition(x)
@@ -291,7 +292,7 @@ class FNO(Graph):
     Parameters
     ----------
     in_channels, out_channels : channels of the input and of the output field
-    n_modes : modes kept along each dim
+    n_modes : number of modes kept along each dim
     width : channels of the blocks; default 32
     layers : number of blocks; default 4
     lifting, projection : hidden channels of the lifting and projection MLPs; default None: 2 width
@@ -348,8 +349,8 @@ def _make_pointwise_mlp(channels: int, hidden: int, out_channels: int) -> Sequen
 
 @lru_cache(256)
 def _make_fourier_matrices(start: int, stop: int, n: int, k: int, is_last_dim: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return the matrices from cells to modes and back, real and imaginary parts interleaved; zeros for modes that n
-    cells do not have.
+    """Return the matrices from cells to modes and back, with real and imaginary parts interleaved, and zeros for modes
+    that n cells do not have.
 
     is_last_dim: whether the input of this dim is real, so that modes above 0 also stand for their complex conjugates.
     Then the matrix from cells to modes is (cells, 2 modes), for other dims (2 cells, 2 modes)."""
@@ -384,8 +385,8 @@ def _transform_to_cells(xp: Any, modes: Array, tables: list[Array]) -> Array:
 
 
 def _multiply_dim_by_matrix(xp: Any, y: Array, dim: int, matrix: Array, result_parts: int) -> Array:
-    """Return the product of a table with `dim` and the last dim (real and imaginary parts) of y; the last dim of the
-    result has size `result_parts`: 2, or 1 for real results."""
+    """Multiply `dim` and the last dim (real and imaginary parts) of y, flattened together, by `matrix`. The last dim of
+    the result has size `result_parts`: 2, or 1 for real results."""
     turned = xp.moveaxis(y, dim, -2)
     shape = turned.shape[:-2]
     product = turned.reshape(math.prod(shape), matrix.shape[0]) @ matrix

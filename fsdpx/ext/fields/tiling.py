@@ -1,4 +1,5 @@
-"""The place of each rank on a Cartesian grid, from the cells of all parts: ranks may be numbered in any order."""
+"""The position of each rank on a Cartesian grid, derived from the cells of all parts. Ranks may be numbered in any
+order."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ Part = tuple[Interval, ...]
 
 
 class Tiling(NamedTuple):
-    """A Cartesian grid of ranks. dims: ranks along each dim. ranks: the rank at each place; the last dim varies
-    fastest."""
+    """A Cartesian grid of ranks. dims: number of ranks along each dim. ranks: the rank at each position; the last dim
+    varies fastest."""
 
     dims: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -30,8 +31,8 @@ def find_tiling(parts: Sequence[Part], letters: str, rank0: int = 0) -> Tiling:
     Parameters
     ----------
     parts : cells of each rank of a field, by rank
-    letters : names of the dims, for errors
-    first : number of the first rank, for errors; default 0
+    letters : names of the dims, for error messages
+    rank0 : number of the field's first rank, for error messages; default 0
 
     Returns
     -------
@@ -58,8 +59,8 @@ def find_tiling(parts: Sequence[Part], letters: str, rank0: int = 0) -> Tiling:
 
 
 def _find_slabs(parts: Sequence[Part], dim: int, letters: str, rank0: int) -> list[Interval]:
-    """Return the consecutive slabs along a dim. All have the same number of ranks; slabs without cells may lie at one
-    place."""
+    """Return the consecutive slabs along a dim; raise ConfigError if they leave a gap or overlap. All slabs have the
+    same number of ranks; several slabs without cells may be at the same position."""
     counts, stop, before = Counter(part[dim] for part in parts), 0, None
     for interval in sorted(counts):
         if interval[0] != stop:

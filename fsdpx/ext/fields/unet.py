@@ -22,20 +22,20 @@ GROUP = 8
 
 
 class UNet(Graph):
-    """A U-Net over (samples, in_channels, *cells), with the parameter names of the common PyTorch implementation, whose
-    weights it loads.
+    """A U-Net over (samples, in_channels, *cells), with the parameter names of the common PyTorch implementation, so
+    that it can load weights of that implementation.
 
-    Each level has two convolutions of 3 cells, without bias, each with a norm and an activation; a max pool of 2 leads
-    down and a transposed convolution of 2 up. Sizes must be multiples of 2^depth. Parameters are named
-    `encoder1.enc1conv1.weight`, `bottleneck.bottleneckconv1.weight`, `upconv1.weight`, `decoder1.dec1conv1.weight` and
-    `conv.weight`.
+    Each level has two convolutions with windows of 3 cells and no bias, each followed by a norm and an activation. Max
+    pools of 2 cells lead down, and transposed convolutions of 2 cells lead up. Field sizes must be multiples of
+    2^depth. Parameters are named `encoder1.enc1conv1.weight`, `bottleneck.bottleneckconv1.weight`, `upconv1.weight`,
+    `decoder1.dec1conv1.weight` and `conv.weight`.
 
     Parameters
     ----------
     in_channels, out_channels : channels of the input and of the output field
     dims : number of dims of cells, 1 to 3; default 2
     width : channels of the first level; each level has twice as many as the one above. Default 32
-    depth : levels above the lowest one; default 4
+    depth : number of levels above the lowest one; default 4
     padding : values beyond the ends of the field, "zeros" (default), "circular", "reflect" or "replicate", or one for
         each dim
     norm : "batch" (default), "group" (max(channels // 8, 1) groups), or None

@@ -1,5 +1,5 @@
-"""Convolutions of fields of any number of dims in plain array code: one matmul per place of the window, with stride,
-dilation and groups."""
+"""Convolutions of fields of any number of dims in plain array code: one matmul per window offset, with stride, dilation
+and groups."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GradientTarget = tuple[Any, bool] | None
 
 
 def write_or_add_gradient(target: Any, value: Any) -> None:
-    """Write a gradient to its target, or add it there."""
+    """Write a gradient to its target array, or add it if the target says so."""
     out, add = target
     if add:
         out += value.astype(out.dtype, copy=False)
@@ -26,8 +26,8 @@ def write_or_add_gradient(target: Any, value: Any) -> None:
 
 
 class WindowStrides(NamedTuple):
-    """A window that moves over cells: output i of a dim reads the cells i stride + place dilation + first, for all
-    places of the kernel; those outside of the field count as zeros."""
+    """A window that moves over cells: along each dim, output i reads the cells i * stride + offset * dilation + first,
+    for all window offsets from 0 to kernel - 1. Cells outside the field count as zeros."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -38,8 +38,8 @@ class WindowStrides(NamedTuple):
     def iterate_window_offsets(
         self, sizes: Sequence[int], cells: Sequence[int]
     ) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...], tuple[slice, ...]]]:
-        """Yield each place of the window, the index of the outputs (of `sizes`) for which it lies inside the field, and
-        the index of the cells that they read there."""
+        """Yield each window offset, the index of the outputs (of `sizes`) for which it is inside the field, and the
+        index of the cells that these outputs read at this offset."""
         for offset in product(*map(range, self.kernel)):
             outputs, met = [slice(None)] * 2, [slice(None)] * 2
             for i, s, d, first, size, n in zip(offset, *self[1:4], sizes, cells, strict=True):
@@ -51,7 +51,7 @@ class WindowStrides(NamedTuple):
                 yield offset, tuple(outputs), tuple(met)
 
     def ravel_window_offset(self, offset: tuple[int, ...]) -> int:
-        """Return the index of a place among all places of the window, C order."""
+        """Return the flat index of a window offset, in C order."""
         at = 0
         for i, many in zip(offset, self.kernel, strict=True):
             at = at * many + i
@@ -63,11 +63,12 @@ LANES = 16
 TILE = 4
 """Rows and columns of results of a Winograd tile."""
 MIN_TILES = 32
-"""Tiles from which on Winograd pays: with fewer, reading the weights costs more than it saves."""
+"""Minimum number of tiles for Winograd's algorithm: with fewer, reading the weights takes more time than it saves."""
 MIN_FILLED_SHARE = 0.6
-"""Share of the tiles' pixels that must lie inside the result: below it, most of the saving is lost."""
+"""Minimum share of the tiles' pixels inside the result: below it, most of the saving is lost."""
 MANY_GROUPS = 8
-"""Groups from which on one batched matmul of small matrices is faster than a compiled call for each group."""
+"""Minimum number of groups for which one batched matmul of small matrices is faster than a compiled call for each
+group."""
 
 
 def suits_winograd(shape: Sequence[int], weight: Sequence[int], strides: WindowStrides, sizes: Sequence[int]) -> bool:
@@ -88,7 +89,8 @@ def count_tiles(size: int) -> int:
 
 
 def is_matmul(strides: WindowStrides, cells: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Return whether the convolution is one matmul, for BLAS: a window of one cell, stride 1, over the whole field."""
+    """Return whether the convolution is a single matmul, for BLAS: a window of one cell with stride 1 over the full
+    field."""
     one = {*strides.kernel, *strides.stride} == {1} and not any(strides.first) and strides.groups == 1
     return one and tuple(cells) == tuple(sizes)
 
@@ -96,9 +98,10 @@ def is_matmul(strides: WindowStrides, cells: Sequence[int], sizes: Sequence[int]
 def _choose_algorithm(
     strides: WindowStrides, cells: Sequence[int], weight: Sequence[int], sizes: Sequence[int], overwrites: bool = True
 ) -> tuple[str, float]:
-    """Return the algorithm of the compiled convolutions for a field of shape `cells`, and the windows in a row, where
-    timing depends on them: windows at its ends have fewer cells inside. For one-cell windows all are one row.
-    overwrites: the result is written, not added to an array."""
+    """Return the algorithm that compiled convolutions use for a field of shape `cells`, and the length of a row of
+    outputs in windows. Timing depends on this length, because windows at the ends of a row have fewer cells inside the
+    field. For one-cell windows it is the number of all windows. overwrites: the result is written, not added to an
+    array."""
     if strides.groups >= MANY_GROUPS:
         return "by place", 1.0
     if overwrites and is_matmul(strides, cells[2:], sizes):
@@ -131,10 +134,10 @@ def _choose_backward_params_algorithm(
 def correlate(
     xp: Any, x: Any, weight: Any, bias: Any | None, strides: WindowStrides, sizes: Sequence[int], out: Any = None
 ) -> Any:
-    """Return y[b, o] = sum over c and places of weight[o, c, place] x[b, c, window at place] + bias[o].
+    """Return y[b, o] = sum over c and window offsets of weight[o, c, offset] x[b, c, window at offset] + bias[o].
 
     x: (samples, channels, *cells); weight: (outputs, channels / groups, *kernel); y: (samples, outputs, *sizes), summed
-    in the order of places. out: y is added to it, without a bias."""
+    in the order of offsets. out: array to which y is added, without a bias."""
     y = xp.zeros((x.shape[0], weight.shape[0], *sizes), dtype=x.dtype) if out is None else out
     groups = strides.groups
     for offset, outputs, cells in strides.iterate_window_offsets(sizes, x.shape[2:]):
@@ -150,7 +153,7 @@ def correlate(
 def correlate_backward_input(
     xp: Any, weight: Any, dy: Any, strides: WindowStrides, shape: Sequence[int], bias: Any | None = None
 ) -> Any:
-    """Return the gradient of x, of `shape`, plus bias (channels,)."""
+    """Return the gradient of x, which has `shape`, plus bias (channels,)."""
     groups, sizes = strides.groups, dy.shape[2:]
     dx = xp.zeros(tuple(shape), dtype=dy.dtype)
     for offset, outputs, cells in strides.iterate_window_offsets(sizes, shape[2:]):
@@ -181,7 +184,7 @@ def correlate_backward_params(
 
 
 def _get_weights_at_offset(weight: Any, offset: tuple[int, ...], groups: int) -> Any:
-    """Return the weights at one place, (groups, outputs / groups, channels / groups)."""
+    """Return the weights at one window offset, (groups, outputs / groups, channels / groups)."""
     return weight[(slice(None), slice(None), *offset)].reshape(groups, weight.shape[0] // groups, weight.shape[1])
 
 

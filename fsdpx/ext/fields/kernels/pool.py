@@ -14,8 +14,8 @@ __all__ = ["avg_pool", "avg_pool_backward", "max_pool", "max_pool_backward"]
 
 @kernel(bits=False)
 def max_pool(xp: Any, x: Any, strides: WindowStrides, sizes: Sequence[int]) -> tuple[Any, Any]:
-    """Return the maximum under each window of x (samples, channels, *cells), NaN counting as larger than all, and its
-    place in the window, int32: the first of equals."""
+    """Return the maximum under each window of x (samples, channels, *cells), and its flat offset in the window, int32.
+    NaN counts as larger than any number; of equal cells, the first is the maximum."""
     y = xp.full((*x.shape[:2], *sizes), -math.inf, dtype=x.dtype)
     winner = xp.zeros(y.shape, dtype="int32")
     for offset, outputs, cells in strides.iterate_window_offsets(sizes, x.shape[2:]):

@@ -1,5 +1,5 @@
 """Compiled convolutions: one-cell windows by BLAS, 3 x 3 windows with stride 1 and many channels by Winograd's F(4 x 4,
-3 x 3), a quarter of the multiplications (Lavin, Gray 2016), and all others by strips of outputs.
+3 x 3), which needs a quarter of the multiplications (Lavin, Gray 2016), and all others by strips of outputs.
 
 A tile of 4 x 4 results is a bilinear function of its 6 x 6 pixels and the window, A [(G w G^T) * (B d B^T)] A^T with
 constant matrices; summed over channels, each of the 36 elementwise products is a matmul, by strips, or by BLAS for the
@@ -58,7 +58,8 @@ Matrix = Sequence[Sequence[float]]
 
 
 def make_linear_combination(matrix: Matrix) -> Any:
-    """Return a compiled function: to[i] = the sum of matrix[i][j] source[j], where each element is LANES numbers.
+    """Return a compiled function that computes to[i] = sum over j of matrix[i][j] * source[j], where each element is
+    LANES numbers.
 
     All elements are read before any is written. Addresses and steps are in bytes."""
 
@@ -99,9 +100,9 @@ def make_winograd_input_loop(matrix: Matrix, step: int, name: str) -> Any:
     """Return the compiled loop that transforms patches of (samples, height, width, channels): planes[i k + j, tile] =
     (matrix patch matrix^T)[i, j], with k rows of the matrix.
 
-    A tile's patch begins `step` after that of the tile before it, the first one at `edge`; pixels outside the image are
-    0. first, last: range of tiles, counted over all samples. base: the first tile in the planes. down, right: tiles of
-    a sample along each dim."""
+    The patch of each tile begins `step` pixels after that of the previous tile, the first one at `edge`; pixels outside
+    the image are 0. first, last: range of tiles, counted over all samples. base: the first tile in the planes. down,
+    right: number of tiles of a sample along each dim."""
     rows, size, combine = len(matrix), len(matrix[0]), make_linear_combination(matrix)
 
     def input_loop(first, last, image, planes, base, edge, down, right):
@@ -169,8 +170,8 @@ def make_winograd_output_loop(matrix: Matrix, step: int, name: str) -> Any:
 
 
 PLANES, ONES = 36, 7
-"""PLANES: products of a tile. ONES: a plane whose element enters each result once, so that a bias added to it is added
-to all results."""
+"""PLANES: number of products of a tile. ONES: a plane whose element enters each result once, so that a bias added to it
+is added to all results."""
 A = ((1, 1, 1, 1, 1, 0), (0, 1, -1, 2, -2, 0), (0, 1, 1, 4, 4, 0), (0, 1, -1, 8, -8, 1))
 B = (
     (4, 0, -5, 0, 1, 0), (0, -4, -4, 1, 1, 0), (0, 4, -4, -1, 1, 0), (0, -2, -1, 2, 1, 0), (0, 2, -1, -2, 1, 0),
@@ -185,7 +186,7 @@ TILE_BLOCK = 1 << 21
 TILES_PER_STEP = 64
 """Minimum number of tiles in a block: the weights are read once for each block."""
 LONG = 256
-"""Longest run of products summed at once: rounding grows with the length of a sum."""
+"""Maximum number of products summed at once: rounding errors grow with the length of a sum."""
 
 
 def _transpose(matrix: Any) -> Any:
@@ -243,7 +244,8 @@ def _convolve_winograd_tiles(first, last, x, y, u, block, row, start, edge, down
 def convolve_winograd(x: np.ndarray, weight: np.ndarray, bias: Any, padding: int, backward: bool = False) -> np.ndarray:
     """Return y (samples, height, width, out) of x (samples, height, width, in) and weight (out, in, 3, 3).
 
-    backward: x is the gradient of the output and y that of the input; pass 2 - padding."""
+    backward: x is the gradient of the output and y the gradient of the input; `padding` is then 2 minus the padding of
+    the convolution."""
     (n, height, width, inner), outer = x.shape, weight.shape[1 if backward else 0]
     y = np.empty((n, height + 2 * padding - 2, width + 2 * padding - 2, outer), x.dtype)
     down, right = count_tiles(y.shape[1]), count_tiles(y.shape[2])
@@ -257,7 +259,7 @@ def convolve_winograd(x: np.ndarray, weight: np.ndarray, bias: Any, padding: int
 
 
 def winograd_backward_weight(gemm_address: int, x: np.ndarray, dy: np.ndarray, padding: int) -> np.ndarray:
-    """Return the gradient of the weight, (out, 3, 3, in)."""
+    """Return the gradient of the weight with channels last, (out, 3, 3, in)."""
     inner, outer = x.shape[3], dy.shape[3]
     down, right = count_tiles(dy.shape[1]), count_tiles(dy.shape[2])
     du, dw = _allocate_planes(x, outer * inner), np.zeros((outer, 3, 3, inner), x.dtype)

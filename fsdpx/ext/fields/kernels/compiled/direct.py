@@ -2,8 +2,9 @@
 
 A strip of neighboring outputs, with some lanes of channels each, stays in registers while the loop runs over the cells
 under their windows: each number of a cell is multiplied by a row of weights. Where windows reach beyond the field, only
-the places inside count. If there are few outputs, lanes are channels of the field instead, and are summed at the end.
-The gradient of the weights keeps some rows of weights in registers while the loop runs over outputs."""
+the window offsets inside it are computed. If there are few output channels, lanes are channels of the field instead,
+and are summed at the end. The gradient of the weights keeps some rows of weights in registers while the loop runs over
+outputs."""
 
 from __future__ import annotations
 
@@ -35,19 +36,19 @@ __all__ = [
 ]  # fmt: skip
 
 WIDE, NARROW = 64, 32
-"""Bytes of the channels computed together, and of the last, incomplete block of them."""
+"""Bytes of the channels that are computed together, and of the last, incomplete block of channels."""
 WIDE_ROWS, NARROW_ROWS = 6, 8
 """Maximum outputs of a strip: as many as fit into registers."""
 FEW_OUTPUTS = (8, 6, 4, 3)
-"""Maximum cells of a strip with one, two, three, four outputs."""
+"""Maximum number of cells of a strip with one, two, three and four output channels."""
 NEAR_BYTES = 3 << 13
 """Bytes of the cells and output gradients over which the gradient of weights loops repeatedly, so that they stay in the
 cache."""
 
 
 def make_strip_loop(nbytes: int, max_rows: int) -> Any:
-    """Return the compiled loop of a strip: y[b] = start[b] + the sum over places (i, j, k) and r of x[b + place, r]
-    w[place, r], where each w is a row of `nbytes`. Addresses and steps are in bytes."""
+    """Return the compiled loop of a strip: y[b] = start[b] + the sum over offsets (i, j, k) and r of x[b + offset, r]
+    w[offset, r], where each w is a row of `nbytes`. Addresses and steps are in bytes."""
 
     @intrinsic
     def run_strip(typingctx: Any, like: Any, rows: Any, y: Any, y_step: Any, start: Any, start_step: Any, x: Any,
@@ -86,8 +87,8 @@ def make_strip_loop(nbytes: int, max_rows: int) -> Any:
 
 
 def make_dot_product_loop(outputs: int, max_rows: int) -> Any:
-    """Return the compiled loop of a strip of few outputs: y[b, o] = start[b, o] + the sum over places (i, j, k) and r
-    of x[b + place, r] w[o, place, r], for `run` rows of NARROW bytes. Addresses and steps are in bytes."""
+    """Return the compiled loop of a strip of few outputs: y[b, o] = start[b, o] + the sum over offsets (i, j, k) and r
+    of x[b + offset, r] w[o, offset, r], for `run` rows of NARROW bytes. Addresses and steps are in bytes."""
 
     @intrinsic
     def run_dots(typingctx: Any, like: Any, rows: Any, y: Any, y_step: Any, start: Any, start_step: Any, x: Any,
@@ -126,7 +127,7 @@ def make_dot_product_loop(outputs: int, max_rows: int) -> Any:
 
 
 def emit_row_sum(builder: Any, row: Any) -> Any:
-    """Emit the sum of a row, by halves."""
+    """Emit the sum of a row, adding its halves repeatedly."""
     index = ir.IntType(32)
     while (half := row.type.count // 2) > 0:
         none, kind = ir.Constant(row.type, ir.Undefined), ir.VectorType(index, half)
@@ -137,7 +138,7 @@ def emit_row_sum(builder: Any, row: Any) -> Any:
 
 
 def make_outer_product_loop(nbytes: int, max_rows: int) -> Any:
-    """Return the compiled loop of some rows of a gradient: w[b] += the sum over places (i, j) of x[place, b] dy[place],
+    """Return the compiled loop of some rows of a gradient: w[b] += the sum over outputs (i, j) of x[i, j, b] dy[i, j],
     where each w and dy is a row of `nbytes`."""
 
     @intrinsic
@@ -227,18 +228,18 @@ _wide_outer, _narrow_outer = make_outer_product_loop(WIDE, 6), make_outer_produc
 
 @register_jitable
 def _can_use_dot_loop(outputs, nbytes):
-    """Return whether lanes should be channels of the field: for few outputs, and channels that fill whole rows. nbytes:
-    of the channels of a cell."""
+    """Return whether lanes can be channels of the field: if there are few outputs, and the channels fill entire rows.
+    nbytes: bytes of the channels of a cell."""
     return outputs <= len(FEW_OUTPUTS) and nbytes % NARROW == 0
 
 
 @jit
 def _pack_weights(weight, packed, places, swapped, unpack):
-    """Copy weights into blocks of lanes: packed[block, places, c, lane] = weight[o, c, places], or packed[block, lane,
-    places, c] for few outputs.
+    """Copy weights into blocks of lanes: packed[block, offset, c, lane] = weight[o, c, offset], or packed[block, lane,
+    offset, c] for few outputs.
 
-    places (3 dims, 3): number, first, and step to the next. swapped: channels and outputs are swapped. unpack: add
-    `packed` to `weight` instead."""
+    places (3 dims, 3): number of window offsets, the first, and the step to the next. swapped: the weight has channels
+    and outputs swapped. unpack: add `packed` to `weight` instead."""
     outer, inner = (weight.shape[1], weight.shape[0]) if swapped else (weight.shape[0], weight.shape[1])
     word, first, base = weight.itemsize, 0, 0
     while first < outer:
@@ -265,8 +266,8 @@ def _pack_weights(weight, packed, places, swapped, unpack):
 
 @register_jitable
 def _choose_strip_rows(rows, limit):
-    """Return the outputs of the next strip of a line; the last two strips have about the same size, rather than a full
-    one and a small rest."""
+    """Return the number of outputs in the next strip of a line that has `rows` outputs left. The last two strips have
+    about the same size, instead of a full strip and a small rest."""
     return limit if rows >= 2 * limit or rows == limit else min(rows, limit) if rows <= limit else (rows + 1) // 2
 
 
@@ -299,8 +300,8 @@ def _store_scalar(typingctx: Any, value: Any, address: Any) -> Any:
 def run_strips_of_line(
     like, wide, long, x, x_step, y, y_step, start, add, valid, scratch, w, counts, x_steps, w_steps, run
 ):
-    """Compute a line of outputs, strip by strip. valid: lanes in use; an incomplete last row of channels goes through
-    `scratch`."""
+    """Compute a line of outputs, strip by strip. valid: number of lanes in use; an incomplete last row of channels is
+    computed in `scratch`."""
     at, most, word = 0, WIDE_ROWS if wide else NARROW_ROWS, scratch.itemsize
     partial = valid * word < (WIDE if wide else NARROW)
     while at < long:
@@ -325,7 +326,7 @@ def run_strips_of_line(
 
 @register_jitable
 def _run_dots_of_line(like, outputs, long, x, x_step, y, y_step, start, add, w, w_step, counts, x_steps, w_steps, run):
-    """Compute a line of few outputs, strip by strip. run: bytes."""
+    """Compute a line of outputs with few channels, strip by strip. run: bytes to multiply at each window offset."""
     at, most, run = 0, FEW_OUTPUTS[outputs - 1], run // NARROW
     while at < long:
         rows = _choose_strip_rows(long - at, most)
@@ -344,7 +345,8 @@ def _run_dots_of_line(like, outputs, long, x, x_step, y, y_step, start, add, w, 
 
 @register_jitable
 def _locate_line_in_runs(line, runs):
-    """Return a line's sample, its run of outputs with the same places, and its output along the first dim."""
+    """Return a line's sample, its run of outputs with the same window offsets, and its output index along the first
+    dim."""
     lines, a = 0, 0
     for run in range(runs.shape[0]):
         lines += runs[run, 1] - runs[run, 0]
@@ -362,9 +364,10 @@ def _convolve_lines(
     """Compute the outputs of some lines (indices along the first dim, counted over all samples), strip by strip.
 
     x, y: addresses of the first cell of the field and of the first output. x_steps, y_steps: bytes from sample to
-    sample, then along each dim. moves (3 dims, 3): bytes in x from an output to the next, from a place to the next, and
-    before the first. runs: (start, stop, first place, last place) of outputs with the same places, bounds[d] of them
-    for dim d. sizes: places of the window. start: initial value of outputs, unless `add`."""
+    sample, then along each dim. moves (3 dims, 3): bytes in x from an output to the next, from a window offset to the
+    next, and before the first. runs: (start, stop, first offset, end of offsets) of outputs with the same window
+    offsets, bounds[d] of them for dim d. sizes: number of window offsets along each dim. start: initial value of
+    outputs, unless `add`."""
     use_widest_vectors()
     like, word = packed.dtype.type(0), packed.itemsize
     places = sizes[0] * sizes[1] * sizes[2]
@@ -415,8 +418,8 @@ def _convolve_lines(
 def _add_weight_gradient(
     from_plane, to_plane, x, dy, x_steps, y_steps, moves, runs, bounds, channels, sizes, packed, outputs, samples
 ):
-    """Add the gradient of the weights at some places of the first two dims to `packed`; the other arguments are those
-    of `_convolve_lines`."""
+    """Add the gradient of the weights at some window offsets of the first two dims to `packed`; the other arguments are
+    those of `_convolve_lines`."""
     use_widest_vectors()
     like, word = packed.dtype.type(0), packed.itemsize
     merged = moves[2, 1] == channels * word
@@ -464,10 +467,10 @@ def _add_weight_gradient(
 def convolve_direct(
     x: np.ndarray, weight: np.ndarray, bias: Any, strides: WindowStrides, y: np.ndarray, add: bool, places: Any = None
 ) -> None:
-    """Compute y (+)= the sums over windows of x by the weights; without `add`, plus `bias` (outputs,).
+    """Convolve x with `weight`; add the sums to y if `add`, else write the sums plus `bias` (outputs,) to y.
 
-    x and y have channels last. places: (number, first, step) of the places of the weights to use, for each dim; the
-    outputs of the weights are then channels of x, and their channels outputs."""
+    x and y have channels last. places: for each dim, (number, first, step) of the window offsets to use; the outputs of
+    the weight are then channels of x, and its channels are outputs of y."""
     if not y.size:
         return
     turned, kernel = places is not None, _reshape_to_three_dims(weight)
@@ -542,7 +545,7 @@ def direct_backward_weight(x: np.ndarray, dy: np.ndarray, strides: WindowStrides
 
 
 def _round_up_to_lanes(outputs: int, dtype: Any) -> int:
-    """Return the outputs rounded up to whole narrow rows."""
+    """Return the number of outputs, rounded up to full narrow rows."""
     narrow = NARROW // dtype.itemsize
     return -(-outputs // narrow) * narrow
 
@@ -576,8 +579,8 @@ class _OutputRuns(NamedTuple):
 def _find_output_runs(
     strides: WindowStrides, sizes: tuple[int, ...], cells: tuple[int, ...], add: bool
 ) -> _OutputRuns | None:
-    """Return the runs of outputs, or None if there are no outputs. add: leave out outputs to which no place
-    contributes."""
+    """Return the runs of outputs, or None if there are no outputs. add: leave out outputs that no window offset
+    contributes to."""
     rows = [*zip(strides.kernel, strides.stride, strides.dilation, strides.first, sizes, cells, strict=True)]
     rows = [(1, 1, 1, 0, 1, 1)] * (3 - len(rows)) + rows
     found, met, moves = [], [], []

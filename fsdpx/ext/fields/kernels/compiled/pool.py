@@ -164,11 +164,11 @@ def avg_pool_backward(
 
 
 def _make_window_table(strides: WindowStrides) -> np.ndarray:
-    """Return kernel, stride, dilation and first cell of each dim, (3 dims, 4)."""
+    """Return kernel size, stride, dilation and first cell of each dim as an array (3 dims, 4)."""
     rows = [*zip(*strides[:4], strict=True)]
     return np.array([(1, 1, 1, 0)] * (3 - len(rows)) + rows)
 
 
 def _to_three_dims(cells: np.ndarray) -> np.ndarray:
-    """Reshape (samples, *cells, channels) to three dims of cells, by adding dims of size 1."""
+    """Reshape (samples, *cells, channels) to exactly three cell dims, by adding dims of size 1."""
     return cells.reshape(cells.shape[0], *(1,) * (5 - cells.ndim), *cells.shape[1:])
