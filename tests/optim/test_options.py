@@ -258,7 +258,7 @@ KINDS = {
     "EMA": (lambda **options: AveragedOptimizer(optim.AdamW(**options), optim.EMA(0.9)), {}),
     "SWA": (lambda **options: AveragedOptimizer(optim.SGD(**options), optim.SWA(start=2)), {}),
     "Muon": (optim.Muon, {}),
-    "LAMB": (optim.LAMB, {"grain": 1024}),
+    "LAMB": (optim.LAMB, {"shard_alignment": 1024}),
 }
 BOTH = pytest.mark.usefixtures("mode")
 for _name, (_make, _more) in KINDS.items():
