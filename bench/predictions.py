@@ -121,11 +121,11 @@ def options_of(one: Configuration) -> dict[str, Any]:
 def flops_of(one: Configuration) -> float:
     """FLOP of a forward of one rank, by a dry run."""
     from fsdpx.core.array.shapes import ShapeArray
-    from fsdpx.core.array.shapes.flop_counter import count_work
+    from fsdpx.core.array.shapes.flop_counter import counting_work
     from fsdpx.nn.linearize import linearize, output_shapes
 
     (shape, _), _ = batch_of(one)
-    with count_work() as work:
+    with counting_work() as work:
         output_shapes(linearize(model_of(one)), [ShapeArray(shape, "float32")])
     return work.flops / one.ranks
 

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from fsdpx.core.base.processor import read_cpuinfo
+from fsdpx.core.base.processor import read_cpuinfo_field
 
 RESULTS = Path(__file__).parent / "results"
 QUICK = Path(__file__).parents[1] / "build" / "bench"
@@ -53,7 +53,7 @@ def load(name: str, folder: Path = RESULTS) -> dict[str, Any] | None:
 def machine() -> str:
     """The machine and the versions in a line."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    processor = read_cpuinfo("model name") or platform.processor() or platform.machine()
+    processor = read_cpuinfo_field("model name") or platform.processor() or platform.machine()
     parts = [f"{processor}, {cores} cores, {platform.system()}, Python {platform.python_version()}"]
     return ", ".join(parts + [f"{name} {_version(name)}" for name in ("numpy", "numba", "mkl", "mpich", "torch")])
 

@@ -23,7 +23,7 @@ OPENED_ELSEWHERE = {
         "core/comm/mpi/start_watchdog.py get_process_start_time open",
         "core/comm/node/shared_windows.py get_shared_memory_id read_text",
         "core/comm/mpi/start.py _identify_job read_bytes", "core/comm/mpi/start.py _identify_job read_text",
-        "core/comm/mpi/start.py _find_mapped_files read_text", "core/base/processor.py read_cpuinfo read_text",
+        "core/comm/mpi/start.py _find_mapped_files read_text", "core/base/processor.py read_cpuinfo_field read_text",
         "core/state/footprint.py _find_control_group_limits read_text",
         "core/state/footprint.py _parse_kilobyte_lines read_text",
         "core/state/footprint.py find_memory_budget read_text", "ext/watch/rank_exits.py get_process_state read_text",

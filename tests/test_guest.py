@@ -180,53 +180,53 @@ def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_a_hook_is_in_place_while_somebody_holds_it(module: Any) -> None:
     before, (a, b), comm = module.f, (Place(), Place()), Comm()
-    hooks.hold_hooks(a, comm)
-    hooks.hold_hooks(b, comm)
-    hooks.hold_hooks(a, comm)
+    hooks.install_hooks_for_owner(a, comm)
+    hooks.install_hooks_for_owner(b, comm)
+    hooks.install_hooks_for_owner(a, comm)
     assert (module.f(), hooks.find_communicator_to_abort()) == (["ours", "theirs"], comm)
-    hooks.release_hooks(a)
+    hooks.release_hooks_of_owner(a)
     assert module.f() == ["ours", "theirs"]
     del b
     gc.collect()
     assert (module.f, hooks.find_communicator_to_abort()) == (before, None)
-    hooks.release_hooks(a)
+    hooks.release_hooks_of_owner(a)
     assert module.f is before
 
 
 def test_a_hook_that_is_set_over_ours_stays(module: Any) -> None:
     before, a, comm = module.f, Place(), Comm()
-    hooks.hold_hooks(a, comm)
+    hooks.install_hooks_for_owner(a, comm)
     under = module.f
     over = module.f = lambda: ["over", *under()]
-    hooks.hold_hooks(b := Place(), comm)  # ours comes first again, and once
+    hooks.install_hooks_for_owner(b := Place(), comm)  # ours comes first again, and once
     assert module.f() == ["ours", "over", "theirs"]
-    hooks.release_hooks(a)
-    hooks.release_hooks(b)
+    hooks.release_hooks_of_owner(a)
+    hooks.release_hooks_of_owner(b)
     assert module.f is over
     assert module.f() == ["over", "theirs"]
     module.f = under  # as it puts back what it found
-    hooks.hold_hooks(a, comm)
+    hooks.install_hooks_for_owner(a, comm)
     assert module.f() == ["ours", "theirs"]
-    hooks.release_hooks(a)
+    hooks.release_hooks_of_owner(a)
     assert module.f is before
 
 
 def test_an_exception_holds_hooks_as_long_as_it_lives(module: Any) -> None:
     before, comm = module.f, Comm()
     try:
-        with hooks.release_hooks_after_block():
-            hooks.hold_hooks(comm, comm)
+        with hooks.releasing_hooks_after_block():
+            hooks.install_hooks_for_owner(comm, comm)
             raise ValueError
     except ValueError:
         assert module.f() == ["ours", "theirs"]
         assert hooks.find_communicator_to_abort() is comm
     assert module.f is before
-    hooks.hold_hooks(a := Place(), comm)
-    with hooks.release_hooks_after_block():  # who held before holds after
-        hooks.hold_hooks(a, comm)
-        hooks.hold_hooks(comm, comm)
+    hooks.install_hooks_for_owner(a := Place(), comm)
+    with hooks.releasing_hooks_after_block():  # who held before holds after
+        hooks.install_hooks_for_owner(a, comm)
+        hooks.install_hooks_for_owner(comm, comm)
     assert module.f() == ["ours", "theirs"]
-    hooks.release_hooks(a)
+    hooks.release_hooks_of_owner(a)
     assert module.f is before
 
 

@@ -20,8 +20,8 @@ from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.base import config, environment
 from fsdpx.core.base.config import Precision
 from fsdpx.core.base.extensions import list_extensions
-from fsdpx.core.base.messages import report_if_slow
-from fsdpx.core.base.processor import read_cpuinfo
+from fsdpx.core.base.messages import reporting_if_slow
+from fsdpx.core.base.processor import read_cpuinfo_field
 from fsdpx.core.comm.node.persistent import compile_collective_kernels
 from fsdpx.core.compression import make_codec
 from fsdpx.core.engine.warmup import list_kernel_names, list_warm_up_calls, run_warm_up_calls
@@ -55,13 +55,13 @@ def compile_kernels(args: argparse.Namespace) -> str:
     for name in dict.fromkeys(args.example):
         calls += _list_compile_calls(list_model_and_loss_kernels(name), config.resolve_precision(args.precision))
     before, begin = set(folder.glob("*.code")), perf_counter()
-    with report_if_slow(True, "compiling kernels") as count:
+    with reporting_if_slow(True, "compiling kernels") as count:
         run_warm_up_calls(calls, count=count)
     what = "all models" if args.all else f"{', '.join(dict.fromkeys(args.example))} in {args.precision}"
     new = set(folder.glob("*.code")) - before
     if not code_cache.can_keep_code():
         return f"kernels of {what} are compiled; Numba keeps them where NUMBA_CACHE_DIR says, else beside fsdpx"
-    processor = read_cpuinfo("model name") or platform.machine()
+    processor = read_cpuinfo_field("model name") or platform.machine()
     versions = f"Python {platform.python_version()}, NumPy {np.__version__}, Numba {describe_version('numba')}"
     return (
         f"kernels of {what} are in {folder}\n"
@@ -84,8 +84,8 @@ def _require_writable_code_folder() -> Path:
 def _list_compile_calls(runs: Iterable[str], precision: Precision) -> list[Callable[[], Any]]:
     """Return calls that compile what a trainer of this precision with these kernels needs, including collectives in
     shared memory."""
-    dtypes = parse_dtype(precision.compute), parse_dtype(precision.gradient_dtype), parse_dtype(precision.updated_dtype)
-    rounded = precision.updated_dtype != precision.gradient_dtype
+    dtypes = parse_dtype(precision.compute), parse_dtype(precision.gradient_dtype), parse_dtype(precision.master_dtype)
+    rounded = precision.master_dtype != precision.gradient_dtype
     optimizers = [RoundedOptimizer(one, precision.rounding == "kahan") if rounded else one for one in OPTIMIZERS]
     warm = partial(
         make_codec(None, precision.reduce_dtype, precision.gradient_dtype).warm_up,

@@ -93,7 +93,7 @@ def diagnose_ranks(comm: Communicator) -> tuple[bool, list[tuple[str, str]]]:
         *([("GPU arrays", _describe_gpu_transport(comm))] if seats else []),
         *(("all-reduce", text) for text, _ in speed),
     ]
-    notes = list_warnings(facts, visible_devices.find_shared_gpus(seats) if seats else [])
+    notes = list_warnings(facts, visible_devices.find_ranks_sharing_gpus(seats) if seats else [])
     if environment.read_environment().launcher is None and comm.size == 1 and (why := explain_launcher_failure()):
         notes.append(why)
     healthy = all(right for _, right in speed) and not (why_not and any(one.gpus for one in facts))
@@ -161,7 +161,7 @@ def _describe_mpi(threads: str | None) -> str:
     """Return the MPI library that this process has loaded, and where it was found, as text."""
     if threads is None:
         return f"not in use; Python would load {info.describe_mpi()}"
-    path, wanted = visible_devices.find_mpi_library_path(), environment.get_mpi_library()
+    path, wanted = visible_devices.find_mpi_library_path(), environment.get_requested_mpi_library()
     how = f"MPI4PY_LIBMPI={wanted}" if wanted else "where the system looks for libraries"
     wheels = {sys.prefix, sys.base_prefix} - {"/usr"}  # a library in /usr is the system's
     if not wanted and path is not None and path.startswith(tuple(wheels)):
@@ -187,7 +187,7 @@ def _describe_gpu_transport(comm: Communicator) -> str:
     """Return the transport of GPU arrays without backend='nccl' as text, and the evidence for it. Collective."""
     if get_backend_name() not in ("mpi", "node"):
         return "staged through the host"
-    found = visible_devices.probe_gpu_awareness(environment.is_mpi_gpu_aware()) if comm.rank == 0 else None
+    found = visible_devices.probe_gpu_awareness(environment.get_gpu_aware_mpi_setting()) if comm.rank == 0 else None
     aware = comm.all_gather_data(found)[0]
     return f"{'given to MPI' if aware.able else 'staged through the host'}: {'; '.join(aware.evidence)}"
 

@@ -87,7 +87,7 @@ def format_info_or_leftovers(args: argparse.Namespace) -> str:
 def _describe_half_matmul(kind: str) -> str:
     """Return the library that multiplies matrices of a 16-bit format, and the instructions it uses."""
     able = (
-        " and ".join(blas.load_half_matmul().list_instructions(kind))
+        " and ".join(blas.load_half_matmul().list_half_instructions(kind))
         or "no instructions of the processor: slower than float32"
     )
     return f"{blas.load_half_matmul().get_selected_library(kind)} ({able})"

@@ -321,14 +321,14 @@ def find_default_rank_count(
     or the cores of this machine."""
     if hostfile is None and nodes is not None and per_node is not None:
         return nodes * per_node, "--nodes and --nproc-per-node"
-    made = environment.find_hostfile() if hostfile is None else (hostfile, "--hostfile")
-    allocated = environment.count_allocated_ranks() if hostfile is None else None
+    made = environment.find_hostfile_and_variable() if hostfile is None else (hostfile, "--hostfile")
+    allocated = environment.get_allocated_ranks_and_variable() if hostfile is None else None
     if made is not None and allocated is None:
         hosts = read_hostfile(Path(made[0]))[:nodes]
         if per_node is None and hostfile is not None and not all(host.slots for host in hosts):
             raise LaunchError(f"{made[0]} does not say how many ranks a host takes: say -n or --nproc-per-node")
         return sum(min(host.slots or per_node or 1, per_node or host.slots or 1) for host in hosts), made[1]
-    if per_node is not None and (nodes == 1 or environment.has_one_host()):
+    if per_node is not None and (nodes == 1 or environment.is_single_host_job()):
         return per_node, "--nproc-per-node on one host"
     if allocated is not None:
         return allocated

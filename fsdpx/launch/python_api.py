@@ -80,7 +80,7 @@ def launch(  # type: ignore[misc]  # mypy does not know that *args take any *Ts
         _run_job_or_raise(config, ["-m", __name__, str(folder), _hash_bytes(packed)])
         return _read_results_by_rank(folder)
     finally:
-        safe_files.remove_folder(folder)
+        safe_files.remove_own_folder(folder)
 
 
 def _run_job_or_raise(config: LaunchConfig, program: Sequence[str]) -> None:
@@ -94,7 +94,7 @@ def _make_python_path_variable() -> dict[str, str]:
     """Return PYTHONPATH for the ranks if this process finds fsdpx only through a folder on its own path, else {}."""
     home = str(Path(__file__).parents[2])
     installed = home in (*site.getsitepackages(), site.getusersitepackages())
-    return {} if installed or home not in sys.path else {"PYTHONPATH": environment.prepend_python_path(home)}
+    return {} if installed or home not in sys.path else {"PYTHONPATH": environment.make_prepended_python_path(home)}
 
 
 def _pickle_call(what: Callable[..., Any], args: Sequence[Any]) -> bytes:

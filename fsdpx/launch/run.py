@@ -149,7 +149,7 @@ def run_job(
         kept = "" if ending.kind == "preempted" else f". Records: {folder}"
         _log_line(f"{ending.text}{'' if seconds is not None or reason == ending.kind else f'; {reason}'}{kept}")
     if config.folder is None and ending.kind in ("done", "preempted"):
-        safe_files.remove_folder(folder)
+        safe_files.remove_own_folder(folder)
     (folder / _OWNER_FILE).unlink(missing_ok=True)  # the records are left for the user, so no later start removes them
     return ending
 
@@ -236,7 +236,7 @@ def _create_and_require_writable(folder: Path, option: str) -> Path:
 
 def _recreate_private_folder(own: Path) -> Path:
     """Return an empty folder for a start that no other user can enter; LaunchError if another user has made it."""
-    safe_files.remove_folder(own)
+    safe_files.remove_own_folder(own)
     try:
         return safe_files.make_folder(own)
     except safe_files.Untrusted as error:
@@ -301,7 +301,7 @@ def _run_once(
         "" if process.returncode >= 0 or asked else signal.Signals(-process.returncode).name,
     ).decide_ending()  # fmt: skip
     if ending.kind in ("done", "preempted"):
-        safe_files.remove_folder(own)
+        safe_files.remove_own_folder(own)
     elif flights:
         safe_files.write_file(own / "actions.txt", format_records(flights))
     return ending
@@ -334,7 +334,7 @@ class _SignalForwarder:
         if threading.current_thread() is threading.main_thread():
             for name in ("INT", *STOP_SIGNALS):
                 before = SignalHandler.from_signal(signal.Signals[f"SIG{name}"])
-                if not before.is_wanted():
+                if not before.is_needed_by_program():
                     self._before.append(before)
                     signal.signal(before.number, self._record_signal)
         return self

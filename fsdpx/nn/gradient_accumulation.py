@@ -12,8 +12,8 @@ import numpy as np
 
 from fsdpx.core.array import blas, kernels
 from fsdpx.core.array.devices import get_device_of_array
-from fsdpx.core.array.shapes.array import count_as_one_call
-from fsdpx.core.array.shapes.flop_counter import count_as_one_matmul
+from fsdpx.core.array.shapes.array import call_without_metering_temporaries
+from fsdpx.core.array.shapes.flop_counter import counting_as_one_matmul
 
 __all__ = [
     "BLANK",
@@ -202,7 +202,7 @@ def batched_matmul_in_dtype(xp: Any, a: Any, b: Any) -> Any:
         return found
     if np.dtype(a.dtype).itemsize != 2:
         return xp.matmul(a, b)
-    with count_as_one_matmul(a, b):
+    with counting_as_one_matmul(a, b):
         return xp.matmul(a.astype(np.float32), b.astype(np.float32)).astype(a.dtype)
 
 
@@ -263,8 +263,8 @@ def add_matmul_gradient(xp: Any, g: Mapping[str, Any], name: str, a: Any, b: Any
     elif _can_use_half_blas(xp, a, b):
         blas.load_half_matmul().multiply_half_into(out, a, b, add)
     elif not get_device_of_array(a).multiply_matrices_into(out, a, b, add):
-        with count_as_one_matmul(a, b):
-            count_as_one_call(_matmul_into, xp, out, add, a, b)
+        with counting_as_one_matmul(a, b):
+            call_without_metering_temporaries(_matmul_into, xp, out, add, a, b)
 
 
 def _matmul_into(xp: Any, out: Any, add: bool, a: Any, b: Any) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 from fsdpx.core.array.random import Random
-from fsdpx.core.base.arguments import check_constructor_arguments
+from fsdpx.core.base.arguments import wrap_constructor_with_argument_check
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.cache import KeyValueCache
 from fsdpx.nn.distribution import as_distributed
@@ -361,7 +361,7 @@ class Layer(ABC):
     """Parameter names of other libraries -> names in `specs`; None: the parameter is not needed here."""
 
     def __init_subclass__(cls) -> None:
-        check_constructor_arguments(cls)
+        wrap_constructor_with_argument_check(cls)
 
     def specs(self) -> dict[str, ParameterSpec]:
         """Return the `ParameterSpec` of every parameter by name, including those of children under dotted names."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from fsdpx.core.array import kernels
 from fsdpx.core.array.namespace import namespace_of
-from fsdpx.core.base.arguments import check_constructor_arguments
+from fsdpx.core.base.arguments import wrap_constructor_with_argument_check
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.nn.gradient_accumulation import accumulation_dtype, as_indices
 from fsdpx.nn.layer import Array, Layer, LayerContext, format_constructor, require_fraction
@@ -49,7 +49,7 @@ class Loss(ABC):
     acts on positions works with a sharded sequence: totals and weights of parts along dim 1 add up."""
 
     def __init_subclass__(cls) -> None:
-        check_constructor_arguments(cls)
+        wrap_constructor_with_argument_check(cls)
 
     @abstractmethod
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:

@@ -180,8 +180,8 @@ class BatchNorm(Layer):
     fields = True
     aliases: ClassVar = {"num_batches_tracked": None}
     kernel_names = (
-        "channel_affine", "channel_norm_backward", "channel_scales", "channel_slopes", "channel_squares",
-        "channel_sums", "channel_sums_with",
+        "batch_norm_backward_factors", "batch_norm_scales", "channel_affine", "channel_norm_backward",
+        "channel_squares", "channel_sums", "channel_sums_with",
     )  # fmt: skip
 
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, affine: bool = True) -> None:
@@ -216,10 +216,10 @@ class BatchNorm(Layer):
                 )
             running = (None, None) if env.recomputing else (p["running_mean"], p["running_var"])
             numbers = count, self.eps, self.momentum
-            rstd, scale = kernels.channel_scales(env.xp, squares, mean, weight, *running, *numbers)
+            rstd, scale = kernels.batch_norm_scales(env.xp, squares, mean, weight, *running, *numbers)
         else:
             mean, var, count = p["running_mean"], p["running_var"].astype(np.float64), 0.0
-            rstd, scale = kernels.channel_scales(env.xp, var, None, weight, None, None, 1.0, self.eps, 0.0)
+            rstd, scale = kernels.batch_norm_scales(env.xp, var, None, weight, None, None, 1.0, self.eps, 0.0)
         shift = p["bias"] if self.affine else env.xp.zeros_like(rstd)
         return kernels.channel_affine(env.xp, x, *_convert_channels(x, mean, scale, shift)), (x, mean, rstd, count)
 
@@ -230,7 +230,7 @@ class BatchNorm(Layer):
         if env.training and ranks.size > 1:
             whole = sums.copy()
             ranks.all_reduce(whole, what="BatchNorm backward").wait()
-        slopes = kernels.channel_slopes(env.xp, whole, rstd, p.get("weight"), count)
+        slopes = kernels.batch_norm_backward_factors(env.xp, whole, rstd, p.get("weight"), count)
         channels = _convert_channels(x, mean, *slopes)
         return kernels.channel_norm_backward(env.xp, dy, x, *channels), (sums,)
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.kernels.half import add_widened
-from fsdpx.core.base.config import convert_fields_to_python
+from fsdpx.core.base.config import convert_fields_to_python_numbers
 from fsdpx.core.base.name_hints import check_constructor_options
 from fsdpx.errors import ConfigError
 from fsdpx.optim.optimizer import (
@@ -40,7 +40,7 @@ class EMA:
     decay: float = 0.999
 
     def __post_init__(self) -> None:
-        convert_fields_to_python(self)
+        convert_fields_to_python_numbers(self)
         require_number_in_range(self, "decay", self.decay, below=1.0)
 
     def get_kept_share(self, step: int) -> float:
@@ -63,7 +63,7 @@ class SWA:
     every: int = 1
 
     def __post_init__(self) -> None:
-        convert_fields_to_python(self)
+        convert_fields_to_python_numbers(self)
         for name, value in vars(self).items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"SWA({name}={value!r}): a whole number of steps, 1 or more, is needed")

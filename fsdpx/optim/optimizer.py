@@ -19,7 +19,7 @@ from fsdpx.core.array.devices import get_device_of_array
 from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels import choice
 from fsdpx.core.array.parallel import parallel_for_rows
-from fsdpx.core.base.config import convert_fields_to_python, to_python_number
+from fsdpx.core.base.config import convert_fields_to_python_numbers, to_python_number
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.optim.segments import NORMS, ParamGroups, ShardSegments
 
@@ -301,7 +301,7 @@ def require_number_in_range(owner: object, name: str, value: object, below: floa
 
 def require_valid_hyperparameters(owner: Any) -> None:
     """Raise ConfigError unless lr, weight_decay and groups of `owner` are valid. `owner` checks its other options."""
-    convert_fields_to_python(owner)
+    convert_fields_to_python_numbers(owner)
     if not callable(owner.lr):
         require_number_in_range(owner, "lr", owner.lr)
     require_number_in_range(owner, "weight_decay", owner.weight_decay)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fsdpx.core.base.config import convert_fields_to_python
+from fsdpx.core.base.config import convert_fields_to_python_numbers
 from fsdpx.core.base.name_hints import check_constructor_options
 from fsdpx.errors import ConfigError
 from fsdpx.optim.optimizer import require_number_in_range
@@ -19,7 +19,7 @@ class Schedule:
     are 1 or more."""
 
     def __post_init__(self) -> None:
-        convert_fields_to_python(self)
+        convert_fields_to_python_numbers(self)
         for name, value in vars(self).items():
             if name not in ("steps", "every"):
                 if not callable(value):

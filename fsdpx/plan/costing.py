@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 from fsdpx.core.array.shapes.array import MemoryMeter, ShapeArray, Storage
-from fsdpx.core.array.shapes.flop_counter import WorkCount, count_work, count_work_again
+from fsdpx.core.array.shapes.flop_counter import WorkCount, counting_work, record_work
 from fsdpx.core.array.shapes.shape_cache import make_rebuild_plan, rebuild_from_plan
 from fsdpx.core.comm.calls import TimedTransfer
 from fsdpx.core.comm.communicator import TrafficCounters
@@ -133,7 +133,7 @@ class ActionCostRecorder(TimelineRecorder):
         made = self._known.get(key)
         if made is None:
             return self._run_first(key, run, roots, flags, constants) if key not in self._known else run()
-        count_work_again(made.work)
+        record_work(made.work)
         for axis, verb, calls, nbytes in made.calls:
             self.counters.add_calls(axis, verb, nbytes, calls)
         meter = self.meter
@@ -145,9 +145,9 @@ class ActionCostRecorder(TimelineRecorder):
         """Run the call, and remember its result and costs under `key` if its result can be rebuilt."""
         there, meter, before = len(constants), self.meter, self.counters.copy()
         peak, meter.peak, live = meter.peak, meter.live, meter.live
-        with count_work() as work:
+        with counting_work() as work:
             found = run()
-        count_work_again(work)
+        record_work(work)
         inner, meter.peak = meter.peak - live, max(peak, meter.peak)
         if len(constants) > there:
             return found

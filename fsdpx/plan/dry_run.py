@@ -15,11 +15,11 @@ from zlib import crc32
 
 import numpy as np
 
-from fsdpx.core.array.shapes.array import measure_memory
+from fsdpx.core.array.shapes.array import measuring_memory
 from fsdpx.core.base import environment
-from fsdpx.core.base.arguments import check_arguments
+from fsdpx.core.base.arguments import wrap_with_argument_check
 from fsdpx.core.base.safe_files import require_json_fields
-from fsdpx.core.base.version import __version__, get_version
+from fsdpx.core.base.version import __version__, get_package_version
 from fsdpx.core.comm.backend import FakeCommunicator, FakeNodeCommunicator
 from fsdpx.core.engine.activations import HeapRecorder
 from fsdpx.core.program import Program
@@ -53,7 +53,7 @@ if backend == "mpi":
     from mpi4py import MPI
 between = kilobytes()
 comm = fsdpx.init(backend)
-cores.share_cores_among_ranks(int(ranks))
+cores.set_threads_per_rank(int(ranks))
 blas.select_library(library)
 trainer = nn.GPT(16, 16, 2, 2, 8).as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(), tune=False)
 x = numpy.zeros((2, 8), "int64")
@@ -94,7 +94,7 @@ def measure_baseline(mpi: bool, blas: str, ranks_here: int) -> ProcessBaseline:
     products. ranks_here: ranks of this host. ConfigError if the measuring process fails."""
     key = {"machine": platform.node(), "python": sys.version, "blas": blas, "mpi": mpi, "ranks here": ranks_here}
     key |= {"code": code_cache.can_keep_code(), "fsdpx": __version__, "asked": crc32(CHILD_CODE.encode())} | {
-        name: get_version(name) for name in ("numpy", "numba", "mpi4py", "mkl")
+        name: get_package_version(name) for name in ("numpy", "numba", "mpi4py", "mkl")
     }
     known = tuning.load_record("process", key, lambda value: ProcessBaseline(**require_json_fields(value, _KINDS)))
     if known is not None:
@@ -186,7 +186,7 @@ class DryRun:
         return Footprint({name: part for name, part in parts.items() if part.rss}, here)
 
 
-@partial(check_arguments, when="failed")
+@partial(wrap_with_argument_check, when="failed")
 def dry_run(
     model: Layer,
     x: Any,
@@ -221,7 +221,7 @@ def dry_run(
         if name in options:
             raise ConfigError(f"dry_run decides {name} itself")
     comm = _make_fake_world(rank, ranks, ranks_per_host)
-    with measure_memory() as meter:
+    with measuring_memory() as meter:
         trainer = distribute(model, comm=comm, device="shape", **options)
         trainer.inspect.reset_counters()
         watch = HeapRecorder(trainer.inspect.engine, meter)
@@ -239,7 +239,7 @@ def _make_fake_world(rank: int, ranks: int, ranks_per_host: int) -> FakeCommunic
     """Return a communicator of an imagined world. Consecutive ranks share a host, as launchers place them."""
     if ranks_per_host < 1:
         raise ConfigError(f"ranks_per_host={ranks_per_host}: at least one rank is on a host")
-    if min(ranks, ranks_per_host) == 1 or not environment.read_environment().shares_memory or not 0 <= rank < ranks:
+    if min(ranks, ranks_per_host) == 1 or not environment.read_environment().can_share_memory or not 0 <= rank < ranks:
         return FakeCommunicator(rank, ranks)
     return FakeNodeCommunicator(rank, [one // ranks_per_host for one in range(ranks)])
 

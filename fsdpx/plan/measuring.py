@@ -18,15 +18,15 @@ import numpy as np
 
 from fsdpx import nn, optim
 from fsdpx.core.array import shapes
-from fsdpx.core.array.cores import count_threads_per_rank, count_usable_cores, share_cores_among_ranks
+from fsdpx.core.array.cores import count_threads_per_rank, count_usable_cores, set_threads_per_rank
 from fsdpx.core.array.kernels import relu
 from fsdpx.core.array.namespace import parse_dtype
-from fsdpx.core.array.shapes.flop_counter import WorkCount, count_work
+from fsdpx.core.array.shapes.flop_counter import WorkCount, counting_work
 from fsdpx.core.comm.communicator import Communicator, ReduceOp
 from fsdpx.core.comm.init import find_node_communicator
 from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.ext.gpu.cupy_devices import import_cupy, list_gpus
-from fsdpx.ext.offload.disk import get_disk_rates
+from fsdpx.ext.offload.disk import get_or_measure_disk_rates
 from fsdpx.nn.gradient_accumulation import matmul_in_dtype
 from fsdpx.plan import probes
 from fsdpx.plan.kernels import LONG, SHORT, WEIGHTS, KernelRates, count_weight_bytes, get_grid_point
@@ -49,7 +49,7 @@ def measure_this_machine(name: str, comm: Communicator, device: str = "cpu") -> 
 
     device: "cpu": ranks compute on cores; "cuda": on GPUs."""
     of = Processors() if device == "cpu" else Gpus()
-    share_cores_among_ranks(comm.all_gather_data(platform.node()).count(platform.node()))  # as in training
+    set_threads_per_rank(comm.all_gather_data(platform.node()).count(platform.node()))  # as in training
     compute, known = _measure_compute(comm, of), ("compute", "links")[: 1 + (comm.size > 1)]
     return Machine(name, _measure_levels(comm, of, compute), compute, _measure_disk(comm), known)
 
@@ -57,7 +57,7 @@ def measure_this_machine(name: str, comm: Communicator, device: str = "cpu") -> 
 def _measure_disk(comm: Communicator) -> DiskSpeed | None:
     """Return the speed of the disk of the working folder as rank 0 measures it, or None if it cannot be measured.
     Collective."""
-    rates, node = get_disk_rates(Path.cwd(), None) if comm.rank == 0 else None, find_node_communicator(comm)
+    rates, node = get_or_measure_disk_rates(Path.cwd(), None) if comm.rank == 0 else None, find_node_communicator(comm)
     hosts = 1 if node is None else len(node.ranks_by_host)
     own = None if rates is None else (rates.written, rates.read, rates.written * hosts)
     found = comm.all_gather_data(own)[0]
@@ -186,7 +186,7 @@ def _pair_with_counts(
 ) -> Iterator[tuple[WorkCount, Callable[[], Any]]]:
     """Yield each call with the work that the same call counts on shapes."""
     for call, shaped in zip(calls, dry, strict=True):
-        with count_work() as work:
+        with counting_work() as work:
             shaped()
         yield work, call
 

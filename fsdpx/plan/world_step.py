@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from fsdpx import nn, optim
 from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.array.shapes import ShapeArray
-from fsdpx.core.array.shapes.array import measure_memory
-from fsdpx.core.array.shapes.flop_counter import count_work
+from fsdpx.core.array.shapes.array import measuring_memory
+from fsdpx.core.array.shapes.flop_counter import counting_work
 from fsdpx.core.base.config import Precision, normalize_half_name
 from fsdpx.core.base.config import resolve_precision as formats_of
 from fsdpx.core.base.name_hints import require_known_options
@@ -254,7 +254,7 @@ class WorldStep:
     def _run_rank(self, place: MeshCoordinates, rows: int, microbatches: int, at: int) -> RankDryRun:
         """Run a step of one rank on shapes and return its costs. rows: its samples."""
         costing = ActionCostRecorder()
-        with count_work() as costing.work, measure_memory() as meter:
+        with counting_work() as costing.work, measuring_memory() as meter:
             trainer = self._make_trainer(self.mesh.rank_of(place), microbatches, at)
             trainer.inspect.reset_counters()
             costing.watch_trainer(trainer, meter)

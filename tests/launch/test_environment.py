@@ -23,10 +23,10 @@ from fsdpx.core.base.environment import (
     Environment,
     LauncherInfo,
     RendezvousStore,
-    check_single_process,
     copy_without_rank_variables,
     read_environment,
     require_expected_world_size,
+    require_single_process_and_get_note,
     set_rank_variables,
 )
 from fsdpx.core.comm import Communicator
@@ -118,7 +118,7 @@ def test_what_is_known_of_ranks_on_this_host():
 
 def test_variables_of_torchrun_mean_one_of_several():
     with pytest.raises(LaunchError) as caught:
-        check_single_process({"RANK": "1", "WORLD_SIZE": "2"})
+        require_single_process_and_get_note({"RANK": "1", "WORLD_SIZE": "2"})
     assert "RANK=1 and WORLD_SIZE=2 say that this process is one of 2, as torchrun sets them" in str(caught.value)
     assert "mpiexec -n 2 python ... (or srun), or unset RANK and WORLD_SIZE" in str(caught.value)
     assert "without MASTER_ADDR and MASTER_PORT (from 1 to 65535) it cannot meet the others" in str(caught.value)
@@ -156,12 +156,12 @@ def test_ranks_without_mpi_are_found_below_a_launcher_of_mpi_and_inside_it():
     ],
 )
 def test_a_process_alone_is_no_error(environ):
-    assert check_single_process(environ) == ""
+    assert require_single_process_and_get_note(environ) == ""
 
 
 def test_a_process_alone_in_a_job_of_several_tasks_goes_on_with_a_note():
     """A batch script may start several independent processes, an interactive shell may try something."""
-    note = check_single_process({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"})
+    note = require_single_process_and_get_note({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"})
     assert note == "this process is alone, in a Slurm job of 8 tasks: srun or mpiexec starts all of them"
 
 

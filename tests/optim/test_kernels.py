@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fsdpx import optim
 from fsdpx.core.array import kernels, shapes
 from fsdpx.core.array.kernels import choice
-from fsdpx.core.array.shapes.flop_counter import KernelPass, count_work
+from fsdpx.core.array.shapes.flop_counter import KernelPass, counting_work
 from fsdpx.optim import ShardSegment, ShardSegments
 from fsdpx.optim import optimizer as updates
 from fsdpx.optim.average import AveragedOptimizer
@@ -128,7 +128,7 @@ def test_arrays_that_hold_no_data_are_passed_over_once_and_not_updated():
         p, g, slots = shapes.empty(n, "float32"), shapes.empty(n, "float32"), {}
         for name in optimizer.slots:
             slots[name] = shapes.empty(n, "float32")
-        with count_work() as work:
+        with counting_work() as work:
             ran = update_parameters(optimizer, shapes, p, g, slots, lr=0.1, step=1, segments=segments)
         assert not ran
         assert dict(work.passes) == {KernelPass("update", 4, 4 * n * (3 + 2 * len(slots))): 1}

@@ -10,7 +10,7 @@ import pytest
 
 from fsdpx import nn
 from fsdpx.core.array import shapes
-from fsdpx.core.array.shapes.flop_counter import KernelPass, ProductCount, WorkCount, count_work
+from fsdpx.core.array.shapes.flop_counter import KernelPass, ProductCount, WorkCount, counting_work
 from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.errors import ConfigError
 from fsdpx.ext.fields import kernels as windows
@@ -97,7 +97,7 @@ def test_windows_of_short_rows_are_told_from_those_of_long_ones() -> None:
     """Beyond the ends of a row a window has fewer places: of rows of 8 and 64 the rate is another."""
     found = set[float]()
     for cells, window in (((64, 8), 3), ((8, 64), 3), ((8, 64), 7)):
-        with count_work() as work:
+        with counting_work() as work:
             model = nn.Conv2d(8, 8, window, padding=window // 2)
             x, weight = shapes.ones((2, 8, *cells), np.float32), shapes.ones((8, 8, window, window), np.float32)
             windows.correlate(shapes, x, weight, None, model.window.make_strides((-(window // 2),) * 2), cells)
@@ -106,7 +106,7 @@ def test_windows_of_short_rows_are_told_from_those_of_long_ones() -> None:
     assert found == {8 / 3, 64 / 3, 64 / 7}
 
 
-FEW = {"channel_scales", "channel_slopes"}
+FEW = {"batch_norm_scales", "batch_norm_backward_factors"}
 """Of a number for each channel."""
 
 
@@ -135,7 +135,7 @@ def test_each_kernel_that_models_use_is_measured(name: str) -> None:
     )
     for calls in probed:
         for call in calls:
-            with count_work() as work:
+            with counting_work() as work:
                 call()
             known |= {one.kernel for one in (*work.passes, *work.products)}
     for model, batch in models():
@@ -149,9 +149,9 @@ def test_probes_are_calls_of_arrays_that_count_what_they_say() -> None:
     for real, dry in zip(
         probes.list_passes(np, "float32", 1 << 12), probes.list_passes(shapes, "float32", 1 << 12), strict=True
     ):
-        with count_work() as work:
+        with counting_work() as work:
             dry()
-        with count_work() as nothing:
+        with counting_work() as nothing:
             real()
         assert len(work.passes) == 1
         assert not nothing.passes
@@ -234,7 +234,7 @@ def _passes(kernel: str) -> list[WorkCount]:
     found = []
     for nbytes in (1 << 14, 1 << 16):
         for call in probes.list_passes(shapes, "float32", nbytes):
-            with count_work() as work:
+            with counting_work() as work:
                 call()
             found += [work] if kernel in {one.kernel for one in work.passes} else []
     return found

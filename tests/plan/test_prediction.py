@@ -17,7 +17,7 @@ from fsdpx import nn, optim
 from fsdpx.core.array import kernels, shapes
 from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.array.shapes import ShapeArray
-from fsdpx.core.array.shapes.flop_counter import count_work
+from fsdpx.core.array.shapes.flop_counter import counting_work
 from fsdpx.core.comm import Communicator
 from fsdpx.core.program import VERBS, Action, compile_and_check_pipe, compiler, passes
 from fsdpx.core.program.pipeline import Stage
@@ -289,7 +289,7 @@ def test_scores_of_attention_are_in_the_format_of_its_operands() -> None:
     inner = {}
     for name in ("bfloat16", "float32"):
         q, y = (ShapeArray(shape, parse_dtype(name)) for shape in ((2, 3, 8, 4), (16, 9)))
-        with count_work() as work:
+        with counting_work() as work:
             kernels.attention(shapes, q, q, q, True, 1.0)
             kernels.cross_entropy(shapes, y, ShapeArray((16,), np.dtype(np.int64)))
         inner[name] = work.inner
@@ -298,7 +298,7 @@ def test_scores_of_attention_are_in_the_format_of_its_operands() -> None:
 
 
 def test_nothing_is_counted_outside() -> None:
-    with count_work() as work:
+    with counting_work() as work:
         pass
     fsdpx.dry_run(mlp(), *rows(2), ranks=1, loss=nn.MSELoss(), optimizer=optim.SGD())
     assert work.flops == 0

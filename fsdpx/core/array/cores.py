@@ -5,10 +5,10 @@ import os
 from fsdpx.core.array import blas, parallel
 from fsdpx.core.base import environment
 
-__all__ = ["count_threads_per_rank", "count_usable_cores", "share_cores_among_ranks"]
+__all__ = ["count_threads_per_rank", "count_usable_cores", "set_threads_per_rank"]
 
 
-def share_cores_among_ranks(ranks_here: int) -> int:
+def set_threads_per_rank(ranks_here: int) -> int:
     """Make fsdpx compute on cores / ranks threads (at least 1), or on as many as the user set. Return the number.
 
     Without this, R ranks on a host run R x cores threads, which slow each other down. The program's own products keep

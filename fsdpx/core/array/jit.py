@@ -137,12 +137,12 @@ class CompiledFunction:
             result = entry(*arguments)
             if result is not NotImplemented:
                 return result
-        result = self._get_callable(arguments)(*arguments)
+        result = self._get_or_compile_callable(arguments)(*arguments)
         return self.get_dispatcher()(*arguments) if result is NotImplemented else result
 
     def compile_for_arguments(self, *arguments: Any) -> None:
         """Compile or load the function for arguments like these, without calling it."""
-        self._get_callable(arguments)
+        self._get_or_compile_callable(arguments)
 
     @property
     def compiled_kinds(self) -> set[tuple[str, ...]]:
@@ -173,7 +173,7 @@ class CompiledFunction:
             store.enable_disk_cache(compiled, self.function, self.fastmath, bool(entries))
         return compiled
 
-    def _get_callable(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+    def _get_or_compile_callable(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
         """Return a callable for these arguments; Numba's dispatcher if no machine code can be stored for them."""
         wanted = self._wanted(arguments)
         with _lock:

@@ -119,7 +119,7 @@ def _bind_value(value: Any) -> Any:
         return type(value)(map(_bind_value, value))
     if isinstance(value, dict):
         return {_bind_value(key): _bind_value(one) for key, one in value.items()}
-    return bind_library_objects(value) if _is_own_function(value) else value
+    return bind_library_objects(value) if _may_use_late_names(value) else value
 
 
 @functools.cache
@@ -129,7 +129,7 @@ def _make_intrinsic(value: LazyIntrinsic) -> Any:
     return extending.intrinsic(bind_library_objects(value.function))
 
 
-def _is_own_function(value: Any) -> bool:
+def _may_use_late_names(value: Any) -> bool:
     """Return whether a value may use names of this file: a function of no other library."""
     return isinstance(value, FunctionType) and not value.__module__.startswith(("numpy", "numba", "llvmlite"))
 
@@ -151,17 +151,17 @@ def hash_function(function: Any) -> str:
     while left:
         pending = left.pop()
         if pending not in texts:
-            texts[pending], reached = _describe_function(pending)
+            texts[pending], reached = _describe_function_and_callees(pending)
             left += reached
     return blake2b("\n".join(texts.values()).encode(), digest_size=16).hexdigest()
 
 
 @functools.cache
-def _describe_function(function: FunctionType) -> tuple[str, list[FunctionType]]:
+def _describe_function_and_callees(function: FunctionType) -> tuple[str, list[FunctionType]]:
     """Return all that the machine code of a function may depend on, as text that is the same in every process, and the
     functions that it reaches."""
     reached: list[FunctionType] = []
-    if not _is_own_function(function):
+    if not _may_use_late_names(function):
         return f"{function.__module__}.{function.__qualname__}", reached
 
     def describe_value(value: Any) -> Any:

@@ -50,7 +50,7 @@ def normal(seed: int, name: str, start: int, stop: int) -> np.ndarray:
 
     body = find_compiled_kernel("normal")
     if body is not None:
-        return body(_check_range(NumberRange(seed, name, start, stop)))
+        return body(_require_valid_range(NumberRange(seed, name, start, stop)))
 
     def make_piece(a: int, b: int) -> np.ndarray:
         pairs = _to_fractions(generate_raw_numbers(seed, name, 2 * a, 2 * b)).reshape(-1, 2)
@@ -101,12 +101,12 @@ class Random:
         start = self.moment.row * width
         return NumberRange(self.seed, f"{self.path}@{self.moment.step}", start, start + shape[0] * width)
 
-    def get_number_subarray(self, shape: tuple[int, ...], cuts: Mapping[int, tuple[int, int]]) -> NumberSubarray:
+    def get_number_subarray(self, shape: tuple[int, ...], slices: Mapping[int, tuple[int, int]]) -> NumberSubarray:
         """Return one number per element of an array of `shape` that is a part of a larger one: the numbers that
-        `get_number_range` has for the larger one. `cuts`: dim (not 0) -> (first index of the part, size of the larger
+        `get_number_range` has for the larger one. `slices`: dim (not 0) -> (first index of the part, size of the larger
         array)."""
         starts, whole = [0] * len(shape), list(shape)
-        for dim, (start, total) in cuts.items():
+        for dim, (start, total) in slices.items():
             starts[dim], whole[dim] = start, total
         starts[0] = self.moment.row
         return NumberSubarray(self.seed, f"{self.path}@{self.moment.step}", tuple(shape), tuple(starts), tuple(whole))
@@ -217,7 +217,7 @@ def _to_fractions(raws: np.ndarray) -> np.ndarray:
     return (raws >> np.uint64(11)) * 2.0**-53
 
 
-def _check_range(numbers: NumberRange) -> NumberRange:
+def _require_valid_range(numbers: NumberRange) -> NumberRange:
     if not 0 <= numbers.start <= numbers.stop:
         raise ValueError(f"random numbers [{numbers.start}, {numbers.stop}): a range must be 0 <= start <= stop")
     return numbers
@@ -225,7 +225,7 @@ def _check_range(numbers: NumberRange) -> NumberRange:
 
 def _make_in_pieces(start: int, stop: int, dtype: Any, piece: Callable[[int, int], np.ndarray]) -> np.ndarray:
     """Return `piece(start, stop)`, made `PIECE_ELEMENTS` elements at a time."""
-    _check_range(NumberRange(0, "", start, stop))
+    _require_valid_range(NumberRange(0, "", start, stop))
     out = np.empty(stop - start, dtype)
     for a in range(start, stop, PIECE_ELEMENTS):
         b = min(a + PIECE_ELEMENTS, stop)

@@ -51,9 +51,9 @@ def compute_padded_sum_expansion(values: Sequence[float]) -> list[float]:
     return [*parts, *[0.0] * (EXPANSION_PARTS - len(parts))]
 
 
-def combine_moments(xp: Any, one: Any, other: Any) -> Any:
+def combine_moments(xp: Any, first: Any, second: Any) -> Any:
     """Return (count, mean, sum of squared deviations) of the union of two sets, by the rule of Chan et al. (1979)."""
-    total = one[0] + other[0]
-    share = other[0] / xp.where(total > 0, total, 1.0)
-    apart = other[1] - one[1]
-    return xp.stack([total, one[1] + apart * share, one[2] + other[2] + apart * apart * (one[0] * share)])
+    total = first[0] + second[0]
+    share = second[0] / xp.where(total > 0, total, 1.0)
+    apart = second[1] - first[1]
+    return xp.stack([total, first[1] + apart * share, first[2] + second[2] + apart * apart * (first[0] * share)])

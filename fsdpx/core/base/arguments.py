@@ -1,7 +1,7 @@
 """Check arguments against the type hints of a function, so that a wrong argument raises a ConfigError that names it.
 
-A function's own checks run first, since they know more. Hints are examined when the function has raised an error that
-is not meant for users, and when it has returned.
+A function's own checks run first, since they are more specific. The hints are checked after the function has returned,
+or after it has raised an error that is not meant for users.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ import numpy as np
 from fsdpx.core.base.messages import shorten_value
 from fsdpx.errors import ConfigError, FsdpxError
 
-__all__ = ["check_arguments", "check_constructor_arguments", "describe_hint", "fits_hint", "require_valid_arguments"]
+__all__ = [
+    "describe_hint", "fits_hint", "require_valid_arguments", "wrap_constructor_with_argument_check",
+    "wrap_with_argument_check",
+]  # fmt: skip
 
 P = ParamSpec("P")
 T = TypeVar("T")
 MAX_ARRAY_INTEGER = 2**64
-"""Integers of at least this size fit into no array dtype, so they are rejected as mistakes."""
+"""Integers of this size or larger fit into no array dtype, so they are rejected as mistakes."""
 
 
-def check_arguments(
+def wrap_with_argument_check(
     function: Callable[P, T], name: str = "", when: Literal["after", "failed"] = "after"
 ) -> Callable[P, T]:
     """Wrap a function, or an `__init__`, to raise ConfigError for an argument that does not fit its type hint.
@@ -37,9 +40,9 @@ def check_arguments(
     ----------
     function : the function to wrap
     name : name of the call in errors (default: the function's own name)
-    when : when hints are examined. "after": after the function has returned, or failed with an error that is not meant
-        for users; for constructors, whose own checks say more. "failed": only after a failure; for calls with side
-        effects
+    when : when to check the hints. "after": after the function has returned, or has raised an error that is not meant
+        for users; for constructors, whose own checks are more specific. "failed": only after it has raised such an
+        error; for calls with side effects
     """
     label = name or function.__qualname__.removesuffix(".__init__")
 
@@ -70,18 +73,18 @@ def require_valid_arguments(
     _require_fitting_arguments(function, label, given, options)
 
 
-def check_constructor_arguments(kind: type) -> None:
-    """Wrap the constructor that an fsdpx class defines so that it checks its arguments. Classes of users stay
-    unchanged."""
+def wrap_constructor_with_argument_check(kind: type) -> None:
+    """Replace the constructor of a class of fsdpx by one that checks its arguments. Leave classes of users, and
+    inherited constructors, unchanged."""
     if "__init__" in vars(kind) and kind.__module__.startswith("fsdpx."):
-        kind.__init__ = check_arguments(kind.__init__, kind.__name__)  # type: ignore[misc]
+        kind.__init__ = wrap_with_argument_check(kind.__init__, kind.__name__)  # type: ignore[misc]
 
 
 def _refuse_huge_integers(
     function: Callable[..., Any], label: str, given: tuple[Any, ...], options: Mapping[str, Any]
 ) -> None:
     """Raise ConfigError for an integer of at least `MAX_ARRAY_INTEGER`: a loop over it would not end."""
-    for name, value in [*zip(_get_hints(function)[1], given, strict=False), *options.items()]:
+    for name, value in [*zip(_get_hints_and_positional_names(function)[1], given, strict=False), *options.items()]:
         if type(value) is int and abs(value) >= MAX_ARRAY_INTEGER:
             raise ConfigError(f"{label}({name}={value}): the number is too large")
 
@@ -93,9 +96,12 @@ def _require_fitting_arguments(
     options: Mapping[str, Any],
     error: Exception | None = None,
 ) -> None:
-    """Raise ConfigError for the first argument that does not fit its hint. `error` is the exception that the call has
-    raised, if any; one-element arrays then do not count as numbers, since not all code accepts them as such."""
-    hints, positional = _get_hints(function)
+    """Raise ConfigError for the first argument that does not fit its hint.
+
+    `error` is the exception that the call has raised, if any. Then one-element arrays do not count as numbers, since
+    not all code accepts them as numbers.
+    """
+    hints, positional = _get_hints_and_positional_names(function)
     for name, value in [*zip(positional, given, strict=False), *options.items()]:
         hint = hints.get(name, Any)
         if not fits_hint(value, hint, failed=error is not None):
@@ -104,7 +110,7 @@ def _require_fitting_arguments(
 
 
 @cache
-def _get_hints(function: Callable[..., Any]) -> tuple[dict[str, Any], list[str]]:
+def _get_hints_and_positional_names(function: Callable[..., Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the type hints of the parameters by name, and the names of the positional parameters in order."""
     named = inspect.signature(function).parameters.values()
     positional = [one.name for one in named if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
@@ -120,8 +126,8 @@ def fits_hint(value: Any, hint: Any, failed: bool = False) -> bool:
     """Return whether a value fits a type hint, leniently: NumPy scalars are numbers, a list may stand for a tuple, and
     True is not a number.
 
-    `failed`: the call has already failed with this value. Then a one-element array is not a number, since not all code
-    accepts it as one, and an object of a user's class does not count as a stand-in for an fsdpx class.
+    `failed`: the call has already failed with this value. Then a one-element array does not count as a number, and an
+    object of a user's class does not count as a stand-in for an fsdpx class.
     """
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, types.UnionType):
@@ -163,7 +169,7 @@ _SEQUENCES = (tuple, list, Sequence, Collection, Iterable)
 _MAPPINGS = (dict, Mapping)
 _SEEN = (tuple, list, range, set, frozenset, np.ndarray)
 MAX_CHECKED_ELEMENTS = 1000
-"""Elements of longer sequences are not checked, since these are data."""
+"""Longer sequences are data, so their elements are not checked."""
 
 
 def _is_sequence(value: Any, kind: Any) -> bool:
@@ -177,7 +183,7 @@ def _is_sequence(value: Any, kind: Any) -> bool:
 
 
 def _pair_elements_with_hints(value: Any, inner: tuple[Any, ...]) -> Iterable[tuple[Any, Any]]:
-    """Return pairs of element and hint for a tuple or list; none if it is too long to check."""
+    """Return pairs of element and hint for a tuple or list; no pairs if it is too long to check."""
     if not inner or not isinstance(value, _SEEN) or len(value) > MAX_CHECKED_ELEMENTS:
         return ()
     if len(inner) == 1 or inner[1] is Ellipsis:

@@ -1,7 +1,7 @@
-"""User choices as values: sharding and lifetimes, number formats, traces, and elastic runs.
+"""Options of users as dataclasses: sharding strategies, precision, traces, and elastic runs.
 
-A strategy consists of the widths of two mesh axes and two lifetimes; the familiar names are presets of these (ZeRO:
-Rajbhandari et al., SC'20; FSDP: Zhao et al., VLDB'23).
+A sharding strategy consists of the widths of two mesh axes and two lifetimes. The familiar names are presets of these
+(ZeRO: Rajbhandari et al., SC'20; FSDP: Zhao et al., VLDB'23).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fsdpx.errors import ConfigError
 
 __all__ = [
     "PRESETS", "PRESETS_BY_MEMORY", "ElasticConfig", "Lifetime", "Precision", "Sharding", "TraceConfig",
-    "convert_fields_to_python", "make_from_folder", "normalize_half_name", "parse_byte_count", "resolve_precision",
-    "resolve_sharding", "to_python_number",
+    "convert_fields_to_python_numbers", "get_config_or_make_from_folder", "normalize_half_name", "parse_byte_count",
+    "resolve_precision", "resolve_sharding", "to_python_number",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -34,7 +34,9 @@ _HALVES = {"float16": "float16", "fp16": "float16", "bfloat16": "bf16", "bf16": 
 
 def to_python_number(value: Any) -> Any:
     """Return a NumPy scalar, or a 0-d array or tensor, as a Python number, which does not affect dtype promotion.
-    Convert the numbers in a list, tuple or dict likewise; return anything else unchanged."""
+
+    Convert the numbers inside a list, tuple or dict likewise. Return any other value unchanged.
+    """
     if value.__class__ in _PYTHON:
         return value
     if isinstance(value, dict):
@@ -44,29 +46,33 @@ def to_python_number(value: Any) -> Any:
     return value.item() if hasattr(value, "item") and getattr(value, "shape", None) == () else value
 
 
-def convert_fields_to_python(owner: Any) -> None:
-    """Apply `to_python_number` to all fields of a dataclass, before it checks them."""
+def convert_fields_to_python_numbers(owner: Any) -> None:
+    """Convert all fields of a dataclass in place by `to_python_number`, before they are checked."""
     for field in fields(owner):
         object.__setattr__(owner, field.name, to_python_number(getattr(owner, field.name)))
 
 
-def make_from_folder(kind: Callable[..., T], given: Any, asked: str, more: str) -> T:
-    """Return `given` if it is a `kind`, or `kind(given)` if it is a folder. `asked` begins the error, as "trace={}";
-    `more` names another field of `kind` for the error."""
-    if isinstance(given, str | PathLike):
-        return kind(given)
-    if not isinstance(given, kind):  # type: ignore[arg-type]
-        name = kind.__name__
-        raise ConfigError(f"{asked.format(repr(given))}: a folder, or fsdpx.{name}(folder, {more}=...)")
-    return given
+def get_config_or_make_from_folder(config_class: Callable[..., T], value: Any, prefix: str, other_field: str) -> T:
+    """Return `value` if it is a `config_class`, or `config_class(value)` if it is a folder.
+
+    `prefix` begins the error, as in "trace={}"; `other_field` is another field of the class, named in the error.
+    """
+    if isinstance(value, str | PathLike):
+        return config_class(value)
+    if not isinstance(value, config_class):  # type: ignore[arg-type]
+        name = config_class.__name__
+        raise ConfigError(f"{prefix.format(repr(value))}: a folder, or fsdpx.{name}(folder, {other_field}=...)")
+    return value
 
 
 _PYTHON = (int, float, bool, str, type(None))
 
 
 def parse_byte_count(value: Any, what: str) -> int:
-    """Return a number of bytes from an integer or a text such as "1MiB" (2**20), "1MB" (10**6), "512K" or "4096"; raise
-    ConfigError otherwise. `what` is the name of the option, for the error."""
+    """Return a number of bytes from an integer or a text such as "1MiB" (2**20), "1MB" (10**6), "512K" or "4096".
+
+    Raise ConfigError for anything else. `what` is the name of the option in the error.
+    """
     with suppress(TypeError):  # not an integer, or an array of several numbers
         if not isinstance(value, bool) and operator.index(value) >= 0:
             return operator.index(value)
@@ -78,7 +84,7 @@ def parse_byte_count(value: Any, what: str) -> int:
 
 
 def normalize_half_name(name: Any) -> Any:
-    """Return the fsdpx name of a 16-bit float format, "float16" or "bf16", for any of its names; anything else
+    """Return the fsdpx name of a 16-bit float format, "float16" or "bf16", for any of its names; return any other value
     unchanged."""
     return _HALVES.get(name, name) if isinstance(name, str) else name
 
@@ -89,15 +95,15 @@ LIFETIMES = get_args(Lifetime)
 
 @dataclass(frozen=True)
 class Sharding:
-    """Strategy: the axes over which data is sharded, and how long full parameters and gradients live. Raises
-    ConfigError for invalid values.
+    """Sharding strategy: the axes over which data is sharded, and how long full parameters and gradients are kept.
+    Raises ConfigError for invalid values.
 
     Parameters
     ----------
-    replica, shard : widths of the two data-parallel mesh axes; None for one of them fills the world
-    full_params : "use" frees gathered parameters once their unit has run, "step" keeps them until the update
-    full_grads : "use" reduces the gradients of each microbatch, "step" adds those of all microbatches first
-    prefetch : number of units beyond the running one that may be gathered, and of reduces that may be in flight
+    replica, shard : widths of the two data-parallel mesh axes; None: as many ranks as the other axis leaves
+    full_params : "use" frees gathered parameters as soon as their unit has run, "step" keeps them until the update
+    full_grads : "use" reduces the gradients of each microbatch, "step" reduces the sum over all microbatches
+    prefetch : maximum number of units that are gathered ahead of the running one, and of reduces in flight
     """
 
     replica: int | None = 1
@@ -107,7 +113,7 @@ class Sharding:
     prefetch: int = 1
 
     def __post_init__(self) -> None:
-        convert_fields_to_python(self)
+        convert_fields_to_python_numbers(self)
         for name in ("replica", "shard"):
             width = getattr(self, name)
             if width is not None and (not isinstance(width, int) or width < 1):
@@ -131,13 +137,14 @@ PRESETS: dict[str, Sharding] = {
 
 
 PRESETS_BY_MEMORY = tuple({one: name for name, one in PRESETS.items() if one.replica or one.shard}.values())
-"""Presets with one data axis, ordered from the most to the least memory per rank; of equal ones the last name."""
+"""Presets with one data axis, ordered from the most to the least memory per rank; of identical presets only the last
+name is listed."""
 
 
 def resolve_sharding(strategy: str | Sharding, ranks: int) -> Sharding:
     """Return the `Sharding` for a name or a `Sharding`, with its widths filled in so that replica * shard == ranks.
 
-    "hybrid" without widths takes as shard width the smallest divisor of `ranks` that is at least its square root.
+    For "hybrid" without widths, the shard width is the smallest divisor of `ranks` that is at least its square root.
     """
     if isinstance(strategy, str) and strategy in PRESETS:
         strategy = PRESETS[strategy]
@@ -169,9 +176,9 @@ class TraceConfig:
 
     Parameters
     ----------
-    folder : folder for one file per rank, rank-00000.json.gz and so on
-    steps : number of the most recent training programs that are kept and written; a step is one, and so is an
-        accumulation
+    folder : folder for the files rank-00000.json.gz and so on, one per rank
+    steps : number of recent programs to keep and write; each step is a program, and so is each accumulation of
+        gradients
     """
 
     folder: str | PathLike[str]
@@ -197,7 +204,7 @@ class TraceConfig:
         ------
         ConfigError : `given` is neither
         """
-        return make_from_folder(cls, given, "trace={}", "steps")
+        return get_config_or_make_from_folder(cls, given, "trace={}", "steps")
 
 
 @dataclass(frozen=True, repr=False)
@@ -205,26 +212,26 @@ class Precision:
     """Number formats by role, as dtype names. Raises ConfigError for invalid values.
 
     Gradients of parameters are accumulated in float32 (float64 if `compute` is float64). They are sums over the batch,
-    not means, so the loss scale can be smaller than elsewhere.
+    not means, so a smaller loss scale than in other libraries suffices.
 
     Parameters
     ----------
-    compute : format in which layers compute, and of their outputs and saved activations: "float32", "float64", "bf16"
+    compute : format of computation in layers, and of their outputs and saved activations: "float32", "float64", "bf16"
         (or "bfloat16"), "fp16" ("float16")
-    param : format in which the all-gather sends parameters: that of `compute` (None), float32 (float64 if compute is),
+    param : format in which the all-gather sends parameters: None (that of `compute`), float32 (float64 if compute is),
         or, unless compute has 16 bits, "bf16" or "fp16"
     reduce : format to which gradients are rounded for the reduce, which adds in float32: "bf16" or "fp16"; None: not
         rounded
-    buffers : format of running statistics, "float32" or "float64"; None: float32 (float64 if compute is). 16 bits are
-        not offered: their changes per step are smaller than its last bit
-    master : format of the shard that the optimizer updates, and of its state; None: float32 (float64 if compute is).
-        "bf16" with compute="bf16" trains in pure 16 bits
-    rounding : how a 16-bit master takes updates smaller than its last bit. "stochastic" (None): rounded up or down at
-        random, unbiased (Gupta et al. 2015); "kahan": the rounding error is kept in an optimizer slot (Kahan 1965;
+    buffers : format of running statistics, "float32" or "float64"; None: float32 (float64 if compute is). 16-bit
+        formats are rejected, because a step changes the statistics by less than the last bit of these formats
+    master : format of the shard that the optimizer updates, and of the optimizer's state; None: float32 (float64 if
+        compute is). "bf16" with compute="bf16" trains in pure 16 bits
+    rounding : how a 16-bit master applies updates smaller than its last bit. None or "stochastic": it is rounded up or
+        down at random, unbiased (Gupta et al. 2015); "kahan": an optimizer slot keeps the rounding error (Kahan 1965;
         Zamirai et al. 2020)
     loss_scale : factor on the loss before backward, or "dynamic" (Micikevicius et al. 2018)
-    initial_scale : initial value of a dynamic scale, which halves on overflow
-    growth_interval : steps without overflow after which a dynamic scale doubles
+    initial_scale : initial value of a dynamic scale, which is halved on overflow
+    growth_interval : steps without overflow after which a dynamic scale is doubled
     """
 
     compute: DtypeName = "float32"
@@ -238,7 +245,7 @@ class Precision:
     growth_interval: int = 2000
 
     def __post_init__(self) -> None:
-        convert_fields_to_python(self)
+        convert_fields_to_python_numbers(self)
         for name in ("compute", "param", "reduce", "buffers", "master"):
             object.__setattr__(self, name, normalize_half_name(getattr(self, name)))
         self._require_field_choice("compute", "float32", "float64", "bf16", "float16")
@@ -270,27 +277,27 @@ class Precision:
 
     @property
     def gradient_dtype(self) -> str:
-        """The format in which gradients of parameters are accumulated."""
+        """Format in which gradients of parameters are accumulated."""
         return "float64" if self.compute == "float64" else "float32"
 
     @property
-    def updated_dtype(self) -> str:
-        """The format of the parameters that the optimizer updates, and of its state."""
+    def master_dtype(self) -> str:
+        """Format of the parameters that the optimizer updates, and of the optimizer's state."""
         return self.master or self.gradient_dtype
 
     @property
     def statistics_dtype(self) -> str:
-        """The format of running statistics."""
+        """Format of running statistics."""
         return self.buffers or self.gradient_dtype
 
     @property
-    def wire_dtype(self) -> str:
-        """The format in which parameters are sent."""
+    def parameter_wire_dtype(self) -> str:
+        """Format in which parameters are sent."""
         return self.param or self.compute
 
     @property
     def reduce_dtype(self) -> str:
-        """The format in which gradients are sent."""
+        """Format in which gradients are sent."""
         return self.reduce or self.gradient_dtype
 
 
@@ -322,12 +329,12 @@ class ElasticConfig:
 
     Parameters
     ----------
-    copies : number of ranks that keep a copy of each rank's state, in addition to replicas: any `copies` ranks may die
-        at once
-    every : steps between two copies; up to this many steps may have to be repeated (default: such that copying takes
-        about 1 % of the time)
-    ranks : number of ranks that train at first (default: all that the mesh can use); the others are idle and follow
-    resize : a file; whenever it contains another number, that many ranks train from the next step on
+    copies : number of other ranks that keep a copy of each rank's state, in addition to its replicas; the run survives
+        the simultaneous failure of any `copies` ranks
+    every : steps between two copies; after a failure up to this many steps are repeated (default: as many as make
+        copying take about 1 % of the time)
+    ranks : number of ranks that train at first (default: all that the mesh can use); the others stand by
+    resize : path of a file; when the number in it changes, that many ranks train from the next step on
     """
 
     copies: int = 1
@@ -336,7 +343,7 @@ class ElasticConfig:
     resize: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        convert_fields_to_python(self)
+        convert_fields_to_python_numbers(self)
         for name, least in (("copies", 0), ("every", 1), ("ranks", 1)):
             value = getattr(self, name)
             if not (value is None and name != "copies") and (type(value) is not int or value < least):

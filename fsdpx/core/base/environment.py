@@ -10,9 +10,10 @@ from pathlib import Path
 from fsdpx.errors import LaunchError
 
 __all__ = [
-    "SWITCHES", "Environment", "LauncherInfo", "RendezvousStore", "check_single_process",
-    "copy_without_rank_variables", "count_allocated_ranks", "find_hostfile", "find_scheduler", "has_one_host",
-    "list_shared_variables", "preserve_environment", "read_environment", "require_expected_world_size",
+    "SWITCHES", "Environment", "LauncherInfo", "RendezvousStore", "copy_without_rank_variables",
+    "find_hostfile_and_variable", "find_scheduler", "get_allocated_ranks_and_variable", "is_single_host_job",
+    "list_shared_variables", "read_environment", "require_expected_world_size", "require_single_process_and_get_note",
+    "restoring_environment",
 ]  # fmt: skip
 
 SHARED_PREFIXES = ("FSDPX_", "PYTHON", "NUMBA_", "OMP_", "OPENBLAS_", "MKL_", "DNNL_", "MPI4PY_")
@@ -20,9 +21,9 @@ MIN_SECRET_CHARS = 16
 TCP_PREFIX = "tcp://"
 """Prefix of FSDPX_STORE if it names a host and a port."""
 DEFAULT_RECORDED_STEPS = 3
-"""Number of steps whose values are recorded, unless FSDPX_RECORD_STEPS is set."""
+"""Number of steps whose values are recorded if FSDPX_RECORD_STEPS is not set."""
 SWITCHES = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-"""Spellings of yes and no in environment variables and in overrides of run files."""
+"""Spellings of true and false in environment variables and in overrides of run files."""
 
 
 _LAUNCHERS = {
@@ -30,19 +31,18 @@ _LAUNCHERS = {
     "mpiexec or srun with PMI": ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "mpiexec of MVAPICH": tuple(f"MV2_COMM_WORLD_{what}" for what in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE")),
 }
-"""Name -> the variables of size, rank, local rank and local size; the first launcher whose variables are set
-applies."""
+"""Name -> variables of size, rank, local rank and local size. The first launcher whose variables are set applies."""
 _NO_TASKS = 0xFFFFFFF0
-"""From this value on, Slurm's step numbers stand for the batch script and the shell of an interactive allocation."""
+"""Slurm's step numbers from this value on denote the batch script and the shell of an interactive allocation."""
 
 
 @dataclass(frozen=True)
 class RendezvousStore:
-    """The meeting point of ranks without MPI: a port of a host, or a file that all of them can reach and no job has
+    """Rendezvous of ranks without MPI: a host and port, or a file that all ranks can access and that no other job has
     used.
 
-    `served`: a process other than rank 0 already answers at the port, as under torchrun. `start`: tells restarts of a
-    job apart if one store serves all of them.
+    `served`: a process other than rank 0 already listens at the port, as under torchrun. `start`: distinguishes
+    restarts of a job that use the same store.
     """
 
     address: str = ""
@@ -59,8 +59,9 @@ class RendezvousStore:
 class LauncherInfo:
     """The launcher that started this process as one of several ranks, and the numbers that it sets (None: not set).
 
-    `size`, `rank`: of the job. `local_size`, `local_rank`: on this host. `variable`: the variable that has the rank.
-    `mpi`: whether the ranks use MPI. `store`: the meeting point without MPI (FSDPX_STORE; MASTER_ADDR and MASTER_PORT).
+    `size`, `rank`: in the job. `local_size`, `local_rank`: on this host. `variable`: name of the variable with the
+    rank. `mpi`: whether the ranks use MPI. `store`: the rendezvous without MPI (FSDPX_STORE, or MASTER_ADDR and
+    MASTER_PORT).
     """
 
     name: str
@@ -75,24 +76,24 @@ class LauncherInfo:
 
 @dataclass(frozen=True)
 class Environment:
-    """The values of the environment variables.
+    """Settings read from the environment variables.
 
     Parameters
     ----------
     check : exchange fingerprints before collectives (FSDPX_CHECK=1)
     node : ranks of one host communicate through shared memory (FSDPX_NODE=0: by MPI messages)
-    tune : measure options that were not given (FSDPX_TUNE=0: take the defaults)
-    retune : measure them again even if results are cached (FSDPX_TUNE=again), except after `fsdpx run` has restarted
-        the job
+    tune : measure to choose options that were not given (FSDPX_TUNE=0: use the defaults)
+    retune : measure again even if results are cached (FSDPX_TUNE=again), except after `fsdpx run` has restarted the job
     cache : folder of measurements, plans and compiled kernels (FSDPX_CACHE; default: fsdpx in the user's cache folder)
-    timeout : seconds that a wait for other ranks may last (FSDPX_TIMEOUT; None: the default)
-    start_timeout : seconds that the ranks of a host wait for the last one while MPI starts (FSDPX_START_TIMEOUT)
+    timeout : maximum seconds of a wait for other ranks (FSDPX_TIMEOUT; None: the default)
+    start_timeout : maximum seconds that the ranks of a host wait for its last rank while MPI starts
+        (FSDPX_START_TIMEOUT)
     launcher : the launcher that started this process as one of several ranks, or None
-    expected_size : the number of ranks that it started (FSDPX_EXPECT_SIZE takes precedence), or None
-    watch : every rank has a watchdog and a flight record (FSDPX_WATCH=0: no)
-    run : folder of this job, made by `fsdpx run`, for flight records and notes (FSDPX_RUN; None: temporary files)
-    restart : how often `fsdpx run` or Slurm has restarted this job (FSDPX_RESTART, SLURM_RESTART_COUNT)
-    ulfm : Open MPI lets the job outlive its ranks (--with-ft ulfm, which sets OMPI_MCA_mpi_ft_enable)
+    expected_size : number of ranks that the launcher started (FSDPX_EXPECT_SIZE takes precedence), or None
+    watch : every rank has a watchdog and a flight record (FSDPX_WATCH=0: none has)
+    run : folder of this job, created by `fsdpx run`, for flight records and notes (FSDPX_RUN; None: temporary files)
+    restart : number of times that `fsdpx run` or Slurm has restarted this job (FSDPX_RESTART, SLURM_RESTART_COUNT)
+    ulfm : with Open MPI, the job continues after a rank has failed (--with-ft ulfm, which sets OMPI_MCA_mpi_ft_enable)
     slurm_job : number of the Slurm job (SLURM_JOB_ID)
     threads : BLAS threads per rank that the user set (OPENBLAS_NUM_THREADS, MKL_NUM_THREADS, OMP_NUM_THREADS)
     """
@@ -115,14 +116,15 @@ class Environment:
 
     @property
     def job_names(self) -> list[str]:
-        """Names that identify this job, the same after a restart: the folder of `fsdpx run`, and the number of the
-        Slurm job."""
+        """Names of this job that stay the same after a restart: the folder of `fsdpx run`, and the number of the Slurm
+        job."""
         slurm = [] if self.slurm_job is None else [f"Slurm job {self.slurm_job}"]
         return slurm if self.run is None else [str(self.run.parent), *slurm]
 
     @property
     def shared_settings(self) -> dict[str, str]:
-        """The variables that decide which messages ranks exchange, as text: all ranks must have the same."""
+        """The variables that decide which messages ranks exchange, with their values as text. All ranks must have the
+        same."""
         tune = "again" if self.retune else self.tune
         settings = {
             "CHECK": self.check,
@@ -134,9 +136,9 @@ class Environment:
         return {f"FSDPX_{name}": _format_setting(value) for name, value in settings.items()}
 
     @property
-    def shares_memory(self) -> bool:
-        """True if ranks of one machine may communicate through shared memory; not with ULFM, since it does not outlive
-        them."""
+    def can_share_memory(self) -> bool:
+        """Whether ranks of one host may communicate through shared memory. Not with ULFM, since shared memory does not
+        survive the failure of a rank."""
         return self.node and not self.ulfm
 
 
@@ -145,10 +147,11 @@ def _format_setting(value: object) -> str:
 
 
 def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
-    """Return the environment of this process; raise LaunchError for a variable that cannot be parsed.
+    """Return the settings of this process; raise LaunchError for a variable that cannot be parsed.
 
-    In a Slurm job the SLURM_ variables also describe the batch script and the daemons that mpiexec starts. So they
-    count only in a job step without PMI_ or OMPI_ variables, which mean that another launcher was used inside it.
+    In a Slurm job the SLURM_ variables also describe the batch script and the daemons that mpiexec starts. So they are
+    used only in a job step without PMI_ or OMPI_ variables, which would mean that another launcher runs inside the
+    step.
     """
     launcher, expected = _find_launcher(environ), _read_positive_number(environ, "FSDPX_EXPECT_SIZE")
     if launcher is None and expected is not None:
@@ -175,8 +178,10 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
 def set_rank_variables(
     launcher: LauncherInfo, size: int | None, environ: MutableMapping[str, str] = os.environ
 ) -> None:
-    """Set RANK, LOCAL_RANK and WORLD_SIZE for the script, whichever launcher has started it. Leave them unchanged if,
-    with FSDPX_STORE, they would make this process a rank without MPI."""
+    """Set RANK, LOCAL_RANK and WORLD_SIZE for the user's script, for every launcher.
+
+    Do nothing if these variables, together with FSDPX_STORE, would declare this process a rank without MPI.
+    """
     numbers = {"RANK": launcher.rank, "LOCAL_RANK": launcher.local_rank, "WORLD_SIZE": size}
     rank_texts = {name: str(value) for name, value in numbers.items() if value is not None}
     if _find_launcher({**environ, **rank_texts}) == _find_launcher(environ):
@@ -184,7 +189,7 @@ def set_rank_variables(
 
 
 @contextmanager
-def preserve_environment(environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
+def restoring_environment(environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
     """Restore the variables that the block changes, since the environment belongs to the program."""
     before = dict(environ)
     try:
@@ -196,7 +201,8 @@ def preserve_environment(environ: MutableMapping[str, str] = os.environ) -> Iter
 
 
 def copy_without_rank_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return an environment for a helper process, without the variables that would make it a rank of this job."""
+    """Return a copy of the environment for a helper process, without the variables that would make it a rank of this
+    job."""
     of_launchers = ("PMI", "OMPI_", "PRTE_", "HYDRA_", "MPIR_", "SLURM_", "RANK", "WORLD_SIZE")
     without_mpi = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_", "FSDPX_STORE")
     of_jobs = (*of_launchers, *without_mpi, "FSDPX_EXPECT_SIZE", "FSDPX_RUN", "FSDPX_SECRET")
@@ -210,17 +216,16 @@ def find_scheduler(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def list_shared_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the names of the variables that must be the same on all hosts: other values select other code or change
-    bits."""
+    """Return the names of the variables that must be equal on all hosts, because they select code or affect the bits of
+    results."""
     return [name for name in environ if name.startswith(SHARED_PREFIXES)]
 
 
 def require_expected_world_size(size: int, environment: Environment, library: str = "MPI") -> None:
-    """Raise LaunchError if the launcher started a different number of ranks than MPI's `size`, or the user expects
-    another.
+    """Raise LaunchError if MPI's `size` differs from the number of ranks that the launcher started or the user expects.
 
-    The first happens if mpiexec or srun and the loaded MPI library do not match: each rank is then alone in its
-    MPI_COMM_WORLD.
+    It differs from the launcher's if mpiexec or srun and the loaded MPI library do not match: each rank is then alone
+    in its MPI_COMM_WORLD.
     """
     launcher, expected = environment.launcher, environment.expected_size
     if launcher is not None and launcher.size == size != expected:
@@ -243,11 +248,12 @@ def require_expected_world_size(size: int, environment: Environment, library: st
     )
 
 
-def check_single_process(environ: Mapping[str, str] = os.environ) -> str:
-    """Return a note if this is one process in a Slurm job with more tasks, else "". Raise LaunchError if variables say
-    that this process is one of several, but not where to meet the others.
+def require_single_process_and_get_note(environ: Mapping[str, str] = os.environ) -> str:
+    """Raise LaunchError if variables declare this process one of several ranks, but do not say where to meet the
+    others.
 
-    SLURM_NTASKS on its own says nothing about this process: every process of an allocation has it.
+    Return a note for the user if this is a single process in a Slurm job with more tasks, else "". SLURM_NTASKS does
+    not tell whether this process is one of several, since every process of an allocation has it.
     """
     size = environ.get("WORLD_SIZE", "")
     if environ.get("RANK", "").isdecimal() and size.isdecimal() and int(size) > 1:
@@ -265,7 +271,7 @@ def check_single_process(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def _find_launcher(environ: Mapping[str, str]) -> LauncherInfo | None:
-    """Return the innermost launcher: torchrun and `fsdpx run` may themselves be started by another one."""
+    """Return the innermost launcher: another launcher may have started torchrun or `fsdpx run`."""
     without_mpi = _find_launcher_without_mpi(environ)
     inside = without_mpi is not None and ("TORCHELASTIC_RUN_ID" in environ or environ.get("FSDPX_STORE"))
     launcher = without_mpi if inside else _find_mpi_launcher(environ) or without_mpi
@@ -274,29 +280,29 @@ def _find_launcher(environ: Mapping[str, str]) -> LauncherInfo | None:
 
 def _find_mpi_launcher(environ: Mapping[str, str]) -> LauncherInfo | None:
     for name, (size, *more) in _LAUNCHERS.items():
-        rank, local_rank, local_size = (_parse_count(environ, variable) for variable in more)
+        rank, local_rank, local_size = (_parse_count_variable(environ, variable) for variable in more)
         if size in environ or rank:
             return LauncherInfo(
                 f"{name} ({size})", _read_positive_number(environ, size), rank, local_rank, local_size, more[0]
             )
     between = any(key.startswith(("PMI_", "OMPI_")) for key in environ)
-    rank, step = _parse_count(environ, "SLURM_PROCID"), _parse_count(environ, "SLURM_STEP_ID")
+    rank, step = _parse_count_variable(environ, "SLURM_PROCID"), _parse_count_variable(environ, "SLURM_STEP_ID")
     if between or (step is None and not rank) or (step or 0) >= _NO_TASKS:
         return None
     variable = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
-    local = _parse_count(environ, "SLURM_LOCALID")
+    local = _parse_count_variable(environ, "SLURM_LOCALID")
     return LauncherInfo(
         f"srun ({variable})", _read_positive_number(environ, variable), rank, local, variable="SLURM_PROCID"
     )
 
 
 def _find_launcher_without_mpi(environ: Mapping[str, str]) -> LauncherInfo | None:
-    """Return the launcher described by the variables that torchrun and `fsdpx run`, or a user by hand, set for each
+    """Return the launcher described by the variables that torchrun, `fsdpx run` or the user has set for each
     process."""
-    rank, size = (_parse_count(environ, name) for name in ("RANK", "WORLD_SIZE"))
+    rank, size = (_parse_count_variable(environ, name) for name in ("RANK", "WORLD_SIZE"))
     if rank is None or not size or _parse_rendezvous_store(environ) is None:
         return None
-    local_rank, local_size = (_parse_count(environ, name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    local_rank, local_size = (_parse_count_variable(environ, name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     name = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "ranks without MPI"
     return LauncherInfo(f"{name} (WORLD_SIZE)", size, rank, local_rank, local_size, "RANK", mpi=False)
 
@@ -318,8 +324,10 @@ def _parse_rendezvous_store(environ: Mapping[str, str]) -> RendezvousStore | Non
 
 
 def read_secret(environ: Mapping[str, str] = os.environ) -> bytes:
-    """Return the secret that only the ranks of a job share (FSDPX_SECRET), as bytes; empty if it is not set. Raise
-    LaunchError if it is shorter than `MIN_SECRET_CHARS`."""
+    """Return the secret that only the ranks of a job share (FSDPX_SECRET), as bytes; empty if it is not set.
+
+    Raise LaunchError if it has fewer than `MIN_SECRET_CHARS` characters.
+    """
     secret_bytes = environ.get("FSDPX_SECRET", "").strip().encode()
     if 0 < len(secret_bytes) < MIN_SECRET_CHARS:
         raise LaunchError(
@@ -336,20 +344,21 @@ def get_gloo_interface(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def _list_missing_master_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return those of MASTER_ADDR and MASTER_PORT that are missing or invalid."""
-    address, port = environ.get("MASTER_ADDR", "").strip(), _parse_count(environ, "MASTER_PORT") or 0
+    """Return which of MASTER_ADDR and MASTER_PORT are missing or invalid."""
+    address, port = environ.get("MASTER_ADDR", "").strip(), _parse_count_variable(environ, "MASTER_PORT") or 0
     missing = [] if address else ["MASTER_ADDR"]
     return missing if 0 < port < 1 << 16 else [*missing, "MASTER_PORT (from 1 to 65535)"]
 
 
-def _parse_count(environ: Mapping[str, str], variable: str) -> int | None:
-    """Return a number that a launcher sets; a value that is not a number counts as not set."""
+def _parse_count_variable(environ: Mapping[str, str], variable: str) -> int | None:
+    """Return a number that a launcher sets; None if the variable is missing or not a number."""
     text = environ.get(variable, "").strip()
     return int(text) if text.isdecimal() else None
 
 
 def _read_thread_count(environ: Mapping[str, str]) -> int | None:
-    """Return the user's number of BLAS threads. The libraries ignore invalid values, so those count as not set."""
+    """Return the number of BLAS threads that the user set, or None. Invalid values count as missing, since the
+    libraries ignore them."""
     for variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
         text = environ.get(variable, "").strip()
         if text.isdecimal() and int(text) > 0:
@@ -367,83 +376,85 @@ def _read_positive_number(environ: Mapping[str, str], variable: str) -> int | No
 
 
 def describe_compiler_target(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the processor that Numba is to compile for: NUMBA_CPU_NAME, NUMBA_CPU_FEATURES and NUMBA_OPT; "" if none
-    is set."""
+    """Return the processor for which Numba is told to compile (NUMBA_CPU_NAME, NUMBA_CPU_FEATURES, NUMBA_OPT); "" if
+    none is set."""
     return " ".join(environ.get(f"NUMBA_{name}", "") for name in ("CPU_NAME", "CPU_FEATURES", "OPT")).strip()
 
 
 def get_trace_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the folder for traces of training (FSDPX_TRACE), used if a script names none."""
+    """Return the folder for traces of training (FSDPX_TRACE), which is used if the script names none."""
     return Path(environ["FSDPX_TRACE"]) if environ.get("FSDPX_TRACE") else None
 
 
 def get_record_folder_and_steps(environ: Mapping[str, str] = os.environ) -> tuple[Path, int] | None:
-    """Return the folder for recorded values of all actions (FSDPX_RECORD), and the number of steps
-    (FSDPX_RECORD_STEPS)."""
+    """Return the folder in which the values of all actions are recorded (FSDPX_RECORD), and for how many steps
+    (FSDPX_RECORD_STEPS). Return None if nothing is to be recorded."""
     if not environ.get("FSDPX_RECORD"):
         return None
-    return Path(environ["FSDPX_RECORD"]), _parse_count(environ, "FSDPX_RECORD_STEPS") or DEFAULT_RECORDED_STEPS
+    return Path(environ["FSDPX_RECORD"]), _parse_count_variable(environ, "FSDPX_RECORD_STEPS") or DEFAULT_RECORDED_STEPS
 
 
 def make_recording_environment(folder: Path, steps: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment of a run that records the values that its actions write."""
+    """Return the environment for a run that records the values written by its actions."""
     return {**environ, "FSDPX_RECORD": str(folder), "FSDPX_RECORD_STEPS": str(steps)}
 
 
-def count_allocated_ranks(environ: Mapping[str, str] = os.environ) -> tuple[int, str] | None:
-    """Return the number of ranks that the allocation of this process is for, and the variable that says so; None
-    without one.
+def get_allocated_ranks_and_variable(environ: Mapping[str, str] = os.environ) -> tuple[int, str] | None:
+    """Return the number of ranks for which the scheduler made the allocation, and the variable that says so; None
+    without an allocation.
 
-    Slurm without a number of tasks means one on each node.
+    If Slurm sets no number of tasks, there is one task per node.
     """
     if "SLURM_JOB_ID" in environ:
-        nodes, each = _parse_count(environ, "SLURM_NNODES") or 1, _parse_count(environ, "SLURM_NTASKS_PER_NODE") or 1
-        tasks = _parse_count(environ, "SLURM_NTASKS")
+        nodes = _parse_count_variable(environ, "SLURM_NNODES") or 1
+        each = _parse_count_variable(environ, "SLURM_NTASKS_PER_NODE") or 1
+        tasks = _parse_count_variable(environ, "SLURM_NTASKS")
         return (tasks, "SLURM_NTASKS") if tasks else (nodes * each, "SLURM_NNODES, SLURM_NTASKS_PER_NODE")
     for variable in ("LSB_DJOB_NUMPROC", "LSB_MAX_NUM_PROCESSORS"):
-        if slots := _parse_count(environ, variable):
+        if slots := _parse_count_variable(environ, variable):
             return slots, variable
     return None
 
 
-def has_one_host(environ: Mapping[str, str] = os.environ) -> bool:
+def is_single_host_job(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether the job runs on a single host: its allocation has one host, or there is no allocation."""
     if "SLURM_JOB_ID" in environ:
-        return _parse_count(environ, "SLURM_NNODES") == 1
-    return not find_scheduler(environ) and count_allocated_ranks(environ) is None
+        return _parse_count_variable(environ, "SLURM_NNODES") == 1
+    return not find_scheduler(environ) and get_allocated_ranks_and_variable(environ) is None
 
 
-def find_hostfile(environ: Mapping[str, str] = os.environ) -> tuple[Path, str] | None:
-    """Return the hostfile that the scheduler or the operator of a cluster has made for this job, and its variable."""
+def find_hostfile_and_variable(environ: Mapping[str, str] = os.environ) -> tuple[Path, str] | None:
+    """Return the hostfile that the scheduler or the cluster's operator provides for this job, and the variable that
+    names it."""
     known = ("PBS_NODEFILE", "HYDRA_HOST_FILE", "PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_hostfile")
     return next(((Path(environ[name]), name) for name in known if environ.get(name)), None)
 
 
 def list_environment_modules(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the environment modules that are loaded."""
+    """Return the names of the loaded environment modules."""
     return [name for name in environ.get("LOADEDMODULES", "").split(":") if name]
 
 
-def prepend_python_path(first: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Return PYTHONPATH with this folder put first."""
+def make_prepended_python_path(first: str, environ: Mapping[str, str] = os.environ) -> str:
+    """Return the value of PYTHONPATH with the folder `first` prepended."""
     return os.pathsep.join(filter(None, (first, environ.get("PYTHONPATH"))))
 
 
 def get_visible_gpus(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the GPUs that the launcher or the user lets this process see (CUDA_VISIBLE_DEVICES); None: all. fsdpx
-    never sets it."""
+    """Return the GPUs that the launcher or the user makes visible to this process (CUDA_VISIBLE_DEVICES, which fsdpx
+    never sets); None: all."""
     return environ.get("CUDA_VISIBLE_DEVICES")
 
 
-def is_mpi_gpu_aware(environ: Mapping[str, str] = os.environ) -> bool | None:
-    """Return whether GPU arrays are passed to MPI (FSDPX_GPU_AWARE_MPI); None: only if a probe shows that MPI accepts
-    them."""
+def get_gpu_aware_mpi_setting(environ: Mapping[str, str] = os.environ) -> bool | None:
+    """Return whether GPU arrays are to be passed to MPI (FSDPX_GPU_AWARE_MPI); None: only if a probe shows that MPI
+    accepts them."""
     text = environ.get("FSDPX_GPU_AWARE_MPI", "auto").strip().lower()
     return None if text == "auto" else _read_boolean(environ, "FSDPX_GPU_AWARE_MPI")
 
 
-def get_mpi_library(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the MPI library that the user wants mpi4py to load (MPI4PY_LIBMPI)."""
+def get_requested_mpi_library(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the MPI library that the user tells mpi4py to load (MPI4PY_LIBMPI), or None."""
     return environ.get("MPI4PY_LIBMPI")
 
 
@@ -451,7 +462,7 @@ def _read_restart_count(environ: Mapping[str, str]) -> int:
     text = environ.get("FSDPX_RESTART", "0").strip()
     if not text.isdecimal():
         raise LaunchError(f"FSDPX_RESTART={text!r} is not a number of restarts: leave it to `python -m fsdpx run`")
-    return int(text) + (_parse_count(environ, "SLURM_RESTART_COUNT") or 0)
+    return int(text) + (_parse_count_variable(environ, "SLURM_RESTART_COUNT") or 0)
 
 
 def _read_seconds(environ: Mapping[str, str], variable: str) -> float | None:

@@ -1,7 +1,6 @@
-"""Extensions by name: the core imports one when its name is used, and knows nothing else about it.
+"""Extensions by name: the core imports an extension when its name is first used, and knows nothing else about it.
 
-Packages of users add extensions by entry points: in the group `fsdpx.codec`, for example, a name and
-`module:attribute`.
+Packages of users add extensions by entry points, for example a name and `module:attribute` in the group `fsdpx.codec`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 
 from fsdpx.errors import ConfigError
 
-__all__ = ["EXTENSIONS", "find_extension", "import_extension", "list_extensions", "load_extension"]
+__all__ = ["EXTENSIONS", "find_extension", "import_extension_module", "list_extensions", "load_extension"]
 
 EXTENSIONS: dict[str, dict[str, str]] = {
     "codec": {
@@ -63,33 +62,34 @@ EXTENSIONS: dict[str, dict[str, str]] = {
         "generate": "fsdpx.models.generation.generate:generate",
     },
 }
-"""Kind -> name -> `module:attribute`. What the attribute is depends on the kind:
+"""Kind -> name -> `module:attribute`. The kind says what the attribute is:
 
-codec : a class or function that makes a `Codec`, callable without arguments
-backend : a function of `core.comm.init.CommunicatorRequest` that opens a communicator
+codec : a class or function that makes a `Codec` and can be called without arguments
+backend : a function that opens a communicator for a `core.comm.init.CommunicatorRequest`
 kernels : a package of kernels, with the compiled ones in its folder `compiled`; `python -m fsdpx compile --all`
-    compiles those of every package
+    compiles the kernels of every package
 code : a store of machine code, see `core.array.jit.CodeStore`
 device : a `core.array.devices.Device`, by its name in `distribute(device=...)`
-array : the same, by the module that defines the class of its arrays
-half : 16-bit arithmetic: the module of matrix products, and the optimizer whose parameters are held in bfloat16
-strategy : makes a `SyncChoice` for ranks that do not make every step together
-verbs : the table of verbs, to which the module adds its own on import; for tools that read programs of other runs
-planner : a strategy that chooses all others: a function of a recipe, a communicator and the options given by name
-ranks : the runner of a trainer's calls if ranks may change
-layer : a layer class that a model of `fsdpx.nn` uses if an option asks for it
-library : another library by its import name: a function of a model and a loss that converts those of that library to
-    layers
-observer : observes a run on request: "watchdog" the ranks of a communicator, unless FSDPX_WATCH=0; "trace" and "values"
-    an engine, with `trace=` and FSDPX_RECORD. Others are given to `Engine.add_observer`
-fit : parts that `fit` makes by default: callbacks, the reaction to signals, and metrics of layers with experts
-trainer : the function behind a method of a trainer, or of `trainer.inspect`
+array : a `Device` as well, by the module that defines the class of its arrays
+half : 16-bit arithmetic: the module of matrix products, and the optimizer for parameters held in bfloat16
+strategy : a function that makes a `SyncChoice` for ranks that do not perform every step together
+verbs : the table of verbs to which the module adds its own on import; for tools that read programs of other runs
+planner : a strategy that chooses all other options: a function of a recipe, a communicator and the given options
+ranks : the runner of a trainer's calls if the set of ranks may change
+layer : a layer class that a model of `fsdpx.nn` uses if an option requests it
+library : another library, by its import name: a function that converts a model and a loss of that library to layers
+observer : an observer that is created on request: "watchdog" watches the ranks of a communicator, unless
+    FSDPX_WATCH=0; "trace" and "values" observe an engine, with `trace=` and FSDPX_RECORD. Other observers are passed to
+    `Engine.add_observer`
+fit : objects that `fit` creates by default: callbacks, the reaction to signals, and metrics of layers with experts
+trainer : the function that implements a method of a trainer, or of `trainer.inspect`
 """
 
 
 def find_extension(kind: str, name: str, optional: bool = False) -> Any:
-    """Import and return the extension of this name; None if there is none. With `optional`, also None if its files are
-    missing.
+    """Import and return the extension of this name, or None if no extension is declared under it.
+
+    `optional`: return None as well if the files of the extension are missing.
 
     Raises
     ------
@@ -99,20 +99,22 @@ def find_extension(kind: str, name: str, optional: bool = False) -> Any:
     if target is None:
         return None
     module, _, attribute = target.partition(":")
-    home = import_extension(module, f"{kind} {name!r}", optional)
+    home = import_extension_module(module, f"{kind} {name!r}", optional)
     return getattr(home, attribute) if home and attribute else home
 
 
-def import_extension(module: str, what: str, optional: bool = False) -> Any:
-    """Import and return a module of an extension. If its files are missing, return None with `optional`, else raise a
-    ConfigError that begins with `what`."""
+def import_extension_module(module: str, what: str, optional: bool = False) -> Any:
+    """Import and return a module of an extension.
+
+    If its files are missing, return None with `optional`; otherwise raise a ConfigError that begins with `what`.
+    """
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
         is_missing_module = f"{module}.".startswith(f"{error.name}.")
         if is_missing_module and optional:
             return None
-        if not is_missing_module and not str(error.name).startswith("fsdpx."):  # a library that the extension needs
+        if not is_missing_module and not str(error.name).startswith("fsdpx."):  # a library that the extension imports
             raise
         raise ConfigError(
             f"{what} is an extension whose files are missing: there is no {error.name}; install it again, or leave it "
@@ -121,7 +123,7 @@ def import_extension(module: str, what: str, optional: bool = False) -> Any:
 
 
 def load_extension(kind: str, name: str) -> Any:
-    """Import and return the extension of this name; raise ConfigError if there is none."""
+    """Import and return the extension of this name; raise ConfigError if no extension is declared under it."""
     extension = find_extension(kind, name)
     if extension is None:
         raise ConfigError(f"unknown {kind} {name!r}: choose one of {', '.join(list_extensions(kind))}")
@@ -129,13 +131,13 @@ def load_extension(kind: str, name: str) -> Any:
 
 
 def list_extensions(kind: str) -> list[str]:
-    """Return the names of a kind, those of installed packages of users last."""
+    """Return the names of all extensions of a kind; those that packages of users declare come last."""
     return [*EXTENSIONS[kind], *_load_entry_points(kind)]
 
 
 @cache
 def _load_entry_points(kind: str) -> Mapping[str, str]:
-    """Return the extensions of this kind that installed packages declare."""
+    """Return the extensions of this kind that installed packages declare, as name -> `module:attribute`."""
     from importlib.metadata import entry_points  # slow, as it reads the folders of all packages: import it only here
 
     return {

@@ -23,8 +23,9 @@ from types import ModuleType
 from typing import Any
 
 __all__ = [
-    "STOP_SIGNALS", "Hook", "SignalHandler", "add_exit_listener", "find_communicator_to_abort", "hold_hooks",
-    "notify_exit_listeners", "register_hooks", "release_hooks", "release_hooks_after_block",
+    "STOP_SIGNALS", "Hook", "SignalHandler", "add_exit_listener", "find_communicator_to_abort",
+    "install_hooks_for_owner", "notify_exit_listeners", "register_hooks", "release_hooks_of_owner",
+    "releasing_hooks_after_block",
 ]  # fmt: skip
 
 
@@ -105,9 +106,9 @@ def register_hooks(*hooks: Hook) -> None:
                 hook.install()
 
 
-def hold_hooks(owner: Any, comm: Any, beyond_scope: bool = False) -> None:
+def install_hooks_for_owner(owner: Any, comm: Any, beyond_scope: bool = False) -> None:
     """Keep all hooks in place until `owner` is released or collected, or the block of the
-    enclosing `release_hooks_after_block` ends.
+    enclosing `releasing_hooks_after_block` ends.
 
     `comm`: the communicator whose `abort` ends all ranks. `beyond_scope`: hold them beyond that
     block.
@@ -115,7 +116,7 @@ def hold_hooks(owner: Any, comm: Any, beyond_scope: bool = False) -> None:
     with _lock:
         known = id(owner) in _holders
         if not known:
-            end = weakref.finalize(owner, _drop_holder, id(owner))
+            end = weakref.finalize(owner, _drop_holder_and_unused_hooks, id(owner))
             end.atexit = False
             _holders[id(owner)] = _Holder(weakref.ref(comm), end)
         for hook in _hooks:
@@ -125,16 +126,16 @@ def hold_hooks(owner: Any, comm: Any, beyond_scope: bool = False) -> None:
         begun.append(weakref.ref(owner))
 
 
-def release_hooks(owner: Any) -> None:
+def release_hooks_of_owner(owner: Any) -> None:
     """Release the hooks that `owner` holds, if any; with the last holder they are removed."""
     with _lock:
         holder = _holders.get(id(owner))
         if holder is not None:
             holder.end.detach()
-            _drop_holder(id(owner))
+            _drop_holder_and_unused_hooks(id(owner))
 
 
-def _drop_holder(key: int) -> None:
+def _drop_holder_and_unused_hooks(key: int) -> None:
     with _lock:
         _holders.pop(key, None)
         if not _holders:
@@ -156,7 +157,7 @@ class _ExceptionHolder:
 
 
 @contextmanager
-def release_hooks_after_block() -> Iterator[None]:
+def releasing_hooks_after_block() -> Iterator[None]:
     """Release, at the end of the block, the holders that were added inside it. If an exception leaves the block, it
     holds the hooks instead: if nobody catches it, it ends all ranks."""
     begun: list[Any] = []
@@ -169,29 +170,31 @@ def release_hooks_after_block() -> Iterator[None]:
             held = _ExceptionHolder(comm)
             with suppress(AttributeError):  # an exception that takes no attributes
                 error._fsdpx_held = held  # type: ignore[attr-defined]
-                hold_hooks(held, comm)
+                install_hooks_for_owner(held, comm)
                 begun.pop()
         raise
     finally:
         _visit.reset(token)
         for hook in begun:
-            release_hooks(hook())
+            release_hooks_of_owner(hook())
 
 
 _observers: list[Callable[[int, str], object]] = []
 
 
-def add_exit_listener(tell: Callable[[int, str], object]) -> None:
-    """Have `tell(status, error)` called before this rank ends all others. `error` is the name of the exception that is
-    the reason, or ""."""
-    _observers.append(tell)
+def add_exit_listener(listener: Callable[[int, str], object]) -> None:
+    """Register a function to be called as `listener(status, error)` before this rank ends all others.
+
+    `error` is the name of the exception that caused this, or "".
+    """
+    _observers.append(listener)
 
 
 def notify_exit_listeners(status: int, error: str = "") -> None:
     """Call the listeners of `add_exit_listener` with the exit status of this process."""
-    for tell in _observers:
+    for listener in _observers:
         with suppress(OSError):  # a full disk must not keep the job from its end
-            tell(status, error)
+            listener(status, error)
 
 
 STOP_SIGNALS = tuple(name for name in ("USR1", "TERM", "HUP", "QUIT") if hasattr(signal, f"SIG{name}"))
@@ -217,7 +220,7 @@ class SignalHandler:
         known = _sigaction is not None and _sigaction(int(number), None, record) == 0
         return cls(number, signal.getsignal(number), record.raw if known else b"")
 
-    def is_wanted(self) -> bool:
+    def is_needed_by_program(self) -> bool:
         """Return whether the program relies on its own handling: HUP ignored by whoever started it (nohup), or QUIT
         handled by C code, as faulthandler's stack dump."""
         if self.number.name == "SIGHUP":

@@ -29,15 +29,15 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
             from fsdpx.core.base.name_hints import make_attribute_error
 
             raise make_attribute_error(package, name, names)
-        from fsdpx.core.base.extensions import import_extension
+        from fsdpx.core.base.extensions import import_extension_module
 
         full_name = f"{package}.{name}"
         if homes[name] == package:
-            return import_extension(full_name, full_name)
-        home = import_extension(homes[name], full_name)
+            return import_extension_module(full_name, full_name)
+        home = import_extension_module(homes[name], full_name)
         inside = getattr(home, name, home)
         imported = (
-            import_extension(f"{homes[name]}.{name}", full_name) if inside is home else inside
+            import_extension_module(f"{homes[name]}.{name}", full_name) if inside is home else inside
         )  # a module of a package
         return vars(module).setdefault(name, imported)
 

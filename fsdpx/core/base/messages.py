@@ -14,8 +14,8 @@ from fsdpx.errors import escape_control
 
 __all__ = [
     "LOGGER", "SILENCE_SECONDS", "TIMER_NAME", "ProgressCallback", "SlowTaskReporter", "flush_and_write_stderr",
-    "format_bytes", "format_ranks", "format_table", "is_on_terminal", "log_line", "print_on_rank0", "report_if_slow",
-    "shorten_value",
+    "format_bytes", "format_ranks", "format_table", "is_stderr_terminal", "log_line", "log_on_rank0",
+    "reporting_if_slow", "shorten_value",
 ]  # fmt: skip
 
 SILENCE_SECONDS = 1.0
@@ -52,7 +52,7 @@ def log_line(text: str) -> None:
     LOGGER.info("%s", text)
 
 
-def print_on_rank0(who: Any, text: str) -> None:
+def log_on_rank0(who: Any, text: str) -> None:
     """Log a line on rank 0 of `who`, a trainer's call runner or a communicator."""
     if who.rank == 0:
         log_line(f"fsdpx: {text}")
@@ -71,7 +71,7 @@ def flush_and_write_stderr(text: str = "") -> None:
             return
 
 
-def is_on_terminal() -> bool:
+def is_stderr_terminal() -> bool:
     """Return whether standard error is a terminal; False if there is none."""
     with suppress(Exception):
         return bool(sys.stderr.isatty())
@@ -79,7 +79,7 @@ def is_on_terminal() -> bool:
 
 
 @contextmanager
-def report_if_slow(enabled: bool, what: str, outcome: Callable[[], str] = str) -> Iterator[ProgressCallback]:
+def reporting_if_slow(enabled: bool, what: str, outcome: Callable[[], str] = str) -> Iterator[ProgressCallback]:
     """Report the block if it takes longer than `SILENCE_SECONDS`: first what it does, and at its end how long it took.
 
     Without `enabled`, nothing is reported and no thread started, for which a simulated rank may have no memory.
@@ -96,7 +96,7 @@ def report_if_slow(enabled: bool, what: str, outcome: Callable[[], str] = str) -
     timer.name, timer.daemon = TIMER_NAME, True
     timer.start()
     try:
-        yield shown.update_count
+        yield shown.update_progress
     finally:
         timer.cancel()
         shown.report_end(outcome)
@@ -111,22 +111,22 @@ class SlowTaskReporter:
 
     def show_progress(self) -> None:
         with self.lock:
-            if is_on_terminal():
+            if is_stderr_terminal():
                 sys.stderr.write(f"{CLEAR_LINE}fsdpx: {self.what}{self.reached} ...")
                 sys.stderr.flush()
             else:
                 log_line(f"fsdpx: {self.what}{self.reached} ...")
             self.again = 3 * (perf_counter() - self.begin)
 
-    def update_count(self, done: int, total: int) -> None:
+    def update_progress(self, done: int, total: int) -> None:
         self.reached = f" {done}/{total}"
-        if self.again and (is_on_terminal() or perf_counter() - self.begin > self.again):
+        if self.again and (is_stderr_terminal() or perf_counter() - self.begin > self.again):
             self.show_progress()
 
     def report_end(self, outcome: Callable[[], str]) -> None:
         with self.lock:
             if self.again:
-                if is_on_terminal():
+                if is_stderr_terminal():
                     sys.stderr.write(CLEAR_LINE)
                 log_line(f"fsdpx: {self.what} took {perf_counter() - self.begin:.0f} s{outcome()}")
 

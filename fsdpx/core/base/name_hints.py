@@ -8,7 +8,7 @@ from functools import wraps
 from inspect import Parameter, signature
 from typing import Any, Literal, ParamSpec, TypeVar
 
-from fsdpx.core.base.arguments import check_arguments
+from fsdpx.core.base.arguments import wrap_with_argument_check
 from fsdpx.errors import ConfigError, FsdpxError
 
 __all__ = [
@@ -167,7 +167,7 @@ def check_constructor_options(kind: type[T]) -> type[T]:
     """Make the constructor of a dataclass raise ConfigError for an unknown option, with a hint, and for an argument
     that does not fit its type hint."""
     known = [field.name for field in fields(kind) if field.init]  # type: ignore[arg-type]
-    checked_init = check_arguments(kind.__init__, kind.__name__)
+    checked_init = wrap_with_argument_check(kind.__init__, kind.__name__)
 
     @wraps(checked_init)
     def check_and_init(self: Any, *given: Any, **options: Any) -> None:
@@ -183,11 +183,11 @@ _REST = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
 
 def check_call_arguments(function: Callable[P, T], when: Literal["after", "failed"] = "after") -> Callable[P, T]:
     """Wrap a function or an `__init__` to raise ConfigError for an unknown option, with a hint, and for an argument
-    that does not fit its type hint. `when` is that of `check_arguments`."""
+    that does not fit its type hint. `when` is that of `wrap_with_argument_check`."""
     name, named = function.__qualname__.removesuffix(".__init__"), signature(function).parameters
     taken = [one for one, parameter in named.items() if parameter.kind not in _REST]
     known = [one for one in taken if one not in ("self", "trainer")]
-    checked = check_arguments(function, name, when)
+    checked = wrap_with_argument_check(function, name, when)
 
     @wraps(function)
     def call_checked(*given: P.args, **options: P.kwargs) -> T:

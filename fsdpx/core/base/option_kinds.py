@@ -9,7 +9,7 @@ from typing import Any
 from fsdpx.errors import ConfigError
 
 __all__ = [
-    "get_field_values", "is_bool", "is_int_at_least", "is_positive_number", "make_option_field",
+    "get_field_values", "is_bool", "is_positive_number", "make_min_int_predicate", "make_option_field",
     "require_valid_options",
 ]  # fmt: skip
 
@@ -19,9 +19,9 @@ def is_positive_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
-def is_int_at_least(least: int) -> Callable[[Any], bool]:
-    """Return a predicate: whether a value is an integer of at least `least`."""
-    return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least
+def make_min_int_predicate(minimum: int) -> Callable[[Any], bool]:
+    """Return a predicate: whether a value is an integer of at least `minimum`."""
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 def is_bool(value: Any) -> bool:

@@ -3,11 +3,11 @@
 import functools
 from pathlib import Path
 
-__all__ = ["read_cpuinfo"]
+__all__ = ["read_cpuinfo_field"]
 
 
 @functools.cache
-def read_cpuinfo(field: str) -> str:
+def read_cpuinfo_field(field: str) -> str:
     """Return the value of `field` for the first core in /proc/cpuinfo, such as "flags" or "model name"; "" if there is
     none."""
     try:

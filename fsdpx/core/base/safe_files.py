@@ -29,7 +29,7 @@ __all__ = [
     "LARGEST_RECORD", "READABLE", "TEMPORARY", "Untrusted", "create_file", "create_marker", "describe_json_error",
     "describe_read_error", "expanduser", "is_own_folder", "is_owned_by_user", "make_folder", "make_temporary_path",
     "open_file", "open_for_append", "open_lock_file", "open_unnamed_file", "parse_json", "read_file",
-    "read_if_trusted", "read_json", "remove_folder", "require_json_fields", "require_private_folder",
+    "read_if_trusted", "read_json", "remove_own_folder", "require_json_fields", "require_private_folder",
     "resolve_open_file", "warn_file_ignored", "write_file", "write_lock_text",
 ]  # fmt: skip
 
@@ -155,14 +155,14 @@ def _require_safe_file(path: str | os.PathLike[str], found: os.stat_result, max_
 
 
 def _require_owner_and_mode(
-    path: str | os.PathLike[str], found: os.stat_result, closed: int, root: bool = True
+    path: str | os.PathLike[str], found: os.stat_result, forbidden_mode: int, allow_root: bool = True
 ) -> None:
     if not _POSIX:  # on Windows a user's folders are closed to others by default
         return
-    if found.st_uid not in ((os.geteuid(), 0) if root else (os.geteuid(),)):
+    if found.st_uid not in ((os.geteuid(), 0) if allow_root else (os.geteuid(),)):
         raise Untrusted(f"{path} belongs to user {found.st_uid}, not to this one ({os.geteuid()})")
-    if found.st_mode & closed:
-        fault = "be written by" if closed == _OTHERS_WRITE else "be entered by"
+    if found.st_mode & forbidden_mode:
+        fault = "be written by" if forbidden_mode == _OTHERS_WRITE else "be entered by"
         raise Untrusted(f"{path} can {fault} others (mode {stat.S_IMODE(found.st_mode):04o})")
 
 
@@ -178,7 +178,7 @@ def parse_json(data: bytes) -> Any:
     """
     text = data.decode()
     try:
-        value = json.loads(text, object_pairs_hook=_require_unique_names, parse_int=_parse_json_int)
+        value = json.loads(text, object_pairs_hook=_make_dict_of_unique_names, parse_int=_parse_json_int)
     except RecursionError:
         raise ValueError(f"lists and objects in it are more than {MAX_JSON_DEPTH} deep") from None
     _refuse_deep_nesting(value)
@@ -217,7 +217,7 @@ def require_json_fields(found: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _require_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _make_dict_of_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object of JSON; raise ValueError if it has a name twice."""
     values_by_key = dict(pairs)
     if len(values_by_key) < len(pairs):
@@ -273,7 +273,7 @@ def require_private_folder(path: Path) -> None:
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode):
         raise Untrusted(f"{path} is a link or a file where a folder should be")
-    _require_owner_and_mode(path, status, stat.S_IRWXG | stat.S_IRWXO, root=False)
+    _require_owner_and_mode(path, status, stat.S_IRWXG | stat.S_IRWXO, allow_root=False)
 
 
 def is_own_folder(path: Path) -> bool:
@@ -290,7 +290,7 @@ def is_owned_by_user(path: Path) -> bool:
     return False
 
 
-def remove_folder(path: Path) -> None:
+def remove_own_folder(path: Path) -> None:
     """Remove a folder of this user with its content, without following links; do nothing for any other path."""
     if is_own_folder(path):
         shutil.rmtree(path, ignore_errors=True)
@@ -361,14 +361,14 @@ def open_for_append(path: Path) -> int:
     return _open_own_file(path, os.O_WRONLY | os.O_APPEND, READABLE)
 
 
-def _open_own_file(path: Path, how: int, mode: int) -> int:
+def _open_own_file(path: Path, flags: int, mode: int) -> int:
     """Open a regular file of this user without other hard links, to write to it."""
     for _ in range(100):  # another process of this user may create or remove it meanwhile
         with suppress(FileExistsError):
-            return os.open(path, how | os.O_CREAT | os.O_EXCL | _SAFELY | _NO_LINK, mode)
+            return os.open(path, flags | os.O_CREAT | os.O_EXCL | _SAFELY | _NO_LINK, mode)
         with suppress(FileNotFoundError):
             _require_own_file(path, os.lstat(path))
-            file = os.open(path, how | _SAFELY | _NO_LINK)
+            file = os.open(path, flags | _SAFELY | _NO_LINK)
             try:
                 _require_own_file(path, os.fstat(file))
             except BaseException:
@@ -380,7 +380,7 @@ def _open_own_file(path: Path, how: int, mode: int) -> int:
 
 def _require_own_file(path: Path, found: os.stat_result) -> None:
     _require_safe_file(path, found, None, ours=False)
-    _require_owner_and_mode(path, found, 0, root=False)
+    _require_owner_and_mode(path, found, 0, allow_root=False)
     if found.st_nlink > 1:
         raise Untrusted(f"{path} is another file's name as well (a hard link)")
 

@@ -3,7 +3,7 @@
 __version__ = "0.1.0"
 
 
-def get_version(package: str) -> str:
+def get_package_version(package: str) -> str:
     """Return the version of an installed package, "" if it is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from fsdpx.core.array import shapes
 from fsdpx.core.array.devices import get_device_of_array
-from fsdpx.core.base.arguments import check_arguments
+from fsdpx.core.base.arguments import wrap_with_argument_check
 from fsdpx.core.comm.calls import (
     COMPLETED,
     Array,
@@ -318,7 +318,7 @@ class FakeCommunicator(Backend):
     size : number of ranks
     """
 
-    @check_arguments
+    @wrap_with_argument_check
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         if not 0 <= rank < size:
             raise ConfigError(f"rank {rank} of {size} does not exist: 0 <= rank < size")

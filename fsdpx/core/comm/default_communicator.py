@@ -132,7 +132,7 @@ def get_rank_info() -> RankInfo:
         rank, size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
         return RankInfo(rank, size, 0 if size == 1 else local, "all ranks of MPI (MPI_COMM_WORLD)")
     if launcher is None:
-        environment.check_single_process()
+        environment.require_single_process_and_get_note()
         return RankInfo(0, 1, 0, "this process alone")
     if launcher.rank is None or settings.expected_size is None:
         raise ConfigError(f"{launcher.name} does not say which rank of how many this is: call fsdpx.init() first")

@@ -304,7 +304,7 @@ def _open_or_reuse_world() -> Communicator:
 
 def _open_backend(backend: str | None, asked: CommunicatorRequest) -> Communicator:
     if backend is None and asked.comm is None and asked.settings.launcher is None:
-        warning = environment.check_single_process()
+        warning = environment.require_single_process_and_get_note()
         if warning:
             print(f"fsdpx: {warning}", file=sys.stderr, flush=True)
     suits = (name for name, opener in BACKENDS.items() if opener.suits(asked))
@@ -329,7 +329,7 @@ def _is_gloo_requested(asked: CommunicatorRequest) -> bool:
 def open_local(asked: CommunicatorRequest) -> Communicator:
     from fsdpx.core.array import cores
 
-    cores.share_cores_among_ranks(1)
+    cores.set_threads_per_rank(1)
     return make_single_rank_communicator()
 
 
@@ -342,9 +342,9 @@ def open_mpi(asked: CommunicatorRequest, shared: bool = False) -> Communicator:
         _require_mpi_with_all_ranks(asked)
         from fsdpx.core.comm.mpi.mpi import MpiCommunicator, MpiWorld
 
-        hooks.hold_hooks(ranks := MpiWorld(), ranks)
+        hooks.install_hooks_for_owner(ranks := MpiWorld(), ranks)
         opened = set_up_world(MpiCommunicator(asked.comm, asked.settings.timeout or DEFAULT_TIMEOUT_SECONDS), shared)
-        hooks.release_hooks(ranks)  # an exception keeps them held, by its traceback
+        hooks.release_hooks_of_owner(ranks)  # an exception keeps them held, by its traceback
         return opened
 
 
@@ -359,14 +359,14 @@ def set_up_world(carrier: MessageBackend, shared: bool) -> Communicator:
     from fsdpx.core.array import cores
     from fsdpx.core.comm.node.node import NodeCommunicator
 
-    hooks.hold_hooks(carrier, carrier)
+    hooks.install_hooks_for_owner(carrier, carrier)
     if carrier.size > 1:
         require_same_settings(carrier, environment.read_environment().shared_settings, get_compared_arguments())
     world_comm = NodeCommunicator(carrier) if shared and carrier.size > 1 else carrier
     ranks_here = world_comm.all_gather_data(platform.node()).count(platform.node())
     world_comm.progress.patience = (
         POLLS_BEFORE_YIELD
-        if cores.share_cores_among_ranks(ranks_here) * ranks_here <= cores.count_usable_cores()
+        if cores.set_threads_per_rank(ranks_here) * ranks_here <= cores.count_usable_cores()
         else 0
     )
     return world_comm
@@ -393,7 +393,7 @@ BACKENDS = {
     "node": BackendOpener(
         partial(open_mpi, shared=True),
         _is_mpi4py_communicator,
-        lambda a: _is_mpi_requested(a) and a.settings.shares_memory,
+        lambda a: _is_mpi_requested(a) and a.settings.can_share_memory,
     ),
     "mpi": BackendOpener(open_mpi, _is_mpi4py_communicator, _is_mpi_requested),
     "nccl": BackendOpener(partial(_open_extension, "nccl"), _is_mpi4py_communicator),

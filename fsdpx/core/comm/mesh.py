@@ -9,7 +9,7 @@ from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
-from fsdpx.core.base.config import Sharding, convert_fields_to_python, resolve_sharding
+from fsdpx.core.base.config import Sharding, convert_fields_to_python_numbers, resolve_sharding
 from fsdpx.core.base.name_hints import check_constructor_options, did_you_mean
 from fsdpx.core.comm.communicator import Communicator, CountingCommunicator, TrafficCounters
 from fsdpx.core.comm.desync_check import CheckedCommunicator
@@ -66,7 +66,7 @@ class Mesh:
     domain: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        convert_fields_to_python(self)
+        convert_fields_to_python_numbers(self)
         for axis, width in zip(AXES, self._get_axis_widths(), strict=True):
             if width is not None and (isinstance(width, bool) or not isinstance(width, int) or width < 1):
                 wanted = "an integer of at least 1, or None to fill the world"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from fsdpx.core.array.namespace import parse_dtype
-from fsdpx.core.base.arguments import check_constructor_arguments
+from fsdpx.core.base.arguments import wrap_constructor_with_argument_check
 from fsdpx.core.comm.calls import Array, Handle, ReduceOp, split_evenly
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.errors import ConfigError
@@ -28,7 +28,7 @@ class Codec(ABC):
     """Base class of codecs, which sum a flat gradient over a communicator. Inherit from it to write a codec."""
 
     def __init_subclass__(cls) -> None:
-        check_constructor_arguments(cls)
+        wrap_constructor_with_argument_check(cls)
 
     elementwise: bool = False
     """True if the result for an element is independent of the other elements reduced with it."""

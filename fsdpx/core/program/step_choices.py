@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fsdpx.core.base.option_kinds import is_int_at_least, is_positive_number, make_option_field
+from fsdpx.core.base.option_kinds import is_positive_number, make_min_int_predicate, make_option_field
 
 __all__ = ["StepChoices"]
 
@@ -18,6 +18,6 @@ class StepChoices:
     pieces of the global batch whose gradients are added in one fixed tree.
     """
 
-    seed: int = make_option_field(0, is_int_at_least(0), "a whole number, 0 or more")
+    seed: int = make_option_field(0, make_min_int_predicate(0), "a whole number, 0 or more")
     clip_norm: float | None = make_option_field(None, is_positive_number, "a positive number, or None")
     reproducible_chunks: int | None = None

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpx.core.array.shapes import ShapeArray
-from fsdpx.core.array.shapes.array import measure_memory
+from fsdpx.core.array.shapes.array import measuring_memory
 from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.mesh import MeshAxes, connect_axes
 from fsdpx.nn.cache import KeyValueCache
@@ -78,7 +78,7 @@ class ValueShapes:
         rank = self._axes.tensor.rank if tensor is None else tensor
         key = (rank, *((tuple(a.shape), str(a.dtype)) for a in batch.inputs))
         if key not in self._found:
-            with measure_memory():  # so that a dry run does not count these arrays, which only have shapes, as memory
+            with measuring_memory():  # so that a dry run does not count these arrays, which only have shapes, as memory
                 inputs = [ShapeArray(tuple(a.shape), a.dtype) for a in batch.inputs]
                 shapes = value_shapes(self._model, inputs, self._dtype, axes=self.make_fake_axes_of_tensor_rank(rank))
                 self._found[key] = [ValueShape(tuple(one.shape), one.dtype) for one in shapes]

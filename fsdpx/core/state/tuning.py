@@ -17,7 +17,7 @@ import numpy as np
 from fsdpx.core.array import blas, cores, parallel
 from fsdpx.core.base import environment, safe_files
 from fsdpx.core.base.messages import ProgressCallback
-from fsdpx.core.base.processor import read_cpuinfo
+from fsdpx.core.base.processor import read_cpuinfo_field
 from fsdpx.core.base.safe_files import require_json_fields
 from fsdpx.core.base.version import __version__
 from fsdpx.core.comm.backend import FakeCommunicator, FakeNodeCommunicator
@@ -187,7 +187,7 @@ def _agree_on_blas_library(world: Communicator, count: ProgressCallback) -> str:
     anyway = environment.read_environment().retune and str(key) not in _remeasured
     record = _broadcast_from_rank_0(world, None if anyway or world.rank else load_record("blas", key, _parse_library))
     if record is None:
-        rates = blas.measure_libraries(count)
+        rates = blas.measure_library_gflops(count)
         record = _broadcast_from_rank_0(world, _choose_fastest_library(rates, blas.get_selected_library()))
         _remeasured.add(str(key))
         if world.rank == 0:
@@ -210,7 +210,7 @@ def _make_tuning_key() -> dict[str, Any]:
     """Return everything that the choice depends on."""
     return {
         "machine": platform.node(),
-        "processor": read_cpuinfo("model name") or platform.processor(),
+        "processor": read_cpuinfo_field("model name") or platform.processor(),
         "libraries": blas.describe_library_files(),
         "version": __version__,
     }

@@ -15,7 +15,7 @@ from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.base import config, environment
 from fsdpx.core.base.config import Precision, Sharding
 from fsdpx.core.base.extensions import load_extension
-from fsdpx.core.base.messages import print_on_rank0, report_if_slow
+from fsdpx.core.base.messages import log_on_rank0, reporting_if_slow
 from fsdpx.core.base.name_hints import require_pattern_matches
 from fsdpx.core.base.option_kinds import get_field_values
 from fsdpx.core.comm.backend import FakeCommunicator
@@ -96,7 +96,7 @@ def assemble_session(
     if place.xp is np:
         runs = *list_kernels(model), *getattr(place.loss, "kernel_names", ())
         optimizers = [] if place.optimizer is None else [place.optimizer]
-        with report_if_slow(_is_printing_rank(world), "compiling kernels") as count:
+        with reporting_if_slow(_is_printing_rank(world), "compiling kernels") as count:
             calls = list_warm_up_calls(runs, optimizers, dtypes, norm) + place.codecs.make_warm_up_calls(
                 place.formats.gradients
             )
@@ -105,7 +105,7 @@ def assemble_session(
     observer = None if watch is None else watch(place.axes)
     shapes = [(page.rule, {f.name: f.shape for f in page.fields}) for page in place.layout.pages if page.trainable]
     for text in place.codecs.iterate_user_notes(shapes):
-        print_on_rank0(world, text)
+        log_on_rank0(world, text)
     engine = Engine(state, [] if observer is None else [observer])
     session = Session(engine, _make_single_process_model(recipe, place), training.loss, microbatches, commit)
     session.announce_parameters_are_set()
@@ -223,7 +223,7 @@ def _set_up_device_and_mesh(recipe: Recipe, world: Communicator, tuning: Tuning 
     distribution, runtime, settings = recipe.distribution, recipe.runtime, environment.read_environment()
     xp = _select_device_and_get_namespace(runtime, world)
     guard = settings.check and not isinstance(world, CheckedCommunicator) if runtime.check is None else runtime.check
-    with report_if_slow(_is_printing_rank(world), "measuring", describe_cache) as count:
+    with reporting_if_slow(_is_printing_rank(world), "measuring", describe_cache) as count:
         tuning = tuning or agree_on_tuning(world, settings.tune if runtime.tune is None else runtime.tune, xp, count)
     axes, sharding = _connect_axes_and_resolve_sharding(recipe, world, guard)
     return TrainingRanks(xp, axes, sharding, tuning, distribution.sync_choice)
@@ -233,7 +233,7 @@ def _select_device_and_get_namespace(runtime: RuntimeOptions, world: Communicato
     """Select the device of this rank, and return the namespace of its arrays, such as `numpy`. Collective."""
     device = load_device(runtime.device)
     for remark in device.select_for_rank(world, runtime.device_map):
-        print_on_rank0(world, remark)
+        log_on_rank0(world, remark)
     device.require_usable()
     return device.xp
 
@@ -389,7 +389,7 @@ def _make_step_options(
 
 def _wrap_optimizer(training: TrainingChoices, formats: Precision) -> Any:
     """Return the optimizer wrapped as options ask: rounding for a 16-bit shard, and an average of the parameters."""
-    optimizer, narrow = training.optimizer, formats.updated_dtype != formats.gradient_dtype
+    optimizer, narrow = training.optimizer, formats.master_dtype != formats.gradient_dtype
     if narrow:
         optimizer = load_extension("half", "rounded")(optimizer, formats.rounding == "kahan")
     if training.average is not None:
@@ -429,8 +429,8 @@ def _make_pipeline_stages(
 def _make_number_formats(formats: Precision) -> NumberFormats:
     """Return the dtype of each role, such as gradients or statistics."""
     p = formats
-    compute, wire = parse_dtype(p.compute), parse_dtype(p.wire_dtype)
-    master, gradients, statistics = map(parse_dtype, (p.updated_dtype, p.gradient_dtype, p.statistics_dtype))
+    compute, wire = parse_dtype(p.compute), parse_dtype(p.parameter_wire_dtype)
+    master, gradients, statistics = map(parse_dtype, (p.master_dtype, p.gradient_dtype, p.statistics_dtype))
     return NumberFormats(master, gradients, statistics, compute, None if wire == compute else wire, formats)
 
 
@@ -440,8 +440,9 @@ def _choose_half_matmul_library(world: Communicator, formats: Precision, xp: Any
     if formats.compute == formats.gradient_dtype or xp is not np:
         return ""
     name = parse_dtype(formats.compute).name
-    library, able = blas.load_half_matmul().get_selected_library(name), blas.load_half_matmul().list_instructions(name)
-    if library == blas.load_half_matmul().WIDENED and world.rank == 0:
+    half = blas.load_half_matmul()
+    library, able = half.get_selected_library(name), half.list_half_instructions(name)
+    if library == half.WIDENED and world.rank == 0:
         why = f"oneDNN is not installed ({install_hint('onednn')})" if able else NO_INSTRUCTIONS_TEXT
         warn(f"fsdpx: {formats.compute} is computed as float32, slower than float32: {why}", UserWarning)
     return library

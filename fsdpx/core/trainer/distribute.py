@@ -12,7 +12,7 @@ from typing import Any, Unpack
 
 from fsdpx.core.array.devices import DeviceMap, load_device
 from fsdpx.core.base import environment, hooks
-from fsdpx.core.base.arguments import check_arguments, require_valid_arguments
+from fsdpx.core.base.arguments import require_valid_arguments, wrap_with_argument_check
 from fsdpx.core.base.config import PRESETS, ElasticConfig, Precision, Sharding
 from fsdpx.core.base.extensions import find_extension, load_extension
 from fsdpx.core.base.name_hints import require_known_options
@@ -50,8 +50,8 @@ from fsdpx.optim.optimizer import Average, Optimizer
 __all__ = ["OPTIONS", "distribute", "make_session"]
 
 
-@hooks.release_hooks_after_block()
-@partial(check_arguments, when="failed")
+@hooks.releasing_hooks_after_block()
+@partial(wrap_with_argument_check, when="failed")
 def distribute(
     model: Layer | ForeignModule,
     *,
@@ -239,7 +239,7 @@ def _add_observers(engine: Engine, runtime: RuntimeOptions) -> None:
 def _end_all_ranks_on_exception(trainer: Trainer, world: Any) -> Trainer:
     """Return the trainer. As long as it exists, an uncaught exception ends all ranks that are processes."""
     if (carrier := find_message_backend(world)) is not None:
-        hooks.hold_hooks(trainer, carrier, beyond_scope=True)
+        hooks.install_hooks_for_owner(trainer, carrier, beyond_scope=True)
     return trainer
 
 
@@ -274,7 +274,7 @@ def _open_world_and_agree_on_arguments(
         agree_on_call(open_comm, words, arguments)
     world: Any = open_survivor_communicator(comm) if elastic else _adopt_or_open_comm(comm, backend, device, device_map)
     if (carrier := find_message_backend(world)) is not None:
-        hooks.hold_hooks(carrier, carrier)
+        hooks.install_hooks_for_owner(carrier, carrier)
     if not elastic and world is not open_comm:
         report_call_to_watchdog(world, "distribute")
         agree_on_call(world, words)

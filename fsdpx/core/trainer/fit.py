@@ -14,7 +14,7 @@ from fsdpx.core.base.arguments import require_valid_arguments
 from fsdpx.core.base.config import to_python_number
 from fsdpx.core.base.extensions import load_extension
 from fsdpx.core.base.hooks import STOP_SIGNALS
-from fsdpx.core.base.messages import print_on_rank0
+from fsdpx.core.base.messages import log_on_rank0
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.trainer.call_runner import CallRunner, raise_option_name_errors_on_all_ranks
 from fsdpx.core.trainer.callbacks import EPOCHS, CallbackList, FitLimits, Metric, MetricSums
@@ -191,7 +191,7 @@ class _FitLoop:
         )
         if ended:
             checkpoint_step = history.checkpoint
-            print_on_rank0(
+            log_on_rank0(
                 self.trainer.call_runner,
                 f"finished: {limits.describe_end_reason(ended)} at {checkpoint_step}; nothing is trained or saved",
             )

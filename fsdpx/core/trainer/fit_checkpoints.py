@@ -10,8 +10,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from fsdpx.core.base.config import make_from_folder
-from fsdpx.core.base.messages import print_on_rank0
+from fsdpx.core.base.config import get_config_or_make_from_folder
+from fsdpx.core.base.messages import log_on_rank0
 from fsdpx.core.base.name_hints import check_constructor_options
 from fsdpx.core.base.option_names import DtypeName
 from fsdpx.core.base.safe_files import expanduser
@@ -149,7 +149,7 @@ class CheckpointConfig:
         ----------
         given : a `CheckpointConfig`, or a path
         """
-        return make_from_folder(cls, given, "fit(checkpoints={})", "every")
+        return get_config_or_make_from_folder(cls, given, "fit(checkpoints={})", "every")
 
     def path_of(self, step: int) -> Path:
         """Return the path of the checkpoint of a step.
@@ -261,12 +261,12 @@ class FitCheckpointer:
         path, history = self.history.checkpoint, self.history
         if self._written is None:
             return
-        print_on_rank0(
+        log_on_rank0(
             self.trainer.call_runner,
             f"resumes from {path}: step {history.steps}, epoch {self.loader.epoch - self.first_epoch + 1}",
         )
         if changed := _list_changed_settings(self._written.get("settings", {}), self._get_settings()):
-            print_on_rank0(self.trainer.call_runner, f"changed since {path}: {'; '.join(changed)}")
+            log_on_rank0(self.trainer.call_runner, f"changed since {path}: {'; '.join(changed)}")
 
     def save_if_due(self, better: bool = False) -> bool:
         """Save a checkpoint if one is due at this step, or if the step is better than all steps before. Return whether
@@ -305,17 +305,17 @@ class FitCheckpointer:
         if self.checkpoints is None:
             if self._best_copy is not None and self._best_copy[0] == step:
                 self._best_copy[1]()
-                print_on_rank0(self.trainer.call_runner, f"the weights are those of {description}")
+                log_on_rank0(self.trainer.call_runner, f"the weights are those of {description}")
             return
         path = self.checkpoints.path_of(step)
         if not self.trainer.call_runner.run_on_rank0(f"look for {path}", path.exists):
-            print_on_rank0(
+            log_on_rank0(
                 self.trainer.call_runner,
                 f"{path} is not there, so the weights are the last ones and not those of {description}",
             )
             return
         self.trainer.load_parameters(path, convert=self.checkpoints.dtype is not None)
-        print_on_rank0(self.trainer.call_runner, f"the weights are those of {description}: {path}")
+        log_on_rank0(self.trainer.call_runner, f"the weights are those of {description}: {path}")
 
     def _make_resume_state(self) -> dict[str, Any]:
         """Return the state that a later run needs to resume; it is stored in the checkpoint."""

@@ -64,7 +64,7 @@ def init(
     if (backend, comm, rank, size) == (None, None, None, None):
         existing.comm.leave = finalize
         if (carrier := find_message_backend(existing.comm)) is not None:
-            hooks.hold_hooks(carrier, carrier)
+            hooks.install_hooks_for_owner(carrier, carrier)
         return existing.comm
     if existing.of_thread:
         raise ConfigError("a rank of spawn has its communicator already: call init() without arguments")

@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdpx.core.array.arena import trim_heap
 from fsdpx.core.array.shapes import ShapeArray
-from fsdpx.core.array.shapes.array import measure_memory
+from fsdpx.core.array.shapes.array import measuring_memory
 from fsdpx.core.base.config import PRECISIONS, PRESETS_BY_MEMORY
 from fsdpx.core.base.messages import format_bytes, format_table
 from fsdpx.core.comm.backend import FakeCommunicator, FakeNodeCommunicator
@@ -127,7 +127,7 @@ def _format_plan_and_remedies(recipe: Recipe, fake: Communicator, feed: StepInpu
 def _count_planned_bytes(recipe: Recipe, fake: Communicator, feed: StepInputs | None) -> dict[str, int]:
     """Return the planned bytes by kind for a step on the batch of `feed`. Without a batch, count only what a rank holds
     between steps and what a step needs for any batch."""
-    with measure_memory() as meter:
+    with measuring_memory() as meter:
         batch = _get_batch_shapes(feed)
         session = assemble_session(recipe, fake, initial=False)
         state = session.state

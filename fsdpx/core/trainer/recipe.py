@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 
 from fsdpx.core.array.devices import DeviceMap
 from fsdpx.core.base import environment
-from fsdpx.core.base.config import Precision, Sharding, TraceConfig, convert_fields_to_python, parse_byte_count
+from fsdpx.core.base.config import Precision, Sharding, TraceConfig, convert_fields_to_python_numbers, parse_byte_count
 from fsdpx.core.base.extensions import find_extension
 from fsdpx.core.base.name_hints import check_constructor_options, parse_patterns
-from fsdpx.core.base.option_kinds import is_bool, is_int_at_least, make_option_field, require_valid_options
+from fsdpx.core.base.option_kinds import is_bool, make_min_int_predicate, make_option_field, require_valid_options
 from fsdpx.core.base.option_names import Backend, Device, PrecisionName, ScheduleName, SequenceMode, Strategy
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.compression import Choice
@@ -111,13 +111,13 @@ class TrainingChoices(StepChoices):
     loss: Any = None  # a Loss; NoLoss if none was given
     optimizer: Any = None  # an Optimizer; NoOptimizer if none was given
     frozen: Sequence[str] = ()
-    microbatches: int | None = make_option_field(None, is_int_at_least(1), "a whole number, 1 or more")
+    microbatches: int | None = make_option_field(None, make_min_int_predicate(1), "a whole number, 1 or more")
     recompute: int | str | None = None
     average: Average | None = None
     precision: PrecisionName | Precision | None = None
 
     def __post_init__(self) -> None:
-        convert_fields_to_python(self)
+        convert_fields_to_python_numbers(self)
         parse_patterns("frozen", self.frozen)
         require_valid_options(self)
         if (self.microbatches or 0) > MAX_MICROBATCHES:
@@ -144,7 +144,7 @@ class DistributionChoices:
     planned: str = ""
 
     def __post_init__(self) -> None:
-        convert_fields_to_python(self)
+        convert_fields_to_python_numbers(self)
         if isinstance(self.schedule, PathLike):
             object.__setattr__(self, "schedule", fspath(self.schedule))
         if not (isinstance(self.schedule, str) or callable(self.schedule)):
@@ -204,7 +204,7 @@ class RuntimeOptions:
     device_map: DeviceMap = None
     backend: Backend | None = None
     group_bytes: int | str | None = None
-    prefetch: int | None = make_option_field(None, is_int_at_least(0), "a number of pages, 0 or more")
+    prefetch: int | None = make_option_field(None, make_min_int_predicate(0), "a number of pages, 0 or more")
     costs: Mapping[str, float] | None = None
     check: bool | None = make_option_field(None, is_bool, "True, False, or None for what FSDPX_CHECK says")
     check_finite: bool = make_option_field(False, is_bool, "True or False")
@@ -212,7 +212,7 @@ class RuntimeOptions:
     trace: str | PathLike[str] | TraceConfig | None = None
 
     def __post_init__(self) -> None:
-        convert_fields_to_python(self)
+        convert_fields_to_python_numbers(self)
         require_valid_options(self)
         if self.group_bytes is not None:
             parse_byte_count(self.group_bytes, "group_bytes")

@@ -638,7 +638,7 @@ class Trainer:
             self._agree_on_close_and_wait_for_save()
             self._call_runner.closed = True
             self._call_runner.close()
-            hooks.release_hooks(self)
+            hooks.release_hooks_of_owner(self)
 
     # -- internals ---------------------------------------------------------------------------------------------------
 

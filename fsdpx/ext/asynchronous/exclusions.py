@@ -92,7 +92,7 @@ EXCLUSIONS += (
     ExcludedPair(OWN, "a dynamic loss scale", make_condition_finder("loss_scale='dynamic' ", has_dynamic_loss_scale),
         "is found by all ranks together", "use a number, or precision='bf16'"),
     ExcludedPair(OWN, "16-bit masters", make_condition_finder("parameters that several ranks update ", lambda c:
-        c.formats.updated_dtype == "bf16"), "are float32 or float64", "use precision='bf16'"),
+        c.formats.master_dtype == "bf16"), "are float32 or float64", "use precision='bf16'"),
     *(ExcludedPair(OWN, f"`Precision({name}=)`", _make_format_finder(name), "is a format of messages, and there are "
         "none", "leave it out") for name in ("param", "reduce")),
     ExcludedPair(ELASTIC, LOCAL, lambda c:

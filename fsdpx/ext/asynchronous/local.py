@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fsdpx.core.array.sums import sum_exactly
-from fsdpx.core.base.config import PRESETS, Sharding, convert_fields_to_python
+from fsdpx.core.base.config import PRESETS, Sharding, convert_fields_to_python_numbers
 from fsdpx.core.base.name_hints import check_constructor_options
 from fsdpx.core.base.option_names import CodecName, Strategy
 from fsdpx.core.comm.calls import TimedTransfer
@@ -185,7 +185,7 @@ class LocalSGD(SyncChoice):
     inner_strategy: Strategy | Sharding | None = None
 
     def __post_init__(self) -> None:
-        convert_fields_to_python(self)
+        convert_fields_to_python_numbers(self)
         self._require_int("sync_every", 1, None, "a number of steps, 1 or more")
         self._require_int(
             "fragments", 1, self.sync_every, f"a number from 1 to the steps of a round, sync_every={self.sync_every}"

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from fsdpx.core.array.kernels import store
-from fsdpx.core.base.config import Sharding, convert_fields_to_python
+from fsdpx.core.base.config import Sharding, convert_fields_to_python_numbers
 from fsdpx.core.base.name_hints import check_constructor_options
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.comm.windows import CACHE_LINE_BYTES, Window
@@ -218,7 +218,7 @@ class AsyncSGD(OwnSpeed):
     by_staleness: bool = False
 
     def __post_init__(self) -> None:
-        convert_fields_to_python(self)
+        convert_fields_to_python_numbers(self)
         if self.staleness is not None and (type(self.staleness) is not int or self.staleness < 0):
             given = f"AsyncSGD(staleness={self.staleness!r})"
             raise ConfigError(f"{given}: a number of steps, 0 or more, or None for any number")
@@ -254,7 +254,7 @@ class GossipSGD(OwnSpeed):
     sync_every: int = 1
 
     def __post_init__(self) -> None:
-        convert_fields_to_python(self)
+        convert_fields_to_python_numbers(self)
         if type(self.sync_every) is not int or self.sync_every < 1:
             raise ConfigError(f"GossipSGD(sync_every={self.sync_every!r}): a number of steps, 1 or more")
 

@@ -214,7 +214,7 @@ class GlooCommunicator(MessageBackend):
         return group
 
     def close(self) -> None:
-        hooks.release_hooks(self)
+        hooks.release_hooks_of_owner(self)
         self._gloo = None
 
     def abort(self, code: int = 1) -> None:

@@ -14,7 +14,7 @@ __all__ = ["open_gloo"]
 def open_gloo(asked: CommunicatorRequest) -> Communicator:
     """Open the communicator of all ranks that the launcher has started; a local one if there is only one rank."""
     if asked.settings.launcher is None:
-        environment.check_single_process()  # raises if variables say that this is one of several ranks
+        environment.require_single_process_and_get_note()  # raises if variables say that this is one of several ranks
     if asked.settings.launcher is None or asked.settings.expected_size == 1:
         return open_local(asked)
     rendezvous = join_rendezvous(asked.settings)
@@ -22,5 +22,5 @@ def open_gloo(asked: CommunicatorRequest) -> Communicator:
     from fsdpx.ext.gloo.gloo import GlooCommunicator
 
     return set_up_world(
-        GlooCommunicator(rendezvous, asked.settings.timeout or DEFAULT_TIMEOUT_SECONDS), asked.settings.shares_memory
+        GlooCommunicator(rendezvous, asked.settings.timeout or DEFAULT_TIMEOUT_SECONDS), asked.settings.can_share_memory
     )

@@ -31,7 +31,7 @@ class CudaDevice(Device):
         list_gpus()
 
     def select_for_rank(self, world: Any, device_map: DeviceMap) -> list[str]:
-        shared = visible_devices.find_shared_gpus(visible_devices.assign_gpus(world, device_map))
+        shared = visible_devices.find_ranks_sharing_gpus(visible_devices.assign_and_select_gpus(world, device_map))
         return [f"{format_ranks(ranks)} share a GPU and take turns on it: start one rank per GPU" for ranks in shared]
 
     def as_array(self, value: Any) -> Any:
@@ -62,7 +62,7 @@ class CudaDevice(Device):
         return None if choice.active_mode == "plain" else kernels.find_gpu_kernel(name, arguments)
 
     def multiply_matrices(self, a: Any, b: Any) -> Any | None:
-        if gemm.can_multiply(a, b):
+        if gemm.can_cublas_multiply(a, b):
             out = import_cupy().empty((a.shape[0], b.shape[1]), dtype=a.dtype)
             gemm.run_gemm_into(out, a, b)
             return out
@@ -73,7 +73,7 @@ class CudaDevice(Device):
         return out
 
     def multiply_matrices_into(self, out: Any, a: Any, b: Any, add: bool) -> bool:
-        if able := gemm.can_multiply(a, b):
+        if able := gemm.can_cublas_multiply(a, b):
             gemm.run_gemm_into(out, a, b, add)
         return able
 

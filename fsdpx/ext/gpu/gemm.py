@@ -14,7 +14,7 @@ import numpy as np
 
 from fsdpx.ext.gpu.cupy_devices import import_cupy, is_on_gpu
 
-__all__ = ["GemmCall", "can_multiply", "plan_cublas_gemm", "run_batched_gemm_into", "run_gemm_into"]
+__all__ = ["GemmCall", "can_cublas_multiply", "plan_cublas_gemm", "run_batched_gemm_into", "run_gemm_into"]
 
 CUBLAS_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
 """Values of cudaDataType."""
@@ -72,11 +72,11 @@ def _find_gemm_layout(shape: tuple[int, int], strides: tuple[int, int]) -> tuple
     return None
 
 
-def _transpose_layout(of: tuple[Any, Any]) -> tuple[Any, Any]:
-    return of[0][::-1], of[1][::-1]
+def _transpose_layout(layout: tuple[Any, Any]) -> tuple[Any, Any]:
+    return layout[0][::-1], layout[1][::-1]
 
 
-def can_multiply(*arrays: Any) -> bool:
+def can_cublas_multiply(*arrays: Any) -> bool:
     """Return whether cuBLAS multiplies these: non-empty matrices of one dtype, on a GPU."""
     if not all(is_on_gpu(a) and a.ndim == 2 and a.size for a in arrays):
         return False

@@ -603,7 +603,7 @@ KERNEL(add_doubles)(const double* parts, double* out, number count, number n) {
 }
 
 // Of each channel, of n: rstd = 1 / sqrt(squares / count + eps), and rstd weight; running numbers move by momentum.
-KERNEL(channel_scales)(const double* squares, const double* mean, const real* weight, wide* running_mean, wide* running_var, double* rstd, double* scale, number n, double count, double eps, double momentum) {
+KERNEL(batch_norm_scales)(const double* squares, const double* mean, const real* weight, wide* running_mean, wide* running_var, double* rstd, double* scale, number n, double count, double eps, double momentum) {
     EACH(i, n) {
         double var = squares[i] / (count > 1 ? count : 1), one = 1 / sqrt(var + eps);
         rstd[i] = one;
@@ -617,7 +617,7 @@ KERNEL(channel_scales)(const double* squares, const double* mean, const real* we
 }
 
 // Of each channel, of n: rstd weight, and the sums of dy, and of dy (x - mean) rstd, that stand in `sums`, over count.
-KERNEL(channel_slopes)(const double* sums, const double* rstd, const real* weight, double* scale, double* along, double* across, number n, double count) {
+KERNEL(batch_norm_backward_factors)(const double* sums, const double* rstd, const real* weight, double* scale, double* along, double* across, number n, double count) {
     double whole = count > 1 ? count : 1;
     EACH(i, n) {
         scale[i] = weight ? rstd[i] * (double)get(weight, i) : rstd[i];
@@ -650,7 +650,7 @@ KERNEL(narrow)(const wide* x, real* out, number n) {
     EACH(i, n) put(out, i, x[i]);
 }
 
-// The sum of `size` elements or of their squares in the order of the host (`add_in_lanes`): a thread for each lane.
+// The sum of `size` elements or of their squares in the order of the host (`sum_rows_in_lanes`): a thread for each lane.
 template <bool SQUARES, typename In> __device__ inline double sum_in_lanes(const In* x, number size) {
     __shared__ double lanes[1024];
     double total = 0;

@@ -553,7 +553,7 @@ def correlate(launch: KernelLauncher, x: Any, weight: Any, bias: Any, strides: A
     made = (x.shape[0], weight.shape[0], *sizes)
     y = launch.xp.empty(made, dtype=x.dtype) if out is None else out
     flat, matrix = _view_by_group(y, strides[4]), _view_by_group(weight, strides[4], 0)
-    for some, cells, columns in _iterate_window_columns(launch, x, strides, tuple(sizes)):
+    for some, cells, columns in _iterate_im2col_columns(launch, x, strides, tuple(sizes)):
         _multiply_groups_into(flat[some, ..., cells], matrix, columns, out is not None)
     if bias is not None:
         y += bias.reshape(-1, *(1,) * len(sizes))
@@ -571,7 +571,7 @@ def correlate_backward_input(
         _multiply_groups_into(_view_by_group(dx, strides[4]), matrix, flat)
     window = _get_window_table(launch, strides, shape[2:], dy.shape[2:])
     rest = math.prod(dy.shape[3:])
-    for some, begin, rows in () if alone else _iterate_column_pieces(matrix.shape[1] * strides[4], tuple(dy.shape)):
+    for some, begin, rows in () if alone else _iterate_im2col_slices(matrix.shape[1] * strides[4], tuple(dy.shape)):
         into, slopes = dx[some], flat[some, ..., begin * rest : (begin + rows) * rest]
         columns = launch.xp.empty((*slopes.shape[:2], matrix.shape[1], slopes.shape[3]), dtype=launch.wide)
         _multiply_groups_into(columns, matrix, slopes)
@@ -588,7 +588,7 @@ def correlate_backward_input(
 def correlate_backward_params(launch: KernelLauncher, x: Any, dy: Any, strides: Any, weight: Any, bias: Any) -> None:
     if weight is not None:
         flat, parts = _view_by_group(dy, strides[4]), []
-        for some, cells, columns in _iterate_window_columns(launch, x, strides, tuple(dy.shape[2:])):
+        for some, cells, columns in _iterate_im2col_columns(launch, x, strides, tuple(dy.shape[2:])):
             parts.append(_sum_products_over_samples(launch, flat[some, ..., cells], columns.swapaxes(2, 3)))
         _write_or_add_gradient(weight, sum(parts[1:], parts[0]).reshape(weight[0].shape))
     if bias is not None:
@@ -624,7 +624,7 @@ def _view_by_group(a: Any, groups: int, dim: int = 1) -> Any:
     return a.reshape(shape)
 
 
-def _iterate_column_pieces(rows: int, result: tuple[int, ...]) -> Iterator[tuple[slice, int, int]]:
+def _iterate_im2col_slices(rows: int, result: tuple[int, ...]) -> Iterator[tuple[slice, int, int]]:
     """Yield pieces (samples, first row of the result, rows) whose matrix of windows, with `rows` rows, has at most
     `MAX_COLUMN_ELEMENTS` elements."""
     samples, _, high, *others = result
@@ -647,7 +647,7 @@ def _is_pointwise(strides: Any, cells: Any, sizes: Any) -> bool:
     return {*strides[0], *strides[1]} == {1} and not any(strides[3]) and tuple(cells) == tuple(sizes)
 
 
-def _iterate_window_columns(
+def _iterate_im2col_columns(
     launch: KernelLauncher, x: Any, strides: Any, sizes: tuple[int, ...]
 ) -> Iterator[tuple[slice, slice, Any]]:
     """Yield samples, cells of the result, and the inputs under their windows, (samples, groups, inputs x places,
@@ -658,7 +658,7 @@ def _iterate_window_columns(
         return
     window = _get_window_table(launch, strides, x.shape[2:], sizes)
     rest = math.prod(sizes[1:])
-    for some, begin, rows in _iterate_column_pieces(x.shape[1] * places, (len(x), 0, *sizes)):
+    for some, begin, rows in _iterate_im2col_slices(x.shape[1] * places, (len(x), 0, *sizes)):
         piece, cells = x[some], rows * rest
         shape = len(piece), groups, x.shape[1] // groups * places, cells
         columns, count = launch.xp.empty(shape, dtype=x.dtype), len(piece) * x.shape[1] * cells
@@ -761,21 +761,23 @@ def _compute_channel_sums(
 
 
 @register_gpu_kernel("double double? real? wide? wide? any any any")
-def channel_scales(
+def batch_norm_scales(
     launch: KernelLauncher, squares: Any, mean: Any, weight: Any, running_mean: Any, running_var: Any, count: float,
     eps: float, momentum: float,
 ) -> tuple[Any, Any]:  # fmt: skip
     rstd, scale = launch.xp.empty_like(squares), launch.xp.empty_like(squares)
     given, n = (squares, mean, weight, running_mean, running_var, rstd, scale), rstd.size
-    launch.launch_elements("channel_scales", n, *given, n, float(count), float(eps), float(momentum))
+    launch.launch_elements("batch_norm_scales", n, *given, n, float(count), float(eps), float(momentum))
     return rstd, scale
 
 
 @register_gpu_kernel("double double real? any")
-def channel_slopes(launch: KernelLauncher, sums: Any, rstd: Any, weight: Any, count: float) -> tuple[Any, Any, Any]:
+def batch_norm_backward_factors(
+    launch: KernelLauncher, sums: Any, rstd: Any, weight: Any, count: float
+) -> tuple[Any, Any, Any]:
     scale, along, across = (launch.xp.empty_like(rstd) for _ in range(3))
     launch.launch_elements(
-        "channel_slopes", rstd.size, sums, rstd, weight, scale, along, across, rstd.size, float(count)
+        "batch_norm_backward_factors", rstd.size, sums, rstd, weight, scale, along, across, rstd.size, float(count)
     )
     return scale, along, across
 

@@ -35,7 +35,7 @@ from fsdpx.core.comm.windows import Window
 from fsdpx.errors import CommError, CommTimeout, ConfigError
 from fsdpx.ext.gpu.cupy_devices import import_cupy, is_on_gpu
 from fsdpx.ext.gpu.streams import SideStream
-from fsdpx.ext.gpu.visible_devices import RankGpu, assign_gpus, find_shared_gpus
+from fsdpx.ext.gpu.visible_devices import RankGpu, assign_and_select_gpus, find_ranks_sharing_gpus
 
 __all__ = ["NcclCommunicator", "explain_missing_nccl", "open_nccl_communicator", "require_one_gpu_per_rank"]
 
@@ -60,7 +60,7 @@ def _import_nccl() -> Any:
 
 def require_one_gpu_per_rank(rank_gpus: Sequence[RankGpu]) -> None:
     """Raise ConfigError if ranks share a GPU."""
-    for ranks in find_shared_gpus(list(rank_gpus)):
+    for ranks in find_ranks_sharing_gpus(list(rank_gpus)):
         rank_gpu = rank_gpus[ranks[0]]
         raise ConfigError(
             f"backend 'nccl': {format_ranks(ranks)} are on one GPU ({rank_gpu.bus} of {rank_gpu.host}), and NCCL takes "
@@ -71,7 +71,7 @@ def require_one_gpu_per_rank(rank_gpus: Sequence[RankGpu]) -> None:
 def open_nccl_communicator(asked: CommunicatorRequest) -> Communicator:
     """Return a communicator: ranks meet through MPI, each takes a GPU, and NCCL connects these. Collective."""
     carrier = open_mpi(asked)
-    require_one_gpu_per_rank(assign_gpus(carrier, asked.device_map))
+    require_one_gpu_per_rank(assign_and_select_gpus(carrier, asked.device_map))
     return NcclCommunicator(carrier, asked.settings.timeout or DEFAULT_TIMEOUT_SECONDS)
 
 
@@ -92,9 +92,9 @@ class NcclCommunicator(Backend):
         self.nccl = _import_nccl()
         self.side = SideStream()
         self.stream = self.side.stream
-        self.link: Any = self._connect_nccl() if self.size > 1 else None
+        self.link: Any = self._create_nccl_communicator() if self.size > 1 else None
 
-    def _connect_nccl(self) -> Any:
+    def _create_nccl_communicator(self) -> Any:
         """Return NCCL's communicator of these ranks. Collective: rank 0 creates its id, and all ranks have it before
         one initializes."""
         name = self.carrier.all_gather_data(self.nccl.get_unique_id() if self.rank == 0 else None)[0]
@@ -133,14 +133,14 @@ class NcclCommunicator(Backend):
     def _start_on_stream(self, call: Call, body: Callable[[], Iterable[Array]]) -> Handle:
         """Run `body`, which issues work and returns its scratch arrays, on NCCL's stream; return the handle."""
         try:
-            with self.side.issue_on_stream() as event:
+            with self.side.issuing_on_stream() as event:
                 scratch = body()
         except self.nccl.NcclError as error:
             raise CommError(f"{self._describe_call(call)}: NCCL: {error}") from error
         return _NcclWork(self, self._describe_call(call), event, (*call.arrays, *scratch))
 
     @contextmanager
-    def _group_nccl_calls(self) -> Iterator[None]:
+    def _grouping_nccl_calls(self) -> Iterator[None]:
         self.nccl.groupStart()
         try:
             yield
@@ -163,7 +163,7 @@ class NcclCommunicator(Backend):
 
     def _broadcast_pieces_from_owners(self, array: Array, cut: FlatPartition) -> None:
         """Broadcast each piece from its owner, which has it in place, to all ranks."""
-        with self._group_nccl_calls():
+        with self._grouping_nccl_calls():
             for root in range(self.size):
                 if (part := cut.get_piece(array, root)).size:
                     self.link.broadcast(
@@ -182,7 +182,7 @@ class NcclCommunicator(Backend):
                 _get_pointer(send), _get_pointer(target), target.size, _get_nccl_type(send), op, self.stream.ptr
             )
         else:
-            with self._group_nccl_calls():
+            with self._grouping_nccl_calls():
                 for root in range(self.size):
                     if (part := cut.get_piece(send, root)).size:
                         into = target if root == self.rank else part
@@ -256,7 +256,7 @@ class NcclCommunicator(Backend):
         return (rows,)
 
     def _send_and_recv(self, outgoing: Pairs, incoming: Pairs) -> None:
-        with self._group_nccl_calls():
+        with self._grouping_nccl_calls():
             for rank, part in outgoing:
                 if part.size:
                     self.link.send(_get_pointer(part), part.size, _get_nccl_type(part), rank, self.stream.ptr)

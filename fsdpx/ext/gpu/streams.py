@@ -39,7 +39,7 @@ class SideStream:
         self.stream.wait_event(cuda.get_current_stream().record(cuda.Event(disable_timing=True)))
 
     @contextmanager
-    def issue_on_stream(self) -> Iterator[Any]:
+    def issuing_on_stream(self) -> Iterator[Any]:
         """Let CuPy issue the block on this stream, after all that this thread has issued; yield the event at its
         end."""
         self.wait_for_current_stream()

@@ -28,9 +28,9 @@ __all__ = [
     "GpuAwareness",
     "RankGpu",
     "agree_on_gpu_awareness",
-    "assign_gpus",
+    "assign_and_select_gpus",
     "find_mpi_library_path",
-    "find_shared_gpus",
+    "find_ranks_sharing_gpus",
     "gather_rank_gpus",
     "list_gpu_awareness_claims",
     "probe_gpu_awareness",
@@ -60,7 +60,7 @@ def agree_on_gpu_awareness(world: Communicator) -> GpuAwareness | None:
     inner: Any = find_inner_with_attribute(world, "takes_gpus")
     if inner is None:
         return None
-    wanted = environment.is_mpi_gpu_aware()
+    wanted = environment.get_gpu_aware_mpi_setting()
     found: GpuAwareness = world.all_gather_data(probe_gpu_awareness(wanted) if world.rank == 0 else None)[0]
     if wanted and not found.able:
         raise ConfigError(
@@ -165,7 +165,7 @@ class _RankFacts(NamedTuple):
     why: str = ""
 
 
-def assign_gpus(world: Communicator, device_map: DeviceMap = None) -> list[RankGpu]:
+def assign_and_select_gpus(world: Communicator, device_map: DeviceMap = None) -> list[RankGpu]:
     """Select this rank's GPU, and decide how its arrays travel; return the rank_gpus of all ranks.
 
     Processes of a host take its GPUs in the order of their ranks in `world`, which is MPI's order; if `world` has only
@@ -179,7 +179,7 @@ def assign_gpus(world: Communicator, device_map: DeviceMap = None) -> list[RankG
 
 
 def gather_rank_gpus(world: Communicator, device_map: DeviceMap = None) -> list[RankGpu]:
-    """Return the rank_gpus that `assign_gpus` would assign to all ranks, without selecting them. Collective."""
+    """Return the GPUs that `assign_and_select_gpus` would assign to all ranks, but select none. Collective."""
     here, process = platform.node(), os.getpid()
     try:
         mine = _RankFacts(here, process, _find_rank_on_host(world.size), devices.list_gpus(), device_map)
@@ -189,7 +189,7 @@ def gather_rank_gpus(world: Communicator, device_map: DeviceMap = None) -> list[
     return [_assign_gpu(rank, facts) for rank in range(len(facts))]
 
 
-def find_shared_gpus(found: list[RankGpu]) -> list[list[int]]:
+def find_ranks_sharing_gpus(found: list[RankGpu]) -> list[list[int]]:
     """Return the groups of ranks that share a GPU."""
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, rank_gpu in enumerate(found):

@@ -9,17 +9,22 @@ import numpy as np
 
 from fsdpx.core.array import parallel
 from fsdpx.core.array.blas import libraries
-from fsdpx.core.array.blas.products import gemm, multiply_small_into, round_total_into, split_product
+from fsdpx.core.array.blas.products import (
+    add_bias_and_round_total_into,
+    gemm,
+    multiply_small_bfloat16_into,
+    split_product_over_threads,
+)
 from fsdpx.core.array.kernels.half import to_float32
 from fsdpx.core.array.namespace import parse_dtype
-from fsdpx.core.base.processor import read_cpuinfo
+from fsdpx.core.base.processor import read_cpuinfo_field
 from fsdpx.errors import ConfigError, warn
 from fsdpx.ext.half import onednn
 
 __all__ = [
     "get_selected_library",
     "list_available_libraries",
-    "list_instructions",
+    "list_half_instructions",
     "multiply_half_into",
     "select_library",
 ]
@@ -38,7 +43,7 @@ requested_library: str | None = None  # by `select_library`
 def list_available_libraries() -> dict[str, str]:
     """Return name -> path and version of the libraries that `select_library` accepts."""
     here = {WIDENED: "float32 products of widened operands"}
-    library = onednn.find_onednn() if _has_needed_instructions() else None
+    library = onednn.load_onednn() if _has_bfloat16_instructions() else None
     return here if library is None else {"onednn": f"{library.path} ({library.version})", **here}
 
 
@@ -58,14 +63,14 @@ def get_selected_library(kind: str = "bfloat16") -> str:
     return requested_library if requested_library and kind == "bfloat16" else _choose_default_library(kind)
 
 
-def _has_needed_instructions() -> bool:
-    return not set(NEEDED).isdisjoint(read_cpuinfo("flags").split())
+def _has_bfloat16_instructions() -> bool:
+    return not set(NEEDED).isdisjoint(read_cpuinfo_field("flags").split())
 
 
 @functools.cache
-def list_instructions(kind: str = "bfloat16") -> tuple[str, ...]:
+def list_half_instructions(kind: str = "bfloat16") -> tuple[str, ...]:
     """Return the instructions for products of a format that this processor has, fastest first."""
-    flags = read_cpuinfo("flags").split()
+    flags = read_cpuinfo_field("flags").split()
     return tuple(name for name in INSTRUCTIONS[kind] if name in flags)
 
 
@@ -77,9 +82,9 @@ def multiply_half_into(
 
     `bias`: `(n,)`, of their dtype; not with `accumulate`.
     """
-    if multiply_small_into(out, a, b, accumulate, bias):
+    if multiply_small_bfloat16_into(out, a, b, accumulate, bias):
         return
-    if libraries.product_threads > 1 and bias is None and (cut := split_product(out, a, b)):
+    if libraries.product_threads > 1 and bias is None and (cut := split_product_over_threads(out, a, b)):
         parallel.run_tasks(_multiply_piece_into, [(*piece, accumulate, None) for piece in cut])
     else:
         _multiply_piece_into(out, a, b, accumulate, bias)
@@ -90,7 +95,7 @@ def _multiply_piece_into(
 ) -> None:
     sixteen = a.dtype == b.dtype and a.dtype.name in INSTRUCTIONS
     name = get_selected_library(a.dtype.name) if sixteen else WIDENED
-    library = None if name == WIDENED else onednn.find_onednn()
+    library = None if name == WIDENED else onednn.load_onednn()
     if (
         library is not None
         and a.size
@@ -109,7 +114,7 @@ def _multiply_widened_into(
 ) -> None:
     total = np.empty(out.shape, np.float32)
     gemm(total, to_float32(np, a), to_float32(np, b))
-    round_total_into(out, total, accumulate, bias)
+    add_bias_and_round_total_into(out, total, accumulate, bias)
 
 
 def _has_supported_strides(a: np.ndarray) -> bool:
@@ -123,7 +128,9 @@ def _has_supported_strides(a: np.ndarray) -> bool:
 def _choose_default_library(kind: str) -> str:
     """Return "onednn" if it is installed and its results are correct, else "widened"; warn, once, if they are wrong."""
     library = (
-        onednn.find_onednn() if list_instructions(kind) and (kind != "bfloat16" or _has_needed_instructions()) else None
+        onednn.load_onednn()
+        if list_half_instructions(kind) and (kind != "bfloat16" or _has_bfloat16_instructions())
+        else None
     )
     if library is None or _multiplies_correctly(library, kind):
         return WIDENED if library is None else "onednn"

@@ -17,7 +17,7 @@ import numpy as np
 
 from fsdpx.core.array.blas.libraries import list_library_files, load_shared_library
 
-__all__ = ["OneDNN", "find_onednn"]
+__all__ = ["OneDNN", "load_onednn"]
 
 CPU, IN_ORDER = 1, 1  # values of dnnl.h
 SOURCE, WEIGHTS, BIAS, RESULT = 1, 33, 41, 17
@@ -72,7 +72,7 @@ class OneDNN:
         status = self._execute(primitive, self._own.stream, len(memories), arguments)
         if threads != 1:
             self._openmp.omp_set_num_threads(threads)
-        self._check_status("dnnl_primitive_execute", status)
+        self._require_success("dnnl_primitive_execute", status)
 
     def _get_primitives_of_thread(self) -> dict[Any, Any]:
         """Return the primitives of this thread. Each runs on one thread: splitting products is up to the caller."""
@@ -102,7 +102,9 @@ class OneDNN:
         attributes = self._create_object("dnnl_primitive_attr_create")
         if accumulate:
             after = self._create_object("dnnl_post_ops_create")
-            self._check_status("sum", self._library.dnnl_post_ops_append_sum(after, c_float(1.0), c_int(0), c_int(0)))
+            self._require_success(
+                "sum", self._library.dnnl_post_ops_append_sum(after, c_float(1.0), c_int(0), c_int(0))
+            )
             self._library.dnnl_primitive_attr_set_post_ops(attributes, after)
             self._library.dnnl_post_ops_destroy(after)
         shift = layouts[3] if bias is not None else None
@@ -126,16 +128,16 @@ class OneDNN:
 
     def _create_object(self, function: str, *arguments: Any) -> c_void_p:
         made = c_void_p()
-        self._check_status(function, getattr(self._library, function)(byref(made), *arguments))
+        self._require_success(function, getattr(self._library, function)(byref(made), *arguments))
         return made
 
-    def _check_status(self, what: str, status: int) -> None:
+    def _require_success(self, what: str, status: int) -> None:
         if status:
             raise OSError(f"oneDNN in {self.path}: {what} returned {status}")
 
 
 @functools.cache
-def find_onednn() -> OneDNN | None:
+def load_onednn() -> OneDNN | None:
     """Return the library of the wheel that the extra `onednn` installs, or None if it cannot be loaded."""
     for path in list_library_files("onednn"):
         try:

@@ -70,16 +70,16 @@ class RoundedOptimizer(WrappedOptimizer):
         own = {name: slots[name] for name in self.inner.slots}
         update_parameters(self.inner, xp, x, g, own | wide, step=step, segments=part, **rates)
         for name, array in wide.items():
-            _round_block_randomly(xp, array, slots[name], f"{name}@{step}", part)
+            _round_block_stochastically_into(xp, array, slots[name], f"{name}@{step}", part)
         if self.kahan:
             store(xp, x, p)
             x -= cast_float(xp, p, x.dtype)
             store(xp, x, slots["lost"])
         else:
-            _round_block_randomly(xp, x, p, f"@{step}", part)
+            _round_block_stochastically_into(xp, x, p, f"@{step}", part)
 
 
-def _round_block_randomly(xp: Any, x: Any, out: Any, what: str, part: ShardSegments) -> None:
+def _round_block_stochastically_into(xp: Any, x: Any, out: Any, what: str, part: ShardSegments) -> None:
     for s in part.items:
         numbers = NumberRange(0, f"{s.name}/{what}", s.offset, s.offset + s.stop - s.start)
         round_randomly(xp, x[s.start : s.stop], out[s.start : s.stop], numbers)

@@ -28,7 +28,7 @@ from torch import fx
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fsdpx.core.base.environment import read_environment as environment
-from fsdpx.core.base.messages import TIMER_NAME, report_if_slow
+from fsdpx.core.base.messages import TIMER_NAME, reporting_if_slow
 from fsdpx.core.base.name_hints import parse_patterns, require_pattern_matches
 from fsdpx.errors import ConfigError
 from fsdpx.ext.interop.aten_kernels import RESHAPES, fuse_operations
@@ -364,7 +364,7 @@ def split_module(
             return _make_module_layout(module, example, units, output)
 
     launcher = environment().launcher
-    with report_if_slow(
+    with reporting_if_slow(
         launcher is None or launcher.rank == 0, f"PyTorch exports {type(module).__name__}, to cut it into units"
     ):
         return _build_layers(run_in_child_or_here(lay_out_locked), module)

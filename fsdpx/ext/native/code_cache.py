@@ -24,21 +24,11 @@ import numpy as np
 from fsdpx.core.array import jit, lazy_numba
 from fsdpx.core.array.jit import format_fastmath_for_file_name
 from fsdpx.core.base import environment, safe_files
-from fsdpx.core.base.processor import read_cpuinfo
+from fsdpx.core.base.processor import read_cpuinfo_field
 
 __all__ = [
-    "ARRAY",
-    "FLAGS",
-    "NUMBER",
-    "MachineCode",
-    "can_keep_code",
-    "has_expected_object_layout",
-    "hash_files",
-    "hash_function_sources",
-    "load_code",
-    "lock_compilation",
-    "read_with_digest",
-    "store_code",
+    "ARRAY", "FLAGS", "NUMBER", "MachineCode", "can_keep_code", "has_expected_object_layout", "hash_files",
+    "hash_function_sources", "holding_compilation_lock", "load_code", "read_with_digest", "store_and_load_code",
     "write_with_digest",
 ]  # fmt: skip
 
@@ -87,7 +77,7 @@ def load_code(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ..
     return None if code is None else _load_machine_code(function, *marshal.loads(code))
 
 
-def store_code(
+def store_and_load_code(
     function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...], code: MachineCode
 ) -> Callable[..., Any] | None:
     """Store machine code on disk and load it; return its entry, or None if it cannot be loaded. Write errors are
@@ -125,7 +115,7 @@ def _compute_digest(file: Path, content: bytes) -> bytes:
 
 
 @contextmanager
-def lock_compilation(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...]) -> Iterator[None]:
+def holding_compilation_lock(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...]) -> Iterator[None]:
     """Let no other process of this machine compile the same inside the block: the ranks of a job need the same kernels
     at the same time, and load those that the first of them has compiled. Without a writable disk, or one with locks,
     each process compiles by itself."""
@@ -144,7 +134,7 @@ def lock_compilation(function: Callable[..., Any], fastmath: Any, wanted: tuple[
     finally:
         with suppress(OSError):  # another process has removed it
             file.unlink()
-        _unlock_file(descriptor)
+        _unlock_and_close_file(descriptor)
 
 
 def _try_lock_file(descriptor: int) -> bool:
@@ -159,7 +149,7 @@ def _try_lock_file(descriptor: int) -> bool:
     return True
 
 
-def _unlock_file(descriptor: int) -> None:
+def _unlock_and_close_file(descriptor: int) -> None:
     """Release the lock, even if a child process has inherited the descriptor."""
     import fcntl
 
@@ -251,8 +241,8 @@ def _describe_machine() -> tuple[str, ...]:
         *versions,
         sys.version,
         np.__version__,
-        read_cpuinfo("model name"),
-        read_cpuinfo("flags"),
+        read_cpuinfo_field("model name"),
+        read_cpuinfo_field("flags"),
         environment.describe_compiler_target(),
     )
 
@@ -282,18 +272,18 @@ def has_expected_object_layout() -> bool:
         return False
     a, real = np.empty((3, 5), np.float32)[:, 1:3], np.float64(1.5)
     places = {name: id(a) + at for name, at in ARRAY.items()}
-    dims, strides = (ctypes.c_int64.from_address(_read_word_at(places[name])) for name in ("dims", "strides"))
+    dims, strides = (ctypes.c_int64.from_address(_read_word(places[name])) for name in ("dims", "strides"))
     return (
-        a.__array_interface__["data"][0] == _read_word_at(places["data"])
+        a.__array_interface__["data"][0] == _read_word(places["data"])
         and ctypes.c_int.from_address(places["nd"]).value == 2
         and (dims.value, strides.value) == (3, 20)
-        and _read_word_at(places["descr"]) == id(a.dtype)
+        and _read_word(places["descr"]) == id(a.dtype)
         and ctypes.c_int.from_address(places["flags"]).value == a.flags.num
-        and _read_word_at(id(a) + 8) == id(np.ndarray)
+        and _read_word(id(a) + 8) == id(np.ndarray)
         and ctypes.c_double.from_address(id(real) + NUMBER).value == 1.5
         and ctypes.c_double.from_address(id(2.5) + NUMBER).value == 2.5
     )
 
 
-def _read_word_at(at: int) -> int:
-    return ctypes.c_uint64.from_address(at).value
+def _read_word(address: int) -> int:
+    return ctypes.c_uint64.from_address(address).value

@@ -82,7 +82,7 @@ def link_code(objects: Sequence[bytes], start: str) -> MachineCode | None:
     symbols: dict[str, _Symbol] = {}
     places: list[_Relocation] = []
     for one in objects:
-        _append_object(one, data, symbols, places)
+        _append_object_file(one, data, symbols, places)
     functions = [s for s in symbols.values() if s.kind == FUNCTION and s.at is not None]
 
     def find_function_at(at: int) -> str:
@@ -119,22 +119,24 @@ def link_code(objects: Sequence[bytes], start: str) -> MachineCode | None:
     return MachineCode(bytes(data), at, tuple(sorted(inside)), tuple(sorted(outside)))
 
 
-def _append_object(one: bytes, data: bytearray, symbols: dict[str, _Symbol], places: list[_Relocation]) -> None:
+def _append_object_file(
+    content: bytes, data: bytearray, symbols: dict[str, _Symbol], relocations: list[_Relocation]
+) -> None:
     """Append the sections of an object file, and its symbols and relocations; of two functions of one name the first
     counts."""
-    offset, (size, count) = struct.unpack_from("<Q", one, 40)[0], struct.unpack_from("<HH", one, 58)
-    sections = [_Section(*struct.unpack_from("<IIQQQQIIQQ", one, offset + n * size)) for n in range(count)]
+    offset, (size, count) = struct.unpack_from("<Q", content, 40)[0], struct.unpack_from("<HH", content, 58)
+    sections = [_Section(*struct.unpack_from("<IIQQQQIIQQ", content, offset + n * size)) for n in range(count)]
     begins: dict[int, int] = {}
     for n, section in enumerate(sections):
         if section.kind == PROGRAM and section.flags & ALLOCATED:
             data.extend(bytes(-len(data) % max(section.align, 1)))
             begins[n] = len(data)
-            data.extend(one[section.at : section.at + section.size])
+            data.extend(content[section.at : section.at + section.size])
     table = next(section for section in sections if section.kind == SYMBOLS)
     names, own = sections[table.link].at, []
     for at in range(table.at, table.at + table.size, 24):
-        where, info, _, home, value, length = struct.unpack_from("<IBBHQQ", one, at)
-        name = one[names + where : one.index(b"\0", names + where)].decode()
+        where, info, _, home, value, length = struct.unpack_from("<IBBHQQ", content, at)
+        name = content[names + where : content.index(b"\0", names + where)].decode()
         if home == COMMON:
             data.extend(bytes(-len(data) % 16))
             begin: int | None = len(data)
@@ -148,8 +150,8 @@ def _append_object(one: bytes, data: bytearray, symbols: dict[str, _Symbol], pla
     for section in sections:
         if section.kind == RELOCATIONS and section.info in begins:
             for at in range(section.at, section.at + section.size, 24):
-                where, info, added = struct.unpack_from("<QQq", one, at)
-                places.append(_Relocation(begins[section.info] + where, info & 0xFFFFFFFF, own[info >> 32], added))
+                where, info, added = struct.unpack_from("<QQq", content, at)
+                relocations.append(_Relocation(begins[section.info] + where, info & 0xFFFFFFFF, own[info >> 32], added))
 
 
 def enable_disk_cache(dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
@@ -182,7 +184,7 @@ class KernelCache(FunctionCache):
         """Load as Numba does, without its `refresh`, which imports modules that only compiling needs."""
         rtsys.initialize(target_context)
         try:
-            self._select_file(sig, target_context.codegen())
+            self._select_cache_file(sig, target_context.codegen())
             data = self._cache_file.load(self._index_key(sig, target_context.codegen()))
         except OSError as error:
             return _warn_cannot_cache(error)
@@ -198,10 +200,10 @@ class KernelCache(FunctionCache):
             _warn_cannot_cache(error)
 
     def _save_overload(self, sig: Any, data: Any) -> None:
-        self._select_file(sig, data.codegen)
+        self._select_cache_file(sig, data.codegen)
         super()._save_overload(sig, data)
 
-    def _select_file(self, sig: Any, codegen: Any) -> None:
+    def _select_cache_file(self, sig: Any, codegen: Any) -> None:
         """Select the file of this signature; the caller holds the compiler's lock."""
         key = repr((str(sig), codegen.magic_tuple(), self.made_as, environment.describe_compiler_target()))
         name = f"{self._impl.filename_base}.{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
@@ -341,7 +343,7 @@ another shape."""
 def compile_to_machine_code(dispatcher: Any, wanted: tuple[str, ...]) -> MachineCode | None:
     """Return machine code for arguments of these kinds; None if it returns, or calls, something that an entry does not
     support."""
-    arguments = tuple(map(_parse_numba_type, wanted))
+    arguments = tuple(map(_to_numba_type, wanted))
     _compile_without_gc(dispatcher, arguments)
     found = dispatcher.overloads[arguments]
     if found.signature.return_type not in RESULTS:
@@ -357,7 +359,7 @@ def compile_to_machine_code(dispatcher: Any, wanted: tuple[str, ...]) -> Machine
 def compile_dispatcher(dispatcher: Any, wanted: tuple[str, ...] | None) -> Any:
     """Return the dispatcher, compiled for arguments of these kinds; if they are declared, for no others."""
     if wanted is not None:
-        _compile_without_gc(dispatcher, tuple(map(_parse_numba_type, wanted)))
+        _compile_without_gc(dispatcher, tuple(map(_to_numba_type, wanted)))
         if any(word.endswith((" r", " w")) for word in wanted):
             dispatcher.disable_compile()
     return dispatcher
@@ -376,7 +378,7 @@ def _compile_without_gc(dispatcher: Any, arguments: tuple[Any, ...]) -> None:
             gc.enable()
 
 
-def _parse_numba_type(word: str) -> Any:
+def _to_numba_type(word: str) -> Any:
     if " " not in word:
         return NUMBERS.get(word) or getattr(types, word.removeprefix("numpy."))
     dtype, ndim, layout, *mode = word.split()
@@ -441,11 +443,11 @@ def _get_python_type_name(word: str) -> str:
     return "numpy.ndarray" if " " in word else word if "." in word else f"builtins.{word}"
 
 
-def _emit_field_load(to: str, kind: str, base: str, at: int) -> str:
-    return f"  {to}.at = getelementptr i8, ptr {base}, i64 {at}\n  {to} = load {kind}, ptr {to}.at\n"
+def _emit_field_load(to: str, kind: str, base: str, offset: int) -> str:
+    return f"  {to}.at = getelementptr i8, ptr {base}, i64 {offset}\n  {to} = load {kind}, ptr {to}.at\n"
 
 
-def _emit_type_check(n: int, word: str) -> str:
+def _emit_load_and_type_check(n: int, word: str) -> str:
     """Return code that loads argument n and checks its type."""
     text = f"  %place{n} = getelementptr ptr, ptr %arguments, i64 {n}\n  %a{n} = load ptr, ptr %place{n}\n"
     return (
@@ -457,7 +459,7 @@ def _emit_type_check(n: int, word: str) -> str:
 
 def _emit_number_argument(n: int, word: str) -> tuple[str, str, list[str]]:
     """Return code that checks a number, code that reads it, and the arguments passed on."""
-    check = _emit_type_check(n, word) + f"  %fits{n} = and i1 %is{n}, true\n"
+    check = _emit_load_and_type_check(n, word) + f"  %fits{n} = and i1 %is{n}, true\n"
     if word == "bool":
         return check, f"  %v{n} = icmp eq ptr %a{n}, @builtins.True\n", [f"i1 %v{n}"]
     if word == "int":
@@ -471,7 +473,7 @@ def _emit_array_argument(n: int, word: str) -> tuple[str, str, list[str]]:
     strides."""
     dtype, ndim, layout, *mode = word.split()
     mask, flags = FLAGS[layout, "".join(mode)]
-    check = _emit_type_check(n, word) + f"  br i1 %is{n}, label %array{n}, label %other\narray{n}:\n"
+    check = _emit_load_and_type_check(n, word) + f"  br i1 %is{n}, label %array{n}, label %other\narray{n}:\n"
     check += _emit_field_load(f"%dims{n}", "i32", f"%a{n}", ARRAY["nd"]) + _emit_field_load(
         f"%flags{n}", "i32", f"%a{n}", ARRAY["flags"]
     )

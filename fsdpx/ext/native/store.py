@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdpx.core.array.jit import CompiledFunction
-from fsdpx.ext.native.code_cache import can_keep_code, load_code, lock_compilation, store_code
+from fsdpx.ext.native.code_cache import can_keep_code, holding_compilation_lock, load_code, store_and_load_code
 
 __all__ = ["STORE"]
 
@@ -24,13 +24,13 @@ class DiskCodeStore:
         """Return the function compiled for these kinds, or the code that another process has stored meanwhile; None if
         it cannot be stored."""
         name = function.function, function.fastmath, wanted
-        with lock_compilation(*name):
+        with holding_compilation_lock(*name):
             if known := load_code(*name):
                 return known
             from fsdpx.ext.native import compile  # imports Numba
 
             made = compile.compile_to_machine_code(function.get_bare_dispatcher(), wanted)
-            return None if made is None else store_code(*name, made)
+            return None if made is None else store_and_load_code(*name, made)
 
     def enable_disk_cache(self, dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
         from fsdpx.ext.native import compile

@@ -17,7 +17,7 @@ from typing import Any
 
 from fsdpx.core.base import environment, safe_files
 from fsdpx.core.base.name_hints import check_constructor_options
-from fsdpx.core.base.version import __version__, get_version
+from fsdpx.core.base.version import __version__, get_package_version
 from fsdpx.core.checkpoint.newest import find_newest_checkpoint
 from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.ext.observe.plots import draw_training_curves, explain_missing_matplotlib
@@ -148,7 +148,7 @@ class RunFolder:
             "python": sys.version,
             "command": sys.argv,
         }
-        found |= {"versions": {name: text for name in LIBRARIES if (text := get_version(name))}}
+        found |= {"versions": {name: text for name in LIBRARIES if (text := get_package_version(name))}}
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             safe_files.write_file(self.config_path, json.dumps(config, indent=1) + "\n", safe_files.READABLE)

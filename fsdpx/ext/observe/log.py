@@ -15,7 +15,7 @@ from os import PathLike
 from typing import Any, TextIO
 
 from fsdpx.core.base import safe_files
-from fsdpx.core.base.messages import LOGGER, print_on_rank0
+from fsdpx.core.base.messages import LOGGER, log_on_rank0
 from fsdpx.core.checkpoint.atomic_commit import lock_file
 from fsdpx.core.trainer.fit_checkpoints import FitHistory
 from fsdpx.errors import CheckpointError, ConfigError, install_hint
@@ -132,7 +132,7 @@ class TrainingLog:
             from tensorboardX import SummaryWriter
         except ImportError:
             also = f"CSV and JSON lines; for TensorBoard {install_hint('tensorboard')}"
-            print_on_rank0(trainer.call_runner, f"log {self.folder}: {also}")
+            log_on_rank0(trainer.call_runner, f"log {self.folder}: {also}")
         else:
             unguessed = f".{secrets.token_hex(8)}"  # it would follow a symlink with the name of its file
             self._board = SummaryWriter(str(self.folder), purge_step=history.steps + 1, filename_suffix=unguessed)

@@ -7,7 +7,7 @@ from datetime import timedelta
 from time import perf_counter
 from typing import Any
 
-from fsdpx.core.base.messages import is_on_terminal, log_line
+from fsdpx.core.base.messages import is_stderr_terminal, log_line
 from fsdpx.core.trainer.fit_checkpoints import FitHistory
 from fsdpx.ext.observe.log import ThroughputMeter
 
@@ -37,7 +37,7 @@ class ProgressBar:
         ):  # elastic training may change which rank is 0
             return
         self._shown = now
-        if self._bar is None and is_on_terminal():
+        if self._bar is None and is_stderr_terminal():
             self._bar = _start_progress_bar(self.total, history.earlier_steps)
         if self._bar is None:
             log_line(

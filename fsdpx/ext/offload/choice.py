@@ -14,7 +14,7 @@ from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.storage import StorageLevelChoice, StoredSlots
 from fsdpx.errors import ConfigError
 from fsdpx.ext.offload import verbs as verbs
-from fsdpx.ext.offload.disk import DiskStorage, open_disk
+from fsdpx.ext.offload.disk import DiskStorage, open_disk_storage
 from fsdpx.ext.offload.records import SPILLED, pair_with_stored_slots
 
 __all__ = ["OffloadConfig"]
@@ -81,4 +81,4 @@ class OffloadConfig(StorageLevelChoice):
         return row
 
     def open_storage(self, placement: Placement, rows: Sequence[LedgerRow]) -> DiskStorage:
-        return open_disk(placement, rows, self.folder, self.direct, f"offload={self!r}")
+        return open_disk_storage(placement, rows, self.folder, self.direct, f"offload={self!r}")

@@ -37,11 +37,11 @@ __all__ = [
     "DiskRates",
     "DiskStorage",
     "SpilledValue",
+    "extract_large_arrays",
     "find_storage",
-    "get_disk_rates",
+    "get_or_measure_disk_rates",
     "lock_folder",
-    "open_disk",
-    "take_apart",
+    "open_disk_storage",
 ]
 
 MEASURED_BYTES = 64 << 20
@@ -55,7 +55,7 @@ class DiskRates(NamedTuple):
     written: float
 
 
-def get_disk_rates(folder: Path, direct: bool | None) -> DiskRates | None:
+def get_or_measure_disk_rates(folder: Path, direct: bool | None) -> DiskRates | None:
     """Return the bandwidth of a folder's disk, for transfers in pieces as large as those of rows; from a cache of
     earlier measurements if possible.
 
@@ -64,36 +64,36 @@ def get_disk_rates(folder: Path, direct: bool | None) -> DiskRates | None:
         return None
     settings = environment.read_environment()
     key = {"machine": platform.node(), "device": folder.stat().st_dev, "direct": direct is not False}
-    known = tuning.load_record("disk", key, _parse_record)
+    known = tuning.load_record("disk", key, _parse_disk_rates)
     if known is not None and not settings.retune:
         return known
     if not settings.tune:
         return None
     try:
-        found = _measure_rates(folder, direct)
+        found = _measure_disk_rates(folder, direct)
     except OffloadError:
         return None
     tuning.write_record("disk", key, found._asdict())
     return found
 
 
-def _parse_record(value: dict[str, Any]) -> DiskRates:
+def _parse_disk_rates(value: dict[str, Any]) -> DiskRates:
     found = DiskRates(**require_json_fields(value, {"read": float, "written": float}))
     if not all(0 < rate < math.inf for rate in found):
         raise ValueError("a rate is no number of bytes per second")
     return found
 
 
-def _measure_rates(folder: Path, direct: bool | None) -> DiskRates:
+def _measure_disk_rates(folder: Path, direct: bool | None) -> DiskRates:
     memory = np.zeros(MEASURED_BYTES + ALIGN_BYTES, np.uint8)
     start = -get_data_pointer(memory) % ALIGN_BYTES
     data, file = memory[start : start + MEASURED_BYTES], DiskFile(folder, MEASURED_BYTES, direct)
     try:
         file.start_write(0, data).wait()  # not measured: the first write allocates the blocks
         seconds = []
-        for move in (file.start_read, file.start_write):
+        for start_transfer in (file.start_read, file.start_write):
             begin = perf_counter()
-            move(0, data).wait()
+            start_transfer(0, data).wait()
             seconds.append(perf_counter() - begin)
         return DiskRates(*(MEASURED_BYTES / one for one in seconds))
     finally:
@@ -152,7 +152,7 @@ class DiskFile:
 
     def __init__(self, folder: Path, nbytes: int, direct: bool | None) -> None:
         self.folder, self.nbytes, self.watch = folder, nbytes, Stopwatch()
-        self._fd, self.direct = _open_unnamed(folder, direct)
+        self._fd, self.direct = _open_unnamed_file(folder, direct)
         try:
             _reserve_space(self._fd, folder, 0, nbytes)
         except OffloadError:
@@ -166,43 +166,45 @@ class DiskFile:
         for waits in [self._threads.submit(all_run.wait) for _ in range(THREADS)]:
             waits.result()
 
-    def start_read(self, at: int, data: Any) -> DiskTransfer:
+    def start_read(self, offset: int, data: Any) -> DiskTransfer:
         """Start to fill `data`, bytes in memory, from byte `at` of the file on."""
-        return self._start_transfer(self._read_piece, at, data)
+        return self._start_transfer(self._read_piece, offset, data)
 
-    def start_write(self, at: int, data: Any) -> DiskTransfer:
+    def start_write(self, offset: int, data: Any) -> DiskTransfer:
         """Start to write `data`, bytes in memory, from byte `at` of the file on."""
-        return self._start_transfer(self._write_piece, at, data)
+        return self._start_transfer(self._write_piece, offset, data)
 
-    def _start_transfer(self, move: Callable[[int, Any], None], at: int, data: Any) -> DiskTransfer:
+    def _start_transfer(self, transfer: Callable[[int, Any], None], offset: int, data: Any) -> DiskTransfer:
         starts = range(0, len(data), PIECE_BYTES)
-        return DiskTransfer([self._threads.submit(move, at + i, data[i : i + PIECE_BYTES]) for i in starts])
+        return DiskTransfer([self._threads.submit(transfer, offset + i, data[i : i + PIECE_BYTES]) for i in starts])
 
-    def _read_piece(self, at: int, data: Any) -> None:
-        self._move_all(lambda view, at: os.preadv(self._fd, [view], at), at, data, "read")
+    def _read_piece(self, offset: int, data: Any) -> None:
+        self._transfer_all(lambda view, offset: os.preadv(self._fd, [view], offset), offset, data, "read")
 
     def extend_file(self, nbytes: int) -> int:
         """Extend the file by `nbytes`, and return the offset of the new part."""
         self.nbytes += _reserve_space(self._fd, self.folder, self.nbytes, nbytes)
         return self.nbytes - nbytes
 
-    def _write_piece(self, at: int, data: Any) -> None:
+    def _write_piece(self, offset: int, data: Any) -> None:
         if self.direct and (data.ctypes.data % ALIGN_BYTES or len(data) % ALIGN_BYTES):
             data = self._copy_aligned(data)
-        self._move_all(lambda view, at: os.pwrite(self._fd, view, at), at, data, "written")
+        self._transfer_all(lambda view, offset: os.pwrite(self._fd, view, offset), offset, data, "written")
 
-    def _move_all(self, move: Callable[[memoryview, int], int], at: int, data: Any, done: str) -> None:
+    def _transfer_all(
+        self, transfer: Callable[[memoryview, int], int], offset: int, data: Any, participle: str
+    ) -> None:
         view = memoryview(data)
         try:
             with self.watch:
                 while len(view):
-                    count = move(view, at)
+                    count = transfer(view, offset)
                     if count == 0:
-                        raise OffloadError(f"the file in {self.folder} ends at byte {at:,}")
-                    view, at = view[count:], at + count
+                        raise OffloadError(f"the file in {self.folder} ends at byte {offset:,}")
+                    view, offset = view[count:], offset + count
         except OSError as error:
             why = error if isinstance(error, OffloadError) else error.strerror
-            raise OffloadError(f"{self.folder}: offloaded state cannot be {done}: {why}") from error
+            raise OffloadError(f"{self.folder}: offloaded state cannot be {participle}: {why}") from error
 
     def _copy_aligned(self, data: Any) -> Any:
         """Return a copy with the alignment of direct I/O; it is valid until this thread makes the next one."""
@@ -212,12 +214,12 @@ class DiskFile:
         self._own.memory[: len(data)] = data
         return self._own.memory[: -(-len(data) // ALIGN_BYTES) * ALIGN_BYTES]
 
-    def map_array(self, at: int, elements: int, dtype: Any) -> np.ndarray:
+    def map_array(self, offset: int, elements: int, dtype: Any) -> np.ndarray:
         """Return a part of the file as an array, mapped as long as it is referenced: reads that begin later see changes
         to it."""
         if elements == 0:
             return np.empty(0, dtype)
-        return np.frombuffer(mmap.mmap(self._fd, elements * dtype.itemsize, offset=at), dtype)
+        return np.frombuffer(mmap.mmap(self._fd, elements * dtype.itemsize, offset=offset), dtype)
 
     def close(self) -> None:
         """Wait for all transfers, and close the file, which removes it."""
@@ -225,18 +227,18 @@ class DiskFile:
         self._end()
 
 
-def _reserve_space(fd: int, folder: Path, at: int, nbytes: int) -> int:
+def _reserve_space(fd: int, folder: Path, offset: int, nbytes: int) -> int:
     """Allocate `nbytes` on disk from byte `at` of a file on, and return `nbytes`; raise OffloadError if the disk is
     full."""
     try:
         if nbytes:
-            os.posix_fallocate(fd, at, nbytes)
+            os.posix_fallocate(fd, offset, nbytes)
     except OSError as error:
         raise OffloadError(f"{folder} has no room for {nbytes:,} bytes: {error.strerror}") from error
     return nbytes
 
 
-def _open_unnamed(folder: Path, direct: bool | None) -> tuple[int, bool]:
+def _open_unnamed_file(folder: Path, direct: bool | None) -> tuple[int, bool]:
     """Return the descriptor of a new unnamed file, and whether it bypasses the page cache."""
     import fcntl  # not on Windows, where `OffloadConfig` is refused
 
@@ -320,15 +322,16 @@ class SpilledValue:
         )
 
 
-def take_apart(value: Any, stays: Callable[[Any], bool]) -> SpilledValue:
-    """Take large arrays out of nested tuples, lists and dicts.
+def extract_large_arrays(value: Any, keep_in_memory: Callable[[Any], bool]) -> SpilledValue:
+    """Take large arrays out of nested tuples, lists and dicts, and return them with the rest of the value.
 
-    A memory block is left in the value if `stays(block)`, if it is small, or if an array uses less than half of it."""
+    A memory block stays in the value if `keep_in_memory(block)` is true, if it is small, or if the array uses less than
+    half of it."""
     made, numbers = SpilledValue(), dict[int, int]()
 
     def replace_array(leaf: Any) -> Any:
         root = find_storage(leaf)
-        if root is None or not _is_worth_spilling(leaf, root) or stays(root):
+        if root is None or not _is_worth_spilling(leaf, root) or keep_in_memory(root):
             return leaf
         if id(root) not in numbers:
             numbers[id(root)] = len(made.roots)
@@ -346,27 +349,27 @@ def take_apart(value: Any, stays: Callable[[Any], bool]) -> SpilledValue:
 
 def _is_worth_spilling(array: Any, root: Any) -> bool:
     own = array.size * array.dtype.itemsize
-    whole = isinstance(root, Storage) or root.flags.c_contiguous or root.flags.f_contiguous
-    return bool(whole and root.nbytes >= MIN_SPILLED_BYTES and 2 * own >= root.nbytes)
+    contiguous = isinstance(root, Storage) or root.flags.c_contiguous or root.flags.f_contiguous
+    return bool(contiguous and root.nbytes >= MIN_SPILLED_BYTES and 2 * own >= root.nbytes)
 
 
-def _make_array(memory: Any, place: ArrayAddress) -> Any:
-    if place.strides is None:
-        return ShapeArray(place.shape, place.dtype, memory)
-    return np.ndarray(place.shape, place.dtype, memory, place.offset, place.strides)
+def _make_array(memory: Any, address: ArrayAddress) -> Any:
+    if address.strides is None:
+        return ShapeArray(address.shape, address.dtype, memory)
+    return np.ndarray(address.shape, address.dtype, memory, address.offset, address.strides)
 
 
-def _map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return the same nested tuples, lists and dicts with `change` applied to the leaves."""
+def _map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Return the same nested tuples, lists and dicts with `function` applied to the leaves."""
     if isinstance(value, dict):
-        return {name: _map_leaves(one, change) for name, one in value.items()}
+        return {name: _map_leaves(one, function) for name, one in value.items()}
     if isinstance(value, list):
-        return [_map_leaves(one, change) for one in value]
+        return [_map_leaves(one, function) for one in value]
     if type(value) is tuple:
-        return tuple(_map_leaves(one, change) for one in value)
+        return tuple(_map_leaves(one, function) for one in value)
     if isinstance(value, tuple) and not isinstance(value, ArrayAddress):  # a named tuple
-        return type(value)(*(_map_leaves(one, change) for one in value))
-    return change(value)
+        return type(value)(*(_map_leaves(one, function) for one in value))
+    return function(value)
 
 
 class DiskStorage(StateStorage):
@@ -419,14 +422,16 @@ class DiskStorage(StateStorage):
 
     # -- records -------------------------------------------------------------------------------------------------------
 
-    def size(self, record: Slot) -> int:
+    def get_record_nbytes(self, record: Slot) -> int:
         """Return the bytes of a record on disk."""
         return sum(_round_up_to_align(row.nbytes) for row in self._records.get(record, ()))
 
     def get_moved_bytes_by_verb(self) -> dict[str, Mapping[tuple[int, int | None], int]]:
         """Return the bytes of records by number."""
         numbers = {slot: number for number, slot in enumerate(self._stands)}
-        pages: dict[tuple[int, int | None], int] = {(n, None): self.size(slot) for slot, n in numbers.items()}
+        pages: dict[tuple[int, int | None], int] = {
+            (n, None): self.get_record_nbytes(slot) for slot, n in numbers.items()
+        }
         spilled = {(numbers[slot._replace(mb=None)], slot.mb): nbytes for slot, nbytes in self.spilled.items()}
         return {"record": pages | spilled}
 
@@ -435,56 +440,60 @@ class DiskStorage(StateStorage):
         slot that is not a record."""
         if record not in self._stands:
             return None
-        size = self.size(record)
+        size = self.get_record_nbytes(record)
         return size + ALIGN_BYTES if size else 0
 
     def start_fetch(self, record: Slot, buffer: Any) -> tuple[Handle, Any]:
         """Start to read a record into `buffer`, of `get_buffer_nbytes`; return the handle, and the record's array, or
         arrays by name."""
-        rows, at, arrays = self._records[record], 0, {}
-        data = self._there[record] = _align_buffer(buffer, self.size(record))
+        rows, offset, arrays = self._records[record], 0, {}
+        data = self._there[record] = _align_buffer(buffer, self.get_record_nbytes(record))
         for row in rows:
-            arrays[row.key.name] = data[at : at + row.nbytes].view(row.dtype)
-            at += _round_up_to_align(row.nbytes)
+            arrays[row.key.name] = data[offset : offset + row.nbytes].view(row.dtype)
+            offset += _round_up_to_align(row.nbytes)
         handle = COMPLETED if self.file is None else self.file.start_read(self._places[rows[0].key], data)
         return handle, arrays.get("", arrays)
 
     def start_store(self, record: Slot) -> Handle:
         """Start to write a record from the memory into which it was fetched."""
-        at, data = self._places[self._records[record][0].key], self._there[record]
-        return COMPLETED if self.file is None else self.file.start_write(at, data)
+        offset, data = self._places[self._records[record][0].key], self._there[record]
+        return COMPLETED if self.file is None else self.file.start_write(offset, data)
 
     # -- activations, whose sizes depend on the batch ------------------------------------------------------------------
 
     def start_spill(self, slot: Slot, spilled: SpilledValue) -> Handle:
         """Start to write the memory blocks of an activation, and remove them from `spilled`."""
         roots, spilled.roots = spilled.roots, []
-        places = [self._find_place(slot, i, nbytes) for i, nbytes in enumerate(spilled.sizes)]
+        offsets = [self._find_or_reserve_offset(slot, i, nbytes) for i, nbytes in enumerate(spilled.sizes)]
         self.spilled[slot] = sum(spilled.sizes)
         if self.file is None:
             return COMPLETED
         bytes_of = [root.reshape(-1, order="A").view("uint8") for root in roots]
-        return _join_transfers(self.file.start_write(at, data) for at, data in zip(places, bytes_of, strict=True))
+        return _join_transfers(
+            self.file.start_write(offset, data) for offset, data in zip(offsets, bytes_of, strict=True)
+        )
 
     def start_restore(self, slot: Slot, spilled: SpilledValue) -> tuple[Handle, list[Any]]:
         """Start to read the memory blocks of an activation into new memory; return the handle and the blocks."""
         if self.file is None:
             return COMPLETED, [Storage(nbytes) for nbytes in spilled.sizes]
-        whole = [
+        blocks = [
             _align_buffer(np.empty(_round_up_to_align(nbytes) + ALIGN_BYTES, np.uint8), _round_up_to_align(nbytes))
             for nbytes in spilled.sizes
         ]
-        places = [self._find_place(slot, i, nbytes) for i, nbytes in enumerate(spilled.sizes)]
-        return _join_transfers(self.file.start_read(at, data) for at, data in zip(places, whole, strict=True)), whole
+        offsets = [self._find_or_reserve_offset(slot, i, nbytes) for i, nbytes in enumerate(spilled.sizes)]
+        return _join_transfers(
+            self.file.start_read(offset, data) for offset, data in zip(offsets, blocks, strict=True)
+        ), blocks
 
-    def _find_place(self, slot: Slot, index: int, nbytes: int) -> int:
+    def _find_or_reserve_offset(self, slot: Slot, index: int, nbytes: int) -> int:
         """Return the offset of a part of an activation in the file: the same in each step, unless it has grown."""
-        at, reserved = self._parts.get((slot, index), (0, 0))
+        offset, reserved = self._parts.get((slot, index), (0, 0))
         if nbytes > reserved:
-            at = self.nbytes if self.file is None else self.file.extend_file(_round_up_to_align(nbytes))
-            self.nbytes = at + _round_up_to_align(nbytes)
-            self._parts[slot, index] = at, _round_up_to_align(nbytes)
-        return at
+            offset = self.nbytes if self.file is None else self.file.extend_file(_round_up_to_align(nbytes))
+            self.nbytes = offset + _round_up_to_align(nbytes)
+            self._parts[slot, index] = offset, _round_up_to_align(nbytes)
+        return offset
 
     def map_array(self, row: LedgerRow) -> Any:
         """Return the array of a row, mapped from disk, see `DiskFile.map_array`."""
@@ -500,7 +509,7 @@ class DiskStorage(StateStorage):
         self.file = None
 
 
-def open_disk(
+def open_disk_storage(
     placement: Placement, rows: Sequence[LedgerRow], folder: str | os.PathLike[str], direct: bool | None, option: str
 ) -> DiskStorage:
     """Return a file in `folder` with room for these rows; raise OffloadError on all ranks if one of them cannot have
@@ -511,11 +520,11 @@ def open_disk(
     if placement.device.holds_data:
         if not hasattr(os, "posix_fallocate"):
             raise ConfigError(f"{option}: this system cannot set a part of a disk aside; Linux can")
-        _open_on_all_ranks(disk, Path(folder), direct, placement.axes.world)
+        _open_file_on_all_ranks(disk, Path(folder), direct, placement.axes.world)
     return disk
 
 
-def _open_on_all_ranks(disk: DiskStorage, folder: Path, direct: bool | None, world: Communicator) -> None:
+def _open_file_on_all_ranks(disk: DiskStorage, folder: Path, direct: bool | None, world: Communicator) -> None:
     owner = f"process {os.getpid()} on {platform.node()}, {time.time_ns()}"
     problem, cause = None, None
     try:

@@ -9,7 +9,7 @@ from fsdpx.core.program import VERBS, Action, ActionSlots, ProgramRequest, Slot,
 from fsdpx.core.program.passes import find_prefetch_window
 from fsdpx.core.state.storage import StoredSlots
 
-__all__ = ["SPILLED", "get_record", "list_records", "pair_with_stored_slots", "place_records"]
+__all__ = ["SPILLED", "get_record", "insert_record_transfers", "list_records", "pair_with_stored_slots"]
 
 Actions = list[Action]
 SPILLED = ("saved", "held")
@@ -32,7 +32,7 @@ def get_record(stage: Stage, action: Action) -> Slot:
     return stage.stored_slots[action.unit][0]._replace(mb=action.mb)
 
 
-def place_records(actions: Actions, request: ProgramRequest) -> Actions:
+def insert_record_transfers(actions: Actions, request: ProgramRequest) -> Actions:
     """Insert FETCH, STORE and EVICT, one kind of records after the other.
 
     The records that an action needs are in memory, with the next `ahead` of the kind; at most `ahead` others are being
@@ -62,43 +62,43 @@ class _RecordCache:
 
     def insert_transfers(self, actions: Actions, slots: Sequence[ActionSlots]) -> Actions:
         """Return the actions with the transfers that keep the records they need in memory."""
-        wanted = [self._select_own_slots((*s.takes, *s.reads, *s.adds)) for s in slots]
-        needs = _list_needed_in_memory(
-            actions, slots, [[*w, *self._select_own_slots(s.gives)] for w, s in zip(wanted, slots, strict=True)]
+        wanted = [self._select_record_slots((*s.takes, *s.reads, *s.adds)) for s in slots]
+        needs = _list_slots_needed_in_memory(
+            actions, slots, [[*w, *self._select_record_slots(s.gives)] for w, s in zip(wanted, slots, strict=True)]
         )
         first, self.last = (
-            _find_last_compute_before(actions, needs),
+            _find_last_compute_before_need(actions, needs),
             {slot: i for i, some in enumerate(wanted) for slot in some},
         )
         for i, action in enumerate(actions):
             if needs[i] or i == first:
-                self._move_window(i, find_prefetch_window(needs[i], wanted[i + 1 :], self.ahead))
+                self._evict_and_fetch_for_window(i, find_prefetch_window(needs[i], wanted[i + 1 :], self.ahead))
             self.result.append(action)
-            self.there |= dict.fromkeys(self._select_own_slots((*slots[i].adds, *slots[i].gives)), True)
-            for slot in self._select_own_slots(slots[i].takes):
+            self.there |= dict.fromkeys(self._select_record_slots((*slots[i].adds, *slots[i].gives)), True)
+            for slot in self._select_record_slots(slots[i].takes):
                 self.there.pop(slot, None)
-        self._evict([slot for slot in self.there if slot.mb is None])
-        self._wait_for_writes(0)
+        self._store_or_evict([slot for slot in self.there if slot.mb is None])
+        self._add_waits_for_writes(0)
         return self.result
 
-    def _select_own_slots(self, slots: Sequence[Slot]) -> list[Slot]:
+    def _select_record_slots(self, slots: Sequence[Slot]) -> list[Slot]:
         return [slot for slot in slots if slot.kind == self.kind and slot.at in self.numbers]
 
-    def _move_window(self, at: int, window: dict[Slot, None]) -> None:
+    def _evict_and_fetch_for_window(self, action_index: int, window: dict[Slot, None]) -> None:
         """Evict the slots outside the window, and fetch those missing from it."""
         gone = [slot for slot in self.there if slot not in window]
-        self._evict([slot for slot in gone if slot.mb is None or self.last.get(slot, -1) >= at])
-        self._wait_for_writes(self.ahead)
+        self._store_or_evict([slot for slot in gone if slot.mb is None or self.last.get(slot, -1) >= action_index])
+        self._add_waits_for_writes(self.ahead)
         for slot in window:
             if slot in self.there or not (slot.mb is None or slot in self.stored):
                 continue
             if slot in self.leaving:  # also waits for the writes before it
-                self._wait_for_writes(len(self.leaving) - 1 - self.leaving.index(slot))
+                self._add_waits_for_writes(len(self.leaving) - 1 - self.leaving.index(slot))
             self._add_action("FETCH", slot)
             self.stored.discard(slot)
             self.there[slot] = False
 
-    def _evict(self, slots: Sequence[Slot]) -> None:
+    def _store_or_evict(self, slots: Sequence[Slot]) -> None:
         for slot in slots:
             changed = self.there.pop(slot)
             self._add_action("STORE" if changed else "EVICT", slot)
@@ -106,16 +106,16 @@ class _RecordCache:
                 self.leaving.append(slot)
                 self.stored.add(slot)
 
-    def _wait_for_writes(self, left: int) -> None:
-        """Wait for the oldest writes until `left` are under way."""
-        while len(self.leaving) > left:
+    def _add_waits_for_writes(self, max_pending: int) -> None:
+        """Wait for the oldest writes until `max_pending` are under way."""
+        while len(self.leaving) > max_pending:
             self._add_action("EVICT", self.leaving.pop(0))
 
     def _add_action(self, op: str, slot: Slot) -> None:
         self.result.append(Action(op, self.numbers[slot.at], slot.mb))
 
 
-def _list_needed_in_memory(
+def _list_slots_needed_in_memory(
     actions: Actions, slots: Sequence[ActionSlots], needs: Sequence[Sequence[Slot]]
 ) -> list[list[Slot]]:
     """Return the slots that must be in memory during each action: its own, and those of transfers under way, which read
@@ -131,7 +131,7 @@ def _list_needed_in_memory(
     return found
 
 
-def _find_last_compute_before(actions: Actions, needs: Sequence[Sequence[Slot]]) -> int:
+def _find_last_compute_before_need(actions: Actions, needs: Sequence[Sequence[Slot]]) -> int:
     """Return the last computing action before the first that needs a record: fetching begins there, to be complete in
     time."""
     first = next((i for i, slots in enumerate(needs) if slots), 0)

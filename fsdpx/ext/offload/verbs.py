@@ -13,8 +13,8 @@ from fsdpx.core.engine.run import ProgramRun, Values
 from fsdpx.core.program import PASSES, SLOTS, VERBS, Action, Slot, SlotKind, Verb, VerbTransfer
 from fsdpx.core.program.pipeline import INDEX_RANGES, SPECIAL_WORDS
 from fsdpx.core.state.placement import Placement
-from fsdpx.ext.offload.disk import DiskStorage, take_apart
-from fsdpx.ext.offload.records import SPILLED, get_record, list_records, place_records
+from fsdpx.ext.offload.disk import DiskStorage, extract_large_arrays
+from fsdpx.ext.offload.records import SPILLED, get_record, insert_record_transfers, list_records
 
 __all__ = ["fetch_record", "store_record"]
 
@@ -39,7 +39,7 @@ INDEX_RANGES.update(
         ],
     }
 )
-PASSES.append(place_records)
+PASSES.append(insert_record_transfers)
 
 
 def fetch_record(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
@@ -56,8 +56,8 @@ def fetch_record(run: ProgramRun, action: Action, taken: Values, read: Values, a
 
         run.placement.axes.counters.add_calls("disk", "read", sum(spilled.sizes))
         return (TimedTransfer(handle, get_value),)
-    handle, arrays = disk.start_fetch(slot, _allocate_memory(run, slot))
-    run.placement.axes.counters.add_calls("disk", "read", disk.size(slot))
+    handle, arrays = disk.start_fetch(slot, _allocate_record_buffer(run, slot))
+    run.placement.axes.counters.add_calls("disk", "read", disk.get_record_nbytes(slot))
     return (TimedTransfer(handle, lambda: arrays),)
 
 
@@ -68,10 +68,10 @@ def store_record(run: ProgramRun, action: Action, taken: Values, read: Values, a
         own = get_arena_storage_ids(run.workspace.state.arena) | {
             id(find_storage(array)) for array in batch
         }  # stays in memory anyway
-        spilled = take_apart(value, lambda root: id(root) in own)
+        spilled = extract_large_arrays(value, lambda root: id(root) in own)
         run.placement.axes.counters.add_calls("disk", "write", sum(spilled.sizes))
         return TimedTransfer(disk.start_spill(slot, spilled), lambda: value), spilled
-    run.placement.axes.counters.add_calls("disk", "write", disk.size(slot))
+    run.placement.axes.counters.add_calls("disk", "write", disk.get_record_nbytes(slot))
     return TimedTransfer(disk.start_store(slot), lambda: value), True
 
 
@@ -81,7 +81,7 @@ def _get_disk(run: ProgramRun) -> DiskStorage:
     return disk
 
 
-def _allocate_memory(run: ProgramRun, slot: Slot) -> Any:
+def _allocate_record_buffer(run: ProgramRun, slot: Slot) -> Any:
     """Return memory for a record that is fetched."""
     assert slot.at is not None
     nbytes = _get_disk(run).get_buffer_nbytes(slot)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.base import environment
-from fsdpx.core.base.arguments import check_arguments
+from fsdpx.core.base.arguments import wrap_with_argument_check
 from fsdpx.core.base.hooks import STOP_SIGNALS, SignalHandler
 from fsdpx.core.base.messages import flush_and_write_stderr
 from fsdpx.errors import ConfigError
@@ -63,7 +63,7 @@ class Preemption:
     requeue : rank 0 then asks Slurm to start the job again (scontrol requeue)
     """
 
-    @check_arguments
+    @wrap_with_argument_check
     def __init__(
         self, save: Callable[[], object] | None = None, *, signals: Sequence[str] = STOP_SIGNALS, requeue: bool = False
     ) -> None:
@@ -80,7 +80,7 @@ class Preemption:
         if threading.current_thread() is threading.main_thread():
             for number in self.signals:
                 before = SignalHandler.from_signal(number)
-                if not before.is_wanted():
+                if not before.is_needed_by_program():
                     self._before[number] = before
                     signal.signal(number, self._handle_signal)
         return self

@@ -155,7 +155,7 @@ class Watchdog:
             # MPI_Finalize may not wait: leave time for ranks that wait for this one to read its record
             time.sleep(0.02)
         if have_all_scripts_ended(self._local_record_paths):
-            safe_files.remove_folder(self.folder)
+            safe_files.remove_own_folder(self.folder)
 
     def remove_dead_records(self, dead: Iterable[int]) -> None:
         """Remove the records of dead ranks, and the folder with the last one, unless `fsdpx run` still has to read
@@ -376,7 +376,7 @@ def _rename_and_remove_folder(folder: Path) -> None:
     with suppress(OSError):
         folder.rename(gone)
     for _ in range(10):
-        safe_files.remove_folder(gone)
+        safe_files.remove_own_folder(gone)
         if not gone.exists():
             return
         time.sleep(0.02)

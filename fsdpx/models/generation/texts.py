@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.random import uniform
-from fsdpx.core.base.config import convert_fields_to_python
+from fsdpx.core.base.config import convert_fields_to_python_numbers
 from fsdpx.errors import ConfigError, DataError, NumericsError
 
 __all__ = [
@@ -54,7 +54,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        convert_fields_to_python(self)
+        convert_fields_to_python_numbers(self)
         if not 0 <= self.temperature < float("inf"):
             raise ConfigError(f"generate(temperature={self.temperature}): it must be 0 (the most likely token) or more")
         if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 1):

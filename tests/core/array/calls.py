@@ -90,11 +90,13 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
     "channel_sums": [(x,) for x, _, _ in CHANNELS],
     "channel_squares": [(x, c) for x, _, c in CHANNELS],
     "channel_affine": [(x, c, 2 * c, c + 1) for x, _, c in CHANNELS],
-    "channel_scales": [
+    "batch_norm_scales": [
         (C * C, C, C + 1, C - 1, C * C + 1, 7, 0.1, 0.2), (C * C, C, None, C - 1, C * C + 1, 0, 0.1, 0.2),
         (C * C, None, C + 1, None, None, 1, 0.1, 0.0),
     ],
-    "channel_slopes": [(np.concatenate([C, C + 1]), C * C, weight, n) for weight, n in ((C - 2, 5), (None, 0))],
+    "batch_norm_backward_factors": [
+        (np.concatenate([C, C + 1]), C * C, weight, n) for weight, n in ((C - 2, 5), (None, 0))
+    ],
     "channel_sums_with": [(dy, x, c, c * c) for x, dy, c in CHANNELS],
     "channel_norm_backward": [(dy, x, c, c + 1, c - 1, c * c) for x, dy, c in CHANNELS],
 }  # fmt: skip
@@ -102,11 +104,11 @@ if is_present("fields"):
     import window_kernels
 
     CALLS |= window_kernels.CALLS
-DOUBLE = {"channel_scales": (0, 1), "channel_slopes": (0, 1), "channel_squares": (1,), "channel_affine": (1, 2, 3),
-          "channel_sums_with": (2, 3), "channel_norm_backward": (2, 3, 4, 5)}  # fmt: skip
+DOUBLE = {"batch_norm_scales": (0, 1), "batch_norm_backward_factors": (0, 1), "channel_squares": (1,),
+          "channel_affine": (1, 2, 3), "channel_sums_with": (2, 3), "channel_norm_backward": (2, 3, 4, 5)}  # fmt: skip
 WIDE = {"layer_norm_backward_input": (2, 3), "layer_norm_backward_params": (1, 2), "rms_norm_backward_input": (2,),
         "rms_norm_backward_params": (1,), "cross_entropy_backward": (2,), "attention_backward": (4,),
-        "channel_scales": (3, 4)}  # fmt: skip
+        "batch_norm_scales": (3, 4)}  # fmt: skip
 """Arguments that are of the format of sums."""
 
 

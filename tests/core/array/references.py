@@ -383,7 +383,7 @@ def numbers(size):
 
 def channels(x, dy, dtype) -> Cases:
     """Batch norm with columns as channels."""
-    slopes_of = kernels.channel_slopes
+    slopes_of = kernels.batch_norm_backward_factors
     mean, scale = (np.linspace(low, 2, x.shape[1]).astype(wide(dtype)).astype("f8") for low in (-1, 0.5))
     m, s, n = mean.astype(wide(dtype)), scale.astype(wide(dtype)), (x - mean) * scale
     size_n = (np.abs(x) + np.abs(mean)) * scale
@@ -395,15 +395,15 @@ def channels(x, dy, dtype) -> Cases:
     return {
         "channel_sums": [Case(kernels.channel_sums, (x,), x.sum(axis=0), np.abs(x).sum(axis=0))],
         "channel_squares": [Case(kernels.channel_squares, (x, m), *squares)],
-        "channel_scales": [
+        "batch_norm_scales": [
             Case(
-                lambda xp, s, m: kernels.channel_scales(xp, s.astype("f8"), None, m, None, None, 5.0, 0.1, 0.0)[1],
+                lambda xp, s, m: kernels.batch_norm_scales(xp, s.astype("f8"), None, m, None, None, 5.0, 0.1, 0.0)[1],
                 (s, m),
                 mean / np.sqrt(scale / 5 + 0.1),
                 np.abs(mean) / np.sqrt(scale / 5 + 0.1),
             )
         ],
-        "channel_slopes": [
+        "batch_norm_backward_factors": [
             Case(
                 lambda xp, m, s, k=k: slopes_of(xp, np.append(m, s).astype("f8"), s.astype("f8"), m, 5.0)[k],
                 (m, s),

@@ -201,7 +201,7 @@ def test_choice() -> None:
     with pytest.raises(ConfigError, match="choose one of"):
         blas.select_library("atlas")
     before = blas.get_selected_library()
-    rates = blas.measure_libraries()
+    rates = blas.measure_library_gflops()
     assert list(rates) == list(blas.list_available_libraries())
     assert all(rate > 0 for rate in rates.values())
     assert blas.get_selected_library() == before
@@ -227,9 +227,9 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("two_cores")
 def test_cores_are_divided_among_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment.read_environment().threads is None
-    assert [cores.share_cores_among_ranks(ranks) for ranks in (1, 2, 3)] == [2, 1, 1]
+    assert [cores.set_threads_per_rank(ranks) for ranks in (1, 2, 3)] == [2, 1, 1]
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert cores.share_cores_among_ranks(2) == parallel.get_threads() == blas.get_product_threads() == 5
+    assert cores.set_threads_per_rank(2) == parallel.get_threads() == blas.get_product_threads() == 5
 
 
 def threads_of_numpy() -> int:
@@ -244,7 +244,7 @@ def test_numpys_library_is_limited_while_fsdpx_computes_and_as_before_then() -> 
     for chosen, ranks, wanted in (("openblas", 1, 1), (None, 2, 1), ("numpy", 2, 1), ("numpy", 1, 2)):
         blas.select_library(chosen)
         with threadpool_limits(limits=3, user_api="blas"):
-            assert cores.share_cores_among_ranks(ranks) == 2 // ranks
+            assert cores.set_threads_per_rank(ranks) == 2 // ranks
             assert threads_of_numpy() == 3
             with blas.limit_threads(), blas.limit_threads():
                 assert threads_of_numpy() == wanted
@@ -277,7 +277,7 @@ def test_threads_that_compute_at_the_same_time_limit_once() -> None:
         seen.append(threads_of_numpy())
 
     with threadpool_limits(limits=3, user_api="blas"):
-        cores.share_cores_among_ranks(1)
+        cores.set_threads_per_rank(1)
         threads = [threading.Thread(target=compute) for _ in range(2)]
         for thread in threads:
             thread.start()

@@ -19,8 +19,8 @@ from fsdpx.core.array import shapes as xp
 from fsdpx.core.array.kernels import attention, embedding_backward
 from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.core.array.shapes import shape_cache as known_of
-from fsdpx.core.array.shapes.array import measure_memory
-from fsdpx.core.array.shapes.flop_counter import count_work
+from fsdpx.core.array.shapes.array import measuring_memory
+from fsdpx.core.array.shapes.flop_counter import counting_work
 from fsdpx.core.array.shapes.shape_cache import call_cached
 
 SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=examples(80))
@@ -263,7 +263,7 @@ FLOPS = {"einsum", "dot", "tensordot", "fft", "ifft", "rfft", "irfft", "inv", "d
 def test_functions_of_layers_give_what_numpy_gives_and_are_counted(name):
     x = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
     same(COUNTED[name], x)
-    with count_work() as work:
+    with counting_work() as work:
         found = COUNTED[name](xp, ghost(x))
     assert work.nbytes + sum(one.nbytes * times for one, times in work.products.items()) >= found.nbytes
     if any(word in name for word in FLOPS) and name not in ("fftshift", "einsum, of one", "einsum, elements"):
@@ -272,7 +272,7 @@ def test_functions_of_layers_give_what_numpy_gives_and_are_counted(name):
 
 def test_an_einsum_takes_the_flops_of_its_product():
     for letters, flops in (("bij,bkj->bik", 2 * 2 * 3 * 3 * 4), ("bij,bkj->ik", 2 * 2 * 3 * 3 * 4)):
-        with count_work() as work:
+        with counting_work() as work:
             xp.einsum(letters, ShapeArray((2, 3, 4)), ShapeArray((2, 3, 4)))
         assert work.flops == flops
 
@@ -284,14 +284,14 @@ def test_an_einsum_takes_the_flops_of_its_product():
     lambda m, x: m.copyto(x, x),
 ])  # fmt: skip
 def test_what_is_written_is_counted(write):
-    with count_work() as work:
+    with counting_work() as work:
         write(xp, ShapeArray((2, 3, 4), "float32"))
     assert work.nbytes >= 96
 
 
 def test_views_and_what_is_an_array_already_cost_nothing():
     x = ShapeArray((4, 6), "float32")
-    with count_work() as work, measure_memory() as meter:
+    with counting_work() as work, measuring_memory() as meter:
         views = [*xp.split(x, 2), xp.asarray(x), xp.flip(x), xp.diagonal(x), xp.einsum("ij->ji", x), x[1:, None]]
     assert (work.nbytes, meter.peak) == (0, 0)
     assert all(one.root is x.root for one in views)
@@ -342,7 +342,7 @@ def test_same_shapes_and_dtypes(name, dtype):
 def test_what_is_remembered_takes_the_same_memory(name):
     def call():
         ghosts = [each(ghost, a) for a in arguments_of(name, ALL[name][0], "float32")]
-        with measure_memory() as meter:
+        with measuring_memory() as meter:
             results = kernel_of(name)(shapes, *ghosts)
             roots = [getattr(r, "root", None) for r in (results if isinstance(results, tuple) else (results,))]
             others = [getattr(g, "root", None) for g in ghosts]
@@ -357,7 +357,7 @@ def test_threads_that_count_memory_do_not_see_each_other():
     inside, counted = threading.Barrier(2), [0, 0]
 
     def count(thread):
-        with measure_memory() as meter:
+        with measuring_memory() as meter:
             inside.wait()
             array = shapes.zeros(10 * (thread + 1), "u1")
             inside.wait()

@@ -55,9 +55,9 @@ def test_units_are_as_large_as_a_text_says() -> None:
 def test_a_16_bit_format_has_one_name_everywhere(name: str, tmp_path: Path) -> None:
     wanted = np.dtype(HALVES[name])
     assert parse_dtype(name) == wanted
-    assert parse_dtype(Precision(param=name, reduce=name).wire_dtype) == wanted
+    assert parse_dtype(Precision(param=name, reduce=name).parameter_wire_dtype) == wanted
     assert Precision(param=name) == Precision(param={"fp16": "float16", "bfloat16": "bf16"}.get(name, name))
-    assert parse_dtype(resolve_precision(name).wire_dtype) == wanted
+    assert parse_dtype(resolve_precision(name).parameter_wire_dtype) == wanted
     assert make_codec(name, "float32", "float32").dtype == wanted
     made = trainer(precision=Precision(param=name), compression=name)
     assert made.inspect.placement.formats.wire == wanted

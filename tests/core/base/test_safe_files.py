@@ -165,7 +165,7 @@ def test_a_private_folder_that_another_user_made_is_refused(tmp_path: Path) -> N
     os.chown(tmp_path / "run", OTHER, OTHER)
     with pytest.raises(Untrusted, match=r"run belongs to user 65534, not to this one \(0\)"):
         safe_files.make_folder(tmp_path / "run")
-    safe_files.remove_folder(tmp_path / "run")
+    safe_files.remove_own_folder(tmp_path / "run")
     assert (tmp_path / "run").exists()
 
 
@@ -206,9 +206,9 @@ def test_links_are_not_followed_when_folders_are_removed(tmp_path: Path) -> None
     (tmp_path / "link").symlink_to(tmp_path / "kept")
     (tmp_path / "gone").mkdir()
     (tmp_path / "gone" / "inner").symlink_to(tmp_path / "kept")
-    safe_files.remove_folder(tmp_path / "link")
-    safe_files.remove_folder(tmp_path / "gone")
-    safe_files.remove_folder(tmp_path / "kept" / "file")
+    safe_files.remove_own_folder(tmp_path / "link")
+    safe_files.remove_own_folder(tmp_path / "gone")
+    safe_files.remove_own_folder(tmp_path / "kept" / "file")
     assert (tmp_path / "kept" / "file").exists()
     assert (tmp_path / "link").is_symlink()
     assert not (tmp_path / "gone").exists()
@@ -251,7 +251,7 @@ def test_a_name_that_is_there_twice_is_found_in_linear_time(monkeypatch: pytest.
 
     pairs = [(Name(number), 0) for number in range(2_000)]
     with pytest.raises(ValueError, match="'1999' is there twice"):
-        safe_files._require_unique_names([*pairs, (Name(1999), 0)])
+        safe_files._make_dict_of_unique_names([*pairs, (Name(1999), 0)])
     assert Name.compared < 100
 
 

@@ -15,7 +15,7 @@ from threads import on_ranks
 
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
-from fsdpx.core.array.shapes.array import ShapeArray, count_as_one_call, measure_memory
+from fsdpx.core.array.shapes.array import ShapeArray, call_without_metering_temporaries, measuring_memory
 from fsdpx.core.base.messages import format_bytes
 from fsdpx.core.checkpoint.local_shards import iterate_local_shards, iterate_shards_to_write
 from fsdpx.core.comm import Communicator
@@ -236,10 +236,10 @@ def test_a_kernel_counts_by_what_it_leaves():
         a = ShapeArray(1000, np.uint8) + ShapeArray(1000, np.uint8)
         return ShapeArray(10, np.uint8), a.sum()
 
-    with measure_memory() as plain:
+    with measuring_memory() as plain:
         kernel()
-    with measure_memory() as compiled:
-        kept = count_as_one_call(kernel)
+    with measuring_memory() as compiled:
+        kept = call_without_metering_temporaries(kernel)
     assert plain.peak > 2000
     assert kept[0].nbytes == 10
     assert compiled.peak < 100

@@ -261,7 +261,7 @@ def test_a_line_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr", Unbuffered())
     trainer = make(spawn(lambda comm: comm, 1)[0], "mlp")
     trainer.fit(loader(trainer), validation=held(trainer), every=3)
-    messages.print_on_rank0(trainer.call_runner, "done")
+    messages.log_on_rank0(trainer.call_runner, "done")
     found = [text for text in writes if "compiling" not in text]
     assert len(found) == 5
     assert all(text.endswith("\n") and text.count("\n") == 1 for text in found)
@@ -349,7 +349,7 @@ def test_how_far_it_is_is_said(
     monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
     shown = messages.SlowTaskReporter("thinking")
     for done in range(100):
-        shown.update_count(done, 100)
+        shown.update_progress(done, 100)
         clock[0] += 1.0
         if done == 0:
             shown.show_progress()  # by a timer
@@ -375,7 +375,7 @@ def test_trainers_of_single_ranks_are_spoken_of_by_the_first_of_the_job(
         heard.extend([what.split()[-1]] * speaks)
         yield lambda done, total: None
 
-    monkeypatch.setattr(assemble, "report_if_slow", hear)
+    monkeypatch.setattr(assemble, "reporting_if_slow", hear)
     for name, value in (("PMI_RANK", rank), ("PMI_SIZE", 3), ("MPI_LOCALRANKID", rank), ("MPI_LOCALNRANKS", 3)):
         monkeypatch.setenv(name, str(value))
     make(spawn(lambda comm: comm, 1)[0], "mlp")
@@ -394,7 +394,7 @@ def test_ranks_of_a_host_begin_with_different_kernels() -> None:
 
 
 def test_what_is_quick_is_not(capsys: pytest.CaptureFixture[str]) -> None:
-    with messages.report_if_slow(True, "thinking"):
+    with messages.reporting_if_slow(True, "thinking"):
         pass
     assert capsys.readouterr().err == ""
 

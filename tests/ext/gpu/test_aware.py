@@ -111,6 +111,6 @@ def test_what_the_user_says_counts_but_not_against_the_probe(monkeypatch: pytest
 
 
 def test_the_variable() -> None:
-    values = [environment.is_mpi_gpu_aware({"FSDPX_GPU_AWARE_MPI": text}) for text in ("1", "0", "auto")]
+    values = [environment.get_gpu_aware_mpi_setting({"FSDPX_GPU_AWARE_MPI": text}) for text in ("1", "0", "auto")]
     assert values == [True, False, None]
-    assert environment.is_mpi_gpu_aware({}) is None
+    assert environment.get_gpu_aware_mpi_setting({}) is None

@@ -20,7 +20,7 @@ from fsdpx.core.comm.calls import COMPLETED, Call, Handle
 from fsdpx.errors import ConfigError, DataError, DesyncError
 from fsdpx.ext.gpu import cupy_devices, device, visible_devices
 from fsdpx.ext.gpu.cupy_devices import choose_gpu_number, list_gpus
-from fsdpx.ext.gpu.visible_devices import RankGpu, find_shared_gpus, gather_rank_gpus
+from fsdpx.ext.gpu.visible_devices import RankGpu, find_ranks_sharing_gpus, gather_rank_gpus
 
 X, Y = np.ones((4, 6)), np.array([0, 1, 2, 0])
 
@@ -101,7 +101,7 @@ def test_a_map_of_one_rank_that_does_not_fit_is_an_error_on_all(cupy: Cupy) -> N
 
 def test_who_shares_a_gpu() -> None:
     here = [RankGpu("n1", 0, 0, "a"), RankGpu("n1", 1, 0, "b"), RankGpu("n1", 2, 0, "a"), RankGpu("n2", 0, 0, "a")]
-    assert find_shared_gpus(here) == [[0, 2]]
+    assert find_ranks_sharing_gpus(here) == [[0, 2]]
 
 
 def test_the_number_is_known_of_a_part_of_the_ranks_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stand_in import Cupy, Device
 
-from fsdpx.ext.gpu.gemm import can_multiply, plan_cublas_gemm, run_batched_gemm_into, run_gemm_into
+from fsdpx.ext.gpu.gemm import can_cublas_multiply, plan_cublas_gemm, run_batched_gemm_into, run_gemm_into
 from fsdpx.nn import gradient_accumulation
 
 
@@ -73,7 +73,7 @@ def test_products_and_their_sums(cupy: Cupy, dtype: str, bound: float) -> None:
     a, b = random(5, 7).astype(kind), random(7, 3, seed=1).astype(kind)
     want = a.astype(float) @ b.astype(float)
     x, y = cupy.asarray(a), cupy.asarray(b)
-    assert can_multiply(x, y)
+    assert can_cublas_multiply(x, y)
     np.testing.assert_allclose(
         gradient_accumulation.matmul_in_dtype(cupy, x, y).get().astype(float), want, rtol=bound, atol=bound
     )
@@ -106,10 +106,10 @@ def test_what_lies_neither_by_rows_nor_by_columns_is_copied(cupy: Cupy) -> None:
 
 def test_what_cublas_does_not_take(cupy: Cupy) -> None:
     a = cupy.asarray(random(3, 3))
-    assert not can_multiply(a, cupy.asarray(random(3, 3).astype(np.float32)))
-    assert not can_multiply(a, random(3, 3))
-    assert not can_multiply(a[:0], a)
-    assert not can_multiply(cupy.asarray(np.ones((2, 2), int)))
+    assert not can_cublas_multiply(a, cupy.asarray(random(3, 3).astype(np.float32)))
+    assert not can_cublas_multiply(a, random(3, 3))
+    assert not can_cublas_multiply(a[:0], a)
+    assert not can_cublas_multiply(cupy.asarray(np.ones((2, 2), int)))
 
 
 def test_gradients_are_added_where_they_lie(cupy: Cupy) -> None:

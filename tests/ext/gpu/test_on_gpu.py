@@ -99,7 +99,7 @@ from fsdpx.ext.gpu.nccl import NcclCommunicator
 from fsdpx.core.comm.mpi.mpi import MpiCommunicator
 ranks = NcclCommunicator(MpiCommunicator(MPI.COMM_SELF), 60.0)
 assert ranks.link is None  # one rank needs none
-ranks.link = ranks._connect_nccl()
+ranks.link = ranks._create_nccl_communicator()
 for name in ("float64", "float32", "bfloat16", "float16", "int64", "bool"):
     dtype = np.dtype(getattr(ml_dtypes, name, name))
     mine, whole = cupy.arange(1000).astype(dtype), cupy.zeros(1000, dtype)

@@ -96,8 +96,8 @@ def test_cut_among_threads(name: str) -> None:
 
 def test_formats_of_one_width_do_not_share_a_product() -> None:
     """A primitive is kept for its shapes and strides, and bfloat16 and float16 have the same ones."""
-    library = onednn.find_onednn()
-    if library is None or not matmul.list_instructions("float16"):
+    library = onednn.load_onednn()
+    if library is None or not matmul.list_half_instructions("float16"):
         pytest.skip("no oneDNN here that computes float16")
     x, y = np.arange(15.0).reshape(3, 5), np.arange(10.0).reshape(5, 2)
     for kind in ("bfloat16", "float16", "bfloat16"):
@@ -115,8 +115,8 @@ def test_a_library_that_computes_wrongly_is_not_taken(monkeypatch: pytest.Monkey
             if out.size > 100:
                 out[-1, -1] += 0.1
 
-    monkeypatch.setattr(onednn, "find_onednn", Wrong)
-    monkeypatch.setattr(matmul, "list_instructions", lambda kind="bfloat16": ("avx512_bf16",))
+    monkeypatch.setattr(onednn, "load_onednn", Wrong)
+    monkeypatch.setattr(matmul, "list_half_instructions", lambda kind="bfloat16": ("avx512_bf16",))
     _forget()
     try:
         with pytest.warns(RuntimeWarning, match=r"oneDNN in libwrong.so \(0\) multiplies wrongly"):
@@ -130,7 +130,7 @@ def _forget() -> None:
 
 
 def test_without_instructions_operands_are_widened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matmul, "list_instructions", lambda kind="bfloat16": ())
+    monkeypatch.setattr(matmul, "list_half_instructions", lambda kind="bfloat16": ())
     _forget()
     try:
         assert matmul.get_selected_library() == matmul.WIDENED
@@ -149,9 +149,9 @@ def test_onednn_is_left_out_where_it_has_no_product_for_the_processor(monkeypatc
         def multiply_half_into(self, out, a, b, accumulate, bias):
             out[...] = a.astype("f4") @ b.astype("f4")
 
-    monkeypatch.setattr(matmul, "read_cpuinfo", lambda what: flags)
-    monkeypatch.setattr(matmul, "list_instructions", lambda kind="bfloat16": ("amx_bf16",))
-    monkeypatch.setattr(onednn, "find_onednn", Library)
+    monkeypatch.setattr(matmul, "read_cpuinfo_field", lambda what: flags)
+    monkeypatch.setattr(matmul, "list_half_instructions", lambda kind="bfloat16": ("amx_bf16",))
+    monkeypatch.setattr(onednn, "load_onednn", Library)
     _forget()
     try:
         assert list(matmul.list_available_libraries()) == here
@@ -304,9 +304,9 @@ def test_attention_ends_where_a_position_sees_no_more(way: str) -> None:
 def test_words_are_for_processors_that_have_the_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NUMBA_CPU_NAME", raising=False)
     monkeypatch.delenv("NUMBA_CPU_FEATURES", raising=False)
-    monkeypatch.setattr(attention16, "read_cpuinfo", lambda field: "fma avx512f")
+    monkeypatch.setattr(attention16, "read_cpuinfo_field", lambda field: "fma avx512f")
     assert not attention16.has_bf16_dot_instruction.__wrapped__()
-    monkeypatch.setattr(attention16, "read_cpuinfo", lambda field: "avx512f avx512_bf16")
+    monkeypatch.setattr(attention16, "read_cpuinfo_field", lambda field: "avx512f avx512_bf16")
     assert attention16.has_bf16_dot_instruction.__wrapped__()
     monkeypatch.setenv("NUMBA_CPU_NAME", "skylake")
     assert not attention16.has_bf16_dot_instruction.__wrapped__()
@@ -323,7 +323,8 @@ def test_small_products_are_widened_multiplied_and_rounded_once(m: int, k: int, 
     for x, y in ((a, b), (np.asfortranarray(a), b), (a, np.ascontiguousarray(b)), (a[::-1], b)):
         out = np.zeros((m, n), np.float32 if wide else BF16)
         flip = slice(None, None, -1) if x.strides[0] < 0 else slice(None)
-        assert products.multiply_small_into(out, x, y, False, bias) == bool(x.strides[0] >= 0 or x.flags.c_contiguous)
+        is_supported = bool(x.strides[0] >= 0 or x.flags.c_contiguous)
+        assert products.multiply_small_bfloat16_into(out, x, y, False, bias) == is_supported
         matmul.multiply_half_into(out, x, y, bias=bias)
         want = exact[flip] + bias.astype("f8")
         rounding = 0 if wide else 2.0**-8 * np.abs(want)
@@ -337,8 +338,8 @@ def test_small_products_are_widened_multiplied_and_rounded_once(m: int, k: int, 
 
 def test_what_is_large_is_no_small_product() -> None:
     a, b = normal((1024, 64), 0), normal((64, 64), 1)
-    assert not products.multiply_small_into(np.empty((1024, 64), BF16), a, b, False, None)
-    assert not products.multiply_small_into(
+    assert not products.multiply_small_bfloat16_into(np.empty((1024, 64), BF16), a, b, False, None)
+    assert not products.multiply_small_bfloat16_into(
         np.empty((4, 4), np.float16), *[np.ones((4, 4), np.float16)] * 2, False, None
     )
 

@@ -86,7 +86,7 @@ def test_code_is_not_taken_for_that_of_a_compiler_told_otherwise(monkeypatch):
     names = []
     for level in ("3", "1", "3"):
         monkeypatch.setenv("NUMBA_OPT", level)
-        kept._select_file("a signature", codegen)
+        kept._select_cache_file("a signature", codegen)
         names.append(kept._cache_file.file)
     assert names[0] == names[2] != names[1]
 
@@ -239,12 +239,12 @@ def test_who_holds_a_lock_too_long_is_not_waited_for(cache, monkeypatch):
     x, y = _numbers("float32")
     wanted = (function.function, function.fastmath, ("float32 2 C", "float32 1 C", "float", "bool"))
     monkeypatch.setattr(code_cache, "LOCK_TIMEOUT_SECONDS", 0.05)
-    with code_cache.lock_compilation(*wanted):
+    with code_cache.holding_compilation_lock(*wanted):
         assert len(list(cache.glob("*.lock"))) == 1
         assert function(x, y, 2.0, False) == pytest.approx(2 * x.sum(dtype="float64"), rel=1e-4)
     with monkeypatch.context() as patch:  # a disk that cannot be written
         patch.setattr(code_cache.os, "open", lambda *_: (_ for _ in ()).throw(OSError(30, "Read-only file system")))
-        with code_cache.lock_compilation(*wanted):
+        with code_cache.holding_compilation_lock(*wanted):
             assert not list(cache.glob("*.lock"))
 
 
@@ -296,7 +296,7 @@ def test_code_is_of_all_that_a_function_reaches(monkeypatch):
     """Loops have constants and functions of other files compiled in: code that was kept must not outlive them."""
 
     def found(step=1.0):
-        lazy_numba._describe_function.cache_clear()
+        lazy_numba._describe_function_and_callees.cache_clear()
         return lazy_numba.hash_function(_outer(step).function)
 
     before, here = found(), sys.modules[__name__]
@@ -310,7 +310,7 @@ def test_code_is_of_all_that_a_function_reaches(monkeypatch):
     monkeypatch.setattr(here, "LIMIT", object())  # of which nobody knows what it is in another process
     with pytest.raises(TypeError, match="compiled code uses <object"):
         found()
-    lazy_numba._describe_function.cache_clear()
+    lazy_numba._describe_function_and_callees.cache_clear()
 
 
 def test_the_same_package_elsewhere_takes_the_same_code():

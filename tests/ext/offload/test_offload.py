@@ -20,7 +20,7 @@ from fsdpx.core.program import Action
 from fsdpx.errors import ConfigError, OffloadError
 from fsdpx.ext.offload import disk
 from fsdpx.ext.offload import disk as spilling
-from fsdpx.ext.offload.disk import SpilledValue, take_apart
+from fsdpx.ext.offload.disk import SpilledValue, extract_large_arrays
 
 BOTH = ("optimizer", "parameters")
 ALL = (*BOTH, "activations", "gradients")
@@ -232,7 +232,7 @@ def test_arrays_come_back_as_they_were() -> None:
     whole, apart = np.arange(24.0).reshape(4, 6), np.arange(6)[::-1]
     staying, odd = np.ones(3), object()
     value = {"a": [whole[1:].T, (whole, apart)], "b": staying, "c": odd, "d": np.arange(100)[:3], "e": None}
-    made: SpilledValue = take_apart(value, lambda root: root is staying)
+    made: SpilledValue = extract_large_arrays(value, lambda root: root is staying)
     assert [root.nbytes for root in made.roots] == made.sizes == [whole.nbytes, apart.nbytes]
     found = made.restore_value([np.frombuffer(root.tobytes(), np.uint8).copy() for root in made.roots])
     view, (again, back) = found["a"]

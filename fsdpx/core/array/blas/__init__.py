@@ -12,7 +12,7 @@ from fsdpx.core.array.blas.libraries import (
     get_product_threads,
     set_product_threads,
 )
-from fsdpx.core.array.blas.measure import measure_libraries
+from fsdpx.core.array.blas.measure import measure_library_gflops
 from fsdpx.core.array.blas.pools import set_thread_limit, limit_threads
 from fsdpx.core.array.blas.products import linear_forward, gemm, linear_backward, linear_backward_params
 from fsdpx.core.base.extensions import load_extension
@@ -20,7 +20,7 @@ from fsdpx.core.base.extensions import load_extension
 __all__ = [
     "describe_library_files", "gemm", "get_gemm_address", "get_product_threads", "get_selected_library",
     "limit_threads", "linear_backward", "linear_backward_params", "linear_forward", "list_available_libraries",
-    "load_half_matmul", "measure_libraries", "select_library", "set_product_threads", "set_thread_limit",
+    "load_half_matmul", "measure_library_gflops", "select_library", "set_product_threads", "set_thread_limit",
 ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from fsdpx.core.array.kernels.choice import has_numba
-from fsdpx.core.base.processor import read_cpuinfo
+from fsdpx.core.base.processor import read_cpuinfo_field
 from fsdpx.errors import ConfigError
 
 __all__ = [
@@ -116,7 +116,7 @@ def _get_address(function: object) -> int:
 
 
 def is_intel_processor() -> bool:
-    return "Intel" in (read_cpuinfo("vendor_id") or platform.processor())
+    return "Intel" in (read_cpuinfo_field("vendor_id") or platform.processor())
 
 
 NUMPY = "numpy"

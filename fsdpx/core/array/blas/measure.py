@@ -10,15 +10,15 @@ from fsdpx.core.array.blas.pools import limit_threads
 from fsdpx.core.array.blas.products import gemm
 from fsdpx.core.base.messages import ProgressCallback
 
-__all__ = ["measure_libraries"]
+__all__ = ["measure_library_gflops"]
 
 SHAPES = ((512, 1024, 256), (512, 256, 1024), (64, 256, 64), (64, 32, 32))
 """(rows, columns, inner) of a transformer's products, of a tile of its attention, and of a small layer."""
-BUDGET_SECONDS = 0.1  # approximate seconds of `measure_libraries`
+BUDGET_SECONDS = 0.1  # approximate seconds of `measure_library_gflops`
 ROUNDS = 5
 
 
-def measure_libraries(count: ProgressCallback = lambda done, total: None) -> dict[str, float]:
+def measure_library_gflops(count: ProgressCallback = lambda done, total: None) -> dict[str, float]:
     """Return the GFLOP/s of each library on one thread, measured within some tenths of a second.
 
     The libraries take turns and the fastest call of each product counts, since other load slows some calls. The figure
@@ -35,7 +35,7 @@ def measure_libraries(count: ProgressCallback = lambda done, total: None) -> dic
                 with limit_threads():
                     for shape in SHAPES:
                         best[name, shape] = min(
-                            best[name, shape], _time_product(*shape, BUDGET_SECONDS / len(best) / ROUNDS)
+                            best[name, shape], _measure_product_seconds(*shape, BUDGET_SECONDS / len(best) / ROUNDS)
                         )
     finally:
         libraries.select_library(before)
@@ -43,7 +43,7 @@ def measure_libraries(count: ProgressCallback = lambda done, total: None) -> dic
     return {name: len(SHAPES) / sum(pace) / 1e9 for name, pace in paces.items()}
 
 
-def _time_product(rows: int, columns: int, summed: int, budget: float) -> float:
+def _measure_product_seconds(rows: int, columns: int, summed: int, budget: float) -> float:
     """Return the seconds of the fastest product among those that fit into the budget, at least two: the first one
     starts the library."""
     a, b = np.ones((rows, summed), np.float32), np.ones((columns, summed), np.float32)

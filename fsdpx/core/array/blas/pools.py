@@ -90,11 +90,11 @@ def _plan_pool_limits() -> None:
 
 def _find_thread_pools() -> list[BlasThreads]:
     """Return the pools of the loaded BLAS libraries, except those bundled with wheels of packages other than NumPy."""
-    with environment.preserve_environment():  # threadpoolctl sets a variable for OpenMP when it is imported
+    with environment.restoring_environment():  # threadpoolctl sets a variable for OpenMP when it is imported
         from threadpoolctl import ThreadpoolController
     loaded = [one for one in ThreadpoolController().lib_controllers if one.user_api == "blas"]
     return [
-        BlasThreads(one.filepath, *_get_thread_functions(one))
+        BlasThreads(one.filepath, *_get_thread_count_functions(one))
         for one in loaded
         if _may_belong_to_numpy(Path(one.filepath))
     ]
@@ -105,7 +105,7 @@ def _may_belong_to_numpy(path: Path) -> bool:
     return not is_bundled or "numpy" in path.parts[-2] or "numpy" in path.parts[-3]
 
 
-def _get_thread_functions(library: Any) -> tuple[Callable[[], int], Callable[[int], object]]:
+def _get_thread_count_functions(library: Any) -> tuple[Callable[[], int], Callable[[int], object]]:
     """Return the functions that get and set a library's number of threads. Of OpenBLAS its own: looking them up at each
     call, as threadpoolctl does, takes five times as long."""
     if library.internal_api == "openblas":

@@ -17,8 +17,8 @@ from fsdpx.core.array.kernels.choice import has_numba
 from fsdpx.core.array.kernels.half import cast_float, to_float32
 
 __all__ = [
-    "gemm", "linear_backward", "linear_backward_params", "linear_forward", "multiply_small_into", "round_total_into",
-    "split_product",
+    "add_bias_and_round_total_into", "gemm", "linear_backward", "linear_backward_params", "linear_forward",
+    "multiply_small_bfloat16_into", "split_product_over_threads",
 ]  # fmt: skip
 
 Array = np.ndarray
@@ -40,13 +40,13 @@ def gemm(out: Array, a: Array, b: Array, accumulate: bool = False) -> None:
     float32 and float64 arrays with unit stride in one of their dims, such as views and transposes, go to BLAS without a
     copy; all others to `numpy.matmul`.
     """
-    if libraries.product_threads > 1 and (cut := split_product(out, a, b)):
+    if libraries.product_threads > 1 and (cut := split_product_over_threads(out, a, b)):
         parallel.run_tasks(_multiply_piece_into, [(*piece, accumulate) for piece in cut])
     else:
         _multiply_piece_into(out, a, b, accumulate)
 
 
-def round_total_into(out: Array, total: Array, accumulate: bool, bias: Array | None) -> None:
+def add_bias_and_round_total_into(out: Array, total: Array, accumulate: bool, bias: Array | None) -> None:
     """Compute out = total + bias, or out += total. Modifies float32 `total` in place, and rounds once to the dtype of
     `out`."""
     if bias is not None:
@@ -73,65 +73,70 @@ def linear_forward(out: Array, x: Array, weight: Array, bias: Array | None) -> N
         activation.add_bias(np, out, bias)
 
 
-def linear_backward_params(weight: GradientTarget | None, bias: GradientTarget | None, dy: Array, x: Array) -> None:
-    """Compute dy.T @ x into `weight` and the column sums of dy into `bias`; None: not computed."""
+def linear_backward_params(
+    weight_grad: GradientTarget | None, bias_grad: GradientTarget | None, dy: Array, x: Array
+) -> None:
+    """Compute dy.T @ x into `weight_grad` and the column sums of dy into `bias_grad`; None: not computed."""
     gemm_address = ADDRESSES[dy.dtype.char]
-    alike = dy.dtype is x.dtype and _has_gradient_dtype(dy.dtype, weight, bias)
+    alike = dy.dtype is x.dtype and _has_gradient_dtype(dy.dtype, weight_grad, bias_grad)
     if gemm_address and alike and dy.flags.c_contiguous and (libraries.product_threads == 1 or not _is_large(dy, x)):
-        dweight, add_weight = weight or (EMPTY_MATRICES[dy.dtype.char], False)
-        dbias, add_bias = bias or (EMPTY_VECTORS[dy.dtype.char], False)
+        dweight, add_weight = weight_grad or (EMPTY_MATRICES[dy.dtype.char], False)
+        dbias, add_bias = bias_grad or (EMPTY_VECTORS[dy.dtype.char], False)
         if COMPILED["linear_backward_params"](gemm_address, dweight, dbias, dy, x, add_weight, add_bias):
             return
-    if weight is not None:
-        gemm(weight[0], dy.T, x, weight[1])
-    if bias is not None:
-        activation.sum_rows(np, dy, *bias)
+    if weight_grad is not None:
+        gemm(weight_grad[0], dy.T, x, weight_grad[1])
+    if bias_grad is not None:
+        activation.sum_rows(np, dy, *bias_grad)
 
 
 def linear_backward(
-    dx: Array, weight: GradientTarget | None, bias: GradientTarget | None, dy: Array, x: Array, by: Array
+    dx: Array, weight_grad: GradientTarget | None, bias_grad: GradientTarget | None, dy: Array, x: Array, weight: Array
 ) -> None:
-    """Compute dx = dy @ by, and `linear_backward_params`, in one call."""
+    """Compute dx = dy @ weight, and `linear_backward_params`, in one call."""
     dtype = dy.dtype
     gemm_address = ADDRESSES[dtype.char]
-    alike = dtype is x.dtype is by.dtype and _has_gradient_dtype(dtype, weight, bias)
+    alike = dtype is x.dtype is weight.dtype and _has_gradient_dtype(dtype, weight_grad, bias_grad)
     if gemm_address and alike and dy.flags.c_contiguous and (libraries.product_threads == 1 or not _is_large(dy, x)):
-        dweight, add_weight = weight or (EMPTY_MATRICES[dtype.char], False)
-        dbias, add_bias = bias or (EMPTY_VECTORS[dtype.char], False)
-        if COMPILED["linear_backward"](gemm_address, dx, dweight, dbias, dy, x, by, add_weight, add_bias):
+        dweight, add_weight = weight_grad or (EMPTY_MATRICES[dtype.char], False)
+        dbias, add_bias = bias_grad or (EMPTY_VECTORS[dtype.char], False)
+        if COMPILED["linear_backward"](gemm_address, dx, dweight, dbias, dy, x, weight, add_weight, add_bias):
             return
-    gemm(dx, dy, by)
-    linear_backward_params(weight, bias, dy, x)
+    gemm(dx, dy, weight)
+    linear_backward_params(weight_grad, bias_grad, dy, x)
 
 
-def _has_gradient_dtype(dtype: Any, weight: GradientTarget | None, bias: GradientTarget | None) -> bool:
+def _has_gradient_dtype(dtype: Any, weight_grad: GradientTarget | None, bias_grad: GradientTarget | None) -> bool:
     """Return whether the gradients have this dtype, as the compiled code assumes."""
-    return (weight is None or weight[0].dtype is dtype) and (bias is None or bias[0].dtype is dtype)
+    return (weight_grad is None or weight_grad[0].dtype is dtype) and (bias_grad is None or bias_grad[0].dtype is dtype)
 
 
-def multiply_small_into(out: Array, a: Array, b: Array, accumulate: bool, bias: Array | None) -> bool:
+def multiply_small_bfloat16_into(out: Array, a: Array, b: Array, accumulate: bool, bias: Array | None) -> bool:
     """Compute out = a @ b + bias, or out += a @ b, for small bfloat16 matrices, into bfloat16 or float32; return False
     if the arguments are not such."""
-    gemm_address = find_small_gemm_address(a, b)
+    gemm_address = find_small_bfloat16_gemm_address(a, b)
     if not gemm_address or not out.flags.c_contiguous:
         return False
     turned = [not array.flags.c_contiguous for array in (a, b)]
     a, b = (array.T if turn else array for array, turn in zip((a, b), turned, strict=True))
     if not (a.flags.c_contiguous and b.flags.c_contiguous):
         return False
-    into, shift = out if out.dtype.itemsize == 4 else view_bits(out), EMPTY_BITS if bias is None else view_bits(bias)
-    given = gemm_address, into, view_bits(a), view_bits(b), shift, accumulate, *turned
-    return bool(COMPILED["multiply_small_into"](*given))
+    into, shift = (
+        out if out.dtype.itemsize == 4 else view_as_uint16(out),
+        EMPTY_BITS if bias is None else view_as_uint16(bias),
+    )
+    given = gemm_address, into, view_as_uint16(a), view_as_uint16(b), shift, accumulate, *turned
+    return bool(COMPILED["multiply_small_bfloat16_into"](*given))
 
 
-def find_small_gemm_address(a: Array, b: Array) -> int:
+def find_small_bfloat16_gemm_address(a: Array, b: Array) -> int:
     """Return the address of the float32 gemm for small bfloat16 matrices `(m, k)` and `(k, n)`, which the caller
     converts to float32 first; 0 if the matrices are large or have another dtype."""
     few = a.shape[0] * a.shape[1] * b.shape[1] <= MAX_SMALL_MULTIPLY_ADDS
     return ADDRESSES["f"] if few and a.dtype == b.dtype and a.dtype.name == "bfloat16" else 0
 
 
-def view_bits(a: Array) -> Array:
+def view_as_uint16(a: Array) -> Array:
     return a.view(np.uint16)
 
 
@@ -150,10 +155,10 @@ def _multiply_piece_into(out: Array, a: Array, b: Array, accumulate: bool) -> No
             np.matmul(a, b, out=out)
 
 
-def _can_multiply_compiled(at: int, a: Array) -> bool:
-    """Return whether compiled code may be able to multiply by `a`, with the gemm at address `at` or, if that is 0,
-    without."""
-    return at != 0 or (a.shape[0] <= libraries.MAX_ROWS_WITHOUT_BLAS and a.dtype.char in "fd" and has_numba())
+def _can_multiply_compiled(gemm_address: int, a: Array) -> bool:
+    """Return whether compiled code may be able to multiply by `a`, with the gemm at `gemm_address`, or
+    without BLAS if that is 0."""
+    return gemm_address != 0 or (a.shape[0] <= libraries.MAX_ROWS_WITHOUT_BLAS and a.dtype.char in "fd" and has_numba())
 
 
 def _is_large(a: Array, b: Array) -> bool:
@@ -161,7 +166,7 @@ def _is_large(a: Array, b: Array) -> bool:
     return a.shape[0] * a.shape[1] * b.shape[1] >= MIN_PARALLEL_MULTIPLY_ADDS
 
 
-def split_product(out: Array, a: Array, b: Array) -> list[tuple[Array, Array, Array]]:
+def split_product_over_threads(out: Array, a: Array, b: Array) -> list[tuple[Array, Array, Array]]:
     """Split a product over the threads along the longer dim of `out`; return the pieces (out, a, b), none if it is
     small.
 
@@ -191,10 +196,10 @@ class CompiledProducts(dict[str, Callable[..., Any]]):
 
 def _compile_small_product(name: str) -> Callable[..., Any]:
     from fsdpx.core.array.jit import specialize
-    from fsdpx.core.array.kernels.compiled.product import multiply_small_into
+    from fsdpx.core.array.kernels.compiled.product import multiply_small_bfloat16_into
 
-    results = ("float32", "uint16") if name == "multiply_small_into" else ("float32",)
-    return specialize(multiply_small_into, ARGUMENTS[name], results)
+    results = ("float32", "uint16") if name == "multiply_small_bfloat16_into" else ("float32",)
+    return specialize(multiply_small_bfloat16_into, ARGUMENTS[name], results)
 
 
 COMPILED = CompiledProducts()
@@ -203,7 +208,7 @@ ARGUMENTS = {
     "linear_forward": "i C2 A2r A2r C1r",
     "linear_backward_params": "i A2 C1 C2r A2r b b",
     "linear_backward": "i A2 A2 C1 C2r A2r A2r b b",
-    "multiply_small_into": "i C2 C2hr C2hr C1hr b b b",
+    "multiply_small_bfloat16_into": "i C2 C2hr C2hr C1hr b b b",
 }
 """The argument types of the compiled functions, see `specialize`."""
 EMPTY_BITS = np.empty(0, np.uint16)

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     )  # fmt: skip
     from fsdpx.core.array.kernels.norm import (
         channel_affine as channel_affine, channel_norm_backward as channel_norm_backward,
-        channel_scales as channel_scales, channel_slopes as channel_slopes, channel_squares as channel_squares,
+        batch_norm_backward_factors as batch_norm_backward_factors, batch_norm_scales as batch_norm_scales,
+        channel_squares as channel_squares,
         channel_sums as channel_sums, channel_sums_with as channel_sums_with, layer_norm as layer_norm,
         layer_norm_backward_input as layer_norm_backward_input,
         layer_norm_backward_params as layer_norm_backward_params, rms_norm as rms_norm,

@@ -20,7 +20,7 @@ __all__ = [
 ]  # fmt: skip
 
 SHIFT = 4.0
-LIMIT = 40.0  # gaussian_density(LIMIT) is 0
+LIMIT = 40.0  # unnormalized_gaussian_density(LIMIT) is 0
 TAIL64 = (
     0.7552851304157514, -0.607896641971893, 0.3871374007422266, -0.1865218579595787, 0.06039657489036092,
     -0.007540188968891619, -0.0034796923566515025, 0.0016308184854735856, 0.00013334420916014778,
@@ -45,7 +45,7 @@ def evaluate_polynomial(x: Any, coefficients: tuple[float, ...]) -> Any:
     return result
 
 
-def gaussian_density(xp: Any, x: Any) -> Any:
+def unnormalized_gaussian_density(xp: Any, x: Any) -> Any:
     """Return exp(-x^2 / 2), the density without its constant. It is the product of exp of an exact square and exp of a
     small rest (Cody 1969), since the rounding of x^2 would matter in the tail."""
     x = xp.clip(x, -LIMIT, LIMIT)
@@ -54,14 +54,14 @@ def gaussian_density(xp: Any, x: Any) -> Any:
 
 
 def gaussian_tail(xp: Any, x: Any, bell: Any) -> Any:
-    """Return Phi(-|x|), given `bell = gaussian_density(x)`."""
+    """Return Phi(-|x|), given `bell = unnormalized_gaussian_density(x)`."""
     inverse = 1.0 / (xp.abs(x) + SHIFT)
     t = 1.0 - (2.0 * SHIFT) * inverse
     return evaluate_polynomial(t, TAIL32 if x.dtype == np.float32 else TAIL64) * inverse * bell
 
 
-def gaussian_integral(xp: Any, x: Any, bell: Any) -> Any:
-    """Return Phi(x), given `bell = gaussian_density(x)`."""
+def gaussian_cdf(xp: Any, x: Any, bell: Any) -> Any:
+    """Return Phi(x), given `bell = unnormalized_gaussian_density(x)`."""
     below = gaussian_tail(xp, x, bell)
     return xp.where(x < 0, below, 1.0 - below)
 
@@ -80,11 +80,11 @@ def gated(xp: Any, a: Any, b: Any, form: str = "silu") -> Any:
 def gated_backward(xp: Any, a: Any, b: Any, dy: Any, form: str = "silu") -> tuple[Any, Any]:
     """Return the gradients of a and b: dy b act'(a), and dy act(a)."""
     plain = (silu_backward if form == "silu" else gelu_backward).__wrapped__  # type: ignore[attr-defined]
-    da = plain(xp, a, dy * b) if form == "silu" else plain(xp, a, dy * b, get_gelu_form(form))
+    da = plain(xp, a, dy * b) if form == "silu" else plain(xp, a, dy * b, get_gelu_approximation(form))
     return da, dy * _apply_activation(xp, a, form)
 
 
-def get_gelu_form(form: str) -> str:
+def get_gelu_approximation(form: str) -> str:
     """Return the `approximate` argument of `gelu` for a form; raise ConfigError for an unknown form."""
     if form not in GATED_FORMS:
         raise ConfigError(f"gated: form must be one of {', '.join(map(repr, GATED_FORMS))}, got {form!r}")
@@ -94,7 +94,7 @@ def get_gelu_form(form: str) -> str:
 def _apply_activation(xp: Any, a: Any, form: str) -> Any:
     if form == "silu":
         return silu.__wrapped__(xp, a)  # type: ignore[attr-defined]
-    return gelu.__wrapped__(xp, a, get_gelu_form(form))  # type: ignore[attr-defined]
+    return gelu.__wrapped__(xp, a, get_gelu_approximation(form))  # type: ignore[attr-defined]
 
 
 CUBIC = 0.044715
@@ -139,7 +139,7 @@ def gelu(xp: Any, x: Any, approximate: str = "none") -> Any:
     """Return x Phi(x), or with approximate="tanh" x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) (Hendrycks, Gimpel
     2016)."""
     if is_exact_gelu(approximate):
-        return x * gaussian_integral(xp, x, gaussian_density(xp, x))
+        return x * gaussian_cdf(xp, x, unnormalized_gaussian_density(xp, x))
     return x * sigmoid.__wrapped__(xp, _tanh_argument(x))  # type: ignore[attr-defined]
 
 
@@ -148,8 +148,8 @@ def gelu_backward(xp: Any, x: Any, dy: Any, approximate: str = "none") -> Any:
     """Return dy d gelu / dx: dy (Phi(x) + x phi(x)), or for the tanh form dy (s + x s (1 - s) u') with s =
     sigmoid(u)."""
     if is_exact_gelu(approximate):
-        bell = gaussian_density(xp, x)
-        return dy * (gaussian_integral(xp, x, bell) + x * bell * DENSITY)
+        bell = unnormalized_gaussian_density(xp, x)
+        return dy * (gaussian_cdf(xp, x, bell) + x * bell * DENSITY)
     s = sigmoid.__wrapped__(xp, _tanh_argument(x))  # type: ignore[attr-defined]
     slope = (x * x * (3.0 * CUBIC) + 1.0) * SLOPE
     return dy * (s + x * s * (1.0 - s) * slope)

@@ -48,7 +48,7 @@ def kernel(
             """Call the kernel without the compiled code for this dtype, for arguments that it does not support."""
             if arguments[0].dtype.itemsize != 2:
                 return plain(xp, *arguments, **options)
-            return _compute_in_float32(plain if kept else call_body, kept, narrow)(xp, *arguments, **options)
+            return _wrap_to_compute_in_float32(plain if kept else call_body, kept, narrow)(xp, *arguments, **options)
 
         def choose_body(xp: Any, arguments: tuple[Any, ...]) -> Callable[..., Any]:
             fits = xp is np and _list_float_dtypes(arguments, kept) in ({"float32"}, {"float64"})
@@ -59,9 +59,9 @@ def kernel(
                 return form
             fits = bits and xp is np and _list_float_dtypes(arguments, kept) in ({"bfloat16"}, {"bfloat16", "float32"})
             if fits and (body := find_compiled_kernel(name)):
-                return _compute_on_bits(body, {n for n, a in enumerate(arguments) if _is_bfloat16(a)})
+                return _wrap_to_compute_on_bits(body, {n for n, a in enumerate(arguments) if _is_bfloat16(a)})
             return (
-                _compute_in_float32(call_body, kept, narrow)
+                _wrap_to_compute_in_float32(call_body, kept, narrow)
                 if arguments[0].dtype.itemsize == 2
                 else choose_body(xp, arguments)
             )
@@ -92,7 +92,7 @@ def kernel(
     return register_kernel
 
 
-def _compute_in_float32(body: Callable[..., Any], kept: set[int], narrow: int) -> Callable[..., Any]:
+def _wrap_to_compute_in_float32(body: Callable[..., Any], kept: set[int], narrow: int) -> Callable[..., Any]:
     """Return `body` for 16-bit arrays: widened before, results rounded after."""
 
     def run_widened(xp: Any, *arguments: Any, **options: Any) -> Any:
@@ -105,12 +105,12 @@ def _compute_in_float32(body: Callable[..., Any], kept: set[int], narrow: int) -
     return run_widened
 
 
-def _compute_on_bits(body: Callable[..., Any], places: set[int]) -> Callable[..., Any]:
-    """Return `body` on views of the bits of the arrays at `places`; results that are bits become bfloat16 again."""
+def _wrap_to_compute_on_bits(body: Callable[..., Any], positions: set[int]) -> Callable[..., Any]:
+    """Return `body` on views of the bits of the arrays at `positions`; results that are bits become bfloat16 again."""
     bfloat16, word = parse_dtype("bf16"), np.dtype(np.uint16)
 
     def run_on_bits(xp: Any, *arguments: Any, **options: Any) -> Any:
-        result = body(xp, *[a.view(word) if n in places else a for n, a in enumerate(arguments)], **options)
+        result = body(xp, *[a.view(word) if n in positions else a for n, a in enumerate(arguments)], **options)
         return tuple(map(view_back, result)) if isinstance(result, tuple) else view_back(result)
 
     def view_back(a: Any) -> Any:

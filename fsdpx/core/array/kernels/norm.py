@@ -9,9 +9,9 @@ import numpy as np
 from fsdpx.core.array.kernels.dispatch import kernel
 
 __all__ = [
-    "channel_affine", "channel_norm_backward", "channel_scales", "channel_slopes", "channel_squares", "channel_sums",
-    "channel_sums_with", "layer_norm", "layer_norm_backward_input", "layer_norm_backward_params", "rms_norm",
-    "rms_norm_backward_input", "rms_norm_backward_params",
+    "batch_norm_backward_factors", "batch_norm_scales", "channel_affine", "channel_norm_backward", "channel_squares",
+    "channel_sums", "channel_sums_with", "layer_norm", "layer_norm_backward_input", "layer_norm_backward_params",
+    "rms_norm", "rms_norm_backward_input", "rms_norm_backward_params",
 ]  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def channel_norm_backward(xp: Any, dy: Any, x: Any, mean: Any, scale: Any, along
 
 
 @kernel(narrow=0, into=("running_mean", "running_var"))
-def channel_scales(
+def batch_norm_scales(
     xp: Any, squares: Any, mean: Any, weight: Any, running_mean: Any, running_var: Any, count: float, eps: float,
     momentum: float,
 ) -> tuple[Any, Any]:  # fmt: skip
@@ -129,9 +129,9 @@ def channel_scales(
 
 
 @kernel(narrow=0)
-def channel_slopes(xp: Any, sums: Any, rstd: Any, weight: Any, count: float) -> tuple[Any, Any, Any]:
+def batch_norm_backward_factors(xp: Any, sums: Any, rstd: Any, weight: Any, count: float) -> tuple[Any, Any, Any]:
     """Return scale, along and across for `channel_norm_backward`, each (channels,) float64, from the sums of
-    `channel_sums_with` over `count` elements, and rstd and weight (or None) of `channel_scales`."""
+    `channel_sums_with` over `count` elements, and rstd and weight (or None) of `batch_norm_scales`."""
     whole = sums / max(count, 1.0)
     scale = rstd if weight is None else rstd * weight
     return scale, whole[: rstd.size], whole[rstd.size :] * rstd

@@ -10,7 +10,7 @@ import numpy as np
 from fsdpx.core.array.kernels.dispatch import kernel
 from fsdpx.core.array.shapes.flop_counter import iterate_once_counting_all
 
-__all__ = ["BLOCK", "LANES", "add_in_lanes", "square_sum", "square_sums"]
+__all__ = ["BLOCK", "LANES", "square_sum", "square_sums", "sum_rows_in_lanes"]
 
 BLOCK = 1 << 14  # elements of a partial sum of `square_sum`
 LANES = 64  # partial sums of a block: element i is added to sum i % LANES
@@ -25,7 +25,7 @@ def square_sum(xp: Any, flat: Any) -> float:
         square_sums(xp, flat[start : start + PIECE_ELEMENTS], BLOCK)
         for start in _iterate_block_starts(xp, flat.shape[0], PIECE_ELEMENTS)
     ]
-    return float(add_in_lanes(xp, xp.concatenate(sums)[None])[0]) if sums else 0.0
+    return float(sum_rows_in_lanes(xp, xp.concatenate(sums)[None])[0]) if sums else 0.0
 
 
 @kernel(narrow=0)
@@ -38,7 +38,7 @@ def square_sums(xp: Any, flat: Any, grain: int) -> Any:
     squares = xp.square(flat.astype(np.float64))
     rows = xp.zeros((-(-squares.size // grain), grain))
     rows.reshape(-1)[: squares.size] = squares
-    return add_in_lanes(xp, rows)
+    return sum_rows_in_lanes(xp, rows)
 
 
 def _iterate_block_starts(xp: Any, size: int, step: int) -> Iterable[int]:
@@ -48,7 +48,7 @@ def _iterate_block_starts(xp: Any, size: int, step: int) -> Iterable[int]:
     return range(0, size, step)
 
 
-def add_in_lanes(xp: Any, rows: Any) -> Any:
+def sum_rows_in_lanes(xp: Any, rows: Any) -> Any:
     """Return the sum of each row, added in one order: lane k adds the elements k, k + LANES, k + 2 LANES, ... one after
     the other, and the upper half of the lanes is added to the lower half until one is left."""
     lanes = xp.zeros((rows.shape[0], LANES))

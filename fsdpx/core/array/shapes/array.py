@@ -15,8 +15,8 @@ import numpy as np
 from fsdpx.core.array.shapes.flop_counter import record_copy, record_product, record_traffic
 
 __all__ = [
-    "MemoryMeter", "ShapeArray", "call_with_broadcasting", "count_as_one_call", "find_result_dtype",
-    "get_indexed_shape", "make_reduction", "make_view_function", "matmul_shapes", "measure_memory",
+    "MemoryMeter", "ShapeArray", "call_with_broadcasting", "call_without_metering_temporaries", "find_result_dtype",
+    "get_indexed_shape", "make_reduction", "make_view_function", "matmul_shapes", "measuring_memory",
 ]  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def get_indexed_shape(shape: tuple[int, ...], index: Any) -> tuple[int, ...]:
         if isinstance(part, slice):
             out.append(len(range(*part.indices(shape[dim]))))
         elif _is_number_index(part):
-            _check_index(int(part), shape[dim], dim)
+            _require_index_in_bounds(int(part), shape[dim], dim)
         dim += 1
     if arrays:
         together = arrays[-1] - arrays[0] == len(arrays) - 1
@@ -88,7 +88,7 @@ def _is_array_index(part: Any) -> bool:
     return hasattr(part, "dtype") and not _is_number_index(part)
 
 
-def _check_index(number: int, size: int, dim: int) -> None:
+def _require_index_in_bounds(number: int, size: int, dim: int) -> None:
     if not -size <= number < size:
         raise IndexError(f"index {number} is out of bounds for axis {dim} with size {size}")
 
@@ -119,7 +119,7 @@ _meters = _Meters()
 
 
 @contextmanager
-def measure_memory() -> Iterator[MemoryMeter]:
+def measuring_memory() -> Iterator[MemoryMeter]:
     """Measure the memory of the arrays that are made inside the block, as long as they live."""
     _meters.open.append(MemoryMeter())
     try:
@@ -128,7 +128,7 @@ def measure_memory() -> Iterator[MemoryMeter]:
         _meters.open.pop()
 
 
-def count_as_one_call(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def call_without_metering_temporaries(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Run `call`, measuring only the memory alive at its end: on NumPy arrays compiled code runs instead, whose
     temporaries are in registers and caches."""
     meter = _meters.open[-1] if _meters.open else None

@@ -12,9 +12,9 @@ from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 __all__ = [
-    "INNER_KERNEL", "KernelPass", "ProductCount", "WorkCount", "count_as_one_kernel", "count_as_one_matmul",
-    "count_work", "count_work_again", "iterate_once_counting_all", "record_copy", "record_flops", "record_product",
-    "record_traffic",
+    "INNER_KERNEL", "KernelPass", "ProductCount", "WorkCount", "counting_as_one_kernel", "counting_as_one_matmul",
+    "counting_work", "iterate_once_counting_all", "record_copy", "record_flops", "record_product", "record_traffic",
+    "record_work",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -122,7 +122,7 @@ _now = _CountingState()
 
 
 @contextmanager
-def count_work() -> Iterator[WorkCount]:
+def counting_work() -> Iterator[WorkCount]:
     """Count what this thread computes on shapes inside the block; an outer block does not count it."""
     before, _now.open = _now.open, WorkCount()
     try:
@@ -177,7 +177,7 @@ def iterate_once_counting_all(first: T, times: int) -> Iterator[T]:
 
 
 @contextmanager
-def count_as_one_matmul(a: Any, b: Any) -> Iterator[None]:
+def counting_as_one_matmul(a: Any, b: Any) -> Iterator[None]:
     """Count the block as one product of two matrices, or stacks of them, in their own dtype, however it is written."""
     if _now.open is None or not getattr(a, "holds_no_data", False):
         yield
@@ -193,9 +193,9 @@ def count_as_one_matmul(a: Any, b: Any) -> Iterator[None]:
 
 
 @contextmanager
-def count_as_one_kernel() -> Iterator[WorkCount]:
+def counting_as_one_kernel() -> Iterator[WorkCount]:
     """Count the block as one kernel. The caller counts the bytes that it reads and writes."""
-    with count_work() as work:
+    with counting_work() as work:
         _now.silent += 1
         try:
             yield work
@@ -203,7 +203,7 @@ def count_as_one_kernel() -> Iterator[WorkCount]:
             _now.silent -= 1
 
 
-def count_work_again(work: WorkCount) -> None:
+def record_work(work: WorkCount) -> None:
     """Count the same work once more."""
     if _now.open is not None and not _now.deaf:
         if _now.silent:

@@ -34,13 +34,12 @@ def make_kernel_result(shape: Any, dtype: Any, *read: Any, kernel: str = "copy")
     return result
 
 
-def raise_unknown_name(where: Any, name: str, numpys: Any) -> NoReturn:
-    """Raise AttributeError for a name that is not in a shape-only namespace. `numpys`: NumPy's namespace of the same
-    name."""
-    known = hasattr(numpys, name) and not name.startswith("_")
-    path = f"{numpys.__name__.removeprefix('numpy').removeprefix('.')}.{name}".removeprefix(".")
+def raise_unknown_name(namespace: Any, name: str, numpy_namespace: Any) -> NoReturn:
+    """Raise AttributeError for a name that `namespace`, the shape-only form of `numpy_namespace`, does not have."""
+    known = hasattr(numpy_namespace, name) and not name.startswith("_")
+    path = f"{numpy_namespace.__name__.removeprefix('numpy').removeprefix('.')}.{name}".removeprefix(".")
     why = "which shape-only arrays do not support" if known else "which NumPy does not have"
-    raise AttributeError(f"env.xp.{path}, {why}", name=name, obj=where)
+    raise AttributeError(f"env.xp.{path}, {why}", name=name, obj=namespace)
 
 
 class NestedNamespace:
@@ -94,7 +93,7 @@ def take(x: Array, indices: Array, axis: int | None = None) -> ShapeArray:
 
 
 def take_along_axis(x: Array, indices: Array, axis: int) -> ShapeArray:
-    return _pick_elements(_broadcast_along(x, indices, axis), x, indices)
+    return _pick_elements(_get_broadcast_shape_along(x, indices, axis), x, indices)
 
 
 def _pick_elements(dims: tuple[int, ...], x: Array, indices: Array) -> ShapeArray:
@@ -104,7 +103,7 @@ def _pick_elements(dims: tuple[int, ...], x: Array, indices: Array) -> ShapeArra
     return result
 
 
-def _broadcast_along(x: Array, indices: Array, axis: int) -> tuple[int, ...]:
+def _get_broadcast_shape_along(x: Array, indices: Array, axis: int) -> tuple[int, ...]:
     if x.ndim != indices.ndim:
         raise ValueError(f"take_along_axis: {indices.shape} has other dims than {x.shape}")
     axis = axis % x.ndim
@@ -113,7 +112,7 @@ def _broadcast_along(x: Array, indices: Array, axis: int) -> tuple[int, ...]:
 
 
 def put_along_axis(x: Array, indices: Array, values: Any, axis: int) -> None:
-    dims = np.broadcast_shapes(_broadcast_along(x, indices, axis), _get_shape(values))
+    dims = np.broadcast_shapes(_get_broadcast_shape_along(x, indices, axis), _get_shape(values))
     record_traffic(ShapeArray(dims, x.dtype, x.root), values, indices, kernel="copy")
 
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.array.shapes.array import ShapeArray, Storage, count_as_one_call
+from fsdpx.core.array.shapes.array import ShapeArray, Storage, call_without_metering_temporaries
 from fsdpx.core.array.shapes.flop_counter import (
     INNER_KERNEL,
     KernelPass,
     ProductCount,
     WorkCount,
-    count_as_one_kernel,
-    count_work_again,
+    counting_as_one_kernel,
+    record_work,
 )
 
 __all__ = ["call_cached", "make_rebuild_plan", "rebuild_from_plan"]
@@ -29,22 +29,22 @@ _results: dict[Any, Any] = {}
 
 
 def call_cached(call: Callable[..., Any], xp: Any, *arguments: Any, **options: Any) -> Any:
-    """Return `count_as_one_call` of a function of a namespace, arrays, numbers and names; it runs only once per kind of
-    arguments.
+    """Return `call(xp, ...)` and record its work. Calls whose arrays agree in shape and dtype, and whose other
+    arguments are equal, run only once.
 
     Random numbers, windows and other frozen dataclasses are compared by value.
     """
     arrays: list[ShapeArray] = []
     try:
-        key = (call, xp, _make_key(arguments, arrays), _make_key(tuple(options.items()), arrays))
+        key = (call, xp, _make_shape_key(arguments, arrays), _make_shape_key(tuple(options.items()), arrays))
         result = _results.get(key)
     except TypeError:  # of a mutable argument
-        return _run_as_one_kernel(call, arrays, xp, *arguments, **options)[0]
+        return _run_and_count_as_one_kernel(call, arrays, xp, *arguments, **options)[0]
     if result is not None:
         plan, work = result
-        count_work_again(work)
+        record_work(work)
         return rebuild_from_plan(plan, [a.root for a in arrays], arrays)
-    cached, work = _run_as_one_kernel(call, arrays, xp, *arguments, **options)
+    cached, work = _run_and_count_as_one_kernel(call, arrays, xp, *arguments, **options)
     with suppress(TypeError):
         plan = make_rebuild_plan(cached, [a.root for a in arrays], arrays)
         if len(_results) >= MAX_RESULTS:
@@ -53,14 +53,14 @@ def call_cached(call: Callable[..., Any], xp: Any, *arguments: Any, **options: A
     return cached
 
 
-def _run_as_one_kernel(
+def _run_and_count_as_one_kernel(
     call: Callable[..., Any], arrays: list[ShapeArray], *arguments: Any, **options: Any
 ) -> tuple[Any, WorkCount]:
     """Run the call as one kernel, which reads the arrays that it takes and writes those that it returns."""
-    with count_as_one_kernel() as work:
-        result = count_as_one_call(call, *arguments, **options)
+    with counting_as_one_kernel() as work:
+        result = call_without_metering_temporaries(call, *arguments, **options)
     itemsize = next((a.itemsize for a in arrays if a.dtype.kind in "fV"), 4)
-    kernel, windows = find_algorithm(call, *arguments[1:], **options)
+    kernel, windows = find_algorithm_and_windows(call, *arguments[1:], **options)
     named = Counter[ProductCount]()
     for product, times in work.products.items():
         places = work.products.total()
@@ -71,11 +71,11 @@ def _run_as_one_kernel(
     given = result if isinstance(result, tuple) else (result,)
     nbytes = sum(a.nbytes for a in (*arrays, *given) if isinstance(a, ShapeArray))
     work.passes = Counter({KernelPass(kernel, itemsize, nbytes): 1})
-    count_work_again(work)
+    record_work(work)
     return result, work
 
 
-def find_algorithm(call: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[str, float]:
+def find_algorithm_and_windows(call: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[str, float]:
     """Return the name of a kernel with that of its algorithm for such arguments, and `ProductCount.windows`."""
     name, choose_algorithm = getattr(call, "__name__", INNER_KERNEL), getattr(call, "choose_algorithm", None)
     if choose_algorithm is None:
@@ -84,7 +84,7 @@ def find_algorithm(call: Callable[..., Any], *arguments: Any, **options: Any) ->
     return f"{name} {algorithm}".rstrip(), windows
 
 
-def _make_key(value: Any, arrays: list[ShapeArray]) -> Any:
+def _make_shape_key(value: Any, arrays: list[ShapeArray]) -> Any:
     """Return a hashable key of `value`; the arrays inside it are added to `arrays`."""
     kind = type(value)
     if kind is ShapeArray:
@@ -93,7 +93,7 @@ def _make_key(value: Any, arrays: list[ShapeArray]) -> Any:
         first = next(n for n, a in enumerate(arrays) if a.root is value.root)
         return value.shape, value.dtype, first, next(n for n, a in enumerate(arrays) if a is value)
     if isinstance(value, tuple):
-        return kind, *[_make_key(one, arrays) for one in value]
+        return kind, *[_make_shape_key(one, arrays) for one in value]
     if value is None or isinstance(value, int | float | str | np.dtype | type) or _is_frozen_dataclass(kind):
         return kind, value
     raise TypeError(f"{kind} may change")

@@ -422,7 +422,7 @@ class MpiCommunicator(MessageBackend):
 
     def close(self) -> None:
         """Free the communicator, unless a rank has died: then it stays until the process ends."""
-        hooks.release_hooks(self)
+        hooks.release_hooks_of_owner(self)
         if self.raw != MPI.COMM_NULL and not self.get_failed_ranks():
             self.raw.Free()
 

@@ -164,7 +164,7 @@ def remove_dead_folders(found: Iterable[Path], dead: Callable[[Path], bool]) -> 
     for left in found:
         with suppress(FileNotFoundError):
             if safe_files.is_own_folder(left) and dead(left):
-                safe_files.remove_folder(left)
+                safe_files.remove_own_folder(left)
 
 
 def identify_process() -> str:

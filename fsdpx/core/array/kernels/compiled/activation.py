@@ -27,8 +27,8 @@ from fsdpx.core.array.kernels.compiled.memory_order import make_flat_views_and_o
 from fsdpx.core.array.kernels.compiled.scalar import (
     constant_like,
     exp,
-    gaussian_density,
     gaussian_tail,
+    unnormalized_gaussian_density,
     use_widest_vectors,
 )
 from fsdpx.core.array.lazy_numba import register_jitable
@@ -45,7 +45,7 @@ def compute_sigmoid(x):
 
 
 @register_jitable
-def compute_gaussian_integral(x, bell):
+def compute_gaussian_cdf(x, bell):
     below = gaussian_tail(x, bell)
     return below if x < 0 else constant_like(x, 1.0) - below
 
@@ -58,7 +58,7 @@ def compute_tanh_argument(x):
 @register_jitable
 def compute_gelu(x):
     """Return one element of `gelu`."""
-    return x * compute_gaussian_integral(x, gaussian_density(x))
+    return x * compute_gaussian_cdf(x, unnormalized_gaussian_density(x))
 
 
 @register_jitable
@@ -85,8 +85,8 @@ def compute_silu_derivative(x):
 
 @register_jitable
 def compute_gelu_derivative(x):
-    bell = gaussian_density(x)
-    return compute_gaussian_integral(x, bell) + x * bell * constant_like(bell, DENSITY)
+    bell = unnormalized_gaussian_density(x)
+    return compute_gaussian_cdf(x, bell) + x * bell * constant_like(bell, DENSITY)
 
 
 @register_jitable
@@ -96,15 +96,15 @@ def compute_gelu_tanh_derivative(x):
     return s + x * s * (constant_like(s, 1.0) - s) * slope
 
 
-def _make_elementwise_loop(of: Any) -> Any:
-    """Return the loop y = of(x), element by element."""
+def _make_elementwise_loop(function: Any) -> Any:
+    """Return the loop y = function(x), element by element."""
 
     def map_loop(x, y):
         use_widest_vectors()
         for i in range(x.size):
-            y[i] = round_to_dtype_of(y, of(to_float(x[i])))
+            y[i] = round_to_dtype_of(y, function(to_float(x[i])))
 
-    return jit(map_loop, name=f"mapped_{of.__name__}")
+    return jit(map_loop, name=f"mapped_{function.__name__}")
 
 
 _sigmoid_loop, _silu_loop, _gelu_loop, _gelu_tanh_loop = map(
@@ -119,15 +119,15 @@ def _relu_backward_loop(y, dy, dx):
         dx[i] = dy[i] if to_float(y[i]) > 0 else dy.dtype.type(0)
 
 
-def _make_backward_loop(slope_of: Any) -> Any:
-    """Return the loop dx = dy slope_of(x)."""
+def _make_backward_loop(derivative: Any) -> Any:
+    """Return the loop dx = dy derivative(x)."""
 
     def slope_loop(x, dy, dx):
         use_widest_vectors()
         for i in range(x.size):
-            dx[i] = round_to_dtype_of(dx, to_float(dy[i]) * slope_of(to_float(x[i])))
+            dx[i] = round_to_dtype_of(dx, to_float(dy[i]) * derivative(to_float(x[i])))
 
-    return jit(slope_loop, name=f"sloped_{slope_of.__name__}")
+    return jit(slope_loop, name=f"sloped_{derivative.__name__}")
 
 
 _silu_backward_loop, _gelu_backward_loop = (
@@ -179,28 +179,28 @@ def gelu_backward(xp: Any, x: np.ndarray, dy: np.ndarray, approximate: str = "no
     return _run_elementwise(_gelu_backward_loop if is_exact_gelu(approximate) else _gelu_tanh_backward_loop, x, dy)
 
 
-def _make_gated_loop(of: Any) -> Any:
-    """Return the loop y = of(a) b."""
+def _make_gated_loop(function: Any) -> Any:
+    """Return the loop y = function(a) b."""
 
     def gated_loop(a, b, y):
         use_widest_vectors()
         for i in range(a.size):
-            y[i] = round_to_dtype_of(y, of(to_float(a[i])) * to_float(b[i]))
+            y[i] = round_to_dtype_of(y, function(to_float(a[i])) * to_float(b[i]))
 
-    return jit(gated_loop, name=f"gated_{of.__name__}")
+    return jit(gated_loop, name=f"gated_{function.__name__}")
 
 
-def _make_gated_backward_loop(of: Any, slope_of: Any) -> Any:
-    """Return the loop da = dy b slope_of(a), db = dy of(a)."""
+def _make_gated_backward_loop(function: Any, derivative: Any) -> Any:
+    """Return the loop da = dy b derivative(a), db = dy function(a)."""
 
     def gated_backward_loop(a, b, dy, da, db):
         use_widest_vectors()
         for i in range(a.size):
             x, d = to_float(a[i]), to_float(dy[i])
-            da[i] = round_to_dtype_of(da, d * to_float(b[i]) * slope_of(x))
-            db[i] = round_to_dtype_of(db, d * of(x))
+            da[i] = round_to_dtype_of(da, d * to_float(b[i]) * derivative(x))
+            db[i] = round_to_dtype_of(db, d * function(x))
 
-    return jit(gated_backward_loop, name=f"gated_backward_{of.__name__}")
+    return jit(gated_backward_loop, name=f"gated_backward_{function.__name__}")
 
 
 _loops = {
@@ -234,17 +234,17 @@ def gated_backward(
     return out[0], out[1]
 
 
-def _make_gelu_recompute_loop(of: Any, slope_of: Any) -> Any:
-    """Return the loop y = of(x), dy = dy slope_of(x)."""
+def _make_gelu_recompute_loop(function: Any, derivative: Any) -> Any:
+    """Return the loop y = function(x), dy = dy derivative(x)."""
 
     def recompute_loop(x, dy, y):
         use_widest_vectors()
         for i in range(x.size):
             v = to_float(x[i])
-            y[i] = round_to_dtype_of(y, of(v))
-            dy[i] = round_to_dtype_of(dy, to_float(dy[i]) * slope_of(v))
+            y[i] = round_to_dtype_of(y, function(v))
+            dy[i] = round_to_dtype_of(dy, to_float(dy[i]) * derivative(v))
 
-    return jit(recompute_loop, name=f"both_{of.__name__}")
+    return jit(recompute_loop, name=f"both_{function.__name__}")
 
 
 _gelu_recomputed, _gelu_tanh_recomputed = (
@@ -285,17 +285,17 @@ def _add_bias_loop(y, bias):
             y[i, j] = round_to_dtype_of(y, to_float(y[i, j]) + to_float(bias[j]))
 
 
-def _make_add_bias_loop(of: Any) -> Any:
-    """Return the loop h += bias, y = of(h)."""
+def _make_add_bias_loop(function: Any) -> Any:
+    """Return the loop h += bias, y = function(h)."""
 
     def bias_loop(h, y, bias):
         use_widest_vectors()
         for i in range(h.shape[0]):
             for j in range(h.shape[1]):
                 h[i, j] = round_to_dtype_of(h, to_float(h[i, j]) + to_float(bias[j]))
-                y[i, j] = round_to_dtype_of(y, of(to_float(h[i, j])))
+                y[i, j] = round_to_dtype_of(y, function(to_float(h[i, j])))
 
-    return jit(bias_loop, name=f"biased_{of.__name__}")
+    return jit(bias_loop, name=f"biased_{function.__name__}")
 
 
 _bias_gelu_loop, _bias_gelu_tanh_loop = _make_add_bias_loop(compute_gelu), _make_add_bias_loop(compute_gelu_tanh)

@@ -19,11 +19,11 @@ from fsdpx.core.array.kernels.compiled.elements import dot_product, find_row_max
 from fsdpx.core.array.kernels.compiled.scalar import exp, use_widest_vectors
 from fsdpx.core.array.lazy_numba import cgutils, intrinsic, ir, types
 from fsdpx.core.base import environment
-from fsdpx.core.base.processor import read_cpuinfo
+from fsdpx.core.base.processor import read_cpuinfo_field
 
 __all__ = [
     "SIZE_MULTIPLE", "attention_backward_into", "attention_forward_into", "copy_bytes", "has_bf16_dot_instruction",
-    "interleave_rows_into", "multiply_tiles_into", "round_up_size", "transpose_words_into",
+    "interleave_row_pairs", "multiply_tiles_into", "round_up_to_multiple", "transpose_words_into",
 ]  # fmt: skip
 
 LANES = 16
@@ -37,11 +37,11 @@ SUMS, WORDS, HALVES = (ir.VectorType(kind, LANES) for kind in (ir.FloatType(), W
 @functools.cache
 def has_bf16_dot_instruction() -> bool:
     """Return whether Numba compiles for a processor that has the instruction."""
-    return not environment.describe_compiler_target() and "avx512_bf16" in read_cpuinfo("flags").split()
+    return not environment.describe_compiler_target() and "avx512_bf16" in read_cpuinfo_field("flags").split()
 
 
 @jit
-def round_up_size(size):
+def round_up_to_multiple(size):
     """Return the next multiple of `SIZE_MULTIPLE`."""
     return (size + SIZE_MULTIPLE - 1) // SIZE_MULTIPLE * SIZE_MULTIPLE
 
@@ -59,7 +59,7 @@ def multiply_tiles_into(a, down, along, b, b_row, c, c_row, rows, columns, words
 
 
 @jit
-def interleave_rows_into(x, row, rows, columns, out, out_row):
+def interleave_row_pairs(x, row, rows, columns, out, out_row):
     """Write rows of numbers as half as many rows of words: pairs along dim 0. Sizes are multiples of
     `SIZE_MULTIPLE`."""
     for i in range(0, rows, 2):
@@ -177,8 +177,8 @@ def _emit_broadcast_word(builder: Any, word: Any) -> Any:
     return _emit_shuffle(builder, builder.insert_element(nothing, word, WORD(0)), nothing, [0] * LANES)
 
 
-def _emit_shuffle(builder: Any, one: Any, other: Any, lanes: list[int]) -> Any:
-    return builder.shuffle_vector(one, other, ir.Constant(WORDS, lanes))
+def _emit_shuffle(builder: Any, first: Any, second: Any, lanes: list[int]) -> Any:
+    return builder.shuffle_vector(first, second, ir.Constant(WORDS, lanes))
 
 
 def _emit_dot_of_pairs(builder: Any, total: Any, left: Any, right: Any) -> Any:
@@ -210,7 +210,7 @@ SINGLE = ("float32",)
 
 
 @jit
-def _scale_and_mask_row(x, scale, seen):
+def _scale_mask_and_find_row_max(x, scale, seen):
     """Multiply x by scale, set it to -inf from `seen` on, and return its largest element."""
     for j in range(x.size):
         x[j] *= scale
@@ -219,7 +219,7 @@ def _scale_and_mask_row(x, scale, seen):
 
 
 @jit(fastmath=REORDER)
-def _exponentiate_row_into(x, top, p):
+def _exponentiate_row_into_and_sum(x, top, p):
     """Write p = exp(x - top), and return their sum, added before they are rounded."""
     use_widest_vectors()
     result = np.float32(0)
@@ -265,7 +265,7 @@ def _write_scaled_head_rows(out, b, h, start, stop, x, factors, block):
 def _attention_forward_into(q, k, v, o, lse, factor, causal, first, last):
     """Compute o and lse of the pairs (sample, head) from `first` to `last`."""
     heads, time, full, scale = q.shape[1], q.shape[2], k.shape[2], factor[0]
-    width, length, group = round_up_size(q.shape[3]), round_up_size(full), q.shape[1] // k.shape[1]
+    width, length, group = round_up_to_multiple(q.shape[3]), round_up_to_multiple(full), q.shape[1] // k.shape[1]
     plain, block = np.zeros((length, width), np.uint16), np.zeros((BLOCK, width), np.uint16)
     keys, values = np.empty((width // 2, length), np.uint32), np.empty((length // 2, width), np.uint32)
     s, p = np.empty((BLOCK, length), np.float32), np.zeros((BLOCK, length), np.uint16)
@@ -275,16 +275,16 @@ def _attention_forward_into(q, k, v, o, lse, factor, causal, first, last):
         _copy_head_rows_into(k, b, h // group, 0, full, plain)
         transpose_words_into(plain.ctypes.data, 2 * width, length, width, keys.ctypes.data, 4 * length)
         _copy_head_rows_into(v, b, h // group, 0, full, plain)
-        interleave_rows_into(plain.ctypes.data, 2 * width, length, width, values.ctypes.data, 4 * width)
+        interleave_row_pairs(plain.ctypes.data, 2 * width, length, width, values.ctypes.data, 4 * width)
         for start in range(0, time, BLOCK):
             stop = min(start + BLOCK, time)
-            rows, there = stop - start, round_up_size(min(stop, full)) if causal else length
+            rows, there = stop - start, round_up_to_multiple(min(stop, full)) if causal else length
             _copy_head_rows_into(q, b, h, start, stop, block)
             multiply_tiles_into(block.ctypes.data, 2 * width, 4, keys.ctypes.data, 4 * length,
                      s.ctypes.data, 4 * length, rows, there, width // 2, False)  # fmt: skip
             for i in range(rows):
-                top = _scale_and_mask_row(s[i, :there], scale, start + i + 1 if causal else full)
-                total = _exponentiate_row_into(s[i, :there], top, p[i, :there])
+                top = _scale_mask_and_find_row_max(s[i, :there], scale, start + i + 1 if causal else full)
+                total = _exponentiate_row_into_and_sum(s[i, :there], top, p[i, :there])
                 shares[i] = np.float32(1) / total
                 lse[b, h, start + i] = top + np.log(total)
             multiply_tiles_into(p.ctypes.data, 2 * length, 4, values.ctypes.data, 4 * width,
@@ -300,7 +300,7 @@ def _attention_backward_into(q, k, v, o, lse, do, dq, dk, dv, factor, causal, fi
     and other query heads add.
     """
     shared, time, full, scale = k.shape[1], q.shape[2], k.shape[2], factor[0]
-    width, length, group = round_up_size(q.shape[3]), round_up_size(full), q.shape[1] // k.shape[1]
+    width, length, group = round_up_to_multiple(q.shape[3]), round_up_to_multiple(full), q.shape[1] // k.shape[1]
     plain, ones = np.zeros((length, width), np.uint16), np.ones(length, np.float32)
     keys, values = np.empty((width // 2, length), np.uint32), np.empty((width // 2, length), np.uint32)
     # the keys, interleaved: multiplied by score gradients they give query gradients
@@ -317,12 +317,12 @@ def _attention_backward_into(q, k, v, o, lse, do, dq, dk, dv, factor, causal, fi
         transpose_words_into(plain.ctypes.data, 2 * width, length, width, values.ctypes.data, 4 * length)
         _copy_head_rows_into(k, b, g, 0, full, plain)
         transpose_words_into(plain.ctypes.data, 2 * width, length, width, keys.ctypes.data, 4 * length)
-        interleave_rows_into(plain.ctypes.data, 2 * width, length, width, ways.ctypes.data, 4 * width)
+        interleave_row_pairs(plain.ctypes.data, 2 * width, length, width, ways.ctypes.data, 4 * width)
         end = (time - 1) // BLOCK * BLOCK
         for h in range(g * group, (g + 1) * group):
             for start in range(end, -1, -BLOCK):
                 stop = min(start + BLOCK, time)
-                rows, there = stop - start, round_up_size(stop) if causal else length
+                rows, there = stop - start, round_up_to_multiple(stop) if causal else length
                 even = (rows + 1) // 2 * 2
                 _copy_head_rows_into(q, b, h, start, stop, queries)
                 _copy_head_rows_into(do, b, h, start, stop, slopes)
@@ -343,10 +343,10 @@ def _attention_backward_into(q, k, v, o, lse, do, dq, dk, dv, factor, causal, fi
                 _write_scaled_head_rows(dq, b, h, start, stop, sums_q, ones[:rows], results)
                 more = start < end or h > g * group
                 for n, (left, right) in enumerate(((ds, queries), (p, slopes))):
-                    interleave_rows_into(
+                    interleave_row_pairs(
                         left.ctypes.data, 2 * length, even, there, seen_words[n].ctypes.data, 4 * length
                     )
-                    interleave_rows_into(right.ctypes.data, 2 * width, even, width, words[n].ctypes.data, 4 * width)
+                    interleave_row_pairs(right.ctypes.data, 2 * width, even, width, words[n].ctypes.data, 4 * width)
                     multiply_tiles_into(seen_words[n].ctypes.data, 4, 4 * length, words[n].ctypes.data, 4 * width,
                              sums[n].ctypes.data, 4 * width, there, width, even // 2, more)  # fmt: skip
         _write_scaled_head_rows(dk, b, g, 0, full, sums[0], ones[:full], plain)

@@ -21,7 +21,7 @@ from fsdpx.core.array.kernels.compiled.elements import (
     accumulation_dtype,
     accumulation_zero,
     as_contiguous,
-    as_unit_stride,
+    assume_unit_stride,
     call_plain_kernel,
     dot_product,
     exponentiate_in_place,
@@ -112,7 +112,7 @@ rest."""
 
 
 @jit(fastmath=REORDER)
-def _exponentiate_row_in_place(x, top):
+def _exponentiate_and_sum_row(x, top):
     """Replace x by exp(x - top) in place, and return the sum."""
     use_widest_vectors()
     result = x.dtype.type(0)
@@ -134,13 +134,13 @@ def _softmax_backward_row_in_place(s, dp, scale, lse, along):
 
 
 @jit
-def _find_keys_of_block(start, stop, full, causal, window):
+def _find_keys_of_row_block(start, stop, full, causal, window):
     """Return the range of keys that the rows from `start` to `stop` see."""
     return max(start - window + 1, 0) if window else 0, stop if causal else full
 
 
 @jit
-def _find_visible_keys(i, start, low, keys, causal, window):
+def _find_keys_of_row(i, start, low, keys, causal, window):
     """Return the range of keys that row i of a block sees, counted from key `low`."""
     row = start + i - low
     return max(row - window + 1, 0) if window else 0, row + 1 if causal else keys
@@ -155,7 +155,7 @@ def _mask_other_segments(x, names, name, value):
 
 
 @jit
-def _attention_forward_into(at, q, k, v, o, lse, scratch, factor, names, causal, window, first, last):
+def _attention_forward_into(gemm_address, q, k, v, o, lse, scratch, factor, names, causal, window, first, last):
     """Compute o and lse of the pairs (sample, head) from `first` to `last`; o has time before heads."""
     use_widest_vectors()
     heads, time, width, size = q.shape[1], q.shape[2], q.shape[3], q.itemsize
@@ -168,26 +168,26 @@ def _attention_forward_into(at, q, k, v, o, lse, scratch, factor, names, causal,
         g = h // group
         for start in range(0, time, BLOCK_ROWS):
             stop = min(start + BLOCK_ROWS, time)
-            low, high = _find_keys_of_block(start, stop, full, causal, window)
+            low, high = _find_keys_of_row_block(start, stop, full, causal, window)
             rows, keys = stop - start, high - low
             s = scratch[: rows * keys].reshape(rows, keys)
             sp, qp, op = s.ctypes.data, q[b, h, start:].ctypes.data, o[b, start, h:].ctypes.data
             kp, vp = k[b, g, low:].ctypes.data, v[b, g, low:].ctypes.data
-            call_cblas(at, PLAIN, TURNED, rows, keys, width, scale, qp, ldq, kp, ldk, zero, sp, keys)
+            call_cblas(gemm_address, PLAIN, TURNED, rows, keys, width, scale, qp, ldq, kp, ldk, zero, sp, keys)
             for i in range(rows):
-                since, seen = _find_visible_keys(i, start, low, keys, causal, window)
+                since, seen = _find_keys_of_row(i, start, low, keys, causal, window)
                 if apart:
                     _mask_other_segments(s[i], names[b, low:high], names[b, start + i], -lse.dtype.type(np.inf))
                 top = find_row_max(s[i, since:seen])
                 s[i, :since] = top - hidden
                 s[i, seen:] = top - hidden
-                totals[i] = _exponentiate_row_in_place(s[i], top)
+                totals[i] = _exponentiate_and_sum_row(s[i], top)
                 s[i, :since] = 0
                 s[i, seen:] = 0
                 if apart:
                     _mask_other_segments(s[i], names[b, low:high], names[b, start + i], zero)
                 lse[b, h, start + i] = top + np.log(totals[i])
-            call_cblas(at, PLAIN, PLAIN, rows, width, keys, one, sp, keys, vp, ldv, zero, op, ldo)
+            call_cblas(gemm_address, PLAIN, PLAIN, rows, width, keys, one, sp, keys, vp, ldv, zero, op, ldo)
             for i in range(rows):
                 out, part = o[b, start + i, h], one / totals[i]
                 for j in range(width):
@@ -195,29 +195,31 @@ def _attention_forward_into(at, q, k, v, o, lse, scratch, factor, names, causal,
 
 
 @jit
-def _attention_forward_of_single_rows(q, k, v, o, lse, scratch, factor, first, last):
+def _attention_forward_of_single_queries(q, k, v, o, lse, scratch, factor, first, last):
     """Run `_attention_forward_into` for one row that sees all keys: its products take less time than a call of BLAS."""
     use_widest_vectors()
     heads, width, keys = q.shape[1], q.shape[3], k.shape[2]
     group, one = heads // k.shape[1], lse.dtype.type(1)
     for pair in range(first, last):
         b, h = pair // heads, pair % heads
-        row, out, s = as_unit_stride(q[b, h, 0]), as_unit_stride(o[b, 0, h]), scratch[:keys]
+        row, out, s = assume_unit_stride(q[b, h, 0]), assume_unit_stride(o[b, 0, h]), scratch[:keys]
         of_keys, values = k[b, h // group], v[b, h // group]
         for t in range(keys):
-            s[t] = dot_product(row, as_unit_stride(of_keys[t])) * factor[0]
+            s[t] = dot_product(row, assume_unit_stride(of_keys[t])) * factor[0]
         top = find_row_max(s)
-        total = _exponentiate_row_in_place(s, top)
+        total = _exponentiate_and_sum_row(s, top)
         lse[b, h, 0] = top + np.log(total)
         out[:] = 0
         for t in range(keys):
-            value, part = as_unit_stride(values[t]), s[t] * (one / total)
+            value, part = assume_unit_stride(values[t]), s[t] * (one / total)
             for j in range(width):
                 out[j] += value[j] * part
 
 
 @jit
-def _attention_backward_into(at, q, k, v, o, lse, do, dq, dk, dv, scratch, factor, names, causal, window, first, last):
+def _attention_backward_into(
+    gemm_address, q, k, v, o, lse, do, dq, dk, dv, scratch, factor, names, causal, window, first, last
+):
     """Compute dq, dk and dv of the pairs (sample, head of keys) from `first` to `last`. o and do have time before
     heads.
 
@@ -239,7 +241,7 @@ def _attention_backward_into(at, q, k, v, o, lse, do, dq, dk, dv, scratch, facto
         for h in range(g * group, (g + 1) * group):
             for start in range((time - 1) // BLOCK_ROWS * BLOCK_ROWS, -1, -BLOCK_ROWS):
                 stop = min(start + BLOCK_ROWS, time)
-                low, high = _find_keys_of_block(start, stop, full, causal, window)
+                low, high = _find_keys_of_row_block(start, stop, full, causal, window)
                 rows, keys = stop - start, high - low
                 s = scratch[0, : rows * keys].reshape(rows, keys)
                 dp = scratch[1, : rows * keys].reshape(rows, keys)
@@ -247,11 +249,11 @@ def _attention_backward_into(at, q, k, v, o, lse, do, dq, dk, dv, scratch, facto
                 qp, dop, dqp = q[b, h, start:].ctypes.data, do[b, start, h:].ctypes.data, dq[b, h, start:].ctypes.data
                 kp, vp = k[b, g, low:].ctypes.data, v[b, g, low:].ctypes.data
                 dkp, dvp = dk[b, g, low:].ctypes.data, dv[b, g, low:].ctypes.data
-                call_cblas(at, PLAIN, TURNED, rows, keys, width, scale, qp, ldq, kp, ldk, zero, sp, keys)
-                call_cblas(at, PLAIN, TURNED, rows, keys, width, one, dop, ldd, vp, ldv, zero, dpp, keys)
+                call_cblas(gemm_address, PLAIN, TURNED, rows, keys, width, scale, qp, ldq, kp, ldk, zero, sp, keys)
+                call_cblas(gemm_address, PLAIN, TURNED, rows, keys, width, one, dop, ldd, vp, ldv, zero, dpp, keys)
                 for i in range(rows):
                     row = start + i
-                    since, seen = _find_visible_keys(i, start, low, keys, causal, window)
+                    since, seen = _find_keys_of_row(i, start, low, keys, causal, window)
                     s[i, :since] = lse[b, h, row] - hidden
                     s[i, seen:] = lse[b, h, row] - hidden
                     if apart:
@@ -264,9 +266,9 @@ def _attention_backward_into(at, q, k, v, o, lse, do, dq, dk, dv, scratch, facto
                         some[seen:] = 0
                         if apart:
                             _mask_other_segments(some, names[b, low:high], names[b, row], zero)
-                call_cblas(at, TURNED, PLAIN, keys, width, rows, one, dpp, keys, qp, ldq, beta, dkp, lde)
-                call_cblas(at, TURNED, PLAIN, keys, width, rows, one, sp, keys, dop, ldd, beta, dvp, lde)
-                call_cblas(at, PLAIN, PLAIN, rows, width, keys, one, dpp, keys, kp, ldk, zero, dqp, ldg)
+                call_cblas(gemm_address, TURNED, PLAIN, keys, width, rows, one, dpp, keys, qp, ldq, beta, dkp, lde)
+                call_cblas(gemm_address, TURNED, PLAIN, keys, width, rows, one, sp, keys, dop, ldd, beta, dvp, lde)
+                call_cblas(gemm_address, PLAIN, PLAIN, rows, width, keys, one, dpp, keys, kp, ldk, zero, dqp, ldg)
                 beta = one
 
 
@@ -275,7 +277,7 @@ FORWARD = "i A4r A4r A4r C4 C3 C1 C1r C2r b i i i"
 BACKWARD = "i A4r A4r A4r C4r C3r C4r A4 A4 A4 C2 C1r C2r b i i i"
 
 
-def _make_sample_heads(x: Any) -> tuple[Any, ...]:
+def _make_sample_attention_arrays(x: Any) -> tuple[Any, ...]:
     """Return q, k, v, o, lse and do of a sample, as views like those of the layer."""
     q, k, v = np.zeros((1, 2, 3, 1, 4), x.dtype).transpose(2, 0, 3, 1, 4)
     o, lse = plain_attention(np, q, k, v, True, 1.0)
@@ -284,7 +286,7 @@ def _make_sample_heads(x: Any) -> tuple[Any, ...]:
 
 def _make_sample_calls(x: Any, w: Any, s: Any) -> list[Any]:
     """Return sample calls: full sequences, and one token after others."""
-    q, k, v, *_ = _make_sample_heads(x)
+    q, k, v, *_ = _make_sample_attention_arrays(x)
     return [(q, k, v, True, 1.0), (q[:, :, :1], k, v, False, 1.0)]
 
 
@@ -308,7 +310,7 @@ def attention(
             return
         if single:
             scratch = np.empty(k.shape[2], q.dtype)
-            specialize(_attention_forward_of_single_rows, SINGLE)(
+            specialize(_attention_forward_of_single_queries, SINGLE)(
                 q, k, v, o.swapaxes(1, 2), lse, scratch, factor, first, last
             )
             return
@@ -320,7 +322,7 @@ def attention(
     return o, lse
 
 
-@register_compiled_kernel(lambda x, w, s: (*_make_sample_heads(x), True, 1.0))
+@register_compiled_kernel(lambda x, w, s: (*_make_sample_attention_arrays(x), True, 1.0))
 def attention_backward(
     xp: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, causal: bool, scale: float, window: int = 0,
     segments: Any = None,

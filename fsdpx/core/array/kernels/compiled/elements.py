@@ -19,7 +19,7 @@ from fsdpx.core.array.namespace import parse_dtype
 
 __all__ = [
     "HALF", "INFINITY_BITS", "REAL", "REST", "SIGN", "WORD", "accumulation_dtype", "accumulation_zero",
-    "as_contiguous", "as_unit_stride", "call_plain_kernel", "dot_product", "exponentiate_in_place", "find_row_max",
+    "as_contiguous", "assume_unit_stride", "call_plain_kernel", "dot_product", "exponentiate_in_place", "find_row_max",
     "from_bfloat16_bits", "prefetch_bytes_after", "round_to_dtype_of", "sum_row", "sum_square_distances",
     "to_bfloat16_bits", "to_float", "view_bits_as_bfloat16", "widen_into",
 ]  # fmt: skip
@@ -115,7 +115,7 @@ CACHE_LINE = 64
 
 
 @intrinsic
-def as_unit_stride(typingctx: Any, x: Any) -> Any:
+def assume_unit_stride(typingctx: Any, x: Any) -> Any:
     """Return a row of unit stride as an array that the compiler knows to be contiguous, so that it is read in
     vectors."""
 
@@ -127,7 +127,7 @@ def as_unit_stride(typingctx: Any, x: Any) -> Any:
 
 
 @intrinsic
-def _prefetch_line(typingctx: Any, at: Any) -> Any:
+def _prefetch_line(typingctx: Any, address: Any) -> Any:
     """Prefetch the cache line at an address, which need not be valid."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -138,7 +138,7 @@ def _prefetch_line(typingctx: Any, at: Any) -> Any:
         builder.call(function, [builder.inttoptr(arguments[0], place), read, into_l2, data])
         return context.get_dummy_value()
 
-    return types.void(at), emit_ir
+    return types.void(address), emit_ir
 
 
 @register_jitable

@@ -156,13 +156,13 @@ def emit_bit_mixing(builder: Any, n: Any) -> Any:
 
 
 @intrinsic
-def round_to_bfloat16_bits_stochastically(typingctx: Any, x: Any, place: Any, key0: Any, key1: Any) -> Any:
+def round_to_bfloat16_bits_stochastically(typingctx: Any, x: Any, position: Any, key0: Any, key1: Any) -> Any:
     """Return the upper half of x after adding 16 random bits to its lower half; Inf and NaN are kept."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         n = builder.bitcast(arguments[0], WORD)
-        place, key0, key1 = (builder.trunc(a, WORD) for a in arguments[1:])
-        number = emit_bit_mixing(builder, builder.xor(emit_bit_mixing(builder, builder.xor(place, key0)), key1))
+        position, key0, key1 = (builder.trunc(a, WORD) for a in arguments[1:])
+        number = emit_bit_mixing(builder, builder.xor(emit_bit_mixing(builder, builder.xor(position, key0)), key1))
         upper = builder.lshr(builder.add(n, builder.lshr(number, WORD(16))), WORD(16))
         size, kept = builder.and_(n, WORD(REST)), builder.lshr(n, WORD(16))
         nan = builder.icmp_unsigned(">", size, WORD(INFINITY_BITS))

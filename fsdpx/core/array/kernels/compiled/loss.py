@@ -67,7 +67,7 @@ def _sum_row_in_float64(x):
 
 
 @jit
-def _count_valid_targets(target, classes, ignored):
+def _count_targets_or_find_invalid(target, classes, ignored):
     """Return the number of rows that count; -1 - row for the first row with an invalid target."""
     counted = 0
     for i in range(target.size):
@@ -115,11 +115,13 @@ def _cross_entropy_backward_loop(logits, target, lse, gradient, seed, ignored, w
         gradient[i, target[i]] = round_to_dtype_of(gradient, (picked - wanted - share) * seed)
 
 
-def _prepare_arguments(logits: Any, target: Any, ignored: int, beside: int = 0) -> tuple[np.ndarray, np.ndarray, int]:
+def _prepare_logits_and_target(
+    logits: Any, target: Any, ignored: int, extra_classes: int = 0
+) -> tuple[np.ndarray, np.ndarray, int]:
     """Return logits and target in the layout of the loops, and the number of rows that count; raise IndexError for an
-    invalid target. `beside`: 1 if a target may be a class that is not among these logits."""
+    invalid target. `extra_classes`: 1 if a target may be a class that is not among these logits."""
     logits, target = np.ascontiguousarray(logits), as_contiguous(target, np.int64)
-    counted = _count_valid_targets(target, logits.shape[1] + beside, ignored)
+    counted = _count_targets_or_find_invalid(target, logits.shape[1] + extra_classes, ignored)
     if counted < 0:
         row = -1 - counted
         raise IndexError(f"cross_entropy: target {target[row]} of row {row} is not in [0, {logits.shape[1]})")
@@ -130,7 +132,7 @@ def _prepare_arguments(logits: Any, target: Any, ignored: int, beside: int = 0) 
 def cross_entropy(
     xp: Any, logits: Any, target: Any, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> tuple[float, float, np.ndarray]:
-    logits, target, counted = _prepare_arguments(logits, target, ignore_index)
+    logits, target, counted = _prepare_logits_and_target(logits, target, ignore_index)
     lse, each = np.empty(logits.shape[0], accumulation_dtype(logits.dtype)), np.empty(logits.shape[0], np.float64)
     parallel_for_rows(_cross_entropy_loop, (logits, target, lse, each), ignore_index, float(label_smoothing))
     return float(np.sum(each)), float(counted), lse
@@ -141,7 +143,7 @@ def cross_entropy_backward(
     xp: Any, logits: Any, target: Any, lse: Any, seed: float, ignore_index: int = -100, label_smoothing: float = 0.0,
     classes: int = 0,
 ) -> np.ndarray:  # fmt: skip
-    logits, target, _ = _prepare_arguments(logits, target, ignore_index, beside=1)
+    logits, target, _ = _prepare_logits_and_target(logits, target, ignore_index, extra_classes=1)
     gradient, kind = np.empty_like(logits), accumulation_dtype(logits.dtype).type
     share, wanted = kind(label_smoothing / max(classes, logits.shape[1], 1)), kind(1.0 - label_smoothing)
     parallel_for_rows(

@@ -175,7 +175,7 @@ def _add_channel_sums(start, stop, x, out):
 
 
 @jit
-def _add_channel_squares(start, stop, x, mean, out):
+def _add_channel_squared_deviations(start, stop, x, mean, out):
     size = stop - start
     block, into, centre = np.full(size, accumulation_zero(x)), out[start:stop], mean[start:stop].copy()
     for first in range(0, x.shape[0], BLOCK_ROWS):
@@ -236,7 +236,7 @@ def channel_sums(xp: Any, x: np.ndarray) -> np.ndarray:
 @register_compiled_kernel(lambda x, w, s: (x, s))
 def channel_squares(xp: Any, x: np.ndarray, mean: np.ndarray) -> np.ndarray:
     out = np.zeros(x.shape[1])
-    parallel_for_columns(_add_channel_squares, to_channel_rows(x), _convert_channel_values(mean, x), out)
+    parallel_for_columns(_add_channel_squared_deviations, to_channel_rows(x), _convert_channel_values(mean, x), out)
     return out
 
 

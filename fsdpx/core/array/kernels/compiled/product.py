@@ -16,7 +16,7 @@ from fsdpx.core.array.blas.libraries import MAX_ROWS_WITHOUT_BLAS
 from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels.compiled.activation import sum_columns_into
 from fsdpx.core.array.kernels.compiled.elements import (
-    as_unit_stride,
+    assume_unit_stride,
     dot_product,
     prefetch_bytes_after,
     round_to_dtype_of,
@@ -27,7 +27,7 @@ from fsdpx.core.array.lazy_numba import intrinsic, ir, register_jitable, types
 
 __all__ = [
     "call_cblas", "gemm", "linear_backward", "linear_backward_params", "linear_forward", "multiply_matrices_into",
-    "multiply_small_into",
+    "multiply_small_bfloat16_into",
 ]  # fmt: skip
 
 ROW_MAJOR, PLAIN, TURNED = 101, 111, 112
@@ -37,9 +37,9 @@ use. Measured."""
 
 
 @intrinsic
-def call_cblas(typingctx: Any, at: Any, ta: Any, tb: Any, m: Any, n: Any, k: Any, alpha: Any, a: Any, lda: Any, b: Any,
-          ldb: Any, beta: Any, c: Any, ldc: Any) -> Any:  # fmt: skip
-    """Call cblas_?gemm(row major, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc) at address `at`; sizes are
+def call_cblas(typingctx: Any, address: Any, ta: Any, tb: Any, m: Any, n: Any, k: Any, alpha: Any, a: Any, lda: Any,
+          b: Any, ldb: Any, beta: Any, c: Any, ldc: Any) -> Any:  # fmt: skip
+    """Call cblas_?gemm(row major, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc) at `address`; sizes are
     int64."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -50,11 +50,11 @@ def call_cblas(typingctx: Any, at: Any, ta: Any, tb: Any, m: Any, n: Any, k: Any
         builder.call(function, [enum(ROW_MAJOR), *flags, *arguments[3:]])
         return context.get_dummy_value()
 
-    return types.void(at, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc), emit_ir
+    return types.void(address, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc), emit_ir
 
 
 @register_jitable
-def _find_transpose_flag(size, rows, columns, down, across):
+def _find_transpose_flag_and_leading_dim(size, rows, columns, down, across):
     """Return the transpose flag of a matrix for cblas and its leading dimension, 0 if neither dim has unit stride.
     Takes numbers, not an array, so that it is compiled once for all dtypes and layouts."""
     if (across == size or columns == 1) and down % size == 0 and (down >= columns * size or rows == 1):
@@ -72,49 +72,49 @@ def _multiply_few_rows_into(out, a, b):
     The order of a sum depends on the width of vectors, so callers whose bits must agree call `use_widest_vectors`.
     """
     for j in range(out.shape[1]):
-        column = as_unit_stride(b[:, j])
+        column = assume_unit_stride(b[:, j])
         prefetch_bytes_after(column, PREFETCH_BYTES)
         for i in range(out.shape[0]):
-            out[i, j] = dot_product(as_unit_stride(a[i]), column)
+            out[i, j] = dot_product(assume_unit_stride(a[i]), column)
 
 
 @register_jitable
-def multiply_matrices_into(at, out, a, b, alpha, beta):
+def multiply_matrices_into(address, out, a, b, alpha, beta):
     """Compute out = alpha a b + beta out, 2-D. Return False, without effect, if BLAS does not support their shapes or
-    strides, or if it is needed and missing (at is 0)."""
+    strides, or if it is needed and missing (`address` is 0)."""
     m, n, k = out.shape[0], out.shape[1], a.shape[1]
     if a.shape[0] != m or b.shape[0] != k or b.shape[1] != n:
         return False
-    ta, lda = _find_transpose_flag(a.itemsize, m, k, a.strides[0], a.strides[1])
-    tb, ldb = _find_transpose_flag(b.itemsize, k, n, b.strides[0], b.strides[1])
-    to, ldc = _find_transpose_flag(out.itemsize, m, n, out.strides[0], out.strides[1])
+    ta, lda = _find_transpose_flag_and_leading_dim(a.itemsize, m, k, a.strides[0], a.strides[1])
+    tb, ldb = _find_transpose_flag_and_leading_dim(b.itemsize, k, n, b.strides[0], b.strides[1])
+    to, ldc = _find_transpose_flag_and_leading_dim(out.itemsize, m, n, out.strides[0], out.strides[1])
     if lda == 0 or ldb == 0 or ldc == 0:
         return False
     if m <= MAX_ROWS_WITHOUT_BLAS and to == PLAIN and ta == PLAIN and tb == TURNED and alpha == 1 and beta == 0:
         _multiply_few_rows_into(out, a, b)
-    elif at == 0:
+    elif address == 0:
         return False
     elif to == PLAIN:
-        call_cblas(at, ta, tb, m, n, k, alpha, a.ctypes.data, lda, b.ctypes.data, ldb, beta, out.ctypes.data, ldc)
+        call_cblas(address, ta, tb, m, n, k, alpha, a.ctypes.data, lda, b.ctypes.data, ldb, beta, out.ctypes.data, ldc)
     else:  # out^T = b^T a^T
         ta, tb = PLAIN + TURNED - ta, PLAIN + TURNED - tb
-        call_cblas(at, tb, ta, n, m, k, alpha, b.ctypes.data, ldb, a.ctypes.data, lda, beta, out.ctypes.data, ldc)
+        call_cblas(address, tb, ta, n, m, k, alpha, b.ctypes.data, ldb, a.ctypes.data, lda, beta, out.ctypes.data, ldc)
     return True
 
 
 @jit
-def gemm(at, out, a, b, accumulate):
+def gemm(address, out, a, b, accumulate):
     use_widest_vectors()
     one = out.dtype.type(1)
-    return multiply_matrices_into(at, out, a, b, one, one if accumulate else out.dtype.type(0))
+    return multiply_matrices_into(address, out, a, b, one, one if accumulate else out.dtype.type(0))
 
 
 @jit
-def linear_forward(at, out, x, weight, bias):
+def linear_forward(address, out, x, weight, bias):
     """Compute out = x weight^T + bias (an empty bias: none); return False if that is not possible."""
     use_widest_vectors()
     one, zero = out.dtype.type(1), out.dtype.type(0)
-    if bias.size not in (0, out.shape[1]) or not multiply_matrices_into(at, out, x, weight.T, one, zero):
+    if bias.size not in (0, out.shape[1]) or not multiply_matrices_into(address, out, x, weight.T, one, zero):
         return False
     if bias.size:
         for i in range(out.shape[0]):
@@ -124,13 +124,13 @@ def linear_forward(at, out, x, weight, bias):
 
 
 @jit
-def linear_backward_params(at, dweight, dbias, dy, x, accumulate_weight, accumulate_bias):
+def linear_backward_params(address, dweight, dbias, dy, x, accumulate_weight, accumulate_bias):
     """Compute dweight (+)= dy^T x and dbias (+)= the column sums of dy, skipping empty ones; return False if that is
     not possible."""
     one, zero = dy.dtype.type(1), dy.dtype.type(0)
     if dbias.size not in (0, dy.shape[1]):
         return False
-    if dweight.size and not multiply_matrices_into(at, dweight, dy.T, x, one, one if accumulate_weight else zero):
+    if dweight.size and not multiply_matrices_into(address, dweight, dy.T, x, one, one if accumulate_weight else zero):
         return False
     if dbias.size:
         sum_columns_into(0, dbias.size, dy, dbias, accumulate_bias)
@@ -138,12 +138,12 @@ def linear_backward_params(at, dweight, dbias, dy, x, accumulate_weight, accumul
 
 
 @jit
-def linear_backward(at, dx, dweight, dbias, dy, x, weight, add_weight, add_bias):
+def linear_backward(address, dx, dweight, dbias, dy, x, weight, add_weight, add_bias):
     """Compute dx = dy weight, and `linear_backward_params`; return False if that is not possible."""
     one, zero = dy.dtype.type(1), dy.dtype.type(0)
-    if not multiply_matrices_into(at, dx, dy, weight, one, zero):
+    if not multiply_matrices_into(address, dx, dy, weight, one, zero):
         return False
-    return linear_backward_params(at, dweight, dbias, dy, x, add_weight, add_bias)
+    return linear_backward_params(address, dweight, dbias, dy, x, add_weight, add_bias)
 
 
 @register_jitable
@@ -170,7 +170,7 @@ def _round_total_into(out, total, bias, accumulate):
 
 
 @jit
-def multiply_small_into(at, out, a, b, bias, accumulate, turned_a, turned_b):
+def multiply_small_bfloat16_into(address, out, a, b, bias, accumulate, turned_a, turned_b):
     """Compute out = a b + bias (an empty bias: none), or out += a b, into bfloat16 bits or float32. a and b are
     bfloat16 bits, passed transposed if `turned_a`, `turned_b`. Return False if that is not possible."""
     x, y, total = np.empty(a.shape, np.float32), np.empty(b.shape, np.float32), np.empty(out.shape, np.float32)
@@ -178,7 +178,7 @@ def multiply_small_into(at, out, a, b, bias, accumulate, turned_a, turned_b):
     _widen_matrix_into(a, x)
     _widen_matrix_into(b, y)
     left, right = x.T if turned_a else x, y.T if turned_b else y
-    fits = multiply_matrices_into(at, total, left, right, one, zero)
+    fits = multiply_matrices_into(address, total, left, right, one, zero)
     if fits:
         _round_total_into(out, total, bias, accumulate)
     return fits

@@ -16,9 +16,9 @@ from fsdpx.core.array.kernels.activation import SHIFT, TAIL32, TAIL64
 from fsdpx.core.array.lazy_numba import cgutils, intrinsic, ir, register_jitable, types
 
 __all__ = [
-    "constant_like", "exp", "flush_denormals", "from_ordered_integer", "fused_multiply_add", "gaussian_density",
-    "gaussian_tail", "multiply_high", "read_control_register", "restore_control_register", "to_ordered_integer",
-    "use_widest_vectors",
+    "constant_like", "exp", "flush_denormals", "from_ordered_integer", "fused_multiply_add", "gaussian_tail",
+    "multiply_high", "read_control_register", "restore_control_register", "to_ordered_integer",
+    "unnormalized_gaussian_density", "use_widest_vectors",
 ]  # fmt: skip
 
 FLOATS = {types.float32: (32, 23, 127), types.float64: (64, 52, 1023)}  # bits, bits of the mantissa, bias
@@ -105,7 +105,7 @@ def round_to_even(typingctx: Any, x: Any) -> Any:
 _exp_of_rest = make_polynomial(EXP32, EXP64)
 _tail_quotient = make_polynomial(TAIL32, TAIL64)
 _limit = make_polynomial((104.0,), (746.0,))  # exp(-limit) is 0
-_density_limit = make_polynomial((15.0,), (39.0,))  # gaussian_density(limit) is 0
+_density_limit = make_polynomial((15.0,), (39.0,))  # unnormalized_gaussian_density(limit) is 0
 _log2_high = make_polynomial((LOG2_HIGH32,), (LOG2_HIGH64,))
 _log2_low = make_polynomial((LOG2_LOW32,), (LOG2_LOW64,))
 
@@ -131,7 +131,7 @@ def _exp_clamped(x):
 
 
 @register_jitable
-def gaussian_density(x):
+def unnormalized_gaussian_density(x):
     """Return exp(-x^2 / 2), the density without its constant, corrected for the rounding of the square, which matters
     in the tail."""
     x = _clamp(x, _density_limit(x))
@@ -143,7 +143,7 @@ def gaussian_density(x):
 
 @register_jitable
 def gaussian_tail(x, bell):
-    """Return Phi(-|x|), given `bell = gaussian_density(x)`; see `kernels/activation.py`."""
+    """Return Phi(-|x|), given `bell = unnormalized_gaussian_density(x)`; see `kernels/activation.py`."""
     inverse = constant_like(x, 1.0) / (abs(x) + constant_like(x, SHIFT))
     t = fused_multiply_add(constant_like(x, -2.0 * SHIFT), inverse, constant_like(x, 1.0))
     return _tail_quotient(t) * inverse * bell
@@ -239,14 +239,14 @@ def _restore_control_register(typingctx: Any, before: Any) -> Any:
     return types.void(types.int32), emit_ir
 
 
-def _emit_control_register_access(builder: Any, way: str, place: Any = None) -> tuple[Any, Any]:
+def _emit_control_register_access(builder: Any, operation: str, slot: Any = None) -> tuple[Any, Any]:
     """Store ("st") or load ("ld") the register; return its value and a pointer to it."""
-    place = cgutils.alloca_once(builder, ir.IntType(32)) if place is None else place
+    slot = cgutils.alloca_once(builder, ir.IntType(32)) if slot is None else slot
     pointer = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [pointer])
-    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.sse.{way}mxcsr")
-    builder.call(function, [builder.bitcast(place, pointer)])
-    return builder.load(place), place
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.sse.{operation}mxcsr")
+    builder.call(function, [builder.bitcast(slot, pointer)])
+    return builder.load(slot), slot
 
 
 @jit

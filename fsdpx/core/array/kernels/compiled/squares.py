@@ -9,14 +9,14 @@ import numpy as np
 from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels.choice import register_compiled_kernel
 from fsdpx.core.array.kernels.compiled.elements import to_float
-from fsdpx.core.array.kernels.squares import BLOCK, LANES, add_in_lanes
+from fsdpx.core.array.kernels.squares import BLOCK, LANES, sum_rows_in_lanes
 from fsdpx.core.array.parallel import MIN_PIECE_ELEMENTS, run_tasks, split_range
 
 
 @jit
 def _sum_block_squares_into(x, sums, grain):
-    """Write the sum of squares of each block. In vectors of any width the order is that of `add_in_lanes`: a lane has
-    one element of each row."""
+    """Write the sum of squares of each block of `grain` elements of x to sums. Vectors of any width keep the order of
+    `sum_rows_in_lanes`: a lane has one element of each row."""
     lanes = np.empty(LANES)
     for n in range(sums.size):
         block = x[n * grain : min((n + 1) * grain, x.size)]
@@ -42,7 +42,7 @@ def _sum_block_squares_into(x, sums, grain):
 @register_compiled_kernel(lambda x, w, s: (w,))
 def square_sum(xp: Any, flat: np.ndarray) -> float:
     sums = square_sums(xp, flat, BLOCK)
-    return float(add_in_lanes(np, sums[None])[0]) if sums.size else 0.0
+    return float(sum_rows_in_lanes(np, sums[None])[0]) if sums.size else 0.0
 
 
 @register_compiled_kernel(lambda x, w, s: (w, 2))
