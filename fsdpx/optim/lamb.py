@@ -32,7 +32,7 @@ def update_moments(xp, a, b, m, v, g, scale, share1, beta2, share2):
 
 
 @update_moments.register_loop
-def _moments_loop(m, v, g, scale, share1, beta2, share2):
+def _update_moments_loop(m, v, g, scale, share1, beta2, share2):
     for i in range(m.size):
         a = g[i] * scale
         m[i] = m[i] + (a - m[i]) * share1
@@ -56,7 +56,7 @@ def compute_direction(xp, a, b, u, p, m, v, unbias1, unbias2, eps, decay):
 
 
 @compute_direction.register_loop
-def _direction_loop(u, p, m, v, unbias1, unbias2, eps, decay):
+def _compute_direction_loop(u, p, m, v, unbias1, unbias2, eps, decay):
     for i in range(u.size):
         a = (m[i] * unbias1) / (np.sqrt(v[i]) * unbias2 + eps)
         if decay != 0:
@@ -72,7 +72,7 @@ def step_along_direction(xp, a, b, p, m, v, unbias1, unbias2, eps, decay, rate):
 
 
 @step_along_direction.register_loop
-def _follow_loop(p, m, v, unbias1, unbias2, eps, decay, rate):
+def _step_along_direction_loop(p, m, v, unbias1, unbias2, eps, decay, rate):
     for i in range(p.size):
         a = (m[i] * unbias1) / (np.sqrt(v[i]) * unbias2 + eps)
         if decay != 0:
@@ -129,7 +129,8 @@ class LAMB:
         update_moments(xp, (m, v, g), (scale, 1.0 - beta1, beta2, 1.0 - beta2))
         runs = segments.spans_per_segment(self.groups)
         options = [
-            (*self._get_bias_corrections(step - run.missed), self.eps, run.decay_or(self.weight_decay)) for run in runs
+            (*self._get_bias_corrections(step - run.missed), self.eps, run.get_weight_decay(self.weight_decay))
+            for run in runs
         ]
         squares = [_sum_squares(xp, s, p, m, v, numbers) for s, numbers in zip(segments.items, options, strict=True)]
         norms = segments.all_reduce_square_sums([of_p for of_p, _ in squares], [of_u for _, of_u in squares])

@@ -115,7 +115,7 @@ class Muon:
             span = slice(s.start, s.stop)
             own_slots = {name: slots[name][span] for name in self.slots}
             if self.is_matrix(s.name, s.shape):
-                parts[s.name] = self._update_momentum(g[span], own_slots["m"], scale)
+                parts[s.name] = self._update_momentum_and_get_direction(g[span], own_slots["m"], scale)
             else:
                 alone = ShardSegments((ShardSegment(s.name, 0, s.stop - s.start, s.offset, s.size, missed=s.missed),))
                 self._other_optimizer.update(
@@ -161,7 +161,7 @@ class Muon:
         other: Any = self.others
         return replace(other, lr=self.lr, weight_decay=self.weight_decay, groups=self.groups)
 
-    def _update_momentum(self, g: Any, m: Any, scale: float) -> Any:
+    def _update_momentum_and_get_direction(self, g: Any, m: Any, scale: float) -> Any:
         """Set m = momentum m + scale g, and return the direction with Nesterov's look-ahead, scale g + momentum m."""
         share = m.dtype.type(self.momentum)
         direction = g.astype(m.dtype) * m.dtype.type(scale)
@@ -174,7 +174,7 @@ class Muon:
         """Update this rank's part p of a matrix, given all elements `full` of its direction."""
         matrix = full.reshape(s.shape[0], -1)
         o = orthogonalize(xp, matrix).reshape(-1)[s.offset : s.offset + p.size]
-        p *= p.dtype.type(1.0 - lr * run.decay_or(self.weight_decay))
+        p *= p.dtype.type(1.0 - lr * run.get_weight_decay(self.weight_decay))
         p -= o * p.dtype.type(lr * 0.2 * max(matrix.shape) ** 0.5)
 
 

@@ -123,7 +123,7 @@ class Elementwise(ABC):
         require_matching_shard(self, p, g, slots, step, segments)
         for run in segments.hyperparameter_spans(self.groups):
             span = slice(run.start, run.stop)
-            rates = {"lr": lr * run.lr_scale, "weight_decay": run.decay_or(self.weight_decay), "scale": scale}
+            rates = {"lr": lr * run.lr_scale, "weight_decay": run.get_weight_decay(self.weight_decay), "scale": scale}
             own_slots = {name: array[span] for name, array in slots.items()}
             self._update_span(xp, p[span], g[span], own_slots, step - run.missed, **rates)
 

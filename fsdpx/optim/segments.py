@@ -72,7 +72,7 @@ class HyperparameterSpan:
     weight_decay: float | None = None
     missed: int = 0
 
-    def decay_or(self, default: float) -> float:
+    def get_weight_decay(self, default: float) -> float:
         return default if self.weight_decay is None else self.weight_decay
 
 
@@ -155,13 +155,13 @@ class ShardSegments:
         key = tuple([missed.get(s.name, 0) for s in self.items])
         if not any(key):
             return self
-        if key not in self._with_missed:
+        if key not in self._cached_by_missed:
             items = tuple(replace(s, missed=n) for s, n in zip(self.items, key, strict=True))
-            self._with_missed[key] = replace(self, items=items)
-        return self._with_missed[key]
+            self._cached_by_missed[key] = replace(self, items=items)
+        return self._cached_by_missed[key]
 
     @cached_property
-    def _with_missed(self) -> dict[tuple[int, ...], "ShardSegments"]:
+    def _cached_by_missed(self) -> dict[tuple[int, ...], "ShardSegments"]:
         return {}
 
     @cached_property
@@ -188,7 +188,7 @@ class ShardSegments:
         tuple of HyperparameterSpan
             in the order of the shard, without empty spans; cached
         """
-        return self._get_cached(_merge_spans, groups)
+        return self._get_or_make_spans(_merge_spans, groups)
 
     def spans_per_segment(self, groups: ParamGroups) -> tuple[HyperparameterSpan, ...]:
         """Return the hyperparameters of each segment.
@@ -202,7 +202,7 @@ class ShardSegments:
         tuple of HyperparameterSpan
             one span per segment, in the order of `items`; cached
         """
-        return self._get_cached(_make_spans, groups)
+        return self._get_or_make_spans(_make_spans, groups)
 
     def split_into_blocks(self, max_elements: int) -> list[tuple[int, "ShardSegments"]]:
         """Split the shard into blocks of at most `max_elements` elements.
@@ -231,7 +231,7 @@ class ShardSegments:
     def _blocks_by_size(self) -> dict[int, list[tuple[int, "ShardSegments"]]]:
         return {}
 
-    def _get_cached(
+    def _get_or_make_spans(
         self, make: Callable[..., tuple[HyperparameterSpan, ...]], groups: ParamGroups
     ) -> tuple[HyperparameterSpan, ...]:
         """Return `make(items, groups)`, cached: every update needs it, and matching thousands of names takes longer

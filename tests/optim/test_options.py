@@ -197,7 +197,7 @@ def test_no_decay_knows_norms_by_what_they_are(name, norm, decays):
     held = ShardSegments((ShardSegment(name, 0, 10, 0, 10, norm=norm),))
     for part in (held, held.split_into_blocks(4)[1][1]):
         (run,) = part.hyperparameter_spans(optim.no_decay)
-        assert run.decay_or(0.1) == (0.1 if decays else 0.0)
+        assert run.get_weight_decay(0.1) == (0.1 if decays else 0.0)
 
 
 def test_sums_go_over_all_shards_of_a_parameter():

@@ -37,7 +37,7 @@ def report_call_to_watchdog(comm: Any, call: str) -> None:
     """Tell the watchdog of `comm` that this rank has reached `call`, which all of its ranks make."""
     watcher = getattr(unwrap_communicator(comm), "watched_by", None)
     if watcher is not None:
-        watcher.record.on_call(call)
+        watcher.record.on_collective_call(call)
 
 
 def stop_watching(comm: Any) -> Any:

@@ -44,7 +44,7 @@ class ActivationMeter:
         self._users: dict[int, int] = {}
         self._planned: tuple[tuple[int, int], set[int]] = ((-1, -1), set())
 
-    def get_memory_by_slot(self) -> dict[Slot, dict[int, int]]:
+    def get_storage_bytes_by_slot(self) -> dict[Slot, dict[int, int]]:
         """Return slot -> (identity -> bytes) of the memory behind its current value."""
         return dict(self._held)
 
@@ -62,7 +62,7 @@ class ActivationMeter:
                 del self._users[root]
                 self.alive -= nbytes
 
-    def count_slot(self, slot: Slot, value: Any) -> None:
+    def count_slot_bytes(self, slot: Slot, value: Any) -> None:
         """Count the new value of a slot, in place of the old one."""
         self.forget_slot(slot)
         there = self._planned[1]
@@ -126,7 +126,7 @@ class HeapRecorder(Observer):
         self._each.append((meter.peak - passing, meter.live - passing))
         if meter.peak > self._most:
             self._most, self._rows, self.program, self.action_at_peak = meter.peak, passing, program, self._next
-            self.slots_at_peak = self.activations.get_memory_by_slot()
+            self.slots_at_peak = self.activations.get_storage_bytes_by_slot()
         slots, meter.peak = program.slots[self._next], meter.live
         self._next += 1
         self.activations.exclude_arena(state.arena)
@@ -134,12 +134,12 @@ class HeapRecorder(Observer):
             self.activations.forget_slot(slot)
         for slot in filter(is_activation_slot, (*slots.gives, *slots.adds)):
             value = state.store[slot]
-            self.activations.count_slot(
+            self.activations.count_slot_bytes(
                 slot, value.finish() if isinstance(value, TimedTransfer) else value
             )  # pending, or complete
 
     @property
-    def _arena_bytes(self) -> int:
+    def _bytes_kept_between_programs(self) -> int:
         """The bytes of memory that stays allocated between programs."""
         state = self._engine.state
         slab = [] if state.arena.slab is None else [state.arena.slab]
@@ -150,7 +150,7 @@ class HeapRecorder(Observer):
     @property
     def peak_heap_bytes(self) -> int:
         """The peak bytes of the heap."""
-        return self._most - self._arena_bytes
+        return self._most - self._bytes_kept_between_programs
 
     @property
     def peak_activation_bytes(self) -> int:
@@ -160,10 +160,10 @@ class HeapRecorder(Observer):
     @property
     def activation_bytes_by_action(self) -> list[tuple[int, int]]:
         """For each action of the last program, the peak bytes of activations in it, and the bytes after it."""
-        arena = self._arena_bytes
+        arena = self._bytes_kept_between_programs
         return [(most - arena, after - arena) for most, after in self._each]
 
-    def get_peak_memory(self) -> dict[str, int]:
+    def get_peak_bytes_by_kind(self) -> dict[str, int]:
         """Return bytes by kind of memory when the heap was largest."""
         state = self._engine.state
         bytes_by_kind = {"gradients": 0, **state.count_bytes_by_kind(), "activations": self.peak_activation_bytes}

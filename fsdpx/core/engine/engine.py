@@ -26,7 +26,7 @@ from fsdpx.core.engine.operations import Executable, ExecutableAction, require_f
 from fsdpx.core.engine.run import BufferViews, LayerContextCache, ProgramRun, get_action_target
 from fsdpx.core.program import PROGRAM_KINDS, Action, Program, ProgramRequest, Slot
 from fsdpx.core.state.step_inputs import Microbatch, StepInputs
-from fsdpx.core.state.train_state import TrainState, restore_copies
+from fsdpx.core.state.train_state import TrainState, restore_from_copies
 from fsdpx.core.state.units import Unit
 from fsdpx.nn.layer import LayerContext, Parameters
 
@@ -108,11 +108,11 @@ class Engine:
                 if kind.loss == "LOSS" and not kind.updates and not overflows:  # before it is accumulated
                     require_finite_loss(run, results[Slot("mean")], run.sync_group)
             except BaseException:  # also Ctrl-C in an interactive session, which continues
-                restore_copies(statistics)
+                restore_from_copies(statistics)
                 self.state.discard_after_error()
                 raise
         if (scale := results.get(Slot("scale"))) is not None and scale.skip:
-            restore_copies(statistics)
+            restore_from_copies(statistics)
         return results
 
     def _begin_run(self, executable: Executable, feed: StepInputs) -> ProgramRun:

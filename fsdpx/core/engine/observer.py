@@ -25,7 +25,7 @@ class Observer:
 
     __slots__ = ()
 
-    def on_call(self, call: str) -> None:
+    def on_collective_call(self, call: str) -> None:
         """Handle that this rank enters a call that all ranks make."""
 
     def on_program_begin(self, program: Program, state: TrainState) -> None:
@@ -72,7 +72,7 @@ class Observer:
 class Hooks:
     """By method of `Observer`: the bound methods of all observers that override it."""
 
-    on_call: tuple[Callable[[str], None], ...]
+    on_collective_call: tuple[Callable[[str], None], ...]
     on_program_begin: tuple[Callable[[Program, TrainState], None], ...]
     wrap_units: tuple[Callable[[Sequence[Unit]], Sequence[Unit]], ...]
     on_action_begin: tuple[Callable[[str, float], None], ...]

@@ -169,7 +169,7 @@ def start_all_gather_page(run: ProgramRun, action: Action, taken: Values, read: 
     full = run.workspace.get_full_parameter_buffer(p)
     views = run.views.view_parameters(page.page, full)
     if (sent := place.formats.wire) is not None:
-        wire = run.workspace.take_next_buffer("wire", p, page.size, sent)
+        wire = run.workspace.take_next_slab_buffer("wire", p, page.size, sent)
         own_part = wire[page.own_range.start : page.own_range.stop]
         store(place.xp, master, own_part)
         handle = comm.all_gather(own_part, wire, page.counts, what=description)

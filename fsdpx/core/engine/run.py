@@ -195,7 +195,7 @@ class Workspace:
         self._nothing.clear()
         self.state.arena.grow_slab(self.plan)
 
-    def take_next_buffer(self, kind: str, page: int, size: int, dtype: Any) -> Any:
+    def take_next_slab_buffer(self, kind: str, page: int, size: int, dtype: Any) -> Any:
         """Return the buffer of the next lifetime of that kind for a page; lifetimes come in the order of the
         program."""
         slot = Slot(kind, page)
@@ -208,7 +208,7 @@ class Workspace:
         kept = self._full[page]
         if kept is not None:
             return kept
-        return self.take_next_buffer("full", page, self.placement.pages[page].size, self.placement.formats.compute)
+        return self.take_next_slab_buffer("full", page, self.placement.pages[page].size, self.placement.formats.compute)
 
     def get_shard_gradient(self, page: int) -> Any:
         """Return the array that holds the reduced gradient of a page until its update."""
@@ -223,7 +223,7 @@ class Workspace:
         elif page in self._local:
             buffer = self.state.get_or_create_local_gradient(make_local_gradient_row(place, page))
         else:
-            buffer = self.take_next_buffer("grad", page, row.elements, row.dtype)
+            buffer = self.take_next_slab_buffer("grad", page, row.elements, row.dtype)
         shared = self.state.arena.memory is not None
         return place.accumulation.create_gradient(
             buffer, lambda b: views.split_buffer(b, row.span.size), keep_offset=shared
@@ -238,7 +238,7 @@ class Workspace:
             nbytes = self._scratch[kind, page] = count_scratch_bytes(self.state, Slot(kind, page))
         dtype = np.dtype("uint8") if SLOTS[kind].raw else self.placement.formats.gradients
         if nbytes:
-            return self.take_next_buffer(kind, page, nbytes // dtype.itemsize, dtype)
+            return self.take_next_slab_buffer(kind, page, nbytes // dtype.itemsize, dtype)
         if kind not in self._nothing:  # a view of the slab: in shared memory if the scratch of other ranks is
             arena = self.state.arena
             buffer = self.placement.xp.empty((0,), dtype=dtype) if arena.slab is None else arena.view_slab(0, 0, dtype)

@@ -95,7 +95,7 @@ def insert_recompute(actions: Actions, units: Collection[int]) -> Actions:
 def insert_gathers(actions: Actions, stage: Stage, ahead: int, keep: bool, resident: Iterable[int] = ()) -> Actions:
     """Insert GATHER and FREE. All future uses are known, so before an action exactly those pages are resident that it
     needs and the next `ahead` pages (Belady's rule with prefetch). With `keep` nothing is freed."""
-    needs = [_list_pages("full", VERBS[a.op].reads, a, stage) for a in actions]
+    needs = [_list_pages_of_kind("full", VERBS[a.op].reads, a, stage) for a in actions]
     have = dict.fromkeys(resident)
     result: Actions = []
     for i, action in enumerate(actions):
@@ -110,7 +110,7 @@ def insert_gathers(actions: Actions, stage: Stage, ahead: int, keep: bool, resid
     return result if keep else result + [Action("FREE", p) for p in have]
 
 
-def _list_pages(kind: str, words: Iterable[str], action: Action, stage: Stage) -> list[int]:
+def _list_pages_of_kind(kind: str, words: Iterable[str], action: Action, stage: Stage) -> list[int]:
     """Return the pages of the slots of a kind among words of the table."""
     slots = (
         slot for word in words if word.startswith(f"{kind}:") for slot in resolve_slot_word(word, action, stage, 1)
@@ -134,7 +134,7 @@ def insert_reduces(actions: Actions, stage: Stage, each: bool, behind: int, join
     """Insert REDUCE after the last action that adds into a page's gradient (with `each`: the last of every microbatch)
     and SETTLE at most `behind` reduces of other pages later, before any action adds into that page again, and at the
     end. With `join` the last SETTLE of a page is followed by JOIN."""
-    added = [_list_pages("grad", VERBS[a.op].adds, a, stage) for a in actions]
+    added = [_list_pages_of_kind("grad", VERBS[a.op].adds, a, stage) for a in actions]
     rounds = [a.mb if each else None for a in actions]
     last = {(p, rounds[i]): i for i, pages in enumerate(added) for p in pages}
     complete = [[p for p in pages if last[p, rounds[i]] == i] for i, pages in enumerate(added)]

@@ -206,7 +206,7 @@ class Stage:
         before = sum((e.sender, e.receiver) == pair for e in self.edges[: edge.number])
         return before * microbatches + mb
 
-    def is_last_use(self, edge: Edge) -> bool:
+    def can_drop_after_send(self, edge: Edge) -> bool:
         """Return whether this rank no longer needs a value once it is sent."""
         return edge.gradient or edge.value not in self._values_read
 
@@ -281,7 +281,8 @@ def _resolve_total_gradients(over: str, action: Action, stage: Stage) -> list[Sl
 
 def _resolve_edge_value(over: str, action: Action, stage: Stage) -> list[Slot]:
     edge = stage.edge_of(action)
-    wanted = {"arrives": True, "last": stage.is_last_use(edge), "kept": not stage.is_last_use(edge)}[over]
+    last = stage.can_drop_after_send(edge)
+    wanted = {"arrives": True, "last": last, "kept": not last}[over]
     return [Slot("dact" if edge.gradient else "act", edge.value, action.mb)] if wanted else []
 
 

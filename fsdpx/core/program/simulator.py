@@ -247,7 +247,7 @@ class StageCosts:
         parts["B"] = parts["I"] + parts["W"]
         return sum(value if isinstance(value, int | float) else value[action.unit] for value in parts[action.op])
 
-    def check(self, stages: int) -> None:
+    def require_stage_count(self, stages: int) -> None:
         """Raise ConfigError if a time is given per stage, but not for this number of stages.
 
         Parameters
@@ -311,7 +311,7 @@ def simulate_until_deadlock(
     schedule: PipelineSchedule, costs: StageCosts
 ) -> tuple[list[list[ActionEvent]], list[Deadlock]]:
     """Simulate a schedule; return the events of each rank, and the ranks that do not finish because of a deadlock."""
-    costs.check(schedule.stages)
+    costs.require_stage_count(schedule.stages)
 
     def make_task(rank: int, action: Action) -> SimulatedTask:
         wanted = list_dependencies(action, schedule.stages)

@@ -14,7 +14,7 @@ from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.init import find_node_communicator
 from fsdpx.core.comm.mesh import MeshAxes
 from fsdpx.core.state.flat_parameters import ElementRange, Interval, coalesce_runs
-from fsdpx.core.state.ledger import Ledger, LedgerKey, LedgerRow, list_rows
+from fsdpx.core.state.ledger import Ledger, LedgerKey, LedgerRow, list_ledger_rows
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.storage import StateStorage
 from fsdpx.core.state.train_state import TieGroup, TrainState
@@ -26,7 +26,7 @@ __all__ = [
     "allocate_rows_in_windows",
     "allocate_state",
     "choose_shared_memory",
-    "fill_shards",
+    "fill_parameter_shards",
     "initialize_parameters",
 ]
 
@@ -129,11 +129,11 @@ def allocate_state(placement: Placement, initial: bool = True) -> TrainState:
 def _list_rows_and_allocate_shared(placement: Placement, arena: Arena) -> list[LedgerRow]:
     """Return the rows of this rank; those shared between ranks are already allocated in shared memory."""
     sharers = agree_on_sharer_count(placement, arena)
-    rows = list(list_rows(placement, arena.memory is not None, sharers))
+    rows = list(list_ledger_rows(placement, arena.memory is not None, sharers))
     if sharers:
         full = [row for row in rows if row.key.kind == "full"]
         if not allocate_rows_in_windows(placement, arena, full, "full parameters", together=True):
-            rows = list(list_rows(placement, True, 0))
+            rows = list(list_ledger_rows(placement, True, 0))
     gradients = [row for row in rows if row.key.kind == "grad"]
     if arena.memory is not None and placement.keeps_full_gradients and _are_rows_in_memory(placement, "grad"):
         allocate_rows_in_windows(placement, arena, gradients, "gradients", together=False)
@@ -187,11 +187,11 @@ def initialize_parameters(state: TrainState) -> None:
         into = getattr(spec.init, "into", None) if spec.cut is None or spread.width == 1 else None
         return into is not None and into(target, start)
 
-    fill_shards(state, draw_values, BLOCK_ELEMENTS, read_values_into)
+    fill_parameter_shards(state, draw_values, BLOCK_ELEMENTS, read_values_into)
     state.placement.sync_policy.on_initialized(state)
 
 
-def fill_shards(
+def fill_parameter_shards(
     state: TrainState,
     values: Any,
     max_elements: int = sys.maxsize,
@@ -224,7 +224,7 @@ def _connect_tie_groups(placement: Placement) -> dict[int, TieGroup]:
     ties: dict[int, TieGroup] = {}
     for pages in layout.twins:
         ranks = tuple(home[p] for p in pages)
-        comm = _make_peer_communicator(axes, sorted(set(ranks))) if len(set(ranks)) > 1 else None
+        comm = _make_pipe_subgroup(axes, sorted(set(ranks))) if len(set(ranks)) > 1 else None
         if pages[0] in placement.stage.tie_groups:
             ties[pages[0]] = TieGroup(pages, ranks, comm, layout.pages[pages[0]].partial)
         elif comm is not None:
@@ -234,7 +234,7 @@ def _connect_tie_groups(placement: Placement) -> dict[int, TieGroup]:
     return ties
 
 
-def _make_peer_communicator(axes: MeshAxes, ranks: Sequence[int]) -> Communicator:
+def _make_pipe_subgroup(axes: MeshAxes, ranks: Sequence[int]) -> Communicator:
     """Return a communicator of the ranks of this line of the pipe at `ranks`; on other ranks, one of only this rank.
     Collective."""
     place = axes.coordinates

@@ -26,7 +26,7 @@ __all__ = [
     "get_saved_name_prefix",
     "get_state_dtype",
     "get_tensor_name",
-    "list_rows",
+    "list_ledger_rows",
     "list_saved_tensors",
     "make_local_gradient_row",
 ]  # fmt: skip
@@ -153,13 +153,13 @@ class Ledger:
     def add_row(self, row: LedgerRow, array: Any) -> None:
         assert row.key not in self.rows, f"{row.key} is there already"
         self.rows[row.key], self.arrays[row.key] = row, array
-        self._count_row(row, 1)
+        self._add_row_bytes(row, 1)
 
     def drop_row(self, key: LedgerKey) -> None:
-        self._count_row(self.rows.pop(key), -1)
+        self._add_row_bytes(self.rows.pop(key), -1)
         self.arrays.pop(key, None)
 
-    def _count_row(self, row: LedgerRow, sign: int) -> None:
+    def _add_row_bytes(self, row: LedgerRow, sign: int) -> None:
         if row.is_kept and row.inside is None:
             kind = LEDGER_KINDS[row.key.kind].memory
             self._now[kind] += sign * (row.nbytes // row.sharers)
@@ -206,7 +206,7 @@ class Ledger:
         self.arrays.clear()
 
 
-def list_rows(placement: Placement, windows: bool, sharers: int) -> Iterator[LedgerRow]:
+def list_ledger_rows(placement: Placement, windows: bool, sharers: int) -> Iterator[LedgerRow]:
     """Yield all rows of this rank. windows: ranks of a machine share memory. sharers: how many ranks share their full
     parameters there, 0 if none do."""
     return map(placement.options.storage.assign_row_level, _list_memory_rows(placement, windows, sharers))
@@ -223,7 +223,7 @@ def _list_memory_rows(placement: Placement, windows: bool, sharers: int) -> Iter
                 kind = "average" if name == AVERAGE_SLOT else "slot"
                 key = LedgerKey(kind, page.page.index, name)
                 yield LedgerRow(key, placement.get_slot_dtype(name), page.own_range, owner)
-            yield from placement.sync_policy.list_rows(page)
+            yield from placement.sync_policy.list_policy_rows(page)
             yield from _list_codec_rows(placement, page)
     for name, spec in placement.layout.statistic_specs.items():
         yield LedgerRow(LedgerKey("statistic", None, name), formats.statistics, ElementRange(0, spec.size), "all")

@@ -31,7 +31,7 @@ class SampleLayout(Protocol):
         """True if all ranks work on the same samples: a rank in predict then waits only for the ranks with the other
         parts."""
 
-    def is_batched(self, given: Any) -> bool:
+    def has_sample_dim(self, given: Any) -> bool:
         """Return whether an array that a caller passes has a dim of samples."""
 
     def count_rows_per_group(self, rows: Sequence[int]) -> Sequence[int]:
@@ -81,7 +81,7 @@ class CompleteSamples:
     has_complete_samples: ClassVar = True
     has_one_group: ClassVar = False
 
-    def is_batched(self, given: Any) -> bool:
+    def has_sample_dim(self, given: Any) -> bool:
         return True
 
     def count_rows_per_group(self, rows: Sequence[int]) -> Sequence[int]:

@@ -50,7 +50,7 @@ class StorageLevelChoice(ABC):
     """The option of what to keep in a slower level between uses. Inherit from it to write a level."""
 
     @abstractmethod
-    def check(self, optimizer: Any, average: Any) -> None:
+    def require_something_to_store(self, optimizer: Any, average: Any) -> None:
         """Raise ConfigError if there is nothing to store."""
 
     @abstractmethod
@@ -81,7 +81,7 @@ class StorageLevelChoice(ABC):
 class Memory(StorageLevelChoice):
     """The choice to keep everything in memory."""
 
-    def check(self, optimizer: Any, average: Any) -> None:
+    def require_something_to_store(self, optimizer: Any, average: Any) -> None:
         return
 
     def pair_slots_with_stand_ins(self, pages: Mapping[int, bool], units: int, slots: bool) -> StoredSlots:

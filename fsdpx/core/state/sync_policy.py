@@ -126,7 +126,7 @@ class SyncPolicy:
         """Allocate memory that all ranks can access; yield keys of rows with their arrays in it. Collective."""
         return iter(())
 
-    def list_rows(self, page: ShardedPage) -> Iterator[Any]:
+    def list_policy_rows(self, page: ShardedPage) -> Iterator[Any]:
         """Yield additional rows of the ledger for a trained page."""
         return iter(())
 

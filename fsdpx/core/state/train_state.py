@@ -17,7 +17,7 @@ from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.storage import StateStorage
 from fsdpx.errors import NumericsError
 
-__all__ = ["FrozenParameters", "LossScaler", "TieGroup", "TrainState", "restore_copies"]
+__all__ = ["FrozenParameters", "LossScaler", "TieGroup", "TrainState", "restore_from_copies"]
 
 SMALLEST_LOSS_SCALE = 2.0**-40
 
@@ -126,7 +126,7 @@ class FrozenParameters:
         self.missed, self._updates_when_frozen = missed, dict.fromkeys(self.frozen, updates)
 
 
-def restore_copies(pairs: Iterable[tuple[Any, Any]]) -> None:
+def restore_from_copies(pairs: Iterable[tuple[Any, Any]]) -> None:
     """Copy saved values back into arrays, from (array, copy) pairs."""
     for array, before in pairs:
         array[...] = before
@@ -190,7 +190,7 @@ class TrainState:
         return self.ledger.get_array("statistic", None, name).reshape(self.placement.layout.specs[name].shape)
 
     def copy_running_statistics(self) -> list[tuple[Any, Any]]:
-        """Return the running statistics that this rank updates, each with a copy, for `restore_copies` if a step
+        """Return the running statistics that this rank updates, each with a copy, for `restore_from_copies` if a step
         fails."""
         names = {name for names in self.placement.statistics.values() for name in names}
         arrays = [self.ledger.get_array("statistic", None, name) for name in sorted(names)]

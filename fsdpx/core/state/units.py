@@ -217,7 +217,7 @@ def lay_out_model(
     twins: dict[str, list[int]] = {}
     for alias, name in copies.items():
         twins.setdefault(name, [home[name]]).append(home[alias])
-    last_use = _find_last_uses(model)
+    last_use = _find_last_readers(model)
     trained = [any(specs[name].trainable for name in names) for names in _list_node_parameters(model.nodes, model.ties)]
     units = tuple(_make_unit(k, group, model, ties, home, last_use, spread, trained) for k, group in enumerate(groups))
     groups_of = tuple(tuple(sorted(group)) for group in twins.values())
@@ -313,7 +313,7 @@ def _group_nodes(weights: list[int], limit: int, start: int) -> list[list[int]]:
     return groups
 
 
-def _find_last_uses(model: LayerList) -> dict[int, int]:
+def _find_last_readers(model: LayerList) -> dict[int, int]:
     """Return value -> position of the last node that reads it, if any; model outputs are read after all nodes."""
     uses = {v: i for i, node in enumerate(model.nodes) for v in node.inputs}
     return uses | dict.fromkeys(model.outputs, len(model.nodes))

@@ -370,7 +370,7 @@ def _make_step_options(
     every, count = recomputing.every, len(pages.layout.units)
     if every > count:
         raise ConfigError(f"recompute={every}: the model has {count} units; take a number up to that")
-    distribution.storage_choice.check(training.optimizer, training.average)
+    distribution.storage_choice.require_something_to_store(training.optimizer, training.average)
     mesh, state, rounding = ranks.axes.mesh, pages.layout.statistic_specs, reducing.codecs.rounding_codec
     chosen = ChoiceContext(recipe, model, formats, mesh, state, ranks.xp, rounding)
     require_compatible(ranks.pace.excluded, chosen, ranks.pace.message_prefix)

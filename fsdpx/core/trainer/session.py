@@ -157,7 +157,7 @@ class Session:
     def record_call_and_raise_pending_error(self, call: str) -> None:
         """Record in this rank's flight record that it makes `call`. Raise the error, if there is one, that another rank
         met in `predict` and passed to this rank."""
-        for enter in self.engine.hooks.on_call:
+        for enter in self.engine.hooks.on_collective_call:
             enter(call)
         if (
             self._uncoordinated is not None
@@ -277,7 +277,7 @@ class Session:
         try:
             batches.require_batch_on_device(place, x, y)
             checked.inputs = batches.prepare_inputs(place, x)
-            checked.batched = layout.has_complete_samples or layout.is_batched(
+            checked.batched = layout.has_complete_samples or layout.has_sample_dim(
                 batches.list_inputs_in_order(place, x)[0]
             )
             checked.rows = int(checked.inputs[0].shape[0])

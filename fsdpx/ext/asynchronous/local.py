@@ -344,7 +344,7 @@ class LocalSyncPolicy(SyncPolicy):
         parts = {p: [self._find_elements_of_rank(p, place) for place in places] for p in trained}
         return {p: self.placement.make_shard_segments(p, axes.data, parts[p], alone) for p in trained}
 
-    def list_rows(self, page: ShardedPage) -> Iterator[LedgerRow]:
+    def list_policy_rows(self, page: ShardedPage) -> Iterator[LedgerRow]:
         """Yield the rows of a page. The outer gradient uses the memory of the reduced gradient, unless it is pending
         for longer than a step."""
         place, p = self.placement, page.page.index

@@ -348,7 +348,7 @@ class OwnSpeedPolicy(SyncPolicy):
         self.window = self.memory.window
         return self.memory.iterate_own_arrays()
 
-    def list_rows(self, page: ShardedPage) -> Iterator[LedgerRow]:
+    def list_policy_rows(self, page: ShardedPage) -> Iterator[LedgerRow]:
         if (key := LedgerKey("added", page.page.index)) in self.memory.keys:
             span = ElementRange(0, self.memory.get_own_array(key).size)
             yield LedgerRow(key, self.memory.dtype_of(key), span, "private")
@@ -360,7 +360,7 @@ class OwnSpeedPolicy(SyncPolicy):
 
     def pull_page(self, page: int, full: Any) -> None:
         """Read the current parameters of a page, once the slowest rank is not too far behind."""
-        self._wait_for_slowest_rank()
+        self._wait_for_staleness_bound()
         with self.window.access_epoch("pull"):
             for rank, span in self.memory.list_holder_spans(page):
                 with self.memory.locked_arrays(
@@ -371,7 +371,7 @@ class OwnSpeedPolicy(SyncPolicy):
                 if rank != self.rank:
                     self._count_traffic("pull", span.size, master.dtype)
 
-    def _wait_for_slowest_rank(self) -> None:
+    def _wait_for_staleness_bound(self) -> None:
         if (bound := self.choice.staleness) is not None:
             first = self.clock - bound
             self.window.wait_until_none_missing(
@@ -516,7 +516,7 @@ class OwnSpeedPolicy(SyncPolicy):
         if self.choice.sharded:
             here = self.placement.pages[key.page]
             if self.choice.staleness == 0:
-                self._wait_for_slowest_rank()
+                self._wait_for_staleness_bound()
             full = np.empty(here.size, self.memory.dtype_of(key))
             for rank, span in self.memory.list_holder_spans(here.page.index):
                 with self.memory.locked_arrays(rank, key, write=False) as (values,):

@@ -540,7 +540,7 @@ class Grid(Domain):
             found = array.transpose(0, *(places[letter] for letter in self.layout))
         return found if batched else found[0]
 
-    def is_batched(self, array: Any) -> bool:
+    def has_sample_dim(self, array: Any) -> bool:
         """Return whether an array has a leading samples dim in addition to the dims of the layout.
 
         Parameters
@@ -623,8 +623,8 @@ class FieldSamples:
     def has_one_group(self) -> bool:
         return prod(self.grid.dims) == self.axes.world.size
 
-    def is_batched(self, given: Any) -> bool:
-        return self.grid.is_batched(given)
+    def has_sample_dim(self, given: Any) -> bool:
+        return self.grid.has_sample_dim(given)
 
     def count_rows_per_group(self, rows: Sequence[int]) -> Sequence[int]:
         return [rows[member[0]] for member in self.axes.ranks_sharing_samples]

@@ -81,13 +81,13 @@ def list_action_events(record: ProgramRecord, place: TraceGroups) -> list[Action
     found = []
     for one in record.actions:
         times[one.action] += 1
-        start, end = _find_span(one, flights[one.action])
+        start, end = _find_action_span(one, flights[one.action])
         key = place.make_transfer_key(record, one.action, times[one.action])
         found.append(ActionEvent(place.rank, one.action, start, end, one.nbytes, key))
     return found
 
 
-def _find_span(one: ActionSpan, flights: Sequence[TransferSpan]) -> tuple[float, float]:
+def _find_action_span(one: ActionSpan, flights: Sequence[TransferSpan]) -> tuple[float, float]:
     """Return when an action had all its inputs, and when the last transfer that it issued was complete, else when it
     ended.
 
@@ -215,9 +215,9 @@ def list_trace_events(
         events = list_action_events(record, place)
         lanes.add_step(record, max(event.end for event in events))
         for wait in list_wait_events(record, events):
-            lanes.wait(wait)
+            lanes.add_wait(wait)
         for one, event in zip(record.actions, events, strict=True):
-            lanes.add_event(event, stops=(event.start, event.end) == (one.ready, one.end))
+            lanes.add_action(event, stops=(event.start, event.end) == (one.ready, one.end))
             lanes.add_memory(one.end, one.alive)
         for path, what, begin, end in record.layers:
             lanes.add_slice(COMPUTE_THREAD, f"{path} {what}", LAYER, begin, end)
@@ -263,12 +263,12 @@ class _TraceLanes:
         words = f"{record.program.kind} {record.steps + 1}"
         self.add_slice(STEPS_THREAD, words, "step", record.actions[0].begin, end, run=record.number, steps=record.steps)
 
-    def wait(self, event: ActionEvent) -> None:
+    def add_wait(self, event: ActionEvent) -> None:
         self.add_slice(
             COMPUTE_THREAD, f"wait for {event.action}", "wait", event.start, event.end, key=_format_key(event)
         )
 
-    def add_event(self, event: ActionEvent, stops: bool) -> None:
+    def add_action(self, event: ActionEvent, stops: bool) -> None:
         """Add an action. stops: the rank was blocked meanwhile."""
         verb = VERBS[event.action.op]
         occupies = verb.lane in ("compute", "host")
@@ -367,7 +367,7 @@ def merge_traces(folder: Path) -> tuple[Path, float, int]:
     _write_gzip_json(
         path,
         {
-            "traceEvents": [*events, *_list_simulated_events(ranks[0], folder, zero)],
+            "traceEvents": [*events, *_read_simulated_events(ranks[0], folder, zero)],
             "displayTimeUnit": "ms",
             "fsdpx": header,
         },
@@ -376,7 +376,7 @@ def merge_traces(folder: Path) -> tuple[Path, float, int]:
     return path, bound, len(ends[0] & ends[1])
 
 
-def _list_simulated_events(first: RankTrace, folder: Path, zero: float) -> list[JSON]:
+def _read_simulated_events(first: RankTrace, folder: Path, zero: float) -> list[JSON]:
     """Return the events of the simulated step in the folder, shifted to the beginning of the representative step on
     rank 0."""
     path = folder / SIMULATED

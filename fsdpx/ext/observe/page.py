@@ -72,7 +72,7 @@ def _iterate_transfers(one: RankTrace) -> Iterator[tuple[str, float, float, bool
     for event in one.events:
         key = event.get("args", {}).get("key")
         if event["ph"] == "X" and event["cat"] != "wait" and key:
-            yield (key, *_find_span(one, event), bool(event["args"]["stops"]))
+            yield (key, *_get_rank0_span(one, event), bool(event["args"]["stops"]))
 
 
 def _iterate_waits(one: RankTrace) -> Iterator[tuple[str, float, float, bool]]:
@@ -82,10 +82,10 @@ def _iterate_waits(one: RankTrace) -> Iterator[tuple[str, float, float, bool]]:
             yield key, begin, end, True
     for event in one.events:
         if event.get("cat") == "wait":
-            yield (event["args"]["key"], *_find_span(one, event), False)
+            yield (event["args"]["key"], *_get_rank0_span(one, event), False)
 
 
-def _find_span(one: RankTrace, event: dict[str, Any]) -> tuple[float, float]:
+def _get_rank0_span(one: RankTrace, event: dict[str, Any]) -> tuple[float, float]:
     return one.to_rank0_clock(event["ts"] / MICROSECONDS_PER_SECOND), one.to_rank0_clock(
         (event["ts"] + event["dur"]) / MICROSECONDS_PER_SECOND
     )

@@ -57,7 +57,7 @@ class OffloadConfig(StorageLevelChoice):
         if self.direct not in (None, True, False):
             raise ConfigError(f"OffloadConfig(direct={self.direct!r}): choose True, False or None")
 
-    def check(self, optimizer: Any, average: Any) -> None:
+    def require_something_to_store(self, optimizer: Any, average: Any) -> None:
         if self.what == ("optimizer",) and not optimizer.slots and average is None:
             raise ConfigError(f"offload={self!r}: {type(optimizer).__name__} keeps no state; leave it out")
 

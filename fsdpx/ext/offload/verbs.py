@@ -87,7 +87,7 @@ def _allocate_record_buffer(run: ProgramRun, slot: Slot) -> Any:
     nbytes = _get_disk(run).get_buffer_nbytes(slot)
     if not nbytes:  # this rank has no part of the record
         return run.placement.xp.empty((0,), dtype="uint8")
-    return run.workspace.take_next_buffer(slot.kind, slot.at, nbytes, "uint8")
+    return run.workspace.take_next_slab_buffer(slot.kind, slot.at, nbytes, "uint8")
 
 
 def _describe_record(placement: Placement, number: int) -> str:

@@ -83,7 +83,7 @@ class FlightRecorder(Observer):
         clock = time.time() - time.perf_counter()
         _HEADER.pack_into(self._buffer, 0, _MAGIC, rank, ranks, os.getpid(), clock, encode_label(host, 64))
 
-    def on_call(self, call: str) -> None:
+    def on_collective_call(self, call: str) -> None:
         """Record that a call begins that all ranks make."""
         self.calls += 1
         kept, before = encode_label(call, 56), self._before

@@ -19,7 +19,7 @@ class Everything(Observer):
     def __init__(self):
         self.told = []
 
-    def on_call(self, call):
+    def on_collective_call(self, call):
         self.told.append(("enter", call))
 
     def on_program_begin(self, program, state):

@@ -205,7 +205,7 @@ def spared(trainer: Any) -> set[str]:
     held = trainer.inspect.placement.segments.values()
     groups = trainer.inspect.placement.optimizer.groups
     every = [(s, run) for part in held for s, run in zip(part.items, part.spans_per_segment(groups), strict=True)]
-    return {s.name for s, run in every if run.decay_or(0.1) == 0}
+    return {s.name for s, run in every if run.get_weight_decay(0.1) == 0}
 
 
 MODELS: dict[str, tuple[Any, str]] = {

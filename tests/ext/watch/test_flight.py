@@ -91,7 +91,7 @@ def test_the_first_word_names_who_waits_and_where_the_others_stand(tmp_path: Pat
     elsewhere = "outside of fsdpx, at train.py:19 (no progress since 15:08:13)"
     for rank in (0, 1, 2, 4, 5):
         written = recorder(tmp_path, rank, 6)
-        written.on_call("step")
+        written.on_collective_call("step")
         written.record_wait(*((0.0, elsewhere) if rank in (0, 5) else (begun, f"all_gather on rank {rank} of 6")))
         if rank == 4:
             written.record_end(3)

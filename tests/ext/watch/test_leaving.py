@@ -166,12 +166,12 @@ def records(tmp_path):
 def test_who_ends_before_a_call_is_missed_in_it(records):
     made, paths = records
     for record in made:
-        record.on_call("step")
+        record.on_collective_call("step")
     made[2].record_end(3)
     assert (
         find_awaited_ended_rank(made[0], 60.0, paths[1:], all_ranks_local=False) is None
     )  # it may have done its part of the first call
-    made[0].on_call("save")
+    made[0].on_collective_call("save")
     assert find_awaited_ended_rank(made[0], 0.5, paths[1:], all_ranks_local=False) is None
     found = find_awaited_ended_rank(made[0], 2.0, paths[1:], all_ranks_local=False)
     assert found is not None
@@ -181,13 +181,13 @@ def test_who_ends_before_a_call_is_missed_in_it(records):
 def test_who_dies_in_an_action_is_missed(records, monkeypatch):
     made, paths = records
     for record in made:
-        record.on_call("step")
+        record.on_collective_call("step")
         record.on_action_begin("F0.0", 1.0)
     assert find_awaited_ended_rank(made[0], 2.0, paths[1:], all_ranks_local=False) is None
     gone = dead()
     monkeypatch.setattr(os, "getpid", lambda: gone)
     again = FlightRecorder(paths[1], 1, 3, "here")
-    again.on_call("step")
+    again.on_collective_call("step")
     again.on_action_begin("F0.0", 1.0)
     found = find_awaited_ended_rank(made[0], 2.0, paths[1:], all_ranks_local=False)
     assert found is not None
@@ -229,20 +229,20 @@ def test_ranks_that_wait_in_different_calls_are_named(records):
     made, paths = records
     long_ago = time.perf_counter() - 60
     for record in made:
-        record.on_call("step")
+        record.on_collective_call("step")
         record.record_wait(long_ago, "all_gather")
     assert find_diverged_calls(paths) == {}
     for record, name in zip(made, ("step", "barrier", "step"), strict=True):
-        record.on_call(name)
+        record.on_collective_call(name)
     assert find_diverged_calls(paths) == {0: "step", 1: "barrier", 2: "step"}
     made[2].record_wait(time.perf_counter(), "all_gather")
     assert find_diverged_calls(paths) == {}  # it has just begun to wait
     made[2].record_wait(0.0, "")
     assert find_diverged_calls(paths) == {}  # it does something, and may help the others
     made[2].record_wait(long_ago, "all_gather")
-    made[1].on_call("step")
+    made[1].on_collective_call("step")
     assert find_diverged_calls(paths) == {0: "step", 1: "barrier", 2: "step"}  # it took what was sent for another call
-    made[1].on_call("step")
+    made[1].on_collective_call("step")
     assert find_diverged_calls(paths) == {}
 
 
