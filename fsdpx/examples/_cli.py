@@ -13,7 +13,7 @@ __all__ = ["nonnegative_int", "positive_int", "run_main"]
 
 
 def positive_int(text: str, minimum: int = 1) -> int:
-    """Return an argument as an int; argparse error unless it is an integer of at least `minimum`."""
+    """Parse an argument as an int; raise an argparse error unless it is an integer of at least `minimum`."""
     try:
         found = int(text)
     except ValueError:
@@ -24,15 +24,15 @@ def positive_int(text: str, minimum: int = 1) -> int:
 
 
 def nonnegative_int(text: str) -> int:
-    """Return an argument as an int; argparse error unless it is an integer of at least 0."""
+    """Parse an argument as an int; raise an argparse error unless it is an integer of at least 0."""
     return positive_int(text, 0)
 
 
 def run_main(main: Callable[[], Any]) -> int:
     """Run `main` and return the exit status.
 
-    In a single process an error of fsdpx is printed as one line and gives status 2. Among ranks it is raised like any
-    other uncaught error: it is printed once, and ends all ranks."""
+    In a single process, an error of fsdpx is printed as one line, and the status is 2. In a job of several ranks, it is
+    raised like any other uncaught error: it is printed once, and ends all ranks."""
     try:
         found = main()
     except FsdpxError as error:

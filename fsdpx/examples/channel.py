@@ -18,7 +18,7 @@ rows, columns = (
 
 
 def make_initial_drops(seed):
-    """Return this rank's part of still water after two drops, (rows, columns, 3).
+    """Return this rank's part of still water with two drops, (rows, columns, 3).
 
     The last dim has height, velocity along x and velocity along y."""
     u = np.zeros((len(rows), len(columns), 3))
@@ -31,8 +31,8 @@ def make_initial_drops(seed):
 
 
 def add_halo(u):
-    """Return a part with one halo cell of its neighbors on each side; walls mirror
-    cells."""
+    """Return the part u with one halo cell on each side: from the neighbors, or mirrored
+    at walls."""
     for dim, wall in enumerate([(1, 1, -1), (1, 1, 1)]):
         before, after = cart.Shift(dim, 1)
         u = np.moveaxis(u, dim, 0)

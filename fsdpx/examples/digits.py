@@ -29,7 +29,7 @@ FONT = (
 
 
 def draw_digits(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return `count` noisy digits at random places: images (count, 1, SIDE, SIDE) in float32, labels (count,)."""
+    """Return `count` noisy digits at random positions: images (count, 1, SIDE, SIDE) in float32, labels (count,)."""
     glyphs = np.array([[[int(bit) for bit in row] for row in text.split()] for text in FONT], np.float32)
     rng = np.random.Generator(np.random.Philox(seed))
     labels = rng.integers(0, 10, count)

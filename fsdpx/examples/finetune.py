@@ -90,7 +90,8 @@ def write_conversations(path: Path, count: int = 400) -> None:
 def load_or_train_model(
     args: argparse.Namespace, tokenizer: Any, comm: Any
 ) -> tuple[Any, dict[str, np.ndarray] | None]:
-    """Return the model, and its parameters by name if they do not come from a folder. Collective."""
+    """Return the model of a folder and None; or, without a folder, a small model that is trained here, and its
+    parameters by name. Collective."""
     if args.folder is not None:
         return models.from_pretrained(args.folder), None
     model = nn.Llama(VOCAB, d_model=64, n_layers=2, n_heads=4, seq_len=args.seq_len, kv_heads=2)
@@ -118,7 +119,7 @@ def train_and_print_loss(trainer: fsdpx.Trainer, samples: Any, steps: int, batch
 
 
 def warn_if_format_differs(samples: data.SupervisedDataset, template: Any, folder: str) -> None:
-    """Print a line if the conversations do not have the format that the folder's chat template expects."""
+    """Print a warning if the conversations do not have the format that the folder's chat template expects."""
     if samples.messages and template is None:
         print(
             f"{folder}: there is no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): "

@@ -28,8 +28,8 @@ def sample_circle(rng: np.random.Generator, samples: int) -> np.ndarray:
 
 
 def compute_logit_gradient(logits: np.ndarray, real: bool, samples: int) -> np.ndarray:
-    """Return the gradient of the cross entropy with respect to the logits. real: the label. samples: of the global
-    batch, over which the loss is a mean."""
+    """Return the gradient of the cross entropy with respect to the logits. real: whether the label is "real". samples:
+    number of samples of the global batch, over which the loss is averaged."""
     return (1 / (1 + np.exp(-logits)) - real) / samples
 
 
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         for points, is_real in ((real, True), (fake, False)):
             critic.backward(compute_logit_gradient(critic.forward(points), is_real, args.batch))
         critic.update()
-        # the generator minimizes the critic's loss with the label "real": its gradient by the points
+        # the generator minimizes the critic's loss with the label "real": the gradient with respect to the points
         dfake = critic.backward(compute_logit_gradient(critic.forward(fake), True, args.batch))
         critic.zero_grad()  # discard the gradients of the critic's own parameters
         generator.backward(dfake)

@@ -1,4 +1,4 @@
-"""Train a byte-level GPT on real text: the main job of the documentation.
+"""Train a byte-level GPT on real text: the main example of the documentation.
 
     mpiexec -n 4 python -m fsdpx.examples.gpt --strategy fsdp --size tiny --steps 300
     mpiexec -n 4 python -m fsdpx.examples.gpt --mesh pipe=2,tensor=2 --sequence parallel --recompute all
@@ -92,8 +92,8 @@ def make_optimizer(lr: float, steps: int) -> optim.AdamW:
 def make_loader_and_batches(args: argparse.Namespace, comm: Any, prints: bool) -> tuple[data.DataLoader, list[Any]]:
     """Return the loader of the training split, and a list of fixed batches of the validation split.
 
-    comm: the data ranks, `trainer.data_group`; ranks that differ only on the pipe or tensor axis read the same samples.
-    prints: whether this rank prints."""
+    comm: the data ranks, `trainer.data_group`; ranks that differ only on the pipeline or tensor axis read the same
+    samples. prints: whether this rank prints."""
     source, seq_len = args.data or data.python_stdlib_folder(), SIZES[args.size].seq_len
     train = data.TextDataset(source, seq_len, split="train")
     held = data.TextDataset(source, seq_len, split="validation")
@@ -154,8 +154,8 @@ PASSING = ("chaos", "hash", "no_save", "resume", "run", "trace", "verbose")
 
 
 def parse_arguments_and_open_run(argv: Sequence[str] | None, comm: Any) -> tuple[argparse.Namespace, RunFolder | None]:
-    """Return the arguments, with those of a resumed run as defaults, and the run's folder, None with --no-save.
-    Collective."""
+    """Parse the arguments, with those of a resumed run as defaults; return them, and the run's folder or None with
+    --no-save. Rank 0 writes the arguments to the folder. Collective."""
     made = make_parser()
     args = made.parse_args(argv)
     if args.no_save:

@@ -20,15 +20,15 @@ rows, columns = (
 
 
 def make_random_plate(seed):
-    """Return this rank's part of a plate with random temperatures, one ghost cell on
-    each side."""
+    """Return this rank's part of a plate with random temperatures, with one ghost cell
+    on each side."""
     whole = np.random.default_rng(seed).random((ROWS, COLUMNS))
     return fill_halo(np.pad(whole[rows[:, None], columns], 1))
 
 
 def fill_halo(u):
-    """Fill the ghost cells from the neighbors, and those beyond walls: one wall is kept
-    at 1, the others are insulated."""
+    """Fill the ghost cells from the neighbors, and beyond walls: one wall is kept at 1,
+    the others are insulated."""
     for dim in range(2):
         before, after = cart.Shift(dim, 1)
         v = np.moveaxis(u, dim, 0)  # a view; the second dim also fills the corners

@@ -27,7 +27,7 @@ def write_figures(folder: Path, grid: fsdpx.Grid, end_states: Sequence[Array], e
     ----------
     folder : where to write; it is created if needed
     grid : how the field is split; 2 dims, of which the second is periodic
-    end_states : the last states of the solver and of the network, whole, (rows, columns, 3)
+    end_states : last states of the solver and of the network, full fields, (rows, columns, 3)
     errors : error of the network's state after each step, relative to the waves
     """
     from matplotlib import rc_context
@@ -75,7 +75,7 @@ def _draw_error_figure(errors: Sequence[float]) -> Any:
 
 
 def _draw_parts_figure(grid: fsdpx.Grid, height: Array, options: dict[str, Any]) -> Any:
-    """Draw each rank's part in its place, with its halo in pale colors; return the figure. There is no halo beyond
+    """Draw each rank's part at its position, with its halo in pale colors; return the figure. There is no halo beyond
     walls."""
     from matplotlib import rcParams
     from matplotlib.figure import Figure

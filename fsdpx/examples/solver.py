@@ -1,11 +1,11 @@
-"""A solver and a training side by side, on different ranks with different partitions of the field.
+"""A solver and a training run at the same time, on different ranks, with different partitions of the field.
 
 mpiexec -n 4 python -m fsdpx.examples.solver --trainers 2
 
 The solver advances the velocity of a fluid by Burgers' equation in two dimensions, in many small steps; each of its
-ranks has rows of the field. The other ranks have columns. They receive snapshots, from which they learn how the field
-changes in a large step, and send weights back. They also steer the solver: when their loss is low enough, it takes
-large steps by the network, and small ones only to check them and to produce snapshots."""
+ranks has rows of the field. The ranks that train have columns. They receive snapshots, learn from them how the field
+changes in a large step, and send weights back. They also steer the solver: when their loss is low enough, the solver
+takes large steps with the network, and small steps only to check these and to produce snapshots."""
 
 import argparse
 import sys
@@ -69,7 +69,7 @@ class PutWindow:
 
 class SnapshotExchange:
     """The cells of this rank's part that ranks with another partition of the field
-    need, and where they lie in their parts.
+    need, and the positions of these cells in their parts.
 
     Parameters
     ----------
@@ -167,8 +167,8 @@ def flatten_values(values: dict[str, Array]) -> Array:
 
 
 def run_solver(comm: Any, world: Any, rounds: int) -> tuple[float, float]:
-    """Solve; return the largest difference from the reference field, and the share of
-    small steps that were taken."""
+    """Run the solver; return the largest difference from the reference field, and the
+    share of small steps that were taken."""
     solver, learned = Solver(comm), False
     weights = sum(spec.size for spec in make_network().specs().values())
     exchange = PutWindow(world, weights + 1)

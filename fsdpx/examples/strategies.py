@@ -44,9 +44,10 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 def train_and_evaluate(comm: Any, name: str, steps: int = 40, folder: str = "") -> tuple[float, float, Any]:
-    """Train for some steps; return the loss of the batch before and after, and the report of this rank. Collective.
+    """Train for `steps` steps; return the loss on the batch before and after training, and this rank's report.
+    Collective.
 
-    folder: a folder of this job for offloaded state, used only by the strategy "offload"."""
+    folder: the job's folder for offloaded state, used only by the strategy "offload"."""
     options = dict(STRATEGIES[name])
     if "offload" in options:
         options["offload"] = fsdpx.OffloadConfig(folder, what=("optimizer", "parameters"))

@@ -2,8 +2,8 @@
 
     mpiexec -n 4 python -m fsdpx.examples.sweep --groups 2 --rates 3e-4 1e-3 3e-3 1e-2
 
-A group is an mpi4py communicator of its own, over which a model is distributed as over all ranks; groups wait for each
-other only at the end. Any option of `distribute` can be varied in this way."""
+Each group has its own mpi4py communicator, over which a model is distributed as it would be over all ranks. Groups wait
+for each other only at the end. Any option of `distribute` can be varied in this way."""
 
 import argparse
 import sys

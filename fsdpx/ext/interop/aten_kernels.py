@@ -1,5 +1,5 @@
-"""Operations of exported modules that run on fsdpx's matmuls and kernels: by the fastest library here, and with less
-saved for backward. For other dtypes and devices they run in PyTorch."""
+"""Operations of exported modules that run on fsdpx's matmuls and kernels, which use the fastest library available and
+save less for backward. Other dtypes and devices run in PyTorch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEFAULTS = (None, None, None, None, 1e-5)  # of aten.layer_norm: input, shape, w
 
 
 def run_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return `aten.linear`."""
+    """Compute `aten.linear`."""
     if not _can_run_natively(x, weight, bias):
         return aten.linear.default(x, weight, bias)
     return _apply_linear(x, weight, bias, None)
@@ -31,7 +31,7 @@ def run_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 def run_addmm(
     bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *, beta: float = 1, alpha: float = 1
 ) -> torch.Tensor:
-    """Return `aten.addmm`, for matrices whose rows are samples."""
+    """Compute `aten.addmm` for matrices whose rows are samples."""
     if not _can_run_natively(x, weight, bias) or bias.ndim != 1 or beta != 1 or alpha != 1:
         return aten.addmm.default(bias, x, weight, beta=beta, alpha=alpha)
     return _apply_linear(x, weight.t(), bias, None)
@@ -40,7 +40,7 @@ def run_addmm(
 def run_gelu_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, approximate: str = "none"
 ) -> torch.Tensor:
-    """Return `aten.linear` of `aten.gelu`: backward recomputes the result of the GELU."""
+    """Compute `aten.linear` of `aten.gelu`. Backward recomputes the result of the GELU instead of saving it."""
     if not _can_run_natively(x, weight, bias):
         return run_linear(aten.gelu.default(x, approximate=approximate), weight, bias)
     return _apply_linear(x, weight, bias, approximate)
@@ -50,7 +50,8 @@ def run_norm_linear(
     x: torch.Tensor, shape: Sequence[int], scale: torch.Tensor | None, shift: torch.Tensor | None, eps: float,
     weight: torch.Tensor, bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return `aten.linear` of `aten.layer_norm` over the last dim: backward recomputes the result of the norm."""
+    """Compute `aten.linear` of `aten.layer_norm` over the last dim. Backward recomputes the result of the norm instead
+    of saving it."""
     if not _can_run_natively(x, weight, bias, scale, shift):
         return run_linear(aten.layer_norm.default(x, shape, scale, shift, eps), weight, bias)
     y = _NormLinear.apply(x.reshape(-1, x.shape[-1]), scale, shift, eps, weight, bias)
@@ -61,7 +62,7 @@ def run_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """Return `aten.scaled_dot_product_attention`."""
+    """Compute `aten.scaled_dot_product_attention`."""
     alike = q.ndim == 4 and (enable_gqa or q.shape[1] == k.shape[1]) and (not is_causal or q.shape[2] == k.shape[2])
     if mask is not None or dropout_p or not alike or q.shape[0] != k.shape[0] or not _can_run_natively(q, k, v):
         options = {"scale": scale, "enable_gqa": enable_gqa}
@@ -70,14 +71,13 @@ def run_attention(
 
 
 NATIVE_KERNELS: dict[Any, Callable[..., Any]] = {aten.linear.default: run_linear, aten.addmm.default: run_addmm}
-"""Operations and their replacements. Attention has dropout, and is in `REPLACED_OPERATIONS`, as it depends on the
-mode."""
+"""Operations and their replacements. Attention is in `REPLACED_OPERATIONS`, because its dropout depends on the mode."""
 
 
 RESHAPES: dict[Any, Any] = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
-"""Views and the reshapes that replace them. A view is valid only for the strides of one tensor: PyTorch's exporter
-knows the strides that its own operations produce in one process, and fsdpx's operations and messages may produce
-others. Exported graphs write in place nowhere, so a copy gives the same result."""
+"""Views and the reshapes that replace them. A view is valid only for certain strides of a tensor. PyTorch's exporter
+knows the strides that its own operations produce in one process, but fsdpx's operations and messages may produce
+others. Exported graphs never write in place, so a copy gives the same result."""
 
 
 def fuse_operations(graph: fx.Graph) -> None:

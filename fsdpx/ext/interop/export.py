@@ -78,8 +78,8 @@ class Operation:
 
 @dataclass(frozen=True)
 class OperationGraph:
-    """Operations in order, inputs first. inner: graphs that some of them call, by name. Graphs that do the same have
-    equal text."""
+    """Operations in order, inputs first. inner: graphs that some of them call, by name. Graphs with the same operations
+    have the same repr."""
 
     nodes: Sequence[Operation]
     inner: Mapping[str, OperationGraph] = field(default_factory=dict)
@@ -99,8 +99,8 @@ class OperationGraph:
 class TensorValue:
     """The shape and dtype of a tensor in PyTorch's export.
 
-    sizes: a number if it holds for this module only, else a name, the same for all values of a module. kind: name of
-    the NumPy dtype."""
+    sizes: for each dim its size if the module fixes it, else a symbol; equal symbols in a module stand for equal sizes.
+    kind: name of the NumPy dtype."""
 
     sizes: Sequence[int | str]
     kind: str
@@ -120,8 +120,8 @@ class UnitShapes:
     result: TensorValue
 
     def find_result_shape_and_dtype(self, given: Sequence[Any]) -> tuple[tuple[int, ...], str] | None:
-        """Return (shape, dtype) of the result for these inputs; None if only PyTorch can tell, as for inputs that do
-        not fit or have other dtypes."""
+        """Return (shape, dtype) of the result for these inputs, or None if only PyTorch can determine them, for example
+        if the inputs do not fit or have other dtypes."""
         known = dict[str, int]()
         for array, value in zip(given, self.reads, strict=True):
             alike = array.dtype.name == value.kind or (array.dtype.kind in "iu" and "int" in value.kind)
@@ -139,10 +139,10 @@ class UnitShapes:
 class ModuleUnit:
     """The description of one layer.
 
-    name : path of the unit in the module reads, result : names of values between layers parameters : (name in the unit,
-    name in the module) in the order of the graph constants : names of buffers of the module, or constants, in the order
-    of the graph graph : takes the values read, then parameters, then constants; None: a batch norm, which is a layer of
-    its own shapes : of inputs and output"""
+    name: path of the unit in the module. reads, result: names of the values that the layer reads and returns.
+    parameters: (name in the unit, name in the module), in the order of the graph. constants: names of buffers of the
+    module, or constants, in the order of the graph. graph: takes the values read, then parameters, then constants;
+    None: the unit is a batch norm, which is a layer of its own. shapes: shapes of the inputs and the output."""
 
     name: str
     reads: Sequence[str]
@@ -155,8 +155,8 @@ class ModuleUnit:
 
 @dataclass(frozen=True)
 class ModuleLayout:
-    """Units in the order in which they run. inputs, result: of the module. borrowed: parameters of other units that a
-    unit reads, name there -> their names in the module."""
+    """Units in the order in which they run. inputs, result: names of the inputs and the result of the module. borrowed:
+    parameters of other units that a unit reads: name in the unit -> names in the module."""
 
     units: Sequence[ModuleUnit]
     inputs: Sequence[str]
@@ -298,8 +298,8 @@ class UnitFunction(AutogradLayer):
     inputs : number of inputs
     parameters : names in the order of the graph, and their tensors
     constants : buffers and constants, in the order of the graph
-    name : of the unit, for messages
-    shapes : of its inputs and output in the dtype of its parameters; default None: unknown
+    name : name of the unit, for messages
+    shapes : shapes of its inputs and output in the dtype of its parameters; default None: unknown
     norms : names of parameters of norms
     """
 
@@ -326,8 +326,8 @@ class UnitFunction(AutogradLayer):
         return f"UnitFunction({self.name})"
 
     def forward_shape_only(self, env: LayerContext, p: Params, x: Any) -> Any:
-        """Return the shape-only output, from the export if it is known: following shapes in PyTorch imports as much as
-        the exporter does."""
+        """Return the shape-only output, taken from the export if that has its shape: computing shapes in PyTorch
+        imports as many modules as the exporter does."""
         found = None
         if self._known is not None and all(p[name].dtype.name == kind for name, kind in self._kinds.items()):
             found = self._known.find_result_shape_and_dtype(x if isinstance(x, tuple) else (x,))
@@ -410,7 +410,7 @@ def _build_layers(layout: ModuleLayout, module: torch.nn.Module) -> SplitModule:
 
 @dataclass
 class _ExportSegment:
-    """The operations of unit `name`, in order, and the tensors among their results that others read."""
+    """The operations of unit `name`, in order, and the tensors among their results that other units read."""
 
     name: str
     nodes: list[fx.Node] = field(default_factory=list)
@@ -429,7 +429,7 @@ class _ExportSegment:
 class _ExportPlan:
     """Assigns the operations of an exported program to layers.
 
-    borrowed: parameters of other units that a unit reads, name there -> their names in the module."""
+    borrowed: parameters of other units that a unit reads: name in the unit -> names in the module."""
 
     def __init__(self, program: Any, modules: Mapping[str, torch.nn.Module], unit: Units) -> None:
         self.borrowed: dict[str, list[str]] = {}
@@ -458,7 +458,7 @@ class _ExportPlan:
             if name is not None and "assert" not in str(node.target):
                 self._of[node] = found.setdefault(name, _ExportSegment(name))
                 self._of[node].nodes.append(node)
-        if self.result not in self._of:  # the last operations are without parameters
+        if self.result not in self._of:  # the last operations have no parameters
             last = self._of[self.result] = found[""] = _ExportSegment("")
             last.nodes.append(self.result)
         for segment in found.values():
@@ -538,8 +538,8 @@ class _ExportPlan:
         return self._name_layer_outside_units(node)
 
     def _name_layer_outside_units(self, node: fx.Node) -> str | None:
-        """Return the layer of an operation outside of units that reads parameters, such as a matmul with the table of
-        an embedding; None if it reads none.
+        """Return the name of the layer for an operation that is outside of units and reads parameters, such as a matmul
+        with the table of an embedding; None if it reads no parameter.
 
         Operations that read only parameters, such as a slice of a table of positions, are repeated by their readers.
         The first operation that reads a parameter of the top module gets the name of that parameter."""
@@ -577,7 +577,8 @@ class _ExportPlan:
         return False
 
     def _resolve_local_parameter_name(self, segment: str, node: fx.Node) -> str:
-        """Return the name of a parameter in its unit; a shared parameter has several names."""
+        """Return the name of a parameter in a unit. If the parameter belongs to another unit, record all its names in
+        `borrowed`."""
         full = self._parameters[node]
         tensor = self.modules[""].get_parameter(full)
         names = [n for n, p in self.modules[""].named_parameters(remove_duplicate=False) if p is tensor]
@@ -645,7 +646,7 @@ def _matches_pattern(pattern: str, path: str, module: torch.nn.Module) -> bool:
 
 
 def tied_names(module: torch.nn.Module) -> dict[str, str]:
-    """Return other name -> first name, for parameters that have several."""
+    """Return other name -> first name, for parameters that have several names."""
     first: dict[int, str] = {}
     return {
         name: first[id(p)]
@@ -677,7 +678,7 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def _find_size_source(node: fx.Node, reads: Iterable[fx.Node]) -> tuple[fx.Node, int] | None:
-    """Return a tensor among `reads` and its dim whose size `node` returns, or None."""
+    """Return a tensor among `reads` and the dim of it whose size `node` returns, or None if there is none."""
     wanted = str(node.meta["val"])
     for read in reads:
         for dim, size in enumerate(getattr(read.meta.get("val"), "shape", ())):

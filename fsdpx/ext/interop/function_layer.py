@@ -18,10 +18,11 @@ __all__ = ["AutogradFunction", "DifferentiableLayer"]
 
 
 class DifferentiableLayer(Layer):
-    """The base of layers that are a function `y = function(params, *inputs)`. Subclasses differentiate it.
+    """The base of layers that compute `y = function(params, *inputs)`. Subclasses differentiate the function.
 
-    function: returns one array whose dim 0 is samples, and is deterministic. names: of the parameters, in the order of
-    their initial values. n_inputs: number of arrays that it takes in addition to the parameters."""
+    function: a deterministic function that returns one array whose dim 0 is samples. names: names of the parameters, in
+    the order of their initial values. n_inputs: number of arrays that the function takes in addition to the
+    parameters."""
 
     takes = "given"
     given_values: InitialValues
@@ -40,8 +41,8 @@ class DifferentiableLayer(Layer):
 
     @abstractmethod
     def evaluate_function(self, xp: Any, p: Sequence[Array], inputs: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
-        """Return the result, and the arrays that `pull_back_gradients` needs in addition to its other arguments. Arrays
-        may be shape-only."""
+        """Evaluate the function; return its result and the arrays to keep for `pull_back_gradients`. Arrays may be
+        shape-only."""
 
     @abstractmethod
     def pull_back_gradients(
@@ -77,17 +78,17 @@ class DifferentiableLayer(Layer):
 
 
 class AutogradFunction(DifferentiableLayer):
-    """A function written in `autograd.numpy`, as one layer that is gathered, computed and freed as a whole.
+    """A function written in `autograd.numpy`, as one layer, whose parameters are gathered and freed together.
 
-    Backward evaluates it again: autograd would hold parameters whose memory is freed in between. A dry run evaluates it
-    once, with zeros. NumPy arrays only.
+    Backward evaluates the function again, because autograd would hold parameters whose memory is freed between forward
+    and backward. A dry run evaluates it once, with zeros. Only NumPy arrays are supported.
 
     Parameters
     ----------
     function : y = function(params, *inputs); y is one array, dim 0 of y and of the inputs is samples
     params : initial values (those of rank 0 are used), in dicts, lists and tuples; parameters are named by their paths,
-        "0.w" of [{"w": ...}]
-    inputs : number of arrays that it takes in addition to `params`; default 1
+        such as "0.w" in [{"w": ...}]
+    inputs : number of arrays that the function takes in addition to `params`; default 1
 
     Raises
     ------
@@ -96,13 +97,13 @@ class AutogradFunction(DifferentiableLayer):
 
     def __init__(self, function: Callable[..., Any], params: Any, inputs: int = 1) -> None:
         super().__init__(function, dict(_iterate_named_leaves(params)), inputs)
-        self._params = _unflatten_leaves(params, iter(range(len(self.names))))  # the structure without the values
+        self._params = _unflatten_leaves(params, iter(range(len(self.names))))  # only the structure, without the values
 
     def evaluate_function(self, xp: Any, p: Sequence[Array], inputs: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
         if getattr(xp, "holds_no_data", False):
             zeros = [[np.zeros(a.shape, a.dtype) for a in arrays] for arrays in (p, inputs)]
             y = self._call_function(*zeros)
-            self._make_pullback(*zeros)  # raises if it cannot be differentiated
+            self._make_pullback(*zeros)  # raises ConfigError if autograd cannot differentiate it
             return xp.empty(y.shape, dtype=y.dtype), ()
         return self._call_function(p, inputs), ()
 
@@ -122,8 +123,8 @@ class AutogradFunction(DifferentiableLayer):
         return np.asarray(y, dtype=next((a.dtype for a in (*p, *inputs) if not is_index(a)), None))
 
     def _make_pullback(self, p: Sequence[Array], inputs: Sequence[Array]) -> Callable[[Array], Any]:
-        """Evaluate the function, and return its pullback: output gradient -> gradients of all parameters, then of the
-        inputs that are not integers."""
+        """Evaluate the function, and return its pullback: a function from the output gradient to the gradients of all
+        parameters, followed by those of the inputs that are not integers."""
 
         def run_function(floats: Any) -> Any:
             rest = iter(floats[len(p) :])

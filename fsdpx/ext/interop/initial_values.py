@@ -17,8 +17,8 @@ Remake = Callable[[], np.ndarray | None]
 
 
 class InitialValues:
-    """Initial values of parameters by name. After their release, only those are kept that `remakers` cannot produce
-    again.
+    """Initial values of parameters by name. After `release_reproducible_values`, only the values that `remakers` cannot
+    produce again are kept.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ class InitialValues:
         }
 
     def broadcast_from_rank0(self, comm: Communicator) -> None:
-        """Replace the values by those of rank 0, as other ranks may have drawn different ones. Collective."""
+        """Replace the values by those of rank 0, because other ranks may have drawn different ones. Collective."""
         for name in self._names:
             self._held[name] = array = np.ascontiguousarray(self.get_values(name))
             comm.broadcast(array.reshape(-1), 0, what=f"first values of {name}").wait()
@@ -76,7 +76,7 @@ class InitialValues:
 
 @dataclass(frozen=True, eq=False)
 class _GivenInit:
-    """The initializer of a parameter that begins with a value of `InitialValues`."""
+    """The initializer of a parameter whose initial values are in an `InitialValues`."""
 
     values: InitialValues
     name: str

@@ -21,22 +21,22 @@ from fsdpx.nn.layer import Array
 
 __all__ = ["JaxFunction"]
 
-_lock = threading.Lock()  # ranks that are threads share a layer
+_lock = threading.Lock()  # ranks that run as threads share a layer
 
 
 class JaxFunction(DifferentiableLayer):
-    """A JAX function with a pytree of parameters, as one layer that is gathered, computed and freed as a whole.
+    """A JAX function with a pytree of parameters, as one layer, whose parameters are gathered and freed together.
 
-    `jax.jit` compiles it once for each shape, forward and backward (`jax.vjp`) separately. Residuals of backward other
-    than parameters and inputs are saved by forward. Arrays are handed over without copies if JAX can.
+    `jax.jit` compiles it once for each shape, forward and backward (`jax.vjp`) separately. Forward saves the residuals
+    of backward, except parameters and inputs. Arrays are passed to JAX without copies where JAX supports this.
 
     Parameters
     ----------
     function : y = function(params, *inputs), pure, as JAX requires; y is one array; dim 0 of y and the inputs is
         samples
-    params : pytree of the initial values (those of rank 0 are used); parameters are named by their paths, "0.w" of
-        [{"w": ...}]
-    inputs : number of arrays that it takes in addition to `params`; default 1
+    params : pytree of the initial values (those of rank 0 are used); parameters are named by their paths, such as "0.w"
+        in [{"w": ...}]
+    inputs : number of arrays that the function takes in addition to `params`; default 1
 
     Raises
     ------
@@ -85,8 +85,8 @@ class JaxFunction(DifferentiableLayer):
     def _compile_function(self, p: Any, inputs: Any) -> _CompiledFunction:
         """Return forward and backward, compiled for inputs of these shapes.
 
-        Forward returns the result and the residuals of its derivative, without parameters and inputs: pages of
-        parameters are freed after forward, and gathered again for backward."""
+        Forward returns the result and the residuals of its derivative, except parameters and inputs, because pages of
+        parameters are freed after forward and gathered again for backward."""
         inner: list[Any] = []
 
         def evaluate_and_pull(leaves: Any, arrays: Any) -> Any:
@@ -139,8 +139,8 @@ def _to_jax(array: Array) -> jax.Array:
 
 
 def _from_jax(xp: Any, array: jax.Array) -> Array:
-    """Return the array of `xp` after its computation: JAX returns before that ends, and the engine would reuse the
-    memory of its inputs."""
+    """Wait until JAX has computed an array, and return it as an array of `xp`. JAX returns arrays earlier, when the
+    engine must not yet reuse the memory of the inputs."""
     done = jax.block_until_ready(array)
     return np.asarray(done) if xp is np else xp.from_dlpack(done)
 

@@ -41,8 +41,8 @@ __all__ = [
 
 
 def make_initial_values(tensors: Mapping[str, torch.Tensor]) -> InitialValues:
-    """Return the current values of a module's tensors as initial values. tensors: those of the module; they are
-    referenced weakly."""
+    """Return the current values of a module's tensors as initial values. tensors: tensors of the module by name, which
+    are referenced weakly."""
     missing = "is on PyTorch's device 'meta', without values: make the module on the CPU"
     here = {name: t for name, t in tensors.items() if not t.is_meta}
     remakers = {name: functools.partial(_read_if_alive, weakref.ref(t)) for name, t in here.items()}
@@ -75,7 +75,7 @@ class AutogradLayer(Layer):
 
     def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Array, Any]:
         read = x if isinstance(x, tuple) else (x,)
-        if read[0].shape[0] == 0 and not self.collective:  # not every operation accepts 0 samples
+        if read[0].shape[0] == 0 and not self.collective:  # not every PyTorch operation accepts 0 samples
             one = tuple(env.xp.zeros((1, *a.shape[1:]), dtype=a.dtype) for a in read)
             return self._record_forward(env, one, p, frozenset()).output[:0], (None, *read)
         found = self._record_forward(env, read, p, self.trained & p.keys())
@@ -113,7 +113,7 @@ class AutogradLayer(Layer):
                 return RecordedForward(env.xp, run, read, p, trained, "cpu")
             try:
                 return RecordedForward(env.xp, run, read, p, trained)
-            except (RuntimeError, NotImplementedError):  # it reads values, or makes tensors on the CPU
+            except (RuntimeError, NotImplementedError):  # the module reads values, or makes tensors on the CPU
                 self.device = "cpu"
                 return RecordedForward(env.xp, run, read, p, trained, "cpu")
 
@@ -147,16 +147,16 @@ class AutogradLayer(Layer):
 
 
 class TorchModule(AutogradLayer):
-    """Any `torch.nn.Module` as one layer, which is gathered, computed and freed as a whole.
+    """Any `torch.nn.Module` as one layer, whose parameters are gathered and freed together.
 
     Parameters keep PyTorch's names and begin with the module's values. Buffers that PyTorch saves become parameters
-    that are not trained. Batch norms use the global batch, and dropout draws fsdpx's random numbers: results do not
+    that are not trained. Batch norms use the global batch, and dropout uses fsdpx's random numbers, so results do not
     depend on the layout of the ranks. `forward` may do whatever autograd can differentiate, but must not write into
     inputs, parameters or buffers. Submodules in evaluation mode (`eval()`) stay in it during training, as in PyTorch.
 
     Parameters
     ----------
-    module : is copied, including its modes; later changes to it have no effect
+    module : module to copy, including its modes; later changes to it have no effect
     inputs : names of the arguments of its `forward` that are the layer's inputs; default None: those without a default
     output : selects the layer's output if `forward` does not return one tensor: a key, an attribute or an index;
         default None: "logits" if there is such an attribute
@@ -211,7 +211,8 @@ class TorchModule(AutogradLayer):
 
 
 def select_output(result: Any, output: str | int | None, caller: str) -> torch.Tensor:
-    """Return the one tensor selected from the result of a module's `forward`; raise ConfigError if it selects none."""
+    """Return the tensor that `output` selects from the result of a module's `forward`; raise ConfigError if there is
+    none. caller: name of the module, for error messages."""
     if output is None and hasattr(result, "logits"):
         output = "logits"
     if isinstance(output, str):
@@ -238,10 +239,10 @@ OVER_FIELDS |= {n: n for n in ("Dropout", "GELU", "GroupNorm", "ReLU", "Sigmoid"
 
 
 class _BareModule:
-    """A module without the data of its parameters, of which every thread can have a copy.
+    """A module without the data of its parameters; every thread can have its own copy.
 
-    shapes: of parameters and saved buffers by name. state: names of running statistics. of_norms: names of the scales
-    and shifts of norms. counts: names of integer buffers, which are constants."""
+    shapes: shapes of parameters and saved buffers by name. state: names of running statistics. of_norms: names of the
+    scales and shifts of norms. counts: names of integer buffers, which are constants."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.kind = f"{type(module).__name__}, {sum(p.numel() for p in module.parameters()):,} parameters"
@@ -267,8 +268,8 @@ class _BareModule:
         self._threads = threading.local()
 
     def get_thread_copy(self, env: LayerContext) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-        """Return this thread's copy of the module, and the constants. In training each submodule is in the mode that it
-        had when it was passed."""
+        """Return this thread's copy of the module, and the constants. In training, each submodule is in the mode that
+        it had when the module was copied."""
         if not hasattr(self._threads, "module"):
             self._threads.module, self._threads.mode = copy.deepcopy(self._module), None
         module: torch.nn.Module = self._threads.module
@@ -314,7 +315,8 @@ def _replace_submodule(module: torch.nn.Module, path: str, new: torch.nn.Module)
 
 
 def _count_arguments(module: torch.nn.Module) -> int:
-    """Return the number of arguments that `forward` requires; one, if all have defaults."""
+    """Return the number of arguments that `forward` requires, or 1 if all have defaults; raise ConfigError if it has
+    none."""
     arguments = inspect.signature(module.forward).parameters.values()
     by_place = [a for a in arguments if a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD, a.VAR_POSITIONAL)]
     if not by_place:
@@ -328,8 +330,8 @@ Run = Callable[[dict[str, torch.Tensor], list[torch.Tensor]], torch.Tensor]
 
 @dataclass(frozen=True)
 class InputAndParameterGradients:
-    """Gradients of a layer. inputs: one for each input, None for integer inputs. parameters: by name, of those that had
-    an effect."""
+    """Gradients of a layer. inputs: one for each input, None for integer inputs. parameters: gradients by name, of the
+    parameters that affect the output."""
 
     inputs: list[torch.Tensor | None]
     parameters: dict[str, torch.Tensor]
@@ -357,9 +359,9 @@ class RecordedForward:
     ----------
     xp : namespace of all arrays
     run : function of (parameters and buffers by name, inputs) that returns the result
-    inputs : arrays; floats among them have a gradient
+    inputs : input arrays; those of floats get a gradient
     given : parameters and buffers by name
-    trained : names of those that have a gradient
+    trained : names of the parameters that get a gradient
     device : PyTorch device of shape-only arrays; default "meta"
     """
 
@@ -388,7 +390,7 @@ class RecordedForward:
     def backward(
         self, given: Arrays, kept: Sequence[Any], dy: Any, inputs: bool, trained: Sequence[str]
     ) -> InputAndParameterGradients:
-        """Return the gradients for the output gradient dy. Can be called once: the graph is freed.
+        """Return the gradients for the output gradient dy. Frees the graph, so it can be called only once.
 
         given: current parameters and buffers by name. kept: the arrays saved by forward. inputs: whether to compute
         gradients of inputs. trained: names of the parameters whose gradients are needed."""
@@ -430,7 +432,8 @@ class _Inlet(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, begin: torch.Tensor, x: list[torch.Tensor]) -> torch.Tensor:
-        """Return the input. x: in a list, which autograd does not look into: the result is not a view of an input."""
+        """Return the input. x: a list that contains the input; autograd does not look into lists, so the result is not
+        a view of an input."""
         if not x[0].is_floating_point():
             ctx.mark_non_differentiable(x[0])
         return x[0]

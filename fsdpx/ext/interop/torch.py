@@ -23,7 +23,7 @@ __all__ = ["TorchLoss", "TorchModule", "adapt_torch", "from_torch", "to_array", 
 
 
 def adapt_torch(model: Any, loss: Any) -> tuple[Any, Any]:
-    """Return a PyTorch module and loss as those of fsdpx, and anything else unchanged."""
+    """Return a PyTorch module as a layer, and a PyTorch loss as a `TorchLoss`; return anything else unchanged."""
     layer = from_torch(model) if isinstance(model, torch.nn.Module) else model
     return layer, TorchLoss(loss) if isinstance(loss, torch.nn.Module) else loss
 
@@ -44,10 +44,10 @@ def from_torch(
     Parameters
     ----------
     module : any module that autograd can differentiate
-    example : its inputs, arrays or tensors, of at least 2 samples; other sizes may follow
-    units : patterns (fnmatch) of classes or paths, such as "LlamaDecoderLayer", or a function of (path, module);
-        default None: the elements of each `torch.nn.ModuleList`. Other modules with parameters become units of their
-        own
+    example : example inputs of the module, arrays or tensors with at least 2 samples; later inputs may have other sizes
+    units : patterns (fnmatch) of classes or paths, such as "LlamaDecoderLayer", or a function of (path, module) that
+        returns whether the module is a unit; default None: the elements of each `torch.nn.ModuleList`. Other modules
+        with parameters become units of their own
     output : the tensor in the result of `forward`, as in `TorchModule`; default None
 
     Returns
@@ -99,16 +99,16 @@ SAME_SHAPE_FUNCTIONS = {
         "multilabel_margin_loss", "multilabel_soft_margin_loss",
     )
 }  # fmt: skip
-"""Losses that need output and target of one shape. PyTorch would broadcast a target of another shape, and compare each
-sample with all others."""
+"""Losses that need output and target of the same shape. PyTorch would broadcast a target of another shape, and compare
+each sample with all others."""
 
 
 class TorchLoss(Loss):
     """A loss of `torch.nn`, or a function of (output, target) that returns the mean over the samples.
 
-    Parts of a batch are summed and divided as PyTorch divides the whole batch: by the number of elements, or for
-    classes by the weights of the targets that are not ignored. The result of a function is weighted by the number of
-    samples of each part.
+    The sum over all parts of a batch is divided as PyTorch divides the sum over the full batch: by the number of
+    elements, or, for classes, by the total weight of the targets that are not ignored. For any other function, the
+    means of the parts are weighted by their numbers of samples.
 
     Parameters
     ----------
@@ -160,7 +160,7 @@ class TorchLoss(Loss):
             )
 
     def _require_labels(self, output: tuple[int, ...], target: Array) -> None:
-        """Raise DataError unless the target is probabilities of the output's shape, or integer labels, where dim 1 of
+        """Raise DataError unless the target has probabilities in the output's shape, or valid integer labels. Dim 1 of
         the output is the classes."""
         whole = np.dtype(target.dtype).kind in "iu"
         wanted = (output[:1] + output[2:]) if whole else output

@@ -25,10 +25,11 @@ aten: Any = torch.ops.aten
 
 @contextmanager
 def torch_module_context(env: LayerContext, samples: int, intercept: bool) -> Iterator[None]:
-    """Run modules of this thread with the random numbers of `env`, for this many samples, inside the context.
+    """Let PyTorch modules that this thread runs inside the context use the random numbers of `env` for `samples`
+    samples.
 
-    intercept: intercept operations that draw; False if there are none. Raises ConfigError if an operation draws from
-    PyTorch's generator anyway: its numbers depend on the layout of the ranks."""
+    intercept: whether to intercept operations that draw random numbers; False if there are none. Raises ConfigError if
+    an operation draws from PyTorch's generator nevertheless, because such numbers depend on the layout of the ranks."""
     _now.env = env
     before = torch.default_generator.get_state()
     try:
@@ -44,7 +45,8 @@ def torch_module_context(env: LayerContext, samples: int, intercept: bool) -> It
 
 
 class _CounterRandomMode(TorchDispatchMode):
-    """Counter-based random numbers, functions of (seed, layer, step, global row, number of earlier draws)."""
+    """Replaces random operations by counter-based random numbers, which are functions of (seed, layer, step, global
+    row, number of earlier draws)."""
 
     def __init__(self, env: LayerContext, samples: int) -> None:
         super().__init__()
@@ -70,7 +72,8 @@ class _CounterRandomMode(TorchDispatchMode):
 
 
 def _fill_bernoulli(mode: _CounterRandomMode, x: torch.Tensor, p: float = 0.5, **options: Any) -> torch.Tensor:
-    """Fill x in place: 1 with probability p. Dropout passes the probability with which an element is kept."""
+    """Fill x in place with 1 with probability p, else with 0. Dropout passes the probability that an element is
+    kept."""
     return x.copy_(mode.draw_uniform(x) >= 1.0 - p)
 
 
@@ -113,7 +116,7 @@ class GlobalNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         env = _now.env
-        if not self.training and env.training:  # this module was frozen by its own eval()
+        if not self.training and env.training:  # eval() was called on this module alone
             env = LayerContext(env.xp, env.mesh, env.random, training=False)
         affine = (self.weight, self.bias) if self.layer.affine else ()
         return _BatchNormFunction.apply(env, self.layer, x, self.running_mean, self.running_var, *affine)
@@ -178,7 +181,7 @@ REPLACED_OPERATIONS: dict[Any, Callable[..., Any]] = {
     torch._higher_order_ops.wrap_with_set_grad_enabled: _call_with_grad_mode,
     **NATIVE_KERNELS,
 }
-"""Operations of a module exported in training mode, and their replacements: some depend on the current mode."""
+"""Operations of modules exported in training mode, and their replacements, some of which depend on the current mode."""
 
 
 DROPOUT_ARGUMENT = {_apply_dropout: 1, _apply_native_dropout: 1, _apply_attention: 4}
@@ -186,7 +189,7 @@ DROPOUT_ARGUMENT = {_apply_dropout: 1, _apply_native_dropout: 1, _apply_attentio
 
 
 def may_draw_random_numbers(graph: fx.GraphModule) -> bool:
-    """Return whether an operation may draw random numbers in training."""
+    """Return whether an operation of a graph may draw random numbers in training."""
     return any(_may_draw(node) for module in graph.modules() for node in getattr(module, "graph", fx.Graph()).nodes)
 
 
