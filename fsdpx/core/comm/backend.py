@@ -276,16 +276,16 @@ def require_valid_subgroup(comm: RankGroup, ranks: Sequence[int]) -> None:
 # -- arrays of other devices -------------------------------------------------------------------------------------------
 
 
-def stage_through_host(call: Call, move: Callable[[Call], Handle]) -> Handle:
-    """Return `move(call)`, where `move` supports host arrays only and `call` may have arrays of any device. Host arrays
-    are passed without a copy. Scratch: a host copy of each other array."""
+def stage_through_host(call: Call, start_on_host: Callable[[Call], Handle]) -> Handle:
+    """Start a call whose arrays may be on any device with `start_on_host`, which supports only host arrays; return the
+    handle. Host arrays are passed without a copy. Scratch: a host copy of each other array."""
     for array in call.arrays:
         if array is not None and not isinstance(array, np.ndarray):
-            return _move_through_host(call, move)
-    return move(call)
+            return _move_through_host(call, start_on_host)
+    return start_on_host(call)
 
 
-def _move_through_host(call: Call, move: Callable[[Call], Handle]) -> Handle:
+def _move_through_host(call: Call, start_on_host: Callable[[Call], Handle]) -> Handle:
     verb, arrays = CALL_SPECS[call.verb], call.arrays
     host = list(arrays)
     for index in {*verb.read_positions, *verb.write_positions}:
@@ -293,7 +293,7 @@ def _move_through_host(call: Call, move: Callable[[Call], Handle]) -> Handle:
             array = arrays[index]
             fresh = index not in verb.read_positions
             host[index] = np.empty(array.shape, array.dtype) if fresh else get_device_of_array(array).to_host(array)
-    handle = move(call.with_arrays(tuple(host)))
+    handle = start_on_host(call.with_arrays(tuple(host)))
 
     def copy_back() -> None:
         for index in verb.write_positions:

@@ -92,10 +92,11 @@ hooks.register_hooks(
 
 
 def _print_exception_and_end_all_ranks(
-    begun: threading.Lock, own: Callable[[], object] | None, kind: type[BaseException], error: BaseException | None,
-    trace: TracebackType | None, thread: str = "",
+    begun: threading.Lock, script_hook: Callable[[], object] | None, kind: type[BaseException],
+    error: BaseException | None, trace: TracebackType | None, thread: str = "",
 ) -> None:  # fmt: skip
-    """Print the exception and end all ranks, once. own: the program's own excepthook, which runs first.
+    """Print the exception and end all ranks; only the first call does so. script_hook: the script's own excepthook,
+    which runs first.
 
     An error that all ranks raise together is printed once: the other ranks wait for rank 0 to print it and to end them.
     """
@@ -103,8 +104,8 @@ def _print_exception_and_end_all_ranks(
     if not begun.acquire(blocking=False):
         return
     code = 130 if issubclass(kind, KeyboardInterrupt) else 1
-    if own is not None:
-        code = _run_script_hook(own) or code
+    if script_hook is not None:
+        code = _run_script_hook(script_hook) or code
     flush_and_write_stderr()
     if comm is None:
         return
@@ -116,11 +117,11 @@ def _print_exception_and_end_all_ranks(
     comm.abort(code)
 
 
-def _run_script_hook(own: Callable[[], object]) -> int:
+def _run_script_hook(script_hook: Callable[[], object]) -> int:
     """Run a hook of the program, whose exceptions must not keep the job from ending; return the exit status that it
     asks for, else 0."""
     try:
-        own()
+        script_hook()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 1
     except BaseException:
@@ -156,12 +157,15 @@ class CommunicatorRequest(NamedTuple):
 
 
 class BackendOpener(NamedTuple):
-    """The functions that open and choose a backend. adopts: whether it can adopt this communicator of another library.
-    suits: whether it is the default for the request; the first in `BACKENDS` that suits is used."""
+    """The functions that open and choose a backend.
+
+    open: opens the communicator. adopts: returns whether the backend can adopt this communicator of another library.
+    suits: returns whether the backend is the default for the request; the first in `BACKENDS` that suits is used.
+    """
 
     open: Callable[[CommunicatorRequest], Communicator]
     adopts: Callable[[Any], bool] = lambda comm: False
-    suits: Callable[[CommunicatorRequest], bool] = lambda asked: False
+    suits: Callable[[CommunicatorRequest], bool] = lambda request: False
 
 
 def open_world(
@@ -302,54 +306,56 @@ def _open_or_reuse_world() -> Communicator:
     return opened.comm if opened else open_world("mpi" if launcher is not None and launcher.mpi else None)
 
 
-def _open_backend(backend: str | None, asked: CommunicatorRequest) -> Communicator:
-    if backend is None and asked.comm is None and asked.settings.launcher is None:
+def _open_backend(backend: str | None, request: CommunicatorRequest) -> Communicator:
+    if backend is None and request.comm is None and request.settings.launcher is None:
         warning = environment.require_single_process_and_get_note()
         if warning:
             print(f"fsdpx: {warning}", file=sys.stderr, flush=True)
-    suits = (name for name, opener in BACKENDS.items() if opener.suits(asked))
+    suits = (name for name, opener in BACKENDS.items() if opener.suits(request))
     name = backend or next(suits)
-    return BACKENDS[name].open(asked) if name in BACKENDS else _open_extension(name, asked)
+    return BACKENDS[name].open(request) if name in BACKENDS else _open_extension(name, request)
 
 
 def _is_mpi4py_communicator(comm: Any) -> bool:
     return type(comm).__module__.startswith("mpi4py")
 
 
-def _is_mpi_requested(asked: CommunicatorRequest) -> bool:
-    launcher = asked.settings.launcher
-    return launcher is not None and launcher.mpi if asked.comm is None else _is_mpi4py_communicator(asked.comm)
+def _is_mpi_requested(request: CommunicatorRequest) -> bool:
+    launcher = request.settings.launcher
+    return launcher is not None and launcher.mpi if request.comm is None else _is_mpi4py_communicator(request.comm)
 
 
-def _is_gloo_requested(asked: CommunicatorRequest) -> bool:
-    launcher = asked.settings.launcher
-    return asked.comm is None and launcher is not None and not launcher.mpi
+def _is_gloo_requested(request: CommunicatorRequest) -> bool:
+    launcher = request.settings.launcher
+    return request.comm is None and launcher is not None and not launcher.mpi
 
 
-def open_local(asked: CommunicatorRequest) -> Communicator:
+def open_local(request: CommunicatorRequest) -> Communicator:
     from fsdpx.core.array import cores
 
     cores.set_threads_per_rank(1)
     return make_single_rank_communicator()
 
 
-def open_mpi(asked: CommunicatorRequest, shared: bool = False) -> Communicator:
+def open_mpi(request: CommunicatorRequest, shared: bool = False) -> Communicator:
     """Open a communicator of all MPI ranks, or of an mpi4py communicator. shared: use shared memory inside hosts, if
     there are several ranks."""
     from fsdpx.core.comm.mpi.start import guarding_mpi_start
 
-    with guarding_mpi_start() if asked.comm is None else nullcontext():
-        _require_mpi_with_all_ranks(asked)
+    with guarding_mpi_start() if request.comm is None else nullcontext():
+        _require_mpi_with_all_ranks(request)
         from fsdpx.core.comm.mpi.mpi import MpiCommunicator, MpiWorld
 
         hooks.install_hooks_for_owner(ranks := MpiWorld(), ranks)
-        opened = set_up_world(MpiCommunicator(asked.comm, asked.settings.timeout or DEFAULT_TIMEOUT_SECONDS), shared)
+        opened = set_up_world(
+            MpiCommunicator(request.comm, request.settings.timeout or DEFAULT_TIMEOUT_SECONDS), shared
+        )
         hooks.release_hooks_of_owner(ranks)  # an exception keeps them held, by its traceback
         return opened
 
 
-def _open_extension(name: str, asked: CommunicatorRequest) -> Communicator:
-    opened: Communicator = load_extension("backend", name)(asked)
+def _open_extension(name: str, request: CommunicatorRequest) -> Communicator:
+    opened: Communicator = load_extension("backend", name)(request)
     return opened
 
 
@@ -365,14 +371,12 @@ def set_up_world(carrier: MessageBackend, shared: bool) -> Communicator:
     world_comm = NodeCommunicator(carrier) if shared and carrier.size > 1 else carrier
     ranks_here = world_comm.all_gather_data(platform.node()).count(platform.node())
     world_comm.progress.patience = (
-        POLLS_BEFORE_YIELD
-        if cores.set_threads_per_rank(ranks_here) * ranks_here <= cores.count_usable_cores()
-        else 0
+        POLLS_BEFORE_YIELD if cores.set_threads_per_rank(ranks_here) * ranks_here <= cores.count_usable_cores() else 0
     )
     return world_comm
 
 
-def _require_mpi_with_all_ranks(asked: CommunicatorRequest) -> None:
+def _require_mpi_with_all_ranks(request: CommunicatorRequest) -> None:
     """Raise ConfigError unless MPI can be loaded, and LaunchError unless it has as many ranks as the launcher
     started."""
     try:
@@ -381,7 +385,7 @@ def _require_mpi_with_all_ranks(asked: CommunicatorRequest) -> None:
         remedy = f"{install_hint('mpich')} brings one; or use backend='local'"
         raise ConfigError(f"no MPI library could be loaded ({error}): {remedy}") from error
     library = parse_mpi_library_name(MPI.Get_library_version())
-    environment.require_expected_world_size(MPI.COMM_WORLD.Get_size(), asked.settings, f"MPI ({library})")
+    environment.require_expected_world_size(MPI.COMM_WORLD.Get_size(), request.settings, f"MPI ({library})")
 
 
 def parse_mpi_library_name(text: str) -> str:
@@ -398,7 +402,7 @@ BACKENDS = {
     "mpi": BackendOpener(open_mpi, _is_mpi4py_communicator, _is_mpi_requested),
     "nccl": BackendOpener(partial(_open_extension, "nccl"), _is_mpi4py_communicator),
     "gloo": BackendOpener(partial(_open_extension, "gloo"), suits=_is_gloo_requested),
-    "local": BackendOpener(open_local, suits=lambda asked: asked.comm is None),
+    "local": BackendOpener(open_local, suits=lambda request: request.comm is None),
     "fake": BackendOpener(lambda a: FakeCommunicator(a.rank or 0, 1 if a.size is None else a.size)),
 }
 

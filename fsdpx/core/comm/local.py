@@ -375,17 +375,10 @@ def execute_barrier(calls: Sequence[Call]) -> None:
 COLLECTIVES: dict[str, Callable[[Sequence[Call]], None]] = {
     f.__name__.removeprefix("execute_"): f
     for f in (
-        execute_all_gather,
-        execute_reduce_scatter,
-        execute_all_reduce,
-        execute_broadcast,
-        execute_reduce,
-        execute_gather,
-        execute_scatter,
-        execute_all_to_all,
-        execute_barrier,
+        execute_all_gather, execute_reduce_scatter, execute_all_reduce, execute_broadcast, execute_reduce,
+        execute_gather, execute_scatter, execute_all_to_all, execute_barrier
     )
-}
+}  # fmt: skip
 
 
 def _require_same_size(call: Call, source: int, part: Array, dest: int, count: int) -> None:

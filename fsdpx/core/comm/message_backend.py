@@ -157,11 +157,11 @@ class MessageBackend(Backend):
         pairs = [(call.root, call.arrays[0])]
         return self.start_messages(call, pairs, []) if call.verb == "send" else self.start_messages(call, [], pairs)
 
-    def start_gpu_transfer(self, call: Call, move: Callable[[Call], Handle]) -> Handle:
-        """Start a call of GPU arrays with a library that supports host memory only: small arrays are copied to the host
-        and passed to `move`; large ones are sent as messages in chunks, and sums are added on the GPU."""
+    def start_gpu_transfer(self, call: Call, start_on_host: Callable[[Call], Handle]) -> Handle:
+        """Start a call of GPU arrays with a library that supports only host memory. Small arrays are copied to the host
+        and passed to `start_on_host`. Large ones are sent as messages in chunks, and sums are computed on the GPU."""
         if not is_sent_in_chunks(call):
-            return stage_through_host(call, move)
+            return stage_through_host(call, start_on_host)
         return self.start_message(call) if call.verb in ("send", "recv") else super().start_transfer(call)
 
     def start_all_gather_with_gaps(self, call: Call, counts: Sequence[int], displs: Sequence[int]) -> Handle:

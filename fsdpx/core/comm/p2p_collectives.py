@@ -133,27 +133,16 @@ def start_barrier(comm: Messenger, call: Call) -> Handle:
 COLLECTIVES: dict[str, Collective] = {
     f.__name__.removeprefix("start_"): f
     for f in (
-        start_all_gather,
-        start_reduce_scatter,
-        start_all_reduce,
-        start_broadcast,
-        start_reduce,
-        start_gather,
-        start_scatter,
-        start_all_to_all,
-        start_barrier,
+        start_all_gather, start_reduce_scatter, start_all_reduce, start_broadcast, start_reduce, start_gather,
+        start_scatter, start_all_to_all, start_barrier
     )
-}
+}  # fmt: skip
 
 
 def _reduce_to_owners(
-    comm: Messenger,
-    call: Call,
-    send: Array,
-    recv: Array,
-    pieces: FlatPartition,
+    comm: Messenger, call: Call, send: Array, recv: Array, pieces: FlatPartition,
     then: Callable[[], Handle] | None = None,
-) -> Iterator[Handle]:
+) -> Iterator[Handle]:  # fmt: skip
     own_part = pieces.get_piece(send, comm.rank)
     rows = namespace_of(send).empty((comm.size, own_part.size), dtype=send.dtype)
     yield comm.start_messages(

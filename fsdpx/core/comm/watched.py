@@ -19,12 +19,12 @@ def can_be_watched(comm: Any) -> bool:
     return bool(base.size > 1 and hasattr(base, "timeout") and environment.read_environment().watch)
 
 
-def start_watching(comm: Any, *also: Any, timeout: float | None = None, patient: bool = True) -> Any:
+def start_watching(comm: Any, *other_comms: Any, timeout: float | None = None, extend_waits: bool = True) -> Any:
     """Start the watchdog of the ranks of `comm` and return it, see `fsdpx.ext.watch.watchdog`; None if `comm` cannot be
     watched. Collective."""
     if not can_be_watched(comm):
         return None
-    return load_extension("observer", "watchdog")(comm, *also, timeout=timeout, patient=patient)
+    return load_extension("observer", "watchdog")(comm, *other_comms, timeout=timeout, extend_waits=extend_waits)
 
 
 def watch_axes(axes: MeshAxes) -> Any:

@@ -43,13 +43,13 @@ class Window(ABC):
         """
 
     @abstractmethod
-    def read_word(self, rank: int, at: int) -> int:
-        """Return the 64-bit word number `at` of the part of `rank` at once, even while another rank has the part
+    def read_word(self, rank: int, word_index: int) -> int:
+        """Return the 64-bit number `word_index` of the part of `rank` at once, even while another rank has the part
         open."""
 
     @abstractmethod
-    def write_word(self, at: int, value: int) -> None:
-        """Set 64-bit word number `at` of this rank's part, which no other rank writes."""
+    def write_word(self, word_index: int, value: int) -> None:
+        """Set 64-bit word number `word_index` of this rank's part, which no other rank writes."""
 
     @abstractmethod
     def close(self) -> None:
@@ -114,11 +114,11 @@ class SharedWindow(Window):
         with self.lock_part(rank, write):
             yield self.parts[rank][start:stop]
 
-    def read_word(self, rank: int, at: int) -> int:
-        return int(self.parts[rank][8 * at : 8 * at + 8].view(np.int64)[0])
+    def read_word(self, rank: int, word_index: int) -> int:
+        return int(self.parts[rank][8 * word_index : 8 * word_index + 8].view(np.int64)[0])
 
-    def write_word(self, at: int, value: int) -> None:
-        self.own[8 * at : 8 * at + 8].view(np.int64)[0] = value
+    def write_word(self, word_index: int, value: int) -> None:
+        self.own[8 * word_index : 8 * word_index + 8].view(np.int64)[0] = value
 
 
 class ThreadWindow(SharedWindow):

@@ -80,7 +80,7 @@ def _open_default_communicator(
     launcher = environment.read_environment().launcher
     hosts = base.all_gather_data((platform.node(), None if launcher is None else launcher.local_rank))
     local_rank = _find_local_rank(base.rank, hosts)
-    start_watching(base, patient=False)  # outside a program, the progress of other ranks is not visible
+    start_watching(base, extend_waits=False)  # outside a program, the progress of other ranks is not visible
     if not environment.read_environment().check or base.size == 1:
         return defaults.DefaultCommunicator(base, local_rank, opened, agreement=_make_call_agreement(base))
     guarded = CheckedCommunicator(base)

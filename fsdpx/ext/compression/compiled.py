@@ -89,16 +89,16 @@ def _dequantize_blocks_into(first, last, all_q, scales, all_out, add):
 
 
 def quantize(
-    x: np.ndarray, q: np.ndarray, scales: np.ndarray, lost: np.ndarray | None, numbers: NumberRange | None
+    x: np.ndarray, q: np.ndarray, scales: np.ndarray, residual: np.ndarray | None, numbers: NumberRange | None
 ) -> None:
     if not x.size:
         return
     _, at, key0, key1 = (slice(0), 0, 0, 0) if numbers is None else next(numbers.iterate_runs())
-    if lost is not None and lost is not x:
-        lost[...] = x
-    keep, by_chance = lost is not None, numbers is not None
+    if residual is not None and residual is not x:
+        residual[...] = x
+    keep, by_chance = residual is not None, numbers is not None
     _run_blocks_in_threads(
-        _quantize_blocks, scales.size, x if lost is None else lost, q, scales, keep, by_chance, at, key0, key1
+        _quantize_blocks, scales.size, x if residual is None else residual, q, scales, keep, by_chance, at, key0, key1
     )
 
 
@@ -198,22 +198,27 @@ def _scatter_largest_blocks(first, last, values, positions, block, per_block, re
 
 
 def take_largest(
-    x: np.ndarray,
-    block: int,
-    per_block: int,
-    rest: int,
-    values: np.ndarray,
-    positions: np.ndarray,
-    lost: np.ndarray | None,
-) -> None:
+    x: np.ndarray, block: int, per_block: int, rest: int, values: np.ndarray, positions: np.ndarray,
+    residual: np.ndarray | None,
+) -> None:  # fmt: skip
     """Take the elements largest in absolute value from each block, like `take_largest` of topk.py but in compiled code.
     per_block, rest: number of elements to take from each full block, and from the remainder."""
-    if lost is not None and lost is not x:
-        lost[...] = x
-    left = x if lost is None else lost
+    if residual is not None and residual is not x:
+        residual[...] = x
+    left = x if residual is None else residual
     known = _find_kth_largest(left, per_block) if x.size == block > MIN_PARTITION_ELEMENTS else np.int32(-1)
     _run_sized_blocks_in_threads(
-        _take_largest_blocks, x.size, block, left, block, per_block, rest, known, values, positions, lost is not None
+        _take_largest_blocks,
+        x.size,
+        block,
+        left,
+        block,
+        per_block,
+        rest,
+        known,
+        values,
+        positions,
+        residual is not None,
     )
 
 

@@ -56,15 +56,17 @@ class CompressedCodec(Codec):
         the reduce, where the size depends on it; the first reduce has the largest."""
 
     @abstractmethod
-    def pack_part(self, xp: Any, x: Array, wire: Array, lost: Array | None, step: int, numbers: NumberRange) -> None:
+    def pack_part(
+        self, xp: Any, x: Array, wire: Array, residual: Array | None, step: int, numbers: NumberRange
+    ) -> None:
         """Pack the elements of `x` into `wire`.
 
         Parameters
         ----------
-        x : flat, float32 or float64; its contents may be changed unless it is `lost`
+        x : flat, float32 or float64; its contents may be changed unless it is also `residual`
         wire : `packed_bytes(x.size)` bytes
-        lost : receives the packing error of `x`; None if it is not kept. It may be `x` itself
-        step : number of the reduce, never above `MAX_REDUCES`; `unpack_part` gets the same
+        residual : receives the packing error of `x`, and may be `x` itself; None if the error is not kept
+        step : number of the reduce, at most `MAX_REDUCES`; `unpack_part` gets the same number
         numbers : random stream of this part and this reduce
         """
 
@@ -129,10 +131,12 @@ class CompressedCodec(Codec):
         wire = scratch[: sum(sizes)]
         pieces = split_by_counts(wire, sizes)
         if _has_data(xp):
-            lost = None if error is None else grad[mine]
-            self.pack_part(xp, total, pieces[comm.rank], lost, step, _make_random_stream(step, comm.rank, "all", own))
+            residual = None if error is None else grad[mine]
+            self.pack_part(
+                xp, total, pieces[comm.rank], residual, step, _make_random_stream(step, comm.rank, "all", own)
+            )
             if error is not None:
-                error[mine] += lost
+                error[mine] += residual
         handle = comm.all_gather(pieces[comm.rank], wire, sizes, what=what)
 
         def unpack_sums() -> None:
@@ -169,8 +173,8 @@ class CompressedCodec(Codec):
         xp, error = namespace_of(grad), memory.get("error")
         whole = self.add_error_feedback(grad, memory, step)
         kept = [None] * len(counts) if error is None else split_by_counts(error, counts)
-        for r, (x, wire, lost) in enumerate(zip(split_by_counts(whole, counts), wires, kept, strict=True)):
-            self.pack_part(xp, x, wire, lost, step, _make_random_stream(step, rank, r, x.size))
+        for r, (x, wire, residual) in enumerate(zip(split_by_counts(whole, counts), wires, kept, strict=True)):
+            self.pack_part(xp, x, wire, residual, step, _make_random_stream(step, rank, r, x.size))
 
     def _count_sent_bytes(self, counts: Sequence[int], rank: int) -> int:
         return sum(self.packed_bytes(n) for r, n in enumerate(counts) if r != rank)

@@ -14,17 +14,17 @@ from fsdpx.ext.compression.implementations import BLOCK_ELEMENTS, LARGEST, LEVEL
 __all__ = ["Int8", "dequantize_into", "quantize"]
 
 
-def quantize(xp: Any, x: Any, q: Any, scales: Any, lost: Any | None, numbers: NumberRange | None) -> None:
+def quantize(xp: Any, x: Any, q: Any, scales: Any, residual: Any | None, numbers: NumberRange | None) -> None:
     """Quantize blocks of 256 elements to int8: q = x / scale, scale = max |x| / 127. Flat arrays of float32 or float64.
 
-    scales: one float32 per block; NaN, with q = 0, if the block has Inf or NaN, and 0 if it has only zeros. lost:
+    scales: one float32 per block; NaN, with q = 0, if the block has Inf or NaN, and 0 if it has only zeros. residual:
     receives x - q scale, 0 where that is not finite; it may be x. numbers: round element i up with a probability equal
     to its fractional part, by number i of `numbers.make_16bit_numbers()`; None: round to nearest.
     """
     if can_compile(xp):
         from fsdpx.ext.compression.compiled import quantize as body
 
-        body(x, q, scales, lost, numbers)
+        body(x, q, scales, residual, numbers)
         return
     blocks = _split_into_blocks(xp, x)
     largest = xp.max(xp.abs(blocks), axis=1)
@@ -37,10 +37,10 @@ def quantize(xp: Any, x: Any, q: Any, scales: Any, lost: Any | None, numbers: Nu
     with np.errstate(divide="ignore", invalid="ignore"):
         level = xp.clip(xp.floor(blocks / scale[:, None] + chance), -LEVELS, LEVELS)
     level = xp.where(scale[:, None] > 0, level, x.dtype.type(0))
-    if lost is not None:
+    if residual is not None:
         with np.errstate(invalid="ignore"):
             rest = xp.where(fits[:, None], blocks - level * scale[:, None], x.dtype.type(0))
-        lost[...] = rest.reshape(-1)[: x.size]
+        residual[...] = rest.reshape(-1)[: x.size]
     q[...] = level.reshape(-1)[: x.size].astype(np.int8)
     scales[...] = scale
 
@@ -79,8 +79,10 @@ class Int8(CompressedCodec):
     def packed_bytes(self, size: int, step: int = MAX_REDUCES) -> int:
         return -(-(size + 4 * -(-size // BLOCK_ELEMENTS)) // SIZE_MULTIPLE_BYTES) * SIZE_MULTIPLE_BYTES
 
-    def pack_part(self, xp: Any, x: Array, wire: Array, lost: Array | None, step: int, numbers: NumberRange) -> None:
-        quantize(xp, x, *self._split_wire(wire, x.size), lost, numbers if self.random else None)
+    def pack_part(
+        self, xp: Any, x: Array, wire: Array, residual: Array | None, step: int, numbers: NumberRange
+    ) -> None:
+        quantize(xp, x, *self._split_wire(wire, x.size), residual, numbers if self.random else None)
 
     def unpack_part(self, xp: Any, wire: Array, out: Array, add: bool, step: int) -> None:
         dequantize_into(xp, *self._split_wire(wire, out.size), out, add)

@@ -34,17 +34,20 @@ def _count_chosen_per_block(size: int, block: int, share: float) -> tuple[int, i
     return ceil(share * block), ceil(share * (size % block))
 
 
-def take_largest(xp: Any, x: Any, block: int, share: float, values: Any, positions: Any, lost: Any | None) -> None:
-    """Take the elements largest in absolute value from each block of `x`, flat float32 or float64, and write them to
-    `values` (float32) with their `positions` (integer index within the block), in the order of the array. Of equal
-    elements the first are taken. lost: receives x minus the elements taken, 0 where that is not finite; it may be x."""
+def take_largest(xp: Any, x: Any, block: int, share: float, values: Any, positions: Any, residual: Any | None) -> None:
+    """Write the elements largest in absolute value from each block of `x` (flat, float32 or float64) to `values`
+    (float32), and their indices within the block to `positions` (integer), in the order of the array. Of equal
+    elements, the first are taken.
+
+    residual: receives x without the elements taken, and 0 where x is not finite; it may be x itself.
+    """
     if can_compile(xp):
         from fsdpx.ext.compression.compiled import take_largest as body
 
-        body(x, block, *_count_chosen_per_block(x.size, block, share), values, positions, lost)
+        body(x, block, *_count_chosen_per_block(x.size, block, share), values, positions, residual)
         return
-    if lost is not None and lost is not x:
-        lost[...] = x
+    if residual is not None and residual is not x:
+        residual[...] = x
     for rows, at in _split_into_blocks(x, block, share):
         k = (at.stop - at.start) // max(len(rows), 1)
         if not k:
@@ -57,11 +60,11 @@ def take_largest(xp: Any, x: Any, block: int, share: float, values: Any, positio
         taken = above | (equal & (xp.cumsum(equal, axis=1) <= k - above.sum(axis=1, keepdims=True)))
         row, column = xp.nonzero(taken)
         positions[at], values[at] = column, small[row, column]
-    if lost is not None:
+    if residual is not None:
         where = to_global_positions(xp, x.size, block, share, positions)
         with np.errstate(invalid="ignore"):
-            lost[where] -= values
-        lost[~xp.isfinite(lost)] = 0
+            residual[where] -= values
+        residual[~xp.isfinite(residual)] = 0
 
 
 def scatter_largest_into(xp: Any, values: Any, positions: Any, block: int, share: float, out: Any, add: bool) -> None:
@@ -130,10 +133,12 @@ class TopK(CompressedCodec):
             return 8 * math.ceil(share * size)
         return -(-6 * sum(count_chosen_elements(size, self.block, share)) // SIZE_MULTIPLE_BYTES) * SIZE_MULTIPLE_BYTES
 
-    def pack_part(self, xp: Any, x: Array, wire: Array, lost: Array | None, step: int, numbers: NumberRange) -> None:
+    def pack_part(
+        self, xp: Any, x: Array, wire: Array, residual: Array | None, step: int, numbers: NumberRange
+    ) -> None:
         if x.size:
             share = self.get_share_of_reduce(step)
-            take_largest(xp, x, self.block or x.size, share, *self._split_wire(wire, x.size, share), lost)
+            take_largest(xp, x, self.block or x.size, share, *self._split_wire(wire, x.size, share), residual)
 
     def unpack_part(self, xp: Any, wire: Array, out: Array, add: bool, step: int) -> None:
         if out.size:

@@ -63,11 +63,11 @@ def find_widest_mesh(mesh: Mesh | None, strategy: str | Sharding, ranks: int) ->
     raise MeshError(f"mesh {asked} with strategy {strategy!r}: {ranks} ranks are left, which is too few for it")
 
 
-def choose_training_ranks(seats: Sequence[int | None], count: int) -> list[int]:
-    """Return the `count` ranks that train from now on, in order: first those that trained, by their seats, since they
-    hold the state; then idle ones. seats: by rank, the rank among those that trained, None if idle."""
-    order = sorted(range(len(seats)), key=lambda rank: (seats[rank] is None, seats[rank] or 0, rank))
-    return order[:count]
+def choose_training_ranks(training_ranks: Sequence[int | None], count: int) -> list[int]:
+    """Return the `count` ranks that train from now on, in order: first those that trained before, since they hold the
+    state, then idle ones. training_ranks: for each rank, its rank among those that trained before; None if idle."""
+    order = sorted(enumerate(training_ranks), key=lambda pair: (pair[1] is None, pair[1] or 0, pair[0]))
+    return [rank for rank, _ in order[:count]]
 
 
 def send_value_to_ranks(comm: Communicator, listeners: Sequence[int], value: Any) -> None:
@@ -103,26 +103,30 @@ class GenerationSummary(NamedTuple):
 
 
 class Member(NamedTuple):
-    """A rank's description of itself. born: its rank when the job began. seat: its rank among those that train, None if
-    idle. fresh: whether step 0 of this trainer stands for the initial parameters."""
+    """What a rank tells the others about itself.
 
-    born: int
-    seat: int | None
+    initial_rank: its rank when the job began. training_rank: its rank among those that train, None if idle. fresh:
+    whether step 0 of this trainer stands for the initial parameters.
+    """
+
+    initial_rank: int
+    training_rank: int | None
     fresh: bool
     generations: list[GenerationSummary]
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """The ranks of a run and their session. control: all living ranks. born: by rank, the rank when the job began.
-    training: the ranks that train.
+    """The ranks of a run and their session.
 
-    group: the training ranks; None on an idle rank, whose session has no data. step: number of the last step that
-    counts, 0 for initial parameters. copied: whether copies of that step have arrived on this rank.
+    control: all living ranks. initial_ranks: for each living rank, its rank when the job began. training: the ranks
+    that train. group: a communicator of the training ranks; None on an idle rank, whose session has no data. step:
+    number of the last step that counts, 0 for initial parameters. copied: whether copies of that step have arrived on
+    this rank.
     """
 
     control: SurvivorCommunicator
-    born: list[int]
+    initial_ranks: list[int]
     training: list[int]
     group: Communicator | None
     session: Session
@@ -158,14 +162,9 @@ class Assembler:
         return self._build_assembly(control, everyone, ranks, initial=True, timeout=None)
 
     def rebuild_after_change(
-        self,
-        control: SurvivorCommunicator,
-        member: Member,
-        generations: Sequence[StateGeneration],
-        ranks: int | None,
-        report: Callable[[str], None],
-        timeout: float | None,
-    ) -> Assembly:
+        self, control: SurvivorCommunicator, member: Member, generations: Sequence[StateGeneration], ranks: int | None,
+        report: Callable[[str], None], timeout: float | None,
+    ) -> Assembly:  # fmt: skip
         """Return the assembly after a change of ranks, with the state of the newest step of which every element is in
         the memory of some rank. Collective.
 
@@ -205,16 +204,12 @@ class Assembler:
         return replace(built, step=step, copied=built.copies.needed)
 
     def _build_assembly(
-        self,
-        control: SurvivorCommunicator,
-        everyone: list[Member],
-        ranks: int | None,
-        initial: bool,
+        self, control: SurvivorCommunicator, everyone: list[Member], ranks: int | None, initial: bool,
         timeout: float | None,
-    ) -> Assembly:
+    ) -> Assembly:  # fmt: skip
         where, most = self.recipe.distribution, control.size if ranks is None else min(ranks, control.size)
         mesh = find_widest_mesh(where.mesh, where.strategy_within_replica(most), most)
-        training = choose_training_ranks([one.seat for one in everyone], mesh.size)
+        training = choose_training_ranks([one.training_rank for one in everyone], mesh.size)
         trains = control.rank in training
         group = control.split(0 if trains else None, training.index(control.rank) if trains else 0)
         watchdog = start_watching(control, *([] if group is None else [group]), timeout=timeout)
@@ -225,8 +220,8 @@ class Assembler:
         options = {"initial": initial, "commit": self.commit, "watch": lambda axes: recorder}
         session = make_session(recipe, world, self.tuning, **options)
         copies = StateCopies(control.subgroup(range(control.size)), session.state, self.elastic.copies, trains)
-        born = [one.born for one in everyone]
-        return Assembly(control, born, training, group, session, copies, 0, watchdog)
+        initial_ranks = [one.initial_rank for one in everyone]
+        return Assembly(control, initial_ranks, training, group, session, copies, 0, watchdog)
 
 
 def _find_complete_tensors(everyone: list[Member], step: int) -> dict[str, tuple[int, ...]]:

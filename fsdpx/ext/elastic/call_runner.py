@@ -112,12 +112,12 @@ def iterate_arrays(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _map_arrays(value: Any, do: Callable[[Any], Any]) -> Any:
+def _map_arrays(value: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(value, list) and value and hasattr(value[0], "dtype"):
         value = tuple(value)  # a list of arrays is several inputs, not an array
     if isinstance(value, Mapping):
-        return {name: do(array) for name, array in value.items()}
-    return tuple(map(do, value)) if isinstance(value, tuple) else do(value)
+        return {name: function(array) for name, array in value.items()}
+    return tuple(map(function, value)) if isinstance(value, tuple) else function(value)
 
 
 T = TypeVar("T")
@@ -339,7 +339,7 @@ class ElasticRunner(CallRunner):
 
     # -- other calls ---------------------------------------------------------------------------------------------------
 
-    def _run_on_training_ranks(self, how: str, what: str, mine: Callable[[], T]) -> T:
+    def _run_on_training_ranks(self, effect: str, what: str, mine: Callable[[], T]) -> T:
         """Return, on all ranks, the result that the training ranks compute together. If the call replaces the trainer's
         state, copies of the new state have arrived when this returns."""
         if self.is_training:
@@ -348,25 +348,25 @@ class ElasticRunner(CallRunner):
         else:
             self.session.record_call_and_raise_pending_error(what)
             found, self.loss_weight = self._coordinator.recv_result_or_raise(what)
-        if how == REPLACES_STATE:
+        if effect == REPLACES_STATE:
             if isinstance(found, RunScalars) and not self.is_training:
                 restore_scalars(self.session.state, found)
             self._coordinator.copy_state_and_wait()
         return found
 
-    def _run_on_training_rank(self, what: str, do: Callable[[], T]) -> T:
+    def _run_on_training_rank(self, what: str, function: Callable[[], T]) -> T:
         """Run a call on a training rank."""
         if what == SAVE:
             self._coordinator.report_to_observers("saving")
-        found = do()
+        found = function()
         if what == WAIT and any(self.placement.axes.world.all_gather_data(self._save_abandoned)):
             raise CheckpointError("a save in the background was given up when a rank died: save again")
         return found
 
-    def _retry_until_agreed(self, do: Callable[[], T]) -> T:
+    def _retry_until_agreed(self, function: Callable[[], T]) -> T:
         while True:
             try:
-                found = do()
+                found = function()
                 self._coordinator.agree_on_step()
                 return found
             except RankLost as error:

@@ -291,7 +291,7 @@ class Coordinator:
     def recover_from_loss(self, error: RankLost) -> Recovery:
         """Recover after a loss that this rank noticed: give up transfers under way, shrink to the living ranks, and
         rebuild the assembly from memory. Collective over the living ranks."""
-        begin, before, members = perf_counter(), self.last_step, self.assembly.born
+        begin, before, members = perf_counter(), self.last_step, self.assembly.initial_ranks
         self.report_to_observers("recovery: begins")
         self.assembly.control.revoke()
         if not isinstance(error, AgreementRefused):  # the other ranks learn of the loss at their next agreement
@@ -334,7 +334,7 @@ class Coordinator:
         assembly = self._rebuild_assembly(self.assembly.control, self._list_generations(), ranks)
         self.agree_on_step()
         self.ranks = ranks
-        return self._finish_recovery(assembly, begin, before, self.assembly.born)
+        return self._finish_recovery(assembly, begin, before, self.assembly.initial_ranks)
 
     def _abandon_communicator(self, control: SurvivorCommunicator) -> None:
         """Stop watching a communicator on which no rank will wait again. A rank may die before it has done so: the next
@@ -347,8 +347,8 @@ class Coordinator:
     def _rebuild_assembly(
         self, control: SurvivorCommunicator, generations: list[StateGeneration], ranks: int | None
     ) -> Assembly:
-        seat = self.assembly.training.index(self.assembly.control.rank) if self.assembly.is_training else None
-        member = Member(self._initial_rank, seat, self.newest_secure_step == 0, [])
+        training_rank = self.assembly.training.index(self.assembly.control.rank) if self.assembly.is_training else None
+        member = Member(self._initial_rank, training_rank, self.newest_secure_step == 0, [])
         timeout = None if self.assembly.watchdog is None else self.assembly.watchdog.timeout
         return self._assembler.rebuild_after_change(
             control, member, generations, ranks, self.report_to_observers, timeout
@@ -361,7 +361,7 @@ class Coordinator:
         self._switch_to_assembly(assembly)
         if assembly.control is old.control:
             old.close()
-        lost, steps = tuple(sorted(set(members) - set(assembly.born))), self.assembly.session.state.steps
+        lost, steps = tuple(sorted(set(members) - set(assembly.initial_ranks))), self.assembly.session.state.steps
         done = Recovery(steps, lost, len(assembly.training), before - self.last_step, perf_counter() - begin)
         self.recoveries.append(done)
         if self.assembly.control.rank == 0:

@@ -487,13 +487,9 @@ class ReshardTransfer:
 
 
 def _exchange_messages(
-    comm: Communicator,
-    plan: ReshardPlan,
-    have: list[Any],
-    want: list[Any],
-    have_names: list[str],
+    comm: Communicator, plan: ReshardPlan, have: list[Any], want: list[Any], have_names: list[str],
     want_names: list[str],
-) -> None:
+) -> None:  # fmt: skip
     """Send and receive all messages of a plan.
 
     At any time the unfinished message with the lowest number is under way on both sides: all messages that either side
@@ -524,13 +520,9 @@ def _exchange_messages(
 
 
 def _start_message(
-    comm: Communicator,
-    message: ReshardMessage,
-    arrays: list[Any],
-    names: list[str],
-    spare: list[np.ndarray],
+    comm: Communicator, message: ReshardMessage, arrays: list[Any], names: list[str], spare: list[np.ndarray],
     block: int,
-) -> ReshardTransfer:
+) -> ReshardTransfer:  # fmt: skip
     """Start a message from or to the array itself if it is one run of host memory, else through a buffer of its own."""
     first, *others = message.rows
     what, call = f"{names[first.part]}, re-cut", comm.send if message.sends else comm.recv

@@ -11,16 +11,17 @@ from fsdpx.ext.gloo.rendezvous import join_rendezvous
 __all__ = ["open_gloo"]
 
 
-def open_gloo(asked: CommunicatorRequest) -> Communicator:
+def open_gloo(request: CommunicatorRequest) -> Communicator:
     """Open the communicator of all ranks that the launcher has started; a local one if there is only one rank."""
-    if asked.settings.launcher is None:
+    if request.settings.launcher is None:
         environment.require_single_process_and_get_note()  # raises if variables say that this is one of several ranks
-    if asked.settings.launcher is None or asked.settings.expected_size == 1:
-        return open_local(asked)
-    rendezvous = join_rendezvous(asked.settings)
+    if request.settings.launcher is None or request.settings.expected_size == 1:
+        return open_local(request)
+    rendezvous = join_rendezvous(request.settings)
     # imports torch; join_rendezvous raises the better error if it is missing
     from fsdpx.ext.gloo.gloo import GlooCommunicator
 
     return set_up_world(
-        GlooCommunicator(rendezvous, asked.settings.timeout or DEFAULT_TIMEOUT_SECONDS), asked.settings.can_share_memory
+        GlooCommunicator(rendezvous, request.settings.timeout or DEFAULT_TIMEOUT_SECONDS),
+        request.settings.can_share_memory,
     )

@@ -84,12 +84,12 @@ class Rendezvous:
     number of communicators opened on it. loopback: the loopback address if all ranks are on this host, else ""."""
 
     def __init__(
-        self, store: Any, rank: int, size: int, timeout: float, where: RendezvousStore, secret: bytes = b"",
+        self, store: Any, rank: int, size: int, timeout: float, location: RendezvousStore, secret: bytes = b"",
         local_rank: int | None = None, since: float | None = None,
     ) -> None:  # fmt: skip
         """Announce this rank and wait for the others. since: when the wait for others began. secret: of the job; a
         process that does not know it cannot join."""
-        self.store, self.rank, self.size, self.timeout, self.where = store, rank, size, timeout, where
+        self.store, self.rank, self.size, self.timeout, self.where = store, rank, size, timeout, location
         self.secret, self.worlds = secret, 0
         self._deadline = (time.monotonic() if since is None else since) + timeout
         self._refused: set[int] = set()
@@ -99,7 +99,7 @@ class Rendezvous:
         self._local_processes = {
             r: one.process for r, one in self._arrivals.items() if one.host == platform.node() and r != rank
         }
-        self.loopback = _find_loopback_address(where, {one.host for one in self._arrivals.values()})
+        self.loopback = _find_loopback_address(location, {one.host for one in self._arrivals.values()})
         self._arrival_text = json.dumps([one.once for _, one in sorted(self._arrivals.items())])
         opened_rendezvous[:] = [self]
 
@@ -186,9 +186,9 @@ class Rendezvous:
         return int(self.store.compare_set("ended", "", str(rank)))
 
     @contextmanager
-    def translating_torch_errors(self, where: str) -> Iterator[None]:
-        """Translate an error of torch inside into RankLost, with the rank that has ended, or CommError. where: what
-        failed."""
+    def translating_torch_errors(self, action: str) -> Iterator[None]:
+        """Return a context manager that turns an error of torch into RankLost, naming the rank that has ended, or else
+        into CommError. action: what failed, as text."""
         try:
             yield
         except (CommError, ConfigError):
@@ -197,13 +197,13 @@ class Rendezvous:
             reason = str(error).strip().partition("\n")[0]
             dead = self._find_first_ended_rank()
             if dead is not None:
-                raise RankLost(f"{where}: rank {dead} has ended ({reason})", [dead]) from error
+                raise RankLost(f"{action}: rank {dead} has ended ({reason})", [dead]) from error
             far = (
                 ""
                 if len(self._local_processes) == self.size - 1
                 else "a rank of another host has ended or is out of reach: "
             )
-            raise CommError(f"{where}: {far}{reason}") from error
+            raise CommError(f"{action}: {far}{reason}") from error
 
     def _find_first_ended_rank(self) -> int | None:
         """Return the rank that ended first, as far as is known on any rank; None if unknown."""
@@ -238,8 +238,8 @@ def join_rendezvous(settings: Environment) -> Rendezvous:
             "backend='gloo': RANK and WORLD_SIZE do not say which of how many ranks this is; start the script with "
             "fsdpx run --backend gloo -n N or torchrun"
         )
-    where = launcher.store
-    if where is None:
+    location = launcher.store
+    if location is None:
         raise LaunchError(
             "backend='gloo': MASTER_ADDR and MASTER_PORT, or FSDPX_STORE, do not say where ranks meet; start the "
             "script with fsdpx run --backend gloo -n N or torchrun"
@@ -249,48 +249,49 @@ def join_rendezvous(settings: Environment) -> Rendezvous:
         raise LaunchError(f"RANK={rank} is not below WORLD_SIZE={size}: ranks are numbered from 0")
     secret, since, timeout = environment.read_secret(), time.monotonic(), settings.start_timeout
     if not secret and rank == 0:
-        print(f"fsdpx: {_format_warning_without_secret(where)}", file=sys.stderr, flush=True)
-    store = _open_store(dist, where, rank, size, timeout, bool(secret))
-    return Rendezvous(store, rank, size, timeout, where, secret, launcher.local_rank, since)
+        print(f"fsdpx: {_format_warning_without_secret(location)}", file=sys.stderr, flush=True)
+    store = _open_store(dist, location, rank, size, timeout, bool(secret))
+    return Rendezvous(store, rank, size, timeout, location, secret, launcher.local_rank, since)
 
 
-def _format_warning_without_secret(where: RendezvousStore) -> str:
+def _format_warning_without_secret(location: RendezvousStore) -> str:
     """Return the warning for a job without a secret: what strangers can do, and how to set one."""
-    who = "whoever can write that file" if where.file else "whoever reaches that address, other users of this host too,"
-    alone = "" if where.file or where.served else "Rank 0 answers on the address of MASTER_ADDR alone. "
+    who = "whoever reaches that address, other users of this host too,"
+    who = "whoever can write that file" if location.file else who
+    alone = "" if location.file or location.served else "Rank 0 answers on the address of MASTER_ADDR alone. "
     return (
-        f"no FSDPX_SECRET is set, so {who} can pose as a rank of this job at {where}. {alone}Set FSDPX_SECRET to the "
-        "same secret on all ranks (openssl rand -hex 32), then ranks prove that they belong together"
+        f"no FSDPX_SECRET is set, so {who} can pose as a rank of this job at {location}. {alone}Set FSDPX_SECRET to "
+        "the same secret on all ranks (openssl rand -hex 32), then ranks prove that they belong together"
     )
 
 
-def _find_loopback_address(where: RendezvousStore, hosts: set[str]) -> str:
+def _find_loopback_address(location: RendezvousStore, hosts: set[str]) -> str:
     """Return the loopback address if all ranks meet inside this host, else ""."""
     if len(hosts) > 1:
         return ""
-    if where.file:
+    if location.file:
         return "127.0.0.1"
     try:
-        address = _resolve_address(where)[4][0]
+        address = _resolve_address(location)[4][0]
         return str(address) if ip_address(str(address)).is_loopback else ""
     except (OSError, ValueError):
         return ""
 
 
-def _resolve_address(where: RendezvousStore) -> Any:
+def _resolve_address(location: RendezvousStore) -> Any:
     """Return the family and address of MASTER_ADDR, IPv4 first."""
-    found = socket.getaddrinfo(where.address, where.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    found = socket.getaddrinfo(location.address, location.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     return min(found, key=lambda one: one[0] != socket.AF_INET)
 
 
-def _wait_until_store_listens(where: RendezvousStore, timeout: float) -> float:
+def _wait_until_store_listens(location: RendezvousStore, timeout: float) -> float:
     """Wait until a process listens there; return the seconds that are left. The store of torch.distributed itself would
     wait for twice its timeout."""
     end = time.monotonic() + timeout
     while True:
         left = max(end - time.monotonic(), 1.0)
         try:
-            socket.create_connection((where.address, where.port), left).close()
+            socket.create_connection((location.address, location.port), left).close()
             return left
         except OSError as error:
             if time.monotonic() > end:
@@ -298,19 +299,19 @@ def _wait_until_store_listens(where: RendezvousStore, timeout: float) -> float:
         time.sleep(_POLL_SECONDS)
 
 
-def _open_listening_socket(where: RendezvousStore, everywhere: bool) -> socket.socket:
-    """Return the socket on which rank 0 serves the store: bound to the address of MASTER_ADDR, or, if `everywhere` and
-    that is no address of this host, to all addresses."""
-    family, _, _, _, address = _resolve_address(where)
+def _open_listening_socket(location: RendezvousStore, any_address: bool) -> socket.socket:
+    """Return the socket on which rank 0 serves the store. It is bound to the address of MASTER_ADDR, or to all
+    addresses if `any_address` is true and MASTER_ADDR is no address of this host."""
+    family, _, _, _, address = _resolve_address(location)
     made = socket.socket(family, socket.SOCK_STREAM)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         made.bind(address)
     except OSError as error:
-        if not everywhere or error.errno != errno.EADDRNOTAVAIL:
+        if not any_address or error.errno != errno.EADDRNOTAVAIL:
             made.close()
             raise
-        made.bind(("", where.port))
+        made.bind(("", location.port))
     made.listen(1024)
     return made
 
@@ -327,23 +328,23 @@ def _import_torch_distributed() -> Any:
     return dist
 
 
-def _open_store(dist: Any, where: RendezvousStore, rank: int, size: int, timeout: float, proven: bool) -> Any:
-    """Return the store of the job, kept by rank 0 unless it is a file or served by torchrun. proven: whether ranks have
-    a secret."""
+def _open_store(dist: Any, location: RendezvousStore, rank: int, size: int, timeout: float, has_secret: bool) -> Any:
+    """Return the store of the job, kept by rank 0 unless it is a file or served by torchrun. has_secret: whether ranks
+    share a secret."""
     try:
-        if where.file:
-            return dist.PrefixStore("fsdpx", dist.FileStore(where.file, size))
-        keeps = rank == 0 and not where.served
-        listening = _open_listening_socket(where, proven).detach() if keeps else None
-        left = timeout if keeps else _wait_until_store_listens(where, timeout)
+        if location.file:
+            return dist.PrefixStore("fsdpx", dist.FileStore(location.file, size))
+        keeps = rank == 0 and not location.served
+        listening = _open_listening_socket(location, has_secret).detach() if keeps else None
+        left = timeout if keeps else _wait_until_store_listens(location, timeout)
         made = dist.TCPStore(
-            where.address, where.port, None, keeps, timedelta(seconds=left),
+            location.address, location.port, None, keeps, timedelta(seconds=left),
             wait_for_workers=False, multi_tenant=True, master_listen_fd=listening,
         )  # fmt: skip
     except (RuntimeError, ValueError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise LaunchError(
-            f"rank {rank} of {size} cannot meet the others at {where} ({reason}): both name the host of rank 0 and a "
-            "port that is free there, the same on all ranks"
+            f"rank {rank} of {size} cannot meet the others at {location} ({reason}): both name the host of rank 0 and "
+            "a port that is free there, the same on all ranks"
         ) from error
-    return dist.PrefixStore(f"fsdpx{where.start}", made)
+    return dist.PrefixStore(f"fsdpx{location.start}", made)

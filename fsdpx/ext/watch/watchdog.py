@@ -65,13 +65,15 @@ _OWN = f"{Path(__file__).parents[2]}{os.sep}"
 _PYTHON = (f"{Path(os.__file__).parent}{os.sep}", "<frozen ")
 
 
-def start_watchdog(comm: Any, *also: Any, timeout: float | None = None, patient: bool = True) -> Watchdog | None:
-    """Return the watchdog of this rank on `comm`, started by the first call; None if its record cannot be made.
+def start_watchdog(
+    comm: Any, *other_comms: Any, timeout: float | None = None, extend_waits: bool = True
+) -> Watchdog | None:
+    """Return the watchdog of this rank on `comm`, started by the first call; None if its record cannot be created.
     Collective.
 
-    also: communicators made from `comm`. timeout: by default that of `comm` (FSDPX_TIMEOUT). patient: waits on all
-    these communicators may last WAIT_FACTOR times as long from now on, as a waiting rank is not stuck while others make
-    progress.
+    other_comms: communicators made from `comm`. timeout: by default that of `comm` (FSDPX_TIMEOUT). extend_waits: from
+    now on, a wait on any of these communicators may last WAIT_FACTOR times as long, since a waiting rank is not stuck
+    while others make progress.
     """
     base = unwrap_communicator(comm)
     watchdog: Watchdog | None = base.watched_by
@@ -90,7 +92,7 @@ def start_watchdog(comm: Any, *also: Any, timeout: float | None = None, patient:
     base.all_gather_data(None)  # a rank that ended before others had records would count as the last one
     if watchdog is None:
         return None
-    for one in (comm, *also) if patient else ():
+    for one in (comm, *other_comms) if extend_waits else ():
         # an axis of one rank never waits and has no timeout
         if hasattr(one := unwrap_communicator(one), "set_timeout"):
             one.set_timeout(watchdog.timeout * WAIT_FACTOR)

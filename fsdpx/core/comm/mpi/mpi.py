@@ -200,17 +200,17 @@ class MpiWindow(Window):
         finally:
             self._win.Unlock(rank)
 
-    def read_word(self, rank: int, at: int) -> int:
+    def read_word(self, rank: int, word_index: int) -> int:
         word_buffer = np.empty(1, np.int64)
         self._win.Lock(rank, MPI.LOCK_SHARED)
-        self._win.Fetch_and_op([word_buffer, MPI.INT64_T], [word_buffer, MPI.INT64_T], rank, 8 * at, MPI.NO_OP)
+        self._win.Fetch_and_op([word_buffer, MPI.INT64_T], [word_buffer, MPI.INT64_T], rank, 8 * word_index, MPI.NO_OP)
         self._win.Unlock(rank)
         return int(word_buffer[0])
 
-    def write_word(self, at: int, value: int) -> None:
+    def write_word(self, word_index: int, value: int) -> None:
         given, before = np.array([value], np.int64), np.empty(1, np.int64)
         self._win.Lock(self.rank, MPI.LOCK_SHARED)
-        self._win.Fetch_and_op([given, MPI.INT64_T], [before, MPI.INT64_T], self.rank, 8 * at, MPI.REPLACE)
+        self._win.Fetch_and_op([given, MPI.INT64_T], [before, MPI.INT64_T], self.rank, 8 * word_index, MPI.REPLACE)
         self._win.Unlock(self.rank)
 
     def check_ranks_and_make_progress(self, missing: Sequence[int] = (), what: str = "") -> None:

@@ -78,25 +78,25 @@ def _is_process_alive(owner: str) -> bool:
 
 
 def describe_missing_ranks(
-    found: dict[int, tuple[str, str]], seconds: float, size: int, local_size: int, known: bool
+    waiting: dict[int, tuple[str, str]], seconds: float, size: int, local_size: int, known: bool
 ) -> str:
-    """Return text that names the ranks that have not arrived, as far as this host can tell. known: whether all marks of
-    its ranks are in one folder."""
+    """Return text that names the ranks that have not arrived, as far as this host can tell. waiting: the ranks that
+    have. known: whether all marks of this host's ranks are in one folder."""
     host = platform.node()
-    local = {int(where) for _, where in found.values() if where.isdecimal()}
+    local = {int(where) for _, where in waiting.values() if where.isdecimal()}
     missing = set(range(local_size)) - local
-    if not known or not local_size or len(local) < len(found):
+    if not known or not local_size or len(local) < len(waiting):
         who = "not all ranks have"
     elif not missing:
         who = f"all ranks of {host} but not those of other hosts have"
     elif size == local_size:
-        missing = set(range(size)) - set(found)
+        missing = set(range(size)) - set(waiting)
         who = f"{_format_ranks(missing)} of {size} {'has' if len(missing) == 1 else 'have'} not"
     else:
         who = f"on {host} local {_format_ranks(missing)} of {local_size} {'has' if len(missing) == 1 else 'have'} not"
     come = f"{who} come to the start of MPI within {seconds:g} s after the first rank of {host}"
     return (
-        f"fsdpx: {come}; {_format_ranks(found)} "
+        f"fsdpx: {come}; {_format_ranks(waiting)} "
         "waited, and the job ends. A rank that is missing has not begun, has ended, or is busy: call fsdpx.init() "
         "before other long work, or set FSDPX_START_TIMEOUT to more seconds\n"
     )
@@ -123,9 +123,9 @@ def wait_for_start_or_timeout(folder: str, seconds: float) -> dict[int, tuple[st
             return arrivals
 
 
-def kill_waiting_ranks(found: dict[int, tuple[str, str]], launcher: str) -> None:
+def kill_waiting_ranks(waiting: dict[int, tuple[str, str]], launcher: str) -> None:
     """Kill the waiting ranks. The launcher then ends the other ranks; if it does not, it is terminated as well."""
-    for process, _ in found.values():
+    for process, _ in waiting.values():
         _send_signal_if_alive(process, signal.SIGKILL)
     due = time.monotonic() + SECONDS_TO_END
     while "-" in launcher and _is_process_alive(launcher):
