@@ -252,7 +252,9 @@ def to_named_path(path: Any) -> Path:
     given = safe_files.expanduser(text)
     given = given.resolve() if given.name in ("", "..") else given
     if not given.name:
-        raise CheckpointError(f"the path {given} has no name, so nothing can lie beside it: give a folder inside it")
+        raise CheckpointError(
+            f"the path {given} has no name, so nothing can be written next to it: name a subfolder"
+        )
     return given
 
 
@@ -273,7 +275,7 @@ def follow_link(path: Path) -> Path:
         if not path.is_symlink():
             return to_named_path(path)
         path = path.parent / os.readlink(path)
-    raise CheckpointError(f"{given} is a link that leads to no end: choose another place")
+    raise CheckpointError(f"{given} is a circular link: choose another path")
 
 
 def resolve_replaceable_folder(path: Path) -> Path:
@@ -282,7 +284,7 @@ def resolve_replaceable_folder(path: Path) -> Path:
     folder = follow_link(path)
     if folder.name.lower().startswith(_RESERVED_PREFIX):
         raise CheckpointError(
-            f"{path}: fsdpx gives such names to what it has beside a checkpoint while it saves, and removes it: choose "
+            f"{path}: fsdpx uses such names for temporary files next to a checkpoint, and removes them: choose "
             "another name"
         )
     if folder.is_dir() and os.path.samefile(folder, os.curdir):
@@ -382,8 +384,8 @@ def _require_no_foreign_files(path: Path) -> None:
     foreign = [name for name in names if not OWN_FILE_PATTERN.fullmatch(name)]
     if foreign:
         raise CheckpointError(
-            f"{path} holds files beside the checkpoint that would be lost ({_format_first_names(foreign)}): choose "
-            "another place"
+            f"{path} holds other files than the checkpoint, which would be lost ({_format_first_names(foreign)}): "
+            "choose another path"
         )
 
 

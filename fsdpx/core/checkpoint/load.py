@@ -83,7 +83,7 @@ def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool,
     source = run_on_rank0(world, where, lambda: open_checkpoint(path))
     run_on_all_ranks(world, where, lambda: require_device_holds_data(state))
     if STATE_FILE_NAME not in source.files:
-        raise CheckpointError(f"{where}: it holds weights alone; use load_parameters")
+        raise CheckpointError(f"{where}: it holds only weights; use load_parameters")
     scalars = RunScalars.parse(
         source.files[STATE_FILE_NAME].metadata.get(STATE_KEY), str(source.folder / STATE_FILE_NAME)
     )
@@ -93,8 +93,7 @@ def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool,
         there, here = ("not ", "") if local is None else ("", "not ")
         raise CheckpointError(
             f"{where}: it was {there}saved in local training, and this trainer is {here}one of it: load_parameters "
-            "takes "
-            "the weights alone"
+            "takes only the weights"
         )
     if local is not None:
         pace.require_resumable(local, where)
@@ -158,7 +157,7 @@ def require_device_holds_data(state: TrainState) -> None:
 def _require_loader_position(loader: Any, scalars: RunScalars) -> None:
     require_loader_method(loader, "load_state_dict")
     if scalars.data is None:
-        raise CheckpointError("it was saved without a loader, so it does not know a place in the data")
+        raise CheckpointError("it was saved without a loader, so it has no position in the data")
 
 
 def get_dtypes_and_shapes(state: TrainState) -> Wanted:
@@ -172,7 +171,7 @@ def _require_slots(state: TrainState, scalars: RunScalars, source: CheckpointSou
         raise CheckpointError(
             f"{where}: the optimiser does not fit: {scalars.optimizer} with {_format_slots(scalars.slots)} in the "
             f"checkpoint, {type(unwrap_optimizer(place.optimizer)).__name__} with {_format_slots(slots)} here; "
-            "load_parameters takes the weights alone"
+            "load_parameters takes only the weights"
         )
     known = list_saved_tensors(place, scalars.replica_count).items()
     rest = {n: (get_state_dtype(place, n), s.shape) for n, s in known if n not in place.layout.specs}
@@ -313,7 +312,7 @@ def _open_file_source(world: Communicator, call: str, given: Any, options: str) 
         if not isinstance(given, str | PathLike):
             if hasattr(given, "state_dict"):
                 raise CheckpointError(f"{type(given).__name__} is a module, not its weights: give module.state_dict()")
-            raise CheckpointError(f"{given!r} is neither a path nor a dict of whole arrays, which every rank gives")
+            raise CheckpointError(f"{given!r} is neither a path nor a dict of full arrays, which every rank passes")
         return {**list_path_facts(to_named_path(given)), "options": options}
 
     path = Path(agree_on_choices(world, call, describe_path)["path"])

@@ -44,6 +44,6 @@ def _can_resume_or_warn(place: Path) -> bool:
             if (size := (place / name).stat().st_size) != record.size:
                 raise CheckpointError(f"{place / name} has {size:,} bytes, and had {record.size:,}")
     except (CheckpointError, FileNotFoundError) as error:
-        warn(f"fsdpx: a damaged checkpoint is passed over: {error}")
+        warn(f"fsdpx: a damaged checkpoint is skipped: {error}")
         return False
     return STATE_FILE_NAME in manifest.files

@@ -160,7 +160,7 @@ def _open_indexed_files(path: Path) -> CheckpointSource:
     files = {}
     for file in sorted(set(names.values())):
         if Path(file).name != file or file in ("", ".", "..") or "\0" in file or "\\" in file:
-            raise CheckpointError(f"{path}: {file!r} is no name of a file beside it")
+            raise CheckpointError(f"{path}: {file!r} is no name of a file in the same folder")
         files[file] = read_header(path.parent / file)
     source = CheckpointSource(path.parent, files)
     _require_unique_tensor_names(source)

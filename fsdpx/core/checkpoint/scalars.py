@@ -114,7 +114,7 @@ def restore_scalars(state: TrainState, scalars: RunScalars) -> None:
 def require_loader_method(loader: Any, method: str) -> Any:
     if not hasattr(loader, method):
         raise CheckpointError(
-            f"the loader is a {type(loader).__name__} without {method}: a data.DataLoader knows its place in the data; "
-            "leave loader out to save without it"
+            f"the loader is a {type(loader).__name__} without {method}: a data.DataLoader knows its position in the "
+            "data; leave loader out to save without it"
         )
     return loader

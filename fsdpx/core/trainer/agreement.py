@@ -42,7 +42,7 @@ def list_choices_to_compare(recipe: Recipe, placement: Placement, microbatches: 
     """
     training, layout, pace = recipe.training, placement.layout, recipe.distribution.sync_choice
     return {
-        "strategy": placement.sharding,  # first: it decides the mesh if none is given
+        "strategy": placement.sharding,  # first, because the mesh depends on it
         "mesh": placement.axes.mesh,
         "precision": placement.formats.precision,
         "options": replace(placement.options, pace=SYNCHRONOUS, storage=IN_MEMORY),

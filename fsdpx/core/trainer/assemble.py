@@ -101,7 +101,7 @@ def assemble_session(
                 place.formats.gradients
             )
             run_warm_up_calls(calls, _get_local_rank_and_size(world), count)
-    state = allocate_state(place, initial and place.device.holds_data)  # random numbers take time and memory
+    state = allocate_state(place, initial and place.device.holds_data)  # a dry run skips random numbers
     observer = None if watch is None else watch(place.axes)
     shapes = [(page.rule, {f.name: f.shape for f in page.fields}) for page in place.layout.pages if page.trainable]
     for text in place.codecs.iterate_user_notes(shapes):
@@ -292,7 +292,7 @@ def _shard_model(
     loss, plan, sequence = samples.bind_loss(training.loss), distribution.tensor_plan, distribution.sequence
     if axes.tensor.size == 1 and plan is None and sequence is None:
         return TensorParallelModel(model, loss, None, frozenset())
-    from fsdpx.nn.tensor_plan import parallelize  # heavy: it loads sequence-parallel attention
+    from fsdpx.nn.tensor_plan import parallelize  # slow import: it loads sequence-parallel attention
 
     return parallelize(model, loss, axes.tensor.size, plan, sequence)
 
@@ -315,8 +315,8 @@ def _lay_out_stages_and_pages(
     axes, ordered = ranks.axes, model.ordered
     stages, homes = parse_stages_option(ordered, recipe.distribution.stages, axes.pipe.size)
     assert not isinstance(stages, Mapping), "a list of first layers by now"
-    pipe = PipelineChoice(recipe.distribution.schedule, axes.pipe.size, homes)  # type: ignore[arg-type]  # no path by now
-    require_enough_layers(ordered, axes.pipe.size, "")  # before making a schedule for that many ranks
+    pipe = PipelineChoice(recipe.distribution.schedule, axes.pipe.size, homes)  # type: ignore[arg-type]  # no PathLike here
+    require_enough_layers(ordered, axes.pipe.size, "")  # before a schedule is made for so many ranks
     home = pipe.get_stage_ranks(reducing.microbatches_per_rank)
     starts = split_into_stages(ordered, len(home), stages, recipe.runtime.costs, pipe.explain_stage_count(home))
     bitwise = reducing.accumulation.bitwise

@@ -98,7 +98,7 @@ def raise_argument_errors_on_all_ranks(
     Parameters
     ----------
     method : the method, or a function whose first argument is the trainer
-    hints : also check arguments against the type hints; False: the method checks its arguments itself
+    hints : True: also check the arguments against the type hints; False: the method checks its arguments itself
     unchecked : name of an argument that is not checked against its type hint (default: check all)
     """
     name, parameters = method.__name__, signature(method).parameters

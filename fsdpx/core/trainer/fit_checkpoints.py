@@ -183,8 +183,8 @@ class CheckpointConfig:
         for method in ("state_dict", "load_state_dict", "epoch"):
             if not hasattr(loader, method):
                 raise ConfigError(
-                    f"fit(checkpoints=...): the loader is a {type(loader).__name__} without {method}, so a run that "
-                    "goes on would not know its place in the data; use a data.DataLoader"
+                    f"fit(checkpoints=...): the loader is a {type(loader).__name__} without {method}, so a "
+                    "resumed run would not know its position in the data; use a data.DataLoader"
                 )
         call_runner.wait_for_background_save()
         path = call_runner.run_on_rank0(f"resume from {self.folder}", self.find_latest)
@@ -193,7 +193,7 @@ class CheckpointConfig:
         if not self.resume:
             raise CheckpointError(
                 f"{path} is of an earlier run, which the next start would take for the newest of this one: give "
-                "CheckpointConfig(...) another folder, remove its checkpoints, or go on from them with resume=True"
+                "CheckpointConfig(...) another folder, remove its checkpoints, or resume from them with resume=True"
             )
         fit = call_runner.load_checkpoint(path, loader, convert=self.dtype is not None).fit
         if fit is None:

@@ -399,6 +399,6 @@ def _as_flat_output(out: Array) -> Array:
 def _partition_rows_and_elements(verb: str, shape: tuple[int, ...], size: int) -> tuple[FlatPartition, FlatPartition]:
     """Return the even partition of dim 0 over `size` ranks, once in rows and once in elements."""
     if not shape:
-        raise ShapeError(f"{verb}: x has no dimension to cut")
+        raise ShapeError(f"{verb}: x has no dimension to split")
     rows, width = make_balanced_partition(shape[0], size), prod(shape[1:])
     return rows, make_partition_from_counts(tuple(count * width for count in rows.counts))

@@ -182,7 +182,7 @@ def replace_parameters_by_averages(state: TrainState) -> Callable[[], None]:
     if AVERAGE_SLOT not in place.slot_formats:
         raise ConfigError("weights='average': no average is kept; say distribute(..., average=fsdpx.EMA(0.999))")
     if place.sync_policy.owner == "replica":
-        raise ConfigError("weights='average': in local training each replica has another one; leave weights out")
+        raise ConfigError("weights='average': in local training each replica has its own average; leave weights out")
     put_back = copy_weights_to_restore(state)
     for p in place.stage.trained_pages:
         master, kept = state.ledger.get_array("master", p), state.ledger.get_array("average", p, AVERAGE_SLOT)

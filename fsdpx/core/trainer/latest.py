@@ -54,7 +54,7 @@ def latest_checkpoint(folder: str | PathLike[str], comm: Any = None) -> Path | N
 
     def find_on_rank0() -> Path | None:
         if is_checkpoint(path):
-            raise CheckpointError(f"{path} is a checkpoint itself: give the folder that it lies in")
+            raise CheckpointError(f"{path} is a checkpoint itself: give the folder that contains it")
         return find_newest_checkpoint(path)
 
     return run_on_rank0(comm, f"latest_checkpoint of {path}", find_on_rank0)

@@ -271,5 +271,5 @@ def suggest_for_torch_object(value: Any) -> str:
 def require_tensor_axis_support(optimizer: Any, tensor_size: int) -> None:
     """Raise ConfigError if the optimizer needs full parameters but a tensor axis shards them."""
     if tensor_size > 1 and needs_full_parameters(optimizer):
-        description = f"{type(optimizer).__name__} needs whole parameters"
-        raise ConfigError(f"{description}, the tensor axis of {tensor_size} ranks cuts them; use optim.AdamW")
+        description = f"{type(optimizer).__name__} needs full parameters"
+        raise ConfigError(f"{description}, the tensor axis of {tensor_size} ranks shards them; use optim.AdamW")

@@ -98,7 +98,7 @@ def require_loss_and_optimizer(call: str, loss: Any = None, optimizer: Any = Non
     without += ["optimizer"] if isinstance(unwrap_optimizer(optimizer), NoOptimizer) else []
     if without:
         raise ConfigError(
-            f"{call}: this trainer was made without {' and '.join(without)}, to predict alone; say "
+            f"{call}: this trainer was made without {' and '.join(without)}, for prediction only; say "
             f"distribute({', '.join(REMEDY[name] for name in without)}, ...)"
         )
 

@@ -500,7 +500,7 @@ class Trainer:
                 raise ConfigError(f"save(background={background!r}): True or False is needed")
             if weights != "parameters" and loader is not None:
                 raise ConfigError(
-                    f"save(weights={weights!r}): weights alone have no place in the data; leave loader out"
+                    f"save(weights={weights!r}): weights alone have no position in the data; leave loader out"
                 )
             choices = SaveChoices(dtype, shard_bytes, keep, weights=weights)
         self._call_runner.save_checkpoint(path, choices, loader, None, background)

@@ -298,7 +298,8 @@ def test_folders_of_others_are_left_alone(tmp_path: Path) -> None:
     assert f"{tmp_path}/home is no checkpoint, but has files in it (thesis.tex): choose another place" in text
     spawn(saved, 1, tmp_path / "a")
     (tmp_path / "a/config.json").write_text("!")
-    assert "holds files beside the checkpoint that would be lost (config.json)" in refused(2, saved, tmp_path / "a")
+    text = refused(2, saved, tmp_path / "a")
+    assert "holds other files than the checkpoint, which would be lost (config.json)" in text
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "home"]
     (tmp_path / "empty").mkdir()
     spawn(saved, 2, tmp_path / "empty")
@@ -382,7 +383,7 @@ def test_links_without_an_end(tmp_path: Path) -> None:
     assert loaded(tmp_path / "latest") == digest
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b").symlink_to("a")
-    assert refused(2, saved, tmp_path / "a").endswith("is a link that leads to no end: choose another place")
+    assert refused(2, saved, tmp_path / "a").endswith("is a circular link: choose another path")
 
 
 def test_links_in_the_place_of_parts_lose_themselves_alone(tmp_path: Path) -> None:
@@ -486,7 +487,7 @@ def test_what_a_killed_job_leaves_is_found_and_cleaned(moment: str, tmp_path: Pa
 def test_names_of_leavings_are_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(name)
     for path in (tmp_path / name, tmp_path / "link"):
-        assert refused(2, saved, path).endswith("while it saves, and removes it: choose another name")
+        assert refused(2, saved, path).endswith("next to a checkpoint, and removes them: choose another name")
     assert [p.name for p in tmp_path.iterdir()] == ["link"]
 
 
@@ -654,7 +655,7 @@ def test_an_index_must_tell_the_truth(tmp_path: Path) -> None:
     files = sorted(set(names.values()))
     in_words({}, "this is no index of safetensors files: 'weight_map'")
     in_words({"weight_map": names | {"more": files[0]}}, "tensor 'more' is in the index or in a file, but not in both")
-    in_words({"weight_map": names | {"more": "../x"}}, "'../x' is no name of a file beside it")
+    in_words({"weight_map": names | {"more": "../x"}}, "'../x' is no name of a file in the same folder")
     in_words({"weight_map": names | {"more": "nothing"}}, "nothing: the file is missing")
     wrong = {
         name: files[0] if file == files[1] else files[1] if file == files[0] else file for name, file in names.items()

@@ -408,7 +408,7 @@ ODD = {
     5: "the path 5 is of type int: give a str or a pathlib.Path",
     b"a": "the path b'a' is of type bytes: give a str or a pathlib.Path",
     None: "the path None is of type NoneType: give a str or a pathlib.Path",
-    "/": "the path / has no name, so nothing can lie beside it: give a folder inside it",
+    "/": "the path / has no name, so nothing can be written next to it: name a subfolder",
 }
 
 
@@ -422,7 +422,7 @@ def test_odd_paths_are_the_same_error_on_all_ranks(call: str, odd: Any, tmp_path
 
     text = ODD[odd]
     if call == "load_parameters" and not isinstance(odd, str):
-        text = f"{odd!r} is neither a path nor a dict of whole arrays, which every rank gives"
+        text = f"{odd!r} is neither a path nor a dict of full arrays, which every rank passes"
     assert refused(3, lambda comm: body(comm, None)) == f"{call}: rank 0: {text}"
     assert refused(3, lambda comm: body(comm, 2)) == f"{call}: rank 2: {text}"
     assert list(tmp_path.iterdir()) == []

@@ -77,7 +77,7 @@ def test_a_damaged_one_is_passed_over(harm: Any, file: str, one: Path, tmp_path:
     if (harm, file) == (Path.unlink, "manifest.json"):  # it is none
         assert fsdpx.latest_checkpoint(tmp_path) == tmp_path / "step-1"
         return
-    with pytest.warns(RuntimeWarning, match=f"a damaged checkpoint is passed over: .*step-2/{file}"):
+    with pytest.warns(RuntimeWarning, match=f"a damaged checkpoint is skipped: .*step-2/{file}"):
         assert fsdpx.latest_checkpoint(tmp_path) == tmp_path / "step-1"
 
 
@@ -120,7 +120,7 @@ def test_wrong_folders_are_named_on_all_ranks(one: Path, tmp_path: Path) -> None
         (text,) = set(spawn(body, 2))
         return text
 
-    assert refused(lambda rank: one).endswith("is a checkpoint itself: give the folder that it lies in")
+    assert refused(lambda rank: one).endswith("is a checkpoint itself: give the folder that contains it")
     assert "Not a directory (ENOTDIR)" in refused(lambda rank: tmp_path / "file")
     assert "ranks differ in path" in refused(lambda rank: tmp_path / f"{rank}")
     assert "give a str or a pathlib.Path" in refused(lambda rank: 3)

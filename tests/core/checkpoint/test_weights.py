@@ -167,7 +167,7 @@ def test_what_does_not_fit_is_said_alike() -> None:
     text = refused(lambda rank: good if rank else "nothing")
     assert text == "load_parameters: ranks differ in path: rank 0 has nothing, rank 1 has none"
     text = refused(lambda rank: good if rank else 5)
-    assert "rank 0: 5 is neither a path nor a dict of whole arrays, which every rank gives" in text
+    assert "rank 0: 5 is neither a path nor a dict of full arrays, which every rank passes" in text
     assert refused(Linear()) == "load_parameters: rank 0: Linear is a module, not its weights: give module.state_dict()"
 
 
@@ -184,7 +184,7 @@ def test_a_tensor_of_another_shape_is_left_out_as_the_message_says() -> None:
 
 def test_what_one_rank_alone_has_read_is_not_enough() -> None:
     text = savers.refused(3, lambda comm: trainer(comm).load_parameters(None if comm.rank else pytorch()))
-    assert text == "load_parameters: rank 1: None is neither a path nor a dict of whole arrays, which every rank gives"
+    assert text == "load_parameters: rank 1: None is neither a path nor a dict of full arrays, which every rank passes"
 
 
 @pytest.mark.parametrize(

@@ -98,9 +98,9 @@ def test_bad_arrays_are_named():
             into()
     with pytest.raises(ShapeError, match=r"out is float64\[3\], but x is float64\[2\]"):
         functional.all_reduce(np.zeros(2), out=np.zeros(3))
-    with pytest.raises(ShapeError, match="reduce_scatter: x has no dimension to cut"):
+    with pytest.raises(ShapeError, match="reduce_scatter: x has no dimension to split"):
         functional.reduce_scatter(1.0)
-    with pytest.raises(ShapeError, match="scatter: x has no dimension to cut"):
+    with pytest.raises(ShapeError, match="scatter: x has no dimension to split"):
         functional.scatter(1.0)
 
 

@@ -530,7 +530,7 @@ def test_a_new_run_does_not_begin_among_old_checkpoints(tmp_path: Path) -> None:
     assert ranks(2, body, True) == ["4", "4"]
     assert set(ranks(2, body, False)) == {
         f"{tmp_path / 'step-4'} is of an earlier run, which the next start would take for the newest of this one: give "
-        "CheckpointConfig(...) another folder, remove its checkpoints, or go on from them with resume=True"
+        "CheckpointConfig(...) another folder, remove its checkpoints, or resume from them with resume=True"
     }
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-2", "step-4"]
 

@@ -156,7 +156,7 @@ def test_frozen_parameters_keep_their_state(comm: Communicator, name: str) -> No
 
 @on_ranks(2)
 def test_what_does_not_fit_is_named(comm: Communicator, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="Muon needs whole parameters, the tensor axis of 2 ranks cuts t"):
+    with pytest.raises(ConfigError, match="Muon needs full parameters, the tensor axis of 2 ranks shards t"):
         make(
             comm,
             "Muon",
@@ -323,7 +323,7 @@ def test_both_can_be_saved(tmp_path: Path) -> None:
             other = make_averaging(comm, average=None)
             other.load_parameters(tmp_path / name)
             assert [a.tobytes() for a in other.parameters().values()] == averages
-            with pytest.raises(CheckpointError, match="it holds weights alone; use load_parameters"):
+            with pytest.raises(CheckpointError, match="it holds only weights; use load_parameters"):
                 other.load(tmp_path / name)
         with pytest.raises(CheckpointError, match="AdamW with slots m, v, average in the checkpoint, AdamW with slots"):
             make_averaging(comm, average=None).load(tmp_path / "all")
@@ -367,7 +367,7 @@ def test_what_cannot_be_is_refused(comm: Communicator) -> None:
         trainer.evaluate(*part(trainer), weights="average")
     with pytest.raises(ConfigError, match="weights='ema': choose parameters or average"):
         trainer.predict(X, weights="ema")
-    with pytest.raises(ConfigError, match="weights alone have no place in the data; leave loader out"):
+    with pytest.raises(ConfigError, match="weights alone have no position in the data; leave loader out"):
         trainer.save("nowhere", loader=object(), weights="average")
     with pytest.raises(ConfigError, match=r"average=0.9: fsdpx.EMA\(...\) or fsdpx.SWA\(...\) is needed"):
         make_averaging(comm, average=0.9)
