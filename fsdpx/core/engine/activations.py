@@ -1,8 +1,8 @@
 """Memory of activations: arrays that are neither in the arena nor in a row of the ledger.
 
-Between actions these are in slots, which `ActivationMeter` tracks, for arrays with data too. Within an action there are
-more: `HeapRecorder` counts everything alive in a dry run, action by action. Recordings, peaks, dry runs, plans and
-errors about too little memory use these two.
+`ActivationMeter` tracks the activations that slots hold between actions, in real and in dry runs. `HeapRecorder`
+counts, in a dry run only, everything that is alive within each action. Recordings, peaks, dry runs, plans and
+out-of-memory errors use these two classes.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ __all__ = ["ActivationMeter", "HeapRecorder", "get_arena_storage_ids", "is_activ
 
 
 def is_activation_slot(slot: Slot) -> bool:
-    """Return whether the value of a slot is counted here."""
+    """Return whether the value of a slot counts as activation memory."""
     return SLOTS[slot.kind].memory == "activations"
 
 
 def get_arena_storage_ids(arena: Arena) -> set[int]:
-    """Return the identities of the memory that the arena holds, which the ledger counts."""
+    """Return the ids of the arrays that own the arena's memory, which the ledger counts."""
     return {id(find_storage(array)) for array in (*arena.kept.values(), *arena.blocks, arena.slab)}
 
 
 class ActivationMeter:
-    """Bytes of arrays in activation slots, updated after each action from the slots it takes and gives. Views count
-    once, with their base array; parameters that a layer saves for backward do not count: the ledger counts them. alive:
-    bytes now; most: peak bytes."""
+    """Bytes of the arrays in activation slots, updated after each action from the slots that the action takes and
+    gives. A view counts with its base array, and each base array counts once. Parameters that a layer saves for
+    backward are not counted here but by the ledger. alive: current bytes. most: peak bytes."""
 
     def __init__(self) -> None:
         self.alive = self.most = 0
@@ -45,11 +45,11 @@ class ActivationMeter:
         self._planned: tuple[tuple[int, int], set[int]] = ((-1, -1), set())
 
     def get_storage_bytes_by_slot(self) -> dict[Slot, dict[int, int]]:
-        """Return slot -> (identity -> bytes) of the memory behind its current value."""
+        """Return slot -> (id of a base array -> its bytes) for the current value of each slot."""
         return dict(self._held)
 
     def exclude_arena(self, arena: Arena) -> None:
-        """Exclude the memory of this arena; call it when a program with buffers in it runs."""
+        """Exclude the memory of this arena from the counts. Call this before a program that uses the arena runs."""
         state = (arena.generation, len(arena.kept))
         if self._planned[0] != state:
             self._planned = state, get_arena_storage_ids(arena)
@@ -63,7 +63,7 @@ class ActivationMeter:
                 self.alive -= nbytes
 
     def count_slot_bytes(self, slot: Slot, value: Any) -> None:
-        """Count the new value of a slot, in place of the old one."""
+        """Count the new value of a slot instead of its old one."""
         self.forget_slot(slot)
         there = self._planned[1]
         self._held[slot] = held = {root: nbytes for root, nbytes in iterate_storage_sizes(value) if root not in there}
@@ -75,7 +75,7 @@ class ActivationMeter:
 
 
 def iterate_storage_sizes(value: Any) -> Iterable[tuple[int, int]]:
-    """Yield (identity, bytes) of the memory behind every array in tuples, lists and dicts."""
+    """Yield (id, bytes) of the base array of every array in nested tuples, lists and dicts."""
     if isinstance(value, dict):
         value = tuple(value.values())
     if isinstance(value, tuple | list):
@@ -86,11 +86,11 @@ def iterate_storage_sizes(value: Any) -> Iterable[tuple[int, int]]:
 
 
 class HeapRecorder(Observer):
-    """An observer that tracks the memory of a dry run from action to action, from construction on. The *heap* is what
-    is outside the arena: activations and rows of the ledger with lifetime "pass".
+    """An observer that tracks the memory of a dry run action by action, from its construction on. The *heap* is all
+    memory outside the arena: activations, and rows of the ledger with lifetime "pass".
 
-    activations: activations in slots. program, action_at_peak: the program and the number of the action (from 0) at the
-    peak of the heap; slots_at_peak: memory by slot before that action. batch: identity and bytes of the arrays of the
+    activations: meter of the activations in slots. program, action_at_peak: program and index of the action during
+    which the heap is largest. slots_at_peak: memory by slot before that action. batch: id -> bytes of the arrays of the
     first batch.
     """
 
@@ -105,7 +105,7 @@ class HeapRecorder(Observer):
         engine.add_observer(self)
 
     def on_program_begin(self, program: Program, state: TrainState) -> None:
-        """Reset the peak: before the first program it belongs to no step, since checking a batch makes arrays too."""
+        """Reset the peak. Arrays made before the first program, as by the check of a batch, belong to no step."""
         if not self._began:
             self.batch = dict(
                 iterate_storage_sizes([(one.inputs, one.target) for one in self._engine.batch if one is not None])
@@ -114,7 +114,7 @@ class HeapRecorder(Observer):
         self._each.clear()
 
     def on_action_done(self, action: Action) -> None:
-        """Record the peak of an action, and the activations after it."""
+        """Record the peak memory of an action, and the activations that are alive after it."""
         program, state, meter, rows = (
             self._engine.last_program,
             self._engine.state,
@@ -140,7 +140,7 @@ class HeapRecorder(Observer):
 
     @property
     def _bytes_kept_between_programs(self) -> int:
-        """The bytes of memory that stays allocated between programs."""
+        """The bytes of the memory that stays allocated between programs."""
         state = self._engine.state
         slab = [] if state.arena.slab is None else [state.arena.slab]
         kept = [array for key, array in state.ledger.arrays.items() if not state.ledger.rows[key].is_freed_by_update]

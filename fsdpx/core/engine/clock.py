@@ -1,4 +1,4 @@
-"""The clock of an engine: an observer that sums up time and bytes of the actions of each verb."""
+"""The clock of an engine: an observer that sums the time and bytes of the actions of each verb."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from fsdpx.core.program import VERBS, Action
 __all__ = ["BATCHES", "PROGRESS", "EngineClock", "VerbTimings"]
 
 PROGRESS = "(moving transfers on)"
-"""A row of the clock in addition to those of the verbs."""
+"""Row of the clock for the progress of transfers between actions."""
 BATCHES = "(batches: checked, and agreed on by all ranks)"
-"""Another row: the first ranks to arrive wait for the last."""
+"""Row of the clock for batches. It includes the time for which the first ranks wait for the last one."""
 SAVING, WAITING, LOADING = "(saving a checkpoint)", "(waiting for a save in the background)", "(loading weights)"
-"""Further rows, with the bytes of this rank's part. A save in the background only copies them; a thread writes them."""
+"""Rows of the clock for checkpoints, with the bytes of this rank's part. A background save counts only the copy; a
+thread writes the file."""
 
 
 class VerbTimings(NamedTuple):
@@ -28,10 +29,10 @@ class VerbTimings(NamedTuple):
     Attributes
     ----------
     seconds : run time
-    waited : seconds of waiting for transfers that they were the first to need
+    waited : seconds of waiting for transfers that these actions were the first to need
     calls : number of actions
-    nbytes : bytes that this rank sent, received, saved or loaded in them
-    flown : seconds during which transfers that they issued were pending
+    nbytes : bytes that this rank sent, received, saved or loaded in these actions
+    flown : seconds during which transfers issued by these actions were pending
     busy : the part of `flown` in which this rank progressed the transfer or waited for it; in the rest it computed
     """
 
@@ -44,9 +45,9 @@ class VerbTimings(NamedTuple):
 
 
 class EngineClock(Observer):
-    """An observer that sums up times. rows: verb -> the numbers of a `VerbTimings`; progress of transfers between
-    actions has a row of its own. in_flight: mesh axis -> seconds during which transfers were pending, and the part of
-    them in which this rank did nothing else."""
+    """An observer that sums times by verb. rows: verb -> the numbers of a `VerbTimings`; the progress of transfers
+    between actions has its own row. in_flight: mesh axis -> (seconds during which transfers were pending, seconds of
+    these in which this rank did nothing else)."""
 
     def __init__(self) -> None:
         self.reset_counts()

@@ -1,5 +1,5 @@
-"""The verbs that compute: load data, forward, loss, backward, recompute. A unit's nodes run one after the other and
-pass values on by number."""
+"""The operations that compute: load inputs, forward, loss, backward and recompute. The nodes of a unit run in order and
+exchange values, which are identified by number."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Arrays = Sequence[Mapping[str, Any]]
 Grads = Sequence[Mapping[str, Any]]
 UnitContexts = list[LayerContext]
 NO_VALUE = object()
-"""The saved entry of a node that gets no gradient."""
+"""Placeholder in the saved list for a node that gets no gradient."""
 
 
 def run_unit_forward(
@@ -51,9 +51,10 @@ def run_unit_forward(
     keep: bool,
     constant: Container[int] = (),
 ) -> list[Any]:
-    """Run the nodes on `values` (value -> array, extended in place); return, per node, what backward needs, or None.
+    """Run the nodes on `values` (value number -> array, extended in place). Return what backward needs of each node, or
+    None.
 
-    constant: values whose gradient is not needed, and for which nothing is saved.
+    constant: numbers of the values whose gradient is not needed; nothing is saved for them.
     """
     saved: list[Any] = []
     for node, env, p in zip(unit.nodes, envs, params, strict=True):
@@ -77,8 +78,8 @@ def run_unit_backward(
     dvalues: dict[int, Any],
     constant: Container[int],
 ) -> None:
-    """Run both halves of backward, last node first. dvalues: gradient by value, extended in place with those of the
-    inputs, except those of `constant`, values whose gradient is not needed."""
+    """Run both halves of backward, last node first. dvalues: value number -> gradient; the gradients of the inputs are
+    added in place, except for the values in `constant`, whose gradient is not needed."""
     for i in range(len(unit.nodes) - 1, -1, -1):
         node, held, saved[i] = unit.nodes[i], saved[i], None
         dy = dvalues.pop(node.output, None)
@@ -105,7 +106,8 @@ def run_unit_backward_input(
     dvalues: dict[int, Any],
     constant: Container[int] = (),
 ) -> list[Any]:
-    """Run only the first half of backward; return, per node, what `run_unit_backward_params` needs."""
+    """Run only the first half of backward, the gradients of inputs. Return what `run_unit_backward_params` needs of
+    each node."""
     kept: list[Any] = [NO_VALUE] * len(unit.nodes)
     for i in range(len(unit.nodes) - 1, -1, -1):
         node, held, saved[i] = unit.nodes[i], saved[i], None
@@ -124,7 +126,7 @@ def run_unit_backward_input(
 
 
 def run_unit_backward_params(unit: Unit, envs: UnitContexts, grads: Grads, kept: Sequence[Any]) -> None:
-    """Run only the second half of backward: add into `grads`."""
+    """Run only the second half of backward: add the parameter gradients into `grads`."""
     for i in range(len(unit.nodes) - 1, -1, -1):
         if not grads[i] or kept[i] is NO_VALUE:
             continue
@@ -137,7 +139,7 @@ def run_unit_backward_params(unit: Unit, envs: UnitContexts, grads: Grads, kept:
 
 
 def _annotate_layer_error(error: Exception, where: str, node: Node) -> None:
-    """Add the layer to an error, and the reason if it is known."""
+    """Add the name of the layer to an error, and the reason if it is known."""
     if is_unknown(error):
         raise ConfigError(f"layer {node.path!r} {node.layer!r} in {where} calls {error}; {UNKNOWN}") from error
     why = f", which {CALLS_NUMPY}" if is_numpy_call(error) else ""
@@ -145,8 +147,8 @@ def _annotate_layer_error(error: Exception, where: str, node: Node) -> None:
 
 
 def _require_same_dtype(node: Node, dx: Any, dy: Any) -> None:
-    """Raise ConfigError if a gradient has another dtype than `dy`: it would be noticed only in another layer, or not at
-    all."""
+    """Raise ConfigError if an input gradient has another dtype than `dy`. Otherwise the error would appear only in
+    another layer, or never."""
     for part in dx if isinstance(dx, tuple) else (dx,):
         if part is not None and part.dtype != dy.dtype:
             raise ConfigError(
@@ -158,7 +160,7 @@ def _require_same_dtype(node: Node, dx: Any, dy: Any) -> None:
 def _accumulate_input_gradients(
     inputs: tuple[int, ...], dx: Any, dvalues: dict[int, Any], constant: Container[int]
 ) -> None:
-    """Add a node's input gradients to those of other readers of the same inputs."""
+    """Add a node's input gradients to the gradients that other readers of the same inputs have computed."""
     if len(inputs) == 1 and inputs[0] not in dvalues:  # the common case
         if dx is not None and inputs[0] not in constant:
             dvalues[inputs[0]] = dx
@@ -189,7 +191,7 @@ def forward_unit_without_saving(run: ProgramRun, action: Action, taken: Values, 
 
 
 def forward_unit_checkpointed(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Run a forward that saves only its inputs, as value -> array."""
+    """Run the forward of a unit and save only its inputs, as value number -> array."""
     outputs, _ = _run_forward(run, action, taken, read, added, keep=False)
     if run.get_microbatch(action) is None:
         return (*outputs, None, *added)
@@ -229,7 +231,7 @@ def recompute_unit(run: ProgramRun, action: Action, taken: Values, read: Values,
 
 
 def backward_unit(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Run both halves of backward node by node, so that what the second half needs lives as short as possible."""
+    """Run both halves of backward node by node, so that the arrays that the second half needs can be freed early."""
     u, batch, views = get_action_target(action), run.get_microbatch(action), run.views
     unit, pages = run.placement.stage.units[u], _list_trainable_pages(run, u)
     gradients, have = _get_or_create_gradients(run, pages, added), added[len(pages) :]
@@ -279,8 +281,8 @@ def _list_trainable_pages(run: ProgramRun, unit: int) -> list[int]:
 def _list_inputs_and_known_gradients(
     run: ProgramRun, unit: StageUnit, taken: Values, have: Values
 ) -> tuple[list[int], dict[int, Any]]:
-    """Return the unit's inputs that need a gradient, and the gradients accumulated so far by value: of its outputs, and
-    of inputs with other readers."""
+    """Return the unit's inputs that need a gradient, and the gradients accumulated so far (value number -> gradient),
+    of its outputs and of those inputs that other units read as well."""
     inner, output_values = ([v for v in some if v not in run.stage.constant] for some in (unit.inputs, unit.gives))
     known = dict(zip((*output_values, *inner), (*taken[:-1], *have), strict=True))
     return inner, {v: d for v, d in known.items() if d is not None}
@@ -299,7 +301,8 @@ def _add_empty_microbatches(gradients: list[Gradient], have: Values) -> Values:
 def _get_entries_and_mark_blank(
     run: ProgramRun, action: Action, pages: list[int], gradients: list[Gradient]
 ) -> list[GradientEntries]:
-    """Return the gradients of each page by name; those in a buffer used for the first time are marked blank."""
+    """Return the gradients of each page by name. Mark the gradients of a buffer that is used for the first time as
+    blank."""
     opened = []
     for page, gradient in zip(pages, gradients, strict=True):
         entries = run.views.get_gradient_entries(
@@ -313,7 +316,7 @@ def _get_entries_and_mark_blank(
 
 
 def _zero_unwritten_and_check_gradients(run: ProgramRun, action: Action, opened: list[GradientEntries]) -> None:
-    """Zero gradients that were not written. Check for NaN and Inf, except with a dynamic loss scale, which provokes
+    """Zero gradients that no layer wrote. Check for NaN and Inf unless the loss scale is dynamic, since it relies on
     overflow."""
     own_views = run.views.own[get_action_target(action)]  # a tied parameter may get its gradient in another unit
     for page in opened:
@@ -326,7 +329,8 @@ def _zero_unwritten_and_check_gradients(run: ProgramRun, action: Action, opened:
 
 
 def compute_loss_and_gradients(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Return (total, weight) of the microbatch; add the gradients of the outputs and the weight."""
+    """Return (total, weight) of the microbatch's loss. Add the gradients of the outputs, and add the weight to that of
+    the step."""
     batch, find = run.get_microbatch(action), run.placement.loss
     *have, weight = added
     if batch is None:
@@ -344,8 +348,8 @@ def compute_loss_and_gradients(run: ProgramRun, action: Action, taken: Values, r
 
 
 def _require_gradients_match_outputs(loss: Any, outputs: Values, dys: Values) -> None:
-    """Raise ConfigError if a loss gradient has another shape or dtype than its output: it would fail later, in another
-    layer."""
+    """Raise ConfigError if a loss gradient has another shape or dtype than its output. Otherwise another layer would
+    fail later."""
     for y, d in zip(outputs, dys, strict=True):
         if not hasattr(d, "dtype") or d.dtype != y.dtype or d.shape != y.shape:
             description = f"{d.dtype}{list(d.shape)}" if hasattr(d, "dtype") else type(d).__name__
@@ -356,7 +360,8 @@ def _require_gradients_match_outputs(loss: Any, outputs: Values, dys: Values) ->
 
 
 def compute_loss_only(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Return (total, weight) of the loss of a microbatch without gradients, and add the weight to that of the step."""
+    """Return (total, weight) of the microbatch's loss without computing gradients, and add the weight to that of the
+    step."""
     batch = run.get_microbatch(action)
     if batch is None:
         return ((0.0, 0.0), added[0] or 0.0)
@@ -366,8 +371,8 @@ def compute_loss_only(run: ProgramRun, action: Action, taken: Values, read: Valu
 
 
 def add_caller_output_gradients(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Add the caller's output gradients, which belong to a mean already: their total weight is 1, or 1 in each replica
-    that trains independently."""
+    """Add the output gradients that the caller passes. They are gradients of a mean, so their total weight is 1, or 1
+    in each replica that trains independently."""
     *have, weight = added
     factor, axes = run.scaler.value, run.placement.axes
     dys = [d * factor if factor != 1.0 else d for d in _drop_constant_gradients(run, taken[0])]
@@ -377,7 +382,7 @@ def add_caller_output_gradients(run: ProgramRun, action: Action, taken: Values, 
 
 
 def _drop_constant_gradients(run: ProgramRun, dys: Values) -> list[Any]:
-    """Return the gradients of the outputs, without those of inputs passed through, whose gradient is not needed."""
+    """Return the gradients of the outputs except those of constant values, such as inputs that are also outputs."""
     return [d for v, d in zip(run.stage.outputs, dys, strict=True) if v not in run.stage.constant]
 
 

@@ -1,9 +1,9 @@
-"""The engine of one rank: the loop that runs programs. It fills and empties slots as the table of verbs says, waits
-where a value is first needed, progresses transfers between actions, measures time, and names the action when something
-fails.
+"""The engine of one rank: the loop that runs programs. The engine fills and empties slots according to the table of
+verbs, waits for a value when it is first needed, progresses transfers between actions, measures time, and names the
+action in errors.
 
-Calls from inside a solver come thousands of times: for a program that predicts a few samples on one rank,
-`DirectPrediction` runs only the layers, one after the other, without slots and measurements.
+A solver may call a model thousands of times. For programs that predict a few samples on one rank, `DirectPrediction`
+therefore runs only the layers, without slots and measurements.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ __all__ = ["DirectPrediction", "Engine"]
 class Engine:
     """The interpreter that runs programs on the state of one rank.
 
-    added_observers: observers added after construction. hooks: the methods to call of all observers. last_program,
-    batch: the last program, and the last batch that it ran on. direct: shape and dtype of small predicted batches ->
-    function that runs only the layers (`DirectPrediction`).
+    added_observers: observers added after construction. hooks: the methods of all observers, by event. last_program,
+    batch: the program that ran last, and its batch. direct: shape and dtype of small batches to predict -> function
+    that runs only the layers (`DirectPrediction`).
     """
 
     added_observers: tuple[Observer, ...]
@@ -53,7 +53,7 @@ class Engine:
         self._counters = self.placement.axes.counters
         self._views: BufferViews | None = None
         self._contexts = LayerContextCache(state)
-        self._in_flight: list[tuple[Action, TimedTransfer]] = []  # pending, with the actions that issued them
+        self._in_flight: list[tuple[Action, TimedTransfer]] = []  # pending transfers, with the actions that issued them
         self._sends: list[TimedTransfer] = []  # transfers of this run that no slot holds
         self._producers: dict[Slot, str] = {}
         self._own = (self.clock, *observers)
@@ -80,13 +80,13 @@ class Engine:
         self.hooks = collect_hooks(self.observers)
 
     def prepare_program(self, request: ProgramRequest) -> Executable:
-        """Compile, verify and plan a program. Collective where ranks share memory."""
+        """Compile, verify and plan a program. Collective if ranks share memory."""
         return Executable(self.state, request)
 
     def run_program(self, executable: Executable, feed: StepInputs) -> dict[Slot, Any]:
-        """Run all actions; take the values of the program's result slots out of the store and return them. Collective
-        where the program communicates."""
-        overflows = self.state.scaler.dynamic  # then overflow is expected, and detected in the gradients
+        """Run all actions, then remove the values of the program's result slots from the store and return them.
+        Collective if the program communicates."""
+        overflows = self.state.scaler.dynamic  # then overflow is expected, and is detected in the gradients
         statistics = self.state.copy_running_statistics() if feed.training else []
         with (
             flush_denormals(),
@@ -105,7 +105,7 @@ class Engine:
                     self._progress_transfers()
                 results = {slot: self._take_result(slot) for slot in executable.program.results}
                 kind = PROGRAM_KINDS[executable.program.kind]
-                if kind.loss == "LOSS" and not kind.updates and not overflows:  # before it is accumulated
+                if kind.loss == "LOSS" and not kind.updates and not overflows:  # checked before the loss is accumulated
                     require_finite_loss(run, results[Slot("mean")], run.sync_group)
             except BaseException:  # also Ctrl-C in an interactive session, which continues
                 restore_from_copies(statistics)
@@ -129,7 +129,7 @@ class Engine:
             self._views = BufferViews(self.placement.layout, state.arena.generation, state.frozen)
         if blas.get_product_threads() != self.placement.product_threads:
             blas.set_product_threads(self.placement.product_threads)
-        if self._contexts.seed != state.seed:  # layer contexts hold random numbers of the former seed
+        if self._contexts.seed != state.seed:  # layer contexts hold random state of the previous seed
             self._contexts = LayerContextCache(state)
         work, views, contexts = executable.workspace, self._views, self._contexts
         units: Sequence[Unit] = self.placement.layout.units
@@ -139,8 +139,8 @@ class Engine:
         return ProgramRun(*fixed, state.ties, state.steps, state.scaler, state.freezing.missed, self._track_transfer)
 
     def _finish_stale_transfers(self) -> None:
-        """Wait for pending transfers of a program that failed, the same on all ranks; keep those in slots, which belong
-        to a later program."""
+        """Wait for the pending transfers of a failed program, which are the same on all ranks. Keep transfers in slots:
+        a later program needs them."""
         known = {id(value) for value in self.state.store.values()}
         for _, transfer in self._in_flight:
             if id(transfer) not in known:
@@ -177,19 +177,19 @@ class Engine:
             self.clock.on_outside_program(PROGRESS, end, perf_counter(), 0)
 
     def annotate_and_report_error(self, error: Exception, words: str) -> None:
-        """Note rank and action in an error that an action has raised, and report it to observers."""
+        """Add rank and action to an error that an action raised, and report the error to observers."""
         for failed in self.hooks.on_action_failed:
             failed(words, error)
         error.add_note(f"on rank {self.placement.axes.world.rank}, in action {words}")
 
     def _track_transfer(self, action: Action, transfer: TimedTransfer) -> None:
-        """Progress a transfer that no slot holds until it is complete."""
+        """Keep progressing a transfer that no slot holds until it is complete."""
         if transfer.handle is not COMPLETED:
             self._in_flight.append((action, transfer))
             self._sends.append(transfer)
 
     def _progress_transfers(self) -> None:
-        """Progress all pending transfers, and report those that are complete to observers."""
+        """Progress all pending transfers, and report completed ones to observers."""
         pending, completed = [], set[int]()
         for action, transfer in self._in_flight:
             if transfer.test():
@@ -227,21 +227,21 @@ class Engine:
 
     @property
     def has_observers_or_transfers(self) -> bool:
-        """True if there are observers of actions, or transfers pending between actions."""
+        """True if observers were added, or if transfers are pending."""
         return bool(self.added_observers or self._in_flight) or len(self._own) > 1
 
     def get_contexts_and_parameters(
         self, unit: int, held: Sequence[Any], inputs: Sequence[Any]
     ) -> tuple[list[LayerContext], list[Parameters]]:
-        """Return the contexts and parameters of a unit's layers for inference, after a program that ran inference.
-        held: the values of its pages and statistics."""
+        """Return the contexts and parameters of a unit's layers for inference. An inference program must have run
+        before. held: the values of the unit's pages and statistics."""
         assert self._views is not None
         return self._contexts.get_contexts(False, False, inputs)[1][unit], self._views.view_unit_parameters(unit, held)
 
     # -- outside programs ----------------------------------------------------------------------------------------------
 
     def record_outside_program(self, what: str, begin: float, nbytes: int = 0) -> None:
-        """Report to observers that something outside programs began at `begin` and ends now. nbytes: that this rank
+        """Report to observers that work outside programs began at `begin` and ends now. nbytes: bytes that this rank
         wrote or read."""
         end = perf_counter()
         for outside in self.hooks.on_outside_program:
@@ -255,7 +255,7 @@ class Engine:
         self.state.storage.reset_counters()
 
     def drop_stale_views(self) -> None:
-        """Drop cached views if the state has freed their memory, or if other parameters are frozen now."""
+        """Drop cached views if the state has freed their memory, or if the set of frozen parameters has changed."""
         views, state = self._views, self.state
         if views is not None and (views.generation, views.frozen) != (state.arena.generation, state.frozen):
             self._views = None
@@ -280,13 +280,14 @@ MAX_DIRECT_BYTES = 1 << 16
 
 
 class DirectPrediction:
-    """A fast path for repeated predictions of one shape. engine: has just run `executable` on the array `x`, unchanged.
-    A call with an array of that shape and dtype returns the outputs in order, or None if something has changed: then
-    the program must run."""
+    """A fast path for repeated predictions of one shape. engine: the engine that has just run `executable` on the array
+    `x`. A call with an array of the same shape and dtype returns the outputs in order. It returns None if anything else
+    has changed, so that the caller must run the program."""
 
     @classmethod
     def from_last_run(cls, engine: Engine, executable: Executable, x: Any) -> DirectPrediction | None:
-        """Return a fast path for the last run; None if the program does more than inference, or has to be recorded."""
+        """Return a fast path for the last run; None if the program does more than inference on one rank, or checks for
+        NaN and Inf."""
         place, ops = engine.placement, {planned.action.op for planned in executable.steps}
         plain = (
             type(x) is np.ndarray and x.nbytes <= MAX_DIRECT_BYTES and len(executable.program.stage.used_inputs) == 1
@@ -301,7 +302,7 @@ class DirectPrediction:
         self.shape, self.dtype = x.shape, x.dtype
         (self.input,), self.outputs = self.program.stage.used_inputs, self.program.stage.outputs
         self.valid = state.seed, state.arena.generation
-        self.store: list[tuple[Any, Any]] = []  # slots to read, and the values they must hold
+        self.store: list[tuple[Any, Any]] = []  # slots that the layers read, and the values they must still hold
         self.units: list[tuple[Any, ...]] = []
         for planned in executable.steps:
             if planned.action.op == "E":

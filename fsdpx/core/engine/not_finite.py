@@ -1,4 +1,4 @@
-"""Find the first element of an array that is NaN or Inf, and name it in errors."""
+"""Find the first element of an array that is NaN or Inf, for error messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["describe_not_finite", "require_finite"]
 
 
 def require_finite(placement: Placement, array: Any, what: str, action: Action | None = None) -> None:
-    """Raise NumericsError with rank, tensor, action and the first bad element, if there is one."""
+    """Raise NumericsError if an element is NaN or Inf, naming the rank, tensor, action and the first such element."""
     if text := describe_not_finite(placement, array, what, f" in action {action}" if action is not None else ""):
         raise NumericsError(text)
 

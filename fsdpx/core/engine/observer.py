@@ -26,40 +26,40 @@ class Observer:
     __slots__ = ()
 
     def on_collective_call(self, call: str) -> None:
-        """Handle that this rank enters a call that all ranks make."""
+        """Called when this rank enters a call of the trainer that all ranks make, such as "step"."""
 
     def on_program_begin(self, program: Program, state: TrainState) -> None:
-        """Handle that a program is about to run."""
+        """Called before a program runs."""
 
     def wrap_units(self, units: Sequence[Unit]) -> Sequence[Unit]:
-        """Return the units that the program runs instead of these: the same, with layers that also observe."""
+        """Return the units that the program runs instead of `units`: the same units, with layers that also observe."""
         return units
 
     def on_action_begin(self, words: str, now: float) -> None:
-        """Handle that an action begins. words: the action as text."""
+        """Called when an action begins. words: the action as text."""
 
     def on_wait(self, what: str) -> None:
-        """Handle that the action waits for a transfer. what: the action that issued it."""
+        """Called when the current action starts to wait for a transfer. what: the action that issued the transfer."""
 
     def on_action_done(self, action: Action) -> None:
-        """Handle that an action has put its values into the store; it counts as done when all observers have
+        """Called when an action has put its values into the store. The action counts as done when all observers have
         returned."""
 
     def on_action_end(
         self, planned: ExecutableAction, begin: float, ready: float, end: float, nbytes: int, values: Sequence[Any]
     ) -> None:
-        """Handle the end of an action. begin, ready, end: when it began, had its inputs, and ended. nbytes: that this
-        rank sent or received in it."""
+        """Called at the end of an action. begin, ready, end: times when the action began, had all its inputs, and
+        ended. nbytes: bytes that this rank sent or received during the action."""
 
     def on_transfer_complete(self, action: Action, transfer: TimedTransfer) -> None:
-        """Handle that a transfer issued by this action is complete."""
+        """Called when a transfer that `action` issued is complete."""
 
     def on_outside_program(self, what: str, begin: float, end: float, nbytes: int) -> None:
-        """Handle the end of something outside actions, such as agreeing on a batch, saving or loading. nbytes: that
+        """Called at the end of work outside actions, such as agreeing on a batch, saving or loading. nbytes: bytes that
         this rank wrote or read."""
 
     def on_action_failed(self, words: str, error: Exception) -> None:
-        """Handle an error that an action has raised."""
+        """Called when an action has raised an error."""
 
     def reset_counts(self) -> None:
         """Reset counters."""
@@ -70,7 +70,7 @@ class Observer:
 
 @dataclass(slots=True)
 class Hooks:
-    """By method of `Observer`: the bound methods of all observers that override it."""
+    """For each method of `Observer`, the bound methods of all observers that override it."""
 
     on_collective_call: tuple[Callable[[str], None], ...]
     on_program_begin: tuple[Callable[[Program, TrainState], None], ...]
@@ -87,7 +87,7 @@ class Hooks:
 
 
 def collect_hooks(observers: Sequence[Observer]) -> Hooks:
-    """Return the methods that these observers override, in their order."""
+    """Return the methods that these observers override, in the order of the observers."""
     hooks_by_event: dict[str, list[Any]] = {name: [] for name in Hooks.__slots__}
     for observer in observers:
         for name, methods in hooks_by_event.items():

@@ -1,9 +1,9 @@
-"""The operation of each verb on one rank. An operation gets the values of its slots in the order of the table and
-returns those that it gives and adds into, in the order of the table: first `gives`, then `adds`.
+"""The operation of each verb on one rank. An operation gets the values of its slots in the order of the table of verbs.
+It returns the values of the slots that it gives, then those of the slots that it adds into, each in the order of the
+table.
 
-SEND and RECV are messages between stages: values on their way to the next reader, gradients on their way back. UPDATE
-runs the optimizer on parameters. An `Executable` is a program with its memory on one rank, ready to run any number of
-times.
+SEND and RECV are messages between stages: values are sent forward to the next reader, gradients backward. UPDATE runs
+the optimizer on parameters. An `Executable` is a program with its memory on one rank; it can run any number of times.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def update_page(run: ProgramRun, action: Action, taken: Values, read: Values, ad
     if not scale.skip and not run_optimizer_on_page(
         run, master, taken[0], slots, own, run.step + 1, scale.rate, scale.factor
     ):
-        for axis, call, nbytes in run.placement.list_optimizer_transfers(p):  # what the optimizer would have sent
+        for axis, call, nbytes in run.placement.list_optimizer_transfers(p):  # count what the optimizer would have sent
             run.placement.axes.counters.add_calls(axis, call, nbytes)
     return (master, slots)
 
@@ -78,7 +78,8 @@ def run_optimizer_on_page(
     lr: float,
     factor: float,
 ) -> bool:
-    """Run the optimizer on elements of a page; return False as `update_parameters` does. step: of the trainer."""
+    """Run the optimizer on a range of elements of a page. Return False if nothing ran, as `update_parameters` does.
+    step: 1-based step of the trainer."""
     place, counted = run.placement, segments.with_missed_updates(run.missed)
     with preserving_frozen_parameters(run, segments, master, slots):
         return update_parameters(
@@ -90,8 +91,8 @@ def run_optimizer_on_page(
 def preserving_frozen_parameters(
     run: ProgramRun, segments: ShardSegments, master: Any, slots: Mapping[str, Any]
 ) -> Iterator[None]:
-    """Restore temporarily frozen parameters and their slots at the end of the block: weight decay and momentum change
-    them without a gradient."""
+    """Restore frozen parameters and their optimizer slots at the end of the block, because weight decay and momentum
+    change them even without a gradient."""
     still = [slice(s.start, s.stop) for s in segments.items if s.name in run.views.frozen]
     kept = [(array[at], array[at].copy()) for array in (master, *slots.values()) for at in still]
     yield
@@ -100,12 +101,12 @@ def preserving_frozen_parameters(
 
 
 def start_send_value(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Start to send a value; the run waits for the message at its end."""
+    """Start to send a value. The run waits for the message when it ends."""
     message = run.workspace.stage_messages.get_message(action, run.get_microbatch(action))
     if message is None:
         return ()
     xp, (value,) = run.placement.xp, (*taken, *read)
-    if value is None:  # a gradient: the loss does not depend on the value
+    if value is None:  # a gradient of a value on which the loss does not depend
         value = xp.zeros(message.shape, dtype=message.dtype)
     if tuple(value.shape) != message.shape or value.dtype != message.dtype:
         raise ShapeError(
@@ -119,7 +120,7 @@ def start_send_value(run: ProgramRun, action: Action, taken: Values, read: Value
 
 
 def start_receive_value(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Return the transfer of a value; None where nothing is sent."""
+    """Start to receive a value and return the transfer; None if nothing is sent."""
     message = run.workspace.stage_messages.get_message(action, run.get_microbatch(action))
     if message is None:
         return (None,)
@@ -129,7 +130,8 @@ def start_receive_value(run: ProgramRun, action: Action, taken: Values, read: Va
 
 
 def start_all_reduce_loss(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Start to combine the losses of all ranks; completes during backward, and the first action that needs it waits."""
+    """Start to combine the losses of all ranks. The transfer runs during backward; the first action that needs the mean
+    waits for it."""
     return (
         run.placement.start_all_gather_numbers(
             _pack_loss_and_schedule(run, taken, read), "MEAN (loss)", partial(_combine_losses, run), run.sync_group
@@ -138,16 +140,16 @@ def start_all_reduce_loss(run: ProgramRun, action: Action, taken: Values, read: 
 
 
 def _pack_loss_and_schedule(run: ProgramRun, pairs: Values, weight: Values) -> list[float]:
-    """Return this rank's contribution to the weight of all gradients, and to total and weight of each microbatch's
-    loss; then the scheduled values of the update, see `get_scheduled_values`, which must be equal on all ranks."""
+    """Return the numbers that this rank contributes: the weight of its gradients, total and weight of each microbatch's
+    loss, and the scheduled values of the update (see `get_scheduled_values`), which must be equal on all ranks."""
     rates = get_scheduled_values(run.placement.optimizer, run.step + 1) if run.has_update else UNSCHEDULED
-    if not run.placement.counts_loss or not weight:  # the loss is computed on another rank of the pipe
+    if not run.placement.counts_loss or not weight:  # another pipeline rank computes the loss
         return [0.0] * (1 + 2 * len(run.feed.batch)) + [*rates]
     return [weight[0], *(number for pair in pairs for number in pair), *rates]
 
 
 def _combine_losses(run: ProgramRun, rows: list[list[float]]) -> LossMean:
-    """Combine the numbers of all ranks. A replica that trains independently may have no samples."""
+    """Combine the numbers of all ranks to the mean loss. A replica that trains independently may have no samples."""
     require_same_schedule_values(run, run.sync_group, rows, {-2: "learning rate", -1: "share that an average keeps"})
     lr = rows[run.sync_group.rank % len(rows)][-2]  # an asynchronous rank has only its own row
     if math.isnan(lr):
@@ -174,7 +176,8 @@ def start_all_gather_page(run: ProgramRun, action: Action, taken: Values, read: 
         store(place.xp, master, own_part)
         handle = comm.all_gather(own_part, wire, page.counts, what=description)
         return (TimedTransfer(HandleWithCallback(handle, partial(store, place.xp, wire, full)), lambda: views),)
-    if place.formats.compute != place.formats.master or place.sync_policy.own_speed:  # own_speed: it is in a window
+    # with asynchronous ranks, the master shard is in a window and cannot be sent from there
+    if place.formats.compute != place.formats.master or place.sync_policy.own_speed:
         own_part = full[page.own_range.start : page.own_range.stop]
         store(place.xp, master, own_part)
         master = own_part
@@ -184,7 +187,7 @@ def start_all_gather_page(run: ProgramRun, action: Action, taken: Values, read: 
 
 
 def release_slots(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Release what was taken: the memory of a gathered page, or of a value from a slower level."""
+    """Release the taken values: the memory of a gathered page, or of a value that was read from a slower level."""
     return ()
 
 
@@ -225,8 +228,9 @@ def _make_reduction(run: ProgramRun, action: Action, axis: str, first: bool, mem
 
 
 def all_reduce_tied_gradients(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Sum gradients in place into all copies on this rank. Bytes per page of n elements here, T tensor ranks, k copies
-    of which this rank has some: 2 n (T - 1)/T over the tensor axis, n (k - own) among the ranks with copies."""
+    """Sum the gradients of tied parameters, in place in all copies on this rank. With n elements per page on this rank,
+    T tensor ranks and k copies, a rank sends 2 n (T - 1)/T elements over the tensor axis and n (k - own copies)
+    elements to the other ranks with copies."""
     p, description = get_action_target(action), format_action_label(run, action)
     tie_group = run.ties[p]
     if tie_group.partial:
@@ -239,7 +243,7 @@ def all_reduce_tied_gradients(run: ProgramRun, action: Action, taken: Values, re
         else _all_gather_tied_gradients(tie_group, tie_group.comm, taken, scratch, description)
     )
     total = gathered[-1]
-    for other in reversed(gathered[:-1]):  # as in one process, where backward reaches later layers first
+    for other in reversed(gathered[:-1]):  # same order as in one process: backward reaches later layers first
         total += other
     for own_array in taken:
         if own_array is not total:
@@ -260,8 +264,8 @@ def _all_gather_tied_gradients(tie: TieGroup, comm: Communicator, totals: Values
 
 
 def all_reduce_loss_and_norm(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Compute the scale of all updates, 1 / (weight x loss scale), times clip / norm if the norm is larger, in one
-    message with the loss."""
+    """Compute the mean loss and the scale of all updates with a single message. The scale is 1 / (weight x loss scale),
+    multiplied by clip / norm if the gradient norm exceeds the clip norm."""
     place, scaler, clip = run.placement, run.scaler, run.placement.options.clip_norm
     here = _compute_own_norm_squares(run, read)
     n = len(here)
@@ -290,9 +294,9 @@ def _compute_clip_factor(norm: float, max_norm: float) -> float:
 
 
 def compute_update_scale(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Compute the scale of all updates where the norm is not needed, without communication. Reads all gradients, so
-    that every transfer is complete before anything is updated. Each rank checks only the gradients that it updates
-    with."""
+    """Compute the scale of all updates without communication, for steps that do not need the gradient norm. It reads
+    all gradients, so every transfer is complete before the first update. Each rank checks for NaN and Inf only in the
+    gradients with which it updates."""
     require_finite_loss(run, read[0], run.sync_group)
     _require_finite_gradients(run, read[1:])
     factor = 1.0 / (read[0].gradient_divisor * run.scaler.value)
@@ -300,8 +304,8 @@ def compute_update_scale(run: ProgramRun, action: Action, taken: Values, read: V
 
 
 def _compute_own_norm_squares(run: ProgramRun, totals: Values) -> list[float]:
-    """Return numbers whose sum over all ranks is the square of the norm; with chunks, sum fixed blocks of each
-    parameter exactly, so that the result does not depend on the layout."""
+    """Return this rank's numbers, whose sum over all ranks is the squared gradient norm. With reproducible chunks,
+    fixed blocks of each parameter are summed exactly, so that the result does not depend on the layout."""
     xp, parts = run.placement.xp, [totals[n][at] for n, at in _list_slices_counted_once(run)]
     if not run.placement.accumulation.bitwise:
         return [sum_exactly([square_sum(xp, part) for part in parts])]
@@ -309,9 +313,9 @@ def _compute_own_norm_squares(run: ProgramRun, totals: Values) -> list[float]:
 
 
 def _list_slices_counted_once(run: ProgramRun) -> list[tuple[int, slice]]:
-    """Return the elements of this rank that count in sums over all ranks, as (position in the trained pages, slice);
-    with chunks one slice per parameter, else adjacent ones merged. Each element counts once: in one replica, on the
-    tensor rank that holds it, not in copies."""
+    """Return the elements that this rank contributes to sums over all ranks, as (position in the trained pages, slice).
+    Each element of the model counts once: in the first replica only, on one tensor rank, and not in copies of tied
+    parameters. With reproducible chunks there is one slice per parameter; otherwise adjacent slices are merged."""
     place = run.placement
     if place.axes.replica.rank > 0 and place.sync_policy.is_synchronous:
         return []
@@ -344,7 +348,7 @@ def call_commit_callback(run: ProgramRun, action: Action, taken: Values, read: V
 
 
 def compute_local_loss_and_scale(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Compute loss and scale of this rank's own batch."""
+    """Compute the mean loss and the update scale from this rank's batch alone, without communication."""
     place, clip = run.placement, run.placement.options.clip_norm
     mean = _combine_losses(run, [_pack_loss_and_schedule(run, taken[:-1], taken[-1:])])
     require_finite_loss(run, mean)
@@ -359,13 +363,14 @@ def compute_local_loss_and_scale(run: ProgramRun, action: Action, taken: Values,
 
 def require_finite_loss(run: ProgramRun, mean: LossMean, comm: Communicator | None = None) -> None:
     """Raise NumericsError if the loss of a step is NaN or Inf, before anything is updated. comm: the ranks that share
-    the loss; they raise the same error, which names a rank whose batch is not finite. None: only this rank knows."""
+    the loss; all of them raise the same error, which names a rank whose batch is not finite. None: only this rank
+    raises."""
     if run.feed.batch and not math.isfinite(mean.total):
         _raise_numerics_error(run, f"the loss is {mean.value}", _describe_bad_batch_value(run), comm)
 
 
 def _require_finite_gradients(run: ProgramRun, totals: Values) -> None:
-    """Raise NumericsError if a gradient that this rank updates with is not finite; other ranks do not know."""
+    """Raise NumericsError if a gradient with which this rank updates is not finite. Other ranks do not learn of it."""
     if run.placement.device.are_finite(totals):
         return
     problem = _describe_bad_gradient(run, totals)  # squares can overflow although the gradient is finite
@@ -379,15 +384,15 @@ def _require_finite_gradients(run: ProgramRun, totals: Values) -> None:
 
 
 def _raise_numerics_error(run: ProgramRun, what: str, origin: str, comm: Communicator | None = None) -> NoReturn:
-    """Raise NumericsError. origin: where this rank found the value. comm: ranks that all call this, to exchange their
-    origins."""
+    """Raise NumericsError. origin: text that says where this rank found the value. comm: ranks that all call this
+    function and exchange their origins; None: only this rank calls it."""
     origins = [origin] if comm is None else comm.all_gather_data(origin)
     told = next(filter(None, origins), "distribute(..., check_finite=True) names its origin")
     raise NumericsError(f"step {run.step + 1}: {what}, and nothing is updated with it: {told}")
 
 
 def _describe_bad_batch_value(run: ProgramRun) -> str:
-    """Return text that names what is NaN or Inf in this rank's batch; "" if nothing is."""
+    """Return text that names the first input or target of this rank's batch that is NaN or Inf; "" if there is none."""
     place = run.placement
     for batch in filter(None, run.feed.batch):
         arrays = {f"input {name!r}": array for name, array in zip(place.layout.inputs, batch.inputs, strict=True)}
@@ -400,7 +405,7 @@ def _describe_bad_batch_value(run: ProgramRun) -> str:
 
 
 def _describe_bad_gradient(run: ProgramRun, totals: Values) -> str:
-    """Return text that names the first parameter whose gradient is NaN or Inf on this rank; "" if none is."""
+    """Return text that names the first parameter whose gradient is NaN or Inf on this rank; "" if there is none."""
     for p, total in zip(run.stage.trained_pages, totals, strict=True):
         page = run.placement.pages[p]
         first = (
@@ -440,12 +445,12 @@ OPERATIONS: dict[str, Operation] = {
     "COMMIT": call_commit_callback,
     "UPDATE": update_page,
 }
-"""Operations by verb; a new verb is a row here and a row in `fsdpx.core.program.VERBS`. Extensions add theirs."""
+"""Operations by verb. A new verb needs a row here and a row in `fsdpx.core.program.VERBS`. Extensions add their own."""
 
 
 class ExecutableAction(NamedTuple):
-    """One action with everything needed to run it. words: the action as text. gives: slots given, then slots added
-    into."""
+    """One action with everything that is needed to run it. words: the action as text. gives: the slots that it fills,
+    then the slots that it adds into."""
 
     operation: Operation
     action: Action
@@ -458,7 +463,7 @@ class ExecutableAction(NamedTuple):
 
 
 class Executable:
-    """A program that was verified and planned at construction. producers: slot -> the action that fills it, as text."""
+    """A program that is verified and planned at construction. producers: slot -> text of the action that fills it."""
 
     def __init__(self, state: TrainState, request: ProgramRequest) -> None:
         place, program = state.placement, compile(request)
@@ -477,7 +482,7 @@ class Executable:
 
 
 def describe_action_target(placement: Placement, action: Action, kind: str) -> str:
-    """Return text for the unit, page or message that an action works on."""
+    """Return text that names the unit, page or message on which an action works."""
     description, number = VERBS[action.op].about, action.unit
     if number is None or not description:
         return f"the {kind} program"
@@ -494,4 +499,5 @@ TARGET_TEXTS: dict[str, Callable[[Placement, int], str]] = {
     "unit": lambda placement, number: f"unit {placement.layout.units[number].name!r}",
     "page": lambda placement, number: f"page {placement.format_page_name(number)!r}",
 }
-"""What a verb's number refers to -> function from placement and number to text; extensions add theirs."""
+"""Kind of an action's target ("unit", "page", "edge") -> function from placement and number to text. Extensions add
+their own."""

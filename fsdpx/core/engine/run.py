@@ -46,11 +46,11 @@ __all__ = [
 
 
 class BufferViews:
-    """A cache of views by buffer: buffers are the same objects in every step, so no new views are made after the first
+    """A cache of views by buffer. Buffers are the same objects in every step, so the views are made only in the first
     steps.
 
-    generation: of the arena's slab. frozen: parameters whose gradients layers do not see. own: per unit, the other
-    parameters that no other unit uses.
+    generation: generation of the arena's slab for which the views are valid. frozen: parameters whose gradients are
+    hidden from layers. own: for each unit, its trainable parameters that no other unit uses.
     """
 
     def __init__(self, layout: ModelLayout, generation: int, frozen: frozenset[str] = frozenset()) -> None:
@@ -71,7 +71,7 @@ class BufferViews:
         self.own = [{full for node in unit for _, full in node if full in alone} for unit in self._names]
 
     def split_buffer(self, buffer: Any, size: int) -> list[Any]:
-        """Return views of consecutive pieces of `size` elements."""
+        """Return views of the consecutive pieces of `size` elements of a buffer."""
         cached = self._leaves.get(id(buffer))
         if cached is None:
             leaf_views = [buffer[i : i + size] for i in range(0, max(buffer.size, 1), max(size, 1))]
@@ -79,7 +79,7 @@ class BufferViews:
         return cached[1]
 
     def view_parameters(self, page: Page, buffer: Any) -> dict[str, Any]:
-        """Return parameter name -> view of its elements of `buffer`, in its shape."""
+        """Return parameter name -> view of its elements in `buffer`, with the shape of the parameter."""
         key = (page.index, id(buffer))  # pages of equal size can use one buffer alternately
         cached = self._pages.get(key)
         if cached is None:
@@ -88,8 +88,8 @@ class BufferViews:
         return cached[1]
 
     def get_gradient_entries(self, page: Page, buffer: Any) -> GradientEntries:
-        """Return parameter name -> gradient in `buffer`: the same objects for all that add into it, including tied
-        layers."""
+        """Return parameter name -> gradient in `buffer`. All layers that add into a gradient, including tied ones, get
+        the same object."""
         key = (page.index, id(buffer))
         cached = self._entries.get(key)
         if cached is None:
@@ -98,7 +98,7 @@ class BufferViews:
         return cached[1]
 
     def view_unit_parameters(self, unit: int, pages: Sequence[Mapping[str, Any]]) -> list[Parameters]:
-        """Return, per node of a unit, local name -> array. pages: name -> array for each page, and the running
+        """Return local name -> array for each node of a unit. pages: name -> array for each page, then for the running
         statistics, if any."""
         key = (unit, *map(id, pages))
         cached = self._params.get(key)
@@ -108,7 +108,7 @@ class BufferViews:
         return cached[1]
 
     def view_unit_gradients(self, unit: int, pages: Sequence[dict[str, GradientEntry]]) -> list[Gradients]:
-        """Return, per node of a unit, local name -> gradient, only for trainable parameters."""
+        """Return local name -> gradient of the trainable parameters for each node of a unit."""
         key = (unit, *map(id, pages))
         cached = self._grads.get(key)
         if cached is None:
@@ -126,8 +126,8 @@ class BufferViews:
 
 @dataclass(frozen=True)
 class LossMean:
-    """The loss of the global batch: total / weight, nan in a program without one. shared: the weight of all gradients
-    summed, 0 if there were no samples. rate: the learning rate, on which ranks agreed in the same message; 0 in a
+    """The loss of the global batch, total / weight; nan in a program without a loss. shared: the summed weight of all
+    gradients, 0 if there were no samples. rate: the learning rate, which ranks compare in the same message; 0 in a
     program without an update."""
 
     total: float
@@ -151,9 +151,9 @@ class GradientScale:
 
     Attributes
     ----------
-    factor : of every gradient
+    factor : factor on every gradient
     norm : global gradient norm before clipping, nan if not computed
-    skip : whether gradients overflowed, so that nothing is updated
+    skip : whether gradients overflowed, in which case nothing is updated
     rate : this step's learning rate
     scaler : the loss scale from the next step on
     """
@@ -166,8 +166,8 @@ class GradientScale:
 
 
 class Workspace:
-    """The buffers of one program on one rank: full parameters and gradients that live for a use, and scratch, per
-    page."""
+    """The buffers of one program on one rank: for each page its scratch memory, and its full parameters and gradients
+    if they are allocated only while in use."""
 
     def __init__(self, state: TrainState, program: Program) -> None:
         self.state, self.program = state, program
@@ -175,14 +175,14 @@ class Workspace:
         self.plan = agree_on_slab_plan(state, plan_slab_offsets(state, program))
         self.births: Counter[Slot] = Counter()
         self.words: dict[Action, str] = {}
-        pages, ledger = self.placement.pages, state.ledger  # looked up once: kept arrays never move
+        pages, ledger = self.placement.pages, state.ledger  # looked up once, since kept arrays never move
         self._full = {p: ledger.get_array("full", p) for p in pages}
         parts = {p: row for p in pages if (row := ledger.rows.get(LedgerKey("part", p)))}
         self._part = {p: ledger.get_array("part", p) for p, row in parts.items() if not row.is_freed_by_update}
         self._grads = {p: ledger.rows[LedgerKey("grad", p)] for p in self.placement.stage.trained_pages}
         self._local = {s.at for s in program.begins | program.ends if s.kind == "grad"}
         self._scratch: dict[tuple[str, int], int] = {}
-        self._nothing: dict[str, Any] = {}  # scratch without elements, by kind
+        self._nothing: dict[str, Any] = {}  # empty scratch buffers, by kind
 
     @cached_property
     def stage_messages(self) -> StageMessages:
@@ -196,15 +196,15 @@ class Workspace:
         self.state.arena.grow_slab(self.plan)
 
     def take_next_slab_buffer(self, kind: str, page: int, size: int, dtype: Any) -> Any:
-        """Return the buffer of the next lifetime of that kind for a page; lifetimes come in the order of the
-        program."""
+        """Return a view of the slab for the next lifetime of a page's buffer of this kind. The calls must follow the
+        order of the program."""
         slot = Slot(kind, page)
         life = slot, self.births[slot]
         self.births[slot] += 1
         return self.state.arena.view_slab(self.plan.offsets[life], size, dtype)
 
     def get_full_parameter_buffer(self, page: int) -> Any:
-        """Return memory for the full parameters of a page, kept or lent."""
+        """Return the buffer for the full parameters of a page: its own memory, or a part of the slab."""
         kept = self._full[page]
         if kept is not None:
             return kept
@@ -216,7 +216,8 @@ class Workspace:
         return self.state.get_or_allocate_until_update(LedgerKey("part", page)) if kept is None else kept
 
     def create_gradient(self, page: int, views: BufferViews) -> Gradient:
-        """Return an empty full gradient of a page, kept or lent."""
+        """Return a full gradient of a page to which nothing has been added yet, in its own memory or in a part of the
+        slab."""
         place, row = self.placement, self._grads[page]
         if row.is_kept:
             buffer = self.state.ledger.arrays[row.key]
@@ -230,7 +231,7 @@ class Workspace:
         )
 
     def get_scratch_buffer(self, kind: str, page: int) -> Any:
-        """Return temporary memory of an action: bytes, or elements in the dtype of gradients."""
+        """Return temporary memory for an action, as bytes or as elements in the dtype of gradients."""
         if (kept := self.state.ledger.get_array(kind, page)) is not None:
             return kept
         nbytes = self._scratch.get((kind, page))
@@ -239,7 +240,7 @@ class Workspace:
         dtype = np.dtype("uint8") if SLOTS[kind].raw else self.placement.formats.gradients
         if nbytes:
             return self.take_next_slab_buffer(kind, page, nbytes // dtype.itemsize, dtype)
-        if kind not in self._nothing:  # a view of the slab: in shared memory if the scratch of other ranks is
+        if kind not in self._nothing:  # a view of the slab is in shared memory if the scratch of other ranks is
             arena = self.state.arena
             buffer = self.placement.xp.empty((0,), dtype=dtype) if arena.slab is None else arena.view_slab(0, 0, dtype)
             self._nothing[kind] = buffer
@@ -250,8 +251,8 @@ Values = tuple[Any, ...]
 
 
 class LayerContextCache:
-    """The contexts that layers see, one `LayerContext` for the model and one per node, made once: only the training
-    moment changes, and the sequence length if sequences may be sharded."""
+    """A cache of the contexts that layers see: one `LayerContext` for the model and one per node. They are made once;
+    only the training moment changes, and the sequence length if sequences may be sharded."""
 
     def __init__(self, state: TrainState) -> None:
         place, self.seed, self.moment = state.placement, state.seed, state.moment
@@ -264,9 +265,9 @@ class LayerContextCache:
     def get_contexts(
         self, training: bool, recomputing: bool, inputs: Sequence[Any], cache: KeyValueCache | None = None
     ) -> tuple[LayerContext, list[list[LayerContext]]]:
-        """Return the context of the model as a whole, and those of the nodes of each unit.
+        """Return the context of the model, and for each unit the contexts of its nodes.
 
-        recomputing: the forward runs again for backward. inputs: the arrays that the model gets.
+        recomputing: whether a forward runs again for its backward. inputs: the input arrays of the model.
         """
         time = find_time(inputs) if self._root.mesh.tensor.size > 1 else None
         if time != self._root.time or cache is not self._root.cache:
@@ -280,17 +281,18 @@ class LayerContextCache:
 
 @dataclass
 class ProgramRun:
-    """The context of one run of a program, which its operations get.
+    """The context of one run of a program, the first argument of its operations.
 
     Attributes
     ----------
-    placement : fixed data of the rank
+    placement : the fixed data of this rank
     feed : inputs of this run
-    units : of the layout, possibly wrapped by observers
-    ties : by their first page
+    units : the units of the layout, possibly wrapped by observers
+    ties : first page of a group of tied pages -> the group
     step, scaler : number of updates made, and the loss scale, when the run began
     missed : parameter -> updates that it has missed
-    issue : takes transfers that no slot holds, with the action that issued them; the run waits for them at its end
+    issue : function that registers a transfer that no slot holds, with the action that issued it; the run waits for
+        these transfers when it ends
     """
 
     placement: Placement
@@ -328,7 +330,8 @@ class ProgramRun:
     def get_contexts_of_microbatch(
         self, batch: Microbatch, recomputing: bool = False
     ) -> tuple[LayerContext, list[list[LayerContext]]]:
-        """Return the contexts for this microbatch: that of the loss, and those of each node of each unit."""
+        """Return the contexts for this microbatch: the context of the loss, and for each unit the contexts of its
+        nodes."""
         self.contexts.moment.step, self.contexts.moment.row = (
             self.step,
             batch.row + self.placement.get_sample_offset_on_tensor_axis(batch),
@@ -346,7 +349,7 @@ def get_microbatch_number(action: Action) -> int:
 
 
 def get_action_target(action: Action) -> int:
-    """Return the number of the unit, page or edge that an action works on."""
+    """Return the number of the unit, page or edge on which an action works."""
     assert action.unit is not None
     return action.unit
 
@@ -354,8 +357,8 @@ def get_action_target(action: Action) -> int:
 def require_same_schedule_values(
     run: ProgramRun, comm: Communicator, rows: list[list[float]], names: Mapping[int, str]
 ) -> None:
-    """Raise ConfigError on all ranks of `comm` if they disagree about scheduled values of this step. rows: numbers of
-    each rank, in rank order. names: position in a row -> name of a number that must be equal."""
+    """Raise ConfigError on all ranks of `comm` if their scheduled values of this step differ. rows: one row of numbers
+    per rank. names: position in a row -> name of the number there, which must be equal on all ranks."""
     if len(rows) == 1 or not comm.has_peers:
         return
     for position, name in names.items():
@@ -379,7 +382,7 @@ def require_same_schedule_values(
 
 
 def format_action_label(run: ProgramRun, action: Action) -> str:
-    """Return text for an action and its page, for errors; cached."""
+    """Return text that names an action and its page, for errors. Cached."""
     known = run.workspace.words
     if action not in known:
         known[action] = f"{action} {run.placement.format_page_name(get_action_target(action))}"

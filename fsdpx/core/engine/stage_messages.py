@@ -1,4 +1,4 @@
-"""Messages between two stages of a pipe: planned once per action and shape of a batch, not per message."""
+"""Messages between two pipeline stages, planned once per action and batch shape rather than per message."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from fsdpx.core.state.step_inputs import Microbatch
 __all__ = ["StageMessage", "StageMessages", "is_dtype_sent"]
 
 MAX_PLANS = 1 << 14
-"""Number of plans of one program at which all are dropped, so that ever new shapes of batches do not use ever more
-memory."""
+"""All plans of a program are dropped when there are this many, so that batches of varying shapes do not use more and
+more memory."""
 
 
 class StageMessage(NamedTuple):
-    """A value, or its gradient, sent between this rank of the pipe and another one.
+    """A value, or its gradient, that is sent between this pipeline rank and another one.
 
-    shape, dtype: of the array. size: number of elements. peer: the other rank. tag: unique among the messages between
-    the two. what: text for errors.
+    shape, dtype: shape and dtype of the array. size: number of elements. peer: the other rank. tag: message tag, unique
+    between the two ranks. what: text for errors.
     """
 
     edge: Edge
@@ -41,7 +41,8 @@ class StageMessages:
         self._planned: dict[Any, StageMessage | None] = {}
 
     def get_message(self, action: Action, batch: Microbatch | None) -> StageMessage | None:
-        """Return the message of a send or receive; None if nothing is sent, as on a rank without samples."""
+        """Return the message of a send or receive action; None if nothing is sent, as for a microbatch without
+        samples."""
         if batch is None:
             return None
         key = (action.unit, action.mb, *[(a.shape, a.dtype) for a in batch.inputs])

@@ -1,4 +1,5 @@
-"""Compile the kernels of a trainer, or load them from the cache, before its first step, by calls with a few numbers."""
+"""Compile the kernels of a trainer before its first step, or load them from the cache, by calling them with small
+arrays."""
 
 from __future__ import annotations
 
@@ -22,10 +23,10 @@ __all__ = ["OTHER_WARMUPS", "list_kernel_names", "list_warm_up_calls", "run_warm
 def list_warm_up_calls(
     runs: Iterable[str], optimizers: Iterable[Any], dtypes: tuple[Any, Any, Any], norm: bool
 ) -> list[Callable[[], Any]]:
-    """Return calls with a few numbers on the CPU, each of which compiles or loads a kernel.
+    """Return calls with small CPU arrays, each of which compiles or loads a kernel.
 
-    runs: names of the kernels of a model and its loss. dtypes: of computing, of gradients, and of what the optimizers
-    update. norm: the gradient's norm is needed.
+    runs: names of the kernels of a model and its loss. dtypes: dtypes of computation, of gradients, and of the
+    parameters that optimizers update. norm: whether the gradient norm is needed.
     """
     dtype, gradients, master = map(np.dtype, dtypes)
     calls = list_kernel_calls([*runs, "add"], dtype)
@@ -39,8 +40,8 @@ def run_warm_up_calls(
     share: tuple[int, int] = (0, 1),
     count: ProgressCallback = lambda done, total: None,
 ) -> None:
-    """Make the calls. share: index of this rank, and number of ranks on its host: each starts at another call, and
-    loads what other ranks have compiled meanwhile. count: callback of the progress: calls done, total."""
+    """Run the calls. share: (index of this rank, number of ranks) on its host; each rank starts at another call and
+    later loads the kernels that other ranks have compiled. count: progress callback (calls done, total)."""
     rank, ranks = share
     first = rank * len(calls) // ranks
     count(0, len(calls))
@@ -51,7 +52,7 @@ def run_warm_up_calls(
 
 
 def _warm_up_optimizer(optimizer: Any, dtype: np.dtype, gradients: np.dtype) -> None:
-    """Update one number of a parameter without a name."""
+    """Run the optimizer once on a parameter of one element."""
     p, g = np.zeros(1, dtype), np.zeros(1, gradients)
     segments = ShardSegments((ShardSegment("", 0, 1, 0, 1, (1,)),))
     slots = make_zero_slots(np, optimizer, segments, dtype)
@@ -68,7 +69,7 @@ VARIANTS = {
     **dict.fromkeys(("gated", "gated_backward"), ("gelu", "gelu tanh")),
     **dict.fromkeys(("gelu", "gelu_backward", "bias_gelu", "gelu_recompute"), ("tanh",)),
 }
-"""The additional variants of kernels that have several."""
+"""Kernel -> its variants in addition to the default one."""
 
 
 def list_kernel_names() -> list[str]:
@@ -78,8 +79,9 @@ def list_kernel_names() -> list[str]:
 
 
 def warm_up_kernels(names: Iterable[str], dtype: Any) -> None:
-    """Compile or load the kernels of these names for `dtype`; "gated gelu tanh" is kernel "gated" with variant "gelu
-    tanh" as its last argument. Unknown names, and kernels that run as NumPy code, cost nothing."""
+    """Compile or load the named kernels for `dtype`. A name may end in a variant, which becomes the kernel's last
+    argument: "gated gelu tanh" is kernel "gated" with variant "gelu tanh". Unknown names, and kernels that run as NumPy
+    code, are skipped."""
     for call in list_kernel_calls(names, dtype):
         call()
 
@@ -109,7 +111,7 @@ def _warm_up_kernel(name: str, *given: Any) -> None:
 
 
 def _warm_up_linear(x: Any, w: Any, s: Any) -> None:
-    """Warm the products of a Linear, which are not kernels but run in the chosen BLAS library."""
+    """Warm up the matrix products of a Linear layer, which are not kernels but run in the chosen BLAS library."""
     weight, y = np.zeros((3, 3), x.dtype), np.empty_like(x)
     kernels.sum_rows(np, x, s)
     if x.dtype.itemsize == 2:
