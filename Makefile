@@ -118,7 +118,7 @@ test-processors: $(VENV)/.ready
 
 thorough: $(VENV)/.ready
 	$(PY) -m pytest tests/core/engine/test_parity.py tests/ext/elastic/test_every_kill.py tests/launch/test_start.py \
-		--hypothesis-profile=thorough --timeout=0
+		tests/plan/test_links.py --hypothesis-profile=thorough --timeout=0
 	$(PY) tests/odd_arguments.py
 	$(PY) tests/odd_arguments.py --ranks
 	$(PY) tests/core/checkpoint/fuzz.py 10000

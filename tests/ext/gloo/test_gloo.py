@@ -145,15 +145,19 @@ def job(folder: Path, ranks: int, *words: str, by: Sequence[str] = (), **variabl
 @pytest.mark.jobs
 @needs_torch
 @pytest.mark.parametrize(
-    ("ranks", "more", "least"),
-    [(2, "ext/gpu/test_relay.py", 11), (3, "core/comm/test_node.py", 50), (4, "core/engine/test_world.py", 44)],
+    ("ranks", "more", "chosen", "least"),
+    [
+        (2, "ext/gpu/test_relay.py", "", 11),
+        (3, "core/comm/test_node.py", "", 50),
+        (4, "core/engine/test_world.py", "contract or mesh", 10),
+    ],
     ids=["2", "3", "4"],
 )
-def test_contract_and_training_without_mpi(ranks: int, more: str, least: int, tmp_path: Path) -> None:
+def test_contract_and_training_without_mpi(ranks: int, more: str, chosen: str, least: int, tmp_path: Path) -> None:
     """What ranks of MPI pass: the contract over messages, and on one number of ranks each what stands on it: windows of
-    machines with one and two ranks, training on a mesh of any two axes. least: tests that pass."""
+    machines with one and two ranks, training on a mesh of any two axes. chosen: for -k. least: tests that pass."""
     files = ["ext/gloo/test_gloo.py", more]
-    words = ["-m", "world", "-p", "no:cacheprovider", "-p", "no:pytest_mpi", "-p", "no:xdist"]
+    words = ["-m", "world", "-k", chosen, "-p", "no:cacheprovider", "-p", "no:pytest_mpi", "-p", "no:xdist"]
     done = job(tmp_path, ranks, "-m", "pytest", *words, *(str(TESTS / file) for file in files))
     assert done.returncode == 0, done.stdout + done.stderr
     passed = re.search(r"(\d+) passed", done.stdout)
