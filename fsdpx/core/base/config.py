@@ -154,7 +154,8 @@ def resolve_sharding(strategy: str | Sharding, ranks: int) -> Sharding:
         if isinstance(strategy, str):
             unknown = f"unknown strategy {strategy!r}: choose one of {names}, or pass fsdpx.Sharding(...)"
             raise ConfigError(unknown + did_you_mean(strategy, known))
-        hint = did_you_mean(getattr(strategy, "name", type(strategy).__name__), ())  # such as an Enum of PyTorch
+        # an Enum of PyTorch, for example, has a name
+        hint = did_you_mean(getattr(strategy, "name", type(strategy).__name__), ())
         raise ConfigError(f"strategy is {type(strategy).__name__}: pass a name ({names}) or fsdpx.Sharding(...){hint}")
     replica, shard = strategy.replica, strategy.shard
     if replica is None and shard is None:

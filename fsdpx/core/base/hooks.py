@@ -1,9 +1,9 @@
-"""Hooks and signal handlers that fsdpx installs in the program's process: chained to the program's own, and removed
-again.
+"""Hooks and signal handlers that fsdpx installs in the program's process. They call the program's own ones, and are
+removed again.
 
-Hooks are in place while somebody holds them: a trainer of several processes, or a communicator that the program has
-opened. They are removed with the last holder. If the program has meanwhile set a hook over one of ours, its hook stays,
-and ours passes calls on to the function that it replaced.
+Hooks stay installed while an owner holds them: a trainer of several processes, or a communicator that the program has
+opened. They are removed when the last owner releases them. If the program has meanwhile installed a hook on top of
+ours, its hook stays, and ours only passes calls on to the function that it replaced.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ __all__ = [
 
 
 class _HookLink:
-    """A wrapper that replaces a function of a module; once it has stepped out, it only calls the function that it
-    replaced."""
+    """A wrapper that replaces a function of a module. After `bypass`, it only calls the function that it replaced."""
 
     def __init__(self, former: Callable[..., Any], ours: Callable[..., Any]) -> None:
         update_wrapper(self, former, updated=())
@@ -49,14 +48,14 @@ class _HookLink:
 
 
 def _skip_bypassed_links(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function under links that have stepped out."""
+    """Return the function below all bypassed links."""
     while isinstance(function, _HookLink) and function.is_bypassed:
         function = function.former
     return function
 
 
 class Hook:
-    """An attribute of a module that fsdpx replaces for a while. `wrap` takes the current function and returns ours,
+    """An attribute of a module that fsdpx replaces temporarily. `wrap` takes the current function and returns ours,
     which calls it."""
 
     def __init__(self, module: ModuleType, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -64,7 +63,7 @@ class Hook:
         self._link: _HookLink | None = None
 
     def install(self) -> None:
-        """Install the hook on top, even if the program has set its own over ours."""
+        """Install the hook on top, even if the program has installed its own hook over ours."""
         target = getattr(self.module, self.name)
         if target is self._link:
             return
@@ -84,8 +83,11 @@ class Hook:
 
 @dataclass(frozen=True)
 class _Holder:
-    """A holder of hooks. `comm`: the communicator that ends all ranks, a weak reference so that it can be freed with
-    its holder. `end`: finalizer that runs when the holder is collected."""
+    """An owner that holds the hooks.
+
+    `comm`: weak reference to the communicator that ends all ranks, so that it can be freed with its owner. `end`:
+    finalizer that runs when the owner is garbage-collected.
+    """
 
     comm: weakref.ref[Any]
     end: weakref.finalize[Any, Any]
@@ -98,7 +100,7 @@ _visit: ContextVar[list[Any] | None] = ContextVar("fsdpx_visit", default=None)
 
 
 def register_hooks(*hooks: Hook) -> None:
-    """Add hooks that are in place whenever somebody holds hooks."""
+    """Add hooks that are installed whenever an owner holds the hooks; install them now if one does."""
     with _lock:
         _hooks.extend(hooks)
         if _holders:
@@ -107,11 +109,10 @@ def register_hooks(*hooks: Hook) -> None:
 
 
 def install_hooks_for_owner(owner: Any, comm: Any, beyond_scope: bool = False) -> None:
-    """Keep all hooks in place until `owner` is released or collected, or the block of the
-    enclosing `releasing_hooks_after_block` ends.
+    """Install all hooks, and keep them until `owner` releases them or is garbage-collected, or until the enclosing
+    block of `releasing_hooks_after_block` ends.
 
-    `comm`: the communicator whose `abort` ends all ranks. `beyond_scope`: hold them beyond that
-    block.
+    `comm`: the communicator whose `abort` ends all ranks. `beyond_scope`: keep the hooks beyond the end of that block.
     """
     with _lock:
         known = id(owner) in _holders
@@ -127,7 +128,7 @@ def install_hooks_for_owner(owner: Any, comm: Any, beyond_scope: bool = False) -
 
 
 def release_hooks_of_owner(owner: Any) -> None:
-    """Release the hooks that `owner` holds, if any; with the last holder they are removed."""
+    """Release the hooks that `owner` holds, if any. The last release removes them."""
     with _lock:
         holder = _holders.get(id(owner))
         if holder is not None:
@@ -144,13 +145,13 @@ def _drop_holder_and_unused_hooks(key: int) -> None:
 
 
 def find_communicator_to_abort() -> Any:
-    """Return the communicator of the newest holder of hooks, to end all ranks; None if nobody holds any."""
+    """Return the communicator of the newest owner of hooks, to end all ranks with; None if there is no owner."""
     comms = [holder.comm() for holder in list(_holders.values())]
     return next((comm for comm in reversed(comms) if comm is not None), None)
 
 
 class _ExceptionHolder:
-    """Holder of hooks for as long as the exception that it is attached to exists."""
+    """Owner of hooks that lives as long as the exception to which it is attached."""
 
     def __init__(self, comm: Any) -> None:
         self.comm = comm
@@ -158,8 +159,10 @@ class _ExceptionHolder:
 
 @contextmanager
 def releasing_hooks_after_block() -> Iterator[None]:
-    """Release, at the end of the block, the holders that were added inside it. If an exception leaves the block, it
-    holds the hooks instead: if nobody catches it, it ends all ranks."""
+    """Release, at the end of the block, the hooks of all owners that were added inside it.
+
+    If an exception leaves the block, the exception owns the hooks instead, so that all ranks end if nobody catches it.
+    """
     begun: list[Any] = []
     token = _visit.set(begun)
     try:
@@ -168,7 +171,7 @@ def releasing_hooks_after_block() -> Iterator[None]:
         comm = find_communicator_to_abort()
         if begun and comm is not None:
             held = _ExceptionHolder(comm)
-            with suppress(AttributeError):  # an exception that takes no attributes
+            with suppress(AttributeError):  # an exception without a __dict__
                 error._fsdpx_held = held  # type: ignore[attr-defined]
                 install_hooks_for_owner(held, comm)
                 begun.pop()
@@ -185,7 +188,7 @@ _observers: list[Callable[[int, str], object]] = []
 def add_exit_listener(listener: Callable[[int, str], object]) -> None:
     """Register a function to be called as `listener(status, error)` before this rank ends all others.
 
-    `error` is the name of the exception that caused this, or "".
+    `error` is the name of the exception that is the reason, or "".
     """
     _observers.append(listener)
 
@@ -198,17 +201,20 @@ def notify_exit_listeners(status: int, error: str = "") -> None:
 
 
 STOP_SIGNALS = tuple(name for name in ("USR1", "TERM", "HUP", "QUIT") if hasattr(signal, f"SIG{name}"))
-"""Names of the signals that ask a job to stop: from launchers and schedulers, from a terminal that closes, and
+"""Names of the signals that ask a job to stop: sent by launchers and schedulers, by a terminal that closes, and by
 Ctrl-\\."""
 _LONGEST = 1024
-"""Size in bytes of a buffer that fits the `struct sigaction` of any system."""
+"""Bytes of a buffer that is large enough for the `struct sigaction` of any system."""
 _sigaction = getattr(ctypes.CDLL(None), "sigaction", None) if os.name == "posix" else None
 
 
 @dataclass(frozen=True)
 class SignalHandler:
-    """The current handler of a signal. `function`: as Python knows it. `record`: the system's `struct sigaction`, the
-    handler's address first, since Python cannot see handlers set by C code; empty without `sigaction`."""
+    """The current handler of a signal.
+
+    `function`: the handler known to Python. `record`: the system's `struct sigaction`, which begins with the address of
+    the handler, since Python does not see handlers set by C code; empty if the system has no `sigaction`.
+    """
 
     number: signal.Signals
     function: Any
@@ -221,8 +227,8 @@ class SignalHandler:
         return cls(number, signal.getsignal(number), record.raw if known else b"")
 
     def is_needed_by_program(self) -> bool:
-        """Return whether the program relies on its own handling: HUP ignored by whoever started it (nohup), or QUIT
-        handled by C code, as faulthandler's stack dump."""
+        """Return whether the program relies on its own handling of the signal: HUP that the program's parent has set to
+        be ignored (nohup), or QUIT handled by C code, such as faulthandler's stack dump."""
         if self.number.name == "SIGHUP":
             return self.function is signal.SIG_IGN
         address = int.from_bytes(self.record[: ctypes.sizeof(ctypes.c_void_p)], sys.byteorder)
@@ -235,7 +241,7 @@ class SignalHandler:
             self.function(int(self.number), frame)
 
     def restore(self, ours: Any) -> None:
-        """Restore this handler, unless another function than `ours` has been installed since."""
+        """Restore this handler, unless a function other than `ours` has been installed since."""
         if signal.getsignal(self.number) != ours:
             return
         signal.signal(self.number, signal.SIG_DFL if self.function is None else self.function)

@@ -1,4 +1,4 @@
-"""Names of a package that are imported when first used, declared once for type checkers and for Python."""
+"""Names of a package that are imported when first used, declared in one place for both type checkers and Python."""
 
 import ast
 import sys
@@ -10,11 +10,11 @@ __all__ = ["LazyMethod", "attach"]
 
 
 def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return `__getattr__`, `__dir__` and `__all__` of a package, from the imports in its own source.
+    """Return `__getattr__`, `__dir__` and `__all__` for a package, made from the imports in its own source.
 
-    Every `from MODULE import NAME as NAME` of its `__init__.py` declares a name; those under `if TYPE_CHECKING` are
-    imported when first used. `NAME: TYPE` there declares a callable subpackage, with its type for checkers. If a
-    subpackage and its content have the same name (`fsdpx.launch`), the subpackage is meant.
+    Every `from MODULE import NAME as NAME` in its `__init__.py` declares a name; names declared under `if
+    TYPE_CHECKING` are imported when first used. `NAME: TYPE` declares a callable subpackage and its type for checkers.
+    If a subpackage and an object in it have the same name (`fsdpx.launch`), the name refers to the subpackage.
 
     Parameters
     ----------

@@ -19,17 +19,17 @@ __all__ = [
 ]  # fmt: skip
 
 SILENCE_SECONDS = 1.0
-"""Seconds after which a running task is reported."""
+"""Seconds for which a task may run before it is reported."""
 TIMER_NAME = "fsdpx timer"
-"""Name of the thread that reports it."""
+"""Name of the thread that reports slow tasks."""
 CLEAR_LINE = "\r\x1b[K"
 """Terminal sequence that clears the current line."""
 ProgressCallback = Callable[[int, int], None]
-"""Called with the number done and the total."""
+"""Function that is called with the number of items done and the total."""
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Handler that writes each line in one piece to the current standard error."""
+    """Handler that writes each line at once, with a single call, to the current standard error."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -53,14 +53,16 @@ def log_line(text: str) -> None:
 
 
 def log_on_rank0(who: Any, text: str) -> None:
-    """Log a line on rank 0 of `who`, a trainer's call runner or a communicator."""
+    """Log a line if `who`, a trainer's call runner or a communicator, is that of rank 0."""
     if who.rank == 0:
         log_line(f"fsdpx: {text}")
 
 
 def flush_and_write_stderr(text: str = "") -> None:
-    """Flush what this rank has printed, and write `text` to standard error before it ends the others. Errors are
-    ignored, since the ranks must end even if there is no stream, it is closed, or its disk is full."""
+    """Flush the output of this rank and write `text` to standard error, before this rank ends all others.
+
+    Errors are ignored, because the ranks must end even if the stream is missing or closed, or its disk is full.
+    """
     with suppress(Exception):
         sys.stdout.flush()
     streams: tuple[Any, ...] = sys.stderr, sys.__stderr__, sys.stdout
@@ -72,7 +74,7 @@ def flush_and_write_stderr(text: str = "") -> None:
 
 
 def is_stderr_terminal() -> bool:
-    """Return whether standard error is a terminal; False if there is none."""
+    """Return whether standard error is a terminal; False if the process has no standard error."""
     with suppress(Exception):
         return bool(sys.stderr.isatty())
     return False
@@ -80,13 +82,13 @@ def is_stderr_terminal() -> bool:
 
 @contextmanager
 def reporting_if_slow(enabled: bool, what: str, outcome: Callable[[], str] = str) -> Iterator[ProgressCallback]:
-    """Report the block if it takes longer than `SILENCE_SECONDS`: first what it does, and at its end how long it took.
+    """Report the block if it takes longer than `SILENCE_SECONDS`: first the task, and at the end how long it took.
 
-    Without `enabled`, nothing is reported and no thread started, for which a simulated rank may have no memory.
+    `enabled`: if False, report nothing and start no thread, since a simulated rank may lack the memory for one.
     `outcome()` is appended to the last line.
 
-    The block gets a function (done, total) to report progress: on a terminal in place, elsewhere in a few lines, each
-    after three times as long as the one before.
+    Yields a function (done, total) by which the block reports its progress. On a terminal, the progress is updated in
+    place; elsewhere it is printed as a few lines, at intervals that triple each time.
     """
     if not enabled:
         yield lambda done, total: None
@@ -103,7 +105,7 @@ def reporting_if_slow(enabled: bool, what: str, outcome: Callable[[], str] = str
 
 
 class SlowTaskReporter:
-    """Reporter of a slow task: first shown by a timer, then whenever its progress is updated."""
+    """Reporter of a slow task. A timer shows it first; later it is shown again when its progress is updated."""
 
     def __init__(self, what: str) -> None:
         self.what, self.reached, self.again = what, "", 0.0
@@ -140,7 +142,7 @@ def format_bytes(n: float) -> str:
 
 
 def format_table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Return the rows as text with a line below the first one, the first column left-aligned, the others
+    """Return the rows as text, with a rule below the first row. The first column is left-aligned, the other columns are
     right-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [_format_row(row, widths) for row in rows]

@@ -1,4 +1,4 @@
-"""Names from other libraries and their equivalents here: one table for all errors about unknown names."""
+"""Names from other libraries and their equivalents in fsdpx: one table for all errors about unknown names."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
@@ -110,9 +110,9 @@ _MEANT = {
     "trainer.save(folder)": "save",
     "trainer.load(folder)": "load",
 }  # fmt: skip
-"""The equivalent here -> names for it in other libraries."""
+"""The equivalent in fsdpx -> names for it in other libraries."""
 NAMES_ELSEWHERE: dict[str, str] = {word: ours for ours, words in _MEANT.items() for word in words.split()}
-"""Name elsewhere -> equivalent here. Case, dashes and underscores do not count."""
+"""Name in another library -> equivalent in fsdpx. Case, dashes and underscores are ignored."""
 CALLS_ELSEWHERE: dict[str, str] = {
     "state_dict": "trainer.parameters(), or trainer.save(folder)",
     "load_state_dict": "trainer.load_parameters(values), or trainer.load(folder)",
@@ -124,7 +124,7 @@ CALLS_ELSEWHERE: dict[str, str] = {
     "to": "device= of distribute",
     "cuda": 'device="cuda" of distribute',
 }  # fmt: skip
-"""Method of a model or an engine of another library -> equivalent here."""
+"""Method of a model or an engine of another library -> equivalent in fsdpx."""
 _OPTIONS: dict[str, str] = {
     "learning_rate": "lr", "epsilon": "eps", "beta": "betas", "beta1": "betas", "beta2": "betas", "beta_1": "betas",
     "beta_2": "betas", "b1": "betas", "b2": "betas", "wd": "weight_decay", "decay": "weight_decay",
@@ -132,14 +132,15 @@ _OPTIONS: dict[str, str] = {
     "nproc_per_node": "per_node", "nnodes": "nodes", "num_nodes": "nodes", "nprocs": "ranks", "num_processes": "ranks",
     "world_size": "ranks", "spawn.nprocs": "size", "spawn.world_size": "size", "spawn.nproc_per_node": "size",
 }  # fmt: skip
-"""Option of another library's optimizers, schedules and launchers, or of a call of ours -> its option here."""
+"""Option of an optimizer, a schedule or a launcher of another library, or of another call of fsdpx -> option in
+fsdpx."""
 _PLAIN = str.maketrans("", "", "-_ ")
 _OTHERS = {word.lower().translate(_PLAIN): ours for word, ours in NAMES_ELSEWHERE.items()}
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return a hint at the meaning of an unknown word, as the end of a sentence: its equivalent here, the nearest of
-    `known`, or ""."""
+    """Return a hint at what an unknown word may mean, as the end of a sentence: its equivalent in fsdpx, or the most
+    similar of the `known` words; "" if there is neither."""
     ours = _OTHERS.get(word.rpartition(".")[2].lower().translate(_PLAIN))
     if ours is not None:
         return f"; here that is {ours}"
@@ -148,13 +149,13 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def make_attribute_error(module: str, name: str, known: Iterable[str]) -> AttributeError:
-    """Return the AttributeError for a name that a module does not have, with a hint at what may be meant."""
+    """Return the AttributeError for a name that a module does not have, with a hint at what was probably meant."""
     hint = "" if name.startswith("_") else did_you_mean(name, known)
     return AttributeError(f"module {module!r} has no attribute {name!r}{hint}", name=name)
 
 
 def require_known_options(call: str, options: Iterable[str], known: Iterable[str]) -> None:
-    """Raise ConfigError for options that a call does not have, with a hint at what may be meant."""
+    """Raise ConfigError for an option that a call does not have, with a hint at what was probably meant."""
     known = list(known)
     for name in options:
         if name not in known:
@@ -165,7 +166,7 @@ def require_known_options(call: str, options: Iterable[str], known: Iterable[str
 
 def check_constructor_options(kind: type[T]) -> type[T]:
     """Make the constructor of a dataclass raise ConfigError for an unknown option, with a hint, and for an argument
-    that does not fit its type hint."""
+    that does not fit its type hint. Return the class."""
     known = [field.name for field in fields(kind) if field.init]  # type: ignore[arg-type]
     checked_init = wrap_with_argument_check(kind.__init__, kind.__name__)
 
@@ -183,7 +184,7 @@ _REST = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
 
 def check_call_arguments(function: Callable[P, T], when: Literal["after", "failed"] = "after") -> Callable[P, T]:
     """Wrap a function or an `__init__` to raise ConfigError for an unknown option, with a hint, and for an argument
-    that does not fit its type hint. `when` is that of `wrap_with_argument_check`."""
+    that does not fit its type hint. `when` is the argument of `wrap_with_argument_check`."""
     name, named = function.__qualname__.removesuffix(".__init__"), signature(function).parameters
     taken = [one for one, parameter in named.items() if parameter.kind not in _REST]
     known = [one for one in taken if one not in ("self", "trainer")]
@@ -198,8 +199,8 @@ def check_call_arguments(function: Callable[P, T], when: Literal["after", "faile
 
 
 def parse_patterns(argument: str, given: Any) -> tuple[str, ...]:
-    """Return the name patterns given for an argument as a tuple; a string is one pattern. Raise ConfigError for
-    anything else."""
+    """Return the name patterns passed for an argument as a tuple; a string is a single pattern. Raise ConfigError for
+    any other value."""
     if isinstance(given, str):
         return (given,)
     if not isinstance(given, Collection) or isinstance(given, Mapping) or not all(isinstance(p, str) for p in given):
@@ -211,14 +212,14 @@ def require_pattern_matches(
     argument: str, patterns: Iterable[str], names: Iterable[str], what: str = "parameter",
     fits: Callable[[str, str], bool] = fnmatchcase, kind: type[FsdpxError] = ConfigError,
 ) -> None:  # fmt: skip
-    """Raise an error for a pattern that matches none of the names; it has the argument, the pattern and the nearest
-    names.
+    """Raise an error for a pattern that matches none of the names. The error contains the argument, the pattern and the
+    most similar names.
 
     Parameters
     ----------
-    argument : name of the argument that has the patterns, for the error
+    argument : name of the argument that was given the patterns, for the error
     patterns, names : the given patterns, and the existing names
-    what : kind of thing that the names belong to, for the error
+    what : the kind of object that the names denote, for the error
     fits : function (name, pattern) that returns whether they match
     kind : class of the error
     """

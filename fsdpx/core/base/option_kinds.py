@@ -1,4 +1,5 @@
-"""Validity of options, declared with them in the fields of a dataclass and checked before the dataclass is used."""
+"""Checks of options: a field of a dataclass is declared together with its valid values, and checked before the
+dataclass is used."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ def is_positive_number(value: object) -> bool:
 
 
 def make_min_int_predicate(minimum: int) -> Callable[[Any], bool]:
-    """Return a predicate: whether a value is an integer of at least `minimum`."""
+    """Return a function that returns whether its argument is an integer of at least `minimum`."""
     return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
@@ -30,13 +31,13 @@ def is_bool(value: Any) -> bool:
 
 
 def make_option_field(default: Any, fits: Callable[[Any], bool], words: str) -> Any:
-    """Return a dataclass field for an option of `distribute`, with a predicate of valid values and its description in
-    words. None is valid if it is the default."""
+    """Return a dataclass field for an option of `distribute`. `fits` returns whether a value is valid, and `words`
+    describes the valid values. None is valid if it is the default."""
     return field(default=default, metadata={"fits": fits, "words": words})
 
 
 def require_valid_options(owner: Any) -> None:
-    """Raise ConfigError for a field made by `make_option_field` whose value is not valid."""
+    """Raise ConfigError if a field made by `make_option_field` has an invalid value."""
     for option_field in fields(owner):
         value, fits = getattr(owner, option_field.name), option_field.metadata.get("fits")
         if fits is not None and not (value is None and option_field.default is None) and not fits(value):
@@ -44,5 +45,5 @@ def require_valid_options(owner: Any) -> None:
 
 
 def get_field_values(kind: type[Any], owner: Any) -> dict[str, Any]:
-    """Return the values that `owner` has for the fields of the dataclass `kind`, by name."""
+    """Return the values of `owner` for the fields of the dataclass `kind`, by name."""
     return {one.name: getattr(owner, one.name) for one in fields(kind)}

@@ -1,7 +1,8 @@
-"""Types of options, of which the stub beside this file tells type checkers and editors more.
+"""Types of options. The stub next to this file declares their values for type checkers and editors.
 
-At run time a name is a `str` here: packages of users add names (`fsdpx.core.base.extensions`), and the call that looks
-one up knows them all and says more about an unknown one."""
+At run time each type is `str`: packages of users can add names (`fsdpx.core.base.extensions`), and the call that looks
+a name up knows all of them and reports an unknown one better.
+"""
 
 from typing import Any
 

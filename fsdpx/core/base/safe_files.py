@@ -1,10 +1,10 @@
-"""Safe access to files that others may have written: which are trusted, how they are opened, and how new ones are
+"""Safe access to files that others may have written: which files are trusted, how they are opened, and how new ones are
 created.
 
-There are two kinds. Files of *ours* are caches, records, notes, marks and locks that fsdpx wrote itself: they are
-opened without following links, and they must be regular files of this user or of root that no other user can write. The
-user's *input* is a file that the user names, such as a model or a checkpoint: it may belong to another user and be
-reached over links, but it must be a regular file as well. Both have a maximum size. Opening never blocks on the other
+There are two kinds of files. *Own* files are caches, records, notes, markers and locks that fsdpx itself wrote. They
+are opened without following links, and must be regular files of this user or of root that no other user can write.
+*Input* files are named by the user, such as a model or a checkpoint. They may belong to another user and be reached
+through links, but must be regular files too. Both kinds have a maximum size. Opening a file never blocks on the other
 end of a pipe.
 
 A file that breaks these rules raises `Untrusted`. A caller that can recreate the file ignores it with one warning
@@ -34,15 +34,15 @@ __all__ = [
 ]  # fmt: skip
 
 LARGEST_RECORD = 1 << 20
-"""Maximum size in bytes of a file of ours that is read whole, unless the caller gives another."""
+"""Maximum size in bytes of an own file that is read at once, unless the caller passes another maximum."""
 MAX_JSON_DEPTH = 64
-"""Maximum nesting of lists and objects in JSON."""
+"""Maximum nesting depth of lists and objects in JSON."""
 MAX_JSON_DIGITS = 64
-"""Maximum digits of an integer in JSON. Tokenizers write a number of 31 digits for "no limit"."""
+"""Maximum number of digits of an integer in JSON. Tokenizers write an integer of 31 digits to mean "no limit"."""
 PRIVATE, READABLE = 0o600, 0o644
-"""Modes of new files: for this user only, and readable by others, as in a cache that users share."""
+"""Modes of new files: for this user only, or readable by all users, such as files in a shared cache."""
 TEMPORARY = "fsdpx-file-"
-"""Prefix of files that have a name only until all processes have opened them."""
+"""Prefix of files that are unlinked as soon as all processes have opened them."""
 _POSIX = hasattr(os, "geteuid")
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -56,12 +56,12 @@ _ESCAPES = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|u([dD][89a-fA-F].
 
 
 class Untrusted(OSError):
-    """A file or folder exists, but breaks the rules of this module. The message names it and says why."""
+    """A file or folder exists but breaks the rules of this module. The message names it and the reason."""
 
 
 def expanduser(path: str | os.PathLike[str]) -> Path:
-    """Return a path with ~ expanded to the user's home folder, as a shell does; raise ConfigError if it is not a
-    path."""
+    """Return a path with ~ expanded to the user's home folder, as a shell does. Raise ConfigError for a value that is
+    not a path."""
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"{path!r} is no path: give a text or a pathlib.Path")
     return Path(os.path.expanduser(path))
@@ -75,9 +75,9 @@ def open_file(path: str | os.PathLike[str], max_bytes: int | None = None, ours: 
 
     Parameters
     ----------
-    path : the file
-    max_bytes : the maximum size in bytes, or None for any
-    ours : whether fsdpx has written it; otherwise it is the user's input
+    path : path of the file
+    max_bytes : maximum size in bytes; None: any size
+    ours : whether fsdpx itself wrote the file; otherwise it is input of the user
     """
     before = os.lstat(path) if ours else os.stat(path)  # opening a device can have side effects
     _require_safe_file(path, before, max_bytes, ours)
@@ -91,8 +91,8 @@ def open_file(path: str | os.PathLike[str], max_bytes: int | None = None, ours: 
 
 
 def resolve_open_file(file: BinaryIO, path: Path) -> Path:
-    """Return the real path of an open file, without links; from `path`, by which it was opened, if the system cannot
-    tell."""
+    """Return the real path of an open file, with links resolved. If the system cannot tell, resolve `path`, by which it
+    was opened."""
     real_path = Path(f"/proc/self/fd/{file.fileno()}")
     return (real_path if real_path.exists() else path).resolve()
 
@@ -107,8 +107,8 @@ def read_file(path: str | os.PathLike[str], max_bytes: int = LARGEST_RECORD, our
 
 
 def read_json(path: str | os.PathLike[str], max_bytes: int = LARGEST_RECORD, ours: bool = True) -> Any:
-    """Return the value of a JSON file. Raises as `read_file`, and ValueError as `parse_json`, with the file, line and
-    byte."""
+    """Return the value in a JSON file. Raises the errors of `read_file`, and ValueError for invalid JSON, with file,
+    line and byte."""
     data = read_file(path, max_bytes, ours)
     try:
         return parse_json(data)
@@ -117,7 +117,8 @@ def read_json(path: str | os.PathLike[str], max_bytes: int = LARGEST_RECORD, our
 
 
 def read_if_trusted(path: Path, max_bytes: int = LARGEST_RECORD) -> bytes | None:
-    """Return the content of a file of ours; None if it is missing, or, with one warning, if it is rejected."""
+    """Return the content of an own file. Return None if the file is missing, or, after one warning, if it breaks the
+    rules."""
     try:
         return read_file(path, max_bytes)
     except Untrusted as error:
@@ -128,12 +129,12 @@ def read_if_trusted(path: Path, max_bytes: int = LARGEST_RECORD) -> bytes | None
 
 
 def describe_read_error(error: Exception, path: str | os.PathLike[str]) -> str:
-    """Return the message about a file that could not be read: its name, once, and the reason."""
+    """Return the message about a file that could not be read: its path, named once, and the reason."""
     return str(error) if isinstance(error, Untrusted) else f"{path}: {getattr(error, 'strerror', None) or error}"
 
 
 def warn_file_ignored(error: Exception, path: Path | None = None) -> None:
-    """Warn, once per process and folder, that a file is ignored. `path` is the file, if the error does not name it."""
+    """Warn, once per process and folder, that a file is ignored. `path` is the file if the error does not name it."""
     text = f"{error}" if path is None else f"{path}: {error}"
     key = _PATH_END.split(text, maxsplit=1)[0].rpartition(os.sep)[0]
     if key not in _warned:
@@ -142,8 +143,8 @@ def warn_file_ignored(error: Exception, path: Path | None = None) -> None:
 
 
 def _require_safe_file(path: str | os.PathLike[str], found: os.stat_result, max_bytes: int | None, ours: bool) -> None:
-    """Raise `Untrusted` unless this is a regular file, not too large, and, if `ours`, writable only by this user or
-    root."""
+    """Raise `Untrusted` unless this is a regular file of at most `max_bytes` bytes, and, if `ours`, only this user or
+    root can write it."""
     if stat.S_ISLNK(found.st_mode):
         raise Untrusted(f"{path} is a link, which is not followed here")
     if not stat.S_ISREG(found.st_mode):
@@ -157,7 +158,7 @@ def _require_safe_file(path: str | os.PathLike[str], found: os.stat_result, max_
 def _require_owner_and_mode(
     path: str | os.PathLike[str], found: os.stat_result, forbidden_mode: int, allow_root: bool = True
 ) -> None:
-    if not _POSIX:  # on Windows a user's folders are closed to others by default
+    if not _POSIX:  # on Windows, other users cannot access a user's folders by default
         return
     if found.st_uid not in ((os.geteuid(), 0) if allow_root else (os.geteuid(),)):
         raise Untrusted(f"{path} belongs to user {found.st_uid}, not to this one ({os.geteuid()})")
@@ -172,8 +173,8 @@ def _require_owner_and_mode(
 def parse_json(data: bytes) -> Any:
     """Return the value of a JSON text, in time linear in its length.
 
-    Raises ValueError if it is not valid JSON, if an object has a name twice, if lists and objects are nested more than
-    64 deep, if an integer has more than 64 digits, or if a string in it cannot be encoded, such as half of a surrogate
+    Raise ValueError if it is not valid JSON, if an object has duplicate names, if lists and objects are nested more
+    than 64 deep, if an integer has more than 64 digits, or if a string cannot be encoded, such as half of a surrogate
     pair.
     """
     text = data.decode()
@@ -191,8 +192,8 @@ def parse_json(data: bytes) -> Any:
 
 
 def describe_json_error(error: ValueError, data: bytes, line: int = 1) -> str:
-    """Return where and why `parse_json` rejected these bytes: "line 3, byte 7: ...". `line` is the number of their
-    first line."""
+    """Return where and why `parse_json` rejected the bytes `data`: "line 3, byte 7: ...". `line` is the line number at
+    which `data` begins."""
     position, why = 0, str(error)
     if isinstance(error, UnicodeDecodeError):
         position, why = error.start, f"0x{data[error.start]:02x} is not UTF-8: {error.reason}"
@@ -206,8 +207,8 @@ def describe_json_error(error: ValueError, data: bytes, line: int = 1) -> str:
 
 
 def require_json_fields(found: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the value if it is an object of exactly these names, each with a value of its type, or of one of its
-    types; otherwise raise ValueError. A bool does not count as an int."""
+    """Return `found` if it is an object with exactly the names of `kinds`, each with a value of its type or of one of
+    its types. Otherwise raise ValueError. A bool does not count as an int."""
     if not isinstance(found, dict) or found.keys() != kinds.keys():
         raise ValueError(f"it is no object of {', '.join(kinds)}")
     for name, kind in kinds.items():
@@ -218,7 +219,7 @@ def require_json_fields(found: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _make_dict_of_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON; raise ValueError if it has a name twice."""
+    """Return the dict of a JSON object; raise ValueError if a name occurs twice."""
     values_by_key = dict(pairs)
     if len(values_by_key) < len(pairs):
         seen = set[str]()
@@ -236,7 +237,8 @@ def _parse_json_int(digits: str) -> int:
 
 
 def _refuse_deep_nesting(value: Any) -> None:
-    """Raise ValueError for too deep a nesting. Works level by level, since recursion would overflow the stack."""
+    """Raise ValueError if the nesting is too deep. The check proceeds level by level, since recursion could overflow
+    the stack."""
     level = [value]
     for _ in range(MAX_JSON_DEPTH + 1):
         inner = [part for part in level if isinstance(part, dict | list)]
@@ -249,19 +251,21 @@ def _refuse_deep_nesting(value: Any) -> None:
 
 
 def make_folder(path: Path, private: bool = True) -> Path:
-    """Return the folder, created with its parents if it does not exist; raise `Untrusted` if it is not this user's.
+    """Return the folder; create it and its parents if it does not exist. Raise `Untrusted` if a private folder is not
+    this user's.
 
     Parameters
     ----------
-    path : the folder
-    private : whether others may not enter it (mode 0700), as a run's folder; otherwise they may read it (0755 at most),
-        as a cache. An existing cache folder is accepted unchecked: each file in it is checked when it is read
+    path : path of the folder
+    private : whether other users may not enter it (mode 0700), as for the folder of a run. If False, they may read it
+        (at most 0755), as for a cache. An existing cache folder is accepted unchecked, since each file in it is checked
+        when it is read
     """
     missing = [path] if not os.path.lexists(path) else []
     while missing and not missing[-1].parent.exists():
         missing.append(missing[-1].parent)
     for parent in reversed(missing):
-        with suppress(FileExistsError):  # another rank has created it meanwhile
+        with suppress(FileExistsError):  # another rank has just created it
             os.mkdir(parent, 0o700 if private else 0o755)
     if private:
         require_private_folder(path)
@@ -269,7 +273,8 @@ def make_folder(path: Path, private: bool = True) -> Path:
 
 
 def require_private_folder(path: Path) -> None:
-    """Raise `Untrusted` unless this is a folder, not a link to one, that this user owns and no other user can enter."""
+    """Raise `Untrusted` unless the path is a folder, not a link to one, that this user owns and no other user can
+    enter."""
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode):
         raise Untrusted(f"{path} is a link or a file where a folder should be")
@@ -277,21 +282,22 @@ def require_private_folder(path: Path) -> None:
 
 
 def is_own_folder(path: Path) -> bool:
-    """Return whether a path is a folder of this user, and not a link to one."""
+    """Return whether a path is a folder, not a link to one, that this user owns."""
     with suppress(OSError):
         return stat.S_ISDIR(os.lstat(path).st_mode) and is_owned_by_user(path)
     return False
 
 
 def is_owned_by_user(path: Path) -> bool:
-    """Return whether this user owns the path; of a link, the link itself."""
-    with suppress(OSError):  # it has been removed meanwhile
+    """Return whether this user owns the path; for a link, whether this user owns the link itself."""
+    with suppress(OSError):  # it has just been removed
         return not _POSIX or os.lstat(path).st_uid == os.geteuid()
     return False
 
 
 def remove_own_folder(path: Path) -> None:
-    """Remove a folder of this user with its content, without following links; do nothing for any other path."""
+    """Remove a folder of this user and its content, without following links. Do nothing if the path is anything
+    else."""
     if is_own_folder(path):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -300,14 +306,17 @@ def remove_own_folder(path: Path) -> None:
 
 
 def create_file(path: Path, mode: int = PRIVATE) -> int:
-    """Create a file and return it open for reading and writing; FileExistsError if the name is taken, even by a
-    link."""
+    """Create a file and return its descriptor, open for reading and writing. Raise FileExistsError if the path exists,
+    even as a link."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFELY | _NO_LINK, mode)
 
 
 def open_unnamed_file(folder: str | os.PathLike[str]) -> int:
-    """Return a new file, open for reading and writing, that is deleted with the last process that has it open. If the
-    system cannot create one without a name, it has a name for a moment, while it is empty."""
+    """Return the descriptor of a new file, open for reading and writing, that is deleted when the last process closes
+    it.
+
+    If the system cannot create a file without a name, the file has a name briefly, while it is empty.
+    """
     if hasattr(os, "O_TMPFILE"):
         with suppress(OSError):  # a file system without O_TMPFILE
             return os.open(folder, os.O_TMPFILE | os.O_RDWR | _SAFELY, PRIVATE)
@@ -318,12 +327,13 @@ def open_unnamed_file(folder: str | os.PathLike[str]) -> int:
 
 
 def make_temporary_path(folder: str | os.PathLike[str]) -> Path:
-    """Return a path for a file that has a name for a moment; if the process is killed then, the empty file remains."""
+    """Return a path for a file that has a name only briefly. If the process is killed during that time, the empty file
+    remains."""
     return Path(folder, f"{TEMPORARY}{os.urandom(8).hex()}")
 
 
 def create_marker(path: Path) -> bool:
-    """Create an empty file and return True; False if the name is taken."""
+    """Create an empty file and return True; return False if the path exists."""
     with suppress(FileExistsError):
         os.close(create_file(path))
         return True
@@ -331,7 +341,8 @@ def create_marker(path: Path) -> bool:
 
 
 def write_file(path: Path, data: bytes | str, mode: int = PRIVATE) -> None:
-    """Write a file atomically: it exists whole or not at all. It replaces anything of this name, even a link."""
+    """Write a file atomically: either all of it exists or nothing. Replace anything that exists at the path, even a
+    link."""
     partial = path.with_name(f"{path.name}.{os.urandom(8).hex()}.partial")
     file = create_file(partial, mode)
     try:
@@ -345,10 +356,11 @@ def write_file(path: Path, data: bytes | str, mode: int = PRIVATE) -> None:
 
 
 def open_lock_file(path: Path) -> int:
-    """Return a file to lock, open for reading and writing, created if missing; raise `Untrusted` if others have access
-    to it.
+    """Return the descriptor of a file to lock, open for reading and writing; create the file if it is missing. Raise
+    `Untrusted` if other users can access it.
 
-    Other users can neither write it nor, as they cannot open it, hold its lock. `write_lock_text` records the holder.
+    Other users can neither write the file nor hold its lock, because they cannot open it. `write_lock_text` records the
+    holder.
     """
     file = _open_own_file(path, os.O_RDWR, PRIVATE)
     if _POSIX:
@@ -357,13 +369,14 @@ def open_lock_file(path: Path) -> int:
 
 
 def open_for_append(path: Path) -> int:
-    """Return a file open for appending lines, created if missing; raise `Untrusted` if it is not this user's."""
+    """Return the descriptor of a file, open for appending lines; create the file if it is missing. Raise `Untrusted` if
+    it is not this user's."""
     return _open_own_file(path, os.O_WRONLY | os.O_APPEND, READABLE)
 
 
 def _open_own_file(path: Path, flags: int, mode: int) -> int:
-    """Open a regular file of this user without other hard links, to write to it."""
-    for _ in range(100):  # another process of this user may create or remove it meanwhile
+    """Open a regular file of this user that has no other hard links, for writing."""
+    for _ in range(100):  # another process of this user may create or remove it at the same time
         with suppress(FileExistsError):
             return os.open(path, flags | os.O_CREAT | os.O_EXCL | _SAFELY | _NO_LINK, mode)
         with suppress(FileNotFoundError):

@@ -1,10 +1,10 @@
-"""The version of fsdpx, and those of installed packages."""
+"""The version of fsdpx, and the versions of installed packages."""
 
 __version__ = "0.1.0"
 
 
 def get_package_version(package: str) -> str:
-    """Return the version of an installed package, "" if it is not installed."""
+    """Return the version of an installed package; "" if it is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
