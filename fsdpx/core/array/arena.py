@@ -1,8 +1,8 @@
-"""Memory of a rank: the arena, one allocation for all its large buffers, and a heap that keeps its pages.
+"""Memory of a rank: the arena, which allocates all its large buffers, and a heap that keeps freed pages.
 
-Kept buffers live as long as the trainer. Lent buffers live for part of a program: their lifetimes are known before it
-runs, so they are packed into one slab in which buffers that are never alive together share bytes. Memory that a step
-frees stays with the process, so the next step has no page faults.
+Kept buffers live as long as the trainer. Lent buffers live for part of a program. Their lifetimes are known before the
+program runs, so they are packed into one slab, in which buffers that are never alive together share bytes. Memory that
+a step frees stays with the process, so the next step has no page faults.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ NEVER = -1
 
 def keep_freed_memory() -> bool:
     """Make the C library keep freed memory, instead of returning arrays of more than 128 KiB to the system at once.
-    Return whether it does: only on Linux with glibc, elsewhere nothing changes.
+    Return whether this works: only on Linux with glibc, elsewhere nothing changes.
 
-    A new page costs a fault and is zeroed by the kernel, which at 4 KiB takes about as long as filling it. In return
-    the process keeps its peak of memory.
+    A new page costs a fault and is zeroed by the kernel, which for 4 KiB takes about as long as filling it. In return,
+    the memory of the process stays at its peak.
     """
     library = _load_glibc()
     return library is not None and bool(library.mallopt(MMAP_MAX, 0)) and bool(library.mallopt(TRIM_THRESHOLD, NEVER))
 
 
 def trim_heap() -> None:
-    """Return the memory that is free now to the system, once: a step does not need what was used before training."""
+    """Return memory that is free now to the system, once, since a step does not need what was used before training."""
     library = _load_glibc()
     if library is not None:
         library.malloc_trim(0)
@@ -53,12 +53,13 @@ def _load_glibc() -> ctypes.CDLL | None:
 
 
 ALIGN = 64  # bytes: a cache line, and the widest vector register
-BLOCK_BYTES = 32 << 20  # bytes of a block that kept buffers are sliced from
+BLOCK_BYTES = 32 << 20  # bytes of a block from which kept buffers are sliced
 
 
 @dataclass(frozen=True)
 class BufferLifetime:
-    """A buffer of `nbytes` that is alive from action `start` to action `stop`, both included; `name` identifies it."""
+    """A buffer of `nbytes` bytes that is alive from action `start` to action `stop`, both inclusive; `name` identifies
+    it."""
 
     name: Hashable
     start: int
@@ -68,8 +69,8 @@ class BufferLifetime:
 
 @dataclass(frozen=True)
 class SlabPlan:
-    """Layout of a slab. `offsets`: name -> first byte in the slab. `nbytes`: size of the slab. `peak`: the most bytes
-    alive at one time."""
+    """Layout of a slab. `offsets`: name -> offset of the buffer in bytes. `nbytes`: size of the slab. `peak`: maximum
+    number of bytes that are alive at the same time."""
 
     offsets: dict[Hashable, int] = field(default_factory=dict)
     nbytes: int = 0
@@ -77,11 +78,11 @@ class SlabPlan:
 
 
 def assign_offsets(lives: Iterable[BufferLifetime]) -> SlabPlan:
-    """Return offsets such that no two buffers alive together overlap.
+    """Return offsets such that no two buffers that are alive together overlap.
 
-    Each buffer in turn takes the lowest gap, largest first or in order of birth, whichever needs less memory. For
-    buffers of one size both are optimal (interval coloring). In a chain of nearly equal ones, the first of all and the
-    largest may compete for the same offset.
+    Each buffer takes the lowest gap that fits it. Buffers are placed from largest to smallest, or in order of `start`,
+    whichever needs less memory. For buffers of equal size both orders are optimal (interval coloring). In a chain of
+    buffers of nearly equal size, the first and the largest may compete for the same offset.
     """
     born = sorted(lives, key=lambda life: life.start)
     peak, best = _compute_peak_bytes(born), SlabPlan()
@@ -133,8 +134,8 @@ def _compute_peak_bytes(lives: Sequence[BufferLifetime]) -> int:
 
 
 def _map_zero_pages(nbytes: int) -> Any:
-    """Return `nbytes` zeros mapped from the operating system: pages that are never written take no memory and no time.
-    `numpy.zeros` may reuse memory, all of which the C library then clears."""
+    """Return `nbytes` zeros mapped from the operating system. Pages that are never written take neither memory nor
+    time, whereas `numpy.zeros` may reuse memory, which the C library must clear."""
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}  # not on Windows
     try:
         pages = mmap.mmap(-1, nbytes, **private)
@@ -146,54 +147,54 @@ def _map_zero_pages(nbytes: int) -> Any:
 
 
 class WindowMemory(Protocol):
-    """Memory for buffers that other ranks read: windows of a `NodeCommunicator`. All calls but `free_shared_later` are
-    collective."""
+    """Memory for buffers that other ranks read: windows of a `NodeCommunicator`. All methods except `free_shared_later`
+    are collective."""
 
     @property
     def xp(self) -> Any:
-        """The namespace of the arrays that it allocates."""
+        """Namespace of the arrays that this memory allocates."""
         ...
 
     def allocate_shared(self, nbytes: int) -> Any:
-        """Return `nbytes` bytes as an array of uint8; None on all ranks if memory is short."""
+        """Return `nbytes` bytes as an array of uint8, or None on all ranks if there is not enough memory."""
         ...
 
     def free_shared(self, array: Any) -> None:
-        """Free an array of `allocate_shared`."""
+        """Free an array that `allocate_shared` returned."""
         ...
 
     def free_shared_later(self, arrays: list[Any]) -> None:
-        """Mark arrays of `allocate_shared` as free when their arena is garbage-collected. Called on this rank only,
-        from any thread and at any time, so it sends nothing."""
+        """Mark arrays of `allocate_shared` as free after their arena has been garbage-collected. This sends nothing,
+        since it is called on this rank only, from any thread and at any time."""
         ...
 
 
 class Arena:
-    """Owner of the buffers of one rank. `xp`: the namespace that allocates (NumPy, CuPy, or shape-only).
+    """Owner of the buffers of one rank. `xp`: the namespace that allocates them (NumPy, CuPy, or shape-only arrays).
 
-    `memory`: memory shared with other ranks, which has the slab if there is enough of it. All ranks then need slab
-    plans of equal size.
+    `memory`: memory shared with other ranks, in which the slab is allocated if there is enough of it. Then all ranks
+    need slab plans of equal size.
     """
 
     def __init__(self, xp: Any, memory: WindowMemory | None = None) -> None:
         self.xp = xp
         self.memory = memory
         self.kept: dict[Hashable, Any] = {}
-        self.blocks: list[Any] = []  # shared blocks: the slab, and those of kept buffers
+        self.blocks: list[Any] = []  # shared blocks: the slab, and blocks of kept buffers
         if memory is not None:
             weakref.finalize(self, memory.free_shared_later, self.blocks).atexit = False
         self.slab: Any = None
         self.slab_nbytes = 0
         self.slab_shared = False
-        self.generation = 0  # grows when the slab moves or a kept buffer is dropped: earlier views are stale
+        self.generation = 0  # incremented when the slab moves or a kept buffer is dropped, which makes views stale
         self.views: dict[tuple[int, int, np.dtype], Any] = {}
-        self._rest = np.empty(0, np.uint8)  # unused rest of the block that kept buffers are sliced from
+        self._rest = np.empty(0, np.uint8)  # unused rest of the block from which kept buffers are sliced
 
     def get_or_create_buffer(self, name: Hashable, size: int, dtype: Any, *, temporary: bool = False) -> Any:
         """Return a zeroed buffer of `size` elements that lives until `drop_buffer`; the same name returns the same
         buffer.
 
-        `temporary`: it will be dropped before the others, so it must not share their block.
+        `temporary`: the buffer will be dropped before other buffers, so it must not share a block with them.
         """
         if name not in self.kept:
             make = self._allocate_aligned_zeros if self.xp is np and not temporary else self.xp.zeros
@@ -201,8 +202,8 @@ class Arena:
         return self.kept[name]
 
     def _allocate_aligned_zeros(self, shape: tuple[int], dtype: Any) -> Any:
-        """Return a zeroed buffer that starts at a cache line, while NumPy's own start 16 bytes after one. Many come
-        from one block, so that small ones lie in huge pages, too."""
+        """Return a zeroed buffer that starts at a cache line, whereas arrays of NumPy start 16 bytes after one. Many
+        buffers are sliced from one block, so that even small ones are stored in huge pages."""
         used = shape[0] * np.dtype(dtype).itemsize
         nbytes = -(-used // ALIGN) * ALIGN
         if self._rest.nbytes < nbytes:
@@ -220,7 +221,7 @@ class Arena:
         return block[start : start + nbytes].view(dtype)
 
     def register_buffer(self, name: Hashable, buffer: Any) -> None:
-        """Take `buffer`, made elsewhere, as the kept buffer of this name."""
+        """Keep `buffer`, which was allocated elsewhere, under this name."""
         self.kept[name] = buffer
 
     def drop_buffer(self, name: Hashable) -> None:
@@ -228,8 +229,8 @@ class Arena:
             self.generation += 1
 
     def grow_slab(self, plan: SlabPlan) -> None:
-        """Make the slab large enough for a plan. Only between programs, when no lent buffer is alive. Collective with
-        shared `memory`."""
+        """Make the slab large enough for a plan. Call it only between programs, when no lent buffer is alive.
+        Collective with shared `memory`."""
         if plan.nbytes > self.slab_nbytes:
             self.views.clear()
             self._free_slab()
@@ -251,7 +252,7 @@ class Arena:
             self.memory.free_shared(old)
 
     def close(self) -> None:
-        """Drop all buffers and free shared memory: their views must not be used any more."""
+        """Drop all buffers and free shared memory. Views of them must not be used afterwards."""
         self.kept.clear()
         self.views.clear()
         self._free_slab()
@@ -261,7 +262,8 @@ class Arena:
             self.memory.free_shared(self.blocks.pop())
 
     def view_slab(self, offset: int, size: int, dtype: Any) -> Any:
-        """Return a view of `size` elements of the slab from byte `offset`; the same object each time."""
+        """Return a view of `size` elements of the slab that begins at byte `offset`; the same arguments return the same
+        object."""
         key = (offset, size, np.dtype(dtype))
         if key not in self.views:
             self.views[key] = self._slice_slab(offset, size, dtype)

@@ -1,4 +1,4 @@
-"""The cores of a host, divided among its ranks: by default BLAS starts one thread per core in every rank."""
+"""The cores of a host, divided among its ranks. By default BLAS would start one thread per core in every rank."""
 
 import os
 
@@ -9,10 +9,11 @@ __all__ = ["count_threads_per_rank", "count_usable_cores", "set_threads_per_rank
 
 
 def set_threads_per_rank(ranks_here: int) -> int:
-    """Make fsdpx compute on cores / ranks threads (at least 1), or on as many as the user set. Return the number.
+    """Make fsdpx compute on cores / ranks threads (at least 1), or on as many threads as the user has set. Return the
+    number.
 
-    Without this, R ranks on a host run R x cores threads, which slow each other down. The program's own products keep
-    the threads that it has chosen.
+    Otherwise R ranks on a host would run R x cores threads, which slow each other down. Matrix products of the program
+    itself use the number of threads that the program has chosen.
     """
     wanted, threads = environment.read_environment().threads, count_threads_per_rank(ranks_here)
     blas.set_thread_limit(threads if wanted is None else None)

@@ -1,5 +1,5 @@
-"""Devices, which hold arrays and compute on them. The CPU is here; each other one is a subclass, which is found by its
-name, its namespace or its arrays."""
+"""Devices, which hold arrays and compute on them. The CPU is implemented here. Other devices are subclasses, which are
+found by their name, their namespace or their arrays."""
 
 from __future__ import annotations
 
@@ -18,53 +18,54 @@ __all__ = [
 ]  # fmt: skip
 
 DeviceMap = Sequence[int] | Mapping[int, int] | None
-"""Device number of each local rank, if a host has several; None: assigned in order."""
+"""Device number of each local rank if a host has several devices; None: assigned in order."""
 
 
 class Device:
-    """Interface of a device, and the CPU with NumPy arrays. There is one instance of each class.
+    """Interface of a device, implemented here for the CPU with NumPy arrays. Each class has one instance.
 
-    `name`: as in `distribute(device=...)`. `holds_data`: whether arrays have values. `sums_by_kernel`: whether sums
-    over rows and channels have their own kernels, which take numbers of channels in float64.
+    `name`: as in `distribute(device=...)`. `holds_data`: whether arrays have values. `sums_by_kernel`: whether the
+    device has kernels for sums over rows and channels, which take the numbers per channel in float64.
     """
 
     name, holds_data, sums_by_kernel = "cpu", True, False
 
     @property
     def xp(self) -> Any:
-        """The namespace of its arrays."""
+        """Namespace of the device's arrays."""
         return np
 
     def require_usable(self) -> None:
-        """Raise ConfigError if this process cannot compute on it."""
+        """Raise ConfigError if this process cannot compute on the device."""
 
     def select_for_rank(self, world: Any, device_map: DeviceMap) -> list[str]:
-        """Select this rank's own device if there are several, and return messages for the user. Collective."""
+        """Select one of several devices for this rank, and return messages for the user. Collective."""
         return []
 
     # -- arrays --------------------------------------------------------------------------------------------------------
 
     def as_array(self, value: Any) -> Any:
-        """Return a value of this device as an array; raise DataError, TypeError or ValueError if it is not one."""
+        """Return a value on this device as an array. Raise DataError, TypeError or ValueError if that is not
+        possible."""
         return as_unmasked_array(value)
 
     def to_host(self, array: Any) -> np.ndarray:
-        """Return an array of this device as a NumPy array: itself if it is one."""
+        """Return an array of this device as a NumPy array; a NumPy array is returned unchanged."""
         return as_unmasked_array(array)
 
     def from_host(self, array: np.ndarray) -> Any:
-        """Return a NumPy array as one of this device: itself on the CPU."""
+        """Return a NumPy array as an array of this device; the CPU returns it unchanged."""
         return self.xp.asarray(array)
 
     def describe_location(self, array: Any) -> str:
-        """Return in words where an array of this device is."""
+        """Return the location of an array of this device as text."""
         return "on the host"
 
     def require_arrays_on_one_device(self, arrays: Sequence[Any]) -> None:
-        """Raise DataError unless this rank can compute with all of these arrays, which may be on other devices."""
+        """Raise DataError unless this rank can compute with all of these arrays. They may be on any devices."""
 
     def use_device_of(self, array: Any) -> AbstractContextManager[Any]:
-        """Return a context in which this thread computes on the device that has the array."""
+        """Return a context in which this thread computes on the device that holds the array."""
         return nullcontext()
 
     # -- values --------------------------------------------------------------------------------------------------------
@@ -78,48 +79,49 @@ class Device:
         return bool(self.xp.isfinite(array).all())
 
     def are_finite(self, arrays: Sequence[Any]) -> bool:
-        """Return whether flat arrays have no element that is NaN or Inf; also False if squares overflow."""
+        """Return whether no element of these 1-D arrays is NaN or Inf. Return False as well if a sum of squares
+        overflows."""
         with np.errstate(all="ignore"):
             return bool(np.isfinite(float(sum([array.dot(array) for array in arrays]))))
 
     # -- computing -----------------------------------------------------------------------------------------------------
 
     def find_kernel(self, name: str, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
-        """Return the device's own code of a kernel for these arguments; None: array code or Numba's."""
+        """Return the device's own implementation of a kernel for these arguments. Return None if array code or Numba's
+        code is to run."""
         return None
 
     def multiply_matrices(self, a: Any, b: Any) -> Any | None:
-        """Return the product of two matrices, or stacks of them; None if the device has no code of its own for
-        these."""
+        """Return the product of two matrices, or of stacks of matrices; None if the device has no own implementation
+        for them."""
         return None
 
     def multiply_matrices_into(self, out: Any, a: Any, b: Any, add: bool) -> bool:
-        """Write the product of two matrices to `out`, or add it; False if the device has no code of its own for
-        these."""
+        """Write the product of two matrices to `out`, or add it to `out`. Return False if the device has no own
+        implementation for them."""
         return False
 
     def run_optimizer_kernel(self, name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
-        """Run an optimizer's formula by its name; False if the device has no code of its own for it."""
+        """Run an optimizer's update formula, given by name. Return False if the device has no own implementation of
+        it."""
         return False
 
     def update_shard(self, run: Callable[[], None], p: Any, g: Any, slots: Mapping[str, Any]) -> bool:
-        """Run the update of a shard; False if nothing was run, since there are no values to change."""
+        """Run the update of a shard. Return False if the arrays have no values, so that nothing was run."""
         run()
         return True
 
-    # -- copies that overlap with compute
-    # -------------------------------------------------------------------------------
+    # -- copies that overlap with compute ------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Wait until all work that this thread has issued is done."""
+        """Wait until all work that this thread has issued is complete."""
 
     def make_copier(self, array: Any) -> Any:
-        """Return an asynchronous copier between an array and pinned memory: `copy(target, source)` returns a
-        `Handle`."""
+        """Return a copier between an array and pinned memory, whose `start_copy(target, source)` returns a `Handle`."""
         raise NotImplementedError
 
     def allocate_pinned(self, nbytes: int) -> np.ndarray:
-        """Return pinned host memory, from and to which the device copies asynchronously."""
+        """Return pinned host memory of `nbytes` bytes, for asynchronous copies to and from the device."""
         raise NotImplementedError
 
 
@@ -139,7 +141,7 @@ def load_device(name: str) -> Device:
 
 
 def get_device_of_array(array: Any) -> Device:
-    """Return the device of an array; the CPU for anything else."""
+    """Return the device of an array, or the CPU for any other value."""
     kind = type(array)
     return CPU if kind is np.ndarray else _find_device_of_module(kind.__module__)
 
@@ -159,8 +161,8 @@ def _find_device_of_module(name: str) -> Device:
 
 
 def as_unmasked_array(value: Any) -> np.ndarray:
-    """Return `np.asarray(value)`; raise DataError if that would turn masked elements into numbers, such as netCDF4's
-    fill values."""
+    """Return `np.asarray(value)`. Raise DataError if that would turn masked elements, such as netCDF4's fill values,
+    into numbers."""
     if type(value) is np.ndarray:
         return value
     if isinstance(value, np.ma.MaskedArray) and (count := int(np.ma.getmaskarray(value).sum())):

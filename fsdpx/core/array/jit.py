@@ -1,7 +1,7 @@
-"""Python functions that run as machine code, compiled by Numba.
+"""Python functions that Numba compiles to machine code.
 
-An extension may store the code on disk (`CodeStore`): then Numba is imported only to compile, or if code cannot be
-stored. Without it Numba compiles in each process.
+An extension may store the code on disk (`CodeStore`); then Numba is imported only to compile code, or if the code
+cannot be stored. Without the extension, Numba compiles in each process.
 """
 
 from __future__ import annotations
@@ -22,16 +22,19 @@ __all__ = [
 ]  # fmt: skip
 
 REORDER = {"reassoc", "nsz", "contract"}
-"""Lets LLVM sum a row in vector lanes; the order depends on the row's length only."""
+"""Compiler flags that let LLVM sum a row in vector lanes. The order of the sum depends only on the length of the
+row."""
 
-_lock = threading.RLock()  # a thread rank must not compile while another one does
+_lock = threading.RLock()  # thread ranks must not compile at the same time
 _fixed: dict[Any, CompiledFunction] = {}
 _bare: dict[tuple[Any, str], Any] = {}
 
 
 def jit(function: Callable[..., Any] | None = None, *, fastmath: Any = False, name: str = "") -> Any:
-    """Compile a function at its first call with arguments of some types, without the GIL and with IEEE division.
-    `name`: for a function that is created several times, each time around another function."""
+    """Compile a function when it is first called with arguments of given types, without the GIL and with IEEE division.
+
+    `name`: for a function that is created several times, each time around another inner function.
+    """
     if function is None:
         return functools.partial(jit, fastmath=fastmath)
     function.__qualname__ = name or function.__qualname__  # names the file on disk
@@ -41,11 +44,12 @@ def jit(function: Callable[..., Any] | None = None, *, fastmath: Any = False, na
 def specialize(
     function: CompiledFunction, arguments: str, formats: tuple[str, ...] = ("float32", "float64")
 ) -> CompiledFunction:
-    """Return `function` compiled for one declared layout of its arguments, in `formats`, instead of for every layout
-    that it is called with.
+    """Return `function` compiled for one declared layout of its arguments and each dtype in `formats`, instead of for
+    every layout with which it is called.
 
-    `arguments`: `i` an int64, `b` a bool, `A2` an array of two dims in any layout, `C2` one in C order; then h: the
-    bits of 16-bit numbers; s: float32; a final r: only read, so it may be read-only and unaligned.
+    `arguments`: one word per argument. `i`: int64. `b`: bool. `A2`: an array with two dims in any layout. `C2`: one in
+    C order. These may be followed by h: the bits of 16-bit numbers; by s: float32; and by a final r: only read, so the
+    array may be read-only and unaligned.
     """
     compiled = _fixed.get(function)
     if compiled is None:
@@ -55,17 +59,18 @@ def specialize(
 
 
 class CodeStore(Protocol):
-    """Store of the machine code of functions on disk: the extension of kind "code" with the name "disk"."""
+    """Store of the machine code of functions on disk: the extension "disk" of the kind "code"."""
 
     def load_or_compile(self, function: CompiledFunction, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
-        """Return a callable for a function and these kinds of arguments, from disk or compiled; None if it cannot be
-        stored. It returns NotImplemented for arguments of other kinds."""
+        """Return a callable for a function and kinds of arguments, loaded from disk or compiled; None if its code
+        cannot be stored. The callable returns NotImplemented for arguments of other kinds."""
 
     def enable_disk_cache(self, dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
-        """Store on disk what Numba's dispatcher compiles. `bare`: Python cannot call it."""
+        """Store on disk what Numba's dispatcher compiles. `bare`: the code has no entry for Python."""
 
     def compile_dispatcher(self, dispatcher: Any, wanted: tuple[str, ...] | None) -> Any:
-        """Return the dispatcher, compiled for these kinds of arguments; if they are declared, for no others."""
+        """Return the dispatcher, compiled for these kinds of arguments, and for no other kinds if these are
+        declared."""
 
 
 @functools.cache
@@ -75,7 +80,7 @@ def _load_code_store() -> CodeStore | None:
 
 
 def format_fastmath_for_file_name(fastmath: Any) -> str:
-    """Return the compiler's freedom in sums as a part of a file's name: code without it has other bits."""
+    """Return the compiler's freedom to reorder sums as a part of a file name, since it changes the bits of results."""
     return " ".join(sorted(fastmath)) if isinstance(fastmath, set) else str(fastmath)
 
 
@@ -88,7 +93,7 @@ SCALARS: dict[Any, str] = {
 
 
 def get_argument_kinds(arguments: tuple[Any, ...]) -> tuple[str, ...] | None:
-    """Return the kinds of the arguments of a call; None if no machine code is stored for one of them."""
+    """Return the kinds of the arguments of a call; None if no machine code can be stored for one of them."""
     words = [_format_array_kind(a) if type(a) is np.ndarray else SCALARS.get(type(a)) for a in arguments]
     return None if None in words else tuple(word for word in words if word is not None)
 
@@ -96,8 +101,8 @@ def get_argument_kinds(arguments: tuple[Any, ...]) -> tuple[str, ...] | None:
 def parse_declared_kinds(
     words: Sequence[str], formats: Sequence[str], arguments: tuple[Any, ...]
 ) -> tuple[str, ...] | None:
-    """Return the kinds that a declaration (see `specialize`) means, with the dtype of the first array whose dtype is
-    free; None if that is none of `formats`."""
+    """Return the kinds that a declaration stands for (see `specialize`). Arrays of undeclared dtype take the dtype of
+    the first of them; return None if that is not one of `formats`."""
     free = (a for a, word in zip(arguments, words, strict=False) if len(word) > 1 and word[2:3] not in ("h", "s"))
     real = next((a.dtype.name for a in free), formats[0])
     return tuple(_parse_declared_kind(word, real) for word in words) if real in formats else None
@@ -119,8 +124,8 @@ def _format_array_kind(a: np.ndarray) -> str | None:
 
 
 class CompiledFunction:
-    """A function that is compiled when it is called. `wanted` maps the arguments of a call to the kinds that the
-    function is compiled for (default: their own kinds)."""
+    """A function that is compiled when it is called. `wanted` maps the arguments of a call to the kinds for which the
+    function is compiled (default: the arguments' own kinds)."""
 
     def __init__(self, function: Callable[..., Any], fastmath: Any, wanted: Any = get_argument_kinds) -> None:
         self.function = function
@@ -146,18 +151,18 @@ class CompiledFunction:
 
     @property
     def compiled_kinds(self) -> set[tuple[str, ...]]:
-        """The kinds of arguments for which there is machine code."""
+        """Kinds of arguments for which there is machine code."""
         return set(self._loaded)
 
     def get_dispatcher(self) -> Any:
-        """Return Numba's dispatcher, which compiles functions whose machine code is not stored."""
+        """Return Numba's dispatcher, which compiles the function if its machine code is not stored."""
         with _lock:
             if self._dispatcher is None:
                 self._dispatcher = self._make_dispatcher({})
             return self._dispatcher
 
     def get_bare_dispatcher(self) -> Any:
-        """Return Numba's dispatcher without entries for Python, for functions that only compiled code calls."""
+        """Return Numba's dispatcher without an entry for Python, for a function that only compiled code calls."""
         key = self.function, self.freedom
         with _lock:
             if key not in _bare:
@@ -174,7 +179,8 @@ class CompiledFunction:
         return compiled
 
     def _get_or_compile_callable(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
-        """Return a callable for these arguments; Numba's dispatcher if no machine code can be stored for them."""
+        """Return a callable for these arguments: stored machine code, or Numba's dispatcher if no machine code can be
+        stored."""
         wanted = self._wanted(arguments)
         with _lock:
             if wanted is not None and wanted in self._loaded:

@@ -1,7 +1,7 @@
-"""Names of Numba and llvmlite that are looked up at compile time, not when a file is imported.
+"""Names of Numba and llvmlite that are looked up when a function is compiled, not when a file is imported.
 
-Files of compiled code import these names, so importing them loads neither library. A function to be compiled is copied
-by `bind_library_objects`: in the copy the libraries' own objects replace these names.
+Files of compiled code import these names, so importing such a file loads neither library. `bind_library_objects` copies
+a function that is to be compiled, and replaces these names in the copy by the libraries' own objects.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = [
 ]  # fmt: skip
 
 BARE: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-"""Options that omit Numba's entries for Python and C, which nothing calls."""
+"""Options that omit Numba's entries for Python and C, which nobody calls."""
 
 
 class LateName:
-    """A name in a library, or what it returns for some arguments, imported when it is needed."""
+    """A name in a library, or the result of calling it with some arguments, imported when it is needed."""
 
     def __init__(self, module: str, path: tuple[str, ...] = (), given: tuple[Any, ...] | None = None) -> None:
         self._parts = module, path, given
@@ -41,7 +41,7 @@ class LateName:
         return LateName(module, path, given)
 
     def import_object(self) -> Any:
-        """Return the library's own object."""
+        """Import and return the library's own object."""
         module, path, given = self._parts
         value: Any = importlib.import_module(module)
         for name in path:
@@ -50,7 +50,7 @@ class LateName:
 
 
 class LazyIntrinsic:
-    """A function that writes the instructions of a call itself, for `numba.extending.intrinsic`."""
+    """A function that emits the instructions of a call itself, for `numba.extending.intrinsic`."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -67,13 +67,13 @@ _copies: dict[FunctionType, Any] = {}
 
 
 def register_jitable(function: Any) -> Any:
-    """Mark a function to be compiled when compiled code calls it."""
+    """Mark a function for compilation when compiled code calls it; return it."""
     _jitable.add(function)
     return function
 
 
 def overload_function(target: Any, **options: Any) -> Callable[[Any], Any]:
-    """Return a decorator for a function that takes types and returns the implementation to compile in place of
+    """Return a decorator for a function that takes types and returns the implementation to be compiled in place of
     `target`."""
 
     def register_overload(function: Any) -> Any:
@@ -84,7 +84,7 @@ def overload_function(target: Any, **options: Any) -> Callable[[Any], Any]:
 
 
 def bind_library_objects(function: Any) -> Any:
-    """Return the function with the libraries' own objects in its globals and its closure."""
+    """Return a copy of the function that has the libraries' own objects in its globals and its closure."""
     bound_copy = _copies.get(function)
     if bound_copy is not None:
         return bound_copy
@@ -130,7 +130,8 @@ def _make_intrinsic(value: LazyIntrinsic) -> Any:
 
 
 def _may_use_late_names(value: Any) -> bool:
-    """Return whether a value may use names of this file: a function of no other library."""
+    """Return whether a value is a function that may use the names of this file, which functions of NumPy, Numba and
+    llvmlite do not."""
     return isinstance(value, FunctionType) and not value.__module__.startswith(("numpy", "numba", "llvmlite"))
 
 
@@ -140,12 +141,12 @@ def _list_globals(function: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _list_used_names(code: CodeType) -> set[str]:
-    """Return the names that a code object uses, including those of functions inside it."""
+    """Return the names that a code object uses, including those used by functions inside it."""
     return {*code.co_names}.union(*(_list_used_names(one) for one in code.co_consts if isinstance(one, CodeType)))
 
 
 def hash_function(function: Any) -> str:
-    """Return a hash of the code of a function and of all that it reaches: other functions, constants, names of
+    """Return a hash of the code of a function and of everything that it refers to: other functions, constants, names of
     libraries."""
     left, texts = [function], {}
     while left:
@@ -158,8 +159,8 @@ def hash_function(function: Any) -> str:
 
 @functools.cache
 def _describe_function_and_callees(function: FunctionType) -> tuple[str, list[FunctionType]]:
-    """Return all that the machine code of a function may depend on, as text that is the same in every process, and the
-    functions that it reaches."""
+    """Return a text with everything that the function's machine code may depend on, the same in every process, and the
+    functions that it refers to."""
     reached: list[FunctionType] = []
     if not _may_use_late_names(function):
         return f"{function.__module__}.{function.__qualname__}", reached

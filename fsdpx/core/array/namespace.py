@@ -22,15 +22,16 @@ DTYPES = (
 
 
 def get_namespace(device: str) -> Any:
-    """Return the module of array functions for a device: "cpu" NumPy, "cuda" CuPy, "shape" arrays that hold no data."""
+    """Return the module of array functions for a device: NumPy for "cpu", CuPy for "cuda", the shape-only module for
+    "shape"."""
     found = load_device(device)
     found.require_usable()
     return found.xp
 
 
 def concatenate_on_device(xp: Any, arrays: Sequence[Any], axis: int = -1) -> Any:
-    """Return arrays of one dtype, concatenated. `cupy.concatenate` reads their addresses from host memory, which a CUDA
-    graph would read again on each replay."""
+    """Return the concatenation of arrays of one dtype. `cupy.concatenate` reads the addresses of the arrays from host
+    memory, which a CUDA graph would read again on each replay."""
     axis %= arrays[0].ndim
     ends = list(accumulate(array.shape[axis] for array in arrays))
     out = xp.empty((*arrays[0].shape[:axis], ends[-1], *arrays[0].shape[axis + 1 :]), dtype=arrays[0].dtype)
@@ -45,18 +46,18 @@ def namespace_of(array: Any) -> Any:
 
 
 def to_host(array: Any) -> np.ndarray:
-    """Return `array` as a NumPy array: itself if it is one, a copy from the GPU, zeros if it has no data."""
+    """Return `array` as a NumPy array: unchanged if it is one, copied from a GPU, or zeros if it has no data."""
     return get_device_of_array(array).to_host(array)
 
 
 def from_host(xp: Any, array: np.ndarray) -> Any:
-    """Return a NumPy array as an array of `xp`, without a copy if that is NumPy."""
+    """Return a NumPy array as an array of `xp`, without a copy if `xp` is NumPy."""
     return get_device_of_namespace(xp).from_host(array)
 
 
 def parse_dtype(name: str | np.dtype) -> np.dtype:
-    """Return the dtype of a name; "fp16" is float16, "bf16" and "bfloat16" that of ml_dtypes. A dtype is returned as it
-    is."""
+    """Return the dtype of a name: "fp16" is float16; "bf16" and "bfloat16" are the bfloat16 of ml_dtypes. Return a
+    dtype unchanged. Raise ConfigError for an unknown name."""
     if isinstance(name, np.dtype):
         return name
     if name not in DTYPES:
@@ -66,7 +67,7 @@ def parse_dtype(name: str | np.dtype) -> np.dtype:
 
 
 def to_numpy_dtype(call: str, given: Any) -> np.dtype:
-    """Return the NumPy dtype of an argument `dtype`; raise ConfigError if it is not one."""
+    """Return the NumPy dtype that was passed as the argument `dtype` of `call`; raise ConfigError if it is not one."""
     try:
         if (numpy_type := np.dtype(given)).itemsize:
             return numpy_type

@@ -1,14 +1,14 @@
-"""Kernel threads of this process: the calling thread and a pool of workers run the pieces of a call, with denormals
+"""Kernel threads of this process. The calling thread and a pool of workers run the pieces of a call. Denormals are
 flushed to 0 during a step.
 
-Kernels are split by rows, columns or elements, and workers treat denormals as the calling thread does, so that no
-result depends on which thread computed it or on how many there are. Numba's own `prange` is not used: its default layer
-("workqueue") ends the process when two threads call it at once, as thread ranks do, and it would tie the split to the
-number of threads.
+Kernels are split by rows, columns or elements, and workers treat denormals as the calling thread does. So no result
+depends on the number of threads, or on which thread computed it. Numba's `prange` is not used for two reasons: its
+default layer ("workqueue") ends the process when two threads call it at once, as thread ranks do, and its split depends
+on the number of threads.
 
-Processors compute with denormals far more slowly. Vanishing gradients, their squares in an optimizer and the far tail
-of a softmax are full of them (below 1.2e-38 in float32, 2.2e-308 in float64). GPUs and TensorFlow flush them to 0, too.
-On processors other than x86, and without Numba, they are not flushed.
+Processors compute far more slowly with denormals (below 1.2e-38 in float32, 2.2e-308 in float64). Vanishing gradients,
+their squares in an optimizer, and the far tail of a softmax consist largely of them. GPUs and TensorFlow flush them to
+0 as well. They are not flushed on processors other than x86, or without Numba.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 
 
 class flush_denormals:  # noqa: N801
-    """Treat denormals as 0 in this thread within the block."""
+    """Context in which this thread treats denormals as 0."""
 
     __slots__ = ("_before",)
 
@@ -58,10 +58,11 @@ def _load_control_register() -> Any:
 
 
 MIN_PIECE_ELEMENTS = 1 << 16
-"""Minimum elements of a piece."""
+"""Minimum number of elements of a piece."""
 MIN_PARALLEL_SIZE = 1 << 18
-"""Elements from which splitting a call pays: a pass over these takes 80 us, waking a thread and its answer 30 us."""
-PER_THREAD = 4  # pieces per thread: a worker that wakes late, or shares its core, delays the others less
+"""Minimum number of elements for which splitting a call pays off: a pass over that many takes 80 us, and waking a
+thread and getting its answer takes 30 us."""
+PER_THREAD = 4  # pieces per thread: with small pieces, a worker that wakes late or shares its core delays the call less
 PIECE_ALIGNMENT = 64  # splits fall on multiples of this many elements, so that two threads never write one cache line
 
 _threads = 1
@@ -76,7 +77,7 @@ def get_threads() -> int:
 
 
 def set_threads(n: int) -> None:
-    """Set the number of threads, including the calling one, that work on each kernel of this process."""
+    """Set the number of threads that work on each kernel of this process, including the calling thread."""
     global _threads
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise ConfigError(f"set_threads({n!r}): a number of threads, 1 or more, is needed")
@@ -84,8 +85,8 @@ def set_threads(n: int) -> None:
 
 
 def split_range(size: int, grain: int = MIN_PIECE_ELEMENTS, line: int = PIECE_ALIGNMENT) -> list[tuple[int, int]]:
-    """Return [0, size) as pieces (start, stop) of at least `grain`, split at multiples of `line`; one piece with one
-    thread."""
+    """Split [0, size) into pieces (start, stop) of at least `grain` elements, at multiples of `line`. Return one piece
+    if there is only one thread."""
     count = min(size // max(grain, 1), _threads * PER_THREAD) if _threads > 1 else 1
     if count < 2:
         return [(0, size)]
@@ -94,9 +95,9 @@ def split_range(size: int, grain: int = MIN_PIECE_ELEMENTS, line: int = PIECE_AL
 
 
 def parallel_for_rows(function: Callable[..., Any], arrays: tuple[Any, ...], *rest: Any, work: int = 0) -> None:
-    """Run `function(*arrays, *rest)`, with the arrays split along dim 0 if that pays.
+    """Run `function(*arrays, *rest)`, and split the arrays along dim 0 over threads if that pays off.
 
-    `work`: elements that the whole call processes; 0: the size of the first array.
+    `work`: number of elements that the entire call processes; 0: the size of the first array.
     """
     size = arrays[0].shape[0]
     elements = work or arrays[0].size
@@ -115,10 +116,10 @@ def parallel_for_rows(function: Callable[..., Any], arrays: tuple[Any, ...], *re
 
 
 def parallel_for_columns(function: Callable[..., Any], rows: Any, *rest: Any) -> None:
-    """Run `function(start, stop, rows, *rest)` for ranges of columns [start, stop) that cover all columns of rows (n,
-    columns).
+    """Run `function(start, stop, rows, *rest)` for ranges [start, stop) that together cover all columns of the array
+    `rows` (n, columns).
 
-    For sums over rows: each column is added in the order of the rows, whatever the split.
+    This is for sums over rows: each column is added in the order of the rows, however the columns are split.
     """
     size = rows.shape[1]
     if _threads == 1 or rows.size < MIN_PARALLEL_SIZE or size < 2 * PIECE_ALIGNMENT:
@@ -131,9 +132,9 @@ def parallel_for_columns(function: Callable[..., Any], rows: Any, *rest: Any) ->
 def run_tasks(function: Callable[..., Any], pieces: Sequence[tuple[Any, ...]]) -> None:
     """Run `function(*piece)` for every piece, in any order and on any thread; return when all are done.
 
-    Meant for compiled functions that release the GIL. All pieces are run even if one raises; the first error is raised
-    at the end. Any thread may call this at any time, even from within a piece: the caller runs pieces of its own call,
-    so it never waits for a worker that is busy elsewhere.
+    The function should be compiled and release the GIL. All pieces are run even if one raises, and the first error is
+    raised at the end. Any thread may call this at any time, even from within a piece: the caller runs pieces of its own
+    call, so it never waits for a worker that is busy with another call.
     """
     workers = min(_threads, len(pieces)) - 1
     if workers < 1:
@@ -152,9 +153,11 @@ def run_tasks(function: Callable[..., Any], pieces: Sequence[tuple[Any, ...]]) -
 
 
 class _ParallelCall:
-    """One call of `run_tasks`. The deque hands each piece to one thread only; workers report each piece in `finished`.
+    """One call of `run_tasks`. The deque gives each piece to only one thread. Workers report each finished piece in
+    `finished`.
 
-    `control`: control register of the caller's vector unit, which workers copy: flushed denormals turn Inf into NaN.
+    `control`: value of the control register of the caller's vector unit, which workers copy, because flushing denormals
+    can turn Inf into NaN.
     """
 
     __slots__ = ("control", "finished", "function", "pieces")
@@ -166,7 +169,7 @@ class _ParallelCall:
         self.finished: SimpleQueue[BaseException | None] = SimpleQueue()
 
     def run_pieces(self) -> Iterator[BaseException | None]:
-        """Run pieces until none is left; yield an error or None for each."""
+        """Run pieces until none is left; yield an error or None for each piece."""
         while True:
             try:
                 piece = self.pieces.popleft()
@@ -175,7 +178,7 @@ class _ParallelCall:
             yield self._run_piece(piece)
 
     def run_as_worker(self) -> None:
-        """Run pieces in a worker thread and report each."""
+        """Run pieces in a worker thread, and report each of them."""
         if self.control is not None:
             _load_control_register().restore_control_register(self.control)
         for result in self.run_pieces():
@@ -190,7 +193,7 @@ class _ParallelCall:
 
 
 def _start_workers(workers: int) -> None:
-    """Start workers until there are at least this many; they sleep between calls and end with the process."""
+    """Start workers until there are at least this many. They sleep between calls, and end with the process."""
     global _started
     if _started >= workers:
         return
@@ -206,7 +209,7 @@ def _run_worker(calls: SimpleQueue[_ParallelCall]) -> None:
 
 
 def _reset_after_fork() -> None:
-    """Reset the pool in a child process: it has none of its parent's threads, and may have inherited a held lock."""
+    """Reset the pool in a child process, which has none of its parent's threads and may have inherited a held lock."""
     global _started, _lock, _calls
     _started, _lock, _calls = 0, threading.Lock(), SimpleQueue()
 

@@ -1,7 +1,7 @@
-"""Counter-based random numbers: element i of the stream (seed, name) depends on nothing but these three.
+"""Counter-based random numbers: element i of the stream (seed, name) depends only on seed, name and i.
 
-Any rank can make any range of any stream by itself, so initialization and dropout do not depend on how work is sharded.
-Generator: Philox 4x64 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11).
+Any rank can generate any range of any stream on its own, so initialization and dropout do not depend on how work is
+sharded. Generator: Philox 4x64 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ __all__ = [
     "random_permutation", "uniform",
 ]  # fmt: skip
 
-PIECE_ELEMENTS = 1 << 16  # elements made at a time: temporaries stay in cache and do not grow with the range
-MIN_RUN_ELEMENTS = 1024  # contiguous numbers from which runs are made one by one, without the numbers between them
+PIECE_ELEMENTS = 1 << 16  # elements generated at a time, so that temporaries stay in cache
+MIN_RUN_ELEMENTS = 1024  # minimum length of contiguous runs that are generated one at a time
 WORD_MASK = 0xFFFFFFFF
 MIX = (0x7FEB352D, 0x846CA68B)
 WORDS_PER_STEP = 4  # raw numbers per step of Philox's counter
 
 
 def generate_raw_numbers(seed: int, name: str, start: int, stop: int) -> np.ndarray:
-    """Return raw numbers [start, stop) of the stream, uint64."""
+    """Return raw numbers [start, stop) of the stream as uint64."""
     if not 0 <= start <= stop:
         raise ValueError(f"random numbers [{start}, {stop}) of {name!r}: a range must be 0 <= start <= stop")
     first = start // WORDS_PER_STEP
@@ -36,15 +36,17 @@ def generate_raw_numbers(seed: int, name: str, start: int, stop: int) -> np.ndar
 
 
 def uniform(seed: int, name: str, start: int, stop: int) -> np.ndarray:
-    """Return elements [start, stop), float64 in [0, 1): element i is the top 53 bits of raw number i."""
+    """Return elements [start, stop) of the stream as float64 in [0, 1): element i consists of the top 53 bits of raw
+    number i."""
     return _make_in_pieces(start, stop, np.float64, lambda a, b: _to_fractions(generate_raw_numbers(seed, name, a, b)))
 
 
 def normal(seed: int, name: str, start: int, stop: int) -> np.ndarray:
-    """Return elements [start, stop), float64, mean 0, variance 1: element i is computed from raw numbers 2i and 2i + 1.
+    """Return elements [start, stop) of the stream as float64 with mean 0 and variance 1, where element i is computed
+    from raw numbers 2i and 2i + 1.
 
-    sqrt(-2 log u) cos(2 pi v) (Box and Muller, 1958). NumPy and the compiled code differ in the last bits of some
-    float64, as NumPy itself does between processors.
+    The formula is sqrt(-2 log u) cos(2 pi v) (Box and Muller, 1958). In some elements the last bits of NumPy and of the
+    compiled code differ, as those of NumPy itself differ between processors.
     """
     from fsdpx.core.array.kernels.choice import find_compiled_kernel
 
@@ -61,13 +63,15 @@ def normal(seed: int, name: str, start: int, stop: int) -> np.ndarray:
 
 
 def random_permutation(seed: int, name: str, n: int) -> np.ndarray:
-    """Return the numbers 0 to n - 1 in random order, int64: the order of the first n raw numbers of the stream."""
+    """Return the numbers 0 to n - 1 in random order as int64: the indices that sort the first n raw numbers of the
+    stream."""
     return np.argsort(generate_raw_numbers(seed, name, 0, n), kind="stable")
 
 
 @dataclass
 class TrainingMoment:
-    """The step, and the global index of sample 0 of the microbatch. Mutable: it advances for all that share it."""
+    """The current step, and the global index of the microbatch's first sample. Mutable: all owners that share it see it
+    advance."""
 
     step: int = 0
     row: int = 0
@@ -75,7 +79,7 @@ class TrainingMoment:
 
 @dataclass(frozen=True, init=False)
 class Random:
-    """The random numbers of one layer: those of a seed, a layer path and a moment."""
+    """Random numbers of one layer, determined by a seed, the layer's path and the moment of training."""
 
     seed: int
     path: str
@@ -90,21 +94,23 @@ class Random:
         object.__setattr__(self, "moment", moment or TrainingMoment(step, row))
 
     def child(self, name: str) -> Random:
-        """Return the random numbers of child `name`; the root's path is empty."""
+        """Return the random numbers of the child layer `name`; the path of the root layer is empty."""
         path = f"{self.path}.{name}" if self.path and name else self.path or name
         return Random(self.seed, path, moment=self.moment)
 
     def get_number_range(self, shape: tuple[int, ...]) -> NumberRange:
-        """Return one number per element of an array of `shape`, whose dim 0 is samples: element (i, j) has number
-        `(moment.row + i) * prod(shape[1:]) + j` of the stream."""
+        """Return the numbers for an array of `shape` whose dim 0 is samples: element (i, j) has number `(moment.row +
+        i) * prod(shape[1:]) + j` of the stream."""
         width = math.prod(shape[1:])
         start = self.moment.row * width
         return NumberRange(self.seed, f"{self.path}@{self.moment.step}", start, start + shape[0] * width)
 
     def get_number_subarray(self, shape: tuple[int, ...], slices: Mapping[int, tuple[int, int]]) -> NumberSubarray:
-        """Return one number per element of an array of `shape` that is a part of a larger one: the numbers that
-        `get_number_range` has for the larger one. `slices`: dim (not 0) -> (first index of the part, size of the larger
-        array)."""
+        """Return the numbers for an array of `shape` that is a part of a larger array. They equal the numbers that
+        `get_number_range` returns for that part of the larger array.
+
+        `slices`: dim (not 0) -> (first index of the part, size of the larger array).
+        """
         starts, whole = [0] * len(shape), list(shape)
         for dim, (start, total) in slices.items():
             starts[dim], whole[dim] = start, total
@@ -112,7 +118,7 @@ class Random:
         return NumberSubarray(self.seed, f"{self.path}@{self.moment.step}", tuple(shape), tuple(starts), tuple(whole))
 
     def uniform(self, xp: Any, shape: tuple[int, ...]) -> Any:
-        """Return float32 in [0, 1) on the device of `xp`, from the numbers of `get_number_range`."""
+        """Return float32 in [0, 1) on the device of `xp`, made from the numbers of `get_number_range`."""
         return self.get_number_range(shape).make_fractions(xp).reshape(shape)
 
 
@@ -132,8 +138,8 @@ class NumberRange:
         return np.uint64(key & 0xFFFFFFFFFFFFFFFF), np.uint64(key >> 64)
 
     def iterate_runs(self) -> Iterator[tuple[slice, int, int, int]]:
-        """Yield runs of positions that differ only in their lower 32 bits: a slice of the numbers, the lower bits of
-        the first position, and two words that are the same for all of them."""
+        """Yield runs of positions that differ only in their lower 32 bits: a slice of this range, the lower bits of the
+        first position, and two words that are equal for all positions of the run."""
         key0, key1 = (int(key) & WORD_MASK for key in self.keys)
         position = self.start
         while position < self.stop:
@@ -143,7 +149,8 @@ class NumberRange:
 
     def make_16bit_numbers(self) -> np.ndarray:
         """Return uint32 below 2^16, one per position: the upper bits of mix(mix(position ^ key0) ^ key1), with the
-        32-bit mixing of C. Wellons' "hash prospector". Faster than Philox, and good enough for stochastic rounding."""
+        32-bit mixing function from C. Wellons' "hash prospector". It is faster than Philox, and random enough for
+        stochastic rounding."""
         numbers = np.empty(self.stop - self.start, np.uint32)
         for offset, start, key0, key1 in self.iterate_runs():
             places = np.arange(start, start + (offset.stop - offset.start), dtype=np.uint64).astype(np.uint32)
@@ -151,7 +158,7 @@ class NumberRange:
         return numbers
 
     def make_fractions(self, xp: Any) -> Any:
-        """Return float32 in [0, 1) on the device of `xp`, flat: the top 24 bits of each number."""
+        """Return a 1-D array of float32 in [0, 1) on the device of `xp`, made from the top 24 bits of each number."""
         if getattr(xp, "holds_no_data", False):
             return xp.empty((self.stop - self.start,), dtype=np.float32)
 
@@ -165,9 +172,11 @@ class NumberRange:
 
 @dataclass(frozen=True)
 class NumberSubarray:
-    """Numbers of the stream (seed, name) for a part of `shape` of an array whose samples have the shape `whole[1:]`.
+    """Numbers of the stream (seed, name) for a part, of shape `shape`, of an array whose samples have the shape
+    `whole[1:]`.
 
-    Element (i, j, ...) of the part is element (starts[0] + i, starts[1] + j, ...) of the whole, counted in C order.
+    Element (i, j, ...) of the part is element (starts[0] + i, starts[1] + j, ...) of the full array, counted in C
+    order.
     """
 
     seed: int
@@ -177,7 +186,7 @@ class NumberSubarray:
     whole: tuple[int, ...]
 
     def make_fractions(self, xp: Any) -> Any:
-        """Return float32 in [0, 1) on the device of `xp`, in `shape`."""
+        """Return an array of `shape` of float32 in [0, 1) on the device of `xp`."""
         if getattr(xp, "holds_no_data", False):
             return xp.empty(self.shape, dtype=np.float32)
         out, lead = np.empty(self.shape, np.float32), self._find_lead_dim()
@@ -192,8 +201,8 @@ class NumberSubarray:
         return xp.asarray(out)
 
     def _find_lead_dim(self) -> int:
-        """Return the dim over which numbers are made in one call. Dims before it are looped over; along dims after it
-        all numbers are made, and those outside the part are dropped."""
+        """Return the dim whose numbers are generated in one call. Dims before it are looped over. Along dims after it
+        all numbers are generated, and those outside the part are dropped."""
         cut = [d for d in range(1, len(self.shape)) if self.shape[d] != self.whole[d]]
         if not cut:
             return 0
@@ -203,7 +212,7 @@ class NumberSubarray:
 
 
 def _make_key(seed: int, name: str) -> int:
-    """Return 128 bits; a zero byte, which neither contains, separates seed and name."""
+    """Return a key of 128 bits. A zero byte, which neither the seed nor the name contains, separates the two."""
     return int.from_bytes(hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=16).digest(), "little")
 
 
@@ -224,7 +233,7 @@ def _require_valid_range(numbers: NumberRange) -> NumberRange:
 
 
 def _make_in_pieces(start: int, stop: int, dtype: Any, piece: Callable[[int, int], np.ndarray]) -> np.ndarray:
-    """Return `piece(start, stop)`, made `PIECE_ELEMENTS` elements at a time."""
+    """Return `piece(start, stop)`, generated in pieces of `PIECE_ELEMENTS` elements."""
     _require_valid_range(NumberRange(0, "", start, stop))
     out = np.empty(stop - start, dtype)
     for a in range(start, stop, PIECE_ELEMENTS):

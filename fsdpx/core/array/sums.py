@@ -1,5 +1,5 @@
-"""Sums that do not depend on how their terms are distributed over ranks: fixed blocks, added exactly. Also counts,
-means and sums of squared deviations, merged without cancellation."""
+"""Sums that do not depend on how their terms are distributed over ranks, because fixed blocks are added exactly. Also
+counts, means and sums of squared deviations, merged without cancellation."""
 
 import math
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ __all__ = [
 ]  # fmt: skip
 
 CHUNK_SIZE = 1024
-"""Elements of a block. Shard boundaries at multiples of it leave the blocks whole."""
+"""Elements of a block. Shards whose boundaries are multiples of it contain only complete blocks."""
 EXPANSION_PARTS = 40
-"""Maximum length of an expansion: each number has 53 of the 2,098 bits that sums of float64 can have."""
+"""Maximum length of an expansion: each number has 53 of the 2,098 bits that a sum of float64 numbers can have."""
 
 
 def sum_block_squares(xp: Any, x: Any) -> list[float]:
@@ -26,7 +26,7 @@ def sum_block_squares(xp: Any, x: Any) -> list[float]:
 
 
 def sum_exactly(values: Sequence[float]) -> float:
-    """Return the correctly rounded sum, whatever the order of the terms (Shewchuk 1997)."""
+    """Return the correctly rounded sum, which does not depend on the order of the terms (Shewchuk 1997)."""
     try:
         return math.fsum(values)
     except OverflowError:
@@ -34,7 +34,7 @@ def sum_exactly(values: Sequence[float]) -> float:
 
 
 def compute_sum_expansion(values: Sequence[float]) -> list[float]:
-    """Return a few numbers with the same exact sum as `values`, to be sent instead of them without rounding."""
+    """Return a few numbers whose exact sum equals that of `values`, so that the sum can be sent without rounding."""
     parts: list[float] = []
     rest = sum_exactly(values)
     while rest != 0.0:
@@ -46,13 +46,15 @@ def compute_sum_expansion(values: Sequence[float]) -> list[float]:
 
 
 def compute_padded_sum_expansion(values: Sequence[float]) -> list[float]:
-    """Return the expansion of `values` as `EXPANSION_PARTS` numbers, padded with zeros: equally long on every rank."""
+    """Return the expansion of `values` padded with zeros to `EXPANSION_PARTS` numbers, so that all ranks have equal
+    lengths."""
     parts = compute_sum_expansion(values)
     return [*parts, *[0.0] * (EXPANSION_PARTS - len(parts))]
 
 
 def combine_moments(xp: Any, first: Any, second: Any) -> Any:
-    """Return (count, mean, sum of squared deviations) of the union of two sets, by the rule of Chan et al. (1979)."""
+    """Return (count, mean, sum of squared deviations) of the union of two sets, given these moments of each (Chan et
+    al. 1979)."""
     total = first[0] + second[0]
     share = second[0] / xp.where(total > 0, total, 1.0)
     apart = second[1] - first[1]
