@@ -149,7 +149,7 @@ class StepLog:
 
         Each start must continue from a checkpoint of an earlier start: no step is skipped, a repeated step gives the
         same loss to the last bit, ranks agree, and each step counts exactly once."""
-        made: list[int] = []  # by step, the last start so far that made it
+        made: list[int] = []  # for each step, the last start that performed it
         losses: dict[int, str] = {}
         for start, ranks in self.read_starts().items():
             firsts = {entries[0][0] for entries in ranks.values() if entries}

@@ -148,7 +148,7 @@ class CommunicatorContract:
         for counts in (None, [2] * comm.size, [(3 * rank + 1) % 5 for rank in range(comm.size)]):
             n = 61 if counts is None else sum(counts)
             ours = [_draw_values(dtype, n, seed=n + rank) for rank in range(comm.size)]
-            ours[0][:3] = np.array([np.inf, 1e5, -1e-6])[:n]  # too large and too small for float16
+            ours[0][:3] = np.array([np.inf, 1e5, -1e-6])[:n]  # values too large and too small for float16
             with np.errstate(over="ignore"):
                 want = ours[0].astype(wire).astype(dtype) if comm.size > 1 else ours[0]
                 for other in ours[1:]:

@@ -146,7 +146,7 @@ class OptimizerContract:
             return
         groups = {"a.*": {"lr_scale": 0.0}, "*bias": {"lr_scale": 100.0}, "norm*": {"weight_decay": 0.0}}
         optimizer = self.make(lr=0.01, weight_decay=0.5, groups=groups)
-        parts = {  # weight decay and learning rate
+        parts = {  # name: (weight decay, learning rate)
             "a.weight": (0.5, 0.0), "a.bias": (0.5, 0.0), "norm.weight": (0.0, 0.01), "b.weight": (0.5, 0.01),
             "b.bias": (0.5, 1.0),
         }  # fmt: skip

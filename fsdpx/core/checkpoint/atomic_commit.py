@@ -252,9 +252,7 @@ def to_named_path(path: Any) -> Path:
     given = safe_files.expanduser(text)
     given = given.resolve() if given.name in ("", "..") else given
     if not given.name:
-        raise CheckpointError(
-            f"the path {given} has no name, so nothing can be written next to it: name a subfolder"
-        )
+        raise CheckpointError(f"the path {given} has no name, so nothing can be written next to it: name a subfolder")
     return given
 
 

@@ -72,7 +72,7 @@ def _round_to_odd_float32(array: np.ndarray) -> np.ndarray:
     back = near.astype(np.float64)
     bits = near.view(np.uint32)
     inexact = (back != array) & ~np.isnan(array)
-    bits -= (inexact & (np.abs(back) > np.abs(array))).astype(np.uint32)  # now towards zero
+    bits -= (inexact & (np.abs(back) > np.abs(array))).astype(np.uint32)  # now rounded toward zero
     bits |= inexact.astype(np.uint32)
     return near
 
@@ -357,7 +357,7 @@ def _read_once(fd: int, view: memoryview, offset: int) -> int:
 @contextmanager
 def open_regular_file(path: Path, writing: bool = False) -> Iterator[int]:
     """Open a file, yield its descriptor, and close it. Raise CheckpointError for a folder, a named pipe or a device."""
-    _require_regular_file(path, os.stat(path))  # before `os.open`, as opening a device can have side effects
+    _require_regular_file(path, os.stat(path))  # before `os.open`, because opening a device can have side effects
     fd = os.open(path, (os.O_WRONLY if writing else os.O_RDONLY) | BINARY | NON_BLOCKING_FLAGS)
     try:
         _require_regular_file(path, os.fstat(fd))

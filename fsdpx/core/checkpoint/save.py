@@ -307,7 +307,7 @@ class BackgroundSave:
 
     def __init__(self, state: TrainState, prepared: PreparedSave, count: ByteCounter) -> None:
         self.world, self.prepared = state.placement.axes.world, prepared
-        self._problem: str | None = None  # why writing or committing failed
+        self._problem: str | None = None  # text of the error of writing or committing
         self._wrote, self._stopped = threading.Event(), threading.Event()
         self._running = threading.Lock()  # not Thread.join: Ctrl-C in it marks the thread as ended (Python 3.11)
         try:

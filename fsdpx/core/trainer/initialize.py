@@ -122,7 +122,7 @@ def finalize() -> None:
     if opened is not None and not opened.of_thread:
         defaults.set_default(None)
         if not environment.read_environment().ulfm:  # with ULFM, ranks may have died without MPI noticing
-            agree_on_call(opened.made[-1] if opened.made else opened.comm, "finalize")  # the guard would say less
+            agree_on_call(opened.made[-1] if opened.made else opened.comm, "finalize")  # its error names more
         stop_watching(opened.comm)
         if opened.agreement is not None:
             opened.agreement.close()

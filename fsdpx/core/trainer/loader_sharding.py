@@ -42,7 +42,7 @@ def require_same_sharding(call_runner: CallRunner, *loaders: Any) -> None:
     the datasets of the ranks differ in length or order. Warn if the datasets differ only in the first sample.
     Collective."""
     place = call_runner.data_group.rank, call_runner.data_group.size
-    # parts of fields differ
+    # with `domain`, ranks hold different parts of a sample, so their hashes differ
     compared = call_runner.world.size > 1 and call_runner.placement.sample_layout.has_complete_samples
     samplers = [loader.sampler for loader in loaders if isinstance(loader, ShardingLoader)]
     wrong = [s.size for s in samplers if (s.rank, s.size) != place and not s.presharded]

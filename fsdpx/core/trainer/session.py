@@ -125,7 +125,7 @@ class Session:
     ) -> None:
         self.engine = engine
         self.commit = commit
-        self._microbatch_counts = microbatches, microbatches  # configured, and used for the last batch
+        self._microbatch_counts = microbatches, microbatches  # configured number, number for the last batch
         self.model, self.loss = model, loss
         self._duplicates = DuplicateBatchDetector(self.placement.axes)
         # if all ranks hold parts of the same samples, a rank in predict waits only for its neighbors, not for all ranks
@@ -135,10 +135,10 @@ class Session:
         )
         # keys: the request and the programs that ran before; for READ_ONLY_KINDS the facts on which the request depends
         self._executables: dict[tuple[Any, ...], Executable] = {}
-        self._output_shapes: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}  # batch shapes seen -> output shapes
+        self._output_shapes: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}  # by shapes of the batch
         self._warned: set[str] = set()
-        self._largest_microbatch: Microbatch | None = None  # the largest of any rank, if recompute has a budget
-        self._recomputed: dict[Any, frozenset[int]] = {}  # batch sizes seen -> recomputed units
+        self._largest_microbatch: Microbatch | None = None  # of any rank; only with a memory budget
+        self._recomputed: dict[Any, frozenset[int]] = {}  # recomputed units by batch size
         self._stages: dict[tuple[frozenset[str], frozenset[int]], Stage] = {}  # by frozen names, inputs with gradients
         self.explain_memory_error: Callable[[MemoryError, StepInputs], Exception] | None = None
 
@@ -367,7 +367,7 @@ class Session:
         if shapes is None:
             given = [ShapeArray(place.sample_layout.full_shape(a.shape), a.dtype) for a in inputs]
             outputs = output_shapes(self.model, given, place.formats.compute, make_single_rank_axes())
-            if place.axes.tensor.size > 1:  # sharded dims must be divisible
+            if place.axes.tensor.size > 1:  # raises if sharded dims are not divisible
                 largest = batches.make_largest_microbatch_shapes(place, inputs, (inputs[0].shape[0],), 1)
                 place.value_shapes.shape_of(0, largest)
             shapes = self._output_shapes[key] = [place.sample_layout.part_shape(o.shape) for o in outputs]
@@ -493,8 +493,7 @@ class Session:
         holding = (lambda kind: frozenset[int]()) if fresh else self.state.list_indices_of_filled_slots
         steps = kind in ("step", "accumulate", "local")
         kind = pace.get_program_kind(kind)
-        # all elastic ranks must learn of a gradient that is not finite: an error on one rank only would count as its
-        # death
+        # all elastic ranks must learn of a gradient that is not finite: an error on a single rank would count as death
         normed = place.options.clip_norm is not None or self.state.scaler.dynamic or self.commit is not None
         return ProgramRequest(
             kind,

@@ -30,7 +30,7 @@ the error in the window; the last call that any rank has begun in that epoch; an
 STARTED, WAITING, RETURNED = range(3)
 """States of a rank in its call: it has started to run, it waits for the other ranks to begin the call, or it has
 returned."""
-HEAD, TEXT = 64, 1024  # bytes
+HEAD, TEXT = 64, 1024  # sizes in bytes
 WINDOW_BYTES = HEAD + 2 * TEXT
 OWN, ERROR = HEAD, HEAD + TEXT
 """Byte offsets of the texts in a part of the window: the batch of this rank if it differs, and the error that this rank
