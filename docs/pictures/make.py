@@ -434,8 +434,10 @@ def collectives(theme: str) -> Any:
             seconds = [min(times[carrier][name][str(size)] for carrier in carriers) for size in sizes]
             axes.plot(sizes, seconds, color=get_color(color, theme), linewidth=2, marker="o", markersize=3, label=label)
         axes.text(2**12, 1.6, name.replace("_", "-"), color=ink, fontsize=9.5, weight="bold")
-    drawn.legend(*axes.get_legend_handles_labels(), loc="lower right", ncols=3, frameon=False, labelcolor=ink, fontsize=9,
-                 bbox_to_anchor=(0.99, 0.86))  # fmt: skip
+    drawn.legend(
+        *axes.get_legend_handles_labels(), loc="lower right", ncols=3, frameon=False, labelcolor=ink, fontsize=9,
+        bbox_to_anchor=(0.99, 0.86),
+    )  # fmt: skip
     title = "Collectives, two ranks of a host"
     drawn.text(0.01, 0.93, title, color=ink, fontsize=11, weight="bold", va="center")
     return drawn
