@@ -86,7 +86,7 @@ def main() -> int:
     parser.add_argument(
         "--only", action="append", metavar="NAME", help="one variant; may be given several times"
     )
-    parser.add_argument("--quick", action="store_true", help="norms and updates on narrow vectors; this processor's own are tested anyway")
+    parser.add_argument("--quick", action="store_true", help="norms and updates, on narrow vectors")
     parser.add_argument("tests", nargs="*", help="arguments of pytest after --; else all tests on thread ranks")
     options = parser.parse_args()
     variants = {variant.name: variant for variant in list_variants()}
