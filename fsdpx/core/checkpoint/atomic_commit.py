@@ -400,8 +400,8 @@ def _lock_checkpoint(path: Path) -> int:
 def lock_file(path: Path, busy_text: str) -> int:
     """Create and lock a file, and return its descriptor, which holds the lock until it is closed or the process ends.
 
-    If another process has the lock, raise CheckpointError with `busy_text` and that process's host, id and start
-    time."""
+    If another process has the lock, raise CheckpointError with `busy_text`, that process's host and id, and the time
+    when it took the lock."""
     while True:
         try:
             fd = safe_files.open_lock_file(path)

@@ -162,9 +162,9 @@ class CodecMemoryName(NamedTuple):
     """The name of a tensor of codec memory in a checkpoint.
 
     axis: axis over which the codec sums, "shard" or "replica". memory: the codec's name for the array. rank_number:
-    number of the rank that holds the array, among all ranks that hold such an array; if the array is equal along the
-    axis, the number of the line of ranks. tensor: name of the parameter, or of the page if the array does not have one
-    element per element of the page."""
+    number of the rank that holds the array, among all ranks that hold such an array; if the array is equal on all ranks
+    along the axis, number of this group of ranks. tensor: name of the parameter, or of the page if the array does not
+    have one element per element of the page."""
 
     axis: str
     memory: str

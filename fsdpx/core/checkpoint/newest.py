@@ -29,20 +29,20 @@ def find_newest_checkpoint(folder: Path) -> Path | None:
     return next((path for path in newest_first if _can_resume_or_warn(steps_by_folder[path])), None)
 
 
-def _get_recency_key(name: str, place: Path) -> tuple[tuple[int, ...], int]:
+def _get_recency_key(name: str, folder: Path) -> tuple[tuple[int, ...], int]:
     """Return a sort key that is greater for a newer checkpoint: the numbers in its name, then the time when it was
     written."""
-    return tuple(map(int, re.findall("[0-9]+", name))), (place / MANIFEST_NAME).stat().st_mtime_ns
+    return tuple(map(int, re.findall("[0-9]+", name))), (folder / MANIFEST_NAME).stat().st_mtime_ns
 
 
-def _can_resume_or_warn(place: Path) -> bool:
+def _can_resume_or_warn(folder: Path) -> bool:
     try:
         manifest = Manifest.parse(
-            safe_files.read_file(place / MANIFEST_NAME, MAX_TEXT_BYTES, ours=False), str(place / MANIFEST_NAME)
+            safe_files.read_file(folder / MANIFEST_NAME, MAX_TEXT_BYTES, ours=False), str(folder / MANIFEST_NAME)
         )
         for name, record in manifest.files.items():
-            if (size := (place / name).stat().st_size) != record.size:
-                raise CheckpointError(f"{place / name} has {size:,} bytes, and had {record.size:,}")
+            if (size := (folder / name).stat().st_size) != record.size:
+                raise CheckpointError(f"{folder / name} has {size:,} bytes, and had {record.size:,}")
     except (CheckpointError, FileNotFoundError) as error:
         warn(f"fsdpx: a damaged checkpoint is skipped: {error}")
         return False

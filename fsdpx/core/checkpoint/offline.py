@@ -76,7 +76,7 @@ def read_state(source: CheckpointSource) -> dict[str, Any]:
 
 
 def open_and_list_damaged_tensors(path: Path) -> tuple[CheckpointSource, list[str]]:
-    """Open a source; return it and the names of its damaged tensors. Files without a manifest have no known damage."""
+    """Open a source; return it and the names of its damaged tensors. Without a manifest the list is empty."""
     source = open_source(path)
     return source, list_damaged_tensors(source) if source.manifest is not None else []
 

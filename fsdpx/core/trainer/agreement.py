@@ -98,10 +98,10 @@ def agree_on_choices(world: Communicator, choices: Mapping[str, Any]) -> None:
                 raise ConfigError(_describe_difference(name, first, rank, theirs))
 
 
-def _describe_difference(name: str, first: str, rank: int, theirs: str) -> str:
+def _describe_difference(name: str, first: str, rank: int, other: str) -> str:
     """Return the error text. Of texts with several lines, show the lines that differ: all of them for "options", else
     only the first."""
-    lines = zip_longest(first.splitlines(), theirs.splitlines(), fillvalue="nothing")
+    lines = zip_longest(first.splitlines(), other.splitlines(), fillvalue="nothing")
     pairs = [(a, b) for a, b in lines if a != b]
     here, there = (", ".join(some) for some in zip(*(pairs if name == "options" else pairs[:1]), strict=True))
     return f"ranks differ in {name}: rank 0 has {here}, rank {rank} has {there}"

@@ -112,9 +112,9 @@ def assemble_session(
     return session
 
 
-def _make_single_process_model(recipe: Recipe, place: Placement) -> LayerList:
+def _make_single_process_model(recipe: Recipe, placement: Placement) -> LayerList:
     """Return the unsharded model, as it would run on a single process, with its layers in the order of execution."""
-    model, samples, dtype = recipe.training.model, recipe.distribution.sample_partition, place.formats.compute
+    model, samples, dtype = recipe.training.model, recipe.distribution.sample_partition, placement.formats.compute
     return memoize(
         ("ordered", model, samples.joined_partition, dtype),
         lambda: linearize(samples.make_unsharded_model(insert_number_casts(model, dtype))),

@@ -326,10 +326,10 @@ def _require_xy_pair(which: str, batch: Any) -> Any:
     return batch
 
 
-def _has_experts(place: Placement) -> bool:
+def _has_experts(placement: Placement) -> bool:
     """Return whether a layer of the model routes positions to experts, so that `trainer.inspect.gather_expert_load` has
     results."""
-    return any(layer.routes for node in place.model.nodes for _, layer in iterate_layers(node.layer))
+    return any(layer.routes for node in placement.model.nodes for _, layer in iterate_layers(node.layer))
 
 
 def _count_total_steps(loader: Any, limits: FitLimits) -> int | None:
