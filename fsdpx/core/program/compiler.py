@@ -1,4 +1,4 @@
-"""`compile`: turn the choices of a step into its program; and the program itself as a value."""
+"""The compiler, which turns the choices of a step into a program, and the program as a value."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class ProgramKind:
 
     Attributes
     ----------
-    about : what it does, in words
-    ops : its verbs in the order of the schedule, or one of them for all microbatches
+    about : text that says what the program does
+    ops : verbs of the schedule: "FB" follows a schedule; a single verb runs for all microbatches
     loss : the verb that ends a forward
     results : kinds of the slots that the caller collects
-    updates : whether it ends with an update of parameters
-    compile_alone : function that makes a whole program from its compute actions, where no other rank takes part
+    updates : whether the program ends with an update of parameters
+    compile_alone : function that makes the full program from its compute actions, if no other rank takes part in it
     """
 
     about: str
@@ -56,21 +56,21 @@ PROGRAM_KINDS = {
     "forward": ProgramKind("forward, kept for a backward of the caller", "F", results=("act",)),
     "backward": ProgramKind("backward from the caller's gradients to those of the inputs", "B", results=("dact",)),
 }
-"""Kinds by name; the strategies of `fsdpx.ext.asynchronous` add theirs."""
+"""Kinds by name. The strategies of `fsdpx.ext.asynchronous` add their own."""
 
 
 @dataclass(frozen=True)
 class SyncRules:
-    """How ranks synchronize in a step that updates parameters. By default their gradients are summed, and nothing else.
+    """How ranks synchronize in a step that updates parameters. By default they only sum their gradients.
 
     Attributes
     ----------
-    before : verbs before the first update
-    after : verbs after the update of a page, each with its pages
-    rest : the same, after all updates
-    kept : kinds of slots that are filled before and after, one per trained page
-    begins, ends : further slots filled before or after
-    results : kinds that the caller collects
+    before : verbs that run before the first update
+    after : (verb, pages) pairs: verbs that run after the update of each of these pages
+    rest : (verb, pages) pairs: verbs that run for each of these pages after all updates
+    kept : kinds of slots that are filled before and after the step, one slot per trained page
+    begins, ends : further slots that are filled before or after the step
+    results : kinds of slots that the caller collects
     """
 
     before: tuple[str, ...] = ()
@@ -95,15 +95,18 @@ class ProgramRequest:
     Parameters
     ----------
     kind : a key of `PROGRAM_KINDS`, such as "step"
-    stage : the part of the model on this rank of the pipe
+    stage : the part of the model on this pipeline rank
     microbatches : number of microbatches that this rank runs
-    keep_full : keep full parameters from their first gather to their update. False (default): only while used
-    reduce_each : reduce the gradients of every microbatch immediately (default). False: after all are added up
-    ahead : number of pages to gather before they are needed, and of reduces that may be pending
+    keep_full : whether full parameters are kept from their first gather to their update; False (default): only while
+        they are used
+    reduce_each : whether the gradients of every microbatch are reduced immediately (default); False: only their sum is
+        reduced
+    ahead : number of pages that are gathered before they are needed, and of reduces that may be pending
     resident : pages whose full parameters are already gathered
     grads, parts : pages that carry full (local) or reduced (sharded) gradients from earlier programs
-    has_loss_weight : an earlier program left its share of the loss weight
-    order : forwards and backwards of this rank's stages. None (default): one microbatch after the other
+    has_loss_weight : whether an earlier program left its share of the loss weight
+    order : forwards and backwards of this rank's stages, in the order in which they run; None (default): forward and
+        backward of one microbatch after another
     recompute : units that run forward again before their backward
     scales : verbs that compute the scale of all updates: SCALE, or NORM if the norm of all gradients is needed; then
         COMMIT if all ranks agree that a step has succeeded before it updates
@@ -137,8 +140,8 @@ class Program:
     kind : a key of `PROGRAM_KINDS`
     actions : in the order in which they run
     stage : the part of the model that the numbers of units, pages and values refer to
-    microbatches : number of microbatches that it runs; 0 for a program without computing
-    begins, ends : slots filled before and after
+    microbatches : number of microbatches that the program runs; 0 for a program that computes nothing
+    begins, ends : slots that are filled before and after the program
     results : slots of `ends` that the caller collects
     """
 
@@ -159,11 +162,11 @@ class Program:
 
 
 PASSES: list[Callable[[list[Action], ProgramRequest], list[Action]]] = []
-"""Passes of extensions over the actions of a program, applied in this order; an extension appends its own."""
+"""Passes that extensions run over the actions of a program, in this order. An extension appends its own passes."""
 
 
 def compile(request: ProgramRequest) -> Program:
-    """Return the program of a request, with the passes registered in `PASSES` now.
+    """Return the program for a request, using the passes that are registered in `PASSES` at the time of the call.
 
     Parameters
     ----------
@@ -171,12 +174,12 @@ def compile(request: ProgramRequest) -> Program:
 
     Returns
     -------
-    Program : cached: equal requests get the same object
+    Program : a cached object: equal requests return the same one
     """
     return _compile_cached(request, tuple(PASSES))
 
 
-@lru_cache(maxsize=128)  # threads as ranks share it, and each rank of a pipe compiles all ranks' programs
+@lru_cache(maxsize=128)  # ranks that are threads share it, and each pipeline rank compiles the programs of all
 def _compile_cached(
     request: ProgramRequest, passes: tuple[Callable[[list[Action], ProgramRequest], list[Action]], ...]
 ) -> Program:
@@ -218,8 +221,9 @@ def _list_compute_actions(request: ProgramRequest) -> list[Action]:
 
 
 def _insert_mean(actions: list[Action], stage: Stage, loss: str) -> list[Action]:
-    """Insert MEAN, the only message about the loss: right after the last loss, so that it is sent during backward. In a
-    pipe at the end, since ranks compute their losses at different times, and all must issue collectives in one order.
+    """Insert MEAN, the only message about the loss, right after the last loss, so that it is sent during backward. In a
+    pipeline insert it at the end: ranks compute their losses at different times, but all must issue collectives in the
+    same order.
     """
     last = max((i for i, a in enumerate(actions) if a.op == loss), default=len(actions) - 1)
     mean_index = len(actions) if stage.edges else last + 1
@@ -227,7 +231,7 @@ def _insert_mean(actions: list[Action], stage: Stage, loss: str) -> list[Action]
 
 
 def _order_microbatches_through_stages(op: str, request: ProgramRequest) -> list[Action]:
-    """Return the actions that run each microbatch through all stages of this rank, one after the other."""
+    """Return the actions that run one microbatch after another through all stages of this rank."""
     numbers = [number for number, _ in request.stage.own_stages][:: -1 if op == "B" else 1]
     return [Action(op, s, m) for m in range(request.microbatches if op else 0) for s in numbers]
 
@@ -238,8 +242,8 @@ def _has_reduce(request: ProgramRequest) -> bool:
 
 
 def _make_update_actions(actions: list[Action], request: ProgramRequest) -> list[Action]:
-    """Return the actions that follow backward in a program that updates; first the reduces of gradients left by earlier
-    programs."""
+    """Return the actions that follow backward in a program that updates, starting with the reduces of gradients that
+    earlier programs left."""
     stage, tail, sync = request.stage, list[Action](), request.sync
     if request.kind == "update":
         joins = stage.trained_pages if stage.joined else ()
@@ -289,7 +293,7 @@ def _list_begin_slots(request: ProgramRequest) -> frozenset[Slot]:
 
 
 def _list_end_slots(request: ProgramRequest) -> frozenset[Slot]:
-    """Return the slots that must be filled at the end, derived only from the kind of program and not from its actions,
+    """Return the slots that must be filled at the end. They are derived from the kind of program, not from its actions,
     so that `check` can compare both."""
     stage, kind = request.stage, PROGRAM_KINDS[request.kind]
     slots = _list_lasting_slots(stage) | set(_list_result_slots(request))

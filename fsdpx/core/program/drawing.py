@@ -13,16 +13,17 @@ __all__ = ["draw_schedule", "format_marked_schedule_step"]
 
 
 def draw_schedule(drawn: PipelineSchedule | Sequence[ActionEvent], width: int = 120) -> str:
-    """Return text that shows what each rank computes in equal steps of time.
+    """Return text that shows what each rank computes in each time step.
 
-    A cell is a verb and a microbatch: "F0". Where a rank has several stages, a letter tells them apart ("F0b"), and a
-    last line explains the letters. An action longer than a step continues as "--", a step without work is ".". Only
-    computing is drawn, no messages.
+    A cell consists of a verb and a microbatch: "F0". If a rank has several stages, a letter distinguishes them ("F0b"),
+    and the last line explains the letters. An action longer than one time step continues as "--"; an idle time step is
+    ".". Only computation is drawn, not messages.
 
     Parameters
     ----------
-    drawn : a schedule, with forward and each half of backward as long as a step; or events, with the shortest as a step
-    width : number of characters; longer lines are cut and end in "..."
+    drawn : a schedule, in which forward and each half of backward take one time step; or events, the shortest of which
+        takes one time step
+    width : number of characters per line; longer lines are truncated and end in "..."
 
     Returns
     -------
@@ -49,7 +50,7 @@ def draw_schedule(drawn: PipelineSchedule | Sequence[ActionEvent], width: int = 
 
 
 def _assign_letters(events: Sequence[ActionEvent]) -> dict[int | None, str]:
-    """Return stage -> letter: the nth stage of its rank has the nth letter. Empty where every rank has one stage."""
+    """Return stage -> letter: the nth stage of a rank gets the nth letter. Empty if every rank has one stage."""
     there: dict[int, set[int]] = defaultdict(set)
     for event in events:
         if event.action.unit is not None:
@@ -71,7 +72,7 @@ def _format_legend(letters: dict[int | None, str]) -> list[str]:
 
 
 def _draw_cells(events: Sequence[ActionEvent], letters: dict[int | None, str]) -> dict[int, list[str]]:
-    """Return one text per step for each rank; a step in which an earlier action continues is "-"."""
+    """Return the cells of each rank, one text per time step; "-" if an earlier action continues."""
     step = min(e.end - e.start for e in events)
     zero = min(e.start for e in events)
     rows: dict[int, list[str]] = defaultdict(list)
@@ -84,9 +85,9 @@ def _draw_cells(events: Sequence[ActionEvent], letters: dict[int | None, str]) -
 
 
 def format_marked_schedule_step(schedule: PipelineSchedule, rank: int, position: int, width: int = 120) -> str:
-    """Return the lists of all ranks around one step, with a ^ below it: "rank 1  F1.0 B1.0 F1.1", in the order of the
-    lists, regardless of time. Works for schedules that cannot run. position: may be the length of the list, for a
-    missing end."""
+    """Return text of all ranks' lists around one entry, which is marked with a ^ below it: "rank 1 F1.0 B1.0 F1.1".
+    Entries are shown in list order, regardless of time, so this works for schedules that cannot run. position: index of
+    the entry; the length of the list marks a missing entry at its end."""
     words = [[str(action) for action in row] for row in schedule.ranks]
     wide = max((len(word) for row in words for word in row), default=1) + 1
     lead = len(f"rank {len(words) - 1}") + 2

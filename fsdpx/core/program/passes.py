@@ -1,4 +1,5 @@
-"""Passes of the compiler: from stages to units, and the gathers, reduces and recomputation that units need."""
+"""Passes of the compiler: they expand stages to units, and insert the gathers, reduces and recomputation that units
+need."""
 
 from __future__ import annotations
 
@@ -23,18 +24,18 @@ T = TypeVar("T")
 
 
 def order_sequentially(microbatches: int) -> tuple[Action, ...]:
-    """Return the actions of a step without a pipeline: forward and backward of each microbatch, one after the
-    other."""
+    """Return the order of a step without pipeline parallelism: forward and backward of one microbatch after another,
+    through the single stage 0."""
     return tuple(Action(op, 0, m) for m in range(microbatches) for op in "FB")
 
 
 def lower_to_units(order: Sequence[Action], stage: Stage, end: str | None) -> Actions:
-    """Expand an order of stages to actions of units. order: F, E, B, I and W of this rank's stages, Action.unit being
-    the stage's number. end: the verb that ends each microbatch's forward where the loss is computed (LOSS, SCORE), if
-    any.
+    """Expand actions of stages to actions of units. order: actions F, E, B, I and W of this rank's stages; their `unit`
+    is the number of the stage. end: verb that ends the forward of each microbatch on the rank that computes the loss
+    (LOSS or SCORE); None: no verb.
 
-    A stage posts its receives one step early, so that they complete meanwhile; its outputs are sent as soon as they are
-    computed.
+    A stage posts its receives one action early, so that they complete during that action. Its outputs are sent as soon
+    as they are computed.
     """
     units, steps = dict(stage.own_stages), [_ScheduleStep(action, stage) for action in order]
     loaded: set[int | None] = set()
@@ -55,7 +56,7 @@ def lower_to_units(order: Sequence[Action], stage: Stage, end: str | None) -> Ac
 
 
 class _ScheduleStep:
-    """One entry of an order: its receives, its sends before its units, and its sends after each unit."""
+    """One action of a stage: its receives, the sends before its units run, and the sends after each unit."""
 
     def __init__(self, action: Action, stage: Stage) -> None:
         assert action.unit is not None
@@ -76,13 +77,13 @@ class _ScheduleStep:
             sends.append(Action("SEND", edge.number, self.mb))
 
     def can_receive_early(self, before: _ScheduleStep) -> bool:
-        """Return whether this step's receives can be posted before the step `before`. A backward of the same microbatch
-        cannot: it would receive a gradient into the slot that the step before still uses."""
+        """Return whether the receives of this action can be posted before the preceding action `before`. Those of a
+        backward of the same microbatch cannot: the gradient would arrive in a slot that `before` still uses."""
         return self.forward or before.mb != self.mb
 
 
 def insert_recompute(actions: Actions, units: Collection[int]) -> Actions:
-    """Make forwards of some units keep only their inputs (C), and run them again right before their backward (R)."""
+    """Make the forwards of `units` keep only their inputs (C), and run them again right before their backward (R)."""
     result: Actions = []
     for action in actions:
         chosen = action.unit in units
@@ -93,8 +94,8 @@ def insert_recompute(actions: Actions, units: Collection[int]) -> Actions:
 
 
 def insert_gathers(actions: Actions, stage: Stage, ahead: int, keep: bool, resident: Iterable[int] = ()) -> Actions:
-    """Insert GATHER and FREE. All future uses are known, so before an action exactly those pages are resident that it
-    needs and the next `ahead` pages (Belady's rule with prefetch). With `keep` nothing is freed."""
+    """Insert GATHER and FREE. All future uses are known, so the pages resident before an action are exactly those that
+    it needs and the `ahead` pages that are needed next (Belady's rule with prefetch). With `keep` nothing is freed."""
     needs = [_list_pages_of_kind("full", VERBS[a.op].reads, a, stage) for a in actions]
     have = dict.fromkeys(resident)
     result: Actions = []
@@ -111,7 +112,7 @@ def insert_gathers(actions: Actions, stage: Stage, ahead: int, keep: bool, resid
 
 
 def _list_pages_of_kind(kind: str, words: Iterable[str], action: Action, stage: Stage) -> list[int]:
-    """Return the pages of the slots of a kind among words of the table."""
+    """Return the pages of those slots of one kind that the given words of the table of verbs stand for."""
     slots = (
         slot for word in words if word.startswith(f"{kind}:") for slot in resolve_slot_word(word, action, stage, 1)
     )
@@ -119,7 +120,7 @@ def _list_pages_of_kind(kind: str, words: Iterable[str], action: Action, stage: 
 
 
 def find_prefetch_window(now: Iterable[T], later: Iterable[Iterable[T]], ahead: int) -> dict[T, None]:
-    """Return what is needed now, and the next `ahead` further entries of `later` in order of first use."""
+    """Return the entries of `now`, and the next `ahead` other entries of `later` in the order of their first use."""
     window = dict.fromkeys(now)
     capacity = len(window) + ahead
     for some in later:
@@ -131,9 +132,9 @@ def find_prefetch_window(now: Iterable[T], later: Iterable[Iterable[T]], ahead: 
 
 
 def insert_reduces(actions: Actions, stage: Stage, each: bool, behind: int, join: bool) -> Actions:
-    """Insert REDUCE after the last action that adds into a page's gradient (with `each`: the last of every microbatch)
-    and SETTLE at most `behind` reduces of other pages later, before any action adds into that page again, and at the
-    end. With `join` the last SETTLE of a page is followed by JOIN."""
+    """Insert REDUCE after the last action that adds into a page's gradient (with `each`: after the last one of every
+    microbatch). Insert its SETTLE at most `behind` reduces of other pages later, before any action adds into that page
+    again, and at the latest at the end. With `join` the last SETTLE of a page is followed by JOIN."""
     added = [_list_pages_of_kind("grad", VERBS[a.op].adds, a, stage) for a in actions]
     rounds = [a.mb if each else None for a in actions]
     last = {(p, rounds[i]): i for i, pages in enumerate(added) for p in pages}
@@ -145,14 +146,14 @@ def insert_reduces(actions: Actions, stage: Stage, each: bool, behind: int, join
 
 
 def make_leftover_reduces(pages: Sequence[int], behind: int) -> Actions:
-    """Return the reduces of gradients left by earlier programs."""
+    """Return the reduces of the gradients that earlier programs left."""
     return _interleave_reduces([([], [], [p]) for p in pages], behind)
 
 
 def _interleave_reduces(steps: Iterable[tuple[Actions, Sequence[int], Sequence[int]]], behind: int) -> Actions:
-    """Return the actions of `steps` with the reduces of their pages in between.
+    """Return the actions of `steps`, with the reduces of their pages inserted.
 
-    steps: actions, the pages that they add into, and the pages whose gradients are complete after them.
+    steps: (actions, pages that they add into, pages whose gradients are complete after them).
     """
     result: Actions = []
     pending: list[int] = []

@@ -1,5 +1,5 @@
-"""The model as a program sees it: units, pages and values as numbers, the slots behind a word of the table of verbs,
-and the model split over the ranks of a pipe: the stage of each unit, and what stages send to each other."""
+"""The model as a program sees it. Units, pages and values are numbers; words of the table of verbs are resolved to
+slots; and the model is split over pipeline ranks, with a stage for each unit and messages between stages."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ __all__ = [
 
 V = TypeVar("V", bound=Hashable)
 Row = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""A unit: its pages, the values that it reads, and the values that it computes."""
+"""A unit as (pages, values that it reads, values that it computes)."""
 
 
 @dataclass(frozen=True)
 class StageUnit:
-    """A unit in a program. pages: its own first. takes, reads: input values of which it is, or is not, the last reader.
-    gives: output values that other units read."""
+    """A unit in a program. pages: its pages, own ones first. takes: input values of which it is the last reader. reads:
+    its other input values. gives: output values that other units read."""
 
     pages: tuple[int, ...]
     takes: tuple[int, ...]
@@ -45,14 +45,14 @@ class StageUnit:
 
 @dataclass(frozen=True)
 class Edge:
-    """A value sent from one stage to another, on another rank of the pipe; or its gradient sent back.
+    """A value that one stage sends to a stage on another pipeline rank, or its gradient that is sent back.
 
     Attributes
     ----------
     number : index in `Stage.edges`
     value : number of the value
-    source, target : stages
-    sender, receiver : ranks of the pipe
+    source, target : sending and receiving stage
+    sender, receiver : their pipeline ranks
     gradient : whether the gradient of the value is sent
     """
 
@@ -67,20 +67,21 @@ class Edge:
 
 @dataclass(frozen=True)
 class Stage:
-    """The part of the model that one rank of the pipe runs; without a pipe, all of it.
+    """The part of the model that one pipeline rank runs; without a pipeline, the full model.
 
     Attributes
     ----------
-    units : of the whole model, in execution order; what they take and read is known only for the units of this rank
-    trainable : one flag per page
+    units : units of the full model, in execution order; `takes` and `reads` are meaningful only for the units of this
+        rank
+    trainable : for each page, whether it is trained
     inputs, outputs : numbers of the values that enter and leave the model
-    own_stages : this rank's stages, each as its number and its units
-    edges : all messages between ranks
+    own_stages : this rank's stages as (number, units)
+    edges : all messages between pipeline ranks
     twins : groups of pages that hold the same parameter for units of different stages
     partial : pages for whose gradients each tensor rank computes a summand
-    joined : whether JOIN makes the complete gradient from the parts; otherwise a part is already complete
-    rank : of the pipe
-    has_loss : whether the loss is computed on this rank
+    joined : whether JOIN sums the parts to the complete gradient; otherwise a part is already complete
+    rank : index of this pipeline rank
+    has_loss : whether this rank computes the loss
     units_with_statistics : units with running statistics
     pages_with_codec_memory : pages whose codec keeps memory
     constant : values whose gradient is not needed, see `find_constant_values`; may include values inside units
@@ -114,8 +115,8 @@ class Stage:
         units_with_statistics: Iterable[int] = (),
         pages_with_codec_memory: Iterable[int] = (),
     ) -> Stage:
-        """Build the stage of a model on one rank from (pages, values read, values computed) per unit; the last reader
-        of each value is derived."""
+        """Build the stage of a model that runs on one rank, from (pages, values read, values computed) of each unit.
+        The last reader of each value is derived."""
         rows, trainable, inputs, outputs = list(units), tuple(trainable), tuple(inputs), tuple(outputs)
         here = range(len(rows))
         value_readers, parts = assign_last_readers(rows, here, outputs), ((0, tuple(here)),)
@@ -144,8 +145,8 @@ class Stage:
 
     @cached_property
     def tie_groups(self) -> dict[int, tuple[int, ...]]:
-        """The pages of this rank whose gradients TIE sums with those of other ranks or pages: first page of each group
-        -> this rank's pages."""
+        """The pages of this rank whose gradients TIE sums with those of other ranks or pages: first page of a group ->
+        the pages of the group on this rank."""
         groups = {group[0]: tuple(p for p in group if p in self.trained_pages) for group in self.twins}
         alone = self.partial - {p for group in self.twins for p in group}
         groups |= {p: (p,) for p in alone if p in self.trained_pages}
@@ -171,8 +172,8 @@ class Stage:
 
     def get_unit_verb(self, op: str, unit: int) -> str | None:
         """Return the verb that a unit runs when its stage runs F, E, B, I or W; None if it runs none. Units before the
-        first trainable one have no backward. A constant input needs no gradient, and frozen parameters have none: then
-        the other half is the whole backward."""
+        first trainable one have no backward. If a unit's inputs are constant or its parameters are frozen, one half of
+        its backward is empty: the other half then runs as B."""
         if op in "FE":
             return op
         if unit not in self.backward_units:
@@ -187,7 +188,7 @@ class Stage:
 
     @cached_property
     def used_inputs(self) -> tuple[int, ...]:
-        """The inputs that a unit of this rank or the loss reads."""
+        """The model inputs that a unit of this rank, or the loss on this rank, reads."""
         return tuple(v for v in self.inputs if v in self._values_read)
 
     @cached_property
@@ -196,18 +197,17 @@ class Stage:
         return frozenset(read | (set(self.outputs) if self.has_loss else set()))
 
     def edge_of(self, action: Action) -> Edge:
-        """Return the edge of a send or receive."""
+        """Return the edge of a send or receive action."""
         return self.edges[_require_unit_number(action)]
 
     def get_message_tag(self, edge: Edge, mb: int, microbatches: int) -> int:
-        """Return a tag that is unique among the messages between two ranks, so that they may be received in any
-        order."""
+        """Return a message tag that is unique between two ranks, so that messages may be received in any order."""
         pair = (edge.sender, edge.receiver)
         before = sum((e.sender, e.receiver) == pair for e in self.edges[: edge.number])
         return before * microbatches + mb
 
     def can_drop_after_send(self, edge: Edge) -> bool:
-        """Return whether this rank no longer needs a value once it is sent."""
+        """Return whether this rank no longer needs a value after sending it."""
         return edge.gradient or edge.value not in self._values_read
 
 
@@ -216,11 +216,11 @@ def find_constant_values(
     trained: Container[Hashable],
     data: Iterable[V],
 ) -> frozenset[V]:
-    """Return the values whose gradient is not needed: `data`, and what is computed only from those and untrained
-    parameters.
+    """Return the values whose gradient is not needed: `data`, and all values that are computed only from such values
+    and untrained parameters.
 
-    rows: in execution order: parameters or pages, values read, values computed. trained: those of the parameters or
-    pages that are trained.
+    rows: (parameters or pages, values read, values computed), in execution order. trained: the parameters or pages that
+    are trained.
     """
     constant_values = set(data)
     for used, read, given in rows:
@@ -230,8 +230,8 @@ def find_constant_values(
 
 
 def assign_last_readers(rows: Sequence[Row], here: Iterable[int], outputs: Sequence[int]) -> tuple[StageUnit, ...]:
-    """Convert (pages, values read, values computed) per unit to units. The last unit in `here` that reads a value takes
-    it, unless the value is one of `outputs`, which the loss takes; all other readers leave it."""
+    """Convert rows (pages, values read, values computed) to units. The last unit in `here` that reads a value takes it,
+    except for the values in `outputs`, which the loss takes; all other readers leave the value in its slot."""
     own_units = set(here)
     last = {v: k for k, (_, read, _) in enumerate(rows) if k in own_units for v in read} | dict.fromkeys(
         outputs, len(rows)
@@ -245,7 +245,7 @@ def assign_last_readers(rows: Sequence[Row], here: Iterable[int], outputs: Seque
 
 @dataclass(frozen=True)
 class ActionSlots:
-    """The slots of one action, in the order of the table."""
+    """The slots of one action, in the order of the table of verbs."""
 
     takes: tuple[Slot, ...]
     reads: tuple[Slot, ...]
@@ -263,7 +263,7 @@ def expand_action_slots(action: Action, stage: Stage, microbatches: int) -> Acti
 
 
 def resolve_slot_word(word: str, action: Action, stage: Stage, microbatches: int) -> list[Slot]:
-    """Return the slots that a word of the table of verbs stands for."""
+    """Return the slots for which a word of the table of verbs stands."""
     kind, _, over = word.partition(":")
     if kind in SPECIAL_WORDS:
         return SPECIAL_WORDS[kind](over, action, stage)
@@ -291,8 +291,8 @@ SPECIAL_WORDS: dict[str, Callable[[str, Action, Stage], list[Slot]]] = {
     "final": _resolve_final_gradients,
     "whole": _resolve_total_gradients,
 }
-"""Words of the table that stand for slots of another kind, as functions of what follows the colon; extensions add
-theirs."""
+"""Words of the table of verbs whose slots have another kind than the word, as functions of the text after the colon.
+Extensions add their own."""
 
 
 def _require_unit_number(action: Action) -> int:
@@ -334,8 +334,8 @@ INDEX_RANGES: dict[str, Callable[[Action, Stage, int], list[tuple[int | None, in
         (v for v in s.units[_require_unit_number(a)].inputs if v not in s.constant), a.mb
     ),
 }
-"""The (at, mb) pairs of a word's slots, by what follows the colon, for an action `a` in a stage `s` with `n`
-microbatches; extensions add theirs."""
+"""Text after the colon of a word -> function that returns the (at, mb) pairs of its slots, for an action `a` in a stage
+`s` with `n` microbatches. Extensions add their own."""
 
 
 def make_stages(
@@ -353,11 +353,12 @@ def make_stages(
     constant: frozenset[int] | None = None,
     stored_slots: tuple[tuple[Slot, Slot], ...] = (),
 ) -> tuple[Stage, ...]:
-    """Return the stage of each rank of the pipe.
+    """Return the `Stage` of each pipeline rank.
 
-    units: (pages, values read, values computed) each. stages: the stage of each unit, ascending. home: the rank of each
-    stage. twins, partial, joined, units_with_statistics, pages_with_codec_memory, constant, stored_slots: see `Stage`;
-    constant=None: derived from the units. The loss reads the outputs in the last stage; every rank has the inputs.
+    units: (pages, values read, values computed) of each unit. stages: the stage of each unit, ascending. home: the rank
+    of each stage. twins, partial, joined, units_with_statistics, pages_with_codec_memory, constant, stored_slots: see
+    `Stage`; constant=None: derive it from the units. The loss reads the outputs in the last stage. Every rank has the
+    inputs.
     """
     if constant is None:
         constant = find_constant_values(units, set(compress(count(), trainable)), inputs)
@@ -378,8 +379,8 @@ def make_stages(
 def _make_edges(
     units: Sequence[Row], inputs: Sequence[int], outputs: Sequence[int], stages: Sequence[int], home: Sequence[int]
 ) -> tuple[Edge, ...]:
-    """Return all messages. A value is sent from reader to reader, stage by stage, and its gradient back the same way:
-    each stage adds to the gradient of the later ones, which is the order of addition in one process. No rank receives a
+    """Return all messages. A value is sent from one reading stage to the next, and its gradient back along the same
+    stages: each stage adds to the gradient of the later ones, in the same order as in one process. No rank receives a
     value twice."""
     edges: list[Edge] = []
     if len(set(home)) == 1:  # all stages are on one rank
@@ -402,7 +403,7 @@ def _make_edges(
 def _list_stages_of_value(
     value: int, units: Sequence[Row], outputs: Sequence[int], stages: Sequence[int], last: int
 ) -> list[int]:
-    """Return the stages that compute or read a value, each once."""
+    """Return the stages that compute or read a value, in ascending order."""
     there = [stages[u] for u, (_, read, given) in enumerate(units) if value in read or value in given]
     there += [last] if value in outputs else []
     return [stage for stage, _ in groupby(sorted(there))]

@@ -1,8 +1,8 @@
 """Pipeline schedules as data: for each rank of the pipe, the order of forwards and backwards of its stages.
 
-A step of a schedule is an Action whose unit is a stage: F3.0 is the forward of stage 3 for microbatch 0, B both halves
-of its backward, I the gradient of its input, W the gradient of its parameters. A schedule is a function of the number
-of ranks, of microbatches and of stages per rank. It contains no messages or collectives: compiler passes add those.
+An entry of a schedule is an Action whose `unit` is a stage: F3.0 is the forward of stage 3 for microbatch 0, B both
+halves of its backward, I the gradient of its input, W the gradient of its parameters. A schedule is a function of the
+numbers of ranks, microbatches and stages per rank. It contains no messages or collectives: compiler passes add them.
 """
 
 import inspect
@@ -45,7 +45,8 @@ ScheduleFunction = Callable[..., Any]
 def gpipe(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
     """Return a schedule of all forwards, then all backwards: Huang et al., "GPipe" (NeurIPS 2019).
 
-    Every rank has all m microbatches in flight. Bubble (P - 1) / (m + P - 1) of the step, for stages of equal time.
+    Every rank has all m microbatches in flight. The bubble is (P - 1) / (m + P - 1) of the step if all stages take
+    equal time.
     """
     _require_fitting_numbers("gpipe", ranks, microbatches, per_rank, 1)
     return _build_one_stage_per_rank("gpipe", ranks, microbatches, lambda rank: microbatches)
@@ -55,7 +56,7 @@ def one_f_one_b(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSch
     """Return a schedule that alternates forwards and backwards: Narayanan et al., PipeDream-flush (ICML 2021), the
     default of Megatron-LM.
 
-    The bubble of gpipe, with at most P - r microbatches in flight on rank r.
+    The bubble is that of gpipe, but at most P - r microbatches are in flight on rank r.
     """
     _require_fitting_numbers("1f1b", ranks, microbatches, per_rank, 1)
     return _build_one_stage_per_rank("1f1b", ranks, microbatches, lambda rank: ranks - rank - 1)
@@ -64,11 +65,11 @@ def one_f_one_b(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSch
 def interleaved(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSchedule:
     """Return 1F1B over v stages per rank, stage s on rank s % P: Narayanan et al. (SC 2021), section 2.2.
 
-    Microbatches pass through the stages of a rank in rounds of P; the last round may be shorter. Bubble (P - 1) / (v m
-    + P - 1) for m a multiple of P; (v P - 1) / (P - 1) times the messages of 1F1B.
+    Microbatches pass through the stages of a rank in rounds of P; the last round may be shorter. The bubble is (P - 1)
+    / (v m + P - 1) if m is a multiple of P. It sends (v P - 1) / (P - 1) times as many messages as 1F1B.
     """
     _require_fitting_numbers("interleaved", ranks, microbatches, per_rank, 2, allows_more=True)
-    # build whole rounds, then drop microbatches that do not exist: any part of an order that can run can run too
+    # build complete rounds, then drop the missing microbatches: what remains of an order that can run can run too
     rounds = [range(start, start + ranks) for start in range(0, microbatches, ranks)]
     rows = []
     for rank in range(ranks):
@@ -84,13 +85,13 @@ def build_greedy_schedule(name: str, home: Sequence[int], microbatches: int) -> 
     """Build a schedule for any number of stages on any ranks, in the order of gpipe, 1f1b or interleaved. home: the
     rank of each stage.
 
-    Greedy: each rank runs what is ready. In gpipe all forwards run first; otherwise a backward runs first if one is
-    ready, and at most S - s microbatches are in flight at stage s of S. That limit never blocks the oldest microbatch,
-    so there is no deadlock. Of several ready stages the last runs first; in interleaved, forwards run in rounds of P
-    microbatches.
+    The schedule is greedy: each rank runs what is ready. In gpipe all forwards run first. Otherwise a ready backward
+    has priority, and at most S - s microbatches are in flight at stage s of S; this limit never blocks the oldest
+    microbatch, so there is no deadlock. Of several ready stages the last one has priority; in interleaved, forwards run
+    in rounds of P microbatches.
     """
     stages, ranks, all_first = len(home), max(home) + 1, name == "gpipe"
-    done = {"F": [0] * stages, "B": [0] * stages}  # number of microbatches, by stage
+    done = {"F": [0] * stages, "B": [0] * stages}  # microbatches done, by stage
 
     def is_ready(op: str, stage: int) -> bool:
         done_count, forward = done[op][stage], done["F"][stage]
@@ -119,21 +120,22 @@ def build_greedy_schedule(name: str, home: Sequence[int], microbatches: int) -> 
 
 
 def zb_h1(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
-    """Return 1F1B with the backward split in two halves, the second delayed to fill the end: ZB-H1, Qi et al. (ICLR
-    2024), section 2.1.
+    """Return 1F1B with backward split into two halves, the second of which is delayed to fill the bubble at the end:
+    ZB-H1 of Qi et al. (ICLR 2024), section 2.1.
 
-    At most P - r microbatches wait for I on rank r, as in 1F1B, and r more for W: P in total on every rank. Idle time
-    (P - 1)(TF + TI - TW), for m >= P and TW <= TF.
+    At most P - r microbatches wait for I on rank r, as in 1F1B, and r more wait for W: P in total on every rank. The
+    idle time is (P - 1)(TF + TI - TW) for m >= P and TW <= TF.
     """
     _require_fitting_numbers("zb-h1", ranks, microbatches, per_rank, 1)
     return _build_one_stage_per_rank("zb-h1", ranks, microbatches, lambda rank: ranks - rank - 1, lambda rank: rank)
 
 
 def zb_h2(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
-    """Return zb_h1 with twice the warm-up, which also fills the start: ZB-H2 of Qi et al. (ICLR 2024), section 2.2.
+    """Return zb_h1 with twice the warm-up, which also fills the bubble at the start: ZB-H2 of Qi et al. (ICLR 2024),
+    section 2.2.
 
-    At most 2(P - r) - 1 microbatches wait for I on rank r, and 2r more for W: 2P - 1 in total on every rank. Idle time
-    (P - 1)(TF + TI - 2TW) or none, for m >= 2P - 1 and TW <= TF.
+    At most 2(P - r) - 1 microbatches wait for I on rank r, and 2r more wait for W: 2P - 1 in total on every rank. The
+    idle time is max(0, (P - 1)(TF + TI - 2TW)) for m >= 2P - 1 and TW <= TF.
     """
     _require_fitting_numbers("zb-h2", ranks, microbatches, per_rank, 1)
     return _build_one_stage_per_rank(
@@ -142,18 +144,18 @@ def zb_h2(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
 
 
 def zbv(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSchedule:
-    """Return a schedule of two stages per rank along a V, stage s on rank s going down and on rank 2P - 1 - s coming
-    back: ZB-V, Qi et al., "Pipeline Parallelism with Controllable Memory" (NeurIPS 2024).
+    """Return a schedule with two stages per rank, placed in a V: stage s is on rank s in the first half and on rank 2P
+    - 1 - s in the second half. ZB-V of Qi et al., "Pipeline Parallelism with Controllable Memory" (NeurIPS 2024).
 
-    No idle time if TF = TI = TW, for m >= 2P - 1. At most 2P pairs of stage and microbatch in flight on each rank: two
-    stages of half the size each, so the memory of 1F1B on its first rank.
+    There is no idle time if TF = TI = TW and m >= 2P - 1. At most 2P pairs of stage and microbatch are in flight on
+    each rank. As these stages are half as large as those of 1F1B, this is the memory of 1F1B on its first rank.
     """
     _require_fitting_numbers("zbv", ranks, microbatches, per_rank, 2)
-    whole = max(microbatches, 2 * ranks - 1)  # for fewer microbatches: this order without those that do not exist
+    whole = max(microbatches, 2 * ranks - 1)  # fewer microbatches use the same order without the missing ones
     rows = []
     for rank in range(ranks):
         after = ranks - rank
-        # lower case: the stage going down; capitals: the stage coming back; each letter is its next microbatch
+        # lower case: stage of the first half; capitals: of the second half; each letter takes its next microbatch
         start = "f" * (2 * after - 1) + "Ff" * rank + "FIW" * after
         end = "iI" * rank + "iw" * after + "W" * whole + "w" * whole
         all_of_them = _expand_letters(start + "fiwFIW" * (whole - ranks) + end, rank, 2 * ranks - 1 - rank)
@@ -162,7 +164,7 @@ def zbv(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSchedule:
 
 
 def _expand_letters(letters: str, down: int, back: int) -> Actions:
-    """Return the action for each letter; each stands for the next microbatch of its letter."""
+    """Return one action per letter, for the next microbatch of that letter."""
     count = {letter: itertools.count() for letter in "fiwFIW"}
     return [Action(x.upper(), down if x.islower() else back, next(count[x])) for x in letters]
 
@@ -170,8 +172,9 @@ def _expand_letters(letters: str, down: int, back: int) -> Actions:
 def _build_one_stage_per_rank(
     name: str, ranks: int, microbatches: int, warm: Callable[[int], int], late: Callable[[int], int] | None = None
 ) -> PipelineSchedule:
-    """Build a schedule with stage r on rank r. warm: number of forwards of a rank before it alternates. late: by how
-    many microbatches W follows I."""
+    """Build a schedule with stage r on rank r. warm: function from a rank to its number of forwards before it
+    alternates. late: function from a rank to the number of microbatches by which W follows I; None: backward is not
+    split."""
     rows = []
     for rank in range(ranks):
         forwards, backwards, weights = (
@@ -186,7 +189,7 @@ def _build_one_stage_per_rank(
 def _alternate_actions(
     forwards: Actions, backwards: Actions, warm: int, weights: Sequence[Action] = (), late: int = 0
 ) -> Actions:
-    """Return `warm` forwards, then one forward and one backward in turn; the nth of `weights` follows backward n +
+    """Return `warm` forwards, then forwards and backwards alternately. The nth action of `weights` follows backward n +
     late."""
     actions = forwards[:warm]
     for n, backward in enumerate(backwards):
@@ -210,10 +213,11 @@ def _require_fitting_numbers(
 
 @dataclass(frozen=True)
 class NamedSchedule:
-    """A schedule with a name. make_schedule: function of the numbers of ranks, of microbatches and of stages per rank.
-    fixed: why stages cannot be placed on other ranks (their W actions are arranged to fill the gaps of this placement),
-    "" if they can. steady: number of microbatches per rank of the pipe from which on each further one takes the same
-    time; None: unknown, and plans do not search it. frugal: no more microbatches in flight than in 1F1B."""
+    """A schedule with a name. make_schedule: function of the numbers of ranks, microbatches and stages per rank. fixed:
+    text that says why stages cannot be placed on other ranks (W actions fill the gaps of this particular placement), ""
+    if they can. steady: number of microbatches per pipeline rank from which on each further microbatch takes the same
+    time; None: unknown, and plans do not search this schedule. frugal: whether no more microbatches are in flight than
+    in 1F1B."""
 
     make_schedule: Callable[[int, int, int], PipelineSchedule]
     fixed: str = ""
@@ -244,18 +248,18 @@ def make_schedule(
     choice : a name in `SCHEDULES`; a function (ranks, microbatches, per_rank) that returns a PipelineSchedule or, for
         each rank, a list of actions or their text; or the path of a text file with one line per rank, its actions
         separated by blanks, where # begins a comment
-    ranks : number of ranks of the pipe
+    ranks : number of pipeline ranks
     microbatches : number of microbatches per step
-    per_rank : stages per rank; None (default): what the schedule prefers (1; for interleaved and zbv 2)
+    per_rank : stages per rank; None (default): the schedule's own default (2 for interleaved and zbv, 1 for the others)
 
     Returns
     -------
-    PipelineSchedule : can run, and gives the same bits as any other
+    PipelineSchedule : a schedule that can run, and gives the same bits as any other schedule
 
     Raises
     ------
-    ConfigError : numbers that do not fit the schedule
-    ProgramError : a schedule that cannot run
+    ConfigError : the numbers do not fit the schedule
+    ProgramError : the schedule cannot run
     """
     if callable(choice):
         return _call_schedule_function(choice, ranks, microbatches, per_rank)
@@ -284,8 +288,8 @@ def _make_named_schedule(name: str, ranks: int, microbatches: int, per_rank: int
 def make_placed_schedule(
     choice: str | Path | ScheduleFunction, ranks: int, microbatches: int, stages: int | Sequence[int]
 ) -> PipelineSchedule:
-    """Return a validated schedule for a number of stages, or for the given rank of each stage; raise ConfigError if the
-    schedule needs another placement."""
+    """Return a validated schedule. stages: number of stages, or the rank of each stage. Raise ConfigError if the
+    schedule needs another placement of its stages."""
     number = isinstance(stages, int)
     home = tuple(s % ranks for s in range(stages)) if isinstance(stages, int) else tuple(stages)
     per_rank, rest = divmod(len(home), ranks)
@@ -330,7 +334,7 @@ Rows = Iterable[str | Sequence[Action | str]]
 def _require_fitting_schedule(
     name: str, made: PipelineSchedule | Rows, ranks: int, microbatches: int, per_rank: int | None
 ) -> PipelineSchedule:
-    """Return the schedule; raise ConfigError unless it is for these numbers of ranks, microbatches and stages, and
+    """Return the schedule. Raise ConfigError if it is for other numbers of ranks, microbatches or stages, and
     ProgramError if it cannot run."""
     pipeline_schedule = (
         made if isinstance(made, PipelineSchedule) else PipelineSchedule.from_rows(name, made, microbatches)
@@ -350,14 +354,15 @@ def _require_fitting_schedule(
 
 
 def count_in_flight(schedule: PipelineSchedule, until: str = "W") -> tuple[int, ...]:
-    """Return, per rank, the largest number of (stage, microbatch) pairs whose F has run and whose last user of
-    activations has not.
+    """Return for each rank the largest number of (stage, microbatch) pairs that are in flight: their F has run, and the
+    last action that uses their activations has not.
 
     Parameters
     ----------
-    schedule : a schedule of any origin
-    until : "W" (default) counts until B or W, "I" until B or I. After I only the inputs of the parameter gradients are
-        kept, so the activation memory of Qi et al. is I-pairs times M_B plus the remaining W-pairs times M_W
+    schedule : any schedule
+    until : the last action of a pair: "W" (default) for B or W, "I" for B or I. After I only the inputs of the
+        parameter gradients are kept, so the activation memory in the terms of Qi et al. is (number for "I") x M_B +
+        (number for "W" - number for "I") x M_W
 
     Returns
     -------

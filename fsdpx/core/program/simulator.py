@@ -1,8 +1,8 @@
 """Simulate programs and schedules: when each action of each rank begins and ends, and where ranks deadlock.
 
-A pipeline schedule lists what each rank of the pipe does in which order, by stage and microbatch. `simulate_tasks` runs
-the tasks of several ranks to their end or to a deadlock: a rank issues its tasks in order, each as soon as its
-dependencies are complete. A task occupies its rank, or runs concurrently on a lane, where one runs at a time.
+A pipeline schedule lists the actions of each pipeline rank in order, by stage and microbatch. `simulate_tasks` runs the
+tasks of several ranks to their end or to a deadlock. A rank issues its tasks in order, each as soon as its dependencies
+are complete. A task either occupies its rank, or runs concurrently on a lane, which runs one task at a time.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """A pipeline schedule: the order of forwards and backwards on each rank of the pipe.
+    """A pipeline schedule: the order of forwards and backwards on each pipeline rank.
 
     Attributes
     ----------
     name : for error messages and reports
-    ranks : one tuple of actions per rank of the pipe
+    ranks : for each pipeline rank, its actions in order
     home : the rank of each stage
     stages : number of stages
     microbatches : number of microbatches per step
@@ -59,21 +59,21 @@ class PipelineSchedule:
 
     @classmethod
     def from_rows(cls, name: str, rows: Iterable[str | Sequence[Action | str]], microbatches: int) -> PipelineSchedule:
-        """Build a schedule from lists of actions, or their text, per rank. A stage's home is the rank of its first F.
+        """Build a schedule from the actions of each rank, as lists or text. A stage's home is the rank of its first F.
 
         Parameters
         ----------
         name : for error messages and reports
-        rows : one entry per rank: actions, words, or one text of actions separated by blanks
+        rows : for each rank a list of actions or of their texts, or one text of actions separated by blanks
         microbatches : number of microbatches per step
 
         Returns
         -------
-        PipelineSchedule : not yet validated; see `fsdpx.core.program.validate`
+        PipelineSchedule : a schedule that is not yet validated; see `fsdpx.core.program.validate`
 
         Raises
         ------
-        ProgramError : text that is not an action, or a stage without any F
+        ProgramError : a text is not an action, or a stage has no F
         """
         ranks = tuple(_parse_schedule_row(name, rank, row) for rank, row in enumerate(rows))
         forwards = [(a.unit, rank) for rank, row in enumerate(ranks) for a in row if a.op == "F" and a.unit is not None]
@@ -103,11 +103,12 @@ class ActionEvent:
 
     Attributes
     ----------
-    rank : of the pipe; in a trace, of the world
+    rank : pipeline rank; in a trace, rank of the job
     action : the action
-    start, end : in seconds, or in the unit of the costs
-    nbytes : bytes that this rank sent or received in it
-    key : identifies a transfer, the same on all ranks that take part: both ends of a message, or all of a collective
+    start, end : times in seconds, or in the unit of the costs
+    nbytes : bytes that this rank sent or received in the action
+    key : identifier of a transfer, which is equal on all ranks that take part in it: both ends of a message, or all
+        ranks of a collective
     """
 
     rank: int
@@ -123,10 +124,12 @@ Waits = tuple[tuple[Hashable, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class SimulatedTask:
-    """An action to simulate. key: what it completes; if several tasks have the same key, the last of them completes it.
+    """An action to simulate. key: the key that the task completes; if several tasks have the same key, the last one
+    completes it.
 
-    waits: keys that must be complete, each with a delay after that. lane: None if the task occupies its rank. until: a
-    key that must be complete before the task ends, while its rank continues.
+    waits: (key, delay) pairs: the task starts when each key has been complete for that long. lane: lane of the task,
+    which runs concurrently with its rank; None: the task occupies its rank. until: a key that must be complete before
+    the task ends, while its rank continues.
     """
 
     action: Action
@@ -140,7 +143,7 @@ class SimulatedTask:
 @dataclass(frozen=True)
 class Deadlock:
     """A rank that cannot continue. at: index of its next task. keys: incomplete keys for which that task waits. ranks:
-    ranks that still have to complete them."""
+    ranks with unfinished tasks that would complete these keys."""
 
     rank: int
     at: int
@@ -149,7 +152,7 @@ class Deadlock:
 
 
 def simulate_tasks(rows: Sequence[Sequence[SimulatedTask]]) -> tuple[list[list[ActionEvent]], list[Deadlock]]:
-    """Return the events of each rank's tasks as far as they get, and the ranks that do not finish."""
+    """Return the events of each rank's tasks until all are done or none can run, and the ranks that do not finish."""
     left: dict[Hashable, int] = Counter([task.key for row in rows for task in row])  # number of unfinished tasks by key
     ends, lanes, free = dict[Hashable, float](), dict[Hashable, float](), [0.0] * len(rows)
     spans: list[list[tuple[float, float]]] = [[] for _ in rows]
@@ -197,7 +200,7 @@ def _make_rank_events(
 
 
 def _make_deadlock(rank: int, at: int, keys: Sequence[Hashable], ahead: Sequence[Sequence[SimulatedTask]]) -> Deadlock:
-    """Describe a blocked rank. ahead: unfinished tasks of every rank."""
+    """Return the deadlock of a blocked rank. ahead: the unfinished tasks of each rank."""
     ranks = tuple(other for other, row in enumerate(ahead) if any(task.key in keys for task in row))
     return Deadlock(rank, at, tuple(keys), ranks)
 
@@ -212,7 +215,7 @@ def group_events_by_rank(events: Iterable[ActionEvent]) -> dict[int, list[Action
 
 PerStage = float | Sequence[float]
 Done = tuple[str, int, int]
-"""What a finished action completes: ("F" | "I" | "W", stage, microbatch). B completes both I and W."""
+"""The key that a finished action completes: ("F" | "I" | "W", stage, microbatch). B completes the keys of I and W."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +231,7 @@ class StageCosts:
 
     Raises
     ------
-    ConfigError : a time below 0
+    ConfigError : a time is negative
     """
 
     forward: PerStage
@@ -248,7 +251,7 @@ class StageCosts:
         return sum(value if isinstance(value, int | float) else value[action.unit] for value in parts[action.op])
 
     def require_stage_count(self, stages: int) -> None:
-        """Raise ConfigError if a time is given per stage, but not for this number of stages.
+        """Raise ConfigError if a time is given per stage, but for another number of stages.
 
         Parameters
         ----------
@@ -256,7 +259,7 @@ class StageCosts:
 
         Raises
         ------
-        ConfigError : another number of stages
+        ConfigError : a time is given for another number of stages
         """
         for name, value in vars(self).items():
             if not isinstance(value, int | float) and len(value) != stages:
@@ -264,14 +267,14 @@ class StageCosts:
 
 
 def get_completion_key(action: Action) -> Done:
-    """Return the key that other actions of a schedule wait for; that of I for B."""
+    """Return the key for which other actions of a schedule wait; for B, the key of I."""
     assert action.unit is not None
     assert action.mb is not None
     return ("I" if action.op == "B" else action.op), action.unit, action.mb
 
 
 def list_dependencies(action: Action, stages: int) -> list[Done]:
-    """Return the keys that an action of a schedule waits for."""
+    """Return the keys for which an action of a schedule waits."""
     _, stage, mb = get_completion_key(action)
     if action.op == "F":
         return [("F", stage - 1, mb)] if stage else []
@@ -281,14 +284,14 @@ def list_dependencies(action: Action, stages: int) -> list[Done]:
 
 
 def simulate(schedule: PipelineSchedule, costs: StageCosts) -> list[ActionEvent]:
-    """Return when each action of a schedule runs: one event per action, rank by rank in the order of the schedule.
+    """Return when each action of a schedule runs, as one event per action, rank by rank in the order of the schedule.
 
     An action starts when its rank is free and its inputs have arrived: immediately on the same rank, after
     `costs.communication` from another.
 
     Parameters
     ----------
-    schedule : as `fsdpx.core.program.make_schedule` returns it
+    schedule : a schedule, as returned by `fsdpx.core.program.make_schedule`
     costs : the time of each stage and message
 
     Returns
@@ -297,8 +300,8 @@ def simulate(schedule: PipelineSchedule, costs: StageCosts) -> list[ActionEvent]
 
     Raises
     ------
-    ConfigError : costs of another number of stages
-    ProgramError : a deadlock
+    ConfigError : the costs are for another number of stages
+    ProgramError : the schedule deadlocks
     """
     rows, stuck = simulate_until_deadlock(schedule, costs)
     for wait in stuck:
@@ -322,14 +325,14 @@ def simulate_until_deadlock(
 
 
 def compute_bubble(events: Sequence[ActionEvent], schedule: PipelineSchedule, costs: StageCosts) -> float:
-    """Return the idle share of the longest time line: (span - work) / span, as in table 5 of Qi et al. (ICLR 2024).
+    """Return the idle share of the longest timeline, (span - work) / span, as in table 5 of Qi et al. (ICLR 2024).
 
     Parameters
     ----------
-    events : as `simulate` returns them. span is the longest time of a rank from its first start to its last end
+    events : events returned by `simulate`; span is the longest time of a rank from its first start to its last end
     schedule : the schedule that was simulated
-    costs : the times that were simulated. work is the time of all actions of the rank with most of it; with equal
-        stages, microbatches x stages per rank x (forward + both halves of backward)
+    costs : the simulated times; work is the largest sum of the times of a rank's actions. With equal stages it is
+        microbatches x stages per rank x (forward + both halves of backward)
 
     Returns
     -------
@@ -341,7 +344,7 @@ def compute_bubble(events: Sequence[ActionEvent], schedule: PipelineSchedule, co
 
 
 Seconds = Callable[[int, Action], float]
-"""Function of a rank and an action that returns how long the action takes."""
+"""Function (rank, action) -> duration of the action."""
 
 
 @dataclass(frozen=True)
@@ -350,8 +353,8 @@ class ActionTimes:
 
     Parameters
     ----------
-    seconds : by (verb, unit), else by (verb, None), else 0; or a function of rank and action. The unit of SEND is an
-        edge: its seconds are those of the message on the link
+    seconds : (verb, unit) -> duration, with (verb, None) and then 0 as fallbacks; or a function (rank, action) ->
+        duration. The unit of SEND is an edge, and its duration is that of the message on the link
     """
 
     seconds: Mapping[tuple[str, int | None], float] | Seconds
@@ -365,9 +368,9 @@ class ActionTimes:
 def simulate_programs(programs: Sequence[Program], machine: ActionTimes) -> list[ActionEvent]:
     """Return one event per action, rank by rank in the order of the programs.
 
-    A rank issues its actions in order. It waits for the slots that an action takes, reads or adds to. Computing
-    occupies the rank; transfers run concurrently, one at a time per lane, and complete their slots when they end. A
-    message starts when it is sent, one at a time per pair of ranks, and completes the slots of its receive.
+    A rank issues its actions in order. Before each action it waits for the slots that the action takes, reads or adds
+    to. Computation occupies the rank. Transfers run concurrently, one at a time per lane, and fill their slots when
+    they end. Messages start when they are sent, one at a time per pair of ranks, and fill the slots of their receive.
 
     Parameters
     ----------
@@ -388,8 +391,8 @@ def simulate_programs(programs: Sequence[Program], machine: ActionTimes) -> list
 def simulate_programs_by_rank(
     programs: Sequence[Program], seconds: Seconds, blocking: bool = False
 ) -> list[list[ActionEvent]]:
-    """Simulate programs and return the events of each rank. blocking: a rank continues after a synchronizing verb only
-    when all ranks have reached it.
+    """Simulate programs and return the events of each rank. blocking: whether a rank waits at each synchronizing verb
+    until all ranks have reached it.
 
     Raises ProgramError at a deadlock.
     """
@@ -403,7 +406,7 @@ def simulate_programs_by_rank(
 
 
 def _explain_wait(program: Program, wait: Deadlock) -> Iterator[str]:
-    """Yield text that says for which messages or ranks a blocked rank waits, and at which action."""
+    """Yield text that says at which action a blocked rank waits, and for which messages or ranks."""
     messages = [key for key in wait.keys if isinstance(key, Action)]
     whom = [f"{message} of rank {program.stage.edge_of(message).sender}" for message in messages]
     whom += [] if messages else [f"rank {rank}" for rank in wait.ranks]
@@ -412,9 +415,9 @@ def _explain_wait(program: Program, wait: Deadlock) -> Iterator[str]:
 
 
 def _make_tasks(program: Program, rank: int, seconds: Seconds, blocking: bool) -> list[SimulatedTask]:
-    """Convert a program to the tasks of one rank. A send completes the key of its message; ranks that synchronize
-    complete one key together."""
-    coming: dict[Slot, Hashable] = {}  # slots filled while the rank computes -> the key that completes them
+    """Convert a program to the tasks of one rank. A send completes the key of its message. Ranks that synchronize
+    complete one common key."""
+    coming: dict[Slot, Hashable] = {}  # slots that a transfer fills -> the key of that transfer
     times: Counter[Action] = Counter()
     met: list[Hashable] = []
     tasks = []
@@ -430,7 +433,8 @@ def _make_tasks(program: Program, rank: int, seconds: Seconds, blocking: bool) -
 
 
 def _make_task(program: Program, rank: int, at: int, time: int, waits: Waits, seconds: float) -> SimulatedTask:
-    """Convert action `at` of a program to a task. time: how often this action has occurred so far, including now."""
+    """Convert action `at` of a program to a task. time: number of occurrences of this action so far, including this
+    one."""
     action, key = program.actions[at], (rank, at)
     verb = VERBS[action.op]
     if verb.is_synchronizing:
@@ -445,9 +449,10 @@ def _make_task(program: Program, rank: int, at: int, time: int, waits: Waits, se
 
 
 def compute_idle_share(events: Sequence[ActionEvent]) -> float:
-    """Return the share of a step in which ranks do not compute, averaged over ranks; from events of programs.
+    """Return the share of a step during which ranks do not compute, averaged over ranks, from the events of programs.
 
-    A step is as long as the slowest rank takes from its first to its last compute action: the bubble of Qi et al.
+    The length of a step is the time of the slowest rank from its first to its last compute action. This is the bubble
+    of Qi et al.
     """
     rows = [[e for e in row if VERBS[e.action.op].lane == "compute"] for row in group_events_by_rank(events).values()]
     spans = [max(e.end for e in row) - min(e.start for e in row) for row in rows if row]

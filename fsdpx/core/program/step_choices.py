@@ -11,11 +11,12 @@ __all__ = ["StepChoices"]
 
 @dataclass(frozen=True, kw_only=True)
 class StepChoices:
-    """Options of a step that users choose. An option is declared only here, and is an option of `distribute` of the
-    same name: placements hold it, ranks compare it, and programs may depend on it (`ProgramRequest.choices`).
+    """Options of a step that users choose. Each option is declared only here and is a keyword of `distribute` with the
+    same name. Placements hold the options, ranks compare them, and programs may depend on them
+    (`ProgramRequest.choices`).
 
-    seed: of initialization and dropout. clip_norm: largest global gradient norm. reproducible_chunks: number of equal
-    pieces of the global batch whose gradients are added in one fixed tree.
+    seed: seed of initialization and dropout. clip_norm: maximum global gradient norm. reproducible_chunks: number of
+    equal parts of the global batch whose gradients are added along a fixed tree.
     """
 
     seed: int = make_option_field(0, make_min_int_predicate(0), "a whole number, 0 or more")

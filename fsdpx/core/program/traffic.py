@@ -27,44 +27,46 @@ PAGED_KINDS = ("full", "shard", "parts")
 
 @dataclass(frozen=True)
 class TrafficSizes:
-    """The sizes that determine the bytes of a rank. full, shard: elements per page, whole and on this rank; widths:
-    ranks per mesh axis."""
+    """The sizes that determine a rank's traffic. full: page -> elements of the full page. shard: page -> elements of
+    this rank's shard. widths: mesh axis -> number of ranks."""
 
     full: Mapping[int, int]
     shard: Mapping[int, int]
-    replica_own: Mapping[int, int]  # elements of the shard that this replica owns in an all-reduce
+    replica_own: Mapping[int, int]  # page -> elements of the shard that this replica owns in an all-reduce
     param_itemsize: int
     grad_itemsize: int
     widths: dict[str, int]
     carried: Mapping[tuple[str, str], Mapping[int, Transfers]] = field(default_factory=dict)
-    """(axis, collective) -> page -> the collectives of its codec instead; pages not listed are sent uncompressed"""
-    ties: Mapping[int, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)  # (axis, call, elements)
+    """(axis, collective) -> page -> the collectives that its codec uses instead; pages that are not listed are sent
+    uncompressed"""
+    ties: Mapping[int, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)  # page -> (axis, call, elements)
     tie_itemsize: int = 4
     amounts: Mapping[str, Mapping[tuple[int, int | None], int]] = field(default_factory=dict)
-    """amount of a move that is not part of a page -> (number, microbatch) -> bytes; keys not listed send nothing"""
+    """amount of a transfer that is not part of a page -> (number, microbatch) -> bytes; keys that are not listed send
+    nothing"""
     # page -> transfers of its update: (axis, collective, bytes)
     parts: Mapping[int, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Number of calls and bytes of one (axis, call)."""
+    """Number of calls and bytes of one kind of call on one mesh axis."""
 
     calls: int = 0
     bytes: int = 0
 
 
 def count_traffic(program: Program, sizes: TrafficSizes) -> dict[tuple[str, str], Traffic]:
-    """Return the calls and bytes that a rank sends in one run of a program, by (mesh axis, collective); includes reads
-    from and writes to a slower level.
+    """Return the number of calls and the bytes that a rank sends in one run of a program, by (mesh axis, collective),
+    including reads from and writes to a slower level.
 
-    A page of n elements, o of which this rank owns on the axis, counts n - o in an all-gather and a reduce-scatter, 2
-    (n - o) in an all-reduce. Excludes control messages of a few bytes, and the communication inside layers along the
-    tensor axis.
+    For a page of n elements, o of which this rank owns on the axis, an all-gather or reduce-scatter counts n - o
+    elements and an all-reduce 2 (n - o). Control messages of a few bytes and the communication inside layers along the
+    tensor axis are not counted.
 
     Parameters
     ----------
-    program : as `fsdpx.core.program.compile` returns it
+    program : a program, as returned by `fsdpx.core.program.compile`
     sizes : elements and bytes of this rank's pages, ties and edges
 
     Returns
@@ -80,7 +82,7 @@ def count_traffic(program: Program, sizes: TrafficSizes) -> dict[tuple[str, str]
 
 
 def _list_action_transfers(action: Action, sizes: TrafficSizes) -> Iterator[tuple[str, str, int]]:
-    """Yield (axis, collective, bytes) of an action."""
+    """Yield (axis, collective, bytes) of each transfer of an action."""
     param = sizes.param_itemsize
     itemsizes = {"param": param, "grad": sizes.grad_itemsize, "tie": sizes.tie_itemsize}
     for move in (*VERBS[action.op].moves, *VERBS[action.op].within):
@@ -120,11 +122,11 @@ class SlotLifetime:
 
 
 def find_lifetimes(program: Program) -> list[SlotLifetime]:
-    """Return the lifetimes of the lent buffers, by start: those that the program itself fills and empties, and all
-    scratch.
+    """Return the lifetimes of the buffers in the slab, sorted by start: buffers that the program both fills and
+    empties, and all scratch.
 
-    Slots of one buffer have one lifetime (that of sum3 continues that of grad3). A buffer may have several. Scratch
-    whose end is not found lives to the last action.
+    Consecutive slots of one buffer share a lifetime: that of sum3 continues that of grad3. A buffer may have several
+    lifetimes. Scratch whose end is not found lives until the last action.
 
     Parameters
     ----------
@@ -132,7 +134,7 @@ def find_lifetimes(program: Program) -> list[SlotLifetime]:
 
     Returns
     -------
-    list of SlotLifetime : sorted by the first action
+    list of SlotLifetime : sorted by their first action
     """
     carried = {get_buffer_slot(slot) for slot in program.begins | program.ends}
     lent = [x for x in find_slot_lifetimes(program) if SLOTS[x.slot.kind].lent and x.slot not in carried]
@@ -140,8 +142,8 @@ def find_lifetimes(program: Program) -> list[SlotLifetime]:
 
 
 def find_slot_lifetimes(program: Program) -> Iterator[SlotLifetime]:
-    """Yield the lifetimes of all buffers of slots. start: -1 for slots of `begins`; stop: the number of actions for
-    slots of `ends`."""
+    """Yield the lifetimes of all slot buffers. The start of slots in `begins` is -1; the stop of slots in `ends` is the
+    number of actions."""
     born = dict.fromkeys(map(get_buffer_slot, program.begins), -1)
     for index, slots in enumerate(program.slots):
         given = dict.fromkeys(map(get_buffer_slot, (*slots.adds, *slots.gives)), index)
@@ -153,7 +155,7 @@ def find_slot_lifetimes(program: Program) -> Iterator[SlotLifetime]:
 
 
 def _find_scratch_lifetimes(program: Program) -> Iterator[SlotLifetime]:
-    ends: dict[Slot, int] = {}  # slot -> the next action that takes or reads it; filled from the last action backwards
+    ends: dict[Slot, int] = {}  # slot -> next action that takes or reads it, found from the end backwards
     last = len(program.actions) - 1
     for index, action in reversed(list(enumerate(program.actions))):
         for scratch in VERBS[action.op].scratch:

@@ -35,9 +35,9 @@ class Action:
     Parameters
     ----------
     op : a verb of `VERBS`
-    unit : number of the unit (of the page for verbs that move pages, of the edge for messages); None for verbs without
-        one
-    mb : number of the microbatch; None for verbs without one
+    unit : number of the unit on which the action works, of the page for verbs that transfer pages, or of the edge for
+        messages; None for other verbs
+    mb : number of the microbatch; None for verbs that do not work on a microbatch
     """
 
     op: str
@@ -50,11 +50,11 @@ class Action:
 
 
 def parse_actions(text: str) -> tuple[Action, ...]:
-    """Parse actions separated by white space, such as "F3.0 B3.0"; the inverse of `str`.
+    """Parse actions separated by white space, such as "F3.0 B3.0". This is the inverse of `str`.
 
     Parameters
     ----------
-    text : verbs in capitals, each followed by its unit number and .microbatch where it has them
+    text : verbs in capitals, each followed by its unit number and ".microbatch" if it has them
 
     Returns
     -------
@@ -62,7 +62,7 @@ def parse_actions(text: str) -> tuple[Action, ...]:
 
     Raises
     ------
-    ProgramError : a word that is not an action
+    ProgramError : a word is not an action
     """
     actions = []
     for word in text.split():
@@ -76,7 +76,7 @@ def parse_actions(text: str) -> tuple[Action, ...]:
 
 
 def format_marked_action(actions: Sequence[Action], index: int) -> str:
-    """Return the text of an action with six before and six after it, and an arrow below it."""
+    """Return the text of an action, of the six actions before it and of the six after it, with an arrow below it."""
     start = max(index - 6, 0)
     words = [str(a) for a in actions[start : index + 7]]
     lead = "... " if start else ""
@@ -101,8 +101,8 @@ class Slot(NamedTuple):
 class SlotKind:
     """Properties of a kind of slot. Kinds with the same `buffer` share memory and are never alive together.
 
-    memory: the heading under which reports count it. lent: allocated from the slab that is planned for each program,
-    unless it is alive before or after the program. raw: untyped bytes.
+    memory: the heading under which reports count it. lent: whether it is allocated in the slab that is planned for each
+    program, unless it is alive before or after the program. raw: whether its values are untyped bytes.
     """
 
     buffer: str
@@ -147,19 +147,19 @@ SLOTS: dict[str, SlotKind] = {
 
 
 def get_buffer_slot(slot: Slot) -> Slot:
-    """Return the slot that stands for the memory of `slot`: grad3 for sum3."""
+    """Return the slot that stands for the memory of `slot`, such as grad3 for sum3."""
     kind = SLOTS[slot.kind].buffer
     return slot if kind == slot.kind else Slot(kind, slot.at, slot.mb)
 
 
 @dataclass(frozen=True)
 class VerbTransfer:
-    """A transfer of a verb: the mesh axis, the call, and the amount: `full` or `shard` of a page, a few `numbers`, an
-    `edge`, or `parts` of matrices that ranks combine; extensions have others, see `TrafficSizes.amounts`.
+    """A transfer of a verb on a mesh axis. amount: `full` or `shard` of a page, a few `numbers`, the value of an
+    `edge`, or `parts` of matrices that ranks combine. Extensions have other amounts, see `TrafficSizes.amounts`.
 
-    Axis "peers": the ranks that hold or compute parts of the same parameter, along any axes. format: determines the
-    bytes per element: "param", "grad", "tie" (gradients summed by TIE), "value" (the value of an edge), "update" (data
-    of the optimizer) or "control" (a few numbers, not counted).
+    axis: "peers" stands for the ranks that hold or compute parts of the same parameter, along any axes. format:
+    determines the bytes per element: "param", "grad", "tie" (gradients summed by TIE), "value" (the value of an edge),
+    "update" (data of the optimizer) or "control" (a few numbers, not counted).
     """
 
     axis: str
@@ -172,7 +172,8 @@ class VerbTransfer:
 class ScratchBuffer:
     """Temporary memory of a verb for the action's page. kind: a key of `SLOTS`.
 
-    It is alive from the action to the first later one that takes or reads the slot `until`; "": only during the action.
+    The memory is in use from the action to the first later action that takes or reads the slot `until`. until="": only
+    during the action.
     """
 
     kind: str
@@ -189,10 +190,10 @@ class Verb:
     reads : slots that are read and stay filled
     adds : slots that are created or added into
     gives : slots that must be empty and are filled
-    lane : what the action occupies: "compute", "host", or the axis of its transfers, one at a time per lane
-    moves : transfers that it starts
-    within : transfers that it starts and waits for itself
-    about : what `Action.unit` numbers: "unit", "page", "edge", "record" or nothing
+    lane : what the action occupies, one action at a time: "compute", "host", or the axis of its transfers
+    moves : transfers that the action starts
+    within : transfers that the action both starts and waits for
+    about : what `Action.unit` refers to: "unit", "page", "edge", "record" or nothing
     scratch : temporary memory
     """
 
@@ -208,8 +209,8 @@ class Verb:
 
     @cached_property
     def is_synchronizing(self) -> bool:
-        """True if the verb waits for other ranks of the pipe to do the same. It sends a few bytes, to which no time is
-        assigned."""
+        """True if the verb waits until the other pipeline ranks run it as well. It sends only a few bytes, and
+        simulations assign no time to them."""
         return self.lane in ("world", "peers")
 
     @cached_property
@@ -274,7 +275,7 @@ VERBS: dict[str, Verb] = {
                    within=(VerbTransfer("shard", "all_to_all", "parts", "update"),)),
 }
 # fmt: on
-"""Verbs by name; extensions add theirs."""
+"""Verbs by name. Extensions add their own."""
 
 
 @cache

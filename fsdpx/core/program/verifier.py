@@ -30,11 +30,12 @@ def check(*programs: Program) -> None:
 
     Parameters
     ----------
-    programs : one: check its slots; several, of the ranks of one stage: also check that they agree
+    programs : one program, whose slots are checked; or the programs of several ranks of one stage, which must also
+        issue the same collectives
 
     Raises
     ------
-    ProgramError : names the action, and shows it among its neighbors
+    ProgramError : a program is invalid; the message names the action and shows it among its neighbors
     """
     for program in programs:
         _require_valid_slots(program)
@@ -71,8 +72,8 @@ def _require_valid_slots(program: Program) -> None:
 
 
 def _require_same_collective_order(first: Program, other: Program, rank: int) -> None:
-    """Raise ProgramError unless both programs issue their collectives in the same order; compute between them may
-    differ."""
+    """Raise ProgramError unless both programs issue the same collectives in the same order. The computation between
+    them may differ."""
     ours, theirs = ([a for a in program.actions if VERBS[a.op].moves] for program in (first, other))
     for index, (a, b) in enumerate(zip(ours, theirs, strict=False)):
         if a != b:
@@ -83,32 +84,34 @@ def _require_same_collective_order(first: Program, other: Program, rank: int) ->
 
 
 def check_pipe(programs: Sequence[Program]) -> None:
-    """Raise ProgramError unless the programs of all ranks of a pipe, run together, finish.
+    """Raise ProgramError unless the programs of all pipeline ranks finish when they run together.
 
-    Sends and receives do not block; the first action that needs a received value waits for it, and synchronizing verbs
-    wait for all ranks of the pipe.
+    Sends and receives do not block. The first action that needs a received value waits for it, and synchronizing verbs
+    wait for all pipeline ranks.
 
     Parameters
     ----------
-    programs : one per rank of the pipe, in rank order
+    programs : one program per pipeline rank, in rank order
 
     Raises
     ------
-    ProgramError : a deadlock, a message without its other end, or collectives of the whole world in different orders
+    ProgramError : there is a deadlock, a message without its other end, or collectives over all ranks are in different
+        orders
     """
     simulate_programs_by_rank(programs, lambda rank, action: 0.0, blocking=True)
     _require_same_world_collectives(programs)
     _require_matched_messages(programs)
 
 
-@lru_cache(maxsize=128)  # ranks that are threads or simulated ask for the same proof
+@lru_cache(maxsize=128)  # ranks that are threads, and simulated ranks, ask for the same check
 def compile_and_check_pipe(requests: tuple[ProgramRequest, ...]) -> None:
-    """Compile the requests of all ranks of a pipe and run `check_pipe` on the programs."""
+    """Compile the requests of all pipeline ranks and run `check_pipe` on the programs. Cached."""
     check_pipe([compile(request) for request in requests])
 
 
 def _require_same_world_collectives(programs: Sequence[Program]) -> None:
-    """Raise ProgramError unless all ranks of the pipe issue the same collectives of the whole world."""
+    """Raise ProgramError unless all pipeline ranks issue the same collectives over all ranks of the job, in the same
+    order."""
     first, *others = [[a for a in p.actions if VERBS[a.op].lane == "world"] for p in programs]
     for rank, other in enumerate(others, start=1):
         if other != first:
@@ -117,7 +120,8 @@ def _require_same_world_collectives(programs: Sequence[Program]) -> None:
 
 
 def _require_matched_messages(programs: Sequence[Program]) -> None:
-    """Raise ProgramError unless every message is sent once, by its sender, and received once, by its receiver."""
+    """Raise ProgramError unless every message is sent exactly once, by its sender, and received exactly once, by its
+    receiver."""
     counts = Counter(a for program in programs for a in program.actions)
     for rank, program in enumerate(programs):
         for index, action in enumerate(program.actions):
@@ -146,18 +150,18 @@ ACTION_NAMES = {"F": "forward", "I": "gradient of the input", "W": "gradient of 
 def validate(schedule: PipelineSchedule) -> None:
     """Raise ProgramError unless a schedule can run and gives the same bits as any other.
 
-    Every action must be F, B, I or W of an existing stage and microbatch, on the home rank of its stage. Every stage
-    must have for each microbatch one F, then one B, or one I and then one W. The gradients of a stage's parameters must
-    be added in the order of the microbatches. There must be no deadlock: F follows F of the previous stage, B and I
-    follow B or I of the next stage.
+    Every action must be F, B, I or W of an existing stage and microbatch, on the home rank of its stage. For each
+    microbatch, every stage must run one F and then either one B, or one I and later one W. The gradients of a stage's
+    parameters must be added in the order of the microbatches. There must be no deadlock: F follows the F of the
+    previous stage, and B and I follow the B or I of the next stage.
 
     Parameters
     ----------
-    schedule : a schedule of any origin
+    schedule : the schedule to check
 
     Raises
     ------
-    ProgramError : a rule is broken; the message shows the schedule with an arrow at the step
+    ProgramError : a rule is broken; the message shows the schedule with an arrow at the entry
     """
     for rank in range(len(schedule.ranks)):
         _require_valid_rank_order(schedule, rank)
@@ -199,7 +203,7 @@ def _describe_misplacement(schedule: PipelineSchedule, rank: int, action: Action
 
 
 def _describe_order_error(action: Action, done: set[Done]) -> str | None:
-    """Return text that says what is wrong with an action after those in `done`; None if nothing is."""
+    """Return text that says why an action must not follow those in `done`; None if it may."""
     kind, stage, mb = get_completion_key(action)
     if (kind, stage, mb) in done:
         return f"comes twice: the {ACTION_NAMES[kind]} of stage {stage}, microbatch {mb}, was already made"
