@@ -1,5 +1,5 @@
-"""The BLAS libraries of this machine that can be called by address: how each is found and set up, and which one
-computes the products of this process, one chosen beforehand or the default."""
+"""BLAS libraries of this machine whose functions can be called by address: how each is found and set up, and which of
+them computes the products of this process, a selected one or the default."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ __all__ = [
 ]  # fmt: skip
 
 LIBRARY_NAMES = ("mkl", "openblas")
-"""The libraries that compute in float32 and float64."""
+"""Names of the libraries that compute in float32 and float64."""
 WHEELS = {"mkl": "libmkl_rt.so*", "onednn": "libdnnl.so*"}
-"""Library -> file pattern in the `lib` folder of Python, where its wheel installs it."""
+"""Library -> pattern of its file in the folder `lib` of Python, where its wheel installs it."""
 
-SEQUENTIAL = 1  # argument of MKL_Set_Threading_Layer: no OpenMP runtime is loaded
+SEQUENTIAL = 1  # argument of MKL_Set_Threading_Layer that loads no OpenMP runtime
 AUTO, STRICT = 2, 0x10000  # arguments of MKL_CBWR_Set
-AVX512 = 11  # first of the AVX-512 branches that MKL_CBWR_Get_Auto_Branch returns
+AVX512 = 11  # lowest of the AVX-512 branches that MKL_CBWR_Get_Auto_Branch can return
 
 
 @dataclass(frozen=True)
 class BlasLibrary:
-    """A loaded library. `sgemm`, `dgemm`: addresses of `cblas_?gemm` with 64-bit sizes."""
+    """A loaded library. `sgemm`, `dgemm`: addresses of its `cblas_sgemm` and `cblas_dgemm` with 64-bit sizes."""
 
     name: str
     path: str
@@ -46,25 +46,26 @@ class BlasLibrary:
 
 @cache
 def load_library(name: str) -> BlasLibrary | None:
-    """Load and return one of `LIBRARY_NAMES`; None if it is not installed. A library that nobody asks for takes no
-    memory."""
+    """Load and return one of `LIBRARY_NAMES`; return None if it is not installed. A library is loaded only on request,
+    so an unused one takes no memory."""
     make = _load_mkl if name == "mkl" else _load_openblas
     for path in list_library_files(name):
         try:
             return make(path)
-        except (OSError, AttributeError):  # it cannot be loaded, or lacks required functions
+        except (OSError, AttributeError):  # the library cannot be loaded, or lacks required functions
             continue
     return None
 
 
 def find_preferred_library() -> str | None:
-    """Return the default library: MKL on Intel processors, else NumPy's own OpenBLAS; None if neither was found."""
+    """Return the default library: MKL on Intel processors, else NumPy's own OpenBLAS, or the other of the two if it is
+    missing. Return None if neither was found."""
     order = LIBRARY_NAMES if is_intel_processor() else LIBRARY_NAMES[::-1]
     return next((name for name in order if load_library(name) is not None), None)
 
 
 def list_library_files(name: str) -> list[Path]:
-    """Return the candidate files of "mkl", "openblas" or "onednn", the newest of each folder first."""
+    """Return the files that may be "mkl", "openblas" or "onednn"; for wheels, the newest file of each folder first."""
     if name in WHEELS:
         folders = [Path(prefix, "lib") for prefix in dict.fromkeys((sys.prefix, sys.base_prefix))]
         return [path for folder in folders for path in sorted(folder.glob(WHEELS[name]), reverse=True)]
@@ -74,17 +75,17 @@ def list_library_files(name: str) -> list[Path]:
 
 
 def describe_library_files() -> dict[str, str]:
-    """Return file, size and time of each installed library by name, without loading it. Measured times are valid for
-    these files only."""
+    """Return name -> path, size and modification time of each installed library, without loading it. Measured times are
+    valid only for these files."""
     first = {name: paths[0] for name in (*LIBRARY_NAMES, "onednn") if (paths := list_library_files(name))}
     return {name: f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for name, path in first.items()}
 
 
 def _load_mkl(path: Path) -> BlasLibrary:
-    """Load MKL so that it computes in the calling thread only, and with the same bits in every run.
+    """Load MKL so that it computes only in the calling thread, and with the same bits in every run.
 
-    Its documentation promises the same bits for every alignment only with STRICT, which slows small products by a
-    fifth; with AVX-512 the bits were the same at all alignments without it.
+    Its documentation promises the same bits for every alignment only with STRICT, which slows small products down by a
+    fifth. With AVX-512 the bits were the same at all alignments even without it.
     """
     library = load_shared_library(path)
     if library.MKL_Set_Threading_Layer(SEQUENTIAL) != SEQUENTIAL:
@@ -105,7 +106,7 @@ def _load_openblas(path: Path) -> BlasLibrary:
 
 
 def load_shared_library(path: Path) -> ctypes.CDLL:
-    """Load a library with RTLD_LOCAL: other copies of BLAS in the process must not bind to its symbols."""
+    """Load a library with RTLD_LOCAL, so that other copies of BLAS in the process cannot bind to its symbols."""
     return ctypes.CDLL(str(path), mode=getattr(ctypes, "RTLD_LOCAL", ctypes.DEFAULT_MODE))
 
 
@@ -120,24 +121,25 @@ def is_intel_processor() -> bool:
 
 
 NUMPY = "numpy"
-"""`numpy.matmul`: always available, and the only choice without Numba."""
+"""The name of `numpy.matmul`, which is always available, and is the only choice without Numba."""
 MAX_ROWS_WITHOUT_BLAS = 4
-"""Rows of x up to which compiled code computes `x @ weight.T`, reading the matrix once. A library would first copy it,
-as for many rows."""
+"""Maximum number of rows of x for which compiled code computes `x @ weight.T` itself, reading the matrix once. A
+library would first copy the matrix, as it does for many rows."""
 
-requested_library: str | None = None  # by `select_library`
-product_threads = 1  # see `set_product_threads`
+requested_library: str | None = None  # set by `select_library`
+product_threads = 1  # set by `set_product_threads`
 
 
 def list_available_libraries() -> dict[str, str]:
-    """Return name -> path and version of the libraries that `select_library` accepts."""
+    """Return name -> path and version of each library that `select_library` accepts."""
     libraries = [(name, load_library(name)) for name in LIBRARY_NAMES if has_numba()]
     where = {name: f"{one.path} ({one.version})" for name, one in libraries if one is not None}
     return where | {NUMPY: f"numpy.matmul (NumPy {np.__version__})"}
 
 
 def select_library(name: str | None) -> None:
-    """Compute products with library `name` from now on; None: the default. All ranks of a job must choose the same."""
+    """Compute products with library `name` from now on; None: with the default. All ranks of a job must select the
+    same."""
     global requested_library
     if name not in (None, NUMPY) and _find_library(str(name)) is None:
         raise ConfigError(f"BLAS {name!r} is not here: choose one of {', '.join(list_available_libraries())}")
@@ -153,18 +155,20 @@ def get_selected_library() -> str:
 
 
 def get_gemm_address(dtype: np.dtype) -> int:
-    """Return the address of the chosen library's gemm for float32 or float64; 0 if `numpy.matmul` is to be called."""
+    """Return the address of the selected library's gemm for float32 or float64; 0 if `numpy.matmul` is to be called
+    instead."""
     return ADDRESSES[dtype.char] if dtype.isnative else 0
 
 
 def set_product_threads(n: int) -> None:
-    """Split products over `n` threads from now on. Within `limit_threads` the library runs each piece on one thread."""
+    """Split products over `n` threads from now on. Inside `limit_threads`, the library computes each piece on one
+    thread."""
     global product_threads
     product_threads = n
 
 
 def get_product_threads() -> int:
-    """Return the number of threads that a product is split over."""
+    """Return the number of threads over which a product is split."""
     return product_threads
 
 
@@ -173,7 +177,7 @@ def _find_library(name: str) -> BlasLibrary | None:
 
 
 class GemmAddresses(dict[str, int]):
-    """Character of a dtype -> address of its gemm, looked up on first use."""
+    """Dtype character -> address of the gemm for that dtype, looked up on first use."""
 
     def __missing__(self, char: str) -> int:
         used = _find_library(get_selected_library()) if char in "fd" else None

@@ -1,7 +1,7 @@
 """Thread pools of the BLAS that NumPy calls: limited while fsdpx computes, and restored for the program afterwards.
 
-Ranks of a host share its cores, and a product that is split over threads must run each piece on one. Between steps the
-program multiplies on as many threads as it has chosen.
+Ranks on a host share its cores, and when fsdpx splits a product over threads, each piece must run on one thread.
+Between steps the program's own products use as many threads as it has chosen.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["limit_threads", "set_thread_limit"]
 
 
 class BlasThreads(NamedTuple):
-    """A library's thread pool. `get`, `set`: functions for its number of threads."""
+    """Thread pool of a library. `get`, `set`: functions that return and set its number of threads."""
 
     path: str
     get: Callable[[], int]
@@ -28,9 +28,12 @@ class BlasThreads(NamedTuple):
 
 
 class _PoolState:
-    """State of this module. `most`: threads of each pool while fsdpx computes, None if the user has set them. `plan`:
-    (pool, threads), None if it has to be made. `inside`: number of open `limit_threads` blocks. `changed`: (pool,
-    threads now, threads before)."""
+    """State of this module.
+
+    `most`: maximum number of threads of each pool while fsdpx computes; None if the user has set the numbers. `plan`:
+    (pool, threads); None if it must be made. `inside`: number of open `limit_threads` blocks. `changed`: (pool, number
+    of threads now, number before).
+    """
 
     most: int | None = None
     pools: list[BlasThreads] | None = None
@@ -45,15 +48,15 @@ _state.changed = []
 
 
 def set_thread_limit(threads: int | None) -> None:
-    """Limit NumPy's BLAS to `threads` threads while fsdpx computes; None: as many as the user has set. Also look for
-    libraries that were loaded since the last call."""
+    """Limit NumPy's BLAS to `threads` threads while fsdpx computes; None: to as many as the user has set. This also
+    finds libraries that were loaded since the last call."""
     with _lock:
         _state.most, _state.pools, _state.plan = threads, None, None
 
 
 class limit_threads:  # noqa: N801
-    """Limit NumPy's BLAS, within the block, to the threads of a rank, or to one if it is the library whose products
-    fsdpx splits itself. Any thread may enter at any time; the last to leave restores the program's numbers."""
+    """Context that limits NumPy's BLAS to the threads of a rank, or to one thread if it is the library whose products
+    fsdpx splits itself. Any thread may enter at any time. The last thread to leave restores the program's numbers."""
 
     __slots__ = ()
 
@@ -75,7 +78,7 @@ class limit_threads:  # noqa: N801
             _state.inside -= 1
             while _state.changed and not _state.inside:
                 pool, now, before = _state.changed.pop()
-                if pool.get() == now:  # else the program has changed it since
+                if pool.get() == now:  # otherwise the program has changed the number meanwhile
                     pool.set(before)
 
 
@@ -89,7 +92,8 @@ def _plan_pool_limits() -> None:
 
 
 def _find_thread_pools() -> list[BlasThreads]:
-    """Return the pools of the loaded BLAS libraries, except those bundled with wheels of packages other than NumPy."""
+    """Return the pools of the loaded BLAS libraries, except libraries bundled with wheels of packages other than
+    NumPy."""
     with environment.restoring_environment():  # threadpoolctl sets a variable for OpenMP when it is imported
         from threadpoolctl import ThreadpoolController
     loaded = [one for one in ThreadpoolController().lib_controllers if one.user_api == "blas"]
@@ -106,8 +110,8 @@ def _may_belong_to_numpy(path: Path) -> bool:
 
 
 def _get_thread_count_functions(library: Any) -> tuple[Callable[[], int], Callable[[int], object]]:
-    """Return the functions that get and set a library's number of threads. Of OpenBLAS its own: looking them up at each
-    call, as threadpoolctl does, takes five times as long."""
+    """Return the functions that get and set a library's number of threads. For OpenBLAS these are its own functions,
+    since threadpoolctl looks them up at each call, which takes five times as long."""
     if library.internal_api == "openblas":
         loaded = ctypes.CDLL(library.filepath)  # already loaded
         for name in (f"{a}openblas_{{}}_num_threads{b}" for a in ("", "scipy_") for b in ("", "64_", "_64")):
@@ -118,7 +122,7 @@ def _get_thread_count_functions(library: Any) -> tuple[Callable[[], int], Callab
 
 
 def _reset_after_fork() -> None:
-    """Reset the state in a child process: it has no computing thread, and may have inherited a held lock."""
+    """Reset the state in a child process, in which no thread computes, and which may have inherited a held lock."""
     global _lock
     _lock, _state.inside = threading.Lock(), 0
 

@@ -1,6 +1,7 @@
 """Products of 2-D NumPy arrays, written or added in place.
 
-For a small layer the Python code here takes as long as BLAS, so a call looks up and creates as little as possible.
+For a small layer the Python code in this file takes as long as BLAS, so a call looks up and creates as little as
+possible.
 """
 
 from collections.abc import Callable
@@ -23,22 +24,23 @@ __all__ = [
 
 Array = np.ndarray
 GradientTarget = tuple[Array, bool]
-"""Target array of a gradient, and whether the gradient is added to its content."""
+"""Array for a gradient, and whether the gradient is added to its content instead of overwriting it."""
 MIN_PARALLEL_MULTIPLY_ADDS = 1 << 24
-"""Multiply-adds from which a product is split over threads: 0.2 ms, seven times the time to wake a thread."""
+"""Minimum number of multiply-adds of a product that is split over threads: 0.2 ms, seven times as long as waking a
+thread."""
 MAX_SMALL_MULTIPLY_ADDS = 1 << 20
-"""Multiply-adds up to which 16-bit matrices are widened to float32: as fast, since calls of other libraries take
-microseconds."""
+"""Maximum number of multiply-adds of a product whose 16-bit matrices are converted to float32. This is as fast as other
+libraries, whose calls take microseconds."""
 PIECE_ALIGNMENT = (
     64  # splits fall on multiples of it: whole tiles of the library's inner kernel, and no shared cache lines
 )
 
 
 def gemm(out: Array, a: Array, b: Array, accumulate: bool = False) -> None:
-    """Compute out = a @ b, or out += a @ b: `(m, k)` and `(k, n)` into `(m, n)`.
+    """Compute out = a @ b, or out += a @ b with `accumulate`, for a `(m, k)`, b `(k, n)` and out `(m, n)`.
 
-    float32 and float64 arrays with unit stride in one of their dims, such as views and transposes, go to BLAS without a
-    copy; all others to `numpy.matmul`.
+    float32 and float64 arrays with unit stride in one of their dims, such as views and transposes, are passed to BLAS
+    without a copy. Other arrays are passed to `numpy.matmul`.
     """
     if libraries.product_threads > 1 and (cut := split_product_over_threads(out, a, b)):
         parallel.run_tasks(_multiply_piece_into, [(*piece, accumulate) for piece in cut])
@@ -47,8 +49,8 @@ def gemm(out: Array, a: Array, b: Array, accumulate: bool = False) -> None:
 
 
 def add_bias_and_round_total_into(out: Array, total: Array, accumulate: bool, bias: Array | None) -> None:
-    """Compute out = total + bias, or out += total. Modifies float32 `total` in place, and rounds once to the dtype of
-    `out`."""
+    """Compute out = total + bias, or out += total, rounded once to the dtype of `out`. Modifies the float32 array
+    `total` in place."""
     if bias is not None:
         total += to_float32(np, bias)
     if accumulate:
@@ -57,7 +59,8 @@ def add_bias_and_round_total_into(out: Array, total: Array, accumulate: bool, bi
 
 
 def linear_forward(out: Array, x: Array, weight: Array, bias: Array | None) -> None:
-    """Compute out = x @ weight.T + bias: `(m, k)` and `(n, k)` into `(m, n)`; out and bias are contiguous."""
+    """Compute out = x @ weight.T + bias for x `(m, k)`, weight `(n, k)` and out `(m, n)`. out and bias must be
+    contiguous."""
     dtype = out.dtype
     gemm_address = ADDRESSES[dtype.char]
     fits = (
@@ -76,7 +79,8 @@ def linear_forward(out: Array, x: Array, weight: Array, bias: Array | None) -> N
 def linear_backward_params(
     weight_grad: GradientTarget | None, bias_grad: GradientTarget | None, dy: Array, x: Array
 ) -> None:
-    """Compute dy.T @ x into `weight_grad` and the column sums of dy into `bias_grad`; None: not computed."""
+    """Compute dy.T @ x into `weight_grad`, and the column sums of dy into `bias_grad`; one that is None is not
+    computed."""
     gemm_address = ADDRESSES[dy.dtype.char]
     alike = dy.dtype is x.dtype and _has_gradient_dtype(dy.dtype, weight_grad, bias_grad)
     if gemm_address and alike and dy.flags.c_contiguous and (libraries.product_threads == 1 or not _is_large(dy, x)):
@@ -93,7 +97,7 @@ def linear_backward_params(
 def linear_backward(
     dx: Array, weight_grad: GradientTarget | None, bias_grad: GradientTarget | None, dy: Array, x: Array, weight: Array
 ) -> None:
-    """Compute dx = dy @ weight, and `linear_backward_params`, in one call."""
+    """Compute dx = dy @ weight and `linear_backward_params` in one call."""
     dtype = dy.dtype
     gemm_address = ADDRESSES[dtype.char]
     alike = dtype is x.dtype is weight.dtype and _has_gradient_dtype(dtype, weight_grad, bias_grad)
@@ -107,13 +111,13 @@ def linear_backward(
 
 
 def _has_gradient_dtype(dtype: Any, weight_grad: GradientTarget | None, bias_grad: GradientTarget | None) -> bool:
-    """Return whether the gradients have this dtype, as the compiled code assumes."""
+    """Return whether both gradients have this dtype, as the compiled code requires."""
     return (weight_grad is None or weight_grad[0].dtype is dtype) and (bias_grad is None or bias_grad[0].dtype is dtype)
 
 
 def multiply_small_bfloat16_into(out: Array, a: Array, b: Array, accumulate: bool, bias: Array | None) -> bool:
-    """Compute out = a @ b + bias, or out += a @ b, for small bfloat16 matrices, into bfloat16 or float32; return False
-    if the arguments are not such."""
+    """Compute out = a @ b + bias, or out += a @ b, for small bfloat16 matrices, into bfloat16 or float32. Return False,
+    without effect, for other arguments."""
     gemm_address = find_small_bfloat16_gemm_address(a, b)
     if not gemm_address or not out.flags.c_contiguous:
         return False
@@ -130,8 +134,8 @@ def multiply_small_bfloat16_into(out: Array, a: Array, b: Array, accumulate: boo
 
 
 def find_small_bfloat16_gemm_address(a: Array, b: Array) -> int:
-    """Return the address of the float32 gemm for small bfloat16 matrices `(m, k)` and `(k, n)`, which the caller
-    converts to float32 first; 0 if the matrices are large or have another dtype."""
+    """Return the address of the float32 gemm to use for small bfloat16 matrices `(m, k)` and `(k, n)`, which the caller
+    must first convert to float32. Return 0 if the matrices are large or have another dtype."""
     few = a.shape[0] * a.shape[1] * b.shape[1] <= MAX_SMALL_MULTIPLY_ADDS
     return ADDRESSES["f"] if few and a.dtype == b.dtype and a.dtype.name == "bfloat16" else 0
 
@@ -148,7 +152,7 @@ def _multiply_piece_into(out: Array, a: Array, b: Array, accumulate: bool) -> No
         and COMPILED["gemm"](gemm_address, out, a, b, accumulate)
     ):
         return
-    with np.errstate(over="ignore", invalid="ignore"):  # libraries that are called by address do not warn either
+    with np.errstate(over="ignore", invalid="ignore"):  # as libraries called by address, which do not warn
         if accumulate:
             out += np.matmul(a, b)
         else:
@@ -156,21 +160,22 @@ def _multiply_piece_into(out: Array, a: Array, b: Array, accumulate: bool) -> No
 
 
 def _can_multiply_compiled(gemm_address: int, a: Array) -> bool:
-    """Return whether compiled code may be able to multiply by `a`, with the gemm at `gemm_address`, or
-    without BLAS if that is 0."""
+    """Return whether compiled code may be able to multiply by `a`, with the gemm at `gemm_address`, or without BLAS if
+    that is 0."""
     return gemm_address != 0 or (a.shape[0] <= libraries.MAX_ROWS_WITHOUT_BLAS and a.dtype.char in "fd" and has_numba())
 
 
 def _is_large(a: Array, b: Array) -> bool:
-    """Return whether a product is large enough to be split; its three sizes are those of a and the columns of b."""
+    """Return whether the product a @ b is large enough to be split over threads."""
     return a.shape[0] * a.shape[1] * b.shape[1] >= MIN_PARALLEL_MULTIPLY_ADDS
 
 
 def split_product_over_threads(out: Array, a: Array, b: Array) -> list[tuple[Array, Array, Array]]:
-    """Split a product over the threads along the longer dim of `out`; return the pieces (out, a, b), none if it is
+    """Return the pieces (out, a, b) of a product, one per thread, split along the longer dim of `out`; none if it is
     small.
 
-    The split changes the last bits: a library may add long sums in an order that depends on the shape.
+    The split changes the last bits of the result, since a library may add long sums in an order that depends on the
+    shape.
     """
     (m, n), count = out.shape, libraries.product_threads
     if not _is_large(a, b) or max(m, n) < count * PIECE_ALIGNMENT:
@@ -210,7 +215,7 @@ ARGUMENTS = {
     "linear_backward": "i A2 A2 C1 C2r A2r A2r b b",
     "multiply_small_bfloat16_into": "i C2 C2hr C2hr C1hr b b b",
 }
-"""The argument types of the compiled functions, see `specialize`."""
+"""Types of the arguments of the compiled functions, see `specialize`."""
 EMPTY_BITS = np.empty(0, np.uint16)
 EMPTY_VECTORS = {char: np.empty(0, char) for char in "fd"}
 EMPTY_MATRICES = {char: np.empty((0, 0), char) for char in "fd"}

@@ -1,6 +1,6 @@
 """Elementwise kernels: activations, gates, and sums fused with them (residuals, biases).
 
-`gelu_recompute` differentiates GELU from its argument, so its result need not be saved from forward to backward.
+`gelu_recompute` differentiates GELU given its argument, so the result need not be saved from forward to backward.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ TAIL32 = (
 
 
 def evaluate_polynomial(x: Any, coefficients: tuple[float, ...]) -> Any:
-    """Return the polynomial by Horner's rule, in the dtype of x; coefficients lowest first."""
+    """Return the value of a polynomial by Horner's rule, in the dtype of x. `coefficients` begin with the lowest
+    order."""
     result = x * coefficients[-1] + coefficients[-2]
     for c in coefficients[-3::-1]:
         result *= x
@@ -46,8 +47,11 @@ def evaluate_polynomial(x: Any, coefficients: tuple[float, ...]) -> Any:
 
 
 def unnormalized_gaussian_density(xp: Any, x: Any) -> Any:
-    """Return exp(-x^2 / 2), the density without its constant. It is the product of exp of an exact square and exp of a
-    small rest (Cody 1969), since the rounding of x^2 would matter in the tail."""
+    """Return exp(-x^2 / 2), the Gaussian density without its constant factor.
+
+    It is computed as exp of an exact square times exp of a small rest (Cody 1969), since the rounding error of x^2
+    would matter in the tail.
+    """
     x = xp.clip(x, -LIMIT, LIMIT)
     near = xp.rint(x * 16.0) * 0.0625
     return xp.exp(near * near * -0.5) * xp.exp((x - near) * (x + near) * -0.5)
@@ -67,25 +71,25 @@ def gaussian_cdf(xp: Any, x: Any, bell: Any) -> Any:
 
 
 GATED_FORMS = ("silu", "gelu", "gelu tanh")
-"""SwiGLU, GEGLU, and GEGLU with the tanh form of GELU."""
+"""Activations of gates: SwiGLU, GEGLU, and GEGLU with the tanh form of GELU."""
 
 
 @kernel()
 def gated(xp: Any, a: Any, b: Any, form: str = "silu") -> Any:
-    """Return act(a) b, elementwise (Shazeer 2020); form: one of `GATED_FORMS`."""
+    """Return act(a) b, elementwise (Shazeer 2020). `form`: the activation, one of `GATED_FORMS`."""
     return _apply_activation(xp, a, form) * b
 
 
 @kernel(narrow=2)
 def gated_backward(xp: Any, a: Any, b: Any, dy: Any, form: str = "silu") -> tuple[Any, Any]:
-    """Return the gradients of a and b: dy b act'(a), and dy act(a)."""
+    """Return the gradients of a and b, which are dy b act'(a) and dy act(a)."""
     plain = (silu_backward if form == "silu" else gelu_backward).__wrapped__  # type: ignore[attr-defined]
     da = plain(xp, a, dy * b) if form == "silu" else plain(xp, a, dy * b, get_gelu_approximation(form))
     return da, dy * _apply_activation(xp, a, form)
 
 
 def get_gelu_approximation(form: str) -> str:
-    """Return the `approximate` argument of `gelu` for a form; raise ConfigError for an unknown form."""
+    """Return the argument `approximate` of `gelu` for a form; raise ConfigError for an unknown form."""
     if form not in GATED_FORMS:
         raise ConfigError(f"gated: form must be one of {', '.join(map(repr, GATED_FORMS))}, got {form!r}")
     return "tanh" if form == "gelu tanh" else "none"
@@ -110,13 +114,13 @@ def relu(xp: Any, x: Any) -> Any:
 
 @kernel()
 def relu_backward(xp: Any, y: Any, dy: Any) -> Any:
-    """Return dy where y, the result of `relu`, is above 0, else 0."""
+    """Return dy where y, the result of `relu`, is above 0, and 0 elsewhere."""
     return xp.where(y > 0, dy, xp.zeros((), dtype=dy.dtype))
 
 
 @kernel()
 def sigmoid(xp: Any, x: Any) -> Any:
-    """Return 1 / (1 + exp(-x)). It cannot overflow, since exp is only taken of -|x|."""
+    """Return 1 / (1 + exp(-x)). It cannot overflow, since only exp(-|x|) is computed."""
     e = xp.exp(-xp.abs(x))
     return xp.where(x < 0, e, 1.0) / (e + 1.0)
 
@@ -136,7 +140,7 @@ def silu_backward(xp: Any, x: Any, dy: Any) -> Any:
 
 @kernel()
 def gelu(xp: Any, x: Any, approximate: str = "none") -> Any:
-    """Return x Phi(x), or with approximate="tanh" x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) (Hendrycks, Gimpel
+    """Return x Phi(x), or, with approximate="tanh", x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) (Hendrycks, Gimpel
     2016)."""
     if is_exact_gelu(approximate):
         return x * gaussian_cdf(xp, x, unnormalized_gaussian_density(xp, x))
@@ -145,7 +149,7 @@ def gelu(xp: Any, x: Any, approximate: str = "none") -> Any:
 
 @kernel()
 def gelu_backward(xp: Any, x: Any, dy: Any, approximate: str = "none") -> Any:
-    """Return dy d gelu / dx: dy (Phi(x) + x phi(x)), or for the tanh form dy (s + x s (1 - s) u') with s =
+    """Return dy times the derivative of GELU: Phi(x) + x phi(x), or, for the tanh form, s + x s (1 - s) u' with s =
     sigmoid(u)."""
     if is_exact_gelu(approximate):
         bell = unnormalized_gaussian_density(xp, x)
@@ -157,33 +161,33 @@ def gelu_backward(xp: Any, x: Any, dy: Any, approximate: str = "none") -> Any:
 
 @cache
 def is_exact_gelu(approximate: str) -> bool:
-    """Return whether `approximate` means the exact GELU ("none"), not its tanh form ("tanh"); raise ConfigError
-    otherwise."""
+    """Return whether `approximate` is "none" (exact GELU) rather than "tanh" (its tanh form); raise ConfigError for
+    other values."""
     if approximate not in ("none", "tanh"):
         raise ConfigError(f"gelu: approximate must be 'none' or 'tanh', got {approximate!r}")
     return approximate == "none"
 
 
 def _tanh_argument(x: Any) -> Any:
-    """Return u of 1/2 (1 + tanh(u / 2)) = sigmoid(u)."""
+    """Return u such that the tanh form of GELU is x/2 (1 + tanh(u / 2)) = x sigmoid(u)."""
     return x * (x * x * CUBIC + 1.0) * SLOPE
 
 
 @kernel()
 def add(xp: Any, a: Any, b: Any) -> Any:
-    """Return a + b for two arrays of one shape."""
+    """Return a + b for two arrays of equal shape."""
     return a + b
 
 
 @kernel(narrow=0, into=("y",))
 def add_bias(xp: Any, y: Any, bias: Any) -> None:
-    """Add bias, of the shape of y's last dims, to y in place."""
+    """Add bias, which has the shape of y's last dims, to y in place."""
     y += bias
 
 
 @kernel(into=("h",))
 def bias_gelu(xp: Any, h: Any, bias: Any, approximate: str = "none") -> Any:
-    """Add bias (features,), or None, to h in place, and return gelu(h)."""
+    """Add bias (features,), unless it is None, to h in place, and return gelu(h)."""
     if bias is not None:
         h += bias
     return gelu(xp, h, approximate)
@@ -191,8 +195,8 @@ def bias_gelu(xp: Any, h: Any, bias: Any, approximate: str = "none") -> Any:
 
 @kernel(narrow=0, into=("out",))
 def sum_rows(xp: Any, rows: Any, out: Any, accumulate: bool = True) -> None:
-    """Add the sum of rows (n, ...) over n to out, or write it there; 16-bit rows are added in float32 and rounded
-    once."""
+    """Add the sum of rows (n, ...) over n to out, or write it to out. 16-bit rows are added in float32, and the sum is
+    rounded once."""
     total = xp.sum(rows, axis=0)
     if accumulate:
         out += total
@@ -202,6 +206,6 @@ def sum_rows(xp: Any, rows: Any, out: Any, accumulate: bool = True) -> None:
 
 @kernel(into=("dy",))
 def gelu_recompute(xp: Any, x: Any, dy: Any, approximate: str = "none") -> Any:
-    """Return gelu(x), with the bits of `gelu`, and replace dy by the gradient of x in place."""
+    """Return gelu(x), bitwise equal to `gelu`, and overwrite dy with the gradient of x."""
     dy[...] = gelu_backward.__wrapped__(xp, x, dy, approximate)  # type: ignore[attr-defined]
     return gelu.__wrapped__(xp, x, approximate)  # type: ignore[attr-defined]

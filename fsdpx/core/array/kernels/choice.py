@@ -1,6 +1,6 @@
-"""Choice of the code that runs a kernel: a fixed table, so that every rank computes the same bits.
+"""Choice of the code that runs a kernel. It follows a fixed table, so that every rank computes the same bits.
 
-The table follows `bench/kernels.py`; it never depends on a measurement made while a job runs.
+The table is based on `bench/kernels.py`, and never on measurements made while a job runs.
 """
 
 import functools
@@ -23,25 +23,27 @@ __all__ = [
 Mode = Literal["default", "plain", "numba"]
 
 Sample = Callable[[Any, Any, Any], Any]
-"""Function of rows (2, 3) and columns (3,) in the compute dtype, and columns in the accumulation dtype, that returns
-the arguments of a call, or a list of such."""
+"""Function that returns the arguments of a sample call, or a list of several. It takes rows (2, 3) and columns (3,) in
+the compute dtype, and columns in the accumulation dtype."""
 
 KERNELS: dict[str, Callable[..., Any]] = {}
-"""The kernels whose files are imported, by name."""
+"""Kernels whose files are imported, by name."""
 FILES: dict[str, str] = {"normal": "fsdpx.core.array.kernels.compiled.normal"}
-"""The module of the compiled code of each kernel, if it has any, and of `array.random.normal`."""
+"""Kernel -> module of its compiled code, whether that exists or not. Also has `array.random.normal`."""
 COMPILED_KERNELS: dict[str, Callable[..., Any]] = {}
-"""The kernels that run as Numba code by default, each with its reason in the table of `bench/kernels.py`. An entry is
-added when its file is imported, on first use of one of its kernels."""
+"""Kernels that run as Numba code by default, each justified in the table of `bench/kernels.py`. An entry is added when
+its file is imported, on first use of one of the file's kernels."""
 SAMPLE_CALLS: dict[str, Sample | None] = {}
 active_mode: Mode = "default"
-"""The mode that `use_mode` has set."""
+"""Mode that `use_mode` has set."""
 
 
 def register_compiled_kernel(sample: Sample | None = None) -> Callable[[Any], Any]:
-    """Return a decorator that registers a function as the compiled code of the kernel of its name. `sample`: a call of
-    that kernel, by which it is compiled or loaded before the first step; None: samples of other kernels cover it, or
-    nothing waits for it."""
+    """Return a decorator that registers a function as the compiled code of the kernel of the same name.
+
+    `sample`: arguments of a call of that kernel, used to compile or load it before the first step. None: samples of
+    other kernels compile it, or no step needs it.
+    """
 
     def register(function: Any) -> Any:
         COMPILED_KERNELS[function.__name__], SAMPLE_CALLS[function.__name__] = function, sample
@@ -51,8 +53,8 @@ def register_compiled_kernel(sample: Sample | None = None) -> Callable[[Any], An
 
 
 def add_kernel(name: str, plain: Callable[..., Any], compiled_in: str = "") -> Callable[..., Any]:
-    """Register a kernel under a name and return it. Its compiled code is in the folder `compiled` next to its own file,
-    in a file named `compiled_in`, by default like its own file."""
+    """Register a kernel under a name and return it. Its compiled code is in the folder `compiled` next to the kernel's
+    file, in the file `compiled_in`, or by default in a file of the same name."""
     package, _, own_file = plain.__module__.rpartition(".")
     KERNELS[name], FILES[name] = plain, f"{package}.compiled.{compiled_in or own_file}"
     return plain
@@ -72,8 +74,11 @@ def load_compiled_kernels() -> dict[str, Callable[..., Any]]:
 
 @contextmanager
 def use_mode(mode: Mode) -> Iterator[None]:
-    """Run all kernels of the process, inside the block, as "plain" code, or as "numba" code if there is any, which is
-    the "default" if Numba is installed. For tests and measurements: it affects all threads."""
+    """Run all kernels of the process, inside the block, in this mode. "plain": array code. "numba": compiled code where
+    it exists. "default": "numba" if Numba is installed.
+
+    For tests and measurements only, since it affects all threads.
+    """
     global active_mode
     if mode not in ("default", "plain", "numba"):
         raise ConfigError(f"kernels.use_mode({mode!r}): choose one of default, plain, numba")
@@ -87,13 +92,13 @@ def use_mode(mode: Mode) -> Iterator[None]:
 
 
 def get_implementation_name(name: str) -> Literal["plain", "numba"]:
-    """Return which code runs kernel `name` on contiguous float32 or float64 NumPy arrays."""
+    """Return which code runs the kernel `name` on contiguous float32 or float64 NumPy arrays."""
     return "numba" if active_mode != "plain" and has_numba() and _look_up_compiled_kernel(name) is not None else "plain"
 
 
 def find_compiled_kernel(name: str) -> Callable[..., Any] | None:
-    """Return the compiled code of kernel `name` if there is any, the mode allows it and Numba is installed, else
-    None."""
+    """Return the compiled code of the kernel `name`. Return None if there is none, the mode is "plain", or Numba is
+    missing."""
     if active_mode == "plain":
         return None
     if not has_numba():
@@ -103,7 +108,7 @@ def find_compiled_kernel(name: str) -> Callable[..., Any] | None:
 
 
 def find_device_kernel(name: str, xp: Any, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """Return the code of kernel `name` that the device of `xp` has for these arguments, or None."""
+    """Return the implementation of the kernel `name` by the device of `xp` for these arguments, or None."""
     return get_device_of_namespace(xp).find_kernel(name, arguments)
 
 
@@ -122,8 +127,8 @@ def _warn_numba_missing() -> None:
 
 
 def _look_up_compiled_kernel(name: str) -> Callable[..., Any] | None:
-    """Return the compiled code of a kernel, or None; the answer never depends on which files are imported already."""
-    # a core kernel that nobody has used yet; kernels of an extension are imported with its layers
+    """Return the compiled code of a kernel, or None. The result does not depend on which files have been imported."""
+    # this imports the file of a core kernel; kernels of an extension are imported with its layers
     if name not in FILES:
         getattr(importlib.import_module("fsdpx.core.array.kernels"), name, None)
     return _import_compiled_kernel(name, FILES.get(name))

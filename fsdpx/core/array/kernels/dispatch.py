@@ -1,5 +1,5 @@
-"""The `kernel` decorator: one name for plain array code and its compiled namesake, with 16-bit floats computed in
-float32."""
+"""The decorator `kernel`, which joins plain array code and the compiled function of the same name into one kernel, and
+computes 16-bit floats in float32."""
 
 import functools
 import inspect
@@ -23,29 +23,31 @@ def kernel(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # fmt: skip
     """Return a decorator that makes a plain function `f(xp, array, ...)` a kernel.
 
-    16-bit arrays are computed in float32. On NumPy arrays of float32, float64, or bfloat16 (possibly mixed with
-    float32), the compiled function of the same name may run instead; on CuPy arrays the CUDA C function of that name.
+    16-bit arrays are computed in float32. On NumPy arrays of float32, float64 or bfloat16 (possibly mixed with
+    float32), the compiled function of the same name may run instead; on CuPy arrays, the CUDA C function of that name
+    may.
 
     Parameters
     ----------
     narrow : number of results of the plain code that are rounded back to the 16-bit dtype of the first array
-    into : names of arguments that are changed in place; they are passed on unchanged
-    bits : whether the compiled code takes bfloat16 arrays, as views of their bits; otherwise they are widened for it
-    choose_algorithm : function of the shapes of the arguments after xp that returns the name of the algorithm of the
-        compiled code, "" for the usual one, and `ProductCount.windows`
-    compiled_in : file of the compiled code, if its name differs from that of the plain code
+    into : names of arguments that are modified in place, and so are not widened
+    bits : whether the compiled code accepts views of the bits of bfloat16 arrays; otherwise these are converted to
+        float32
+    choose_algorithm : function of the shapes of the arguments after xp that returns the name of the compiled code's
+        algorithm ("" for the usual one) and the value of `ProductCount.windows`
+    compiled_in : name of the file of the compiled code, if it differs from the plain code's file
     """
 
     def register_kernel(plain: Callable[..., Any]) -> Callable[..., Any]:
         name = plain.__name__
         kept = {place - 1 for place, word in enumerate(inspect.signature(plain).parameters) if word in into}
-        bodies: dict[tuple[Any, ...], Callable[..., Any]] = {}  # by mode and dtypes: looked up once, not per call
+        bodies: dict[tuple[Any, ...], Callable[..., Any]] = {}  # by mode and dtypes, looked up once, not in each call
 
         def call_body(xp: Any, *arguments: Any, **options: Any) -> Any:
             return choose_body(xp, arguments)(xp, *arguments, **options)
 
         def call_plain(xp: Any, *arguments: Any, **options: Any) -> Any:
-            """Call the kernel without the compiled code for this dtype, for arguments that it does not support."""
+            """Call the kernel without the compiled code for this dtype, which does not support these arguments."""
             if arguments[0].dtype.itemsize != 2:
                 return plain(xp, *arguments, **options)
             return _wrap_to_compute_in_float32(plain if kept else call_body, kept, narrow)(xp, *arguments, **options)
@@ -69,7 +71,7 @@ def kernel(
         def call_resolved(xp: Any, *arguments: Any, **options: Any) -> Any:
             return resolve_body(xp, arguments)(xp, *arguments, **options)
 
-        call_resolved.__name__, call_resolved.choose_algorithm = name, choose_algorithm  # type: ignore[attr-defined] # the keys of work on shapes
+        call_resolved.__name__, call_resolved.choose_algorithm = name, choose_algorithm  # type: ignore[attr-defined] # read by shape_cache.py
 
         @functools.wraps(plain)
         def run_kernel(xp: Any, *arguments: Any, **options: Any) -> Any:
@@ -93,7 +95,7 @@ def kernel(
 
 
 def _wrap_to_compute_in_float32(body: Callable[..., Any], kept: set[int], narrow: int) -> Callable[..., Any]:
-    """Return `body` for 16-bit arrays: widened before, results rounded after."""
+    """Return a function that runs `body` on 16-bit arrays: it converts them to float32, and rounds the results."""
 
     def run_widened(xp: Any, *arguments: Any, **options: Any) -> Any:
         dtype = arguments[0].dtype
@@ -106,7 +108,8 @@ def _wrap_to_compute_in_float32(body: Callable[..., Any], kept: set[int], narrow
 
 
 def _wrap_to_compute_on_bits(body: Callable[..., Any], positions: set[int]) -> Callable[..., Any]:
-    """Return `body` on views of the bits of the arrays at `positions`; results that are bits become bfloat16 again."""
+    """Return a function that runs `body` on views of the bits of the arrays at `positions`, and returns results that
+    are bits as bfloat16."""
     bfloat16, word = parse_dtype("bf16"), np.dtype(np.uint16)
 
     def run_on_bits(xp: Any, *arguments: Any, **options: Any) -> Any:
@@ -124,6 +127,7 @@ def _is_bfloat16(a: Any) -> bool:
 
 
 def _list_float_dtypes(arguments: tuple[Any, ...], kept: set[int]) -> set[str]:
-    """Return the dtypes of NumPy arrays, except integers and arrays that are changed in place."""
+    """Return the dtypes of the NumPy arrays among the arguments, except integer arrays and arrays that are modified in
+    place."""
     dtypes = {a.dtype for n, a in enumerate(arguments) if isinstance(a, np.ndarray) and n not in kept}
     return {dtype.name for dtype in dtypes if dtype.kind not in "biu"}

@@ -1,4 +1,4 @@
-"""Attention: scores, softmax, and rotary positions."""
+"""Attention: scaled dot products, softmax, and rotary positions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["attention", "attention_backward", "rotate", "softmax", "softmax_back
 
 @kernel()
 def softmax(xp: Any, x: Any) -> Any:
-    """Return exp(x) / sum exp(x) over the last dim; x (rows, columns) or any shape with columns last."""
+    """Return exp(x) / sum exp(x) over the last dim of x, which may have any shape."""
     y = xp.exp(x - xp.max(x, axis=-1, keepdims=True))
     y /= xp.sum(y, axis=-1, keepdims=True)
     return y
@@ -27,7 +27,7 @@ def softmax(xp: Any, x: Any) -> Any:
 
 @kernel()
 def softmax_backward(xp: Any, y: Any, dy: Any) -> Any:
-    """Return y (dy - sum(y dy)): the gradient of `softmax` at its result y."""
+    """Return y (dy - sum(y dy)), the gradient of `softmax` at its result y."""
     return y * (dy - xp.sum(y * dy, axis=-1, keepdims=True))
 
 
@@ -36,7 +36,7 @@ def rotate(xp: Any, x: Any, cos: Any, sin: Any) -> Any:
     """Return (a cos - b sin, b cos + a sin) for the halves a, b of the last dim (Su et al. 2021, in the order of
     Llama).
 
-    x: (B, T, H, D); cos, sin: (T, D / 2) in the compute dtype. The gradient is `rotate` with -sin.
+    x: (B, T, H, D). cos, sin: (T, D / 2) in the compute dtype. The gradient is `rotate` with -sin.
     """
     half = x.shape[3] // 2
     c, s = cos[None, :, None, :], sin[None, :, None, :]
@@ -48,23 +48,23 @@ def rotate(xp: Any, x: Any, cos: Any, sin: Any) -> Any:
 def attention(
     xp: Any, q: Any, k: Any, v: Any, causal: bool, scale: float, window: int = 0, segments: Any = None
 ) -> tuple[Any, Any]:
-    """Return softmax(scale q k^T) v per head (Vaswani et al. 2017) and the log-sum-exp of each row.
+    """Return softmax(scale q k^T) v for each head (Vaswani et al. 2017), and the log-sum-exp of each row of scores.
 
     Parameters
     ----------
     q : (B, H, T, D)
-    k, v : (B, G, T, D), or (B, G, S, D) if not causal, each of G heads for H / G heads of q (Ainslie et al. 2023); any
-        strides, S > 0
-    causal : a position does not attend to later ones
+    k, v : (B, G, T, D), or (B, G, S, D) if not causal; each of the G heads serves H / G heads of q (Ainslie et al.
+        2023); any strides, S > 0
+    causal : whether a position does not attend to later ones
     scale : factor on the scores
-    window : with `causal` a position attends to itself and the window - 1 positions before it; 0: to all before it
-    segments : (B, T) of integers, with k as long as q: a position attends only to those with its own number
+    window : with `causal`, a position attends to itself and the window - 1 positions before it; 0: to all before it
+    segments : (B, T) integers, for k as long as q: a position attends only to positions with the same number
 
     Returns
     -------
-    o (B, H, T, D) and lse (B, H, T), the logarithm of each row's sum of exponentials, which is all that backward needs
-    (Rabe and Staats 2021). In memory o has time before heads, so that merging the heads is a view. Peak memory: one
-    head's T x S; compiled, 64 rows of it.
+    o (B, H, T, D), and lse (B, H, T), the logarithm of each row's sum of exponentials, which backward needs (Rabe and
+        Staats 2021). o is stored with time before heads, so that merging the heads needs no copy. Peak memory: T x S
+        scores of one head, or 64 rows of these in compiled code.
     """
     o, lse = empty_time_first(xp, q), xp.empty(q.shape[:3], dtype=q.dtype)
     earlier, group = _make_causal_mask(xp, q, window) if causal else None, q.shape[1] // k.shape[1]
@@ -90,8 +90,8 @@ def attention_backward(
     """Return dq, dk, dv of `attention` as one array (3, B, H, T, D), with probabilities recomputed from lse (Dao et al.
     2022).
 
-    In memory it is (B, T, 3, H, D): the gradient of queries, keys and values that came from one product. If k has
-    another length or fewer heads than q, three arrays.
+    The array is stored as (B, T, 3, H, D), like the gradient of a fused projection to queries, keys and values. If k
+    has another length or fewer heads than q, return three arrays instead.
 
     With p the probabilities and dp = do v^T: dv = p^T do, ds = p (dp - sum(do o)) scale, dq = ds k, dk = ds^T q.
     """
@@ -112,7 +112,7 @@ def attention_backward(
 
 
 def _iterate_heads(xp: Any, q: Any) -> Iterable[tuple[int, ...]]:
-    """Return every (sample, head); for shape-only arrays only the first one."""
+    """Return every pair (sample, head), or for shape-only arrays only the first, which counts for all."""
     if getattr(xp, "holds_no_data", False):
         return iterate_once_counting_all((0, 0), q.shape[0] * q.shape[1])
     return np.ndindex(*q.shape[:2])
@@ -121,7 +121,7 @@ def _iterate_heads(xp: Any, q: Any) -> Iterable[tuple[int, ...]]:
 def _attention_backward_of_head(
     xp: Any, p: Any, q: Any, k: Any, v: Any, o: Any, do: Any, scale: float, seen: Any
 ) -> tuple[Any, ...]:
-    """Return the gradients of q, k and v of a head with probabilities p."""
+    """Return the gradients of q, k and v for a head with probabilities p."""
     seeing = None if seen is None else seen.T
     along = xp.sum(do * o, axis=-1, keepdims=True)
     ds = zero_hidden_weights(p * (do @ v.T - along) * scale, seen)
@@ -130,11 +130,11 @@ def _attention_backward_of_head(
 
 
 def compute_masked_if_not_finite(xp: Any, compute: Callable[[Any], Any], seen: Any) -> Any:
-    """Return `compute(seen)`, products in which hidden rows have weight 0, by the cheaper `compute(None)` if that is
-    finite.
+    """Return `compute(seen)`, where `compute` multiplies with weights that are 0 for hidden rows; return the cheaper
+    `compute(None)` if that is finite.
 
-    The two differ only if there is NaN or Inf, which a weight of 0 does not remove. Arrays other than NumPy's are
-    computed once. seen: (T, S), false where the weight of a row is 0; None: all count.
+    The two differ only if there is NaN or Inf, which a weight of 0 does not remove. For arrays other than NumPy's, only
+    `compute(None)` runs. `seen`: (T, S), False where the weight of a row is 0; None: all rows are visible.
     """
     mask = compute(None)
     if xp is not np or seen is None:
@@ -144,7 +144,7 @@ def compute_masked_if_not_finite(xp: Any, compute: Callable[[Any], Any], seen: A
 
 
 def multiply_without_hidden_rows(weights: Any, rows: Any, seen: Any, multiply: Callable[..., Any] = matmul) -> Any:
-    """Return weights (..., T, S) times rows (..., S, D), where NaN and Inf in hidden rows add nothing."""
+    """Return weights (..., T, S) times rows (..., S, D), where NaN and Inf in hidden rows contribute nothing."""
     if seen is None:
         return multiply(weights, rows)
     finite, nothing = np.isfinite(rows), rows.dtype.type(0)
@@ -156,7 +156,8 @@ def multiply_without_hidden_rows(weights: Any, rows: Any, seen: Any, multiply: C
 
 
 def zero_hidden_weights(x: Any, seen: Any) -> Any:
-    """Return weights (..., T, S) with those of hidden rows set to 0: they are NaN if others of the row are."""
+    """Return weights (..., T, S) with the weights of hidden rows set to 0, since they are NaN if the row contains
+    NaN."""
     return x if seen is None else np.where(seen, x, x.dtype.type(0))
 
 
@@ -166,7 +167,7 @@ def _compute_scores(xp: Any, q: Any, k: Any, seen: Any, scale: float) -> Any:
 
 
 def _make_causal_mask(xp: Any, q: Any, window: int) -> Any:
-    """Return the mask (T, T) of the positions that each position attends to: itself and earlier ones, within its
+    """Return the mask (T, T) of the positions to which each position attends: itself and earlier positions within its
     window."""
     time = xp.arange(q.shape[2])
     seen = time[None, :] <= time[:, None]
@@ -174,7 +175,7 @@ def _make_causal_mask(xp: Any, q: Any, window: int) -> Any:
 
 
 def _make_sample_mask(earlier: Any, segments: Any, b: int) -> Any:
-    """Return the mask of the positions that are seen in sample b, those of `earlier` in the same segment; None: all."""
+    """Return the mask of visible positions in sample b: those in `earlier` that are in the same segment; None: all."""
     if segments is None:
         return earlier
     same = segments[b][None, :] == segments[b][:, None]

@@ -1,4 +1,4 @@
-"""Dropout: elements are dropped by random numbers that belong to their positions."""
+"""Dropout: whether an element is dropped depends on the random number of its position."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ __all__ = ["drop", "drop_backward"]
 
 
 def make_keep_mask(xp: Any, numbers: NumberRange, shape: tuple[int, ...], p: float) -> Any:
-    """Return a mask of the elements to keep, with probability 1 - p: those whose random number is at least p."""
+    """Return a mask of the elements to keep, each with probability 1 - p: those whose random number is at least p."""
     return numbers.make_fractions(xp).reshape(shape) >= p
 
 
 @kernel(compiled_in="normal")
 def drop(xp: Any, x: Any, numbers: NumberRange, p: float) -> tuple[Any, Any]:
-    """Return x / (1 - p) where kept, else 0, and the mask; element i is compared with number i."""
+    """Return x / (1 - p) where kept and 0 elsewhere, and the mask. Element i is compared with random number i."""
     keep = make_keep_mask(xp, numbers, x.shape, p)
     return drop_backward.__wrapped__(xp, x, keep, p), keep  # type: ignore[attr-defined]
 
 
 @kernel(compiled_in="normal")
 def drop_backward(xp: Any, dy: Any, keep: Any, p: float) -> Any:
-    """Return dy / (1 - p) where kept, else 0; with a given mask this is also forward."""
+    """Return dy / (1 - p) where kept, and 0 elsewhere. Applied to x and a given mask, this is also the forward
+    computation."""
     dx = dy * keep
     dx *= dropout_scale(p)
     return dx
 
 
 def dropout_scale(p: float) -> float:
-    """Return the factor that preserves the mean; 1 at p = 1, where no element is kept."""
+    """Return the factor on kept elements that preserves the mean; 1 if p is 1 and no element is kept."""
     return 1.0 / (1.0 - p) if p < 1.0 else 1.0
 
 
 def dropout_threshold(p: float) -> int:
-    """Return the least 24-bit number that means "kept": `number 2^-24 >= p` in float32."""
+    """Return the smallest 24-bit number for which an element is kept: `number 2^-24 >= p` in float32."""
     return math.ceil(float(np.float32(p)) * 2.0**24)

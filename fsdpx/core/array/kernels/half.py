@@ -1,4 +1,4 @@
-"""Conversion of 16-bit floats to and from float32, and sums of them in float32."""
+"""Conversion between float32 and 16-bit floats, and sums of 16-bit floats in float32."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ HALF_FORMATS = ("float16", "bfloat16")
 
 
 def store(xp: Any, x: Any, out: Any) -> None:
-    """Write x to out, of the same shape, in the dtype of out; numbers too large for it become Inf, without a
+    """Write x to out, which has the same shape, in the dtype of out. Numbers too large for it become Inf, without a
     warning."""
     fits = xp is np and x.shape == out.shape and (_can_use_compiled(x, out) or _can_use_compiled(out, x))
     if fits and (body := find_compiled_kernel("store")):
@@ -24,7 +24,7 @@ def store(xp: Any, x: Any, out: Any) -> None:
         form(xp, x, out)
         return
     if getattr(xp, "holds_no_data", False):
-        # the itemsize of the pass is that of the narrower format
+        # the pass is counted with the itemsize of the narrower format
         record_traffic(*sorted((x, out), key=lambda a: int(a.itemsize)), kernel="store")
         return
     with np.errstate(over="ignore", invalid="ignore"):
@@ -32,7 +32,7 @@ def store(xp: Any, x: Any, out: Any) -> None:
 
 
 def add_widened(xp: Any, x: Any, out: Any) -> None:
-    """Add x to out, arrays of one shape, x of 16 bits and out of float32."""
+    """Add x (16 bits) to out (float32) in place; both have the same shape."""
     fits = xp is np and x.shape == out.shape and _can_use_compiled(x, out)
     if fits and (body := find_compiled_kernel("add_widened")):
         body(x, out)
@@ -45,10 +45,10 @@ def add_widened(xp: Any, x: Any, out: Any) -> None:
 
 
 def round_randomly(xp: Any, x: Any, out: Any, numbers: NumberRange) -> None:
-    """Write float32 x, rounded stochastically to one of its two neighbors in bfloat16, to out; flat arrays of one size.
-    The probabilities make it unbiased (Gupta et al. 2015).
+    """Write float32 x to bfloat16 out, each element rounded to one of its two neighbors, with probabilities that make
+    the rounding unbiased (Gupta et al. 2015). Both arrays are 1-D and of equal size.
 
-    numbers: element i is rounded by element i of `numbers.make_16bit_numbers()`. Inf and NaN are kept.
+    `numbers`: element i is rounded by element i of `numbers.make_16bit_numbers()`. Inf and NaN are kept.
     """
     if xp is np and _can_use_compiled(out, x) and (body := find_compiled_kernel("round_randomly")):
         body(x, out, numbers)
@@ -60,7 +60,7 @@ def round_randomly(xp: Any, x: Any, out: Any, numbers: NumberRange) -> None:
 
 
 def to_float32(xp: Any, x: Any) -> Any:
-    """Return 16-bit floats (bf16 has kind "V") as float32; anything else as it is."""
+    """Return an array of 16-bit floats as float32 (bf16 has kind "V"); return anything else unchanged."""
     dtype = getattr(x, "dtype", None)
     if dtype is None or dtype.itemsize != 2 or dtype.kind not in "fV":
         return x
@@ -68,7 +68,8 @@ def to_float32(xp: Any, x: Any) -> Any:
 
 
 def cast_float(xp: Any, x: Any, dtype: Any) -> Any:
-    """Return x rounded to `dtype`, 16-bit or float32, in the memory order of x; x itself if it has that dtype."""
+    """Return x rounded to `dtype`, 16-bit or float32, with the memory order of x; return x itself if it has that
+    dtype."""
     if x.dtype == dtype:
         return x
     if xp is np and not x.flags.c_contiguous:
@@ -82,7 +83,7 @@ def cast_float(xp: Any, x: Any, dtype: Any) -> Any:
 
 
 def _can_use_compiled(half: Any, wide: Any) -> bool:
-    """Return whether the compiled code takes this pair of arrays."""
+    """Return whether the compiled code supports this pair of arrays."""
     formats = wide.dtype == np.float32 and half.dtype.name in HALF_FORMATS
     return formats and all(x.flags.c_contiguous and x.flags.aligned for x in (half, wide))
 

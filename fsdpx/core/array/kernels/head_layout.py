@@ -1,5 +1,5 @@
-"""Memory layout of attention heads, on the host and on GPUs: time before heads, so that merging heads, and splitting
-the product of a fused projection, are views."""
+"""Memory layout of attention heads, on the host and on GPUs. Time is stored before heads, so that merging heads and
+splitting the result of a fused projection need no copy."""
 
 from typing import Any
 
@@ -7,14 +7,17 @@ __all__ = ["empty_attention_gradients", "empty_time_first"]
 
 
 def empty_time_first(xp: Any, a: Any) -> Any:
-    """Return an uninitialized array of a's shape (B, H, T, D), stored as (B, T, H, D)."""
+    """Return an uninitialized array with the shape of a, (B, H, T, D), stored as (B, T, H, D)."""
     b, h, t, d = a.shape
     return xp.empty((b, t, h, d), dtype=a.dtype).swapaxes(1, 2)
 
 
 def empty_attention_gradients(xp: Any, q: Any, k: Any) -> Any:
-    """Return uninitialized gradients of q, k and v as `attention_backward` returns them: one array (3, B, H, T, D),
-    stored as (B, T, 3, H, D), or three if k has another length or fewer heads."""
+    """Return uninitialized gradients of q, k and v, as `attention_backward` returns them.
+
+    This is one array (3, B, H, T, D), stored as (B, T, 3, H, D), or three arrays if k has another length or fewer heads
+    than q.
+    """
     b, h, t, d = q.shape
     if k.shape[1:3] != q.shape[1:3]:
         return empty_time_first(xp, q), empty_time_first(xp, k), empty_time_first(xp, k)

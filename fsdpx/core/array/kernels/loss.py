@@ -20,11 +20,11 @@ __all__ = [
 def embedding_backward(xp: Any, gw: Any, index: Any, dy: Any) -> None:
     """Add row i of dy (n, d) to row index[i] of gw (rows, d), always in the same order.
 
-    For 16-bit gw the sum is computed in float32 and rounded once.
+    For 16-bit gw, the sum is computed in float32 and rounded once.
     """
     wide = xp.zeros(gw.shape, dtype=np.float32) if gw.dtype.itemsize == 2 else gw
     if xp.__name__ == "cupy":
-        _scatter_add_sorted_rows(xp, wide, index, dy)  # its `add.at` adds in the order in which threads arrive
+        _scatter_add_sorted_rows(xp, wide, index, dy)  # CuPy's `add.at` adds in the order in which threads arrive
     else:
         xp.add.at(wide, index, _convert_dtype(dy, wide.dtype))
     if wide is not gw:
@@ -32,8 +32,8 @@ def embedding_backward(xp: Any, gw: Any, index: Any, dy: Any) -> None:
 
 
 def _scatter_add_sorted_rows(xp: Any, gw: Any, index: Any, dy: Any) -> None:
-    """Add rows in a fixed order: sort by row, sum runs of equal rows by doubling steps (Hillis and Steele 1986), add
-    the last row of each run."""
+    """Add rows in a fixed order: sort them by index, sum each run of equal indices in doubling steps (Hillis and Steele
+    1986), and add the last row of each run."""
     order = xp.argsort(index, kind="stable")
     rows, sums = index[order], _convert_dtype(dy[order], gw.dtype)
     step = 1
@@ -66,11 +66,11 @@ def binary_entropy_backward(xp: Any, y: Any, target: Any, factor: float) -> Any:
 def cross_entropy(
     xp: Any, logits: Any, target: Any, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> tuple[float, float, Any]:
-    """Return -sum over rows and classes of wanted log softmax(logits), wanted = (1 - e) onehot + e / classes, with e =
-    label_smoothing.
+    """Return -sum over rows and classes of wanted log softmax(logits), where wanted = (1 - e) onehot + e / classes and
+    e = label_smoothing.
 
-    logits (n, classes), target (n,) of integers in [0, classes), or ignore_index for a row that does not count. Returns
-    the sum (added in float64), the number of rows that count, and lse (n,) = log sum exp of each row.
+    logits: (n, classes). target: (n,) integers in [0, classes), or ignore_index for a row to ignore. Returns the sum
+    (added in float64), the number of rows that are not ignored, and lse (n,), the log-sum-exp of each row.
     """
     top = xp.max(logits, axis=1, keepdims=True)
     top = xp.where(top == -np.inf, logits.dtype.type(0), top)
@@ -91,10 +91,10 @@ def cross_entropy_backward(
     xp: Any, logits: Any, target: Any, lse: Any, seed: float, ignore_index: int = -100, label_smoothing: float = 0.0,
     classes: int = 0,
 ) -> Any:  # fmt: skip
-    """Return seed (softmax(logits) - wanted), zero in rows that do not count; lse is that of `cross_entropy`.
+    """Return seed (softmax(logits) - wanted), zero in ignored rows; lse is the result of `cross_entropy`.
 
-    If logits (n, some) are a slice of full rows, `classes` is the number of classes of the full rows (0: some), and a
-    target equal to `some` is a class outside the slice.
+    If logits (n, some) are a slice of all classes, `classes` is the number of all classes (0: some), and a target equal
+    to `some` is a class outside the slice.
     """
     counted = target != ignore_index
     onehot = xp.arange(logits.shape[1])[None, :] == xp.where(counted, target, 0)[:, None]
@@ -105,7 +105,7 @@ def cross_entropy_backward(
 
 @kernel(narrow=0)
 def squared_error(xp: Any, y: Any, target: Any) -> float:
-    """Return the sum of (y - target)^2 of two arrays of one shape, added in float64."""
+    """Return the sum of (y - target)^2 for two arrays of equal shape, added in float64."""
     return square_sum.fallback(xp, (y - target).reshape(-1))  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""Normalization along rows and over channels, and their sums."""
+"""Normalization of rows and of channels, and sums over channels."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ __all__ = [
 
 @kernel()
 def layer_norm(xp: Any, x: Any, weight: Any, bias: Any, eps: float) -> tuple[Any, Any, Any]:
-    """Return (x - mean) rstd weight + bias per row of x (rows, features), rstd = 1 / sqrt(var + eps) (Ba et al. 2016).
+    """Return (x - mean) rstd weight + bias for each row of x (rows, features), with rstd = 1 / sqrt(var + eps) (Ba et
+    al. 2016).
 
-    weight, bias: (features,) or None. Returns y, and mean and rstd of shape (rows,), float32 for 16-bit x.
+    weight, bias: (features,) or None. Returns y, mean and rstd; mean and rstd have shape (rows,), and are float32 for
+    16-bit x.
     """
     mean = xp.mean(x, axis=1)
     centred = x - mean[:, None]
@@ -32,7 +34,7 @@ def layer_norm(xp: Any, x: Any, weight: Any, bias: Any, eps: float) -> tuple[Any
 
 @kernel()
 def layer_norm_backward_input(xp: Any, x: Any, weight: Any, mean: Any, rstd: Any, dy: Any) -> Any:
-    """Return rstd (h - mean(h) - n mean(h n)) with h = dy weight and n the normalized row."""
+    """Return rstd (h - mean(h) - n mean(h n)), where h = dy weight and n is the normalized row."""
     n = (x - mean[:, None]) * rstd[:, None]
     h = dy if weight is None else dy * weight
     along = xp.mean(h * n, axis=1)[:, None]
@@ -41,7 +43,8 @@ def layer_norm_backward_input(xp: Any, x: Any, weight: Any, mean: Any, rstd: Any
 
 @kernel(narrow=0, into=("gw", "gb"))
 def layer_norm_backward_params(xp: Any, x: Any, mean: Any, rstd: Any, dy: Any, gw: Any, gb: Any) -> None:
-    """Add sum(dy n) to gw and sum(dy) to gb, over rows; either may be None."""
+    """Add the sum of dy n over rows to gw, and the sum of dy to gb, where n is the normalized row. Either may be
+    None."""
     if gw is not None:
         gw += xp.sum(dy * ((x - mean[:, None]) * rstd[:, None]), axis=0)
     if gb is not None:
@@ -50,9 +53,10 @@ def layer_norm_backward_params(xp: Any, x: Any, mean: Any, rstd: Any, dy: Any, g
 
 @kernel()
 def rms_norm(xp: Any, x: Any, weight: Any, eps: float) -> tuple[Any, Any]:
-    """Return x rstd weight per row of x (rows, features), rstd = 1 / sqrt(mean(x^2) + eps) (Zhang and Sennrich 2019).
+    """Return x rstd weight for each row of x (rows, features), with rstd = 1 / sqrt(mean(x^2) + eps) (Zhang and
+    Sennrich 2019).
 
-    weight: (features,) or None. Returns y, and rstd of shape (rows,), float32 for 16-bit x.
+    weight: (features,) or None. Returns y and rstd; rstd has shape (rows,), and is float32 for 16-bit x.
     """
     rstd = 1.0 / xp.sqrt(xp.mean(xp.square(x), axis=1) + eps)
     y = x * rstd[:, None]
@@ -69,19 +73,19 @@ def rms_norm_backward_input(xp: Any, x: Any, weight: Any, rstd: Any, dy: Any) ->
 
 @kernel(narrow=0, into=("gw",))
 def rms_norm_backward_params(xp: Any, x: Any, rstd: Any, dy: Any, gw: Any) -> None:
-    """Add sum(dy x rstd) over rows to gw."""
+    """Add the sum of dy x rstd over rows to gw."""
     gw += xp.sum(dy * (x * rstd[:, None]), axis=0)
 
 
 @kernel(narrow=0)
 def channel_sums(xp: Any, x: Any) -> Any:
-    """Return the sum of each channel of x (samples, channels, ...), float64."""
+    """Return the sum of each channel of x (samples, channels, ...) in float64."""
     return xp.sum(x, axis=_list_non_channel_dims(x), dtype=np.float64)
 
 
 @kernel(narrow=0)
 def channel_squares(xp: Any, x: Any, mean: Any) -> Any:
-    """Return the sum of (x - mean)^2 of each channel, float64; mean (channels,)."""
+    """Return the sum of (x - mean)^2 of each channel in float64. mean: (channels,)."""
     return xp.sum(xp.square(x - _broadcast_channels(mean, x)), axis=_list_non_channel_dims(x), dtype=np.float64)
 
 
@@ -93,7 +97,7 @@ def channel_affine(xp: Any, x: Any, mean: Any, scale: Any, shift: Any) -> Any:
 
 @kernel(narrow=0)
 def channel_sums_with(xp: Any, dy: Any, x: Any, mean: Any, rstd: Any) -> Any:
-    """Return the sums of dy, then those of dy (x - mean) rstd, of each channel: (2 channels,) float64."""
+    """Return, for each channel, the sums of dy, followed by the sums of dy (x - mean) rstd: (2 channels,) float64."""
     normal = (x - _broadcast_channels(mean, x)) * _broadcast_channels(rstd, x)
     sums = [xp.sum(a, axis=_list_non_channel_dims(x), dtype=np.float64) for a in (dy, dy * normal)]
     return xp.concatenate(sums)
@@ -112,10 +116,10 @@ def batch_norm_scales(
     xp: Any, squares: Any, mean: Any, weight: Any, running_mean: Any, running_var: Any, count: float, eps: float,
     momentum: float,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Return rstd = 1 / sqrt(var + eps) with var = squares / count, and rstd weight, each (channels,) float64.
+    """Return rstd = 1 / sqrt(var + eps), with var = squares / count, and rstd weight; both are (channels,) float64.
 
-    weight, running_mean, running_var: (channels,) or None; the running ones move by `momentum` towards mean and
-    unbiased variance.
+    weight, running_mean, running_var: (channels,) or None. The running statistics are updated in place: they move by
+    the fraction `momentum` towards the mean and the unbiased variance.
     """
     var = squares / max(count, 1.0)
     rstd = 1.0 / xp.sqrt(var + eps)
@@ -130,8 +134,11 @@ def batch_norm_scales(
 
 @kernel(narrow=0)
 def batch_norm_backward_factors(xp: Any, sums: Any, rstd: Any, weight: Any, count: float) -> tuple[Any, Any, Any]:
-    """Return scale, along and across for `channel_norm_backward`, each (channels,) float64, from the sums of
-    `channel_sums_with` over `count` elements, and rstd and weight (or None) of `batch_norm_scales`."""
+    """Return scale, along and across for `channel_norm_backward`, each (channels,) float64.
+
+    sums: result of `channel_sums_with` over `count` elements. rstd: result of `batch_norm_scales`. weight: (channels,)
+    or None.
+    """
     whole = sums / max(count, 1.0)
     scale = rstd if weight is None else rstd * weight
     return scale, whole[: rstd.size], whole[rstd.size :] * rstd
@@ -142,5 +149,5 @@ def _list_non_channel_dims(x: Any) -> tuple[int, ...]:
 
 
 def _broadcast_channels(channels: Any, x: Any) -> Any:
-    """Return one value per channel, in shape and dtype to be combined with x."""
+    """Return the values per channel in a shape and dtype that can be combined with x."""
     return channels.astype(x.dtype, copy=False).reshape(1, -1, *(1,) * (x.ndim - 2))

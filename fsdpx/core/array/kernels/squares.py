@@ -1,4 +1,4 @@
-"""Sums of squares of flat arrays, which decide the norm of a gradient: their bits are the same on each processor."""
+"""Sums of squares of 1-D arrays, from which gradient norms are computed. Their bits are the same on every processor."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from fsdpx.core.array.shapes.flop_counter import iterate_once_counting_all
 __all__ = ["BLOCK", "LANES", "square_sum", "square_sums", "sum_rows_in_lanes"]
 
 BLOCK = 1 << 14  # elements of a partial sum of `square_sum`
-LANES = 64  # partial sums of a block: element i is added to sum i % LANES
-PIECE_ELEMENTS = 1 << 18  # elements converted at a time: the float64 copy stays in cache
+LANES = 64  # number of partial sums of a block: element i is added to sum i % LANES
+PIECE_ELEMENTS = 1 << 18  # elements converted at a time, so that the float64 copy stays in cache
 
 
 @kernel(narrow=0)
 def square_sum(xp: Any, flat: Any) -> float:
-    """Return the sum of squares of a 1-D array in float64: the sums of its blocks of `BLOCK` elements, added in
-    lanes."""
+    """Return the sum of squares of a 1-D array in float64, as the sum of its blocks of `BLOCK` elements."""
     sums = [
         square_sums(xp, flat[start : start + PIECE_ELEMENTS], BLOCK)
         for start in _iterate_block_starts(xp, flat.shape[0], PIECE_ELEMENTS)
@@ -30,10 +29,11 @@ def square_sum(xp: Any, flat: Any) -> float:
 
 @kernel(narrow=0)
 def square_sums(xp: Any, flat: Any, grain: int) -> Any:
-    """Return the sum of squares of each block of `grain` elements of a 1-D array; the last block may be shorter.
+    """Return the sum of squares of each block of `grain` elements of a 1-D array in float64; the last block may be
+    shorter.
 
-    The sums are float64, and their bits are the same in each implementation and on each processor, whatever the width
-    of its vectors: they are added in lanes.
+    The bits are the same in each implementation and on each processor, whatever the width of its vectors, because the
+    elements are added in lanes (see `sum_rows_in_lanes`).
     """
     squares = xp.square(flat.astype(np.float64))
     rows = xp.zeros((-(-squares.size // grain), grain))
@@ -42,15 +42,16 @@ def square_sums(xp: Any, flat: Any, grain: int) -> Any:
 
 
 def _iterate_block_starts(xp: Any, size: int, step: int) -> Iterable[int]:
-    """Return the start of each piece of `step` elements; for shape-only arrays the first one stands for all."""
+    """Return the start of each piece of `step` elements, or for shape-only arrays only the first, which counts for
+    all."""
     if getattr(xp, "holds_no_data", False):
         return iterate_once_counting_all(0, -(-size // step))
     return range(0, size, step)
 
 
 def sum_rows_in_lanes(xp: Any, rows: Any) -> Any:
-    """Return the sum of each row, added in one order: lane k adds the elements k, k + LANES, k + 2 LANES, ... one after
-    the other, and the upper half of the lanes is added to the lower half until one is left."""
+    """Return the sum of each row, added in a fixed order. Lane k adds the elements k, k + LANES, k + 2 LANES, ... in
+    turn; then the upper half of the lanes is added to the lower half until one lane is left."""
     lanes = xp.zeros((rows.shape[0], LANES))
     for start in _iterate_block_starts(xp, rows.shape[1], LANES):
         some = rows[:, start : start + LANES]
