@@ -34,7 +34,7 @@ __all__ = [
     "collate",
     "hash_first_sample",
     "make_file_mapper",
-    "map_array",
+    "memory_map_array",
     "python_stdlib_folder",
 ]  # fmt: skip
 
@@ -83,7 +83,7 @@ class WindowDataset(ABC):
     dtype: np.dtype[Any]
 
     @abstractmethod
-    def _read(self, start: int, out: np.ndarray) -> None:
+    def _read_into(self, start: int, out: np.ndarray) -> None:
         """Fill `out` with the elements from `start` on."""
 
     @abstractmethod
@@ -99,7 +99,7 @@ class WindowDataset(ABC):
         """Return the windows at `indices` `(k,)`: x, y, each `(k, seq_len)`; k may be 0."""
         rows = np.empty((len(indices), self.seq_len + 1), self.dtype)
         for row, i in zip(rows, indices, strict=True):
-            self._read(int(i) * self.seq_len, row)
+            self._read_into(int(i) * self.seq_len, row)
         return np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
 
 
@@ -123,7 +123,7 @@ class TokenDataset(WindowDataset):
             raise ConfigError(f"TokenDataset(seq_len={seq_len!r}): a whole number of tokens, 1 or more, is needed")
         self.path, self.seq_len = expanduser(path), seq_len
         try:
-            self.tokens = map_array(self.path, to_numpy_dtype("TokenDataset", dtype))
+            self.tokens = memory_map_array(self.path, to_numpy_dtype("TokenDataset", dtype))
         except (OSError, ValueError) as error:
             raise DataError(f"TokenDataset: {describe_read_error(error, path)}") from error
         if self.tokens.ndim != 1 or self.tokens.dtype.kind not in "iu":
@@ -137,7 +137,7 @@ class TokenDataset(WindowDataset):
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.seq_len
 
-    def _read(self, start: int, out: np.ndarray) -> None:
+    def _read_into(self, start: int, out: np.ndarray) -> None:
         found = self.tokens[start : start + len(out)]
         out[...] = found
         if (odd := np.flatnonzero(out != found)).size:
@@ -148,7 +148,7 @@ class TokenDataset(WindowDataset):
         return f"TokenDataset({self.path.name}, {len(self.tokens):,} tokens, seq_len={self.seq_len})"
 
 
-def map_array(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
+def memory_map_array(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
     """Return the memory map of a `.npy` file, or of raw numbers of `dtype`; raise OSError or ValueError if it cannot be
     mapped."""
     with open_file(path, ours=False) as file:
@@ -260,7 +260,7 @@ def hash_first_sample(dataset: Any) -> int | None:
         sample = dataset[0] if take is None else take(np.array([0]))
     except Exception:  # the loader raises it again, with its location, if it reads this sample
         return None
-    parts = [a for a in map(_to_array, _iterate_leaves(sample)) if a is not None and a.dtype.kind in "biufcSU"]
+    parts = [a for a in map(_to_array_or_none, _iterate_leaves(sample)) if a is not None and a.dtype.kind in "biufcSU"]
     texts = [f"{a.dtype}{a.shape}".encode() + np.ascontiguousarray(a).tobytes() for a in parts]
     return zlib.crc32(b"".join(texts)) if texts else None
 
@@ -274,7 +274,7 @@ def _iterate_leaves(sample: Any) -> Iterator[Any]:
             yield from _iterate_leaves(one)
 
 
-def _to_array(value: Any) -> np.ndarray | None:
+def _to_array_or_none(value: Any) -> np.ndarray | None:
     try:
         return np.asarray(value)
     except (TypeError, ValueError, RuntimeError):  # a sample may hold anything; other objects are left out of the hash
@@ -352,7 +352,7 @@ class TextDataset(WindowDataset):
     def __len__(self) -> int:
         return (self.nbytes - 1) // self.seq_len
 
-    def _read(self, start: int, out: np.ndarray) -> None:
+    def _read_into(self, start: int, out: np.ndarray) -> None:
         """Fill `out` with bytes [start, start + len(out)) of the split."""
         at, done = bisect_right(self._ends, start), 0
         while done < len(out):
@@ -403,22 +403,22 @@ def _walk_folder(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
     return sorted((f for f in found if f.is_file()), key=lambda f: f.relative_to(root).as_posix())
 
 
-def _select_split(whole: Sequence[Piece], validation: bool, fraction: float) -> list[Piece]:
+def _select_split(files: Sequence[Piece], validation: bool, fraction: float) -> list[Piece]:
     """Return one side of the split: the last `fraction` of each of up to 16 stretches, or the rest of each."""
-    total = sum(stop - start for _, start, stop in whole)
+    total = sum(stop - start for _, start, stop in files)
     count = min(MAX_STRETCHES, max(1, total // STRETCH_BYTES))
     pieces: list[Piece] = []
     for i in range(count):
         start, stop = total * i // count, total * (i + 1) // count
         edge = stop - int((stop - start) * fraction)
-        pieces += _iterate_pieces(whole, edge, stop) if validation else _iterate_pieces(whole, start, edge)
+        pieces += _clip_pieces(files, edge, stop) if validation else _clip_pieces(files, start, edge)
     return pieces
 
 
-def _iterate_pieces(whole: Sequence[Piece], low: int, high: int) -> Iterator[Piece]:
+def _clip_pieces(files: Sequence[Piece], low: int, high: int) -> Iterator[Piece]:
     """Yield the pieces of files that hold bytes [low, high) of the concatenated files."""
     at = 0
-    for file, _, size in whole:
+    for file, _, size in files:
         start, stop = max(low - at, 0), min(high - at, size)
         if start < stop:
             yield file, start, stop

@@ -104,7 +104,7 @@ class DistributedSampler:
                 "equal "
                 f"chunks; the next that does is {-(-self.batch // self.reproducible_chunks) * self.reproducible_chunks}"
             )
-        if self._count_rows(0) == 0:
+        if self._count_batch_samples(0) == 0:
             raise DataError(
                 f"DistributedSampler: {self.n} samples do not give one global batch of {self.batch} "
                 f"(drop_last={self.drop_last}, reproducible_chunks={self.reproducible_chunks})"
@@ -153,8 +153,8 @@ class DistributedSampler:
             one per step
         """
         order = self.get_order(epoch)
-        while rows := self._count_rows(position):
-            low, high = self._get_bounds(rows)
+        while rows := self._count_batch_samples(position):
+            low, high = self._get_rank_bounds(rows)
             after = position + self.batch
             yield BatchShard(order[position + low : position + high], rows, min(after, self.n))
             position = after
@@ -176,11 +176,11 @@ class DistributedSampler:
 
     def iterate_batches(self) -> Iterator[np.ndarray]:
         """Yield this rank's indices, one array per step; the array of a short batch may be empty."""
-        under_way = self.begin_pass()
-        for share in self.iterate_shards(under_way.epoch, under_way.position):
-            under_way.advance_to(share.position_after)
+        epoch_pass = self.begin_pass()
+        for share in self.iterate_shards(epoch_pass.epoch, epoch_pass.position):
+            epoch_pass.advance_to(share.position_after)
             yield share.indices
-        under_way.end_epoch()
+        epoch_pass.end_epoch()
 
     def __iter__(self) -> Iterator[int]:
         for indices in self.iterate_batches():
@@ -189,19 +189,19 @@ class DistributedSampler:
     def __len__(self) -> int:
         """Return the number of samples that this rank gets in an epoch."""
         whole, rest = divmod(self.n, self.batch)
-        low, high = self._get_bounds(self.batch)
-        low_rest, high_rest = self._get_bounds(self._count_rows(self.n - rest))
+        low, high = self._get_rank_bounds(self.batch)
+        low_rest, high_rest = self._get_rank_bounds(self._count_batch_samples(self.n - rest))
         return whole * (high - low) + high_rest - low_rest
 
     @property
     def step_count(self) -> int:
         """Number of global batches in an epoch."""
         whole, rest = divmod(self.n, self.batch)
-        return whole + (self._count_rows(self.n - rest) > 0)
+        return whole + (self._count_batch_samples(self.n - rest) > 0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return epoch and position, the same on every rank and valid at any number of ranks."""
-        over = self._count_rows(self.position) == 0
+        over = self._count_batch_samples(self.position) == 0
         epoch, position = (self.epoch + 1, 0) if over else (self.epoch, self.position)
         n = {} if self.uneven else {"n": self.n}
         return {"epoch": epoch, "position": position, **n, "seed": self.seed, "shuffle": self.shuffle}
@@ -232,28 +232,28 @@ class DistributedSampler:
             raise DataError(f"position {position} lies behind the {self.n} samples of an epoch")
         self.epoch, self.position, self._resume, self._pass = epoch, position, True, None
 
-    def is_following(self, one: EpochPass) -> bool:
+    def is_advanced_by(self, epoch_pass: EpochPass) -> bool:
         """Return whether this pass advances `epoch` and `position`.
 
         Parameters
         ----------
-        one : a pass of `begin_pass`
+        epoch_pass : a pass of `begin_pass`
 
         Returns
         -------
         bool
             True for the pass that began first of those in progress
         """
-        return self._pass is not None and self._pass() is one
+        return self._pass is not None and self._pass() is epoch_pass
 
-    def _count_rows(self, position: int) -> int:
+    def _count_batch_samples(self, position: int) -> int:
         """Return the number of samples of the global batch that starts at `position`, 0 if there is none."""
         rows = max(min(self.batch, self.n - position), 0)
         if rows < self.batch:
             rows = 0 if self.drop_last else rows - rows % (self.reproducible_chunks or 1)
         return rows
 
-    def _get_bounds(self, rows: int) -> tuple[int, int]:
+    def _get_rank_bounds(self, rows: int) -> tuple[int, int]:
         """Return (start, stop) of this rank's slice of a global batch of `rows` samples."""
         pieces = self.reproducible_chunks or rows
         length = rows // self.reproducible_chunks if self.reproducible_chunks else 1
@@ -270,14 +270,14 @@ class EpochPass:
         self.epoch, self.position, self.is_open = epoch, position, True
         self._sampler = sampler
 
-    def advance_to(self, after: int) -> None:
-        """Record that a batch was handed out, which ends at position `after`."""
-        if self._sampler.is_following(self):
-            self._sampler.position = after
+    def advance_to(self, position: int) -> None:
+        """Record that a batch was handed out, which ends at `position`."""
+        if self._sampler.is_advanced_by(self):
+            self._sampler.position = position
 
     def end_epoch(self) -> None:
         """End the pass: the sampler moves to the start of the next epoch."""
-        if self._sampler.is_following(self):
+        if self._sampler.is_advanced_by(self):
             self._sampler.epoch, self._sampler.position = self.epoch + 1, 0
         self.is_open = False
 
@@ -300,17 +300,17 @@ def _get_rank_and_size(comm: Any, rank: int | None, size: int | None) -> tuple[i
     return rank, size
 
 
-def _require_int(name: str, value: Any, least: int) -> int:
+def _require_int(name: str, value: Any, minimum: int) -> int:
     try:
         number = index(value)
     except TypeError:
-        number = least - 1
-    if number < least or isinstance(value, bool):
-        raise ConfigError(f"DistributedSampler({name}={value!r}): a whole number, {least} or more, is needed")
+        number = minimum - 1
+    if number < minimum or isinstance(value, bool):
+        raise ConfigError(f"DistributedSampler({name}={value!r}): a whole number, {minimum} or more, is needed")
     return number
 
 
-def _has_samples(dataset: Any) -> bool:
+def _has_indexed_samples(dataset: Any) -> bool:
     """Return whether a dataset has numbered samples: False for a generator, a dict of arrays, or a tuple of arrays
     whose shapes would not stack."""
     if isinstance(dataset, tuple) and len({getattr(one, "shape", None) for one in dataset}) > 1:
@@ -352,7 +352,7 @@ def _fill_queue(source: Iterator[Any], channel: _Channel) -> None:
         put_item("error", error)
 
 
-def _stop_thread(channel: _Channel) -> None:
+def _signal_thread_stop(channel: _Channel) -> None:
     channel.stopped = True  # without a lock: garbage collection may run this in any thread
 
 
@@ -365,7 +365,7 @@ class Prefetch:
     def __init__(self, source: Iterator[Any], depth: int, name: str) -> None:
         self._channel = _Channel(Queue(depth))
         self._thread = threading.Thread(target=_fill_queue, args=(source, self._channel), name=name, daemon=True)
-        self._finalizer = weakref.finalize(self, _stop_thread, self._channel)
+        self._finalizer = weakref.finalize(self, _signal_thread_stop, self._channel)
         self._thread.start()
 
     def __iter__(self) -> Prefetch:
@@ -433,7 +433,7 @@ class DataLoader:
         transform: Callable[[Any], Any] | None = None,
         prefetch: int = 2,
     ) -> None:
-        if not _has_samples(dataset):
+        if not _has_indexed_samples(dataset):
             raise ConfigError(
                 f"DataLoader({type(dataset).__name__}): a dataset with len() and samples [i] is needed; of arrays make "
                 "one by data.ArrayDataset(x, y)"
@@ -462,7 +462,7 @@ class DataLoader:
                 "size": size,
                 "reproducible_chunks": reproducible_chunks,
             }
-            _check_unused(given, shuffle, seed, drop_last)
+            _require_no_sampler_options(given, shuffle, seed, drop_last)
             if sampler.n != len(dataset):
                 raise ConfigError(f"DataLoader: the sampler is of {sampler.n} samples, the dataset has {len(dataset)}")
         self.dataset, self.sampler, self.prefetch = dataset, sampler, prefetch
@@ -494,7 +494,7 @@ class DataLoader:
         return self.sampler.step_count
 
     def __iter__(self) -> Iterator[Any]:
-        return self._iterate(self.sampler.begin_pass())
+        return self._start_iteration(self.sampler.begin_pass())
 
     def hash_first_sample(self) -> int | None:
         """Return a hash of the first sample, see `fsdpx.data.dataset.hash_first_sample`."""
@@ -503,10 +503,10 @@ class DataLoader:
     def iterate_independently(self) -> Iterator[Any]:
         """Return an iterator over the batches of the current epoch from its start, without changing the loader's
         position."""
-        return self._iterate(EpochPass(self.sampler, self.epoch, 0))
+        return self._start_iteration(EpochPass(self.sampler, self.epoch, 0))
 
-    def _iterate(self, under_way: EpochPass) -> Iterator[Any]:
-        iteration = _EpochIterator(self, under_way)
+    def _start_iteration(self, epoch_pass: EpochPass) -> Iterator[Any]:
+        iteration = _EpochIterator(self, epoch_pass)
         self._running.add(iteration)
         return iteration
 
@@ -570,9 +570,9 @@ class DataLoader:
 class _EpochIterator:
     """An iteration over one epoch. Advances the sampler's position as the consumer receives batches."""
 
-    def __init__(self, loader: DataLoader, under_way: EpochPass) -> None:
-        self._pass = under_way
-        source = _iterate_batches(loader, self._pass.epoch, self._pass.position)
+    def __init__(self, loader: DataLoader, epoch_pass: EpochPass) -> None:
+        self._pass = epoch_pass
+        source = _iterate_batches_with_positions(loader, self._pass.epoch, self._pass.position)
         name = f"fsdpx loader (rank {loader.sampler.rank})"
         self._source: Any = Prefetch(source, loader.prefetch, name) if loader.prefetch else source
 
@@ -598,7 +598,7 @@ class _EpochIterator:
         self._source.close()
 
 
-def _iterate_batches(loader: DataLoader, epoch: int, position: int) -> Iterator[tuple[Any, int]]:
+def _iterate_batches_with_positions(loader: DataLoader, epoch: int, position: int) -> Iterator[tuple[Any, int]]:
     """Yield (batch, position after it) from `position` to the end of an epoch."""
     sampler = loader.sampler
     for share in sampler.iterate_shards(epoch, position):
@@ -618,7 +618,7 @@ def _require_batch_size(batch_size: Any) -> int:
     return index(batch_size)
 
 
-def _check_unused(given: dict[str, Any], shuffle: bool, seed: int, drop_last: bool) -> None:
+def _require_no_sampler_options(given: dict[str, Any], shuffle: bool, seed: int, drop_last: bool) -> None:
     """Raise ConfigError if an option is given that the sampler already determines."""
     names = [name for name, value in given.items() if value is not None]
     names += [n for n, v in {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}.items() if v]

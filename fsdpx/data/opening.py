@@ -15,18 +15,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpx.core.base.safe_files import describe_read_error, open_file
-from fsdpx.data.dataset import map_array
+from fsdpx.data.dataset import memory_map_array
 from fsdpx.errors import ConfigError, DataError, FsdpxError, install_hint
 
 __all__ = [
     "ExternalLink",
-    "find_array",
     "is_single_array",
     "iterate_members",
     "make_data_error",
-    "name_file_in_errors",
+    "naming_file_in_errors",
+    "open_array",
     "open_fields",
-    "require_local_data",
+    "require_readable_array",
 ]
 
 _SIGNATURES = {
@@ -53,7 +53,7 @@ def open_fields(path: Path) -> Any:
     """Return the open container of a file's fields, a group by name; a dict for a single array or a folder of
     arrays."""
     if path.suffix == ".npy":
-        return {path.stem: map_array(path, np.dtype(np.uint8))}
+        return {path.stem: memory_map_array(path, np.dtype(np.uint8))}
     if path.is_dir():
         return _open_zarr(path)
     library, file = _import_library("h5py", path), open_file(path, ours=False)  # its reads release the GIL
@@ -110,7 +110,7 @@ def _explain_unreadable(path: Path, file: Any, known: str) -> str:
     return f"this is a zip archive, which is not read by parts: unpack it, by unzip {name} -d {into}"
 
 
-def find_array(path: Path, root: Any, inside: str) -> Any:
+def open_array(path: Path, root: Any, inside: str) -> Any:
     """Return a dataset that is read by indexing.
 
     A contiguous dataset of HDF5 is memory-mapped: h5py would need one Python call per row to read a part with short
@@ -135,7 +135,7 @@ def _import_library(name: str, path: Path) -> Any:
 
 
 @contextmanager
-def name_file_in_errors(path: Path, what: str = "") -> Iterator[None]:
+def naming_file_in_errors(path: Path, what: str = "") -> Iterator[None]:
     """Turn errors of reading inside the context into a DataError that names the file."""
     try:
         yield
@@ -177,7 +177,7 @@ def _follow_link(node: Any, path: str, links: int) -> Any:
         if link is None:
             return ExternalLink(f"is a link to {path!r}, where nothing is")
         if kind == "ExternalLink":
-            return ExternalLink(_describe_external([link.filename]))
+            return ExternalLink(_describe_external_files([link.filename]))
         if kind == "HardLink":
             node = node[part]
         elif links == 0 or kind != "SoftLink":
@@ -187,27 +187,27 @@ def _follow_link(node: Any, path: str, links: int) -> Any:
     return node
 
 
-def _describe_external(names: Iterable[str]) -> str:
+def _describe_external_files(names: Iterable[str]) -> str:
     files = ", ".join(sorted(set(names)))
     return f"lies in another file, {files}, which is not opened: copy it into this one, or leave it out by fields="
 
 
-def require_local_data(path: Path, name: str, array: Any) -> None:
+def require_readable_array(path: Path, name: str, array: Any) -> None:
     """Raise DataError unless all data of an array is in the file itself and can be decompressed."""
     why = ""
     if isinstance(array, ExternalLink):
         why = array.why
     elif getattr(array, "is_virtual", False):
-        why = _describe_external(source.file_name for source in array.virtual_sources())
+        why = _describe_external_files(source.file_name for source in array.virtual_sources())
     elif external := getattr(array, "external", None):
-        why = _describe_external(part[0] for part in external)
+        why = _describe_external_files(part[0] for part in external)
     elif hasattr(getattr(array, "id", None), "get_create_plist"):
-        why = _find_lacking_filter(path, array)
+        why = _describe_missing_filter(path, array)
     if why:
         raise make_data_error(path, f"{name!r} {why}")
 
 
-def _find_lacking_filter(path: Path, array: Any) -> str:
+def _describe_missing_filter(path: Path, array: Any) -> str:
     """Return the reason, as the end of a sentence, if an HDF5 dataset is compressed by a filter that is not installed;
     else ""."""
     is_here, plist = _import_library("h5py", path).h5z.filter_avail, array.id.get_create_plist()

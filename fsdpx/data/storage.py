@@ -68,20 +68,20 @@ def find_storage_format(path: Path, array: Any) -> StorageFormat | None:
     the library's default; in Zarr format 2 written by xarray, by the `fill_value` of the array; and by lying outside
     `valid_range`, or `valid_min` and `valid_max`. All of them are compared with the numbers as stored."""
     attributes, stored = getattr(array, "attrs", {}), np.dtype(array.dtype)
-    kind = _read_as(stored, _decode_text(attributes.get("_Unsigned")))
-    named = [value for name in ("_FillValue", "missing_value") for value in _get_numbers(attributes, name)]
+    kind = _resolve_integer_dtype(stored, _decode_text(attributes.get("_Unsigned")))
+    named = [value for name in ("_FillValue", "missing_value") for value in _parse_number_attribute(attributes, name)]
     found = [
         _cast_number(value, stored, kind)
         for value in [*named, *_iterate_default_fill_values(path, array, attributes, stored, kind)]
     ]
     missing = tuple(value for value in found if value is not None and not np.isnan(value))
-    limits = _get_numbers(attributes, "valid_range")
+    limits = _parse_number_attribute(attributes, "valid_range")
     low, high = (
-        limits if len(limits) == 2 else (_get_first_number(attributes, name) for name in ("valid_min", "valid_max"))
+        limits if len(limits) == 2 else (_parse_first_number(attributes, name) for name in ("valid_min", "valid_max"))
     )
     factor, offset = (
-        _get_first_number(attributes, "scale_factor", 1.0),
-        _get_first_number(attributes, "add_offset", 0.0),
+        _parse_first_number(attributes, "scale_factor", 1.0),
+        _parse_first_number(attributes, "add_offset", 0.0),
     )
     made = StorageFormat(
         kind, missing, _cast_number(low, stored, kind), _cast_number(high, stored, kind), float(factor), float(offset)
@@ -89,7 +89,7 @@ def find_storage_format(path: Path, array: Any) -> StorageFormat | None:
     return None if made == StorageFormat(stored, (), None, None, 1.0, 0.0) else made
 
 
-def _read_as(stored: np.dtype, unsigned: str) -> np.dtype:
+def _resolve_integer_dtype(stored: np.dtype, unsigned: str) -> np.dtype:
     """Return the integer dtype that is meant: NetCDF's classic model has only signed integers, and marks unsigned ones
     by an attribute."""
     meant = {("i", "true"): "u", ("u", "false"): "i"}.get((stored.kind, unsigned.lower()))
@@ -103,13 +103,13 @@ def _iterate_default_fill_values(
     if getattr(getattr(array, "metadata", None), "zarr_format", None) == 2 and _DIMENSIONS in attributes:
         if array.fill_value is not None:
             yield np.asarray(array.fill_value).item()
-    elif hasattr(array, "file") and kind == stored and not _get_numbers(attributes, "_FillValue"):
+    elif hasattr(array, "file") and kind == stored and not _parse_number_attribute(attributes, "_FillValue"):
         of_netcdf = path.suffix.lower() in _SUFFIXES or "_NCProperties" in array.file.attrs
         if of_netcdf and (value := NETCDF_FILL.get(stored.str[1:])) is not None:
             yield value
 
 
-def _get_numbers(attributes: Mapping[str, Any], name: str) -> list[int | float]:
+def _parse_number_attribute(attributes: Mapping[str, Any], name: str) -> list[int | float]:
     """Return the numbers of an attribute.
 
     Text is parsed: JSON has no NaN, and xarray writes a number into Zarr format 3 as its eight bytes. Other values are
@@ -123,8 +123,8 @@ def _get_numbers(attributes: Mapping[str, Any], name: str) -> list[int | float]:
     return found
 
 
-def _get_first_number(attributes: Mapping[str, Any], name: str, without: float | None = None) -> Any:
-    return next(iter(_get_numbers(attributes, name)), without)
+def _parse_first_number(attributes: Mapping[str, Any], name: str, without: float | None = None) -> Any:
+    return next(iter(_parse_number_attribute(attributes, name)), without)
 
 
 def _decode_text(value: Any) -> str:

@@ -68,7 +68,7 @@ class SupervisedDataset:
         self.left_out = self.messages = self.texts = 0
         written: Any = template or (lambda role, content: (f"{role}: ", f"{content}\n"))
         found = []
-        for where, line in _iterate_lines(self.path):
+        for where, line in _iterate_json_lines(self.path):
             tokens, learnt = self._truncate(self._encode_line(line, encode, written, where), where)
             if learnt[1:].any():
                 found.append((tokens, learnt))
@@ -127,7 +127,7 @@ class SupervisedDataset:
             raise DataError(f"{where}: a token does not fit into 32 bits: {error}") from error
 
 
-def _iterate_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _iterate_json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield (position for errors, object) for each JSON line. Only a line feed ends a line: other separators are part
     of texts."""
     try:
@@ -135,12 +135,12 @@ def _iterate_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             for n, line in enumerate(file, 1):
                 data = line.replace(BOM_UTF8, b"   ") if n == 1 and line.startswith(BOM_UTF8) else line
                 if data.strip():
-                    yield f"{path}, line {n}", _parse_object(path, data, n)
+                    yield f"{path}, line {n}", _parse_json_object(path, data, n)
     except OSError as error:
         raise DataError(describe_read_error(error, path)) from error
 
 
-def _parse_object(path: Path, data: bytes, n: int) -> Mapping[str, Any]:
+def _parse_json_object(path: Path, data: bytes, n: int) -> Mapping[str, Any]:
     try:
         found = parse_json(data)
     except ValueError as error:

@@ -24,7 +24,7 @@ from fsdpx import data, models, nn, optim
 from fsdpx.core.base.config import resolve_precision as precision_of
 from fsdpx.errors import ConfigError, install_hint
 from fsdpx.examples._cli import run_main
-from fsdpx.models.tokenizer_files import get_end_tokens, load_tokenizer
+from fsdpx.models.tokenizer_files import load_tokenizer, read_end_tokens
 
 VOCAB, SEQ_LEN = 512, 64
 END = "<|end|>"
@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError("give a folder and data, or neither of them")
     comm = fsdpx.init()
     tokenizer = train_tokenizer(comm) if args.folder is None else load_tokenizer(args.folder)
-    ends = [tokenizer.token_to_id(END)] if args.folder is None else get_end_tokens(args.folder)
+    ends = [tokenizer.token_to_id(END)] if args.folder is None else read_end_tokens(args.folder)
     if not ends:
         raise ConfigError(
             f"{args.folder}: neither generation_config.json nor config.json has an eos_token_id, with which answers "

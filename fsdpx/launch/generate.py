@@ -11,7 +11,7 @@ from fsdpx.core.trainer.distribute import distribute
 from fsdpx.core.trainer.initialize import init
 from fsdpx.models import from_pretrained
 from fsdpx.models.generation.terminal import TerminalStream
-from fsdpx.models.tokenizer_files import get_end_tokens, load_tokenizer
+from fsdpx.models.tokenizer_files import load_tokenizer, read_end_tokens
 
 __all__ = ["add_options", "generate"]
 
@@ -54,13 +54,11 @@ def generate(args: argparse.Namespace) -> int:
         model, loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.0), comm=comm, strategy=args.strategy,
         mesh=None if args.mesh is None else Mesh.parse(args.mesh), precision=args.precision,
     )  # fmt: skip
-    printed = TerminalStream(
-        tokenizer.decode, lambda text: print(text, end="", flush=True) if comm.rank == 0 else None
-    )
+    printed = TerminalStream(tokenizer.decode, lambda text: print(text, end="", flush=True) if comm.rank == 0 else None)
     printed.write(args.prompt)
     trainer.generate(
         tokenizer.encode(args.prompt).ids, args.max_new_tokens, temperature=args.temperature, top_k=args.top_k,
-        top_p=args.top_p, repetition_penalty=args.repetition_penalty, seed=args.seed, stop=get_end_tokens(args.folder),
+        top_p=args.top_p, repetition_penalty=args.repetition_penalty, seed=args.seed, stop=read_end_tokens(args.folder),
         stream=printed,
     )  # fmt: skip
     printed.finish_line()

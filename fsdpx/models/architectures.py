@@ -20,7 +20,7 @@ from fsdpx.models.fields import (
     WORD,
     ConfigField,
     ValueKind,
-    check_fields,
+    get_valid_fields,
     shorten_value,
 )
 from fsdpx.models.fields import (
@@ -96,14 +96,14 @@ class Architecture:
                     "nowhere "
                     "here; take it out of the file if the model is the same without it"
                 )
-        return check_fields(values, self.fields, where, parts)
+        return get_valid_fields(values, self.fields, where, parts)
 
-    def source_names(self, name: str, rows: int) -> tuple[str, ...]:
+    def get_names_in_files(self, name: str, rows: int) -> tuple[str, ...]:
         """Return the names of a parameter in the files: of one tensor, or of one for each of its `rows`."""
-        found = self._source_pattern(name)
+        found = self._get_name_pattern_in_files(name)
         return tuple(found.replace("#", str(row)) for row in range(rows)) if "#" in found else (found,)
 
-    def _source_pattern(self, name: str) -> str:
+    def _get_name_pattern_in_files(self, name: str) -> str:
         for ours, theirs in self.names.items():
             pattern = re.escape(ours).replace(r"\*", r"(\d+)") + ("(.*)" if ours.endswith(".") else "")
             if match := re.fullmatch(pattern, name):
@@ -112,7 +112,7 @@ class Architecture:
                 return (theirs.replace("*", groups[0]) if groups else theirs) + rest
         raise ConfigError(f"{name} has no name in the files of this architecture")
 
-    def is_transposed(self, name: str) -> bool:
+    def is_stored_transposed(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.transposed)
 
     def is_unused(self, name: str) -> bool:
@@ -154,7 +154,7 @@ def _parse_rope(c: Config) -> tuple[float, dict[str, Any] | None]:
             raise ConfigError(
                 f"config.json: {name}={shorten_value(value)} of rotary positions is computed nowhere here"
             )
-    rope = check_fields(given, ROPE, "config.json, rotary positions", 0)
+    rope = get_valid_fields(given, ROPE, "config.json, rotary positions", 0)
     theta, kind = rope.pop("rope_theta"), rope.pop("rope_type") or rope.pop("type") or "default"
     theta = c["rope_theta"] if theta is None else theta
     if kind == "default":

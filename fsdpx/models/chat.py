@@ -85,13 +85,13 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Message], tools: Any, prompt: bool = False) -> str:
         plain = [{key: value for key, value in one.items() if value is not None} for one in messages]
         given = {"messages": plain, "tools": tools, "documents": None, "add_generation_prompt": prompt, **self.names}
-        process = self._get_process()
+        process = self._get_or_start_process()
         try:
             return process.request_text({"given": given})
         except (TypeError, ValueError, RecursionError, TemplateError) as error:  # from json.dumps, or the template
             raise DataError(f"{self.where} does not take it: {error}") from error
 
-    def _get_process(self) -> TemplateProcess:
+    def _get_or_start_process(self) -> TemplateProcess:
         """Return this process's template process; start a new one if the template has ended the last."""
         found = vars(self).get("_started")
         if found is None or not found.is_alive():
@@ -133,7 +133,7 @@ class TemplateProcess:
             env=environment.copy_without_rank_variables(), text=True, encoding="ascii",
         )  # fmt: skip
         self._owner, self._lock = os.getpid(), threading.Lock()
-        self._end = weakref.finalize(self, _end_process, self._child, self._owner)
+        self._end = weakref.finalize(self, _kill_process, self._child, self._owner)
 
     def is_alive(self) -> bool:
         """Return whether the process runs and belongs to this process; a forked child must not use its parent's
@@ -152,7 +152,7 @@ class TemplateProcess:
             answer = child.stdout.readline()
         if not answer.endswith("\n"):
             self.stop()
-            raise TemplateError(_explain_status(child.returncode))
+            raise TemplateError(_explain_exit_status(child.returncode))
         found = json.loads(answer)
         if "error" in found:
             raise TemplateError(found["error"])
@@ -163,13 +163,13 @@ class TemplateProcess:
         self._end()
 
 
-def _explain_status(status: int) -> str:
+def _explain_exit_status(status: int) -> str:
     if -status == getattr(signal, "SIGPROF", 0):
         return f"it takes more than {SECONDS:g} s"
     return f"its process ended with status {status}"
 
 
-def _end_process(child: subprocess.Popen[str], owner: int) -> None:
+def _kill_process(child: subprocess.Popen[str], owner: int) -> None:
     """Kill the child and wait for it; do nothing in a forked process that did not start it."""
     if os.getpid() == owner:
         with suppress(BrokenPipeError), child:  # leaving the context waits until the child has ended

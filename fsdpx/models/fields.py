@@ -11,7 +11,7 @@ from fsdpx.errors import ConfigError
 
 __all__ = [
     "COUNT", "FLAG", "HARMLESS", "NEEDED", "NUMBER", "OBJECT", "PARTS", "PLAIN", "WORD", "ConfigField", "ValueKind",
-    "check_fields", "shorten_value",
+    "get_valid_fields", "shorten_value",
 ]  # fmt: skip
 
 MAX_COUNT = 2**31 - 1
@@ -77,7 +77,7 @@ HARMLESS = frozenset(
 and settings of text generation."""
 
 
-def check_fields(
+def get_valid_fields(
     config: Mapping[str, Any], fields: Mapping[str, ConfigField], where: str, parts: int
 ) -> dict[str, Any]:
     """Return the values of these fields, with defaults for missing ones; raise ConfigError for an invalid value.

@@ -132,7 +132,7 @@ def _build_model(tensors: Tensors, options: Mapping[str, Any]) -> Container:
         found = next((name for name in tensors if name.endswith(project.marker_name)), None)
         if found is not None:
             prefix = found.removesuffix(project.marker_name)
-            return _with_initial_values(
+            return _build_model_with_values(
                 project, {_remove_prefix(name, prefix): a for name, a in tensors.items()}, options
             )
     marks = ", ".join(project.marker_name for project in PROJECTS)
@@ -166,7 +166,7 @@ def _remove_prefix(name: str, prefix: str) -> str:
     return name.removeprefix(prefix)
 
 
-def _with_initial_values(project: Project, tensors: Tensors, options: Mapping[str, Any]) -> Container:
+def _build_model_with_values(project: Project, tensors: Tensors, options: Mapping[str, Any]) -> Container:
     """Return the model with initial values from the tensors; raise CheckpointError if tensors are missing or left
     over."""
     kept = {n: a for n, a in tensors.items() if not any(fnmatchcase(n, pattern) for pattern in project.unused)}
@@ -176,17 +176,17 @@ def _with_initial_values(project: Project, tensors: Tensors, options: Mapping[st
         raise CheckpointError(f"from_state_dict: missing: {error.args[0]}") from None
     table = Architecture(project.make_model, {**project.names, **{f"{n}.": f"{n}." for n in model.children()}})
     specs = {name: spec.shape for name, spec in parameter_specs(linearize(model)).items()}
-    theirs = {name: table.source_names(name, 1)[0] for name in specs}
+    theirs = {name: table.get_names_in_files(name, 1)[0] for name in specs}
     missing = [other for other in theirs.values() if other not in kept]
     extra = sorted(kept.keys() - set(theirs.values()))
     texts = [f"{what}: {', '.join(n[:5])}" for what, n in (("missing", missing), ("not in the model", extra)) if n]
     if texts:
         raise CheckpointError(f"from_state_dict: {'; '.join(texts)}")
-    model.initial = {name: _make_initial_values(other, kept[other], specs[name]) for name, other in theirs.items()}
+    model.initial = {name: _make_initializer(other, kept[other], specs[name]) for name, other in theirs.items()}
     return model
 
 
-def _make_initial_values(name: str, array: np.ndarray, shape: tuple[int, ...]) -> ArrayInitializer:
+def _make_initializer(name: str, array: np.ndarray, shape: tuple[int, ...]) -> ArrayInitializer:
     """Return the initializer of a parameter from a tensor, in the parameter's shape; complex numbers become pairs."""
     pairs = _view_as_real(array)
     if [n for n in pairs.shape if n != 1] != [n for n in shape if n != 1]:
@@ -208,7 +208,7 @@ def _build_unet(tensors: Tensors, *, transposed: bool | None = None, **options: 
     return UNet(first.shape[1], outputs, **given)
 
 
-def _last_mode_count(modes: int) -> int:
+def _compute_last_n_modes(modes: int) -> int:
     """Return `n_modes` for this number of stored modes in the last dim."""
     return max(2 * (modes - 1), 1)
 
@@ -222,12 +222,12 @@ def _build_fno(tensors: Tensors, *, positions: bool = True) -> Container:
     layers = sum(name.startswith("fno_blocks.convs.") and name.endswith(".weight.tensor") for name in tensors)
     inputs = lifting.shape[1] - (len(modes) + 1) * positions
     return FNO(
-        inputs, projection.shape[0], (*modes, _last_mode_count(last)), spectral.shape[0], layers, lifting.shape[0],
+        inputs, projection.shape[0], (*modes, _compute_last_n_modes(last)), spectral.shape[0], layers, lifting.shape[0],
         projection.shape[1], inside.shape[0], positions,
     )  # fmt: skip
 
 
-def _join_corners(tensors: Tensors) -> Tensors:
+def _join_spectral_corners(tensors: Tensors) -> Tensors:
     """Return the tensors with the weights of the corners of the modes joined in the order of frequencies."""
     found = {name: a for name, a in tensors.items() if ".weights" not in name}
     for conv in sorted({name.partition(".weights")[0] for name in tensors.keys() - found.keys()}):
@@ -241,7 +241,7 @@ def _join_corners(tensors: Tensors) -> Tensors:
     return found
 
 
-def _build_pdebench(tensors: Tensors, *, padding: int | tuple[int, ...] | None = None) -> Container:
+def _build_pdebench_fno(tensors: Tensors, *, padding: int | tuple[int, ...] | None = None) -> Container:
     first, spectral = tensors["fc0.weight"], tensors["conv0.weights1"]
     width, *modes = spectral.shape[1:]
     dims, layers = len(modes), sum(name.endswith(".weights1") for name in tensors)
@@ -257,7 +257,7 @@ def _build_pdebench(tensors: Tensors, *, padding: int | tuple[int, ...] | None =
     last = "pad"
     for i in range(layers):
         nodes[f"conv{i}"] = (
-            SpectralConv(width, width, (*(2 * m for m in modes[:-1]), _last_mode_count(modes[-1])), False),
+            SpectralConv(width, width, (*(2 * m for m in modes[:-1]), _compute_last_n_modes(modes[-1])), False),
             last,
         )
         nodes[f"w{i}"] = PointwiseConv(width, width), last
@@ -292,6 +292,6 @@ PROJECTS = (
             "projection.2.": "projection.fcs.1.",
         },
     ),
-    Project("conv0.weights1", _build_pdebench, join_tensors=_join_corners, unused=("bn*",)),
+    Project("conv0.weights1", _build_pdebench_fno, join_tensors=_join_spectral_corners, unused=("bn*",)),
 )
 """The supported projects."""

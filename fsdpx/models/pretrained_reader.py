@@ -20,7 +20,7 @@ from fsdpx.core.state.flat_parameters import Interval
 from fsdpx.errors import CheckpointError, ConfigError
 from fsdpx.models.architectures import ARCHITECTURES, Architecture, Config
 from fsdpx.models.fields import shorten_value
-from fsdpx.models.tokenizer_files import find_last_token, read_json_object
+from fsdpx.models.tokenizer_files import find_largest_token, read_json_object
 from fsdpx.nn.container import Container
 from fsdpx.nn.layer import ParameterSpec
 from fsdpx.nn.linearize import linearize, parameter_specs
@@ -31,8 +31,8 @@ __all__ = [
     "TensorSource",
     "TransposedShard",
     "from_pretrained",
-    "iterate_blocks",
-    "iterate_transposed",
+    "iterate_matrix_blocks",
+    "iterate_transposed_shards",
 ]
 
 
@@ -49,13 +49,13 @@ class MatrixBlock:
     def shape(self) -> tuple[int, int]:
         return self.bottom - self.top, self.right - self.left
 
-    def transposed_runs(self, rows: int) -> list[Interval]:
+    def list_transposed_intervals(self, rows: int) -> list[Interval]:
         """Return the flat intervals of these elements, column by column, in a file of the transposed matrix. rows: of
         the full matrix."""
         return [(column * rows + self.top, column * rows + self.bottom) for column in range(self.left, self.right)]
 
 
-def iterate_blocks(runs: Iterable[Interval], columns: int) -> Iterator[MatrixBlock]:
+def iterate_matrix_blocks(runs: Iterable[Interval], columns: int) -> Iterator[MatrixBlock]:
     """Yield the blocks that flat intervals of a matrix consist of, in order: a part of a row, whole rows, a part of a
     row."""
     for start, stop in runs:
@@ -83,15 +83,15 @@ class TransposedShard:
     def iterate_blocks(self, elements: int) -> Iterator[ShardBlock]:
         """Yield the block, transposed, in one piece: it is small enough already."""
         part = self.array.reshape(self.box.shape).T
-        yield ShardBlock(np.ascontiguousarray(part).reshape(-1), tuple(self.box.transposed_runs(self.rows)))
+        yield ShardBlock(np.ascontiguousarray(part).reshape(-1), tuple(self.box.list_transposed_intervals(self.rows)))
 
 
-def iterate_transposed(name: str, held: LocalShard) -> Iterator[TransposedShard]:
+def iterate_transposed_shards(name: str, held: LocalShard) -> Iterator[TransposedShard]:
     """Yield a rank's part of a matrix block by block, with ascending positions in the file within each block."""
     rows, columns = held.spec.shape
     for block in held.iterate_blocks(BLOCK_BYTES // held.array.dtype.itemsize):
         host, at = to_host(block.array).reshape(-1), 0
-        for box in iterate_blocks(block.runs, columns):
+        for box in iterate_matrix_blocks(block.runs, columns):
             size = box.shape[0] * box.shape[1]
             yield TransposedShard(name, host[at : at + size], box, rows)
             at += size
@@ -116,7 +116,7 @@ class TensorSource:
         """Name of the tensor, or of the first one."""
         return self.names[0]
 
-    def iterate_parts(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
+    def iterate_slices(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
         """Yield what elements [start, stop) consist of, in order: (tensor name, first element, end) in each tensor."""
         size = self.source.locations[self.name][1].elements
         for index in range(start // size, -(-stop // size)):
@@ -125,12 +125,12 @@ class TensorSource:
     def __call__(self, seed: int, name: str, start: int, stop: int, shape: tuple[int, ...]) -> np.ndarray:
         parts = []
         if self.transposed:
-            for box in iterate_blocks([(start, stop)], shape[1]):
-                found = read_elements(self.source, self.name, box.transposed_runs(shape[0]))
+            for box in iterate_matrix_blocks([(start, stop)], shape[1]):
+                found = read_elements(self.source, self.name, box.list_transposed_intervals(shape[0]))
                 parts.append(found.reshape(box.shape[::-1]).T.reshape(-1))
         else:
             parts = [
-                read_elements(self.source, n, [(first, last)]) for n, first, last in self.iterate_parts(start, stop)
+                read_elements(self.source, n, [(first, last)]) for n, first, last in self.iterate_slices(start, stop)
             ]
         return _widen_float(parts[0] if len(parts) == 1 else np.concatenate(parts))
 
@@ -151,7 +151,7 @@ class TensorSource:
     def iterate_shards(self, array: Any, start: int) -> Iterator[LocalShard]:
         """Split a flat array of the elements from `start` on into parts, one per tensor."""
         at = 0
-        for name, first, last in self.iterate_parts(start, start + array.size):
+        for name, first, last in self.iterate_slices(start, start + array.size):
             part = array[at : at + last - first]
             yield LocalShard(name, part, first, ParameterSpec(part.shape), 0, 1)
             at += last - first
@@ -186,12 +186,12 @@ def from_pretrained(folder: str | PathLike[str], **options: Any) -> Container:
     architecture = _find_architecture(path, config)
     source = open_weights(path)
     values = architecture.complete_config(config, str(path / CONFIG_NAME), len(source.locations))
-    _require_tokens(path, config)
-    tied = _find_tied(source, architecture, values)
+    _require_rows_for_tokens(path, config)
+    tied = _find_tied_tensors(source, architecture, values)
     if "tie_word_embeddings" in values:
         values["tie_word_embeddings"] = next(iter(architecture.tied), None) in tied
     model = architecture.make_model(values, **options)
-    model.initial = _map_to_sources(source, model, architecture, tied)
+    model.initial = _map_parameters_to_sources(source, model, architecture, tied)
     return model
 
 
@@ -219,9 +219,9 @@ def _find_architecture(path: Path, config: Config) -> Architecture:
     return found
 
 
-def _require_tokens(path: Path, config: Config) -> None:
+def _require_rows_for_tokens(path: Path, config: Config) -> None:
     """Raise ConfigError unless every token of the folder's tokenizer has a row in the model's embedding."""
-    if "vocab_size" in config and (last := find_last_token(path)) >= config["vocab_size"]:
+    if "vocab_size" in config and (last := find_largest_token(path)) >= config["vocab_size"]:
         raise ConfigError(
             f"{path}: the tokenizer has the token {last}, the model a vocabulary of {config['vocab_size']}: "
             "they do not belong together"
@@ -232,7 +232,7 @@ def _lacks_base_prefix(source: CheckpointSource, architecture: Architecture) -> 
     return not any(name.startswith(architecture.base_prefix) for name in source.locations)
 
 
-def _find_tied(source: CheckpointSource, architecture: Architecture, values: Config) -> set[str]:
+def _find_tied_tensors(source: CheckpointSource, architecture: Architecture, values: Config) -> set[str]:
     """Return the names of the tensors that are tied in these files.
 
     As in transformers, the files decide: a tensor that differs from the one it may be tied to is a separate
@@ -262,7 +262,7 @@ def _has_equal_values(source: CheckpointSource, name: str, other: str) -> bool:
     return True
 
 
-def _map_to_sources(
+def _map_parameters_to_sources(
     source: CheckpointSource, model: Container, architecture: Architecture, tied: set[str]
 ) -> dict[str, TensorSource]:
     """Return the source of each parameter of the model by name. Files may hold a tied parameter once or under each of
@@ -271,7 +271,7 @@ def _map_to_sources(
     base, headless = architecture.base_prefix, _lacks_base_prefix(source, architecture)
     specs = parameter_specs(ordered)
     rows = {name: (specs[ordered.ties.get(name, name)].shape or (1,))[0] for name in [*specs, *ordered.ties]}
-    theirs = {name: architecture.source_names(name, n) for name, n in rows.items()}
+    theirs = {name: architecture.get_names_in_files(name, n) for name, n in rows.items()}
     taken = {other for others in theirs.values() for other in others}
     for name, (first, *_) in theirs.items():  # tied to a tensor that is not a parameter here
         if first in tied and (twin := architecture.tied[first]) in source.locations and twin not in taken:
@@ -279,7 +279,7 @@ def _map_to_sources(
     if headless:
         theirs = {name: tuple(other.removeprefix(base) for other in others) for name, others in theirs.items()}
     found = {
-        name: TensorSource(source, others, architecture.is_transposed(name))
+        name: TensorSource(source, others, architecture.is_stored_transposed(name))
         for name, others in theirs.items()
         if all(other in source.locations for other in others)
     }
@@ -292,7 +292,7 @@ def _map_to_sources(
     problems = [
         *_format_names("missing", missing),
         *_format_names("not in the model", extra),
-        *_iterate_shape_errors(found, model),
+        *_iterate_shape_and_dtype_errors(found, model),
     ]
     if problems:
         raise CheckpointError(f"{source.folder}: {'; '.join(problems)}")
@@ -304,7 +304,7 @@ def _format_names(what: str, names: list[str]) -> Iterator[str]:
         yield f"{what}: {', '.join(names[:5])}" + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _iterate_shape_errors(found: dict[str, TensorSource], model: Container) -> Iterator[str]:
+def _iterate_shape_and_dtype_errors(found: dict[str, TensorSource], model: Container) -> Iterator[str]:
     for name, spec in parameter_specs(linearize(model)).items():
         if name not in found:
             continue

@@ -40,7 +40,7 @@ from fsdpx.core.checkpoint.read import CheckpointSource
 from fsdpx.core.checkpoint.write import write_shards
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.errors import CheckpointError
-from fsdpx.models.pretrained_reader import CONFIG_NAME, TensorSource, TransposedShard, iterate_transposed
+from fsdpx.models.pretrained_reader import CONFIG_NAME, TensorSource, TransposedShard, iterate_transposed_shards
 from fsdpx.models.tokenizer_files import MAX_JSON_BYTES
 
 __all__ = ["save_pretrained"]
@@ -71,28 +71,28 @@ def save_pretrained(trainer: Any, folder: str | os.PathLike[str], *, dtype: Dtyp
     """
     trainer.call_runner.agree_on_call("save_pretrained")
     with trainer.call_runner.using_weights("parameters"):
-        _save_state(trainer.call_runner.session.state, folder, dtype)
+        _write_pretrained_folder(trainer.call_runner.session.state, folder, dtype)
 
 
-def _save_state(state: TrainState, folder: Any, dtype: str | None) -> None:
+def _write_pretrained_folder(state: TrainState, folder: Any, dtype: str | None) -> None:
     world = state.placement.axes.world
     path = agree_on_path(world, "save_pretrained", folder, dtype=repr(dtype))
     where = f"save_pretrained {path}"
     run_on_all_ranks(world, where, lambda: _require_saveable(state, dtype))
-    stored = _list_sources(state)
+    stored = _get_sources_by_parameter(state)
     source = next(iter(stored.values())).source
     plan = _plan_files(source, {name for one in stored.values() for name in one.names}, dtype)
-    partial = run_on_rank0(world, where, lambda: _begin_folder(path, plan))
+    partial = run_on_rank0(world, where, lambda: _create_partial_folder(path, plan))
     try:
         run_on_all_ranks(world, where, lambda: write_shards(partial, plan, _iterate_shards(state, stored)))
-        run_on_rank0(world, where, lambda: _finish_folder(path, partial, plan, source, dtype))
+        run_on_rank0(world, where, lambda: _commit_folder(path, partial, plan, source, dtype))
     except BaseException:
         if world.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
-def _list_sources(state: TrainState) -> dict[str, TensorSource]:
+def _get_sources_by_parameter(state: TrainState) -> dict[str, TensorSource]:
     """Return the source of each parameter that was read from files, by name in the model, including aliases."""
     return {name: init for name, init in state.placement.model.initial.items() if isinstance(init, TensorSource)}
 
@@ -102,7 +102,7 @@ def _require_saveable(state: TrainState, dtype: str | None) -> None:
         raise CheckpointError("a dry run has no data to save")
     if dtype is not None and parse_dtype(dtype).name not in ("float64", "float32", "float16", "bfloat16"):
         raise CheckpointError(f"dtype={dtype!r}: choose float64, float32, float16 or bf16")
-    stored = _list_sources(state)
+    stored = _get_sources_by_parameter(state)
     if not stored:
         raise CheckpointError("the model is not of fsdpx.models.from_pretrained; trainer.save writes any model")
     if strange := [name for name in state.placement.layout.specs if name not in stored]:
@@ -141,14 +141,14 @@ def _iterate_shards(state: TrainState, stored: dict[str, TensorSource]) -> Itera
     for piece in iterate_shards_to_write(state):
         for one in tensors.get(piece.name, {}).values():
             if one.transposed and len(piece.spec.shape) == 2:
-                yield from iterate_transposed(one.name, piece)
+                yield from iterate_transposed_shards(one.name, piece)
             elif len(one.names) > 1:
-                yield from _split_shard(piece, one)
+                yield from _split_shard_by_tensor(piece, one)
             else:
                 yield replace(piece, name=one.name)
 
 
-def _split_shard(piece: LocalShard, one: TensorSource) -> Iterator[LocalShard]:
+def _split_shard_by_tensor(piece: LocalShard, one: TensorSource) -> Iterator[LocalShard]:
     """Yield a rank's part of a parameter in pieces, one for each tensor of the files that has a part of it."""
     for block in piece.iterate_blocks(BLOCK_BYTES // piece.array.dtype.itemsize):
         at = 0
@@ -157,7 +157,7 @@ def _split_shard(piece: LocalShard, one: TensorSource) -> Iterator[LocalShard]:
             at += stop - start
 
 
-def _begin_folder(path: Path, plan: FileLayout) -> Path:
+def _create_partial_folder(path: Path, plan: FileLayout) -> Path:
     path = resolve_replaceable_folder(path)
     if path.exists() and (not path.is_dir() or os.listdir(path)):
         raise CheckpointError(f"{path} is there, and no empty folder: choose another place")
@@ -168,7 +168,7 @@ def _begin_folder(path: Path, plan: FileLayout) -> Path:
     return partial
 
 
-def _finish_folder(path: Path, partial: Path, plan: FileLayout, source: CheckpointSource, dtype: str | None) -> None:
+def _commit_folder(path: Path, partial: Path, plan: FileLayout, source: CheckpointSource, dtype: str | None) -> None:
     for name, contents in plan.files.items():
         write_header_and_sync(partial / name, contents.header)
     for name, text in {**plan.texts, CONFIG_NAME: _make_config(source, dtype)}.items():

@@ -22,7 +22,7 @@ def main(seconds: float, nbytes: int, rounds: int, folder: str) -> None:
     made: list[Any] = []
 
     def compile_source(request: dict[str, Any]) -> str:
-        environment = _make_environment(rounds)
+        environment = _make_jinja_environment(rounds)
         made[:] = [environment.from_string(environment.counting(request["source"]))]
         return ""
 
@@ -31,7 +31,7 @@ def main(seconds: float, nbytes: int, rounds: int, folder: str) -> None:
         return str(made[0].render(request["given"]))
 
     _import_jinja2()  # before the limits apply
-    start_clock = _limit_resources(seconds, nbytes)
+    start_clock = _limit_memory_and_make_timer(seconds, nbytes)
     for line in sys.stdin:
         request = json.loads(line)
         start_clock(True)
@@ -53,7 +53,7 @@ def _answer_request(do: Callable[[dict[str, Any]], str], request: dict[str, Any]
         return {"error": str(error) or type(error).__name__}
 
 
-def _limit_resources(seconds: float, nbytes: int) -> Callable[[bool], None]:
+def _limit_memory_and_make_timer(seconds: float, nbytes: int) -> Callable[[bool], None]:
     """Limit this process's memory, and return a function that starts (True) and stops the clock of an answer. No limits
     on Windows."""
     try:
@@ -66,7 +66,7 @@ def _limit_resources(seconds: float, nbytes: int) -> Callable[[bool], None]:
     return lambda starts: setitimer(ITIMER_PROF, seconds if starts else 0) and None
 
 
-def _make_environment(rounds: int) -> Any:
+def _make_jinja_environment(rounds: int) -> Any:
     """Return a Jinja2 environment as transformers sets it up for templates."""
     from jinja2 import TemplateError, nodes, pass_environment
     from jinja2.ext import Extension, loopcontrols
@@ -91,14 +91,14 @@ def _make_environment(rounds: int) -> Any:
     def raise_refused(message: str) -> None:
         raise TemplateError(message)
 
-    made = _make_sandbox(rounds)(trim_blocks=True, lstrip_blocks=True, extensions=[AnswerTag, loopcontrols])
+    made = _make_sandbox_class(rounds)(trim_blocks=True, lstrip_blocks=True, extensions=[AnswerTag, loopcontrols])
     made.filters |= {"tojson": _as_json, "counted": count_round}
     del made.globals["lipsum"]  # it generates text of any length in one call
     made.globals |= {"raise_exception": raise_refused, "strftime_now": lambda form: datetime.now().strftime(form)}
     return made
 
 
-def _make_sandbox(rounds: int) -> Any:
+def _make_sandbox_class(rounds: int) -> Any:
     """Return the sandboxed environment class, which counts loop iterations and calls of templates."""
     from jinja2 import TemplateError, nodes
     from jinja2.sandbox import ImmutableSandboxedEnvironment

@@ -12,9 +12,9 @@ from fsdpx.errors import ConfigError, install_hint
 __all__ = [
     "MAX_JSON_BYTES",
     "TOKENIZER_NAME",
-    "find_last_token",
-    "get_end_tokens",
+    "find_largest_token",
     "load_tokenizer",
+    "read_end_tokens",
     "read_json_object",
 ]
 
@@ -23,13 +23,13 @@ MAX_JSON_BYTES = 10_000_000
 MAX_TOKENIZER_BYTES = 200_000_000
 
 
-def read_json_object(path: Path, most: int = MAX_JSON_BYTES) -> dict[str, Any]:
+def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """Return the JSON object in a file of a model's folder.
 
     Raises FileNotFoundError if there is none, and ConfigError if it is not a regular file, too large or not a JSON
     object."""
     try:
-        found = read_json(path, most, ours=False)
+        found = read_json(path, max_bytes, ours=False)
     except (Untrusted, ValueError) as error:
         raise ConfigError(str(error)) from None
     if not isinstance(found, dict):
@@ -56,7 +56,7 @@ def load_tokenizer(folder: str | PathLike[str]) -> Any:
         raise ConfigError(f"{file}: this is no tokenizer: {error}") from error
 
 
-def find_last_token(folder: Path) -> int:
+def find_largest_token(folder: Path) -> int:
     """Return the largest token number of the tokenizer in a folder; -1 if there is no tokenizer or it has no tokens."""
     file = folder / TOKENIZER_NAME
     if not file.exists():
@@ -72,7 +72,7 @@ def find_last_token(folder: Path) -> int:
     return max(ids, default=-1)
 
 
-def get_end_tokens(folder: str | PathLike[str]) -> list[int]:
+def read_end_tokens(folder: str | PathLike[str]) -> list[int]:
     """Return the tokens that end a text, the one to write first; an empty list if the folder does not define any."""
     for name in ("generation_config.json", "config.json"):
         file = expanduser(folder) / name

@@ -27,7 +27,7 @@ __all__ = [
     "Sigmoid",
     "Softmax",
     "Tanh",
-    "apply_mask",
+    "apply_dropout_mask",
     "make_activation",
     "make_keep_mask",
 ]  # fmt: skip
@@ -130,13 +130,13 @@ class Softmax(Layer):
         self.acts_on = "position" if dim == -1 else "sample"
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
-        y = self._run_by_rows(env, kernels.softmax, x)
+        y = self._apply_kernel_by_rows(env, kernels.softmax, x)
         return y, (y,)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        return self._run_by_rows(env, kernels.softmax_backward, saved[0], dy), ()
+        return self._apply_kernel_by_rows(env, kernels.softmax_backward, saved[0], dy), ()
 
-    def _run_by_rows(self, env: LayerContext, kernel: Any, *arrays: Array) -> Array:
+    def _apply_kernel_by_rows(self, env: LayerContext, kernel: Any, *arrays: Array) -> Array:
         """Apply `kernel` to the arrays with `self.dim` moved to the end and all other dims flattened to rows."""
         if self.dim == -arrays[0].ndim:
             raise ShapeError(f"{self!r}: dim {self.dim} of {-self.dim} dims is samples; choose a dim within one sample")
@@ -186,7 +186,7 @@ class Dropout(Layer):
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
         kind = request.kinds[0]
         if isinstance(kind, FieldPartition) and type(self) is Dropout:
-            request.refuse_mark(self)
+            request.require_no_mark(self)
             return ShardedLayer(bind_partition(self, kind), kind)
         if (
             type(self) is not Dropout
@@ -212,14 +212,14 @@ class Dropout(Layer):
 
     def _drop_elements(self, env: LayerContext, x: Array) -> tuple[Array, Array]:
         """Return the result, and this rank's part of the mask that a single rank would have."""
-        if not (places := self._get_cut_dims(env, x)):
+        if not (places := self._get_sharded_dims(env, x)):
             return kernels.drop(env.xp, x, env.random.get_number_range(x.shape), self.p)
         keep = make_keep_mask(env, x.shape, self.p, places)
-        return apply_mask(x, keep, self.p), keep
+        return apply_dropout_mask(x, keep, self.p), keep
 
-    def _get_cut_dims(self, env: LayerContext, x: Array) -> dict[int, tuple[int, int]]:
+    def _get_sharded_dims(self, env: LayerContext, x: Array) -> dict[int, tuple[int, int]]:
         """Return, for each sharded dim, the index of this rank's first element and the size of the full dim."""
-        return {} if self.parts is None else self.parts.locate_part(env.mesh.domain)
+        return {} if self.parts is None else self.parts.locate_shard(env.mesh.domain)
 
 
 class ShardedDropout(Dropout):
@@ -237,7 +237,7 @@ class ShardedDropout(Dropout):
         super().__init__(p)
         self.dim, self.total, self.grain = dim, total, grain
 
-    def _get_cut_dims(self, env: LayerContext, x: Array) -> dict[int, tuple[int, int]]:
+    def _get_sharded_dims(self, env: LayerContext, x: Array) -> dict[int, tuple[int, int]]:
         comm, dim = env.mesh.tensor, self.dim % x.ndim
         if comm.size == 1:
             return {}
@@ -257,6 +257,6 @@ def make_keep_mask(
     return env.random.uniform(env.xp, tuple(shape)) >= drop
 
 
-def apply_mask(x: Array, keep: Array, drop: float) -> Array:
+def apply_dropout_mask(x: Array, keep: Array, drop: float) -> Array:
     """Return `x` where it is kept, divided by 1 - drop so that the mean is preserved, and 0 elsewhere."""
     return kernels.drop_backward(namespace_of(x), x, keep, drop)

@@ -37,7 +37,7 @@ class AttentionContainer(Container):
         self,
         env: LayerContext,
         parts: Mapping[str, Any],
-        one: Callable[[ChildCall, Any, Any], Any],
+        backward_step: Callable[[ChildCall, Any, Any], Any],
         saved: Any,
         dy: Any,
         constant: Collection[str] = (),
@@ -48,7 +48,7 @@ class AttentionContainer(Container):
             (read,) = map_saved(held, partial(self._resolve_placeholder, env, parts, saved))
             merged, held = step.layer.forward(env.child(step.name), {}, read)
             last = (merged,)
-        return super()._backward_steps(env, parts, one, (*before, held, last), dy, constant)
+        return super()._backward_steps(env, parts, backward_step, (*before, held, last), dy, constant)
 
 
 class MultiHeadAttention(AttentionContainer):

@@ -12,7 +12,7 @@ from fsdpx.core.array.kernels.dot_product_attention import (
     multiply_without_hidden_rows,
     zero_hidden_weights,
 )
-from fsdpx.nn.activation import apply_mask, make_keep_mask
+from fsdpx.nn.activation import apply_dropout_mask, make_keep_mask
 from fsdpx.nn.gradient_accumulation import matmul_in_dtype
 from fsdpx.nn.layer import Array, LayerContext
 from fsdpx.nn.shard_specs import shard_bounds
@@ -68,14 +68,14 @@ class AttentionHeads:
         q, k, v: (samples, heads, time, d_head). segments: integers (samples, time), see `Attention`."""
         rest: tuple[Array, ...] = ()
         if env.cache is not None:
-            o = env.cache.attend(env.xp, env.random.path, q, k, v, self.scale, self.window)
+            o = env.cache.store_and_attend(env.xp, env.random.path, q, k, v, self.scale, self.window)
         elif not env.training or self.dropout == 0.0:
             o, lse = kernels.attention(env.xp, q, k, v, self.causal, self.scale, self.window, segments)
             rest = (lse,)
         else:
             keep = self._make_keep_mask(env, (*q.shape[:3], k.shape[2]))
-            weights = self._compute_weights(env.xp, q, k)
-            dropped, multiply = apply_mask(weights, keep, self.dropout), partial(matmul_in_dtype, env.xp)
+            weights = self._compute_attention_weights(env.xp, q, k)
+            dropped, multiply = apply_dropout_mask(weights, keep, self.dropout), partial(matmul_in_dtype, env.xp)
             form = partial(multiply_without_hidden_rows, dropped, v, multiply=multiply)
             o, rest = (
                 compute_masked_if_not_finite(env.xp, form, make_causal_mask(env.xp, q, self.causal)),
@@ -93,26 +93,26 @@ class AttentionHeads:
         if len(rest) == 1:
             form = self.causal, self.scale, self.window, segments
             return kernels.attention_backward(env.xp, q, k, v, o, rest[0], do, *form)
-        slopes = partial(self._dropped_backward, env.xp, q, k, v, do, *rest)
+        slopes = partial(self._attend_backward_with_dropout, env.xp, q, k, v, do, *rest)
         return compute_masked_if_not_finite(env.xp, slopes, make_causal_mask(env.xp, q, self.causal))
 
-    def _dropped_backward(
+    def _attend_backward_with_dropout(
         self, xp: Any, q: Array, k: Array, v: Array, do: Array, weights: Array, keep: Array, seen: Array | None
     ) -> Array:
         """Return the gradients of q, k and v, (3, samples, heads, time, d_head), with dropout. seen: the causal mask,
         or None."""
         multiply, seeing = partial(matmul_in_dtype, xp), None if seen is None else seen.T
-        dweights = zero_hidden_weights(apply_mask(multiply(do, v.swapaxes(-1, -2)), keep, self.dropout), seen)
+        dweights = zero_hidden_weights(apply_dropout_mask(multiply(do, v.swapaxes(-1, -2)), keep, self.dropout), seen)
         rows = (-1, weights.shape[-1])
         dscores = kernels.softmax_backward(xp, weights.reshape(rows), dweights.reshape(rows))
         dscores *= self.scale
         dscores = zero_hidden_weights(dscores.reshape(weights.shape), seen)
-        dropped = zero_hidden_weights(apply_mask(weights, keep, self.dropout), seen)
+        dropped = zero_hidden_weights(apply_dropout_mask(weights, keep, self.dropout), seen)
         dv = multiply_without_hidden_rows(dropped.swapaxes(-1, -2), do, seeing, multiply)
         dq = multiply_without_hidden_rows(dscores, k, seen, multiply)
         return xp.stack((dq, multiply_without_hidden_rows(dscores.swapaxes(-1, -2), q, seeing, multiply), dv))
 
-    def _compute_weights(self, xp: Any, q: Array, k: Array) -> Array:
+    def _compute_attention_weights(self, xp: Any, q: Array, k: Array) -> Array:
         scores = compute_scores(xp, q, k, self.causal, self.scale)
         return kernels.softmax(xp, scores.reshape(-1, scores.shape[-1])).reshape(scores.shape)
 

@@ -37,11 +37,11 @@ class KeyValueCache:
         self._begins = not lengths.any()
         self._alike = bool((lengths == lengths[:1]).all())
 
-    def positions_of_input(self, time: int) -> np.ndarray:
+    def get_input_positions(self, time: int) -> np.ndarray:
         """Return the positions of the tokens of a forward's input, (rows, time), int64."""
         return np.asarray(self.lengths[:, None] + np.arange(time))
 
-    def attend(self, xp: Any, path: str, q: Any, k: Any, v: Any, scale: float, window: int = 0) -> Any:
+    def store_and_attend(self, xp: Any, path: str, q: Any, k: Any, v: Any, scale: float, window: int = 0) -> Any:
         """Return causal attention of new tokens to themselves and to all earlier ones, (rows, heads, time, d_head).
 
         path: of the layer. The other arguments are those of `kernels.attention`.
@@ -57,15 +57,15 @@ class KeyValueCache:
             return kernels.attention(xp, q, k, v, True, scale, window)[0]
         assert time == 1, f"{time} tokens behind others"
         if self._alike:
-            return _attend_one_token(xp, (q, k, v), (keys, values), int(self.lengths[0]), scale, window)
+            return _store_and_attend(xp, (q, k, v), (keys, values), int(self.lengths[0]), scale, window)
         o = xp.empty(q.shape, dtype=q.dtype)
         for i, length in enumerate(self.lengths.tolist()):  # row by row: the bits do not depend on the other texts
             row = slice(i, i + 1)
-            o[row] = _attend_one_token(xp, (q[row], k[row], v[row]), (keys[row], values[row]), length, scale, window)
+            o[row] = _store_and_attend(xp, (q[row], k[row], v[row]), (keys[row], values[row]), length, scale, window)
         return o
 
 
-def _attend_one_token(
+def _store_and_attend(
     xp: Any, new: tuple[Any, Any, Any], held: tuple[Any, Any], length: int, scale: float, window: int
 ) -> Any:
     """Return the attention of one new token per row to itself and to the `length` tokens before it."""

@@ -39,7 +39,7 @@ __all__ = [
     "all_to_all_rows",
     "copy_to_axis",
     "reduce_scatter_dim",
-    "require_even",
+    "require_divisible_dim",
     "slice_dim",
     "start_all_gather_dim",
     "start_all_reduce_sum",
@@ -159,16 +159,16 @@ def all_to_all_dims(
 
 
 def all_to_all_rows(
-    xp: Any, comm: AxisRanks, x: Array, leaving: Sequence[int], arriving: Sequence[int], *, what: str = ""
+    xp: Any, comm: AxisRanks, x: Array, send_counts: Sequence[int], recv_counts: Sequence[int], *, what: str = ""
 ) -> Array:
     """Send rows (dim 0), ordered by destination rank, and return the received rows, ordered by source rank. Collective.
 
-    leaving, arriving: number of rows sent to, and received from, each rank. The adjoint swaps them."""
+    send_counts, recv_counts: number of rows sent to, and received from, each rank. The adjoint swaps them."""
     if comm.size == 1:
         return x
     row = math.prod(x.shape[1:])
-    y = xp.empty((builtins.sum(arriving), *x.shape[1:]), dtype=x.dtype)
-    counts = [n * row for n in leaving], [n * row for n in arriving]
+    y = xp.empty((builtins.sum(recv_counts), *x.shape[1:]), dtype=x.dtype)
+    counts = [n * row for n in send_counts], [n * row for n in recv_counts]
     comm.all_to_all(_flatten_contiguous(xp, x), y.reshape(-1), *counts, what=what).wait()
     return y
 
@@ -178,12 +178,12 @@ def slice_dim(x: Array, dim: int, start: int, stop: int) -> Array:
     return x[(*(slice(None),) * (dim % x.ndim), slice(start, stop))]
 
 
-def require_even(shape: Sequence[int], dim: int, width: int, what: str = "") -> None:
-    """Raise ShapeError unless the size of `dim` is a multiple of `width` ranks."""
-    if shape[dim] % width:
+def require_divisible_dim(shape: Sequence[int], dim: int, size: int, what: str = "") -> None:
+    """Raise ShapeError unless the size of `dim` is a multiple of `size` ranks."""
+    if shape[dim] % size:
         raise ShapeError(
             f"{f'{what}: ' if what else ''}dim {dim} of an array of shape {tuple(shape)} is {shape[dim]}, which is not "
-            f"a multiple of the {width} ranks it is cut over, as it must be where inputs differ in length: fill it up, "
+            f"a multiple of the {size} ranks it is cut over, as it must be where inputs differ in length: fill it up, "
             "give all inputs one length, or use mesh tensor=1"
         )
 
@@ -202,8 +202,8 @@ def _pack_parts(xp: Any, x: Array, shapes: Sequence[Shape], dim: int) -> Array:
     if math.prod(x.shape[:dim]) == 1:
         return _flatten_contiguous(xp, x)
     flat = xp.empty((x.size,), dtype=x.dtype)
-    for own_array, place in _iterate_parts(x, flat, shapes, dim):
-        place[...] = own_array
+    for own_array, flat_part in _iterate_parts(x, flat, shapes, dim):
+        flat_part[...] = own_array
     return flat
 
 
@@ -214,8 +214,8 @@ def _unpack_parts(xp: Any, flat: Array, shapes: Sequence[Shape], dim: int) -> Ar
     if math.prod(first[:dim]) == 1:
         return flat.reshape(whole)
     y = xp.empty(whole, dtype=flat.dtype)
-    for own_array, place in _iterate_parts(y, flat, shapes, dim):
-        own_array[...] = place
+    for own_array, flat_part in _iterate_parts(y, flat, shapes, dim):
+        own_array[...] = flat_part
     return y
 
 

@@ -18,7 +18,7 @@ from fsdpx.core.base.name_hints import parse_patterns, require_pattern_matches
 from fsdpx.core.program import find_constant_values
 from fsdpx.errors import ConfigError
 from fsdpx.nn.init import Init
-from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, group_by_child, prefix_specs
+from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, collect_specs, group_by_child
 from fsdpx.nn.shape import Add, Multiply
 from fsdpx.nn.tied_parameters import resolve_ties
 
@@ -30,9 +30,9 @@ __all__ = [
     "Residual",
     "Sequential",
     "chain_layers",
-    "check_name",
     "make_unused_name",
     "map_saved",
+    "require_name",
     "unwrap_single",
 ]  # fmt: skip
 
@@ -97,7 +97,7 @@ class Container(Layer):
         self._last = _find_last_reads(self.steps, self.outputs)
         if not isinstance(ties, Mapping | None):
             raise ConfigError(f"{type(self).__name__}(ties={ties!r}): a dict from name to name is needed")
-        self._specs, self.ties = self._bind_parameters(dict(ties or {}), frozen)
+        self._specs, self.ties = self._collect_specs_and_ties(dict(ties or {}), frozen)
 
     def specs(self) -> dict[str, ParameterSpec]:
         return dict(self._specs)
@@ -113,7 +113,7 @@ class Container(Layer):
         new.outputs = self.outputs if outputs is None else tuple(outputs)
         new.collective = any(step.layer.collective for step in new.steps)
         new._last = _find_last_reads(new.steps, new.outputs)
-        fresh = prefix_specs(new.children().items())
+        fresh = collect_specs(new.children().items())
         assert fresh.keys() == self._specs.keys() | self.ties.keys(), "with_steps: other parameters"
         assert all(fresh[name].shape == spec.shape for name, spec in self._specs.items()), "with_steps: other shapes"
         new._specs = {name: replace(fresh[name], trainable=spec.trainable) for name, spec in self._specs.items()}
@@ -125,14 +125,14 @@ class Container(Layer):
         new = copy(self)
         new.steps = tuple(replace(step, layer=layers[step.name]) for step in self.steps)
         new.collective = any(step.layer.collective for step in new.steps)
-        fresh = {name: spec for name, spec in prefix_specs(new.children().items()).items() if name not in self.ties}
+        fresh = {name: spec for name, spec in collect_specs(new.children().items()).items() if name not in self.ties}
         kept = {name for name, spec in self._specs.items() if not spec.trainable}
         new._specs = {
             name: replace(spec, trainable=spec.trainable and name not in kept) for name, spec in fresh.items()
         }
         return new
 
-    def with_frozen(self, trained: tuple[str, ...]) -> Container:
+    def with_frozen_except(self, trained: tuple[str, ...]) -> Container:
         """Return a copy that trains only the parameters whose names end in one of `trained`."""
         new = copy(self)
         new._specs = {n: s if n.endswith(trained) else replace(s, trainable=False) for n, s in self._specs.items()}
@@ -210,7 +210,7 @@ class Container(Layer):
         self,
         env: LayerContext,
         parts: Mapping[str, Any],
-        one: Callable[[ChildCall, Any, Any], Any],
+        backward_step: Callable[[ChildCall, Any, Any], Any],
         saved: Any,
         dy: Any,
         constant: Collection[str] = (),
@@ -218,8 +218,8 @@ class Container(Layer):
         """Run the steps backward and return the gradients of the inputs, None where nothing that is trained depends on
         them.
 
-        `one(step, saved, dy)` returns the gradients of a step's inputs. It is skipped if no output depends on the
-        step's results, or if all of its results are `constant`."""
+        `backward_step(step, saved, dy)` returns the gradients of a step's inputs. A step is skipped if no output
+        depends on its results, or if all of its results are `constant`."""
         whole = partial(self._resolve_placeholder, env, parts, saved)
         given_here = zip(self.outputs, _as_tuple(dy, len(self.outputs)), strict=True)
         grads = {name: part for name, part in given_here if name not in constant}
@@ -227,7 +227,7 @@ class Container(Layer):
             given = [grads.pop(name, None) for name in step.gives]
             if all(part is None for part in given):
                 continue
-            dx = one(step, map_saved(held, whole), unwrap_single(given))
+            dx = backward_step(step, map_saved(held, whole), unwrap_single(given))
             for name, part in zip(step.sources, _as_tuple(dx, len(step.sources)), strict=True):
                 if name not in constant:
                     grads[name] = _add_optional(grads.get(name), part)
@@ -243,10 +243,10 @@ class Container(Layer):
         step, whole = self.steps[part.step], partial(self._resolve_placeholder, env, parts, saved)
         return step.layer.recompute(env.child(step.name), parts.get(step.name, {}), map_saved(saved[part.step], whole))
 
-    def _bind_parameters(
+    def _collect_specs_and_ties(
         self, ties: dict[str, str], frozen: Sequence[str]
     ) -> tuple[dict[str, ParameterSpec], dict[str, str]]:
-        specs = prefix_specs(self.children().items())
+        specs = collect_specs(self.children().items())
         ties = resolve_ties(type(self).__name__, ties, specs)
         free = {name: spec for name, spec in specs.items() if name not in ties}
         frozen = parse_patterns("frozen", frozen)
@@ -306,7 +306,7 @@ class Residual(Container):
     unit = True
 
     def __init__(self, body: Layer) -> None:
-        check_layer("Residual", "body", body)
+        require_layer("Residual", "body", body)
         if (body.n_inputs, body.n_outputs) != (1, 1):
             raise ConfigError(f"Residual: the body must take one input and give one output, got {body!r}")
         self.body = body
@@ -328,14 +328,14 @@ def chain_layers(
     return steps, (source, *shared), (value,)
 
 
-def check_name(owner: str, name: object) -> str:
+def require_name(owner: str, name: object) -> str:
     """Return `name`; raise ConfigError unless it can be part of a dotted path: text, not empty and without dots."""
     if not isinstance(name, str) or not name or "." in name:
         raise ConfigError(f"{owner}: {name!r} is no name for a layer; use text that is not empty and has no dot")
     return name
 
 
-def check_layer(owner: str, name: str, layer: object) -> Layer:
+def require_layer(owner: str, name: str, layer: object) -> Layer:
     """Return `layer`; raise ConfigError unless it is an instance of `Layer`."""
     if isinstance(layer, type) and issubclass(layer, Layer):
         raise ConfigError(f"{owner}: {name!r} is the class {layer.__name__}; write {layer.__name__}(...)")
@@ -376,10 +376,10 @@ def _name_layers(owner: str, layers: Sequence[Any]) -> list[tuple[str, Layer]]:
         named.extend(layer.items() if isinstance(layer, Mapping) else [(str(len(named)), layer)])
     if not named:
         raise ConfigError(f"{owner}: there must be at least one layer")
-    names = [check_name(owner, name) for name, _ in named]
+    names = [require_name(owner, name) for name, _ in named]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"{owner}: duplicate layer names {', '.join(map(repr, twice))}")
-    return [(name, check_layer(owner, name, layer)) for name, layer in named]
+    return [(name, require_layer(owner, name, layer)) for name, layer in named]
 
 
 def _find_last_reads(steps: Sequence[ChildCall], outputs: Sequence[str]) -> list[list[str]]:
@@ -413,11 +413,11 @@ def _add_optional(a: Array | None, b: Array | None) -> Array | None:
 WORKS = "compose works on its arguments and on what layers give"
 
 
-def _make_refusal(sign: str) -> Any:
+def _make_unsupported(sign: str) -> Any:
     """Return a method for an operator that values do not support; it raises ConfigError."""
 
     def refuse_operator(self: ComposeValue, *others: Any) -> Any:
-        raise self.make_error(f"has no {sign}")
+        raise self.make_unsupported_error(f"has no {sign}")
 
     return refuse_operator
 
@@ -442,25 +442,25 @@ class ComposeValue:
         return Multiply()(self, other)
 
     __radd__, __rmul__ = __add__, __mul__  # called for numbers, which Add and Multiply refuse
-    __sub__ = __rsub__ = __neg__ = _make_refusal("-")
-    __truediv__ = __rtruediv__ = _make_refusal("/")
-    __pow__ = __rpow__ = _make_refusal("**")
-    __matmul__ = __rmatmul__ = _make_refusal("@")
-    __lt__, __le__, __gt__, __ge__ = map(_make_refusal, ("<", "<=", ">", ">="))
-    __getitem__, __iter__, __len__ = _make_refusal("[]"), _make_refusal("parts"), _make_refusal("length")
+    __sub__ = __rsub__ = __neg__ = _make_unsupported("-")
+    __truediv__ = __rtruediv__ = _make_unsupported("/")
+    __pow__ = __rpow__ = _make_unsupported("**")
+    __matmul__ = __rmatmul__ = _make_unsupported("@")
+    __lt__, __le__, __gt__, __ge__ = map(_make_unsupported, ("<", "<=", ">", ">="))
+    __getitem__, __iter__, __len__ = _make_unsupported("[]"), _make_unsupported("parts"), _make_unsupported("length")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # Python or a library probes for a protocol
             raise AttributeError(name)
-        raise self.make_error(f"has no {name}")
+        raise self.make_unsupported_error(f"has no {name}")
 
     def __array_ufunc__(self, ufunc: Any, method: str, *x: Any, **options: Any) -> Any:
-        raise self.make_error(f"is given to np.{ufunc.__name__}")
+        raise self.make_unsupported_error(f"is given to np.{ufunc.__name__}")
 
     def __array_function__(self, function: Any, types: Any, x: Any, options: Any) -> Any:
-        raise self.make_error(f"is given to np.{function.__name__}")
+        raise self.make_unsupported_error(f"is given to np.{function.__name__}")
 
-    def make_error(self, what: str) -> ConfigError:
+    def make_unsupported_error(self, what: str) -> ConfigError:
         return ConfigError(
             f"{self.tracing.owner}: the value {self.name!r} {what}; {WORKS}, with layers, + and *: for another "
             "function of each element use nn.Lambda, for other shapes, sums and parts a layer"
@@ -477,7 +477,7 @@ class ComposeTrace:
         self.inputs = [ComposeValue(self, name) for name in inputs]
         self._named, self._taken = named, {*named, *inputs}
 
-    def apply_layer(self, layer: Layer, x: tuple[Any, ...]) -> Any:
+    def record_layer_call(self, layer: Layer, x: tuple[Any, ...]) -> Any:
         """Record a call of `layer` on the values `x`, and return its result: a value, or a tuple of values."""
         for value in x:
             self.check(value, f"{layer!r} gets")
@@ -565,7 +565,7 @@ class Composite(Container, metaclass=ComposingMeta):
             inputs = dict.fromkeys(self.reads)
         elif not inputs or any(p.kind is not p.POSITIONAL_OR_KEYWORD for p in inputs.values()):
             raise ConfigError(f"{owner}: compose takes one argument by name for each input, compose(self, x)")
-        named = {check_name(owner, name): child for name, child in vars(self).items() if isinstance(child, Layer)}
+        named = {require_name(owner, name): child for name, child in vars(self).items() if isinstance(child, Layer)}
         trace = ComposeTrace(owner, named, tuple(inputs))
         traced_outputs = self.compose(*trace.inputs)
         outputs = [

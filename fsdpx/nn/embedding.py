@@ -10,7 +10,7 @@ import numpy as np
 from fsdpx.core.array import kernels
 from fsdpx.errors import DataError, ShapeError
 from fsdpx.nn import collectives
-from fsdpx.nn.gradient_accumulation import accumulation_dtype, as_indices, is_index
+from fsdpx.nn.gradient_accumulation import accumulation_dtype, as_indices, has_integer_dtype
 from fsdpx.nn.init import Init, normal
 from fsdpx.nn.layer import (
     Array,
@@ -22,14 +22,14 @@ from fsdpx.nn.layer import (
     require_positive,
     require_time_dim,
 )
-from fsdpx.nn.linear import call_label, require_known_time
+from fsdpx.nn.linear import make_call_label, require_known_length
 from fsdpx.nn.losses import CrossEntropyLoss, Loss
 from fsdpx.nn.shard_specs import ShardedSequence, ShardingContext, ShardSpec, VocabParallel, shard_bounds
 
 __all__ = [
     "Embedding", "SequenceParallelTokenEmbedding", "TokenEmbedding", "TokenEmbeddingBase",
-    "VocabParallelCrossEntropyLoss", "VocabParallelEmbedding", "VocabParallelTokenEmbedding", "check_index",
-    "require_tokens",
+    "VocabParallelCrossEntropyLoss", "VocabParallelEmbedding", "VocabParallelTokenEmbedding", "require_token_shape",
+    "require_valid_indices",
 ]  # fmt: skip
 
 
@@ -60,16 +60,16 @@ class Embedding(Layer):
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
         if not isinstance(request.mark, VocabParallel) or type(self) is not Embedding:
             return super().shard_over_ranks(request)
-        request.require_enough(self.num_embeddings, "embeddings")
+        request.require_one_per_rank(self.num_embeddings, "embeddings")
         outside = request.unsharded_kind
         size = (self.num_embeddings, self.embedding_dim, isinstance(outside, ShardedSequence))
         return ShardedLayer(VocabParallelEmbedding(*size, init=self.init), outside)
 
-    def needs_full_input(self, place: int, mark: Any) -> bool:
+    def needs_full_input(self, input_index: int, mark: Any) -> bool:
         return mark is not None
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
-        check_index(self, x, self.num_embeddings)
+        require_valid_indices(self, x, self.num_embeddings)
         return p["weight"][x], (x,)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[None, Any]:
@@ -85,9 +85,9 @@ class Embedding(Layer):
 class TokenEmbeddingBase(Layer):
     """The base class of token embeddings: weight[token] + position[time].
 
-    Subclasses define which tokens they accept (`_require_tokens`), their positions (`_get_positions`), and, where a
-    rank does not hold all rows of `weight`, how rows are looked up and their gradients added (`_look_up_rows`,
-    `_add_rows`)."""
+    Subclasses define which shape of tokens they accept (`_require_token_shape`) and the positions of the tokens
+    (`_get_positions`). If a rank does not hold all rows of `weight`, they also define how rows are looked up and how
+    their gradients are added (`_look_up_rows`, `_add_row_gradients`)."""
 
     takes = "indices"
     kernel_names = ("embedding_backward", "add_bias", "sum_rows")
@@ -107,13 +107,13 @@ class TokenEmbeddingBase(Layer):
         }
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
-        self._require_tokens(env, x)
-        check_index(self, x, self.vocab)
+        self._require_token_shape(env, x)
+        require_valid_indices(self, x, self.vocab)
         y = self._look_up_rows(env, p["weight"], x)
         if env.cache is None:
             kernels.add_bias(env.xp, y, p["position"][self._get_positions(env, x)])
         else:
-            y += p["position"][env.xp.asarray(env.cache.positions_of_input(x.shape[1]))]
+            y += p["position"][env.xp.asarray(env.cache.get_input_positions(x.shape[1]))]
         return y, (x,)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[None, Any]:
@@ -122,12 +122,12 @@ class TokenEmbeddingBase(Layer):
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         x, dy = kept
         if "weight" in g:
-            self._add_rows(env, g["weight"], x, dy)
+            self._add_row_gradients(env, g["weight"], x, dy)
         if "position" in g:
             kernels.sum_rows(env.xp, dy, g["position"][self._get_positions(env, x)])
 
-    def _require_tokens(self, env: LayerContext, x: Array) -> None:
-        require_tokens(self, x, self.seq_len)
+    def _require_token_shape(self, env: LayerContext, x: Array) -> None:
+        require_token_shape(self, x, self.seq_len)
 
     def _get_positions(self, env: LayerContext, x: Array) -> slice:
         return slice(x.shape[1])
@@ -135,7 +135,7 @@ class TokenEmbeddingBase(Layer):
     def _look_up_rows(self, env: LayerContext, weight: Array, x: Array) -> Array:
         return weight[x]
 
-    def _add_rows(self, env: LayerContext, gw: Array, x: Array, dy: Array) -> None:
+    def _add_row_gradients(self, env: LayerContext, gw: Array, x: Array, dy: Array) -> None:
         kernels.embedding_backward(env.xp, gw, x.reshape(-1), dy.reshape(-1, self.d_model))
 
 
@@ -159,7 +159,7 @@ class TokenEmbedding(TokenEmbeddingBase):
         size, inits = (self.vocab, self.d_model, self.seq_len), dict[str, Any](init=self.init)
         inits["position_init"] = self.position_init
         if isinstance(request.mark, VocabParallel):
-            request.require_enough(self.vocab, "tokens in its vocabulary")
+            request.require_one_per_rank(self.vocab, "tokens in its vocabulary")
             outside = request.unsharded_kind
             parts = isinstance(outside, ShardedSequence)
             return ShardedLayer(
@@ -169,7 +169,7 @@ class TokenEmbedding(TokenEmbeddingBase):
             return ShardedLayer(SequenceParallelTokenEmbedding(*size, **inits), ShardedSequence(), self.specs())
         return super().shard_over_ranks(request)
 
-    def needs_full_input(self, place: int, mark: Any) -> bool:
+    def needs_full_input(self, input_index: int, mark: Any) -> bool:
         return mark is not None
 
 
@@ -185,7 +185,7 @@ class SequenceParallelTokenEmbedding(TokenEmbeddingBase):
 
     caches = False
 
-    def _require_tokens(self, env: LayerContext, x: Array) -> None:
+    def _require_token_shape(self, env: LayerContext, x: Array) -> None:
         if x.ndim != 2 or env.sequence_offset(x.shape[1])[1] > self.seq_len:
             wanted = f"(samples, time <= {self.seq_len})"
             raise ShapeError(f"{self!r} wants a part of tokens of shape {wanted}, got a part of {tuple(x.shape)}")
@@ -195,10 +195,10 @@ class SequenceParallelTokenEmbedding(TokenEmbeddingBase):
         return slice(first, first + x.shape[1])
 
 
-def check_index(layer: Layer, x: Array, count: int) -> None:
+def require_valid_indices(layer: Layer, x: Array, count: int) -> None:
     """Raise DataError unless `x` holds row numbers from 0 to count - 1; NumPy would take -1 for the last row, CuPy
     would wrap."""
-    if not is_index(x):
+    if not has_integer_dtype(x):
         raise DataError(f"{layer!r} wants whole numbers, got {x.dtype}")
     if x.size and (float(x.min()) < 0 or float(x.max()) >= count):
         low, high = int(x.min()), int(x.max())
@@ -206,7 +206,7 @@ def check_index(layer: Layer, x: Array, count: int) -> None:
         raise DataError(f"{layer!r}: index {wrong} is out of range: it must be from 0 to {count - 1}")
 
 
-def require_tokens(layer: Layer, x: Array, seq_len: int) -> None:
+def require_token_shape(layer: Layer, x: Array, seq_len: int) -> None:
     """Raise ShapeError unless `x` is (samples, time) with a time of at most `seq_len`."""
     if x.ndim != 2 or x.shape[1] > seq_len:
         wanted = f"(samples, time <= {seq_len})"
@@ -245,10 +245,10 @@ class VocabParallelEmbedding(Layer):
         return {name: replace(spec, cut=SHARD_ROWS) for name, spec in self._embedding.specs().items()}
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
-        check_index(self, x, self.num_embeddings)
+        require_valid_indices(self, x, self.num_embeddings)
         if self.sequence:
             require_time_dim(x)
-        return _look_up_sharded(env, p["weight"], x, self.num_embeddings, self.sequence), (x,)
+        return _look_up_sharded_rows(env, p["weight"], x, self.num_embeddings, self.sequence), (x,)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[None, Any]:
         return None, (*saved, dy)
@@ -256,7 +256,7 @@ class VocabParallelEmbedding(Layer):
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         x, dy = kept
         if "weight" in g:
-            _add_rows(env, g["weight"], x, dy, self.num_embeddings, self.sequence)
+            _add_sharded_row_gradients(env, g["weight"], x, dy, self.num_embeddings, self.sequence)
 
 
 class VocabParallelTokenEmbedding(TokenEmbeddingBase):
@@ -293,10 +293,10 @@ class VocabParallelTokenEmbedding(TokenEmbeddingBase):
         return slice(*shard_bounds(x.shape[1], comm.rank, comm.size)) if self.sequence else slice(x.shape[1])
 
     def _look_up_rows(self, env: LayerContext, weight: Array, x: Array) -> Array:
-        return _look_up_sharded(env, weight, x, self.vocab, self.sequence)
+        return _look_up_sharded_rows(env, weight, x, self.vocab, self.sequence)
 
-    def _add_rows(self, env: LayerContext, gw: Array, x: Array, dy: Array) -> None:
-        _add_rows(env, gw, x, dy, self.vocab, self.sequence)
+    def _add_row_gradients(self, env: LayerContext, gw: Array, x: Array, dy: Array) -> None:
+        _add_sharded_row_gradients(env, gw, x, dy, self.vocab, self.sequence)
 
 
 class VocabParallelCrossEntropyLoss(Loss):
@@ -324,13 +324,13 @@ class VocabParallelCrossEntropyLoss(Loss):
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
         xp, comm, smooth = env.xp, env.mesh.tensor, self.label_smoothing
         logits, labels = y.reshape(-1, y.shape[-1]), as_indices(target).reshape(-1)
-        beside, counted = logits.shape[1], labels != self.ignore_index
-        here = self._localize_labels(env, labels, beside)
-        below, _, part = kernels.cross_entropy(xp, logits, here, beside)
+        missing_label, counted = logits.shape[1], labels != self.ignore_index
+        here = self._localize_labels(env, labels, missing_label)
+        below, _, part = kernels.cross_entropy(xp, logits, here, missing_label)
         part = part.astype(np.float64)
         top = part.copy()
         comm.all_reduce(top, "max", what="largest logits").wait()
-        picked = float(xp.sum(xp.where(here < beside, part, 0.0))) - below
+        picked = float(xp.sum(xp.where(here < missing_label, part, 0.0))) - below
         means = [float(xp.sum(xp.where(counted, xp.sum(logits, axis=1, dtype=np.float64), 0.0)))] if smooth else []
         sums = xp.concatenate([xp.exp(part - top), xp.asarray([picked, *means])])
         sums = collectives.all_reduce_sum(xp, comm, sums, fresh=True, what="sums of logits")
@@ -345,16 +345,16 @@ class VocabParallelCrossEntropyLoss(Loss):
     def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
         y, labels, lse = saved
         logits = y.reshape(-1, y.shape[-1])
-        beside, ignored = logits.shape[1], logits.shape[1] + 1
-        here = env.xp.where(labels != self.ignore_index, self._localize_labels(env, labels, beside), ignored)
+        missing_label, ignored = logits.shape[1], logits.shape[1] + 1
+        here = env.xp.where(labels != self.ignore_index, self._localize_labels(env, labels, missing_label), ignored)
         given = seed, ignored, self.label_smoothing, self.classes
         return kernels.cross_entropy_backward(env.xp, logits, here, lse, *given).reshape(y.shape)
 
-    def _localize_labels(self, env: LayerContext, labels: Array, beside: int) -> Array:
-        """Return each position's class as an index into this rank's classes; `beside` where another rank has it or the
-        label is ignored."""
+    def _localize_labels(self, env: LayerContext, labels: Array, missing_label: int) -> Array:
+        """Return each position's class as an index into this rank's classes; `missing_label` where another rank has the
+        class or the label is ignored."""
         inside, index = _localize_index(env, labels, self.classes)
-        return env.xp.where(inside & (labels != self.ignore_index), index, beside)
+        return env.xp.where(inside & (labels != self.ignore_index), index, missing_label)
 
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
         self._whole.validate((*shape[:-1], self.classes), target)
@@ -368,7 +368,7 @@ def _localize_index(env: LayerContext, index: Array, total: int) -> tuple[Array,
     return inside, env.xp.where(inside, index - start, 0)
 
 
-def _look_up_sharded(env: LayerContext, weight: Array, x: Array, total: int, sequence: bool) -> Array:
+def _look_up_sharded_rows(env: LayerContext, weight: Array, x: Array, total: int, sequence: bool) -> Array:
     """Return the rows `x` of a table of `total` rows, of which `weight` is this rank's part. Collective."""
     comm = env.mesh.tensor
     if comm.size == 1:
@@ -376,18 +376,18 @@ def _look_up_sharded(env: LayerContext, weight: Array, x: Array, total: int, seq
     inside, index = _localize_index(env, x, total)
     y = weight[index]
     y[~inside] = 0
-    description = call_label(env, "embedding")
+    description = make_call_label(env, "embedding")
     if sequence:
-        require_known_time(env, y, description)
+        require_known_length(env, y, description)
         return collectives.reduce_scatter_dim(env.xp, comm, y, 1, what=description)
     return collectives.all_reduce_sum(env.xp, comm, y, fresh=True, what=description)
 
 
-def _add_rows(env: LayerContext, gw: Array, x: Array, dy: Array, total: int, sequence: bool) -> None:
-    """Add the gradient of the result of `_look_up_sharded` to the table's. Collective if `sequence`."""
+def _add_sharded_row_gradients(env: LayerContext, gw: Array, x: Array, dy: Array, total: int, sequence: bool) -> None:
+    """Add the gradient of the result of `_look_up_sharded_rows` to the table's. Collective if `sequence`."""
     xp, comm = env.xp, env.mesh.tensor
     if sequence:
-        dy = collectives.all_gather_dim(xp, comm, dy, 1, x.shape[1], what=call_label(env, "embedding gradient"))
+        dy = collectives.all_gather_dim(xp, comm, dy, 1, x.shape[1], what=make_call_label(env, "embedding gradient"))
     index, rows = x.reshape(-1), dy.reshape(-1, dy.shape[-1])
     if comm.size > 1:
         inside, index = _localize_index(env, index, total)

@@ -9,7 +9,7 @@ from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.activation import Dropout, Tanh, make_activation
 from fsdpx.nn.container import Composite, Container, chain_layers
 from fsdpx.nn.embedding import Embedding, TokenEmbedding
-from fsdpx.nn.gradient_accumulation import add_matmul_gradient, add_sum, as_rows, linear_forward, matmul_in_dtype
+from fsdpx.nn.gradient_accumulation import add_matmul_gradient, add_sum_into, as_rows, linear_forward, matmul_in_dtype
 from fsdpx.nn.grouped_query_attention import AttentionBlock, GroupedQueryAttention
 from fsdpx.nn.init import normal
 from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, require_positive, store_init_args
@@ -197,11 +197,11 @@ class PatchEmbedding(Layer):
         tokens = as_rows(env.xp.ascontiguousarray(dy[:, 1:]))
         add_matmul_gradient(env.xp, g, "weight", tokens.T, rows)
         if "bias" in g:
-            add_sum(env.xp, g["bias"], tokens, 0)
+            add_sum_into(env.xp, g["bias"], tokens, 0)
         if "token" in g:
-            add_sum(env.xp, g["token"], dy[:, 0], 0)
+            add_sum_into(env.xp, g["token"], dy[:, 0], 0)
         if "position" in g:
-            add_sum(env.xp, g["position"], dy, 0)
+            add_sum_into(env.xp, g["position"], dy, 0)
 
     @property
     def _patch_features(self) -> int:

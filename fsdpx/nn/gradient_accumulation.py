@@ -24,12 +24,12 @@ __all__ = [
     "accumulation_dtype",
     "add_linear_gradients",
     "add_matmul_gradient",
-    "add_sum",
+    "add_sum_into",
     "as_indices",
     "as_rows",
+    "claim_gradient",
     "convert_input",
-    "get_destination",
-    "is_index",
+    "has_integer_dtype",
     "linear_backward",
     "linear_forward",
     "matmul_along_dim",
@@ -56,7 +56,7 @@ class GradientEntry:
     def is_blank(self) -> bool:
         return self.flags[self.at] == BLANK
 
-    def open_for_adding(self) -> Array:
+    def get_array_to_add_into(self) -> Array:
         """Return the array to add into; a blank one is set to zero first."""
         if self.flags[self.at] == BLANK:
             self.array[...] = 0
@@ -71,7 +71,7 @@ class GradientEntries(dict[str, GradientEntry]):
         self.flags = bytearray(len(arrays))
         super().__init__({name: GradientEntry(array, self.flags, i) for i, (name, array) in enumerate(arrays.items())})
 
-    def mark_blank(self) -> None:
+    def mark_all_blank(self) -> None:
         """Mark all gradients as not yet written."""
         self.flags[:] = bytes((BLANK,)) * len(self)
 
@@ -81,12 +81,12 @@ class GradientEntries(dict[str, GradientEntry]):
             return ()
         blank = [name for name, entry in self.items() if entry.is_blank]
         for name in blank:
-            self[name].open_for_adding()
+            self[name].get_array_to_add_into()
         return blank
 
 
 class Gradients(Mapping[str, Array]):
-    """Gradients by parameter name: `g["weight"] += d` works for every layer; `get_destination` saves zeroing and
+    """Gradients by parameter name: `g["weight"] += d` works for every layer; `claim_gradient` saves zeroing and
     adding.
 
     Tied parameters are one `GradientEntry` under several names."""
@@ -98,7 +98,7 @@ class Gradients(Mapping[str, Array]):
         self._branches: tuple[Mapping[str, str], dict[str, Gradients]] | None = None
 
     def __getitem__(self, name: str) -> Array:
-        return self.entries[name].open_for_adding()
+        return self.entries[name].get_array_to_add_into()
 
     def __setitem__(self, name: str, array: Array) -> None:
         """Store a gradient; Python calls this in `g[name] += d`, after the addition in place."""
@@ -134,7 +134,7 @@ class Gradients(Mapping[str, Array]):
         return {head: Gradients(entries) for head, entries in grouped.items()}
 
 
-def get_destination(g: Mapping[str, Array], name: str) -> tuple[Array, bool] | None:
+def claim_gradient(g: Mapping[str, Array], name: str) -> tuple[Array, bool] | None:
     """Return the array to write a gradient to, and whether to add to its content; None if the parameter is frozen.
 
     The caller must fill the whole array."""
@@ -152,7 +152,7 @@ def accumulation_dtype(dtype: Any) -> np.dtype:
     return np.dtype(np.float32) if np.dtype(dtype).itemsize == 2 else np.dtype(dtype)
 
 
-def is_index(x: Any) -> bool:
+def has_integer_dtype(x: Any) -> bool:
     """Return whether an array holds integers or booleans, which have no gradient."""
     return np.dtype(x.dtype).kind in "iub"
 
@@ -166,7 +166,7 @@ def convert_input(array: Any, takes: str, dtype: Any) -> Any:
     """Return an input of a model in the dtype that its first layers take, given a word of their `Layer.takes`.
 
     dtype: that in which the model computes, for "numbers"."""
-    if not is_index(array) or takes == "given":
+    if not has_integer_dtype(array) or takes == "given":
         return array
     if takes == "numbers":
         return array.astype(dtype)
@@ -229,15 +229,15 @@ def add_linear_gradients(xp: Any, g: Mapping[str, Any], dy: Any, x: Any) -> None
     """Add the gradients of `linear_forward`, from dy `(rows, m)` and x `(rows, n)`: dy^T x to "weight", dy's column
     sums to "bias"."""
     if _can_use_blas(xp, dy, x):
-        blas.linear_backward_params(get_destination(g, "weight"), get_destination(g, "bias"), dy, x)
+        blas.linear_backward_params(claim_gradient(g, "weight"), claim_gradient(g, "bias"), dy, x)
         return
     add_matmul_gradient(xp, g, "weight", dy.T, x)
     if (_can_use_half_blas(xp, dy, x) or get_device_of_array(dy).sums_by_kernel) and (
-        into := get_destination(g, "bias")
+        into := claim_gradient(g, "bias")
     ):
         kernels.sum_rows(xp, dy, *into)
     elif "bias" in g:
-        add_sum(xp, g["bias"], dy, 0)
+        add_sum_into(xp, g["bias"], dy, 0)
 
 
 def linear_backward(xp: Any, g: Mapping[str, Any], weight: Any, dy: Any, x: Any) -> Any:
@@ -245,7 +245,7 @@ def linear_backward(xp: Any, g: Mapping[str, Any], weight: Any, dy: Any, x: Any)
     dtype = dy.dtype
     if xp is np and dtype is x.dtype and dtype.char in "fd":
         dx = np.empty(x.shape, dtype)
-        blas.linear_backward(dx, get_destination(g, "weight"), get_destination(g, "bias"), dy, x, weight)
+        blas.linear_backward(dx, claim_gradient(g, "weight"), claim_gradient(g, "bias"), dy, x, weight)
         return dx
     add_linear_gradients(xp, g, dy, x)
     return matmul_in_dtype(xp, dy, weight)
@@ -253,7 +253,7 @@ def linear_backward(xp: Any, g: Mapping[str, Any], weight: Any, dy: Any, x: Any)
 
 def add_matmul_gradient(xp: Any, g: Mapping[str, Any], name: str, a: Any, b: Any) -> None:
     """Add `a @ b`, 2-D, to gradient `name` unless it is frozen; the sum is rounded once."""
-    into = get_destination(g, name)
+    into = claim_gradient(g, name)
     if into is None:
         return
     out, add = into
@@ -276,7 +276,7 @@ def _matmul_into(xp: Any, out: Any, add: bool, a: Any, b: Any) -> None:
         out[...] = total
 
 
-def add_sum(xp: Any, out: Any, a: Any, dim: int | tuple[int, ...]) -> None:
+def add_sum_into(xp: Any, out: Any, a: Any, dim: int | tuple[int, ...]) -> None:
     """Add `a.sum(dim)` to `out` in place; the sum is rounded once."""
     if (
         a.ndim > 2 and dim == (0, *range(2, a.ndim)) and get_device_of_array(a).sums_by_kernel

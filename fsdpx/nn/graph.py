@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsdpx.errors import ConfigError
-from fsdpx.nn.container import ChildCall, Container, check_layer, check_name, list_output_names
+from fsdpx.nn.container import ChildCall, Container, list_output_names, require_layer, require_name
 
 __all__ = ["Graph"]
 
@@ -34,7 +34,7 @@ class Graph(Container):
         ties: Mapping[str, str] | None = None,
         frozen: Sequence[str] = (),
     ) -> None:
-        inputs, outputs = _check_names("inputs", inputs), _check_names("outputs", outputs)
+        inputs, outputs = _require_unique_value_names("inputs", inputs), _require_unique_value_names("outputs", outputs)
         steps = [_make_step(name, node) for name, node in nodes.items()]
         names = [*inputs, *(step.name for step in steps)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -47,23 +47,23 @@ class Graph(Container):
         return f"Graph({', '.join(self.inputs)} -> {nodes} -> {', '.join(self.outputs)})"
 
 
-def _check_names(what: str, names: Sequence[str]) -> tuple[str, ...]:
+def _require_unique_value_names(what: str, names: Sequence[str]) -> tuple[str, ...]:
     names = (names,) if isinstance(names, str) else tuple(names)
     if not names:
         raise ConfigError(f"Graph: {what} must name at least one value")
     if what == "inputs":
         for name in names:
-            check_name("Graph", name)
+            require_name("Graph", name)
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"Graph: duplicate {what} {', '.join(map(repr, twice))}")
     return names
 
 
 def _make_step(name: str, node: Any) -> ChildCall:
-    check_name("Graph", name)
+    require_name("Graph", name)
     if not isinstance(node, tuple | list) or len(node) < 2 or not all(isinstance(s, str) for s in node[1:]):
         raise ConfigError(f"Graph: node {name!r} must be (layer, 'source', ...), got {node!r}")
-    layer = check_layer("Graph", name, node[0])
+    layer = require_layer("Graph", name, node[0])
     if layer.n_inputs not in (None, len(node) - 1):
         raise ConfigError(f"Graph: node {name!r} {layer!r} takes {layer.n_inputs} inputs, but gets {len(node) - 1}")
     return ChildCall(name, layer, tuple(node[1:]), list_output_names(name, layer))

@@ -10,7 +10,7 @@ import numpy as np
 
 from fsdpx.errors import ConfigError
 from fsdpx.nn.layer import Array, Layer, LayerContext, Params
-from fsdpx.nn.shape import require_one_shape
+from fsdpx.nn.shape import require_equal_shapes
 
 __all__ = ["Lambda"]
 
@@ -41,17 +41,17 @@ class Lambda(Layer):
         if not self.derivative or not all(map(callable, (function, *self.derivative))):
             raise ConfigError(f"Lambda({function!r}, {derivative!r}): a function and its derivative are needed")
         for role, candidate in (("function", function), *(("derivative", by) for by in self.derivative)):
-            if not _accepts_arguments(candidate, self.n_inputs):
+            if not _accepts_argument_count(candidate, self.n_inputs):
                 raise ConfigError(
                     f"{self!r}: the {role} does not take {self.n_inputs} inputs, which is the number of derivatives: "
                     "two inputs need a tuple of two derivatives, nn.Lambda(f, (by_a, by_b)), each of both inputs"
                 )
         with np.errstate(all="ignore"):
-            self._check_elementwise()
+            self._require_elementwise()
 
     def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Array, Any]:
         inputs = self._as_inputs(x)
-        require_one_shape(self, inputs)
+        require_equal_shapes(self, inputs)
         if getattr(env.xp, "holds_no_data", False):  # the result has the shape and dtype of the input
             return env.xp.empty_like(inputs[0]), inputs
         return self.function(*inputs), inputs
@@ -70,7 +70,7 @@ class Lambda(Layer):
     def _as_inputs(self, x: Any) -> tuple[Array, ...]:
         return (x,) if self.n_inputs == 1 else tuple(x)
 
-    def _check_elementwise(self) -> None:
+    def _require_elementwise(self) -> None:
         x = [np.random.default_rng(seed).standard_normal(POINTS) for seed in range(len(self.derivative))]
         y = np.asarray(self.function(*x))
         turned = np.asarray(self.function(*(a[::-1].copy() for a in x)))
@@ -81,9 +81,9 @@ class Lambda(Layer):
             if (kind := (narrow[0] * function(*narrow)).dtype) != np.float32:
                 raise ConfigError(f"{self!r}: the {role} turns float32 into {kind}: make constants Python floats")
         for i, by in enumerate(self.derivative):
-            self._check_derivative(x, i, by, y)
+            self._require_matching_derivative(x, i, by, y)
 
-    def _check_derivative(self, x: list[np.ndarray], i: int, by: Function, y: np.ndarray) -> None:
+    def _require_matching_derivative(self, x: list[np.ndarray], i: int, by: Function, y: np.ndarray) -> None:
         """Raise ConfigError unless the derivative with respect to input i agrees with central differences."""
         sides = [self.function(*x[:i], x[i] + step, *x[i + 1 :]) for step in (STEP, -STEP)]
         want, got = (sides[0] - sides[1]) / (2 * STEP), np.broadcast_to(by(*x), y.shape)
@@ -102,7 +102,7 @@ class Lambda(Layer):
             )
 
 
-def _accepts_arguments(function: Function, inputs: int) -> bool:
+def _accepts_argument_count(function: Function, inputs: int) -> bool:
     """Return whether a function takes this many arguments; True if Python cannot tell."""
     if isinstance(function, np.ufunc):
         return function.nin == inputs

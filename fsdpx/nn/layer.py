@@ -15,7 +15,7 @@ from fsdpx.core.base.arguments import wrap_constructor_with_argument_check
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.cache import KeyValueCache
 from fsdpx.nn.distribution import as_distributed
-from fsdpx.nn.gradient_accumulation import Gradients, is_index
+from fsdpx.nn.gradient_accumulation import Gradients, has_integer_dtype
 from fsdpx.nn.init import Init, zeros
 from fsdpx.nn.shard_specs import (
     FieldPartition,
@@ -39,13 +39,13 @@ __all__ = [
     "Params",
     "Pending",
     "ShardedLayer",
-    "find_time",
+    "collect_specs",
+    "find_sequence_length",
     "format_constructor",
     "group_by_child",
     "iterate_layers",
     "join_path",
     "list_kernels",
-    "prefix_specs",
     "require_fraction",
     "require_last_dim",
     "require_positive",
@@ -77,9 +77,9 @@ def require_last_dim(layer: object, x: Any, size: int) -> None:
 def require_time_dim(x: Any) -> None:
     """Raise ShapeError unless dim 1 of `x` is a time, judged by the number of dims: activations have features after
     it."""
-    least, wanted = (2, "(samples, time, ...)") if is_index(x) else (3, "(samples, time, ..., features)")
+    least, wanted = (2, "(samples, time, ...)") if has_integer_dtype(x) else (3, "(samples, time, ..., features)")
     if x.ndim < least:
-        kind = "whole numbers" if is_index(x) else "floats"
+        kind = "whole numbers" if has_integer_dtype(x) else "floats"
         raise ShapeError(
             f"sequence=... cuts dim 1, the time; the input has shape {tuple(x.shape)}, but {kind} with a time "
             f"have {least} dims or more, {wanted}: leave sequence=None"
@@ -521,19 +521,19 @@ class Layer(ABC):
         ConfigError
             for inputs or a mark that the layer does not support
         """
-        request.refuse_mark(self)
+        request.require_no_mark(self)
         kind, location = request.require_same_kind(self), f"{request.path!r} {self!r}"
         if isinstance(kind, ShardedBatch) and (self.collective or any(spec.state for spec in self.specs().values())):
             raise ConfigError(
                 f"{location} takes statistics over samples, which sequence='samples' cuts: use LayerNorm or RMSNorm"
             )
         if isinstance(kind, ShardedSequence) and self.acts_on not in ("element", "position"):
-            self._refuse_part(location, kind, f"it cannot be used with sequence={request.sequence!r}")
+            self._refuse_shard(location, kind, f"it cannot be used with sequence={request.sequence!r}")
         if isinstance(kind, FieldPartition) and self.acts_on != "element" and not self.fields:
-            self._refuse_part(location, kind, "it must see the whole field; put it into a model without domain=")
+            self._refuse_shard(location, kind, "it must see the whole field; put it into a model without domain=")
         if isinstance(kind, ShardedFeatures):
             if self.acts_on != "element":
-                self._refuse_part(
+                self._refuse_shard(
                     location, kind, "close them with a RowParallel before it, or use ColumnParallel(gather_output=True)"
                 )
             if names := ", ".join(join_path(request.path, name) for name in self.specs()):
@@ -544,15 +544,16 @@ class Layer(ABC):
                 )
         return ShardedLayer(self, kind, self.specs() if isinstance(kind, ShardedSequence | ShardedBatch) else ())
 
-    def _refuse_part(self, at: str, kind: Kind, way: str) -> None:
-        raise ConfigError(f"{at} reads {kind}, but acts on each {self.acts_on} as a whole (Layer.acts_on): {way}")
+    def _refuse_shard(self, location: str, kind: Kind, remedy: str) -> None:
+        reason = f"but acts on each {self.acts_on} as a whole (Layer.acts_on)"
+        raise ConfigError(f"{location} reads {kind}, {reason}: {remedy}")
 
-    def needs_full_input(self, place: int, mark: Any) -> bool:
+    def needs_full_input(self, input_index: int, mark: Any) -> bool:
         """Return whether an input must not be sharded along the sequence before this layer reads it.
 
         Parameters
         ----------
-        place : index of the input
+        input_index : index of the input
         mark : the plan's mark for the layer; None: it has none
 
         Returns
@@ -571,7 +572,7 @@ class Layer(ABC):
                 f"{self!r} is called on {', '.join(type(value).__name__ for value in x) or 'nothing'}: layers are "
                 "called on values in nn.Composite.compose; for arrays use trainer.predict, or forward(env, p, x)"
             )
-        return tracing.apply_layer(self, x)
+        return tracing.record_layer_call(self, x)
 
     as_distributed = as_distributed
 
@@ -579,7 +580,7 @@ class Layer(ABC):
         return format_constructor(self)
 
 
-def find_time(inputs: Iterable[Array]) -> int | None:
+def find_sequence_length(inputs: Iterable[Array]) -> int | None:
     """Return `LayerContext.time` for a model's inputs: the size of dim 1 that all of them have; None if they differ."""
     lengths = {x.shape[1] if len(x.shape) > 1 else None for x in inputs}
     return lengths.pop() if len(lengths) == 1 else None
@@ -613,7 +614,7 @@ def iterate_layers(layer: Layer, path: str = "") -> Iterator[tuple[str, Layer]]:
         yield from iterate_layers(child, join_path(path, name))
 
 
-def prefix_specs(children: Iterable[tuple[str, Layer]]) -> dict[str, ParameterSpec]:
+def collect_specs(children: Iterable[tuple[str, Layer]]) -> dict[str, ParameterSpec]:
     """Return the specs of all `children`, each name preceded by its child's."""
     return {join_path(name, leaf): spec for name, layer in children for leaf, spec in layer.specs().items()}
 
@@ -651,7 +652,7 @@ def format_constructor(thing: Any) -> str:
     If an argument has no attribute, the layers inside are listed, too, since they may depend on it."""
     words, inside = [], {}
     kind: Any = type(thing)
-    for name, argument in _list_arguments(kind).items():
+    for name, argument in _list_init_parameters(kind).items():
         if argument.kind in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD) or not hasattr(thing, name):
             inside = thing.children() if isinstance(thing, Layer) else {}
             continue
@@ -660,17 +661,17 @@ def format_constructor(thing: Any) -> str:
             words.append(repr(value))
         elif value != argument.default:
             words.append(f"{name}={value!r}")
-    words += [f"{name}={child!r}" for name, child in inside.items() if name not in _list_arguments(kind)]
+    words += [f"{name}={child!r}" for name, child in inside.items() if name not in _list_init_parameters(kind)]
     return f"{type(thing).__name__}({', '.join(words)})"
 
 
 def store_init_args(thing: Any, given: Mapping[str, Any]) -> None:
     """Store the arguments of a constructor, its `locals()`, as attributes of these names, for `format_constructor`."""
     kind: Any = type(thing)
-    vars(thing).update({name: given[name] for name in _list_arguments(kind)})
+    vars(thing).update({name: given[name] for name in _list_init_parameters(kind)})
 
 
 @functools.cache
-def _list_arguments(kind: Any) -> Mapping[str, inspect.Parameter]:
+def _list_init_parameters(kind: Any) -> Mapping[str, inspect.Parameter]:
     _, *arguments = inspect.signature(kind.__init__).parameters.items()  # without self
     return dict(arguments)

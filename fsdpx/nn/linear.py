@@ -11,7 +11,7 @@ from fsdpx.nn import collectives
 from fsdpx.nn.gradient_accumulation import (
     add_linear_gradients,
     add_matmul_gradient,
-    add_sum,
+    add_sum_into,
     as_rows,
     linear_backward,
     linear_forward,
@@ -40,7 +40,9 @@ from fsdpx.nn.shard_specs import (
     VocabParallel,
 )
 
-__all__ = ["ColumnParallelLinear", "Linear", "RowParallelLinear", "ShardedLinear", "call_label", "require_known_time"]
+__all__ = [
+    "ColumnParallelLinear", "Linear", "RowParallelLinear", "ShardedLinear", "make_call_label", "require_known_length",
+]  # fmt: skip
 
 
 class Linear(Layer):
@@ -102,9 +104,9 @@ class Linear(Layer):
                 f"{request.path!r} {self!r}: its {self.out_features} results are not {mark.blocks} blocks of multiples "
                 f"of {mark.grain}"
             )
-        request.require_enough(count, "results" if mark.grain == 1 else f"runs of {mark.grain} results")
+        request.require_one_per_rank(count, "results" if mark.grain == 1 else f"runs of {mark.grain} results")
         options = {"gather_output": mark.gather_output, "blocks": mark.blocks, "grain": mark.grain}
-        new, partial = self._make_column(sequence=isinstance(kind, ShardedSequence), **options)
+        new, partial = self._make_column_parallel(sequence=isinstance(kind, ShardedSequence), **options)
         ends = isinstance(request.mark, VocabParallel)
         features = ShardedFeatures(self.out_features, mark.blocks, mark.grain, request.path, ends)
         return ShardedLayer(new, Replicated() if mark.gather_output else features, partial)
@@ -124,15 +126,15 @@ class Linear(Layer):
                 f"{self.in_features} in one block"
             )
         outside = request.unsharded_kind
-        new, partial = self._make_row(sequence=isinstance(outside, ShardedSequence), grain=kind.grain)
+        new, partial = self._make_row_parallel(sequence=isinstance(outside, ShardedSequence), grain=kind.grain)
         return ShardedLayer(new, outside, partial)
 
-    def _make_column(self, **options: Any) -> tuple[Layer, tuple[str, ...]]:
+    def _make_column_parallel(self, **options: Any) -> tuple[Layer, tuple[str, ...]]:
         """Return this layer as a column-parallel layer, and the names of its parameters whose gradient is partial."""
         size = (self.in_features, self.out_features, self.bias)
         return ColumnParallelLinear(*size, **options, init=self.init, bias_init=self.bias_init), ()
 
-    def _make_row(self, sequence: bool, grain: int) -> tuple[Layer, tuple[str, ...]]:
+    def _make_row_parallel(self, sequence: bool, grain: int) -> tuple[Layer, tuple[str, ...]]:
         """Return this layer as a row-parallel layer, and the names of its parameters whose gradient is partial."""
         size = (self.in_features, self.out_features, self.bias, sequence, grain)
         partial = ("bias",) if sequence and self.bias else ()
@@ -211,7 +213,7 @@ class ShardedLinear(Layer):
         """Return the product with this rank's part of the weight, as rows: a part of the result, or a summand of it."""
         return linear_forward(env.xp, as_rows(x), p["weight"], bias)
 
-    def _input_gradient_rows(self, env: LayerContext, p: Params, dy: Array) -> Array:
+    def _compute_input_gradient_rows(self, env: LayerContext, p: Params, dy: Array) -> Array:
         """Return this rank's contribution to the input gradient as rows: a summand (column-parallel) or a part
         (row-parallel)."""
         return matmul_in_dtype(env.xp, as_rows(dy), p["weight"])
@@ -279,28 +281,28 @@ class ColumnParallelLinear(ShardedLinear):
         y = y.reshape(*full.shape[:-1], p["weight"].shape[0])
         if self.gather_output:
             y = collectives.all_gather_replicated(
-                env.xp, env.mesh.tensor, y, -1, self.out_features, what=call_label(env, "output")
+                env.xp, env.mesh.tensor, y, -1, self.out_features, what=make_call_label(env, "output")
             )
         return y, (x,)
 
     def backward(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Array) -> Array:
         (x,) = saved
-        comm, dy = env.mesh.tensor, self._take_output_shard(env, dy)
+        comm, dy = env.mesh.tensor, self._take_gradient_shard(env, dy)
         if comm.size == 1:
             return linear_backward(env.xp, g, p["weight"], as_rows(dy), as_rows(x)).reshape(x.shape)
         full = collectives.PendingCollective(None, lambda: x)
         if self.sequence and "weight" in g:
-            full = collectives.start_all_gather_dim(env.xp, comm, x, 1, env.time, what=call_label(env, "input"))
-        dx = self._start_input_gradient(env, p, dy)
+            full = collectives.start_all_gather_dim(env.xp, comm, x, 1, env.time, what=make_call_label(env, "input"))
+        dx = self._start_reducing_input_gradient(env, p, dy)
         _add_gradients(env, g, dy, full.wait())
         return dx.wait()
 
     def backward_leaf(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Array) -> None:
-        self.backward_params(env, g, (*saved, self._take_output_shard(env, dy)))
+        self.backward_params(env, g, (*saved, self._take_gradient_shard(env, dy)))
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        dy = self._take_output_shard(env, dy)
-        return self._start_input_gradient(env, p, dy).wait(), (*saved, dy)
+        dy = self._take_gradient_shard(env, dy)
+        return self._start_reducing_input_gradient(env, p, dy).wait(), (*saved, dy)
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         x, dy = kept
@@ -311,15 +313,15 @@ class ColumnParallelLinear(ShardedLinear):
         require_last_dim(self, x, self.in_features)
         if not self.sequence:
             return x
-        return collectives.all_gather_dim(env.xp, env.mesh.tensor, x, 1, env.time, what=call_label(env, "input"))
+        return collectives.all_gather_dim(env.xp, env.mesh.tensor, x, 1, env.time, what=make_call_label(env, "input"))
 
-    def _take_output_shard(self, env: LayerContext, dy: Array) -> Array:
+    def _take_gradient_shard(self, env: LayerContext, dy: Array) -> Array:
         """Return the gradient of the features that this rank computed."""
         return collectives.take_shard(env.xp, env.mesh.tensor, dy, -1) if self.gather_output else dy
 
-    def _start_input_gradient(self, env: LayerContext, p: Params, dy: Array) -> collectives.PendingCollective:
-        dx = self._input_gradient_rows(env, p, dy).reshape(*dy.shape[:-1], self.in_features)
-        comm, description = env.mesh.tensor, call_label(env, "input gradient")
+    def _start_reducing_input_gradient(self, env: LayerContext, p: Params, dy: Array) -> collectives.PendingCollective:
+        dx = self._compute_input_gradient_rows(env, p, dy).reshape(*dy.shape[:-1], self.in_features)
+        comm, description = env.mesh.tensor, make_call_label(env, "input gradient")
         if self.sequence:
             return collectives.start_reduce_scatter_dim(env.xp, comm, dx, 1, what=description)
         return collectives.start_all_reduce_sum(env.xp, comm, dx, fresh=True, what=description)
@@ -363,7 +365,7 @@ class RowParallelLinear(ShardedLinear):
         if env.mesh.tensor.size == 1:
             return self._multiply_shard(env, p, x, bias).reshape(shape), (x,)
         y = self._multiply_shard(env, p, x, None).reshape(shape)
-        comm, description = env.mesh.tensor, call_label(env, "output")
+        comm, description = env.mesh.tensor, make_call_label(env, "output")
         if self.sequence:
             y = collectives.reduce_scatter_dim(env.xp, comm, y, 1, what=description)
         else:
@@ -374,7 +376,7 @@ class RowParallelLinear(ShardedLinear):
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         (x,), full = saved, self._all_gather_gradient(env, dy)
-        return self._input_gradient_rows(env, p, full).reshape(x.shape), (x, full, dy)
+        return self._compute_input_gradient_rows(env, p, full).reshape(x.shape), (x, full, dy)
 
     def backward_leaf(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Array) -> None:
         self.backward_params(env, g, (*saved, self._all_gather_gradient(env, dy), dy))
@@ -384,7 +386,7 @@ class RowParallelLinear(ShardedLinear):
         if not self.sequence:
             return dy
         return collectives.all_gather_dim(
-            env.xp, env.mesh.tensor, dy, 1, env.time, what=call_label(env, "output gradient")
+            env.xp, env.mesh.tensor, dy, 1, env.time, what=make_call_label(env, "output gradient")
         )
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
@@ -394,7 +396,7 @@ class RowParallelLinear(ShardedLinear):
             return
         add_matmul_gradient(env.xp, g, "weight", full.T, x)
         if "bias" in g:
-            add_sum(env.xp, g["bias"], dy, 0)
+            add_sum_into(env.xp, g["bias"], dy, 0)
 
 
 def _add_gradients(env: LayerContext, g: Params, dy: Array, x: Array) -> None:
@@ -403,17 +405,17 @@ def _add_gradients(env: LayerContext, g: Params, dy: Array, x: Array) -> None:
     if x.shape[:-1] == dy.shape[:-1]:
         add_linear_gradients(env.xp, g, as_rows(dy), as_rows(x))
     elif "bias" in g:
-        add_sum(env.xp, g["bias"], as_rows(dy), 0)
+        add_sum_into(env.xp, g["bias"], as_rows(dy), 0)
 
 
-def call_label(env: LayerContext, thing: str) -> str:
+def make_call_label(env: LayerContext, thing: str) -> str:
     """Return the label of a communication call for error messages: the layer's path and the name of the array."""
     return f"{env.random.path} {thing}" if env.random.path else thing
 
 
-def require_known_time(env: LayerContext, x: Array, what: str) -> None:
+def require_known_length(env: LayerContext, x: Array, what: str) -> None:
     """Raise ShapeError unless each rank can derive the partition of the full `x` along dim 1 from its part: from
     `env.time`, or because the parts are equal."""
     if env.time is None:
-        collectives.require_even(x.shape, 1, env.mesh.tensor.size, what)
+        collectives.require_divisible_dim(x.shape, 1, env.mesh.tensor.size, what)
     assert env.time in (None, x.shape[1]), f"{what}: a sequence of {x.shape[1]}, not {env.time}"

@@ -16,7 +16,7 @@ from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.container import ChildCall, Container, list_input_names, make_unused_name
 from fsdpx.nn.gradient_accumulation import convert_input
 from fsdpx.nn.init import Init
-from fsdpx.nn.layer import Array, Layer, LayerAxes, LayerContext, ParameterSpec, Params, find_time, join_path
+from fsdpx.nn.layer import Array, Layer, LayerAxes, LayerContext, ParameterSpec, Params, find_sequence_length, join_path
 from fsdpx.nn.tied_parameters import resolve_alias
 
 __all__ = [
@@ -25,13 +25,13 @@ __all__ = [
     "LayerList",
     "Node",
     "insert_number_casts",
-    "is_numpy_call",
+    "is_numpy_call_error",
     "linearize",
     "memoize",
-    "memoize_inside",
+    "memoizing",
     "output_shapes",
     "parameter_specs",
-    "resolve_takes",
+    "resolve_dtype_words",
     "value_shapes",
 ]  # fmt: skip
 
@@ -130,18 +130,18 @@ def linearize(model: Layer, at: str = "", units: bool = False) -> LayerList:
 
     outputs = visit_layer(model, at, range(len(inputs)))
     ends = {alias: resolve_alias(ties, alias) for alias in ties}
-    wants = _resolve_values(((n.layer, n.inputs, (n.output,)) for n in reversed(nodes)), outputs)
-    takes = tuple(_choose_word(wants[v]) for v in range(len(inputs)))
+    wants = _resolve_words(((n.layer, n.inputs, (n.output,)) for n in reversed(nodes)), outputs)
+    takes = tuple(_choose_dtype_word(wants[v]) for v in range(len(inputs)))
     return LayerList(tuple(nodes), inputs, tuple(outputs), ends, frozenset(frozen - ends.keys()), initial, takes)
 
 
-def resolve_takes(layer: Layer, count: int, wanted: Sequence[frozenset[str]]) -> list[frozenset[str]]:
+def resolve_dtype_words(layer: Layer, count: int, wanted: Sequence[frozenset[str]]) -> list[frozenset[str]]:
     """Return the words of `Layer.takes` for each of a layer's `count` inputs; several per input if layers of a
     container differ.
 
     wanted: the words for each of its results."""
     if isinstance(layer, Container):
-        wants = _resolve_container(layer, wanted)
+        wants = _resolve_container_words(layer, wanted)
         return [wants[name] for name in layer.inputs]
     words = (layer.takes,) * count if isinstance(layer.takes, str) else tuple(layer.takes)
     if len(words) != count or not TAKES_WORDS.union({"passed"}).issuperset(words):
@@ -150,11 +150,11 @@ def resolve_takes(layer: Layer, count: int, wanted: Sequence[frozenset[str]]) ->
     return [wanted[0] if word == "passed" else frozenset({word}) for word in words]
 
 
-def _resolve_container(layer: Container, wanted: Sequence[frozenset[str]]) -> dict[Any, frozenset[str]]:
-    return _resolve_values(((s.layer, s.sources, s.gives) for s in reversed(layer.steps)), layer.outputs, wanted)
+def _resolve_container_words(layer: Container, wanted: Sequence[frozenset[str]]) -> dict[Any, frozenset[str]]:
+    return _resolve_words(((s.layer, s.sources, s.gives) for s in reversed(layer.steps)), layer.outputs, wanted)
 
 
-def _resolve_values(
+def _resolve_words(
     steps: Iterable[tuple[Layer, Sequence[Any], Sequence[Any]]],
     outputs: Sequence[Any],
     wanted: Sequence[frozenset[str]] = (),
@@ -168,13 +168,13 @@ def _resolve_values(
         wants[name] |= words
     for layer, sources, gives in steps:
         for source, words in zip(
-            sources, resolve_takes(layer, len(sources), [wants[name] for name in gives]), strict=True
+            sources, resolve_dtype_words(layer, len(sources), [wants[name] for name in gives]), strict=True
         ):
             wants[source] |= words
     return wants
 
 
-def _choose_word(words: frozenset[str]) -> str:
+def _choose_dtype_word(words: frozenset[str]) -> str:
     return next((word for word in ("indices", "given") if word in words), "numbers")
 
 
@@ -198,20 +198,20 @@ def insert_number_casts(model: Layer, dtype: Any) -> Layer:
     if not isinstance(model, Container):
         return model
     wanted = [NUMBERS] * len(model.outputs)
-    wants = _resolve_container(model, wanted)
+    wants = _resolve_container_words(model, wanted)
     whole = {name for name in model.inputs if wants[name] > NUMBERS}
-    return _insert_number_casts(model, whole, wanted, dtype)[0] if whole else model
+    return _insert_casts_in_container(model, whole, wanted, dtype)[0] if whole else model
 
 
-def _insert_number_casts(
+def _insert_casts_in_container(
     layer: Container, whole: set[str], wanted: Sequence[frozenset[str]], dtype: Any
 ) -> tuple[Container, list[bool]]:
     """Return a container with casts inserted, and which of its outputs are integers. whole: names of the values that
     are integers."""
-    wants, numbered_names, steps = _resolve_container(layer, wanted), dict[str, str](), list[ChildCall]()
+    wants, numbered_names, steps = _resolve_container_words(layer, wanted), dict[str, str](), list[ChildCall]()
     for step in layer.steps:
         inner, below, sources = step.layer, [wants[name] for name in step.gives], list(step.sources)
-        for i, words in enumerate(resolve_takes(inner, len(sources), below)):
+        for i, words in enumerate(resolve_dtype_words(inner, len(sources), below)):
             if sources[i] in whole and words == NUMBERS:
                 if sources[i] not in numbered_names:
                     name = numbered_names[sources[i]] = make_unused_name(
@@ -222,7 +222,7 @@ def _insert_number_casts(
         given = [source in whole for source in sources]
         if isinstance(inner, Container) and any(given):
             names = {name for name, one in zip(inner.inputs, given, strict=True) if one}
-            inner, gives = _insert_number_casts(inner, names, below, dtype)
+            inner, gives = _insert_casts_in_container(inner, names, below, dtype)
         else:
             gives = [inner.takes == "passed" and any(given)] * len(step.gives)
         whole |= {name for name, one in zip(step.gives, gives, strict=True) if one}
@@ -272,13 +272,13 @@ def value_shapes(
     lines = [(line.rank, line.size) for line in (axes.tensor, axes.data, *axes.domain)]
     key = "shapes", model, list(inputs), real, training, lines
     shapes_and_dtypes = memoize(
-        key, lambda: [(one.shape, one.dtype) for one in _compute_values(model, inputs, real, training, axes)]
+        key, lambda: [(one.shape, one.dtype) for one in _infer_shapes(model, inputs, real, training, axes)]
     )
     return [xp.ShapeArray(*one) for one in shapes_and_dtypes]
 
 
-def _compute_values(model: LayerList, inputs: Sequence[Any], real: Any, training: bool, axes: LayerAxes) -> list[Any]:
-    env = LayerContext(xp, axes, Random(0), training, time=find_time(inputs))
+def _infer_shapes(model: LayerList, inputs: Sequence[Any], real: Any, training: bool, axes: LayerAxes) -> list[Any]:
+    env = LayerContext(xp, axes, Random(0), training, time=find_sequence_length(inputs))
     values, known = list(inputs), dict[Any, tuple[Any, Any]]()
     for node in model.nodes:
         key = (id(node.layer), *((values[i].shape, values[i].dtype) for i in node.inputs))
@@ -291,7 +291,7 @@ def _compute_values(model: LayerList, inputs: Sequence[Any], real: Any, training
         }
         x = [values[i] for i in node.inputs]
         try:
-            y, wrong, cause = _run_on_shapes(env, node, p, x, real)
+            y, wrong, cause = _run_node_on_shapes(env, node, p, x, real)
         except (ValueError, IndexError) as error:
             hint = f". As indices: {TAKES}" if isinstance(error, IndexError) else ""
             raise ShapeError(_describe_misfit(model, node, values, error) + hint) from error
@@ -305,7 +305,7 @@ def _compute_values(model: LayerList, inputs: Sequence[Any], real: Any, training
     return values
 
 
-def _run_on_shapes(
+def _run_node_on_shapes(
     env: LayerContext, node: Node, p: Params, x: Sequence[Any], dtype: Any
 ) -> tuple[Any, str, Exception | None]:
     """Run a node on shape-only arrays, and return its result, the problem found ("" if none), and the exception behind
@@ -313,16 +313,16 @@ def _run_on_shapes(
     try:
         y = node.layer.forward_shape_only(env.child(node.path), p, x[0] if len(x) == 1 else tuple(x))
     except Exception as error:
-        if is_numpy_call(error):
+        if is_numpy_call_error(error):
             return None, f"{CALLS_NUMPY} ({error})", error
-        if is_unknown(error):
+        if is_missing_function_error(error):
             return None, f"calls {error}; {UNKNOWN}", error
         error.add_note(f"in forward of layer {node.path!r} {node.layer!r}")
         raise
     if not hasattr(y, "dtype"):
         return y, f"returns {type(y).__name__} where an array is needed", None
     if any(part.dtype.kind in "iub" for part in x):
-        words = resolve_takes(node.layer, len(x), [frozenset()] * node.layer.n_outputs)
+        words = resolve_dtype_words(node.layer, len(x), [frozenset()] * node.layer.n_outputs)
         odd = [part.dtype for part, word in zip(x, words, strict=True) if part.dtype.kind in "iub" and word == NUMBERS]
         if odd:
             return y, f"takes numbers, but gets {odd[0]}: {TAKES}", None
@@ -342,22 +342,22 @@ CALLS_NUMPY = (
 UNKNOWN = "write it with functions that they know, or give env.xp.empty of the shape where env.xp.holds_no_data is true"
 
 
-def is_unknown(error: Exception) -> bool:
+def is_missing_function_error(error: Exception) -> bool:
     """Return whether an exception says that shape-only arrays lack a function."""
     return isinstance(error, AttributeError) and getattr(error.obj, "holds_no_data", False) is True
 
 
-def is_numpy_call(error: Exception) -> bool:
+def is_numpy_call_error(error: Exception) -> bool:
     """Return whether an exception came from a NumPy function that was given a shape-only array."""
     return isinstance(error, TypeError) and "ShapeArray" in str(error)
 
 
 def _describe_misfit(model: LayerList, node: Node, values: Sequence[Any], error: Exception) -> str:
-    got = [f"{tuple(values[i].shape)} {values[i].dtype} from {_describe_source(model, i)}" for i in node.inputs]
+    got = [f"{tuple(values[i].shape)} {values[i].dtype} from {_describe_value_source(model, i)}" for i in node.inputs]
     return f"layer {node.path!r} {node.layer!r} does not fit: {error}. It got {'; '.join(got)}"
 
 
-def _describe_source(model: LayerList, value: int) -> str:
+def _describe_value_source(model: LayerList, value: int) -> str:
     if value < len(model.inputs):
         return f"the model's input {model.inputs[value]!r}"
     node = model.nodes[value - len(model.inputs)]
@@ -375,7 +375,7 @@ _kept = _MemoizedResults()
 
 
 @contextmanager
-def memoize_inside() -> Iterator[None]:
+def memoizing() -> Iterator[None]:
     """Memoize results of `memoize` inside the block, for several dry runs of one model that would repeat the same
     work."""
     before = _kept.results
@@ -387,7 +387,7 @@ def memoize_inside() -> Iterator[None]:
 
 
 def memoize(key: tuple[Any, ...], find: Callable[[], T]) -> T:
-    """Return `find()`, or the memoized result for an equal key inside `memoize_inside`. Nothing may change the result.
+    """Return `find()`, or the memoized result for an equal key inside `memoizing`. Nothing may change the result.
 
     key: everything that the result depends on; shape-only arrays are compared by shape and dtype, other objects, such
     as models, by identity."""

@@ -21,8 +21,8 @@ __all__ = [
     "Loss",
     "MSELoss",
     "TensorParallelModel",
-    "require_same_shape",
-    "weighted_error",
+    "compute_masked_error",
+    "require_target_shape",
 ]
 
 
@@ -150,7 +150,7 @@ class CrossEntropyLoss(Loss):
         return dy.reshape(y.shape)
 
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
-        require_same_shape(self, tuple(shape)[:-1], target, f"labels for an output of shape {tuple(shape)}")
+        require_target_shape(self, tuple(shape)[:-1], target, f"labels for an output of shape {tuple(shape)}")
         if np.dtype(target.dtype).kind not in "iu":
             raise DataError(f"{self!r}: labels must be whole numbers, got {target.dtype}")
         xp, classes = namespace_of(target), shape[-1]
@@ -170,7 +170,7 @@ class _Elementwise(Loss):
     acts_on = "position"
 
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
-        require_same_shape(self, tuple(shape), target, "a target of the output's shape")
+        require_target_shape(self, tuple(shape), target, "a target of the output's shape")
 
 
 class CellWeights:
@@ -211,7 +211,7 @@ class CellWeights:
             )
 
 
-def weighted_error(
+def compute_masked_error(
     env: LayerContext, y: Array, target: Array, weights: CellWeights | None, skipna: bool
 ) -> tuple[Array, Array, Array | None]:
     """Return y - target, target, and the weight of each element, which broadcasts to y; weight None: all elements weigh
@@ -251,7 +251,7 @@ class MSELoss(_Elementwise):
         target = target.astype(y.dtype, copy=False)
         if self.weights is None and not self.skipna:
             return kernels.squared_error(env.xp, y, target), float(y.size), (y, target)
-        apart, _, w = weighted_error(env, y, target, self.weights, self.skipna)
+        apart, _, w = compute_masked_error(env, y, target, self.weights, self.skipna)
         total = float((w * apart * apart).sum(dtype=np.float64))
         return total, float(env.xp.broadcast_to(w, y.shape).sum(dtype=np.float64)), (w * apart,)
 
@@ -289,7 +289,7 @@ class BCEWithLogitsLoss(_Elementwise):
         return kernels.binary_entropy_backward(env.xp, *saved, seed)
 
 
-def require_same_shape(loss: Loss, wanted: tuple[int, ...], target: Array, what: str) -> None:
+def require_target_shape(loss: Loss, wanted: tuple[int, ...], target: Array, what: str) -> None:
     if tuple(target.shape) != wanted:
         raise DataError(f"{loss!r} wants {what}: {wanted}, got {tuple(target.shape)}")
 

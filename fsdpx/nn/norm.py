@@ -26,7 +26,7 @@ class _RowNorm(Layer):
     def __init__(self, normalized_shape: int | Sequence[int], elementwise_affine: bool) -> None:
         self.normalized_shape = normalized_shape
         self.elementwise_affine = bool(elementwise_affine)
-        self._shape = _as_dims(self, normalized_shape)
+        self._shape = _as_shape_tuple(self, normalized_shape)
         self.acts_on = "position" if len(self._shape) == 1 else "sample"
 
     def recompute(self, env: LayerContext, p: Params, saved: Any) -> Array:
@@ -110,20 +110,20 @@ class RMSNorm(_RowNorm):
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         eps = float(np.finfo(accumulation_dtype(x.dtype)).eps) if self.eps is None else self.eps
-        y, rstd = kernels.rms_norm(env.xp, _as_norm_rows(self, x, self._shape), self._get_factor(p), eps)
+        y, rstd = kernels.rms_norm(env.xp, _as_norm_rows(self, x, self._shape), self._get_weight_factor(p), eps)
         return y.reshape(x.shape), (x, rstd)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         x, rstd = saved
         rows, drows = _as_norm_rows(self, x, self._shape), _as_norm_rows(self, dy, self._shape)
-        dx = kernels.rms_norm_backward_input(env.xp, rows, self._get_factor(p), rstd, drows)
+        dx = kernels.rms_norm_backward_input(env.xp, rows, self._get_weight_factor(p), rstd, drows)
         return dx.reshape(x.shape), (rows, rstd, drows)
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         if "weight" in g:
             kernels.rms_norm_backward_params(env.xp, *kept, _flatten_parameter(g, "weight"))
 
-    def _get_factor(self, p: Params) -> Array | None:
+    def _get_weight_factor(self, p: Params) -> Array | None:
         weight = _flatten_parameter(p, "weight")
         if weight is None or not self.unit_offset:
             return weight
@@ -132,7 +132,7 @@ class RMSNorm(_RowNorm):
         )  # in float32: in 16 bits, 1 + weight would lose most bits of weight
 
 
-def _as_dims(layer: Layer, shape: int | Sequence[int]) -> tuple[int, ...]:
+def _as_shape_tuple(layer: Layer, shape: int | Sequence[int]) -> tuple[int, ...]:
     dims = (shape,) if isinstance(shape, int) else tuple(shape)
     require_positive(layer, normalized_shape=len(dims))
     for size in dims:
@@ -221,17 +221,17 @@ class BatchNorm(Layer):
             mean, var, count = p["running_mean"], p["running_var"].astype(np.float64), 0.0
             rstd, scale = kernels.batch_norm_scales(env.xp, var, None, weight, None, None, 1.0, self.eps, 0.0)
         shift = p["bias"] if self.affine else env.xp.zeros_like(rstd)
-        return kernels.channel_affine(env.xp, x, *_convert_channels(x, mean, scale, shift)), (x, mean, rstd, count)
+        return kernels.channel_affine(env.xp, x, *_cast_channel_arrays(x, mean, scale, shift)), (x, mean, rstd, count)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         x, mean, rstd, count = saved
-        sums = kernels.channel_sums_with(env.xp, dy, x, *_convert_channels(x, mean, rstd))
+        sums = kernels.channel_sums_with(env.xp, dy, x, *_cast_channel_arrays(x, mean, rstd))
         whole, ranks = sums if env.training else env.xp.zeros_like(sums), env.mesh.data
         if env.training and ranks.size > 1:
             whole = sums.copy()
             ranks.all_reduce(whole, what="BatchNorm backward").wait()
         slopes = kernels.batch_norm_backward_factors(env.xp, whole, rstd, p.get("weight"), count)
-        channels = _convert_channels(x, mean, *slopes)
+        channels = _cast_channel_arrays(x, mean, *slopes)
         return kernels.channel_norm_backward(env.xp, dy, x, *channels), (sums,)
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
@@ -251,13 +251,13 @@ class BatchNorm(Layer):
             ranks.all_reduce(sums, what="BatchNorm mean").wait()
             sums, count = sums[:-1], float(sums[-1])
         mean = sums / max(count, 1.0)
-        squares = kernels.channel_squares(env.xp, x, *_convert_channels(x, mean))
+        squares = kernels.channel_squares(env.xp, x, *_cast_channel_arrays(x, mean))
         if ranks.size > 1:
             ranks.all_reduce(squares, what="BatchNorm variance").wait()
         return mean, squares, count
 
 
-def _convert_channels(x: Array, *channels: Array) -> tuple[Array, ...]:
+def _cast_channel_arrays(x: Array, *channels: Array) -> tuple[Array, ...]:
     """Return per-channel arrays in the dtype in which x is computed; float64 for devices whose kernels take that."""
     dtype = np.dtype(np.float64) if get_device_of_array(x).sums_by_kernel else accumulation_dtype(x.dtype)
     return tuple(a if a.dtype == dtype else a.astype(dtype) for a in channels)

@@ -9,7 +9,7 @@ from typing import Any
 from fsdpx.core.array.namespace import concatenate_on_device
 from fsdpx.errors import ConfigError, DataError, ShapeError
 from fsdpx.nn.attention_math import AttentionCore, AttentionHeads, split_heads
-from fsdpx.nn.gradient_accumulation import is_index
+from fsdpx.nn.gradient_accumulation import has_integer_dtype
 from fsdpx.nn.layer import (
     Array,
     Layer,
@@ -44,7 +44,7 @@ class PerHead(Layer):
         if request.mark is not None or not (cut or any(isinstance(kind, ShardedSequence) for kind in kinds)):
             return super().shard_over_ranks(replace(request, kinds=kinds))
         if not cut:
-            return ShardedLayer(self.bind_sequence(request), ShardedSequence(), self.specs())
+            return ShardedLayer(self.bind_sequence_shard(request), ShardedSequence(), self.specs())
         grain = cut[0].grain
         whole = all(kind.blocks == self.blocks and kind.grain % self.d_head == 0 for kind in cut)
         if len(cut) < len(kinds) or not whole or len({kind.total // kind.grain for kind in cut}) > 1:
@@ -56,7 +56,7 @@ class PerHead(Layer):
             )
         return ShardedLayer(self, ShardedFeatures(cut[0].total // self.blocks, 1, grain, cut[0].source), self.specs())
 
-    def bind_sequence(self, request: ShardingContext) -> Layer:
+    def bind_sequence_shard(self, request: ShardingContext) -> Layer:
         """Return the layer that processes all heads of a part of the sequence."""
         return self
 
@@ -159,13 +159,13 @@ class Attention(PerHead):
     def caches(self) -> bool:  # type: ignore[override]
         return self.causal and self.core is None and not self.segments
 
-    def needs_full_input(self, place: int, mark: Any) -> bool:
-        return place == 3
+    def needs_full_input(self, input_index: int, mark: Any) -> bool:
+        return input_index == 3
 
-    def bind_sequence(self, request: ShardingContext) -> Layer:
+    def bind_sequence_shard(self, request: ShardingContext) -> Layer:
         path, sequence = request.path, request.sequence
         if sequence == "ulysses":
-            request.require_enough(self.n_heads, "heads", 'sequence="ring"')
+            request.require_one_per_rank(self.n_heads, "heads", 'sequence="ring"')
         if sequence not in ("ring", "ulysses"):
             raise ConfigError(
                 f"{path!r}: attention needs the whole sequence, but gets a part of it: cut it by heads, with "
@@ -185,14 +185,14 @@ class Attention(PerHead):
         return new
 
     def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Array, Any]:
-        self._require_inputs((x,) if self.fused else x)
+        self._require_input_shapes((x,) if self.fused else x)
         inputs = (x,) if "attention" in env.recompute else ()
         if self.core is not None:
-            merged, kept = self.core.forward(env, x if self.fused else self._repeat_heads(env, *x))
+            merged, kept = self.core.forward(env, x if self.fused else self._repeat_and_fuse_heads(env, *x))
         elif self.fused:
             merged, kept = self._heads.forward(env, x)
         else:
-            merged, rest = self._heads.attend(env, *self._split_inputs(x[:3]), segments=self._get_segments(env, x))
+            merged, rest = self._heads.attend(env, *self._split_into_heads(x[:3]), segments=self._get_segments(env, x))
             kept = tuple(x), merged, rest
         return merged, (kept, *inputs)
 
@@ -204,12 +204,12 @@ class Attention(PerHead):
             return self._sum_repeated_heads(env, self.core.backward(env, kept, dy)), ()
         x, merged, rest = kept
         d = self._heads.attend_backward(
-            env, merged, rest, dy, *self._split_inputs(x[:3]), segments=self._get_segments(env, x)
+            env, merged, rest, dy, *self._split_into_heads(x[:3]), segments=self._get_segments(env, x)
         )
         parts = [part.swapaxes(1, 2).reshape(a.shape) for part, a in zip(d, x[:3], strict=True)]
         return (*parts, *(None for _ in x[3:])), ()
 
-    def _require_inputs(self, x: tuple[Array, ...]) -> None:
+    def _require_input_shapes(self, x: tuple[Array, ...]) -> None:
         q, k, v, *segments = x * 3 if self.fused else x
         fits = q.shape[2:] and q.shape[2] * self.kv_heads == k.shape[2] * self.n_heads and k.shape == v.shape
         if not fits or q.shape[2] % (self.blocks * self.d_head) or any(a.shape[:2] != q.shape[:2] for a in x):
@@ -217,18 +217,18 @@ class Attention(PerHead):
             got = ", ".join(str(tuple(a.shape)) for a in x)
             more = " and segments (samples, time)" if self.segments else ", side by side" if self.fused else ""
             raise ShapeError(f"{self!r} wants queries, keys and values {wanted}{more}, got {got}")
-        if any(not is_index(a) for a in segments):
+        if any(not has_integer_dtype(a) for a in segments):
             raise DataError(f"{self!r} wants whole numbers as segments, got {segments[0].dtype}")
 
     def _get_segments(self, env: LayerContext, x: tuple[Array, ...]) -> Array | None:
         """Return the segments in the dtype that the kernel takes; None if there are none."""
         return x[3].astype(env.xp.int64, copy=False) if self.segments else None
 
-    def _split_inputs(self, x: tuple[Array, ...]) -> list[Array]:
+    def _split_into_heads(self, x: tuple[Array, ...]) -> list[Array]:
         """Return queries, keys and values as views (samples, heads, time, d_head)."""
         return [split_heads(a, 1, self.d_head)[0] for a in x]
 
-    def _repeat_heads(self, env: LayerContext, q: Array, k: Array, v: Array) -> Array:
+    def _repeat_and_fuse_heads(self, env: LayerContext, q: Array, k: Array, v: Array) -> Array:
         """Return queries, keys and values concatenated, with heads of keys and values repeated to match those of
         queries."""
         shape = (*q.shape[:2], self.kv_heads, self.n_heads // self.kv_heads, self.d_head)
@@ -236,7 +236,7 @@ class Attention(PerHead):
         return concatenate_on_device(env.xp, (q, *more), 2)
 
     def _sum_repeated_heads(self, env: LayerContext, d: Array) -> tuple[Array, ...]:
-        """Return the gradients of q, k and v from that of the result of `_repeat_heads`."""
+        """Return the gradients of q, k and v from that of the result of `_repeat_and_fuse_heads`."""
         width = self.n_heads * self.d_head
         dq, *rest = (d[:, :, i * width : (i + 1) * width] for i in range(3))
         shape = (*d.shape[:2], self.kv_heads, self.n_heads // self.kv_heads, self.d_head)

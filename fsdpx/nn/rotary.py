@@ -53,9 +53,9 @@ class Rotary(PerHead):
         self.d_head, self.theta, self.seq_len = d_head, float(theta), seq_len
         self.rope_scaling = dict(rope_scaling) if rope_scaling else None
         self.part = False
-        self._scaling = _check_scaling(self.rope_scaling, d_head)
+        self._scaling = _parse_scaling(self.rope_scaling, d_head)
 
-    def bind_sequence(self, request: ShardingContext) -> Layer:
+    def bind_sequence_shard(self, request: ShardingContext) -> Layer:
         new = Rotary(self.d_head, self.theta, self.rope_scaling, self.seq_len)
         new.part = True
         return new
@@ -64,16 +64,16 @@ class Rotary(PerHead):
         if x.ndim != 3 or x.shape[2] % self.d_head:
             raise ShapeError(f"{self!r} wants (samples, time, heads x {self.d_head}), got {tuple(x.shape)}")
         if env.cache is not None:
-            return self._rotate_at(env, env.cache.positions_of_input(x.shape[1]), env.cache.capacity, x), ()
+            return self._rotate_by_positions(env, env.cache.get_input_positions(x.shape[1]), env.cache.capacity, x), ()
         first, total = env.sequence_offset(x.shape[1]) if self.part else (0, x.shape[1])
-        cos, sin = self.get_table(env, first, x.shape[1], total, x.dtype)
+        cos, sin = self.get_cos_sin(env, first, x.shape[1], total, x.dtype)
         return self._rotate_heads(env, x, cos, sin), (cos, sin)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         cos, sin = saved
         return self._rotate_heads(env, dy, cos, -sin), ()
 
-    def get_table(self, env: LayerContext, first: int, count: int, total: int, dtype: Any) -> tuple[Array, Array]:
+    def get_cos_sin(self, env: LayerContext, first: int, count: int, total: int, dtype: Any) -> tuple[Array, Array]:
         """Return the cosines and sines of a range of positions, from a cached table where possible.
 
         Parameters
@@ -90,24 +90,24 @@ class Rotary(PerHead):
         """
         end, kind = first + count, accumulation_dtype(dtype)
         if self._scaling and self._scaling[0] == "dynamic" and total > self.seq_len:
-            cos, sin = self._compute_angles(env.xp, total, end, kind)  # not cached: valid for this length only
+            cos, sin = self._make_cos_sin_table(env.xp, total, end, kind)  # not cached: valid for this length only
         else:
             rows = 1 << max(end - 1, 0).bit_length()  # a power of two, so that many lengths share one table
             key = (Rotary, self.d_head, self.theta, self._scaling, self.seq_len, rows, kind)
             if key not in env.constants:
-                env.constants[key] = self._compute_angles(env.xp, self.seq_len, rows, kind)
+                env.constants[key] = self._make_cos_sin_table(env.xp, self.seq_len, rows, kind)
             cos, sin = env.constants[key]
         return cos[first:end], sin[first:end]
 
-    def _compute_angles(self, xp: Any, total: int, rows: int, kind: np.dtype) -> tuple[Array, Array]:
-        cos, sin = _compute_table(self.d_head, self.theta, self._scaling, self.seq_len, total, rows)
+    def _make_cos_sin_table(self, xp: Any, total: int, rows: int, kind: np.dtype) -> tuple[Array, Array]:
+        cos, sin = _compute_cos_sin(self.d_head, self.theta, self._scaling, self.seq_len, total, rows)
         return xp.asarray(cos.astype(kind)), xp.asarray(sin.astype(kind))
 
-    def _rotate_at(self, env: LayerContext, positions: np.ndarray, longest: int, x: Array) -> Array:
+    def _rotate_by_positions(self, env: LayerContext, positions: np.ndarray, longest: int, x: Array) -> Array:
         """Return x with each token rotated by its own position; positions: (samples, time), all below `longest`."""
         if self._scaling and self._scaling[0] == "dynamic":
             raise ConfigError(f"{self!r}: the angles of all tokens change with the length of the text: use cache=False")
-        cos, sin = self.get_table(env, 0, longest, longest, x.dtype)
+        cos, sin = self.get_cos_sin(env, 0, longest, longest, x.dtype)
         flat_positions = env.xp.asarray(positions.reshape(-1))
         return self._rotate_heads(
             env, x.reshape(1, flat_positions.size, x.shape[2]), cos[flat_positions], sin[flat_positions]
@@ -125,7 +125,7 @@ def compute_frequencies(
     sines.
 
     time: length of the current sequence, which "dynamic" depends on; the other arguments are those of `Rotary`."""
-    checked = _check_scaling(scaling, d_head)
+    checked = _parse_scaling(scaling, d_head)
     steps = np.arange(0, d_head, 2) / d_head
     if checked is None:
         return theta**-steps, 1.0
@@ -161,10 +161,10 @@ def _scale_yarn(plain: np.ndarray, d_head: int, theta: float, options: Mapping[s
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, d_head - 1)
     ramp = np.clip((np.arange(d_head // 2) - low) / ((high - low) or 0.001), 0.0, 1.0)
-    return plain / factor * ramp + plain * (1 - ramp), _compute_yarn_size(factor, options)
+    return plain / factor * ramp + plain * (1 - ramp), _compute_yarn_attention_factor(factor, options)
 
 
-def _compute_yarn_size(factor: float, options: Mapping[str, Any]) -> float:
+def _compute_yarn_attention_factor(factor: float, options: Mapping[str, Any]) -> float:
     def compute_size(scale: float, by: float = 1.0) -> float:
         return 1.0 if scale <= 1 else 0.1 * by * math.log(scale) + 1.0
 
@@ -176,7 +176,7 @@ def _compute_yarn_size(factor: float, options: Mapping[str, Any]) -> float:
     )
 
 
-def _check_scaling(scaling: Mapping[str, Any] | None, d_head: int) -> tuple[Any, ...] | None:
+def _parse_scaling(scaling: Mapping[str, Any] | None, d_head: int) -> tuple[Any, ...] | None:
     """Return the scaling type, then (name, value) pairs of its options; None if positions are not scaled."""
     if not scaling:
         return None
@@ -193,7 +193,7 @@ def _check_scaling(scaling: Mapping[str, Any] | None, d_head: int) -> tuple[Any,
 
 
 @lru_cache(maxsize=64)
-def _compute_table(
+def _compute_cos_sin(
     d_head: int, theta: float, scaling: tuple[Any, ...] | None, seq_len: int, time: int, count: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return cosines and sines of the first `count` positions, in float64, multiplied by the scaling's factor."""

@@ -6,9 +6,9 @@ from typing import Any
 
 from fsdpx.errors import DataError
 from fsdpx.nn import collectives
-from fsdpx.nn.gradient_accumulation import is_index
+from fsdpx.nn.gradient_accumulation import has_integer_dtype
 from fsdpx.nn.layer import Array, Layer, LayerContext, Params, require_time_dim
-from fsdpx.nn.linear import call_label, require_known_time
+from fsdpx.nn.linear import make_call_label, require_known_length
 from fsdpx.nn.losses import Loss
 
 __all__ = ["AllGatherFeatures", "ShardedBatchLoss", "ShardedSequenceLoss", "SplitSequence", "WithInputOutput"]
@@ -32,19 +32,19 @@ class SplitSequence(Layer):
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         if self.dim == 1:
             require_time_dim(x)
-            require_known_time(env, x, call_label(env, "sequence"))
+            require_known_length(env, x, make_call_label(env, "sequence"))
         elif env.time is None and env.mesh.tensor.size > 1:
             raise DataError(
-                f"{call_label(env, 'input')}: sequence='samples' takes inputs that all have one length of dim 1"
+                f"{make_call_label(env, 'input')}: sequence='samples' takes inputs that all have one length of dim 1"
             )
-        return collectives.take_shard(env.xp, env.mesh.tensor, x, self.dim), (is_index(x), x.shape[self.dim])
+        return collectives.take_shard(env.xp, env.mesh.tensor, x, self.dim), (has_integer_dtype(x), x.shape[self.dim])
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array | None, Any]:
         index, total = saved
         if index or dy is None:
             return None, ()
         return collectives.all_gather_replicated(
-            env.xp, env.mesh.tensor, dy, self.dim, total, what=call_label(env, "gradient")
+            env.xp, env.mesh.tensor, dy, self.dim, total, what=make_call_label(env, "gradient")
         ), ()
 
 
@@ -56,7 +56,7 @@ class AllGatherFeatures(Layer):
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         return collectives.all_gather_replicated(
-            env.xp, env.mesh.tensor, x, -1, self.total, what=call_label(env, "output")
+            env.xp, env.mesh.tensor, x, -1, self.total, what=make_call_label(env, "output")
         ), ()
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
@@ -86,24 +86,24 @@ class WithInputOutput(Layer):
 
     def backward(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Array) -> Any:
         entered, held = saved
-        dx = self.layer.backward(env, p, g, held, self._backward_leave(env, dy))
-        return self._backward_enter(env, entered, dx)
+        dx = self.layer.backward(env, p, g, held, self._backward_output_layer(env, dy))
+        return self._backward_input_layer(env, entered, dx)
 
     def backward_leaf(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Array) -> None:
-        self.layer.backward_leaf(env, p, g, saved[1], self._backward_leave(env, dy))
+        self.layer.backward_leaf(env, p, g, saved[1], self._backward_output_layer(env, dy))
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
         entered, held = saved
-        dx, kept = self.layer.backward_input(env, p, held, self._backward_leave(env, dy))
-        return self._backward_enter(env, entered, dx), kept
+        dx, kept = self.layer.backward_input(env, p, held, self._backward_output_layer(env, dy))
+        return self._backward_input_layer(env, entered, dx), kept
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         self.layer.backward_params(env, g, kept)
 
-    def _backward_leave(self, env: LayerContext, dy: Array) -> Array:
+    def _backward_output_layer(self, env: LayerContext, dy: Array) -> Array:
         return self.leave.backward_input(env, {}, (), dy)[0] if self.leave else dy
 
-    def _backward_enter(self, env: LayerContext, entered: Any, dx: Any) -> Any:
+    def _backward_input_layer(self, env: LayerContext, entered: Any, dx: Any) -> Any:
         return self.enter.backward_input(env, {}, entered, dx)[0] if self.enter else dx
 
 

@@ -16,11 +16,11 @@ from fsdpx.core.array.kernels.dot_product_attention import (
     zero_hidden_weights,
 )
 from fsdpx.nn import collectives
-from fsdpx.nn.activation import apply_mask, make_keep_mask
+from fsdpx.nn.activation import apply_dropout_mask, make_keep_mask
 from fsdpx.nn.attention_math import AttentionHeads, compute_scores, make_causal_mask, split_heads
 from fsdpx.nn.gradient_accumulation import accumulation_dtype, matmul_in_dtype
 from fsdpx.nn.layer import Array, LayerContext
-from fsdpx.nn.linear import call_label
+from fsdpx.nn.linear import make_call_label
 from fsdpx.nn.shard_specs import shard_bounds
 
 __all__ = ["RingAttention", "UlyssesAttention"]
@@ -37,26 +37,29 @@ class UlyssesAttention:
         self.heads = heads
 
     def forward(self, env: LayerContext, qkv: Array) -> tuple[Array, Any]:
-        merged, kept = self.heads.forward(env, self._all_to_all_heads(env, qkv, 3, "q, k, v"))
-        return self._all_to_all_time(env, merged, 1, "attention"), kept
+        merged, kept = self.heads.forward(env, self._all_to_all_time_to_heads(env, qkv, 3, "q, k, v"))
+        return self._all_to_all_heads_to_time(env, merged, 1, "attention"), kept
 
     def backward(self, env: LayerContext, kept: Any, dmerged: Array) -> Array:
-        dqkv = self.heads.backward(env, kept, self._all_to_all_heads(env, dmerged, 1, "attention gradient"))
-        return self._all_to_all_time(env, dqkv, 3, "gradient of q, k, v")
+        dqkv = self.heads.backward(env, kept, self._all_to_all_time_to_heads(env, dmerged, 1, "attention gradient"))
+        return self._all_to_all_heads_to_time(env, dqkv, 3, "gradient of q, k, v")
 
-    def _all_to_all_heads(self, env: LayerContext, x: Array, count: int, thing: str) -> Array:
+    def _all_to_all_time_to_heads(self, env: LayerContext, x: Array, count: int, thing: str) -> Array:
         """Redistribute `(samples, part of time, count x all heads)` to `(samples, time, count x part of heads)`.
         Collective."""
         apart = x.reshape(*x.shape[:2], count, self.heads.n_heads, self.heads.d_head)
-        y = collectives.all_to_all_dims(env.xp, env.mesh.tensor, apart, 3, 1, env.time, what=call_label(env, thing))
+        y = collectives.all_to_all_dims(
+            env.xp, env.mesh.tensor, apart, 3, 1, env.time, what=make_call_label(env, thing)
+        )
         return y.reshape(*y.shape[:2], count * y.shape[3] * y.shape[4])
 
-    def _all_to_all_time(self, env: LayerContext, x: Array, count: int, thing: str) -> Array:
-        """Redistribute back to a part of the time and all heads: the inverse of `_all_to_all_heads`. Collective."""
+    def _all_to_all_heads_to_time(self, env: LayerContext, x: Array, count: int, thing: str) -> Array:
+        """Redistribute back to a part of the time and all heads, the inverse of `_all_to_all_time_to_heads`.
+        Collective."""
         width = x.shape[2] // (count * self.heads.d_head)
         apart = x.reshape(*x.shape[:2], count, width, self.heads.d_head)
         y = collectives.all_to_all_dims(
-            env.xp, env.mesh.tensor, apart, 1, 3, self.heads.n_heads, what=call_label(env, thing)
+            env.xp, env.mesh.tensor, apart, 1, 3, self.heads.n_heads, what=make_call_label(env, thing)
         )
         return y.reshape(*y.shape[:2], x.shape[2] // width * self.heads.n_heads)
 
@@ -83,9 +86,9 @@ class RingAttention:
         for step in range(comm.size):
             block = (comm.rank - step) % comm.size
             incoming = (
-                _send_to_next(env, kv, time, block, KEYS_VALUES, "keys and values") if step + 1 < comm.size else None
+                _start_shift(env, kv, time, block, KEYS_VALUES, "keys and values") if step + 1 < comm.size else None
             )
-            if self._is_visible(comm.rank, block, q, kv):
+            if self._is_block_visible(comm.rank, block, q, kv):
                 o, lse = _merge_attention(xp, o, lse, *self._attend_block(env, q, kv[0], kv[1], block))
             kv = incoming.wait() if incoming else kv
         merged = o.astype(qkv.dtype, copy=False).swapaxes(1, 2).reshape(*qkv.shape[:2], qkv.shape[2] // 3)
@@ -103,22 +106,22 @@ class RingAttention:
         for step in range(comm.size):
             block = (comm.rank - step) % comm.size
             incoming = (
-                _send_to_next(env, kv, time, block, KEYS_VALUES, "keys and values") if step + 1 < comm.size else None
+                _start_shift(env, kv, time, block, KEYS_VALUES, "keys and values") if step + 1 < comm.size else None
             )
             dkv = xp.zeros(kv.shape, dtype=dtype)
-            if self._is_visible(comm.rank, block, q, kv):
-                some = self._attend_backward(env, q, kv[0], kv[1], o, lse, do, block)
+            if self._is_block_visible(comm.rank, block, q, kv):
+                some = self._attend_block_backward(env, q, kv[0], kv[1], o, lse, do, block)
                 for total, more in zip((dq, dkv[0], dkv[1]), some, strict=True):
                     total += more
             if outgoing:
                 dkv += outgoing.wait()
-            outgoing = _send_to_next(env, dkv, time, block, GRADIENTS, "gradients of keys and values")
+            outgoing = _start_shift(env, dkv, time, block, GRADIENTS, "gradients of keys and values")
             kv = incoming.wait() if incoming else kv
         assert outgoing is not None
         heads = xp.concatenate((dq[None], outgoing.wait())).transpose(1, 3, 0, 2, 4)
         return heads.reshape(qkv.shape).astype(qkv.dtype, copy=False)
 
-    def _is_visible(self, rank: int, block: int, q: Array, kv: Array) -> bool:
+    def _is_block_visible(self, rank: int, block: int, q: Array, kv: Array) -> bool:
         """Return whether these queries attend to any of these keys; parts of a short sequence may be empty."""
         return (not self.heads.causal or block <= rank) and q.shape[2] > 0 and kv.shape[3] > 0
 
@@ -133,12 +136,12 @@ class RingAttention:
         total = env.xp.sum(weights, axis=-1, keepdims=True)
         lse = (top + env.xp.log(total))[..., 0]
         weights /= total
-        dropped = apply_mask(weights, self._make_keep_mask(env, weights.shape, block), heads.dropout)
+        dropped = apply_dropout_mask(weights, self._make_keep_mask(env, weights.shape, block), heads.dropout)
         dropped, multiply = dropped.astype(q.dtype, copy=False), partial(matmul_in_dtype, env.xp)
         form = partial(multiply_without_hidden_rows, dropped, v, multiply=multiply)
         return compute_masked_if_not_finite(env.xp, form, make_causal_mask(env.xp, q, causal)), lse
 
-    def _attend_backward(
+    def _attend_block_backward(
         self, env: LayerContext, q: Array, k: Array, v: Array, o: Array, lse: Array, do: Array, block: int
     ) -> Sequence[Array]:
         """Return one block's contribution to the gradients of q, k and v, given the full result and its lse (Dao et al.
@@ -147,19 +150,19 @@ class RingAttention:
         if not self._is_dropping(env):
             return kernels.attention_backward(xp, q, k, v, o, lse, do, causal, heads.scale)
         scores = compute_scores(xp, q, k, causal, heads.scale).astype(accumulation_dtype(q.dtype), copy=False)
-        form = partial(self._backward_dropped_block, env, xp.exp(scores - lse[..., None]), (q, k, v, o, do), block)
+        form = partial(self._dropout_block_backward, env, xp.exp(scores - lse[..., None]), (q, k, v, o, do), block)
         return compute_masked_if_not_finite(xp, form, make_causal_mask(xp, q, causal))
 
-    def _backward_dropped_block(
+    def _dropout_block_backward(
         self, env: LayerContext, weights: Array, heads: tuple[Array, ...], block: int, seen: Array | None
     ) -> tuple[Array, ...]:
         """Return one block's contribution to the gradients of q, k and v with dropout of attention weights."""
         (q, k, v, o, do), xp, drop = heads, env.xp, self.heads.dropout
         multiply, seeing = partial(matmul_in_dtype, xp), None if seen is None else seen.T
         weights, keep = zero_hidden_weights(weights, seen), self._make_keep_mask(env, weights.shape, block)
-        dropped = apply_mask(weights, keep, drop).astype(q.dtype, copy=False)
+        dropped = apply_dropout_mask(weights, keep, drop).astype(q.dtype, copy=False)
         dv = multiply_without_hidden_rows(dropped.swapaxes(-1, -2), do, seeing, multiply)
-        dweights = apply_mask(multiply(do, v.swapaxes(-1, -2)), keep, drop)
+        dweights = apply_dropout_mask(multiply(do, v.swapaxes(-1, -2)), keep, drop)
         along = xp.sum((do * o).astype(weights.dtype, copy=False), axis=-1, keepdims=True)
         dscores = (weights * (dweights - along) * self.heads.scale).astype(q.dtype, copy=False)
         dscores = zero_hidden_weights(dscores, seen)
@@ -177,13 +180,13 @@ class RingAttention:
         return make_keep_mask(env.child("dropout"), shape, self.heads.dropout, cuts)
 
 
-def _send_to_next(
+def _start_shift(
     env: LayerContext, array: Array, time: int, block: int, tag: int, thing: str
 ) -> collectives.PendingCollective:
     """Send the array of a block to the next rank of the ring, and receive that of the block before it. Collective.
 
     array: (2, samples, heads, this block's part of `time`, d_head)."""
-    comm, description = env.mesh.tensor, call_label(env, thing)
+    comm, description = env.mesh.tensor, make_call_label(env, thing)
     start, stop = shard_bounds(time, (block - 1) % comm.size, comm.size)
     shape = (*array.shape[:3], stop - start, array.shape[4])
     sent = env.xp.ascontiguousarray(array).reshape(-1)

@@ -8,7 +8,7 @@ from fsdpx.core.array.namespace import concatenate_on_device
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.layer import Array, Layer, LayerContext, Params, require_positive
 
-__all__ = ["Add", "Concat", "FirstToken", "Flatten", "Multiply", "Scale", "require_one_shape"]
+__all__ = ["Add", "Concat", "FirstToken", "Flatten", "Multiply", "Scale", "require_equal_shapes"]
 
 
 class Flatten(Layer):
@@ -43,7 +43,7 @@ class Add(Layer):
     n_inputs = None
 
     def forward(self, env: LayerContext, p: Params, x: tuple[Array, ...]) -> tuple[Array, Any]:
-        require_one_shape(self, x)
+        require_equal_shapes(self, x)
         y = x[0]
         for part in x[1:]:
             y = kernels.add(env.xp, y, part)
@@ -61,7 +61,7 @@ class Multiply(Layer):
     n_inputs = None
 
     def forward(self, env: LayerContext, p: Params, x: tuple[Array, ...]) -> tuple[Array, Any]:
-        require_one_shape(self, x)
+        require_equal_shapes(self, x)
         return math.prod(x[1:], start=x[0]), tuple(x)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[tuple[Array, ...], Any]:
@@ -143,7 +143,7 @@ class Concat(Layer):
         return tuple(pieces), ()
 
 
-def require_one_shape(layer: Layer, x: tuple[Array, ...]) -> None:
+def require_equal_shapes(layer: Layer, x: tuple[Array, ...]) -> None:
     shapes = [tuple(part.shape) for part in x]
     if len(set(shapes)) != 1:
         raise ShapeError(f"{layer!r} wants inputs of one shape, got {', '.join(map(str, shapes))}")

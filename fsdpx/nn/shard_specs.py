@@ -146,7 +146,7 @@ class ShardSpec:
             full[self._slice_dim(start, stop)] = local[self._slice_dim(offset, offset + stop - start)]
             offset += stop - start
 
-    def iterate_intervals(
+    def iterate_full_intervals(
         self, shape: tuple[int, ...], rank: int, width: int, start: int, stop: int
     ) -> Iterator[tuple[int, int]]:
         """Yield the flat intervals of the full array that flat elements [start, stop) of a rank's shard correspond to.
@@ -171,7 +171,7 @@ class ShardSpec:
             return
         last: tuple[int, int] | None = None
         for outer in range(start // row, -(-stop // row)):
-            for first, end in self._clip_pieces(pieces, start - outer * row, stop - outer * row):
+            for first, end in self._clip_ranges(pieces, start - outer * row, stop - outer * row):
                 run = (outer * whole + first, outer * whole + end)
                 if last is not None and last[1] == run[0]:
                     last = (last[0], run[1])
@@ -182,7 +182,7 @@ class ShardSpec:
         if last is not None:
             yield last
 
-    def _clip_pieces(self, pieces: list[tuple[int, int]], start: int, stop: int) -> Iterator[tuple[int, int]]:
+    def _clip_ranges(self, pieces: list[tuple[int, int]], start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield the parts of `pieces` that fall into [start, stop) of their concatenation, in the coordinates of the
         pieces."""
         offset = 0
@@ -275,7 +275,7 @@ class FieldPartition:
         return f"a part of a field of {' x '.join(map(str, self.shape))} cells"
 
     @cached_property
-    def is_uncut(self) -> bool:
+    def is_on_one_rank(self) -> bool:
         """True if one rank holds the whole field."""
         return all(len(cuts) == 2 for cuts in self.cuts)
 
@@ -306,18 +306,18 @@ class FieldPartition:
         """Return the same partition without ghost cells and without `periods`."""
         return replace(self, ghosts=(), periods=())
 
-    def locate_part(self, lines: Sequence[Any]) -> dict[int, tuple[int, int]]:
+    def locate_shard(self, lines: Sequence[Any]) -> dict[int, tuple[int, int]]:
         """Return, for each sharded dim of (samples, channels, *cells), this rank's first cell and the number of cells
         of the whole field.
 
         lines: the ranks along each dim of cells, in order."""
         return {2 + d: (cuts[lines[d].rank], cuts[-1]) for d, cuts in enumerate(self.cuts) if len(cuts) > 2}
 
-    def dim_name(self, dim: int) -> str:
+    def get_dim_name(self, dim: int) -> str:
         """Return the name of a dim of cells for errors: its letter, or its index in (samples, channels, *cells)."""
         return f"dim {self.letters[dim]}" if self.letters else f"dim {dim + 2}"
 
-    def ghosts_along(self, dim: int) -> tuple[GhostWidths, ...]:
+    def get_ghosts_along(self, dim: int) -> tuple[GhostWidths, ...]:
         """Return (before, after) ghost cells along a dim for each rank; () if no rank has any."""
         ghosts = self.ghosts[dim] if self.ghosts else ()
         return ghosts if any(map(any, ghosts)) else ()
@@ -402,7 +402,7 @@ class ShardingContext:
         """Sharding of values whose features no layer has sharded."""
         return Replicated() if self.sequence is None else ShardedSequence()
 
-    def refuse_mark(self, layer: object) -> None:
+    def require_no_mark(self, layer: object) -> None:
         """Raise ConfigError if the plan has a mark for this layer.
 
         Parameters
@@ -470,7 +470,7 @@ class ShardingContext:
             raise ConfigError(f"{self.path!r} {layer!r} reads {kind}: close them with a RowParallel before it")
         return kind
 
-    def require_enough(self, count: int, things: str, instead: str = "") -> None:
+    def require_one_per_rank(self, count: int, things: str, instead: str = "") -> None:
         """Raise ConfigError unless every rank of the tensor axis gets at least one item.
 
         Parameters

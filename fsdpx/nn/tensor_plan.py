@@ -10,7 +10,7 @@ from fsdpx.core.base.name_hints import require_pattern_matches
 from fsdpx.errors import ConfigError
 from fsdpx.nn.container import ChildCall, Container, list_input_names, make_unused_name
 from fsdpx.nn.embedding import VocabParallelCrossEntropyLoss
-from fsdpx.nn.layer import Layer, iterate_layers, join_path, prefix_specs
+from fsdpx.nn.layer import Layer, collect_specs, iterate_layers, join_path
 from fsdpx.nn.losses import CrossEntropyLoss, Loss, TensorParallelModel
 from fsdpx.nn.sequence import AllGatherFeatures, ShardedBatchLoss, ShardedSequenceLoss, SplitSequence, WithInputOutput
 from fsdpx.nn.shard_specs import (
@@ -26,10 +26,10 @@ from fsdpx.nn.shard_specs import (
 )
 from fsdpx.nn.tied_parameters import resolve_alias
 
-__all__ = ["SEQUENCES", "LayerMove", "ShardingWalk", "match_marks", "parallelize"]
+__all__ = ["SEQUENCES", "Redistribution", "ShardingWalk", "match_marks", "parallelize"]
 
 
-class LayerMove(NamedTuple):
+class Redistribution(NamedTuple):
     """A layer that redistributes a value before another layer reads it. name: prefix of the step's name. kind: the
     sharding of its result."""
 
@@ -38,7 +38,7 @@ class LayerMove(NamedTuple):
     kind: Kind
 
 
-Moves = Callable[[Layer, Sequence[Kind]], Sequence[LayerMove | None]]
+RedistributionFunction = Callable[[Layer, Sequence[Kind]], Sequence[Redistribution | None]]
 """From a layer and the sharding of its inputs to the redistribution that each input needs; None: none."""
 
 
@@ -52,14 +52,14 @@ class ShardingWalk:
     moves : redistributions of inputs before a step, applied one after the other"""
 
     def __init__(
-        self, width: int, sequence: str | None, marks: Mapping[str, Mark], moves: Sequence[Moves] = ()
+        self, width: int, sequence: str | None, marks: Mapping[str, Mark], moves: Sequence[RedistributionFunction] = ()
     ) -> None:
         self.width, self.sequence, self.marks, self.moves = width, sequence, marks, moves
         self.cut: ShardedSequence | ShardedBatch = ShardedBatch() if sequence == "samples" else ShardedSequence()
         self.partial: set[str] = set()
         self.ties: dict[str, str] = {}
 
-    def visit_layer(self, layer: Layer, path: str, kinds: Sequence[Kind]) -> tuple[Layer, list[Kind]]:
+    def shard_layer(self, layer: Layer, path: str, kinds: Sequence[Kind]) -> tuple[Layer, list[Kind]]:
         """Return the layer that replaces `layer`, and the sharding of its results."""
         mark = self.marks.get(path)
         if not isinstance(layer, Container):
@@ -71,9 +71,9 @@ class ShardingWalk:
                 f"tensor_plan: {path!r} is a {type(layer).__name__}, which cannot be a {type(mark).__name__}: name "
                 "the Linear layers inside, or give it nn.sharding.LayerDefault"
             )
-        return self.visit_container(layer, path, kinds)
+        return self.shard_container(layer, path, kinds)
 
-    def visit_container(self, layer: Container, path: str, kinds: Sequence[Kind]) -> tuple[Container, list[Kind]]:
+    def shard_container(self, layer: Container, path: str, kinds: Sequence[Kind]) -> tuple[Container, list[Kind]]:
         """Return the container with its steps replaced, and the sharding of its results.
 
         A `SplitSequence` is inserted before steps that must read a part of the sequence or of the samples."""
@@ -83,22 +83,22 @@ class ShardingWalk:
         for step in layer.steps:
             below = join_path(path, step.name)
             sources = []
-            for place, source in enumerate(step.sources):
-                if self.needs_split(values[source], step.layer, below, place):
+            for input_index, source in enumerate(step.sources):
+                if self.needs_split(values[source], step.layer, below, input_index):
                     if source not in entered:
                         entered[source] = make_unused_name(layer, f"enter_{source.replace('.', '_')}")
-                        steps.append(ChildCall(entered[source], self.make_split(), (source,), (entered[source],)))
+                        steps.append(ChildCall(entered[source], self.make_split_layer(), (source,), (entered[source],)))
                         values[entered[source]] = self.cut
                     source = entered[source]
                 sources.append(source)
-            sources = self._insert_moves(layer, step.layer, sources, steps, values)
-            new, given = self.visit_layer(step.layer, below, [values[source] for source in sources])
+            sources = self._insert_redistributions(layer, step.layer, sources, steps, values)
+            new, given = self.shard_layer(step.layer, below, [values[source] for source in sources])
             values.update(zip(step.gives, given, strict=True))
             steps.append(ChildCall(step.name, new, tuple(sources), step.gives))
-        self._check_ties(layer, path, steps)
+        self._record_and_require_equal_ties(layer, path, steps)
         return layer.with_steps(steps), [values[name] for name in layer.outputs]
 
-    def _insert_moves(
+    def _insert_redistributions(
         self, layer: Container, reader: Layer, sources: list[str], steps: list[ChildCall], values: dict[str, Kind]
     ) -> list[str]:
         """Append the redistributions that `reader` needs to `steps`, and return the names of the values that it reads
@@ -115,27 +115,27 @@ class ShardingWalk:
             sources = moved_layers
         return sources
 
-    def make_split(self) -> SplitSequence:
+    def make_split_layer(self) -> SplitSequence:
         """Return the layer that shards a replicated value as `self.cut` says."""
         return SplitSequence(0 if isinstance(self.cut, ShardedBatch) else 1)
 
-    def needs_split(self, kind: Kind, layer: Layer, path: str, place: int) -> bool:
+    def needs_split(self, kind: Kind, layer: Layer, path: str, input_index: int) -> bool:
         """Return whether a value of this kind must be sharded before `layer` reads it."""
         if self.sequence is None or not isinstance(kind, Replicated):
             return False
-        return isinstance(self.cut, ShardedBatch) or not self._needs_full_input(layer, path, place)
+        return isinstance(self.cut, ShardedBatch) or not self._needs_full_input(layer, path, input_index)
 
-    def _needs_full_input(self, layer: Layer, path: str, place: int) -> bool:
+    def _needs_full_input(self, layer: Layer, path: str, input_index: int) -> bool:
         """Return `Layer.needs_full_input`; for a container, whether any step that reads this input needs it in full."""
         if not isinstance(layer, Container):
-            return layer.needs_full_input(place, self.marks.get(path))
-        name = layer.inputs[place]
+            return layer.needs_full_input(input_index, self.marks.get(path))
+        name = layer.inputs[input_index]
         readers = [(s, i) for s in layer.steps for i, source in enumerate(s.sources) if source == name]
         return any(self._needs_full_input(s.layer, join_path(path, s.name), i) for s, i in readers)
 
-    def _check_ties(self, layer: Container, path: str, steps: Sequence[ChildCall]) -> None:
+    def _record_and_require_equal_ties(self, layer: Container, path: str, steps: Sequence[ChildCall]) -> None:
         """Raise ConfigError unless tied parameters are sharded alike."""
-        specs = prefix_specs((step.name, step.layer) for step in steps)
+        specs = collect_specs((step.name, step.layer) for step in steps)
         for alias, name in layer.ties.items():
             self.ties[join_path(path, alias)] = join_path(path, name)
             if specs[alias].cut != specs[name].cut:
@@ -183,7 +183,7 @@ def parallelize(
     planned = _parallelize_root(walk, model, loss, [Replicated()] * len(list_input_names(model)))
     if width == 1:
         return TensorParallelModel(model, loss, None, frozenset())
-    if sequence not in FULL_PARAMETER_SEQUENCES and _list_cuts(planned.model) == _list_cuts(model):
+    if sequence not in FULL_PARAMETER_SEQUENCES and _get_shard_specs(planned.model) == _get_shard_specs(model):
         raise ConfigError(
             f"a tensor axis of {width} ranks has nothing to cut in {type(model).__name__}: there is no "
             "MultiHeadAttention, MLP, MoE, TransformerBlock or GPT in it. Name layers, for example "
@@ -194,7 +194,7 @@ def parallelize(
     return planned
 
 
-def _list_cuts(model: Layer) -> dict[str, Any]:
+def _get_shard_specs(model: Layer) -> dict[str, Any]:
     return {name: spec.cut for name, spec in model.specs().items()}
 
 
@@ -203,8 +203,8 @@ def _parallelize_root(walk: ShardingWalk, model: Layer, loss: Loss, inputs: list
     given to a loss that takes it as it is."""
     enter = None
     if not (isinstance(model, Container) and not model.fixed) and walk.needs_split(inputs[0], model, "", 0):
-        enter, inputs = walk.make_split(), [walk.cut]
-    new, kinds = walk.visit_layer(model, "", inputs)
+        enter, inputs = walk.make_split_layer(), [walk.cut]
+    new, kinds = walk.shard_layer(model, "", inputs)
     if len(kinds) > 1 and any(not isinstance(kind, Replicated) for kind in kinds):
         way = "choose another sequence" if walk.sequence == "samples" else "close what is cut with a RowParallel"
         raise ConfigError(f"a model with several outputs must give them whole: {way}")
@@ -264,7 +264,7 @@ def match_marks(model: Layer, plan: Mapping[str, Any] | None) -> dict[str, Mark]
             f"tensor_plan={plan!r}: give a dict of path patterns and marks, for example "
             '{"0": nn.sharding.ColumnParallel, "2": nn.sharding.RowParallel}, or None for the model\'s own plan'
         )
-    patterns = {pattern: _check_mark(pattern, mark) for pattern, mark in (plan or {}).items()}
+    patterns = {pattern: _parse_mark(pattern, mark) for pattern, mark in (plan or {}).items()}
     layers = dict(iterate_layers(model))
     require_pattern_matches("tensor_plan", patterns, layers, "layer")
     marks: dict[str, Mark] = {}
@@ -272,11 +272,11 @@ def match_marks(model: Layer, plan: Mapping[str, Any] | None) -> dict[str, Mark]
         matched_mark = next((mark for pattern, mark in patterns.items() if fnmatchcase(path, pattern)), None)
         if matched_mark is not None:
             marks[path] = matched_mark
-    _expand_layer_plans(model, "", marks, plan is None)
+    _add_marks_of_layer_plans(model, "", marks, plan is None)
     return marks
 
 
-def _expand_layer_plans(layer: Layer, path: str, marks: dict[str, Mark], inside: bool) -> None:
+def _add_marks_of_layer_plans(layer: Layer, path: str, marks: dict[str, Mark], inside: bool) -> None:
     """Add the marks of the layers' own plans, at and below `path`, to `marks`. inside: whether an enclosing layer is a
     `LayerDefault`."""
     if isinstance(marks.get(path), LayerDefault):
@@ -296,10 +296,10 @@ def _expand_layer_plans(layer: Layer, path: str, marks: dict[str, Mark], inside:
         ):
             marks[join_path(path, name)] = mark
     for name, child in layer.children().items():
-        _expand_layer_plans(child, join_path(path, name), marks, inside)
+        _add_marks_of_layer_plans(child, join_path(path, name), marks, inside)
 
 
-def _check_mark(pattern: Any, mark: Any) -> Mark:
+def _parse_mark(pattern: Any, mark: Any) -> Mark:
     if not isinstance(pattern, str):
         raise ConfigError(f"tensor_plan: the pattern {pattern!r} must be text, the dotted path of a layer")
     instance = mark() if isinstance(mark, type) and issubclass(mark, Mark) else mark

@@ -14,7 +14,7 @@ from fsdpx.nn.init import Init, zeros
 from fsdpx.nn.layer import Array, Layer, LayerContext, Params, require_positive, store_init_args
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.norm import LayerNorm
-from fsdpx.nn.shape import Add, require_one_shape
+from fsdpx.nn.shape import Add, require_equal_shapes
 from fsdpx.nn.shard_specs import ColumnParallel, RowParallel
 
 __all__ = ["MLP", "GatedActivation", "GatedMLP", "TransformerBlock"]
@@ -46,7 +46,7 @@ class GatedActivation(Layer):
         self.kernel_names = (f"gated{form}", f"gated_backward{form}")
 
     def forward(self, env: LayerContext, p: Params, x: tuple[Array, Array]) -> tuple[Array, Any]:
-        require_one_shape(self, x)
+        require_equal_shapes(self, x)
         return kernels.gated(env.xp, *x, self._form), tuple(x)
 
     def recompute(self, env: LayerContext, p: Params, saved: Any) -> Array:
@@ -138,7 +138,7 @@ class MLP(Container):
         super().__init__(*chain_layers(layers | ({"dropout": Dropout(dropout)} if dropout else {})))
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
-        up, gelu, down = self._get_layers()
+        up, gelu, down = self._get_up_activation_down()
         if not isinstance(gelu, GELU):
             return super().forward(env, p, x)
         parts = self._split_by_child(p)
@@ -151,46 +151,47 @@ class MLP(Container):
         return y, ((x,), h, mask)
 
     def backward(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Array) -> Array:
-        up, gelu, _ = self._get_layers()
+        up, gelu, _ = self._get_up_activation_down()
         if not isinstance(gelu, GELU):
             return super().backward(env, p, g, saved, dy)
         parts, into = self._split_by_child(p), self._split_by_child(g)
-        return up.backward(env, parts["up"], into.get("up", {}), saved[0], self._to_up(env, parts, into, saved, dy))
+        dh = self._backward_to_up(env, parts, into, saved, dy)
+        return up.backward(env, parts["up"], into.get("up", {}), saved[0], dh)
 
     def backward_leaf(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Array) -> None:
-        up, gelu, _ = self._get_layers()
+        up, gelu, _ = self._get_up_activation_down()
         if not isinstance(gelu, GELU):
             super().backward_leaf(env, p, g, saved, dy)
             return
         parts, into = self._split_by_child(p), self._split_by_child(g)
-        dh = self._to_up(env, parts, into, saved, dy)
+        dh = self._backward_to_up(env, parts, into, saved, dy)
         if "up" in into:
             up.backward_leaf(env, parts["up"], into["up"], saved[0], dh)
 
-    def _to_up(self, env: LayerContext, parts: Params, into: Params, saved: Any, dy: Array) -> Array:
+    def _backward_to_up(self, env: LayerContext, parts: Params, into: Params, saved: Any, dy: Array) -> Array:
         """Return the gradient of the result of `up`, and add that of the parameters of `down`."""
-        dh, kept_down = self._through_gelu(env, parts["down"], saved, dy)
+        dh, kept_down = self._compute_gelu_input_gradient(env, parts["down"], saved, dy)
         if "down" in into:
-            self._get_layers()[2].backward_params(env, into["down"], kept_down)
+            self._get_up_activation_down()[2].backward_params(env, into["down"], kept_down)
         return dh
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        up, gelu, _ = self._get_layers()
+        up, gelu, _ = self._get_up_activation_down()
         if not isinstance(gelu, GELU):
             return super().backward_input(env, p, saved, dy)
         parts, held = self._split_by_child(p), saved[0]
-        dh, kept_down = self._through_gelu(env, parts["down"], saved, dy)
+        dh, kept_down = self._compute_gelu_input_gradient(env, parts["down"], saved, dy)
         dx, kept_up = up.backward_input(env, parts["up"], held, dh)
         return dx, {"up": kept_up, "down": kept_down}
 
-    def _get_layers(self) -> tuple[Any, Layer, Layer]:
+    def _get_up_activation_down(self) -> tuple[Any, Layer, Layer]:
         """Return up (a Linear or ColumnParallelLinear), activation and down."""
         up, activation, down = (step.layer for step in self.steps[:3])
         return up, activation, down
 
-    def _through_gelu(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def _compute_gelu_input_gradient(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         """Return the gradient of the GELU's input, and the values for `backward_params` of `down`."""
-        _, gelu, down = self._get_layers()
+        _, gelu, down = self._get_up_activation_down()
         assert isinstance(gelu, GELU)
         _, h, mask = saved
         for step in self.steps[3:]:
@@ -243,11 +244,11 @@ class TransformerBlock(Container):
                 d_model, d_hidden, dropout, bias, make_activation(self, activation), init=init, out_init=out_init
             ),
         }
-        steps = [*_make_branch("add1", "x", branch), *_make_branch("add2", "add1", second)]
+        steps = [*_make_residual_branch("add1", "x", branch), *_make_residual_branch("add2", "add1", second)]
         super().__init__(steps, ("x",), ("add2",))
 
 
-def _make_branch(name: str, source: str, layers: dict[str, Layer]) -> list[ChildCall]:
+def _make_residual_branch(name: str, source: str, layers: dict[str, Layer]) -> list[ChildCall]:
     """Return the steps of `name = source + layers(source)`."""
     steps, _, (end,) = chain_layers(layers, source)
     return [*steps, ChildCall(name, Add(), (source, end), (name,))]

@@ -17,7 +17,7 @@ from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.program import ActionEvent
 from fsdpx.core.state.sync_policy import SyncChoice
 from fsdpx.errors import warn
-from fsdpx.nn.linearize import memoize_inside
+from fsdpx.nn.linearize import memoizing
 from fsdpx.plan.extrapolation import StepDryRuns
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.peak import ACTIVATION_BYTES_PER_GAP_BYTE, MemoryPeak, OptionChange, list_lowering_changes
@@ -190,7 +190,7 @@ def dry_run_classes(model: nn.Layer, batch: tuple[Any, ...], ranks: int, gpu: bo
 def predict_step(step: WorldStep, machine: Machine) -> Prediction:
     """Return the prediction of a step on a machine. ConfigError if it has too few ranks."""
     step.make_step_times(machine)  # raises before anything runs if there are too few ranks
-    with memoize_inside(), disable_gc():
+    with memoizing(), disable_gc():
         return predict_runs(StepDryRuns.from_step(step, step.count_needed()), machine)
 
 

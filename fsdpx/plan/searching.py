@@ -20,7 +20,7 @@ from fsdpx.core.program import SCHEDULES
 from fsdpx.core.trainer.recipe import Recipe, TrainingChoices, adapt_foreign_model
 from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.ext.offload.choice import OffloadConfig
-from fsdpx.nn.linearize import linearize, memoize, memoize_inside
+from fsdpx.nn.linearize import linearize, memoize, memoizing
 from fsdpx.plan.lower_bound import compute_least_seconds
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.max_depth import count_blocks, count_parameters, with_depth
@@ -177,7 +177,7 @@ class _Search:
 
     def search_and_report(self) -> Plan:
         """Search, and return the plan."""
-        with memoize_inside(), disable_gc():
+        with memoizing(), disable_gc():
             self.search_all()
             return self.make_plan()
 

@@ -289,7 +289,7 @@ def test_a_read_of_a_memory_map_is_one_block(tmp_path: Path, monkeypatch: pytest
             blocks.append(found.shape)
             return np.asarray(found)
 
-    monkeypatch.setattr(opening, "map_array", lambda path, _: np.load(path).view(Counting))
+    monkeypatch.setattr(opening, "memory_map_array", lambda path, _: np.load(path).view(Counting))
     FieldDataset(tmp_path / "u.npy", quarter())[5]
     FieldDataset(tmp_path / "u.npy", quarter(), stride=3)[5]
     assert blocks == [(2, PART, SIDE), (1, PART, SIDE), (1, PART, SIDE)]
@@ -326,9 +326,7 @@ def test_loaders_of_other_orders_are_refused(cut: bool) -> None:
         trainer = nn.ReLU().as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, domain=grid)
         samples = [(np.ones((2, 3, 1), np.float32),) * 2] * 4
         with pytest.raises(ConfigError) as error:
-            trainer.fit(
-                DataLoader(samples, 2, comm=trainer.data_group, shuffle=True, seed=comm.rank), progress=False
-            )
+            trainer.fit(DataLoader(samples, 2, comm=trainer.data_group, shuffle=True, seed=comm.rank), progress=False)
         return str(error.value)
 
     for text in spawn(run, 2):

@@ -16,8 +16,8 @@ from fsdpx.core.checkpoint import format as layout
 from fsdpx.core.checkpoint.format import lay_out_files
 from fsdpx.core.comm import Communicator, spawn
 from fsdpx.errors import CheckpointError, ConfigError
-from fsdpx.models.pretrained_reader import iterate_blocks
-from fsdpx.models.tokenizer_files import find_last_token, get_end_tokens
+from fsdpx.models.pretrained_reader import iterate_matrix_blocks
+from fsdpx.models.tokenizer_files import find_largest_token, read_end_tokens
 
 WIDTH, VOCAB, TIME = 8, 11, 6
 CONFIG: dict[str, Any] = {
@@ -242,7 +242,7 @@ def test_adapters_take_the_names_of_the_folder(tmp_path: Path) -> None:
 def test_boxes_are_the_runs() -> None:
     whole = np.arange(35).reshape(7, 5)
     for run in [(0, 35), (3, 4), (3, 29), (5, 15), (4, 6), (7, 7)]:
-        parts = [whole[b.top : b.bottom, b.left : b.right].reshape(-1) for b in iterate_blocks([run], 5)]
+        parts = [whole[b.top : b.bottom, b.left : b.right].reshape(-1) for b in iterate_matrix_blocks([run], 5)]
         assert np.concatenate([[], *parts]).tolist() == list(range(*run))
 
 
@@ -282,7 +282,7 @@ def test_bytes_of_another_encoding_have_their_place(tmp_path: Path) -> None:
 def test_ends_of_a_text_are_whole_numbers(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"eos_token_id": ["a"]}')
     with pytest.raises(ConfigError, match=r"eos_token_id=\['a'\]: it must be a whole number"):
-        get_end_tokens(tmp_path)
+        read_end_tokens(tmp_path)
 
 
 def test_links_out_of_the_folder_are_not_copied(tmp_path: Path) -> None:
@@ -309,4 +309,4 @@ def test_links_out_of_the_folder_are_not_copied(tmp_path: Path) -> None:
 def test_a_tokenizer_without_a_vocabulary_is_refused_by_its_file(tmp_path: Path, vocab: str) -> None:
     (tmp_path / "tokenizer.json").write_text(f'{{"model": {{"vocab": {vocab}}}}}')
     with pytest.raises(ConfigError, match=r"tokenizer.json: this is no tokenizer: it needs a vocabulary"):
-        find_last_token(tmp_path)
+        find_largest_token(tmp_path)

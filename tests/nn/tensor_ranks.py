@@ -10,7 +10,7 @@ from fsdpx import nn, spawn
 from fsdpx.core.array.random import Random
 from fsdpx.core.comm import Mesh, MeshAxes, TrafficCounters, connect_axes, make_single_rank_axes
 from fsdpx.nn.init import make_initial_values
-from fsdpx.nn.layer import LayerContext, find_time
+from fsdpx.nn.layer import LayerContext, find_sequence_length
 
 Arrays = dict[str, np.ndarray]
 
@@ -99,7 +99,7 @@ def compare(
 
     def body(axes: MeshAxes) -> Run:
         mine = local(planned.model, p, axes.tensor.rank, width)
-        env = environment(axes, time=find_time([x]), **options)
+        env = environment(axes, time=find_sequence_length([x]), **options)
         return once(planned.model, planned.loss, mine, x, target, env, split)
 
     runs = on_axis(width, body)

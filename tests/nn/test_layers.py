@@ -13,7 +13,7 @@ from fsdpx import nn
 from fsdpx.core.comm.init import spawn
 from fsdpx.core.comm.mesh import Mesh, connect_axes
 from fsdpx.errors import ConfigError, DataError, ShapeError
-from fsdpx.nn.gradient_accumulation import GradientEntries, Gradients, get_destination
+from fsdpx.nn.gradient_accumulation import GradientEntries, Gradients, claim_gradient
 from fsdpx.nn.layer import group_by_child
 
 
@@ -286,7 +286,7 @@ def test_inputs_have_one_shape():
 
 def blank(*names: str) -> Gradients:
     entries = GradientEntries({name: np.full(3, np.nan) for name in names})
-    entries.mark_blank()
+    entries.mark_all_blank()
     return Gradients(entries)
 
 
@@ -315,17 +315,17 @@ def test_asking_for_names_writes_nothing() -> None:
 
 def test_a_destination_is_written_first_and_added_to_later() -> None:
     g = blank("a")
-    array, add = get_destination(g, "a") or pytest.fail("a is there")
+    array, add = claim_gradient(g, "a") or pytest.fail("a is there")
     assert not add
     assert np.isnan(array).all(), "zeros that are written over at once"
-    assert (get_destination(g, "a") or (None, None))[1]
-    assert get_destination(g, "frozen") is None
+    assert (claim_gradient(g, "a") or (None, None))[1]
+    assert claim_gradient(g, "frozen") is None
 
 
 def test_a_plain_dict_is_always_added_to() -> None:
     array = np.ones(3)
-    assert get_destination({"a": array}, "a") == (array, True)
-    assert get_destination({}, "a") is None
+    assert claim_gradient({"a": array}, "a") == (array, True)
+    assert claim_gradient({}, "a") is None
 
 
 def test_branches_share_entries_and_ties_are_one() -> None:
@@ -341,7 +341,7 @@ def test_branches_share_entries_and_ties_are_one() -> None:
 
 def test_what_was_not_written_is_zero_in_the_end() -> None:
     entries = GradientEntries({"a": np.full(3, np.nan), "b": np.full(3, np.nan)})
-    entries.mark_blank()
+    entries.mark_all_blank()
     Gradients(entries)["a"] += 1
     entries.zero_unwritten()
     np.testing.assert_array_equal(entries["a"].array, [1, 1, 1])

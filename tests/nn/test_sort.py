@@ -337,4 +337,4 @@ def test_a_sequence_that_must_divide_evenly():
     with pytest.raises(
         ShapeError, match=r"h.0 input: dim 1 of an array .* is 7, which is not a multiple of the 3 ranks"
     ):
-        collectives.require_even((2, 7, 5), 1, 3, "h.0 input")
+        collectives.require_divisible_dim((2, 7, 5), 1, 3, "h.0 input")

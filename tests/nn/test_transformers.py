@@ -152,7 +152,7 @@ def widened(net: Any, model: Any) -> Any:
 
     def positions(self: Any, x: Any, position_ids: Any) -> Any:
         rotary = model.children()["blocks"].children()["0"].attn.rotary
-        cos, sin = rotary.get_table(env(), 0, x.shape[1], x.shape[1], np.float64)
+        cos, sin = rotary.get_cos_sin(env(), 0, x.shape[1], x.shape[1], np.float64)
         both = (torch.tensor(np.concatenate((a, a), axis=1))[None] for a in (cos, sin))
         return tuple(both)
 

@@ -474,11 +474,11 @@ def test_ranks_of_a_pipe_share_what_follows_from_the_model(monkeypatch: pytest.M
     all four ranks together. Outside of a prediction nothing is kept."""
     sort = import_module("fsdpx.nn.linearize")
     calls: list[str] = []
-    for module, name in ((import_module("fsdpx.core.trainer.assemble"), "linearize"), (sort, "_compute_values")):
+    for module, name in ((import_module("fsdpx.core.trainer.assemble"), "linearize"), (sort, "_infer_shapes")):
         real = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, real=real, name=name: calls.append(name) or real(*a))
     predict(gpt(), batch(8), ranks=4, machine=FLAT, mesh=fsdpx.Mesh(pipe=4), microbatches=4)
-    assert (calls.count("linearize"), calls.count("_compute_values")) == (2, 2)  # of the batch, and of a microbatch
+    assert (calls.count("linearize"), calls.count("_infer_shapes")) == (2, 2)  # of the batch, and of a microbatch
     assert memoize(("one",), lambda: 1) + memoize(("one",), lambda: 2) == 3
     assert gc.isenabled()
 

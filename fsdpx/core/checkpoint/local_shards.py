@@ -89,7 +89,7 @@ class LocalShard:
     def _iterate_intervals(self, first: int, last: int) -> Iterator[Interval]:
         if self.spec.cut is None or self.width == 1:
             return iter([(first, last)])
-        return self.spec.cut.iterate_intervals(self.spec.shape, self.rank, self.width, first, last)
+        return self.spec.cut.iterate_full_intervals(self.spec.shape, self.rank, self.width, first, last)
 
 
 class TensorPiece(Protocol):

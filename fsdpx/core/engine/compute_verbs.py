@@ -16,7 +16,7 @@ from fsdpx.core.state.units import Unit
 from fsdpx.errors import ConfigError
 from fsdpx.nn.gradient_accumulation import GradientEntries
 from fsdpx.nn.layer import LayerContext
-from fsdpx.nn.linearize import CALLS_NUMPY, UNKNOWN, Node, is_numpy_call, is_unknown
+from fsdpx.nn.linearize import CALLS_NUMPY, UNKNOWN, Node, is_missing_function_error, is_numpy_call_error
 
 __all__ = [
     "add_caller_output_gradients",
@@ -140,9 +140,9 @@ def run_unit_backward_params(unit: Unit, envs: UnitContexts, grads: Grads, kept:
 
 def _annotate_layer_error(error: Exception, where: str, node: Node) -> None:
     """Add the name of the layer to an error, and the reason if it is known."""
-    if is_unknown(error):
+    if is_missing_function_error(error):
         raise ConfigError(f"layer {node.path!r} {node.layer!r} in {where} calls {error}; {UNKNOWN}") from error
-    why = f", which {CALLS_NUMPY}" if is_numpy_call(error) else ""
+    why = f", which {CALLS_NUMPY}" if is_numpy_call_error(error) else ""
     error.add_note(f"in {where} of layer {node.path!r} {node.layer!r}{why}")
 
 
@@ -310,7 +310,7 @@ def _get_entries_and_mark_blank(
         )
         if gradient.is_blank:
             gradient.is_blank = False
-            entries.mark_blank()
+            entries.mark_all_blank()
         opened.append(entries)
     return opened
 

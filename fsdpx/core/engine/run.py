@@ -27,7 +27,7 @@ from fsdpx.core.state.units import ModelLayout, Unit
 from fsdpx.errors import ConfigError
 from fsdpx.nn.cache import KeyValueCache
 from fsdpx.nn.gradient_accumulation import GradientEntries, GradientEntry, Gradients
-from fsdpx.nn.layer import LayerContext, Parameters, find_time, join_path
+from fsdpx.nn.layer import LayerContext, Parameters, find_sequence_length, join_path
 
 __all__ = [
     "BufferViews",
@@ -269,7 +269,7 @@ class LayerContextCache:
 
         recomputing: whether a forward runs again for its backward. inputs: the input arrays of the model.
         """
-        time = find_time(inputs) if self._root.mesh.tensor.size > 1 else None
+        time = find_sequence_length(inputs) if self._root.mesh.tensor.size > 1 else None
         if time != self._root.time or cache is not self._root.cache:
             self._root = replace(self._root, time=time, cache=cache)
             self._made.clear()

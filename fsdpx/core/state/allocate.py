@@ -172,7 +172,7 @@ def initialize_parameters(state: TrainState) -> None:
         spec = layout.specs[name]
         if spec.cut is None or spread.width == 1:
             return spec.init(seed, name, start, stop, spec.shape)
-        runs = spec.cut.iterate_intervals(spec.shape, spread.rank, spread.width, start, stop)
+        runs = spec.cut.iterate_full_intervals(spec.shape, spread.rank, spread.width, start, stop)
         return np.concatenate(
             [
                 part

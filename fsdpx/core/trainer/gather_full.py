@@ -18,7 +18,7 @@ from fsdpx.core.state.step_inputs import Microbatch
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.errors import ConfigError
 from fsdpx.nn import collectives
-from fsdpx.nn.gradient_accumulation import is_index
+from fsdpx.nn.gradient_accumulation import has_integer_dtype
 from fsdpx.optim.optimizer import AVERAGE_SLOT
 
 __all__ = [
@@ -76,7 +76,7 @@ def all_reduce_input_gradients(
     """
     gradients: list[Any] = []
     for v, array in zip(placement.stage.inputs, batch.inputs, strict=True):
-        if is_index(array):
+        if has_integer_dtype(array):
             gradients.append(None)
             continue
         dx = found.get(Slot("dact", v, 0))

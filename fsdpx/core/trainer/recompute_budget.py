@@ -13,7 +13,7 @@ from fsdpx.core.program import Action, Stage
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.step_inputs import Microbatch
 from fsdpx.errors import ConfigError
-from fsdpx.nn.layer import LayerContext, find_time
+from fsdpx.nn.layer import LayerContext, find_sequence_length
 
 __all__ = ["choose_recomputed_units"]
 
@@ -124,7 +124,7 @@ def _count_kept_bytes_on_tensor_rank(
     values = {v: xp.ShapeArray(*placement.value_shapes.shape_of(v, batch, tensor)) for v in (*row.takes, *row.reads)}
     read = list(values.values())
     axes, cores = placement.value_shapes.make_fake_axes_of_tensor_rank(tensor), placement.options.recompute.cores
-    root = LayerContext(xp, axes, Random(0), True, recompute=cores, time=find_time(batch.inputs))
+    root = LayerContext(xp, axes, Random(0), True, recompute=cores, time=find_sequence_length(batch.inputs))
     envs = [root.child(node.path) for node in recomputed_unit.nodes]
     dtype = placement.formats.compute
     params = [

@@ -38,7 +38,7 @@ from fsdpx.core.trainer.batch import DuplicateBatchDetector
 from fsdpx.core.trainer.uncoordinated_predict import UncoordinatedPrediction
 from fsdpx.errors import ConfigError, FsdpxError, warn
 from fsdpx.nn.cache import KeyValueCache
-from fsdpx.nn.gradient_accumulation import is_index
+from fsdpx.nn.gradient_accumulation import has_integer_dtype
 from fsdpx.nn.linearize import LayerList, output_shapes
 
 __all__ = ["Session"]
@@ -518,7 +518,7 @@ class Session:
         floating-point inputs get gradients as results of the program; None if inputs get no gradients."""
         place, frozen = self.placement, self.state.frozen
         inputs = () if batch is None else batch.inputs
-        key = (frozen, frozenset(v for v, x in enumerate(inputs) if not is_index(x)))
+        key = (frozen, frozenset(v for v, x in enumerate(inputs) if not has_integer_dtype(x)))
         if key not in self._stages:
             trainable, constant = place.layout.list_trainable_flags(frozen), place.layout.find_constant_values(*key)
             self._stages[key] = replace(place.stage, trainable=trainable, constant=constant)

@@ -81,8 +81,8 @@ def describe_shard(part: LocalShard) -> ShardDescriptor:
 
 
 def find_element_runs(part: ShardDescriptor) -> ElementRuns:
-    """Return the runs of a part, the same elements as `ShardSpec.iterate_intervals`, vectorized: a cut of dim 1 has one
-    run per row."""
+    """Return the runs of a part: those that `ShardSpec.iterate_full_intervals` yields, computed by array operations.
+    A shard along dim 1 has one run per row."""
     first, last, cut = part.start, part.stop, part.cut
     if cut is None:
         found = np.array([[first], [last], [0]], np.int64)

@@ -26,7 +26,7 @@ from fsdpx.ext.fields.halo_slabs import (
     exchange_slab_gradients,
 )
 from fsdpx.ext.fields.kernels import WindowStrides, correlate, correlate_backward_input, correlate_backward_params
-from fsdpx.nn.gradient_accumulation import get_destination
+from fsdpx.nn.gradient_accumulation import claim_gradient
 from fsdpx.nn.init import Init, uniform
 from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, ShardedLayer, require_positive
 from fsdpx.nn.shard_specs import FieldPartition, ShardingContext
@@ -194,7 +194,7 @@ def _plan_window(
 
 def get_local_shape(env: LayerContext, parts: FieldPartition) -> tuple[int, ...]:
     """Return the number of cells of this rank's part along each dim."""
-    return parts.shape if parts.is_uncut else parts.local_shape([line.rank for line in env.mesh.domain])
+    return parts.shape if parts.is_on_one_rank else parts.local_shape([line.rank for line in env.mesh.domain])
 
 
 class WindowLayer(FieldLayer):
@@ -213,7 +213,7 @@ class WindowLayer(FieldLayer):
         except ShapeError as error:
             raise ShapeError(f"{self!r}: {error}") from None
         if min(found[0].shape) < 1:
-            small = [parts.dim_name(d) for d, n in enumerate(found[0].shape) if n < 1]
+            small = [parts.get_dim_name(d) for d, n in enumerate(found[0].shape) if n < 1]
             raise ShapeError(
                 f"{self!r}: the window does not fit along {', '.join(small)} into a field of shape {parts.shape}"
             )
@@ -311,7 +311,7 @@ class Conv(WindowLayer):
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         boxes, _, kernel_padding, _, dy = kept
-        weight, bias = get_destination(g, "weight"), get_destination(g, "bias")
+        weight, bias = claim_gradient(g, "weight"), claim_gradient(g, "bias")
         for box in boxes:
             correlate_backward_params(env.xp, box.cells, dy, self._make_box_strides(kernel_padding, box), weight, bias)
             weight, bias = None if weight is None else (weight[0], True), None

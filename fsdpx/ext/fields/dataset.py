@@ -17,13 +17,13 @@ from fsdpx.core.base.safe_files import expanduser
 from fsdpx.data.dataset import OpenFiles
 from fsdpx.data.opening import (
     ExternalLink,
-    find_array,
     is_single_array,
     iterate_members,
     make_data_error,
-    name_file_in_errors,
+    naming_file_in_errors,
+    open_array,
     open_fields,
-    require_local_data,
+    require_readable_array,
 )
 from fsdpx.data.storage import StorageFormat, find_storage_format
 from fsdpx.errors import ConfigError, DataError, FsdpxError
@@ -154,7 +154,7 @@ def find_variables(
 def _make_variable(
     path: Path, name: str, array_path: str, array: Any, cell_letters: str, dims: str | None, is_single_run: bool
 ) -> FieldVariable:
-    require_local_data(path, name, array)
+    require_readable_array(path, name, array)
     shape, kind = tuple(array.shape), np.dtype(array.dtype)
     if kind.kind not in "fiu":
         raise make_data_error(path, f"{name!r} is of {kind}: real numbers are needed")
@@ -313,7 +313,7 @@ class FieldDataset:
         shape = None if self.grid is None else self.grid.parts.shape
         self.sources: list[TrajectoryFile] = []
         for path in paths:
-            with name_file_in_errors(path):
+            with naming_file_in_errors(path):
                 root = self._open(path)
                 cells = find_cell_letters(path, root, dims, letters)
                 letters = letters or cells
@@ -451,8 +451,8 @@ class FieldDataset:
                 known.get(letter) or ([slice(n)] if n == 1 else _split_periodic_range(*bounds.get(letter, (0, n)), n))
             )
         what = f"{variable.name!r} of trajectory {trajectory}, steps {steps.start} to {steps.stop}"
-        with name_file_in_errors(source.file, f"{what}, cannot be read: "):
-            block = _read_block(find_array(source.file, self._open(source.file), variable.path), (), runs)
+        with naming_file_in_errors(source.file, f"{what}, cannot be read: "):
+            block = _read_block(open_array(source.file, self._open(source.file), variable.path), (), runs)
         if variable.storage is not None:
             block = variable.storage.decode(block)
         letters = variable.dims.replace("n", "")

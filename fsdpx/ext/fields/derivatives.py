@@ -139,7 +139,7 @@ class _DerivativeLayer(FieldLayer):
         cuts, scheme = self.get_partition(x).cuts[d], (term.derivative, self.order)
         if not periodic and cuts[-1] < len(SCHEMES[scheme][1][0]):
             least = len(SCHEMES[scheme][1][0])
-            name = self.get_partition(x).dim_name(d)
+            name = self.get_partition(x).get_dim_name(d)
             raise ShapeError(f"{self!r}: between walls {name} must have at least {least} cells, got {cuts[-1]}")
         halo = _find_stencil_halo(d + 2, cuts, bool(periodic), scheme)
         require_halo_fits_field(halo, self.get_partition(x))

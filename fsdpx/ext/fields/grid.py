@@ -388,7 +388,7 @@ class Grid(Domain):
             raise DataError(f"Grid.take_local{index}: give a number or a slice for each of the {len(self.dims)} dims")
         found: list[Any] = []
         for d, (cuts, r, (g, _), one) in enumerate(zip(self.parts.cuts, self.coords, self.ghosts, index, strict=True)):
-            (a, b), n, name = cuts[r : r + 2], cuts[-1], self.parts.dim_name(d)
+            (a, b), n, name = cuts[r : r + 2], cuts[-1], self.parts.get_dim_name(d)
             if isinstance(one, slice):
                 start, stop, step = one.indices(n)
                 if step < 1:

@@ -9,7 +9,7 @@ import numpy as np
 
 from fsdpx.errors import ConfigError, DataError, ShapeError
 from fsdpx.ext.fields.cell_reductions import all_reduce_moments, all_reduce_over_parts
-from fsdpx.nn.gradient_accumulation import accumulation_dtype, add_sum
+from fsdpx.nn.gradient_accumulation import accumulation_dtype, add_sum_into
 from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, require_positive
 from fsdpx.nn.norm import make_affine_specs
 
@@ -78,9 +78,9 @@ class GroupNorm(Layer):
         normal, dy = kept
         dims = (0, *range(2, dy.ndim))
         if "weight" in g:
-            add_sum(env.xp, g["weight"], dy * normal, dims)
+            add_sum_into(env.xp, g["weight"], dy * normal, dims)
         if "bias" in g:
-            add_sum(env.xp, g["bias"], dy, dims)
+            add_sum_into(env.xp, g["bias"], dy, dims)
 
     def _refuses_single_values(self, env: LayerContext, x: Array) -> bool:
         """Return whether groups of one value raise DataError: as in PyTorch, only for a batch of one sample."""

@@ -209,7 +209,7 @@ def find_halo_specs(
             (a * stride + first, (b - 1) * stride + first + span) if b > a else (start, start)
             for a, b, start in zip(out, out[1:], cuts, strict=False)
         )
-        made.append(HaloSpec(dim + 2, cuts, needs, mode, parts.ghosts_along(dim)))
+        made.append(HaloSpec(dim + 2, cuts, needs, mode, parts.get_ghosts_along(dim)))
     return tuple(made)
 
 
@@ -217,7 +217,7 @@ def require_halo_fits_field(halo: HaloSpec, parts: FieldPartition) -> None:
     """Raise ShapeError if the field is too small for the padding, or arrays have too few ghost cells beyond its ends.
 
     Inside the field, windows may reach any distance: the owners send the cells. parts: partition that names the dim."""
-    n, name, (start, stop), (low, high) = halo.cuts[-1], parts.dim_name(halo.dim - 2), halo.extent, halo.field_ends
+    n, name, (start, stop), (low, high) = halo.cuts[-1], parts.get_dim_name(halo.dim - 2), halo.extent, halo.field_ends
     pads = 0
     for lacks, ghosts in ((-start, -low.cell), (stop - n, high.cell - n)):
         if lacks > ghosts > 0:
@@ -268,7 +268,7 @@ class FieldLayer(Layer):
         kind = request.require_same_kind(self)
         if not isinstance(kind, FieldPartition):
             return super().shard_over_ranks(request)
-        request.refuse_mark(self)
+        request.require_no_mark(self)
         return ShardedLayer(bind_partition(self, kind), self.partition_outputs(kind))
 
 

@@ -233,7 +233,7 @@ class RepartitionField(Layer):
     def __init__(self, parts: FieldPartition, wanted: FieldPartition) -> None:
         self.parts, self.wanted = parts, wanted
         self._halos = tuple(
-            HaloSpec(d + 2, cuts, tuple(zip(out, out[1:], strict=False)), ghosts=parts.ghosts_along(d))
+            HaloSpec(d + 2, cuts, tuple(zip(out, out[1:], strict=False)), ghosts=parts.get_ghosts_along(d))
             for d, (cuts, out) in enumerate(zip(parts.cuts, wanted.cuts, strict=True))
         )
 

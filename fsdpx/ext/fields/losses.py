@@ -14,7 +14,7 @@ from fsdpx.errors import ConfigError, DataError
 from fsdpx.ext.fields.cell_reductions import all_reduce_moments, all_reduce_over_parts
 from fsdpx.ext.fields.halo import get_local_range
 from fsdpx.nn.layer import Array, LayerContext
-from fsdpx.nn.losses import CellWeights, Loss, require_same_shape, weighted_error
+from fsdpx.nn.losses import CellWeights, Loss, compute_masked_error, require_target_shape
 from fsdpx.nn.shard_specs import Cuts, FieldPartition, bind_partition
 
 __all__ = ["RMSE", "VRMSE", "BandRMSE", "BoundaryRMSE", "ConservedRMSE", "MaxError", "RelativeL2"]
@@ -34,7 +34,7 @@ class _FieldLoss(Loss):
         return bind_partition(self, parts)
 
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
-        require_same_shape(self, tuple(shape), target, "a target of the output's shape")
+        require_target_shape(self, tuple(shape), target, "a target of the output's shape")
         if self.weights is not None:
             self.weights.require_fit(self, tuple(shape))
 
@@ -86,7 +86,7 @@ class _RootLoss(_FieldLoss):
         return ((apart if w is None else w * apart) * share).astype(dtype, copy=False)
 
     def _get_error_and_weights(self, env: LayerContext, y: Array, target: Array) -> tuple[Array, Array, Array | None]:
-        return weighted_error(env, y, target, self.weights, self.skipna)
+        return compute_masked_error(env, y, target, self.weights, self.skipna)
 
     def _get_reduced_dims(self, y: Array) -> tuple[int, ...]:
         """Return the dims of the sums: here the cell dims, so that each channel of a sample is a group."""
@@ -266,7 +266,7 @@ class ConservedRMSE(_FieldLoss):
     """
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
-        apart, _, w = weighted_error(env, y, target, self.weights, self.skipna)
+        apart, _, w = compute_masked_error(env, y, target, self.weights, self.skipna)
         count, total = self._all_reduce_weighted_sums(env, tuple(range(2, y.ndim)), w, apart)
         below = env.xp.where(count > 0, count, 1.0)
         return *self._compute_rank_share(env, env.xp.abs(total) / below, count), (y, w, env.xp.sign(total) / below)
@@ -288,7 +288,7 @@ class MaxError(_FieldLoss):
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
         xp, dims = env.xp, tuple(range(1, y.ndim))
-        apart, _, w = weighted_error(env, y, target, self.weights, self.skipna)
+        apart, _, w = compute_masked_error(env, y, target, self.weights, self.skipna)
         far = xp.abs(apart).reshape(y.shape[0], math.prod(y.shape[1:]))
         most = xp.zeros((y.shape[0],), dtype=np.float64)
         if far.shape[1]:

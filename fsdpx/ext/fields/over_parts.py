@@ -11,7 +11,7 @@ from fsdpx.nn.container import ChildCall, Container, list_input_names, make_unus
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.sequence import WithInputOutput
 from fsdpx.nn.shard_specs import FieldPartition, Kind
-from fsdpx.nn.tensor_plan import LayerMove, ShardingWalk
+from fsdpx.nn.tensor_plan import Redistribution, ShardingWalk
 
 __all__ = ["partition_model"]
 
@@ -24,7 +24,7 @@ def partition_model(model: Layer, parts: FieldPartition) -> tuple[Layer, FieldPa
     takes = isinstance(model, Container) or _can_take_ghosts(model)
     frame = RepartitionField(parts, parts.without_ghosts()) if parts.ghosts and not takes else None
     inputs = [parts if frame is None else parts.without_ghosts()] * len(list_input_names(model))
-    made, kinds = ShardingWalk(1, None, {}, (_plan_ghost_drops, _plan_alignment)).visit_layer(model, "", inputs)
+    made, kinds = ShardingWalk(1, None, {}, (_plan_ghost_drops, _plan_alignment)).shard_layer(model, "", inputs)
     if frame is not None:
         made = WithInputOutput(made, frame, None)
     if len(kinds) != 1 or not isinstance(kinds[0], FieldPartition):
@@ -39,19 +39,19 @@ def partition_model(model: Layer, parts: FieldPartition) -> tuple[Layer, FieldPa
     return made.with_steps([*made.steps, ChildCall(name, shift, made.outputs, (name,))], (name,)), wanted
 
 
-def _plan_ghost_drops(reader: Layer, kinds: Sequence[Kind]) -> list[LayerMove | None]:
+def _plan_ghost_drops(reader: Layer, kinds: Sequence[Kind]) -> list[Redistribution | None]:
     """Return for each input the move that drops its ghost cells, or None. Ghost cells are dropped if `reader` cannot
     use them, or if its inputs have different partitions."""
     takes = isinstance(reader, Container) or (_can_take_ghosts(reader) and len({*kinds}) == 1)
     return [
-        LayerMove("interior", RepartitionField(kind, kind.without_ghosts()), kind.without_ghosts())
+        Redistribution("interior", RepartitionField(kind, kind.without_ghosts()), kind.without_ghosts())
         if isinstance(kind, FieldPartition) and kind.ghosts and not takes
         else None
         for kind in kinds
     ]
 
 
-def _plan_alignment(reader: Layer, kinds: Sequence[Kind]) -> list[LayerMove | None]:
+def _plan_alignment(reader: Layer, kinds: Sequence[Kind]) -> list[Redistribution | None]:
     """Return for each input the move to a common partition, or None.
 
     Fields of the same shape can have different partitions, for example after odd strides. The common partition is the
@@ -62,7 +62,7 @@ def _plan_alignment(reader: Layer, kinds: Sequence[Kind]) -> list[LayerMove | No
         default=None,
     )
     return [
-        LayerMove("shift", RepartitionField(kind, first), first)
+        Redistribution("shift", RepartitionField(kind, first), first)
         if first is not None and isinstance(kind, FieldPartition) and kind != first and kind.shape == first.shape
         else None
         for kind in kinds

@@ -23,7 +23,7 @@ from fsdpx.ext.fields.halo import (
 )  # fmt: skip
 from fsdpx.ext.fields.halo_slabs import exchange_halo, exchange_halo_backward
 from fsdpx.ext.fields.kernels import WindowStrides, correlate, correlate_backward_input, correlate_backward_params
-from fsdpx.nn.gradient_accumulation import add_sum, get_destination, matmul_along_dim
+from fsdpx.nn.gradient_accumulation import add_sum_into, claim_gradient, matmul_along_dim
 from fsdpx.nn.init import Init
 from fsdpx.nn.layer import Array, LayerContext, ParameterSpec, Params
 from fsdpx.nn.shard_specs import FieldPartition
@@ -96,9 +96,9 @@ class ConvTranspose(FieldLayer):
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         wide, strides, dy = kept
-        correlate_backward_params(env.xp, dy, wide, strides, get_destination(g, "weight"), None)
+        correlate_backward_params(env.xp, dy, wide, strides, claim_gradient(g, "weight"), None)
         if "bias" in g:
-            add_sum(env.xp, g["bias"], dy, (0, *range(2, dy.ndim)))
+            add_sum_into(env.xp, g["bias"], dy, (0, *range(2, dy.ndim)))
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
         """Return the partition of the outputs: output i * stride belongs to the rank that owns cell i, not counting

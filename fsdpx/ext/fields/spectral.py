@@ -23,7 +23,7 @@ from fsdpx.ext.fields.kernels import WindowStrides, correlate_backward_params
 from fsdpx.nn import collectives
 from fsdpx.nn.activation import GELU
 from fsdpx.nn.container import Sequential
-from fsdpx.nn.gradient_accumulation import accumulation_dtype, add_sum, batched_matmul_in_dtype, get_destination
+from fsdpx.nn.gradient_accumulation import accumulation_dtype, add_sum_into, batched_matmul_in_dtype, claim_gradient
 from fsdpx.nn.graph import Graph
 from fsdpx.nn.init import normal, ones
 from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, format_constructor, require_positive
@@ -109,7 +109,7 @@ class SpectralConv(FieldLayer):
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         mine, dmodes, dy = kept
-        into = get_destination(g, "weight")
+        into = claim_gradient(g, "weight")
         if into is not None:
             out, add = into
             if not add:
@@ -120,7 +120,7 @@ class SpectralConv(FieldLayer):
             rows = out.reshape(self.in_channels, self.out_channels, math.prod(self.modes), 2)
             rows[:, :, start:stop] += flat
         if "bias" in g:
-            add_sum(env.xp, g["bias"], dy, (0, *range(2, dy.ndim)))
+            add_sum_into(env.xp, g["bias"], dy, (0, *range(2, dy.ndim)))
 
     def _get_own_mode_bounds(self, env: LayerContext) -> tuple[int, int]:
         """Return [start, stop) of the flattened modes that this rank multiplies."""
@@ -134,7 +134,7 @@ class SpectralConv(FieldLayer):
     def _get_field_communicator(self, env: LayerContext) -> Any:
         """Return the communicator of all ranks that hold a part of the field, or None if this rank holds the full
         field."""
-        return None if self.parts is None or self.parts.is_uncut else env.mesh.parts
+        return None if self.parts is None or self.parts.is_on_one_rank else env.mesh.parts
 
     def _select_weights_of_own_modes(self, env: LayerContext, weight: Array) -> Array:
         """Return the weights of this rank's modes, (modes, in, 2 out), with real and imaginary parts interleaved."""
@@ -215,7 +215,7 @@ class PointwiseConv(Layer):
         x, dy = kept
         if get_device_of_array(dy).sums_by_kernel:
             into, window = (
-                (get_destination(g, "weight"), get_destination(g, "bias")),
+                (claim_gradient(g, "weight"), claim_gradient(g, "bias")),
                 WindowStrides((1,), (1,), (1,), (0,), 1),
             )
             correlate_backward_params(env.xp, _flatten_cells(x), _flatten_cells(dy), window, *into)
@@ -224,7 +224,7 @@ class PointwiseConv(Layer):
             a, b = (kernels.to_float32(env.xp, _flatten_cells(v)) for v in (dy, x))
             g["weight"][...] += env.xp.matmul(a, b.swapaxes(1, 2)).sum(axis=0)[:, :, None].astype(x.dtype, copy=False)
         if "bias" in g:
-            add_sum(env.xp, g["bias"], dy, (0, *range(2, dy.ndim)))
+            add_sum_into(env.xp, g["bias"], dy, (0, *range(2, dy.ndim)))
 
 
 def _flatten_cells(x: Array) -> Array:
@@ -259,7 +259,7 @@ class ChannelScale(Layer):
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         x, dy = kept
-        add_sum(env.xp, g["weight"].reshape(-1), x * dy, (0, *range(2, dy.ndim)))
+        add_sum_into(env.xp, g["weight"].reshape(-1), x * dy, (0, *range(2, dy.ndim)))
 
 
 class GridEmbedding(FieldLayer):

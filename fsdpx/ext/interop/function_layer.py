@@ -11,7 +11,7 @@ from autograd import make_vjp
 
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.interop.initial_values import InitialValues
-from fsdpx.nn.gradient_accumulation import is_index
+from fsdpx.nn.gradient_accumulation import has_integer_dtype
 from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params
 
 __all__ = ["AutogradFunction", "DifferentiableLayer"]
@@ -111,16 +111,16 @@ class AutogradFunction(DifferentiableLayer):
         self, xp: Any, kept: Sequence[Array], p: Sequence[Array], inputs: Sequence[Array], dy: Array
     ) -> tuple[Sequence[Array | None], Sequence[Array]]:
         if getattr(xp, "holds_no_data", False):
-            return [None if is_index(a) else xp.empty_like(a) for a in inputs], [xp.empty_like(a) for a in p]
+            return [None if has_integer_dtype(a) else xp.empty_like(a) for a in inputs], [xp.empty_like(a) for a in p]
         found = self._make_pullback(p, inputs)(dy)
         dx = iter(found[len(p) :])
-        return [None if is_index(a) else next(dx) for a in inputs], found[: len(p)]
+        return [None if has_integer_dtype(a) else next(dx) for a in inputs], found[: len(p)]
 
     def _call_function(self, p: Sequence[Array], inputs: Sequence[Array]) -> Array:
         y = self.function(_unflatten_leaves(self._params, iter(p)), *inputs)
         if not hasattr(y, "shape"):
             raise ConfigError(f"{self!r} gives {type(y).__name__}; a layer gives one array")
-        return np.asarray(y, dtype=next((a.dtype for a in (*p, *inputs) if not is_index(a)), None))
+        return np.asarray(y, dtype=next((a.dtype for a in (*p, *inputs) if not has_integer_dtype(a)), None))
 
     def _make_pullback(self, p: Sequence[Array], inputs: Sequence[Array]) -> Callable[[Array], Any]:
         """Evaluate the function, and return its pullback: a function from the output gradient to the gradients of all
@@ -128,11 +128,13 @@ class AutogradFunction(DifferentiableLayer):
 
         def run_function(floats: Any) -> Any:
             rest = iter(floats[len(p) :])
-            read = [a if is_index(a) else next(rest) for a in inputs]
+            read = [a if has_integer_dtype(a) else next(rest) for a in inputs]
             return self.function(_unflatten_leaves(self._params, iter(floats[: len(p)])), *read)
 
         try:
-            pulled: Callable[[Array], Any] = make_vjp(run_function)((*p, *(a for a in inputs if not is_index(a))))[0]
+            pulled: Callable[[Array], Any] = make_vjp(run_function)(
+                (*p, *(a for a in inputs if not has_integer_dtype(a)))
+            )[0]
         except (TypeError, NotImplementedError) as error:
             raise ConfigError(f"{self!r}: autograd cannot differentiate it: {str(error).splitlines()[0]}") from error
         return pulled

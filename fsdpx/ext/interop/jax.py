@@ -16,7 +16,7 @@ from jax import tree_util
 from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.errors import ConfigError
 from fsdpx.ext.interop.function_layer import DifferentiableLayer
-from fsdpx.nn.gradient_accumulation import is_index
+from fsdpx.nn.gradient_accumulation import has_integer_dtype
 from fsdpx.nn.layer import Array
 
 __all__ = ["JaxFunction"]
@@ -59,7 +59,7 @@ class JaxFunction(DifferentiableLayer):
     def pull_back_gradients(
         self, xp: Any, kept: Sequence[Array], p: Sequence[Array], inputs: Sequence[Array], dy: Array
     ) -> tuple[Sequence[Array | None], Sequence[Array]]:
-        whole = [is_index(a) for a in inputs]
+        whole = [has_integer_dtype(a) for a in inputs]
         if getattr(xp, "holds_no_data", False):
             dx = [None if w else xp.empty_like(a) for w, a in zip(whole, inputs, strict=True)]
             return dx, [xp.empty_like(a) for a in p]

@@ -24,7 +24,7 @@ from fsdpx.errors import ConfigError, page_hint
 from fsdpx.ext.interop.initial_values import InitialValues
 from fsdpx.ext.interop.tensors import to_array, to_tensor
 from fsdpx.ext.interop.torch_context import GlobalNorm, torch_module_context
-from fsdpx.nn.gradient_accumulation import get_destination, is_index
+from fsdpx.nn.gradient_accumulation import claim_gradient, has_integer_dtype
 from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, ShardedLayer
 from fsdpx.nn.shard_specs import FieldPartition, ShardingContext
 
@@ -89,7 +89,7 @@ class AutogradLayer(Layer):
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         for name, gradient in kept.items():
-            if (into := get_destination(g, name)) is not None:
+            if (into := claim_gradient(g, name)) is not None:
                 out, add = into
                 if add:
                     out += gradient
@@ -124,7 +124,7 @@ class AutogradLayer(Layer):
         try:
             yield
         except RuntimeError as error:
-            kinds = {str(a.dtype) for a in (*p.values(), *read) if not is_index(a)}
+            kinds = {str(a.dtype) for a in (*p.values(), *read) if not has_integer_dtype(a)}
             odd = [f"{n} is {t.dtype}" for n, t in self.constants.items() if t.is_floating_point()]
             odd = [text for text in odd if text.rpartition(".")[2] not in kinds]
             if not odd or "dtype" not in str(error):
@@ -140,7 +140,7 @@ class AutogradLayer(Layer):
     ) -> tuple[list[Any], dict[str, Any]]:
         recorded, *kept = saved
         if recorded is None:
-            return [None if is_index(a) else env.xp.zeros_like(a) for a in kept], dict.fromkeys(trained, 0.0)
+            return [None if has_integer_dtype(a) else env.xp.zeros_like(a) for a in kept], dict.fromkeys(trained, 0.0)
         found = recorded.backward(p, kept, dy, inputs, trained)
         dx = [None if d is None else to_array(env.xp, d) for d in found.inputs]
         return dx, {name: to_array(env.xp, d) for name, d in found.parameters.items()}

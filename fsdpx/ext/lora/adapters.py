@@ -47,13 +47,13 @@ def save_adapter(trainer: Trainer, folder: str | PathLike[str], base_model: str 
     """
     adapted = _find_adapted_layers(trainer, "save_adapter")
     path = agree_on_path(trainer.call_runner.world, "save_adapter", folder)
-    theirs, turned = _map_file_names(trainer, adapted)
-    arrays = trainer.parameters(names=_list_adapter_names(adapted))
+    theirs, turned = _map_file_names_and_layout(trainer, adapted)
+    arrays = trainer.parameters(names=_list_adapter_parameters(adapted))
     tensors = {f"{PEFT_PREFIX}{theirs[name]}": array for name, array in arrays.items()}
     run_on_rank0(
         trainer.call_runner.world,
         f"save_adapter {path}",
-        lambda: _write_adapter(path, adapted, tensors, turned, base_model),
+        lambda: _write_adapter_files(path, adapted, tensors, turned, base_model),
     )
 
 
@@ -69,9 +69,10 @@ def load_adapter(trainer: Trainer, folder: str | PathLike[str], convert: bool = 
     convert : cast floats of another dtype
     """
     adapted = _find_adapted_layers(trainer, "load_adapter")
-    path = agree_on_path(trainer.call_runner.world, "load_adapter", folder)
-    theirs, _ = _map_file_names(trainer, adapted)
-    run_on_rank0(trainer.call_runner.world, f"load_adapter {path}", lambda: _require_fit(path, adapted, theirs))
+    world = trainer.call_runner.world
+    path = agree_on_path(world, "load_adapter", folder)
+    theirs, _ = _map_file_names_and_layout(trainer, adapted)
+    run_on_rank0(world, f"load_adapter {path}", lambda: _require_same_adapter(path, adapted, theirs))
     rename = {f"{PEFT_PREFIX}{other}": name for name, other in theirs.items()}
     trainer.load_parameters(path / WEIGHTS, strict=False, rename=rename, convert=convert)
 
@@ -126,11 +127,11 @@ def _iterate_layers(path: str, layer: Layer) -> Iterator[tuple[str, Layer]]:
         yield from _iterate_layers(join_path(path, name), child)
 
 
-def _list_adapter_names(adapted: dict[str, LoRALinear]) -> list[str]:
+def _list_adapter_parameters(adapted: dict[str, LoRALinear]) -> list[str]:
     return [join_path(name, low) for name in adapted for low in ADAPTER_NAMES]
 
 
-def _map_file_names(trainer: Trainer, adapted: dict[str, LoRALinear]) -> tuple[dict[str, str], bool]:
+def _map_file_names_and_layout(trainer: Trainer, adapted: dict[str, LoRALinear]) -> tuple[dict[str, str], bool]:
     """Return the name of each adapter matrix in files, and whether files hold the weights transposed."""
     found: dict[str, str] = {}
     turned = False
@@ -142,17 +143,17 @@ def _map_file_names(trainer: Trainer, adapted: dict[str, LoRALinear]) -> tuple[d
     return found, turned
 
 
-def _get_settings(adapted: dict[str, LoRALinear]) -> dict[str, Any]:
+def _get_rank_and_alpha(adapted: dict[str, LoRALinear]) -> dict[str, Any]:
     """Return rank and alpha of the first layer, in PEFT's names; `nn.add_lora` makes them equal in all layers."""
     layer = next(iter(adapted.values()))
     return {"r": layer.rank, "lora_alpha": layer.alpha}
 
 
-def _write_adapter(
+def _write_adapter_files(
     path: Path, adapted: dict[str, LoRALinear], tensors: dict[str, np.ndarray], turned: bool, base_model: str
 ) -> None:
     path.mkdir(parents=True, exist_ok=True)
-    config = _get_settings(adapted) | {
+    config = _get_rank_and_alpha(adapted) | {
         "peft_type": "LORA", "base_model_name_or_path": base_model or None, "bias": "none", "fan_in_fan_out": turned,
         "inference_mode": True, "init_lora_weights": True, "lora_dropout": next(iter(adapted.values())).dropout,
         "target_modules": sorted({_get_layer_name(name) for name in tensors}), "task_type": None,
@@ -172,9 +173,9 @@ def _get_layer_name(name: str) -> str:
     return name.removeprefix(PEFT_PREFIX).partition(".lora_")[0]
 
 
-def _require_fit(path: Path, adapted: dict[str, LoRALinear], names: dict[str, str]) -> None:
+def _require_same_adapter(path: Path, adapted: dict[str, LoRALinear], names: dict[str, str]) -> None:
     found = read_json_object(path / CONFIG)
-    for key, value in _get_settings(adapted).items():
+    for key, value in _get_rank_and_alpha(adapted).items():
         if found.get(key) != value:
             raise CheckpointError(
                 f"{CONFIG} has {key} {found.get(key)}, the model {value}: make it with nn.add_lora alike"

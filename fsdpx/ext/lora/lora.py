@@ -11,7 +11,7 @@ from typing import Any
 from fsdpx.core.array import kernels
 from fsdpx.core.base.name_hints import require_pattern_matches
 from fsdpx.errors import ConfigError
-from fsdpx.nn.container import Container, check_layer
+from fsdpx.nn.container import Container, require_layer
 from fsdpx.nn.gradient_accumulation import add_matmul_gradient, as_rows, linear_forward, matmul_in_dtype
 from fsdpx.nn.init import uniform
 from fsdpx.nn.layer import (
@@ -78,11 +78,11 @@ class LoRALinear(Linear):
             )
         return self._shard_by_mark(request) if type(self) is LoRALinear else Layer.shard_over_ranks(self, request)
 
-    def _make_column(self, **options: Any) -> tuple[Layer, tuple[str, ...]]:
+    def _make_column_parallel(self, **options: Any) -> tuple[Layer, tuple[str, ...]]:
         return ColumnLoRA(self, **options), (ColumnLoRA.partial,)
 
-    def _make_row(self, sequence: bool, grain: int) -> tuple[Layer, tuple[str, ...]]:
-        _, partial = super()._make_row(sequence, grain)
+    def _make_row_parallel(self, sequence: bool, grain: int) -> tuple[Layer, tuple[str, ...]]:
+        _, partial = super()._make_row_parallel(sequence, grain)
         return RowLoRA(self, sequence=sequence, grain=grain), (*partial, RowLoRA.partial)
 
     def forward_without_bias(self, env: LayerContext, p: Params, x: Array) -> Array:
@@ -118,7 +118,7 @@ class LoRALinear(Linear):
             (
                 *saved,
                 dy,
-                self.adapter_input_gradient(env, p, dy),
+                self.compute_low_rank_gradient(env, p, dy),
                 p[ADAPTER_NAMES[0]],
                 self._apply_dropout(env, saved[0])[1],
             ),
@@ -126,7 +126,7 @@ class LoRALinear(Linear):
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         (x,) = saved  # from an MLP, only its shape is valid: the MLP replaces x in `kept` before backward_params
-        inside = self.adapter_input_gradient(env, p, dy)
+        inside = self.compute_low_rank_gradient(env, p, dy)
         dx = matmul_in_dtype(env.xp, as_rows(dy), p["weight"]).reshape(x.shape)
         low = matmul_in_dtype(env.xp, inside, p[ADAPTER_NAMES[0]]).reshape(x.shape)
         mask = self._apply_dropout(env, x)[1]
@@ -163,7 +163,7 @@ class LoRALinear(Linear):
         y += linear_forward(env.xp, z, p[ADAPTER_NAMES[1]], None).reshape(y.shape)
         return y
 
-    def adapter_input_gradient(self, env: LayerContext, p: Params, dy: Array) -> Array:
+    def compute_low_rank_gradient(self, env: LayerContext, p: Params, dy: Array) -> Array:
         """Return the gradient of x A^T, the input of B.
 
         Parameters
@@ -209,9 +209,9 @@ def add_lora(
         patterns; for a model of `fsdpx.models.from_pretrained` also the names in its folder ("q_proj")
     """
     adapting = _LoRAWalk(rank, alpha, dropout, (targets,) if isinstance(targets, str) else tuple(targets), model)
-    new = adapting.visit_layer(check_layer("add_lora", "model", model), "")
-    adapting.require_found()
-    return new.with_frozen(ADAPTER_NAMES) if isinstance(new, Container) else new
+    new = adapting.adapt_layer(require_layer("add_lora", "model", model), "")
+    adapting.require_matched_targets()
+    return new.with_frozen_except(ADAPTER_NAMES) if isinstance(new, Container) else new
 
 
 class _LoRAWalk:
@@ -226,11 +226,11 @@ class _LoRAWalk:
         self.found = dict.fromkeys(targets, False)
         self.names: list[str] = []
 
-    def visit_layer(self, layer: Layer, path: str) -> Layer:
+    def adapt_layer(self, layer: Layer, path: str) -> Layer:
         if type(layer) is Linear:
             return self._adapt_linear(layer, path)
         children = layer.children()
-        new = {name: self.visit_layer(child, join_path(path, name)) for name, child in children.items()}
+        new = {name: self.adapt_layer(child, join_path(path, name)) for name, child in children.items()}
         if all(new[name] is child for name, child in children.items()):
             return layer
         if isinstance(layer, Container):
@@ -239,7 +239,7 @@ class _LoRAWalk:
             f"add_lora: {path!r} {layer!r} is no container, so the Linear layers inside cannot be replaced"
         )
 
-    def require_found(self) -> None:
+    def require_matched_targets(self) -> None:
         missing = [target for target, found in self.found.items() if not found]
         require_pattern_matches("add_lora(targets=)", missing, self.names, "Linear layer", lambda name, target: False)
         if not self.found:
@@ -272,15 +272,15 @@ class _ShardedLoRA(ShardedLinear):
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         self.low.backward_params(env, g, kept)
 
-    def _keep_for_params(self, env: LayerContext, p: Params, x: Array, dy: Array) -> Any:
-        return x, dy, self.low.adapter_input_gradient(env, p, dy), p[ADAPTER_NAMES[0]].copy(), None
+    def _make_kept_values(self, env: LayerContext, p: Params, x: Array, dy: Array) -> Any:
+        return x, dy, self.low.compute_low_rank_gradient(env, p, dy), p[ADAPTER_NAMES[0]].copy(), None
 
     def _multiply_shard(self, env: LayerContext, p: Params, x: Array, bias: Array | None) -> Array:
         return self.low.add_adapter_output(env, p, x, super()._multiply_shard(env, p, x, bias))
 
-    def _input_gradient_rows(self, env: LayerContext, p: Params, dy: Array) -> Array:
-        dx = super()._input_gradient_rows(env, p, dy)
-        dx += matmul_in_dtype(env.xp, self.low.adapter_input_gradient(env, p, dy), p[ADAPTER_NAMES[0]])
+    def _compute_input_gradient_rows(self, env: LayerContext, p: Params, dy: Array) -> Array:
+        dx = super()._compute_input_gradient_rows(env, p, dy)
+        dx += matmul_in_dtype(env.xp, self.low.compute_low_rank_gradient(env, p, dy), p[ADAPTER_NAMES[0]])
         return dx
 
 
@@ -295,11 +295,11 @@ class ColumnLoRA(_ShardedLoRA, ColumnParallelLinear):
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         dx, (x, dy) = ColumnParallelLinear.backward_input(self, env, p, saved, dy)
-        return dx, self._keep_for_params(env, p, x, dy)
+        return dx, self._make_kept_values(env, p, x, dy)
 
     def backward_leaf(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Array) -> None:
         (x,) = saved
-        self.backward_params(env, g, self._keep_for_params(env, p, x, self._take_output_shard(env, dy)))
+        self.backward_params(env, g, self._make_kept_values(env, p, x, self._take_gradient_shard(env, dy)))
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         x, *rest = kept
@@ -318,11 +318,11 @@ class RowLoRA(_ShardedLoRA, RowParallelLinear):
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         dx, (x, full, _) = RowParallelLinear.backward_input(self, env, p, saved, dy)
-        return dx, self._keep_for_params(env, p, x, full)
+        return dx, self._make_kept_values(env, p, x, full)
 
     def backward_leaf(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Array) -> None:
         (x,) = saved
-        self.backward_params(env, g, self._keep_for_params(env, p, x, self._all_gather_gradient(env, dy)))
+        self.backward_params(env, g, self._make_kept_values(env, p, x, self._all_gather_gradient(env, dy)))
 
 
 def find_adapter(layer: Layer) -> LoRALinear | None:

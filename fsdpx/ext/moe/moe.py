@@ -30,7 +30,7 @@ from fsdpx.nn.layer import (
     require_last_dim,
     require_positive,
 )
-from fsdpx.nn.linear import call_label
+from fsdpx.nn.linear import make_call_label
 from fsdpx.nn.shard_specs import (
     LayerDefault,
     Replicated,
@@ -48,11 +48,11 @@ __all__ = [
     "add_expert_gradients",
     "apply_experts",
     "apply_experts_backward",
-    "compute_balance_slopes",
-    "count_choices",
+    "compute_balance_gradients",
     "require_valid_input",
     "route_rows",
     "route_rows_backward",
+    "tally_expert_choices",
 ]  # fmt: skip
 
 
@@ -120,7 +120,9 @@ class MoE(Layer):
             request.mark is None and (context or isinstance(kind, ShardedBatch))
         ):
             kind = request.require_unsharded_features(self)
-            request.require_enough(self.experts, "experts", "" if context else "a tensor_plan that leaves them whole")
+            request.require_one_per_rank(
+                self.experts, "experts", "" if context else "a tensor_plan that leaves them whole"
+            )
             size = (self.d_model, self.d_hidden, self.experts, self.active, self.balance)
             cut = ShardedMoE(*size, not isinstance(kind, Replicated), init=self.init, out_init=self.out_init)
             return ShardedLayer(cut, kind, ("router",))
@@ -135,10 +137,10 @@ class MoE(Layer):
         require_valid_input(self, x, self.d_model, self.balance)
         xp, rows = env.xp, as_rows(x)
         chosen = route_rows(xp, rows, p["router"], self.active)
-        routes = self._find_routes(xp, chosen.experts)
+        routes = self._group_choices_by_expert(xp, chosen.experts)
         if self.part or env.mesh.tensor.rank == 0:
             counts = [len(at) for at in routes]
-            count_choices(env, counts, sum(counts))
+            tally_expert_choices(env, counts, sum(counts))
         weights = chosen.weights.reshape(-1)
         y, held = apply_experts(xp, p, rows, [(at // self.active, weights[at]) for at in routes])
         return y.astype(x.dtype, copy=False).reshape(x.shape), (rows, chosen, routes, held)
@@ -150,7 +152,7 @@ class MoE(Layer):
         dweights = xp.zeros((chosen.weights.size,), dtype=chosen.weights.dtype)
         for at, one in zip(routes, found, strict=True):
             dweights[at] = one
-        slopes = compute_balance_slopes(self.balance, self._all_reduce_counts(env, routes), self.active)
+        slopes = compute_balance_gradients(self.balance, self._all_reduce_counts(env, routes), self.active)
         dlogits = route_rows_backward(xp, chosen, dweights, dy.dtype, slopes)
         dx += matmul_in_dtype(xp, dlogits, p["router"])
         return dx.astype(dy.dtype, copy=False).reshape(dy.shape), (rows, dlogits, kept)
@@ -166,11 +168,11 @@ class MoE(Layer):
         counts = [len(at) for at in routes]
         if not self.part or not self.balance:
             return counts
-        mine, what = env.xp.asarray(counts, dtype=np.int64), call_label(env, "choices of experts")
+        mine, what = env.xp.asarray(counts, dtype=np.int64), make_call_label(env, "choices of experts")
         total = collectives.all_reduce_sum(env.xp, env.mesh.tensor, mine, fresh=True, what=what)
         return counts if getattr(env.xp, "holds_no_data", False) else total.tolist()
 
-    def _find_routes(self, xp: Any, chosen: Array) -> list[Array]:
+    def _group_choices_by_expert(self, xp: Any, chosen: Array) -> list[Array]:
         """Return for each expert its indices in the flat `chosen`; on shape-only arrays, equally many for each."""
         places = chosen.reshape(-1)
         if getattr(xp, "holds_no_data", False):
@@ -202,7 +204,7 @@ def route_rows(xp: Any, rows: Array, weight: Array, active: int) -> RoutingChoic
     return RoutingChoice(logits, best, kernels.softmax(xp, picked))
 
 
-def compute_balance_slopes(balance: float, counts: Sequence[int], active: int) -> list[float]:
+def compute_balance_gradients(balance: float, counts: Sequence[int], active: int) -> list[float]:
     """Return, per expert, the derivative of the balancing loss with respect to the probability of that expert in one
     row, times the number of positions: losses are sums over positions here."""
     factor = balance * len(counts) / max(sum(counts) / active, 1)
@@ -211,7 +213,7 @@ def compute_balance_slopes(balance: float, counts: Sequence[int], active: int) -
 
 def route_rows_backward(xp: Any, chosen: RoutingChoice, dweights: Array, dtype: Any, slopes: Sequence[float]) -> Array:
     """Return the gradient of the logits, (rows, experts). dweights: gradient of the weights, flat. slopes: from
-    `compute_balance_slopes`."""
+    `compute_balance_gradients`."""
     logits, best, weights = chosen
     dpicked = kernels.softmax_backward(xp, weights, dweights.reshape(weights.shape))
     dlogits = xp.zeros(logits.shape, dtype=dtype)
@@ -261,7 +263,7 @@ def add_expert_gradients(xp: Any, g: Params, rows: Array, kept: Sequence[Any]) -
                 add_matmul_gradient(xp, {name: g[name][e]}, name, left.T, right)
 
 
-def count_choices(env: LayerContext, counts: Sequence[int], computed: int) -> None:
+def tally_expert_choices(env: LayerContext, counts: Sequence[int], computed: int) -> None:
     """Add to the step's counters how many choices fell on each expert and how many rows this rank computed."""
     if env.training and not env.recomputing and not getattr(env.xp, "holds_no_data", False):
         env.mesh.counters.add_tally(env.random.path, (*counts, computed))
@@ -317,21 +319,21 @@ class ShardedMoE(Layer):
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         require_valid_input(self, x, self.d_model, self.balance)
-        xp, own = env.xp, self._take_own_rows(env, as_rows(x))
+        xp, own = env.xp, self._take_rows_to_route(env, as_rows(x))
         chosen = route_rows(xp, own, p["router"], self.active)
         routing = self._all_gather_routing(env, chosen.experts)
-        arrived = self._all_to_all_forward(env, routing, own[routing.order // self.active], "rows for experts")
-        weights = self._all_to_all_forward(
+        arrived = self._all_to_all_to_experts(env, routing, own[routing.order // self.active], "rows for experts")
+        weights = self._all_to_all_to_experts(
             env, routing, chosen.weights.reshape(-1)[routing.order], "weights of experts"
         )
         z, held = apply_experts(xp, p, arrived, [(at, weights[at]) for at in routing.places])
-        y = self._sum_choices(
+        y = self._sum_results_of_choices(
             xp,
             routing,
-            self._all_to_all_back(env, routing, z.astype(x.dtype, copy=False), "results of experts"),
+            self._all_to_all_from_experts(env, routing, z.astype(x.dtype, copy=False), "results of experts"),
             z.dtype,
         )
-        count_choices(env, routing.counts[env.mesh.tensor.rank], sum(routing.recv_counts))
+        tally_expert_choices(env, routing.counts[env.mesh.tensor.rank], sum(routing.recv_counts))
         return self._all_gather_rows(env, y.astype(x.dtype, copy=False), x.shape, "output"), (
             own,
             chosen,
@@ -342,17 +344,17 @@ class ShardedMoE(Layer):
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         own, chosen, routing, arrived, held = saved
-        xp, drows = env.xp, self._take_own_rows(env, as_rows(dy))
-        dz = self._all_to_all_forward(env, routing, drows[routing.order // self.active], "gradients for experts")
+        xp, drows = env.xp, self._take_rows_to_route(env, as_rows(dy))
+        dz = self._all_to_all_to_experts(env, routing, drows[routing.order // self.active], "gradients for experts")
         darrived, found, kept = apply_experts_backward(xp, p, held, dz)
         there = xp.zeros((arrived.shape[0],), dtype=darrived.dtype)
         for at, one in zip(routing.places, found, strict=True):
             there[at] = one
-        dx = self._all_to_all_back(env, routing, darrived.astype(dy.dtype, copy=False), "gradients of rows")
-        dx = self._sum_choices(xp, routing, dx, darrived.dtype)
+        dx = self._all_to_all_from_experts(env, routing, darrived.astype(dy.dtype, copy=False), "gradients of rows")
+        dx = self._sum_results_of_choices(xp, routing, dx, darrived.dtype)
         dweights = xp.zeros((chosen.weights.size,), dtype=chosen.weights.dtype)
-        dweights[routing.order] = self._all_to_all_back(env, routing, there, "gradients of weights")
-        dlogits = route_rows_backward(xp, chosen, dweights, dy.dtype, self._compute_slopes(routing))
+        dweights[routing.order] = self._all_to_all_from_experts(env, routing, there, "gradients of weights")
+        dlogits = route_rows_backward(xp, chosen, dweights, dy.dtype, self._compute_balance_gradients(routing))
         dx += matmul_in_dtype(xp, dlogits, p["router"])
         dx = self._all_gather_rows(env, dx.astype(dy.dtype, copy=False), dy.shape, "input gradient")
         return dx, (own, dlogits, arrived, kept)
@@ -362,20 +364,20 @@ class ShardedMoE(Layer):
         add_matmul_gradient(env.xp, g, "router", dlogits.T, own)
         add_expert_gradients(env.xp, g, arrived, each)
 
-    def _take_own_rows(self, env: LayerContext, rows: Array) -> Array:
+    def _take_rows_to_route(self, env: LayerContext, rows: Array) -> Array:
         """Return the rows that this rank routes."""
         return rows if self.sequence else collectives.take_shard(env.xp, env.mesh.tensor, rows, 0)
 
     def _all_gather_rows(self, env: LayerContext, own: Array, shape: tuple[int, ...], what: str) -> Array:
-        """Return the rows of all ranks in the shape of the layer's input: the inverse of `_take_own_rows`. Collective
-        unless `sequence`."""
+        """Return the rows of all ranks in the shape of the layer's input, the inverse of `_take_rows_to_route`.
+        Collective unless `sequence`."""
         if not self.sequence:
             own = collectives.all_gather_replicated(
-                env.xp, env.mesh.tensor, own, 0, _count_rows(shape), what=call_label(env, what)
+                env.xp, env.mesh.tensor, own, 0, _count_rows(shape), what=make_call_label(env, what)
             )
         return own.reshape(shape)
 
-    def _count_evenly(self, rows: int) -> list[int]:
+    def _get_even_row_counts(self, rows: int) -> list[int]:
         """Return the number of rows per expert if `rows` are distributed evenly."""
         return [stop - start for start, stop in (shard_bounds(rows, e, self.experts) for e in range(self.experts))]
 
@@ -386,9 +388,9 @@ class ShardedMoE(Layer):
         imagined = getattr(xp, "holds_no_data", False)
         mine = xp.zeros((self.experts,), dtype=np.int64) if imagined else xp.bincount(choices, minlength=self.experts)
         counts = collectives.all_gather_dim(
-            xp, comm, mine.astype(np.int64, copy=False)[None], 0, what=call_label(env, "counts of rows")
+            xp, comm, mine.astype(np.int64, copy=False)[None], 0, what=make_call_label(env, "counts of rows")
         )
-        known = [self._count_evenly(choices.size)] * comm.size if imagined else counts.tolist()
+        known = [self._get_even_row_counts(choices.size)] * comm.size if imagined else counts.tolist()
         bounds = [shard_bounds(self.experts, rank, comm.size) for rank in range(comm.size)]
         here = range(*bounds[comm.rank])
         places: list[list[Array]] = [[] for _ in here]
@@ -405,25 +407,25 @@ class ShardedMoE(Layer):
             [xp.concatenate(found) for found in places],
         )
 
-    def _all_to_all_forward(self, env: LayerContext, routing: _RowRouting, rows: Array, what: str) -> Array:
+    def _all_to_all_to_experts(self, env: LayerContext, routing: _RowRouting, rows: Array, what: str) -> Array:
         return collectives.all_to_all_rows(
-            env.xp, env.mesh.tensor, rows, routing.send_counts, routing.recv_counts, what=call_label(env, what)
+            env.xp, env.mesh.tensor, rows, routing.send_counts, routing.recv_counts, what=make_call_label(env, what)
         )
 
-    def _all_to_all_back(self, env: LayerContext, routing: _RowRouting, rows: Array, what: str) -> Array:
+    def _all_to_all_from_experts(self, env: LayerContext, routing: _RowRouting, rows: Array, what: str) -> Array:
         return collectives.all_to_all_rows(
-            env.xp, env.mesh.tensor, rows, routing.recv_counts, routing.send_counts, what=call_label(env, what)
+            env.xp, env.mesh.tensor, rows, routing.recv_counts, routing.send_counts, what=make_call_label(env, what)
         )
 
-    def _sum_choices(self, xp: Any, routing: _RowRouting, found: Array, dtype: Any) -> Array:
+    def _sum_results_of_choices(self, xp: Any, routing: _RowRouting, found: Array, dtype: Any) -> Array:
         """Return, for each row of this rank, the sum of the results returned for its choices."""
         each = xp.empty(found.shape, dtype=found.dtype)
         each[routing.order] = found
         return xp.sum(each.reshape(-1, self.active, self.d_model), axis=1, dtype=dtype)
 
-    def _compute_slopes(self, routing: _RowRouting) -> list[float]:
+    def _compute_balance_gradients(self, routing: _RowRouting) -> list[float]:
         """Return the slopes of the balancing loss over the choices of all ranks of the axis."""
-        return compute_balance_slopes(
+        return compute_balance_gradients(
             self.balance, [sum(column) for column in zip(*routing.counts, strict=True)], self.active
         )
 

@@ -18,7 +18,7 @@ from fsdpx.models.generation.texts import (
     Sampling,
     Stream,
     TextLimits,
-    check_prompts,
+    convert_prompts_to_lists,
     find_window_start,
     generate_texts,
     is_single_prompt,
@@ -66,17 +66,17 @@ def _generate_on_ranks(
         found for unit in place.layout.units for node in unit.nodes for found in _iterate_leaves(node.path, node.layer)
     ]
     if cached:
-        _require_caches(layers)
+        _require_cacheable_layers(layers)
     context = min((n for _, layer in layers if (n := getattr(layer, "seq_len", None)) is not None), default=1 << 31)
     vocab = session.require_logits_and_get_vocab_size(np.zeros((1, 1), np.int64))
     limits = TextLimits.from_options(max_new_tokens, stop, vocab)
-    texts = check_prompts(prompts, vocab, context)
+    texts = convert_prompts_to_lists(prompts, vocab, context)
     read = checksum_arrays(np.array(text) for text in texts)
     session.agree_on_call(f"generate({len(texts)} prompts {read}, {limits}, {sampling}, cache={cached})")
     axes, count = place.axes, len(texts)
     mine = range(count * axes.data.rank // axes.data.size, count * (axes.data.rank + 1) // axes.data.size)
     reader = ModelReader(session, mine, context, max(map(len, texts)) + max_new_tokens, cached)
-    return generate_texts(texts, mine, reader.compute_logits, _share(place), sampling, limits, stream)
+    return generate_texts(texts, mine, reader.compute_logits, _make_token_all_reduce(place), sampling, limits, stream)
 
 
 class ModelReader:
@@ -107,7 +107,7 @@ class ModelReader:
         return np.asarray(to_host(found[np.arange(last.size), last]), np.float64)
 
 
-def _share(place: Placement) -> Callable[[np.ndarray], None]:
+def _make_token_all_reduce(place: Placement) -> Callable[[np.ndarray], None]:
     axes = place.axes
     # ranks of a pipe or tensor axis found the same tokens: one reports
     is_reporting_rank = axes.pipe.rank == axes.tensor.rank == 0
@@ -130,7 +130,7 @@ def _iterate_leaves(path: str, layer: Layer) -> Iterable[tuple[str, Layer]]:
         yield from _iterate_leaves(join_path(path, name), child)
 
 
-def _require_caches(layers: Iterable[tuple[str, Layer]]) -> None:
+def _require_cacheable_layers(layers: Iterable[tuple[str, Layer]]) -> None:
     """Raise ConfigError, with its path, for a layer that needs whole texts."""
     for path, layer in layers:
         able = layer.acts_on in ("position", "element") if layer.caches is None else layer.caches

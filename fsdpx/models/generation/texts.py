@@ -17,7 +17,7 @@ __all__ = [
     "Sampling",
     "Stream",
     "TextLimits",
-    "check_prompts",
+    "convert_prompts_to_lists",
     "find_window_start",
     "generate_texts",
     "is_single_prompt",
@@ -139,14 +139,14 @@ def is_single_prompt(prompt: Any) -> bool:
     return not isinstance(prompt, Iterable) or all(np.ndim(part) == 0 for part in prompt)
 
 
-def check_prompts(prompts: Sequence[Any], vocab: int, context: int) -> list[list[int]]:
+def convert_prompts_to_lists(prompts: Sequence[Any], vocab: int, context: int) -> list[list[int]]:
     """Return the prompts as lists of tokens; raise DataError, with the number of the prompt, for an invalid one."""
     if not len(prompts):
         raise DataError("generate: there is no prompt")
-    return [_check_prompt(f"generate: prompt {i}", prompt, vocab, context) for i, prompt in enumerate(prompts)]
+    return [_convert_prompt(f"generate: prompt {i}", prompt, vocab, context) for i, prompt in enumerate(prompts)]
 
 
-def _check_prompt(who: str, prompt: Any, vocab: int, context: int) -> list[int]:
+def _convert_prompt(who: str, prompt: Any, vocab: int, context: int) -> list[int]:
     tokens = np.asarray(prompt)
     if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
         raise DataError(f"{who} is {tokens.dtype}{list(tokens.shape)}: it must be a list of tokens, whole numbers")
