@@ -1,1 +1,1 @@
-"""Kernels as Numba code, for NumPy arrays of float32 and float64; same names and signatures as the plain ones."""
+"""Kernels as Numba code for NumPy arrays of float32 and float64, with the names and signatures of the plain kernels."""

@@ -1,7 +1,7 @@
-"""Activations, gates and sums, forward and backward, each in one pass over memory. Column sums add fixed blocks of rows
-and are split over threads by columns.
+"""Activations, gates and sums, forward and backward, each in one pass over memory. Column sums add fixed blocks of
+rows, and are split over threads by columns.
 
-`gelu_recompute` computes GELU and its gradient in one pass: both need the same exponential.
+`gelu_recompute` computes GELU and its gradient in one pass, since both need the same exponential.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def compute_gelu_tanh_derivative(x):
 
 
 def _make_elementwise_loop(function: Any) -> Any:
-    """Return the loop y = function(x), element by element."""
+    """Return a compiled loop that computes y = function(x) for each element."""
 
     def map_loop(x, y):
         use_widest_vectors()
@@ -120,7 +120,7 @@ def _relu_backward_loop(y, dy, dx):
 
 
 def _make_backward_loop(derivative: Any) -> Any:
-    """Return the loop dx = dy derivative(x)."""
+    """Return a compiled loop that computes dx = dy derivative(x) for each element."""
 
     def slope_loop(x, dy, dx):
         use_widest_vectors()
@@ -138,7 +138,7 @@ _gelu_tanh_backward_loop = _make_backward_loop(compute_gelu_tanh_derivative)
 
 
 def _run_elementwise(loop: Any, *arrays: np.ndarray) -> np.ndarray:
-    """Run `loop(*flat arrays, flat result)` and return the result."""
+    """Run `loop(*arrays, result)` on 1-D views of the arrays and of a new array, and return the new array."""
     flat, out = make_flat_views_and_output(*arrays)
     parallel_for_rows(loop, flat)
     return out
@@ -180,7 +180,7 @@ def gelu_backward(xp: Any, x: np.ndarray, dy: np.ndarray, approximate: str = "no
 
 
 def _make_gated_loop(function: Any) -> Any:
-    """Return the loop y = function(a) b."""
+    """Return a compiled loop that computes y = function(a) b for each element."""
 
     def gated_loop(a, b, y):
         use_widest_vectors()
@@ -191,7 +191,7 @@ def _make_gated_loop(function: Any) -> Any:
 
 
 def _make_gated_backward_loop(function: Any, derivative: Any) -> Any:
-    """Return the loop da = dy b derivative(a), db = dy function(a)."""
+    """Return a compiled loop that computes da = dy b derivative(a) and db = dy function(a) for each element."""
 
     def gated_backward_loop(a, b, dy, da, db):
         use_widest_vectors()
@@ -235,7 +235,7 @@ def gated_backward(
 
 
 def _make_gelu_recompute_loop(function: Any, derivative: Any) -> Any:
-    """Return the loop y = function(x), dy = dy derivative(x)."""
+    """Return a compiled loop that computes y = function(x), and dy = dy derivative(x) in place, for each element."""
 
     def recompute_loop(x, dy, y):
         use_widest_vectors()
@@ -269,7 +269,7 @@ def gelu_recompute(xp: Any, x: np.ndarray, dy: np.ndarray, approximate: str = "n
     return y
 
 
-BLOCK_ROWS = 32  # rows added up before they are added to the total: rounding grows with rows / BLOCK_ROWS + BLOCK_ROWS
+BLOCK_ROWS = 32  # rows summed before they are added to the total: errors grow with rows / BLOCK_ROWS + BLOCK_ROWS
 
 
 @jit
@@ -286,7 +286,7 @@ def _add_bias_loop(y, bias):
 
 
 def _make_add_bias_loop(function: Any) -> Any:
-    """Return the loop h += bias, y = function(h)."""
+    """Return a compiled loop that adds bias to h in place, and computes y = function(h)."""
 
     def bias_loop(h, y, bias):
         use_widest_vectors()

@@ -1,10 +1,10 @@
-"""Attention of bfloat16 arrays in blocks of rows. Its products use the instruction that multiplies pairs (VDPBF16PS,
+"""Attention of bfloat16 arrays in blocks of rows. Its products use the instruction that multiplies pairs (VDPBF16PS of
 AVX512-BF16), so arrays in memory stay 16-bit.
 
-As in `dot_product_attention`, softmax is computed on full rows, not online; scores and sums are float32, and
-probabilities are rounded before they are multiplied. A thread holds the words of one head's keys and values, and some
-blocks. A word is two numbers that are neighbors along the summed dim. Tiles are given by addresses and strides in
-bytes; their sizes are padded with zeros, so that no loop has a tail.
+As in `dot_product_attention`, softmax is computed on full rows, not online. Scores and sums are float32, and
+probabilities are rounded before they are multiplied. A thread holds the words of one head's keys and values, and a few
+blocks. A word consists of two numbers that are neighbors along the summed dim. Tiles are passed as addresses and
+strides in bytes, and their sizes are padded with zeros, so that no loop has a tail.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ __all__ = [
 
 LANES = 16
 SIZE_MULTIPLE = 2 * LANES
-"""All sizes of tiles are multiples of it."""
-ROWS, VECTORS = 8, 2  # size of the tile whose sums are kept in registers
+"""All sizes of tiles are multiples of this number."""
+ROWS, VECTORS = 8, 2  # size, in rows and vectors, of the tile whose sums are kept in registers
 WORD, ADDRESS = ir.IntType(32), ir.IntType(64)
 SUMS, WORDS, HALVES = (ir.VectorType(kind, LANES) for kind in (ir.FloatType(), WORD, ir.IntType(16)))
 
 
 @functools.cache
 def has_bf16_dot_instruction() -> bool:
-    """Return whether Numba compiles for a processor that has the instruction."""
+    """Return whether Numba compiles for a processor that has VDPBF16PS."""
     return not environment.describe_compiler_target() and "avx512_bf16" in read_cpuinfo_field("flags").split()
 
 
 @jit
 def round_up_to_multiple(size):
-    """Return the next multiple of `SIZE_MULTIPLE`."""
+    """Return `size` rounded up to a multiple of `SIZE_MULTIPLE`."""
     return (size + SIZE_MULTIPLE - 1) // SIZE_MULTIPLE * SIZE_MULTIPLE
 
 
 @jit
 def multiply_tiles_into(a, down, along, b, b_row, c, c_row, rows, columns, words, add):
-    """Compute c (+)= a b: float32 c (rows, columns) and b (words, columns of words) in row order, a with strides `down`
-    and `along`.
+    """Compute c = a b, or c += a b with `add`: float32 c (rows, columns) and b (words, columns of words) are in row
+    order, and a has the strides `down` and `along`.
 
-    `rows` is rounded up to ROWS; `columns` is a multiple of `SIZE_MULTIPLE`.
+    `rows` is rounded up to a multiple of ROWS; `columns` must be a multiple of `SIZE_MULTIPLE`.
     """
     for j in range(0, columns, VECTORS * LANES):
         for i in range(0, rows, ROWS):
@@ -60,7 +60,7 @@ def multiply_tiles_into(a, down, along, b, b_row, c, c_row, rows, columns, words
 
 @jit
 def interleave_row_pairs(x, row, rows, columns, out, out_row):
-    """Write rows of numbers as half as many rows of words: pairs along dim 0. Sizes are multiples of
+    """Write rows of numbers as half as many rows of words, which are pairs along dim 0. Sizes are multiples of
     `SIZE_MULTIPLE`."""
     for i in range(0, rows, 2):
         for j in range(0, columns, LANES):
@@ -69,7 +69,7 @@ def interleave_row_pairs(x, row, rows, columns, out, out_row):
 
 @jit
 def transpose_words_into(x, row, rows, columns, out, out_row):
-    """Write rows of words, pairs along dim 1, as columns of words. Sizes, in numbers, are multiples of
+    """Write rows of words, which are pairs along dim 1, as columns of words. Sizes, in numbers, are multiples of
     `SIZE_MULTIPLE`."""
     for i in range(0, rows, LANES):
         for j in range(0, columns // 2, LANES):
@@ -78,7 +78,7 @@ def transpose_words_into(x, row, rows, columns, out, out_row):
 
 @intrinsic
 def copy_bytes(typingctx: Any, to: Any, source: Any, size: Any) -> Any:
-    """Copy bytes from one address to another."""
+    """Copy `size` bytes from the address `source` to the address `to`."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         to, source, size = arguments
@@ -94,7 +94,7 @@ def copy_bytes(typingctx: Any, to: Any, source: Any, size: Any) -> Any:
 @intrinsic
 def _multiply_tile_into(typingctx: Any, a: Any, down: Any, along: Any, b: Any, b_row: Any, c: Any, c_row: Any,
           words: Any, add: Any) -> Any:  # fmt: skip
-    """Run `multiply_tiles_into` for ROWS rows and VECTORS vectors, with all sums in registers."""
+    """Compute `multiply_tiles_into` for ROWS rows and VECTORS vectors, with all sums in registers."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         a, down, along, b, b_row, c, c_row, words, add = arguments
@@ -141,7 +141,7 @@ def _interleave_two_rows_into(typingctx: Any, x: Any, row: Any, out: Any) -> Any
 
 @intrinsic
 def _transpose_tile_into(typingctx: Any, x: Any, row: Any, out: Any, out_row: Any) -> Any:
-    """Transpose LANES x LANES words: in log2(LANES) rounds, pairs of rows exchange alternate parts of themselves."""
+    """Transpose LANES x LANES words. In each of log2(LANES) rounds, pairs of rows exchange alternate parts."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x, row, out, out_row = arguments
@@ -166,13 +166,13 @@ def _transpose_tile_into(typingctx: Any, x: Any, row: Any, out: Any, out_row: An
 
 
 def _emit_vector_pointer(builder: Any, kind: Any, base: Any, row: Any, i: int, vector: int = 0) -> Any:
-    """Return a pointer to a vector of row i."""
+    """Return a pointer to vector number `vector` of row i."""
     moved = builder.add(base, builder.mul(row, ADDRESS(i)))
     return builder.inttoptr(builder.add(moved, ADDRESS(4 * LANES * vector)), kind.as_pointer())
 
 
 def _emit_broadcast_word(builder: Any, word: Any) -> Any:
-    """Return a vector with a word in every lane."""
+    """Return a vector with the word in every lane."""
     nothing = ir.Constant(WORDS, ir.Undefined)
     return _emit_shuffle(builder, builder.insert_element(nothing, word, WORD(0)), nothing, [0] * LANES)
 
@@ -182,7 +182,7 @@ def _emit_shuffle(builder: Any, first: Any, second: Any, lanes: list[int]) -> An
 
 
 def _emit_dot_of_pairs(builder: Any, total: Any, left: Any, right: Any) -> Any:
-    """Return total + the products of both numbers of each word."""
+    """Return total plus the products of both numbers of each word."""
     name, pairs = "llvm.x86.avx512bf16.dpbf16ps.512", _make_bfloat_vector_type()
     kind = ir.FunctionType(SUMS, [SUMS, pairs, pairs])
     function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
@@ -190,7 +190,7 @@ def _emit_dot_of_pairs(builder: Any, total: Any, left: Any, right: Any) -> Any:
 
 
 def _make_bfloat_vector_type() -> Any:
-    """Return LLVM's <32 x bfloat>, for which llvmlite has no type."""
+    """Return LLVM's type <32 x bfloat>, which llvmlite does not have."""
 
     class Pairs(ir.Type):
         def _to_string(self) -> str:
@@ -211,7 +211,7 @@ SINGLE = ("float32",)
 
 @jit
 def _scale_mask_and_find_row_max(x, scale, seen):
-    """Multiply x by scale, set it to -inf from `seen` on, and return its largest element."""
+    """Multiply x by scale in place, set elements from index `seen` on to -inf, and return the maximum."""
     for j in range(x.size):
         x[j] *= scale
     x[seen:] = -np.inf
@@ -220,7 +220,7 @@ def _scale_mask_and_find_row_max(x, scale, seen):
 
 @jit(fastmath=REORDER)
 def _exponentiate_row_into_and_sum(x, top, p):
-    """Write p = exp(x - top), and return their sum, added before they are rounded."""
+    """Write exp(x - top) to p, and return the sum of the elements before they are rounded."""
     use_widest_vectors()
     result = np.float32(0)
     for j in range(x.size):
@@ -232,7 +232,7 @@ def _exponentiate_row_into_and_sum(x, top, p):
 
 @jit
 def _softmax_backward_row_into(s, dp, scale, lse, along, p, ds, seen):
-    """Write p = exp(s scale - lse) and ds = p (dp - along) scale of a row; both are 0 from `seen` on."""
+    """Write p = exp(s scale - lse) and ds = p (dp - along) scale for a row; both are 0 from index `seen` on."""
     use_widest_vectors()
     for j in range(p.size):
         e = exp(s[j] * scale - lse)
@@ -244,7 +244,7 @@ def _softmax_backward_row_into(s, dp, scale, lse, along, p, ds, seen):
 
 @jit
 def _copy_head_rows_into(x, b, h, start, stop, out):
-    """Copy rows of a head to the first columns of `out`."""
+    """Copy rows [start, stop) of head h of sample b to the first columns of `out`."""
     address = x.ctypes.data + b * x.strides[0] + h * x.strides[1]
     for t in range(start, stop):
         copy_bytes(out.ctypes.data + (t - start) * out.strides[0], address + t * x.strides[2], 2 * x.shape[3])
@@ -252,7 +252,8 @@ def _copy_head_rows_into(x, b, h, start, stop, out):
 
 @jit
 def _write_scaled_head_rows(out, b, h, start, stop, x, factors, block):
-    """Write rows of a head from sums: row i of x times factors[i], rounded in `block`."""
+    """Write rows [start, stop) of head h of sample b: row i is row i of x times factors[i], rounded in the buffer
+    `block`."""
     for i in range(factors.size):
         for j in range(x.shape[1]):
             block[i, j] = round_to_dtype_of(block, x[i, j] * factors[i])
@@ -263,7 +264,7 @@ def _write_scaled_head_rows(out, b, h, start, stop, x, factors, block):
 
 @jit
 def _attention_forward_into(q, k, v, o, lse, factor, causal, first, last):
-    """Compute o and lse of the pairs (sample, head) from `first` to `last`."""
+    """Compute o and lse for the pairs (sample, head) in [first, last)."""
     heads, time, full, scale = q.shape[1], q.shape[2], k.shape[2], factor[0]
     width, length, group = round_up_to_multiple(q.shape[3]), round_up_to_multiple(full), q.shape[1] // k.shape[1]
     plain, block = np.zeros((length, width), np.uint16), np.zeros((BLOCK, width), np.uint16)
@@ -294,20 +295,21 @@ def _attention_forward_into(q, k, v, o, lse, factor, causal, first, last):
 
 @jit
 def _attention_backward_into(q, k, v, o, lse, do, dq, dk, dv, factor, causal, first, last):
-    """Compute dq, dk and dv of the pairs (sample, head of keys) from `first` to `last`.
+    """Compute dq, dk and dv for the pairs (sample, head of keys) in [first, last).
 
-    The last block of rows sees all keys, so it runs first and writes the sums of dk and dv, to which the other blocks
-    and other query heads add.
+    The last block of rows attends to all keys, so it runs first and writes the sums of dk and dv, to which the other
+    blocks and other query heads add.
     """
     shared, time, full, scale = k.shape[1], q.shape[2], k.shape[2], factor[0]
     width, length, group = round_up_to_multiple(q.shape[3]), round_up_to_multiple(full), q.shape[1] // k.shape[1]
     plain, ones = np.zeros((length, width), np.uint16), np.ones(length, np.float32)
     keys, values = np.empty((width // 2, length), np.uint32), np.empty((width // 2, length), np.uint32)
-    # the keys, interleaved: multiplied by score gradients they give query gradients
+    # the keys, interleaved: score gradients times these are query gradients
     ways = np.empty((length // 2, width), np.uint32)
     blocks, scores = np.zeros((3, BLOCK, width), np.uint16), np.empty((2, BLOCK, length), np.float32)
     factors, words = np.zeros((2, BLOCK, length), np.uint16), np.empty((2, BLOCK // 2, width), np.uint32)
-    queries, slopes, results = blocks[0], blocks[1], blocks[2]  # unpacking `= blocks` would not be contiguous to Numba
+    # Numba would not know that arrays unpacked by `= blocks` are contiguous
+    queries, slopes, results = blocks[0], blocks[1], blocks[2]
     s, dp, p, ds = scores[0], scores[1], factors[0], factors[1]
     seen_words, sums = np.empty((2, BLOCK // 2, length), np.uint32), np.empty((2, length, width), np.float32)
     sums_q = np.empty((BLOCK, width), np.float32)
@@ -359,10 +361,11 @@ BACKWARD = "A4hr A4hr A4hr A4hr C3r A4hr A4h A4h A4h C1r b i i"
 
 
 def attention_forward_into(*arguments: Any) -> None:
-    """Run `_attention_forward_into` with arguments q, k, v, o, lse, factor, causal, first, last."""
+    """Run `_attention_forward_into` with the arguments q, k, v, o, lse, factor, causal, first, last."""
     specialize(_attention_forward_into, FORWARD, SINGLE)(*arguments)
 
 
 def attention_backward_into(*arguments: Any) -> None:
-    """Run `_attention_backward_into` with arguments q, k, v, o, lse, do, dq, dk, dv, factor, causal, first, last."""
+    """Run `_attention_backward_into` with the arguments q, k, v, o, lse, do, dq, dk, dv, factor, causal, first,
+    last."""
     specialize(_attention_backward_into, BACKWARD, SINGLE)(*arguments)

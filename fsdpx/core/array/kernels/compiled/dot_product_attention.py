@@ -1,8 +1,8 @@
-"""Attention in blocks of rows, by one compiled function for all heads that calls BLAS for products of tiles; also
-softmax by rows, and rotary positions.
+"""Attention in blocks of rows: one compiled function for all heads calls BLAS for the products of tiles. Also softmax
+of rows, and rotary positions.
 
-A thread holds at most a block of rows x time (Dao et al. 2022, but with full rows instead of an online softmax). A row
-of softmax stays in cache between its passes.
+A thread holds at most a block of scores, BLOCK_ROWS x time (Dao et al. 2022, but with full rows instead of an online
+softmax). A row of softmax stays in cache between its passes.
 """
 
 from __future__ import annotations
@@ -104,16 +104,16 @@ def rotate(xp: Any, x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarr
     return y
 
 
-BLOCK_ROWS = 64  # rows of scores alive at a time; with `causal` the keys after a block are never computed
+BLOCK_ROWS = 64  # rows of scores alive at a time; with `causal`, scores of keys after the block are never computed
 HIDDEN = 60.0
-"""Distance below the maximum of its row to which a masked score is set before exp; afterwards the element is set to 0.
-So all loops over rows have the length of the block: the tail of a loop of another length would cost as much as the
+"""How far below the maximum of its row a masked score is set before exp; afterwards the element is set to 0. So all
+loops over rows have the length of the block. With other lengths, the tail of the vector loop would take as long as the
 rest."""
 
 
 @jit(fastmath=REORDER)
 def _exponentiate_and_sum_row(x, top):
-    """Replace x by exp(x - top) in place, and return the sum."""
+    """Overwrite x with exp(x - top), and return the sum."""
     use_widest_vectors()
     result = x.dtype.type(0)
     for j in range(x.size):
@@ -125,7 +125,7 @@ def _exponentiate_and_sum_row(x, top):
 
 @jit
 def _softmax_backward_row_in_place(s, dp, scale, lse, along):
-    """Overwrite a row of scores with its probabilities p, and dp with p (dp - along) scale."""
+    """Overwrite a row of scores s with its probabilities p, and dp with p (dp - along) scale."""
     use_widest_vectors()
     for j in range(s.size):
         p = exp(s[j] - lse)
@@ -135,20 +135,20 @@ def _softmax_backward_row_in_place(s, dp, scale, lse, along):
 
 @jit
 def _find_keys_of_row_block(start, stop, full, causal, window):
-    """Return the range of keys that the rows from `start` to `stop` see."""
+    """Return the range of keys that the rows [start, stop) attend to."""
     return max(start - window + 1, 0) if window else 0, stop if causal else full
 
 
 @jit
 def _find_keys_of_row(i, start, low, keys, causal, window):
-    """Return the range of keys that row i of a block sees, counted from key `low`."""
+    """Return the range of keys that row i of a block attends to, counted from key `low`."""
     row = start + i - low
     return max(row - window + 1, 0) if window else 0, row + 1 if causal else keys
 
 
 @jit
 def _mask_other_segments(x, names, name, value):
-    """Set x to value where names differ from `name`."""
+    """Set x to `value` where the segment in `names` is not `name`."""
     for j in range(x.size):
         if names[j] != name:
             x[j] = value
@@ -156,7 +156,7 @@ def _mask_other_segments(x, names, name, value):
 
 @jit
 def _attention_forward_into(gemm_address, q, k, v, o, lse, scratch, factor, names, causal, window, first, last):
-    """Compute o and lse of the pairs (sample, head) from `first` to `last`; o has time before heads."""
+    """Compute o and lse for the pairs (sample, head) in [first, last); o has time before heads."""
     use_widest_vectors()
     heads, time, width, size = q.shape[1], q.shape[2], q.shape[3], q.itemsize
     full, group, apart = k.shape[2], q.shape[1] // k.shape[1], names.size > 0
@@ -196,7 +196,8 @@ def _attention_forward_into(gemm_address, q, k, v, o, lse, scratch, factor, name
 
 @jit
 def _attention_forward_of_single_queries(q, k, v, o, lse, scratch, factor, first, last):
-    """Run `_attention_forward_into` for one row that sees all keys: its products take less time than a call of BLAS."""
+    """Compute `_attention_forward_into` for a single query per head that attends to all keys. Its products take less
+    time than a call of BLAS."""
     use_widest_vectors()
     heads, width, keys = q.shape[1], q.shape[3], k.shape[2]
     group, one = heads // k.shape[1], lse.dtype.type(1)
@@ -220,11 +221,10 @@ def _attention_forward_of_single_queries(q, k, v, o, lse, scratch, factor, first
 def _attention_backward_into(
     gemm_address, q, k, v, o, lse, do, dq, dk, dv, scratch, factor, names, causal, window, first, last
 ):
-    """Compute dq, dk and dv of the pairs (sample, head of keys) from `first` to `last`. o and do have time before
-    heads.
+    """Compute dq, dk and dv for the pairs (sample, head of keys) in [first, last). o and do have time before heads.
 
-    The last block of rows sees all keys, so it runs first and writes dk and dv, to which the other blocks and other
-    query heads add; with a window, dk and dv start as zeros instead.
+    The last block of rows attends to all keys, so it runs first and writes dk and dv, to which the other blocks and
+    other query heads add. With a window, dk and dv start as zeros instead.
     """
     use_widest_vectors()
     shared, time, width, size = k.shape[1], q.shape[2], q.shape[3], q.itemsize
@@ -278,14 +278,14 @@ BACKWARD = "i A4r A4r A4r C4r C3r C4r A4 A4 A4 C2 C1r C2r b i i i"
 
 
 def _make_sample_attention_arrays(x: Any) -> tuple[Any, ...]:
-    """Return q, k, v, o, lse and do of a sample, as views like those of the layer."""
+    """Return q, k, v, o, lse and do of one sample, as views like those that the layer makes."""
     q, k, v = np.zeros((1, 2, 3, 1, 4), x.dtype).transpose(2, 0, 3, 1, 4)
     o, lse = plain_attention(np, q, k, v, True, 1.0)
     return q, k, v, o, lse, o.copy()
 
 
 def _make_sample_calls(x: Any, w: Any, s: Any) -> list[Any]:
-    """Return sample calls: full sequences, and one token after others."""
+    """Return the arguments of sample calls: for a full sequence, and for a single token after others."""
     q, k, v, *_ = _make_sample_attention_arrays(x)
     return [(q, k, v, True, 1.0), (q[:, :, :1], k, v, False, 1.0)]
 
@@ -357,20 +357,21 @@ def attention_backward(
 
 
 def _renumber_segments(segments: Any, dtype: Any) -> np.ndarray:
-    """Return the segments renumbered from 0, in the compute dtype; an empty array for None."""
+    """Return the segments, renumbered from 0, in the compute dtype; an empty array for None."""
     if segments is None:
         return np.empty((0, 0), dtype)
     return np.unique(segments, return_inverse=True)[1].reshape(segments.shape).astype(dtype)
 
 
 def _copy_unless_blas_readable(x: np.ndarray) -> np.ndarray:
-    """Return x, or a copy if BLAS cannot read it: rows must be contiguous, with any stride between them."""
+    """Return x, or a copy if BLAS cannot read it: rows must be contiguous, with any stride between rows."""
     step, width, size = x.strides[2], x.shape[3], x.itemsize
     fits = x.strides[3] == size and step % size == 0 and step >= width * size
     return x if fits else np.ascontiguousarray(x)
 
 
 def _split_heads_over_threads(pairs: int) -> list[tuple[int, int]]:
-    """Return ranges of (sample, head) pairs for the threads; the result of a pair does not depend on its range."""
+    """Return ranges of (sample, head) pairs for the threads. The result for a pair does not depend on the range it is
+    in."""
     count = max(1, min(pairs, 4 * parallel.get_threads())) if parallel.get_threads() > 1 else 1
     return [(pairs * n // count, pairs * (n + 1) // count) for n in range(count)]

@@ -1,9 +1,9 @@
-"""Array layouts and elements for compiled loops: float32, float64 or bfloat16 in one layout, and reductions of rows in
-vector lanes.
+"""Layouts and elements of arrays in compiled loops, and reductions of rows in vector lanes. Arrays are float32, float64
+or bfloat16, in a single layout.
 
-Numba compiles again for read-only or unaligned arrays, so there is one layout. Numba has no bfloat16: the dispatcher
-passes views of the bits (uint16); loops read elements by `to_float` and write by `round_to_dtype_of`, which cost
-nothing for float32 and float64.
+Numba would compile again for read-only or unaligned arrays, so all arrays have one layout. Numba has no bfloat16, so
+the dispatcher passes views of the bits (uint16). Loops read elements by `to_float` and write them by
+`round_to_dtype_of`, which cost nothing for float32 and float64.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ SIGN, REST = 0x80000000, 0x7FFFFFFF
 
 @intrinsic
 def to_bfloat16_bits(typingctx: Any, x: Any) -> Any:
-    """Return the upper half of the bits of a float32, plus one if the lower half is more than a tie, or a tie and the
-    upper half is odd."""
+    """Return the upper half of the bits of a float32, rounded to nearest: plus one if the lower half is more than a
+    tie, or is a tie and the upper half is odd."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         n = builder.bitcast(arguments[0], WORD)
@@ -54,7 +54,7 @@ def from_bfloat16_bits(typingctx: Any, h: Any) -> Any:
 
 
 def to_float(x: Any) -> Any:
-    """Return an element as a number to compute with: float32 for bfloat16."""
+    """Return an element as a number to compute with, which for bfloat16 is float32."""
     raise NotImplementedError("for compiled code")
 
 
@@ -84,12 +84,13 @@ def _overload_round_to_dtype_of(array, x):
 
 
 def view_bits_as_bfloat16(array: Any) -> Any:
-    """Return an array of bfloat16 bits as a bfloat16 view; anything else as it is."""
+    """Return an array of bfloat16 bits as a view of bfloat16; return anything else unchanged."""
     return array.view(parse_dtype("bf16")) if isinstance(array, np.ndarray) and array.dtype == np.uint16 else array
 
 
 def call_plain_kernel(kernel: Any, xp: Any, *arguments: Any) -> Any:
-    """Call a kernel's plain code, for arguments that the compiled code does not support."""
+    """Call a kernel's plain code with arguments that the compiled code does not support; pass and return bfloat16 as
+    bits."""
     result = kernel.fallback(xp, *map(view_bits_as_bfloat16, arguments))
     return tuple(map(_view_bfloat16_as_bits, result)) if isinstance(result, tuple) else _view_bfloat16_as_bits(result)
 
@@ -104,7 +105,7 @@ def accumulation_dtype(dtype: np.dtype) -> np.dtype:
 
 
 def as_contiguous(x: np.ndarray, dtype: Any = None) -> np.ndarray:
-    """Return x itself if it is contiguous, aligned, writable and of `dtype` (None: any), else a copy."""
+    """Return x itself if it is contiguous, aligned, writable and of `dtype` (None: any dtype), else a copy."""
     flags = x.flags
     if flags.c_contiguous and flags.aligned and flags.writeable and (dtype is None or x.dtype == dtype):
         return x
@@ -116,7 +117,7 @@ CACHE_LINE = 64
 
 @intrinsic
 def assume_unit_stride(typingctx: Any, x: Any) -> Any:
-    """Return a row of unit stride as an array that the compiler knows to be contiguous, so that it is read in
+    """Return a row of unit stride as an array of a type that the compiler knows to be contiguous, so that it is read in
     vectors."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -128,7 +129,7 @@ def assume_unit_stride(typingctx: Any, x: Any) -> Any:
 
 @intrinsic
 def _prefetch_line(typingctx: Any, address: Any) -> Any:
-    """Prefetch the cache line at an address, which need not be valid."""
+    """Prefetch the cache line at an address. The address need not be valid."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         place, number = ir.IntType(8).as_pointer(), ir.IntType(32)
@@ -143,10 +144,10 @@ def _prefetch_line(typingctx: Any, address: Any) -> Any:
 
 @register_jitable
 def prefetch_bytes_after(x, ahead):
-    """Prefetch as many bytes as x has, beginning `ahead` bytes after its start.
+    """Prefetch as many bytes as x has, beginning `ahead` bytes after the start of x.
 
-    Hardware prefetching stops at each page of 4 KiB, and a core that reads one array from memory waits a quarter of its
-    time for that.
+    Prefetching by hardware stops at each page of 4 KiB, which would make a core that reads one array wait for a quarter
+    of its time.
     """
     begin = x.ctypes.data + ahead
     for address in range(begin, begin + x.size * x.itemsize, CACHE_LINE):
@@ -155,14 +156,14 @@ def prefetch_bytes_after(x, ahead):
 
 @jit
 def widen_into(x, out):
-    """Copy x to out, in the dtype in which its elements are accumulated."""
+    """Copy x to out, converted to the dtype in which its elements are accumulated."""
     for j in range(x.size):
         out[j] = to_float(x[j])
 
 
 @jit
 def exponentiate_in_place(x, top):
-    """Replace x by exp(x - top) in place."""
+    """Overwrite x with exp(x - top)."""
     use_widest_vectors()
     for j in range(x.size):
         x[j] = exp(x[j] - top)
@@ -170,7 +171,7 @@ def exponentiate_in_place(x, top):
 
 @register_jitable
 def find_row_max(x):
-    """Return max(x); -inf for an empty row."""
+    """Return the maximum of x, or -inf if x is empty."""
     best = to_ordered_integer(x.dtype.type(-np.inf))
     for j in range(x.size):
         n = to_ordered_integer(x[j])

@@ -1,7 +1,8 @@
-"""Casts between float32 and the 16-bit formats on their bits, rounded to nearest, ties to even, or stochastically; sums
-in float32.
+"""Casts between float32 and the 16-bit formats by operations on their bits, rounded to nearest (ties to even) or
+stochastically; and sums in float32.
 
-Loads and stores are uint32 and uint16 views, so nothing depends on support for 16-bit floats in the processor or Numba.
+Numbers are loaded and stored as uint32 and uint16, so nothing depends on support for 16-bit floats in the processor or
+in Numba.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ __all__ = ["emit_bit_mixing", "emit_round_to_bfloat16", "emit_round_to_float16",
 
 @intrinsic
 def to_float16_bits(typingctx: Any, x: Any) -> Any:
-    """Return the bits of x as float16. Three cases by magnitude: too large (or NaN), normal, and subnormal, where
-    adding 0.5 rounds at the right bit."""
+    """Return the bits of x as float16. There are three cases by magnitude: too large (or NaN), normal, and subnormal,
+    where adding 0.5 rounds at the right bit."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         n = builder.bitcast(arguments[0], WORD)
@@ -57,8 +58,8 @@ def to_float16_bits(typingctx: Any, x: Any) -> Any:
 
 @intrinsic
 def from_float16_bits(typingctx: Any, h: Any) -> Any:
-    """Return float16 bits as float32: shift exponent and mantissa up, then correct the exponents of Inf and NaN, and of
-    0 and subnormals."""
+    """Return float16 bits as float32: shift exponent and mantissa up, then correct the exponents of Inf and NaN, and
+    those of 0 and subnormals."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         n = builder.zext(arguments[0], WORD)
@@ -104,13 +105,13 @@ def emit_round_to_float16(builder: Any, x: Any) -> Any:
 
 
 def _make_constant_vector(count: int, number: int) -> Any:
-    """Return a vector with a word in every lane."""
+    """Return a vector with the same word in every lane."""
     return ir.Constant(ir.VectorType(WORD, count), [WORD(number)] * count)
 
 
 def _make_conversion_loops(name: str, to: Any, back: Any) -> dict[str, Any]:
-    """Return the loops of a format by name: out = x rounded to it, out = x converted from it to float32, and out += x
-    converted."""
+    """Return three compiled loops for a 16-bit format by name: out = x rounded to the format, out = x converted to
+    float32, and out += x converted to float32."""
 
     def narrow_loop(x, out):
         for i in range(x.size):
@@ -135,7 +136,7 @@ LOOPS = {
 
 @register_compiled_kernel()
 def store(x: np.ndarray, out: np.ndarray) -> None:
-    """Compute out = x for contiguous arrays, one of float32 and one of 16 bits."""
+    """Compute out = x for contiguous arrays, one of them float32 and the other 16-bit."""
     if x.dtype.itemsize == 2:
         parallel_for_rows(LOOPS[x.dtype.name]["widen_loop"], (x.reshape(-1).view(np.uint16), out.reshape(-1)))
     else:
@@ -149,7 +150,8 @@ def add_widened(x: np.ndarray, out: np.ndarray) -> None:
 
 
 def emit_bit_mixing(builder: Any, n: Any) -> Any:
-    """Return n after the mixing of `NumberRange.make_16bit_numbers`, as instructions."""
+    """Emit the instructions that apply the mixing function of `NumberRange.make_16bit_numbers` to n, and return the
+    result."""
     for shift, factor in ((16, MIX[0]), (15, MIX[1])):
         n = builder.mul(builder.xor(n, builder.lshr(n, WORD(shift))), WORD(factor))
     return builder.xor(n, builder.lshr(n, WORD(16)))
@@ -157,7 +159,7 @@ def emit_bit_mixing(builder: Any, n: Any) -> Any:
 
 @intrinsic
 def round_to_bfloat16_bits_stochastically(typingctx: Any, x: Any, position: Any, key0: Any, key1: Any) -> Any:
-    """Return the upper half of x after adding 16 random bits to its lower half; Inf and NaN are kept."""
+    """Return the upper half of x after adding 16 random bits to its lower half. Inf and NaN are kept."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         n = builder.bitcast(arguments[0], WORD)
@@ -182,7 +184,7 @@ def _round_stochastically_loop(x, out, start, key0, key1):
 
 @register_compiled_kernel()
 def round_randomly(x: np.ndarray, out: np.ndarray, numbers: NumberRange) -> None:
-    """Compute out = x rounded stochastically, see `array.kernels.half`."""
+    """Compute out = x rounded stochastically, see `kernels.half.round_randomly`."""
     bits = out.view(np.uint16)
     for offset, start, key0, key1 in numbers.iterate_runs():
         _round_stochastically_loop(x[offset], bits[offset], start, key0, key1)

@@ -1,5 +1,5 @@
-"""Losses in one pass, cross entropy row by row: forward allocates nothing of the size of its arguments. The gradient of
-a row lookup is added in the order of the batch."""
+"""Losses in one pass, cross entropy row by row. Forward allocates no array of the size of its arguments. The gradient
+of a row lookup is added in the order of the batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FIRST = np.zeros(2, np.int64)
 
 @jit
 def _find_index_out_of_range(index, rows):
-    """Return the position of the first index that is out of range, or -1."""
+    """Return the position of the first index that is out of range, or -1 if there is none."""
     for i in range(index.size):
         if not -rows <= index[i] < rows:
             return i
@@ -68,7 +68,7 @@ def _sum_row_in_float64(x):
 
 @jit
 def _count_targets_or_find_invalid(target, classes, ignored):
-    """Return the number of rows that count; -1 - row for the first row with an invalid target."""
+    """Return the number of rows that are not ignored, or -1 - row for the first row with an invalid target."""
     counted = 0
     for i in range(target.size):
         if target[i] != ignored:
@@ -118,8 +118,11 @@ def _cross_entropy_backward_loop(logits, target, lse, gradient, seed, ignored, w
 def _prepare_logits_and_target(
     logits: Any, target: Any, ignored: int, extra_classes: int = 0
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return logits and target in the layout of the loops, and the number of rows that count; raise IndexError for an
-    invalid target. `extra_classes`: 1 if a target may be a class that is not among these logits."""
+    """Return logits and target in the memory layout that the loops expect, and the number of rows that are not ignored.
+    Raise IndexError for an invalid target.
+
+    `extra_classes`: 1 if a target may be a class that is not among these logits.
+    """
     logits, target = np.ascontiguousarray(logits), as_contiguous(target, np.int64)
     counted = _count_targets_or_find_invalid(target, logits.shape[1] + extra_classes, ignored)
     if counted < 0:

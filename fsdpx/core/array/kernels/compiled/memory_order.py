@@ -1,4 +1,4 @@
-"""Channels-last memory of fields, (samples, *cells, channels), and flat views of arrays of one shape in their order in
+"""Channels-last memory of fields, (samples, *cells, channels), and 1-D views of arrays of one shape in their order in
 memory."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BLOCK, RUN = 64, 16  # pixels and channels of a block that is transposed in cach
 
 @jit
 def transpose_channels_into(x, out, add):
-    """Compute out[n, p, c] (+)= x[n, c, p]."""
+    """Compute out[n, p, c] = x[n, c, p], or out[n, p, c] += x[n, c, p] with `add`."""
     for n in range(x.shape[0]):
         for start in range(0, x.shape[2], BLOCK):
             stop = min(start + BLOCK, x.shape[2])
@@ -33,26 +33,27 @@ def transpose_channels_into(x, out, add):
                         else:
                             out[n, p, c] = x[n, c, p]
                 continue
-            for first in range(0, x.shape[1], RUN):  # rows a power of two apart map to few cache lines
+            for first in range(0, x.shape[1], RUN):  # since rows a power of two apart map to few cache lines
                 for c in range(first, min(first + RUN, x.shape[1])):
                     for p in range(start, stop):
                         out[n, p, c] = x[n, c, p]
 
 
 def view_channels_last(x: np.ndarray) -> np.ndarray:
-    """Return (samples, channels, *cells) as a view (samples, *cells, channels), cheaper than `numpy.moveaxis`."""
+    """Return a view (samples, *cells, channels) of x (samples, channels, *cells); it costs less than
+    `numpy.moveaxis`."""
     return x.transpose(0, *range(2, x.ndim), 1)
 
 
 def view_channels_first(cells: np.ndarray) -> np.ndarray:
-    """Return (samples, *cells, channels) as a view (samples, channels, *cells)."""
+    """Return a view (samples, channels, *cells) of `cells` (samples, *cells, channels)."""
     return cells.transpose(0, cells.ndim - 1, *range(1, cells.ndim - 1))
 
 
 def to_channels_last(x: np.ndarray) -> np.ndarray:
-    """Return (samples, channels, *cells) as contiguous (samples, *cells, channels); copied if needed."""
+    """Return x (samples, channels, *cells) as a contiguous array (samples, *cells, channels), copied if needed."""
     turned = view_channels_last(x)
-    if turned.strides[-1] == x.itemsize:  # channels are last in memory, of a field or of a slice of its channels
+    if turned.strides[-1] == x.itemsize:  # channels are already last in memory
         return as_contiguous(turned)
     x, out = as_contiguous(x), np.empty(turned.shape, x.dtype)
     n, channels, cells = *x.shape[:2], math.prod(x.shape[2:])
@@ -61,17 +62,17 @@ def to_channels_last(x: np.ndarray) -> np.ndarray:
 
 
 def to_channel_rows(x: np.ndarray) -> np.ndarray:
-    """Return (samples, channels, ...) as contiguous rows of channels, one per sample and position."""
+    """Return x (samples, channels, ...) as contiguous rows of channels, one row per sample and position."""
     return to_channels_last(x).reshape(x.shape[0] * math.prod(x.shape[2:]), x.shape[1])
 
 
 def view_rows_channels_first(rows: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Return rows of channels as a view (samples, channels, ...)."""
+    """Return a view (samples, channels, ...) of rows of channels; `shape` is the shape of the view."""
     return view_channels_first(rows.reshape(shape[0], *shape[2:], shape[1]))
 
 
 def _flatten_in_memory_order(*arrays: np.ndarray) -> list[np.ndarray] | None:
-    """Return arrays of one shape as 1-D views in memory order; None unless all have the same order without gaps."""
+    """Return arrays of one shape as 1-D views in memory order; None unless all have the same order, without gaps."""
     if all(a.flags.c_contiguous for a in arrays):
         return [a.reshape(-1) for a in arrays]
     strides = arrays[0].strides
@@ -83,8 +84,8 @@ def _flatten_in_memory_order(*arrays: np.ndarray) -> list[np.ndarray] | None:
 
 
 def make_flat_views_and_output(*arrays: np.ndarray) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
-    """Return arrays of one shape, and a new one like the first, as 1-D views in one order; and the new array. If the
-    arrays have different orders, fields are converted to channels last."""
+    """Return 1-D views, in one order, of arrays of one shape and of a new array like the first; and the new array
+    itself. If the arrays are stored in different orders, fields are first converted to channels last."""
     out = np.empty_like(arrays[0])
     flat = _flatten_in_memory_order(*arrays, out)
     if flat is None and out.ndim > 2:

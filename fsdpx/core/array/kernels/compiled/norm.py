@@ -1,6 +1,7 @@
-"""LayerNorm and RMSNorm by rows, with parameter gradients in blocks of rows; batch norm with channels last.
+"""LayerNorm and RMSNorm of rows, whose parameter gradients are summed in blocks of rows, and batch norm with channels
+last.
 
-Batch norm adds up rows of channels in fixed blocks and is split over threads by channels.
+Batch norm sums rows of channels in fixed blocks, and is split over threads by channels.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fsdpx.core.array.kernels.compiled.elements import (
 from fsdpx.core.array.kernels.compiled.memory_order import to_channel_rows, view_rows_channels_first
 from fsdpx.core.array.parallel import parallel_for_columns, parallel_for_rows
 
-# rows added up before they are added to the total: rounding grows with rows / BLOCK_ROWS + BLOCK_ROWS
+# rows summed before they are added to the total: rounding errors grow with rows / BLOCK_ROWS + BLOCK_ROWS
 BLOCK_ROWS = 32
 
 
@@ -43,7 +44,7 @@ def _norm_loop(x, y, mean, rstd, weight, bias, eps, centred):
 
 @jit(fastmath=REORDER)
 def _sum_row_gradient_products(x, weight, mean, rstd, dy):
-    """Return sum(h) and sum(h n) of one row."""
+    """Return the sums of h = dy weight and of h n over one row, where n is the normalized row."""
     sum_h = sum_hn = accumulation_zero(x)
     for j in range(x.size):
         h = to_float(dy[j]) * weight[j]
@@ -84,8 +85,8 @@ def _add_column_gradients(start, stop, x, dy, mean, rstd, gw, gb):
 
 
 def _fill_missing_weight(weight: np.ndarray | None, default: float, x: np.ndarray) -> np.ndarray:
-    """Return `weight`, or an array of the neutral value `default` if it is None, so that one compiled loop serves
-    both."""
+    """Return `weight`, or an array filled with the neutral value `default` if it is None, so that one compiled loop
+    serves both cases."""
     dtype = accumulation_dtype(x.dtype)
     return (
         np.full(x.shape[1], default, dtype) if weight is None else as_contiguous(view_bits_as_bfloat16(weight), dtype)
@@ -115,7 +116,7 @@ def _compute_input_gradient(x: Any, weight: Any, centred: bool, mean: Any, rstd:
 
 
 def _add_weight_and_bias_gradients(x: Any, mean: Any, rstd: Any, dy: Any, gw: Any, gb: Any) -> None:
-    """Add the sums to gw and gb, directly if the loop can write there."""
+    """Add the gradients to gw and gb, directly if the loop can write to them."""
     x, dy = np.ascontiguousarray(x), np.ascontiguousarray(dy)
     sums = [g if _can_write_directly(g, x) else np.zeros(x.shape[1], accumulation_dtype(x.dtype)) for g in (gw, gb)]
     parallel_for_columns(_add_column_gradients, x, dy, mean, rstd, *sums)
@@ -277,5 +278,5 @@ def channel_norm_backward(
 
 
 def _convert_channel_values(a: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Return one value per channel, in the dtype in which x is computed."""
+    """Return the values per channel in the dtype in which x is computed."""
     return as_contiguous(view_bits_as_bfloat16(a), accumulation_dtype(x.dtype))

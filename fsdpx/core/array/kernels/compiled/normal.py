@@ -1,8 +1,8 @@
 """Counter-based random numbers and dropout: Philox 4x64 (Salmon et al., SC'11) with the bits of `array.random`, and
 normal numbers by the Box-Muller transform, with logarithm and cosine in vector lanes.
 
-Normal numbers are correct to a few units in the last place of float64, with the same bits wherever a range begins.
-Dropout is one pass: its random numbers are generated in cache, just before they are used.
+Normal numbers are correct to a few units in the last place of float64, and have the same bits wherever a range begins.
+Dropout takes one pass over memory: its random numbers are generated in cache, just before they are used.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WEYL0, WEYL1 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBB67AE8584CAA73B)
 
 @register_jitable
 def _philox_step(counter, key0, key1):
-    """Return the four numbers of one step of the counter."""
+    """Return the four numbers that one step of the counter generates."""
     a, b, c, d = counter, np.uint64(0), np.uint64(0), np.uint64(0)
     for _ in range(ROUNDS):
         high0, low0 = multiply_high(FACTOR0, a), FACTOR0 * a
@@ -54,7 +54,7 @@ def _philox_step(counter, key0, key1):
 
 @jit
 def fill_raw_numbers(out, start, key0, key1):
-    """Write out[i] = number start + i of the stream, uint64."""
+    """Write number start + i of the stream to out[i], as uint64."""
     position = np.uint64(start)
     counter, ahead = (position >> np.uint64(2)) + np.uint64(1), np.int64(position & np.uint64(3))
     done = 0
@@ -76,8 +76,8 @@ def fill_raw_numbers(out, start, key0, key1):
             out[done + n] = numbers[n]
 
 
-PIECE = 1024  # elements: their raw numbers stay in the L1 cache
-TOP = np.uint64(11)  # shifted right by it, 53 bits remain
+PIECE = 1024  # elements whose raw numbers fit into the L1 cache
+TOP = np.uint64(11)  # right shift of a raw number that leaves 53 bits
 HALF_ROOT = 0x3FE6A09E667F3BCD  # the bits of sqrt(1/2)
 MANTISSA = (1 << 52) - 1
 
@@ -117,7 +117,7 @@ def _compute_log(x):
 
 @register_jitable
 def _compute_cosine_of_turns(v):
-    """Return cos(2 pi v) for v in [0, 1): the nearest quarter turn is subtracted exactly."""
+    """Return cos(2 pi v) for v in [0, 1). The nearest quarter turn is subtracted exactly."""
     quarter = round_to_even(v * 4.0)
     r = fused_multiply_add(quarter, -0.25, v)
     odd = quarter == 1.0 or quarter == 3.0
@@ -145,14 +145,14 @@ def _fill_normal(out, start, key0, key1):
 
 @register_compiled_kernel()
 def normal(numbers: NumberRange) -> np.ndarray:
-    """Return `array.random.normal` for elements [start, stop)."""
+    """Return elements [start, stop) of `array.random.normal`."""
     out = np.empty(numbers.stop - numbers.start)
     parts = parallel.split_range(out.size, parallel.MIN_PIECE_ELEMENTS // 4)
     parallel.run_tasks(_fill_normal, [(out[a:b], numbers.start + a, *numbers.keys) for a, b in parts])
     return out
 
 
-CHANCE_BITS = np.uint64(40)  # shifted right by it, 24 bits remain
+CHANCE_BITS = np.uint64(40)  # right shift of a raw number that leaves 24 bits
 
 
 @jit
@@ -186,7 +186,7 @@ def drop(xp: Any, x: np.ndarray, numbers: NumberRange, p: float) -> tuple[np.nda
     rest = (*numbers.keys, np.uint64(dropout_threshold(p)), accumulation_dtype(x.dtype).type(dropout_scale(p)))
     cut = parallel.split_range(
         flat.size, parallel.MIN_PIECE_ELEMENTS // 4
-    )  # a random number costs as much as a few passes
+    )  # since a random number costs as much as a few passes over memory
     parallel.run_tasks(_dropout_loop, [(flat[a:b], keep[a:b], y[a:b], numbers.start + a, *rest) for a, b in cut])
     return y.reshape(x.shape), keep.view(np.bool_).reshape(x.shape)
 

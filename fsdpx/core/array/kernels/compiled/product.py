@@ -1,9 +1,9 @@
-"""Calls of cblas gemm by address, fused with biases in forward and their gradients in backward. Small bfloat16 matrices
-are widened, multiplied by cblas in float32 and rounded in one compiled call.
+"""Products by cblas gemm, called by address and fused with adding biases in forward and summing their gradients in
+backward. Small bfloat16 matrices are converted, multiplied by cblas in float32, and rounded in one compiled call.
 
-The address is an argument, because it differs between processes and compiled code is cached on disk. For small matrices
-a call of another library takes longer than the product; all their arrays are in C order, so that loops run through
-memory in order.
+The address is an argument, because it differs between processes while compiled code is cached on disk. For small
+matrices, a call of another library takes longer than the product; all their arrays are in C order, so that loops run
+through memory in order.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ __all__ = [
 
 ROW_MAJOR, PLAIN, TURNED = 101, 111, 112
 PREFETCH_BYTES = 8192
-"""Bytes by which a matrix is prefetched before it is read: with less it arrives late, with more it is evicted before
-use. Measured."""
+"""How many bytes ahead of its use a matrix is prefetched. Measured: with fewer bytes it arrives late, with more it is
+evicted before use."""
 
 
 @intrinsic
 def call_cblas(typingctx: Any, address: Any, ta: Any, tb: Any, m: Any, n: Any, k: Any, alpha: Any, a: Any, lda: Any,
           b: Any, ldb: Any, beta: Any, c: Any, ldc: Any) -> Any:  # fmt: skip
-    """Call cblas_?gemm(row major, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc) at `address`; sizes are
+    """Call cblas_?gemm(row major, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc) at `address`. Sizes are
     int64."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -55,8 +55,11 @@ def call_cblas(typingctx: Any, address: Any, ta: Any, tb: Any, m: Any, n: Any, k
 
 @register_jitable
 def _find_transpose_flag_and_leading_dim(size, rows, columns, down, across):
-    """Return the transpose flag of a matrix for cblas and its leading dimension, 0 if neither dim has unit stride.
-    Takes numbers, not an array, so that it is compiled once for all dtypes and layouts."""
+    """Return the transpose flag of a matrix for cblas, and its leading dimension, which is 0 if neither dim has unit
+    stride.
+
+    Takes numbers instead of an array, so that it is compiled once for all dtypes and layouts.
+    """
     if (across == size or columns == 1) and down % size == 0 and (down >= columns * size or rows == 1):
         return PLAIN, max(down // size, columns, 1)
     if (down == size or rows == 1) and across % size == 0 and (across >= rows * size or columns == 1):
@@ -66,8 +69,8 @@ def _find_transpose_flag_and_leading_dim(size, rows, columns, down, across):
 
 @register_jitable
 def _multiply_few_rows_into(out, a, b):
-    """Compute out = a b for few rows; the columns of b are contiguous. An element does not depend on the number of
-    rows.
+    """Compute out = a b for few rows, where the columns of b are contiguous. An element does not depend on the number
+    of rows.
 
     The order of a sum depends on the width of vectors, so callers whose bits must agree call `use_widest_vectors`.
     """
@@ -80,8 +83,8 @@ def _multiply_few_rows_into(out, a, b):
 
 @register_jitable
 def multiply_matrices_into(address, out, a, b, alpha, beta):
-    """Compute out = alpha a b + beta out, 2-D. Return False, without effect, if BLAS does not support their shapes or
-    strides, or if it is needed and missing (`address` is 0)."""
+    """Compute out = alpha a b + beta out for 2-D arrays. Return False, without effect, if BLAS does not support their
+    shapes or strides, or if it is needed and missing (`address` is 0)."""
     m, n, k = out.shape[0], out.shape[1], a.shape[1]
     if a.shape[0] != m or b.shape[0] != k or b.shape[1] != n:
         return False
@@ -111,7 +114,7 @@ def gemm(address, out, a, b, accumulate):
 
 @jit
 def linear_forward(address, out, x, weight, bias):
-    """Compute out = x weight^T + bias (an empty bias: none); return False if that is not possible."""
+    """Compute out = x weight^T + bias (an empty bias means none). Return False if that is not possible."""
     use_widest_vectors()
     one, zero = out.dtype.type(1), out.dtype.type(0)
     if bias.size not in (0, out.shape[1]) or not multiply_matrices_into(address, out, x, weight.T, one, zero):
@@ -125,8 +128,8 @@ def linear_forward(address, out, x, weight, bias):
 
 @jit
 def linear_backward_params(address, dweight, dbias, dy, x, accumulate_weight, accumulate_bias):
-    """Compute dweight (+)= dy^T x and dbias (+)= the column sums of dy, skipping empty ones; return False if that is
-    not possible."""
+    """Write or add dy^T x to dweight, and the column sums of dy to dbias; empty arrays are skipped. Return False if
+    that is not possible."""
     one, zero = dy.dtype.type(1), dy.dtype.type(0)
     if dbias.size not in (0, dy.shape[1]):
         return False
@@ -139,7 +142,7 @@ def linear_backward_params(address, dweight, dbias, dy, x, accumulate_weight, ac
 
 @jit
 def linear_backward(address, dx, dweight, dbias, dy, x, weight, add_weight, add_bias):
-    """Compute dx = dy weight, and `linear_backward_params`; return False if that is not possible."""
+    """Compute dx = dy weight, and `linear_backward_params`. Return False if that is not possible."""
     one, zero = dy.dtype.type(1), dy.dtype.type(0)
     if not multiply_matrices_into(address, dx, dy, weight, one, zero):
         return False
@@ -155,7 +158,7 @@ def _widen_matrix_into(x, out):
 
 @register_jitable
 def _round_total_into(out, total, bias, accumulate):
-    """Compute out = total + bias (an empty bias: none), or out += total; rounded once."""
+    """Compute out = total + bias (an empty bias means none), or out += total; rounded once."""
     for i in range(out.shape[0]):
         row, sums = out[i], total[i]
         if bias.size:
@@ -171,8 +174,10 @@ def _round_total_into(out, total, bias, accumulate):
 
 @jit
 def multiply_small_bfloat16_into(address, out, a, b, bias, accumulate, turned_a, turned_b):
-    """Compute out = a b + bias (an empty bias: none), or out += a b, into bfloat16 bits or float32. a and b are
-    bfloat16 bits, passed transposed if `turned_a`, `turned_b`. Return False if that is not possible."""
+    """Compute out = a b + bias (an empty bias means none), or out += a b. Return False if that is not possible.
+
+    out: bfloat16 bits or float32. a, b: bfloat16 bits, passed transposed if `turned_a`, `turned_b`.
+    """
     x, y, total = np.empty(a.shape, np.float32), np.empty(b.shape, np.float32), np.empty(out.shape, np.float32)
     one, zero = np.float32(1), np.float32(0)
     _widen_matrix_into(a, x)

@@ -1,8 +1,8 @@
-"""Scalar functions that LLVM vectorizes: fused multiply-add, polynomials, exp, and Phi of the normal distribution; the
-control register of the vector unit (MXCSR), which controls whether denormals are flushed to 0.
+"""Scalar functions that LLVM vectorizes: fused multiply-add, polynomials, exp, and Phi of the normal distribution. Also
+the control register of the vector unit (MXCSR), which controls whether denormals are flushed to 0.
 
-Every operation is explicit, fused multiply-adds included, and none may be reordered. So an element gets the same bits
-in the body and in the tail of a vector loop, and in a loop of any length.
+Every operation is explicit, including fused multiply-adds, and none may be reordered. So an element has the same bits
+in the body and in the tail of a vector loop, and in loops of any length.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = [
 FLOATS = {types.float32: (32, 23, 127), types.float64: (64, 52, 1023)}  # bits, bits of the mantissa, bias
 EXP32 = tuple(1.0 / math.factorial(n) for n in range(8))  # Taylor: |r| <= log(2) / 2, error below 1e-8
 EXP64 = tuple(1.0 / math.factorial(n) for n in range(14))  # error below 1e-17
-# log(2) in two parts: n times the first is exact for every n that occurs (Cody and Waite 1980).
+# log(2) in two parts: n times the first part is exact for every n that occurs (Cody and Waite 1980)
 LOG2_HIGH32, LOG2_LOW32 = 0.693145751953125, 1.428606765330187e-06
 LOG2_HIGH64, LOG2_LOW64 = 0.6931471803691238, 1.9082149292705877e-10
 
@@ -41,7 +41,7 @@ def fused_multiply_add(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
 
 @intrinsic
 def constant_like(typingctx: Any, x: Any, value: Any) -> Any:
-    """Return the float64 constant `value` in the type of x."""
+    """Return the float64 constant `value` as a number of the type of x."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return arguments[1] if x == types.float64 else builder.fptrunc(arguments[1], arguments[0].type)
@@ -50,8 +50,8 @@ def constant_like(typingctx: Any, x: Any, value: Any) -> Any:
 
 
 def make_polynomial(in32: tuple[float, ...], in64: tuple[float, ...]) -> Any:
-    """Return a polynomial by Horner's rule with fused multiply-adds; coefficients lowest first, chosen by the type of
-    the argument."""
+    """Return a function that evaluates a polynomial by Horner's rule with fused multiply-adds. `in32` and `in64` are
+    the coefficients for float32 and float64 arguments, lowest order first."""
 
     @intrinsic
     def evaluate_polynomial(typingctx: Any, x: Any) -> Any:
@@ -71,13 +71,13 @@ def make_polynomial(in32: tuple[float, ...], in64: tuple[float, ...]) -> Any:
 
 @intrinsic
 def multiply_by_power_of_two(typingctx: Any, x: Any, n: Any) -> Any:
-    """Return x 2^n for an integer-valued n, in two steps so that overflow and gradual underflow are correct."""
+    """Return x 2^n for an integer-valued n, in two steps, so that overflow and gradual underflow are correct."""
     size, mantissa, bias = FLOATS[x]
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         value, whole = arguments
         integer = ir.IntType(size)
-        # Adding 1.5 * 2^mantissa leaves the integer in the low bits: no slow conversion.
+        # adding 1.5 * 2^mantissa leaves the integer in the low bits, which avoids a slow conversion
         magic = ir.Constant(value.type, 1.5 * 2.0**mantissa)
         low = builder.bitcast(builder.fadd(whole, magic), integer)
         count = builder.sub(low, builder.bitcast(magic, integer))
@@ -112,7 +112,7 @@ _log2_low = make_polynomial((LOG2_LOW32,), (LOG2_LOW64,))
 
 @register_jitable
 def exp(x):
-    """Return e^x, relative error about 2e-16 in float64 and 1e-7 in float32; NaN stays NaN."""
+    """Return e^x, with a relative error of about 2e-16 in float64 and 1e-7 in float32. NaN stays NaN."""
     return _exp_clamped(_clamp(x, _limit(x)))
 
 
@@ -124,7 +124,7 @@ def _clamp(x, limit):
 
 @register_jitable
 def _exp_clamped(x):
-    """Return `exp` of a number that is known to be within its limits, or slightly beyond."""
+    """Return e^x for a number that is known to be within the limits of `exp`, or slightly beyond them."""
     n = round_to_even(x * constant_like(x, 1.4426950408889634))
     rest = fused_multiply_add(n, -_log2_low(x), fused_multiply_add(n, -_log2_high(x), x))
     return multiply_by_power_of_two(_exp_of_rest(rest), n)
@@ -132,8 +132,8 @@ def _exp_clamped(x):
 
 @register_jitable
 def unnormalized_gaussian_density(x):
-    """Return exp(-x^2 / 2), the density without its constant, corrected for the rounding of the square, which matters
-    in the tail."""
+    """Return exp(-x^2 / 2), the Gaussian density without its constant factor. It is corrected for the rounding error of
+    the square, which matters in the tail."""
     x = _clamp(x, _density_limit(x))
     half = x * constant_like(x, -0.5)
     square = half * x
@@ -151,7 +151,8 @@ def gaussian_tail(x, bell):
 
 @intrinsic
 def to_ordered_integer(typingctx: Any, x: Any) -> Any:
-    """Return an integer that grows with x: LLVM vectorizes the maximum of integers, but not of floats with NaN."""
+    """Return an integer that increases with x. LLVM vectorizes the maximum of integers, but not of floats that may be
+    NaN."""
     integer = types.int32 if x == types.float32 else types.int64
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -162,7 +163,7 @@ def to_ordered_integer(typingctx: Any, x: Any) -> Any:
 
 @intrinsic
 def from_ordered_integer(typingctx: Any, n: Any) -> Any:
-    """Return the inverse of `to_ordered_integer`."""
+    """Return the float whose `to_ordered_integer` is n."""
     real = types.float32 if n == types.int32 else types.float64
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -175,7 +176,7 @@ def from_ordered_integer(typingctx: Any, n: Any) -> Any:
 @intrinsic
 def use_widest_vectors(typingctx: Any) -> Any:
     """Let LLVM use the widest registers in the calling function. By default it uses half the width of AVX-512, which
-    costs a third of the speed of compute-bound loops."""
+    slows compute-bound loops down by a third."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         # llvmlite does not support attributes with values
@@ -198,7 +199,7 @@ def multiply_high(typingctx: Any, a: Any, b: Any) -> Any:
 
 
 def _emit_flip_if_negative(builder: Any, n: Any) -> Any:
-    """Return n with all bits but the sign inverted if the sign is set; its own inverse."""
+    """Return n with all bits except the sign inverted if the sign is set. This function is its own inverse."""
     size = n.type.width
     sign = builder.ashr(n, n.type(size - 1))
     return builder.xor(n, builder.and_(sign, n.type((1 << (size - 1)) - 1)))
@@ -240,7 +241,7 @@ def _restore_control_register(typingctx: Any, before: Any) -> Any:
 
 
 def _emit_control_register_access(builder: Any, operation: str, slot: Any = None) -> tuple[Any, Any]:
-    """Store ("st") or load ("ld") the register; return its value and a pointer to it."""
+    """Store ("st") or load ("ld") the control register; return its value and a pointer to it."""
     slot = cgutils.alloca_once(builder, ir.IntType(32)) if slot is None else slot
     pointer = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [pointer])
@@ -251,13 +252,14 @@ def _emit_control_register_access(builder: Any, operation: str, slot: Any = None
 
 @jit
 def flush_denormals():
-    """Flush denormals to 0 in this thread from now on; return the argument for `restore_control_register`."""
+    """Flush denormals to 0 in this thread from now on. Return the previous control register, for
+    `restore_control_register`."""
     return _flush_denormals()
 
 
 @jit
 def read_control_register():
-    """Return the control register of this thread, for `restore_control_register` in another one."""
+    """Return the control register of this thread, for `restore_control_register` in another thread."""
     return _read_control_register()
 
 

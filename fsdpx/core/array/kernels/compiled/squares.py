@@ -1,4 +1,5 @@
-"""Sums of squares in fixed blocks and a fixed order, which depend neither on threads nor on the width of vectors."""
+"""Sums of squares in fixed blocks and in a fixed order, which depend neither on the number of threads nor on the width
+of vectors."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from fsdpx.core.array.parallel import MIN_PIECE_ELEMENTS, run_tasks, split_range
 @jit
 def _sum_block_squares_into(x, sums, grain):
     """Write the sum of squares of each block of `grain` elements of x to sums. Vectors of any width keep the order of
-    `sum_rows_in_lanes`: a lane has one element of each row."""
+    `sum_rows_in_lanes`, because a lane has one element of each row."""
     lanes = np.empty(LANES)
     for n in range(sums.size):
         block = x[n * grain : min((n + 1) * grain, x.size)]
