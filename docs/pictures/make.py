@@ -28,7 +28,7 @@ from fsdpx.ext.observe.plots import MEMORY, THEMES, StepLanes, get_color, make_f
 from fsdpx.launch.show import make_step_lanes, write_trace
 from fsdpx.nn.shard_specs import FieldPartition
 from fsdpx.plan import Machine
-from fsdpx.plan.prediction import dry_run_classes, predict_runs
+from fsdpx.plan.prediction import dry_run_classes, predict_from_runs
 
 HERE = Path(__file__).parent
 
@@ -51,7 +51,7 @@ def step(theme: str) -> Any:
     machine, batch, panels = Machine.load(HERE / "two-laptops.toml"), ((1024, 1024), "float32"), []
     for title, options in THREE.items():
         dry = dry_run_classes(models.make_mlp(4, 1024, True), (batch, batch), 2, gpu=False, **options)
-        panels.append(make_step_lanes(dry, predict_runs(dry, machine), title))
+        panels.append(make_step_lanes(dry, predict_from_runs(dry, machine), title))
     return make_figure(panels, theme)
 
 
@@ -169,7 +169,7 @@ def strategies(theme: str) -> Any:
     tokens, machine, rows = ((SAMPLES, LONG), "int64"), Machine.load("epyc-100g"), {}
     for name, options in STRATEGIES.items():
         model, chosen = nn.GPT(4096, WIDTH, LAYERS, 8, LONG), {"strategy": "fsdp", **options}
-        found = predict_runs(dry := dry_run_classes(model, (tokens, tokens), RANKS, gpu=False, **chosen), machine)
+        found = predict_from_runs(dry := dry_run_classes(model, (tokens, tokens), RANKS, gpu=False, **chosen), machine)
         rows[name] = (
             max(map(_most, dry.make_memory_curves(found.events)), key=lambda held: sum(held.values())),
             _sent(found),
@@ -283,7 +283,7 @@ def trace(theme: str) -> Any:
     options = {"strategy": "ddp", "mesh": fsdpx.Mesh(pipe=2), "microbatches": 4}
     dry = dry_run_classes(models.make_mlp(2, 1024, True), (batch, batch), 2, gpu=False, **options)
     with TemporaryDirectory() as folder:
-        write_trace(dry, predict_runs(dry, machine), f"{folder}/step.json")
+        write_trace(dry, predict_from_runs(dry, machine), f"{folder}/step.json")
         events = json.loads(Path(folder, "step.json").read_text())["traceEvents"]
     tracks = _tracks(events)
     drawn = _empty(9.25, TRACK * len(tracks) + 0.4, theme)

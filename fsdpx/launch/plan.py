@@ -19,9 +19,9 @@ from fsdpx.ext.observe.plots import draw_scaling, require_drawable, save_figure
 from fsdpx.launch.catalog import CatalogModel, find_model
 from fsdpx.launch.show import draw_step_to_file, make_no_field_error, parse_dims, parse_recompute, reporting_unwritable
 from fsdpx.plan.auto import MACHINE_FILE
-from fsdpx.plan.measuring import format_machine, measure_this_machine
+from fsdpx.plan.measuring import format_machine_file, measure_this_machine
 from fsdpx.plan.peak import format_changes
-from fsdpx.plan.prediction import dry_run_classes, predict_runs
+from fsdpx.plan.prediction import dry_run_classes, predict_from_runs
 from fsdpx.plan.searching import ANY_GRID, MAX_CANDIDATES
 
 __all__ = ["add_measure_options", "add_options", "measure_and_write_machine", "plan_job"]
@@ -81,7 +81,8 @@ def plan_job(args: argparse.Namespace) -> str:
         options = {**fixed, **found.best_candidate.options, "loss": example.loss}
         dry = dry_run_classes(example.model(), batch, found.rank_count, found.machine.compute.gpu, **options)
         title = f"{args.example}: {found.best_candidate.python_text}"
-        print(draw_step_to_file(dry, predict_runs(dry, found.machine), title, args.png, found.memory), file=sys.stderr)
+        prediction = predict_from_runs(dry, found.machine)
+        print(draw_step_to_file(dry, prediction, title, args.png, found.memory), file=sys.stderr)
     if args.ranks_png is not None:
         rows = [(one.mesh.size, one.seconds, one.memory) for one in found.scaling]
         title = f"{args.example} on {found.machine.name}: {found.best_candidate.python_text}"
@@ -118,7 +119,7 @@ def measure_and_write_machine(args: argparse.Namespace) -> str:
     found = measure_this_machine(args.name, comm, args.device)
     if comm.rank:
         return ""
-    text = format_machine(found)
+    text = format_machine_file(found)
     with reporting_unwritable(args.output):
         write_file(args.output, text, READABLE)
     return f"{text}\nwritten: {args.output}"

@@ -44,7 +44,7 @@ from fsdpx.plan.dry_run import DryRun, dry_run
 from fsdpx.plan.extrapolation import StepDryRuns
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.peak import OptionChange, format_changes, list_lowering_changes
-from fsdpx.plan.prediction import Prediction, dry_run_classes, predict_runs
+from fsdpx.plan.prediction import Prediction, dry_run_classes, predict_from_runs
 
 __all__ = [
     "add_options",
@@ -351,7 +351,8 @@ def _draw_and_trace(args: argparse.Namespace, example: CatalogModel, options: di
     chosen = {name: value for name, value in options.items() if name not in ("ranks", "rank", "ranks_per_host")}
     batch = example.x(example.batch), example.y(example.batch)
     dry = dry_run_classes(example.model(), batch, options["ranks"], machine.compute.gpu, **chosen)
-    found, where = predict_runs(dry, machine), "" if options["mesh"] is None else f" on {format_mesh(options['mesh'])}"
+    found = predict_from_runs(dry, machine)
+    where = "" if options["mesh"] is None else f" on {format_mesh(options['mesh'])}"
     if args.png:
         title = f"{args.strategy}{where}: {args.example}, batch {example.batch}, on {machine.name}"
         yield draw_step_to_file(dry, found, title, args.png)

@@ -69,8 +69,8 @@ def plan_recipe(
     found: Any = None
     if world.rank == 0 or imagined:
         try:
-            fixed = _list_fixed_options(recipe)
-            where, source = _find_machine(machine, world, recipe.runtime.device)
+            fixed = _get_fixed_options(recipe)
+            where, source = _find_machine_and_source(machine, world, recipe.runtime.device)
             made = search(
                 recipe.training.model, batch=shapes, ranks=world.size, machine=where, memory=limit, say=log_line,
                 **fixed,
@@ -89,7 +89,7 @@ def plan_recipe(
     return recipe.with_options({**options, "planned": words})
 
 
-def _list_fixed_options(recipe: Recipe) -> dict[str, Any]:
+def _get_fixed_options(recipe: Recipe) -> dict[str, Any]:
     """Return the options that the user has chosen, which the search must keep.
 
     The precision is fixed, since a plan must not change results; so are group_bytes, which are measured at runtime, and
@@ -106,7 +106,7 @@ def _list_fixed_options(recipe: Recipe) -> dict[str, Any]:
     return found
 
 
-def _largest_host_and_hosts(world: Communicator) -> tuple[int, int]:
+def _find_host_size_and_host_count(world: Communicator) -> tuple[int, int]:
     """Return the number of ranks of the largest host, and the number of hosts."""
     node = find_node_communicator(world)
     if node is None:
@@ -118,12 +118,14 @@ def _agree_on_memory_limit(recipe: Recipe, world: Communicator) -> int | None:
     """Return the smallest memory limit of all ranks in bytes, None if not known. Collective."""
     if recipe.runtime.device == "cuda" or isinstance(world, FakeCommunicator):
         return None
-    own = find_memory_budget(0, _largest_host_and_hosts(world)[0])[1]
+    own = find_memory_budget(0, _find_host_size_and_host_count(world)[0])[1]
     known = [one for one in world.all_gather_data(own) if one is not None]
     return min(known, default=None)
 
 
-def _find_machine(asked: str | PathLike[str] | Machine | None, world: Communicator, device: str) -> tuple[Machine, str]:
+def _find_machine_and_source(
+    asked: str | PathLike[str] | Machine | None, world: Communicator, device: str
+) -> tuple[Machine, str]:
     """Return the machine to plan for, and its origin as text."""
     if asked is not None or MACHINE_FILE.exists():
         found = Machine.load(MACHINE_FILE if asked is None else asked)
@@ -134,7 +136,7 @@ def _find_machine(asked: str | PathLike[str] | Machine | None, world: Communicat
     laptop, network, (ranks, hosts) = (
         Machine.load("laptop"),
         Machine.load("ethernet-10g"),
-        _largest_host_and_hosts(world),
+        _find_host_size_and_host_count(world),
     )
     levels: list[NetworkLevel] = [replace(laptop.levels[0], ranks=ranks if hosts > 1 else inf)]
     levels += [network.levels[-1]] if hosts > 1 else []

@@ -26,7 +26,7 @@ __all__ = ["ActionCost", "ActionCostRecorder"]
 Call = tuple[str, str, int, int]
 """Axis, collective, number of calls, bytes that this rank sends in all of them."""
 
-LAYERS = tuple(f"fsdpx.{name}." for name in ("nn", "ext.fields", "ext.lora", "ext.moe"))
+LAYER_MODULES = tuple(f"fsdpx.{name}." for name in ("nn", "ext.fields", "ext.lora", "ext.moe"))
 """Prefixes of modules whose layers are fully described by their attributes."""
 
 
@@ -51,13 +51,13 @@ class _LayerResult(NamedTuple):
     flags: tuple[int, ...]
 
 
-MAX_KNOWN_CALLS = 4096
+MAX_MEMOIZED_CALLS = 4096
 """Number of remembered layer calls above which all are forgotten before the next step."""
-_KNOWN: dict[Any, _LayerResult | None] = {}
-_ALIKE: dict[Any, tuple[Layer, list[Any]]] = {}
+_MEMOIZED: dict[Any, _LayerResult | None] = {}
+_LAYER_BY_KEY: dict[Any, tuple[Layer, list[Any]]] = {}
 """Signature of a layer -> the first layer with it, and objects that must live as long because the signature has their
 id."""
-_FIRST: dict[int, tuple[Layer, Layer]] = {}
+_FIRST_EQUAL: dict[int, tuple[Layer, Layer]] = {}
 """id of a layer -> that layer, and the first layer equal to it."""
 
 
@@ -69,9 +69,9 @@ class ActionCostRecorder(TimelineRecorder):
         self.costs: list[tuple[Action, ActionCost]] = []
         self.work, self.meter, self.counters = WorkCount(), MemoryMeter(), TrafficCounters()
         self._calls, self._here = TrafficCounters(), frozenset[int]()
-        self._known = _KNOWN
-        if len(_KNOWN) > MAX_KNOWN_CALLS:
-            for known in (_KNOWN, _ALIKE, _FIRST):
+        self._known = _MEMOIZED
+        if len(_MEMOIZED) > MAX_MEMOIZED_CALLS:
+            for known in (_MEMOIZED, _LAYER_BY_KEY, _FIRST_EQUAL):
                 known.clear()
 
     def watch_trainer(self, trainer: Trainer, meter: MemoryMeter) -> None:
@@ -83,7 +83,7 @@ class ActionCostRecorder(TimelineRecorder):
     def on_program_begin(self, program: Program, state: TrainState) -> None:
         """Discard earlier costs and counts."""
         self.costs.clear()
-        self._take_counts()
+        self._pop_work_and_calls()
 
     def wrap_units(self, units: Sequence[Unit]) -> Sequence[Unit]:
         """Return the units with layers that are memoized."""
@@ -101,7 +101,7 @@ class ActionCostRecorder(TimelineRecorder):
         self, planned: Any, begin: float, ready: float, end: float, nbytes: int, values: Sequence[Any]
     ) -> None:
         """Record the counts since the previous action."""
-        self.costs.append((planned.action, ActionCost(*self._take_counts(nbytes > 0))))
+        self.costs.append((planned.action, ActionCost(*self._pop_work_and_calls(nbytes > 0))))
 
     def on_transfer_complete(self, action: Action, transfer: TimedTransfer) -> None:
         """Do nothing: a dry run has no transfers in flight."""
@@ -109,7 +109,7 @@ class ActionCostRecorder(TimelineRecorder):
     def on_outside_program(self, what: str, begin: float, end: float, nbytes: int) -> None:
         """Do nothing: work outside of programs takes no time in a dry run."""
 
-    def _take_counts(self, moved: bool = True) -> tuple[WorkCount, tuple[Call, ...]]:
+    def _pop_work_and_calls(self, moved: bool = True) -> tuple[WorkCount, tuple[Call, ...]]:
         """Return work and calls since the previous call of this method. moved: whether there can be calls."""
         work = self.work.pop_counts()
         if not moved:
@@ -120,7 +120,7 @@ class ActionCostRecorder(TimelineRecorder):
 
     # -- layers --------------------------------------------------------------------------------------------------------
 
-    def run_once(
+    def run_memoized(
         self, key: tuple[Any, ...], run: Callable[[], Any], given: Sequence[Any], flags: _Flags, constants: Any
     ) -> Any:
         """Return `run()`, memoized by `key` and the shapes of `given`; a remembered call returns new arrays and counts
@@ -129,10 +129,10 @@ class ActionCostRecorder(TimelineRecorder):
         flags: which gradients of the layer are written. constants: those of `LayerContext`; a call that adds to them is
         not remembered."""
         roots: list[Storage] = []
-        key = (*key, _describe_shapes((given, constants), roots), flags.read_flags())
+        key = (*key, _make_shape_key((given, constants), roots), flags.read_flags())
         made = self._known.get(key)
         if made is None:
-            return self._run_first(key, run, roots, flags, constants) if key not in self._known else run()
+            return self._run_and_memoize(key, run, roots, flags, constants) if key not in self._known else run()
         record_work(made.work)
         for axis, verb, calls, nbytes in made.calls:
             self.counters.add_calls(axis, verb, nbytes, calls)
@@ -141,7 +141,9 @@ class ActionCostRecorder(TimelineRecorder):
         flags.write_flags(made.flags)
         return rebuild_from_plan(made.plan, roots)
 
-    def _run_first(self, key: Any, run: Callable[[], Any], roots: list[Storage], flags: _Flags, constants: Any) -> Any:
+    def _run_and_memoize(
+        self, key: Any, run: Callable[[], Any], roots: list[Storage], flags: _Flags, constants: Any
+    ) -> Any:
         """Run the call, and remember its result and costs under `key` if its result can be rebuilt."""
         there, meter, before = len(constants), self.meter, self.counters.copy()
         peak, meter.peak, live = meter.peak, meter.live, meter.live
@@ -177,7 +179,7 @@ class _Flags:
             entry.flags[entry.at] = flag
 
 
-TAKES = {"forward": "p", "backward": "pg", "backward_leaf": "pg", "backward_input": "p", "backward_params": "g"}
+ARGUMENTS = {"forward": "p", "backward": "pg", "backward_leaf": "pg", "backward_input": "p", "backward_params": "g"}
 """Method of a layer -> its arguments after the `LayerContext`: p parameters, g gradients; arrays follow."""
 
 
@@ -185,20 +187,20 @@ class _MemoizedLayer:
     """Wrapper of a layer whose methods run once for each combination of argument shapes."""
 
     def __init__(self, layer: Layer, costing: ActionCostRecorder) -> None:
-        self._layer, self._costing = _find_first_equal(layer), costing
+        self._layer, self._costing = _find_first_equal_layer(layer), costing
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._layer, name)
-        return partial(self._call_once, name, found) if name in TAKES else found
+        return partial(self._call_memoized, name, found) if name in ARGUMENTS else found
 
-    def _call_once(self, what: str, run: Callable[..., Any], env: Any, *arguments: Any) -> Any:
-        """Call a method of the layer through `ActionCostRecorder.run_once`, keyed by everything in `env` that it
+    def _call_memoized(self, what: str, run: Callable[..., Any], env: Any, *arguments: Any) -> Any:
+        """Call a method of the layer through `ActionCostRecorder.run_memoized`, keyed by everything in `env` that it
         depends on."""
-        own, given = dict(zip(TAKES[what], arguments, strict=False)), arguments[len(TAKES[what]) :]
+        own, given = dict(zip(ARGUMENTS[what], arguments, strict=False)), arguments[len(ARGUMENTS[what]) :]
         lines = [(line.rank, line.size) for line in (env.mesh.tensor, env.mesh.data, *env.mesh.domain)]
         key = (id(self._layer), what, env.training, env.recomputing, env.recompute, env.time, *lines)
         parameters = tuple(own["p"].values()) if "p" in own else ()
-        return self._costing.run_once(
+        return self._costing.run_memoized(
             key, lambda: run(env, *arguments), (given, parameters), _Flags(own.get("g")), env.constants
         )
 
@@ -206,32 +208,32 @@ class _MemoizedLayer:
         return repr(self._layer)
 
 
-def _find_first_equal(layer: Layer) -> Layer:
+def _find_first_equal_layer(layer: Layer) -> Layer:
     """Return the first known layer that computes the same. Equal containers must share one object, which knows what it
     has saved."""
-    if id(layer) not in _FIRST:
+    if id(layer) not in _FIRST_EQUAL:
         kept: list[Any] = [layer]
-        _FIRST[id(layer)] = layer, _ALIKE.setdefault(_make_signature(layer, kept), (layer, kept))[0]
-    return _FIRST[id(layer)][1]
+        _FIRST_EQUAL[id(layer)] = layer, _LAYER_BY_KEY.setdefault(_make_layer_key(layer, kept), (layer, kept))[0]
+    return _FIRST_EQUAL[id(layer)][1]
 
 
-def _make_signature(value: Any, kept: list[Any]) -> Any:
+def _make_layer_key(value: Any, kept: list[Any]) -> Any:
     """Return a hashable description of a layer, or of a part of one, by its attributes.
 
     Objects without known attributes are described by their id and added to `kept`, so that the id stays valid."""
     if value is None or isinstance(value, int | float | str | bytes | type):
         return value
     if isinstance(value, tuple | list):
-        return type(value), *[_make_signature(one, kept) for one in value]
+        return type(value), *[_make_layer_key(one, kept) for one in value]
     if isinstance(value, dict):
-        return dict, *[(name, _make_signature(one, kept)) for name, one in value.items()]
-    if type(value).__module__.startswith(LAYERS) and hasattr(value, "__dict__"):
-        return type(value), *[(name, _make_signature(one, kept)) for name, one in vars(value).items()]
+        return dict, *[(name, _make_layer_key(one, kept)) for name, one in value.items()]
+    if type(value).__module__.startswith(LAYER_MODULES) and hasattr(value, "__dict__"):
+        return type(value), *[(name, _make_layer_key(one, kept)) for name, one in vars(value).items()]
     kept.append(value)
     return type(value), id(value)
 
 
-def _describe_shapes(value: Any, roots: list[Storage]) -> Any:
+def _make_shape_key(value: Any, roots: list[Storage]) -> Any:
     """Return a hashable description of the shapes in `value` and of which arrays share memory; append the storage of
     each array to `roots`."""
     kind = type(value)
@@ -239,7 +241,7 @@ def _describe_shapes(value: Any, roots: list[Storage]) -> Any:
         roots.append(value.root)
         return value.shape, value.dtype, roots.index(value.root)
     if isinstance(value, tuple | list):
-        return kind, *[_describe_shapes(one, roots) for one in value]
+        return kind, *[_make_shape_key(one, roots) for one in value]
     if isinstance(value, dict):
-        return kind, *[(name, _describe_shapes(one, roots)) for name, one in value.items()]
+        return kind, *[(name, _make_shape_key(one, roots)) for name, one in value.items()]
     return value if isinstance(value, int | float | str | bool) else kind

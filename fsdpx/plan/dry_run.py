@@ -31,9 +31,9 @@ from fsdpx.errors import ConfigError
 from fsdpx.ext.native import code_cache
 from fsdpx.ext.observe.report import Report
 from fsdpx.nn.layer import Layer
-from fsdpx.plan.peak import ACTIVATION_BYTES_PER_GAP_BYTE, MemoryPeak, find_peak
+from fsdpx.plan.peak import ACTIVATION_BYTES_PER_GAP_BYTE, MemoryPeak, find_memory_peak
 
-__all__ = ["DryRun", "ProcessBaseline", "dry_run", "measure_baseline"]
+__all__ = ["DryRun", "ProcessBaseline", "dry_run", "measure_or_load_baseline"]
 
 MEASURE_TIMEOUT_SECONDS = 240.0
 """Timeout of a measuring process, most of which compiling all kernels may take."""
@@ -82,11 +82,11 @@ class ProcessBaseline:
     workspace: int = 0
 
 
-_KINDS = dict.fromkeys((one.name for one in fields(ProcessBaseline)), int)
+_TYPES = dict.fromkeys((one.name for one in fields(ProcessBaseline)), int)
 
 
 @cache
-def measure_baseline(mpi: bool, blas: str, ranks_here: int) -> ProcessBaseline:
+def measure_or_load_baseline(mpi: bool, blas: str, ranks_here: int) -> ProcessBaseline:
     """Return the resident bytes of a process without a model; takes about three seconds once per machine, then reads a
     record.
 
@@ -96,13 +96,13 @@ def measure_baseline(mpi: bool, blas: str, ranks_here: int) -> ProcessBaseline:
     key |= {"code": code_cache.can_keep_code(), "fsdpx": __version__, "asked": crc32(CHILD_CODE.encode())} | {
         name: get_package_version(name) for name in ("numpy", "numba", "mpi4py", "mkl")
     }
-    known = tuning.load_record("process", key, lambda value: ProcessBaseline(**require_json_fields(value, _KINDS)))
+    known = tuning.load_record("process", key, lambda value: ProcessBaseline(**require_json_fields(value, _TYPES)))
     if known is not None:
         return known
     _measure_in_child(mpi, blas, ranks_here)  # compiles missing kernels, which would take memory in a measured process
     found = _measure_in_child(mpi, blas, ranks_here)
     if isinstance(found, str) and mpi:
-        return measure_baseline(False, blas, ranks_here)
+        return measure_or_load_baseline(False, blas, ranks_here)
     if isinstance(found, str):
         raise ConfigError(f"the memory of a process cannot be measured here: {found}")
     tuning.write_record("process", key, asdict(found))
@@ -166,7 +166,7 @@ class DryRun:
         The memory of a process without a model is measured once per machine, in about three seconds. Kernels are
         assumed to be compiled (the first job on a machine compiles them, which takes some 150 MiB more)."""
         placement, here = self.trainer.inspect.placement, self.ranks_here
-        base = measure_baseline(placement.axes.world.size > 1, placement.tuning.blas, here)
+        base = measure_or_load_baseline(placement.axes.world.size > 1, placement.tuning.blas, here)
         objects = OBJECT_BYTES_PER_PARAMETER * len(placement.layout.specs)
         largest = max((spec.size for spec in placement.layout.specs.values() if len(spec.shape) > 1), default=0)
         workspace = min(base.workspace, 2 * largest * placement.formats.compute.itemsize)  # at most both operands
@@ -225,13 +225,13 @@ def dry_run(
         trainer = distribute(model, comm=comm, device="shape", **options)
         trainer.inspect.reset_counters()
         watch = HeapRecorder(trainer.inspect.engine, meter)
-        trainer.step(_make_shapes(x), _make_shapes(y, "y"))
+        trainer.step(_make_shape_arrays(x), _make_shape_arrays(y, "y"))
     program, machine = (
         trainer.inspect.engine.last_program,
         comm.ranks_on_host if isinstance(comm, FakeNodeCommunicator) else [rank],
     )
     assert program is not None
-    peak = find_peak(trainer.inspect.engine, watch)
+    peak = find_memory_peak(trainer.inspect.engine, watch)
     return DryRun(program, trainer.report(), trainer, watch.activations.most, watch.peak_heap_bytes, len(machine), peak)
 
 
@@ -244,17 +244,17 @@ def _make_fake_world(rank: int, ranks: int, ranks_per_host: int) -> FakeCommunic
     return FakeNodeCommunicator(rank, [one // ranks_per_host for one in range(ranks)])
 
 
-def _make_shapes(spec: Any, name: str = "x") -> Any:
+def _make_shape_arrays(spec: Any, name: str = "x") -> Any:
     """Return shape-only arrays for a batch given as arrays or (shape, dtype) pairs."""
     from fsdpx.core.array.namespace import parse_dtype
     from fsdpx.core.array.shapes import ShapeArray
 
     if isinstance(spec, dict) and spec and name == "x":
-        return {key: _make_shapes(one) for key, one in spec.items()}
+        return {key: _make_shape_arrays(one) for key, one in spec.items()}
     if hasattr(spec, "shape") and hasattr(spec, "dtype"):
         return ShapeArray(tuple(spec.shape), np.dtype(spec.dtype))
     if isinstance(spec, Sequence) and len(spec) == 2 and isinstance(spec[1], str | type | np.dtype):
         return ShapeArray(tuple(spec[0]), parse_dtype(spec[1]) if isinstance(spec[1], str) else np.dtype(spec[1]))
     if isinstance(spec, Sequence) and len(spec) and not isinstance(spec, str | bytes):
-        return tuple(_make_shapes(one) for one in spec)
+        return tuple(_make_shape_arrays(one) for one in spec)
     raise ConfigError(f"dry_run({name}=): a batch is an array or a pair ((8, 4), 'float32'), not {spec!r}")

@@ -25,7 +25,8 @@ class StepDryRuns:
     """The dry runs of a step, from which the step can be predicted on any machine.
 
     runs: of the data rank with most samples, by rank of the pipe. others: of the one with fewest samples, and of
-    another busy rank of a grid. ran: number of microbatches that ran. few, each: see `WorldStep.count_simulated`."""
+    another busy rank of a grid. ran: number of microbatches that ran. few, each: see
+    `WorldStep.count_simulated_microbatches`."""
 
     step: WorldStep
     runs: list[RankDryRun]
@@ -36,26 +37,27 @@ class StepDryRuns:
 
     @classmethod
     def from_step(cls, step: WorldStep, ran: int) -> StepDryRuns:
-        """Run the step with `ran` microbatches, see `WorldStep.count_needed`; with all of them if these do not
-        represent the rest."""
-        found = cls._run_step(step, ran, *step.count_simulated())
-        return found if found._is_even() else cls._run_step(step, step.microbatches, step.microbatches, 0)
+        """Run the step with `ran` microbatches, see `WorldStep.count_dry_run_microbatches`, or with all of them if
+        these do not represent the rest."""
+        found = cls._run_differing_ranks(step, ran, *step.count_simulated_microbatches())
+        m = step.microbatches
+        return found if found._can_extrapolate() else cls._run_differing_ranks(step, m, m, 0)
 
     @classmethod
-    def _run_step(cls, step: WorldStep, ran: int, few: int, each: int) -> StepDryRuns:
+    def _run_differing_ranks(cls, step: WorldStep, ran: int, few: int, each: int) -> StepDryRuns:
         """Run the step on the ranks that can differ: those of the data rank with most samples, with fewest, and of a
         second busy rank of a grid."""
-        last, runs, others = step.member_count - 1, list[RankDryRun](), list[RankDryRun]()
-        if step.count_rows_of_member(0) < step.count_rows_of_member(last) and (
-            step.count_rows_of_member(0) or step.options.get("reproducible_chunks") is None
+        last, runs, others = step.sample_group_count - 1, list[RankDryRun](), list[RankDryRun]()
+        if step.count_samples_of_group(0) < step.count_samples_of_group(last) and (
+            step.count_samples_of_group(0) or step.options.get("reproducible_chunks") is None
         ):
-            others += step.run_member(0, ran)
-        runs += step.run_member(last, ran)
+            others += step.dry_run_pipe_ranks(0, ran)
+        runs += step.dry_run_pipe_ranks(last, ran)
         if step.grid is not None and len(step.grid.busiest_ranks) > 1:
-            others += step.run_member(last, ran, 1)
+            others += step.dry_run_pipe_ranks(last, ran, 1)
         return cls(step, runs, others, ran, few, each)
 
-    def _is_even(self) -> bool:
+    def _can_extrapolate(self) -> bool:
         """Return whether the whole programs consist of actions that ran, and each further group of microbatches adds
         the same actions."""
         m, few, each = self.step.microbatches, self.few, self.each
@@ -74,11 +76,11 @@ class StepDryRuns:
         Microbatches beyond the simulated ones take the same time each."""
         few, each, clock = self.few, self.each, StepClock(self.runs, timing)
         seconds, rows = clock.time_programs(few)
-        parts = clock.average_parts(rows, seconds)
+        parts = clock.average_seconds_by_cause(rows, seconds)
         if each:
             times = (self.step.microbatches - few) // each
             more, longer = clock.time_programs(few + each)
-            bigger = clock.average_parts(longer, more)
+            bigger = clock.average_seconds_by_cause(longer, more)
             seconds += (more - seconds) * times
             parts = {name: parts[name] + (bigger[name] - parts[name]) * times for name in parts}
         return seconds, parts, tuple(event for row in rows for event in row)
@@ -86,11 +88,11 @@ class StepDryRuns:
     def make_rank_classes(self) -> tuple[RankClass, ...]:
         """Return the classes of equal ranks, with traffic and peak of all microbatches."""
         step = self.step
-        rows = step.sample_count // step.member_count // step.microbatches * (step.microbatches - self.ran)
-        busy = (self.others, step.count_sample_bytes(1)), (self.runs, step.count_sample_bytes(0))
-        return tuple(self._extrapolate_class(run, rows * nbytes) for some, nbytes in busy for run in some)
+        rows = step.sample_count // step.sample_group_count // step.microbatches * (step.microbatches - self.ran)
+        busy = (self.others, step.count_bytes_per_sample(1)), (self.runs, step.count_bytes_per_sample(0))
+        return tuple(self._extrapolate_rank_class(run, rows * nbytes) for some, nbytes in busy for run in some)
 
-    def _extrapolate_class(self, run: RankDryRun, nbytes: int) -> RankClass:
+    def _extrapolate_rank_class(self, run: RankDryRun, nbytes: int) -> RankClass:
         """Return the rank class of a run with the traffic of all microbatches. nbytes: bytes of the batch that did not
         run."""
         if self.ran == self.step.microbatches:
@@ -137,10 +139,10 @@ def _make_memory_curve(
         for free, nbytes in zip(times, alive, strict=True):
             own.append((free, nbytes - now))
             now = nbytes
-    return {kind: _to_curve(some) for kind, some in changes.items()}
+    return {kind: _accumulate_changes(some) for kind, some in changes.items()}
 
 
-def _to_curve(changes: list[tuple[float, int]]) -> list[tuple[float, int]]:
+def _accumulate_changes(changes: list[tuple[float, int]]) -> list[tuple[float, int]]:
     """Return the running sum of changes, one point per moment; memory freed at a moment counts before memory taken
     then."""
     changes.sort()

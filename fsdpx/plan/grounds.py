@@ -8,7 +8,7 @@ from fsdpx.plan.prediction import Prediction
 
 __all__ = ["list_unmeasured"]
 
-AGAIN = "python -m fsdpx measure-machine"
+MEASURE = "python -m fsdpx measure-machine"
 
 
 def list_unmeasured(found: Prediction) -> list[str]:
@@ -17,24 +17,29 @@ def list_unmeasured(found: Prediction) -> list[str]:
     measured = machine.measured or ()
     sentences = []
     if machine.measured is None:
-        sentences.append(f"{machine.name} does not say what of it was measured: {AGAIN} writes a file that does")
+        sentences.append(f"{machine.name} does not say what of it was measured: {MEASURE} writes a file that does")
     elif "compute" not in measured:
         sentences.append(f"{machine.name} has published figures, none of which was measured: expect other times")
     elif ranks > 1 and "links" not in measured:
         sentences.append(f"how long messages take on {machine.name} is not measured: its links have published figures")
-    return sentences + [*filter(None, (_explain_kernels(machine), _explain_halves(found), _explain_sharding(found)))]
+    more = (
+        _explain_unmeasured_kernels(machine),
+        _explain_unmeasured_half_rate(found),
+        _explain_unmeasured_sharding(found),
+    )
+    return sentences + [*filter(None, more)]
 
 
-def _explain_kernels(machine: Machine) -> str:
+def _explain_unmeasured_kernels(machine: Machine) -> str:
     """Return a sentence if no kernel of a CPU machine was measured, else "". Convolutions reach at most half of the
     rate of matrix products."""
     if machine.compute.gpu or machine.compute.kernels.passes:
         return ""
     rates = f"no kernel of {machine.name} was measured: all are priced as matrix products and copies of memory"
-    return f"{rates}, which convolutions and norms do not reach; {AGAIN} there measures them"
+    return f"{rates}, which convolutions and norms do not reach; {MEASURE} there measures them"
 
 
-def _explain_halves(found: Prediction) -> str:
+def _explain_unmeasured_half_rate(found: Prediction) -> str:
     """Return a sentence if the 16-bit format of the step has no measured rate, else ""."""
     compute, machine = found.machine.compute, found.machine
     formats = resolve_precision(found.step.options["precision"])
@@ -51,7 +56,7 @@ def _explain_halves(found: Prediction) -> str:
     )
 
 
-def _explain_sharding(found: Prediction) -> str:
+def _explain_unmeasured_sharding(found: Prediction) -> str:
     """Return a sentence if the step shards state over GPUs, else "": measured GPU steps cover only replicas, tensor and
     pipeline parallelism."""
     if not found.machine.compute.gpu or found.mesh.width_of("shard") < 2:

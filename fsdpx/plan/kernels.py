@@ -11,7 +11,9 @@ from typing import Any
 
 from fsdpx.core.array.shapes.flop_counter import KernelPass, ProductCount
 
-__all__ = ["LONG", "SHORT", "WEIGHTS", "KernelRates", "check_rates", "count_weight_bytes", "get_grid_point"]
+__all__ = [
+    "LONG", "SHORT", "WEIGHTS", "KernelRates", "count_weight_bytes", "explain_invalid_rates", "get_grid_point",
+]  # fmt: skip
 
 SHORT, LONG = 1 << 18, 1 << 26
 """Bytes that a call reads and writes, within (`SHORT`) and beyond (`LONG`) the caches. Rates of passes are measured at
@@ -80,7 +82,7 @@ class KernelRates:
             grid = self._grids.get(("float32", one.kernel))
         return None if grid is None else grid.interpolate_at(get_grid_point(one))
 
-    def compute_seconds(self, one: ProductCount, name: str) -> float | None:
+    def compute_product_seconds(self, one: ProductCount, name: str) -> float | None:
         """Return the time of a matrix product inside a kernel, including the reordering of its weights, which matters
         when there are few cells.
 
@@ -99,7 +101,7 @@ class KernelRates:
         known = next((rates[weights] for rates in self.passes.values() if weights in rates), (inf, inf))
         return one.flops / rate + count_weight_bytes(one) / known[0]
 
-    def compute_extra_seconds(self, one: KernelPass, name: str) -> float | None:
+    def compute_extra_memory_seconds(self, one: KernelPass, name: str) -> float | None:
         """Return the time that a kernel with measured products takes in addition to these: for reaching memory beyond
         the caches, and for widening and rounding 16-bit values that are computed in float32.
 
@@ -113,14 +115,14 @@ class KernelRates:
         float : seconds; None for kernels without measured products
         """
         if (name, one.kernel) in self._grids:
-            return self._beyond_caches(one.nbytes, name)
+            return self._compute_extra_seconds(one.nbytes, name)
         if one.itemsize != 2 or ("float32", one.kernel) not in self._grids:
             return None
         cast = KernelPass(CAST, 2, one.nbytes + 2 * one.nbytes)
         rate = self.get_bytes_per_second(cast, name)
-        return self._beyond_caches(2 * one.nbytes, "float32") + (0.0 if rate is None else cast.nbytes / rate)
+        return self._compute_extra_seconds(2 * one.nbytes, "float32") + (0.0 if rate is None else cast.nbytes / rate)
 
-    def _beyond_caches(self, nbytes: int, name: str) -> float:
+    def _compute_extra_seconds(self, nbytes: int, name: str) -> float:
         """Return how many seconds longer a copy of `nbytes` takes than at the rate within the caches."""
         far, near = (self.get_bytes_per_second(KernelPass(COPY, 4, n), name) for n in (nbytes, SHORT))
         return 0.0 if far is None or near is None else max(nbytes / far - nbytes / near, 0.0)
@@ -162,12 +164,12 @@ class _Grid:
     def interpolate_at(self, point: Sequence[float]) -> float:
         """Return the rate at a point, interpolated between its neighbors; a point outside the grid has the rate of its
         edge."""
-        weighed = [_find_neighbors(axis, value) for axis, value in zip(self.axes, point, strict=True)]
+        weighed = [_find_weighted_neighbors(axis, value) for axis, value in zip(self.axes, point, strict=True)]
         corners = product(*weighed)
         return exp(sum(prod(w for _, w in one) * self.logs[tuple(at for at, _ in one)] for one in corners))
 
 
-def _find_neighbors(axis: Sequence[float], value: float) -> list[tuple[float, float]]:
+def _find_weighted_neighbors(axis: Sequence[float], value: float) -> list[tuple[float, float]]:
     """Return the one or two points of an axis that enclose a value, each with its weight. Weights are linear in the
     logarithm."""
     value = min(max(value, axis[0]), axis[-1])
@@ -179,7 +181,7 @@ def _find_neighbors(axis: Sequence[float], value: float) -> list[tuple[float, fl
     return [(low, 1.0 - share), (top, share)]
 
 
-def check_rates(value: Any, formats: Iterable[str]) -> str:
+def explain_invalid_rates(value: Any, formats: Iterable[str]) -> str:
     """Return what is wrong with the [kernels] section of a machine file, as text; "" if it is valid."""
     if not isinstance(value, dict) or not {"passes", "products"}.issuperset(value):
         return "tables passes and products by format are needed, as measure-machine writes them"

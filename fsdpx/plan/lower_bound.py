@@ -16,21 +16,21 @@ from fsdpx.plan.costing import ActionCost
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.world_step import WorldStep
 
-__all__ = ["compute_least_seconds"]
+__all__ = ["compute_lower_bound_seconds"]
 
-PARTS = {"F": 0, "C": 0, "LOSS": 0, "B": 1, "I": 1, "R": 2, "W": 3}
+STEP_PARTS = {"F": 0, "C": 0, "LOSS": 0, "B": 1, "I": 1, "R": 2, "W": 3}
 """Verb -> part of a step: 0 forward; 1 backward up to the gradients that other ranks wait for; 2 recomputation; 3 the
 rest of backward."""
-ALONE = {
+LAYERS_ONLY_OPTIONS = {
     "strategy": "ddp", "schedule": "1f1b", "group_bytes": 0, "compression": None, "offload": None,
     "reproducible_chunks": None,
 }  # fmt: skip
 """Options of the dry run of the layers."""
-RAN = 2
+MICROBATCHES_RUN = 2
 """Number of microbatches that run; the first one costs more than others."""
 
 
-def compute_least_seconds(step: WorldStep, machine: Machine) -> float:
+def compute_lower_bound_seconds(step: WorldStep, machine: Machine) -> float:
     """Return a lower bound of the seconds of a step: computing of ranks, and communication that layers wait for.
 
     Each rank of a pipe computes its stages for all microbatches. Before that, its first microbatch passes the forward
@@ -41,12 +41,12 @@ def compute_least_seconds(step: WorldStep, machine: Machine) -> float:
         step.microbatches,
         step.options,
     )
-    rows = step.count_rows_of_member(step.member_count - 1) // m
+    rows = step.count_samples_of_group(step.sample_group_count - 1) // m
     if not rows or options.get("stages") is not None:
         return 0.0
     require_enough_layers(memoize(("ordered", step.model), lambda: linearize(step.model)), pipe.width, "")
     split = pipe.width > 1 and any(action.op == "W" for action in pipe.get_schedule(m).ranks[0])
-    home, (model, layers) = pipe.get_stage_ranks(m), _run_layers(step, rows, split)
+    home, (model, layers) = pipe.get_stage_ranks(m), _run_layers_and_list_costs(step, rows, split)
     starts = split_into_stages(model, len(home), None, options.get("costs"), pipe.explain_stage_count(home))
     each: list[list[list[ActionCost]]] = [[[], [], [], []] for _ in home]
     for layer, part, cost in layers:
@@ -68,7 +68,9 @@ def compute_least_seconds(step: WorldStep, machine: Machine) -> float:
     return machine.compute.overhead + found
 
 
-def _run_layers(step: WorldStep, rows: int, split: bool) -> tuple[LayerList, list[tuple[int, int, ActionCost]]]:
+def _run_layers_and_list_costs(
+    step: WorldStep, rows: int, split: bool
+) -> tuple[LayerList, list[tuple[int, int, ActionCost]]]:
     """Return the model in order, and costs of one microbatch as (last layer of a unit, part of the step, cost).
 
     Ranks have all layers, or half of them in a pipe of two if `split`: backward is divided into I and W. rows: samples
@@ -76,18 +78,18 @@ def _run_layers(step: WorldStep, rows: int, split: bool) -> tuple[LayerList, lis
     options, grid, pipe = step.options, step.mesh.domain, 2 if split else 1
     recompute = options["recompute"] if options["recompute"] in ("all", "attention") else None
     mesh = Mesh(pipe=pipe, replica=prod(grid), shard=1, tensor=step.mesh.width_of("tensor"))
-    alone = ALONE | {"mesh": mesh, "recompute": recompute, "microbatches": RAN}
+    alone = LAYERS_ONLY_OPTIONS | {"mesh": mesh, "recompute": recompute, "microbatches": MICROBATCHES_RUN}
     alone |= {"schedule": "zb-h1"} if split else {}
 
     def run_on_shapes() -> tuple[LayerList, list[tuple[int, int, ActionCost]]]:
-        batch = tuple(((rows * RAN, *shape[1:]), dtype) for shape, dtype in step.batch)
+        batch = tuple(((rows * MICROBATCHES_RUN, *shape[1:]), dtype) for shape, dtype in step.batch)
         found = WorldStep.from_options(step.model, batch, mesh.size, options | alone)
         made, costs = None, list[tuple[int, int, ActionCost]]()
-        for run in found.run_member(0, RAN):
+        for run in found.dry_run_pipe_ranks(0, MICROBATCHES_RUN):
             place = run.session.state.placement
             last = [*accumulate((len(unit.nodes) for unit in place.layout.units), initial=-1)][1:]
-            costs += [(last[-1 if a.unit is None else a.unit], PARTS[a.op], cost) for a, cost in run.costs.items()
-                      if a.mb == RAN - 1 and a.op in PARTS]  # fmt: skip
+            costs += [(last[-1 if a.unit is None else a.unit], STEP_PARTS[a.op], cost) for a, cost in run.costs.items()
+                      if a.mb == MICROBATCHES_RUN - 1 and a.op in STEP_PARTS]  # fmt: skip
             made = place.model
         assert made is not None
         return made, costs

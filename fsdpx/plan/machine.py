@@ -15,19 +15,19 @@ from typing import Any
 from fsdpx.core.base.name_hints import require_known_options
 from fsdpx.core.base.safe_files import describe_read_error, expanduser, read_file
 from fsdpx.errors import ConfigError
-from fsdpx.plan.kernels import KernelRates, check_rates
+from fsdpx.plan.kernels import KernelRates, explain_invalid_rates
 
 __all__ = ["Compute", "DiskSpeed", "Machine", "NetworkLevel"]
 
 SHIPPED_FOLDER = Path(__file__).with_name("machines")
-SHARES = ("efficiency", "memory_efficiency", "spill", "contention")
+KEYS_AT_MOST_1 = ("efficiency", "memory_efficiency", "spill", "contention")
 """Keys whose values are at most 1."""
-POSITIVE = (
+POSITIVE_KEYS = (
     "ranks", "bandwidth", "memory", "efficiency", "memory_efficiency", "capacity", "cores", "write", "read", "total",
 )  # fmt: skip
 """Keys whose values are above 0; those of other keys may be 0."""
 FORMATS = {"float64", "float32", "bf16", "float16"}
-MEASURED = ("compute", "links")
+MEASURED_VALUES = ("compute", "links")
 """Values that the list `measured` of a machine file may contain."""
 
 
@@ -219,7 +219,7 @@ def _parse_machine(path: Path, found: dict[str, Any]) -> Machine:
         for key, value in given.items():
             if key not in known:
                 raise make_error(section, f"{key} is not known", f"the keys here are {', '.join(known)}")
-            if wanted := _describe_wanted(key, value):
+            if wanted := _explain_invalid_value(key, value):
                 raise make_error(section, f"{key} = {value!r}", wanted)
         for key in needed:
             if key not in given:
@@ -234,7 +234,7 @@ def _parse_machine(path: Path, found: dict[str, Any]) -> Machine:
     keys = ["name", "about", "measured", "levels", "compute", "disk", "kernels"]
     require_known_options(f"machine file {path}", found, keys)
     for key in ("name", "measured", "kernels"):
-        if key in found and (wanted := _describe_wanted(key, found[key])):
+        if key in found and (wanted := _explain_invalid_value(key, found[key])):
             raise make_error("[kernels]" if key == "kernels" else "the machine", f"{key} = {found[key]!r}", wanted)
     made = [parse_record(NetworkLevel, level, f"[[levels]] {n}") for n, level in enumerate(levels, 1)]
     for n, (one, two) in enumerate(pairwise(made), 1):
@@ -250,25 +250,25 @@ def _parse_machine(path: Path, found: dict[str, Any]) -> Machine:
     return Machine(name, tuple(made), computes, there, None if measured is None else tuple(measured))
 
 
-def _describe_wanted(key: str, value: Any) -> str:
+def _explain_invalid_value(key: str, value: Any) -> str:
     """Return what the value of a key must be, as text; "" if `value` is valid."""
     if key in ("name", "gpu"):
         kind = str if key == "name" else bool
         return "" if isinstance(value, kind) else f"a {kind.__name__} is needed"
     if key == "kernels":
-        return check_rates(value, FORMATS)
+        return explain_invalid_rates(value, FORMATS)
     if key == "measured":
-        good = isinstance(value, list) and all(one in MEASURED for one in value)
-        return "" if good else f"a list of {' and '.join(MEASURED)} is needed"
+        good = isinstance(value, list) and all(one in MEASURED_VALUES for one in value)
+        return "" if good else f"a list of {' and '.join(MEASURED_VALUES)} is needed"
     if key == "flops":
         if not isinstance(value, dict) or not value or not FORMATS.issuperset(value):
             names = ", ".join(sorted(FORMATS))
             return f"a table by format is needed, such as {{float32 = 19.5e12}}; the formats are {names}"
-        return next(filter(None, (_describe_wanted("memory", one) for one in value.values())), "")
-    least = "above 0" if key in POSITIVE else "of at least 0"
+        return next(filter(None, (_explain_invalid_value("memory", one) for one in value.values())), "")
+    least = "above 0" if key in POSITIVE_KEYS else "of at least 0"
     good = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < inf
-    if not good or (value == 0 and key in POSITIVE):
+    if not good or (value == 0 and key in POSITIVE_KEYS):
         return f"a number {least} is needed"
     if key == "ranks" and value != int(value):
         return "a whole number is needed"
-    return "at most 1 is needed" if key in SHARES and value > 1 else ""
+    return "at most 1 is needed" if key in KEYS_AT_MOST_1 and value > 1 else ""

@@ -5,18 +5,18 @@ from __future__ import annotations
 from fsdpx.nn.container import Container, chain_layers
 from fsdpx.nn.layer import Layer
 
-__all__ = ["count_blocks", "count_parameters", "with_depth"]
+__all__ = ["count_blocks", "count_parameters", "with_block_count"]
 
 
 def count_blocks(model: Layer) -> int:
     """Return how often a model repeats its block, as `nn.GPT` and `nn.Llama` do; 0 if it repeats none."""
-    found = _find_blocks(model)
+    found = _find_repeated_blocks(model)
     return 0 if found is None else len(found[1].steps)
 
 
-def with_depth(model: Layer, layers: int) -> Layer:
+def with_block_count(model: Layer, layers: int) -> Layer:
     """Return the model with its repeated block `layers` times."""
-    found = _find_blocks(model)
+    found = _find_repeated_blocks(model)
     assert found is not None
     assert isinstance(model, Container)
     name, blocks = found
@@ -30,7 +30,7 @@ def count_parameters(model: Layer) -> int:
     return sum(spec.size for spec in model.specs().values() if not spec.state)
 
 
-def _find_blocks(model: Layer) -> tuple[str, Container] | None:
+def _find_repeated_blocks(model: Layer) -> tuple[str, Container] | None:
     """Return the name and the child that chains one layer several times, the first such child, or None."""
     for name, child in model.children().items() if isinstance(model, Container) else ():
         if isinstance(child, Container) and len({step.layer for step in child.steps}) == 1 < len(child.steps):

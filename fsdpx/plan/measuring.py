@@ -31,17 +31,17 @@ from fsdpx.nn.gradient_accumulation import matmul_in_dtype
 from fsdpx.plan import probes
 from fsdpx.plan.kernels import LONG, SHORT, WEIGHTS, KernelRates, count_weight_bytes, get_grid_point
 from fsdpx.plan.machine import Compute, DiskSpeed, Machine, NetworkLevel
-from fsdpx.plan.prediction import dry_run_classes, predict_runs
+from fsdpx.plan.prediction import dry_run_classes, predict_from_runs
 
-__all__ = ["format_machine", "measure_this_machine"]
+__all__ = ["format_machine_file", "measure_this_machine"]
 
-TIMES, ROUND, BRIEF = 5, 0.1, 0.01
-"""`TIMES` rounds are timed, each of at least `ROUND` seconds, or `BRIEF` seconds for one kernel among many."""
+ROUNDS, ROUND_SECONDS, SHORT_ROUND_SECONDS = 5, 0.1, 0.01
+"""Each timing takes `ROUNDS` rounds of at least `ROUND_SECONDS`; for one kernel among many, `SHORT_ROUND_SECONDS`."""
 KERNELS = ("float32", "bf16")
 """Formats in which kernels are timed one by one; the rates of other formats follow from these, see `KernelRates`."""
-SIZES = (8, 1 << 20)
+ALL_REDUCE_ELEMENTS = (8, 1 << 20)
 """Float32 elements of a short and of a long all-reduce."""
-LAYERS = (4, 16)
+LAYER_COUNTS = (4, 16)
 
 
 def measure_this_machine(name: str, comm: Communicator, device: str = "cpu") -> Machine:
@@ -51,10 +51,10 @@ def measure_this_machine(name: str, comm: Communicator, device: str = "cpu") -> 
     of = Processors() if device == "cpu" else Gpus()
     set_threads_per_rank(comm.all_gather_data(platform.node()).count(platform.node()))  # as in training
     compute, known = _measure_compute(comm, of), ("compute", "links")[: 1 + (comm.size > 1)]
-    return Machine(name, _measure_levels(comm, of, compute), compute, _measure_disk(comm), known)
+    return Machine(name, _measure_network_levels(comm, of, compute), compute, _measure_disk_on_rank0(comm), known)
 
 
-def _measure_disk(comm: Communicator) -> DiskSpeed | None:
+def _measure_disk_on_rank0(comm: Communicator) -> DiskSpeed | None:
     """Return the speed of the disk of the working folder as rank 0 measures it, or None if it cannot be measured.
     Collective."""
     rates, node = get_or_measure_disk_rates(Path.cwd(), None) if comm.rank == 0 else None, find_node_communicator(comm)
@@ -94,24 +94,26 @@ class Gpus(Processors):
         self.xp.cuda.Device().synchronize()
 
 
-def _time_call(comm: Communicator, call: Callable[[], Any], of: Processors, long: float | None = None) -> float:
+def _average_call_seconds(
+    comm: Communicator, call: Callable[[], Any], of: Processors, long: float | None = None
+) -> float:
     """Return the seconds of one call, averaged over ranks. Collective.
 
     Rounds of calls end with a barrier: where several ranks share one core, all wait for the slowest, as in a step. A
     round is timed from the end of the previous one, because a rank may be asleep when others begin."""
     call()
-    calls = ceil((ROUND if long is None else long) / min(comm.all_gather_data(_total_seconds(call, of, 1))))
+    calls = ceil((ROUND_SECONDS if long is None else long) / min(comm.all_gather_data(_time_calls(call, of, 1))))
     comm.barrier().wait()
     ends = [perf_counter()]
-    for _ in range(TIMES):
-        _total_seconds(call, of, calls)
+    for _ in range(ROUNDS):
+        _time_calls(call, of, calls)
         comm.barrier().wait()
         ends.append(perf_counter())
     own = median(after - before for before, after in pairwise(ends))
     return float(np.mean(comm.all_gather_data(own))) / calls
 
 
-def _total_seconds(call: Callable[[], Any], of: Processors, calls: int) -> float:
+def _time_calls(call: Callable[[], Any], of: Processors, calls: int) -> float:
     """Return the seconds of `calls` calls including their completion on the device."""
     of.synchronize_device()
     begin = perf_counter()
@@ -123,18 +125,18 @@ def _total_seconds(call: Callable[[], Any], of: Processors, calls: int) -> float
 
 def _measure_compute(comm: Communicator, of: Processors) -> Compute:
     """Return speed, memory and overheads of one rank. Collective."""
-    flops, beside = {}, {}
+    flops, extra_seconds = {}, {}
     for name in of.formats:
-        large, small = (_time_call(comm, _make_product(of, n, name), of) for n in (of.large, of.small))
+        large, small = (_average_call_seconds(comm, _make_matmul_call(of, n, name), of) for n in (of.large, of.small))
         rate = 2 * (of.large**3 - of.small**3) / max(large - small, 1e-9)
-        flops[name], beside[name] = rate, max(small - 2 * of.small**3 / rate, 0.0)
+        flops[name], extra_seconds[name] = rate, max(small - 2 * of.small**3 / rate, 0.0)
     a, b = of.xp.ones(of.block, np.float32), of.xp.empty(of.block, np.float32)
-    memory = 2 * a.nbytes / _time_call(comm, lambda: of.xp.copyto(b, a), of)
-    half = beside[of.basis] * max(flops.values())
+    memory = 2 * a.nbytes / _average_call_seconds(comm, lambda: of.xp.copyto(b, a), of)
+    half = extra_seconds[of.basis] * max(flops.values())
     known = {"flops": flops, "memory": memory, "half": half, "gpu": of.gpu, "capacity": of.capacity}
     here = comm.all_gather_data(platform.node()).count(platform.node())
     known["cores"] = 1.0 if of.gpu else min(count_threads_per_rank(here), count_usable_cores() / here)
-    launch, overhead = _measure_overheads(comm, of, Compute(**known))
+    launch, overhead = _measure_kernel_and_step_overhead(comm, of, Compute(**known))
     kernels = KernelRates() if of.gpu else _measure_kernel_rates(comm, of)
     return Compute(**known, launch=launch, overhead=overhead, kernels=kernels)
 
@@ -144,18 +146,19 @@ def _measure_kernel_rates(comm: Communicator, of: Processors) -> KernelRates:
     Collective."""
     passes, products = {}, {}
     nothing = of.xp.zeros(1, np.float32)
-    beside = _time_call(comm, lambda: relu(of.xp, nothing), of, BRIEF)
+    call_overhead = _average_call_seconds(comm, lambda: relu(of.xp, nothing), of, SHORT_ROUND_SECONDS)
 
     def time_kernel(call: Callable[[], Any]) -> float:
-        seconds = _time_call(comm, call, of, BRIEF)
-        return max(seconds - beside, seconds / 4)
+        seconds = _average_call_seconds(comm, call, of, SHORT_ROUND_SECONDS)
+        return max(seconds - call_overhead, seconds / 4)
 
     for name in KERNELS:
         own: dict[str, list[float]] = {}
         for nbytes in (SHORT, LONG):
             sums: dict[str, tuple[float, float]] = {}
             for work, call in _pair_with_counts(
-                probes.list_passes(of.xp, name, nbytes), probes.list_passes(shapes, name, nbytes)
+                probes.list_memory_bound_calls(of.xp, name, nbytes),
+                probes.list_memory_bound_calls(shapes, name, nbytes),
             ):
                 (one,) = work.passes
                 moved, seconds = sums.get(one.kernel, (0.0, 0.0))
@@ -165,18 +168,18 @@ def _measure_kernel_rates(comm: Communicator, of: Processors) -> KernelRates:
         passes[name] = own
         grids: dict[str, list[tuple[float, ...]]] = {}
         for work, call in _pair_with_counts(
-            probes.iterate_products(of.xp, name), probes.iterate_products(shapes, name)
+            probes.iterate_matmul_calls(of.xp, name), probes.iterate_matmul_calls(shapes, name)
         ):
             most = max(work.products, key=lambda one: one.flops)  # the window position inside the field most often
             grids.setdefault(most.kernel, []).append((*get_grid_point(most), work.flops / time_kernel(call)))
         products[name] = grids
     known, name = KernelRates({}, products), KERNELS[0]
     for work, call in _pair_with_counts(
-        probes.iterate_weight_heavy(of.xp, name), probes.iterate_weight_heavy(shapes, name)
+        probes.iterate_weight_heavy_calls(of.xp, name), probes.iterate_weight_heavy_calls(shapes, name)
     ):
         (kernel,) = {one.kernel for one in work.products}
         whole, nbytes = time_kernel(call), sum(count_weight_bytes(one) * times for one, times in work.products.items())
-        rest = sum((known.compute_seconds(one, name) or 0.0) * times for one, times in work.products.items())
+        rest = sum((known.compute_product_seconds(one, name) or 0.0) * times for one, times in work.products.items())
         passes[name][WEIGHTS + kernel] = [nbytes / max(whole - rest, whole / 4)] * 2
     return KernelRates(passes, products)
 
@@ -191,15 +194,15 @@ def _pair_with_counts(
         yield work, call
 
 
-def _make_product(of: Processors, n: int, name: str) -> Callable[[], Any]:
+def _make_matmul_call(of: Processors, n: int, name: str) -> Callable[[], Any]:
     a, b = (of.xp.ones((n, n), parse_dtype(name)) for _ in range(2))
     return lambda: matmul_in_dtype(of.xp, a, b)
 
 
-def _measure_overheads(comm: Communicator, of: Processors, bare: Compute) -> tuple[float, float]:
+def _measure_kernel_and_step_overhead(comm: Communicator, of: Processors, bare: Compute) -> tuple[float, float]:
     """Return the seconds of overhead of a kernel and of a step, from steps of two small models on one rank."""
     found = []
-    for layers in LAYERS:
+    for layers in LAYER_COUNTS:
         model = nn.Sequential(*[one for _ in range(layers) for one in (nn.Linear(16, 16), nn.GELU())])
         trainer = model.as_distributed(
             loss=nn.MSELoss(), optimizer=optim.AdamW(), comm=make_single_rank_communicator(), strategy="ddp",
@@ -211,44 +214,44 @@ def _measure_overheads(comm: Communicator, of: Processors, bare: Compute) -> tup
         one = Machine(
             "one", (NetworkLevel("host", 0.0, 1.0),), Compute(bare.flops, bare.memory, launch=1.0, gpu=of.gpu)
         )
-        kernels = round(predict_runs(dry, one).seconds)
-        found.append((kernels, _time_call(comm, partial(trainer.step, x, x), of)))
+        kernels = round(predict_from_runs(dry, one).seconds)
+        found.append((kernels, _average_call_seconds(comm, partial(trainer.step, x, x), of)))
         trainer.close()
     (few, quick), (many, slow) = found
     launch = max((slow - quick) / (many - few), 1e-7)
     return launch, max(quick - few * launch, 0.0)
 
 
-def _measure_levels(comm: Communicator, of: Processors, compute: Compute) -> tuple[NetworkLevel, ...]:
+def _measure_network_levels(comm: Communicator, of: Processors, compute: Compute) -> tuple[NetworkLevel, ...]:
     """Return the levels of the network: ranks of a host, and hosts. Collective."""
     if comm.size == 1:  # no link to measure: assume that ranks of a host read each other's memory
         return (NetworkLevel("host", 2e-5, compute.memory / 4),)
     node = find_node_communicator(comm)
     hosts = len(node.ranks_by_host) if node is not None else 1
     here = comm if hosts == 1 or node is None else comm.subgroup(node.ranks_on_host)
-    levels = [NetworkLevel("host", *_measure_link(here, of), ranks=here.size)] if here.size > 1 else []
+    levels = [NetworkLevel("host", *_measure_latency_and_bandwidth(here, of), ranks=here.size)] if here.size > 1 else []
     if hosts > 1 or not levels:
-        levels.append(NetworkLevel("system", *_measure_link(comm, of)))
+        levels.append(NetworkLevel("system", *_measure_latency_and_bandwidth(comm, of)))
     return tuple(levels)
 
 
-def _measure_link(comm: Communicator, of: Processors) -> tuple[float, float]:
+def _measure_latency_and_bandwidth(comm: Communicator, of: Processors) -> tuple[float, float]:
     """Return latency in seconds and bandwidth in bytes per second of one rank, from short and long all-reduces of all
     ranks. Collective."""
     seconds = []
-    for elements in SIZES:
+    for elements in ALL_REDUCE_ELEMENTS:
         array = of.xp.zeros(elements, np.float32)
-        seconds.append(_time_call(comm, partial(_all_reduce, comm, array), of))
+        seconds.append(_average_call_seconds(comm, partial(_all_reduce_and_wait, comm, array), of))
     short, long = seconds
-    sent = 2 * 4 * SIZES[1] * (comm.size - 1) / comm.size
+    sent = 2 * 4 * ALL_REDUCE_ELEMENTS[1] * (comm.size - 1) / comm.size
     return short / (2 * ceil(log2(comm.size))), sent / max(long - short, 1e-9)
 
 
-def _all_reduce(comm: Communicator, array: Any) -> None:
+def _all_reduce_and_wait(comm: Communicator, array: Any) -> None:
     comm.all_reduce(array, ReduceOp.SUM).wait()
 
 
-def format_machine(machine: Machine) -> str:
+def format_machine_file(machine: Machine) -> str:
     """Return the text of the machine file."""
     compute = machine.compute
     flops = ", ".join(f"{name} = {value:.4g}" for name, value in compute.flops.items())
@@ -265,10 +268,10 @@ def format_machine(machine: Machine) -> str:
         lines += [f"contention = {level.contention:g}"] if level.contention else []
     if machine.disk is not None:
         lines += ["", "[disk]", *[f"{key} = {value:.4g}" for key, value in vars(machine.disk).items() if value < inf]]
-    return "\n".join([*lines, *_format_kernel_rates(compute.kernels)]) + "\n"
+    return "\n".join([*lines, *_iterate_kernel_rate_lines(compute.kernels)]) + "\n"
 
 
-def _format_kernel_rates(rates: KernelRates) -> Iterator[str]:
+def _iterate_kernel_rate_lines(rates: KernelRates) -> Iterator[str]:
     """Yield the lines of the kernel tables: bytes per second of short and long calls, and grids of FLOP per second."""
     for name, passes in rates.passes.items():
         yield from ("", f"[kernels.passes.{name}]")

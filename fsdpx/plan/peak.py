@@ -25,14 +25,14 @@ from fsdpx.core.trainer.out_of_memory import FITTING_SHARE, iterate_cheaper_opti
 from fsdpx.errors import FsdpxError
 from fsdpx.ext.fields.grid import Grid
 from fsdpx.ext.offload.choice import OffloadConfig
-from fsdpx.plan.printed import format_grid, wrap_prose
+from fsdpx.plan.printed import format_narrow_table, wrap_prose
 
 __all__ = [
     "ACTIVATION_BYTES_PER_GAP_BYTE",
     "Holding",
     "MemoryPeak",
     "OptionChange",
-    "find_peak",
+    "find_memory_peak",
     "format_changes",
     "format_mesh_arguments",
     "format_option",
@@ -46,21 +46,21 @@ ROW_MEANINGS = {
     "statistic": "running statistics",
 }  # fmt: skip
 """Kind of a ledger row -> its description; other rows show their kind."""
-LENT_MEANINGS = {"full": "gathered parameters", "grad": "gradients of whole pages"}
+SLAB_MEANINGS = {"full": "gathered parameters", "grad": "gradients of whole pages"}
 """Kind of slot -> description of buffers that programs plan."""
 ACTIVATION_MEANINGS = {
     "saved": "kept for backward", "held": "kept to compute it once more", "kept": "kept for gradients of parameters",
     "dact": "gradients of values", "act": "values between units",
 }  # fmt: skip
 """Kind of slot -> description of activations. An array in slots of several kinds counts in the first."""
-OF_UNITS = ("saved", "held", "kept")
+UNIT_SLOT_KINDS = ("saved", "held", "kept")
 """Kinds of slots that are numbered by unit; others are numbered by value."""
 BATCH = "the batch"
 ACTIVATION_BYTES_PER_GAP_BYTE = 16
 """At the peak the gaps in the heap between activations take one byte for this many bytes of activations: the heap is
 never returned to the system (see core/array/arena.py) and activations are not moved. Measured on transformers at 1 to 4
 ranks, where the ratio is 1/20 to 1/7."""
-SHOWN, WIDE = 4, 76
+MAX_UNITS_SHOWN, MAX_UNITS_WIDTH = 4, 76
 """Units that a table row shows at most, and their width in characters."""
 
 
@@ -117,7 +117,7 @@ class MemoryPeak:
             (f"{one.kind}: {one.what}", format_bytes(one.nbytes), _format_units(one.units))
             for one in sorted(self.holdings, key=lambda one: (kinds.index(one.kind), -one.nbytes))
         ]
-        text = format_grid(("held then", "bytes", "by unit"), rows, words=True)
+        text = format_narrow_table(("held then", "bytes", "by unit"), rows, words=True)
         return f"{wrap_prose(f'{head}action {self.number} of {self.actions}', '  ')}\n{text}"
 
     def to_json(self) -> dict[str, Any]:
@@ -137,11 +137,11 @@ def _format_units(units: Iterable[tuple[str, int]]) -> str:
         many = names[0] if len(names) == 1 else f"{len(names)} units, {names[0]} to {names[-1]},"
         parts.append((nbytes * len(names), f"{many} {format_bytes(nbytes)}" + " each" * (len(names) > 1)))
     most = [words for _, words in sorted(parts, key=lambda part: -part[0])]
-    shown = next((n for n in range(SHOWN, 0, -1) if len(", ".join(most[:n])) <= WIDE), 1)
+    shown = next((n for n in range(MAX_UNITS_SHOWN, 0, -1) if len(", ".join(most[:n])) <= MAX_UNITS_WIDTH), 1)
     return ", ".join(most[:shown]) + ", ..." * (len(most) > shown)
 
 
-def find_peak(engine: Engine, watch: HeapRecorder) -> MemoryPeak:
+def find_memory_peak(engine: Engine, watch: HeapRecorder) -> MemoryPeak:
     """Return the moment of a run on shapes at which the rank held most memory."""
     program, state = watch.program, engine.state
     assert program is not None
@@ -149,8 +149,8 @@ def find_peak(engine: Engine, watch: HeapRecorder) -> MemoryPeak:
     alive = [life for life in find_buffer_lifetimes(state, program) if life.start <= watch.action_at_peak <= life.stop]
     found = [
         *_iterate_persistent_holdings(state, watch.peak_heap_bytes - watch.peak_activation_bytes),
-        *_iterate_lent_buffers(state, alive),
-        *_iterate_activations(state, watch),
+        *_iterate_slab_holdings(state, alive),
+        *_iterate_activation_holdings(state, watch),
     ]
     words = (
         str(action),
@@ -161,7 +161,7 @@ def find_peak(engine: Engine, watch: HeapRecorder) -> MemoryPeak:
     return MemoryPeak(*words, tuple(one for one in found if one.nbytes))
 
 
-def _iterate_activations(state: TrainState, watch: HeapRecorder) -> Iterator[Holding]:
+def _iterate_activation_holdings(state: TrainState, watch: HeapRecorder) -> Iterator[Holding]:
     """Yield the activations at the peak by purpose, with the units that made them."""
     units = state.placement.layout.units
     makers = {value: unit.index for unit in units for value in unit.outputs}
@@ -173,7 +173,7 @@ def _iterate_activations(state: TrainState, watch: HeapRecorder) -> Iterator[Hol
             if slot.kind == kind:
                 nbytes = sum(n for root, n in held.items() if root not in known)
                 assert slot.at is not None
-                owners[slot.at if kind in OF_UNITS else makers.get(slot.at, 0)] += nbytes
+                owners[slot.at if kind in UNIT_SLOT_KINDS else makers.get(slot.at, 0)] += nbytes
                 known |= held.keys()
         of_units = tuple((units[n].name, owners[n]) for n in sorted(owners) if owners[n])
         found.append(Holding("activations", what, sum(owners.values()), of_units))
@@ -196,7 +196,7 @@ def _iterate_persistent_holdings(state: TrainState, parts: int) -> Iterator[Hold
     yield from (Holding(kind, what, nbytes) for (kind, what), nbytes in found.items())
 
 
-def _iterate_lent_buffers(state: TrainState, alive: Iterable[BufferLifetime]) -> Iterator[Holding]:
+def _iterate_slab_holdings(state: TrainState, alive: Iterable[BufferLifetime]) -> Iterator[Holding]:
     """Yield the buffers of the program that are alive at the peak by purpose, and the rest of their slab."""
     units = state.placement.layout.units
     owners = {page: unit.name for unit in reversed(units) for page in unit.pages}
@@ -207,7 +207,7 @@ def _iterate_lent_buffers(state: TrainState, alive: Iterable[BufferLifetime]) ->
         memory = SLOTS[slot.kind].memory
         name = units[slot.at].name if memory == "activations" else owners[slot.at]
         usual = "buffers of collectives" if memory == "scratch" else f"{memory} from disk"
-        found.setdefault(LENT_MEANINGS.get(slot.kind, usual), []).append((name, life.nbytes))
+        found.setdefault(SLAB_MEANINGS.get(slot.kind, usual), []).append((name, life.nbytes))
     held = [Holding("working set", what, sum(n for _, n in units), tuple(units)) for what, units in found.items()]
     yield from held
     yield Holding("working set", "free then", state.arena.slab_nbytes - sum(one.nbytes for one in held))
@@ -255,18 +255,18 @@ class OptionChange(NamedTuple):
         return self._asdict() | {"options": {name: format_option(value) for name, value in self.options.items()}}
 
 
-Counted = tuple[int, float | None]
+PeakAndSeconds = tuple[int, float | None]
 """Bytes of the peak, and seconds of a step, None if not known."""
 
 
 def list_lowering_changes(
-    now: Mapping[str, Any], rows: int, count: Callable[[dict[str, Any]], Counted]
+    now: Mapping[str, Any], rows: int, count: Callable[[dict[str, Any]], PeakAndSeconds]
 ) -> list[OptionChange]:
     """Return the single option changes that lower the peak, lowest peak first.
 
     now: the current options. rows: samples of a rank. count: function that returns the peak with changed options."""
     least, found = count({})[0], []
-    for options in _iterate_changes(now, rows):
+    for options in _iterate_option_changes(now, rows):
         try:
             one = OptionChange(options, *count(options))
         except FsdpxError:  # not possible for this model and these ranks
@@ -276,7 +276,7 @@ def list_lowering_changes(
     return sorted(found, key=lambda one: one.nbytes)
 
 
-def _iterate_changes(now: Mapping[str, Any], rows: int) -> Iterator[dict[str, Any]]:
+def _iterate_option_changes(now: Mapping[str, Any], rows: int) -> Iterator[dict[str, Any]]:
     """Yield changes of one option, or of options that belong together, that may lower the peak."""
     mesh, names = now.get("mesh"), set[str]()
     for name, value in iterate_cheaper_options(now, rows):
@@ -303,4 +303,4 @@ def format_changes(changes: Sequence[OptionChange], seconds: float | None = None
         step = "not known" if seconds is None or one.seconds is None else f"{one.seconds / seconds - 1:+.1%}"
         rows.append((format_bytes(one.nbytes), *([step] if seconds is not None else []), one.python_text))
     head = "lowered to", *(["step"] if seconds is not None else []), "by this alone"
-    return format_grid(head, rows, words=True)
+    return format_narrow_table(head, rows, words=True)

@@ -23,7 +23,7 @@ from fsdpx.plan.machine import Machine
 from fsdpx.plan.peak import ACTIVATION_BYTES_PER_GAP_BYTE, MemoryPeak, OptionChange, list_lowering_changes
 from fsdpx.plan.world_step import RankClass, WorldStep, make_world_step
 
-__all__ = ["Prediction", "disable_gc", "dry_run_classes", "predict", "predict_runs", "predict_step"]
+__all__ = ["Prediction", "disabling_gc", "dry_run_classes", "predict", "predict_from_runs", "predict_step"]
 
 PROCESS_BYTES = 66 << 20
 """Bytes of a process before it trains anything: interpreter, libraries and MPI, as measured with CPython 3.11."""
@@ -98,7 +98,7 @@ class Prediction:
         Each change costs a prediction of its own."""
         step = self.step
 
-        def count_peak(changes: dict[str, Any]) -> tuple[int, float | None]:
+        def predict_peak(changes: dict[str, Any]) -> tuple[int, float | None]:
             found = self
             if changes:
                 other = WorldStep.from_options(step.model, step.batch, step.mesh.size, step.options | changes)
@@ -106,7 +106,9 @@ class Prediction:
             known = "offload" not in changes or self.machine.disk is not None
             return found.memory, found.seconds if known else None
 
-        return list_lowering_changes(step.options, step.count_rows_of_member(step.member_count - 1), count_peak)
+        return list_lowering_changes(
+            step.options, step.count_samples_of_group(step.sample_group_count - 1), predict_peak
+        )
 
     @property
     def bubble_share(self) -> float:
@@ -168,7 +170,7 @@ def predict(
 
 
 @contextmanager
-def disable_gc() -> Iterator[None]:
+def disabling_gc() -> Iterator[None]:
     """Return a context in which Python's garbage collector is off: dry runs make many small objects and drop few."""
     on = gc.isenabled()
     gc.disable()
@@ -180,21 +182,21 @@ def disable_gc() -> Iterator[None]:
 
 
 def dry_run_classes(model: nn.Layer, batch: tuple[Any, ...], ranks: int, gpu: bool, **options: Any) -> StepDryRuns:
-    """Return the dry runs of a step, for `predict_runs` and `StepDryRuns.make_memory_curves`.
+    """Return the dry runs of a step, for `predict_from_runs` and `StepDryRuns.make_memory_curves`.
 
     gpu: whether ranks are GPUs. options: those of `predict`."""
     step = make_world_step(model, batch, ranks, gpu, options)
-    return StepDryRuns.from_step(step, step.count_simulated()[0])
+    return StepDryRuns.from_step(step, step.count_simulated_microbatches()[0])
 
 
 def predict_step(step: WorldStep, machine: Machine) -> Prediction:
     """Return the prediction of a step on a machine. ConfigError if it has too few ranks."""
     step.make_step_times(machine)  # raises before anything runs if there are too few ranks
-    with memoizing(), disable_gc():
-        return predict_runs(StepDryRuns.from_step(step, step.count_needed()), machine)
+    with memoizing(), disabling_gc():
+        return predict_from_runs(StepDryRuns.from_step(step, step.count_dry_run_microbatches()), machine)
 
 
-def predict_runs(dry: StepDryRuns, machine: Machine) -> Prediction:
+def predict_from_runs(dry: StepDryRuns, machine: Machine) -> Prediction:
     """Return the prediction of finished dry runs on a machine."""
     step, overhead = dry.step, machine.compute.overhead
     seconds, parts, events = dry.extrapolate_step(step.make_step_times(machine))

@@ -11,7 +11,7 @@ from fsdpx.core.program import VERBS, Action, ActionEvent
 from fsdpx.core.program.simulator import simulate_programs_by_rank
 from fsdpx.core.program.verbs import get_partner_verb
 from fsdpx.plan.time_model import StepTimes
-from fsdpx.plan.world_step import RankDryRun, find_known_action
+from fsdpx.plan.world_step import RankDryRun, find_action_that_ran
 
 __all__ = ["ActionPrice", "StepClock"]
 
@@ -39,7 +39,7 @@ class StepClock:
 
     def price_action(self, rank: int, action: Action) -> ActionPrice:
         """Return the price of an action on a rank of the pipe."""
-        return self._known(rank, find_known_action(action, self._few))
+        return self._known(rank, find_action_that_ran(action, self._few))
 
     def _compute_price(self, rank: int, action: Action) -> ActionPrice:
         """Return the price of an action that ran. A receive is free: its send is priced by the ranks at both ends."""
@@ -50,7 +50,7 @@ class StepClock:
             edge = self._stage.edge_of(action)
             sender, receiver = (self.runs[at].found.rank for at in (edge.sender, edge.receiver))
             nbytes = sum(nbytes for _, _, _, nbytes in cost.calls)
-            return ActionPrice(0.0, {"pipe": self._timing.message_seconds(sender, receiver, nbytes)})
+            return ActionPrice(0.0, {"pipe": self._timing.compute_message_seconds(sender, receiver, nbytes)})
         return ActionPrice(*self._timing.price_action(cost))
 
     def time_programs(self, microbatches: int) -> tuple[float, list[list[ActionEvent]]]:
@@ -61,12 +61,12 @@ class StepClock:
         )
         return max(event.end for row in rows for event in row), rows
 
-    def average_parts(self, rows: list[list[ActionEvent]], end: float) -> dict[str, float]:
+    def average_seconds_by_cause(self, rows: list[list[ActionEvent]], end: float) -> dict[str, float]:
         """Return the seconds of a step by cause, averaged over the ranks of the pipe. end: seconds of the step."""
         ways = [
             (partial(self.price_action, rank), partial(self._get_transfer_seconds, rank)) for rank in range(len(rows))
         ]
-        shares = [_split_seconds(row, end, *both) for row, both in zip(rows, ways, strict=True)]
+        shares = [_split_seconds_by_cause(row, end, *both) for row, both in zip(rows, ways, strict=True)]
         names = dict.fromkeys(name for share in shares for name in share)
         return {name: sum(share.get(name, 0.0) for share in shares) / len(shares) for name in names}
 
@@ -81,10 +81,13 @@ class StepClock:
         return self.price_action(self._stage.edge_of(sent).sender, sent).total_seconds
 
 
-def _split_seconds(
-    row: list[ActionEvent], end: float, price: Callable[[Action], ActionPrice], way: Callable[[Action], float]
+def _split_seconds_by_cause(
+    row: list[ActionEvent],
+    end: float,
+    price: Callable[[Action], ActionPrice],
+    transfer_seconds: Callable[[Action], float],
 ) -> dict[str, float]:
-    """Return the seconds of one rank by what it did or waited for. way: seconds in flight, see
+    """Return the seconds of one rank by what it did or waited for. transfer_seconds: seconds in flight, see
     `StepClock._get_transfer_seconds`."""
     parts = {"compute": 0.0, "optimiser": 0.0}
 
@@ -99,7 +102,7 @@ def _split_seconds(
             continue
         gap, cause = event.start - free, moving.get(event.start)
         if gap > 0 and cause is not None:
-            travel = min(way(cause), gap)
+            travel = min(transfer_seconds(cause), gap)
             add_seconds(VERBS[cause.op].moves[0].axis, travel)
             gap -= travel
         add_seconds("bubble", max(gap, 0.0))

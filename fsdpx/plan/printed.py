@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from fsdpx.errors import escape_control
 
-__all__ = ["COLUMNS", "format_call", "format_grid", "wrap_prose"]
+__all__ = ["COLUMNS", "format_narrow_table", "wrap_prose", "wrap_python_call"]
 
 COLUMNS = 80
 """Width of a terminal; no line is longer."""
@@ -20,14 +20,14 @@ def wrap_prose(text: str, indent: str = "") -> str:
     return escape_control("\n".join(wrapped))
 
 
-def format_grid(head: Sequence[str], rows: Sequence[Sequence[str]], words: bool = False) -> str:
+def format_narrow_table(head: Sequence[str], rows: Sequence[Sequence[str]], words: bool = False) -> str:
     """Return a table with the first column left-aligned and numbers right-aligned.
 
     words: the last column is text, left-aligned; if it would exceed the width of a terminal, it goes below each row, so
     that no cell is broken."""
     cut = len(head) - words
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(cut)]
-    lines = [_format_cells(row[:cut], widths) for row in (head, *rows)]
+    lines = [_pad_cells(row[:cut], widths) for row in (head, *rows)]
     last = [row[-1] if words else "" for row in (head, *rows)]
     wide = max(len(line) + len(GAP) + len(text) for line, text in zip(lines, last, strict=True))
     if wide <= COLUMNS:
@@ -38,22 +38,22 @@ def format_grid(head: Sequence[str], rows: Sequence[Sequence[str]], words: bool 
     return escape_control("\n".join([lines[0].rstrip(), "-" * len(lines[0]), *pairs]))
 
 
-def _format_cells(cells: Sequence[str], widths: Sequence[int]) -> str:
+def _pad_cells(cells: Sequence[str], widths: Sequence[int]) -> str:
     right = (cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True))
     return GAP.join([cells[0].ljust(widths[0]), *right])
 
 
-def format_call(code: str, indent: int = 0, end: str = "") -> str:
+def wrap_python_call(code: str, indent: int = 0, end: str = "") -> str:
     """Return a call in Python, with one argument per line if it does not fit into one line."""
     line = " " * indent + code + end
     if len(line) <= COLUMNS or "(" not in code:
         return line
     start, stop = code.index("("), code.rindex(")")
-    inside = [format_call(one, indent + len(DEEPER), ",") for one in _split_arguments(code[start + 1 : stop])]
+    inside = [wrap_python_call(one, indent + len(DEEPER), ",") for one in _iterate_arguments(code[start + 1 : stop])]
     return "\n".join([" " * indent + code[: start + 1], *inside, " " * indent + code[stop:] + end])
 
 
-def _split_arguments(code: str) -> Iterator[str]:
+def _iterate_arguments(code: str) -> Iterator[str]:
     """Yield the arguments of a call, split at the commas outside of brackets."""
     depth, begin = 0, 0
     for at, letter in enumerate(code):

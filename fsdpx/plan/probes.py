@@ -18,7 +18,7 @@ from fsdpx.ext.fields.kernels import WindowStrides
 from fsdpx.nn.gradient_accumulation import accumulation_dtype
 from fsdpx.optim import ShardSegment, ShardSegments
 
-__all__ = ["iterate_products", "iterate_weight_heavy", "list_passes"]
+__all__ = ["iterate_matmul_calls", "iterate_weight_heavy_calls", "list_memory_bound_calls"]
 
 Call = Callable[[], Any]
 
@@ -28,7 +28,7 @@ PAIRS = WindowStrides((2, 2), (2, 2), (1, 1), (0, 0), 1)
 """Windows of pooling kernels."""
 
 
-def list_passes(xp: Any, name: str, nbytes: int) -> list[Call]:
+def list_memory_bound_calls(xp: Any, name: str, nbytes: int) -> list[Call]:
     """Return calls of each kernel that is bound by memory, in format `name`, that read and write about `nbytes`
     each."""
     kind = parse_dtype(name)
@@ -36,12 +36,12 @@ def list_passes(xp: Any, name: str, nbytes: int) -> list[Call]:
     a, b, c = (xp.full((n, WIDTH), 0.5, dtype=kind) for _ in range(3))
     return [
         lambda: a * b, lambda: xp.exp(a), lambda: xp.sum(a, axis=1, dtype=np.float64), lambda: xp.copyto(c, a),
-        *_list_elementwise(xp, a, b, c), *_list_rowwise(xp, a, b), *_list_channel_norms(xp, n, kind),
-        *_list_pools(xp, n, kind), *_list_state_updates(xp, n, kind),
+        *_list_elementwise_calls(xp, a, b, c), *_list_rowwise_calls(xp, a, b), *_list_channel_norm_calls(xp, n, kind),
+        *_list_pool_calls(xp, n, kind), *_list_cast_and_update_calls(xp, n, kind),
     ]  # fmt: skip
 
 
-def _list_elementwise(xp: Any, a: Any, b: Any, c: Any) -> list[Call]:
+def _list_elementwise_calls(xp: Any, a: Any, b: Any, c: Any) -> list[Call]:
     k, row = kernels, xp.full((WIDTH,), 0.5, dtype=a.dtype)
     return [
         lambda: k.relu(xp, a), lambda: k.relu_backward(xp, a, b), lambda: k.sigmoid(xp, a), lambda: k.silu(xp, a),
@@ -52,7 +52,7 @@ def _list_elementwise(xp: Any, a: Any, b: Any, c: Any) -> list[Call]:
     ]  # fmt: skip
 
 
-def _list_rowwise(xp: Any, a: Any, b: Any) -> list[Call]:
+def _list_rowwise_calls(xp: Any, a: Any, b: Any) -> list[Call]:
     """Return calls of norms, softmax, losses and other kernels on rows."""
     k, total = kernels, accumulation_dtype(a.dtype)
     w = xp.full((WIDTH,), 0.5, dtype=a.dtype)
@@ -76,7 +76,7 @@ def _make_field(xp: Any, samples: int, cells: tuple[int, ...], channels: int, ki
     return xp.moveaxis(xp.full((samples, *cells, channels), 0.5, dtype=kind), -1, 1)
 
 
-def _list_channel_norms(xp: Any, n: int, kind: Any) -> list[Call]:
+def _list_channel_norm_calls(xp: Any, n: int, kind: Any) -> list[Call]:
     """Return calls of the norm kernels of fields."""
     k, cells = kernels, (8, n * WIDTH // CHANNELS // 16)
     x, dy = (_make_field(xp, 2, cells, CHANNELS, kind) for _ in range(2))
@@ -88,7 +88,7 @@ def _list_channel_norms(xp: Any, n: int, kind: Any) -> list[Call]:
     ]  # fmt: skip
 
 
-def _list_pools(xp: Any, n: int, kind: Any) -> list[Call]:
+def _list_pool_calls(xp: Any, n: int, kind: Any) -> list[Call]:
     k, cells = field_kernels, (16, n * WIDTH // CHANNELS // 16)
     half, x = (cells[0] // 2, cells[1] // 2), _make_field(xp, 1, cells, CHANNELS, kind)
     dy, winner = (_make_field(xp, 1, half, CHANNELS, one) for one in (kind, np.int32))
@@ -99,7 +99,7 @@ def _list_pools(xp: Any, n: int, kind: Any) -> list[Call]:
     ]  # fmt: skip
 
 
-def _list_state_updates(xp: Any, n: int, kind: Any) -> list[Call]:
+def _list_cast_and_update_calls(xp: Any, n: int, kind: Any) -> list[Call]:
     """Return conversions between the format and its accumulation format, and parameter updates in formats of at least
     32 bits."""
     size, total = n * WIDTH, accumulation_dtype(kind)
@@ -107,11 +107,11 @@ def _list_state_updates(xp: Any, n: int, kind: Any) -> list[Call]:
     calls = [lambda: kernels.store(xp, short, long), lambda: kernels.store(xp, long, short)][: 2 * (kind != total)]
     if kind == total:
         p, g, *slots = (xp.full((size,), 0.5, dtype=kind) for _ in range(4))
-        calls.append(lambda: _run_update(xp, p, g, dict(zip(("m", "v"), slots, strict=True))))
+        calls.append(lambda: _run_or_count_update(xp, p, g, dict(zip(("m", "v"), slots, strict=True))))
     return calls
 
 
-def _run_update(xp: Any, p: Any, g: Any, slots: dict[str, Any]) -> None:
+def _run_or_count_update(xp: Any, p: Any, g: Any, slots: dict[str, Any]) -> None:
     if getattr(xp, "holds_no_data", False):
         record_traffic(p, g, *slots.values(), p, *slots.values(), kernel="update")
         return
@@ -119,7 +119,7 @@ def _run_update(xp: Any, p: Any, g: Any, slots: dict[str, Any]) -> None:
     adam.update(xp, p, g, slots, lr=1e-3, step=1, segments=ShardSegments((ShardSegment("p", 0, p.size, 0, p.size),)))
 
 
-ENDS = (2, 8, 32)
+CHANNEL_COUNTS = (2, 8, 32)
 """Input and output channels of convolutions."""
 CELL, LINE, CUBE, IMAGE = (1,), (3,), (3, 3, 3), (3, 3)
 """Windows of convolutions, of 1, 3, 27 and 9 cells."""
@@ -129,41 +129,42 @@ FIELDS: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {
 }  # fmt: skip
 """Window -> sizes of fields: with short rows, whose windows often reach beyond the ends, and with long rows. Lines and
 cubes of equal row length have equally many windows per row."""
-APART = (LINE, (1024,)), (CUBE, (8, 8, 16))
+DEPTHWISE_CASES = (LINE, (1024,)), (CUBE, (8, 8, 16))
 """Windows and fields of depthwise convolutions."""
-NUMBERS = 1 << 18
+ELEMENTS = 1 << 18
 """Approximate number of elements of a field, all samples together: large enough that the Python code around a call does
 not matter."""
 
 
-def iterate_products(xp: Any, name: str) -> Iterator[Call]:
+def iterate_matmul_calls(xp: Any, name: str) -> Iterator[Call]:
     """Yield calls of each kernel that consists of matrix products, at the points of its grid.
 
     Convolutions in 16 bits are left out: they are those in float32 and two casts."""
     kind = parse_dtype(name)
-    yield from _iterate_attention(xp, kind)
+    yield from _iterate_attention_calls(xp, kind)
     if kind.itemsize == 2:
         return
-    for window, ends in ((LINE, ENDS), (CUBE, ENDS), (IMAGE, (16, 64)), (CELL, ENDS)):
+    for window, ends in ((LINE, CHANNEL_COUNTS), (CUBE, CHANNEL_COUNTS), (IMAGE, (16, 64)), (CELL, CHANNEL_COUNTS)):
         for inner, outer, cells in product(ends, ends, FIELDS[window]):
-            yield from _iterate_convolutions(xp, kind, inner, outer, window, cells, numbers=NUMBERS * (window != CELL))
-    for apart, field in APART:
-        yield from _iterate_convolutions(xp, kind, CHANNELS, CHANNELS, apart, field, CHANNELS)
+            numbers = ELEMENTS * (window != CELL)
+            yield from _iterate_convolution_calls(xp, kind, inner, outer, window, cells, numbers=numbers)
+    for apart, field in DEPTHWISE_CASES:
+        yield from _iterate_convolution_calls(xp, kind, CHANNELS, CHANNELS, apart, field, CHANNELS)
 
 
 MANY = 256
 """Channels of convolutions on a few cells, whose weights take as long as their products."""
 
 
-def iterate_weight_heavy(xp: Any, name: str) -> Iterator[Call]:
+def iterate_weight_heavy_calls(xp: Any, name: str) -> Iterator[Call]:
     """Yield calls of convolutions with few cells and many weights."""
     for window, cells, few in ((CUBE, (2, 2, 2), 8), (IMAGE, (4, 4), 512)):
-        yield from _iterate_convolutions(xp, parse_dtype(name), MANY, MANY, window, cells, numbers=few * MANY)
+        yield from _iterate_convolution_calls(xp, parse_dtype(name), MANY, MANY, window, cells, numbers=few * MANY)
 
 
-def _iterate_convolutions(
+def _iterate_convolution_calls(
     xp: Any, kind: Any, inner: int, outer: int, window: tuple[int, ...], cells: tuple[int, ...], groups: int = 1,
-    numbers: int = NUMBERS,
+    numbers: int = ELEMENTS,
 ) -> Iterator[Call]:  # fmt: skip
     """Yield the forward of a convolution, its backward for inputs and its backward for parameters."""
     samples = max(numbers // (prod(cells) * max(inner, outer)), 1)
@@ -181,7 +182,7 @@ HEADS = (4, 256, 64)
 """Heads, positions and features of attention."""
 
 
-def _iterate_attention(xp: Any, kind: Any) -> Iterator[Call]:
+def _iterate_attention_calls(xp: Any, kind: Any) -> Iterator[Call]:
     q, k, v, do = (xp.full((1, *HEADS), 0.01, dtype=kind) for _ in range(4))
     yield lambda: kernels.attention(xp, q, k, v, True, 0.125)
     o, lse = kernels.attention(xp, q, k, v, True, 0.125)

@@ -15,9 +15,9 @@ from fsdpx.plan.grounds import list_unmeasured
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.peak import format_mesh_arguments, format_option, format_options
 from fsdpx.plan.prediction import Prediction
-from fsdpx.plan.printed import format_call, format_grid, wrap_prose
+from fsdpx.plan.printed import format_narrow_table, wrap_prose, wrap_python_call
 
-__all__ = ["MAX_SHOWN", "Candidate", "Plan", "divides_evenly"]
+__all__ = ["MAX_SHOWN", "Candidate", "Plan", "can_split_evenly"]
 
 MAX_SHOWN = 5
 """Number of rows of a table, and of reasons for refusals."""
@@ -81,7 +81,7 @@ class Candidate:
         numbers = (
             f"{found.seconds:.4g} s",
             format_bytes(found.memory),
-            _format_fits(found.memory, limit),
+            _format_whether_fits(found.memory, limit),
             format_bytes(sent),
         )
         return (self.label, *numbers, self.other_options)
@@ -92,7 +92,7 @@ CLOSE_TIME_FACTOR = 1.02
 """Configurations within this factor of the fastest one count as equally fast: no prediction is more accurate."""
 
 
-def _format_fits(nbytes: int, limit: int | None) -> str:
+def _format_whether_fits(nbytes: int, limit: int | None) -> str:
     return "?" if limit is None else "yes" if nbytes <= limit else "NO"
 
 
@@ -162,7 +162,7 @@ class Plan:
         if isinstance(space, tuple):
             even = f"fsdpx.Grid.from_shape({self.cells}, {space}, fsdpx.rank()).local_shape"
             own = tuple(n // width for n, width in zip(self.cells, space, strict=True))
-            part = own if divides_evenly(space, self.cells) else even
+            part = own if can_split_evenly(space, self.cells) else even
             layout = "c" + LETTERS[3 - len(space) :]
             grid = f"fsdpx.Grid(fsdpx.init(), {part}, dims={space}, layout={layout!r})"
             words = words.replace(f"domain={space}", f"domain={grid}")
@@ -203,38 +203,39 @@ class Plan:
         -------
         str : what `print(plan)` shows
         """
-        close = [one.label for one in self._list_quickest_of_kinds() if self._is_close(one)]
+        close = [one.label for one in self._list_fastest_of_each_kind() if self._is_as_fast_as_best(one)]
         first = [
             wrap_prose(self.answer_text),
             *(wrap_prose(f"not measured: {why}", "  ") for why in list_unmeasured(self.best_candidate.prediction)),
         ]
         first += [wrap_prose(f"as quick within {CLOSE_TIME_FACTOR - 1:.0%}: {', '.join(close)}", "  ")] if close else []
         what = f"{about}; " * bool(about) + f"batch {self.samples} on {self.rank_count} ranks of {self.machine.name}"
-        rows = self.candidates[:MAX_SHOWN], self._list_quickest_of_kinds()
-        tables = (format_grid(HEAD, [one.format_row(self.memory) for one in some], words=True) for some in rows)
+        rows = self.candidates[:MAX_SHOWN], self._list_fastest_of_each_kind()
+        tables = (format_narrow_table(HEAD, [one.format_row(self.memory) for one in some], words=True) for some in rows)
         quickest, kinds = tables
         parts = [
             "\n".join(first), wrap_prose(what), f"the quickest, with what a rank holds and sends\n{quickest}",
-            f"the quickest of each kind\n{kinds}", format_call(self.python_line), self.run_file_text,
-            self._format_limits(), f"on other numbers of ranks, with the same global batch\n{self._format_scaling()}",
-            *self._format_left_out(),
-            wrap_prose(f"where the time goes: {self.best_candidate.prediction}", "  ") + self._format_process(),
+            f"the quickest of each kind\n{kinds}", wrap_python_call(self.python_line), self.run_file_text,
+            self._format_largest_that_fit(),
+            f"on other numbers of ranks, with the same global batch\n{self._format_scaling_table()}",
+            *self._list_search_paragraphs(),
+            wrap_prose(f"where the time goes: {self.best_candidate.prediction}", "  ") + self._format_process_memory(),
         ]  # fmt: skip
         return "\n\n".join(parts)
 
-    def _list_quickest_of_kinds(self) -> list[Candidate]:
+    def _list_fastest_of_each_kind(self) -> list[Candidate]:
         """Return the fastest configuration of each kind: first kinds that fit, then kinds that do not, each sorted by
         time."""
         large = {
             one.summary: one
-            for one in sorted(self.large, key=_sort_key, reverse=True)
+            for one in sorted(self.large, key=_make_sort_key, reverse=True)
             if one.summary not in self.best_by_kind
         }
         return sorted(
-            (*self.best_by_kind.values(), *large.values()), key=lambda one: (one in self.large, _sort_key(one))
+            (*self.best_by_kind.values(), *large.values()), key=lambda one: (one in self.large, _make_sort_key(one))
         )
 
-    def _is_close(self, one: Candidate) -> bool:
+    def _is_as_fast_as_best(self, one: Candidate) -> bool:
         """Return whether a configuration of another kind fits and is as fast as the best one within
         `CLOSE_TIME_FACTOR`."""
         best, fits = self.best_candidate, one not in self.large
@@ -244,7 +245,7 @@ class Plan:
             and one.prediction.seconds <= CLOSE_TIME_FACTOR * best.prediction.seconds
         )
 
-    def _format_left_out(self) -> list[str]:
+    def _list_search_paragraphs(self) -> list[str]:
         """Return paragraphs about what was searched, what was refused and why, and what was ruled out."""
         reasons: dict[str, list[str]] = {}
         for words, why in self.rejected:
@@ -256,14 +257,14 @@ class Plan:
         ruled = f"ruled out, since their layers alone take longer: {len(self.slow)}, such as"
         return found if slow is None else [*found, wrap_prose(f"{ruled} {slow[0]}, at least {slow[1]:.4g} s", "  ")]
 
-    def _format_process(self) -> str:
+    def _format_process_memory(self) -> str:
         """Return a line with the memory of a rank's whole process; "" for GPUs."""
         nbytes = self.best_candidate.prediction.process_bytes
         more = f", more than the {format_bytes(self.memory or 0)} there are" * (nbytes > (self.memory or nbytes))
         words = f"with interpreter, libraries and MPI a process takes {format_bytes(nbytes)}{more}"
         return "" if self.machine.compute.gpu else f"\n{wrap_prose(words, '  ')}"
 
-    def _format_limits(self) -> str:
+    def _format_largest_that_fit(self) -> str:
         """Return lines with the largest batch, size and depth that fit, and the options they need."""
         what = "sequences" if len(self.longest) == 1 else "fields"
         layers, count = self.deepest
@@ -282,16 +283,16 @@ class Plan:
         parts = [wrap_prose(f"with these options {', or '.join(same)} still fits")] if same else []
         return "\n".join([*parts, *(["the largest that fit with others", *others] if others else [])])
 
-    def _format_scaling(self) -> str:
+    def _format_scaling_table(self) -> str:
         """Return the table of other numbers of ranks."""
         rows: list[tuple[str, ...]] = []
         first = self.scaling[0]
         for one in self.scaling:
             sent, share = sum(one.bytes_sent.values()), first.seconds * first.mesh.size / one.seconds / one.mesh.size
             rate = f"{one.seconds:.4g} s", f"{self.samples / one.seconds:,.4g}", f"{share:.0%}"
-            held = format_bytes(one.memory), _format_fits(one.memory, self.memory)
+            held = format_bytes(one.memory), _format_whether_fits(one.memory, self.memory)
             rows.append((str(one.mesh.size), *rate, *held, format_bytes(sent)))
-        return format_grid(("ranks", "step", "samples/s", "efficiency", "memory", "fits", "sends"), rows)
+        return format_narrow_table(("ranks", "step", "samples/s", "efficiency", "memory", "fits", "sends"), rows)
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as a dict of plain values."""
@@ -319,7 +320,7 @@ class Plan:
         }
 
 
-def _sort_key(one: Candidate) -> tuple[float, int]:
+def _make_sort_key(one: Candidate) -> tuple[float, int]:
     """Return the key that sorts by step time, then by memory."""
     return one.prediction.seconds, one.prediction.memory
 
@@ -333,6 +334,6 @@ def _candidate_to_dict(one: Candidate) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def divides_evenly(dims: tuple[int, ...], cells: tuple[int, ...]) -> bool:
+def can_split_evenly(dims: tuple[int, ...], cells: tuple[int, ...]) -> bool:
     """Return whether `dims` ranks along each dim split `cells` into equal parts."""
     return all(n % width == 0 for n, width in zip(cells, dims, strict=True))

@@ -21,20 +21,20 @@ from fsdpx.core.trainer.recipe import Recipe, TrainingChoices, adapt_foreign_mod
 from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.ext.offload.choice import OffloadConfig
 from fsdpx.nn.linearize import linearize, memoize, memoizing
-from fsdpx.plan.lower_bound import compute_least_seconds
+from fsdpx.plan.lower_bound import compute_lower_bound_seconds
 from fsdpx.plan.machine import Machine
-from fsdpx.plan.max_depth import count_blocks, count_parameters, with_depth
+from fsdpx.plan.max_depth import count_blocks, count_parameters, with_block_count
 from fsdpx.plan.peak import format_options
-from fsdpx.plan.prediction import Prediction, disable_gc, predict_step
-from fsdpx.plan.result import MAX_SHOWN, Candidate, Plan, divides_evenly
+from fsdpx.plan.prediction import Prediction, disabling_gc, predict_step
+from fsdpx.plan.result import MAX_SHOWN, Candidate, Plan, can_split_evenly
 from fsdpx.plan.world_step import (
     Batch,
     WorldStep,
-    check_positive_int,
     get_grid_dims,
     make_world_step,
     parse_batch,
-    require_words,
+    require_no_arrays,
+    require_positive_int,
 )
 
 __all__ = ["search"]
@@ -45,7 +45,7 @@ MAX_REFINED = 3
 """For so many of the fastest configurations other `group_bytes` and codecs are tried."""
 GROUP_BYTES = 256 << 10, 4 << 20
 """Unit sizes in bytes that are tried in addition to 1 MiB."""
-OFFLOADED = ("optimizer",), ("optimizer", "parameters"), ("optimizer", "parameters", "activations")
+OFFLOAD_CHOICES = ("optimizer",), ("optimizer", "parameters"), ("optimizer", "parameters", "activations")
 MAX_DEPTHS_TRIED, MAX_DEPTH_FACTOR = 6, 16
 """Search for the deepest model: at most `MAX_DEPTHS_TRIED` depths are predicted, up to `MAX_DEPTH_FACTOR` times the
 given depth."""
@@ -60,7 +60,7 @@ GRIDS_PER_SIZE = 4
 """Number of grids with the same number of ranks that are tried, those with the smallest faces."""
 CLOSE_FACTOR = 1.3
 """Configurations whose lower bound is within this factor of the fastest one are predicted."""
-RECOMPUTE = None, "all"
+RECOMPUTE_CHOICES = None, "all"
 NOT_SEARCHED = "sequence='ulysses' and 'ring', stages=, orders of the mesh, and recomputing of some units"
 """Choices that a search leaves to the user, in words."""
 PIPE_SCHEDULES = tuple(name for name, known in SCHEDULES.items() if known.steady is not None)
@@ -110,19 +110,19 @@ def search(
         support a layer
     """
     where = Machine.load(machine)
-    require_words(options)
+    require_no_arrays(options)
     if (ranks is None) == (hosts is None):
         raise ConfigError(f"ranks={ranks}, hosts={hosts}: say one of them")
     if ranks is None and where.ranks_per_host == inf:
         raise ConfigError(f"hosts={hosts}: machine {where.name!r} does not say how many ranks a host has; say ranks=")
     size = (
-        check_positive_int("hosts", hosts) * int(where.ranks_per_host)
+        require_positive_int("hosts", hosts) * int(where.ranks_per_host)
         if ranks is None
-        else check_positive_int("ranks", ranks)
+        else require_positive_int("ranks", ranks)
     )
     limit = where.compute.capacity if memory is None else parse_byte_count(memory, "memory")
     space, shapes = options.pop("domain", None), parse_batch(batch)
-    most, codecs = check_positive_int("most", most), (codecs,) if isinstance(codecs, str) else codecs
+    most, codecs = require_positive_int("most", most), (codecs,) if isinstance(codecs, str) else codecs
     if space == ANY_GRID and len(shapes[0][0]) < 3:
         raise ConfigError(
             f"domain={space!r}: inputs of shape {shapes[0][0]} are no fields: samples, channels and cells"
@@ -177,55 +177,55 @@ class _Search:
 
     def search_and_report(self) -> Plan:
         """Search, and return the plan."""
-        with memoizing(), disable_gc():
+        with memoizing(), disabling_gc():
             self.search_all()
             return self.make_plan()
 
     def search_all(self) -> None:
         """Try all configurations; fills `found`, `large`, `refused` and `slow`."""
-        formats = self._list_choices("precision", "bf16" if self.machine.compute.gpu else None)
+        formats = self._list_values_to_try("precision", "bf16" if self.machine.compute.gpu else None)
         placed = [
             {"strategy": strategy, "mesh": mesh, "domain": space, "precision": precision}
             for strategy, mesh, space in self._iterate_placements()
             for precision in formats
         ]
-        recomputes = self._list_choices("recompute", *RECOMPUTE)
+        recomputes = self._list_values_to_try("recompute", *RECOMPUTE_CHOICES)
         placed = [
-            one for one in placed if any(self._try_microbatches(one | {"recompute": choice}) for choice in recomputes)
+            one for one in placed if any(self._try_microbatches_to_fit({**one, "recompute": r}) for r in recomputes)
         ]
         if not self.found and "offload" not in self.fixed:
-            self._try_offload()
+            self._try_with_offload()
         for options in sorted(
-            (other for chosen in placed for other in self._iterate_variants(chosen)), key=self._estimate_least_seconds
+            (other for chosen in placed for other in self._iterate_variants(chosen)), key=self._compute_lower_bound
         ):
             self.try_options(options, all_kinds=True)
-        spread = [one for one in sorted(self.found, key=_sort_key) if one.prediction.mesh.width_of("data") > 1]
+        spread = [one for one in sorted(self.found, key=_make_sort_key) if one.prediction.mesh.width_of("data") > 1]
         for one in spread[:MAX_REFINED]:
             self._try_fine_options(one)
 
     def _iterate_variants(self, chosen: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the options of a placement with every choice of recomputation, microbatches and schedule."""
-        pipe, rows = self._pipe_and_samples(chosen)
-        for recompute in self._list_choices("recompute", *RECOMPUTE):
-            for microbatches in self._list_choices("microbatches", *_list_doublings(min(pipe, rows), rows)):
-                for schedule in self._list_choices("schedule", *PIPE_SCHEDULES[: None if pipe > 1 else 1]):
+        pipe, rows = self._count_pipe_ranks_and_samples(chosen)
+        for recompute in self._list_values_to_try("recompute", *RECOMPUTE_CHOICES):
+            for microbatches in self._list_values_to_try("microbatches", *_list_doublings(min(pipe, rows), rows)):
+                for schedule in self._list_values_to_try("schedule", *PIPE_SCHEDULES[: None if pipe > 1 else 1]):
                     more = {} if schedule == PIPE_SCHEDULES[0] or "schedule" in self.fixed else {"schedule": schedule}
                     yield chosen | {"recompute": recompute, "microbatches": microbatches, **more}
 
-    def _estimate_least_seconds(self, options: dict[str, Any]) -> float:
+    def _compute_lower_bound(self, options: dict[str, Any]) -> float:
         """Return a lower bound of the step's seconds; 0 if the configuration cannot run."""
 
         def compute_least() -> float:
             with suppress(FsdpxError):
-                return compute_least_seconds(self._make_step(self.batch, self.ranks, options), self.machine)
+                return compute_lower_bound_seconds(self._make_world_step(self.batch, self.ranks, options), self.machine)
             return 0.0
 
-        return memoize(("least", _options_key(options)), compute_least)
+        return memoize(("least", _make_options_key(options)), compute_least)
 
-    def _try_offload(self) -> None:
+    def _try_with_offload(self) -> None:
         """Try the configurations of least memory with state on disk, and with more kinds of it until one fits."""
         for one in sorted(self.large, key=lambda one: one.prediction.memory)[:MAX_SHOWN]:
-            for what in OFFLOADED:
+            for what in OFFLOAD_CHOICES:
                 if self.try_options({**one.options, "offload": OffloadConfig(OFFLOAD_FOLDER, what)}) is not None:
                     break
 
@@ -233,14 +233,14 @@ class _Search:
         """Try sequence parallelism, the allowed codecs and other unit sizes."""
         if one.prediction.mesh.width_of("tensor") > 1 and "sequence" not in self.fixed:
             self.try_options({**one.options, "sequence": "parallel"})
-        for choice in self._list_choices("compression", *self.codecs):
+        for choice in self._list_values_to_try("compression", *self.codecs):
             self.try_options({**one.options, "compression": choice})
-        for group_bytes in self._list_choices("group_bytes", *GROUP_BYTES):
+        for group_bytes in self._list_values_to_try("group_bytes", *GROUP_BYTES):
             made = self.try_options({**one.options, "group_bytes": group_bytes})
-            if made is not None and _sort_key(made) == _sort_key(one):  # no effect: units are larger anyway
+            if made is not None and _make_sort_key(made) == _make_sort_key(one):  # no effect: units are larger anyway
                 self.found.remove(made)
 
-    def _list_choices(self, name: str, *values: Any) -> tuple[Any, ...]:
+    def _list_values_to_try(self, name: str, *values: Any) -> tuple[Any, ...]:
         """Return the values of an option to try: the user's if it is fixed, else `values`."""
         return (self.fixed[name],) if name in self.fixed else values
 
@@ -249,12 +249,12 @@ class _Search:
         if "mesh" in self.fixed:
             mesh = self.fixed["mesh"] or Mesh()
             for space in self._list_grids(self.ranks // ((mesh.pipe or 1) * (mesh.tensor or 1)), mesh.tensor or 1):
-                for strategy in self._list_choices("strategy", *PRESETS_BY_MEMORY):
+                for strategy in self._list_values_to_try("strategy", *PRESETS_BY_MEMORY):
                     yield strategy, self.fixed["mesh"], space
             return
         host, strategies = (
             int(min(self.machine.ranks_per_host, self.ranks)),
-            self._list_choices("strategy", *PRESETS_BY_MEMORY),
+            self._list_values_to_try("strategy", *PRESETS_BY_MEMORY),
         )
         layers = len(linearize(self.model).nodes)  # a stage has at least one
         for tensor in _list_divisors(self.ranks, host):
@@ -283,25 +283,25 @@ class _Search:
         cells = self.batch[0][0][2:]
         for ranks in _list_divisors(data, data):
             if ranks > 1 and data // ranks <= self.sample_count:
-                grids = [dims for dims in _iterate_factorizations(ranks, len(cells)) if divides_evenly(dims, cells)]
-                found += sorted(grids, key=lambda dims: _surface_ratio(dims, cells))[:GRIDS_PER_SIZE]
+                grids = [dims for dims in _iterate_factorizations(ranks, len(cells)) if can_split_evenly(dims, cells)]
+                found += sorted(grids, key=lambda dims: _compute_surface_ratio(dims, cells))[:GRIDS_PER_SIZE]
         return found
 
-    def _try_microbatches(self, chosen: dict[str, Any]) -> bool:
+    def _try_microbatches_to_fit(self, chosen: dict[str, Any]) -> bool:
         """Try few microbatches, then more until the step fits. Return False if it takes too much memory with any number
         of them."""
-        pipe, rows = self._pipe_and_samples(chosen)
+        pipe, rows = self._count_pipe_ranks_and_samples(chosen)
         first = min(4 * pipe if pipe > 1 else 1, rows)
-        for microbatches in self._list_choices("microbatches", *_list_doublings(first, rows)):
+        for microbatches in self._list_values_to_try("microbatches", *_list_doublings(first, rows)):
             before = len(self.large)
             self.try_options(chosen | {"microbatches": microbatches})
             if len(self.large) == before:
                 return True  # it fits, is too slow, or cannot run
-            if _memory_floor(self.large[-1].prediction) > (self.limit or 0):
+            if _get_bytes_without_activations(self.large[-1].prediction) > (self.limit or 0):
                 return False  # more microbatches do not lower this part of the memory
         return False
 
-    def _pipe_and_samples(self, chosen: dict[str, Any]) -> tuple[int, int]:
+    def _count_pipe_ranks_and_samples(self, chosen: dict[str, Any]) -> tuple[int, int]:
         """Return the width of the pipe axis, and the samples of one data rank (rounded up)."""
         mesh, space = chosen["mesh"] or Mesh(), chosen["domain"]
         pipe = mesh.pipe or 1
@@ -313,15 +313,15 @@ class _Search:
         shown.
 
         all_kinds: compare its lower bound with configurations of all kinds, not only with those of its own kind."""
-        words, least = _options_key(options), self._estimate_least_seconds(options)
+        words, least = _make_options_key(options), self._compute_lower_bound(options)
         if words in self.seen:
             return None
         self.seen[words] = False
         try:
-            step = self._make_step(self.batch, self.ranks, options)
+            step = self._make_world_step(self.batch, self.ranks, options)
             if step.empty_microbatch_text:
                 raise ConfigError(step.empty_microbatch_text)
-            if least > self._most_seconds(None if all_kinds else _name_kind(step.mesh, options)):
+            if least > self._find_max_shown_seconds(None if all_kinds else _make_summary(step.mesh, options)):
                 self.slow[words] = least
                 return None
             if self.predicted_count >= self.most:
@@ -333,7 +333,7 @@ class _Search:
         self.seen[words] = True
         if self.say is not None and self.predicted_count % 20 == 0:
             self.say(f"{len(self.seen)} configurations, {self.predicted_count} predicted, {len(self.found)} fit")
-        one = Candidate(_name_kind(made.mesh, options), _drop_none(options), made)
+        one = Candidate(_make_summary(made.mesh, options), _drop_none(options), made)
         if self.limit is not None and made.memory > self.limit:
             self.refused[words] = f"more memory than {format_bytes(self.limit)} of a rank"
             self.large.append(one)
@@ -341,7 +341,7 @@ class _Search:
         self.found.append(one)
         return one
 
-    def _most_seconds(self, kind: str | None) -> float:
+    def _find_max_shown_seconds(self, kind: str | None) -> float:
         """Return the step time above which a configuration of this kind (None: of any kind) is neither shown nor close
         to the fastest."""
         seconds = sorted(one.prediction.seconds for one in self.found)
@@ -356,12 +356,12 @@ class _Search:
         """Return the plan of what was found. ConfigError if nothing fits."""
         if not self.found:
             raise ConfigError(self._explain_nothing_found())
-        found = tuple(sorted(self.found, key=_sort_key))
+        found = tuple(sorted(self.found, key=_make_sort_key))
         grids = "grids of fields, " * (self.space == ANY_GRID)
         disk = ", offload" * any("offload" in words for words in self.seen)
         codecs = "".join(f", codec {choice!r}" for choice in self.codecs)
         what = f"strategies, meshes, {grids}microbatches, recomputing, schedules and group_bytes{codecs}{disk}"
-        fixed, left = _options_key(self.fixed), f"; not searched: {NOT_SEARCHED}"
+        fixed, left = _make_options_key(self.fixed), f"; not searched: {NOT_SEARCHED}"
         given = f", with {fixed}" * bool(fixed)
         rest = len(self.seen) - self.predicted_count - len(self.slow)
         counts = f"{self.predicted_count} predicted, {len(self.slow)} ruled out by a bound, {rest} cannot run"
@@ -373,12 +373,12 @@ class _Search:
         largest, longest, deepest = (
             self._find_largest_batch(frugal),
             self._find_longest_sample(frugal),
-            self._find_deepest(frugal, best),
+            self._find_deepest_model(frugal, best),
         )
         by = {"batch": largest[1], "size": longest[1], "depth": deepest[1]}
         limits = {name: format_options(options) for name, options in by.items() if options is not None}
         slow, refused, large = tuple(self.slow.items()), tuple(self.refused.items()), tuple(self.large)
-        most, scaling = (deepest[0], limits), self._predict_scaling(best)
+        most, scaling = (deepest[0], limits), self._predict_other_rank_counts(best)
         return Plan(found, refused, searched, largest[0], *about, longest[0], scaling, slow, *most, large)
 
     def _list_frugal_options(self, best: Candidate) -> list[dict[str, Any]]:
@@ -387,20 +387,20 @@ class _Search:
         placed: dict[str, Candidate] = {}
         for one in sorted([*self.found, *self.large], key=lambda one: one.prediction.memory):
             placed.setdefault(
-                _options_key({name: one.options.get(name) for name in ("strategy", "mesh", "domain")}), one
+                _make_options_key({name: one.options.get(name) for name in ("strategy", "mesh", "domain")}), one
             )
         found = [dict(best.options)]
         least = [*placed.values()]
         for one in [*least[:FRUGAL_COUNT], *[one for one in least[FRUGAL_COUNT:] if one.summary == "fsdp"][:1]]:
-            _, rows = self._pipe_and_samples({"mesh": None, "domain": None, **one.options})
-            options = {**one.options, "recompute": self._list_choices("recompute", "all")[0]}
-            found.append(_drop_none(options | {"microbatches": self._list_choices("microbatches", rows)[0]}))
+            _, rows = self._count_pipe_ranks_and_samples({"mesh": None, "domain": None, **one.options})
+            options = {**one.options, "recompute": self._list_values_to_try("recompute", "all")[0]}
+            found.append(_drop_none(options | {"microbatches": self._list_values_to_try("microbatches", rows)[0]}))
         return found
 
     def _find_largest_batch(self, frugal: Sequence[dict[str, Any]]) -> tuple[int, dict[str, Any] | None]:
         """Return the samples of the largest global batch, and the options with which it fits (None: it is the given
         one)."""
-        times, options = self._find_growth(frugal, 0, 1)
+        times, options = self._find_max_growth_of_dims(frugal, 0, 1)
         return self.sample_count * (times or 1), options
 
     def _find_longest_sample(self, frugal: Sequence[dict[str, Any]]) -> tuple[tuple[int, ...], dict[str, Any] | None]:
@@ -410,10 +410,10 @@ class _Search:
         () and None if the model takes no other sizes."""
         shape = self.batch[0][0]
         first, last = (1, 2) if len(shape) == 2 and "int" in str(self.batch[0][1]) else (2, len(shape))
-        times, options = self._find_growth(frugal, first, last) if last > first else (None, {})
+        times, options = self._find_max_growth_of_dims(frugal, first, last) if last > first else (None, {})
         return ((), None) if times is None else (tuple(n * times for n in shape[first:last]), options)
 
-    def _find_growth(
+    def _find_max_growth_of_dims(
         self, frugal: Sequence[dict[str, Any]], first: int, last: int
     ) -> tuple[int | None, dict[str, Any]]:
         """Return the largest factor, a power of 2 up to 64, by which dims [first, last) of the batch can grow, and the
@@ -437,7 +437,7 @@ class _Search:
                 times, by = 2 * times, options
         return None if refused and times == 1 else times, by
 
-    def _find_deepest(
+    def _find_deepest_model(
         self, frugal: Sequence[dict[str, Any]], best: Candidate
     ) -> tuple[tuple[int, int], dict[str, Any] | None]:
         """Return (blocks, parameters) of the deepest model that fits, and the options with which it does; (0, 0) and
@@ -445,22 +445,22 @@ class _Search:
         now = count_blocks(self.model)
         if not now or self.limit is None:
             return (0, 0), None
-        fits, by = self._find_deeper(frugal[0], now, best.prediction.memory), frugal[0]
+        fits, by = self._find_max_blocks(frugal[0], now, best.prediction.memory), frugal[0]
         for options in frugal[1:]:
             if fits >= MAX_DEPTH_FACTOR * now:
                 break
             with suppress(FsdpxError):
-                memory = self._predict_memory(options, fits + 1)
+                memory = self._predict_bytes_at_depth(options, fits + 1)
                 if memory <= self.limit:
-                    fits, by = self._find_deeper(options, fits + 1, memory), options
-        return (fits, count_parameters(with_depth(self.model, fits))), by
+                    fits, by = self._find_max_blocks(options, fits + 1, memory), options
+        return (fits, count_parameters(with_block_count(self.model, fits))), by
 
-    def _predict_memory(self, options: dict[str, Any], layers: int) -> int:
+    def _predict_bytes_at_depth(self, options: dict[str, Any], layers: int) -> int:
         """Return the bytes of a rank for the model with `layers` blocks."""
-        step = self._make_step(self.batch, self.ranks, options, with_depth(self.model, layers))
+        step = self._make_world_step(self.batch, self.ranks, options, with_block_count(self.model, layers))
         return predict_step(step, self.machine).memory
 
-    def _find_deeper(self, options: dict[str, Any], now: int, memory: int) -> int:
+    def _find_max_blocks(self, options: dict[str, Any], now: int, memory: int) -> int:
         """Return the largest number of blocks that fits; `now` blocks are known to fit and to take `memory` bytes.
 
         Memory is linear in the depth but for the stages of a pipe, so two known depths predict which one to try
@@ -470,7 +470,7 @@ class _Search:
         known, layers, fits = {now: memory}, min(2 * now, most), now
         while layers not in known and len(known) < MAX_DEPTHS_TRIED:
             try:
-                known[layers] = self._predict_memory(options, layers)
+                known[layers] = self._predict_bytes_at_depth(options, layers)
             except FsdpxError:  # these options do not allow so many blocks
                 break
             fits = max(n for n, memory in known.items() if memory <= self.limit)
@@ -480,14 +480,14 @@ class _Search:
         return fits
 
     def _predict_step(self, batch: Any, ranks: int, options: Mapping[str, Any]) -> Prediction:
-        return predict_step(self._make_step(batch, ranks, options), self.machine)
+        return predict_step(self._make_world_step(batch, ranks, options), self.machine)
 
-    def _make_step(
+    def _make_world_step(
         self, batch: Any, ranks: int, options: Mapping[str, Any], model: nn.Layer | None = None
     ) -> WorldStep:
         return make_world_step(model or self.model, batch, ranks, self.machine.compute.gpu, {**self.fixed, **options})
 
-    def _predict_scaling(self, one: Candidate) -> tuple[Prediction, ...]:
+    def _predict_other_rank_counts(self, one: Candidate) -> tuple[Prediction, ...]:
         """Return predictions of a configuration on other numbers of ranks, which have a narrower or wider data axis,
         fewest ranks first."""
         found, mesh = {self.ranks: one.prediction}, one.prediction.mesh
@@ -499,18 +499,18 @@ class _Search:
             options = {**one.options, "mesh": replace(mesh, domain=(), **{grown: data // mesh.width_of(other)})}
             with suppress(FsdpxError, ValueError):
                 if mesh.domain:
-                    options["domain"] = self._equivalent_grid(mesh, data)
+                    options["domain"] = self._find_equivalent_grid(mesh, data)
                 elif data > self.sample_count:
                     break
                 found[data * beside] = self._predict_step(self.batch, data * beside, options)
         return tuple(found[ranks] for ranks in sorted(found))
 
-    def _equivalent_grid(self, mesh: Mesh, data: int) -> tuple[int, ...]:
+    def _find_equivalent_grid(self, mesh: Mesh, data: int) -> tuple[int, ...]:
         """Return the grid that splits a field over `data` data ranks with the same number of samples in parallel as
         `mesh`. ValueError if there is none."""
         members, cells = mesh.width_of("data") // prod(mesh.domain), self.batch[0][0][2:]
-        grids = [dims for dims in _iterate_factorizations(data // members, len(cells)) if divides_evenly(dims, cells)]
-        return min(grids, key=lambda dims: _surface_ratio(dims, cells))
+        grids = [dims for dims in _iterate_factorizations(data // members, len(cells)) if can_split_evenly(dims, cells)]
+        return min(grids, key=lambda dims: _compute_surface_ratio(dims, cells))
 
     def _explain_nothing_found(self) -> str:
         """Return the error message of a search in which nothing fits or nothing can run."""
@@ -519,7 +519,7 @@ class _Search:
             parts = sorted(least.prediction.worst_class.memory.items(), key=lambda item: -item[1])
             needs = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in parts)
             limit, held = self.limit or 0, format_bytes(least.prediction.memory)
-            more = (one.mesh.size for one in self._predict_scaling(least) if one.memory <= limit)
+            more = (one.mesh.size for one in self._predict_other_rank_counts(least) if one.memory <= limit)
             enough = next((f"{ranks} ranks of it would fit" for ranks in more), "take more ranks")
             return (
                 f"nothing fits into {format_bytes(limit)} per rank: on {self.ranks} the least is {held} each, with "
@@ -534,17 +534,17 @@ def _drop_none(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _options_key(options: Mapping[str, Any]) -> str:
+def _make_options_key(options: Mapping[str, Any]) -> str:
     """Return the options as text, without those that are None."""
     return format_options(_drop_none(options))
 
 
-def _sort_key(one: Candidate) -> tuple[float, int]:
+def _make_sort_key(one: Candidate) -> tuple[float, int]:
     """Return the key that sorts by step time, then by memory."""
     return one.prediction.seconds, one.prediction.memory
 
 
-def _memory_floor(found: Prediction) -> int:
+def _get_bytes_without_activations(found: Prediction) -> int:
     """Return the bytes of a rank without activations, which more microbatches do not lower."""
     return min(one.nbytes - one.memory.get("activations", 0) for one in found.classes)
 
@@ -564,7 +564,7 @@ def _iterate_factorizations(ranks: int, dims: int) -> Iterator[tuple[int, ...]]:
             yield from ((first, *rest) for rest in _iterate_factorizations(ranks // first, dims - 1))
 
 
-def _surface_ratio(dims: tuple[int, ...], cells: tuple[int, ...]) -> float:
+def _compute_surface_ratio(dims: tuple[int, ...], cells: tuple[int, ...]) -> float:
     """Return the halo cells of a rank's part of a field relative to its cells, up to a factor. Only dims that are split
     count."""
     return sum(width / n for width, n in zip(dims, cells, strict=True) if width > 1)
@@ -587,7 +587,7 @@ def _make_mesh(data: int, strategy: str, pipe: int, tensor: int) -> Mesh | None:
     )
 
 
-def _name_kind(mesh: Mesh, options: Mapping[str, Any]) -> str:
+def _make_summary(mesh: Mesh, options: Mapping[str, Any]) -> str:
     """Return the kinds of parallelism that a configuration combines, such as "fsdp + tensor"."""
     name = options["strategy"] if mesh.width_of("data") > 1 else ""
     name = "hybrid" if name == "fsdp" and mesh.width_of("replica") > 1 else name

@@ -14,13 +14,13 @@ from fsdpx.errors import ConfigError
 from fsdpx.plan.costing import ActionCost
 from fsdpx.plan.machine import Compute, DiskSpeed, Machine, NetworkLevel
 
-__all__ = ["MeshLines", "StepTimes", "compute_work_seconds"]
+__all__ = ["MeshOnMachine", "StepTimes", "compute_work_seconds"]
 
-NAMES = {8: "float64", 4: "float32"}
-SPILLING = {"attention", "attention_backward", "cross_entropy", "cross_entropy_backward"}
+FORMAT_BY_ITEMSIZE = {8: "float64", 4: "float32"}
+SPILLING_KERNELS = {"attention", "attention_backward", "cross_entropy", "cross_entropy_backward"}
 """Kernels whose intermediate arrays are as large as scores or logits; those of other kernels stay in registers."""
 
-WIDENED = "correlate"
+WIDENED_KERNEL_PREFIX = "correlate"
 """Prefix of kernels that compute in float32 on CPUs, whatever the format of their arrays."""
 
 
@@ -30,35 +30,35 @@ def compute_work_seconds(work: WorkCount, compute: Compute, half: str) -> float:
     Kernels that were measured on the machine have their own rates. Any other product takes FLOP / flops plus bytes /
     memory on a CPU, which first copies the operands into the order in which it multiplies them; on a GPU the longer of
     the two counts. `Compute.half` makes small products slower. All other work takes bytes / memory."""
-    products = sum(_product_seconds(p, compute, half) * times for p, times in work.products.items())
-    passes = sum(_pass_seconds(p, compute, half) * times for p, times in work.passes.items())
-    spilt = compute.spill * sum(nbytes for name, nbytes in work.inner.items() if name in SPILLING)
+    products = sum(_compute_product_seconds(p, compute, half) * times for p, times in work.products.items())
+    passes = sum(_compute_memory_bound_seconds(p, compute, half) * times for p, times in work.passes.items())
+    spilt = compute.spill * sum(nbytes for name, nbytes in work.inner.items() if name in SPILLING_KERNELS)
     return products + passes + spilt / (compute.memory * compute.memory_efficiency)
 
 
-def _pass_seconds(one: KernelPass, compute: Compute, half: str) -> float:
+def _compute_memory_bound_seconds(one: KernelPass, compute: Compute, half: str) -> float:
     """Return the seconds of one kernel call that is bound by memory, or that its measured products do not account
     for."""
-    name = NAMES.get(one.itemsize, "float32" if one.itemsize > 2 else half)
-    beside = compute.kernels.compute_extra_seconds(one, name)
+    name = FORMAT_BY_ITEMSIZE.get(one.itemsize, "float32" if one.itemsize > 2 else half)
+    beside = compute.kernels.compute_extra_memory_seconds(one, name)
     if beside is not None:
         return beside
     rate = compute.kernels.get_bytes_per_second(one, name)
     return one.nbytes / (compute.memory * compute.memory_efficiency if rate is None else rate)
 
 
-def _count_kernels(work: WorkCount) -> int:
+def _count_launched_kernels(work: WorkCount) -> int:
     return work.kernel_count + sum(times for p, times in work.products.items() if not p.is_fused)
 
 
-def _product_seconds(product: ProductCount, compute: Compute, half: str) -> float:
+def _compute_product_seconds(product: ProductCount, compute: Compute, half: str) -> float:
     """Return the seconds of one matrix product. ConfigError if the machine has no rate for its format."""
-    name = NAMES.get(product.itemsize, half)
-    own = compute.kernels.compute_seconds(product, name)
+    name = FORMAT_BY_ITEMSIZE.get(product.itemsize, half)
+    own = compute.kernels.compute_product_seconds(product, name)
     if own is not None:
         return own
     widened = None if compute.gpu or product.itemsize != 2 else compute.flops.get("float32")  # on CPUs
-    always = widened is not None and product.kernel.startswith(WIDENED)
+    always = widened is not None and product.kernel.startswith(WIDENED_KERNEL_PREFIX)
     flops = widened if always else compute.flops.get(name, widened)
     if flops is None:
         have = ", ".join(compute.flops)
@@ -90,7 +90,7 @@ class LevelCrossing(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MeshLines:
+class MeshOnMachine:
     """Mapping of mesh axes to the levels of a machine whose ranks are numbered host by host.
 
     faces: for each dim of a split field, the share of the halo bytes that a rank exchanges along it."""
@@ -122,7 +122,7 @@ class MeshLines:
             before, unit = inside, level.ranks
         return found
 
-    def require_ranks(self) -> None:
+    def require_room_for_ranks(self) -> None:
         """Raise ConfigError if the machine has no level that holds all ranks."""
         last, size = self.machine.levels[-1], self.mesh.size
         if size > last.ranks:
@@ -143,10 +143,10 @@ class MeshLines:
 class StepTimes:
     """Seconds of calls and actions of a step. half: its 16-bit format."""
 
-    lines: MeshLines
+    lines: MeshOnMachine
     half: str
 
-    def call_seconds(self, axis: str, verb: str, nbytes: float) -> float:
+    def compute_call_seconds(self, axis: str, verb: str, nbytes: float) -> float:
         """Return the seconds of a call in which this rank sends `nbytes`: the fastest of three algorithms.
 
         - ring: steps of the largest latency, bytes at the speed of the slowest link
@@ -161,7 +161,7 @@ class StepTimes:
         if not reaches or verb == "recv":
             return 0.0
         if verb == "send":
-            return self._neighbor_seconds(axis, reaches, nbytes)
+            return self._compute_neighbor_seconds(axis, reaches, nbytes)
         times = 2 if verb == "all_reduce" else 1  # a reduce-scatter and an all-gather, which send the bytes once each
         ranks = prod(r.width for r in reaches)
         whole = nbytes / times * ranks / (ranks - 1)
@@ -179,7 +179,7 @@ class StepTimes:
             tree = sum(ceil(log2(r.width)) * r.level.latency for r in reaches) + nbytes / slowest
         return min(ring, tree, levels)
 
-    def _neighbor_seconds(self, axis: str, reaches: list[LevelCrossing], nbytes: float) -> float:
+    def _compute_neighbor_seconds(self, axis: str, reaches: list[LevelCrossing], nbytes: float) -> float:
         """Return the seconds of a message to the most distant neighbor, for which all ranks wait; for fields the mean
         over dims, weighted by their halo bytes."""
         if axis != "domain":
@@ -196,7 +196,7 @@ class StepTimes:
             stride *= width
         return seconds
 
-    def message_seconds(self, sender: int, receiver: int, nbytes: float) -> float:
+    def compute_message_seconds(self, sender: int, receiver: int, nbytes: float) -> float:
         """Return the seconds of a message between two ranks of the world."""
         users = 1.0
         for level in self.lines.machine.levels:
@@ -218,9 +218,9 @@ class StepTimes:
         On a GPU the host launches the next kernels during computing, so the longer of the two counts. On a CPU
         `Compute.launch`, the time of the Python code around a kernel, is added."""
         moving: dict[str, float] = {}
-        launches = _count_kernels(cost.work)
+        launches = _count_launched_kernels(cost.work)
         for axis, verb, calls, nbytes in cost.calls:
-            moving[axis] = moving.get(axis, 0.0) + calls * self.call_seconds(axis, verb, nbytes / calls)
+            moving[axis] = moving.get(axis, 0.0) + calls * self.compute_call_seconds(axis, verb, nbytes / calls)
             launches += calls
         compute = self.lines.machine.compute
         seconds, host = compute_work_seconds(cost.work, compute, self.half), launches * compute.launch

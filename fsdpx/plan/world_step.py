@@ -32,8 +32,8 @@ from fsdpx.errors import ConfigError
 from fsdpx.ext.fields.grid import LETTERS, Grid
 from fsdpx.plan.costing import ActionCost, ActionCostRecorder
 from fsdpx.plan.machine import Machine
-from fsdpx.plan.peak import MemoryPeak, find_peak
-from fsdpx.plan.time_model import MeshLines, StepTimes
+from fsdpx.plan.peak import MemoryPeak, find_memory_peak
+from fsdpx.plan.time_model import MeshOnMachine, StepTimes
 
 __all__ = [
     "CONTROL",
@@ -41,12 +41,12 @@ __all__ = [
     "RankClass",
     "RankDryRun",
     "WorldStep",
-    "check_positive_int",
-    "find_known_action",
+    "find_action_that_ran",
     "get_grid_dims",
     "make_world_step",
     "parse_batch",
-    "require_words",
+    "require_no_arrays",
+    "require_positive_int",
 ]  # fmt: skip
 
 LOSSES = nn.MSELoss(), nn.CrossEntropyLoss()
@@ -108,7 +108,7 @@ class RankDryRun(NamedTuple):
         """Return how often the program for `microbatches` has each action. Microbatches beyond those that ran count as
         the last one that did."""
         return Counter(
-            find_known_action(action, min(self.programs)) for action in self.get_program(microbatches).actions
+            find_action_that_ran(action, min(self.programs)) for action in self.get_program(microbatches).actions
         )
 
 
@@ -124,7 +124,7 @@ class WorldStep:
     grid: Grid | None = None
 
     @property
-    def member_count(self) -> int:
+    def sample_group_count(self) -> int:
         """Number of data ranks, or of grids of data ranks, with different samples."""
         return self.mesh.width_of("data") // prod(self.mesh.domain)
 
@@ -133,7 +133,7 @@ class WorldStep:
         """Return the step with the mesh and the microbatches that these options imply. ConfigError if they do not fit
         the ranks."""
         mesh = (options["mesh"] or Mesh()).fill_from_strategy(options["strategy"], ranks)
-        grid = _make_grid(options.get("domain") or mesh.domain, batch, mesh)
+        grid = _make_field_grid(options.get("domain") or mesh.domain, batch, mesh)
         mesh = mesh if grid is None else replace(mesh, domain=grid.dims)
         chunks, samples = options.get("reproducible_chunks"), batch[0][0][0]
         if chunks is not None and samples % chunks:
@@ -145,12 +145,12 @@ class WorldStep:
         """Samples of the global batch."""
         return int(self.batch[0][0][0])
 
-    def count_sample_bytes(self, at: int) -> int:
+    def count_bytes_per_sample(self, at: int) -> int:
         """Return the bytes of one sample, inputs and targets, on a rank. at: 0 or 1, which of the busiest ranks of the
         grid."""
-        return sum(parse_dtype(dtype).itemsize * prod(shape[1:]) for shape, dtype in self._batch_of_rank(at))
+        return sum(parse_dtype(dtype).itemsize * prod(shape[1:]) for shape, dtype in self._get_batch_of_rank(at))
 
-    def _batch_of_rank(self, at: int) -> Batch:
+    def _get_batch_of_rank(self, at: int) -> Batch:
         """Return (shape, dtype) of the batch; of fields the part of one of the busiest ranks of the grid."""
         if self.grid is None:
             return self.batch
@@ -166,14 +166,15 @@ class WorldStep:
         sizes = [(width > 1) / max(n, 1) for n, width in zip(own, self.grid.dims, strict=True)]
         return tuple(size / (sum(sizes) or 1.0) for size in sizes)
 
-    def count_rows_of_member(self, member: int) -> int:
-        """Return the samples of a data rank, or of a grid of data ranks. The last member has the most."""
-        return count_rows_of_rank(self.sample_count, member, self.member_count, self.options.get("reproducible_chunks"))
+    def count_samples_of_group(self, group: int) -> int:
+        """Return the samples of a data rank, or of a grid of data ranks. The last group has the most."""
+        chunks = self.options.get("reproducible_chunks")
+        return count_rows_of_rank(self.sample_count, group, self.sample_group_count, chunks)
 
     @property
     def empty_microbatch_text(self) -> str:
         """A warning if some microbatches have no samples, else ""."""
-        most, m = self.count_rows_of_member(self.member_count - 1), self.microbatches
+        most, m = self.count_samples_of_group(self.sample_group_count - 1), self.microbatches
         words = f"microbatches={m}: a data rank has {most} samples at most, and the others take their time without any"
         return words if most < m else ""
 
@@ -189,12 +190,12 @@ class WorldStep:
         """True if all microbatches take the same time, except for the first and last ones of a pipe."""
         known = self.mesh.width_of("pipe") == 1 or self._steady is not None
         equal = (
-            self.sample_count % self.member_count == 0
-            and self.sample_count // self.member_count % self.microbatches == 0
+            self.sample_count % self.sample_group_count == 0
+            and self.sample_count // self.sample_group_count % self.microbatches == 0
         )
         return known and equal and self.options.get("reproducible_chunks") is None
 
-    def count_simulated(self) -> tuple[int, int]:
+    def count_simulated_microbatches(self) -> tuple[int, int]:
         """Return (few, each): how many microbatches are simulated, and how many further ones always add the same time.
 
         `each` is the width of the pipe, the longest cycle in which a rank waits for itself. All microbatches and 0 if
@@ -203,37 +204,37 @@ class WorldStep:
         enough = self._steady * pipe + 1 if pipe > 1 and self._steady is not None and self.has_equal_microbatches else 2
         return (enough + (m - enough) % pipe, pipe) if self.has_equal_microbatches and m > enough + pipe else (m, 0)
 
-    def count_needed(self) -> int:
+    def count_dry_run_microbatches(self) -> int:
         """Return how many microbatches a dry run needs to know memory and costs of all.
 
         A few more than a rank of the pipe begins before it ends one; with an interleaved schedule a multiple of the
         pipe's width; with offload all that are simulated."""
-        most, pipe = self.count_simulated()[0], self.mesh.width_of("pipe")
+        most, pipe = self.count_simulated_microbatches()[0], self.mesh.width_of("pipe")
         if not self.has_equal_microbatches or pipe == 1 or self.options.get("offload") is not None:
             return most
         return min(most, 3 * pipe if self.options["schedule"] == "interleaved" else pipe + 4)
 
-    def run_member(self, member: int, microbatches: int, at: int = 0) -> Iterator[RankDryRun]:
+    def dry_run_pipe_ranks(self, group: int, microbatches: int, at: int = 0) -> Iterator[RankDryRun]:
         """Yield the dry run of one data rank for each rank of the pipe. at: which of the busiest ranks of a grid."""
-        rows = self.count_rows_of_member(member)
+        rows = self.count_samples_of_group(group)
         if microbatches < self.microbatches:
             rows = rows // self.microbatches * microbatches
-        for place in self._iterate_coordinates(member, at):
-            found = self._run_rank(place, rows, microbatches, at)
-            self._add_control_traffic(found.costs, max(self.count_simulated()[0] - microbatches, 0))
+        for place in self._iterate_pipe_coordinates(group, at):
+            found = self._dry_run_rank(place, rows, microbatches, at)
+            self._add_control_traffic(found.costs, max(self.count_simulated_microbatches()[0] - microbatches, 0))
             yield found
 
-    def _iterate_coordinates(self, member: int, at: int) -> Iterator[MeshCoordinates]:
+    def _iterate_pipe_coordinates(self, group: int, at: int) -> Iterator[MeshCoordinates]:
         """Yield the mesh coordinates of a data rank, one for each rank of the pipe."""
-        data_rank, shard = member * prod(self.mesh.domain), self.mesh.width_of("shard")
+        data_rank, shard = group * prod(self.mesh.domain), self.mesh.width_of("shard")
         data_rank += 0 if self.grid is None else self.grid.busiest_ranks[at]
         for pipe in range(self.mesh.width_of("pipe")):
             yield MeshCoordinates(pipe, data_rank // shard, data_rank % shard, 0)
 
     def make_step_times(self, machine: Machine) -> StepTimes:
         """Return the time model of this step on a machine. ConfigError if it has too few ranks."""
-        lines = MeshLines(self.mesh, machine, self.face_shares)
-        lines.require_ranks()
+        lines = MeshOnMachine(self.mesh, machine, self.face_shares)
+        lines.require_room_for_ranks()
         return StepTimes(lines, normalize_half_name(formats_of(self.options["precision"]).compute))
 
     def _add_control_traffic(self, costs: dict[Action, ActionCost], microbatches: int) -> None:
@@ -251,7 +252,7 @@ class WorldStep:
         comm = FakeCommunicator(rank, self.mesh.size)
         return Trainer(FixedRanks(make_session(Recipe(TrainingChoices(self.model)).with_options(options), comm)))
 
-    def _run_rank(self, place: MeshCoordinates, rows: int, microbatches: int, at: int) -> RankDryRun:
+    def _dry_run_rank(self, place: MeshCoordinates, rows: int, microbatches: int, at: int) -> RankDryRun:
         """Run a step of one rank on shapes and return its costs. rows: its samples."""
         costing = ActionCostRecorder()
         with counting_work() as costing.work, measuring_memory() as meter:
@@ -259,12 +260,12 @@ class WorldStep:
             trainer.inspect.reset_counters()
             costing.watch_trainer(trainer, meter)
             watch = HeapRecorder(trainer.inspect.engine, meter)
-            *x, y = (ShapeArray((rows, *shape[1:]), parse_dtype(dtype)) for shape, dtype in self._batch_of_rank(at))
+            *x, y = (ShapeArray((rows, *shape[1:]), parse_dtype(d)) for shape, d in self._get_batch_of_rank(at))
             trainer.step(tuple(x) if len(x) > 1 else x[0], y)
         counters, program = costing.counters, trainer.inspect.engine.last_program
         traffic = {(axis, call): (calls, nbytes) for axis, call, calls, nbytes in counters if axis != CONTROL}
         assert program is not None
-        found = RankClass(self.mesh.rank_of(place), place, find_peak(trainer.inspect.engine, watch), traffic)
+        found = RankClass(self.mesh.rank_of(place), place, find_memory_peak(trainer.inspect.engine, watch), traffic)
         return RankDryRun(
             found, dict(costing.costs), watch.activation_bytes_by_action, trainer._session, {microbatches: program}
         )
@@ -276,20 +277,20 @@ def make_world_step(
     """Return the step that the options of `predict` ask for. gpu: whether ranks are GPUs."""
     pairs, chosen = parse_batch(batch), dict(options)
     model, chosen["loss"] = adapt_foreign_model(model, chosen.get("loss"))
-    chosen = _complete_options(pairs, gpu, chosen)
+    chosen = _check_and_complete_options(pairs, gpu, chosen)
     Recipe(TrainingChoices(model)).with_options(
         {name: value for name, value in chosen.items() if name != "domain"}
     )  # raises ConfigError for invalid options
-    return WorldStep.from_options(model, pairs, check_positive_int("ranks", ranks), chosen)
+    return WorldStep.from_options(model, pairs, require_positive_int("ranks", ranks), chosen)
 
 
-def _complete_options(batch: Any, gpu: bool, options: dict[str, Any]) -> dict[str, Any]:
+def _check_and_complete_options(batch: Any, gpu: bool, options: dict[str, Any]) -> dict[str, Any]:
     """Return all options of the dry runs, with defaults filled in; ConfigError for unknown ones."""
     for name in ("comm", "device", "backend"):
         if name in options:
             raise ConfigError(f"predict decides {name} itself")
     require_known_options("predict", options, OPTIONS)
-    require_words(options)
+    require_no_arrays(options)
     if options["loss"] is None:
         options["loss"] = LOSSES[parse_dtype(batch[-1][1]).kind in "iu"]
     defaults = {
@@ -302,7 +303,7 @@ def _complete_options(batch: Any, gpu: bool, options: dict[str, Any]) -> dict[st
     return chosen
 
 
-def _make_grid(space: Any, batch: Batch, mesh: Mesh) -> Grid | None:
+def _make_field_grid(space: Any, batch: Batch, mesh: Mesh) -> Grid | None:
     """Return the grid of the first field, or None. ConfigError unless it divides the data axis."""
     if not get_grid_dims(space):
         return None
@@ -340,7 +341,7 @@ def parse_batch(batch: Any) -> Batch:
     )
 
 
-def check_positive_int(name: str, value: Any) -> int:
+def require_positive_int(name: str, value: Any) -> int:
     """Return the value of an option as an int; ConfigError unless it is an integer of at least 1."""
     try:
         found = -1 if isinstance(value, bool) else operator.index(value)
@@ -351,7 +352,7 @@ def check_positive_int(name: str, value: Any) -> int:
     return found
 
 
-def require_words(options: Mapping[str, Any]) -> None:
+def require_no_arrays(options: Mapping[str, Any]) -> None:
     """Raise ConfigError if an option is an array."""
     for name, value in options.items():
         if hasattr(value, "__array__"):
@@ -367,7 +368,7 @@ def get_grid_dims(space: Any) -> tuple[int, ...]:
     return tuple(map(int, dims))
 
 
-def find_known_action(action: Action, few: int) -> Action:
+def find_action_that_ran(action: Action, few: int) -> Action:
     """Return the action with the same verb and unit whose microbatch ran: its own if it is below `few`, else the last
     one."""
     return action if action.mb is None or action.mb < few else Action(action.op, action.unit, few - 1)

@@ -16,7 +16,7 @@ from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError
 from fsdpx.plan import Machine, measuring
 from fsdpx.plan.auto import MACHINE_FILE
-from fsdpx.plan.measuring import format_machine
+from fsdpx.plan.measuring import format_machine_file
 
 X = ((16, 8), "int64")
 PLAIN: dict[str, Any] = {"batch": None, "memory": None}
@@ -96,7 +96,7 @@ def test_what_fits_is_chosen_and_what_is_fixed_stays() -> None:
 
 def test_a_measured_machine_is_taken_from_where_the_job_is_started() -> None:
     slow = Machine.load("ethernet-10g")
-    MACHINE_FILE.write_text(format_machine(slow).replace('"ethernet-10g"', '"ours"'))
+    MACHINE_FILE.write_text(format_machine_file(slow).replace('"ethernet-10g"', '"ours"'))
 
     def body(comm: Communicator) -> str:
         return auto(comm).report().planned
@@ -112,10 +112,10 @@ def test_a_measured_machine_is_taken_from_where_the_job_is_started() -> None:
 def test_measure_machine_writes_where_plans_look(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(measuring, "TIMES", 1)
-    monkeypatch.setattr(measuring, "ROUND", 0.001)
-    monkeypatch.setattr(measuring, "BRIEF", 0.001)
-    monkeypatch.setattr(measuring, "LAYERS", (1, 3))
+    monkeypatch.setattr(measuring, "ROUNDS", 1)
+    monkeypatch.setattr(measuring, "ROUND_SECONDS", 0.001)
+    monkeypatch.setattr(measuring, "SHORT_ROUND_SECONDS", 0.001)
+    monkeypatch.setattr(measuring, "LAYER_COUNTS", (1, 3))
     monkeypatch.setattr(measuring.Processors, "large", 128)
     monkeypatch.setenv("FSDPX_TUNE", "1")
     set_own_cache(monkeypatch, tmp_path / "cache")

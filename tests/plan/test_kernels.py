@@ -16,7 +16,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.ext.fields import kernels as windows
 from fsdpx.plan import Compute, Machine, NetworkLevel, measuring, predict, probes
 from fsdpx.plan.kernels import LONG, SHORT, KernelRates
-from fsdpx.plan.measuring import format_machine
+from fsdpx.plan.measuring import format_machine_file
 from fsdpx.plan.prediction import dry_run_classes
 from fsdpx.plan.time_model import compute_work_seconds
 
@@ -76,21 +76,21 @@ def test_the_pass_of_a_kernel_is_a_part_of_its_products() -> None:
 
 def test_products_beyond_the_caches_take_as_much_longer_as_a_copy() -> None:
     """In 16 bits of twice the bytes, and with the casts to float32 and back."""
-    times = {n: RATES.compute_extra_seconds(KernelPass("correlate", 4, n), "float32") for n in (1, SHORT, LONG)}
+    times = {n: RATES.compute_extra_memory_seconds(KernelPass("correlate", 4, n), "float32") for n in (1, SHORT, LONG)}
     assert times == pytest.approx({1: 0.0, SHORT: 0.0, LONG: LONG / 2e9 - LONG / 8e9})
-    half = RATES.compute_extra_seconds(KernelPass("correlate", 2, LONG // 2), "bf16")
+    half = RATES.compute_extra_memory_seconds(KernelPass("correlate", 2, LONG // 2), "bf16")
     assert half == pytest.approx(times[LONG] + 1.5 * LONG / 2e9)
-    assert RATES.compute_extra_seconds(KernelPass("relu", 4, LONG), "float32") is None
-    assert RATES.compute_extra_seconds(KernelPass("relu", 2, LONG), "bf16") is None
+    assert RATES.compute_extra_memory_seconds(KernelPass("relu", 4, LONG), "float32") is None
+    assert RATES.compute_extra_memory_seconds(KernelPass("relu", 2, LONG), "bf16") is None
 
 
 def test_weights_that_meet_few_cells_count() -> None:
     own = KernelRates({"float32": {"weights of correlate": [1e6, 1e6]}}, RATES.products)
     for cells in (1, 4096):
         one = ProductCount(16, 8, cells, 1, 4, "correlate", 3, 64.0)
-        plain = RATES.compute_seconds(one, "float32")
+        plain = RATES.compute_product_seconds(one, "float32")
         assert plain == pytest.approx(one.flops / 128e9)
-        assert own.compute_seconds(one, "float32") == pytest.approx(one.flops / 128e9 + 4 * 16 * 8 / 1e6)
+        assert own.compute_product_seconds(one, "float32") == pytest.approx(one.flops / 128e9 + 4 * 16 * 8 / 1e6)
 
 
 def test_windows_of_short_rows_are_told_from_those_of_long_ones() -> None:
@@ -129,9 +129,9 @@ def models() -> list[tuple[nn.Layer, Any]]:
 def test_each_kernel_that_models_use_is_measured(name: str) -> None:
     known = set[str]()
     probed = (
-        probes.list_passes(shapes, name, 1 << 12),
-        probes.iterate_products(shapes, name),
-        probes.iterate_products(shapes, "float32"),
+        probes.list_memory_bound_calls(shapes, name, 1 << 12),
+        probes.iterate_matmul_calls(shapes, name),
+        probes.iterate_matmul_calls(shapes, "float32"),
     )
     for calls in probed:
         for call in calls:
@@ -147,7 +147,9 @@ def test_each_kernel_that_models_use_is_measured(name: str) -> None:
 def test_probes_are_calls_of_arrays_that_count_what_they_say() -> None:
     """The same calls, in the same order, of arrays as of shapes."""
     for real, dry in zip(
-        probes.list_passes(np, "float32", 1 << 12), probes.list_passes(shapes, "float32", 1 << 12), strict=True
+        probes.list_memory_bound_calls(np, "float32", 1 << 12),
+        probes.list_memory_bound_calls(shapes, "float32", 1 << 12),
+        strict=True,
     ):
         with counting_work() as work:
             dry()
@@ -162,7 +164,7 @@ def test_a_machine_with_rates_of_kernels_is_read_as_it_was_written(tmp_path: Pat
         "m", (NetworkLevel("host", 1e-6, 1e9),), machine(kernels=RATES).compute, measured=("compute", "links")
     )
     path = tmp_path / "machine.toml"
-    path.write_text(format_machine(made))
+    path.write_text(format_machine_file(made))
     found = Machine.load(path)
     assert found.measured == made.measured
     assert found.compute.kernels.products["float32"]["correlate"] == GRID
@@ -217,7 +219,7 @@ WEIGHED = "correlate", "_input", "_params", "winograd"
 
 def test_kernels_are_measured_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of calls that take a second, as long as nothing at all, a quarter is the kernel's own."""
-    monkeypatch.setattr(measuring, "_time_call", lambda comm, call, of, long=0.0: call() is None or 1.0)
+    monkeypatch.setattr(measuring, "_average_call_seconds", lambda comm, call, of, long=0.0: call() is None or 1.0)
     monkeypatch.setattr(measuring, "KERNELS", ("float32",))
     monkeypatch.setattr(measuring, "SHORT", 1 << 14)
     monkeypatch.setattr(measuring, "LONG", 1 << 16)
@@ -233,7 +235,7 @@ def test_kernels_are_measured_one_by_one(monkeypatch: pytest.MonkeyPatch) -> Non
 def _passes(kernel: str) -> list[WorkCount]:
     found = []
     for nbytes in (1 << 14, 1 << 16):
-        for call in probes.list_passes(shapes, "float32", nbytes):
+        for call in probes.list_memory_bound_calls(shapes, "float32", nbytes):
             with counting_work() as work:
                 call()
             found += [work] if kernel in {one.kernel for one in work.passes} else []

@@ -191,7 +191,7 @@ def test_strategies_are_ranked_as_they_run(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(measuring, "perf_counter", time.thread_time)
     monkeypatch.setattr(measuring.Processors, "formats", ("float32",))  # the only one that is used here
     monkeypatch.setattr(measuring, "KERNELS", ("float32",))
-    monkeypatch.setattr(measuring, "TIMES", 3)
+    monkeypatch.setattr(measuring, "ROUNDS", 3)
     computes = {False: Compute({"float32": 1e30}, 1e30)}
     if THOROUGH:
         computes[True] = measuring.measure_this_machine("virtual hosts", make_single_rank_communicator()).compute

@@ -25,8 +25,8 @@ from fsdpx.core.state.gradients import count_rows_of_rank
 from fsdpx.errors import ConfigError
 from fsdpx.nn.linearize import memoize
 from fsdpx.plan import Compute, Machine, NetworkLevel, costing, predict
-from fsdpx.plan.prediction import dry_run_classes, predict_runs
-from fsdpx.plan.time_model import MeshLines, StepTimes
+from fsdpx.plan.prediction import dry_run_classes, predict_from_runs
+from fsdpx.plan.time_model import MeshOnMachine, StepTimes
 
 TOKENS = "int64"
 FLAT = Machine("flat", (NetworkLevel("host", 0.0, 1e9),), Compute({"float32": 1e12, "bf16": 1e12}, 1e30))
@@ -147,7 +147,7 @@ def test_of_many_microbatches_few_run(schedule: str, recompute: Any, monkeypatch
     options = {"mesh": fsdpx.Mesh(replica=1, pipe=2), "microbatches": 24, "schedule": schedule, "recompute": recompute}
     machine = replace(FLAT, levels=(NetworkLevel("host", 1e-9, 1e9),))
     few = predict(gpt(), batch(24), ranks=2, machine=machine, **options)
-    monkeypatch.setattr(prediction.WorldStep, "count_simulated", lambda step: (step.microbatches, 0))
+    monkeypatch.setattr(prediction.WorldStep, "count_simulated_microbatches", lambda step: (step.microbatches, 0))
     every = predict(gpt(), batch(24), ranks=2, machine=machine, **options)
     assert few.seconds == pytest.approx(every.seconds, rel=1e-9)
     assert few.parts == pytest.approx(every.parts, rel=1e-6, abs=1e-15)
@@ -220,9 +220,12 @@ def test_ranks_that_share_a_link_take_longer() -> None:
 
 def test_a_few_numbers_of_all_ranks_take_a_step_for_each_doubling() -> None:
     """As MPI does it; of an axis, whose arrays NCCL may move, a ring."""
-    lines = MeshLines(fsdpx.Mesh(replica=1 << 20, shard=1), replace(FLAT, levels=(NetworkLevel("host", 1e-6, 1e12),)))
+    lines = MeshOnMachine(
+        fsdpx.Mesh(replica=1 << 20, shard=1), replace(FLAT, levels=(NetworkLevel("host", 1e-6, 1e12),))
+    )
     seconds = {
-        axis: StepTimes(lines, "").call_seconds(axis, "all_gather", (1 << 20) - 1.0) for axis in ("world", "replica")
+        axis: StepTimes(lines, "").compute_call_seconds(axis, "all_gather", (1 << 20) - 1.0)
+        for axis in ("world", "replica")
     }
     assert seconds == {"world": pytest.approx(20e-6 + 1e-6, rel=0.01), "replica": pytest.approx(1.0486, rel=1e-3)}
 
@@ -375,7 +378,7 @@ def test_many_ranks() -> None:
 def held(strategy: str, **options: Any) -> dict[str, list[int]]:
     """Kind -> bytes of rank 0 over a step of four equal layers with a batch of 8 KiB on two ranks."""
     dry = dry_run_classes(mlp(), rows(32), 2, gpu=False, strategy=strategy, group_bytes=0, **options)
-    found = dry.make_memory_curves(predict_runs(dry, FLAT).events)[0]
+    found = dry.make_memory_curves(predict_from_runs(dry, FLAT).events)[0]
     assert all([time for time, _ in points] == sorted({time for time, _ in points}) for points in found.values())
     return {kind: [nbytes for _, nbytes in points] for kind, points in found.items()}
 
@@ -415,7 +418,7 @@ def test_few_microbatches_of_a_pipe_show_all(schedule: str, strategy: str) -> No
     options = {"strategy": strategy, "schedule": schedule, "mesh": fsdpx.Mesh(pipe=2), "recompute": "attention"}
     for microbatches in (8, 24):
         options |= {"microbatches": microbatches}
-        whole = predict_runs(dry_run_classes(gpt(), batch(microbatches * 4), 4, False, **options), FLAT)
+        whole = predict_from_runs(dry_run_classes(gpt(), batch(microbatches * 4), 4, False, **options), FLAT)
         few = predict(gpt(), batch(microbatches * 4), ranks=4, machine=FLAT, **options)
         assert (few.seconds, few.parts, few.bytes_sent) == (whole.seconds, whole.parts, whole.bytes_sent)
         assert few.events == whole.events
@@ -444,7 +447,7 @@ def test_a_prediction_does_not_depend_on_those_before(monkeypatch: pytest.Monkey
     """Layers are followed once for each place on the data axis, and for arrays that share memory in the same way."""
 
     def found(model: nn.Layer, shape: Any, known: bool, **options: Any) -> Any:
-        for name in () if known else ("_KNOWN", "_ALIKE", "_FIRST"):
+        for name in () if known else ("_MEMOIZED", "_LAYER_BY_KEY", "_FIRST_EQUAL"):
             monkeypatch.setattr(costing, name, {})
         made = predict(model, (shape, shape), machine=FLAT, **options)
         return made.seconds, made.memory, made.bytes_sent
@@ -466,7 +469,7 @@ def test_a_prediction_does_not_depend_on_those_before(monkeypatch: pytest.Monkey
     lambda: nn.UNet(3, 3, 2, 8, 1), lambda: nn.MoE(4, 8, 2, 1), lambda: nn.LoRALinear(nn.Linear(4, 4), 2, 1.0),
 ])  # fmt: skip
 def test_layers_that_compute_the_same_are_followed_once(make: Any) -> None:
-    assert costing._find_first_equal(make()) is costing._find_first_equal(make())
+    assert costing._find_first_equal_layer(make()) is costing._find_first_equal_layer(make())
 
 
 def test_ranks_of_a_pipe_share_what_follows_from_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,8 @@ from fsdpx.launch.show import make_step_lanes
 from fsdpx.plan import Machine, Plan, predict
 from fsdpx.plan.grounds import list_unmeasured
 from fsdpx.plan.kernels import KernelRates
-from fsdpx.plan.prediction import dry_run_classes, predict_runs
-from fsdpx.plan.printed import COLUMNS, format_call, format_grid
+from fsdpx.plan.prediction import dry_run_classes, predict_from_runs
+from fsdpx.plan.printed import COLUMNS, format_narrow_table, wrap_python_call
 
 X = ((16, 8), "int64")
 FIELD = ((8, 3, 16, 16), "float32")
@@ -100,16 +100,16 @@ def test_what_does_not_fit_is_marked(plans: list[Plan]) -> None:
 
 def test_the_line_of_python_is_the_same_in_several_lines(plans: list[Plan]) -> None:
     for plan in plans:
-        assert ast.dump(ast.parse(format_call(plan.python_line))) == ast.dump(ast.parse(plan.python_line))
-        assert format_call(plan.python_line) in str(plan)
+        assert ast.dump(ast.parse(wrap_python_call(plan.python_line))) == ast.dump(ast.parse(plan.python_line))
+        assert wrap_python_call(plan.python_line) in str(plan)
 
 
 def test_words_of_a_table_go_below_rows_where_they_are_too_long() -> None:
-    assert format_grid(("a", "b", "with"), [("x", "1", "few"), ("yy", "10", "")], words=True).splitlines() == [
+    assert format_narrow_table(("a", "b", "with"), [("x", "1", "few"), ("yy", "10", "")], words=True).splitlines() == [
         "a    b  with", "------------", "x    1  few", "yy  10",
     ]  # fmt: skip
     long = " ".join(["words"] * 20)
-    found = format_grid(("a", "b", "with"), [("x", "1", long), ("yy", "10", "few")], words=True).splitlines()
+    found = format_narrow_table(("a", "b", "with"), [("x", "1", long), ("yy", "10", "few")], words=True).splitlines()
     rows = [line.split() for line in found if not line.startswith("    ")]
     assert rows == [["a", "b"], ["------"], ["x", "1"], ["yy", "10"]]
     assert max(map(len, found)) <= COLUMNS
@@ -220,7 +220,7 @@ def test_pictures_are_asked_for_before_the_search(
 def test_pictures_have_the_line_of_the_memory_that_there_is() -> None:
     pytest.importorskip("matplotlib", reason="the extra plot is not installed")
     dry = dry_run_classes(gpt(), (X, X), 2, False, strategy="fsdp")
-    found = predict_runs(dry, Machine.load("laptop"))
+    found = predict_from_runs(dry, Machine.load("laptop"))
     for limit, lines in ((2 * found.memory, 1), (found.memory // 2, 1), (10**12, 0)):
         (axes,) = plots.make_figure([make_step_lanes(dry, found, "fsdp: a GPT", limit)]).axes
         assert [line.get_gid() for line in axes.lines].count(plots.LIMIT_COLOR) == lines

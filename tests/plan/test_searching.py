@@ -20,12 +20,12 @@ from fsdpx.core.base.messages import format_bytes
 from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.launch import plan as plan_command
 from fsdpx.plan import Machine, NetworkLevel, Plan, predict, searching
-from fsdpx.plan.lower_bound import compute_least_seconds
+from fsdpx.plan.lower_bound import compute_lower_bound_seconds
 from fsdpx.plan.machine import DiskSpeed
-from fsdpx.plan.max_depth import with_depth
-from fsdpx.plan.measuring import format_machine
+from fsdpx.plan.max_depth import with_block_count
+from fsdpx.plan.measuring import format_machine_file
 from fsdpx.plan.prediction import predict_step
-from fsdpx.plan.printed import format_call
+from fsdpx.plan.printed import wrap_python_call
 from fsdpx.plan.result import MAX_SHOWN
 from fsdpx.plan.searching import CLOSE_FACTOR
 from fsdpx.plan.world_step import make_world_step
@@ -96,7 +96,7 @@ def test_what_it_prints(found: Plan) -> None:
         "\nsearched ",
     ):
         assert part in text
-    assert format_call(found.python_line) in text
+    assert wrap_python_call(found.python_line) in text
     assert {"ddp", "fsdp", "ddp + tensor", "ddp + pipe", "pipe"} <= found.best_by_kind.keys()
     real = best.prediction
     assert real.memory + (66 << 20) <= real.process_bytes < real.memory * 17 // 16 + (67 << 20)
@@ -144,7 +144,7 @@ def test_bounds_rule_out_what_would_change_nothing(monkeypatch: pytest.MonkeyPat
     x, machine, model = ((16, 8), "int64"), Machine.load("ethernet-10g"), nn.GPT(64, 32, 4, 2, 8)
     options: dict[str, Any] = {"batch": (x, x), "ranks": 4, "machine": machine, "strategy": "zero1"}
     made = fsdpx.plan(model, **options)
-    monkeypatch.setattr(searching._Search, "_most_seconds", lambda *_: inf)
+    monkeypatch.setattr(searching._Search, "_find_max_shown_seconds", lambda *_: inf)
     whole = fsdpx.plan(model, **options)
 
     def close(plan: Plan) -> dict[str, tuple[float, int, Any]]:
@@ -156,7 +156,7 @@ def test_bounds_rule_out_what_would_change_nothing(monkeypatch: pytest.MonkeyPat
     assert not whole.slow
     for one in whole.candidates:
         step = make_world_step(model, (x, x), 4, False, one.options)
-        assert 0 < compute_least_seconds(step, machine) <= one.prediction.seconds
+        assert 0 < compute_lower_bound_seconds(step, machine) <= one.prediction.seconds
     seconds = {one.python_text: one.prediction.seconds for one in whole.candidates}
     assert all(least <= seconds.get(words, inf) for words, least in made.slow)
     assert {words.partition("schedule=")[2] for words, _ in made.slow} == {"", "'interleaved'", "'zb-h1'"}
@@ -175,7 +175,7 @@ def test_a_bound_of_a_pipe_counts_the_way_through_it(schedule: str, recompute: A
     machine = replace(laptop, levels=(NetworkLevel("host", 0.0, 1e30),))
     options = {"mesh": Mesh(replica=1, pipe=4), "microbatches": 8, "strategy": "ddp", "schedule": schedule}
     step = make_world_step(nn.GPT(64, 64, 10, 2, 128), (x, x), 4, False, options | {"recompute": recompute})
-    assert 0.85 < compute_least_seconds(step, machine) / predict_step(step, machine).seconds <= 1
+    assert 0.85 < compute_lower_bound_seconds(step, machine) / predict_step(step, machine).seconds <= 1
 
 
 def test_hundreds_of_configurations_are_ranked_by_few_predictions() -> None:
@@ -216,7 +216,7 @@ def test_the_largest_is_sought_with_all_strategies_and_recomputing() -> None:
     assert by["recompute"] == "all" != quick.get("recompute")
 
     def memory(blocks: int, chosen: dict[str, Any]) -> int:
-        return predict(with_depth(gpt(), blocks), (X, X), **options | chosen).memory
+        return predict(with_block_count(gpt(), blocks), (X, X), **options | chosen).memory
 
     assert memory(made.deepest[0], by) <= 1 << 20 < memory(made.deepest[0], quick)
     for strategy in PRESETS_BY_MEMORY:
@@ -240,9 +240,9 @@ def test_depths_that_cannot_run_end_the_search(monkeypatch: pytest.MonkeyPatch) 
     def upto(model: nn.Layer, layers: int) -> nn.Layer:
         if layers > 9:
             raise ConfigError("too deep")
-        return with_depth(model, layers)
+        return with_block_count(model, layers)
 
-    monkeypatch.setattr(searching, "with_depth", upto)
+    monkeypatch.setattr(searching, "with_block_count", upto)
     options: dict[str, Any] = {"strategy": "ddp", "mesh": None, "microbatches": 1, "most": 1}
     made = fsdpx.plan(gpt(), batch=(X, X), ranks=2, machine="laptop", memory="1GiB", **options)
     assert made.deepest[0] == 9
@@ -455,5 +455,5 @@ def test_a_measured_machine_is_a_file(tmp_path: Path) -> None:
     path = tmp_path / "machine.toml"
     for name in Machine.list_names():
         for machine in (Machine.load(name), replace(Machine.load(name), disk=DiskSpeed(1e9, 2e9))):
-            path.write_text(format_machine(machine))
+            path.write_text(format_machine_file(machine))
             assert Machine.load(path) == machine

@@ -8,7 +8,7 @@ from stand_in import Cupy, Device
 
 from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.plan import measuring
-from fsdpx.plan.measuring import Gpus, Processors, format_machine, measure_this_machine
+from fsdpx.plan.measuring import Gpus, Processors, format_machine_file, measure_this_machine
 
 
 def test_a_gpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,17 +17,17 @@ def test_a_gpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in made.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     Device(0).use()
-    monkeypatch.setattr(measuring, "TIMES", 1)
-    monkeypatch.setattr(measuring, "ROUND", 0.001)
-    monkeypatch.setattr(measuring, "BRIEF", 0.001)
-    monkeypatch.setattr(measuring, "LAYERS", (1, 3))
+    monkeypatch.setattr(measuring, "ROUNDS", 1)
+    monkeypatch.setattr(measuring, "ROUND_SECONDS", 0.001)
+    monkeypatch.setattr(measuring, "SHORT_ROUND_SECONDS", 0.001)
+    monkeypatch.setattr(measuring, "LAYER_COUNTS", (1, 3))
     for name, value in (("large", 64), ("small", 16), ("block", 1 << 12)):
         monkeypatch.setattr(Processors, name, value)
         monkeypatch.setattr(Gpus, name, value)
     found = measure_this_machine("card", make_single_rank_communicator(), "cuda")
     assert found.compute.gpu
     assert found.compute.capacity == 8 << 30
-    assert "\ngpu = true\n" in format_machine(found)
+    assert "\ngpu = true\n" in format_machine_file(found)
     cores = measure_this_machine("cores", make_single_rank_communicator())
     assert not cores.compute.gpu
     for machine in (found, cores):
