@@ -1,7 +1,8 @@
-"""The base class of every backend: checks calls, handles a single rank locally, and leaves the rest to the backend.
+"""The base class of every backend. It checks calls, executes them locally if there is only one rank, and leaves the
+rest to the backend.
 
 Arguments are checked before anything is sent, so that a bad call never hangs. `FakeCommunicator` is a backend that
-moves nothing.
+transfers nothing.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ __all__ = [
 ]  # fmt: skip
 
 COMMON_DTYPE_CHARS = frozenset("dfDFbhilqBHILQ?")
-"""dtype.char of the dtypes that communicators move, except 16-bit floats."""
+"""dtype.char of the dtypes that communicators transfer, except 16-bit floats."""
 USER_TAG_LIMIT = 16384
-"""User tags are below this limit, the library's own at or above it; MPI guarantees tags up to 32767."""
+"""User tags are below this limit, the library's own tags at or above it. MPI guarantees tags up to 32767."""
 ALGORITHMS = ("library", "ring")
 
 
 class Backend(Communicator):
-    """A communicator that moves bytes itself: implement `start_transfer`, `split`, `close` and `abort`.
+    """A communicator that transfers bytes itself. A subclass implements `start_transfer`, `split`, `close` and `abort`.
 
-    `start_transfer` must implement "send" and "recv"; it passes any other verb that it cannot do better to
+    `start_transfer` must implement "send" and "recv". It passes any other operation that it cannot do better to
     `super().start_transfer(call)`, which builds it from messages.
     """
 
@@ -72,17 +73,17 @@ class Backend(Communicator):
         return self.start_transfer(call) if call.wire is None else self.start_rounded_sum(call)
 
     def start_transfer(self, call: Call) -> Handle:
-        """Start a checked call of at least two ranks, or of one if its row of `CALL_SPECS` says "move"; a message may
-        be to this rank itself."""
+        """Start a call that has been checked. The communicator has at least two ranks, or one if the row of the
+        operation in `CALL_SPECS` says "move". A message may be to this rank itself."""
         call.tag = self._take_next_tag()
         return COLLECTIVES[call.verb](self, call)
 
     def start_rounded_sum(self, call: Call) -> Handle:
-        """Start a checked sum whose summands are rounded to `call.wire` for transport."""
+        """Start a sum, already checked, whose summands are rounded to `call.wire` for transport."""
         return ROUNDED_COLLECTIVES[call.verb](self, call)
 
     def start_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
-        """Send and receive the messages of one call, under its tag; return one handle for all of them."""
+        """Send and receive the messages of one call under the call's tag; return one handle for all of them."""
         messages = [("recv", *pair) for pair in incoming] + [("send", *pair) for pair in outgoing]
         calls = [Call(verb, (part,), call.op, rank, (), call.what, call.tag) for verb, rank, part in messages]
         return GeneratorHandle(iter([self.start_transfer(message) for message in calls]), self.progress)
@@ -94,8 +95,8 @@ class Backend(Communicator):
         return group
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Gather in two all-gathers, sizes and bytes: each is waited for as a call of this backend, so that a missing
-        rank is reported."""
+        """Gather in two all-gathers, first the sizes, then the bytes. Both are waited for like calls of the user, so
+        that a missing rank is reported."""
         own_bytes = np.frombuffer(data, np.uint8)
         sizes = np.empty(self.size, np.int64)
         self.all_gather(np.array([own_bytes.size]), sizes, what="sizes of objects").wait()
@@ -114,8 +115,8 @@ class Backend(Communicator):
         return GeneratorHandle(iterate_ring_all_reduce(self.start_transfer, self.rank, self.size, call), self.progress)
 
     def _take_next_tag(self) -> int:
-        """Return the next tag of the library's own; the same on every rank, as all ranks issue the same collectives in
-        order."""
+        """Return the next of the library's own tags. It is the same on every rank, because all ranks issue the same
+        collectives in the same order."""
         self._tags = (self._tags + 1) % (32767 - USER_TAG_LIMIT)
         return USER_TAG_LIMIT + self._tags
 
@@ -124,8 +125,8 @@ class Backend(Communicator):
 
 
 def check_and_resolve_call(comm: RankGroup, call: Call) -> None:
-    """Raise ShapeError or ConfigError for bad arguments; else resolve `call.op`, `call.partitions` and `call.wire` in
-    place."""
+    """Raise ShapeError or ConfigError if an argument is invalid; otherwise resolve `call.op`, `call.partitions` and
+    `call.wire` in place."""
     verb = CALL_SPECS[call.verb]
     if verb.peer:
         require_existing_peer(comm, call, verb.peer, call.root)
@@ -179,13 +180,13 @@ def _resolve_partitions(comm: RankGroup, call: Call, verb: CallSpec, whole_here:
 
 
 def raise_call_error(kind: type[ConfigError], comm: RankGroup, call: Call, message: str) -> NoReturn:
-    """Raise an error of class `kind` that begins with the name of the call and the rank, as every communication error
-    does."""
+    """Raise an error of class `kind` that begins with the name of the call and the rank, like every communication
+    error."""
     raise kind(f"{call.name} on rank {comm.rank}: {message}")
 
 
 def require_flat_array(comm: RankGroup, call: Call, name: str, array: Array) -> None:
-    """Raise unless `array` is one-dimensional, contiguous and of a dtype that communicators move."""
+    """Raise unless `array` is one-dimensional, contiguous and of a dtype that communicators transfer."""
     if type(array) is np.ndarray and array.ndim == 1 and array.flags.c_contiguous:
         dtype = array.dtype
         if dtype.char in COMMON_DTYPE_CHARS and dtype.isnative:  # fast path with the same result as the checks below
@@ -204,8 +205,8 @@ def require_flat_array(comm: RankGroup, call: Call, name: str, array: Array) -> 
 
 
 def resolve_partition(comm: RankGroup, call: Call, name: str, array: Array, counts: Counts) -> FlatPartition:
-    """Return the partition of `array` over the ranks by `counts`, or the balanced one; raise ShapeError if they do not
-    fit."""
+    """Return the partition of `array` over the ranks: by `counts`, or balanced if they are None. Raise ShapeError if
+    `counts` do not fit the array and the number of ranks."""
     n = array.size
     if counts is None:
         return make_balanced_partition(n, comm.size)
@@ -219,19 +220,20 @@ def resolve_partition(comm: RankGroup, call: Call, name: str, array: Array, coun
 
 
 def require_count_per_rank(comm: RankGroup, call: Call, counts: tuple[int, ...]) -> None:
-    """Raise ShapeError unless there is a count for each rank."""
+    """Raise ShapeError unless there is one count for each rank."""
     if len(counts) != comm.size:
         raise_call_error(ShapeError, comm, call, f"{len(counts)} counts for {comm.size} ranks")
 
 
 def require_piece_size(comm: RankGroup, call: Call, name: str, array: Array, count: int) -> None:
-    """Raise ShapeError unless `array` has exactly the elements of this rank."""
+    """Raise ShapeError unless `array` has exactly the number of elements that belong to this rank."""
     if array.size != count:
         raise_call_error(ShapeError, comm, call, f"{name} has {array.size} elements, but {count} belong to this rank")
 
 
 def check_and_resolve_operation(comm: RankGroup, call: Call) -> None:
-    """Raise ConfigError unless the operation exists and is defined for the dtype, and the algorithm supports it."""
+    """Resolve `call.op` and `call.wire` in place. Raise ConfigError unless the operation exists, is defined for the
+    dtype and is supported by the algorithm."""
     dtype = call.arrays[0].dtype
     call.op = ReduceOp.from_name(call.op)
     why_not = explain_undefined_reduction(call.op, dtype)
@@ -247,7 +249,7 @@ def check_and_resolve_operation(comm: RankGroup, call: Call) -> None:
 
 
 def _check_and_resolve_wire_dtype(comm: RankGroup, call: Call, dtype: Any) -> None:
-    """Replace `call.wire` by its dtype; raise ConfigError if values of `dtype` cannot travel in it."""
+    """Replace `call.wire` by its dtype; raise ConfigError if values of `dtype` cannot be sent in it."""
     call.wire = np.dtype(call.wire)
     if get_dtype_kind(dtype) != "float" or not is_half(call.wire):
         raise_call_error(
@@ -265,7 +267,7 @@ def require_existing_peer(comm: RankGroup, call: Call, name: str, other: int) ->
 
 
 def require_valid_subgroup(comm: RankGroup, ranks: Sequence[int]) -> None:
-    """Raise ConfigError unless `ranks` can be a subgroup with this rank in it."""
+    """Raise ConfigError unless `ranks` can be a subgroup that contains this rank."""
     call = Call("subgroup")
     for other in ranks:
         require_existing_peer(comm, call, "ranks", other)
@@ -306,11 +308,11 @@ def _move_through_host(call: Call, start_on_host: Callable[[Call], Handle]) -> H
 
 
 class FakeCommunicator(Backend):
-    """One of `size` ranks, the others of which do not exist: arguments are checked, and arrays keep their values.
+    """One rank of `size`, the others of which do not exist: arguments are checked, and arrays keep their values.
 
     `all_gather_data`, `all_gather_object` and `all_gather_bytes` return this rank's value once for each rank. `split`
-    raises ConfigError for more than one rank, as the colors of the other ranks are unknown: use `subgroup`. `abort`
-    raises Aborted on this rank.
+    raises ConfigError if there are several ranks, because the colors of the other ranks are unknown: use `subgroup`.
+    `abort` raises Aborted on this rank.
 
     Parameters
     ----------
@@ -369,8 +371,8 @@ class FakeCommunicator(Backend):
 
 
 class FakeNodeCommunicator(FakeCommunicator):
-    """One of several ranks on hosts with shared memory, the others of which do not exist: code that decides a layout
-    gets the answers that `NodeCommunicator` would give. hosts: the host of each rank."""
+    """One rank on hosts with shared memory; the other ranks do not exist. Code that plans a layout gets the same
+    answers as from `NodeCommunicator`. hosts: the number of the host of each rank."""
 
     def __init__(self, rank: int, hosts: Sequence[int]) -> None:
         super().__init__(rank, len(hosts))
@@ -385,7 +387,7 @@ class FakeNodeCommunicator(FakeCommunicator):
         return FakeNodeCommunicator(list(ranks).index(self.rank), [self.hosts[rank] for rank in ranks])
 
     def allocate_shared(self, nbytes: int) -> Array:
-        """Return a shape-only array of `nbytes` bytes, in place of memory that the ranks of the host share."""
+        """Return a shape-only array of `nbytes` bytes, in place of memory shared by the ranks of the host."""
         return shapes.empty(nbytes, dtype="uint8")
 
     allocate_node_buffer = allocate_shared

@@ -1,8 +1,8 @@
 """Agreement of ranks on the calls of the functional API.
 
-Before any data of a call moves, ranks exchange what they call. Inside a host, each rank writes eight bytes on a board
-in shared memory; between hosts, they travel in one all-reduce. If ranks make different calls, or pass another shape,
-dtype, operation or root, all of them raise an error that names the ranks.
+Before any data of a call is transferred, ranks compare what they call. Inside a host, each rank writes eight bytes to a
+board in shared memory; between hosts, they are sent in one all-reduce. If ranks make different calls, or pass another
+shape, dtype, operation or root, all of them raise an error that names the ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ QUICK_POLLS = range(64)
 
 
 class CallSignature(str):
-    """The text of what a rank calls. mark: a hash of it in eight bytes; words: the same as a record of the board."""
+    """The text of what a rank calls. mark: an 8-byte hash of the text; words: the mark as a record of the board."""
 
     mark: int
     words: memoryview
@@ -39,7 +39,7 @@ class CallSignature(str):
 def make_signature(
     verb: str, dtype: Any = None, shape: Any = None, op: str = "", root: int | None = None
 ) -> CallSignature:
-    """Return the signature of the terms of a call that must be equal on all ranks."""
+    """Return the signature of the arguments that must be equal on all ranks."""
     parts = {"dtype": dtype, "shape": shape if shape is None else list(shape), "op": op or None, "root": root}
     call_signature = CallSignature(
         verb + "".join(f", {name} {part}" for name, part in parts.items() if part is not None)
@@ -69,9 +69,9 @@ class CallAgreement:
         """Return when all ranks have reached this call; raise DesyncError on all of them if some make another call.
         Collective.
 
-        payload: the data of the call, if it is a contiguous array on the host. Inside a host, a few bytes are exchanged
-        along with the signature: then the arrays of all ranks are returned, by rank, valid until the next call; else
-        None.
+        payload: the data of the call, if it is a contiguous array on the host. Inside a host, a payload of a few bytes
+        is exchanged along with the signature. The result is then the list of all ranks' arrays, by rank, valid until
+        the next call; otherwise it is None.
         """
         if self.turn != self.calls:
             EarlierCallsStage(self, self.calls, call).wait()
@@ -96,7 +96,7 @@ class CallAgreement:
         self.turn += 1
 
     def _agree_within_few_polls(self, number: int, call: CallSignature, board: CollectiveBoard) -> bool:
-        """Return whether all ranks arrive at the same call within a few polls: the usual case, which needs no
+        """Return whether all ranks arrive at the same call within a few polls. This is the usual case, and it needs no
         handle."""
         board.post_record(number + 1, call.words)
         for other in self.others:
@@ -107,8 +107,8 @@ class CallAgreement:
         return True
 
     def start_after_agreement(self, call: CallSignature, begin: Callable[[], Handle]) -> Handle:
-        """Return at once the handle of the transfer that `begin` starts on `comm` when all ranks have reached this
-        call."""
+        """Return at once a handle; when all ranks have reached this call, `begin` is called to start the transfer on
+        `comm`, and the handle completes with that transfer."""
         number = self._take_next_number()
 
         def issue_in_turn() -> Iterator[Handle]:
@@ -131,7 +131,8 @@ class CallAgreement:
         self.comm.close()
 
     def gather_desync_error(self, call: CallSignature) -> DesyncError:
-        """Return the error that names the call of every rank. Collective: all ranks know that their calls differ."""
+        """Return the error that names the call of every rank. Collective: all ranks know that their calls differ, so
+        all of them call this."""
         return make_desync_error(self.turn + 1, self.comm.all_gather_data(str(call)))
 
     def _take_next_number(self) -> int:
@@ -147,7 +148,7 @@ class CallAgreement:
 
 
 class AgreementStage(ABC):
-    """The handle of a stage of an agreement. A wait polls a few times before it also advances other transfers."""
+    """The handle of one stage of an agreement. A wait polls a few times before it also advances other transfers."""
 
     def __init__(self, agreement: CallAgreement, number: int, call: CallSignature) -> None:
         self.agreement, self.number, self.call = agreement, number, call
@@ -171,7 +172,7 @@ class AgreementStage(ABC):
         return alike is True
 
     def is_complete_or_failed(self) -> bool:
-        """Return whether the stage is over; an error is kept for the next `test`, which raises it."""
+        """Return whether the stage is complete or has failed; the next call of `test` raises the error."""
         try:
             return self.test()
         except DesyncError:
@@ -208,7 +209,7 @@ class EarlierCallsStage(AgreementStage):
 
 
 class AgreementByAllReduce(AgreementStage):
-    """The comparison by an all-reduce: marks agree if their maximum equals their minimum."""
+    """The comparison by an all-reduce: the marks are equal if their maximum equals their minimum."""
 
     def __init__(self, agreement: CallAgreement, number: int, call: CallSignature) -> None:
         super().__init__(agreement, number, call)
@@ -220,7 +221,7 @@ class AgreementByAllReduce(AgreementStage):
 
 
 class AgreementInSharedMemory(AgreementStage):
-    """The comparison by the records of all ranks on the board."""
+    """The comparison by the records that all ranks post on the board."""
 
     def __init__(self, agreement: CallAgreement, number: int, call: CallSignature, board: CollectiveBoard) -> None:
         super().__init__(agreement, number + 1, call)  # 0 would match the board's initial zeros

@@ -1,7 +1,7 @@
-"""Calls as values (the call, its reduction, the partition of its arrays), handles of transfers, and waiting for them.
+"""Calls as values (the call, its reduction, the partition of its arrays), handles of transfers, and waits for them.
 
-A transfer that may not be complete is a `Handle`; a `TimedTransfer` also returns a value. Transfers of several steps
-are `GeneratorHandle`, those with a final local action `HandleWithCallback`. Every wait advances all transfers under
+A transfer that may not be complete is a `Handle`; a `TimedTransfer` also returns a value. A transfer of several steps
+is a `GeneratorHandle`, one with a final local action a `HandleWithCallback`. Every wait advances all transfers under
 way.
 """
 
@@ -37,7 +37,7 @@ Array = Any
 """A flat array: one-dimensional, C-contiguous, of numpy, cupy or `fsdpx.core.array.shapes`."""
 Arrays = tuple[Array, ...]
 Counts = tuple[int, ...] | None
-"""Elements that belong to each rank; None: the balanced partition of `split_evenly`."""
+"""Number of elements that belong to each rank; None: the balanced partition of `split_evenly`."""
 AllCounts = tuple[Counts, ...]
 
 
@@ -98,7 +98,7 @@ class FlatPartition(NamedTuple):
 
 @lru_cache(maxsize=512)
 def make_partition_from_counts(counts: tuple[int, ...]) -> FlatPartition:
-    """Return the partition with these counts, one piece right after the other."""
+    """Return the partition with these counts and no gaps between the pieces."""
     displs, total = [], 0
     for count in counts:
         displs.append(total)
@@ -114,8 +114,8 @@ def make_balanced_partition(n: int, parts: int) -> FlatPartition:
 
 
 def split_evenly(n: int, parts: int) -> list[int]:
-    """Return the counts of the balanced partition of n elements: floor(n (r+1) / parts) - floor(n r / parts) for piece
-    r."""
+    """Return the counts of the balanced partition of n elements: piece r has floor(n (r+1) / parts) - floor(n r /
+    parts) elements."""
     return list(make_balanced_partition(n, parts).counts)
 
 
@@ -144,18 +144,18 @@ class Call:
     shape: tuple[int, ...] | None = None
 
     def with_arrays(self, arrays: Arrays, partitions: tuple[FlatPartition, ...] | None = None) -> Call:
-        """Return this call on other arrays, with the same partitions or with `partitions`."""
+        """Return this call with other arrays, and with `partitions` unless that is None."""
         partitions = self.partitions if partitions is None else partitions
         return replace(self, arrays=arrays, partitions=partitions)
 
     @property
     def name(self) -> str:
-        """Name of the call in errors: "all_reduce of the loss"."""
+        """The name of the call in errors, such as "all_reduce of the loss"."""
         return format_call_label(self.verb, self.what)
 
 
 def format_call_label(verb: str, what: str) -> str:
-    """Return the name of a call in errors."""
+    """Return the name of a call for errors."""
     return f"{verb} of {what}" if what else verb
 
 
@@ -164,10 +164,10 @@ class Handle(Protocol):
     """A transfer that was issued. It owns the buffers until `test` returns True or `wait` returns."""
 
     def test(self) -> bool:
-        """Return whether the transfer is complete, after advancing it if it is not. Never blocks."""
+        """Advance the transfer if it is incomplete, and return whether it is complete. Never blocks."""
 
     def wait(self) -> None:
-        """Return when the transfer is complete; raise CommTimeout or CommError if it will not be."""
+        """Wait until the transfer is complete; raise CommTimeout or CommError if it cannot complete."""
 
 
 class CompletedHandle:
@@ -201,7 +201,7 @@ def get_data_pointer(array: Array) -> int:
 
 
 def is_in_place(a: Array, b: Array) -> bool:
-    """Return whether both arrays start at the same address, which makes a call in-place."""
+    """Return whether both arrays start at the same address, so that the call is in place."""
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and a.size and b.size:
         # may_share_memory is a cheap test that most pairs fail
         return a is b or (np.may_share_memory(a, b) and get_data_pointer(a) == get_data_pointer(b))
@@ -209,7 +209,7 @@ def is_in_place(a: Array, b: Array) -> bool:
 
 
 def copy_unless_same(target: Array, source: Array) -> None:
-    """Copy `source` to `target`, unless both are the same memory."""
+    """Copy `source` to `target`, unless both start at the same address."""
     if not is_in_place(target, source):
         target[...] = source
 
@@ -227,10 +227,10 @@ yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0
 
 class Progress:
     """The transfers of one rank that are under way. Every wait advances all of them, so that no peer waits for a step
-    that this rank has not taken.
+    that this rank has yet to take.
 
-    patience: how many times a wait polls before it yields the core: few where ranks outnumber cores, many where each
-    rank has its own core, which another process would keep for milliseconds.
+    patience: number of polls before a wait yields the core. It is small where ranks outnumber cores, and large where
+    each rank has its own core, because another process that got the core would keep it for milliseconds.
     """
 
     __slots__ = ("patience", "pending")
@@ -246,15 +246,15 @@ class Progress:
 
 
 def get_progress(comm: object) -> Progress:
-    """Return the transfers that waits on `comm` advance; for a communicator without any, a new `Progress` that nothing
-    polls."""
+    """Return the `Progress` of a communicator, which its waits advance; for a communicator without one, a new
+    `Progress` that nothing polls."""
     progress = getattr(comm, "progress", None)
     return progress if isinstance(progress, Progress) else Progress()
 
 
 class GeneratorHandle:
-    """The handle of a generator that issues transfers one after the other: it yields the handle of each and resumes
-    when that is complete."""
+    """The handle of a generator that issues transfers in sequence: it yields the handle of each transfer, and is
+    resumed when that is complete."""
 
     __slots__ = ("_current", "_done", "_error", "_generator", "_progress", "_running")
 
@@ -293,7 +293,8 @@ class GeneratorHandle:
 
 
 class HandleWithCallback:
-    """The handle of a transfer that is complete when the callback `last` has run after it, once, on this rank only."""
+    """The handle of a transfer that is followed by a callback. It is complete when the callback `last` has run, once,
+    on this rank only."""
 
     __slots__ = ("_handle", "_last")
 
@@ -318,7 +319,8 @@ class HandleWithCallback:
 
 
 class LongWait:
-    """A wait of `spin_until` that is not short, registered for the watchdog; as text, the name of the condition."""
+    """A wait of `spin_until` that has lasted a while, registered for the watchdog. Its text is the name of the
+    condition."""
 
     __slots__ = ("_ready",)
 
@@ -329,19 +331,19 @@ class LongWait:
         owner = getattr(self._ready, "__self__", None)
         if type(owner).__str__ is not object.__str__ and owner is not None:
             return str(owner)
-        inner = getattr(self._ready, "func", self._ready)  # of a `partial`
+        inner = getattr(self._ready, "func", self._ready)  # unwrap a `partial`
         return str(inner.__qualname__).partition(".<locals>")[0]
 
 
 long_waits: dict[int, LongWait] = {}
-"""The wait in which each thread is now, by thread identifier."""
+"""The wait that each thread is currently in, by thread identifier."""
 
 
 def get_stack_frames(thread: int) -> list[tuple[FrameType, int]]:
-    """Return the frames of a thread with their current lines, innermost first; none if the thread has ended.
+    """Return the frames of a thread with their current lines, innermost first; an empty list if the thread has ended.
 
-    Garbage collection is off meanwhile: a collection may switch to the thread, and CPython 3.11 crashes if that then
-    returns from the frame being followed.
+    Garbage collection is disabled meanwhile: a collection may switch to the thread, and CPython 3.11 crashes if the
+    thread then returns from the frame being followed.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -360,8 +362,8 @@ def get_stack_frames(thread: int) -> list[tuple[FrameType, int]]:
 def spin_until(ready: Callable[[], bool], progress: Progress, timeout: float, patience: int | None = None) -> bool:
     """Poll `ready` until it is true, and return True; return False after `timeout` seconds.
 
-    Advances `progress` meanwhile. Yields the core after `patience` polls, by default those of `progress`, and sleeps
-    between polls after several thousand more.
+    Advances the transfers of `progress` meanwhile. Yields the core after `patience` polls (default: that of
+    `progress`), and sleeps between polls after several thousand more.
     """
     spins, deadline, patience = 0, None, progress.patience if patience is None else patience
     thread, outer = 0, None
@@ -392,8 +394,9 @@ def spin_until(ready: Callable[[], bool], progress: Progress, timeout: float, pa
 class TimedTransfer:
     """A transfer with a result: `wait` completes it and returns the value of `finish`.
 
-    issued_at, completed_at: when the transfer began, and when this rank saw its end. busy_seconds: seconds in between
-    in which this rank advanced it or waited for it; the rest was overlapped with computation.
+    issued_at, completed_at: when the transfer began, and when this rank saw its end. busy_seconds: time in between
+    during which this rank advanced the transfer or waited for it; for the rest, the transfer overlapped with
+    computation.
     """
 
     __slots__ = ("busy_seconds", "completed_at", "finish", "handle", "issued_at")
@@ -420,7 +423,8 @@ class TimedTransfer:
         return done
 
     def _record_end(self, begin: float) -> bool:
-        """Take the time since `begin` as the end of the transfer; return whether it was still under way at `begin`."""
+        """Record the present as the end of the transfer, and the time since `begin` as busy; return whether the
+        transfer was still under way."""
         under_way = self.completed_at == 0.0
         if under_way:
             self.completed_at = perf_counter()

@@ -1,7 +1,7 @@
 """The `Communicator` interface that every backend implements, and wrappers around it.
 
-Each verb makes a `Call` and issues it. The table `CALL_SPECS` describes the arguments of each verb; calls are checked,
-counted and compared between ranks by it.
+Each operation makes a `Call` and issues it. The table `CALL_SPECS` describes the arguments of each operation; calls are
+checked, counted and compared between ranks according to it.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class CallSpec(NamedTuple):
 
     @property
     def read_positions(self) -> tuple[int, ...]:
-        """Positions of the arrays that the verb reads."""
+        """Positions of the arrays that the operation reads."""
         return tuple(i for i, name in enumerate(self.arrays) if name != "recv" and self.peer != "source")
 
     @property
     def write_positions(self) -> tuple[int, ...]:
-        """Positions of the arrays that the verb writes."""
+        """Positions of the arrays that the operation writes."""
         return tuple(i for i, name in enumerate(self.arrays) if name != "send" and self.peer != "dest")
 
 
@@ -84,16 +84,17 @@ CALL_SPECS = {
     "recv": CallSpec(("buf",), peer="source"),
     "barrier": CallSpec((), on_one_rank="nothing"),
 }
-"""By verb. A new verb needs a row here and a function in `fsdpx.core.comm.p2p_collectives.COLLECTIVES`."""
+"""The specification of each operation, by name. A new operation needs a row here and a function in
+`fsdpx.core.comm.p2p_collectives.COLLECTIVES`."""
 
 
 def count_moved_bytes(comm: RankGroup, call: Call) -> int:
     """Return the bytes that this rank must send or receive with an optimal algorithm, whatever the backend does.
 
-    n = bytes of the full array, own = this rank's piece. all_gather, reduce_scatter: n - own. all_reduce: 2 (n - own),
-    for a piece of the balanced partition. broadcast, reduce: n. gather, scatter: n - own at root, own elsewhere.
-    all_to_all: n - own. send, recv: n. barrier: 0. A single rank: 0. Elements of sums are counted in the dtype in which
-    they travel.
+    With n = bytes of the full array and own = this rank's piece: all_gather, reduce_scatter: n - own. all_reduce: 2 (n
+    - own), for a piece of the balanced partition. broadcast, reduce: n. gather, scatter: n - own at the root, own
+    elsewhere. all_to_all: n - own. send, recv: n. barrier: 0. A single rank: 0. Elements of sums are counted in the
+    dtype in which they are sent.
     """
     verb, arrays = CALL_SPECS[call.verb], call.arrays
     if comm.size == 1 or not arrays:
@@ -139,7 +140,7 @@ def get_common_arguments(call: Call) -> dict[str, Any]:
 
 
 def describe_call(call: Call) -> str:
-    """Return the name of a call and the terms that must be equal on all ranks, as text."""
+    """Return the name of a call, and its arguments that must be equal on all ranks, as text."""
     return call.name + "".join(f", {key} {value}" for key, value in get_common_arguments(call).items())
 
 
@@ -148,19 +149,19 @@ EVEN_COUNTS: AllCounts = (None,)
 
 
 class Communicator(ABC):
-    """An ordered group of ranks that move flat arrays between them.
+    """An ordered group of ranks that transfer flat arrays between them.
 
-    Every verb starts at once, returns a `Handle` and allocates only the scratch memory that it states. All ranks of the
-    communicator issue the same collectives in the same order, with the same dtype and element counts. Arrays are
+    Every operation starts at once, returns a `Handle` and allocates only the scratch memory that it states. All ranks
+    of the communicator issue the same collectives in the same order, with the same dtype and element counts. Arrays are
     one-dimensional and contiguous, of float64/32/16, bfloat16, complex64/128, int8/16/32/64, uint8/16/32/64 or bool, in
     the native byte order; MAX and MIN exclude complex numbers. `what` names the action and the tensor in errors. Arrays
     that only `root` needs are None elsewhere. `counts` is the number of elements that belong to each rank; the default
     is the balanced partition of `split_evenly`. float16 and bfloat16 are added in float32 in rank order and rounded
     once. A wrong size, dtype, layout or rank number raises ShapeError or ConfigError before anything is sent.
 
-    The bytes stated below are those that one rank sends (or receives) with an optimal algorithm, n = bytes of the full
-    array, N = `size` (Patarasu and Yuan 2009; Chan et al. 2007). A new backend inherits `fsdpx.core.comm.Backend`, a
-    communicator around another one `fsdpx.core.comm.CommunicatorWrapper`.
+    The bytes stated below are those that one rank sends (or receives) with an optimal algorithm, where n is the size of
+    the full array in bytes and N is `size` (Patarasu and Yuan 2009; Chan et al. 2007). A new backend inherits
+    `fsdpx.core.comm.Backend`; a communicator around another one inherits `fsdpx.core.comm.CommunicatorWrapper`.
     """
 
     rank: int
@@ -176,33 +177,33 @@ class Communicator(ABC):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        """Close the communicator unless an exception is under way: then the other ranks would not reach the collective,
-        and the job ends."""
+        """Close the communicator unless an exception is propagating: then the other ranks would not reach the
+        collective, and the job ends."""
         if kind is None:
             (self.leave or self.close)()
 
     @property
     def has_peers(self) -> bool:
-        """True if other ranks exist to exchange values with; if not, gathers return this rank's value for all ranks."""
+        """True if other ranks exist to exchange values with. If not, gathers return this rank's value for all ranks."""
         return self.size > 1
 
     @abstractmethod
     def issue(self, call: Call) -> Handle:
-        """Start `call`; every method below calls this.
+        """Start `call`; all operations below go through this method.
 
         Parameters
         ----------
-        call : verb and arguments of this rank
+        call : operation and arguments of this rank
 
         Returns
         -------
         Handle
-            of the transfer, which owns the arrays until it is complete
+            handle of the transfer, which owns the arrays until it is complete
 
         Raises
         ------
         ShapeError, ConfigError
-            before anything is sent, if this rank's arguments cannot be used
+            if this rank's arguments cannot be used; nothing has been sent then
         """
 
     def _issue_call(
@@ -529,11 +530,12 @@ class Communicator(ABC):
     def all_gather_data(self, value: Any) -> list[Any]:
         """Return every rank's `value`, in rank order, on every rank. Collective, blocking.
 
-        Ranks exchange information about their work by this call: it executes nothing that another rank sends.
+        Ranks use this call to exchange information about their work. It never executes anything that another rank
+        sends.
 
         Parameters
         ----------
-        value : plain data, of the types that `fsdpx.core.comm.plain_codec` knows
+        value : plain data, of the types that `fsdpx.core.comm.plain_codec` supports
 
         Returns
         -------
@@ -546,7 +548,7 @@ class Communicator(ABC):
         """Return every rank's `obj`, in rank order, on every rank. Collective, blocking. For small objects, not for
         arrays.
 
-        Objects are pickled, so a rank executes code that another rank has pickled: ranks must have authenticated each
+        Objects are pickled, so a rank executes code that another rank has sent: ranks must have authenticated each
         other.
 
         Parameters
@@ -561,16 +563,17 @@ class Communicator(ABC):
         return [pickle.loads(data) for data in self.all_gather_bytes(pickle.dumps(obj))]
 
     def window(self, nbytes: int) -> Window:
-        """Return a window: memory of each rank that all other ranks read and write without its help. Collective.
+        """Return a window: memory of each rank that all other ranks can read and write without its participation.
+        Collective.
 
         Parameters
         ----------
-        nbytes : bytes of this rank's part; ranks may ask for different amounts
+        nbytes : size of this rank's part in bytes; it may differ between ranks
 
         Returns
         -------
         Window
-            of all parts
+            the window over the parts of all ranks
 
         Raises
         ------
@@ -582,7 +585,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Free what the backend holds; the communicator cannot be used afterwards. Collective."""
+        """Free the resources of the backend; the communicator cannot be used afterwards. Collective."""
 
     @abstractmethod
     def abort(self, code: int = 1) -> None:
@@ -658,10 +661,10 @@ _NAP_SECONDS = 1e-4
 class SurvivorCommunicator(Communicator):
     """A communicator that reports deaths of ranks and outlives them (Bland et al. 2013, user-level failure mitigation).
 
-    A call that needs a dead rank raises RankLost, when it is issued or in `test` and `wait`; other calls may complete,
-    so ranks learn of a death in different calls. Every rank that does recovers in these steps: `revoke`, so that ranks
-    that wait for this one learn of it as well; `agree_on_flags`, which ranks that know of no death also reach;
-    `shrink`; then continue with the new communicator and groups of it.
+    A call that needs a dead rank raises RankLost, either when it is issued or in `test` and `wait`. Other calls may
+    complete, so ranks learn of a death in different calls. A rank that has learned of a death recovers in these steps:
+    `revoke`, so that ranks that wait for it learn of the death as well; `agree_on_flags`, which ranks that know of no
+    death also reach; `shrink`; then it continues with the new communicator and groups of it.
     """
 
     survives: bool
@@ -670,21 +673,22 @@ class SurvivorCommunicator(Communicator):
 
     @abstractmethod
     def revoke(self) -> None:
-        """Invalidate this communicator and the groups with this rank that `split` and `subgroup` made from it: every
-        call that any rank has under way or starts there raises RankLost, except `agree_on_flags` and `shrink`. Local:
-        it waits for no other rank, and any rank may call it at any time."""
+        """Invalidate this communicator and the groups with this rank that `split` and `subgroup` made from it. Every
+        call on them that any rank has under way, or starts later, raises RankLost, except `agree_on_flags` and
+        `shrink`. Local: it waits for no other rank, and any rank may call it at any time."""
 
     @abstractmethod
     def agree_on_flags(self, flags: int) -> int:
-        """Return the bitwise AND of every rank's `flags` (0 <= flags < 2^31), or 0 if any rank has died: the same on
-        all living ranks. Collective, blocking; works on a revoked communicator and never raises for a death."""
+        """Return the bitwise AND of every rank's `flags` (0 <= flags < 2^31), or 0 if any rank has died; the result is
+        the same on all living ranks. Collective, blocking; works on a revoked communicator and never raises because of
+        a death."""
 
     @abstractmethod
     def shrink(self) -> SurvivorCommunicator:
         """Return a new communicator of the living ranks, in rank order. Collective over the living ranks, blocking.
 
-        No rank in it is known to be dead when it is made; a death meanwhile is found out in the next call. It has a
-        `progress` of its own, so that its waits do not advance transfers left over from the old communicator.
+        No rank in it is known to be dead when it is created; a death in the meantime is detected by the next call. It
+        has its own `progress`, so that its waits do not advance transfers left over from the old communicator.
         """
 
     @abstractmethod
@@ -698,8 +702,8 @@ def can_survive(comm: Communicator) -> bool:
 
 
 def make_rank_lost_error(where: str, ranks: Sequence[int]) -> RankLost:
-    """Return the error of a call, described by `where`, that cannot complete because `ranks` have died, or, if `ranks`
-    is empty, because another rank has revoked the communicator."""
+    """Return the error of a call that cannot complete because `ranks` have died or, if `ranks` is empty, because
+    another rank has revoked the communicator. where: text that names the call."""
     if not ranks:
         return RankLost(f"{where}: another rank has given this communicator up, for a rank that has died")
     who = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
@@ -707,10 +711,11 @@ def make_rank_lost_error(where: str, ranks: Sequence[int]) -> RankLost:
 
 
 def drain_transfers(handles: Iterable[Handle], seconds: float = 1.0) -> list[Handle]:
-    """Test transfers whose result is no longer wanted until each is complete or failed, so that their buffers are free.
+    """Test transfers whose result is no longer needed until each has completed or failed, so that their buffers can be
+    freed.
 
-    For transfers under way on a revoked communicator: their errors are expected and dropped. Returns the handles that
-    are neither complete nor failed after `seconds`; their buffers must be kept alive.
+    Meant for transfers under way on a revoked communicator: their errors are expected and ignored. Returns the handles
+    that have neither completed nor failed after `seconds`; their buffers must be kept alive.
     """
     left, deadline = [handle for handle in handles if not _is_complete_or_failed(handle)], time.monotonic() + seconds
     while left and time.monotonic() < deadline:
@@ -736,8 +741,8 @@ class CallCount:
 
 @dataclass(slots=True)
 class TrafficCounters:
-    """Counts of one rank by (axis, verb). total: all bytes so far. tallies: by path of a layer, the numbers that it
-    counts itself."""
+    """Traffic counts of one rank by (axis, operation). total: all bytes so far. tallies: the numbers that layers count
+    themselves, by path of the layer."""
 
     table: dict[tuple[str, str], CallCount] = field(default_factory=dict)
     total: int = field(default=0, compare=False)
@@ -753,17 +758,17 @@ class TrafficCounters:
         self.total += nbytes
 
     def add_tally(self, name: str, numbers: Sequence[int]) -> None:
-        """Add `numbers` to the tally that a layer counts under `name`."""
+        """Add `numbers` elementwise to the tally that a layer counts under `name`."""
         before = self.tallies.get(name, [0] * len(numbers))
         self.tallies[name] = [a + b for a, b in zip(before, numbers, strict=True)]
 
     def sum_counts(self, axis: str | None = None, verb: str | None = None) -> CallCount:
-        """Return the sum over the entries of this axis and verb; None matches all."""
+        """Return the sum over the entries of this axis and operation; None matches all."""
         counts = [count for key, count in self.table.items() if axis in (None, key[0]) and verb in (None, key[1])]
         return CallCount(sum(count.calls for count in counts), sum(count.bytes for count in counts))
 
     def copy(self) -> TrafficCounters:
-        """Return a copy of all counts and tallies, which later calls do not change."""
+        """Return a copy of all counts and tallies that later calls do not change."""
         table = {key: CallCount(count.calls, count.bytes) for key, count in self.table.items()}
         return TrafficCounters(table, self.total, {name: list(numbers) for name, numbers in self.tallies.items()})
 
@@ -777,20 +782,20 @@ class TrafficCounters:
         return later
 
     def clear(self) -> None:
-        """Reset all counts and tallies to those of new counters."""
+        """Reset all counts and tallies to zero."""
         self.table.clear()
         self.total = 0
         self.tallies.clear()
 
     def __iter__(self) -> Iterator[tuple[str, str, int, int]]:
-        """Yield (axis, verb, calls, bytes), sorted by axis and verb."""
+        """Yield (axis, operation, calls, bytes), sorted by axis and operation."""
         for (axis, verb), count in sorted(self.table.items()):
             yield axis, verb, count.calls, count.bytes
 
 
 class CountingCommunicator(CommunicatorWrapper):
-    """A communicator that counts each call under its axis, with the bytes of `count_moved_bytes`. A single rank counts
-    nothing."""
+    """A communicator that counts each call under its axis, with the bytes of `count_moved_bytes`. A communicator of a
+    single rank counts nothing."""
 
     def __init__(self, comm: Communicator, axis: str, counters: TrafficCounters) -> None:
         super().__init__(comm)

@@ -1,4 +1,4 @@
-"""The default communicator, one per process and one for every rank of `spawn`, and the rank and size of this
+"""The default communicator (one for the process, and one for each rank of `spawn`), and the rank and size of this
 process."""
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class DefaultCommunicator:
-    """A default communicator. local_rank: number of this rank on its host. made: communicators to close with it.
-    of_thread: whether it belongs to a rank of `spawn`. agreement: compares the calls of the functional API between
-    ranks, where the communicator itself does not."""
+    """A default communicator.
+
+    local_rank: number of this rank on its host. made: communicators to close together with it. of_thread: whether it
+    belongs to a rank of `spawn`. agreement: compares the calls of the functional API between ranks, if the communicator
+    itself does not.
+    """
 
     comm: Communicator
     local_rank: int
@@ -44,7 +47,7 @@ _script_communicator: list[tuple[int, int]] = []
 
 @contextmanager
 def using_communicator(comm: Communicator) -> Iterator[None]:
-    """Make `comm` the default of this thread inside the block."""
+    """Return a context manager that makes `comm` the default of this thread."""
     token = _thread_default.set(DefaultCommunicator(comm, comm.rank, of_thread=True))
     try:
         yield
@@ -53,7 +56,7 @@ def using_communicator(comm: Communicator) -> Iterator[None]:
 
 
 def set_default(default: DefaultCommunicator | None) -> None:
-    """Make this the default of the process; None removes it."""
+    """Make `default` the default of the process; None removes the default."""
     _process_default[0] = default
 
 
@@ -71,7 +74,7 @@ def pop_script_rank_and_size() -> tuple[int, int] | None:
 
 
 def format_comm_argument(comm: Any) -> str | None:
-    """Return a text of the argument `comm=` that ranks can compare; None for the default communicator, passed or
+    """Return the argument `comm=` as text that ranks can compare; None for the default communicator, whether passed or
     not."""
     opened, comm = get_default(), to_mpi4py(comm)
     require_valid_intracomm(comm)
@@ -79,13 +82,13 @@ def format_comm_argument(comm: Any) -> str | None:
 
 
 def to_mpi4py(comm: Any) -> Any:
-    """Return the mpi4py communicator of an object with `tompi4py()`, such as `PETSc.Comm`; other objects as they
-    are."""
+    """Return the mpi4py communicator of an object with `tompi4py()`, such as `PETSc.Comm`; return any other object
+    unchanged."""
     return comm.tompi4py() if hasattr(comm, "tompi4py") else comm
 
 
 def require_valid_intracomm(comm: Any) -> None:
-    """Raise ConfigError if `comm` is MPI.COMM_NULL, which ranks outside a communicator get, or an intercommunicator."""
+    """Raise ConfigError if `comm` is an intercommunicator, or MPI.COMM_NULL, which ranks outside a communicator get."""
     if not type(comm).__module__.startswith("mpi4py"):
         return
     if not comm:
@@ -95,18 +98,18 @@ def require_valid_intracomm(comm: Any) -> None:
 
 
 def all_gather_plain_data(comm: Any, value: Any) -> list[Any]:
-    """Return the plain values of all ranks of `comm`, which may be mpi4py's, by rank. Collective."""
+    """Return the plain value of each rank of `comm`, which may be an mpi4py communicator, by rank. Collective."""
     return list(comm.all_gather_data(value) if hasattr(comm, "all_gather_data") else comm.allgather(value))
 
 
 def get_default() -> DefaultCommunicator | None:
-    """Return the default of this thread, else of this process, else None."""
+    """Return the default of this thread, or else of this process, or None."""
     return _thread_default.get() or _process_default[0]
 
 
 class RankInfo(NamedTuple):
-    """The rank of this process among `size` ranks, and its number on its host (None: not known). world: which ranks
-    these are, as text."""
+    """The rank of this process among `size` ranks, and its number on its host (None if unknown). world: text that says
+    which ranks these are."""
 
     rank: int
     size: int
@@ -115,10 +118,10 @@ class RankInfo(NamedTuple):
 
 
 def get_rank_info() -> RankInfo:
-    """Return rank and size in the communicator of `fsdpx.init()`; before it, among all ranks of MPI, if that is
-    initialized; else among all ranks that the launcher started.
+    """Return the rank and size in the communicator of `fsdpx.init()`. Before `fsdpx.init()`, return those among all MPI
+    ranks if MPI is initialized, else among all ranks that the launcher started.
 
-    Raises LaunchError if variables say that this process is one of several but not which, and ConfigError if the
+    Raises LaunchError if variables say that this process is one of several but not which one, and ConfigError if the
     launcher does not set rank and size.
     """
     opened = get_default()
@@ -140,7 +143,7 @@ def get_rank_info() -> RankInfo:
 
 
 def get_running_mpi() -> Any:
-    """Return `mpi4py.MPI` if it is loaded and initialized but not finalized, else None; never loads it."""
+    """Return `mpi4py.MPI` if it is loaded and initialized but not finalized, else None; never load it."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
     # hasattr is False while it is being imported
     runs = hasattr(mpi, "Is_finalized") and mpi.Is_initialized() and not mpi.Is_finalized()
@@ -152,8 +155,8 @@ _compared_arguments: ContextVar[Mapping[str, str]] = ContextVar("fsdpx_given", d
 
 @contextmanager
 def comparing_arguments(**choices: Any) -> Iterator[dict[str, str]]:
-    """Compare these arguments between ranks whenever a communicator is opened inside the block; yield them as text, by
-    name."""
+    """Return a context manager inside which ranks compare these arguments whenever a communicator is opened; it yields
+    them as text, by name."""
     words = {name: repr(value) for name, value in choices.items()}
     token = _compared_arguments.set({**words, **_compared_arguments.get()})
     try:

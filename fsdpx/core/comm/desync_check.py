@@ -1,7 +1,7 @@
 """Checks that all ranks do the same: a communicator that compares each collective, and a comparison of settings.
 
-Ranks compare settings in their first exchange, before any setting takes effect: a call registers its arguments
-(`comparing_arguments`), and a communicator that is opened inside it compares them.
+Ranks compare settings in their first exchange, before any setting takes effect. A call registers its arguments with
+`comparing_arguments`, and a communicator that is opened inside that context compares them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ _FINGERPRINT_TAG = 7
 
 
 class CheckedCommunicator(CommunicatorWrapper):
-    """A communicator that exchanges a fingerprint of each collective on a channel of its own before it passes the call
-    on.
+    """A communicator that exchanges a fingerprint of each collective on its own channel before it passes the call on.
 
-    A fingerprint is the verb, `what`, the dtype, the element count, the operation and the root, as far as every rank
-    knows them. If fingerprints differ, every rank raises DesyncError with the call of each rank; if a rank does not
-    arrive within `timeout` seconds, the others raise it with that rank's number. Sends and receives are not checked.
-    The exchange blocks, so calls that would otherwise overlap run one after the other. Costs 256 bytes per peer and
-    call.
+    A fingerprint contains the operation, `what`, the dtype, the element count, the reduction and the root, where every
+    rank knows them. If fingerprints differ, every rank raises DesyncError with the call of each rank; if a rank does
+    not arrive within `timeout` seconds, the others raise it with that rank's number. Sends and receives are not
+    checked. The exchange blocks, so calls that would otherwise overlap run one after the other. Costs 256 bytes per
+    peer and call.
     """
 
     def __init__(self, comm: Communicator, timeout: float = 10.0) -> None:
@@ -69,7 +68,7 @@ class CheckedCommunicator(CommunicatorWrapper):
         self._channel.close()
 
     def _agree_on_call(self, call: str) -> None:
-        """Return when every rank is about to make the same call; raise DesyncError on all of them otherwise."""
+        """Return when every rank is about to make the same call; otherwise raise DesyncError on all of them."""
         if self.size == 1:
             return
         calls = self._exchange_fingerprints(call)
@@ -77,7 +76,7 @@ class CheckedCommunicator(CommunicatorWrapper):
             raise make_desync_error(self._calls, calls)
 
     def _exchange_fingerprints(self, call: str) -> list[str]:
-        """Return the call of every rank, by rank. Collective."""
+        """Return the call of each rank, by rank. Collective."""
         self._calls += 1
         own_fingerprint = _encode_fingerprint(call)
         texts = np.zeros((self.size, _FINGERPRINT_BYTES), np.uint8)
@@ -104,7 +103,8 @@ class CheckedCommunicator(CommunicatorWrapper):
 
 
 def _encode_fingerprint(call: str) -> np.ndarray:
-    """Return `call` in a fixed number of bytes; a long one is cut, and ends with a hash of the whole."""
+    """Return the text `call` in a fixed number of bytes; a long text is truncated and ends with a hash of the full
+    text."""
     data = call.encode()
     if len(data) > _FINGERPRINT_BYTES:
         data = (
@@ -118,14 +118,15 @@ def _encode_fingerprint(call: str) -> np.ndarray:
 
 
 def make_desync_error(number: int, calls: Sequence[str]) -> DesyncError:
-    """Return the error for ranks that made these calls, by rank, as their call of this number."""
+    """Return the error for ranks that made different calls. number: which call of the communicator it was. calls: the
+    call of each rank."""
     return DesyncError(
         f"ranks called different collectives (call {number}): {format_calls_by_rank(dict(enumerate(calls)))}"
     )
 
 
 def format_calls_by_rank(calls: Mapping[int, str]) -> str:
-    """Return text that lists the ranks of each call. calls: by rank."""
+    """Return text that lists, for each distinct call, the ranks that made it. calls: call by rank."""
     ranks: dict[str, list[int]] = {}
     for rank, call in calls.items():
         ranks.setdefault(call, []).append(rank)
@@ -143,10 +144,11 @@ REMEDY = (
 def require_same_settings(
     comm: Communicator, settings: Mapping[str, str], arguments: Mapping[str, str] | None = None
 ) -> None:
-    """Raise ConfigError on all ranks if their settings differ; it names the ranks, and only what differs. Collective.
+    """Raise ConfigError on all ranks if their settings differ; the error names the ranks and only the settings that
+    differ. Collective.
 
-    settings: values as text, by name; a rank that lacks one differs. arguments: of the call that this rank makes; those
-    that some rank's call does not have are not compared.
+    settings: values as text, by name; a rank that lacks one differs. arguments: arguments of the call that this rank
+    makes, as text by name; only arguments that all ranks' calls have are compared.
     """
     everyone = comm.all_gather_data((dict(settings), dict(arguments or {})))
     every_setting, every_argument = zip(*everyone, strict=True)
