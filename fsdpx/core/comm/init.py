@@ -1,7 +1,7 @@
-"""Opening the world: return a communicator by the name of a backend, or around a communicator of the user.
+"""Open the world: return a communicator by the name of a backend, or around a communicator of the user.
 
 `BACKENDS` is the registry: a new backend is one more entry. `spawn` runs a function on ranks that are threads. Where
-ranks are processes, a failing rank ends the whole job as long as a communicator opened here, or a trainer, exists: the
+ranks are processes, a failing rank ends the entire job as long as a communicator opened here, or a trainer, exists: the
 first uncaught exception in any thread is printed, then the job is aborted.
 """
 
@@ -53,15 +53,15 @@ _SECONDS_FOR_RANK_0 = 3.0
 
 
 def _make_excepthook(former: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an excepthook that ends all ranks at the first uncaught exception, after the program's own excepthook
-    `former`.
+    """Return an excepthook that ends all ranks at the first uncaught exception, after calling the script's own
+    excepthook `former`.
 
-    Without it the other ranks wait forever: Python ends, and MPI_Finalize of the failed rank waits for them.
+    Without it the other ranks would wait forever: Python exits, and MPI_Finalize of the failed rank waits for them.
     """
     begun, process = threading.Lock(), os.getpid()
 
     def end_all_ranks(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
-        if os.getpid() != process:  # a forked child is no rank
+        if os.getpid() != process:  # a forked child is not a rank
             former(kind, error, trace)
             flush_and_write_stderr()
             os._exit(1)  # a normal exit would run MPI_Finalize and wait there
@@ -72,7 +72,7 @@ def _make_excepthook(former: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _make_thread_excepthook(former: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the same hook for `threading.excepthook`."""
+    """Return a hook for `threading.excepthook` that does the same as the one of `_make_excepthook`."""
     begun, process = threading.Lock(), os.getpid()
 
     def end_all_ranks(args: threading.ExceptHookArgs) -> None:
@@ -118,8 +118,8 @@ def _print_exception_and_end_all_ranks(
 
 
 def _run_script_hook(script_hook: Callable[[], object]) -> int:
-    """Run a hook of the program, whose exceptions must not keep the job from ending; return the exit status that it
-    asks for, else 0."""
+    """Run a hook of the script, whose exceptions must not keep the job from ending. Return the exit status that the
+    hook requests, or 0."""
     try:
         script_hook()
     except SystemExit as end:
@@ -130,8 +130,8 @@ def _run_script_hook(script_hook: Callable[[], object]) -> int:
 
 
 def _is_raised_on_all_ranks(error: BaseException | None) -> bool:
-    """Return whether other ranks are likely to raise the same error: errors in options, batches and calls are checked
-    or agreed on by all ranks."""
+    """Return whether other ranks are likely to raise the same error: all ranks check, or agree on, options, batches and
+    calls."""
     return isinstance(error, DesyncError) or (
         isinstance(error, FsdpxError) and not isinstance(error, CommError | OutOfMemory)
     )
@@ -140,14 +140,14 @@ def _is_raised_on_all_ranks(error: BaseException | None) -> bool:
 def format_rank_traceback(
     rank: int, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None, thread: str = ""
 ) -> str:
-    """Return the traceback as text, under a line that names rank and host."""
+    """Return the traceback as text, preceded by the rank and host."""
     head = f"[rank {rank}/{platform.node()}]" + (f" in thread {thread}" if thread else "")
     return f"{head} {''.join(traceback.format_exception(kind, error, trace))}"
 
 
 class CommunicatorRequest(NamedTuple):
-    """A request for a communicator. comm: communicator of another library, to be adopted. rank, size: of a fake
-    communicator. device_map: the GPU of each local rank, for backends of GPUs."""
+    """A request for a communicator. comm: communicator of another library, to be adopted. rank, size: rank and size of
+    a fake communicator. device_map: the GPU of each local rank, for backends that use GPUs."""
 
     settings: environment.Environment
     comm: Any = None
@@ -172,32 +172,33 @@ def open_world(
     backend: str | None = None, comm: Any = None, *, rank: int | None = None, size: int | None = None,
     device_map: DeviceMap = None,
 ) -> Communicator:  # fmt: skip
-    """Return the communicator of all ranks of this job. Collective. With MPI and Gloo, an uncaught exception from now
-    on ends all ranks.
+    """Return the communicator of all ranks of this job. Collective. With MPI and Gloo, an uncaught exception ends all
+    ranks from now on.
 
     Parameters
     ----------
     backend : "node", MPI between hosts and shared memory inside them; "mpi", messages only; "gloo", ranks without MPI
         that connect through MASTER_ADDR and MASTER_PORT or FSDPX_STORE, with Gloo between hosts and shared memory
-        inside them; "nccl", MPI, and NCCL for arrays of GPUs; "local", a single rank (for several, `fsdpx.spawn`);
-        "fake", a rank that moves nothing. Default: node if an MPI launcher started this process (mpi with FSDPX_NODE=0,
-        and where ranks may die: shared memory does not outlive them), gloo if torchrun or a similar launcher did, else
-        local
-    comm : instead, an mpi4py communicator (duplicated) or a `Communicator` (used itself)
-    rank, size : of a fake communicator
+        inside them; "nccl", MPI, and NCCL for arrays of GPUs; "local", a single rank (for several, use `fsdpx.spawn`);
+        "fake", a rank that transfers nothing. Default: "node" if an MPI launcher started this process ("mpi" with
+        FSDPX_NODE=0 and where ranks may die, because shared memory does not outlive them), "gloo" if torchrun or a
+        similar launcher did, else "local"
+    comm : communicator to use instead of opening one: an mpi4py communicator, which is duplicated, or a `Communicator`,
+        which is returned itself
+    rank, size : rank and size of a fake communicator
     device_map : the GPU of each local rank, for "nccl"
 
     Returns
     -------
     Communicator
-        of all ranks
+        communicator of all ranks
 
     Raises
     ------
     ConfigError
         for an unknown backend, arguments that do not fit it, or a missing library
     LaunchError
-        if MPI sees another number of ranks than the launcher started, or if ranks do not arrive
+        if MPI has another number of ranks than the launcher started, or if ranks do not arrive
     """
     if comm is not None:
         return adopt_communicator(comm, backend, device_map)
@@ -211,7 +212,8 @@ def open_world(
 
 
 def adopt_communicator(comm: Any, backend: str | None = None, device_map: DeviceMap = None) -> Communicator:
-    """Return `comm` as a `Communicator`: itself, or a communicator around a duplicate of an mpi4py communicator."""
+    """Return `comm` as a `Communicator`: `comm` itself if it is one, or a communicator around a duplicate of an mpi4py
+    communicator."""
     if hasattr(comm, "all_gather") and hasattr(comm, "reduce_scatter"):
         return comm
     comm = default_communicator.to_mpi4py(comm)
@@ -226,7 +228,8 @@ def adopt_communicator(comm: Any, backend: str | None = None, device_map: Device
 
 
 def get_backend_name() -> str:
-    """Return the name of the backend of the default communicator; if there is none, of the one that would be opened."""
+    """Return the name of the default communicator's backend; if there is no default communicator, that of the backend
+    that would be opened."""
     opened = default_communicator.get_default()
     if opened is None:
         return next(
@@ -246,8 +249,8 @@ def find_node_communicator(comm: Any) -> NodeCommunicator | None:
 
 
 def find_message_backend(comm: Any) -> MessageBackend | None:
-    """Return the backend that moves bytes between processes, inside wrappers and node communicators; None unless ranks
-    are processes."""
+    """Return the backend that transfers bytes between processes, looking inside wrappers and node communicators; None
+    unless ranks are processes."""
     comm = unwrap_communicator(comm)
     comm = getattr(comm, "carrier", comm)
     return comm if isinstance(comm, MessageBackend) else None
@@ -256,18 +259,18 @@ def find_message_backend(comm: Any) -> MessageBackend | None:
 def open_survivor_communicator(comm: Any = None) -> SurvivorCommunicator:
     """Return a new communicator of the same ranks that can outlive some of them; `comm` stays usable. Collective.
 
-    `fsdpx.core.comm.can_survive` returns whether it does survive deaths: MPI must be Open MPI 5 started with `mpiexec
-    --with-ft ulfm`, and thread ranks must be started by `spawn(survive=True)`.
+    `fsdpx.core.comm.can_survive` returns whether the new communicator does survive deaths. This needs Open MPI 5
+    started with `mpiexec --with-ft ulfm`, or thread ranks started by `spawn(survive=True)`.
 
     Parameters
     ----------
-    comm : None, for all ranks of this job; an mpi4py communicator; or a communicator of fsdpx, also in shared memory:
-        the new one only sends messages, as shared memory does not outlive its ranks
+    comm : None, for all ranks of this job; an mpi4py communicator; or a communicator of fsdpx, even one in shared
+        memory: the new communicator only sends messages, because shared memory does not outlive its ranks
 
     Returns
     -------
     SurvivorCommunicator
-        of the same ranks
+        communicator of the same ranks
 
     Raises
     ------
@@ -300,7 +303,7 @@ def open_survivor_communicator(comm: Any = None) -> SurvivorCommunicator:
 
 
 def _open_or_reuse_world() -> Communicator:
-    """Return the default communicator, or open a message-only one of all ranks of this job."""
+    """Return the default communicator, or open a message-only communicator of all ranks of this job."""
     opened = default_communicator.get_default()
     launcher = environment.read_environment().launcher
     return opened.comm if opened else open_world("mpi" if launcher is not None and launcher.mpi else None)
@@ -338,8 +341,8 @@ def open_local(request: CommunicatorRequest) -> Communicator:
 
 
 def open_mpi(request: CommunicatorRequest, shared: bool = False) -> Communicator:
-    """Open a communicator of all MPI ranks, or of an mpi4py communicator. shared: use shared memory inside hosts, if
-    there are several ranks."""
+    """Open a communicator of all MPI ranks, or of the ranks of an mpi4py communicator. shared: use shared memory inside
+    hosts, if there are several ranks."""
     from fsdpx.core.comm.mpi.start import guarding_mpi_start
 
     with guarding_mpi_start() if request.comm is None else nullcontext():
@@ -350,7 +353,7 @@ def open_mpi(request: CommunicatorRequest, shared: bool = False) -> Communicator
         opened = set_up_world(
             MpiCommunicator(request.comm, request.settings.timeout or DEFAULT_TIMEOUT_SECONDS), shared
         )
-        hooks.release_hooks_of_owner(ranks)  # an exception keeps them held, by its traceback
+        hooks.release_hooks_of_owner(ranks)  # an exception's traceback would keep `ranks`, and so the hooks, alive
         return opened
 
 
@@ -360,8 +363,9 @@ def _open_extension(name: str, request: CommunicatorRequest) -> Communicator:
 
 
 def set_up_world(carrier: MessageBackend, shared: bool) -> Communicator:
-    """Return the world communicator around a connected backend: install hooks, compare settings and share cores between
-    the ranks of a host. shared: use shared memory inside hosts, if there are several ranks. Collective."""
+    """Return the world communicator around a connected backend, after installing hooks, comparing settings and sharing
+    cores between the ranks of a host. Collective. shared: use shared memory inside hosts, if there are several
+    ranks."""
     from fsdpx.core.array import cores
     from fsdpx.core.comm.node.node import NodeCommunicator
 
@@ -389,7 +393,7 @@ def _require_mpi_with_all_ranks(request: CommunicatorRequest) -> None:
 
 
 def parse_mpi_library_name(text: str) -> str:
-    """Return the name of an MPI library: the first line of its `Get_library_version()`."""
+    """Return the name of an MPI library, which is the first line of its `Get_library_version()`."""
     return " ".join(text.strip("\0\n ").split("\n")[0].strip("\0").split())
 
 
@@ -415,22 +419,23 @@ def spawn(
     fn: Callable[[Communicator, Unpack[Ts]], T], size: int, *args: *Ts,
     timeout: float | None = None, delays: int | None = None, survive: bool = False,
 ) -> list[T]:  # fmt: skip
-    """Run `fn(comm, *args)` on ranks that are threads of this process, and return what each of them returned, by rank.
+    """Run `fn(comm, *args)` on ranks that are threads of this process; return the result of each rank, by rank.
 
-    The first exception of any rank ends the other ranks and is raised again here, with a note that names the rank. A
-    rank that returns while others wait for it in a call raises DesyncError at once, which names both sides. Inside
-    `fn`, the functional API (`fsdpx.all_reduce` and others) uses the communicator of its rank.
+    The first exception of any rank ends the other ranks and is raised again here, with a note that names the rank. If a
+    rank returns while others wait for it in a call, DesyncError is raised at once; it names both sides. Inside `fn`,
+    the functional API (`fsdpx.all_reduce` and others) uses the communicator of its rank.
 
     Parameters
     ----------
     fn : function of a communicator and `args`, called once on each rank
     size : number of ranks
     args : further arguments of `fn`, the same objects on all ranks
-    timeout : seconds that a rank may wait for others; then CommTimeout names the ranks that have not arrived, and a
-        note shows where they are. None: FSDPX_TIMEOUT, else half an hour. The run as a whole has no limit
-    delays : seed of random sleeps of up to 2 ms before each communication, for tests (default: none)
-    survive : a rank that raises `RankDied` dies without ending the others, whose communicators are survivors; its
-        result is None. If all ranks die, the first death is raised here
+    timeout : seconds that a rank may wait for others before CommTimeout is raised, which names the ranks that have not
+        arrived and shows in a note where they are. None: FSDPX_TIMEOUT, or half an hour. The run itself has no time
+        limit
+    delays : seed of random sleeps of up to 2 ms before each communication, for tests (default: no sleeps)
+    survive : whether a rank that raises `RankDied` dies without ending the others, whose communicators are then
+        survivors; its result is None. If all ranks die, the first death is raised here
 
     Returns
     -------
@@ -499,7 +504,7 @@ def spawn(
 
 
 class _NamedExits:
-    """A context in which `os._exit` prints which thread rank ended the process."""
+    """A context manager inside which `os._exit` prints which thread rank ended the process."""
 
     def __init__(self) -> None:
         self._hook, self._lock, self._inside = hooks.Hook(os, "_exit", self._wrap_exit), threading.Lock(), 0
@@ -535,7 +540,7 @@ _exits_named = _NamedExits()
 
 
 def _join_and_find_unfinished_threads(threads: list[threading.Thread], world: ThreadWorld) -> list[threading.Thread]:
-    """Wait for all ranks; when one has failed, give the others _GRACE_SECONDS to end. Return the threads that have not
+    """Wait for all ranks; after one has failed, give the others _GRACE_SECONDS to end. Return the threads that have not
     ended."""
 
     def is_over() -> bool:

@@ -1,7 +1,8 @@
 """Ranks that are threads of this process: the reference backend.
 
-Ranks synchronize in collectives that wait for all of them, in messages that wait for their peer, and in votes of the
-living ranks. The last rank to arrive copies the data of all ranks from array to array; reductions are in rank order.
+Ranks synchronize in three kinds of events: collectives, which wait for all ranks; messages, which wait for their peer;
+and votes of the living ranks. The last rank to arrive copies the data of all ranks from array to array; reductions are
+in rank order.
 """
 
 from __future__ import annotations
@@ -36,13 +37,15 @@ _LONG_POLL_SECONDS = 0.2
 
 class RankDied(BaseException):
     """Raise this in a thread rank to end it like a killed process. With `spawn(survive=True)` the other ranks live on
-    and get RankLost; otherwise it ends them like any error."""
+    and get RankLost; otherwise it ends them like any other error."""
 
 
 class ThreadWorld:
-    """All thread ranks of one `spawn`: they share one lock, and the first failure ends them all. survive: a death
-    (`RankDied`) is no failure. timeout: limit of a wait in seconds. dead, returned: ranks that have died, and ranks
-    whose function has returned."""
+    """All thread ranks of one `spawn`. They share one lock, and the first failure ends all of them.
+
+    timeout: limit of a wait in seconds. survive: whether the other ranks live on after a death (`RankDied`), which is
+    then not a failure. dead, returned: ranks that have died, and ranks whose function has returned.
+    """
 
     def __init__(self, timeout: float = DEFAULT_TIMEOUT_SECONDS, survive: bool = False) -> None:
         self.condition = threading.Condition()
@@ -53,7 +56,7 @@ class ThreadWorld:
         self.returned: set[int] = set()
 
     def record_failure(self, error: BaseException) -> None:
-        """Record the first failure, which all ranks will raise, and wake them. A survivable death is none: see
+        """Record the first failure, which all ranks will raise, and wake them. A survivable death is not a failure: see
         `record_death`."""
         if self.survive and isinstance(error, RankDied):
             return
@@ -63,13 +66,13 @@ class ThreadWorld:
             self.condition.notify_all()
 
     def raise_in_all_ranks(self, error: BaseException | None) -> None:
-        """Raise `error`, if there is one, here and in every rank."""
+        """Raise `error` here and in every other rank, unless it is None."""
         if error is not None:
             self.record_failure(error)
             raise error
 
     def raise_if_failed(self) -> None:
-        """Raise if a rank has failed: a DesyncError itself, `Aborted` for every other error."""
+        """Raise if a rank has failed: a DesyncError if that was its error, else `Aborted`."""
         failure = self.failure
         if isinstance(failure, DesyncError):
             raise DesyncError(*failure.args)
@@ -77,25 +80,25 @@ class ThreadWorld:
             raise Aborted(f"another rank failed first: {type(failure).__name__}: {failure}") from failure
 
     def record_death(self, rank: int) -> None:
-        """Record that this rank has died and will not touch any array anymore; wake the ranks that wait for it."""
+        """Record that this rank has died and will not access any array anymore; wake the ranks that wait for it."""
         with self.condition:
             self.dead.add(rank)
             self.condition.notify_all()
 
     def record_return(self, rank: int) -> None:
-        """Record that the function of this rank has returned, so it makes no further call; wake the ranks that wait for
-        it."""
+        """Record that the function of this rank has returned, so that the rank makes no further call; wake the ranks
+        that wait for it."""
         with self.condition:
             self.returned.add(rank)
             self.condition.notify_all()
 
     def find_returned_rank_error(self, missing: Iterable[int], waiting: Sequence[int], call: str) -> DesyncError | None:
-        """Return the error of `call`, in which the `waiting` ranks are, if one of the `missing` ranks has returned and
-        the call can never complete; else None."""
+        """Return the error of a call that can never complete because one of the `missing` ranks has returned; None if
+        none of them has. waiting: the ranks that wait in the call."""
         gone = sorted(self.returned.intersection(missing))
         if not gone:
             return None
-        self.raise_if_failed()  # the failure of a rank is the better explanation
+        self.raise_if_failed()  # the failure of a rank explains the error better
         who = f"{format_ranks(gone)} {'has' if len(gone) == 1 else 'have'} returned"
         alike = "all ranks make the same calls, in the same order"
         return DesyncError(f"{who} while ranks {sorted(waiting)} wait in {call}: {alike}")
@@ -108,14 +111,15 @@ class ThreadWorld:
             self.condition.notify_all()
 
     def wait_for_change(self, event: ThreadCollective | ThreadMessage, progress: Progress, deadline: float) -> None:
-        """Sleep, with the lock held, until something may have changed or pending transfers need to be advanced."""
+        """Sleep, with the lock held, until something may have changed or pending transfers need to be advanced. Raise
+        CommTimeout after `deadline`."""
         self.raise_if_failed()
         self.condition.wait(_POLL_SECONDS if progress.pending else _LONG_POLL_SECONDS)
         if time.monotonic() > deadline and not event.done:
             raise CommTimeout(f"not done after {self.timeout:g} s: {event}")
 
     def compute_deadline(self) -> float:
-        """Return the time at which a wait that begins now times out, on the monotonic clock."""
+        """Return the time, on the monotonic clock, at which a wait that begins now times out."""
         return time.monotonic() + self.timeout
 
 
@@ -144,27 +148,27 @@ class ThreadGroup:
             self.world.condition.notify_all()
 
     def raise_if_rank_lost(self, call: str, rank: int, needs: set[int]) -> None:
-        """Raise RankLost if a call of `rank` can never complete because a rank it `needs` has died. Call with the lock
-        held."""
+        """Raise RankLost if a call of `rank` can never complete because a rank that it `needs` has died or the group is
+        revoked. Call with the lock held."""
         self.world.raise_if_failed()
         lost = self.get_failed_ranks()
         if self.revoked or not needs.isdisjoint(lost):
             raise make_rank_lost_error(f"{call} on rank {rank} of {len(self.members)}", lost)
 
     def find_returned_rank_error(self, event: ThreadCollective | ThreadMessage) -> DesyncError | None:
-        """Return the error of an event that can never complete because a rank that it waits for has returned; else
-        None. Call with the lock held."""
+        """Return the error of an event that can never complete because a rank that it waits for has returned, or None.
+        Call with the lock held."""
         if not self.world.returned:
             return None
         missing, waiting = ([self.members[rank] for rank in ranks] for ranks in (event.missing, event.waiting_ranks))
         return self.world.find_returned_rank_error(missing, waiting, event.name)
 
     def find_rank_lost_error(self, event: ThreadCollective | ThreadMessage, rank: int) -> RankLost | None:
-        """Return the error of an event that can never complete because of a death or a revocation; else None. Call with
+        """Return the error of an event that can never complete because of a death or a revocation, or None. Call with
         the lock held.
 
-        Data that is being copied is completed even in a revoked group, unless the rank that copies it dies: no rank is
-        told that a transfer has failed while another thread still writes into its arrays.
+        Data that is being copied is copied to the end even in a revoked group, unless the rank that copies it dies.
+        Otherwise a rank would see a transfer fail while another thread still writes to its arrays.
         """
         lost = self.get_failed_ranks()
         if event.needs.isdisjoint(lost) and (event.moving or not self.revoked):
@@ -172,8 +176,8 @@ class ThreadGroup:
         return make_rank_lost_error(f"{event.name} on rank {rank} of {len(self.members)}", lost)
 
     def decide_if_all_voted(self, number: int, vote: Vote, decide: Callable[[list[Any]], Any]) -> bool:
-        """Decide `vote` once every member has voted or died, and return whether it is decided. Call with the lock held;
-        a rank that votes or dies later changes nothing."""
+        """Decide `vote` once every member has voted or died; return whether it is decided. A rank that votes or dies
+        later changes nothing. Call with the lock held."""
         if not vote.done and not vote.missing.difference(self.get_failed_ranks()):
             del self.votes[number]
             vote.result, vote.done = decide([vote.given[rank] for rank in sorted(vote.waiting_ranks)]), True
@@ -185,7 +189,7 @@ class ThreadGroup:
 
 class ThreadCollective:
     """One collective of a group. given: what each rank passed. needs: ranks without which it cannot complete. moving:
-    all ranks have arrived, and the last one copies the data."""
+    whether all ranks have arrived and the last one is copying the data."""
 
     def __init__(self, verb: str, what: str, terms: tuple, members: Sequence[int]) -> None:
         self.verb, self.what, self.terms = verb, what, terms
@@ -206,11 +210,11 @@ class ThreadCollective:
 
     @property
     def waiting_ranks(self) -> set[int]:
-        """Ranks that have called it."""
+        """Ranks that have called this collective."""
         return set(range(len(self.members))) - self.missing
 
     def find_mismatch(self, rank: int, verb: str, what: str, terms: tuple) -> DesyncError | None:
-        """Return the error if `rank` makes another call than the ranks before it; else None."""
+        """Return the error if `rank` makes another call than the ranks before it, else None."""
         if (verb, terms) == (self.verb, self.terms):
             return None
         others = sorted(self.waiting_ranks)
@@ -227,7 +231,8 @@ class ThreadCollective:
 
 
 class ThreadMessage:
-    """One side of a message between two ranks. needs: the rank of the other side; once moving, the rank that copies."""
+    """One side of a message between two ranks. needs: the rank of the other side; once the data is being copied
+    (`moving`), the rank that copies."""
 
     __slots__ = ("array", "done", "moving", "name", "needs", "rank")
 
@@ -240,12 +245,12 @@ class ThreadMessage:
         return f"rank {self.rank}: {self.name}: the other side has not called"
 
     def set_copying_rank(self, mover: int) -> None:
-        """Record that the other side has arrived and rank `mover` copies."""
+        """Record that the other side has arrived and that rank `mover` copies the data."""
         self.needs, self.moving = {mover}, True
 
     @property
     def missing(self) -> set[int]:
-        """The rank of the other side, until it has arrived."""
+        """The rank of the other side, as a set; empty once it has arrived."""
         return set() if self.moving else self.needs
 
     @property
@@ -253,7 +258,7 @@ class ThreadMessage:
         return {self.rank}
 
     def find_mismatch(self, target: ThreadMessage) -> DesyncError | None:
-        """Return the error if sender and receiver differ in size or dtype; else None."""
+        """Return the error if sender and receiver pass arrays of different size or dtype, else None."""
         sent, wanted = self.array, target.array
         if sent.size == wanted.size and sent.dtype == wanted.dtype:
             return None
@@ -276,7 +281,7 @@ class Vote(ThreadCollective):
 
 
 class ThreadTransfer:
-    """One rank's handle of a collective or a message."""
+    """The handle of one rank for a collective or a message."""
 
     __slots__ = ("_group", "_progress", "_rank", "event")
 
@@ -387,11 +392,11 @@ def _require_same_size(call: Call, source: int, part: Array, dest: int, count: i
 
 
 class LocalCommunicator(Backend, SurvivorCommunicator):
-    """One thread rank's communicator; a `SurvivorCommunicator` where the world survives deaths (`spawn(survive=True)`).
+    """The communicator of one thread rank; it outlives dead ranks if the world survives deaths (`spawn(survive=True)`).
 
     A collective completes when the last rank arrives; that rank copies the data of all. Reductions are in rank order. A
-    send completes when its receive is posted, so code that relies on buffered sends fails here. delays: source of
-    random sleeps of up to 2 ms before each call, to test other orders of arrival.
+    send completes when its receive is posted, so code that relies on buffered sends fails here. delays: random number
+    generator for sleeps of up to 2 ms before each call, to test other orders of arrival.
     """
 
     def __init__(
@@ -416,7 +421,7 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
                 call.verb, call.what, tuple(get_common_arguments(call).values()), call, COLLECTIVES[call.verb]
             )
         if call.verb not in ("send", "recv"):
-            return super().start_transfer(call)  # by messages
+            return super().start_transfer(call)  # built from messages
         sending, (array,) = call.verb == "send", call.arrays
         name = f"{call.name} {'to' if sending else 'from'} rank {call.root}, tag {call.tag}"
         pair = (self.rank, call.root) if sending else (call.root, self.rank)
@@ -477,7 +482,8 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
         return self._group.get_failed_ranks()
 
     def revoke(self) -> None:
-        """Revoke the groups as well, even those that this rank no longer uses: others may wait for it there."""
+        """Revoke this group and its subgroups, even those that this rank no longer uses: others may be waiting for it
+        there."""
         self._group.revoke()
         for part in self._parts:
             part.revoke()
@@ -500,7 +506,8 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
         return LocalCommunicator(survivors, rank, Progress(self.progress.patience), self._delays)
 
     def _vote_and_wait(self, verb: str, given: Any, decide: Callable[[list[Any]], Any]) -> Any:
-        """Vote in this communicator's next decision, wait until all living ranks have voted, and return the result."""
+        """Vote in the next decision of this communicator, wait until all living ranks have voted, and return the
+        result."""
         self._delay_randomly()
         group, number, world = self._group, self._votes, self._group.world
         self._votes += 1
@@ -511,7 +518,7 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
             vote.add_arrival(self.rank, given)
         deadline = world.compute_deadline()
         while True:
-            with suppress(RankLost):  # the wait for that transfer raises it
+            with suppress(RankLost):  # ignored here: waiting for that transfer will raise it
                 self.progress.advance_transfers()
             with world.condition:
                 if group.decide_if_all_voted(number, vote, decide):
@@ -529,7 +536,7 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
     def _join_collective(
         self, verb: str, what: str, terms: tuple, given: Any, move: Callable[[list[Any]], Any]
     ) -> ThreadTransfer:
-        """Join this communicator's next collective; the last rank to arrive copies the data of all."""
+        """Join the next collective of this communicator; the last rank to arrive copies the data of all."""
         self._delay_randomly()
         group, number = self._group, self._calls
         self._calls += 1
@@ -557,7 +564,8 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
         world.complete_events(operation)
 
     def _post_message(self, message: ThreadMessage, key: tuple[int, int, int], sending: bool) -> Handle:
-        """Match the other side of a message, or queue until it arrives; the side that arrives second copies."""
+        """Match the other side of a message, or queue until the other side arrives. The side that arrives second copies
+        the data."""
         self._delay_randomly()
         group = self._group
         own_queue, others = (group.sends, group.recvs) if sending else (group.recvs, group.sends)

@@ -1,4 +1,5 @@
-"""The mesh: coordinates of each rank along pipe, replica, shard and tensor, and the communicators along these axes."""
+"""The mesh: coordinates of each rank along the axes pipe (pipeline), replica, shard and tensor, and the communicators
+along these axes."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ __all__ = [
 ]  # fmt: skip
 
 AXES = ("pipe", "replica", "shard", "tensor")
-"""From the slowest to the fastest in rank order by default, so that tensor neighbors are neighbors on the machine."""
+"""The axes from the slowest to the fastest in the default rank order, so that neighbors on the tensor axis are on the
+same host."""
 
 
 AXES_OF_ONE_REPLICA = ("pipe", "shard", "tensor")
@@ -41,21 +43,21 @@ class MeshCoordinates(NamedTuple):
 @check_constructor_options
 @dataclass(frozen=True)
 class Mesh:
-    """Widths of the four axes; one of them may be None and is then as wide as needed to fill the world.
+    """The widths of the four axes. One of them may be None; it is then as wide as needed to use all ranks.
 
-    Ranks that hold parts of one sample (`domain`) are neighbors on the data axis, which is replica x shard: for
-    parameters, they are data ranks like all others. `Mesh(replica=2, domain=(2, 2))` on 8 ranks works on two samples at
-    a time, each divided over 4 ranks.
+    Ranks that hold parts of one sample (`domain`) are neighbors on the data axis, which is replica x shard. For
+    parameters, they are data ranks like all others. `Mesh(replica=2, domain=(2, 2))` on 8 ranks processes two samples
+    at a time, each divided over 4 ranks.
 
     Parameters
     ----------
-    replica : copies of the model on the data axis
-    shard : ranks over which each copy is sharded; fills the world by default
-    pipe : pipeline stages
-    tensor : ranks over which single layers are sharded (tensor parallelism)
+    replica : number of copies of the model on the data axis
+    shard : number of ranks over which each copy is sharded; None (default): as many as needed to use all ranks
+    pipe : number of pipeline stages
+    tensor : number of ranks over which single layers are sharded (tensor parallelism)
     order : the axes from the slowest to the fastest in rank order; ranks are usually numbered host by host, so the last
         axis stays inside a host
-    domain : ranks along each of the 1 to 3 dims of a field, for `distribute(domain=grid)`
+    domain : number of ranks along each of the 1 to 3 dims of a field, for `distribute(domain=grid)`
     """
 
     replica: int | None = 1
@@ -80,16 +82,16 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """Return the mesh that the text of a command line describes, such as `pipe=2,tensor=2`.
+        """Return the mesh that a command-line text describes, such as `pipe=2,tensor=2`.
 
         Parameters
         ----------
-        text : axis=width, separated by commas, and domain=2x2; axes left out have their default
+        text : axis=width pairs separated by commas, and domain=2x2; axes that are left out have their default width
 
         Returns
         -------
         Mesh
-            with these widths
+            mesh with these widths
 
         Raises
         ------
@@ -116,12 +118,12 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """Number of ranks; MeshError while an axis is None."""
+        """Number of ranks; raises MeshError while an axis is None."""
         return prod(self.shape)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Widths in the order of `AXES`; MeshError while an axis is None."""
+        """Widths in the order of `AXES`; raises MeshError while an axis is None."""
         pipe, replica, shard, tensor = self._get_axis_widths()
         if pipe is None or replica is None or shard is None or tensor is None:
             raise MeshError(f"{self}: call resolve(world_size) first, one axis is still open")
@@ -151,7 +153,7 @@ class Mesh:
         return self.shape[AXES.index(axis)]
 
     def resolve_open_axis(self, world_size: int) -> Mesh:
-        """Return this mesh with the axis that is None filled in.
+        """Return this mesh with the width of the axis that is None filled in.
 
         Parameters
         ----------
@@ -160,12 +162,12 @@ class Mesh:
         Returns
         -------
         Mesh
-            with four widths
+            mesh with four widths
 
         Raises
         ------
         MeshError
-            if the product of widths cannot be `world_size`
+            if the product of the widths cannot be `world_size`
         """
         known = prod(width for width in self._get_axis_widths() if width is not None)
         rest, remainder = divmod(world_size, known)
@@ -178,22 +180,23 @@ class Mesh:
         return replace(self, **filled)
 
     def fill_from_strategy(self, strategy: str | Sharding, world_size: int) -> Mesh:
-        """Return this mesh with all widths; the strategy decides those of the data axis that the mesh leaves open.
+        """Return this mesh with all widths filled in; the strategy decides the widths on the data axis that the mesh
+        leaves open.
 
         Parameters
         ----------
-        strategy : as the option of `distribute`: name or value
+        strategy : name or value, as in the option of `distribute`
         world_size : number of ranks of the job
 
         Returns
         -------
         Mesh
-            with four widths
+            mesh with four widths
 
         Raises
         ------
         MeshError
-            if the product of widths cannot be `world_size`
+            if the product of the widths cannot be `world_size`
         """
         beside, mesh = (self.pipe or 1) * (self.tensor or 1), self
         if self.shard is None and self.replica == 1 and world_size % beside == 0:
@@ -215,7 +218,7 @@ class Mesh:
         Returns
         -------
         MeshCoordinates
-            along each axis
+            coordinate along each axis
 
         Raises
         ------
@@ -230,7 +233,7 @@ class Mesh:
         return MeshCoordinates(**place)
 
     def data_rank_of(self, rank: int) -> int:
-        """Return the position of a rank on the data axis: which share of the batch it works on.
+        """Return the position of a rank on the data axis, which determines its share of the batch.
 
         Parameters
         ----------
@@ -239,7 +242,7 @@ class Mesh:
         Returns
         -------
         int
-            replica * (width of shard) + shard, of its coordinates
+            replica coordinate * width of the shard axis + shard coordinate
 
         Raises
         ------
@@ -254,7 +257,7 @@ class Mesh:
 
         Parameters
         ----------
-        coordinates : along each axis
+        coordinates : coordinate along each axis
 
         Returns
         -------
@@ -271,13 +274,13 @@ class Mesh:
 
         Parameters
         ----------
-        coordinates : of one rank
+        coordinates : coordinates of one rank
         axes : some of `AXES`
 
         Returns
         -------
         list of int
-            in the order of their coordinates
+            the ranks, in the order of their coordinates
         """
         first = self.rank_of(coordinates._replace(**dict.fromkeys(set(axes) & set(AXES), 0)))
         steps = (self.rank_of(MeshCoordinates(*(int(axis == one) for one in AXES))) for axis in AXES if axis in axes)
@@ -290,7 +293,7 @@ class Mesh:
 
 
 def _parse_dim_widths(name: str, widths: Any) -> tuple[int, ...]:
-    """Return the numbers of ranks along 1 to 3 dims as a tuple; raise MeshError, with the name of the option, for other
+    """Return the numbers of ranks along 1 to 3 dims as a tuple; raise MeshError, which names the option, for other
     values."""
     given = tuple(widths) if isinstance(widths, Iterable) else (widths,)
     if len(given) > 3 or any(isinstance(n, bool) or not hasattr(n, "__index__") or n < 1 for n in given):
@@ -302,10 +305,10 @@ def _parse_dim_widths(name: str, widths: Any) -> tuple[int, ...]:
 class MeshAxes:
     """The communicators of one rank along each axis of a mesh.
 
-    data: replica x shard. world: all ranks. group: the ranks that train in lockstep: all ranks, or those of one replica
-    where replicas train independently (local SGD). parts: the data ranks that hold parts of the same samples. domain:
-    the same ranks along each dim that is divided. samples: the data ranks that hold the same part of other samples.
-    groups: the sets of ranks that share samples; None: each data rank works on whole samples of its own.
+    data: replica x shard. world: all ranks. group: the ranks that train in lockstep, which are all ranks, or those of
+    one replica if replicas train independently (local SGD). parts: the data ranks that hold parts of the same samples.
+    domain: these ranks along each dim that is divided. samples: the data ranks that hold the same part of other
+    samples. groups: the sets of ranks that share samples; None: each data rank has its own undivided samples.
     """
 
     mesh: Mesh
@@ -326,13 +329,14 @@ class MeshAxes:
 
     @property
     def reduction_axes(self) -> tuple[str, ...]:
-        """The axes over which gradients are summed; the shard axis if no data axis has several ranks."""
+        """The axes over which gradients are summed: those data axes that have several ranks, or the shard axis if none
+        has."""
         wide = tuple(name for name in ("shard", "replica") if getattr(self, name).size > 1)
         return wide or ("shard",)
 
     @cached_property
     def ranks_sharing_samples(self) -> list[list[int]]:
-        """The groups of data ranks that work on the same samples."""
+        """The groups of data ranks that share samples."""
         if self.groups is None:
             return [[rank] for rank in range(self.data.size)]
         data = self.mesh.ranks_along(self.coordinates, ("replica", "shard"))
@@ -340,25 +344,28 @@ class MeshAxes:
 
     @property
     def uncounted_world(self) -> Communicator:
-        """The communicator of all ranks without counting, for messages that are no part of training."""
+        """The communicator of all ranks without counting, for messages that are not part of training."""
         return self.world.comm if isinstance(self.world, CountingCommunicator) else self.world
 
     def subgroup(self, name: str, ranks: Sequence[int]) -> Communicator:
-        """Return a new communicator of ranks of the world, counted under `name`. Collective: all ranks call it, each
-        with its own group; the caller closes it."""
+        """Return a new communicator of some ranks of the world, whose calls are counted under `name`; the caller closes
+        it. Collective: all ranks call it, each with its own group."""
         assert isinstance(self.world, CountingCommunicator)
         return CountingCommunicator(self.world.comm.subgroup(ranks), name, self.counters)
 
     def close(self) -> None:
-        """Free the communicators that `connect_axes` made; the one that it was given stays open. Collective."""
+        """Free the communicators that `connect_axes` opened; the communicator passed to it stays open. Collective."""
         for comm in self.opened_communicators:
             comm.close()
 
 
 class SampleGroups(NamedTuple):
-    """The data ranks that share samples. axis: the name under which their messages are counted. dims: ranks along each
-    dim that is divided. own_ranks: the world ranks that hold parts of this rank's samples, the last dim varying
-    fastest. members: the ranks of each such group on this data axis, in the same order."""
+    """The data ranks that share samples.
+
+    axis: the name under which their messages are counted. dims: number of ranks along each dim that is divided.
+    own_ranks: the world ranks that hold parts of this rank's samples, with the last dim varying fastest. members: the
+    ranks of each such group on this data axis, in the same order.
+    """
 
     axis: str
     dims: tuple[int, ...]
@@ -377,21 +384,21 @@ def connect_axes(
 ) -> MeshAxes:
     """Return the communicators of this rank along the axes of `mesh`. Collective.
 
-    Every distinct group is made once; an axis of width 1 is a communicator of one rank, without MPI. Calls are counted
-    by axis name.
+    Each distinct group is created once; an axis of width 1 gets a communicator of one rank, without MPI. Calls are
+    counted by axis name.
 
     Parameters
     ----------
-    mesh : resolved here for the ranks of `comm`
-    comm : all ranks of the mesh
-    check : ranks exchange fingerprints of every collective before it starts
-    local : replicas train independently (local SGD), so `group` is one replica
-    samples : the ranks that share samples (default: each data rank works on samples of its own)
+    mesh : mesh, whose open axis is resolved here for the ranks of `comm`
+    comm : communicator of all ranks of the mesh
+    check : whether ranks exchange a fingerprint of each collective before it starts
+    local : whether replicas train independently (local SGD), so that `group` is one replica
+    samples : the ranks that share samples (default: each data rank has its own samples)
 
     Returns
     -------
     MeshAxes
-        of this rank
+        communicators of this rank
 
     Raises
     ------
@@ -425,7 +432,7 @@ def connect_axes(
     if samples is None:
         comms |= {"parts": CountingCommunicator(single_comm, "parts", counters), "samples": comms["data"]}
         return MeshAxes(mesh, place, **comms, counters=counters, opened_communicators=tuple(communicators))  # type: ignore[arg-type]
-    # making a group is collective over all ranks: the sequence of groups must not depend on the rank
+    # creating a group is collective over all ranks, so the sequence of groups must not depend on the rank
     here = samples.own_ranks
     parts = single_comm if len(here) == 1 else open_subgroup(here)
     others = [member[here.index(comm.rank)] for member in samples.members]

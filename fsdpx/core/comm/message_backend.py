@@ -1,7 +1,7 @@
-"""The base class of backends that send messages between processes, and transport of GPU arrays by such backends.
+"""The base class of backends that send messages between processes, and how such backends transfer GPU arrays.
 
-A large GPU array is sent through the host in overlapping chunks in pinned buffers, and transfers with one peer do not
-wait for those with another.
+A large GPU array is sent through the host in overlapping chunks in pinned buffers. Transfers with one peer do not wait
+for those with another.
 """
 
 from __future__ import annotations
@@ -28,40 +28,41 @@ __all__ = [
 
 
 def find_inner_with_attribute(comm: Any, name: str) -> Any:
-    """Return the first communicator with an attribute `name`, from `comm` through its wrappers and carriers inwards;
-    None if there is none."""
+    """Return the first communicator with an attribute `name`, searching from `comm` inwards through its wrappers and
+    carriers; None if there is none."""
     while comm is not None and not hasattr(comm, name):
         comm = getattr(comm, "comm", None) or getattr(comm, "carrier", None)
     return comm
 
 
 CHUNK_BYTES = 1 << 20
-"""Bytes of a chunk, and of its pinned buffer."""
+"""Size of a chunk, and of its pinned buffer, in bytes."""
 CHUNK_SLOTS = 4
 
 
 def has_gpu_array(arrays: Iterable[Array]) -> bool:
-    """Return whether an array of a call lies on a GPU; arrays may be None."""
+    """Return whether an array of a call is on a GPU; arrays may be None."""
     return any(type(array) is not np.ndarray and get_device_of_array(array) is not CPU for array in arrays)
 
 
 def synchronize_devices(arrays: Iterable[Array]) -> None:
-    """Return when the devices of these arrays have completed what this thread has issued: MPI knows no streams."""
+    """Wait until the devices of these arrays have completed everything that this thread has issued: MPI does not know
+    about streams."""
     for device in {get_device_of_array(array) for array in arrays}:
         device.synchronize()
 
 
 def is_sent_in_chunks(call: Call) -> bool:
-    """Return whether a call of GPU arrays is made of messages in chunks: if an array needs more than one chunk, or if
-    ranks do not know the lengths of all arrays, so that all ranks decide the same."""
+    """Return whether the GPU arrays of a call are sent as messages in chunks: if an array is larger than one chunk, or
+    if ranks do not know the lengths of all arrays. All ranks get the same answer."""
     return not CALL_SPECS[call.verb].same_size or any(
         array.nbytes > CHUNK_BYTES for array in call.arrays if array is not None
     )
 
 
 def start_messages_through_host(comm: MessageBackend, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
-    """Start the messages of a call, all of arrays of one GPU. Scratch: CHUNK_SLOTS chunks of pinned memory for each
-    array."""
+    """Start the messages of a call whose arrays are all on one GPU. Scratch: CHUNK_SLOTS chunks of pinned memory for
+    each array."""
     arrays = [array for _, array in (*outgoing, *incoming)]
     side = get_device_of_array(arrays[0]).make_copier(arrays[0])
 
@@ -87,8 +88,8 @@ Phase = Callable[[Array, Array], Handle]
 
 
 class _ChunkPipeline:
-    """The transfer of one array to or from one rank. Each chunk passes two phases, in order, in a pinned buffer that it
-    keeps."""
+    """The transfer of one array to or from one rank. Each chunk passes through two phases, in order, and keeps its
+    pinned buffer throughout."""
 
     def __init__(self, array: Array, first: Phase, second: Phase) -> None:
         data = array.view("uint8")
@@ -114,7 +115,7 @@ class _ChunkPipeline:
 
 
 class _ChunkPipelines:
-    """The handle of all arrays of a call, which advance independently."""
+    """The handle of the transfers of all arrays of a call, which advance independently."""
 
     def __init__(self, comm: MessageBackend, call: Call, belts: list[_ChunkPipeline]) -> None:
         self._comm, self._call, self._belts = comm, call, belts
@@ -137,7 +138,7 @@ DEFAULT_TIMEOUT_SECONDS = 1800.0
 
 
 class MessageBackend(Backend):
-    """A backend that sends messages between processes. library: short name of the library that moves the bytes.
+    """A backend that sends messages between processes. library: short name of the library that transfers the bytes.
     timeout: limit of a single wait, in seconds."""
 
     library: ClassVar[str]
@@ -150,7 +151,7 @@ class MessageBackend(Backend):
     @property
     @abstractmethod
     def native_verbs(self) -> frozenset[str]:
-        """Verbs that the library runs itself, for dtypes that it can add; all others are made of messages."""
+        """Operations that the library runs itself, for dtypes that it can add; all others are built from messages."""
 
     def start_message(self, call: Call) -> Handle:
         """Start a "send" or a "recv"."""
@@ -165,7 +166,7 @@ class MessageBackend(Backend):
         return self.start_message(call) if call.verb in ("send", "recv") else super().start_transfer(call)
 
     def start_all_gather_with_gaps(self, call: Call, counts: Sequence[int], displs: Sequence[int]) -> Handle:
-        """Start an all-gather of pieces that may leave gaps in `recv`; up to 2^31 elements."""
+        """Start an all-gather whose pieces may leave gaps in `recv`; up to 2^31 elements."""
         send, recv = call.arrays
         parts = [recv[start : start + count] for start, count in zip(displs, counts, strict=True)]
         copy_unless_same(parts[self.rank], send)

@@ -1,5 +1,5 @@
-"""Collectives made of point-to-point messages, for backends without a better way: direct, ring, and with 16-bit
-transport.
+"""Collectives built from point-to-point messages, for backends without a better algorithm: direct, ring, and with
+16-bit transport.
 
 Values are added in rank order. 16-bit floats are sent as 16 bits, added in float32 by the rank that owns the piece, and
 rounded once.
@@ -38,7 +38,7 @@ Pairs = Sequence[tuple[int, Array]]
 
 
 class Messenger(Protocol):
-    """The attributes of a backend that a collective made of messages needs."""
+    """The attributes of a backend that a collective built from messages needs."""
 
     rank: int
     size: int
@@ -62,7 +62,7 @@ def start_all_gather(comm: Messenger, call: Call) -> Handle:
 
 
 def start_reduce_scatter(comm: Messenger, call: Call) -> Handle:
-    """Start a reduce-scatter: each piece is sent to its owner, which adds; n(N-1)/N bytes, scratch n."""
+    """Start a reduce-scatter: each piece is sent to its owner, which adds the pieces; n(N-1)/N bytes, scratch n."""
     send, recv = call.arrays
     return GeneratorHandle(_reduce_to_owners(comm, call, send, recv, call.partitions[0]), comm.progress)
 
@@ -77,7 +77,7 @@ def start_all_reduce(comm: Messenger, call: Call) -> Handle:
 
 
 def start_broadcast(comm: Messenger, call: Call) -> Handle:
-    """Start a broadcast: root sends to all others, n(N-1) bytes there, n elsewhere."""
+    """Start a broadcast: the root sends to all others, n(N-1) bytes at the root, n elsewhere."""
     (buf,) = call.arrays
     if comm.rank == call.root:
         return comm.start_messages(call, _pair_array_with_others(comm, buf), [])
@@ -85,7 +85,8 @@ def start_broadcast(comm: Messenger, call: Call) -> Handle:
 
 
 def start_reduce(comm: Messenger, call: Call) -> Handle:
-    """Start a reduce: a reduce-scatter and a gather at `root`, 2n(N-1)/N bytes there, n elsewhere; scratch n + n/N."""
+    """Start a reduce: a reduce-scatter and a gather at the root, 2n(N-1)/N bytes at the root, n elsewhere; scratch n +
+    n/N."""
     send, recv = call.arrays
     pieces = make_balanced_partition(send.size, comm.size)
     own_part = namespace_of(send).empty(pieces.counts[comm.rank], dtype=send.dtype)
@@ -94,7 +95,7 @@ def start_reduce(comm: Messenger, call: Call) -> Handle:
 
 
 def start_gather(comm: Messenger, call: Call) -> Handle:
-    """Start a gather: root receives every piece, n(N-1)/N bytes there, n/N elsewhere."""
+    """Start a gather: the root receives every piece, n(N-1)/N bytes at the root, n/N elsewhere."""
     send, recv = call.arrays
     if comm.rank != call.root:
         return comm.start_messages(call, [(call.root, send)], [])
@@ -103,7 +104,7 @@ def start_gather(comm: Messenger, call: Call) -> Handle:
 
 
 def start_scatter(comm: Messenger, call: Call) -> Handle:
-    """Start a scatter: root sends every piece, n(N-1)/N bytes there, n/N elsewhere."""
+    """Start a scatter: the root sends every piece, n(N-1)/N bytes at the root, n/N elsewhere."""
     send, recv = call.arrays
     if comm.rank != call.root:
         return comm.start_messages(call, [], [(call.root, recv)])
@@ -112,7 +113,7 @@ def start_scatter(comm: Messenger, call: Call) -> Handle:
 
 
 def start_all_to_all(comm: Messenger, call: Call) -> Handle:
-    """Start an all-to-all: each piece is sent directly to the rank to which it belongs."""
+    """Start an all-to-all: each piece is sent directly to its destination."""
     (send, recv), (sent, received) = call.arrays, call.partitions
     copy_unless_same(received.get_piece(recv, comm.rank), sent.get_piece(send, comm.rank))
     return comm.start_messages(
@@ -160,19 +161,20 @@ def _list_other_ranks(comm: Messenger) -> list[int]:
 
 
 def _pair_array_with_others(comm: Messenger, array: Array) -> Pairs:
-    """Return the same array for every other rank."""
+    """Return (rank, array) for each other rank, with the same array."""
     return [(rank, array) for rank in _list_other_ranks(comm)]
 
 
 def _pair_pieces_with_others(comm: Messenger, array: Array, pieces: FlatPartition) -> Pairs:
-    """Return for every other rank its piece of the array."""
+    """Return (rank, piece) for each other rank, with that rank's piece of the array."""
     return [(rank, pieces.get_piece(array, rank)) for rank in _list_other_ranks(comm)]
 
 
 def iterate_ring_all_reduce(issue: Callable[[Call], Handle], rank: int, size: int, call: Call) -> Iterator[Handle]:
     """Reduce-scatter and then all-gather around the ring; yield the handle of each message. Scratch: n/N.
 
-    Every element is combined once per rank around the ring, on one rank at a time, so all ranks end with the same bits.
+    Each element is combined once per rank around the ring, on one rank at a time, so that all ranks end with the same
+    bits.
     """
     buf, op = call.arrays[0], call.op
     pieces = make_balanced_partition(buf.size, size)
@@ -202,18 +204,18 @@ def iterate_ring_all_reduce(issue: Callable[[Call], Handle], rank: int, size: in
 
 
 FIRST_RUN_ELEMENTS = 16
-"""Elements that are cast through a copy when the result overwrites its own source."""
+"""Number of elements that are cast through a copy when the result overwrites its own source."""
 
 
 def start_rounded_reduce_scatter(comm: Communicator, call: Call) -> Handle:
-    """Start a reduce-scatter with summands rounded to `call.wire`, added by the owner of each piece. Scratch: none if
-    all pieces are equal, else n in that dtype."""
+    """Start a reduce-scatter whose summands are rounded to `call.wire` and added by the owner of each piece. Scratch:
+    none if all pieces are equal, else n in that dtype."""
     send, recv = call.arrays
     return _start_rounded_reduce_to_owners(comm, call, send, recv, call.partitions[0].counts)
 
 
 def start_rounded_all_reduce(comm: Communicator, call: Call) -> Handle:
-    """Reduce to the owners of the pieces, which is waited for here, then start an all-gather of the sums rounded to
+    """Reduce to the owners of the pieces and wait for the result; then start an all-gather of the sums, rounded to
     `call.wire`."""
     (buf,) = call.arrays
     xp, pieces = namespace_of(buf), make_balanced_partition(buf.size, comm.size)
@@ -238,7 +240,7 @@ def _start_rounded_reduce_to_owners(
 ) -> Handle:
     n, own_count, width = send.size, counts[comm.rank], comm.size
     xp, scratch, arriving = namespace_of(send), send.view(call.wire), own_count * width
-    # the received pieces fit into `send` behind the data to send, and behind the sum afterwards
+    # received pieces are stored at the end of `send` if they fit behind the data to send, and later behind the sum
     if arriving <= scratch.size - max(n, own_count * send.itemsize // 2):
         parts = scratch[scratch.size - arriving :]
     else:
@@ -249,7 +251,7 @@ def _start_rounded_reduce_to_owners(
     within = 0 <= get_data_pointer(recv) - get_data_pointer(send) < send.nbytes
 
     def add_pieces() -> None:
-        total = send[:own_count] if within else recv  # others have read that memory, and no received piece lies there
+        total = send[:own_count] if within else recv  # others have read that memory, and it holds no received piece
         store(xp, parts[:own_count], total)
         for r in range(1, width):
             add_widened(xp, parts[r * own_count : (r + 1) * own_count], total)
@@ -274,8 +276,8 @@ def _widen_in_place(xp: Any, x: Array, out: Array) -> None:
 
 
 def _iterate_doubling_runs(size: int) -> Iterator[tuple[int, int]]:
-    """Yield runs of elements, each as long as all before it: with elements of half the size, a run ends where its
-    source begins, so the cast does not overlap."""
+    """Yield runs of elements, each as long as all runs before it together. With elements of half the size, a run then
+    ends where its source begins, so the cast does not overlap."""
     start = FIRST_RUN_ELEMENTS
     while start < size:
         yield start, min(2 * start, size)

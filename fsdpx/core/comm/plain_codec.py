@@ -1,5 +1,5 @@
 """A codec of plain data, with which ranks exchange information about their work. Decoding runs no code of the sender,
-and its memory is bounded."""
+and its memory use is bounded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["MAX_PACKED_BYTES", "pack", "unpack"]
 MAX_PACKED_BYTES = 1 << 31
 """Largest message of one rank, in bytes."""
 _MAX_DEPTH = 64
-"""Deepest nesting of values."""
+"""Maximum nesting depth of values."""
 _SIZE = struct.Struct("<q")
 _FLOAT = struct.Struct("<d")
 _ITEMS: dict[str, Callable[[list[Any]], Any]] = {"l": list, "t": tuple, "e": set, "z": frozenset}
@@ -30,10 +30,10 @@ _NAMED = {letter: value for value, letter in _SINGLE.items()}
 
 
 def pack(value: Any) -> bytes:
-    """Return the bytes of a value: numbers, text, bytes, arrays, paths, collections of these, and value classes of
-    fsdpx.
+    """Return the encoded bytes of a value: numbers, text, bytes, arrays, paths, collections of these, and value classes
+    of fsdpx.
 
-    Raises ConfigError for anything else: objects of users are sent by `all_gather_object`.
+    Raises ConfigError for any other object: use `all_gather_object` for objects of users.
     """
     into = io.BytesIO()
     _write_value(into, value, 0)
@@ -43,8 +43,8 @@ def pack(value: Any) -> bytes:
 def unpack(data: Any) -> Any:
     """Return the value that another rank packed; raise CommError for invalid bytes.
 
-    Calls no code except value classes of fsdpx that this process has loaded, and takes memory only in proportion to the
-    bytes.
+    Calls no code except value classes of fsdpx that this process has loaded, and needs memory only in proportion to the
+    number of bytes.
     """
     reader = _PlainReader(memoryview(data).cast("B"))
     try:
@@ -194,7 +194,7 @@ class _PlainReader:
         return np.frombuffer(bytearray(self.read_next_bytes(count * dtype.itemsize)), dtype).reshape(shape)
 
     def read_class(self) -> type:
-        """Read the name of a value class of fsdpx and return the class, if this process has loaded it; else raise
+        """Read the name of a value class of fsdpx and return the class if this process has loaded it; otherwise raise
         ValueError."""
         module, _, name = self.read_next_text().partition(":")
         kind: Any = sys.modules.get(module) if module.partition(".")[0] == "fsdpx" else None

@@ -1,4 +1,4 @@
-"""Reductions on one rank: which operations fit which dtypes, and sums in rank order."""
+"""Reductions on one rank: which operations are defined for which dtypes, and sums in rank order."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _UFUNCS = {
 @lru_cache(maxsize=64)
 def get_dtype_kind(dtype: np.dtype) -> str:
     """Return "float", "half", "complex", "integer" or "bool"; raise ConfigError for a dtype that communicators do not
-    move."""
+    transfer."""
     kind = _KINDS.get(dtype.name)
     if kind is not None and not dtype.isnative:
         remedy = "array.astype(array.dtype.newbyteorder('='))"
@@ -53,24 +53,24 @@ def is_half(dtype: np.dtype) -> bool:
 
 
 def is_summed_in_rank_order(op: ReduceOp, dtype: np.dtype) -> bool:
-    """Return whether fsdpx combines the values itself, in rank order, because libraries give different results: sums in
-    16 bits, and MAX and MIN of floats, where a NaN of any rank must reach all ranks."""
+    """Return whether fsdpx combines the values itself, in rank order, because libraries give different results. This
+    applies to 16-bit sums, and to MAX and MIN of floats, where a NaN on any rank must reach all ranks."""
     return is_half(dtype) or (op in (ReduceOp.MAX, ReduceOp.MIN) and get_dtype_kind(dtype) == "float")
 
 
 def is_reduction_compilable(dtype: np.dtype, op: ReduceOp) -> bool:
-    """Return whether compiled code can add these values, which covers most of the traffic of training."""
+    """Return whether compiled code can add these values; such sums are most of the traffic of training."""
     return dtype.char in "fd" and op in (ReduceOp.SUM, ReduceOp.AVG)
 
 
 def get_ufunc(op: ReduceOp) -> np.ufunc:
-    """Return the ufunc that combines two values; AVG combines like SUM and is divided at the end."""
+    """Return the ufunc that combines two values. AVG combines values like SUM; the result is divided at the end."""
     return _UFUNCS[op]
 
 
 @lru_cache(maxsize=64)
 def explain_undefined_reduction(op: ReduceOp, dtype: np.dtype) -> str | None:
-    """Return why `op` is not defined for `dtype`, as text, or None."""
+    """Return text that explains why `op` is not defined for `dtype`; None if it is defined."""
     if op is ReduceOp.AVG and get_dtype_kind(dtype) in ("integer", "bool"):
         return f"AVG of {dtype.name} would not be {dtype.name}: use SUM, or a float array"
     if op in (ReduceOp.MAX, ReduceOp.MIN) and get_dtype_kind(dtype) == "complex":
@@ -79,16 +79,16 @@ def explain_undefined_reduction(op: ReduceOp, dtype: np.dtype) -> str | None:
 
 
 BLOCK_ELEMENTS = 1 << 15
-"""Elements that `reduce_in_rank_order_into` adds at a time on the host: a block of sums stays in cache until it is
-written to all outputs."""
+"""Number of elements that `reduce_in_rank_order_into` adds at a time on the host: a block of sums stays in the cache
+until it is written to all outputs."""
 
 
 def reduce_in_rank_order_into(arrays: Sequence[Array], op: ReduceOp, outs: Sequence[Array], wire: Any = None) -> None:
-    """Set each of `outs` to arrays[0] op arrays[1] op ... in that order, 16-bit floats in float32, reading each array
-    once.
+    """Set each of `outs` to arrays[0] op arrays[1] op ... in that order, computing 16-bit floats in float32 and reading
+    each array once.
 
-    One of `outs` may be one of `arrays`, as a whole. wire: dtype to which arrays are rounded before, and to which the
-    result is rounded if there are several `outs`.
+    One of `outs` may be the same array as one of `arrays`. wire: dtype to which arrays are rounded before they are
+    combined, and to which the result is rounded if there are several `outs`.
     """
     ufunc, first = get_ufunc(op), outs[0]
     xp = np if type(first) is np.ndarray else namespace_of(first)
@@ -117,7 +117,7 @@ def reduce_in_rank_order_into(arrays: Sequence[Array], op: ReduceOp, outs: Seque
 
 
 def _combine_pair_into(ufunc: np.ufunc, arrays: Sequence[Array], outs: Sequence[Array]) -> None:
-    """Combine two arrays in one pass: the most frequent case, often with small arrays."""
+    """Combine two arrays in one pass. This is the most frequent case, often with small arrays."""
     with np.errstate(all="ignore"):
         ufunc(arrays[0], arrays[1], out=outs[0])
     for out in outs[1:]:

@@ -1,4 +1,4 @@
-"""Start and stop the watchdog of ranks that wait for each other, if FSDPX_WATCH and the communicator allow one."""
+"""Start and stop the watchdog of ranks that wait for each other, if FSDPX_WATCH and the communicator allow it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["can_be_watched", "report_call_to_watchdog", "start_watching", "stop_
 
 
 def can_be_watched(comm: Any) -> bool:
-    """Return whether a watchdog is useful for `comm`: it has several ranks that are processes (thread ranks detect
-    missing ranks themselves), and FSDPX_WATCH is not 0."""
+    """Return whether a watchdog is useful for `comm`: it has several ranks, its ranks are processes (thread ranks
+    detect missing ranks themselves), and FSDPX_WATCH is not 0."""
     base = unwrap_communicator(comm)
     return bool(base.size > 1 and hasattr(base, "timeout") and environment.read_environment().watch)
 
 
 def start_watching(comm: Any, *other_comms: Any, timeout: float | None = None, extend_waits: bool = True) -> Any:
-    """Start the watchdog of the ranks of `comm` and return it, see `fsdpx.ext.watch.watchdog`; None if `comm` cannot be
-    watched. Collective."""
+    """Start the watchdog of the ranks of `comm` and return it (see `fsdpx.ext.watch.watchdog`); return None if `comm`
+    cannot be watched. Collective."""
     if not can_be_watched(comm):
         return None
     return load_extension("observer", "watchdog")(comm, *other_comms, timeout=timeout, extend_waits=extend_waits)
@@ -34,14 +34,14 @@ def watch_axes(axes: MeshAxes) -> Any:
 
 
 def report_call_to_watchdog(comm: Any, call: str) -> None:
-    """Tell the watchdog of `comm` that this rank has reached `call`, which all of its ranks make."""
+    """Tell the watchdog of `comm` that this rank has reached `call`, which all ranks of `comm` make."""
     watcher = getattr(unwrap_communicator(comm), "watched_by", None)
     if watcher is not None:
         watcher.record.on_collective_call(call)
 
 
 def stop_watching(comm: Any) -> Any:
-    """Stop watching `comm`, which is given up, so no rank waits there anymore. Return its watchdog, or None."""
+    """Stop watching `comm`, on which no rank waits anymore because it is abandoned. Return its watchdog, or None."""
     base = unwrap_communicator(comm)
     watcher, base.watched_by = base.watched_by, None
     if watcher is not None:

@@ -1,4 +1,5 @@
-"""One-sided memory: a part of each rank that all other ranks read and write without its help (as in MPI RMA)."""
+"""One-sided memory: each rank has a part that all other ranks read and write without its participation (as in MPI
+RMA)."""
 
 from __future__ import annotations
 
@@ -20,14 +21,14 @@ __all__ = ["CACHE_LINE_BYTES", "SharedWindow", "ThreadWindow", "Window", "alloca
 CACHE_LINE_BYTES = 64
 """Size of a cache line in bytes."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 20e-6, 1e-3
-"""First and longest pause between two polls of a waiting rank, in seconds."""
+"""First and longest pause between two polls of a waiting rank."""
 
 
 class Window(ABC):
     """Memory with one part on each of `size` ranks. own: the part of this rank as bytes, initially zero. timeout: limit
     of a wait in seconds.
 
-    Only `close` is collective, and no call needs the owner of a part to take any action.
+    Only `close` is collective, and no call requires the owner of a part to take any action.
     """
 
     def __init__(self, rank: int, size: int, own: Array, timeout: float) -> None:
@@ -35,8 +36,8 @@ class Window(ABC):
 
     @abstractmethod
     def open_part(self, rank: int, start: int, stop: int, write: bool = True) -> AbstractContextManager[Array]:
-        """Return a context manager of bytes [start, stop) of the part of `rank`, which no other rank has open
-        meanwhile.
+        """Return a context manager that yields bytes [start, stop) of the part of `rank`; no other rank has the part
+        open meanwhile.
 
         write: changes are stored; if False, other ranks may read at the same time. A rank that opens two parts must
         open that of the lower rank first.
@@ -44,8 +45,8 @@ class Window(ABC):
 
     @abstractmethod
     def read_word(self, rank: int, word_index: int) -> int:
-        """Return the 64-bit number `word_index` of the part of `rank` at once, even while another rank has the part
-        open."""
+        """Return the 64-bit word number `word_index` of the part of `rank` at once, even while another rank has the
+        part open."""
 
     @abstractmethod
     def write_word(self, word_index: int, value: int) -> None:
@@ -60,26 +61,25 @@ class Window(ABC):
         return False
 
     def check_ranks_and_make_progress(self, missing: Sequence[int] = (), what: str = "") -> None:  # noqa: B027 - most have nothing to look at
-        """Raise if this rank waits in vain for the `missing` ranks; called between two polls of a wait. Also makes
-        progress for other ranks where the library does so only inside its calls."""
+        """Raise if the `missing` ranks, for which this rank waits, can never arrive; called between two polls of a
+        wait. Also make progress for other ranks where the library does so only inside its calls."""
 
     def access_epoch(self, kind: str) -> AbstractContextManager[None]:
-        """Return the context manager around a rank's accesses to the parts of all ranks. kind: "pull", "push" or
-        "mix"."""
+        """Return the context manager for a rank's accesses to the parts of all ranks. kind: "pull", "push" or "mix"."""
         return nullcontext()
 
     def stop_accessing(self) -> None:  # noqa: B027 - nothing where time is real
-        """Announce that this rank enters a synchronization of all ranks and does not access the window until it is
+        """Announce that this rank enters a synchronization of all ranks and will not access the window until it is
         over."""
 
     def wait_until_none_missing(self, missing: Callable[[], Sequence[int]], what: str) -> None:
-        """Return when `missing()`, the ranks that have yet to act, is empty, which must then stay so; raise
-        CommTimeout, with `what` this rank waits for, after `timeout` seconds."""
+        """Wait until `missing()`, which returns the ranks that have yet to act, is empty; it must stay empty then.
+        Raise CommTimeout after `timeout` seconds. what: what this rank waits for, as text."""
         self.poll_until_none_missing(missing, what)
 
     def wait_for_all_ranks(self, missing: Callable[[], Sequence[int]], what: str) -> None:
-        """Return when all living ranks have arrived and none needs this one anymore; `missing()` returns the ranks
-        still absent."""
+        """Wait until all living ranks have arrived and none of them needs this rank anymore. missing: returns the ranks
+        that are still absent."""
         self.poll_until_none_missing(missing, what)
 
     def poll_until_none_missing(self, missing: Callable[[], Sequence[int]], what: str) -> None:
@@ -94,20 +94,20 @@ class Window(ABC):
 
 
 def allocate_aligned(nbytes: int) -> Array:
-    """Return `nbytes` zero bytes that start on a cache line."""
+    """Return an array of `nbytes` zero bytes that starts on a cache line."""
     buffer = np.zeros(nbytes + CACHE_LINE_BYTES, np.uint8)
     start = -buffer.__array_interface__["data"][0] % CACHE_LINE_BYTES
     return buffer[start : start + nbytes]
 
 
 class SharedWindow(Window):
-    """A window whose parts all ranks can address directly: `open` yields a view of the memory itself."""
+    """A window whose parts all ranks can address directly: `open_part` yields a view of the memory itself."""
 
     parts: list[Array]
 
     @abstractmethod
     def lock_part(self, rank: int, write: bool) -> AbstractContextManager[Any]:
-        """Return a context manager that locks the part of a rank; the lock is released when its holder dies."""
+        """Return a context manager that locks the part of a rank; the lock is released if its holder dies."""
 
     @contextmanager
     def open_part(self, rank: int, start: int, stop: int, write: bool = True) -> Iterator[Array]:
@@ -122,8 +122,8 @@ class SharedWindow(Window):
 
 
 class ThreadWindow(SharedWindow):
-    """A window of thread ranks. check: raises if another rank has failed, or one of the missing ranks has returned.
-    dead: returns whether a rank has died."""
+    """A window of thread ranks. check: raises an error if another rank has failed, or if one of the missing ranks has
+    returned. dead: returns whether a rank has died."""
 
     def __init__(
         self, rank: int, parts: list[Array], locks: list[threading.Lock], timeout: float,

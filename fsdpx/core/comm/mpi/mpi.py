@@ -1,5 +1,5 @@
-"""Ranks as MPI processes, through mpi4py: nonblocking collectives, waits with a timeout, windows, and survivable
-deaths."""
+"""Ranks as MPI processes, through mpi4py: nonblocking collectives, waits with a timeout, windows, and ranks that
+survive the death of others."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ __all__ = [
 
 _NAMES = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")
 DEATH_ERROR_CODES = {getattr(MPI, name, MPI.ERR_UNKNOWN) for name in _NAMES} - {MPI.ERR_UNKNOWN}
-"""Error classes that report a death; empty if the MPI library, or mpi4py before version 4, has no user-level failure
-mitigation (ULFM)."""
+"""Error classes that report a death. Empty if the MPI library, or mpi4py before version 4, does not support user-level
+failure mitigation (ULFM)."""
 
 
 @cache
 def is_ulfm_active() -> bool:
-    """Return whether this job outlives its ranks: Open MPI, started with `mpiexec --with-ft ulfm`. Otherwise the
-    launcher ends the job when a rank dies; MPICH does so even with -disable-auto-cleanup."""
+    """Return whether this job outlives dead ranks: it uses Open MPI, started with `mpiexec --with-ft ulfm`. Otherwise
+    the launcher ends the job when a rank dies; MPICH's launcher does so even with -disable-auto-cleanup."""
     return bool(DEATH_ERROR_CODES) and "Open MPI" in MPI.Get_library_version() and environment.read_environment().ulfm
 
 
@@ -73,7 +73,7 @@ def require_ulfm() -> None:
 
 
 def get_failed_ranks(comm: MPI.Intracomm) -> tuple[int, ...]:
-    """Return the ranks of `comm` that this rank's MPI knows to be dead."""
+    """Return the ranks of `comm` that MPI on this rank knows to be dead."""
     if not DEATH_ERROR_CODES:
         return ()
     failed, everyone = comm.Get_failed(), comm.Get_group()
@@ -84,10 +84,10 @@ def get_failed_ranks(comm: MPI.Intracomm) -> tuple[int, ...]:
 
 
 def skip_finalize_barrier() -> None:
-    """Make MPI_Finalize skip its barrier in this process. The launcher of Open MPI 5.0 sometimes counts ranks that died
-    at about the same time among those that the barrier waits for, and the job never ends. Equivalent to
+    """Make MPI_Finalize skip its barrier in this process. If several ranks die at about the same time, the launcher of
+    Open MPI 5.0 sometimes still expects dead ranks in that barrier, and the job never ends. Equivalent to
     OMPI_MCA_async_mpi_finalize=1, which would have to be set before MPI is initialized."""
-    with suppress(ValueError, OSError):  # another version, without this variable
+    with suppress(ValueError, OSError):  # another version of Open MPI lacks this variable
         ctypes.c_bool.in_dll(ctypes.CDLL(MPI.__file__), "ompi_async_mpi_finalize").value = True
 
 
@@ -99,8 +99,9 @@ _BOOL = np.dtype(bool)
 
 
 class MpiRequests:
-    """The handle of the MPI requests of one call. It keeps all buffers alive until all requests are complete; mpi4py
-    does so only for some. After an error each `test` raises it, and advances the remaining requests."""
+    """The handle of the MPI requests of one call. It keeps all buffers alive until all requests are complete, because
+    mpi4py keeps only some of them alive. After an error, each call of `test` raises it again and advances the remaining
+    requests."""
 
     __slots__ = ("_buffers", "_comm", "_error", "_requests", "_test", "_verb", "_what")
 
@@ -129,7 +130,7 @@ class MpiRequests:
 
     @property
     def active(self) -> bool:
-        """True if MPI may still touch some buffer: if one of several requests fails, the others stay under way."""
+        """True if MPI may still access a buffer: if one of several requests fails, the others stay under way."""
         return any(request != MPI.REQUEST_NULL for request in self._requests)
 
     def wait(self) -> None:
@@ -144,8 +145,8 @@ class MpiRequests:
 
 
 def translate_mpi_error(error: MPI.Exception, where: str, comm: MPI.Intracomm) -> CommError:
-    """Return RankLost if `comm` has lost a rank or was revoked, else CommError. The class of the error is not enough:
-    for several requests it is only "an error in a status", and a connection may break before MPI knows why."""
+    """Return RankLost if `comm` has lost a rank or was revoked, else CommError. The class of the error alone does not
+    tell: for several requests it is only "an error in a status", and a connection may break before MPI knows why."""
     dead = get_failed_ranks(comm)
     if error.Get_error_class() in DEATH_ERROR_CODES or (DEATH_ERROR_CODES and (dead or comm.Is_revoked())):
         return make_rank_lost_error(where, dead)
@@ -153,7 +154,7 @@ def translate_mpi_error(error: MPI.Exception, where: str, comm: MPI.Intracomm) -
 
 
 def as_wire_buffer(array: Array) -> Array:
-    """Return the buffer to pass to MPI: it has no bfloat16, and not always float16, so those travel as uint16."""
+    """Return the buffer to pass to MPI. MPI has no bfloat16, and not always float16, so both are sent as uint16."""
     return array.view(np.uint16) if is_half(array.dtype) else array
 
 
@@ -162,17 +163,17 @@ def get_mpi_op(op: ReduceOp, dtype: np.dtype) -> MPI.Op:
 
 
 PROBES_PER_CHECK = 8
-"""Open MPI polls its sockets only once in this many calls."""
+"""Number of probes per check, because Open MPI polls its sockets only once in this many calls."""
 
 
 class MpiWindow(Window):
-    """A window with a part for each rank of `comm`. Making it is collective. `open` yields a copy, which is written
-    back if `write` is true.
+    """A window with a part for each rank of `comm`. Creating it is collective. `open_part` yields a copy, which is
+    written back if `write` is true.
 
     Where the network has no remote memory access, MPI libraries serve a part only while its owner is inside an MPI call
-    that polls the network. Calls about parts on the same host may not poll: ranks that only wait for each other's words
-    would stall those of other hosts. So a waiting rank polls the network itself, and no rank leaves a synchronization
-    before all have arrived, after which no rank reads its words.
+    that polls the network. Accesses to parts on the same host may not poll it, so ranks that only wait for each other's
+    words would stall ranks of other hosts. Therefore a waiting rank polls the network itself, and no rank leaves a
+    synchronization before all have arrived; after that, no rank reads its words.
     """
 
     def __init__(self, comm: MPI.Intracomm, nbytes: int, timeout: float) -> None:
@@ -228,16 +229,17 @@ class MpiWindow(Window):
 
 
 MAX_MESSAGE_ELEMENTS = 2**31 - 1
-"""Elements of one MPI message: counts and displacements are C ints before MPI 4."""
+"""Maximum number of elements of one MPI message: before MPI 4, counts and displacements are C ints."""
 
 
 class MpiCommunicator(MessageBackend):
-    """An MPI communicator, duplicated (`raw`), so that messages of the solver that owns the original cannot match ours.
+    """An MPI communicator. It is a duplicate (`raw`), so that messages of the solver that owns the original
+    communicator cannot match ours.
 
-    timeout: seconds a wait lasts before CommTimeout. limit: elements of one MPI message; longer transfers are split. A
-    transfer advances while any handle of the process is tested or waited for, by one thread at a time. Arrays on a GPU
-    are passed to MPI if it `takes_gpus` (`fsdpx.ext.gpu.visible_devices`), else they go through the host: small ones at
-    once, large ones as messages in chunks, whose sums are computed on the GPU.
+    timeout: seconds a wait lasts before CommTimeout. limit: maximum number of elements of one MPI message; longer
+    transfers are split. A transfer advances while any handle of the process is tested or waited for, by one thread at a
+    time. GPU arrays are passed to MPI if the communicator `takes_gpus` (`fsdpx.ext.gpu.visible_devices`). Otherwise
+    they go through the host: small ones directly, large ones as messages in chunks, with sums computed on the GPU.
     """
 
     library = "mpi"
@@ -267,7 +269,7 @@ class MpiCommunicator(MessageBackend):
     # -- calls -----------------------------------------------------------------------------------
 
     def start_transfer(self, call: Call) -> Handle:
-        """Start a call; translate errors that MPI raises here like those of its requests."""
+        """Start a call. Errors that MPI raises here are translated like those of its requests."""
         try:
             if self.takes_gpus or not has_gpu_array(call.arrays):
                 return self._start_call(call)
@@ -276,8 +278,8 @@ class MpiCommunicator(MessageBackend):
             raise self._translate_error(error, call) from error
 
     def _start_call(self, call: Call) -> Handle:
-        """Start a call by the library, or by messages if the library has no such verb or values must be combined in
-        rank order."""
+        """Start a call with the MPI library, or with messages if the library lacks the operation or values must be
+        combined in rank order."""
         begin = _NATIVE_CALLS.get(call.verb)
         if begin is None or (call.verb in _REDUCTIONS and is_summed_in_rank_order(call.op, call.arrays[0].dtype)):
             return super().start_transfer(call)
@@ -337,8 +339,8 @@ class MpiCommunicator(MessageBackend):
         return self._average_when_done(call, handle, recv)
 
     def _start_long_reduce_scatter(self, call: Call) -> Handle:
-        """Start one reduce per owner. In place, this rank's piece is reduced where it lies, as other ranks' reduces
-        read the start."""
+        """Start one reduce per owner. If the call is in place, this rank's piece is reduced where it is stored, because
+        the reduces of other ranks read the start of the array."""
         (send, recv), (pieces,) = call.arrays, call.partitions
         own_part, requests = pieces.get_piece(send, self.rank), []
         target = own_part if is_in_place(send, recv) else recv
@@ -378,7 +380,7 @@ class MpiCommunicator(MessageBackend):
         return self._track_requests(call, [self.raw.Ibarrier()])
 
     def _split_message(self, array: Array) -> list[Any]:
-        """Return `array` in parts that fit into one message; sender and receiver split the same way."""
+        """Return `array` in parts that each fit into one message; sender and receiver split the same way."""
         if array.size <= self.limit:
             return [array]
         return [array[start : start + self.limit] for start in range(0, array.size, self.limit)]
@@ -396,8 +398,8 @@ class MpiCommunicator(MessageBackend):
     # -- groups ----------------------------------------------------------------------------------
 
     def window(self, nbytes: int) -> Window:
-        """Return a window in shared memory, which outlives ranks, if ranks may die and all are on one host; else one of
-        MPI."""
+        """Return a window in shared memory, which outlives ranks, if ranks may die and all of them are on one host;
+        otherwise a window of MPI."""
 
         if is_ulfm_active() and len(set(self.all_gather_data(platform.node()))) == 1:
             skip_finalize_barrier()
@@ -417,11 +419,11 @@ class MpiCommunicator(MessageBackend):
         return group
 
     def get_failed_ranks(self) -> tuple[int, ...]:
-        """Return the ranks that this rank knows to be dead, if others live on; else ()."""
+        """Return the ranks that this rank knows to be dead, if other ranks live on; otherwise ()."""
         return get_failed_ranks(self.raw) if is_ulfm_active() else ()
 
     def close(self) -> None:
-        """Free the communicator, unless a rank has died: then it stays until the process ends."""
+        """Free the communicator, unless a rank has died: then it is kept until the process ends."""
         hooks.release_hooks_of_owner(self)
         if self.raw != MPI.COMM_NULL and not self.get_failed_ranks():
             self.raw.Free()
@@ -430,11 +432,11 @@ class MpiCommunicator(MessageBackend):
         MpiWorld.abort(code)
 
 
-SECONDS_BETWEEN_ABORTS, SECONDS_TO_ABORT = 0.5, 5.0  # seconds
+SECONDS_BETWEEN_ABORTS, SECONDS_TO_ABORT = 0.5, 5.0
 
 
 class MpiWorld:
-    """All ranks of MPI before a communicator is opened: enough to abort them."""
+    """All MPI ranks before a communicator is opened, with just what is needed to abort them."""
 
     rank = property(lambda self: int(MPI.COMM_WORLD.Get_rank()))
 
@@ -448,7 +450,7 @@ class MpiWorld:
             alive = [rank for rank in range(MPI.COMM_WORLD.Get_size()) if rank not in gone]
             if len(alive) == 1:
                 _exit(code)  # Open MPI 5.0 mistakes the abort of the last living rank for success
-            if gone:  # its launcher does not always end when several ranks abort at once while another one dies
+            if gone:  # its launcher may hang if several ranks abort at once while another one dies
                 time.sleep(SECONDS_BETWEEN_ABORTS * sum(rank < MPI.COMM_WORLD.Get_rank() for rank in alive))
             stuck = threading.Timer(SECONDS_TO_ABORT, _exit, (code,))  # in case the launcher does not answer the abort
             stuck.daemon = True
@@ -483,7 +485,7 @@ _NATIVE_CALLS: dict[str, Callable[[MpiCommunicator, Call], Handle]] = {
     "send": MpiCommunicator.start_message,
     "recv": MpiCommunicator.start_message,
 }
-"""Verbs that MPI libraries run themselves; everything else goes by messages."""
+"""Operations that MPI libraries run themselves; all others are built from messages."""
 _REDUCTIONS = ("reduce_scatter", "all_reduce", "reduce")
 
 
@@ -492,12 +494,12 @@ _SECONDS_TO_DRAIN = 0.02
 
 
 class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
-    """An MPI communicator (duplicated) as a `SurvivorCommunicator`: messages only, no shared memory.
+    """A duplicated MPI communicator that is a `SurvivorCommunicator`. It only sends messages and uses no shared memory.
 
-    Where ULFM is not active it works as long as no rank dies: `agree_on_flags` is an all-reduce, `shrink` a duplicate,
-    and `revoke` does nothing. A death on this host is detected within milliseconds, that of a whole host when the
-    launcher detects it: by a heartbeat, if it has one (10 s, `--prtemca errmgr_detector_heartbeat_timeout`), else by
-    its sockets.
+    Where ULFM is not active, it works as long as no rank dies: `agree_on_flags` is an all-reduce, `shrink` a duplicate,
+    and `revoke` does nothing. The death of a rank on this host is detected within milliseconds. The death of an entire
+    host is detected when the launcher detects it: by a heartbeat if it has one (10 s, `--prtemca
+    errmgr_detector_heartbeat_timeout`), else through its sockets.
     """
 
     def _initialize(self, comm: MPI.Intracomm, timeout: float, limit: int, progress: Progress) -> None:
@@ -511,8 +513,8 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
         return f"UlfmCommunicator(rank={self.rank}, size={self.size}, survives={self.survives})"
 
     def _track_requests(self, call: Call, requests: list[MPI.Request], *buffers: object) -> Handle:
-        """Keep the handle, and with it the buffers: when a rank is lost, the caller may drop the handle while others
-        still send."""
+        """Return the handle of the requests and keep a reference to it, and so to the buffers: when a rank is lost, the
+        caller may drop the handle while other ranks still send."""
         handle = MpiRequests(self, call, requests, buffers)
         if len(self._under_way) >= _MAX_KEPT_HANDLES:
             self._under_way = [kept for kept in self._under_way if kept.active]
@@ -520,22 +522,23 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
         return handle
 
     def _list_kept_requests(self) -> list[MpiRequests]:
-        """Return the transfers under way here and in groups."""
+        """Return the kept handles of this communicator and its groups."""
         return [*self._under_way, *(handle for part in self._parts for handle in part._list_kept_requests())]
 
     def get_failed_ranks(self) -> tuple[int, ...]:
         return get_failed_ranks(self.raw)
 
     def revoke(self) -> None:
-        """Revoke the groups as well, even those that this rank no longer uses: others may wait for it there."""
+        """Revoke this communicator and its groups, even those that this rank no longer uses: others may be waiting for
+        it there."""
         if self.survives and self.raw != MPI.COMM_NULL and not self.raw.Is_revoked():
             self.raw.Revoke()
         for part in self._parts:
             part.revoke()
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """Return only when all ranks have their groups: a rank without its group could not revoke it, and others would
-        wait."""
+        """Return the group when all ranks have theirs: a rank without its group could not revoke it, and others would
+        wait forever."""
         self._parts = [part for part in self._parts if part.raw != MPI.COMM_NULL]
         part = super().split(color, key)
         if isinstance(part, UlfmCommunicator):
@@ -545,13 +548,13 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
         return part
 
     def agree_on_flags(self, flags: int) -> int:
-        """Return the agreed flags, 0 after a death: no failure is ever acknowledged to MPI, so each agreement after a
-        death fails on all ranks."""
+        """Return the agreed flags, or 0 after a death. Failures are never acknowledged to MPI, so each agreement after
+        a death fails on all ranks."""
         given = np.array([flags], np.intc)
         request = self.raw.Iagree(given) if self.survives else self.raw.Iallreduce(MPI.IN_PLACE, given, MPI.BAND)
 
         def is_decided() -> bool:
-            with suppress(RankLost):  # the wait for that transfer raises it
+            with suppress(RankLost):  # ignored here: waiting for that transfer will raise it
                 self.progress.advance_transfers()
             return request.Test()
 
@@ -586,8 +589,8 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
             before = shrunk
 
     def close(self) -> None:
-        """Free the communicator, unless a rank has died: then it stays until the process ends. A rank may die between
-        this call and its end, so MPI_Finalize no longer waits for it."""
+        """Free the communicator, unless a rank has died: then it is kept until the process ends. A rank may die between
+        this call and the end of the process, so MPI_Finalize is made not to wait for it."""
         if self.survives:
             skip_finalize_barrier()
         if self.raw != MPI.COMM_NULL and not (self.survives and (self.raw.Is_revoked() or self.get_failed_ranks())):

@@ -1,9 +1,9 @@
-"""The start of MPI, in which each rank waits for all others without running Python, so that another process must time
-it.
+"""The start of MPI. Each rank waits in it for all others without running Python, so another process must watch the
+time.
 
-The waiting ranks of a host leave marks in a folder, which `fsdpx run` reads. The first one starts a watchdog process
-(`fsdpx/core/comm/mpi/start_watchdog.py`), which ends the job if the last one does not arrive. It also removes files
-that killed jobs have left in shared memory: MPI libraries do not, and memory is finite.
+The waiting ranks of a host leave marks in a folder, which `fsdpx run` reads. The first rank starts a watchdog process
+(`fsdpx/core/comm/mpi/start_watchdog.py`), which ends the job if the last rank does not arrive. The watchdog's start
+also removes files that killed jobs have left in shared memory: MPI libraries do not remove them, and memory is finite.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LEFTOVER_PATTERNS = (
     "mpich_shm_*", "mpich_vci_*", "sm_segment.*", "vader_segment.*", "osc_sm.*", "osc_rdma.*",
     f"{safe_files.TEMPORARY}*",
 )  # fmt: skip
-"""Files of MPICH; of Open MPI (messages in versions 5 and 4, then windows); of fsdpx."""
+"""Files of MPICH; of Open MPI (messages in versions 5 and 4, then windows); and of fsdpx."""
 _REMOVED = ("mpich_", safe_files.TEMPORARY)
 """Prefixes of the files that the next start removes. Files that may belong to another program are only listed."""
 LEFTOVER_AGE_SECONDS = 60.0
@@ -42,11 +42,11 @@ LEFTOVER_AGE_SECONDS = 60.0
 _SESSION = "ompi."
 """Prefix of the session folder of Open MPI, followed by the number of the process that made it."""
 _SECONDS_TO_BEGIN = 600.0
-"""Age in seconds from which a file can belong to no starting job and may be removed."""
+"""Age from which a file cannot belong to a job that is starting, and may be removed."""
 
 
 def find_leftover_files(folder: Path = SHARED_MEMORY_FOLDER, seconds: float = LEFTOVER_AGE_SECONDS) -> list[Path]:
-    """Return the files of this user that belong to an MPI library or to a window and that no process has mapped."""
+    """Return the files of this user that belong to an MPI library or to a window and are not mapped by any process."""
     old = time.time() - seconds
     files_there = (path for name in LEFTOVER_PATTERNS for path in folder.glob(name) if not path.is_dir())
     stale_files = sorted(path for path in files_there if is_owned_by_user(path) and _get_write_time(path) < old)
@@ -55,22 +55,22 @@ def find_leftover_files(folder: Path = SHARED_MEMORY_FOLDER, seconds: float = LE
 
 
 def remove_leftover_files(folder: Path = SHARED_MEMORY_FOLDER, temporary: Path | None = None) -> None:
-    """Remove the files that killed ranks and jobs of MPICH have left in `folder`, and those of Open MPI in `temporary`
-    ($TMPDIR).
+    """Remove the files that killed ranks and jobs of MPICH have left in `folder`, and those that Open MPI has left in
+    `temporary` ($TMPDIR).
 
-    Ranks map these files as long as they live, and a job that has not begun after _SECONDS_TO_BEGIN never will. Where
-    another container shares the folder, its ranks no longer need the names.
+    Ranks map these files as long as they live, and a job that has not begun after _SECONDS_TO_BEGIN never will. If
+    another container shares the folder, its ranks no longer need the names of the files.
     """
     for path in find_leftover_files(folder, _SECONDS_TO_BEGIN):
         if path.name.startswith(_REMOVED):
-            with suppress(OSError):  # removed meanwhile, or the folder is read-only
+            with suppress(OSError):  # the file was removed meanwhile, or the folder is read-only
                 path.unlink()
     temporary = Path(tempfile.gettempdir()) if temporary is None else temporary
     remove_dead_folders(temporary.glob(f"{_SESSION}*"), _has_session_ended)
 
 
 def _has_session_ended(folder: Path) -> bool:
-    """Return whether the Open MPI process that made a session folder has ended, and no rank maps its files."""
+    """Return whether the Open MPI process that created a session folder has ended and no rank maps files in it."""
     process = folder.name.removeprefix(_SESSION)
     over = (
         process.isdecimal()
@@ -81,14 +81,14 @@ def _has_session_ended(folder: Path) -> bool:
 
 
 def _get_write_time(path: Path) -> float:
-    """Return the time at which the file was last written; infinity if it is gone."""
+    """Return the time at which the file was last written; infinity if the file is gone."""
     with suppress(FileNotFoundError):
         return path.lstat().st_mtime
     return math.inf
 
 
 def _find_mapped_files(folder: Path) -> set[str]:
-    """Return the files in `folder` that processes have mapped, as far as this process may read their maps."""
+    """Return the files in `folder` that are mapped by processes whose maps this process may read."""
     mapped_paths = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):  # the process has ended, or belongs to another user
@@ -100,14 +100,14 @@ def _find_mapped_files(folder: Path) -> set[str]:
 
 
 FOLDER_PREFIX = "fsdpx-start-"
-_inside: list[int] = []  # the rank of this process, while it waits
+_inside: list[int] = []  # contains the rank of this process while it waits
 
 
 @contextmanager
 def guarding_mpi_start() -> Iterator[None]:
-    """Guard the code inside that starts MPI and opens the world: if a rank does not arrive, or ends before, the others
-    do not wait forever. If MPI is initialized already there is no watchdog: then the script decides when ranks
-    arrive."""
+    """Return a context manager that guards the start of MPI and the opening of the world: if a rank does not arrive, or
+    ends before, the others do not wait forever. If MPI is initialized already, there is no watchdog, because then the
+    script decides when ranks arrive."""
     settings = environment.read_environment()
     launcher = settings.launcher
     unheeded = get_running_mpi() is not None and settings.run is None
@@ -123,14 +123,14 @@ def guarding_mpi_start() -> Iterator[None]:
         clock = _start_watchdog_process(folder, settings, job) if get_running_mpi() is None else None
     except safe_files.Untrusted as error:
         safe_files.warn_file_ignored(error)
-    except OSError:  # the folder is read-only: no watchdog
+    except OSError:  # the folder is read-only: continue without a watchdog
         pass
     _inside.append(launcher.rank)
     try:
         yield
     finally:
         _inside.clear()
-        with suppress(OSError):  # the watchdog has removed them
+        with suppress(OSError):  # the watchdog has removed the mark and the folder
             if mark is not None:
                 mark.unlink()
                 mark.parent.rmdir()
@@ -139,15 +139,15 @@ def guarding_mpi_start() -> Iterator[None]:
 
 
 def _make_mark_folder(settings: environment.Environment, job: str) -> Path:
-    """Return the private folder in which the ranks of this host leave marks; raise `Untrusted` if another user made
-    it."""
+    """Return the private folder in which the ranks of this host leave marks, after creating it; raise `Untrusted` if
+    another user created it."""
     if settings.run is not None:
         return safe_files.make_folder(safe_files.make_folder(settings.run) / f"start-{platform.node()}")
     return safe_files.make_folder(Path(tempfile.gettempdir(), f"{FOLDER_PREFIX}{job or os.getpid()}"))
 
 
 def find_waiting_ranks(run: Path) -> set[int]:
-    """Return the ranks that wait in the start of the job whose FSDPX_RUN is `run`, as far as this host sees them."""
+    """Return the ranks that wait in the start of the job whose FSDPX_RUN is `run`, as far as this host can see them."""
     return {
         arrival[0] for mark in run.glob(f"start-*/{MARK_PREFIX}*") if (arrival := parse_mark(mark.name)) is not None
     }
@@ -159,8 +159,8 @@ def has_start_timed_out(run: Path) -> bool:
 
 
 def remove_dead_folders(found: Iterable[Path], dead: Callable[[Path], bool]) -> None:
-    """Remove those folders of this user that belong to killed jobs. A folder that its job removes meanwhile is
-    skipped."""
+    """Remove those of the folders that belong to this user and to killed jobs. A folder that its own job removes
+    meanwhile is skipped. dead: returns whether the job of a folder was killed."""
     for left in found:
         with suppress(FileNotFoundError):
             if safe_files.is_own_folder(left) and dead(left):
@@ -168,8 +168,8 @@ def remove_dead_folders(found: Iterable[Path], dead: Callable[[Path], bool]) -> 
 
 
 def identify_process() -> str:
-    """Return an identifier of this process for `is_process_alive`; a number alone may later belong to another
-    process."""
+    """Return an identifier of this process for `is_process_alive`. The process number alone could later belong to
+    another process."""
     return f"{os.getpid()}-{get_process_start_time(os.getpid())}"
 
 
@@ -184,8 +184,9 @@ def is_process_alive(owner: str) -> bool:
 def _start_watchdog_process(
     folder: Path, settings: environment.Environment, job: str
 ) -> subprocess.Popen[bytes] | None:
-    """Start the watchdog, a Python without site-packages that takes 10 ms of a core. It outlives what the launcher
-    kills, so that it can clean up. Return None if another rank has started one, or the system is not POSIX."""
+    """Start the watchdog, a Python process without site-packages that takes 10 ms of a core. It outlives processes that
+    the launcher kills, so that it can clean up. Return None if another rank has started one, or if the system is not
+    POSIX."""
     if os.name != "posix":
         return None
     if not safe_files.create_marker(folder / "clock"):
@@ -203,7 +204,7 @@ def _start_watchdog_process(
 
 
 def _identify_job(launcher: environment.LauncherInfo) -> str:
-    """Return an identifier that the ranks of this job share on this host and no other job has: the process of the
+    """Return an identifier that the ranks of this job share on this host and that no other job has: the process of the
     launcher, which is the nearest ancestor that is not itself part of a rank. Return "" if it cannot be determined."""
     process, variable = os.getppid(), f"{launcher.variable}=".encode()
     with suppress(OSError, ValueError, IndexError):

@@ -1,7 +1,9 @@
-"""The watchdog of MPI's start, one process per host: ends a job whose last rank does not arrive, and names that rank.
+"""The watchdog of MPI's start, one process per host. It ends a job whose last rank does not arrive, and names that
+rank.
 
-It is run as a file, to be up within milliseconds, so it imports only the standard library. The information of a mark is
-its name: the watchdog opens no file, and only lists a folder of its own user that no other user can enter.
+It is run as a file and imports only the standard library, so that it starts within milliseconds. A mark holds its
+information in its name, so the watchdog opens no file: it only lists a folder that belongs to its own user and that no
+other user can enter.
 """
 
 from __future__ import annotations
@@ -23,14 +25,15 @@ __all__ = ["MARK_PREFIX", "TIMED_OUT_MARK", "get_process_start_time", "parse_mar
 MARK_PREFIX = "came-"
 _MARK = re.compile(rf"{MARK_PREFIX}(\d{{1,9}})\.(\d{{1,9}}-\d{{0,20}})\.(\w{{0,9}})")
 TIMED_OUT_MARK = "late"
-"""A folder that marks a start that the watchdog has ended, whatever order the ranks' deaths are then seen in."""
+"""Name of a folder that marks a start as ended by the watchdog, in whatever order the deaths of ranks are then
+noticed."""
 POLL_SECONDS = 0.5
 SECONDS_TO_END = 2.0
 
 
 def get_process_start_time(process: int) -> str:
-    """Return the start time of a process of this host, in ticks of the kernel; "" if it has ended, "0" if it cannot be
-    read."""
+    """Return the start time of a process of this host, in ticks of the kernel; "" if the process has ended, "0" if the
+    time cannot be read."""
     try:
         with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
             words = file.read().rpartition(")")[2].split()
@@ -40,13 +43,13 @@ def get_process_start_time(process: int) -> str:
 
 
 def parse_mark(name: str) -> tuple[int, str, str] | None:
-    """Return (rank, process and its start time, local rank) from the name of a mark; None if it is no mark."""
+    """Return (rank, process and its start time, local rank) from the name of a mark; None for any other name."""
     match = _MARK.fullmatch(name)
     return None if match is None else (int(match[1]), match[2], match[3])
 
 
 def find_waiting_ranks(folder: str) -> dict[int, tuple[str, str]]:
-    """Return the process (with its start time) and the local rank of each waiting rank; {} if the folder is not
+    """Return, for each waiting rank, its process (with the start time) and its local rank; {} if the folder is not
     private."""
     arrivals = {}
     with suppress(FileNotFoundError):
@@ -72,7 +75,7 @@ def _list_private_folder(folder: str) -> list[str]:
 
 
 def _is_process_alive(owner: str) -> bool:
-    """Return whether this very process is alive: its number alone could belong to another process by now."""
+    """Return whether exactly this process is alive; its number alone could belong to another process by now."""
     process, _, birth = owner.partition("-")
     return get_process_start_time(int(process)) == birth != ""
 
@@ -103,13 +106,14 @@ def describe_missing_ranks(
 
 
 def _format_ranks(ranks: Iterable[int]) -> str:
-    """Return "rank 3" or "ranks 0, 2", like `base.messages`, which this file cannot import as it runs on its own."""
+    """Return "rank 3" or "ranks 0, 2", like `base.messages`, which this file cannot import because it is run on its
+    own."""
     numbers = sorted(ranks)
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def wait_for_start_or_timeout(folder: str, seconds: float) -> dict[int, tuple[str, str]]:
-    """Return the ranks that still wait at the end of the time; {} if the start succeeded, or no waiting rank is
+    """Return the ranks that still wait after `seconds`; {} as soon as the start has succeeded or no waiting rank is
     left."""
     due, listens = time.monotonic() + seconds, [0]
     while True:
@@ -117,7 +121,7 @@ def wait_for_start_or_timeout(folder: str, seconds: float) -> dict[int, tuple[st
         if ready:
             if os.read(0, 8):
                 return {}  # the rank that started this watchdog got through, so all ranks arrived
-            listens = []  # that rank was killed, but others may wait
+            listens = []  # that rank was killed, but other ranks may still wait
         arrivals = find_waiting_ranks(folder)
         if not arrivals or time.monotonic() >= due:
             return arrivals
@@ -136,7 +140,7 @@ def kill_waiting_ranks(waiting: dict[int, tuple[str, str]], launcher: str) -> No
 
 
 def _send_signal_if_alive(owner: str, number: signal.Signals) -> None:
-    """Send a signal to this very process, if it is alive."""
+    """Send a signal to exactly this process, if it is alive."""
     with suppress(OSError):
         if _is_process_alive(owner):
             os.kill(int(owner.partition("-")[0]), number)
@@ -152,7 +156,7 @@ def main(folder: str, seconds: str, launcher: str, size: str, local_size: str, k
     if keep != "keep":
         shutil.rmtree(folder, ignore_errors=True)
     elif missing:
-        with suppress(OSError):  # it exists already, or the folder of the launch is gone
+        with suppress(OSError):  # the mark already exists, or the launch folder was removed
             os.mkdir(os.path.join(folder, TIMED_OUT_MARK), 0o700)
     if missing:
         kill_waiting_ranks(missing, launcher)

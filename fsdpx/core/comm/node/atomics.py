@@ -1,7 +1,7 @@
-"""Rendezvous of processes in shared memory, compiled: wait for flags, add arrays, set flags, by address.
+"""Synchronization of processes in shared memory, compiled: wait for flags, add arrays and set flags, all by address.
 
-A row of 64-bit words describes a rendezvous ("meeting"), so that a call passes a single address.
-`fsdpx.core.comm.node.persistent` writes the row.
+A row of 64-bit words describes a collective, so that a call passes a single address. `fsdpx.core.comm.node.persistent`
+writes the row.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = [
 ]  # fmt: skip
 
 WORD = ir.IntType(64)
-LINE_BYTES = 64  # bytes of a cache line, an LLVM vector
+LINE_BYTES = 64  # one LLVM vector holds a cache line
 LINES_PER_STEP = 4  # lines added at a time
 
 RANKS, LANE, ELEMENTS, DIVISOR, STREAM, WRITTEN, HEAD = range(7)
@@ -34,12 +34,13 @@ ADDRESS_WORDS = 3
 POSTED, FINISHED, WORDS = 0, 8, 16
 """Byte offsets in a record of a board."""
 LATE, MOVED, HELD, COMPLETE = range(4)
-"""The state of a meeting: a rank has not arrived; an array has moved; other ranks still read or write; complete."""
+"""The states of a collective: a rank has not arrived; an array has moved to another address; other ranks still read or
+write; complete."""
 
 
 @intrinsic
 def load_acquire(typingctx: Any, address: Any) -> Any:
-    """Return the word at an address, with acquire order."""
+    """Return the word at an address, loaded with acquire order."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.load_atomic(_cast_to_pointer(builder, arguments[0], WORD), "acquire", 8)
@@ -49,7 +50,7 @@ def load_acquire(typingctx: Any, address: Any) -> Any:
 
 @intrinsic
 def store_release(typingctx: Any, address: Any, value: Any) -> Any:
-    """Write a word to an address, with release order."""
+    """Store a word at an address with release order."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.store_atomic(arguments[1], _cast_to_pointer(builder, arguments[0], WORD), "release", 8)
@@ -66,7 +67,7 @@ def cpu_pause(typingctx: Any) -> Any:
 
 @intrinsic
 def fence_stores(typingctx: Any) -> Any:
-    """Order streamed stores before all later stores; on x86 a release store does not."""
+    """Order streaming stores before all later stores; on x86 a release store does not order them."""
     return _make_x86_intrinsic("llvm.x86.sse.sfence")
 
 
@@ -99,7 +100,8 @@ def return_unconverted(builder: Any, value: Any) -> Any:
 
 
 def make_vector_adder(lines: int, streaming: bool = False, through: Any = return_unconverted) -> Any:
-    """Return an intrinsic that adds `lines` vectors, or one element if 0, at byte `at` of every array, in rank order.
+    """Return an intrinsic that adds the vectors at byte `at` of all arrays, in rank order: `lines` vectors, or one
+    element if `lines` is 0.
 
     through: conversion applied to each summand, and to a sum that is written to several arrays.
     """
@@ -159,13 +161,13 @@ def _splat_vector(builder: Any, value: Any, vector: Any) -> Any:
 
 @jit
 def advance_barrier(row, number, at, max_polls):
-    """Advance a meeting without a sum, a barrier; return its state."""
+    """Advance a barrier, which is a collective without a sum; return its state."""
     return COMPLETE if _have_all_posted(row, number, at + POSTED, max_polls) else LATE
 
 
 @jit
 def _have_all_posted(row, number, at, max_polls):
-    """Return whether all ranks have written `number`, or a later one, after at most `max_polls` polls."""
+    """Return whether all ranks have written `number`, or a later number, within at most `max_polls` polls."""
     for rank in range(load_acquire(row + 8 * RANKS)):
         flag = load_acquire(row + 8 * (HEAD + rank)) + at
         while rank != load_acquire(row + 8 * LANE) and load_acquire(flag) < number:
@@ -189,8 +191,8 @@ def _are_arrays_unmoved(row, at):
 
 
 def _compile_sum_functions(name, through, kind):
-    """Return two compiled functions: one sets every written array to the sum of all arrays, in rank order; the other is
-    a meeting that does so."""
+    """Return two compiled functions. The first sets each written array to the sum of all arrays, in rank order. The
+    second is a collective that synchronizes the ranks and calls the first."""
     element, lines, streamed = (
         make_vector_adder(0, through=through),
         make_vector_adder(LINES_PER_STEP, through=through),
@@ -209,7 +211,7 @@ def _compile_sum_functions(name, through, kind):
         sources, outs = row + 8 * (HEAD + ranks), row + 8 * (HEAD + (2 + ADDRESS_WORDS) * ranks)
         while (
             index < end and (load_acquire(outs) + index) % LINE_BYTES
-        ):  # streamed stores must be aligned, others are faster aligned
+        ):  # streaming stores must be aligned, and others are faster if aligned
             element(sources, ranks, outs, written, index, divisor, zero)
             index += itemsize
         if load_acquire(row + 8 * STREAM):
@@ -227,7 +229,7 @@ def _compile_sum_functions(name, through, kind):
     added = jit(add_arrays, name=f"add{name}")
 
     def synchronize_and_add(row, number, at, max_polls):
-        """Advance a meeting as far as possible; return its state. at: offset of its records on the boards."""
+        """Advance a collective as far as possible; return its state. at: offset of its records on the boards."""
         finished = load_acquire(row + 8 * (HEAD + load_acquire(row + 8 * LANE))) + at + FINISHED
         if load_acquire(finished) < number:
             if not _have_all_posted(row, number, at + POSTED, max_polls):

@@ -1,8 +1,8 @@
-"""Shared memory inside hosts, messages between them: collectives on arrays in windows make no intermediate copies.
+"""Shared memory inside hosts and messages between them. Collectives on arrays in windows make no intermediate copies.
 
 Inside a host, a reduce reads each rank's array in place, once, and an all-gather into a buffer that all ranks share is
-only a synchronization. Between hosts each rank moves its own slice, so all links are used at once. All other calls, and
-arrays of more than a few bytes outside of windows, go through the carrier of messages: MPI or Gloo.
+only a synchronization. Between hosts, each rank transfers its own slice, so that all links are used at once. All other
+calls, and arrays of more than a few bytes outside of windows, go through the carrier of messages: MPI or Gloo.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ if TYPE_CHECKING:
 __all__ = ["SMALL_SUM_BYTES", "NodeCommunicator"]
 
 SMALL_SUM_BYTES = 8 << 10
-"""Largest array, in bytes, whose sum travels as messages, unless the sum is compiled."""
+"""Largest array, in bytes, that is summed by messages unless the sum is compiled."""
 MAX_PERSISTENT_CALLS = 4096
-"""Most persistent collectives that are kept."""
+"""Maximum number of persistent collectives that are kept."""
 
 
 class NodeCommunicator(Backend):
-    """The ranks of `carrier`, with shared memory between those of one host; the carrier is closed with this
+    """The ranks of `carrier`, with memory shared between the ranks of one host. The carrier is closed with this
     communicator.
 
-    An array lies in a window if it is a view of an array of `allocate_shared` or `allocate_node_buffer`; either all
-    ranks of a call pass such arrays, or none. A complete call means the same as in MPI: the buffers may be used again.
-    hosts: the number of the host of each rank, instead of detecting it (for tests). Groups whose hosts have
-    different numbers of ranks use messages for all calls.
+    An array is in a window if it is a view of an array of `allocate_shared` or `allocate_node_buffer`; in each call,
+    either all ranks or no ranks pass such arrays. As in MPI, the buffers may be used again once a call is complete.
+    hosts: the number of the host of each rank, instead of detecting it (for tests). Groups whose hosts have different
+    numbers of ranks use messages for all calls.
     """
 
     xp = np
@@ -121,11 +121,11 @@ class NodeCommunicator(Backend):
 
     @property
     def can_share(self) -> bool:
-        """True if arrays in windows pay off: each host has several ranks of this group, all hosts equally many."""
+        """True if arrays in windows pay off: each host has several ranks of this group, and all hosts equally many."""
         return self.host_group is not None
 
     def allocate_shared(self, nbytes: int) -> Array | None:
-        """Return `nbytes` bytes of this rank that all ranks of its host can read; ranks may ask for different amounts.
+        """Return `nbytes` bytes of this rank that all ranks of its host can read; ranks may request different amounts.
         Return None, on all ranks, if a host has too little memory. Collective over the communicator that was opened
         first."""
         self._load_persistent_code()
@@ -168,7 +168,8 @@ class NodeCommunicator(Backend):
         self, verb: str, arrays: Arrays, op: ReduceOp, root: int, counts: AllCounts, what: str,
         tag: int = 0, how: str = "library", wire: Any = None,
     ) -> Handle:  # fmt: skip
-        """Start a known collective without making a `Call`, which would take a tenth of the time of a small one."""
+        """Start a known collective without creating a `Call`, which would take a tenth of the time of a small
+        collective."""
         known = self._find_persistent_collective(verb, arrays, op, counts, how, wire)
         if known is None:
             return super()._issue_call(verb, arrays, op, root, counts, what, tag, how, wire)
@@ -177,10 +178,10 @@ class NodeCommunicator(Backend):
     def _find_persistent_collective(
         self, verb: str, arrays: Arrays, op: ReduceOp, counts: AllCounts, how: str, wire: Any
     ) -> PersistentCollective | None:
-        """Return the persistent collective of an earlier call with the same arrays, whose arguments are checked
-        already; else None.
+        """Return the persistent collective of an earlier call with the same arrays, whose arguments have already been
+        checked; None if there is none.
 
-        The key contains ids, which other arrays may have taken since, so the arrays themselves are compared as well.
+        The key contains ids, which other arrays may have reused since, so the arrays themselves are compared as well.
         Changes of an array's shape or dtype in place are not detected.
         """
         if not arrays:
@@ -190,17 +191,17 @@ class NodeCommunicator(Backend):
         return known if known is not None and known.first() is first and known.last() is last else None
 
     def start_transfer(self, call: Call) -> Handle:
-        """Start a call in shared memory where possible, else by messages."""
+        """Start a call in shared memory where possible, otherwise with messages."""
         begin = _SHARED_MEMORY_CALLS.get(call.verb)
         handle = begin(self, call, self.host_group) if begin is not None and self.host_group is not None else None
         return self.carrier.start_transfer(call) if handle is None else handle
 
     def _take_next_tag(self) -> int:
-        """Return the carrier's next tag: it sends all messages, including those of its own collectives."""
+        """Return the next tag of the carrier, which sends all messages, including those of its own collectives."""
         return self.carrier._take_next_tag()
 
     def start_rounded_sum(self, call: Call) -> Handle:
-        """Round the summands where they are read: inside a host, nothing travels."""
+        """Start a rounded sum. Inside a host, summands are rounded as they are read, because nothing is sent."""
         handle = (
             _SHARED_MEMORY_CALLS[call.verb](self, call, self.host_group)
             if self.host_group is not None and self.is_single_host
@@ -225,11 +226,12 @@ class NodeCommunicator(Backend):
         return None
 
     def _start_small_all_gather(self, call: Call, group: NodeGroup) -> Handle:
-        """All-gather a few bytes of each rank from any memory: they are written on the board next to the record.
+        """Start an all-gather of a few bytes of each rank, from any memory: they are written to the board, next to the
+        record.
 
-        Calls of a trainer begin with such a gather. A rank that is in another call then waits in MPI, where it never
-        meets this one: MPI libraries that confuse the data of two calls may corrupt their own memory (Open MPI's
-        nonblocking collectives do) and hang.
+        Calls of a trainer begin with such a gather. If a rank is in another call, it then waits in MPI, where its call
+        never matches this one. That is intended: MPI libraries that confuse the data of two calls may corrupt their own
+        memory (Open MPI's nonblocking collectives do) and hang.
         """
         (send, recv), (pieces,) = call.arrays, call.partitions
         number = group.reserve_collective()
@@ -245,7 +247,7 @@ class NodeCommunicator(Backend):
     def _start_all_gather_into_host_buffer(
         self, call: Call, group: NodeGroup, into: WindowAddress, source: WindowAddress | None
     ) -> Handle:
-        """All-gather into a buffer shared by all ranks: each rank writes its piece and then only signals."""
+        """Start an all-gather into a buffer shared by all ranks: each rank writes its piece and then only signals."""
         (send, recv), (pieces,) = call.arrays, call.partitions
         own_part, start = pieces.get_piece(recv, self.rank), pieces.displs[self.rank] * recv.dtype.itemsize
         there = source == (into.window, into.owner, into.offset + start)
@@ -258,7 +260,8 @@ class NodeCommunicator(Backend):
         return group.start_barrier(group.reserve_collective(), call)
 
     def _start_all_gather_by_copying(self, call: Call, group: NodeGroup, address: WindowAddress) -> Handle:
-        """All-gather by copying the pieces of the other ranks from their arrays: n - n/N read and written."""
+        """Start an all-gather that copies the pieces of the other ranks from their arrays: n - n/N bytes are read and
+        written."""
         (send, recv), (pieces,) = call.arrays, call.partitions
         number = group.reserve_collective()
         copy_unless_same(pieces.get_piece(recv, self.rank), send)
@@ -353,7 +356,7 @@ class NodeCommunicator(Backend):
     def _start_and_cache_persistent(
         self, call: Call, made: PersistentCollective, pieces: FlatPartition | None = None
     ) -> Handle:
-        """Start the collective that was just bound, and keep it for later calls, by all spellings of its counts."""
+        """Start the collective that was just bound, and keep it for later calls under each way to write its counts."""
         if len(self._persistent_calls) >= MAX_PERSISTENT_CALLS:
             self._persistent_calls.clear()
         counts: list[AllCounts] = [call.counts]
@@ -368,11 +371,11 @@ class NodeCommunicator(Backend):
 
     @property
     def persistent_code(self) -> ModuleType | None:
-        """The module of persistent collectives, if it is loaded and usable."""
+        """The module of persistent collectives; None unless it is loaded and usable."""
         return self.memory.persistent if self.compiles else None
 
     def _load_persistent_code(self) -> None:
-        """Load the code of persistent collectives once memory is shared: from then on, repeated collectives run
+        """Load the code of persistent collectives once memory is shared; from then on, repeated collectives are
         compiled."""
         self._free_abandoned_arrays()
         if self.compiles and self.persistent_code is None:
@@ -381,11 +384,11 @@ class NodeCommunicator(Backend):
             self.memory.persistent = persistent
 
     def _find_shared_sum_address(self, array: Array, op: ReduceOp) -> WindowAddress | None:
-        """Return the address of an array whose sum runs in shared memory; None if it travels as messages.
+        """Return the address of an array that is summed in shared memory; None if it is summed by messages.
 
-        Small arrays are faster as messages unless the sum is compiled: libraries need no Python. 16-bit sums over
-        several hosts go by messages, as they must be rounded once, in rank order, and partial sums of a host would be
-        rounded earlier.
+        Small arrays are faster as messages unless the sum is compiled, because libraries need no Python. 16-bit sums
+        over several hosts use messages, because they must be rounded once, in rank order, and partial sums of a host
+        would be rounded earlier.
         """
         small = array.nbytes <= SMALL_SUM_BYTES and not (self.compiles and is_reduction_compilable(array.dtype, op))
         if small or not (self.is_single_host or not is_half(array.dtype)):
@@ -410,7 +413,7 @@ class NodeCommunicator(Backend):
         return group
 
     def window(self, nbytes: int) -> Window:
-        """Return a window in shared memory if all ranks are on one host; else one of the carrier."""
+        """Return a window in shared memory if all ranks are on one host, otherwise a window of the carrier."""
         if HAS_FILE_LOCKS and len(self.ranks_by_host) == 1:
             return MappedWindow(self.carrier, nbytes, self.timeout)
         return self.carrier.window(nbytes)
@@ -441,4 +444,4 @@ _SHARED_MEMORY_CALLS: dict[str, Callable[[NodeCommunicator, Call, NodeGroup], Ha
     "all_to_all": NodeCommunicator._start_all_to_all,
     "barrier": NodeCommunicator._start_barrier,
 }
-"""Verbs that can run in shared memory; each function returns None if the arrays of a call do not lie there."""
+"""Operations that can run in shared memory; each function returns None if the arrays of a call are not in it."""

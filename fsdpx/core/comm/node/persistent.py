@@ -1,7 +1,8 @@
-"""Persistent collectives in shared memory: arguments are checked and addresses found once, then the call is started
+"""Persistent collectives in shared memory. Arguments are checked and addresses found once; then the call is started
 many times, with compiled code for waiting and adding.
 
-They follow the same board protocol as `NodeCollective`, so ranks that use one and ranks that use the other can meet.
+They follow the same board protocol as `NodeCollective`, so a rank that uses one can synchronize with a rank that uses
+the other.
 """
 
 from __future__ import annotations
@@ -30,25 +31,25 @@ SPINS_PER_STEP = 512
 """Polls of a flag in compiled code, about 20 us, before Python takes over and also advances other transfers."""
 MIN_STREAMED_BYTES = 4 << 20
 """Size in bytes from which a result bypasses the caches, where it would only evict other data. A smaller result is
-worth keeping in a cache, as it is read soon."""
+worth caching, because it is read soon."""
 
 Run = Callable[[int, int, int, int], int]
 _SUMS: dict[str, CompiledFunction] = {
     "f": atomics.meet32, "d": atomics.meet64, "bfloat16": atomics.meet_bfloat16, "float16": atomics.meet_float16
 }  # fmt: skip
-"""By the dtype of the arrays, or by the dtype to which summands of float32 are rounded."""
+"""The compiled sum, by the dtype of the arrays or by the dtype to which float32 summands are rounded."""
 
 
 def compile_collective_kernels(kind: str) -> None:
-    """Compile or load, before the first meeting, the code that ranks with shared memory run. kind: dtype of the
+    """Compile or load, before the first collective, the code that ranks with shared memory run. kind: dtype of the
     sums."""
     for run in (atomics.advance_barrier, _SUMS.get(kind) or _SUMS[np.dtype(kind).char]):
         run.compile_for_arguments(0, 0, 0, 0)
 
 
 def bind_gather_kernel(group: NodeGroup, call: Call, own: Array | None = None) -> PersistentCollective:
-    """Return a persistent barrier, or an all-gather into an array that all ranks share. own: destination of this rank's
-    piece; None if it is written in place."""
+    """Return a persistent barrier, or a persistent all-gather into an array that all ranks share. own: destination of
+    this rank's piece; None if the piece is written in place."""
     return PersistentCollective(group, call, atomics.advance_barrier, None, own, _make_argument_row(group, 0, 1, []))
 
 
@@ -72,7 +73,7 @@ def bind_sum_kernel(
 
 
 def _make_argument_row(group: NodeGroup, n: int, divisor: int, outs: list[int], stream: bool = False) -> Array:
-    """Return the row of arguments for compiled code, without addresses of arrays."""
+    """Return the row of arguments for compiled code, without the addresses of arrays."""
     ranks = group.size
     head = [ranks, group.lane, n, divisor, int(stream), len(outs)]
     return np.array(
@@ -81,10 +82,10 @@ def _make_argument_row(group: NodeGroup, n: int, divisor: int, outs: list[int], 
 
 
 class PersistentCollective:
-    """A persistent collective on fixed arrays, of which it holds weak references, as they may be large.
+    """A persistent collective on fixed arrays. It holds only weak references to them, because they may be large.
 
-    run: the compiled code; `row` its arguments. words: the address of this rank's array, if other ranks read it. own:
-    the array to which arrays[0] is copied first. skip: byte offset, in every rank's array, of the elements that this
+    run: the compiled code; `row`: its arguments. words: the address of this rank's array, if other ranks read it. own:
+    the array to which arrays[0] is copied first. skip: byte offset, in each rank's array, of the elements that this
     rank adds.
     """
 
@@ -115,7 +116,7 @@ class PersistentCollective:
         return started
 
     def read_peer_addresses(self, number: int) -> None:
-        """Read the addresses of the other ranks' arrays from their records of meeting `number`."""
+        """Read the addresses of the other ranks' arrays from their records of collective `number`."""
         for lane in self.host_group.others:
             self.set_peer_address(lane, self.host_group.board.read_words(lane, number, atomics.ADDRESS_WORDS))
 
@@ -131,8 +132,8 @@ class PersistentCollective:
 
 
 class StartedCollective:
-    """The handle of a started persistent collective, the counterpart of `NodeCollective`. It has no `__init__`, which
-    would take a fifth of the time of a start."""
+    """The handle of a started persistent collective, the counterpart of `NodeCollective`. It has no `__init__`, because
+    that would take a fifth of the time of a start."""
 
     __slots__ = ("at", "done", "number", "persistent", "what")
     persistent: PersistentCollective
@@ -152,7 +153,7 @@ class StartedCollective:
             raise make_timeout_error(self, group, self._find_late_ranks())
 
     def is_slot_free(self) -> bool:
-        """Return whether its slot on the board can be used again."""
+        """Return whether the slot of this collective on the board can be used again."""
         return self.test()
 
     def __str__(self) -> str:

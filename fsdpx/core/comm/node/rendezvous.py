@@ -1,8 +1,8 @@
-"""Meetings of the ranks of a host, as numbered collectives on a board, and lanes between hosts.
+"""Collectives of the ranks of a host, numbered on a board, and lanes between hosts.
 
 A lane is one rank of each host, all with the same position there. The stages of a call wait for the host, so calls in
 flight could reach the network in different orders on different ranks. Tickets keep them in the order of issue, and the
-numbers of all meetings of a call are reserved when it is issued.
+numbers of all collectives inside the host that a call needs are reserved when the call is issued.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def make_timeout_error(call: object, group: NodeGroup, missing: Sequence[int]) -
 
 
 class ArrivalStage:
-    """The handle of a stage that is complete when `seen(index, number)` is true of all other ranks of the host."""
+    """The handle of a stage that is complete when `seen(index, number)` is true for all other ranks of the host."""
 
     __slots__ = ("_group", "_missing", "_name", "_number", "_seen")
 
@@ -71,9 +71,9 @@ class ArrivalStage:
 
 
 class NodeCollective(GeneratorHandle):
-    """The handle of a collective inside a host. work: what this rank does when all have posted, or None. held: whether
-    other ranks read this rank's data, so that it is complete when they have finished. last: what this rank does at the
-    end."""
+    """The handle of a collective inside a host. work: called on this rank when all ranks have posted, or None. held:
+    whether other ranks read this rank's data, so that the collective is complete only when they have finished. last:
+    called on this rank at the end."""
 
     __slots__ = ("_free",)
 
@@ -103,8 +103,8 @@ class NodeCollective(GeneratorHandle):
 
 
 class NodeGroup:
-    """The ranks of `comm` on this host. ranks: their ranks in `comm`, this rank at index `lane`. latest: the call that
-    holds each slot of the board. number: of the host. Making it is collective over `comm`."""
+    """The ranks of `comm` on this host. ranks: their ranks in `comm`, with this rank at index `lane`. latest: the call
+    that occupies each slot of the board. number: number of the host. Creating it is collective over `comm`."""
 
     def __init__(self, comm: MessageBackend, memory: NodeMemory, ranks: list[int], number: int) -> None:
         self.rank, self.size, self.timeout, self.progress = comm.rank, comm.size, comm.timeout, comm.progress
@@ -121,8 +121,8 @@ class NodeGroup:
         self._number = 0
 
     def reserve_collective(self, call: object = "a call") -> int:
-        """Return the number of a new meeting, reserved when a call is issued: the same order on all ranks, however late
-        they meet."""
+        """Return the number of a new collective. It is reserved when a call is issued, so that the order is the same on
+        all ranks, however late they synchronize. Waits until the slot of the number is free."""
         self._number = number = self._number + 1
         slot, latest = number % BOARD_SLOTS, self.latest
         if latest[slot] is not None:
@@ -136,20 +136,20 @@ class NodeGroup:
             raise CommTimeout(f"{self.latest[slot]}: {BOARD_SLOTS} meetings later, not all ranks have taken part")
 
     def _is_slot_free(self, slot: int) -> bool:
-        """Return whether the slot on the board can be used again: all ranks have read the record in it."""
+        """Return whether the slot on the board can be used again, because all ranks have read the record in it."""
         latest = self.latest[slot]
         return latest is None or (not isinstance(latest, str) and latest.is_slot_free())
 
     def start_barrier(self, number: int, call: Call) -> Handle:
-        """Start a meeting without work, which is complete when all ranks have arrived."""
+        """Start a collective without work, which is complete when all ranks have arrived."""
         self.board.post_record(number)
         return self._create_collective(number, call, held=False)
 
     def start_collective(
         self, number: int, address: WindowAddress | None, call: Call, work: Callable[[], None], **terms: Any
     ) -> Handle:
-        """Post the address of an array (None if the payload has the data), run `work` when all ranks have posted, and
-        complete when all have finished theirs."""
+        """Post the address of an array (None if the data is in the payload), run `work` when all ranks have posted, and
+        complete when all have finished their work."""
         self.board.post_record(number, None if address is None else address.word_view)
         return self._create_collective(number, call, work, **terms)
 
@@ -165,7 +165,7 @@ class NodeGroup:
         return self.memory.view_elements(self.board.read_words(index, number, 3), start, size, dtype)
 
     def view_host_slices(self, number: int, own: Array, start: int) -> list[Array]:
-        """Return the slices of all ranks that begin at `start` and are as long as `own`, in rank order."""
+        """Return, in rank order, each rank's slice that begins at `start` and is as long as `own`."""
         count = range(len(self.ranks))
         return [own if i == self.lane else self.view_peer_slice(i, number, start, own.size, own.dtype) for i in count]
 
@@ -180,8 +180,8 @@ class NodeGroup:
 
 
 class HostLanes:
-    """Calls over several hosts. group: the ranks of this host. across: those of this rank's lane. machines: ranks by
-    host, equally many. turn: the ticket that may reach the network next."""
+    """Calls over several hosts. group: the ranks of this host. across: the ranks of this rank's lane. ranks_by_host:
+    the ranks of each host, all equally many. turn: the ticket that may reach the network next."""
 
     def __init__(self, group: NodeGroup, across: MessageBackend, ranks_by_host: list[list[int]]) -> None:
         self.host_group, self.across, self.ranks_by_host = group, across, ranks_by_host
@@ -189,8 +189,8 @@ class HostLanes:
         self.turn = self._tickets = 0
 
     def all_gather_over_hosts(self, call: Call, address: WindowAddress) -> Iterator[Handle]:
-        """Gather this rank's lane from other hosts, then the other lanes from the buffers of this host's ranks, which
-        thus share the network traffic."""
+        """Gather this rank's lane from other hosts, then copy the other lanes from the buffers of this host's ranks,
+        which thus share the network traffic."""
         group, turn, number = self.host_group, self._take_lane_turn(), self.host_group.reserve_collective()
         recv, pieces = call.arrays[1], call.partitions[0]
         yield turn
@@ -205,7 +205,7 @@ class HostLanes:
         yield group.start_collective(number, address, call, read_pieces)
 
     def all_gather_into_host_buffers(self, call: Call) -> Iterator[Handle]:
-        """Gather into one buffer per host, where each lane arrives once."""
+        """Gather into one buffer per host, which receives each lane once."""
         group, turn = self.host_group, self._take_lane_turn()
         first, second = group.reserve_collective(), group.reserve_collective()
         send, recv = call.arrays
@@ -234,8 +234,8 @@ class HostLanes:
         self._divide_average(call, recv)
 
     def all_reduce_over_hosts(self, call: Call, address: WindowAddress) -> Iterator[Handle]:
-        """Add one slice per rank of the host: inside the host, then over the lane; then copy the other slices from its
-        ranks."""
+        """Add one slice per rank of the host, first inside the host, then over the lane. Then copy the other slices
+        from the ranks of the host."""
         group, turn = self.host_group, self._take_lane_turn()
         first, second = group.reserve_collective(), group.reserve_collective()
         (buf,) = call.arrays
@@ -292,7 +292,7 @@ class LaneTurn:
         self._lanes, self._ticket = lanes, ticket
 
     def test(self) -> bool:
-        return self._lanes.turn >= self._ticket  # > if progress has advanced this call during the wait
+        return self._lanes.turn >= self._ticket  # greater if progress has advanced this call during the wait
 
     def wait(self) -> None:
         group = self._lanes.host_group

@@ -25,28 +25,28 @@ T = TypeVar("T")
 
 
 def map_shared_file(comm: Communicator, nbytes: int, folder: str, preallocate: bool) -> tuple[int, mmap.mmap]:
-    """Open, map and lock a new file in `folder` on all ranks of `comm`, which run on this host. Collective.
+    """Open, map and lock a new file in `folder` on all ranks of `comm`, which must run on this host. Collective.
 
     The file has no name while it holds memory, so that ranks can be killed at any moment without leaving it behind. The
-    other ranks open the file of rank 0 through /proc. Where the system denies that, as between containers that do not
-    see each other's processes, an empty file has a name until all ranks have opened it.
+    other ranks open the file of rank 0 through /proc. If the system denies that, as between containers that do not see
+    each other's processes, the file is empty and has a name until all ranks have opened it.
 
     Parameters
     ----------
     comm : ranks of this host
     nbytes : size of the file
-    folder : of a file system in memory
-    preallocate : allocate the memory now; else each page is allocated when it is first touched
+    folder : folder in a file system in memory
+    preallocate : whether to allocate the memory now; otherwise each page is allocated when it is first touched
 
     Returns
     -------
     tuple
-        file descriptor, and the mapping of the whole file
+        file descriptor, and the mapping of the entire file
 
     Raises
     ------
     ConfigError
-        on all ranks, if one of them cannot do it
+        on all ranks, if one of them fails
     """
     opening = _SharedFileOpening(comm, nbytes, folder)
     try:
@@ -60,7 +60,7 @@ def map_shared_file(comm: Communicator, nbytes: int, folder: str, preallocate: b
 
 @dataclass
 class _SharedFileOpening:
-    """The steps by which all ranks open the file. file: descriptor on this rank, -1 while it is closed."""
+    """The steps in which all ranks open the file. file: descriptor on this rank, -1 while it is closed."""
 
     comm: Communicator
     nbytes: int
@@ -68,8 +68,8 @@ class _SharedFileOpening:
     file: int = -1
 
     def share_unnamed_file(self) -> bool:
-        """Make the file on rank 0 and open it on the other ranks; return False, on all ranks, if one of them cannot.
-        Collective."""
+        """Create the file on rank 0 and open it on the other ranks; return False, on all ranks, if one of them cannot
+        open it. Collective."""
         where = self._run_and_gather_results(self._make_unnamed_file)[0]
         if self.comm.rank:
             self.file = _open_descriptor_of_process(*where)
@@ -83,10 +83,11 @@ class _SharedFileOpening:
         finally:
             if self.comm.rank == 0:
                 os.unlink(path)
-        self.comm.all_gather_data(None)  # no rank allocates memory while the file has a name
+        self.comm.all_gather_data(None)  # wait, so that no rank allocates memory while the file has a name
 
     def map_memory(self, preallocate: bool) -> mmap.mmap:
-        """Map the file and take the lock of this rank. With `preallocate`, rank 0 allocates all memory. Collective."""
+        """Map the file and take the lock of this rank. If `preallocate` is true, rank 0 allocates all memory.
+        Collective."""
 
         def map_and_lock() -> None:
             if preallocate and self.comm.rank == 0:
@@ -105,7 +106,7 @@ class _SharedFileOpening:
             os.close(file)
 
     def _make_unnamed_file(self) -> tuple[int, ...]:
-        """Make the file on rank 0; return its process, descriptor, device and inode, () on other ranks."""
+        """Create the file on rank 0; return its process, descriptor, device and inode there, and () on other ranks."""
         if self.comm.rank:
             return ()
         self.file = safe_files.open_unnamed_file(self.folder)
@@ -126,7 +127,8 @@ class _SharedFileOpening:
             os.truncate(self.file, self.nbytes)
 
     def _run_and_gather_results(self, body: Callable[[], T]) -> list[T]:
-        """Return `body()` of each rank; raise ConfigError on all of them if one raises OSError. Collective."""
+        """Return the result of `body()` on each rank; raise ConfigError on all of them if one raises OSError.
+        Collective."""
         value, problem = None, ""
         try:
             value = body()
@@ -149,8 +151,8 @@ class _SharedFileOpening:
 
 
 def _open_descriptor_of_process(process: int, number: int, *identity: int) -> int:
-    """Open descriptor `number` of another process; return -1 if this process may not, or if the descriptor is another
-    file, as in a container with its own process numbers."""
+    """Open descriptor `number` of another process. Return -1 if this process may not open it, or if the descriptor is a
+    different file, as in a container with its own process numbers."""
     name = f"/proc/{process}/fd/{number}"
     with suppress(OSError):
         if _get_device_and_inode(os.stat(name)) == identity:

@@ -1,8 +1,8 @@
 """Memory shared by the ranks of a host: files that all ranks map, windows in them, and a board of flags.
 
-The board tells how far each rank is. Rank r writes only its own part, so no lock is needed: a rank *posts* collective
-number n when its data may be read (with a few words that locate them), and marks it *finished* when it has read what it
-needs. A fence orders the words before the number.
+The board tells how far each rank is. Rank r writes only its own part, so no lock is needed. A rank *posts* collective
+number n when its data may be read (with a few words that locate the data), and marks it *finished* when it has read
+everything that it needs. A fence orders the words before the number.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class SharedMapping:
         self.parts = [np.frombuffer(memory, np.uint8, n, start) for start, n in zip(starts, sizes, strict=False)]
 
     def close(self) -> None:
-        """Drop the views and close the file; memory is unmapped when the last view is gone."""
+        """Drop the views and close the file; the memory is unmapped when the last view is gone."""
         self.parts = []
         self._end()
 
 
 class MappedWindow(SharedWindow):
-    """A window with a part for each rank of `comm`, in shared memory; all must run on this host. Making it is
+    """A window with a part for each rank of `comm`, in shared memory; all ranks must run on this host. Creating it is
     collective. Byte r of the file is the lock of the part of rank r."""
 
     def __init__(self, comm: Communicator, nbytes: int, timeout: float) -> None:
@@ -91,7 +91,7 @@ class MappedWindow(SharedWindow):
             return False
         try:
             fcntl.lockf(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, self.size + rank)
-        except OSError:  # the lock is held: rank lives
+        except OSError:  # the lock is held, so the rank is alive
             return False
         fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self.size + rank)
         return True
@@ -103,8 +103,8 @@ class MappedWindow(SharedWindow):
 
 
 def get_shared_memory_id() -> str:
-    """Return a name that is equal for all processes that can share memory: those of one host, except in containers with
-    their own shared memory."""
+    """Return a name that is equal for all processes that can share memory. These are the processes of one host, except
+    that a container may have its own shared memory."""
     folder = _find_shared_memory_folder()
     with suppress(OSError):
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.stat(folder).st_dev}"
@@ -120,8 +120,8 @@ RESERVED_BYTES = 4 << 20
 
 
 class WindowAddress(NamedTuple):
-    """The address of an array: window number, rank `owner` of the host whose part contains it, and byte `offset` in
-    that part."""
+    """The address of an array: window number, rank `owner` of the host whose part contains the array, and byte `offset`
+    in that part."""
 
     window: int
     owner: int
@@ -134,13 +134,13 @@ class WindowAddress(NamedTuple):
 
 
 class HostWindow:
-    """One allocation of shared memory with a part for each rank of the host, mapped by all of them. Making it is
-    collective. fence: a rank that sees a store after the fence also sees all stores before it."""
+    """One allocation of shared memory with a part for each rank of the host, mapped by all of them. Creating it is
+    collective. fence: orders stores; a rank that sees a store after the fence also sees all stores before it."""
 
     def __init__(self, here: Communicator, nbytes: int) -> None:
         self._mapping = SharedMapping(
             here, nbytes, preallocate=False
-        )  # first touch then places each page near the rank that uses it
+        )  # so each page is placed near the rank that first touches it
         self.parts: list[Array] = self._mapping.parts
         self.addresses = [get_data_pointer(part) for part in self.parts]
         self.fence = _make_store_fence()
@@ -153,7 +153,7 @@ class HostWindow:
 
 class NodeMemory:
     """The windows on the host of this rank. world: all ranks of the job. here: the ranks on this host, in world order.
-    leader: the lowest world rank of them, which identifies the host."""
+    leader: the lowest of their world ranks, which identifies the host."""
 
     def __init__(self, world: Communicator, here: Communicator, leader: int) -> None:
         self.world, self.here, self.leader = world, here, leader
@@ -168,8 +168,9 @@ class NodeMemory:
         self._window_count = 0
 
     def allocate_window(self, nbytes: int) -> int | None:
-        """Return the number of a new window, with `nbytes` bytes of this rank; ranks may differ. Return None, on all
-        ranks, if a host has too little memory for the requests of its ranks. Collective over the world."""
+        """Return the number of a new window with `nbytes` bytes of this rank; ranks may request different amounts.
+        Return None, on all ranks, if a host has too little memory for the requests of its ranks. Collective over the
+        world."""
         wanted = sum(self.here.all_gather_data(nbytes))
         if not all(self.world.all_gather_data(wanted <= count_free_shared_bytes())):
             return None
@@ -180,7 +181,7 @@ class NodeMemory:
         return number
 
     def unmap_window(self, array: Array) -> None:
-        """Free this rank's mapping of the window that contains `array`. No view of it may be in use. Does not
+        """Free this rank's mapping of the window that contains `array`. No view of the window may be in use. Does not
         communicate."""
         address = self.find_address(array)
         assert address is not None, "only what was allocated is released"
@@ -201,7 +202,7 @@ class NodeMemory:
                     self.unmap_window(array)
 
     def find_address(self, array: Array) -> WindowAddress | None:
-        """Return the address of an array, None if it is not in a window. Addresses are cached by object."""
+        """Return the address of an array, or None if it is not in a window. Addresses are cached by object."""
         known = self._cached_addresses.get(id(array))
         if known is not None:
             return known[1]
@@ -225,7 +226,7 @@ class NodeMemory:
         return WindowAddress(*owner, get_data_pointer(array) - get_data_pointer(part))
 
     def view_elements(self, address: Sequence[int], start: int, size: int, dtype: np.dtype) -> Array:
-        """Return `size` elements, from element `start` on, of the array at an address."""
+        """Return `size` elements, beginning with element `start`, of the array at an address."""
         key = (*address, start, size, dtype.num)
         cached_view = self._views.get(key)
         if cached_view is None:
@@ -249,10 +250,10 @@ class NodeMemory:
 
 
 def _make_store_fence() -> Callable[[], None]:
-    """Return a function that orders this rank's stores as seen by other ranks; on x86, where they are ordered, it does
-    nothing.
+    """Return a function that orders this rank's stores as seen by other ranks. It does nothing on x86, where stores are
+    ordered.
 
-    Elsewhere it releases and retakes a lock, which orders the stores before the release and those after the
+    Elsewhere it releases and reacquires a lock, which orders earlier stores before the release and later ones after the
     acquisition.
     """
     if platform.machine().lower() in ("x86_64", "amd64"):
@@ -268,8 +269,8 @@ def _make_store_fence() -> Callable[[], None]:
 
 
 def count_free_shared_bytes() -> int:
-    """Return the free bytes of shared memory of this host, less RESERVED_BYTES; 2^62 on systems without a limit of
-    their own."""
+    """Return the free bytes of shared memory of this host, less RESERVED_BYTES; 2^62 on systems where shared memory has
+    no limit of its own."""
     if not os.path.isdir(SHARED_MEMORY_FOLDER):
         return 1 << 62
     status = os.statvfs(SHARED_MEMORY_FOLDER)
@@ -277,7 +278,7 @@ def count_free_shared_bytes() -> int:
 
 
 BOARD_SLOTS = 64
-"""Collectives in flight at a time; the next one reuses the slot of the oldest."""
+"""Number of collectives in flight at a time; the next one reuses the slot of the oldest."""
 RECORD_HEAD_WORDS = 8
 """64-bit words of a record before its payload: posted, finished, and words about the call. One cache line."""
 MAX_PAYLOAD_BYTES = 128
@@ -285,14 +286,14 @@ MAX_PAYLOAD_BYTES = 128
 
 
 class CollectiveBoard:
-    """Records of the collectives of a group, in shared memory. comm: the group, all on one host. Making it is
-    collective."""
+    """Records of the collectives of a group, in shared memory. comm: the group, whose ranks are all on one host.
+    Creating it is collective."""
 
     def __init__(self, comm: Communicator) -> None:
         self.rank, self.size = comm.rank, comm.size
         self._record = (
             RECORD_HEAD_WORDS + -(-max(self.size, MAX_PAYLOAD_BYTES // 8) // RECORD_HEAD_WORDS) * RECORD_HEAD_WORDS
-        )  # a word for each rank, in whole cache lines
+        )  # a word for each rank, rounded up to cache lines
         self._window = HostWindow(comm, BOARD_SLOTS * self._record * 8)
         self._bytes = self._window.parts
         self.addresses = self._window.addresses
@@ -323,12 +324,13 @@ class CollectiveBoard:
         return self._words[rank][offset : offset + count].tolist()
 
     def view_payload(self, rank: int, number: int) -> Array:
-        """Return the payload bytes of a record: written before `post_record`, read after the record is posted."""
+        """Return a view of the payload bytes of a record. They are written before `post_record`, and read after the
+        record is posted."""
         offset = 8 * (self._get_record_offset(number) + RECORD_HEAD_WORDS)
         return self._bytes[rank][offset : offset + 8 * (self._record - RECORD_HEAD_WORDS)]
 
     def mark_finished(self, number: int) -> None:
-        """Mark that this rank has read all it needs for a collective."""
+        """Mark that this rank has read everything that it needs for a collective."""
         self._fence()
         self._own_record_words[self._get_record_offset(number) + 1] = number
 
