@@ -1,4 +1,4 @@
-"""16-bit arithmetic: matrix products, and updates of parameters that are held in 16 bits."""
+"""16-bit arithmetic: matrix products, and updates of parameters held in 16 bits."""
 
 from fsdpx.ext.half import matmul
 

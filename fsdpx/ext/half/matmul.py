@@ -1,5 +1,5 @@
-"""Products of 16-bit matrices, accumulated in float32: by oneDNN, which uses the processor's 16-bit instructions, or by
-widening."""
+"""Products of 16-bit matrices, accumulated in float32: by oneDNN, which uses the processor's 16-bit instructions, or
+after conversion to float32."""
 
 from __future__ import annotations
 
@@ -30,25 +30,26 @@ __all__ = [
 ]
 
 WIDENED = "widened"
-"""Operands converted to float32 and multiplied by the float32 library: always available, and the reference."""
+"""Name for operands converted to float32 and multiplied by the float32 library. Always available, and the reference."""
 INSTRUCTIONS = {"bfloat16": ("amx_bf16", "avx512_bf16"), "float16": ("amx_fp16", "avx512_fp16")}
 NEEDED = ("avx512bw", "avx_ne_convert")
-"""The processor must have one of these, or oneDNN has no bfloat16 product for it."""
+"""Instructions of which the processor must have at least one for oneDNN to multiply bfloat16."""
 CHECKED = ((1, 1, 1), (3, 5, 2), (17, 70, 33), (64, 32, 96))
-"""(rows, inner, columns) of the products by which the library is checked."""
+"""(rows, inner, columns) of the products with which a library is checked."""
 
-requested_library: str | None = None  # by `select_library`
+requested_library: str | None = None  # set by `select_library`
 
 
 def list_available_libraries() -> dict[str, str]:
-    """Return name -> path and version of the libraries that `select_library` accepts."""
+    """Return name -> path and version of each library that `select_library` accepts."""
     here = {WIDENED: "float32 products of widened operands"}
     library = onednn.load_onednn() if _has_bfloat16_instructions() else None
     return here if library is None else {"onednn": f"{library.path} ({library.version})", **here}
 
 
 def select_library(name: str | None) -> None:
-    """Compute bfloat16 products by `name` from now on; None: the default. All ranks of a job must choose the same."""
+    """Compute bfloat16 products with library `name` from now on; None: with the default. All ranks of a job must select
+    the same."""
     global requested_library
     if name is not None and name not in list_available_libraries():
         raise ConfigError(
@@ -58,8 +59,8 @@ def select_library(name: str | None) -> None:
 
 
 def get_selected_library(kind: str = "bfloat16") -> str:
-    """Return the library in use for a format: oneDNN if the processor has the instructions and its results are correct.
-    `select_library` applies to bfloat16 only."""
+    """Return the name of the library that multiplies the format `kind`: by default oneDNN, if the processor has the
+    instructions and its results are correct. `select_library` applies only to bfloat16."""
     return requested_library if requested_library and kind == "bfloat16" else _choose_default_library(kind)
 
 
@@ -69,7 +70,7 @@ def _has_bfloat16_instructions() -> bool:
 
 @functools.cache
 def list_half_instructions(kind: str = "bfloat16") -> tuple[str, ...]:
-    """Return the instructions for products of a format that this processor has, fastest first."""
+    """Return this processor's instructions for products of the format `kind`, fastest first."""
     flags = read_cpuinfo_field("flags").split()
     return tuple(name for name in INSTRUCTIONS[kind] if name in flags)
 
@@ -77,8 +78,8 @@ def list_half_instructions(kind: str = "bfloat16") -> tuple[str, ...]:
 def multiply_half_into(
     out: np.ndarray, a: np.ndarray, b: np.ndarray, accumulate: bool = False, bias: np.ndarray | None = None
 ) -> None:
-    """Compute out = a @ b + bias, or out += a @ b: 16-bit `(m, k)` and `(k, n)` into `(m, n)` of their dtype or
-    float32.
+    """Compute out = a @ b + bias, or out += a @ b, for 16-bit a `(m, k)` and b `(k, n)`, into out `(m, n)` of their
+    dtype or float32.
 
     `bias`: `(n,)`, of their dtype; not with `accumulate`.
     """
@@ -118,7 +119,7 @@ def _multiply_widened_into(
 
 
 def _has_supported_strides(a: np.ndarray) -> bool:
-    """Return whether an array has unit stride in one dim, and no negative or overlapping strides."""
+    """Return whether an array has unit stride in one dim, and no negative or overlapping strides in the other."""
     (m, n), (down, across), size = a.shape, a.strides, a.itemsize
     rows, columns = across == size and down >= n * size, down == size and across >= m * size
     return rows or columns
@@ -126,7 +127,8 @@ def _has_supported_strides(a: np.ndarray) -> bool:
 
 @functools.cache
 def _choose_default_library(kind: str) -> str:
-    """Return "onednn" if it is installed and its results are correct, else "widened"; warn, once, if they are wrong."""
+    """Return "onednn" if it is installed and its results are correct, else "widened". Warn, once, if its results are
+    wrong."""
     library = (
         onednn.load_onednn()
         if list_half_instructions(kind) and (kind != "bfloat16" or _has_bfloat16_instructions())
@@ -140,8 +142,8 @@ def _choose_default_library(kind: str) -> str:
 
 
 def _multiplies_correctly(library: onednn.OneDNN, kind: str) -> bool:
-    """Return whether a library multiplies as the reference does: terms are exact in float32, sums may differ by their
-    rounding."""
+    """Return whether the products of a library equal the reference up to the rounding of sums. The terms are exact in
+    float32."""
     numbers, half = np.random.default_rng(0), parse_dtype(kind)
     for m, k, n in CHECKED:
         a, b = (numbers.standard_normal(shape, np.float32).astype(half) for shape in ((m, k), (n, k)))

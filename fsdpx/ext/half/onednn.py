@@ -1,7 +1,7 @@
-"""Products of 16-bit matrices by oneDNN, accumulated in float32, which uses a processor's 16-bit instructions.
+"""Products of 16-bit matrices by oneDNN, which uses a processor's 16-bit instructions and accumulates in float32.
 
-The library is called through ctypes. A product is a *primitive*, compiled by oneDNN for its sizes and strides; each
-thread keeps its own, since the addresses of the operands are a part of it.
+The library is called through ctypes. oneDNN compiles each product as a *primitive* for its sizes and strides. Each
+thread keeps its own primitives, since they contain the addresses of the operands.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CPU, IN_ORDER = 1, 1  # values of dnnl.h
 SOURCE, WEIGHTS, BIAS, RESULT = 1, 33, 41, 17
 DTYPE_CODES = {"float32": 3, "bfloat16": 2, "float16": 1, "int8": 5}
 MAX_PRIMITIVES = 512
-"""Primitives that a thread caches; all are dropped when there are more."""
+"""Maximum number of primitives that a thread caches. When it is reached, all of them are dropped."""
 
 
 class DnnlArgument(ctypes.Structure):
@@ -31,7 +31,7 @@ class DnnlArgument(ctypes.Structure):
 
 
 class OneDNN:
-    """The library in the file `path`; raises OSError or AttributeError if it is not oneDNN."""
+    """oneDNN, loaded from the file `path`. Raises OSError or AttributeError if the file is not oneDNN."""
 
     name = "oneDNN"
 
@@ -52,8 +52,11 @@ class OneDNN:
     def multiply_half_into(
         self, out: np.ndarray, a: np.ndarray, b: np.ndarray, accumulate: bool, bias: np.ndarray | None
     ) -> None:
-        """Compute out = a @ b + bias, or out += a @ b: bfloat16 or float16 `(m, k)` and `(k, n)`, with unit stride in
-        one of their dims, into rows of their dtype or float32; bias `(n,)`. Or int8 into rows of float32."""
+        """Compute out = a @ b + bias, or out += a @ b.
+
+        a `(m, k)` and b `(k, n)` are bfloat16 or float16 with unit stride in one of their dims; the rows of out are of
+        their dtype or float32; bias is `(n,)`. Alternatively a and b are int8, and out is float32.
+        """
         layouts = (a.shape, b.shape, a.strides, b.strides, out.strides)
         key = (a.dtype.char, out.dtype.char, *layouts, accumulate, bias is not None)
         known = self._get_primitives_of_thread()
@@ -66,7 +69,7 @@ class OneDNN:
         operands = (a, b, out) if bias is None else (a, b, out, bias)
         for memory, array in zip(memories, operands, strict=True):
             self._point(memory, array.__array_interface__["data"][0])
-        threads = self._openmp.omp_get_max_threads()  # the program's setting for this thread
+        threads = self._openmp.omp_get_max_threads()  # the program's own setting for this thread
         if threads != 1:
             self._openmp.omp_set_num_threads(1)
         status = self._execute(primitive, self._own.stream, len(memories), arguments)
@@ -75,7 +78,8 @@ class OneDNN:
         self._require_success("dnnl_primitive_execute", status)
 
     def _get_primitives_of_thread(self) -> dict[Any, Any]:
-        """Return the primitives of this thread. Each runs on one thread: splitting products is up to the caller."""
+        """Return the primitives of this thread. Each runs on one thread, since the caller splits products over
+        threads."""
         own = self._own
         if not hasattr(own, "known"):
             own.stream = self._create_object("dnnl_stream_create", self._engine, IN_ORDER)
@@ -138,7 +142,7 @@ class OneDNN:
 
 @functools.cache
 def load_onednn() -> OneDNN | None:
-    """Return the library of the wheel that the extra `onednn` installs, or None if it cannot be loaded."""
+    """Return the library from the wheel that the extra `onednn` installs, or None if it cannot be loaded."""
     for path in list_library_files("onednn"):
         try:
             return OneDNN(path)

@@ -1,4 +1,4 @@
-"""Training in pure 16 bits: parameters and optimizer state are held in bfloat16, and updated in float32."""
+"""Training in pure 16 bits: parameters and optimizer state are stored in bfloat16 and updated in float32."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,22 +20,23 @@ from fsdpx.optim.segments import ShardSegments
 __all__ = ["RoundedOptimizer"]
 
 BLOCK_ELEMENTS = 1 << 16
-"""Elements that are updated at once, so that the widened copies stay in cache."""
+"""Elements that are updated at a time, so that their float32 copies stay in cache."""
 
 
 @dataclass(frozen=True)
 class RoundedOptimizer(WrappedOptimizer):
-    """An optimizer whose shard and state are in 16 bits. Each step widens them, updates in float32, and rounds back.
+    """An optimizer whose shard and state are stored in 16 bits. Each step converts them to float32, updates them, and
+    rounds them back.
 
-    An update smaller than half of a parameter's last bit would be lost, and with it most of training; stochastic
-    rounding is unbiased (Gupta et al. 2015). The random numbers depend on parameter, element and step, so the bits do
-    not depend on how parameters are sharded. With Kahan's summation (1965) the slot "lost" keeps the rounding error of
-    a parameter, and only the state is rounded stochastically.
+    An update smaller than half of a parameter's last bit would be lost, and most updates are. Stochastic rounding
+    avoids this, since it is unbiased (Gupta et al. 2015). The random numbers depend on parameter, element and step, so
+    the bits do not depend on how parameters are sharded. With Kahan's summation (1965), the slot "lost" keeps the
+    rounding error of each parameter, and only the state is rounded stochastically.
 
     Parameters
     ----------
     inner : optimizer that computes the update
-    kahan : keep the rounding error of the parameters
+    kahan : whether to keep the rounding error of the parameters
     """
 
     inner: Optimizer

@@ -1,4 +1,4 @@
-"""Machine code in memory and on disk, keyed by the kinds of its arguments. Loading it needs neither Numba nor LLVM."""
+"""Machine code in memory and on disk, by the kinds of its arguments. Loading it needs neither Numba nor LLVM."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ __all__ = [
 FASTCALL = 0x80  # METH_FASTCALL of Python's methodobject.h
 EXECUTABLE = 5  # PROT_READ | PROT_EXEC
 LOCK_TIMEOUT_SECONDS = (
-    60.0  # seconds: longer than a kernel compiles; a process stopped meanwhile does not block the others
+    60.0  # longer than compiling a kernel takes; a process that was stopped does not block the others forever
 )
-DIGEST_BYTES = 32  # bytes of the digest that a file begins with
+DIGEST_BYTES = 32  # bytes of the digest at the beginning of a file
 MAX_CODE_BYTES = 64 << 20  # maximum bytes of a file
-_kept: list[Any] = []  # loaded machine code, which is never unloaded
+_kept: list[Any] = []  # machine code that was loaded and must never be unloaded
 
 
 class MachineCode(NamedTuple):
     """Position-independent code. `start`: offset of its entry. `inside`: offsets of words to which the address of the
-    code is added. `outside`: offsets of words to which the address of the named object is added."""
+    code itself is added. `outside`: offsets of words to which the address of the named object is added."""
 
     data: bytes
     start: int
@@ -65,13 +65,13 @@ class PyMethodDef(ctypes.Structure):
 
 @functools.cache
 def can_keep_code() -> bool:
-    """Return whether machine code can be stored: on Linux, on x86-64, in the usual build of CPython."""
+    """Return whether machine code can be stored on disk: only on Linux, on x86-64, with the usual build of CPython."""
     usual = platform.python_implementation() == "CPython" and getattr(sys, "_is_gil_enabled", lambda: True)()
     return sys.platform == "linux" and platform.machine() == "x86_64" and usual and has_expected_object_layout()
 
 
 def load_code(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
-    """Return the stored code of a function for kinds of arguments; None if there is none."""
+    """Return the stored code of a function for kinds of arguments, as a callable; None if there is none."""
     file = _get_code_path(function, fastmath, wanted)
     code = read_with_digest(file)
     return None if code is None else _load_machine_code(function, *marshal.loads(code))
@@ -80,7 +80,7 @@ def load_code(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ..
 def store_and_load_code(
     function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...], code: MachineCode
 ) -> Callable[..., Any] | None:
-    """Store machine code on disk and load it; return its entry, or None if it cannot be loaded. Write errors are
+    """Load machine code, and store it on disk. Return its entry, or None if it cannot be loaded. Write errors are
     ignored, since Numba's cache warns about them."""
     entry = _load_machine_code(function, *code)
     if entry is not None:
@@ -92,14 +92,17 @@ def store_and_load_code(
 
 
 def write_with_digest(file: Path, content: bytes) -> None:
-    """Write `content` with its digest, which includes the file's name: no file can be passed off as another one."""
+    """Write `content` after its digest. The digest includes the file's name, so that no file can stand in for another
+    one."""
     safe_files.write_file(file, _compute_digest(file, content) + content, safe_files.READABLE)
 
 
 def read_with_digest(file: Path) -> bytes | None:
-    """Return the content that `write_with_digest` has stored; None if there is none, or, with one warning, if it is
-    damaged or another user could have written it: it is executed, so it must be exactly what this user or root has
-    compiled."""
+    """Return the content that `write_with_digest` has stored. Return None if there is none, or, after one warning, if
+    it is damaged or another user could have written it.
+
+    The content is executed, so it must be exactly what this user or root has compiled.
+    """
     data = safe_files.read_if_trusted(file, MAX_CODE_BYTES)
     if data is None:
         return None
@@ -116,9 +119,11 @@ def _compute_digest(file: Path, content: bytes) -> bytes:
 
 @contextmanager
 def holding_compilation_lock(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...]) -> Iterator[None]:
-    """Let no other process of this machine compile the same inside the block: the ranks of a job need the same kernels
-    at the same time, and load those that the first of them has compiled. Without a writable disk, or one with locks,
-    each process compiles by itself."""
+    """Keep other processes of this host from compiling the same code inside the block.
+
+    The ranks of a job need the same kernels at the same time, and load what the first of them has compiled. Without a
+    writable disk, or if its file system has no locks, each process compiles on its own.
+    """
     file = _get_code_path(function, fastmath, wanted).with_suffix(".lock")
     try:
         safe_files.make_folder(file.parent, private=False)
@@ -144,7 +149,7 @@ def _try_lock_file(descriptor: int) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # this file system has no locks
+    except OSError:  # the file system has no locks
         return True
     return True
 
@@ -181,7 +186,8 @@ def _load_machine_code(function: Any, data: bytes, start: int, inside: Any, outs
 
 @functools.cache
 def _find_symbol_address(name: str) -> int | None:
-    """Return the address of a Python object ("builtins.int", "numpy.ndarray", "dtype.float32"), or of a C function."""
+    """Return the address of a Python object ("builtins.int", "numpy.ndarray", "dtype.float32") or of a C function; None
+    if there is no such function."""
     module, _, rest = name.partition(".")
     if module == "dtype":
         return id(np.dtype(rest))
@@ -207,19 +213,20 @@ def _get_code_path(function: Callable[..., Any], fastmath: Any, wanted: tuple[st
 
 @functools.cache
 def hash_function_sources(function: Callable[..., Any]) -> str:
-    """Return the hash of all sources of a function's machine code: it does not depend on where they are installed."""
+    """Return a hash of everything from which a function's machine code is compiled. It does not depend on where the
+    sources are installed."""
     return lazy_numba.hash_function(function)
 
 
 @functools.cache
 def _hash_entry_generators() -> str:
-    """Return the hash of the files that generate the entries of functions."""
+    """Return a hash of the files that generate the entries of functions."""
     ours = (Path(__file__).with_name(f"{name}.py") for name in ("compile", "code_cache"))
     return hash_files([*ours, Path(jit.__file__), Path(lazy_numba.__file__)])
 
 
 def hash_files(sources: Iterable[Path]) -> str:
-    """Return the hash of the contents of these files."""
+    """Return a hash of the contents of these files."""
     return hashlib.blake2b(b"\0".join(file.read_bytes() for file in sources), digest_size=16).hexdigest()
 
 
@@ -231,8 +238,8 @@ def _find_package_folder(library: str) -> Path:
 
 @functools.cache
 def _describe_machine() -> tuple[str, ...]:
-    """Return all that machine code depends on besides its sources: the processor, and the versions of the software that
-    compiles and runs it."""
+    """Return everything that machine code depends on, in addition to its sources: the processor, and the versions of
+    the software that compiles and runs the code."""
     versions = []
     for library in ("numba", "llvmlite"):
         version = _find_package_folder(library) / "_version.py"
@@ -248,9 +255,9 @@ def _describe_machine() -> tuple[str, ...]:
 
 
 ARRAY = {"data": 16, "nd": 24, "dims": 32, "strides": 40, "descr": 56, "flags": 64}
-"""Byte offsets in an array object, see PyArrayObject_fields in NumPy's ndarraytypes.h."""
+"""Byte offsets of fields in an array object, see PyArrayObject_fields in NumPy's ndarraytypes.h."""
 NUMBER = 16
-"""Byte offset of the value in a NumPy scalar, and in a float."""
+"""Byte offset of the value in a NumPy scalar, and in a Python float."""
 
 C, F, ALIGNED, WRITEABLE = 1, 2, 0x100, 0x400
 FLAGS = {
@@ -262,12 +269,12 @@ FLAGS = {
     ("C", "r"): (C, C),
     ("any", "r"): (0, 0),
 }
-"""(layout, access) -> mask of the array flags that are checked, and their required values."""
+"""(layout, access) -> mask of the array flags to check, and their required values."""
 
 
 @functools.cache
 def has_expected_object_layout() -> bool:
-    """Return whether this Python and this NumPy have these object layouts."""
+    """Return whether objects of this Python and this NumPy have the layouts assumed above."""
     if sys.byteorder != "little" or ctypes.sizeof(ctypes.c_void_p) != 8:
         return False
     a, real = np.empty((3, 5), np.float32)[:, 1:3], np.float64(1.5)

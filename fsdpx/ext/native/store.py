@@ -21,8 +21,8 @@ class DiskCodeStore:
         return known or self._load_or_build_code(function, wanted)
 
     def _load_or_build_code(self, function: CompiledFunction, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
-        """Return the function compiled for these kinds, or the code that another process has stored meanwhile; None if
-        it cannot be stored."""
+        """Return the function compiled for these kinds of arguments, or code that another process has just stored.
+        Return None if the code cannot be stored."""
         name = function.function, function.fastmath, wanted
         with holding_compilation_lock(*name):
             if known := load_code(*name):

@@ -1,7 +1,7 @@
-"""The namespace of shape-only arrays: NumPy's function names on arrays that hold no data.
+"""The namespace of shape-only arrays: NumPy's function names, for arrays without data.
 
-Layers and plain kernels run on it unchanged. It gives memory, traffic and shape errors of a model of any size, at no
-cost.
+Layers and plain kernels run on it unchanged. This finds the memory, the traffic and the shape errors of a model of any
+size, at almost no cost.
 """
 
 import sys
@@ -86,8 +86,8 @@ triu = tril
 
 
 def where(condition: Any, *values: Any) -> ShapeArray:
-    """Return an array of the broadcast shape. Raise TypeError if only the condition is given, since the size of the
-    result then depends on data."""
+    """Return an array of the broadcast shape. Raise TypeError if only the condition is passed, since the size of the
+    result would depend on data."""
     if len(values) != 2:
         raise TypeError("where(condition) gives as many places as are true, which shapes do not tell: give both values")
     return call_with_broadcasting(np.where, condition, *values)
@@ -116,7 +116,7 @@ def arange(start: Any, stop: Any = None, step: Any = 1, dtype: Any = None) -> Sh
 
 
 def asarray(x: Any, dtype: Any = None, copy: bool | None = None) -> ShapeArray:
-    """Return the shape and dtype of `x`, an array of any library, a number or nested lists, as a ShapeArray."""
+    """Return a ShapeArray with the shape and dtype of `x`: an array of any library, a number or nested lists."""
     x = x if hasattr(x, "shape") and hasattr(x, "dtype") else np.asarray(x)
     if not isinstance(x, ShapeArray):
         return ShapeArray(x.shape, x.dtype if dtype is None else dtype)
@@ -183,7 +183,7 @@ imag = real
 
 
 def __getattr__(name: str) -> Any:
-    """Return NumPy's ufuncs, dtypes and constants; raise AttributeError for any other name."""
+    """Return NumPy's ufunc, dtype or constant of this name; raise AttributeError for any other name."""
     attribute = getattr(np, name, None)
     if isinstance(attribute, type | float) or (isinstance(attribute, np.ufunc) and attribute.nout == 1):
         return attribute

@@ -1,4 +1,4 @@
-"""The shape-only array: a shape and a dtype that behave like an array, without data."""
+"""The shape-only array: it has a shape and a dtype and behaves like an array, but has no data."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ __all__ = [
 
 
 def get_indexed_shape(shape: tuple[int, ...], index: Any) -> tuple[int, ...]:
-    """Return the shape of `a[index]` for an array of `shape`; arrays in `index` matter by shape only.
+    """Return the shape of `a[index]` for an array a of `shape`. Only the shapes of arrays in `index` matter.
 
-    Raises IndexError like NumPy, and TypeError for a mask, which selects a number of elements that depends on data.
+    Raises IndexError as NumPy does, and TypeError for a mask, because the number of elements that it selects depends on
+    data.
     """
     if type(index) is tuple and len(index) <= len(shape) and all(type(part) is slice for part in index):
         sizes = [len(range(*part.indices(n))) for part, n in zip(index, shape, strict=False)]
         return (*sizes, *shape[len(index) :])
     parts = _expand_index(index if isinstance(index, tuple) else (index,), len(shape))
     arrays = [n for n, part in enumerate(parts) if _is_array_index(part)]
-    if arrays:  # next to an index array an integer counts as one, too
+    if arrays:  # next to an index array, an integer also counts as an index array
         arrays = [n for n, part in enumerate(parts) if _is_array_index(part) or _is_number_index(part)]
     out: list[int] = []
     place, dim = 0, 0
@@ -54,7 +55,7 @@ def get_indexed_shape(shape: tuple[int, ...], index: Any) -> tuple[int, ...]:
 
 
 def _expand_index(index: tuple[Any, ...], ndim: int) -> list[Any]:
-    """Return one part per dim, plus each None: `...` and missing dims become full slices."""
+    """Return the index with one part per dim, in addition to each None: `...` and missing dims become full slices."""
     parts = [_to_index_part(part) for part in index]
     used = sum(part is not None and part is not Ellipsis for part in parts)
     dots = [n for n, part in enumerate(parts) if part is Ellipsis]
@@ -67,7 +68,7 @@ def _expand_index(index: tuple[Any, ...], ndim: int) -> list[Any]:
 
 
 def _to_index_part(part: Any) -> Any:
-    """Return a part of an index, lists as arrays; raise TypeError or IndexError for an invalid one."""
+    """Return a part of an index, with a list as an array; raise TypeError or IndexError for an invalid part."""
     if isinstance(part, list):
         part = np.asarray(part)
     if part is None or part is Ellipsis or isinstance(part, slice) or _is_number_index(part):
@@ -94,8 +95,8 @@ def _require_index_in_bounds(number: int, size: int, dim: int) -> None:
 
 
 class MemoryMeter:
-    """Meter of the bytes that are alive, and of their peak. `inside`: number of running calls whose temporaries do not
-    count."""
+    """Meter of the bytes that are alive, and of their peak. `inside`: number of running calls whose temporaries are not
+    counted."""
 
     __slots__ = ("inside", "live", "peak")
 
@@ -109,7 +110,7 @@ class MemoryMeter:
 
 
 class _Meters(threading.local):
-    """The meters of this thread: two thread ranks may make dry runs at once."""
+    """The meters of this thread, since two thread ranks may perform dry runs at the same time."""
 
     def __init__(self) -> None:
         self.open: list[MemoryMeter] = []
@@ -120,7 +121,7 @@ _meters = _Meters()
 
 @contextmanager
 def measuring_memory() -> Iterator[MemoryMeter]:
-    """Measure the memory of the arrays that are made inside the block, as long as they live."""
+    """Measure the memory of arrays created inside the block, for as long as they live."""
     _meters.open.append(MemoryMeter())
     try:
         yield _meters.open[-1]
@@ -129,7 +130,7 @@ def measuring_memory() -> Iterator[MemoryMeter]:
 
 
 def call_without_metering_temporaries(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Run `call`, measuring only the memory alive at its end: on NumPy arrays compiled code runs instead, whose
+    """Run `call`, and measure only the memory alive at its end. On NumPy arrays, compiled code would run instead, whose
     temporaries are in registers and caches."""
     meter = _meters.open[-1] if _meters.open else None
     if meter is None:
@@ -143,7 +144,7 @@ def call_without_metering_temporaries(call: Callable[..., Any], *arguments: Any,
 
 
 class Storage:
-    """The memory that an array and its views would share."""
+    """Memory that an array and its views would share."""
 
     __slots__ = ("meter", "nbytes")
 
@@ -159,8 +160,8 @@ class Storage:
 
 
 def make_view_function(function: Any) -> Callable[..., ShapeArray]:
-    """Return the shape-only form of a NumPy function that returns a view. Its shape is found by a call on an array
-    whose elements have no bytes."""
+    """Return the shape-only form of a NumPy function that returns a view. The shape of its result is found by calling
+    it on an array whose elements have no bytes."""
 
     def view_shape(self: ShapeArray, *arguments: Any, **options: Any) -> ShapeArray:
         return ShapeArray(function(np.empty(self.shape, "V0"), *arguments, **options).shape, self.dtype, self.root)
@@ -169,7 +170,7 @@ def make_view_function(function: Any) -> Callable[..., ShapeArray]:
 
 
 class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
-    """An array of `shape` and `dtype` without elements; converted to a number it is 0, to a bool False.
+    """An array with a `shape` and a `dtype`, but without elements. As a number it is 0, as a bool False.
 
     Results have the shape and dtype that NumPy returns, and errors have the type that NumPy raises.
     """
@@ -242,14 +243,14 @@ class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
         return ShapeArray(self.shape, self.dtype)
 
     def view(self, dtype: Any) -> ShapeArray:
-        """Return the same bytes as another dtype; the last dim changes."""
+        """Return the same bytes as another dtype, which changes the size of the last dim."""
         nbytes, item = (self.shape[-1] if self.shape else 1) * self.itemsize, np.dtype(dtype).itemsize
         if nbytes % item or (not self.shape and item != self.itemsize):
             raise ValueError(f"{self!r} cannot be seen as {np.dtype(dtype).name}: its last dim does not divide")
         return ShapeArray((*self.shape[:-1], nbytes // item) if self.shape else (), dtype, self.root)
 
     def fill(self, value: Any) -> None:
-        """Record the work of writing all elements, although there are none."""
+        """Record the work of writing all elements."""
         record_traffic(self, kernel="copy")
 
     def item(self) -> Any:
@@ -276,7 +277,7 @@ class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __setitem__(self, index: Any, value: Any) -> None:
         parts = index if isinstance(index, tuple) else (index,)
         if any(_is_boolean_mask(i) for i in parts):
-            record_traffic(self, *parts, kernel="copy")  # the number of elements that a mask selects depends on data
+            record_traffic(self, *parts, kernel="copy")  # how many elements a mask selects depends on data
             return
         want, got = (
             get_indexed_shape(self.shape, index),
@@ -289,7 +290,8 @@ class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
         record_traffic(value, ShapeArray(want, self.dtype, self.root), *picks, kernel="copy")
 
     def __array_ufunc__(self, ufunc: Any, method: str, *operands: Any, out: Any = (None,), **options: Any) -> Any:
-        """Return the result of an operator or a NumPy ufunc. Of its methods only calls and `at` are supported."""
+        """Return the result of an operator or of a NumPy ufunc. Only plain calls and the method `at` of a ufunc are
+        supported."""
         if method == "at":
             array, index, values = operands
             array[index] = values
@@ -305,15 +307,15 @@ class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
 
 
 def find_result_dtype(function: Callable[..., Any], *operands: Any, **options: Any) -> np.dtype:
-    """Return the dtype that `function` of the operands has in NumPy, from a call with empty arrays; Python numbers stay
-    numbers.
+    """Return the dtype that NumPy gives the result of `function` for these operands, found by a call with empty arrays.
+    Python numbers are passed unchanged.
 
-    0-d arrays stay 0-d in the call: NumPy 1 treats them as numbers.
+    0-d arrays stay 0-d in that call, because NumPy 1 treats them as numbers.
     """
     kinds = tuple((o.dtype, o.ndim > 0) if hasattr(o, "dtype") else o for o in operands)
     try:
         return _find_dtype(function, *kinds, **options)
-    except TypeError:  # of operands that are lists
+    except TypeError:  # an operand is a list
         return _find_dtype.__wrapped__(function, *kinds, **options)
 
 
@@ -324,7 +326,7 @@ def _find_dtype(function: Callable[..., Any], *kinds: Any, **options: Any) -> np
 
 
 def call_with_broadcasting(function: Callable[..., Any], *operands: Any, out: Any = None, **options: Any) -> ShapeArray:
-    """Return the result of a NumPy function whose operands broadcast."""
+    """Return the result of a NumPy function whose operands broadcast, and record the traffic."""
     shape = np.broadcast_shapes(*(o.shape if isinstance(o, ShapeArray) else np.shape(o) for o in operands))
     result = ShapeArray(shape, find_result_dtype(function, *operands, **options))
     record_traffic(*operands, result, kernel="functions" if function in FUNCTIONS else "elements")
@@ -335,7 +337,7 @@ FUNCTIONS = {
     np.exp, np.exp2, np.expm1, np.log, np.log2, np.log10, np.log1p, np.sin, np.cos, np.tan, np.tanh, np.sinh, np.cosh,
     np.power, np.hypot, operator.pow,
 }  # fmt: skip
-"""Functions that take several times as long per element as a sum or a product."""
+"""Functions that take several times as long per element as an addition or a multiplication."""
 
 
 def require_valid_output(out: ShapeArray, result: ShapeArray) -> ShapeArray:
@@ -348,7 +350,7 @@ def require_valid_output(out: ShapeArray, result: ShapeArray) -> ShapeArray:
 
 
 def matmul_shapes(a: Any, b: Any, out: Any = None) -> ShapeArray:
-    """Return the matrix product, stacked over leading dims, and record it."""
+    """Return the matrix product, stacked over leading dims, and record its work."""
     left, right = (x.shape if hasattr(x, "shape") else np.shape(x) for x in (a, b))
     if not left or not right:
         raise ValueError("matmul: an operand has no dims")
@@ -405,7 +407,7 @@ def _normalize_dim(dim: int, ndim: int) -> int:
 
 
 def _is_basic_index(index: Any) -> bool:
-    """Return whether an index returns a view: slices, numbers, None and Ellipsis do, arrays copy."""
+    """Return whether indexing returns a view: slices, numbers, None and Ellipsis do; index arrays make a copy."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(i is None or i is Ellipsis or isinstance(i, slice | int) for i in parts)
 
@@ -419,7 +421,7 @@ for _name in "sum mean max min prod any all argmax argmin var std".split():
 
 
 def find_storage(array: Any) -> Any:
-    """Return the array that owns the memory of this one, or the `Storage` of a shape-only array; None if it is not an
+    """Return the array that owns the memory of `array`, or the `Storage` of a shape-only array; None if it is not an
     array."""
     if isinstance(array, ShapeArray):
         return array.root

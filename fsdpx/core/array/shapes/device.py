@@ -1,4 +1,4 @@
-"""Shape-only arrays as a device: it computes nothing, and counts what other devices would compute."""
+"""Shape-only arrays as a device. It computes nothing, and counts what other devices would compute."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["SHAPES"]
 
 
 class ShapeDevice(Device):
-    """Device of shape-only arrays. Answers that depend on values are those of a successful step."""
+    """Device of shape-only arrays. Where an answer depends on values, it is that of a successful step."""
 
     name, holds_data = "shape", False
 

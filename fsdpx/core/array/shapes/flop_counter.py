@@ -1,5 +1,5 @@
 """Cost of a computation on shape-only arrays: its matrix products by shape, and its passes over arrays by their bytes.
-Products and passes are recorded where their shapes are computed, so layers need not declare their FLOPs."""
+Both are recorded where shapes are computed, so layers need not declare their FLOPs."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = [
 T = TypeVar("T")
 
 INNER_KERNEL = "inside"
-"""Placeholder for the name of a kernel while it is counted."""
+"""Placeholder for the name of a kernel while its work is being counted."""
 
 
 class ProductCount(NamedTuple):
     """`stack` products (rows, inner) @ (inner, columns) of elements of `itemsize` bytes.
 
-    `kernel`: name of the kernel that the product is a part of, whose operands or result need not be in memory; "" for a
+    `kernel`: name of the kernel that contains the product, whose operands or result need not be in memory; "" for a
     standalone product. `places`: number of products in a call of that kernel. `windows`: number of windows of a
-    convolution that fit into a row of its results.
+    convolution that fit into a row of its result.
     """
 
     rows: int
@@ -42,7 +42,7 @@ class ProductCount(NamedTuple):
 
     @property
     def is_fused(self) -> bool:
-        """True if it is a part of a kernel."""
+        """Whether the product is part of a kernel."""
         return self.kernel != ""
 
     @property
@@ -52,14 +52,17 @@ class ProductCount(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both operands and the result."""
+        """Bytes of both operands and of the result."""
         r, i, c = self.rows, self.inner, self.columns
         return self.stack * self.itemsize * (r * i + i * c + r * c)
 
 
 class KernelPass(NamedTuple):
-    """One call of a kernel that reads and writes `nbytes` bytes, of elements of `itemsize` bytes. `kernel`: its name;
-    for array code the kind of NumPy operation: "elements", "functions" such as exp, "sums", "copy"."""
+    """One call of a kernel that reads and writes `nbytes` bytes, with elements of `itemsize` bytes.
+
+    `kernel`: its name, or, for array code, the kind of NumPy operation: "elements", "functions" such as exp, "sums",
+    "copy".
+    """
 
     kernel: str
     itemsize: int
@@ -68,10 +71,10 @@ class KernelPass(NamedTuple):
 
 @dataclass
 class WorkCount:
-    """Counted work. `products`, `passes`: number of times of each.
+    """Counted work. `products`, `passes`: how often each occurred.
 
-    `inner`: by kernel name, bytes that the steps inside it would read and write if each were a kernel of its own; in
-    kernels with products in the dtype of their operands, else in float32.
+    `inner`: by kernel name, bytes that the steps inside the kernel would read and write if each were a separate kernel.
+    They are counted in the dtype of the operands for kernels with products, and in float32 for other kernels.
     """
 
     products: Counter[ProductCount] = field(default_factory=Counter)
@@ -85,7 +88,7 @@ class WorkCount:
 
     @property
     def kernel_count(self) -> int:
-        """Number of kernels called, without standalone products."""
+        """Number of kernels called, not counting standalone products."""
         return self.passes.total()
 
     @property
@@ -94,13 +97,13 @@ class WorkCount:
         return sum(product.flops * times for product, times in self.products.items())
 
     def add_work(self, other: WorkCount) -> None:
-        """Add other work to this count."""
+        """Add other work to these counts."""
         self.products.update(other.products)
         self.passes.update(other.passes)
         self.inner.update(other.inner)
 
     def pop_counts(self) -> WorkCount:
-        """Return the counts so far and reset them."""
+        """Return the current counts, and reset them."""
         counted = WorkCount(self.products.copy(), self.passes.copy(), self.inner.copy())
         for counts in (self.products, self.passes, self.inner):
             counts.clear()
@@ -108,9 +111,12 @@ class WorkCount:
 
 
 class _CountingState(threading.local):
-    """The counts of a thread. `open`: the current count, or None. `silent`: nesting depth of blocks in which only
-    products count, as parts of a kernel. `deaf`: depth of blocks in which not even these do. `times`: factor on the
-    products that are counted now."""
+    """Counting state of a thread.
+
+    `open`: the current count, or None. `silent`: nesting depth of blocks in which only products are counted, as parts
+    of a kernel. `deaf`: nesting depth of blocks in which not even products are counted. `times`: factor on the products
+    that are counted now.
+    """
 
     def __init__(self) -> None:
         self.open: WorkCount | None = None
@@ -123,7 +129,7 @@ _now = _CountingState()
 
 @contextmanager
 def counting_work() -> Iterator[WorkCount]:
-    """Count what this thread computes on shapes inside the block; an outer block does not count it."""
+    """Count what this thread computes on shapes inside the block. An enclosing block does not count this work."""
     before, _now.open = _now.open, WorkCount()
     try:
         yield _now.open
@@ -132,7 +138,7 @@ def counting_work() -> Iterator[WorkCount]:
 
 
 def record_traffic(*arrays: Any, kernel: str = "elements") -> None:
-    """Record one kernel that reads or writes these arrays once; only shape-only arrays count."""
+    """Record one kernel that reads or writes each of these arrays once. Only shape-only arrays are counted."""
     work = _now.open
     if work is None or _now.deaf:
         return
@@ -159,15 +165,15 @@ def record_product(rows: int, inner: int, columns: int, stack: int, itemsize: in
 
 
 def record_flops(flops: int, itemsize: int, kernel: str) -> None:
-    """Record the FLOP of a kernel that is not a matrix product, and whose bytes are recorded separately."""
+    """Record the FLOP of a kernel that is not a matrix product. Its bytes are recorded separately."""
     work = _now.open
     if work is not None and not _now.deaf:
         work.products[ProductCount(1, 1, 1, flops // 2 * _now.times, itemsize, kernel)] += 1
 
 
 def iterate_once_counting_all(first: T, times: int) -> Iterator[T]:
-    """Yield the first round of a loop whose rounds do the same on shape-only arrays; its products count for all of
-    them."""
+    """Yield only the first item of a loop whose iterations do the same work on shape-only arrays; its products are
+    counted `times` times."""
     before, _now.times = _now.times, _now.times * times
     try:
         if times:
@@ -178,7 +184,8 @@ def iterate_once_counting_all(first: T, times: int) -> Iterator[T]:
 
 @contextmanager
 def counting_as_one_matmul(a: Any, b: Any) -> Iterator[None]:
-    """Count the block as one product of two matrices, or stacks of them, in their own dtype, however it is written."""
+    """Count the block as one product of two matrices, or of stacks of matrices, in their own dtype, whatever the block
+    computes."""
     if _now.open is None or not getattr(a, "holds_no_data", False):
         yield
         return
@@ -194,7 +201,7 @@ def counting_as_one_matmul(a: Any, b: Any) -> Iterator[None]:
 
 @contextmanager
 def counting_as_one_kernel() -> Iterator[WorkCount]:
-    """Count the block as one kernel. The caller counts the bytes that it reads and writes."""
+    """Count the block as one kernel. The caller counts the bytes that the kernel reads and writes."""
     with counting_work() as work:
         _now.silent += 1
         try:
@@ -204,7 +211,7 @@ def counting_as_one_kernel() -> Iterator[WorkCount]:
 
 
 def record_work(work: WorkCount) -> None:
-    """Count the same work once more."""
+    """Record work that was counted before, once more."""
     if _now.open is not None and not _now.deaf:
         if _now.silent:
             _now.open.products.update(work.products)

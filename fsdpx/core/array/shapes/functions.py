@@ -1,4 +1,4 @@
-"""Shape-only forms of NumPy functions that copy, sort, multiply and transform, and their costs."""
+"""Shape-only forms of NumPy functions that copy, sort, multiply and transform arrays, with their costs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Array = Any
 
 
 def make_kernel_result(shape: Any, dtype: Any, *read: Any, kernel: str = "copy") -> ShapeArray:
-    """Return a new array, recorded as written by one kernel that reads `read`."""
+    """Return a new array, and record one kernel that writes it and reads the arrays `read`."""
     result = ShapeArray(shape, dtype)
     record_traffic(*read, result, kernel=kernel)
     return result
@@ -43,7 +43,7 @@ def raise_unknown_name(namespace: Any, name: str, numpy_namespace: Any) -> NoRet
 
 
 class NestedNamespace:
-    """A namespace inside the namespace, such as `fft`: other names raise AttributeError."""
+    """A namespace inside the shape-only namespace, such as `fft`. Names that it lacks raise AttributeError."""
 
     holds_no_data = True
 
@@ -97,7 +97,8 @@ def take_along_axis(x: Array, indices: Array, axis: int) -> ShapeArray:
 
 
 def _pick_elements(dims: tuple[int, ...], x: Array, indices: Array) -> ShapeArray:
-    """Return the selected elements of x: as many are read as are written."""
+    """Return an array of shape `dims` for elements selected from x, and record a copy that reads as many elements as it
+    writes."""
     result = ShapeArray(dims, x.dtype)
     record_traffic(result, result, indices, kernel="copy")
     return result
@@ -158,7 +159,7 @@ def diff(x: Array, n: int = 1, axis: int = -1) -> Any:
 
 
 def _record_sort(x: Array, axis: int | None, made: ShapeArray) -> ShapeArray:
-    """Record one kernel that passes over all elements once per merge level of a sorted row."""
+    """Record one kernel that passes over all elements once for each merge level of a sorted row; return `made`."""
     row = x.size if axis is None else x.shape[axis]
     record_traffic(*[x, made] * math.ceil(math.log2(max(row, 2))), kernel="sort")
     return made
@@ -187,8 +188,8 @@ cumsum, cumprod = _make_cumulative_function(np.cumsum), _make_cumulative_functio
 
 
 def einsum(subscripts: str, *operands: Array, optimize: Any = False) -> ShapeArray:
-    """Return the result: of two operands counted as a matrix product; of more, as NumPy does it, in one loop over all
-    letters."""
+    """Return the result. Two operands are counted as a matrix product; more operands as NumPy computes them, in one
+    loop over all letters."""
     terms, result = _parse_terms(subscripts, operands)
     sizes = dict[str, int]()
     for term, operand in zip(terms, operands, strict=True):
@@ -218,7 +219,7 @@ def einsum(subscripts: str, *operands: Array, optimize: Any = False) -> ShapeArr
 
 
 def _parse_terms(subscripts: Any, operands: Sequence[Array]) -> tuple[list[str], str]:
-    """Return the letters of each operand and of the result, with new letters for the dims of `...`."""
+    """Return the letters of each operand and of the result, with new letters for the dims that `...` stands for."""
     if not isinstance(subscripts, str):
         raise TypeError('einsum: write the letters first, as in einsum("ij,jk->ik", a, b)')
     left, arrow, result = subscripts.replace(" ", "").partition("->")
@@ -280,8 +281,8 @@ def _make_nd_fft_function(name: str, usual: tuple[int, ...] | None) -> Callable[
 
 
 def _fft_shape(name: str, x: Array, sizes: Sequence[int] | None, axes: tuple[int, ...]) -> ShapeArray:
-    """Return the result of a fast Fourier transform. One of N numbers takes 5 N log2 N FLOP (Cooley and Tukey 1965),
-    half of that for real ones."""
+    """Return the result of a fast Fourier transform. A transform of N numbers takes 5 N log2 N FLOP (Cooley and Tukey
+    1965), or half of that for real numbers."""
     given = [x.shape[axis] for axis in axes] if sizes is None else [*sizes]
     if name == "irfft" and sizes is None:
         given[-1] = 2 * (given[-1] - 1)
@@ -322,8 +323,10 @@ fft = NestedNamespace(
 
 
 def _make_matrix_function(name: str, flops: Callable[[int], float], drops: bool = False) -> Callable[..., ShapeArray]:
-    """Return a function of square matrices (..., n, n). `flops`: FLOP for one of size n. `drops`: the result is one
-    number per matrix."""
+    """Return the shape-only form of a function of square matrices (..., n, n).
+
+    `flops`: returns the FLOP for a matrix of size n. `drops`: the result is one number per matrix.
+    """
 
     def run_shape(a: Array) -> ShapeArray:
         _require_square(name, a)

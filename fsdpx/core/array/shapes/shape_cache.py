@@ -1,5 +1,5 @@
-"""Cache of results on shape-only arrays: they depend only on shapes and dtypes, so a function runs once for each of
-these."""
+"""Cache of results on shape-only arrays. They depend only on shapes and dtypes, so a function runs once for each
+combination of these."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fsdpx.core.array.shapes.flop_counter import (
 __all__ = ["call_cached", "make_rebuild_plan", "rebuild_from_plan"]
 
 MAX_RESULTS = 4096
-"""Maximum number of cached calls; when it is reached, all are dropped."""
+"""Maximum number of cached calls. When it is reached, all of them are dropped."""
 
 _results: dict[Any, Any] = {}
 
@@ -38,7 +38,7 @@ def call_cached(call: Callable[..., Any], xp: Any, *arguments: Any, **options: A
     try:
         key = (call, xp, _make_shape_key(arguments, arrays), _make_shape_key(tuple(options.items()), arrays))
         result = _results.get(key)
-    except TypeError:  # of a mutable argument
+    except TypeError:  # an argument is mutable
         return _run_and_count_as_one_kernel(call, arrays, xp, *arguments, **options)[0]
     if result is not None:
         plan, work = result
@@ -56,7 +56,8 @@ def call_cached(call: Callable[..., Any], xp: Any, *arguments: Any, **options: A
 def _run_and_count_as_one_kernel(
     call: Callable[..., Any], arrays: list[ShapeArray], *arguments: Any, **options: Any
 ) -> tuple[Any, WorkCount]:
-    """Run the call as one kernel, which reads the arrays that it takes and writes those that it returns."""
+    """Run the call and count it as one kernel, which reads the arrays that it takes and writes those that it returns.
+    Return the result and the counted work."""
     with counting_as_one_kernel() as work:
         result = call_without_metering_temporaries(call, *arguments, **options)
     itemsize = next((a.itemsize for a in arrays if a.dtype.kind in "fV"), 4)
@@ -66,7 +67,7 @@ def _run_and_count_as_one_kernel(
         places = work.products.total()
         named[product._replace(itemsize=itemsize, kernel=kernel, places=places, windows=windows)] += times
     work.products = named
-    inner = work.inner.total() * (min(itemsize, 4) if work.products else 4) // 4  # sums of other kernels are float32
+    inner = work.inner.total() * (min(itemsize, 4) if work.products else 4) // 4  # other kernels sum in float32
     work.inner = Counter({getattr(call, "__name__", ""): inner})
     given = result if isinstance(result, tuple) else (result,)
     nbytes = sum(a.nbytes for a in (*arrays, *given) if isinstance(a, ShapeArray))
@@ -76,7 +77,8 @@ def _run_and_count_as_one_kernel(
 
 
 def find_algorithm_and_windows(call: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[str, float]:
-    """Return the name of a kernel with that of its algorithm for such arguments, and `ProductCount.windows`."""
+    """Return the name of a kernel, followed by the name of its algorithm for these arguments, and
+    `ProductCount.windows`."""
     name, choose_algorithm = getattr(call, "__name__", INNER_KERNEL), getattr(call, "choose_algorithm", None)
     if choose_algorithm is None:
         return name, 1.0
@@ -85,11 +87,11 @@ def find_algorithm_and_windows(call: Callable[..., Any], *arguments: Any, **opti
 
 
 def _make_shape_key(value: Any, arrays: list[ShapeArray]) -> Any:
-    """Return a hashable key of `value`; the arrays inside it are added to `arrays`."""
+    """Return a hashable key of `value`, and append the arrays inside it to `arrays`."""
     kind = type(value)
     if kind is ShapeArray:
         arrays.append(value)
-        # arrays of one root share memory: what a result shares with them must be the same
+        # the key says which arrays share memory, since the result may share memory with them as well
         first = next(n for n, a in enumerate(arrays) if a.root is value.root)
         return value.shape, value.dtype, first, next(n for n, a in enumerate(arrays) if a is value)
     if isinstance(value, tuple):
@@ -107,11 +109,11 @@ def _is_frozen_dataclass(kind: type) -> bool:
 def make_rebuild_plan(
     value: Any, roots: list[Storage], arrays: Sequence[ShapeArray] = (), constants: tuple[type, ...] = ()
 ) -> Any:
-    """Return a plan to build such a value again: for an array its shape, dtype, index of its root and the root's bytes,
-    or its index in `arrays`.
+    """Return a plan from which `rebuild_from_plan` builds a value like this one: for an array, its shape, dtype, index
+    of its root and bytes of the root, or its index in `arrays`.
 
-    New roots are added to `roots`. `constants`: types of values that stay as they are, besides numbers and text. Raises
-    TypeError for other values.
+    New roots are appended to `roots`. `constants`: types of values that are kept as they are, in addition to numbers
+    and text. Raises TypeError for other values.
     """
     if isinstance(value, ShapeArray):
         same = next((n for n, a in enumerate(arrays) if a is value), None)
@@ -131,7 +133,7 @@ def make_rebuild_plan(
 
 
 def rebuild_from_plan(plan: Any, roots: list[Storage], arrays: Sequence[ShapeArray] = ()) -> Any:
-    """Return the value of a plan, with new arrays on these roots and on new ones."""
+    """Return the value of a plan, with new arrays whose memory is that of `roots`, to which new roots are appended."""
     kind, value, *more = plan
     if kind is ShapeArray:
         dtype, place, nbytes = more
