@@ -5,6 +5,7 @@ import random
 import sys
 from dataclasses import replace
 from importlib import import_module
+from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,8 +104,10 @@ def many(number: int) -> list[tuple[int, int, dict[str, Any]]]:
     return found
 
 
-@pytest.mark.parametrize("each", [None, 2, 4, 5])
-@pytest.mark.parametrize(("ranks", "microbatches", "options"), many(12))
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "options", "each"),
+    [(*case, each) for case, most in zip(many(12), cycle((2, 4, 5)), strict=False) for each in (None, most)],
+)
 def test_bytes_and_calls_are_those_of_whole_programs(
     ranks: int, microbatches: int, options: dict[str, Any], each: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

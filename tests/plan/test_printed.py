@@ -37,8 +37,8 @@ def plans() -> list[Plan]:
     field = (FIELD, ((8, 2, 16, 16), "float32"))
     many: Any = {"machine": "a100-dgx-200g", "codecs": ("bf16", "int8"), "most": 20}
     return [
-        fsdpx.plan(gpt(), batch=(X, X), ranks=8, memory="900KiB", **many),
-        fsdpx.plan(nn.UNet(3, 2, 2, 8, 1), batch=field, ranks=4, machine="ethernet-10g", domain="any", most=15),
+        fsdpx.plan(gpt(), batch=(X, X), ranks=4, memory="900KiB", **many),
+        fsdpx.plan(nn.UNet(3, 2, 2, 8, 1), batch=field, ranks=2, machine="ethernet-10g", domain="any", most=15),
         fsdpx.plan(gpt(), batch=(X, X), ranks=4, machine="ethernet-10g", memory="900KiB", most=20),
     ]
 
