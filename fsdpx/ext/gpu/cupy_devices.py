@@ -1,4 +1,4 @@
-"""The GPUs that this process sees: their number, the choice of one, and the location of arrays."""
+"""The GPUs that are visible to this process: their number, the choice of one, and the location of arrays."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def import_cupy() -> Any:
 
 
 def list_gpus() -> tuple[str, ...]:
-    """Return the PCI address of every GPU that this process sees, which identifies it on its host; raise ConfigError if
-    there is none."""
+    """Return the PCI address of every GPU visible to this process, which identifies the GPU on its host. Raise
+    ConfigError if there is none."""
     library = import_cupy()
     runtime = library.cuda.runtime
     try:
         count = runtime.getDeviceCount()
-    except Exception as error:  # an error of the driver, for which CuPy has its own classes
+    except Exception as error:  # the driver failed, for which CuPy has its own exception classes
         why = " ".join(str(error).split())
         raise ConfigError(
             f"device 'cuda' needs a GPU, and CuPy {library.__version__} finds none ({why}){_describe_visible_gpus()}: "
@@ -54,7 +54,8 @@ def list_gpus() -> tuple[str, ...]:
 
 
 def choose_gpu_number(local_rank: int, count: int, device_map: DeviceMap = None) -> int:
-    """Return the number of the GPU, of `count`, for a local rank: from `device_map`, or round-robin if it is None."""
+    """Return which of `count` GPUs a local rank uses: the one in `device_map`, or assigned round-robin if that is None.
+    Raise ConfigError if `device_map` names none that exists."""
     if device_map is None:
         return local_rank % count
     named = dict(device_map) if isinstance(device_map, Mapping) else dict(enumerate(device_map))
@@ -70,7 +71,7 @@ def choose_gpu_number(local_rank: int, count: int, device_map: DeviceMap = None)
 
 
 def select_gpu(number: int) -> None:
-    """Make this thread compute and allocate on this GPU from now on. GPUs that a launcher has hidden stay hidden."""
+    """Make this thread compute and allocate on this GPU from now on. `number` counts only visible GPUs."""
     import_cupy().cuda.Device(number).use()
 
 
@@ -80,22 +81,22 @@ def get_current_gpu() -> int:
 
 
 def is_on_gpu(array: Any) -> bool:
-    """Return whether an array is CuPy's."""
+    """Return whether an array is a CuPy array."""
     return type(array).__module__.partition(".")[0] == "cupy"
 
 
 def get_gpu_number(array: Any) -> int | None:
-    """Return the number of the GPU that has an array; None if it is in host memory."""
+    """Return the number of the GPU that holds an array; None if the array is in host memory."""
     return int(array.device.id) if is_on_gpu(array) else None
 
 
 def use_gpu_of(array: Any) -> AbstractContextManager[Any]:
-    """Return a context in which this thread computes on the GPU of `array`, if it is on one: new threads start on GPU
-    0."""
+    """Return a context in which this thread computes on the GPU that holds `array`, if any. Without it, new threads
+    compute on GPU 0."""
     return array.device if is_on_gpu(array) else nullcontext()
 
 
 def _describe_visible_gpus() -> str:
-    """Return the mask of GPUs set by the user or a launcher, as text for messages."""
+    """Return the set of visible GPUs, if the user or a launcher has restricted it, as text for messages; else ""."""
     mask = environment.get_visible_gpus()
     return "" if mask is None else f", with CUDA_VISIBLE_DEVICES={mask}"

@@ -1,7 +1,8 @@
-"""Matrix products by cuBLAS into existing arrays: 16-bit matrices are accumulated in float32, into 16 bits or float32.
+"""Matrix products by cuBLAS into existing arrays. 16-bit matrices are accumulated in float32, and the result is 16-bit
+or float32.
 
-cuBLAS is column-major. To it a row-major matrix is a transposed one, so out = a b is computed as out^T = b^T a^T: the
-operands are swapped, and column-major ones are marked as transposed.
+cuBLAS is column-major: it reads a row-major matrix as its transpose. So out = a b is computed as out^T = b^T a^T: the
+operands are swapped, and column-major operands are marked as transposed.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ DEFAULT_ALGORITHM = -1
 
 
 class GemmCall(NamedTuple):
-    """The arguments of cuBLAS, in its order, for out = a b. `turned`: it computes the transpose of out, b^T a^T.
+    """The arguments of cuBLAS, in its order, for out = a b. `turned`: the call computes the transpose of out, b^T a^T.
 
-    `first`, `second`: whether the operand in that position (b and a, or if turned a and b) is transposed.
+    `first`, `second`: whether the first and second operand are transposed. These are b and a, or, if `turned`, a and b.
     """
 
     turned: bool
@@ -42,8 +43,8 @@ class GemmCall(NamedTuple):
 
 @functools.lru_cache(1 << 12)
 def plan_cublas_gemm(out: tuple[Any, Any], a: tuple[Any, Any], b: tuple[Any, Any]) -> GemmCall | None:
-    """Return the cuBLAS call for a product, from shapes and strides in elements: (m, k) and (k, n) into (m, n). None if
-    an array has unit stride in neither dim, or rows that overlap."""
+    """Return the cuBLAS call for a product of (m, k) and (k, n) into (m, n), given shapes and strides in elements.
+    Return None if an array has unit stride in neither dim, or has rows that overlap."""
     found = _find_gemm_layout(*out)
     if found is None:
         return None
@@ -58,8 +59,8 @@ def plan_cublas_gemm(out: tuple[Any, Any], a: tuple[Any, Any], b: tuple[Any, Any
 
 
 def _find_gemm_layout(shape: tuple[int, int], strides: tuple[int, int]) -> tuple[bool, int] | None:
-    """Return whether a matrix is column-major, and the stride between its rows or, if so, its columns; None if it is
-    neither row-major nor column-major."""
+    """Return whether a matrix is column-major, and the stride between its columns, or between its rows if it is
+    row-major. Return None if it is neither."""
     (rows, columns), (down, along) = shape, strides
     if columns == 1 or along == 1:
         step = down if rows > 1 else max(columns, 1)
@@ -77,7 +78,7 @@ def _transpose_layout(layout: tuple[Any, Any]) -> tuple[Any, Any]:
 
 
 def can_cublas_multiply(*arrays: Any) -> bool:
-    """Return whether cuBLAS multiplies these: non-empty matrices of one dtype, on a GPU."""
+    """Return whether cuBLAS can multiply these arrays: they must be non-empty matrices of one dtype on a GPU."""
     if not all(is_on_gpu(a) and a.ndim == 2 and a.size for a in arrays):
         return False
     formats = {a.dtype for a in arrays}
@@ -85,13 +86,13 @@ def can_cublas_multiply(*arrays: Any) -> bool:
 
 
 def run_gemm_into(out: Any, a: Any, b: Any, accumulate: bool = False) -> None:
-    """Compute out = a @ b, or out += a @ b: (m, k) and (k, n) into (m, n), of one dtype; out may be float32 for 16-bit
-    operands. An array that is neither row-major nor column-major is copied."""
+    """Compute out = a @ b, or out += a @ b, for a (m, k), b (k, n) and out (m, n) of one dtype. out may be float32 for
+    16-bit operands. An array that is neither row-major nor column-major is copied."""
     run_batched_gemm_into(out[None], a[None], b[None], accumulate=accumulate)
 
 
 def run_batched_gemm_into(out: Any, a: Any, b: Any, scale: float = 1.0, accumulate: bool = False) -> None:
-    """Compute out[i] = scale a[i] @ b[i], or add it, for 3-D arrays; otherwise as `run_gemm_into`."""
+    """Compute out[i] = scale a[i] @ b[i], or add this to out[i], for 3-D arrays. Otherwise like `run_gemm_into`."""
     wanted = plan_cublas_gemm(*(_get_matrix_layout(x) for x in (out, a, b)))
     if wanted is None and _find_gemm_layout(*_get_matrix_layout(out)) is None:
         made = import_cupy().zeros(out.shape, dtype=out.dtype)
@@ -106,7 +107,7 @@ def run_batched_gemm_into(out: Any, a: Any, b: Any, scale: float = 1.0, accumula
 
 
 def _get_matrix_layout(x: Any) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return shape and strides, in elements, of one matrix of a batch."""
+    """Return the shape of one matrix of a batch, and its strides in elements."""
     down, along = (stride // x.dtype.itemsize for stride in x.strides[1:])
     return x.shape[1:], (down, along)
 

@@ -1,5 +1,6 @@
-"""CUDA C kernels (`kernels.cu`, `attention.cu`), launched on CuPy arrays: those of `fsdpx.core.array.kernels` and
-`fsdpx.optim` that need more than one pass over memory as array code. `find_gpu_kernel` selects the one for a call."""
+"""CUDA C kernels (`kernels.cu`, `attention.cu`), launched on CuPy arrays: kernels of `fsdpx.core.array.kernels` and
+`fsdpx.optim` that would need more than one pass over memory as array code. `find_gpu_kernel` selects the kernel for a
+call."""
 
 from __future__ import annotations
 
@@ -20,34 +21,34 @@ __all__ = ["GPU_KERNELS", "UPDATES", "find_gpu_kernel", "load_kernel_module", "r
 
 THREADS_PER_BLOCK = 256
 MOST_BLOCKS = 1 << 16
-"""Maximum blocks of an elementwise kernel; with more elements, each thread processes several."""
+"""Maximum number of blocks of an elementwise kernel. With more elements, each thread processes several."""
 MAX_PARTS, MIN_PART_ROWS = 128, 64
-"""Sums over rows: maximum number of parts, and minimum rows of each."""
+"""For sums over rows: maximum number of parts, and minimum number of rows of a part."""
 BLOCK = 1 << 14
-"""Elements of a partial sum of squares."""
+"""Number of elements of a partial sum of squares."""
 SUM_LANES = 64
-"""Threads that add up such a block, one per lane of the summation order of the host."""
+"""Number of threads that sum such a block: one per lane of the host's order of summation."""
 PART_ELEMENTS = 1 << 13
-"""Minimum elements of a channel that one block sums."""
+"""Minimum number of elements of a channel that one block sums."""
 PACK_BYTES = 16
-"""Bytes that a thread reads and writes at a time, in kernels over packs."""
+"""Number of bytes that a thread reads or writes at a time, in kernels over packs."""
 OPTIONS = ("--fmad=false", "--std=c++17")
-"""Compiler options. Without fused multiply-adds, updates have the bits that the host computes; the first option is
-omitted for bfloat16, which has no updates."""
+"""Compiler options. Without fused multiply-adds, updates have the same bits as on the host. The first option is omitted
+for bfloat16, for which there are no updates."""
 
 Body = Callable[..., Any]
 
 
 @functools.cache
 def load_kernel_module(kind: int, gpu: int) -> Any:
-    """Return the kernels for a format (64, 32 or 16 bits), compiled on first use for the current GPU; CuPy caches them
-    on disk."""
+    """Return the kernels for a format (`kind`: 64, 32 or 16 bits), compiled on first use for the current GPU. CuPy
+    caches them on disk."""
     return _build_module("kernels.cu", *OPTIONS[kind == 16 :], f"-DKIND={kind}")
 
 
 @functools.cache
 def load_attention_module(features: int, gpu: int) -> Any:
-    """Return the kernels of bfloat16 attention for heads with `features` features, for the current GPU."""
+    """Return the kernels of bfloat16 attention for heads with `features` features, compiled for the current GPU."""
     return _build_module("attention.cu", "--std=c++17", "--use_fast_math", f"-DHEAD={features}")
 
 
@@ -56,7 +57,7 @@ def _build_module(source: str, *options: str) -> Any:
 
 
 class KernelLauncher:
-    """Launcher of kernels for one format. `wide`: the dtype of sums."""
+    """Launcher of kernels for one format. `wide`: the dtype in which sums are computed."""
 
     def __init__(self, kind: int) -> None:
         self.kind, self.xp = kind, import_cupy()
@@ -76,12 +77,14 @@ class KernelLauncher:
         self.launch_elements(name, -(-n // self.pack), *given)
 
     def launch_rows(self, name: str, rows: int, n: int, *given: Any) -> None:
-        """Launch a block for each row of n elements, with a thread for each pack."""
+        """Launch a kernel with a block for each row of n elements, and a thread for each pack of the row."""
         self(name, (rows,), *given, threads=min(-(-n // (32 * self.pack)) * 32, THREADS_PER_BLOCK))
 
     def compute_partial_sums(self, name: str, rows: int, n: int, arrays: int, *given: Any) -> list[Any]:
-        """Return sums of n columns, each over a part of the rows. `given`: the arguments of the kernel before these
-        arrays, and, as a tuple, those at its end."""
+        """Return `arrays` arrays of partial sums of n columns, in which each row is the sum over one part of the rows.
+
+        `given`: the kernel's arguments that precede these arrays, followed by a tuple of its last arguments.
+        """
         count = max(min(rows // MIN_PART_ROWS, MAX_PARTS), 1)
         some = -(-rows // count)
         count = -(-rows // some)
@@ -90,7 +93,7 @@ class KernelLauncher:
         return made
 
     def write_total_of_parts(self, parts: Any, out: Any, add: bool) -> None:
-        """Write the sum of the parts to out, or add it."""
+        """Write the sum of the parts to out, or add it to out."""
         name = "add_parts_wide" if out.dtype == self.wide else "add_parts"
         self.launch_elements(name, out.size, parts, out, parts.shape[0], out.size, add)
 
@@ -101,8 +104,8 @@ def _load_kernel_function(source: Callable[[int, int], Any], variant: int, gpu: 
 
 
 def _convert_kernel_argument(value: Any) -> Any:
-    """Return a number as the kernels declare it: `int` for a bool, `number` for an int, `double`; None becomes a null
-    pointer, and arrays stay as they are."""
+    """Return a number in the type that the kernels declare: `int` for a bool, `number` for an int, `double` for a
+    float. None becomes a null pointer, and arrays stay unchanged."""
     kind: Any = type(value)
     return _convert_number(kind, value) if kind in SCALAR_CONVERSIONS else value
 
@@ -119,7 +122,7 @@ def _convert_number(kind: Any, value: Any) -> Any:
 
 @functools.cache
 def get_kernel_format(dtype: Any) -> int:
-    """Return the kernel format of a dtype, in bits; 0 if there is none."""
+    """Return the kernel format of a dtype in bits; 0 if no kernel supports it."""
     return {"float64": 64, "float32": 32, "bfloat16": 16}.get(np.dtype(dtype).name, 0)
 
 
@@ -127,11 +130,11 @@ GPU_KERNELS: dict[str, tuple[tuple[str, ...], Body]] = {}
 
 
 def register_gpu_kernel(roles: str) -> Callable[[Body], Body]:
-    """Return a decorator that registers a function as the GPU code of the kernel of its name.
+    """Return a decorator that registers a function as the GPU implementation of the kernel of the same name.
 
-    `roles`: one word for each positional argument. real: array of the format. wide: of the dtype of sums. sum: either.
-    double: float64. index, mask: integers, booleans. All of these are contiguous; view: real, of any strides. any: not
-    an array. 0: only 0 or None. `?`: may be None.
+    `roles`: one word for each positional argument. real: an array of the launcher's format. wide: an array of the dtype
+    of sums. sum: either of these. double: float64. index, mask: integers, booleans. These arrays are contiguous. view:
+    like real, with any strides. any: not an array. 0: only 0 or None. A final `?`: may be None.
     """
 
     def register(body: Body) -> Body:
@@ -142,14 +145,14 @@ def register_gpu_kernel(roles: str) -> Callable[[Body], Body]:
 
 
 def find_gpu_kernel(name: str, arguments: tuple[Any, ...]) -> Body | None:
-    """Return the GPU code of kernel `name` for these arguments, to be called with the namespace before them; None if
-    there is none for arrays of these dtypes, or the arrays are not contiguous, or empty."""
+    """Return the GPU implementation of the kernel `name` for these arguments; it is called with the namespace before
+    them. Return None if there is none for arrays of these dtypes, or if an array is empty or not contiguous."""
     return _find_kernel_for_dtypes(name, tuple(map(_describe_argument, arguments))) if name in GPU_KERNELS else None
 
 
 Sign = tuple[np.dtype[Any], bool, bool] | Literal["", "0", "None"]
-"""Properties of an argument that decide the choice of a kernel: of an array its dtype, whether it is contiguous, and
-whether it is empty; of anything else, whether it is None, or a number that is 0."""
+"""Properties of an argument on which the choice of a kernel depends. For an array: its dtype, whether it is contiguous,
+and whether it is empty. For anything else: whether it is None, or a number equal to 0."""
 
 
 def _describe_argument(value: Any) -> Sign:
@@ -158,11 +161,11 @@ def _describe_argument(value: Any) -> Sign:
     return "None" if value is None else "0" if isinstance(value, (bool, int, float)) and not value else ""
 
 
-@functools.lru_cache(1 << 12)  # each step asks for the same ones, and the GPU waits for the host
+@functools.lru_cache(1 << 12)  # cached, since each step asks for the same kernels while the GPU waits for the host
 def _find_kernel_for_dtypes(name: str, signs: tuple[Sign, ...]) -> Body | None:
     roles, body = GPU_KERNELS[name]
     arrays = [sign for sign in signs if not isinstance(sign, str)]
-    # the narrowest of the floating-point formats; 0: one that no kernel takes
+    # the narrowest of the floating-point formats; 0 if no kernel supports one of them
     kind = min((get_kernel_format(dtype) for dtype, _, _ in arrays if dtype.kind not in "biu"), default=0)
     wide = 64 if kind == 64 else 32
     if kind == 0 or any(empty for _, _, empty in arrays):
@@ -357,7 +360,7 @@ def cross_entropy_backward(
 # -- attention -------------------------------------------------------------------------------------------------------
 
 WARPS, OWN, SUMS, MOST_FEATURES, AMPERE = 4, 64, 8, 128, 80
-"""Constants as in `attention.cu`, where a block computes `SUMS` sums; `AMPERE` is the lowest compute capability with
+"""Constants as in `attention.cu`, where a block computes `SUMS` sums. `AMPERE` is the lowest compute capability with
 matrix products of bfloat16."""
 
 
@@ -397,8 +400,8 @@ def attention_backward(
 
 
 def _can_use_attention_kernel(launch: KernelLauncher, *matrices: Any) -> bool:
-    """Return whether `attention.cu` takes these arrays (B, H, T, D): bfloat16, rows of packs of 16 bytes, and a GPU
-    with matrix products of bfloat16."""
+    """Return whether `attention.cu` supports these arrays (B, H, T, D): bfloat16, with rows that are packs of 16 bytes,
+    on a GPU with matrix products of bfloat16."""
     if launch.kind != 16 or int(launch.xp.cuda.Device().compute_capability) < AMPERE:
         return False
     d = matrices[0].shape[3]
@@ -421,7 +424,7 @@ def _launch_attention_kernel(name: str, features: int, blocks: int, *given: Any)
 
 
 def _iterate_view_arguments(*matrices: Any) -> Iterator[Any]:
-    """Yield the address of each array, and its strides between samples, heads and rows in elements."""
+    """Yield the address of each array, and its strides, in elements, between samples, heads and rows."""
     for x in matrices:
         yield np.uint64(x.data.ptr)
         yield from (stride // 2 for stride in x.strides[:3])
@@ -439,7 +442,8 @@ def _attention_of_each_sample_into(
     window: int,
     segments: Any,
 ) -> None:
-    """Compute attention by products of whole matrices, one sample at a time, so that only its scores are in memory."""
+    """Compute attention by products of entire matrices, one sample at a time, so that only the scores of one sample are
+    in memory."""
     xp, (b, h, t, _), (_, shared, n, _) = launch.xp, q.shape, k.shape
     scores, p = xp.empty((h, t, n), dtype=launch.wide), xp.empty((h, t, n), dtype=q.dtype)
     turns = _slice_heads_without_sharing(h, shared)
@@ -460,7 +464,7 @@ def _attention_backward_of_each_sample_into(
     scores, dp = (xp.empty((h, t, n), dtype=launch.wide) for _ in range(2))
     p, ds = (xp.empty((h, t, n), dtype=q.dtype) for _ in range(2))
     turns = _slice_heads_without_sharing(h, shared)
-    sums = [xp.empty((n, shared, d), dtype=launch.wide) for _ in range(2)]  # sums over queries that share keys
+    sums = [xp.empty((n, shared, d), dtype=launch.wide) for _ in range(2)]  # sums over query heads that share keys
     for i in range(b):
         for heads in turns:
             run_batched_gemm_into(scores[heads], q[i, heads], k[i].swapaxes(1, 2), scale)
@@ -477,14 +481,14 @@ def _attention_backward_of_each_sample_into(
 
 
 def _slice_heads_without_sharing(heads: int, shared: int) -> list[slice]:
-    """Return slices of query heads in which each head has its own among the `shared` heads of keys; together they cover
-    all heads."""
+    """Return slices of the query heads that together cover all heads. In each slice, every head has a different one of
+    the `shared` heads of keys."""
     group = heads // shared
     return [slice(first, None, group) for first in range(group)]
 
 
 def _as_int64_segments(segments: Any) -> Any:
-    """Return the segments in the dtype that the kernels take."""
+    """Return the segments in the dtype that the kernels expect, int64."""
     return None if segments is None else segments.astype(np.int64, copy=False)
 
 
@@ -541,15 +545,16 @@ def drop_backward(launch: KernelLauncher, dy: Any, keep: Any, p: float) -> Any:
 # -- convolutions ------------------------------------------------------------------------------------------------------
 
 MAX_COLUMN_ELEMENTS = 1 << 26
-"""Maximum elements of a matrix of windows (im2col)."""
+"""Maximum number of elements of an im2col matrix, which contains all windows."""
 LONG_SUM_ELEMENTS = 1 << 13
-"""Length of a sum from which a single product is faster than a batched one (microseconds instead of milliseconds)."""
+"""Length from which a sum is faster in a single product than in a batched one (microseconds instead of
+milliseconds)."""
 
 
 @register_gpu_kernel("view real real? any any view?")
 def correlate(launch: KernelLauncher, x: Any, weight: Any, bias: Any, strides: Any, sizes: Any, out: Any = None) -> Any:
-    """Compute the correlation as one product with the matrix of all windows (im2col, Chellapilla et al. 2006), or of
-    some of them at a time."""
+    """Compute the correlation by products with the matrix of all windows (im2col, Chellapilla et al. 2006), or of some
+    windows at a time."""
     made = (x.shape[0], weight.shape[0], *sizes)
     y = launch.xp.empty(made, dtype=x.dtype) if out is None else out
     flat, matrix = _view_by_group(y, strides[4]), _view_by_group(weight, strides[4], 0)
@@ -596,8 +601,8 @@ def correlate_backward_params(launch: KernelLauncher, x: Any, dy: Any, strides: 
 
 
 def _sum_products_over_samples(launch: KernelLauncher, a: Any, b: Any) -> Any:
-    """Return the sum over samples of a @ b, (groups, m, n). cuBLAS splits a long sum over blocks in a single product,
-    but not in a batched one."""
+    """Return the sum over samples of a @ b, (groups, m, n). cuBLAS splits a long sum over blocks only in a single
+    product, not in a batched one."""
     count, groups, m, k = a.shape
     alone = k >= LONG_SUM_ELEMENTS and groups == 1
     made = launch.xp.empty((1 if alone else count, groups, m, b.shape[3]), dtype=launch.wide)
@@ -618,15 +623,15 @@ def _write_or_add_gradient(into: Any, value: Any) -> None:
 
 
 def _view_by_group(a: Any, groups: int, dim: int = 1) -> Any:
-    """Return a view (samples, groups, channels of a group, cells), or for weights, without samples, (groups, outputs,
-    inputs)."""
+    """Return a view (samples, groups, channels of a group, cells); for weights, which have no samples, (groups,
+    outputs, inputs)."""
     shape = *a.shape[:dim], groups, a.shape[dim] // groups, math.prod(a.shape[dim + 1 :])
     return a.reshape(shape)
 
 
 def _iterate_im2col_slices(rows: int, result: tuple[int, ...]) -> Iterator[tuple[slice, int, int]]:
-    """Yield pieces (samples, first row of the result, rows) whose matrix of windows, with `rows` rows, has at most
-    `MAX_COLUMN_ELEMENTS` elements."""
+    """Yield slices (samples, first row of the result, number of rows) whose im2col matrix, which has `rows` rows, has
+    at most `MAX_COLUMN_ELEMENTS` elements."""
     samples, _, high, *others = result
     line = rows * math.prod(others)
     if not line * high:
@@ -642,16 +647,16 @@ def _iterate_im2col_slices(rows: int, result: tuple[int, ...]) -> Iterator[tuple
 
 
 def _is_pointwise(strides: Any, cells: Any, sizes: Any) -> bool:
-    """Return whether the window is one cell and each output belongs to the cell at its own index, so that no im2col is
-    needed."""
+    """Return whether the window is a single cell and each output belongs to the cell at its own index, so that im2col
+    is not needed."""
     return {*strides[0], *strides[1]} == {1} and not any(strides[3]) and tuple(cells) == tuple(sizes)
 
 
 def _iterate_im2col_columns(
     launch: KernelLauncher, x: Any, strides: Any, sizes: tuple[int, ...]
 ) -> Iterator[tuple[slice, slice, Any]]:
-    """Yield samples, cells of the result, and the inputs under their windows, (samples, groups, inputs x places,
-    cells)."""
+    """Yield a slice of samples, a slice of cells of the result, and the inputs under the windows of these cells,
+    (samples, groups, inputs x places of the window, cells)."""
     x, groups, places = launch.xp.ascontiguousarray(x), strides[4], math.prod(strides[0])
     if _is_pointwise(strides, x.shape[2:], sizes):
         yield slice(None), slice(None), _view_by_group(x, groups)
@@ -667,7 +672,7 @@ def _iterate_im2col_columns(
 
 
 def _multiply_groups_into(out: Any, a: Any, b: Any, accumulate: bool = False) -> None:
-    """Compute out = a @ b for each sample and group, or add it. The operands need not have a dim of samples."""
+    """Compute out = a @ b for each sample and group, or add this to out. The operands may lack the dim of samples."""
     a, b = (m if m.ndim == 4 else import_cupy().broadcast_to(m, (len(out), *m.shape)) for m in (a, b))
     if out.shape[1] == 1:
         run_batched_gemm_into(out[:, 0], a[:, 0], b[:, 0], accumulate=accumulate)
@@ -677,13 +682,13 @@ def _multiply_groups_into(out: Any, a: Any, b: Any, accumulate: bool = False) ->
 
 
 def _get_window_table(launch: KernelLauncher, strides: Any, cells: Any, sizes: Any) -> Any:
-    """Return the kernels' table of a window over a field of `cells` with a result of `sizes`."""
+    """Return the table that describes to the kernels a window over a field of `cells` with a result of `sizes`."""
     return _make_window_table(tuple(strides[:4]), tuple(cells), tuple(sizes), launch.xp.cuda.Device().id)
 
 
 @functools.lru_cache(1 << 10)
 def _make_window_table(strides: tuple[Any, ...], cells: tuple[int, ...], sizes: tuple[int, ...], gpu: int) -> Any:
-    """Return an array of three numbers of each kind, on this GPU; missing dims have neutral values."""
+    """Return an array with three numbers of each kind on this GPU. Missing dims have neutral values."""
     ones = 1, 1, 1, 0, 1, 1
     rows = [(*row, *(one,) * (3 - len(row))) for row, one in zip((*strides, cells, sizes), ones, strict=True)]
     return import_cupy().asarray(np.array(rows, np.int64))
@@ -808,8 +813,8 @@ UPDATES = ("sgd", "momentum", "adam", "lion", "update_moments", "compute_directi
 
 
 def run_optimizer_kernel(name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
-    """Run the update of `fsdpx.optim` with this name on flat arrays of one dtype; return False if there is none for
-    these. `numbers` are converted to that dtype."""
+    """Run the update of `fsdpx.optim` of this name on 1-D arrays of one dtype, to which `numbers` are converted. Return
+    False, without effect, if there is no kernel for these arguments."""
     kinds = {get_kernel_format(array.dtype) for array in arrays}
     (kind, *others) = kinds
     if name not in UPDATES or others or kind not in (32, 64) or not all(a.flags.c_contiguous for a in arrays):

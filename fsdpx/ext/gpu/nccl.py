@@ -1,8 +1,8 @@
-"""Collectives on GPUs by NCCL. Ranks connect through MPI, which also moves arrays of the host and single messages.
+"""Collectives on GPUs by NCCL. Ranks connect through MPI, which also transfers arrays of the host and single messages.
 
-When a call is issued, NCCL's stream waits for the work that this thread has issued on its own stream before; a handle
-is complete when NCCL's stream has reached its event. The host issues all of a call at once, so ranks that make the same
-calls in the same order give NCCL the same order.
+When a call is issued, NCCL's stream waits for the work that this thread has issued on its own stream before. A handle
+is complete when NCCL's stream has reached its event. The host issues all work of a call at once, so ranks that make the
+same calls in the same order issue work to NCCL in the same order.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NCCL_BOOL_OPERATIONS = {ReduceOp.SUM: MAX, ReduceOp.MAX: MAX, ReduceOp.PROD: MIN
 
 
 def explain_missing_nccl() -> str | None:
-    """Return the reason why CuPy cannot call NCCL here, or None."""
+    """Return the reason why CuPy cannot use NCCL in this process; None if it can."""
     return None if _import_nccl().available else "CuPy finds no libnccl.so.2: pip install nvidia-nccl-cu13 (or -cu12)"
 
 
@@ -69,18 +69,19 @@ def require_one_gpu_per_rank(rank_gpus: Sequence[RankGpu]) -> None:
 
 
 def open_nccl_communicator(asked: CommunicatorRequest) -> Communicator:
-    """Return a communicator: ranks meet through MPI, each takes a GPU, and NCCL connects these. Collective."""
+    """Return a communicator on GPUs: ranks connect through MPI, each is assigned a GPU, and NCCL connects the GPUs.
+    Collective."""
     carrier = open_mpi(asked)
     require_one_gpu_per_rank(assign_and_select_gpus(carrier, asked.device_map))
     return NcclCommunicator(carrier, asked.settings.timeout or DEFAULT_TIMEOUT_SECONDS)
 
 
 class NcclCommunicator(Backend):
-    """The ranks of `carrier`, each with a GPU of its own.
+    """Communicator of the ranks of `carrier`, each with its own GPU.
 
-    `timeout`: seconds that a wait may last before NCCL's communicator is aborted and CommTimeout raised. float16 and
-    bfloat16 are sent as they are, and the owner of a piece adds them in float32 in rank order, with n elements of
-    scratch: NCCL's own sums would be rounded at each step.
+    `timeout`: maximum seconds of a wait; after that, NCCL's communicator is aborted and CommTimeout is raised. float16
+    and bfloat16 are sent unconverted, and the owner of a piece adds them in float32 in rank order, with scratch memory
+    for n elements. NCCL itself would round sums at each step.
     """
 
     def __init__(self, carrier: Communicator, timeout: float) -> None:
@@ -95,8 +96,8 @@ class NcclCommunicator(Backend):
         self.link: Any = self._create_nccl_communicator() if self.size > 1 else None
 
     def _create_nccl_communicator(self) -> Any:
-        """Return NCCL's communicator of these ranks. Collective: rank 0 creates its id, and all ranks have it before
-        one initializes."""
+        """Return NCCL's communicator of these ranks. Collective: rank 0 creates its id, and all ranks receive the id
+        before any of them initializes."""
         name = self.carrier.all_gather_data(self.nccl.get_unique_id() if self.rank == 0 else None)[0]
         self.carrier.barrier(what="NCCL").wait()
         return self.nccl.NcclCommunicator(self.size, name, self.rank)
@@ -105,7 +106,7 @@ class NcclCommunicator(Backend):
         return f"NcclCommunicator(rank={self.rank}, size={self.size})"
 
     def set_timeout(self, seconds: float) -> None:
-        """Set the seconds that a single wait may last from now on."""
+        """Set the maximum seconds of a single wait from now on."""
         self.timeout = seconds
 
     # -- calls -----------------------------------------------------------------------------------
@@ -120,7 +121,7 @@ class NcclCommunicator(Backend):
         return self.carrier.start_transfer(call) if isinstance(self.carrier, Backend) else self.carrier.issue(call)
 
     def _take_next_tag(self) -> int:
-        """Return a tag of the carrier, which sends the messages of host arrays."""
+        """Return a message tag of `carrier`, which sends the messages of host arrays."""
         return self.carrier._take_next_tag() if isinstance(self.carrier, Backend) else super()._take_next_tag()
 
     def start_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
@@ -162,7 +163,7 @@ class NcclCommunicator(Backend):
         return ()
 
     def _broadcast_pieces_from_owners(self, array: Array, cut: FlatPartition) -> None:
-        """Broadcast each piece from its owner, which has it in place, to all ranks."""
+        """Broadcast each piece from its owner, which holds it in place in `array`, to all ranks."""
         with self._grouping_nccl_calls():
             for root in range(self.size):
                 if (part := cut.get_piece(array, root)).size:
@@ -175,7 +176,7 @@ class NcclCommunicator(Backend):
         if is_half(send.dtype):
             return self._send_to_owners_and_add(send, recv, cut, call.op)
         own = cut.get_piece(send, self.rank)
-        target = own if is_in_place(send, recv) else recv  # the start of `send` is still to be sent
+        target = own if is_in_place(send, recv) else recv  # the start of `send` must still be sent
         op = _get_nccl_operation(call.op, send)
         if cut.even and cut.total:
             self.link.reduceScatter(
@@ -246,7 +247,8 @@ class NcclCommunicator(Backend):
         return ()
 
     def _send_to_owners_and_add(self, send: Array, recv: Array, cut: FlatPartition, op: ReduceOp) -> Iterable[Array]:
-        """Send every piece to its owner, which adds in float32, in rank order, and rounds once; return the scratch."""
+        """Send every piece to its owner, which adds the pieces in float32, in rank order, and rounds the sum once.
+        Return the scratch arrays."""
         own = cut.get_piece(send, self.rank)
         rows = self.xp.empty((self.size, own.size), dtype=send.dtype)
         others = self._list_other_ranks()
@@ -299,14 +301,14 @@ class NcclCommunicator(Backend):
         self.carrier.abort(code)
 
     def abort_nccl(self) -> None:
-        """Abort all NCCL work of this rank, without the other ranks."""
+        """Abort all NCCL work of this rank only."""
         link, self.link = self.link, None
         if link is not None:
             link.abort()
 
 
 class _NcclWork:
-    """The handle of work issued on NCCL's stream. It keeps the arrays alive: CuPy reuses unreferenced memory at
+    """Handle for work issued on NCCL's stream. It keeps the arrays alive, since CuPy reuses unreferenced memory at
     once."""
 
     __slots__ = ("_arrays", "_comm", "_event", "_where")

@@ -1,9 +1,9 @@
-"""Synchronization between GPU streams: all rules are here.
+"""Synchronization between GPU streams. All rules are here.
 
-Layers compute on the current stream of their thread, where kernels run one after another. Concurrent work, copies and
-NCCL, is on a `SideStream`: it starts after all that the thread has issued until then, and an event marks its end.
-Memory is passed on, to MPI, to a layer or back to a pool, only after the host has seen that event. A library without
-streams, such as MPI, gets GPU memory after `synchronize`.
+Layers compute on the current stream of their thread, on which kernels run one after another. Concurrent work, that is
+copies and NCCL, is issued on a `SideStream`: it starts after everything that the thread has issued before, and an event
+marks its end. Memory is passed on to MPI, to a layer or back to a pool only after the host has seen that event. A
+library without streams, such as MPI, gets GPU memory after `synchronize`.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ TO_GPU, TO_HOST = 1, 2  # cudaMemcpyKind
 
 
 def synchronize() -> None:
-    """Wait until the GPU has done all that this thread has issued."""
+    """Wait until the GPU has completed all work that this thread has issued."""
     import_cupy().cuda.get_current_stream().synchronize()
 
 
 class SideStream:
-    """A stream concurrent with the compute stream, on the GPU that is current at construction."""
+    """A stream that runs concurrently with the compute stream, on the GPU that is current when it is constructed."""
 
     def __init__(self) -> None:
         self.stream = import_cupy().cuda.Stream(non_blocking=True)
 
     def wait_for_current_stream(self) -> None:
-        """Make work that is issued here from now on wait for all that this thread has issued."""
+        """Make work that is issued on this stream from now on wait for all work that this thread has issued."""
         cuda = import_cupy().cuda
         self.stream.wait_event(cuda.get_current_stream().record(cuda.Event(disable_timing=True)))
 
     @contextmanager
     def issuing_on_stream(self) -> Iterator[Any]:
-        """Let CuPy issue the block on this stream, after all that this thread has issued; yield the event at its
-        end."""
+        """Make CuPy issue the work of the block on this stream, after all work that this thread has issued. Yield the
+        event that marks the end of the block's work."""
         self.wait_for_current_stream()
         end = import_cupy().cuda.Event(disable_timing=True)
         with self.stream:
@@ -49,8 +49,8 @@ class SideStream:
         end.record(self.stream)
 
     def start_copy(self, target: Any, source: Any) -> StreamEvent:
-        """Start copying source to target, one of them pinned host memory, as bytes. Neither may be changed or freed
-        until the returned event is done."""
+        """Start copying source to target as bytes; one of them is pinned host memory. Neither may be changed or freed
+        until the returned event is complete."""
         down = is_on_gpu(source)
         ends = _get_address(target), _get_address(source)
         with use_gpu_of(source if down else target):
@@ -61,7 +61,7 @@ class SideStream:
 
 
 class StreamEvent:
-    """The handle of a stream's work up to an event."""
+    """Handle for the work of a stream up to an event."""
 
     __slots__ = ("_event",)
 
@@ -76,7 +76,7 @@ class StreamEvent:
 
 
 def get_copy_stream_after_current(array: Any) -> SideStream:
-    """Return the copy stream of the GPU that has `array`; it waits for all that this thread has issued."""
+    """Return the copy stream of the GPU that holds `array`. It waits for all work that this thread has issued."""
     number = get_gpu_number(array)
     assert number is not None
     with use_gpu_of(array):
@@ -87,12 +87,13 @@ def get_copy_stream_after_current(array: Any) -> SideStream:
 
 @cache
 def _make_side_stream(number: int) -> SideStream:
-    """Return the copy stream of a GPU, one for each: it has one copy engine per direction."""
+    """Return the copy stream of a GPU. Each GPU has one, since it has one copy engine per direction."""
     return SideStream()
 
 
 def allocate_pinned(nbytes: int) -> np.ndarray:
-    """Return `nbytes` bytes of pinned host memory, for asynchronous copies; CuPy keeps it for the next request."""
+    """Return `nbytes` bytes of pinned host memory, for asynchronous copies. CuPy reuses the memory after it is
+    freed."""
     return np.frombuffer(import_cupy().cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
 
 

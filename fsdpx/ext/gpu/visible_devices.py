@@ -1,7 +1,7 @@
 """The GPU of each rank, agreed on by all ranks, and whether the MPI library accepts GPU arrays.
 
-The library's own answer is only a hint. A child job decides, because a library that does not accept them ends the
-process that tries.
+The library's own answer is only a hint. A child job decides, because a library that does not accept GPU arrays ends the
+process that passes them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 MODULE = "fsdpx.ext.gpu.visible_devices"
-"""This module, which the child job runs."""
+"""Name of this module, which the child job runs."""
 PROBE_ELEMENTS = 1 << 18
 PROBE_OUTPUT = "fsdpx: MPI has moved and added arrays of a GPU"
 PROBE_TIMEOUT_SECONDS = 60.0
@@ -46,7 +46,7 @@ CUDA = 0  # MPIX_GPU_SUPPORT_CUDA
 
 
 class GpuAwareness(NamedTuple):
-    """Whether MPI takes GPU arrays. `able`: they are passed to MPI; otherwise they are copied through the host.
+    """Whether MPI accepts GPU arrays. `able`: they are passed to MPI; otherwise they are copied through the host.
     `evidence`: the reasons, as text."""
 
     able: bool
@@ -54,9 +54,11 @@ class GpuAwareness(NamedTuple):
 
 
 def agree_on_gpu_awareness(world: Communicator) -> GpuAwareness | None:
-    """Decide once for all ranks whether GPU arrays are passed to MPI, and set it for the MPI communicator inside
-    `world` and its later groups. Return None without MPI. Collective; raise ConfigError on all ranks if
-    FSDPX_GPU_AWARE_MPI=1 and the probe fails."""
+    """Decide for all ranks whether GPU arrays are passed to MPI, and set this for the MPI communicator inside `world`
+    and for groups split from it later. Return None without MPI.
+
+    Collective. Raise ConfigError on all ranks if FSDPX_GPU_AWARE_MPI=1 and the probe fails.
+    """
     inner: Any = find_inner_with_attribute(world, "takes_gpus")
     if inner is None:
         return None
@@ -72,9 +74,10 @@ def agree_on_gpu_awareness(world: Communicator) -> GpuAwareness | None:
 
 
 def probe_gpu_awareness(wanted: bool | None) -> GpuAwareness:
-    """Return whether the MPI library of this process takes GPU arrays.
+    """Return whether the MPI library of this process accepts GPU arrays.
 
-    wanted : False: do not pass them to MPI; True: only the probe decides; None: probe if the library claims to
+    `wanted`: False: no, without a probe; True: only the probe decides; None: probe only if the library claims to accept
+    them.
     """
     if wanted is False:
         return GpuAwareness(False, ("FSDPX_GPU_AWARE_MPI=0",))
@@ -86,12 +89,12 @@ def probe_gpu_awareness(wanted: bool | None) -> GpuAwareness:
 
 
 def list_gpu_awareness_claims() -> list[tuple[bool, str]]:
-    """Return the loaded MPI library's own answers: whether each means yes, and its text."""
+    """Return the answers of the loaded MPI library: for each, whether it means yes, and its text."""
     from mpi4py import MPI
 
     found, path = list[tuple[bool, str]](), find_mpi_library_path()
     if path is not None:
-        library = ctypes.CDLL(path)  # its symbols are not in the global namespace if mpi4py loaded it
+        library = ctypes.CDLL(path)  # if mpi4py loaded it, its symbols are not in the global namespace
         if (query := getattr(library, "MPIX_Query_cuda_support", None)) is not None:
             found.append((bool(query()), f"MPIX_Query_cuda_support() = {query()}"))
         elif (query := getattr(library, "MPIX_GPU_query_support", None)) is not None:
@@ -105,7 +108,7 @@ def list_gpu_awareness_claims() -> list[tuple[bool, str]]:
 
 
 def find_mpi_library_path() -> str | None:
-    """Return the file of the MPI library that this process has loaded."""
+    """Return the path of the MPI library that this process has loaded, or None if it is unknown."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
@@ -115,8 +118,11 @@ def find_mpi_library_path() -> str | None:
 
 
 def probe_gpu_transfer_in_child(launcher: list[str] | None = None) -> tuple[bool, str]:
-    """Return whether a child job moved and added GPU arrays, and the outcome as text. `launcher`: the command that
-    starts it, by default with two ranks, or one if there is no mpiexec."""
+    """Run a child job that sends and reduces GPU arrays by MPI. Return whether it succeeded, and the outcome as text.
+
+    `launcher`: the command that starts the job, by default mpiexec with two ranks, or no launcher if there is no
+    mpiexec.
+    """
     if launcher is None:
         beside = Path(sys.executable).with_name("mpiexec")
         found = str(beside) if beside.exists() else shutil.which("mpiexec")
@@ -145,7 +151,7 @@ def probe_gpu_transfer_in_child(launcher: list[str] | None = None) -> tuple[bool
 
 
 class RankGpu(NamedTuple):
-    """The GPU of a rank. `gpu`: its number, as the process sees them. `bus`: its PCI address."""
+    """The GPU of a rank. `gpu`: its number among the GPUs visible to the process. `bus`: its PCI address."""
 
     host: str
     local_rank: int
@@ -154,8 +160,8 @@ class RankGpu(NamedTuple):
 
 
 class _RankFacts(NamedTuple):
-    """A rank's description of itself. `known`: its number among all ranks of its host, if the communicator has only
-    some of them. `why`: the reason why it cannot take any GPU."""
+    """What a rank reports of itself. `known`: its number among all ranks of its host, if the communicator has only some
+    of these. `why`: the reason why it cannot use a GPU."""
 
     host: str
     process: int
@@ -166,11 +172,11 @@ class _RankFacts(NamedTuple):
 
 
 def assign_and_select_gpus(world: Communicator, device_map: DeviceMap = None) -> list[RankGpu]:
-    """Select this rank's GPU, and decide how its arrays travel; return the rank_gpus of all ranks.
+    """Select this rank's GPU, and decide how its arrays are passed to MPI. Return the GPUs of all ranks.
 
-    Processes of a host take its GPUs in the order of their ranks in `world`, which is MPI's order; if `world` has only
-    some of the ranks, by the local ranks of the launcher. Threads of a process share its GPU. Collective; raise
-    ConfigError on all ranks if one of them has no GPU.
+    Processes of a host are assigned its GPUs in the order of their ranks in `world`, which is MPI's order; if `world`
+    has only some of the ranks, by the local ranks of the launcher. Threads of a process share its GPU. Collective.
+    Raise ConfigError on all ranks if one of them has no GPU.
     """
     found = gather_rank_gpus(world, device_map)
     devices.select_gpu(found[world.rank].gpu)
@@ -190,7 +196,7 @@ def gather_rank_gpus(world: Communicator, device_map: DeviceMap = None) -> list[
 
 
 def find_ranks_sharing_gpus(found: list[RankGpu]) -> list[list[int]]:
-    """Return the groups of ranks that share a GPU."""
+    """Return the groups of ranks that share a GPU; empty if each rank has its own."""
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, rank_gpu in enumerate(found):
         groups.setdefault((rank_gpu.host, rank_gpu.bus), []).append(rank)
@@ -215,8 +221,8 @@ def _assign_gpu(rank: int, facts: list[_RankFacts]) -> RankGpu:
 
 
 def _find_rank_on_host(size: int) -> int | None:
-    """Return this rank's number on its host among all ranks, if there are more than the `size` of the communicator and
-    it is known."""
+    """Return this rank's number on its host among all ranks, or None if it is unknown or the communicator, of `size`
+    ranks, has all of them."""
     opened = default_communicator.get_default()
     if opened is not None and not opened.of_thread and opened.comm.size > size:
         return opened.local_rank
@@ -228,7 +234,8 @@ def _find_rank_on_host(size: int) -> int | None:
 
 
 def main() -> int:
-    """Run the child job: it prints `PROBE_OUTPUT`, or dies as the library ends a process that passes it GPU arrays."""
+    """Run the child job. It prints `PROBE_OUTPUT`, or ends as the MPI library ends a process that passes it GPU
+    arrays."""
     from mpi4py import MPI
 
     comm, cupy = MPI.COMM_WORLD, devices.import_cupy()

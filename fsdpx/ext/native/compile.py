@@ -1,10 +1,10 @@
-"""Machine code for a function and kinds of arguments: the code that Numba compiles and an entry that Python can call,
-linked into one relocatable piece.
+"""Machine code for a function and kinds of arguments: the code that Numba compiles, linked with an entry that Python
+can call into one relocatable piece.
 
-The entry takes the arguments of a Python call. It compares each with the expected kind and returns NotImplemented if
-one differs; otherwise it reads numbers and array pointers, releases the GIL and calls the code that Numba has compiled.
-Object files of the compiler are ELF for x86-64 in the large code model. For other versions of Python and NumPy, Numba's
-own cache on disk is used.
+The entry takes the arguments of a Python call. It compares each argument with the expected kind, and returns
+NotImplemented if one differs. Otherwise it reads numbers and array pointers, releases the GIL, and calls the code that
+Numba has compiled. The compiler's object files are ELF for x86-64 in the large code model. With other versions of
+Python and NumPy, Numba's own cache on disk is used.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from fsdpx.ext.native.code_cache import (
 __all__ = ["compile_dispatcher", "compile_to_machine_code", "enable_disk_cache", "link_code"]
 
 ALLOCATED, PROGRAM, SYMBOLS, RELOCATIONS = 0x2, 1, 2, 4
-"""A flag of sections, and types of them, see <elf.h>."""
+"""A flag and types of sections, see <elf.h>."""
 ADDRESS, RELATIVE, DISTANCE, CALL = 1, 2, 24, 4  # R_X86_64_64, _PC32, _PC64, _PLT32
 FUNCTION, COMMON = 2, 0xFFF2
 
@@ -59,7 +59,7 @@ class _Section(NamedTuple):
 
 
 class _Symbol(NamedTuple):
-    """A symbol. `at`: offset from the start of the code; None: it is not defined in any object."""
+    """A symbol. `at`: offset from the start of the code; None: no object defines it."""
 
     name: str
     kind: int
@@ -68,7 +68,7 @@ class _Symbol(NamedTuple):
 
 
 class _Relocation(NamedTuple):
-    """A place in the code that gets the address of a symbol."""
+    """An offset in the code where the address of a symbol is to be written."""
 
     at: int
     kind: int
@@ -77,7 +77,8 @@ class _Relocation(NamedTuple):
 
 
 def link_code(objects: Sequence[bytes], start: str) -> MachineCode | None:
-    """Link all that `start` reaches; return None if that is not possible."""
+    """Link everything that the function `start` reaches. Return None if the code has a relocation that cannot be
+    resolved."""
     data = bytearray()
     symbols: dict[str, _Symbol] = {}
     places: list[_Relocation] = []
@@ -122,8 +123,8 @@ def link_code(objects: Sequence[bytes], start: str) -> MachineCode | None:
 def _append_object_file(
     content: bytes, data: bytearray, symbols: dict[str, _Symbol], relocations: list[_Relocation]
 ) -> None:
-    """Append the sections of an object file, and its symbols and relocations; of two functions of one name the first
-    counts."""
+    """Append the sections, symbols and relocations of an object file. If two functions have the same name, the first
+    applies."""
     offset, (size, count) = struct.unpack_from("<Q", content, 40)[0], struct.unpack_from("<HH", content, 58)
     sections = [_Section(*struct.unpack_from("<IIQQQQIIQQ", content, offset + n * size)) for n in range(count)]
     begins: dict[int, int] = {}
@@ -155,7 +156,8 @@ def _append_object_file(
 
 
 def enable_disk_cache(dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
-    """Store on disk what the dispatcher of a function, or of a copy of it, compiles. `bare`: Python cannot call it."""
+    """Store on disk what the dispatcher of a function, or of a copy of it, compiles. `bare`: the code has no entry for
+    Python."""
     try:
         dispatcher._cache = KernelCache(dispatcher.py_func, function, fastmath, bare)
     except RuntimeError as error:
@@ -163,10 +165,10 @@ def enable_disk_cache(dispatcher: Any, function: Callable[..., Any], fastmath: A
 
 
 class KernelCache(FunctionCache):
-    """Numba's cache with one file per function, signature and version of the sources; a failing disk is a warning.
+    """Numba's cache with one file per function, signature and version of the sources. If the disk fails, it warns.
 
-    Numba numbers the signatures of a function, and two ranks that compile at the same time can take the same number;
-    and it checks only the kernel's own source file, not those of the functions it calls.
+    Numba's own cache numbers the signatures of a function, so two ranks that compile at the same time can take the same
+    number. It also checks only the kernel's own source file, not those of the functions that the kernel calls.
     """
 
     def __init__(self, copy: Callable[..., Any], function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
@@ -176,12 +178,13 @@ class KernelCache(FunctionCache):
         """Loaded object code by signature, since Numba does not keep it."""
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
-        """Return Numba's key without the function's closure: an intrinsic in it is a different object in every process,
-        each of which would compile again. The names of functions distinguish them."""
+        """Return Numba's key without the function's closure. An intrinsic in it is a different object in every process,
+        so each process would compile again. The names of functions distinguish the keys instead."""
         return sig, codegen.magic_tuple(), self._py_func.__code__.co_code
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Load as Numba does, without its `refresh`, which imports modules that only compiling needs."""
+        """Load an overload as Numba does, but without Numba's `refresh`, which imports modules that only compiling
+        needs."""
         rtsys.initialize(target_context)
         try:
             self._select_cache_file(sig, target_context.codegen())
@@ -204,15 +207,15 @@ class KernelCache(FunctionCache):
         super()._save_overload(sig, data)
 
     def _select_cache_file(self, sig: Any, codegen: Any) -> None:
-        """Select the file of this signature; the caller holds the compiler's lock."""
+        """Select the file of this signature. The caller holds the compiler's lock."""
         key = repr((str(sig), codegen.magic_tuple(), self.made_as, environment.describe_compiler_target()))
         name = f"{self._impl.filename_base}.{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
         self._cache_file: Any = _DigestedFile(Path(self._cache_path, f"{name}.kept"))
 
 
 class _DigestedFile:
-    """One object in a file, in place of Numba's index and data: it is unpickled only if this user or root has written
-    it and its digest fits."""
+    """A file with one object, in place of Numba's index and data files. It is unpickled only if this user or root has
+    written it and its digest is correct."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -261,7 +264,7 @@ RESULTS = {
         "  %wide = fpext float %result to double\n  %out = call ptr @PyFloat_FromDouble(double %wide)",
     ),
 }
-"""Type of a result in memory, and the code that makes it a Python object."""
+"""Type of a result -> its type in memory, and the code that makes it a Python object."""
 
 SUPPORT = """
 declare ptr @malloc(i64)
@@ -341,8 +344,8 @@ another shape."""
 
 
 def compile_to_machine_code(dispatcher: Any, wanted: tuple[str, ...]) -> MachineCode | None:
-    """Return machine code for arguments of these kinds; None if it returns, or calls, something that an entry does not
-    support."""
+    """Return machine code for arguments of these kinds. Return None if the function returns a type, or calls a
+    function, that an entry does not support."""
     arguments = tuple(map(_to_numba_type, wanted))
     _compile_without_gc(dispatcher, arguments)
     found = dispatcher.overloads[arguments]
@@ -357,7 +360,7 @@ def compile_to_machine_code(dispatcher: Any, wanted: tuple[str, ...]) -> Machine
 
 
 def compile_dispatcher(dispatcher: Any, wanted: tuple[str, ...] | None) -> Any:
-    """Return the dispatcher, compiled for arguments of these kinds; if they are declared, for no others."""
+    """Return the dispatcher, compiled for arguments of these kinds, and for no other kinds if these are declared."""
     if wanted is not None:
         _compile_without_gc(dispatcher, tuple(map(_to_numba_type, wanted)))
         if any(word.endswith((" r", " w")) for word in wanted):
@@ -366,8 +369,8 @@ def compile_dispatcher(dispatcher: Any, wanted: tuple[str, ...] | None) -> Any:
 
 
 def _compile_without_gc(dispatcher: Any, arguments: tuple[Any, ...]) -> None:
-    """Compile without garbage collection among the millions of objects that Numba creates, which saves a tenth of the
-    time."""
+    """Compile while garbage collection is off. Numba creates millions of objects, and not collecting them saves a tenth
+    of the time."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -392,7 +395,8 @@ def _parse_dtype(name: str) -> Any:
 
 
 def _make_entry_ir(function: str, wanted: tuple[str, ...], result: Any) -> str:
-    """Return the entry as LLVM assembly. Numba's first two arguments are pointers to the result and to an error."""
+    """Return the entry as LLVM assembly. The first two arguments of Numba's function are pointers to the result and to
+    an error."""
     returned, boxed = RESULTS[result]
     checks, reads, passed = [], [], ["ptr %slot", "ptr %error"]
     for n, word in enumerate(wanted):
@@ -439,7 +443,7 @@ other:
 
 
 def _get_python_type_name(word: str) -> str:
-    """Return the Python type of a kind."""
+    """Return the name of the Python type of arguments of this kind."""
     return "numpy.ndarray" if " " in word else word if "." in word else f"builtins.{word}"
 
 
@@ -458,7 +462,7 @@ def _emit_load_and_type_check(n: int, word: str) -> str:
 
 
 def _emit_number_argument(n: int, word: str) -> tuple[str, str, list[str]]:
-    """Return code that checks a number, code that reads it, and the arguments passed on."""
+    """Return code that checks a number argument, code that reads it, and the arguments to pass to Numba's function."""
     check = _emit_load_and_type_check(n, word) + f"  %fits{n} = and i1 %is{n}, true\n"
     if word == "bool":
         return check, f"  %v{n} = icmp eq ptr %a{n}, @builtins.True\n", [f"i1 %v{n}"]
@@ -469,8 +473,8 @@ def _emit_number_argument(n: int, word: str) -> tuple[str, str, list[str]]:
 
 
 def _emit_array_argument(n: int, word: str) -> tuple[str, str, list[str]]:
-    """Return the same for an array, which Numba takes as two owners, size, item size, data pointer, shape and
-    strides."""
+    """Return code that checks an array argument, code that reads it, and the arguments to pass to Numba's function,
+    which takes an array as two owners, size, item size, data pointer, shape and strides."""
     dtype, ndim, layout, *mode = word.split()
     mask, flags = FLAGS[layout, "".join(mode)]
     check = _emit_load_and_type_check(n, word) + f"  br i1 %is{n}, label %array{n}, label %other\narray{n}:\n"
