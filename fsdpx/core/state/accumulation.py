@@ -1,7 +1,7 @@
-"""Gradient accumulation: microbatch by microbatch and rank by rank, or along a fixed tree over chunks of the batch.
+"""Gradient accumulation: in the order of microbatches and ranks, or along a fixed tree over chunks of the batch.
 
-The `Accumulation` of a placement decides everything that depends on this: how a batch is split, how many partial sums
-are alive, which buffers and transfers reduces need, and whether sums may depend on how pages are sharded.
+The `Accumulation` of a placement decides everything that depends on this choice: how a batch is split, how many partial
+sums are alive at once, which buffers and transfers reduces need, and whether sums may depend on how pages are sharded.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 
 
 MAX_MICROBATCHES = 1 << 16
-"""Largest number of microbatches, or of chunks: the text of a program grows with it."""
+"""Largest number of microbatches or chunks. Programs grow with this number."""
 
 
 def require_valid_chunks(chunks: int | None, microbatches: int | None) -> None:
@@ -56,7 +56,7 @@ def require_valid_chunks(chunks: int | None, microbatches: int | None) -> None:
 
 
 class SequentialAccumulation:
-    """Accumulation in the order in which microbatches run, and in the order in which the collectives add ranks."""
+    """Accumulation in the order in which microbatches run and in which collectives add the contributions of ranks."""
 
     bitwise = False
     """True if results must not depend on the number of ranks and on how pages are sharded."""
@@ -72,11 +72,12 @@ class SequentialAccumulation:
     # -- batches -------------------------------------------------------------------------------------------------------
 
     def count_microbatches(self, wanted: int) -> int:
-        """Return the number of microbatches that each rank runs."""
+        """Return the number of microbatches that each rank runs. wanted: number that was asked for."""
         return wanted
 
     def find_microbatch_bounds(self, rows: Sequence[int], rank: int, microbatches: int) -> list[int]:
-        """Return the bounds of the microbatches within a rank's samples. rows: samples of all data ranks."""
+        """Return the bounds of the microbatches within the samples of a rank. rows: number of samples of each data
+        rank."""
         return [rows[rank] * m // microbatches for m in range(microbatches + 1)]
 
     def count_rows_of_largest_microbatch(self, rows: Sequence[int], microbatches: int) -> int:
@@ -88,15 +89,15 @@ class SequentialAccumulation:
         return True
 
     def guess_rows_of_all_ranks(self, rows: int) -> tuple[int, ...]:
-        """Return the samples of every data rank, assuming that each gets as many as this one."""
+        """Return the number of samples of each data rank, assuming that this rank's number `rows` is typical."""
         return (rows,) * self.ranks
 
     def get_rows_of_rank(self, rows: int, rank: int) -> range:
-        """Return which samples of a global batch belong to a data rank."""
+        """Return which samples of a global batch of `rows` samples belong to a data rank."""
         return range(rows * rank // self.ranks, rows * (rank + 1) // self.ranks)
 
     def require_partial_batch_support(self, what: str, why: str) -> None:
-        """Raise ConfigError if a part of a global batch cannot be trained on."""
+        """Raise ConfigError if training on a part of a global batch is not possible."""
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
@@ -105,14 +106,14 @@ class SequentialAccumulation:
         return FullGradient(buffer, keep_offset)
 
     def add_reduced_sum(self, total: Any, part: Any) -> Any:
-        """Add a reduced sum to the part, unless it was reduced into the part directly."""
+        """Add a reduced sum to the part, unless the reduce wrote directly into the part."""
         if not has_same_address(total, part):
             part += total
         return part
 
     @property
     def needs_join(self) -> bool:
-        """True if parts are not yet the complete gradient when the last of them is settled."""
+        """True if the parts still have to be summed over replicas after the last reduce is settled."""
         return self.axes.replica.size > 1
 
     def start_all_reduce_over_replicas(self, part: Any, reduction: Reduction) -> TimedTransfer:
@@ -123,7 +124,7 @@ class SequentialAccumulation:
         return TimedTransfer(handle, lambda: part)
 
     def count_scratch_bytes(self, kind: str, route: CodecRoute, page: ShardedPage, itemsize: int) -> int:
-        """Return the bytes of scratch memory of a page's reduce ("carry", "trade") or join ("join")."""
+        """Return the bytes of the scratch memory for a page's reduce ("carry" or "trade") or join ("join")."""
         if kind == "trade":
             return 0
         shard, replica = self.axes.shard.size, self.axes.replica.size
@@ -134,8 +135,8 @@ class SequentialAccumulation:
     def predict_transfers(
         self, route: CodecRoute, page: ShardedPage, own: int, itemsize: int
     ) -> tuple[Transfers, Transfers]:
-        """Return the collectives of a page's reduce and join, and the bytes that this rank sends in each. own: number
-        of elements of this rank's shard that it owns in an all-reduce over replicas."""
+        """Return the collectives of a page's reduce and of its join, with the bytes that this rank sends in each. own:
+        number of elements of this rank's shard that the rank owns in an all-reduce over replicas."""
         shard, replica = self.axes.shard, self.axes.replica
         return (
             route.shard.predict_transfers(page.counts, shard.rank, itemsize),
@@ -144,8 +145,9 @@ class SequentialAccumulation:
 
 
 class TreeAccumulation:
-    """Accumulation of equal chunks of the global batch along one binary tree over chunk numbers: the same bits on any
-    number of ranks. Reduces wait for all partial sums of a rank, because reducing them together costs fewer bytes."""
+    """Accumulation of equal chunks of the global batch along one binary tree over chunk numbers, which gives the same
+    bits on any number of ranks. A reduce waits for all partial sums of a rank, because reducing them together sends
+    fewer bytes."""
 
     bitwise = True
 
@@ -209,7 +211,7 @@ class TreeAccumulation:
         return ChunkGradients(split(buffer), self.mine, self.total, self._nodes_of_shard_ranks)
 
     def add_reduced_sum(self, total: Any, part: Any) -> Any:
-        """Keep the partial sums separate until all of them are there."""
+        """Return the partial sums unchanged: they are added only when all of them have arrived."""
         return total
 
     def start_all_reduce_over_replicas(self, part: PartialSums, reduction: Reduction) -> TimedTransfer:
@@ -218,8 +220,8 @@ class TreeAccumulation:
         return TimedTransfer(COMPLETED, lambda: total)
 
     def count_scratch_bytes(self, kind: str, route: CodecRoute, page: ShardedPage, itemsize: int) -> int:
-        """Return the bytes of the partial sums received; those of the shard axis stay until the replicas have exchanged
-        theirs."""
+        """Return the bytes of the partial sums that this rank receives. Those over the shard axis are kept until the
+        replicas have exchanged theirs."""
         if kind != "trade":
             return 0
         own_elements = page.own_range.size
@@ -233,7 +235,8 @@ class TreeAccumulation:
     def predict_transfers(
         self, route: CodecRoute, page: ShardedPage, own: int, itemsize: int
     ) -> tuple[Transfers, Transfers]:
-        """Return one exchange for each partial sum of the rank that has most of them; each rank sends its own sums."""
+        """Return the exchanges of partial sums, as many as the rank with most partial sums needs. Each rank sends only
+        its own sums."""
         foreign, rest = (page.size - page.own_range.size) * itemsize, (page.own_range.size - own) * itemsize
         trades = _predict_exchanges(self._nodes_of_replicas, self.replica[0], rest)
         return _predict_exchanges(self._nodes_of_shard_ranks, self.shard[0], foreign), (*trades, ("all_gather", rest))
@@ -245,13 +248,13 @@ class TreeAccumulation:
 
     @property
     def _nodes_of_shard_ranks(self) -> list[tuple[TreeNode, ...]]:
-        """The nodes to which the chunks of each rank of this shard axis sum up."""
+        """For each rank of this shard axis, the tree nodes that cover its chunks."""
         base = self.replica[0] * self.shard[1]
         return [self._cover_chunks_of_ranks(range(base + s, base + s + 1)) for s in range(self.shard[1])]
 
     @property
     def _nodes_of_replicas(self) -> list[tuple[TreeNode, ...]]:
-        """The nodes to which the chunks of all ranks of each replica sum up."""
+        """For each replica, the tree nodes that cover the chunks of its ranks."""
         width = self.shard[1]
         return [self._cover_chunks_of_ranks(range(r * width, (r + 1) * width)) for r in range(self.replica[1])]
 
@@ -268,7 +271,7 @@ def make_accumulation(chunks: int | None, axes: MeshAxes) -> Accumulation:
 
 
 def choose_microbatch_count(wanted: int | None, chunks: int | None, mesh: Mesh) -> int:
-    """Return the number asked for; by default 1, or 4 per rank of a pipe."""
+    """Return the number that was asked for; by default 1, or 4 per pipeline rank."""
     if wanted is not None:
         return wanted
     return 1 if mesh.width_of("pipe") == 1 or chunks is not None else 4 * mesh.width_of("pipe")

@@ -1,4 +1,4 @@
-"""Allocate the memory of the state, private or in windows shared by a host, and fill it with initial values."""
+"""Allocate the memory of the train state, private or in windows shared within a host, and initialize it."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ __all__ = [
 
 
 def choose_shared_memory(world: Communicator, xp: Any) -> WindowMemory | None:
-    """Return memory that ranks can share, if it holds arrays of `xp` and some machine has several ranks; None on all
-    ranks otherwise."""
+    """Return the memory that ranks can share, if it can hold arrays of `xp` and at least one machine has several ranks.
+    Otherwise return None on all ranks."""
     node = find_node_communicator(world)
     if node is None or node.xp is not xp or max(map(len, node.ranks_by_host)) == 1:
         return None
@@ -41,11 +41,10 @@ def choose_shared_memory(world: Communicator, xp: Any) -> WindowMemory | None:
 
 
 def agree_on_sharer_count(placement: Placement, arena: Arena) -> int:
-    """Return how many ranks of this machine can share their full parameters, with each rank's shard a view of them, so
-    that a gather moves nothing within the machine; 0 if they cannot.
+    """Return how many ranks of this machine can share their full parameters; 0 if they cannot. Each rank's shard is
+    then a view of the shared array, so that a gather transfers nothing within the machine.
 
-    They can if the shard axis lies within machines, or if it spans machines and full parameters are kept anyway.
-    Collective.
+    They can if the ranks of each shard axis are on one machine, or if full parameters are kept anyway. Collective.
     """
     if arena.memory is None or not _are_rows_in_memory(placement, "master"):
         return 0
@@ -64,9 +63,9 @@ def agree_on_sharer_count(placement: Placement, arena: Arena) -> int:
 def allocate_rows_in_windows(
     placement: Placement, arena: Arena, rows: Sequence[LedgerRow], what: str, together: bool
 ) -> bool:
-    """Allocate these rows in one block of shared memory: with `together` one block for all ranks of a machine,
-    otherwise one per rank that the others can read. Return False, with a warning, if a machine has too little.
-    Collective."""
+    """Allocate these rows in one block of shared memory. together: whether all ranks of a machine share one block;
+    otherwise each rank has a block, which the others can read. Return False after a warning if a machine has too little
+    shared memory. Collective."""
     nbytes, node, block = (
         sum(map(_count_aligned_bytes, rows)) + ALIGN,
         find_node_communicator(placement.axes.shard),
@@ -92,7 +91,7 @@ def _count_aligned_bytes(row: LedgerRow) -> int:
 
 
 def _warn_little_shared_memory(placement: Placement, what: str) -> None:
-    """Warn on rank 0."""
+    """Warn on rank 0 that a machine has too little shared memory."""
     if placement.axes.world.rank == 0:
         warn(
             f"fsdpx: a machine has too little shared memory (/dev/shm) for the {what}, so they travel as MPI messages: "
@@ -101,12 +100,12 @@ def _warn_little_shared_memory(placement: Placement, what: str) -> None:
 
 
 BLOCK_ELEMENTS = 1 << 20
-"""Number of elements of a parameter to initialize at once: temporaries are larger than the elements themselves."""
+"""Number of elements of a parameter that are initialized at once, because temporaries are larger than the elements."""
 
 
 def allocate_state(placement: Placement, initial: bool = True) -> TrainState:
-    """Allocate the state of this rank. initial: initialize the parameters; otherwise the caller must fill them.
-    Collective."""
+    """Allocate the train state of this rank. initial: whether to initialize the parameters; otherwise the caller must
+    fill them. Collective."""
     world, xp = placement.axes.world, placement.xp
     common = list(placement.sync_policy.open_shared_memory())
     # allocating shared memory is collective, and asynchronous ranks do not wait for each other
@@ -127,7 +126,7 @@ def allocate_state(placement: Placement, initial: bool = True) -> TrainState:
 
 
 def _list_rows_and_allocate_shared(placement: Placement, arena: Arena) -> list[LedgerRow]:
-    """Return the rows of this rank; those shared between ranks are already allocated in shared memory."""
+    """Return the rows of this rank, and allocate those that ranks share in shared memory. Collective."""
     sharers = agree_on_sharer_count(placement, arena)
     rows = list(list_ledger_rows(placement, arena.memory is not None, sharers))
     if sharers:
@@ -141,8 +140,8 @@ def _list_rows_and_allocate_shared(placement: Placement, arena: Arena) -> list[L
 
 
 def _are_rows_in_memory(placement: Placement, kind: str) -> bool:
-    """Return whether rows of this kind are stored in memory: the same answer on all ranks, also on those without such a
-    row."""
+    """Return whether rows of this kind are stored in memory. The answer is equal on all ranks, even on those without
+    such a row."""
     row = LedgerRow(LedgerKey(kind, 0), placement.formats.gradients, ElementRange(0, 0), lifetime="step")
     return bool(placement.options.storage.assign_row_level(row).level == "device")
 
@@ -164,7 +163,7 @@ def _fill_initial_statistics(placement: Placement, ledger: Ledger) -> None:
 
 
 def initialize_parameters(state: TrainState) -> None:
-    """Fill this rank's shards with values that depend only on (seed, name, global range), not on the layout."""
+    """Initialize this rank's shards. The values depend only on seed, parameter name and element, not on the layout."""
     layout, seed = state.placement.layout, state.seed
     spread = layout.spread
 
@@ -182,7 +181,8 @@ def initialize_parameters(state: TrainState) -> None:
         )
 
     def read_values_into(name: str, start: int, target: Any) -> bool:
-        """Read the values from a file directly into `target`; return whether there is such a file."""
+        """Read the values from a file directly into `target`. Return False if the parameter is not initialized from a
+        file."""
         spec = layout.specs[name]
         into = getattr(spec.init, "into", None) if spec.cut is None or spread.width == 1 else None
         return into is not None and into(target, start)
@@ -197,9 +197,9 @@ def fill_parameter_shards(
     max_elements: int = sys.maxsize,
     read_into: Callable[[str, int, Any], bool] | None = None,
 ) -> None:
-    """Set this rank's shards from `values(parameter name, first element, one past the last)`, numbered within this
-    tensor rank's part of the parameter. max_elements: number of elements to request at a time. read_into: function that
-    fills an array with the elements from a first one on itself, or returns False."""
+    """Set this rank's shards from `values(parameter name, start, stop)`, whose elements are numbered within this tensor
+    rank's part of the parameter. max_elements: largest number of elements per call. read_into: function (name, start,
+    array) that fills the array itself, or returns False to have `values` called."""
     for p, page in state.placement.pages.items():
         for field, first, own_array in page.page.iterate_fields(state.ledger.get_array("master", p), page.own_range):
             size = int(own_array.size)
@@ -218,7 +218,7 @@ def _draw_initial_values(spec: ParameterSpec, seed: int, name: str, runs: Sequen
 
 
 def _connect_tie_groups(placement: Placement) -> dict[int, TieGroup]:
-    """Return the ties of this rank by their first page. Collective."""
+    """Return first page -> group for the groups of tied pages on this rank. Collective."""
     layout, axes, place = placement.layout, placement.axes, placement.axes.coordinates
     home = {p: stage.rank for stage in reversed(placement.stages) for p in stage.pages}
     ties: dict[int, TieGroup] = {}
@@ -235,8 +235,8 @@ def _connect_tie_groups(placement: Placement) -> dict[int, TieGroup]:
 
 
 def _make_pipe_subgroup(axes: MeshAxes, ranks: Sequence[int]) -> Communicator:
-    """Return a communicator of the ranks of this line of the pipe at `ranks`; on other ranks, one of only this rank.
-    Collective."""
+    """Return a communicator of the given pipeline ranks of this pipeline; on other ranks, a communicator of only the
+    rank itself. Collective."""
     place = axes.coordinates
     line = [axes.mesh.rank_of(place._replace(pipe=rank)) for rank in ranks]
     return axes.subgroup("peers", line if place.pipe in ranks else [axes.world.rank])

@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 Interval = tuple[int, int]
-"""Elements [start, stop) of a whole tensor, in C order."""
+"""Elements [start, stop) of a full tensor, in C order."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ class OverlapPiece:
 
 
 def find_overlaps(have: Sequence[ElementRange], want: Sequence[ElementRange]) -> list[OverlapPiece]:
-    """Return every non-empty overlap of two lists of ranges, each sorted and free of overlaps. O(n + m).
+    """Return all non-empty overlaps between two lists of ranges, each of which is sorted and disjoint. Takes O(n + m)
+    time.
 
     Used to load and reshard checkpoints, to find the segments of the optimizer, and to slice checkpoints.
     """
@@ -73,8 +74,8 @@ def find_overlaps(have: Sequence[ElementRange], want: Sequence[ElementRange]) ->
 class PageField:
     """The position of a parameter in a page: elements [offset, offset + size) hold it in C order.
 
-    shape: of this tensor rank's part. source: the parameter whose values these are; it differs from `name` for a copy
-    of a parameter that is tied across ranks.
+    shape: shape of this tensor rank's part. source: the parameter whose values the field holds; it differs from `name`
+    for a copy of a parameter that is tied across ranks.
     """
 
     name: str
@@ -88,8 +89,8 @@ class PageField:
 class Page:
     """A flat array of `size` elements that holds `fields` without gaps.
 
-    partial: each rank of the tensor axis computes only a summand of its gradient. rule: number of the rule in
-    `CodecRules` that chooses the codecs of its gradient.
+    partial: whether each tensor rank computes only a summand of the gradient. rule: number of the rule in `CodecRules`
+    that chooses the codecs of the gradient.
     """
 
     index: int
@@ -109,7 +110,8 @@ class Page:
         sources: Mapping[str, str] | None = None,
         rule: int = 0,
     ) -> Page:
-        """Build a page of parameters in the order of `shapes`. sources: name -> source, where they differ."""
+        """Build a page of parameters in the order of `shapes`. sources: name -> source for fields whose source differs
+        from the name."""
         sizes = [prod(shape) for _, shape in shapes]
         offsets = [0, *accumulate(sizes)]
         known = sources or {}
@@ -120,23 +122,24 @@ class Page:
         return cls(index, fields, offsets[-1], trainable, partial, rule)
 
     def view_parameters_by_name(self, flat: Any) -> dict[str, Any]:
-        """Return views of a flat array of the page: name -> the parameter's elements, in its shape."""
+        """Return parameter name -> view of its elements in `flat`, a flat array of the page, with the shape of the
+        parameter."""
         return {f.name: flat[f.offset : f.offset + f.size].reshape(f.shape) for f in self.fields}
 
     def iterate_fields(self, flat: Any, elements: ElementRange) -> Iterator[tuple[PageField, int, Any]]:
-        """Yield the fields in a flat array of the elements `mine`: field, index of its first element here within the
-        parameter, and a flat view of its elements."""
+        """Yield the fields that overlap a range of elements of the page, whose values are in `flat`, as (field, offset
+        of the overlap within the field, flat view of its elements)."""
         for piece in self.find_field_overlaps(elements):
             field = self.fields[piece.have]
             yield field, piece.start - field.offset, flat[piece.start - elements.start : piece.stop - elements.start]
 
     def find_field_overlaps(self, shard: ElementRange) -> list[OverlapPiece]:
-        """Return the fields (piece.have) that overlap a shard of this page, in page coordinates."""
+        """Return the overlaps of fields (`have`) with a shard of this page, in elements of the page."""
         return find_overlaps([ElementRange(f.offset, f.offset + f.size) for f in self.fields], [shard])
 
     def list_tensor_shapes_in_range(self, elements: ElementRange) -> list[tuple[int, ...]]:
-        """Return the shapes of the tensors in elements `mine`, in order: of a sharded tensor its complete rows, with
-        vectors for the incomplete rows before and after them."""
+        """Return the shapes of the tensors in a range of elements, in order. A tensor that is only partly in the range
+        is represented by its complete rows, and by vectors for the incomplete rows before and after them."""
         tensor_shapes: list[tuple[int, ...]] = []
         for piece in self.find_field_overlaps(elements):
             field = self.fields[piece.have]
@@ -151,8 +154,8 @@ class Page:
         return [shape for shape in tensor_shapes if prod(shape)]
 
     def list_block_edges(self) -> list[int]:
-        """Return the positions where a shard may begin without changing any bit of a blockwise sum: block edges,
-        counted from each field's start."""
+        """Return the positions at which a shard may begin without changing blockwise sums: the block edges, counted
+        from the start of each field."""
         edges = [edge for f in self.fields for edge in range(f.offset, f.offset + f.size, CHUNK_SIZE)]
         return edges + [self.size]
 
@@ -160,8 +163,8 @@ class Page:
 def shard_page(page: Page, ranks: int, align_to_blocks: bool = False) -> tuple[ElementRange, ...]:
     """Split a page into `ranks` shards: rank r holds [floor(n r / ranks), floor(n (r+1) / ranks)), without padding.
 
-    align_to_blocks: move each bound to the nearest block edge, so that blockwise sums do not depend on the number of
-    shards.
+    align_to_blocks: whether to move each bound to the nearest block edge, so that blockwise sums do not depend on the
+    number of shards.
     """
     bounds = [page.size * r // ranks for r in range(ranks + 1)]
     if align_to_blocks and ranks > 1:
@@ -171,8 +174,8 @@ def shard_page(page: Page, ranks: int, align_to_blocks: bool = False) -> tuple[E
 
 
 def coalesce_runs(runs: Iterable[Interval], max_size: int, max_sparsity: float = math.inf) -> Iterator[list[Interval]]:
-    """Group runs so that a group spans at most `max_size` elements, and at most `max_sparsity` times the
-    elements of its runs. One call per group is cheaper than one per run."""
+    """Group consecutive runs such that a group spans at most `max_size` elements, and at most `max_sparsity` times the
+    elements of its runs. One call per group is cheaper than one call per run."""
     group: list[Interval] = []
     inside = 0
     for run in runs:
@@ -195,7 +198,8 @@ def _find_nearest_edge(edges: list[int], value: int) -> int:
 
 @dataclass(frozen=True)
 class ShardedPage:
-    """A page sharded over the shard axis. shards: of all its ranks. own_range: the shard of this rank."""
+    """A page that is sharded over the shard axis. shards: the shard of each rank. rank: this rank's index on the
+    axis."""
 
     page: Page
     shards: tuple[ElementRange, ...]

@@ -1,4 +1,4 @@
-"""The memory of a rank's whole process: its arena, windows shared by ranks of a host, and the rest."""
+"""The memory of a rank's process: its arena, windows shared by the ranks of a host, and everything else."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ __all__ = [
 
 
 class ProcessBytes(NamedTuple):
-    """Bytes of memory. rss: resident, with shared pages counted in every rank. pss: with shared pages divided by their
-    sharers."""
+    """Bytes of memory. rss: resident memory; shared pages count in full for every rank. pss: shared pages are divided
+    by the number of their sharers."""
 
     rss: int
     pss: int
@@ -38,8 +38,8 @@ class Footprint:
 
     Parameters
     ----------
-    parts : name -> resident bytes, and bytes with shared pages divided; they sum up to the whole process
-    ranks_here : number of ranks on its host; None if unknown
+    parts : name -> bytes of this part of the memory; together they are the memory of the process
+    ranks_here : number of ranks on the host; None if unknown
     """
 
     parts: Mapping[str, ProcessBytes]
@@ -52,16 +52,18 @@ class Footprint:
 
     @property
     def pss(self) -> int:
-        """Bytes of this rank with shared pages divided: summed over the ranks of a host, the memory in use there."""
+        """Bytes of this rank, with shared pages divided by their sharers. Summed over the ranks of a host, this is the
+        memory in use there."""
         return sum(part.pss for part in self.parts.values())
 
     @property
     def host_bytes(self) -> int | None:
-        """Bytes of all ranks of the host, assuming that they are like this one; None if their number is unknown."""
+        """Bytes of all ranks of the host, assuming that each takes as much as this one; None if their number is
+        unknown."""
         return None if self.ranks_here is None else self.ranks_here * self.pss
 
     def __str__(self) -> str:
-        """Return a table of the parts and their sum, and the sum over the ranks of the host."""
+        """Return a table of the parts, their sum, and the sum over the ranks of the host."""
         rows: list[tuple[str, ...]] = [("memory of the process", "RSS", "PSS")]
         rows += [(name, format_bytes(part.rss), format_bytes(part.pss)) for name, part in self.parts.items()]
         rows += [("in all", format_bytes(self.rss), format_bytes(self.pss))]
@@ -86,7 +88,8 @@ class Footprint:
 def count_arena_and_window_bytes(state: TrainState, ranks_here: int) -> dict[str, ProcessBytes]:
     """Return the bytes of a rank's arena and shared windows.
 
-    When ranks sum gradients, each reads its part from the windows of the others: that much more is resident.
+    To sum gradients, each rank reads its part from the windows of the other ranks, so that these bytes are resident as
+    well.
     """
     arena, total = state.arena, sum(state.count_bytes_by_kind().values())
     shared = [row for row in state.ledger if row.is_kept and row.inside is None and row.sharers > 1]
@@ -104,10 +107,10 @@ def count_arena_and_window_bytes(state: TrainState, ranks_here: int) -> dict[str
 
 
 def make_footprint_reader(state: TrainState) -> partial[Footprint | None]:
-    """Return a function that reads the memory of this process at the time of the call, as Linux reports it; elsewhere
-    it returns None.
+    """Return a function that reads the current memory of this process from Linux; on other systems the function returns
+    None.
 
-    Call it on request only: Linux walks all pages of the process.
+    Call the function only on request, because Linux walks all memory pages of the process.
     """
     node, world = find_node_communicator(state.placement.axes.world), state.placement.axes.world
     here = len(node.ranks_on_host) if node else 1 if world.size == 1 else None
@@ -147,9 +150,9 @@ PROCESS_LIMITS = (("RLIMIT_AS", "VmSize", "ulimit -v"), ("RLIMIT_DATA", "VmData"
 
 
 def find_memory_budget(held: int, ranks_here: int) -> tuple[str, int | None]:
-    """Return the available memory as text, and the bytes that the plan of each rank may take, None if unknown.
+    """Return text about the available memory, and the bytes that the plan of each rank may take; None if unknown.
 
-    held: bytes that this rank's plan has already allocated. ranks_here: ranks that share the machine.
+    held: bytes that this rank's plan has already allocated. ranks_here: number of ranks that share the machine.
     """
     try:
         machine, process_status = (_parse_kilobyte_lines(Path("/proc", name)) for name in ("meminfo", "self/status"))
@@ -172,8 +175,8 @@ def find_memory_budget(held: int, ranks_here: int) -> tuple[str, int | None]:
 
 
 def _find_control_group_limits(text: str, root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
-    """Yield the limits of a process's control groups and their parents. text: its /proc/self/cgroup on Linux, version 2
-    or 1."""
+    """Yield the memory limits of a process's control groups and of their parents. text: content of /proc/self/cgroup,
+    for cgroups of version 2 or 1."""
     for _, controllers, path in (line.split(":", 2) for line in text.splitlines()):
         if controllers and "memory" not in controllers.split(","):
             continue

@@ -1,7 +1,7 @@
-"""Gradients of pages: full ones, and those of chunks; and the fixed binary tree along which chunks are summed.
+"""Gradients of pages, full or by chunk, and the fixed binary tree along which the gradients of chunks are summed.
 
 Node (level, index) of the tree is the sum of chunks [index * 2**level, (index + 1) * 2**level), clipped to the number
-of chunks. As all sums follow this tree, their bits do not depend on which rank computes which chunks, or when.
+of chunks. All sums follow this tree, so their bits do not depend on which rank computes which chunks, or when.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class TreeNode:
 
 
 def get_chunks_of_rank(chunks: int, rank: int, ranks: int) -> range:
-    """Return the chunks that data-rank `rank` of `ranks` computes: floor(S r / n) up to floor(S (r + 1) / n)."""
+    """Return the chunks that data rank `rank` of `ranks` computes: floor(S r / n) to floor(S (r + 1) / n) - 1 of S
+    chunks on n ranks."""
     return range(chunks * rank // ranks, chunks * (rank + 1) // ranks)
 
 
 def count_rows_of_rank(samples: int, rank: int, ranks: int, chunks: int | None) -> int:
-    """Return how many samples of a global batch belong to data-rank `rank` of `ranks`, as `DataLoader` distributes
-    them."""
+    """Return how many samples of a global batch `DataLoader` assigns to data rank `rank` of `ranks`."""
     if chunks is not None:
         return samples // chunks * len(get_chunks_of_rank(chunks, rank, ranks))
     return samples * (rank + 1) // ranks - samples * rank // ranks
@@ -62,9 +62,10 @@ def get_root_node(chunks: int) -> TreeNode:
 
 
 class PairwiseSumStack(Generic[T]):
-    """Partial sums of adjacent nodes; two siblings are added as soon as both are there (a binary counter).
+    """Partial sums of adjacent nodes. Two siblings are added as soon as both are on the stack, as in a binary counter.
 
-    add: (left, right) -> sum, may work in place on `left`. Holds at most log2(chunks) + 1 partial sums.
+    add: function (left, right) -> sum, which may work in place on `left`. The stack holds at most log2(chunks) + 1
+    partial sums.
     """
 
     def __init__(self, chunks: int, add: Callable[[T, T], T]) -> None:
@@ -72,7 +73,7 @@ class PairwiseSumStack(Generic[T]):
         self.entries: list[tuple[TreeNode, T]] = []
 
     def push_node(self, node: TreeNode, value: T) -> None:
-        """Add a node; nodes must be pushed from left to right without gaps."""
+        """Push a node. Nodes must be pushed from left to right without gaps."""
         self.entries.append((self._lift_to_equal_parent(node), value))
         while len(self.entries) > 1 and self._has_siblings_on_top():
             (left, a), (_, b) = self.entries[-2:]
@@ -84,8 +85,8 @@ class PairwiseSumStack(Generic[T]):
         return left.level == right.level and left.index % 2 == 0 and right.index == left.index + 1
 
     def _lift_to_equal_parent(self, node: TreeNode) -> TreeNode:
-        """Return the highest node with the same sum: a left child whose right sibling lies beyond the last chunk equals
-        its parent."""
+        """Return the highest node with the same sum: a left child equals its parent if its right sibling is beyond the
+        last chunk."""
         top = get_root_node(self.chunks).level
         while node.level < top and node.index % 2 == 0 and (node.index + 1) << node.level >= self.chunks:
             node = TreeNode(node.level + 1, node.index // 2)
@@ -93,8 +94,8 @@ class PairwiseSumStack(Generic[T]):
 
 
 def cover_chunks_with_nodes(chunks: int, run: range) -> tuple[TreeNode, ...]:
-    """Return the fewest nodes that cover a run of chunks: those on a `PairwiseSumStack` after pushing the chunks one by
-    one."""
+    """Return the fewest nodes that cover a run of chunks: the nodes on a `PairwiseSumStack` after all chunks were
+    pushed."""
     stack: PairwiseSumStack[None] = PairwiseSumStack(chunks, lambda a, b: None)
     for c in run:
         stack.push_node(TreeNode(0, c), None)
@@ -102,7 +103,7 @@ def cover_chunks_with_nodes(chunks: int, run: range) -> tuple[TreeNode, ...]:
 
 
 def count_live_partial_sums(chunks: int, run: range) -> int:
-    """Return how many partial sums are alive at once while a run of chunks is pushed one by one, at least 1."""
+    """Return the largest number of partial sums that are alive at once while a run of chunks is pushed, at least 1."""
     stack: PairwiseSumStack[None] = PairwiseSumStack(chunks, lambda a, b: None)
     most = 1
     for c in run:
@@ -112,8 +113,8 @@ def count_live_partial_sums(chunks: int, run: range) -> int:
 
 
 class Reduction(NamedTuple):
-    """The inputs to sum the gradient of one page over one mesh axis. part: receives this rank's sum; first: the part is
-    still empty. scratch: temporary memory of a tree sum."""
+    """The arguments of the sum of a page's gradient over one mesh axis. part: array that receives this rank's sum.
+    first: whether the part is still empty. scratch: temporary memory for a sum along the tree."""
 
     carrier: BoundCodec
     page: ShardedPage
@@ -123,14 +124,14 @@ class Reduction(NamedTuple):
 
 
 class FullGradient:
-    """One full gradient; microbatches add into it in the order in which they run.
+    """A full gradient, to which microbatches are added in the order in which they run.
 
-    is_blank: nothing has been written yet; the first action to write must write every element.
+    is_blank: whether nothing has been written yet; the first action that writes must write every element.
     """
 
     def __init__(self, buffer: Any, keep_offset: bool) -> None:
-        """Start with an unwritten buffer. keep_offset: a reduced part is stored at its own offset, as other ranks may
-        read the rest; otherwise at the front."""
+        """Start with an unwritten buffer. keep_offset: whether a reduced part is stored at its own offset, because
+        other ranks may be reading the rest of the buffer; otherwise it is stored at the front."""
         self.buffer, self.keep_offset = buffer, keep_offset
         self.is_blank = True
 
@@ -144,9 +145,9 @@ class FullGradient:
             self.is_blank = False
 
     def start_reduce_scatter(self, reduction: Reduction) -> TimedTransfer:
-        """Start to sum over the shard axis; the transfer returns this rank's part. Collective.
+        """Start to sum over the shard axis. Waiting for the transfer returns this rank's part. Collective.
 
-        The first sum is written directly into the part, later ones into the gradient's own memory.
+        The first sum is written directly into the part; later sums are written into the gradient's own memory.
         """
         full, r = self.buffer, reduction
         if r.carrier.comm.size == 1:
@@ -161,23 +162,24 @@ class FullGradient:
 
 
 class ChunkGradients:
-    """Gradients of chunks, summed along the tree. leaves: buffers for all partial sums alive at once.
+    """Gradients of chunks, summed along the tree. leaves: as many buffers as partial sums are alive at once.
 
-    is_blank: nothing has been written into the current leaf, as in `FullGradient`.
+    is_blank: whether nothing has been written into the current leaf yet, as in `FullGradient`.
     """
 
     is_blank = False
 
     def __init__(self, leaves: list[Any], chunks: range, total: int, held: Sequence[Sequence[TreeNode]]) -> None:
-        """Start with no chunk. chunks: of this rank. total: number of chunks of the global batch. held: nodes of each
-        rank of the shard axis after backward."""
+        """Start with no chunk. chunks: the chunks of this rank. total: number of chunks of the global batch. held: for
+        each rank of the shard axis, the nodes that it holds after backward."""
         self.free = leaves[::-1]
         self.chunks, self.held = chunks, held
         self.stack: PairwiseSumStack[Any] = PairwiseSumStack(total, self._add_partial_sums)
         self.current: tuple[int, Any] | None = None
 
     def get_microbatch_buffer(self, microbatch: int) -> Any:
-        """Return the leaf of the chunk that runs as `microbatch`; completes the leaf of the previous one."""
+        """Return the leaf of the chunk that runs as `microbatch`. If it is a new chunk, complete the leaf of the
+        previous one."""
         if self.current is None or self.current[0] != microbatch:
             self._push_current_chunk()
             self.current = (microbatch, self.free.pop())
@@ -185,13 +187,13 @@ class ChunkGradients:
         return self.current[1]
 
     def add_empty_microbatch(self) -> None:
-        """Do nothing: a chunk that does not exist adds nothing."""
+        """Do nothing, since a microbatch without samples is not a chunk."""
 
     def start_reduce_scatter(self, reduction: Reduction) -> TimedTransfer:
-        """Start to send partial sums to the owners of their elements, which add them in tree order. Collective.
+        """Start to send the partial sums to the owners of their elements, which add them along the tree. Collective.
 
-        Bytes per rank: nodes x (n - n/N), where nodes is the number of subtrees that the rank's chunks make up: one if
-        the number of ranks is a power of two that divides the number of chunks.
+        Each rank sends nodes x (n - n/N) elements, where nodes is the number of subtrees that its chunks form: 1 if the
+        number of ranks is a power of two that divides the number of chunks.
         """
         self._push_current_chunk()
         r, (_, comm, *_, what) = reduction, reduction.carrier
@@ -219,8 +221,8 @@ Gradient = FullGradient | ChunkGradients
 
 @dataclass(frozen=True)
 class PartialSums:
-    """This rank's elements of partial sums that are not yet one sum, with the remaining scratch and the total number of
-    chunks."""
+    """This rank's elements of partial sums that are not yet added up, with the remaining scratch memory and the total
+    number of chunks."""
 
     entries: list[tuple[TreeNode, Any]]
     scratch: Any
@@ -229,8 +231,8 @@ class PartialSums:
     def all_reduce_over_replicas(
         self, replica: Communicator, groups: Sequence[Sequence[TreeNode]], out: Any, what: str
     ) -> Any:
-        """Return the sum over the replica axis, in `out`. groups: nodes of each replica's ranks. Blocking: the memory
-        of the entries is lent only until this action ends. Collective."""
+        """Write the sum over the replica axis into `out` and return it. groups: for each replica, the nodes of its
+        ranks. The call blocks, because the memory of the entries is free again when this action ends. Collective."""
         if replica.size == 1:
             out[...] = self.entries[0][1]
             return out
@@ -243,8 +245,9 @@ class PartialSums:
 
 
 class PartialSumExchange:
-    """One exchange of partial sums: each rank gets its elements of every node of the group and adds them up as far as
-    the tree allows. `held[r]` are the nodes of rank r; scratch, an array of the gradients' dtype, receives them."""
+    """An exchange of partial sums: each rank receives its elements of every node of the group, and adds them as far as
+    the tree allows. held: for each rank, its nodes. scratch: array in the dtype of gradients that receives the
+    elements."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The ledger: the table of all arrays that a rank holds, and the level of each."""
+"""The ledger: a table of all arrays that a rank holds, and of the storage level of each."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ __all__ = [
 @dataclass(frozen=True)
 class LedgerKind:
     """A kind of row. memory: the heading under which reports count it. slot: the kind of slot through which programs
-    use it, if they do. saved: it belongs to the train state, so checkpoints hold it, resharding moves it and recovery
-    keeps copies of it; everything else can be computed from what is saved. prefix: of its name in checkpoints."""
+    use it, "" if they do not. saved: whether it belongs to the train state, so that checkpoints hold it, resharding
+    moves it and recovery keeps copies of it; all other rows can be computed from saved ones. prefix: prefix of its name
+    in checkpoints."""
 
     memory: str
     slot: str = ""
@@ -56,27 +57,28 @@ LEDGER_KINDS = {
     "average": LedgerKind("averages", "slots", saved=True),  # of parameters over time, updated by the optimizer
     "copy": LedgerKind("copies for recovery"),  # of saved rows: other ranks' and earlier ones of this rank
 }
-"""Kinds by name; the strategies of `fsdpx.ext.asynchronous` add theirs."""
+"""Kinds by name. The strategies of `fsdpx.ext.asynchronous` add their own."""
 
 Owner = Literal["shard", "all", "data", "replica", "private"]
-"""Which ranks hold the same elements. "shard": those with the same index on the shard axis. "all": all ranks, if no
-other axis shards the tensor. "data": those with the same index on the data axis, so replicas shard it as well.
-"replica": those of one replica as for "shard"; replicas have different contents. "private": no others; the contents
-belong only to this rank."""
+"""The ranks that hold the same elements. "shard": ranks with the same index on the shard axis. "all": all ranks, if no
+other axis shards the tensor. "data": ranks with the same index on the data axis, so replicas shard the row as well.
+"replica": as "shard", but only within one replica, because replicas have different contents. "private": only this
+rank."""
 
 Level = Literal["device", "host", "slow", "map", "rank"]
-"""Where the bytes are. "device": with the arrays that are computed on. "host": in host memory. "slow": in a slower
-level. "map": there too, but memory-mapped, so that the system caches as much as memory allows. "rank": in the memory of
-another rank."""
+"""Where the bytes are stored. "device": in the memory of the device that computes. "host": in host memory. "slow": in a
+slower level, such as a disk. "map": also in the slower level, but memory-mapped, so that the system caches as much as
+memory allows. "rank": in the memory of another rank."""
 
 Lifetime = Literal["run", "step", "pass", "use"]
-"""How long the contents are valid. "run": as long as the trainer exists. "step": until the next update. "use": while an
-action uses them; such rows have no memory of their own, programs plan it. "pass": as long as "step", but allocated only
-at their first use and freed at the update, in memory that activations no longer need."""
+"""How long the contents are valid. "run": as long as the trainer exists. "step": until the next update. "use": only
+while an action uses them; such rows have no memory of their own, and programs plan it. "pass": as long as "step", but
+the memory is allocated at the first use, when activations no longer need it, and freed at the update."""
 
 
 class LedgerKey(NamedTuple):
-    """The identity of a row. page: None for a tensor outside pages. name: of the slot or the tensor."""
+    """The identity of a row. page: number of the page; None for a tensor outside pages. name: name of the optimizer
+    slot or of the tensor."""
 
     kind: str
     page: int | None
@@ -90,9 +92,9 @@ class LedgerRow:
     Attributes
     ----------
     key : identity of the row
-    span : its elements, numbered within the page (or the tensor)
+    span : the elements that it holds, numbered within the page (or the tensor)
     times : number of such arrays stored consecutively (partial sums)
-    inside, at : the row of whose memory it is a view, and the first element there
+    inside, at : the row of which this one is a view, and its first element there
     sharers : number of ranks of this machine that share the memory
     """
 
@@ -133,15 +135,15 @@ class LedgerRow:
 class Ledger:
     """Rows in the order in which they were added, and the array of each row that is kept.
 
-    slower: function from a row in a slower level to its array, valid as long as it is referenced. planned: bytes by
-    kind of memory of the initial rows. most: peak bytes by kind so far.
+    slower: function from a row in a slower level to its array, which is valid as long as it is referenced.
+    planned_bytes: kind of memory -> bytes of the initial rows. peak_bytes: kind of memory -> peak bytes so far.
     """
 
     def __init__(self, rows: Iterable[LedgerRow] = (), slower: Callable[[LedgerRow], Any] | None = None) -> None:
         self.rows = {row.key: row for row in rows}
         self.arrays: dict[LedgerKey, Any] = {}
         self.codec_error_norms: dict[tuple[str, int], list[float]] = {}
-        """(axis, page) -> `error_norms` of `BoundCodec` at the last reduce, for reports"""
+        """(axis, page) -> `error_norms` of `BoundCodec` in the last reduce, for reports"""
         self._slower = slower
         self.planned_bytes = self.count_bytes_by_kind()
         self.peak_bytes = Counter(self.planned_bytes)
@@ -166,12 +168,12 @@ class Ledger:
             self.peak_bytes[kind] = max(self.peak_bytes[kind], self._now[kind])
 
     def get_array(self, kind: str, page: int | None, name: str = "") -> Any:
-        """Return the array of a row; None if there is no such row, or if its memory is planned by programs."""
+        """Return the array of a row; None if there is no such row, or if programs plan its memory."""
         row = self.rows.get(LedgerKey(kind, page, name))
         return None if row is None else self._get_row_array(row)
 
     def iterate_saved_rows(self) -> Iterator[tuple[LedgerRow, Any]]:
-        """Iterate over the rows of the train state with their arrays."""
+        """Yield the rows of the train state with their arrays."""
         return ((row, self._get_row_array(row)) for row in self if row.is_saved)
 
     def _get_row_array(self, row: LedgerRow) -> Any:
@@ -180,8 +182,8 @@ class Ledger:
         return self.arrays.get(row.key)
 
     def count_bytes_by_kind(self) -> dict[str, int]:
-        """Return bytes by kind of memory of all rows with memory of their own; shared memory is divided by the
-        sharers."""
+        """Return kind of memory -> bytes of all rows that have their own memory. Shared memory is divided by the number
+        of sharers."""
         total: Counter[str] = Counter()
         for row in self:
             if row.is_kept and row.inside is None and row.level != "map":
@@ -189,12 +191,12 @@ class Ledger:
         return dict(total)
 
     def count_bytes_freed_by_update(self, now: bool = False) -> int:
-        """Return the bytes of rows that are freed by an update, which are never part of the arena's kept memory. now:
-        only of those allocated at this moment."""
+        """Return the bytes of the rows whose memory an update frees. It is never part of the arena's kept memory. now:
+        count only rows that are allocated now."""
         return sum(row.nbytes for row in self if row.is_freed_by_update and (not now or row.key in self.arrays))
 
     def count_bytes_in_slow_level(self) -> dict[str, int]:
-        """Return bytes by kind of memory of all rows in a slower level."""
+        """Return kind of memory -> bytes of all rows in a slower level."""
         total: Counter[str] = Counter()
         for row in self:
             if row.level in ("slow", "map") and row.inside is None:
@@ -207,13 +209,13 @@ class Ledger:
 
 
 def list_ledger_rows(placement: Placement, windows: bool, sharers: int) -> Iterator[LedgerRow]:
-    """Yield all rows of this rank. windows: ranks of a machine share memory. sharers: how many ranks share their full
-    parameters there, 0 if none do."""
+    """Yield all rows of this rank. windows: whether the ranks of a machine share memory. sharers: number of ranks that
+    share their full parameters there, 0 if none do."""
     return map(placement.options.storage.assign_row_level, _list_memory_rows(placement, windows, sharers))
 
 
 def _list_memory_rows(placement: Placement, windows: bool, sharers: int) -> Iterator[LedgerRow]:
-    """Yield all rows of this rank as laid out for memory."""
+    """Yield all rows of this rank, as if all of them were stored in memory."""
     formats, owner = placement.formats, placement.sync_policy.owner
     for page in placement.pages.values():
         yield from _list_parameter_rows(placement, page, sharers)
@@ -230,7 +232,7 @@ def _list_memory_rows(placement: Placement, windows: bool, sharers: int) -> Iter
 
 
 def _list_parameter_rows(placement: Placement, page: ShardedPage, sharers: int) -> Iterator[LedgerRow]:
-    """Yield the rows of a page's parameters. The shard is a view of the full parameters if these are kept in the same
+    """Yield the rows of a page's parameters. The shard is a view of the full parameters if they are kept in the same
     dtype."""
     p = page.page.index
     dtype, gathered = placement.formats.master, placement.formats.compute
@@ -252,8 +254,8 @@ def _list_parameter_rows(placement: Placement, page: ShardedPage, sharers: int) 
 
 
 def _list_gradient_rows(placement: Placement, page: ShardedPage, windows: bool) -> Iterator[LedgerRow]:
-    """Yield the rows of a page's gradient. The reduced part is a view of the full gradient if that is kept: at its own
-    offset in windows, of which other ranks may be reading the rest, otherwise at the front."""
+    """Yield the rows of a page's gradient. If the full gradient is kept, the reduced part is a view of it: at its own
+    offset in windows, because other ranks may be reading the rest, otherwise at the front."""
     p, dtype, kept = page.page.index, placement.formats.gradients, placement.keeps_full_gradients
     lifetime: Lifetime = "step" if kept else "use"
     times = placement.accumulation.times
@@ -277,8 +279,8 @@ def _list_codec_rows(placement: Placement, page: ShardedPage) -> Iterator[Ledger
 
 
 def make_local_gradient_row(placement: Placement, page: int) -> LedgerRow:
-    """Return the row of a full gradient that stays on this rank until the update (`no_sync`), where full gradients
-    otherwise live for a use."""
+    """Return the row of a full gradient that stays on this rank until the update (`no_sync`), for placements whose full
+    gradients otherwise live only while they are used."""
     span, times = ElementRange(0, placement.pages[page].size), placement.accumulation.times
     return LedgerRow(
         LedgerKey("grad", page, "local"), placement.formats.gradients, span, "private", "step", times=times
@@ -286,25 +288,27 @@ def make_local_gradient_row(placement: Placement, page: int) -> LedgerRow:
 
 
 def get_tensor_name(slot: str, parameter: str) -> str:
-    """Return the name of a tensor of the train state: "m/0.weight" for slot m, "0.weight" for the parameter itself."""
+    """Return the name of a tensor of the train state: "m/0.weight" for optimizer slot "m", "0.weight" for the parameter
+    itself (slot "")."""
     return f"{slot}/{parameter}" if slot else parameter
 
 
 def get_saved_name_prefix(row: LedgerRow, replica: int) -> str:
-    """Return the first half of a tensor's name: "m", or "replica1/m" for a row that each replica has separately."""
+    """Return the part of a saved tensor's name before the parameter: "m", or "replica1/m" for a row that each replica
+    has separately."""
     name = LEDGER_KINDS[row.key.kind].prefix + row.key.name
     return add_replica_prefix(name, replica) if row.owner == "replica" else name
 
 
 def add_replica_prefix(name: str, replica: int) -> str:
-    """Return the first half of a name with the prefix of a replica."""
+    """Return the first part of a saved tensor's name with the prefix of a replica."""
     return f"replica{replica}/{name}" if name else f"replica{replica}"
 
 
 def list_saved_tensors(placement: Placement, replicas: int | None = None) -> dict[str, ParameterSpec]:
-    """Return every tensor of the train state of the whole model, the same on every rank: parameters and running
-    statistics, then the optimizer state of each trained parameter. replicas: how many replicas have a state of their
-    own, if they train independently; None: those of the mesh."""
+    """Return name -> spec of every tensor of the full model's train state, which is equal on all ranks: parameters and
+    running statistics, then the optimizer state of the trained parameters. replicas: number of replicas that have their
+    own state, if they train independently; None: the number in the mesh."""
     specs = placement.layout.specs
     trained = {name: spec for name, spec in specs.items() if spec.trainable}
     specs_by_name = {

@@ -1,4 +1,4 @@
-"""The placement of one rank, fixed as long as the set of ranks is: model, layout, mesh, dtypes, options and
+"""The placement of one rank, which is fixed as long as the set of ranks is: model, layout, mesh, dtypes, options and
 synchronization policy."""
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ __all__ = [
 
 @dataclass
 class PipelineChoice:
-    """The pipeline schedule. choice: its name, function or file. width: number of pipeline ranks. stages: the number of
-    stages, or the rank of each stage, if given."""
+    """The choice of a pipeline schedule. choice: its name, function or file. width: number of pipeline ranks. stages:
+    the number of stages, or the rank of each stage, if given."""
 
     choice: str | Callable[..., Any]
     width: int = 1
@@ -68,7 +68,7 @@ class PipelineChoice:
     _proved: set[ProgramRequest] = field(default_factory=set)
 
     def get_schedule(self, microbatches: int) -> PipelineSchedule:
-        """Return the actions of each rank in order; raise ConfigError if the schedule needs more microbatches."""
+        """Return the schedule for this number of microbatches. Raise ConfigError if it needs more microbatches."""
         if microbatches not in self._schedules:
             numbers = self.choice, self.width, microbatches
             pipeline_schedule = (
@@ -78,30 +78,30 @@ class PipelineChoice:
         return self._schedules[microbatches]
 
     def get_stage_ranks(self, microbatches: int) -> tuple[int, ...]:
-        """Return the rank of each stage. A pipe of one rank runs the model as one stage."""
+        """Return the rank of each stage. A single pipeline rank runs the model as one stage."""
         home = self.get_schedule(microbatches).home if self.width > 1 or isinstance(self.choice, str) else ()
         return home if self.width > 1 else (0,)
 
     def explain_stage_count(self, home: tuple[int, ...]) -> str:
-        """Return text for errors that says why there are so many stages, if the schedule chose more stages than ranks;
-        else ""."""
+        """Return text for errors that explains the number of stages if the schedule chose more stages than ranks;
+        otherwise ""."""
         if self.stages is not None or len(home) <= self.width:
             return ""
         name = self.choice if isinstance(self.choice, str) else getattr(self.choice, "__name__", "of your own")
         return f" (schedule {name!r} puts {len(home) // self.width} on each of {self.width} ranks)"
 
     def format_schedule(self, microbatches: int) -> str:
-        """Return the schedule as text, one line per rank; "" without a pipe."""
+        """Return the schedule as text, one line per rank; "" without a pipeline."""
         return str(self.get_schedule(microbatches)) if self.width > 1 else ""
 
     def get_actions_of_rank(self, microbatches: int, rank: int) -> tuple[Action, ...] | None:
-        """Return the forwards and backwards of one rank; None without a pipe, which means one microbatch after the
-        other."""
+        """Return the forwards and backwards of one rank in order; None without a pipeline, where microbatches run one
+        after another."""
         return None if self.width == 1 else self.get_schedule(microbatches).ranks[rank]
 
     def require_no_deadlock(self, request: ProgramRequest, stages: tuple[Stage, ...]) -> None:
-        """Compile the programs of all ranks of the pipe for such a request, and raise ProgramError if they deadlock.
-        Raise ConfigError if MPI has too few tags for their messages."""
+        """Compile the programs of all pipeline ranks for this kind of request, and raise ProgramError if they deadlock.
+        Raise ConfigError if MPI has too few message tags for them."""
         bare = replace(request, resident=frozenset(), grads=frozenset(), parts=frozenset(), has_loss_weight=False)
         if self.width == 1 or bare in self._proved:
             return
@@ -122,8 +122,9 @@ class PipelineChoice:
 
 @dataclass(frozen=True)
 class RecomputeChoice:
-    """The option `recompute`. every: k for every k-th unit, 0 for none. budget: bytes that activations saved for
-    backward may take on a rank, or None. cores: kinds of layers that save fewer activations within their unit."""
+    """The option `recompute`. every: k to recompute every k-th unit, 0 for none. budget: bytes that activations saved
+    for backward may take on a rank; None: no limit. cores: kinds of layers that save fewer activations and recompute
+    the others themselves."""
 
     every: int = 0
     budget: int | None = None
@@ -131,7 +132,8 @@ class RecomputeChoice:
 
 
 def parse_recompute(choice: Any) -> RecomputeChoice:
-    """Parse the option: None, "all", "attention", a number k for every k-th unit, or a budget such as "512MiB"."""
+    """Parse the option `recompute`: None, "all", "attention", a number k for every k-th unit, or a budget such as
+    "512MiB"."""
     if choice is None:
         return RecomputeChoice()
     if isinstance(choice, str) and choice == "all":
@@ -154,12 +156,12 @@ class StepOptions(StepChoices):
 
     Attributes
     ----------
-    check_finite : check every unit's values for NaN and Inf
+    check_finite : whether to check the values of every unit for NaN and Inf
     schedule : the pipeline schedule as text
     recompute : units that run forward again before their backward
-    storage : what is kept in a slower level between uses
-    pace : the strategy, if ranks do not make every step together
-    planned : what a plan has chosen, in words
+    storage : the state that is kept in a slower level between uses
+    pace : how ranks synchronize, which differs for strategies in which they do not step together
+    planned : text about the choices of a plan
     """
 
     check_finite: bool = False
@@ -176,12 +178,12 @@ class NumberFormats:
 
     Attributes
     ----------
-    master : of sharded parameters and optimizer state
-    gradients : in which gradients are summed
-    statistics : of running statistics
-    compute : of layers, that is of gathered parameters and activations
-    wire : in which parameters are sent; None for that of compute
-    precision : the option they come from
+    master : dtype of sharded parameters and optimizer state
+    gradients : dtype in which gradients are summed
+    statistics : dtype of running statistics
+    compute : dtype in which layers compute, that is of gathered parameters and activations
+    wire : dtype in which parameters are sent; None: that of compute
+    precision : the option from which these dtypes follow
     """
 
     master: np.dtype
@@ -194,9 +196,9 @@ class NumberFormats:
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """The fixed data of one rank. stages: of each rank of the pipe. model: layers in execution order, as this rank of
-    the tensor axis runs them. output_dim: dim of the model's output that is sharded over the tensor axis. pipe: the
-    schedule, for any number of microbatches."""
+    """The fixed data of one rank. stages: the stage of each pipeline rank. model: layers in execution order, as this
+    tensor rank runs them. output_dim: dim of the model's output that is sharded over the tensor axis; None if none is.
+    pipe: the choice of a pipeline schedule."""
 
     xp: Any
     model: LayerList
@@ -215,7 +217,8 @@ class Placement:
     sample_layout: SampleLayout = field(default_factory=CompleteSamples)
 
     def list_rows_of_earlier_groups(self, rows: Sequence[int]) -> Sequence[int]:
-        """Return the number of samples of each group of data ranks before this rank's, from those of all data ranks."""
+        """Return the number of samples of each group of data ranks that precedes this rank's group. rows: number of
+        samples of each data rank."""
         return self.sample_layout.count_rows_per_group(rows)[: self.axes.samples.rank]
 
     # -- this rank -----------------------------------------------------------------------------------------------------
@@ -226,89 +229,90 @@ class Placement:
 
     @cached_property
     def device(self) -> Device:
-        """The device that holds the arrays and computes."""
+        """The device that holds the arrays and computes on them."""
         return get_device_of_namespace(self.xp)
 
     @cached_property
     def pages(self) -> dict[int, ShardedPage]:
-        """The pages of this rank of the pipe, by number."""
+        """Number -> page, for the pages of this pipeline rank."""
         shard, snap = self.axes.shard, self.accumulation.bitwise
         pages = (self.layout.pages[p] for p in self.stage.pages)
         return {page.index: ShardedPage(page, shard_page(page, shard.size, snap), shard.rank) for page in pages}
 
     @cached_property
     def accumulation(self) -> Accumulation:
-        """The way in which gradients of microbatches and ranks are summed."""
+        """How the gradients of microbatches and ranks are summed."""
         return make_accumulation(self.options.reproducible_chunks, self.axes)
 
     @cached_property
     def has_resident_shards(self) -> bool:
-        """True if shards of parameters are in memory between programs."""
+        """True if the shards of parameters stay in memory between programs."""
         return all(slot.kind != "shard" for slot, _ in self.stage.stored_slots)
 
     @cached_property
     def step_choices(self) -> StepChoices:
-        """The options of a step on which programs may depend."""
+        """The options on which programs may depend."""
         return StepChoices(**get_field_values(StepChoices, self.options))
 
     @cached_property
     def sync_policy(self) -> SyncPolicy:
-        """The policy by which ranks synchronize."""
+        """How ranks synchronize."""
         return self.options.pace.make_policy(self)
 
     @property
     def keeps_full_parameters(self) -> bool:
-        """True if full parameters are kept until the update: if asked for, or if the shard is the whole page; not if
-        shards are in a slower level."""
+        """True if full parameters are kept until the update: if the sharding says so or the shard is the full page,
+        unless shards are stored in a slower level."""
         kept = self.sharding.full_params == "step" or self.axes.shard.size == 1
         return kept and self.has_resident_shards
 
     @property
     def keeps_full_gradients(self) -> bool:
-        """True if full gradients have memory of their own."""
+        """True if full gradients have their own memory."""
         return self.sharding.full_grads == "step" or self.axes.shard.size == 1
 
     @property
     def reduces_each_microbatch(self) -> bool:
-        """True if each microbatch's gradients are reduced immediately. False with chunks, whose partial sums cost fewer
-        bytes reduced all together."""
+        """True if the gradients of each microbatch are reduced immediately. False with reproducible chunks, because
+        reducing all partial sums together sends fewer bytes."""
         return self.sharding.full_grads == "use" and self.axes.shard.size > 1 and not self.accumulation.bitwise
 
     @property
     def product_threads(self) -> int:
-        """The number of threads of matrix products. One for bitwise results: the last bits depend on the number of
-        threads."""
+        """The number of threads for matrix products. It is 1 for bitwise reproducible results, whose last bits would
+        depend on the number of threads."""
         return 1 if self.accumulation.bitwise else self.tuning.threads
 
     @property
     def counts_loss(self) -> bool:
-        """True if the loss computed on this rank is counted: all ranks of the tensor axis compute the same loss, unless
-        each computes a part."""
+        """True if the loss computed on this rank counts. All tensor ranks compute the same loss, so only the first one
+        counts, unless each computes a part of the loss."""
         return getattr(self.loss, "partial", False) or self.axes.tensor.rank == 0
 
     def get_sample_offset_on_tensor_axis(self, batch: Microbatch) -> int:
-        """Return the index of the first sample of a microbatch that this rank's layers see: not 0 if the tensor axis
-        shards samples."""
+        """Return the index within a microbatch of the first sample that this rank's layers see. It can differ from 0
+        only if the tensor axis shards samples."""
         tensor = self.axes.tensor
         return shard_bounds(batch.inputs[0].shape[0], tensor.rank, tensor.size)[0] if self.output_dim == 0 else 0
 
     @cached_property
     def statistics(self) -> dict[int, tuple[str, ...]]:
-        """Unit -> names of the running statistics that its layers update, for the units of this rank."""
+        """Unit -> names of the running statistics that its layers update, for the units of this rank that have some."""
         units = (self.layout.units[u] for u in self.stage.own_units)
         statistics_by_unit = {unit.index: list_unit_statistics(self.layout, unit) for unit in units}
         return {unit: names for unit, names in statistics_by_unit.items() if names}
 
     @cached_property
     def statistic_ranks(self) -> dict[str, int]:
-        """Name of each running statistic -> the rank of the pipe that updates it."""
+        """Name of a running statistic -> the pipeline rank that updates it."""
         spread, layout = self.layout.spread, self.layout
         users = ((join_path(n.path, local), i) for i, n in enumerate(self.model.nodes) for local in n.layer.specs())
         names = ((layout.canonical_name(name), i) for name, i in users)
         return {name: spread.rank_of(i) for name, i in names if name in layout.statistic_specs}
 
     def get_codec_route(self, page: int) -> CodecRoute:
-        """Return the codecs of a page's gradient; between replicas that train independently, the outer codec."""
+        """Return the codecs of a page's gradient. Between replicas that train independently, this is the outer
+        codec."""
         return self._codec_routes[page]
 
     @cached_property
@@ -335,8 +339,8 @@ class Placement:
     def make_shard_segments(
         self, page: int, comm: Communicator, parts: Sequence[ElementRange], alone: bool
     ) -> ShardSegments:
-        """Return the segments of this rank of `comm`, whose ranks hold `parts` of a page. alone: no other rank holds
-        any."""
+        """Return the segments of this rank's part of a page. parts: the part of each rank of `comm`. alone: whether no
+        other rank holds a part of these parameters."""
         of, specs = self.pages[page].page, self.layout.specs
         exchange = None if alone else partial(_all_gather_per_parameter, self, page, comm)
 
@@ -347,8 +351,8 @@ class Placement:
         return ShardSegments(make_segments(of, parts[comm.rank], specs), exchange, None if comm.size == 1 else peers)
 
     def list_optimizer_transfers(self, page: int) -> tuple[tuple[str, str, int], ...]:
-        """Return what the optimizer sends for this rank's part of a page, to ranks with other parts of its parameters:
-        (axis, collective, bytes)."""
+        """Return the transfers, as (axis, collective, bytes), that the optimizer makes when it updates this rank's part
+        of a page and needs data of ranks with other parts of the parameters."""
         optimizer = unwrap_optimizer(self.optimizer)
         if gathers := getattr(optimizer, "gathers", 0):
             nbytes, shard, tensor = (
@@ -373,7 +377,7 @@ class Placement:
         return slot_dtype
 
     def format_page_name(self, page: int) -> str:
-        """Return text that names a page in errors: its first and last parameter."""
+        """Return text that names a page in errors by its first and last parameter."""
         return self._page_names[page]
 
     def list_parameters_of_page(self, page: int) -> list[str]:
@@ -388,14 +392,16 @@ class Placement:
     # -- communication -------------------------------------------------------------------------------------------------
 
     def all_gather_numbers(self, values: list[float], what: str, comm: Communicator | None = None) -> list[list[float]]:
-        """Return a few float64 numbers of every rank of `comm` (default: all ranks), in rank order. Collective."""
+        """Return the float64 numbers `values` of every rank of `comm` (default: all ranks), in rank order.
+        Collective."""
         rows: list[list[float]] = self.start_all_gather_numbers(values, what, lambda rows: rows, comm).wait()
         return rows
 
     def start_all_gather_numbers(
         self, values: list[float], what: str, use: Callable[[list[list[float]]], Any], comm: Communicator | None = None
     ) -> TimedTransfer:
-        """Start to gather the numbers of all ranks; waiting for the returned transfer gives `use(rows)`. Collective."""
+        """Start to gather the numbers of all ranks. Waiting for the returned transfer returns `use(rows)`.
+        Collective."""
         comm, n = comm or self.axes.world, len(values)
         if comm.size == 1:
             return TimedTransfer(COMPLETED, lambda: use([values]))
@@ -409,11 +415,11 @@ class Placement:
 
     @cached_property
     def value_shapes(self) -> ValueShapes:
-        """Shapes of the model's values."""
+        """The shapes of the model's values."""
         return ValueShapes(self.model, self.axes, self.formats.compute)
 
     def count_replica_owned_elements(self, page: int) -> int:
-        """Return how many elements of this rank's shard of a page it owns in an all-reduce over replicas."""
+        """Return how many elements of its shard of a page this rank owns in an all-reduce over replicas."""
         replica = self.axes.replica
         return split_evenly(self.pages[page].own_range.size, replica.size)[replica.rank]
 
@@ -437,8 +443,8 @@ def make_segments(page: Page, span: ElementRange, specs: Mapping[str, ParameterS
 def _all_gather_per_parameter(
     placement: Placement, page: int, holders: Communicator, mine: Mapping[str, Sequence[float]], width: int
 ) -> dict[str, list[list[float]]]:
-    """Return parameter of a page -> `width` numbers from each rank that may hold a part of it; for a parameter that the
-    ranks of the tensor axis hold in full, only those of its first rank. Collective."""
+    """Return parameter of a page -> `width` numbers from each rank that may hold a part of it. For a parameter that all
+    tensor ranks hold in full, only the numbers of the first tensor rank count. Collective."""
     layout, tensor, row = placement.layout, placement.axes.tensor, list[float]()
     names, description = placement.list_parameters_of_page(page), f"UPDATE{page} ({placement.format_page_name(page)})"
     for name in names:

@@ -1,4 +1,4 @@
-"""How samples are distributed over ranks: each on one data rank, unless a `domain` shards each of them over several."""
+"""The distribution of samples over ranks: each sample is on one data rank, unless a `domain` shards it over several."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ Shape = tuple[int, ...]
 
 
 class SampleLayout(Protocol):
-    """Interface through which a placement handles samples that may be sharded over ranks."""
+    """The interface through which a placement handles samples that may be sharded over ranks."""
 
     @property
     def has_complete_samples(self) -> bool:
-        """True if each data rank has complete samples of its own."""
+        """True if each data rank has its own complete samples."""
 
     @property
     def has_one_group(self) -> bool:
-        """True if all ranks work on the same samples: a rank in predict then waits only for the ranks with the other
+        """True if all ranks work on the same samples. A rank in predict then waits only for the ranks with the other
         parts."""
 
     def has_sample_dim(self, given: Any) -> bool:
-        """Return whether an array that a caller passes has a dim of samples."""
+        """Return whether an array that a caller passes has a samples dim."""
 
     def count_rows_per_group(self, rows: Sequence[int]) -> Sequence[int]:
-        """Return the number of samples of each group of data ranks that work on the same samples, from those of all
-        data ranks."""
+        """Return the number of samples of each group of data ranks that work on the same samples. rows: number of
+        samples of each data rank."""
 
     def require_equal_rows(self, rows: Sequence[int]) -> None:
-        """Raise DataError unless data ranks that work on the same samples have equal numbers of them."""
+        """Raise DataError unless data ranks that work on the same samples have the same number of samples."""
 
     def describe_array(self, array: Any) -> str:
-        """Return text of the properties of a batch array that must be equal on all ranks."""
+        """Return text with the properties of a batch array that must be equal on all ranks."""
 
     def describe_sharding_mistake(self, x: Any) -> str:
-        """Return text that says how samples seem to be sharded wrongly, judged by the first input; "" if they are not.
-        May be collective."""
+        """Return text that says how the samples seem to be sharded wrongly, judged by the first input `x`; "" if they
+        are not. May be collective."""
 
     def full_shape(self, shape: Shape) -> Shape:
         """Return the shape that an input would have in one process."""
@@ -55,28 +55,30 @@ class SampleLayout(Protocol):
         """Return the shape of this rank's part of an output, given its shape in one process."""
 
     def to_model_inputs(self, arrays: Sequence[Any], names: Sequence[str]) -> Sequence[Any]:
-        """Convert the caller's inputs to those that the model reads; raise DataError if they are not parts of that
-        shape."""
+        """Convert the caller's inputs to the inputs that the model reads. Raise DataError if they do not have the shape
+        of this rank's part."""
 
     def to_model_output(self, array: Any, name: str) -> Any:
-        """Convert an array that belongs to the model's output to the layout of that output."""
+        """Convert an array of the caller that belongs to the model's output, such as a target or an output gradient, to
+        the layout of that output."""
 
     def to_caller_layout(self, array: Any, batched: bool) -> Any:
-        """Convert an array of the model to the caller's layout."""
+        """Convert an array of the model to the caller's layout. batched: whether the caller's arrays have a samples
+        dim."""
 
     def drop_target_of_other_ranks(self, y: Any) -> Any:
-        """Return a target of the caller without the part that belongs to other ranks."""
+        """Return the caller's target without the part that belongs to other ranks."""
 
     def bind_loss(self, loss: Loss) -> Loss:
         """Return the loss for outputs in this layout."""
 
     def get_output_domain(self) -> Domain:
-        """Return the domain that shards the model's output; raise ConfigError if it is not sharded."""
+        """Return the domain that shards the model's output. Raise ConfigError if the output is not sharded."""
 
 
 @dataclass(frozen=True)
 class CompleteSamples:
-    """The layout in which each data rank has complete samples of its own."""
+    """The layout in which each data rank has its own complete samples."""
 
     has_complete_samples: ClassVar = True
     has_one_group: ClassVar = False
@@ -122,8 +124,8 @@ class CompleteSamples:
 
 
 class Domain(ABC):
-    """Base class of descriptions of how each sample is sharded over ranks, the argument `domain` of `distribute`.
-    `fsdpx.Grid` is one. Ranks compare its `repr`.
+    """Base class for descriptions of how each sample is sharded over ranks, for the argument `domain` of `distribute`.
+    `fsdpx.Grid` is such a class. Ranks compare the `repr` of their domains.
 
     Attributes
     ----------
@@ -138,7 +140,7 @@ class Domain(ABC):
     @property
     @abstractmethod
     def comm(self) -> Any:
-        """The communicator of its ranks; None in a dry run."""
+        """The communicator of the ranks of the domain; None in a dry run."""
 
     @property
     @abstractmethod
@@ -148,35 +150,35 @@ class Domain(ABC):
     @property
     @abstractmethod
     def offsets(self) -> tuple[int, ...]:
-        """The index of this rank's first cell in the whole sample, along each dim."""
+        """The index of this rank's first cell in the full sample, along each dim."""
 
     @property
     @abstractmethod
     def joined_partition(self) -> FieldPartition | None:
-        """The partition of one process, if its model differs from that of a rank; else None."""
+        """The partition for one process, if its model differs from that of a rank; otherwise None."""
 
     @abstractmethod
     def take_local(self, what: Any) -> Any:
-        """Return this rank's part of an array of whole samples."""
+        """Return this rank's part of an array of full samples."""
 
     @abstractmethod
     def gather(self, array: Any) -> Any:
-        """Return the whole array from the parts of all ranks, on every rank. Collective."""
+        """Return the full array from the parts of all ranks, on every rank. Collective."""
 
     def all_gather_sample_groups(self, mesh: Mesh, world: Communicator) -> SampleGroups | None:
-        """Return which data ranks have parts of the same samples; None if each has complete samples of its own.
+        """Return which data ranks have parts of the same samples; None if each has its own complete samples.
         Collective.
 
-        Raise ConfigError or MeshError if they do not fit the mesh.
+        Raise ConfigError or MeshError if these groups do not fit the mesh.
         """
         return None
 
     @abstractmethod
     def shard_model(self, model: Layer, parts: FieldPartition | None = None) -> tuple[Layer, FieldPartition]:
         """Return the model that each rank runs, and the partition of its output. parts: partition of the inputs; None:
-        that of this domain.
+        the partition of this domain.
 
-        Raise ConfigError for layers that cannot work on a part.
+        Raise ConfigError for layers that cannot work on a part of a sample.
         """
 
     def make_unsharded_model(self, model: Layer) -> Layer:
@@ -189,7 +191,7 @@ class Domain(ABC):
 
 
 class UnshardedDomain(Domain):
-    """The domain when no `domain` was given: samples are not sharded."""
+    """The domain that is used without the option `domain`: samples are not sharded."""
 
     dims, excluded, local_shape, offsets, comm, joined_partition = (), "nothing", (), (), None, None
 

@@ -1,4 +1,4 @@
-"""The inputs of a program: microbatches, and the shapes of the values between units."""
+"""The inputs of a program, that is its microbatches, and the shapes of the values between units."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Microbatch", "StepInputs", "ValueShape", "ValueShapes"]
 
 @dataclass(frozen=True)
 class Microbatch:
-    """The samples of one forward on this rank. row: index of the first sample in the global batch."""
+    """The samples of one forward on this rank. row: index of their first sample in the global batch."""
 
     inputs: tuple[Any, ...]
     target: Any
@@ -34,11 +34,11 @@ class StepInputs:
 
     Attributes
     ----------
-    batch : the microbatches of this rank; None for one without samples
-    training : the mode of layers such as dropout
-    commit : called with the mean loss and the scale of a step before it updates
+    batch : the microbatches of this rank; None for a microbatch without samples
+    training : whether layers such as dropout are in training mode
+    commit : function that is called with the mean loss and the update scale of a step before the step updates
     cache : the key-value cache of `LayerContext`
-    batched : whether the caller's arrays have a dim of samples
+    batched : whether the caller's arrays have a samples dim
     """
 
     batch: list[Microbatch | None] = field(default_factory=list)
@@ -49,7 +49,7 @@ class StepInputs:
 
 
 class ValueShape(NamedTuple):
-    """Shape and dtype of a value of the model on one rank."""
+    """The shape and dtype of a value of the model on one rank."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -65,8 +65,7 @@ class ValueShape(NamedTuple):
 
 
 class ValueShapes:
-    """The shapes of all values of a model in one dtype, on any rank of the tensor axis; computed once per shape of a
-    batch."""
+    """The shapes of all values of a model in one dtype, on any tensor rank. They are computed once per batch shape."""
 
     def __init__(self, model: LayerList, axes: MeshAxes, dtype: Any) -> None:
         self._model, self._axes, self._dtype = model, axes, dtype
@@ -74,7 +73,7 @@ class ValueShapes:
         self._imagined: dict[int, MeshAxes] = {}
 
     def shape_of(self, value: int, batch: Microbatch, tensor: int | None = None) -> ValueShape:
-        """Return the shape of a value of a microbatch, on rank `tensor` of the tensor axis (default: this rank)."""
+        """Return the shape of a value for a microbatch, on tensor rank `tensor` (default: this rank)."""
         rank = self._axes.tensor.rank if tensor is None else tensor
         key = (rank, *((tuple(a.shape), str(a.dtype)) for a in batch.inputs))
         if key not in self._found:
@@ -85,7 +84,8 @@ class ValueShapes:
         return self._found[key][value]
 
     def make_fake_axes_of_tensor_rank(self, tensor: int) -> MeshAxes:
-        """Return the axes as seen from a rank of the tensor axis, with fake communicators, to ask layers for shapes."""
+        """Return the mesh axes as seen from tensor rank `tensor`, with fake communicators, to ask layers for their
+        shapes."""
         if tensor not in self._imagined:
             mesh, place = self._axes.mesh, self._axes.coordinates._replace(tensor=tensor)
             fake = FakeCommunicator(mesh.rank_of(place), mesh.size)

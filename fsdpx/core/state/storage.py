@@ -1,4 +1,5 @@
-"""Interface to state in a slower level than memory (offload). Extensions implement the levels and move the data."""
+"""The interface to state that is stored in a slower level than memory (offload). Extensions implement the levels and
+transfer the data."""
 
 from __future__ import annotations
 
@@ -12,13 +13,14 @@ from fsdpx.core.program import Slot
 __all__ = ["IN_MEMORY", "StateStorage", "StorageLevelChoice", "StoredSlots"]
 
 StoredSlots = tuple[tuple[Slot, Slot], ...]
-"""Slots whose values are in a slower level between programs, each with the slot that stands for it meanwhile."""
+"""Pairs of slots: a slot whose value is in a slower level between programs, and the slot that stands in for it
+meanwhile."""
 
 
 class StateStorage:
-    """A rank's rows in a slower level. The base class has none.
+    """A rank's rows in a slower level. The base class has no rows.
 
-    busy_seconds: seconds of transfers since the last `reset_counters`; None: nothing is ever transferred.
+    busy_seconds: seconds during which transfers ran since the last `reset_counters`; None: nothing is ever transferred.
     """
 
     busy_seconds: float | None = None
@@ -27,19 +29,20 @@ class StateStorage:
         """Fill the slots of a new `TrainState`."""
 
     def reset_counters(self) -> None:
-        """Reset the counters."""
+        """Reset the counters of transfers."""
 
     def get_moved_bytes_by_verb(self) -> dict[str, Mapping[tuple[int, int | None], int]]:
-        """Return the bytes that each verb of this storage transfers in a step; for activations, those of the last
-        batch."""
+        """Return verb -> (number, microbatch) -> bytes that this storage transfers in a step, as in
+        `TrafficSizes.amounts`. For activations these are the bytes of the last batch."""
         return {}
 
     def get_buffer_nbytes(self, slot: Slot) -> int | None:
-        """Return the bytes of memory that a slot needs while its value is in memory; None if it always is."""
+        """Return the bytes of memory that a slot needs while its value is in memory; None if the value is always in
+        memory."""
         return None
 
     def map_array(self, row: Any) -> Any:
-        """Return the array of a row, valid as long as it is referenced."""
+        """Return the array of a row. It is valid as long as it is referenced."""
         raise AssertionError(f"{row} lies in memory")
 
     def close(self) -> None:
@@ -47,19 +50,21 @@ class StateStorage:
 
 
 class StorageLevelChoice(ABC):
-    """The option of what to keep in a slower level between uses. Inherit from it to write a level."""
+    """The choice of the state that is kept in a slower level between uses. Derive from this class to write such a
+    level."""
 
     @abstractmethod
     def require_something_to_store(self, optimizer: Any, average: Any) -> None:
-        """Raise ConfigError if there is nothing to store."""
+        """Raise ConfigError if there is nothing that this level could store."""
 
     @abstractmethod
     def pair_slots_with_stand_ins(self, pages: Mapping[int, bool], units: int, slots: bool) -> StoredSlots:
-        """Return the slots whose values are in the level between programs, with the slots that stand for them.
+        """Return the slots whose values are in the level between programs, paired with the slots that stand in for
+        them.
 
         Parameters
         ----------
-        pages : number of a page -> whether it is trained
+        pages : number of each page -> whether it is trained
         units : number of units
         slots : whether the optimizer has state
 
@@ -70,7 +75,7 @@ class StorageLevelChoice(ABC):
 
     @abstractmethod
     def assign_row_level(self, row: Any) -> Any:
-        """Return a row of the ledger, laid out for memory, changed to the level where it is stored."""
+        """Return a row of the ledger with the level in which it is stored. row: the row as laid out for memory."""
 
     @abstractmethod
     def open_storage(self, placement: Any, rows: Sequence[Any]) -> StateStorage:

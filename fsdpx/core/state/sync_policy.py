@@ -1,5 +1,5 @@
-"""Synchronization policies: the hooks through which strategies change how ranks synchronize, if they do not make every
-step together."""
+"""Synchronization policies: hooks through which strategies change how ranks synchronize, for strategies in which ranks
+do not step together."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ MEAN, EVERY_STEP = Slot("mean"), SyncRules()
 
 
 class SyncChoice:
-    """A strategy as a user chooses it, as far as it concerns synchronization. The base class: ranks step together.
+    """The synchronization of a strategy, as a user chooses it. In the base class ranks step together.
 
     Attributes
     ----------
     excluded : the choice whose rows of the table in core/trainer/option_rules.py name the options that cannot be
         combined with it
-    replicas : whether replicas train independently, so that the ranks of one are a group
-    optimizers : optimizers in addition to the one of each step
-    outer_codec : the codec between replicas, if it differs
+    replicas : whether replicas train independently, so that the ranks of one replica form a group
+    optimizers : optimizers in addition to the one that updates in each step
+    outer_codec : the codec between replicas, if it differs from the codec within them
     description : text that must be equal on all ranks
-    message_prefix : the beginning of errors about excluded options
+    message_prefix : beginning of error messages about excluded options
     """
 
     excluded: ClassVar[str] = "nothing"
@@ -53,7 +53,7 @@ class SyncChoice:
         return f"{self.excluded} with "
 
     def strategy_within_replica(self, mesh: Mesh | None, ranks: int) -> str | Sharding:
-        """Return the sharding strategy of ranks that step together, "" for the one that was chosen."""
+        """Return the sharding strategy of the ranks that step together; "": the strategy that the user chose."""
         return ""
 
     def make_policy(self, placement: Any) -> SyncPolicy:
@@ -78,16 +78,15 @@ def _make_sync_choice(name: str) -> SyncChoice:
 
 
 class SyncPolicy:
-    """The synchronization of the ranks of a placement. By default they make every step together; strategies override
-    hooks.
+    """How the ranks of a placement synchronize. By default they make every step together. Strategies override hooks.
 
     Attributes
     ----------
     is_synchronous : whether all ranks make each step together
-    own_speed : whether ranks wait for each other only where they must
+    own_speed : whether ranks run asynchronously, and wait for each other only where they must
     owner : which ranks hold the same trained parameters and optimizer state, an `Owner` of the ledger
     lasting : kinds of slots that stay filled from program to program
-    about : text about it in the note of a checkpoint; None: no note
+    about : text about the policy in the note of a checkpoint; None: no note
     """
 
     is_synchronous, own_speed = True, False
@@ -101,7 +100,7 @@ class SyncPolicy:
     # -- programs ------------------------------------------------------------------------------------------------------
 
     def get_program_kind(self, kind: str) -> str:
-        """Return the kind of program to run when a trainer asks for this one; raise ConfigError if there is none."""
+        """Return the kind of program that runs when a trainer asks for `kind`. Raise ConfigError if there is none."""
         return kind
 
     def get_sync_rules(self, step: int) -> SyncRules:
@@ -109,7 +108,7 @@ class SyncPolicy:
         return EVERY_STEP
 
     def count_steps_of_round(self) -> list[tuple[SyncRules, int]]:
-        """Return the different steps of a round, its last one last, and how often each occurs."""
+        """Return (rules, count) for each different kind of step in a round, the last step of the round last."""
         return [(EVERY_STEP, 1)]
 
     def is_sync_step(self, step: int) -> bool:
@@ -123,7 +122,7 @@ class SyncPolicy:
     # -- what a rank holds ---------------------------------------------------------------------------------------------
 
     def open_shared_memory(self) -> Iterator[tuple[Any, Any]]:
-        """Allocate memory that all ranks can access; yield keys of rows with their arrays in it. Collective."""
+        """Allocate memory that all ranks can access, and yield (key of a row, its array in this memory). Collective."""
         return iter(())
 
     def list_policy_rows(self, page: ShardedPage) -> Iterator[Any]:
@@ -131,45 +130,47 @@ class SyncPolicy:
         return iter(())
 
     def list_saved_name_prefixes(self, replicas: int | None) -> list[str]:
-        """Return what checkpoints hold for each trained parameter, as the first half of the names. replicas: number of
-        replicas with a state of their own, if they have one; None: those of the mesh."""
+        """Return the prefixes of the names of all tensors that checkpoints hold for a trained parameter. replicas:
+        number of replicas, if each has its own state; None: the number in the mesh."""
         return list(self.placement.slot_formats)
 
     # -- changes of the state; each gets the `TrainState` --------------------------------------------------------------
 
     def on_created(self, state: Any) -> None:
-        """Fill slots of a state that has just been made."""
+        """Fill slots of a new state."""
 
     def on_initialized(self, state: Any) -> None:
-        """Handle that parameters got their initial values."""
+        """Called after the parameters got their initial values."""
 
     def on_loaded(self, state: Any) -> None:
-        """Handle that parameters were set from outside."""
+        """Called after the parameters were set from outside, as by a load."""
 
     def on_step(self, state: Any, weight: float) -> None:
-        """Handle a finished step. weight: loss weight of its samples."""
+        """Called after a step. weight: loss weight of its samples."""
 
     def on_resume(self, state: Any, saved: Mapping[str, Any] | None) -> None:
-        """Resume from a saved state. saved: data of the checkpoint, see `gather_checkpoint_data`."""
+        """Called after a saved state was loaded. saved: data of the checkpoint, see `gather_checkpoint_data`."""
 
     def gather_checkpoint_data(self, state: Any) -> dict[str, Any] | None:
-        """Return what a checkpoint holds in addition to its arrays. Collective."""
+        """Return the data of this policy that a checkpoint holds in addition to its arrays; None if there is none.
+        Collective."""
         return None
 
     def require_resumable(self, saved: Mapping[str, Any], where: str) -> None:
-        """Raise CheckpointError unless training can resume here from the data of a checkpoint."""
+        """Raise CheckpointError unless training can resume from this data of a checkpoint. where: the checkpoint, for
+        errors."""
 
     def require_common_parameters(self, steps: int) -> None:
-        """Raise ConfigError if ranks have different parameters after so many steps, for callers that need common
-        ones."""
+        """Raise ConfigError if ranks have different parameters after `steps` steps, for callers that need common
+        parameters."""
 
     # -- begin and end of calls ----------------------------------------------------------------------------------------
 
     def wait_for_last_step(self) -> None:
-        """Wait until all ranks have made their last step, if ranks run at their own speed."""
+        """Wait until all ranks have made their last step, if ranks run asynchronously."""
 
     def count_updates(self, name: str, steps: int) -> int:
-        """Return how many updates the page of a parameter has had after `steps` steps of the trainer."""
+        """Return how many updates the page of parameter `name` has had after `steps` steps of the trainer."""
         return steps
 
     @property
@@ -178,25 +179,25 @@ class SyncPolicy:
         return 1
 
     def on_parameters_set(self, steps: int) -> None:
-        """Handle that all parameters were set, after this number of steps."""
+        """Called after all parameters were set. steps: number of steps of the trainer so far."""
 
     def get_failed_ranks(self) -> list[int]:
         """Return the ranks that are known to have died, if training continues without them."""
         return []
 
     def read_common_parameters(self) -> dict[str, Any] | None:
-        """Return the parameters common to all ranks, if one rank can read them on its own; else None."""
+        """Return the parameters common to all ranks, if one rank can read them without the others; otherwise None."""
         return None
 
     def read_state_to_swap(self, state: Any, kinds: Sequence[str]) -> Callable[[], Callable[[], None]] | None:
-        """Read the state common to all ranks for these kinds of rows, if each rank also has its own. Return a function
-        that sets the rows to it, once all ranks have read, and returns a function that restores the own state; None if
-        there is nothing to read."""
+        """Read the state that is common to all ranks, for these kinds of rows, if each rank has its own state as well.
+        Return a function to call once all ranks have read: it sets the rows to the common state, and returns a function
+        that restores the rank's own state. Return None if there is no common state."""
         return None
 
     def copy_parameters_to_restore(self) -> Callable[[], None] | None:
-        """Copy the parameters that this rank holds, if all ranks change them; return a function that restores them,
-        else None."""
+        """Copy the parameters that this rank holds, if all ranks change them, and return a function that restores them;
+        otherwise return None."""
         return None
 
     def close(self) -> None:
@@ -204,7 +205,7 @@ class SyncPolicy:
 
 
 def set_arrays_returning_undo(values: Sequence[tuple[Any, Any]]) -> Callable[[], None]:
-    """Set arrays to values; return a function that restores the former values."""
+    """Set arrays to values, from (array, value) pairs. Return a function that restores the previous values."""
     before = [(array, array.copy()) for array, _ in values]
     for array, value in values:
         array[...] = value

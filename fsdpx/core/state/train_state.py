@@ -1,4 +1,4 @@
-"""The state that lasts from step to step: parameters, optimizer state, and the loss scale."""
+"""The state that persists between steps: parameters, optimizer state and loss scale."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ SMALLEST_LOSS_SCALE = 2.0**-40
 
 @dataclass(frozen=True)
 class LossScaler:
-    """The loss scale. value: factor on the loss. good: steps since it last changed. Dynamic scales halve on overflow,
-    and double after `growth_interval` good steps."""
+    """The loss scale. value: factor on the loss. good: number of steps since the scale last changed. A dynamic scale is
+    halved on overflow, and doubled after `growth_interval` steps without overflow."""
 
     value: float
     dynamic: bool
@@ -39,8 +39,8 @@ class LossScaler:
         return cls(value, dynamic, precision.growth_interval)
 
     def compute_next_scale(self, finite: bool) -> LossScaler:
-        """Return the scale after a step with finite gradients, or not; every rank passes the same flag. Raise
-        NumericsError below the smallest scale."""
+        """Return the loss scale for the next step. finite: whether all gradients were finite; every rank passes the
+        same flag. Raise NumericsError if the scale becomes too small."""
         if not self.dynamic:
             return self
         if finite:
@@ -54,21 +54,21 @@ class LossScaler:
         return replace(self, value=self.value / 2, good=0)
 
     def restore_scale(self, value: float, good: int) -> LossScaler:
-        """Return the scale of a checkpoint; a fixed scale stays as the precision defines it."""
+        """Return the loss scale with the value of a checkpoint. A fixed scale stays unchanged."""
         return replace(self, value=value, good=good) if self.dynamic else self
 
 
 @dataclass(frozen=True)
 class TieGroup:
-    """Gradients of one parameter that several ranks compute separately: copies of a tied parameter on other ranks of
-    the pipe, and summands on the ranks of the tensor axis.
+    """Pages whose gradients must be summed because several ranks compute parts of them: copies of a tied parameter on
+    several pipeline ranks, and summands on tensor ranks.
 
     Attributes
     ----------
-    pages : with copies of one parameter, that of its first user first; or a single page
-    ranks : rank of the pipe of each page
-    comm : the ranks of the pipe that have a copy; None if only one does
-    partial : whether to sum over the tensor axis too
+    pages : pages with copies of one parameter, starting with that of its first user; or a single page
+    ranks : pipeline rank of each page
+    comm : communicator of the pipeline ranks that have a copy; None if only one does
+    partial : whether to sum over the tensor axis as well
     """
 
     pages: tuple[int, ...]
@@ -78,7 +78,7 @@ class TieGroup:
 
     @property
     def gather_order(self) -> list[int]:
-        """Positions in `pages` sorted by rank: the order of their gradients after an all-gather."""
+        """Positions in `pages`, sorted by rank: the order of the gradients after an all-gather."""
         return sorted(range(len(self.pages)), key=lambda i: self.ranks[i])
 
     @property
@@ -87,17 +87,18 @@ class TieGroup:
         return [self.ranks.count(rank) for rank in sorted(set(self.ranks))]
 
     def count_gathered_elements(self, page_elements: int) -> int:
-        """Return the elements of all ranks' gradients together, if a page has `one` elements on this rank."""
+        """Return the elements of all gradients after the all-gather. page_elements: elements of one page on this
+        rank."""
         return page_elements * len(self.pages) if self.comm is not None else 0
 
 
 class FrozenParameters:
     """Bookkeeping of frozen parameters. frozen: parameters that currently get no gradient and no update. missed:
-    parameter -> updates of its page in which it was frozen, up to when it was last unfrozen; its own count of updates
-    is smaller by that many."""
+    parameter -> number of updates of its page that it missed while frozen, until it was last unfrozen. Its own number
+    of updates is smaller by this number."""
 
     def __init__(self, updates: Callable[[str], int]) -> None:
-        """Start with no frozen parameters. updates: function from a parameter to the number of updates of its page so
+        """Start without frozen parameters. updates: function from a parameter to the number of updates of its page so
         far."""
         self.frozen: frozenset[str] = frozenset()
         self.missed: dict[str, int] = {}
@@ -105,7 +106,7 @@ class FrozenParameters:
         self._updates_when_frozen: dict[str, int] = {}  # frozen parameter -> updates of its page before it was frozen
 
     def freeze(self, names: Iterable[str]) -> None:
-        """Freeze parameters from now on; the same ones on all ranks."""
+        """Freeze parameters from now on. All ranks must freeze the same ones."""
         self._updates_when_frozen |= {name: self._updates(name) for name in names if name not in self.frozen}
         self.frozen = frozenset(self._updates_when_frozen)
 
@@ -116,13 +117,13 @@ class FrozenParameters:
         self.frozen = frozenset(self._updates_when_frozen)
 
     def count_missed_updates(self) -> dict[str, int]:
-        """Return parameter -> updates missed so far, including those frozen now."""
+        """Return parameter -> number of updates that it has missed so far, including parameters that are frozen now."""
         now = {name: self._updates(name) - before for name, before in self._updates_when_frozen.items()}
         return {name: self.missed.get(name, 0) + now.get(name, 0) for name in sorted({**self.missed, **now})}
 
     def resume_at(self, missed: dict[str, int], updates: int) -> None:
-        """Resume after `updates` updates of each page, of which parameters have missed some. Frozen parameters stay
-        frozen."""
+        """Resume after `updates` updates of each page. missed: parameter -> number of updates that it has missed.
+        Frozen parameters stay frozen."""
         self.missed, self._updates_when_frozen = missed, dict.fromkeys(self.frozen, updates)
 
 
@@ -133,22 +134,22 @@ def restore_from_copies(pairs: Iterable[tuple[Any, Any]]) -> None:
 
 
 LASTING_SLOT_KINDS = frozenset({"stats", *(kind.slot for kind in LEDGER_KINDS.values() if kind.slot)})
-"""Kinds of slots that are filled before and after every program, or belong to a program still to come; a `SyncPolicy`
-may have more."""
+"""Kinds of slots that are filled before and after every program, or that belong to a later program. A `SyncPolicy` may
+have more."""
 
 
 class TrainState:
-    """The state of a rank that lasts from step to step.
+    """The state of a rank that persists between steps.
 
     Attributes
     ----------
-    store : slot -> value, between actions and between programs
+    store : slot -> value, for all filled slots
     steps : number of updates made so far
-    samples : number of samples of the global batch since the last update
-    adding : the call that made the gradients in the store, "accumulate" or "backward"
-    ran : kinds of programs since the last update, the same on all ranks
-    idle : parameters that got no gradient from some backward
-    storage : holds the rows of a slower level
+    samples : number of samples of global batches since the last update
+    adding : the call that computed the gradients in the store, "accumulate" or "backward"; "" without gradients
+    ran : kinds of programs that ran since the last update, equal on all ranks
+    idle : parameters that got no gradient in some backward
+    storage : the storage of the rows in a slower level
     """
 
     def __init__(
@@ -168,8 +169,8 @@ class TrainState:
         self._fill_initial_slots()
 
     def _fill_initial_slots(self) -> None:
-        """Fill the slots that every program expects: each with an array of the ledger, or with all arrays of one kind
-        of a page by name."""
+        """Fill the slots that every program expects, each with an array of the ledger or with a dict of a page's arrays
+        of one kind."""
         place, store = self.placement, self.store
         store |= {Slot("slots", p): {} for p in place.stage.trained_pages}
         for row in self.ledger:
@@ -186,36 +187,36 @@ class TrainState:
         self.storage.fill_slots(self)
 
     def view_running_statistic(self, name: str) -> Any:
-        """Return a running statistic in its shape."""
+        """Return a view of a running statistic with its shape."""
         return self.ledger.get_array("statistic", None, name).reshape(self.placement.layout.specs[name].shape)
 
     def copy_running_statistics(self) -> list[tuple[Any, Any]]:
-        """Return the running statistics that this rank updates, each with a copy, for `restore_from_copies` if a step
-        fails."""
+        """Return (array, copy) of each running statistic that this rank updates, so that `restore_from_copies` can undo
+        a failed step."""
         names = {name for names in self.placement.statistics.values() for name in names}
         arrays = [self.ledger.get_array("statistic", None, name) for name in sorted(names)]
         return [(array, array.copy()) for array in arrays]
 
     @property
     def random(self) -> Random:
-        """Random numbers of layers, which depend on the seed and the position in training."""
+        """The random numbers of layers, which depend on the seed and the position in training."""
         return Random(self.seed, moment=self.moment)
 
     # -- programs ------------------------------------------------------------------------------------------------------
 
     def list_indices_of_filled_slots(self, kind: str) -> frozenset[int]:
-        """Return the pages, units or values for which a slot of this kind is filled."""
+        """Return the numbers of the pages, units or values for which a slot of this kind is filled."""
         return frozenset(slot.at for slot in self.store if slot.kind == kind and slot.at is not None)
 
     def clear_slots(self, kinds: Iterable[str]) -> None:
-        """Empty all slots of these kinds."""
+        """Empty all slots of the given kinds."""
         unwanted = set(kinds)
         for slot in [slot for slot in self.store if slot.kind in unwanted]:
             del self.store[slot]
 
     def pop_values_of_earlier_programs(self, keep: Iterable[str] = ("full",)) -> dict[Slot, Any]:
-        """Take out of the store, and return, what earlier programs left, except some kinds; `store.update` puts it
-        back."""
+        """Remove the values that earlier programs left from the store and return them, except for the kinds of slots in
+        `keep`. `store.update` puts them back."""
         stored_slots = dict(self.placement.stage.stored_slots)
         stands = {stand.kind for stand in stored_slots.values()}
         stay = LASTING_SLOT_KINDS | self.placement.sync_policy.lasting | stands | set(keep)
@@ -224,8 +225,8 @@ class TrainState:
         return {slot: self.store.pop(slot) for slot in gone}
 
     def finish_update(self, skipped: bool, scaler: LossScaler, weight: float = 0.0) -> None:
-        """Do the bookkeeping of a finished update. skipped: gradients overflowed, and nothing has changed. weight: loss
-        weight of the samples of the step."""
+        """Update the counters after an update. skipped: whether gradients overflowed and nothing was changed. weight:
+        loss weight of the samples of the step."""
         self.steps += not skipped
         self.placement.sync_policy.on_step(self, weight)
         self.scaler = scaler
@@ -242,7 +243,8 @@ class TrainState:
         return self.freezing.frozen
 
     def count_missed_steps(self) -> dict[str, int]:
-        """Return parameter -> steps of the trainer in which it was not updated, if there were any."""
+        """Return parameter -> number of trainer steps in which it was not updated, for parameters that missed a
+        step."""
         each = self.placement.sync_policy.updates_per_step
         missed = self.freezing.count_missed_updates().items()
         steps = {name: self.steps - (self._count_updates(name) - n) // each for name, n in missed}
@@ -252,7 +254,7 @@ class TrainState:
         return self.placement.sync_policy.count_updates(name, self.steps)
 
     def set_counters_from_other_ranks(self, steps: int, value: float, good: int) -> None:
-        """Take over the counters of an update that other ranks have made."""
+        """Set the counters to those after an update that other ranks have made. value, good: as in `LossScaler`."""
         self.steps, self.scaler = steps, self.scaler.restore_scale(value, good)
 
     def wait_for_transfers(self) -> None:
@@ -270,8 +272,8 @@ class TrainState:
         pace: dict[str, Any] | None = None,
         missed: Mapping[str, int] | None = None,
     ) -> None:
-        """Continue from a saved position in training. Random numbers use `seed` from here on. missed: see
-        `count_missed_steps`."""
+        """Continue from a saved position in training. Random numbers use `seed` from then on. scale: (value, good) of
+        the loss scale. pace: data of the `SyncPolicy`. missed: see `count_missed_steps`."""
         self.discard_after_error()
         self.drop_local_gradients()
         self.steps, self.samples, self.seed = steps, samples, seed
@@ -282,18 +284,18 @@ class TrainState:
             self.scaler = self.scaler.restore_scale(*scale)
 
     def zero_grad(self) -> None:
-        """Discard accumulated gradients; a forward that waits for its backward is kept."""
+        """Discard accumulated gradients. The activations of a forward that waits for its backward are kept."""
         self.clear_slots(["grad", "part", "weight"])
         self.samples, self.adding = 0, ""
         self.drop_local_gradients()
 
     def invalidate_full_parameters(self) -> None:
-        """Discard gathered parameters after parameters have changed; call it on every rank."""
+        """Discard gathered parameters because parameters have changed. Every rank must call this."""
         self.clear_slots(["full"])
         self.ran.discard("updated")
 
     def discard_after_error(self) -> None:
-        """Discard what a failed program left in slots, including gradients; parameters are intact."""
+        """Discard the values that a failed program left in slots, including gradients. Parameters are intact."""
         self.adding = ""
         self.ran.clear()
         self.pop_values_of_earlier_programs(keep=())
@@ -301,15 +303,16 @@ class TrainState:
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def get_or_allocate_until_update(self, key: LedgerKey) -> Any:
-        """Return the array of a row with lifetime "pass", allocated at the first call and kept until the next update is
-        finished: not freed sooner, since after an error a transfer may still write into it."""
+        """Return the array of a row with lifetime "pass". It is allocated at the first call and kept until the next
+        update is finished, because after an error a transfer may still write into it."""
         if key not in self.ledger.arrays:
             row = self.ledger.rows[key]
             self.ledger.arrays[key] = self.arena.allocate(row.elements, row.dtype)
         return self.ledger.arrays[key]
 
     def get_or_create_local_gradient(self, row: LedgerRow) -> Any:
-        """Return memory for a full gradient that stays on this rank until the update, for `no_sync`."""
+        """Return the memory of a full gradient that stays on this rank until the update, for `no_sync`. Allocate it at
+        the first call."""
         if row.key not in self.ledger.arrays:
             self.ledger.add_row(row, self.arena.get_or_create_buffer(row.key, row.elements, row.dtype, temporary=True))
         return self.ledger.arrays[row.key]
@@ -321,18 +324,18 @@ class TrainState:
             self.arena.drop_buffer(key)
 
     def count_bytes_by_kind(self) -> dict[str, int]:
-        """Return bytes by kind of memory of everything that is held now."""
+        """Return kind of memory -> bytes that this rank holds now."""
         bytes_by_kind = self.ledger.count_bytes_by_kind()
         return bytes_by_kind | ({"working set": self.arena.slab_nbytes} if self.arena.slab_nbytes else {})
 
     def get_planned_and_peak_bytes(self) -> dict[str, tuple[int, int]]:
-        """Return, by kind of memory, the bytes that the placement plans, and the peak so far."""
+        """Return kind of memory -> (bytes that the placement plans, peak bytes so far)."""
         ledger, slab = self.ledger, self.arena.slab_nbytes
         planned_and_most = {kind: (ledger.planned_bytes.get(kind, 0), most) for kind, most in ledger.peak_bytes.items()}
         return planned_and_most | ({"working set": (slab, slab)} if slab else {})
 
     def close(self) -> None:
-        """Free the shared memory of ranks and the communicators of ties. Collective."""
+        """Free shared memory and the communicators of ties. Collective."""
         self.store.clear()
         self.ledger.clear()
         self.storage.close()

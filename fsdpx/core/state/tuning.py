@@ -1,4 +1,5 @@
-"""Measurements of a machine, kept in a cache folder: records of any kind, and the choice of BLAS library."""
+"""Measurements of a machine that are kept in a cache folder: records of any kind, and the choice of the BLAS
+library."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ _refused: set[Path] = set()
 
 
 class Measurement(NamedTuple):
-    """A record. key: everything that the value depends on. date: when it was measured, in UTC."""
+    """A record. key: everything on which the value depends. date: when it was measured, in UTC."""
 
     key: dict[str, Any]
     value: dict[str, Any]
@@ -51,10 +52,10 @@ class Measurement(NamedTuple):
 
 
 def load_record(kind: str, key: dict[str, Any], decode: Callable[[dict[str, Any]], Record]) -> Record | None:
-    """Return the value of a record, as `decode` makes it; None if there is no record, or, with one warning, if the file
-    is not ours or damaged: then it is measured again.
+    """Return the value of a record, decoded by `decode`. Return None if there is no record. Return None after one
+    warning if its file is damaged or not trusted, so that the caller measures again.
 
-    decode: must raise ValueError or TypeError for a value that it cannot decode.
+    decode: function from the stored value to the result; it must raise ValueError or TypeError for an invalid value.
     """
     file = _get_record_path(kind, key)
     try:
@@ -70,8 +71,7 @@ def load_record(kind: str, key: dict[str, Any], decode: Callable[[dict[str, Any]
 
 
 def write_record(kind: str, key: dict[str, Any], value: dict[str, Any]) -> None:
-    """Write a record, completely or not at all. If the folder cannot be written, warn once; the next start measures
-    again."""
+    """Write a record atomically. If the folder cannot be written, warn once; the next start then measures again."""
     file, date = _get_record_path(kind, key), datetime.now(UTC).isoformat(timespec="minutes")
     text = json.dumps({"key": key, "date": date, "value": value}, indent=1)
     try:
@@ -82,8 +82,8 @@ def write_record(kind: str, key: dict[str, Any], value: dict[str, Any]) -> None:
 
 
 def describe_cache() -> str:
-    """Return text for the end of a line that says where measurements are kept; "" if they cannot be, which a warning
-    has said."""
+    """Return text that says where measurements are kept, to append to a line. Return "" after a warning that they
+    cannot be kept."""
     folder = environment.read_environment().cache
     return "" if folder in _refused else f"; what came of it is kept in {folder}"
 
@@ -98,8 +98,8 @@ def _warn_cannot_cache(folder: Path, error: OSError) -> None:
 
 
 def _read_record(file: Path) -> Measurement | None:
-    """Return the record in a file; None if it does not exist or is not ours. Raise ValueError for anything but a
-    record."""
+    """Return the record in a file; None if the file does not exist or is not trusted. Raise ValueError if the content
+    is not a record."""
     data = safe_files.read_if_trusted(file)
     return None if data is None else Measurement(**require_json_fields(safe_files.parse_json(data), _KINDS))
 
@@ -115,15 +115,15 @@ def _get_record_path(kind: str, key: dict[str, Any]) -> Path:
 T = TypeVar("T")
 
 MIN_SPEEDUP = 1.25
-"""A BLAS library is chosen only if it is this much faster than the default one."""
+"""Another BLAS library than the default is chosen only if it is faster by this factor."""
 MULTI_RANK_GROUP_BYTES = 4 << 20
-"""Bytes of a unit on several ranks: at least as many as measured to be best (docs/decisions/0010)."""
+"""Minimum bytes of a unit on several ranks, from measurements (docs/decisions/0010)."""
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """Choices that depend on the machine. blas: library of matrix products. threads: per rank. group_bytes: minimum
-    bytes of a unit."""
+    """Choices that depend on the machine. blas: library of matrix products. threads: number of threads per rank.
+    group_bytes: minimum bytes of a unit."""
 
     blas: str
     threads: int = 1
@@ -133,16 +133,16 @@ class Tuning:
 def agree_on_tuning(
     world: Communicator, wanted: bool, xp: Any, count: ProgressCallback = lambda done, total: None
 ) -> Tuning:
-    """Return the choices for a job, from an earlier measurement on this machine or a new one. Collective.
+    """Return the choices for a job, from an earlier or a new measurement on this machine. Collective.
 
-    Jobs of all sizes use the same library, which is set for the process, so that they get the same bits.
+    The library is selected for the process. Jobs of all sizes use the same library, so that they give the same bits.
 
     Parameters
     ----------
-    world : all ranks. Ranks that are threads do not measure; simulated ones use what real ones have measured
-    wanted : whether to measure; otherwise the defaults. With FSDPX_TUNE=again measure again, once per process
+    world : all ranks. Ranks that are threads do not measure; simulated ranks use the measurement of real ones
+    wanted : whether to measure; otherwise return the defaults. With FSDPX_TUNE=again each process measures once more
     xp : the namespace of arrays
-    count : callback of the progress: measurements done, total
+    count : progress callback (measurements done, total)
     """
     imagined = isinstance(world, FakeCommunicator)
     measurable = imagined or (xp is np and (world.size == 1 or find_message_backend(world) is not None))
@@ -165,11 +165,11 @@ def agree_on_tuning(
 
 
 _remeasured: set[str] = set()
-"""Machines that this process has measured."""
+"""Keys of the machines that this process has measured."""
 
 
 def load_blas_measurement() -> Measurement | None:
-    """Return the measurement of this machine: the BLAS library that was chosen, and GFLOP/s of one thread by library;
+    """Return the measurement of this machine, with the chosen BLAS library and the GFLOP/s of one thread by library;
     None if there is none."""
     key = _make_tuning_key()
     with suppress(ValueError, TypeError):
@@ -181,8 +181,8 @@ def load_blas_measurement() -> Measurement | None:
 
 
 def _agree_on_blas_library(world: Communicator, count: ProgressCallback) -> str:
-    """Return the library that rank 0 knows or measures to be fastest: ranks would measure different times.
-    Collective."""
+    """Return the library that rank 0 has measured, or now measures, to be fastest. Only rank 0 decides, because ranks
+    would measure different times. Collective."""
     key = _make_tuning_key()
     anyway = environment.read_environment().retune and str(key) not in _remeasured
     record = _broadcast_from_rank_0(world, None if anyway or world.rank else load_record("blas", key, _parse_library))
@@ -196,7 +196,7 @@ def _agree_on_blas_library(world: Communicator, count: ProgressCallback) -> str:
 
 
 def _choose_fastest_library(rates: dict[str, float], usual: str) -> str:
-    """Return the default library, unless another is clearly faster."""
+    """Return the default library `usual` unless another one is clearly faster."""
     best = max(rates, key=lambda name: rates[name])
     return best if rates[best] > MIN_SPEEDUP * rates.get(usual, 0.0) else usual
 
@@ -207,7 +207,7 @@ def _broadcast_from_rank_0(world: Communicator, own: T) -> T:
 
 
 def _make_tuning_key() -> dict[str, Any]:
-    """Return everything that the choice depends on."""
+    """Return everything on which the choice depends."""
     return {
         "machine": platform.node(),
         "processor": read_cpuinfo_field("model name") or platform.processor(),
@@ -217,7 +217,7 @@ def _make_tuning_key() -> dict[str, Any]:
 
 
 def _parse_library(value: dict[str, Any]) -> str:
-    """Return the library that was chosen; raise ValueError for a value that no measurement writes."""
+    """Return the chosen library from the value of a record. Raise ValueError if no measurement writes such a value."""
     library, rates = require_json_fields(value, {"library": str, "rates": dict}).values()
     if library not in {"numpy", *blas.describe_library_files()} or not all(
         type(rate) is float for rate in rates.values()
