@@ -1,4 +1,5 @@
-"""`OffloadConfig`, the option `offload`: the state that lies on disk between uses, and its slots in programs."""
+"""`OffloadConfig`, the option `offload`: which state is stored on disk between uses, and the slots of programs that it
+belongs to."""
 
 from __future__ import annotations
 
@@ -20,26 +21,26 @@ from fsdpx.ext.offload.records import SPILLED, pair_with_stored_slots
 __all__ = ["OffloadConfig"]
 
 OFFLOADED = ("optimizer", "parameters", "activations", "gradients")
-"""Choices of `OffloadConfig.what`."""
+"""Valid choices for `OffloadConfig.what`."""
 STATE = ("slot", "average")
-"""Kinds of rows that are optimizer state."""
+"""Kinds of rows that belong to the optimizer state."""
 
 
 @check_constructor_options
 @dataclass(frozen=True)
 class OffloadConfig(StorageLevelChoice):
-    """The state that is kept in files of a folder between uses, one file per rank, instead of in memory.
+    """Offload of state to files in a folder, one file per rank, instead of keeping it in memory between uses.
 
     Parameters
     ----------
-    folder : an existing folder on a fast local disk, which no other job or trainer uses at the same time
+    folder : path of an existing folder on a fast local disk, which no other job or trainer uses at the same time
     what : one or several of "optimizer" (its state, including averages; default), "parameters" (the master shard),
         "activations" (saved by forward for backward) and "gradients" (until the update)
     direct : whether to bypass the system's page cache (O_DIRECT); default None: if the file system supports it
 
     Raises
     ------
-    ConfigError : for other values
+    ConfigError : a value is invalid
     """
 
     folder: str | os.PathLike[str]

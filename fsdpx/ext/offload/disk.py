@@ -1,4 +1,4 @@
-"""The storage of a rank on disk: the disk's bandwidth, records (the rows of one slot of programs), and activations."""
+"""Storage of a rank on disk: the disk's bandwidth, records (the rows of one slot of programs), and activations."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 MEASURED_BYTES = 64 << 20
-"""Bytes that are written and read to measure a disk."""
+"""Number of bytes that are written and read to measure a disk."""
 
 
 class DiskRates(NamedTuple):
@@ -56,10 +56,11 @@ class DiskRates(NamedTuple):
 
 
 def get_or_measure_disk_rates(folder: Path, direct: bool | None) -> DiskRates | None:
-    """Return the bandwidth of a folder's disk, for transfers in pieces as large as those of rows; from a cache of
-    earlier measurements if possible.
+    """Return the bandwidth of the disk that holds a folder, for transfers in pieces as large as those of rows, from a
+    cache of earlier measurements if possible.
 
-    None if it is unknown: the folder is missing or full, or measuring is off (FSDPX_TUNE=0)."""
+    Return None if it is unknown: the folder is missing or full, or measuring is off (FSDPX_TUNE=0).
+    """
     if not folder.is_dir():
         return None
     settings = environment.read_environment()
@@ -89,7 +90,7 @@ def _measure_disk_rates(folder: Path, direct: bool | None) -> DiskRates:
     start = -get_data_pointer(memory) % ALIGN_BYTES
     data, file = memory[start : start + MEASURED_BYTES], DiskFile(folder, MEASURED_BYTES, direct)
     try:
-        file.start_write(0, data).wait()  # not measured: the first write allocates the blocks
+        file.start_write(0, data).wait()  # not measured, since the first write allocates the blocks
         seconds = []
         for start_transfer in (file.start_read, file.start_write):
             begin = perf_counter()
@@ -101,16 +102,17 @@ def _measure_disk_rates(folder: Path, direct: bool | None) -> DiskRates:
 
 
 ALIGN_BYTES = mmap.ALLOCATIONGRANULARITY
-"""Alignment of parts of the file, and of the memory that it is read into, as direct I/O and mmap require."""
+"""Alignment of offsets in the file, and of the memory into which it is read, required by direct I/O and mmap."""
 PIECE_BYTES = 8 << 20
-"""Bytes of one read or write; large enough for a disk's full rate (docs/decisions/0017-state-on-disk.md)."""
+"""Number of bytes of one read or write, which is large enough to reach a disk's full rate
+(docs/decisions/0017-state-on-disk.md)."""
 THREADS = 2
-"""Pieces under way at a time."""
+"""Number of pieces that are transferred at a time."""
 LOCK_NAME = "fsdpx.lock"
 
 
 class DiskTransfer:
-    """Reads or writes under way, in pieces: a handle like that of a message."""
+    """Handle for reads or writes in progress, in pieces; used like the handle of a message."""
 
     __slots__ = ("left",)
 
@@ -126,7 +128,7 @@ class DiskTransfer:
 
 
 class Stopwatch:
-    """A stopwatch shared by threads. seconds: time during which at least one of them was at work."""
+    """A stopwatch shared by threads. `seconds`: time during which at least one thread was working."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -146,9 +148,11 @@ class Stopwatch:
 
 
 class DiskFile:
-    """A file of `nbytes` bytes, allocated at once: a full disk is an error when it is made.
+    """A file of `nbytes` bytes, which are allocated when it is created, so that a full disk is an error at that time.
 
-    direct: bypass the page cache; None: if the file system supports it. watch: time with reads or writes under way."""
+    `direct`: whether to bypass the page cache; None: if the file system supports it. `watch`: measures the time during
+    which reads or writes are in progress.
+    """
 
     def __init__(self, folder: Path, nbytes: int, direct: bool | None) -> None:
         self.folder, self.nbytes, self.watch = folder, nbytes, Stopwatch()
@@ -158,20 +162,20 @@ class DiskFile:
         except OffloadError:
             os.close(self._fd)
             raise
-        self._end = weakref.finalize(self, os.close, self._fd)  # reads and writes under way keep this object alive
+        self._end = weakref.finalize(self, os.close, self._fd)  # reads and writes in progress keep this object alive
         self._end.atexit = False
         self._own = threading.local()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="fsdpx disk")
-        all_run = threading.Barrier(THREADS)  # starts the threads now, as a later step may leave no memory for them
+        all_run = threading.Barrier(THREADS)  # starts the threads now, since memory may be short later
         for waits in [self._threads.submit(all_run.wait) for _ in range(THREADS)]:
             waits.result()
 
     def start_read(self, offset: int, data: Any) -> DiskTransfer:
-        """Start to fill `data`, bytes in memory, from byte `at` of the file on."""
+        """Start to fill the memory `data` with the bytes of the file that begin at `offset`."""
         return self._start_transfer(self._read_piece, offset, data)
 
     def start_write(self, offset: int, data: Any) -> DiskTransfer:
-        """Start to write `data`, bytes in memory, from byte `at` of the file on."""
+        """Start to write the memory `data` to the file, beginning at byte `offset`."""
         return self._start_transfer(self._write_piece, offset, data)
 
     def _start_transfer(self, transfer: Callable[[int, Any], None], offset: int, data: Any) -> DiskTransfer:
@@ -182,7 +186,7 @@ class DiskFile:
         self._transfer_all(lambda view, offset: os.preadv(self._fd, [view], offset), offset, data, "read")
 
     def extend_file(self, nbytes: int) -> int:
-        """Extend the file by `nbytes`, and return the offset of the new part."""
+        """Extend the file by `nbytes` bytes, and return the offset of the new part."""
         self.nbytes += _reserve_space(self._fd, self.folder, self.nbytes, nbytes)
         return self.nbytes - nbytes
 
@@ -207,7 +211,7 @@ class DiskFile:
             raise OffloadError(f"{self.folder}: offloaded state cannot be {participle}: {why}") from error
 
     def _copy_aligned(self, data: Any) -> Any:
-        """Return a copy with the alignment of direct I/O; it is valid until this thread makes the next one."""
+        """Return a copy that is aligned for direct I/O. It is valid until this thread makes the next copy."""
         if not hasattr(self._own, "memory"):
             memory = np.empty(PIECE_BYTES + ALIGN_BYTES, np.uint8)
             self._own.memory = memory[-memory.ctypes.data % ALIGN_BYTES :]
@@ -215,21 +219,21 @@ class DiskFile:
         return self._own.memory[: -(-len(data) // ALIGN_BYTES) * ALIGN_BYTES]
 
     def map_array(self, offset: int, elements: int, dtype: Any) -> np.ndarray:
-        """Return a part of the file as an array, mapped as long as it is referenced: reads that begin later see changes
-        to it."""
+        """Return a part of the file as an array, which stays mapped as long as it is referenced. Reads that begin later
+        see changes to the array."""
         if elements == 0:
             return np.empty(0, dtype)
         return np.frombuffer(mmap.mmap(self._fd, elements * dtype.itemsize, offset=offset), dtype)
 
     def close(self) -> None:
-        """Wait for all transfers, and close the file, which removes it."""
+        """Wait for all transfers and close the file, which also deletes it."""
         self._threads.shutdown()
         self._end()
 
 
 def _reserve_space(fd: int, folder: Path, offset: int, nbytes: int) -> int:
-    """Allocate `nbytes` on disk from byte `at` of a file on, and return `nbytes`; raise OffloadError if the disk is
-    full."""
+    """Allocate `nbytes` bytes on disk, beginning at byte `offset` of a file, and return `nbytes`. Raise OffloadError if
+    the disk is full."""
     try:
         if nbytes:
             os.posix_fallocate(fd, offset, nbytes)
@@ -240,7 +244,7 @@ def _reserve_space(fd: int, folder: Path, offset: int, nbytes: int) -> int:
 
 def _open_unnamed_file(folder: Path, direct: bool | None) -> tuple[int, bool]:
     """Return the descriptor of a new unnamed file, and whether it bypasses the page cache."""
-    import fcntl  # not on Windows, where `OffloadConfig` is refused
+    import fcntl  # not available on Windows, where `OffloadConfig` is rejected
 
     flag = getattr(os, "O_DIRECT", 0) if direct is not False else 0
     try:
@@ -259,12 +263,12 @@ def _open_unnamed_file(folder: Path, direct: bool | None) -> tuple[int, bool]:
 
 
 def lock_folder(folder: Path, owner: str) -> int:
-    """Lock a folder for an owner, and return the descriptor, which holds the lock until it is closed or the process
-    ends.
+    """Lock a folder for an owner. Return the descriptor that holds the lock until it is closed or the process ends.
 
-    All ranks of one owner hold the lock together. Raises OffloadError if the folder does not exist, or another owner
-    has it."""
-    import fcntl  # not on Windows, where `OffloadConfig` is refused
+    All ranks of one owner hold the lock together. Raises OffloadError if the folder does not exist, or if another owner
+    holds the lock.
+    """
+    import fcntl  # not available on Windows, where `OffloadConfig` is rejected
 
     if not folder.is_dir():
         what = "is no folder:" if folder.exists() else "does not exist: make it, or"
@@ -280,7 +284,7 @@ def lock_folder(folder: Path, owner: str) -> int:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             safe_files.write_lock_text(fd, owner)
         except BlockingIOError:
-            pass  # another process holds it, perhaps a rank of this job
+            pass  # another process holds the lock, perhaps a rank of this job
         fcntl.flock(fd, fcntl.LOCK_SH)
         holder = os.pread(fd, 4096, 0).decode(errors="replace")
         if holder != owner:
@@ -293,11 +297,11 @@ def lock_folder(folder: Path, owner: str) -> int:
 
 
 MIN_SPILLED_BYTES = 1 << 14
-"""Smallest array, in bytes, that is worth a read and a write."""
+"""Size in bytes of the smallest array for which a write and a read pay off."""
 
 
 class ArrayAddress(NamedTuple):
-    """The position of an array in the memory block number `root`. strides: None for shape-only arrays."""
+    """The position of an array in memory block number `root`. `strides`: None for shape-only arrays."""
 
     root: int
     offset: int
@@ -308,25 +312,27 @@ class ArrayAddress(NamedTuple):
 
 @dataclass
 class SpilledValue:
-    """A value without its large arrays. roots: the memory blocks of these, until they are written. sizes: bytes of
-    each."""
+    """A value without its large arrays. `roots`: the memory blocks of these arrays, until they are written. `sizes`:
+    size of each block in bytes."""
 
     tree: Any = None
     roots: list[Any] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
 
     def restore_value(self, memory: list[Any]) -> Any:
-        """Return the value with its arrays in other memory blocks that hold the same bytes."""
+        """Return the value with its arrays in the memory blocks `memory`, which hold the same bytes as the original
+        blocks."""
         return _map_leaves(
             self.tree, lambda leaf: _make_array(memory[leaf.root], leaf) if isinstance(leaf, ArrayAddress) else leaf
         )
 
 
 def extract_large_arrays(value: Any, keep_in_memory: Callable[[Any], bool]) -> SpilledValue:
-    """Take large arrays out of nested tuples, lists and dicts, and return them with the rest of the value.
+    """Move large arrays out of nested tuples, lists and dicts. Return them together with the rest of the value.
 
     A memory block stays in the value if `keep_in_memory(block)` is true, if it is small, or if the array uses less than
-    half of it."""
+    half of it.
+    """
     made, numbers = SpilledValue(), dict[int, int]()
 
     def replace_array(leaf: Any) -> Any:
@@ -360,7 +366,7 @@ def _make_array(memory: Any, address: ArrayAddress) -> Any:
 
 
 def _map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Return the same nested tuples, lists and dicts with `function` applied to the leaves."""
+    """Return nested tuples, lists and dicts of the same structure, with `function` applied to each leaf."""
     if isinstance(value, dict):
         return {name: _map_leaves(one, function) for name, one in value.items()}
     if isinstance(value, list):
@@ -373,9 +379,11 @@ def _map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 class DiskStorage(StateStorage):
-    """The rows of a rank that lie on disk. The rows of a record are contiguous, so that one read fetches them all.
+    """The rows of a rank that are stored on disk. The rows of a record are contiguous, so that a single read fetches
+    all of them.
 
-    file: None in a dry run, which moves nothing."""
+    `file`: None in a dry run, which transfers nothing.
+    """
 
     def __init__(self, rows: Sequence[LedgerRow], elsewhere: StoredSlots, xp: Any) -> None:
         self.xp = xp
@@ -388,8 +396,8 @@ class DiskStorage(StateStorage):
                 self._records.setdefault(Slot(LEDGER_KINDS[row.key.kind].slot, row.key.page), []).append(row)
         self._places: dict[LedgerKey, int] = {}
         self.spilled: dict[Slot, int] = {}  # bytes of each activation in the last run
-        self._parts: dict[tuple[Slot, int], tuple[int, int]] = {}  # offset and reserved bytes of their parts
-        self._there: dict[Slot, Any] = {}  # memory of the records that were fetched
+        self._parts: dict[tuple[Slot, int], tuple[int, int]] = {}  # offset, reserved bytes of their parts
+        self._there: dict[Slot, Any] = {}  # memory of fetched records
         self.nbytes = 0
         mapped = [row for row in rows if row.level == "map" and row.inside is None]
         for row in (*(row for record in self._records.values() for row in record), *mapped):
@@ -397,13 +405,13 @@ class DiskStorage(StateStorage):
             self.nbytes += _round_up_to_align(row.nbytes)
 
     def open_file(self, folder: Path, direct: bool | None, owner: str) -> None:
-        """Lock the folder and allocate the file; raise OffloadError if either fails."""
+        """Lock the folder and allocate the file. Raise OffloadError if either fails."""
         self._unlock = unlock = weakref.finalize(self, os.close, lock_folder(folder, owner))
         unlock.atexit = False
         self.file = DiskFile(folder, self.nbytes, direct)
 
     def fill_slots(self, state: Any) -> None:
-        """Mark all records of pages as stored, and none as in memory."""
+        """Mark all records of pages as stored on disk, and none as in memory."""
         for slot, stand in self._stands.items():
             if slot.kind not in SPILLED and slot.at in state.placement.pages:
                 state.store.pop(slot, None)
@@ -413,7 +421,7 @@ class DiskStorage(StateStorage):
 
     @property
     def busy_seconds(self) -> float:  # type: ignore[override]
-        """Time with reads or writes under way, since the last `reset_counters`."""
+        """Seconds during which reads or writes were in progress, since the last `reset_counters`."""
         return 0.0 if self.file is None else self.file.watch.seconds
 
     def reset_counters(self) -> None:
@@ -423,11 +431,11 @@ class DiskStorage(StateStorage):
     # -- records -------------------------------------------------------------------------------------------------------
 
     def get_record_nbytes(self, record: Slot) -> int:
-        """Return the bytes of a record on disk."""
+        """Return the number of bytes of a record on disk."""
         return sum(_round_up_to_align(row.nbytes) for row in self._records.get(record, ()))
 
     def get_moved_bytes_by_verb(self) -> dict[str, Mapping[tuple[int, int | None], int]]:
-        """Return the bytes of records by number."""
+        """Return the bytes that are moved with each record, by record number."""
         numbers = {slot: number for number, slot in enumerate(self._stands)}
         pages: dict[tuple[int, int | None], int] = {
             (n, None): self.get_record_nbytes(slot) for slot, n in numbers.items()
@@ -436,16 +444,16 @@ class DiskStorage(StateStorage):
         return {"record": pages | spilled}
 
     def get_buffer_nbytes(self, record: Slot) -> int | None:
-        """Return the bytes of memory for a record that is fetched, with room to align it to `ALIGN_BYTES`; None for a
-        slot that is not a record."""
+        """Return the number of bytes of memory for fetching a record, including room to align it to `ALIGN_BYTES`.
+        Return None for a slot that is not a record."""
         if record not in self._stands:
             return None
         size = self.get_record_nbytes(record)
         return size + ALIGN_BYTES if size else 0
 
     def start_fetch(self, record: Slot, buffer: Any) -> tuple[Handle, Any]:
-        """Start to read a record into `buffer`, of `get_buffer_nbytes`; return the handle, and the record's array, or
-        arrays by name."""
+        """Start to read a record into `buffer`, which has `get_buffer_nbytes` bytes. Return the handle, and the array
+        of the record, or a dict of its arrays by name."""
         rows, offset, arrays = self._records[record], 0, {}
         data = self._there[record] = _align_buffer(buffer, self.get_record_nbytes(record))
         for row in rows:
@@ -455,14 +463,15 @@ class DiskStorage(StateStorage):
         return handle, arrays.get("", arrays)
 
     def start_store(self, record: Slot) -> Handle:
-        """Start to write a record from the memory into which it was fetched."""
+        """Start to write a record from the memory into which it was fetched. Return the handle."""
         offset, data = self._places[self._records[record][0].key], self._there[record]
         return COMPLETED if self.file is None else self.file.start_write(offset, data)
 
     # -- activations, whose sizes depend on the batch ------------------------------------------------------------------
 
     def start_spill(self, slot: Slot, spilled: SpilledValue) -> Handle:
-        """Start to write the memory blocks of an activation, and remove them from `spilled`."""
+        """Start to write the memory blocks of an activation, and remove the blocks from `spilled`. Return the
+        handle."""
         roots, spilled.roots = spilled.roots, []
         offsets = [self._find_or_reserve_offset(slot, i, nbytes) for i, nbytes in enumerate(spilled.sizes)]
         self.spilled[slot] = sum(spilled.sizes)
@@ -474,7 +483,7 @@ class DiskStorage(StateStorage):
         )
 
     def start_restore(self, slot: Slot, spilled: SpilledValue) -> tuple[Handle, list[Any]]:
-        """Start to read the memory blocks of an activation into new memory; return the handle and the blocks."""
+        """Start to read the memory blocks of an activation into new memory. Return the handle and the new blocks."""
         if self.file is None:
             return COMPLETED, [Storage(nbytes) for nbytes in spilled.sizes]
         blocks = [
@@ -487,7 +496,8 @@ class DiskStorage(StateStorage):
         ), blocks
 
     def _find_or_reserve_offset(self, slot: Slot, index: int, nbytes: int) -> int:
-        """Return the offset of a part of an activation in the file: the same in each step, unless it has grown."""
+        """Return the offset in the file of part number `index` of an activation. It is the same in each step, unless
+        the part has grown."""
         offset, reserved = self._parts.get((slot, index), (0, 0))
         if nbytes > reserved:
             offset = self.nbytes if self.file is None else self.file.extend_file(_round_up_to_align(nbytes))
@@ -496,7 +506,7 @@ class DiskStorage(StateStorage):
         return offset
 
     def map_array(self, row: LedgerRow) -> Any:
-        """Return the array of a row, mapped from disk, see `DiskFile.map_array`."""
+        """Return the array of a row, mapped from the file, see `DiskFile.map_array`."""
         if self.file is None:
             return self.xp.empty((row.elements,), dtype=row.dtype)
         return self.file.map_array(self._places[row.key], row.elements, row.dtype)
@@ -512,10 +522,11 @@ class DiskStorage(StateStorage):
 def open_disk_storage(
     placement: Placement, rows: Sequence[LedgerRow], folder: str | os.PathLike[str], direct: bool | None, option: str
 ) -> DiskStorage:
-    """Return a file in `folder` with room for these rows; raise OffloadError on all ranks if one of them cannot have
-    it. Collective.
+    """Return storage in `folder` with space for these rows. Raise OffloadError on all ranks if it fails on one of them.
+    Collective.
 
-    option: the user's option as text, for errors."""
+    `option`: the user's option as text, for errors.
+    """
     disk = DiskStorage(rows, placement.stage.stored_slots, placement.xp)
     if placement.device.holds_data:
         if not hasattr(os, "posix_fallocate"):

@@ -1,5 +1,5 @@
-"""The compiler pass that reads records into memory and writes them back; a record is a slot that lies on disk between
-uses."""
+"""The compiler pass that inserts the actions which read records into memory and write them back. A record is a slot
+that is stored on disk between uses."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["SPILLED", "get_record", "insert_record_transfers", "list_records", "
 
 Actions = list[Action]
 SPILLED = ("saved", "held")
-"""Kinds of slots of activations. Other records belong to pages, and an update changes them."""
+"""Kinds of slots of activations. Other records belong to pages, and are changed by an update."""
 
 
 def pair_with_stored_slots(records: Sequence[Slot]) -> StoredSlots:
-    """Return the records by number, each with the slot that marks its values as stored."""
+    """Return the records in order, each paired with the slot that marks its value as stored."""
     return tuple((record, Slot("stored", number)) for number, record in enumerate(records))
 
 
 def list_records(stage: Stage) -> list[Slot]:
-    """Return the records of a stage, by number."""
+    """Return the records of a stage, in the order of their numbers."""
     return [record for record, _ in stage.stored_slots]
 
 
@@ -33,10 +33,11 @@ def get_record(stage: Stage, action: Action) -> Slot:
 
 
 def insert_record_transfers(actions: Actions, request: ProgramRequest) -> Actions:
-    """Insert FETCH, STORE and EVICT, one kind of records after the other.
+    """Insert the actions FETCH, STORE and EVICT, for one kind of record after another.
 
-    The records that an action needs are in memory, with the next `ahead` of the kind; at most `ahead` others are being
-    stored. Activations that no later action of the program needs are not moved."""
+    When an action runs, the records that it needs are in memory, and so are the next `ahead` records of the same kind.
+    At most `ahead` other records are being stored. Activations that no later action of the program needs are not moved.
+    """
     stage = request.stage
     records = list_records(stage)
     for kind in dict.fromkeys(record.kind for record in records):
@@ -49,8 +50,10 @@ def insert_record_transfers(actions: Actions, request: ProgramRequest) -> Action
 class _RecordCache:
     """The records of one kind that are in memory at each action of a program.
 
-    numbers: of the records. there: slot -> whether its values differ from the stored ones. leaving: slots whose values
-    are being written. stored: activations that were stored. last: slot -> the last action that needs it."""
+    `numbers`: numbers of the records. `there`: slot -> whether its value differs from the stored one. `leaving`: slots
+    whose values are being written. `stored`: activations that were stored. `last`: slot -> index of the last action
+    that needs it.
+    """
 
     def __init__(self, kind: str, numbers: dict[int | None, int], ahead: int) -> None:
         self.kind, self.numbers, self.ahead = kind, numbers, ahead
@@ -61,7 +64,7 @@ class _RecordCache:
         self.result: Actions = []
 
     def insert_transfers(self, actions: Actions, slots: Sequence[ActionSlots]) -> Actions:
-        """Return the actions with the transfers that keep the records they need in memory."""
+        """Return the actions with added transfers, so that the records they need are in memory."""
         wanted = [self._select_record_slots((*s.takes, *s.reads, *s.adds)) for s in slots]
         needs = _list_slots_needed_in_memory(
             actions, slots, [[*w, *self._select_record_slots(s.gives)] for w, s in zip(wanted, slots, strict=True)]
@@ -85,14 +88,14 @@ class _RecordCache:
         return [slot for slot in slots if slot.kind == self.kind and slot.at in self.numbers]
 
     def _evict_and_fetch_for_window(self, action_index: int, window: dict[Slot, None]) -> None:
-        """Evict the slots outside the window, and fetch those missing from it."""
+        """Evict the slots outside the window, and fetch the slots that are missing from it."""
         gone = [slot for slot in self.there if slot not in window]
         self._store_or_evict([slot for slot in gone if slot.mb is None or self.last.get(slot, -1) >= action_index])
         self._add_waits_for_writes(self.ahead)
         for slot in window:
             if slot in self.there or not (slot.mb is None or slot in self.stored):
                 continue
-            if slot in self.leaving:  # also waits for the writes before it
+            if slot in self.leaving:  # this also waits for earlier writes
                 self._add_waits_for_writes(len(self.leaving) - 1 - self.leaving.index(slot))
             self._add_action("FETCH", slot)
             self.stored.discard(slot)
@@ -107,7 +110,7 @@ class _RecordCache:
                 self.stored.add(slot)
 
     def _add_waits_for_writes(self, max_pending: int) -> None:
-        """Wait for the oldest writes until `max_pending` are under way."""
+        """Wait for the oldest writes until at most `max_pending` are in progress."""
         while len(self.leaving) > max_pending:
             self._add_action("EVICT", self.leaving.pop(0))
 
@@ -118,8 +121,8 @@ class _RecordCache:
 def _list_slots_needed_in_memory(
     actions: Actions, slots: Sequence[ActionSlots], needs: Sequence[Sequence[Slot]]
 ) -> list[list[Slot]]:
-    """Return the slots that must be in memory during each action: its own, and those of transfers under way, which read
-    them until an action waits for their result."""
+    """Return the slots that must be in memory during each action: the slots that it needs, and those of transfers in
+    progress, which are read until an action waits for the result of the transfer."""
     reading: dict[Slot, list[Slot]] = {}  # result of a transfer -> slots that it reads
     found = []
     for action, some, own in zip(actions, slots, needs, strict=True):
@@ -132,7 +135,7 @@ def _list_slots_needed_in_memory(
 
 
 def _find_last_compute_before_need(actions: Actions, needs: Sequence[Sequence[Slot]]) -> int:
-    """Return the last computing action before the first that needs a record: fetching begins there, to be complete in
-    time."""
+    """Return the index of the last compute action before the first action that needs a record. Fetching begins there,
+    to be complete in time."""
     first = next((i for i, slots in enumerate(needs) if slots), 0)
     return max((i for i, action in enumerate(actions[:first]) if VERBS[action.op].lane == "compute"), default=0)

@@ -1,4 +1,5 @@
-"""The verbs FETCH, STORE and EVICT of records, which lie on disk between uses, and their operations on one rank."""
+"""The verbs FETCH, STORE and EVICT of records, which are stored on disk between uses, and their operations on one
+rank."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def fetch_record(run: ProgramRun, action: Action, taken: Values, read: Values, a
     if slot.mb is not None:
         (spilled,) = taken
         handle, memory = disk.start_restore(slot, spilled)
-        made: list[Any] = []  # repeated calls return the same arrays
+        made: list[Any] = []  # so that repeated calls return the same arrays
 
         def get_value() -> Any:
             if not made:
@@ -67,7 +68,7 @@ def store_record(run: ProgramRun, action: Action, taken: Values, read: Values, a
         batch = [array for one in run.feed.batch if one is not None for array in (*one.inputs, one.target)]
         own = get_arena_storage_ids(run.workspace.state.arena) | {
             id(find_storage(array)) for array in batch
-        }  # stays in memory anyway
+        }  # memory that is kept in any case
         spilled = extract_large_arrays(value, lambda root: id(root) in own)
         run.placement.axes.counters.add_calls("disk", "write", sum(spilled.sizes))
         return TimedTransfer(disk.start_spill(slot, spilled), lambda: value), spilled
@@ -82,10 +83,10 @@ def _get_disk(run: ProgramRun) -> DiskStorage:
 
 
 def _allocate_record_buffer(run: ProgramRun, slot: Slot) -> Any:
-    """Return memory for a record that is fetched."""
+    """Return memory for a record that is to be fetched."""
     assert slot.at is not None
     nbytes = _get_disk(run).get_buffer_nbytes(slot)
-    if not nbytes:  # this rank has no part of the record
+    if not nbytes:  # this rank stores no part of the record
         return run.placement.xp.empty((0,), dtype="uint8")
     return run.workspace.take_next_slab_buffer(slot.kind, slot.at, nbytes, "uint8")
 
