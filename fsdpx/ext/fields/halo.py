@@ -99,7 +99,7 @@ class HaloSpec:
         return _find_field_ends(self.cuts, self.ghosts)
 
     @property
-    def extent(self) -> CellInterval:
+    def needed_extent(self) -> CellInterval:
         """The first cell that any rank needs, and one past the last."""
         some = [need for need in self.needs if need[1] > need[0]]
         return min((start for start, _ in some), default=0), max((stop for _, stop in some), default=0)
@@ -116,7 +116,7 @@ class HaloSpec:
             (a - min(low, max(a - start, 0)), b + min(high, max(stop - b, 0)))
             for (start, stop), (a, b), (low, high) in rows
         ]
-        (low, first), (high, last), (start, stop), n = *self.field_ends, self.extent, self.cuts[-1]
+        (low, first), (high, last), (start, stop), n = *self.field_ends, self.needed_extent, self.cuts[-1]
         if start < 0 > low:
             found[first] = min(found[first][0], max(start, low)), found[first][1]
         if stop > n < high:
@@ -217,7 +217,8 @@ def require_halo_fits_field(halo: HaloSpec, parts: FieldPartition) -> None:
     """Raise ShapeError if the field is too small for the padding, or arrays have too few ghost cells beyond its ends.
 
     Inside the field, windows may reach any distance: the owners send the cells. parts: partition that names the dim."""
-    n, name, (start, stop), (low, high) = halo.cuts[-1], parts.get_dim_name(halo.dim - 2), halo.extent, halo.field_ends
+    n, name, (low, high) = halo.cuts[-1], parts.get_dim_name(halo.dim - 2), halo.field_ends
+    start, stop = halo.needed_extent
     pads = 0
     for lacks, ghosts in ((-start, -low.cell), (stop - n, high.cell - n)):
         if lacks > ghosts > 0:

@@ -114,7 +114,7 @@ def make_halo_plan(xp: Any, halos: tuple[HaloSpec, ...], shape: Shape, coords: t
     for needs in all_needs:
         offset[needs.halo.dim - 2] = needs.offset
     first = tuple(offset)
-    boxes, done = [_Box(first, shape)], list[_LineNeeds]()
+    boxes, exchanged = [_Box(first, shape)], list[_LineNeeds]()
     for needs in all_needs:
         line, before = needs.halo.dim, list(sizes)
         slabs = []
@@ -122,8 +122,8 @@ def make_halo_plan(xp: Any, halos: tuple[HaloSpec, ...], shape: Shape, coords: t
             offset[line - 2], sizes[line] = start, stop - start
             slabs.append(_Box(tuple(offset), tuple(sizes)))
         offset[line - 2], sizes[line] = 0, needs.size
-        lines.append(_plan_line_exchange(xp, needs, before, slabs, boxes, done))
-        boxes, done = boxes + slabs, [*done, needs]
+        lines.append(_plan_line_exchange(xp, needs, before, slabs, boxes, exchanged))
+        boxes, exchanged = boxes + slabs, [*exchanged, needs]
     return HaloPlan(first, tuple(lines))
 
 
@@ -141,10 +141,10 @@ def _plan_line_exchange(
     sizes: Sequence[int],
     slabs: Sequence[_Box],
     boxes: Sequence[_Box],
-    done: Sequence[_LineNeeds],
+    exchanged: Sequence[_LineNeeds],
 ) -> HaloLine:
     """Return the exchange along one dim. sizes: shape of the boxes before it. boxes: the boxes that this rank holds
-    before it. done: the needs along the dims already exchanged."""
+    before it. exchanged: the needs along the dims already exchanged."""
     dim, own, arriving, leaving = (
         needs.halo.dim,
         list[tuple[int, OwnCells]](),
@@ -159,9 +159,9 @@ def _plan_line_exchange(
         if piece.needs == needs.rank:
             parts = list(_iterate_slab_overlaps(needs, piece))
             if piece.owner == needs.rank:
-                cells = _as_indices(piece.cells, piece.length)
+                cells = _as_indices(piece.cells)
                 own += [
-                    (n, _plan_local_copies(xp, dim, boxes, done, simplify_index(cells[some]), into))
+                    (n, _plan_local_copies(xp, dim, boxes, exchanged, simplify_index(cells[some]), into))
                     for n, into, some in parts
                 ]
             else:
@@ -170,7 +170,7 @@ def _plan_line_exchange(
                 ]
                 arriving.append(RecvMessage(piece.owner, with_length(piece.length), tuple(rows)))
         elif piece.owner == needs.rank:
-            taken = _plan_local_copies(xp, dim, boxes, done, piece.cells, slice(0, piece.length))
+            taken = _plan_local_copies(xp, dim, boxes, exchanged, piece.cells, slice(0, piece.length))
             leaving.append(SendMessage(piece.needs, with_length(piece.length), taken))
     shapes = tuple((tuple(slab.offset), tuple(slab.shape)) for slab in slabs)
     return HaloLine(dim, with_length(needs.size), shapes, tuple(own), tuple(arriving), tuple(leaving))
@@ -178,36 +178,36 @@ def _plan_line_exchange(
 
 def _iterate_slab_overlaps(needs: _LineNeeds, piece: HaloPiece) -> Iterator[tuple[int, Any, np.ndarray]]:
     """Yield (slab, index in the slab, indices in the piece) for the cells of a piece that fall into slabs."""
-    into = _as_indices(piece.into, piece.length)
+    into = _as_indices(piece.into)
     for number, (a, b) in enumerate(needs.slabs):
         some = np.flatnonzero((into >= a) & (into < b))
         if some.size:
             yield number, simplify_index(into[some] - a), some
 
 
-def _as_indices(cells: Any, length: int) -> np.ndarray:
+def _as_indices(cells: Any) -> np.ndarray:
     return np.arange(cells.start, cells.stop) if isinstance(cells, slice) else cells
 
 
 def _plan_local_copies(
-    xp: Any, dim: int, boxes: Sequence[_Box], done: Sequence[_LineNeeds], cells: Any, into: Any
+    xp: Any, dim: int, boxes: Sequence[_Box], exchanged: Sequence[_LineNeeds], cells: Any, into: Any
 ) -> OwnCells:
     """Return the copies of the cells with index `cells` along `dim`, in all boxes, to index `into`."""
     pairs = [(cells, into)]
     if not isinstance(cells, slice):
-        places = _as_indices(into, len(cells))
+        places = _as_indices(into)
         pairs = [(slice(cell, cell + 1), slice(offset, offset + 1)) for cell, offset in zip(cells, places, strict=True)]
-    copies = tuple(_iterate_copies(xp, dim, boxes, done, cells, into))
-    return OwnCells(copies, tuple(one for pair in pairs for one in _iterate_copies(xp, dim, boxes, done, *pair)))
+    copies = tuple(_iterate_copies(xp, dim, boxes, exchanged, cells, into))
+    return OwnCells(copies, tuple(one for pair in pairs for one in _iterate_copies(xp, dim, boxes, exchanged, *pair)))
 
 
 def _iterate_copies(
-    xp: Any, dim: int, boxes: Sequence[_Box], done: Sequence[_LineNeeds], cells: Any, into: Any
+    xp: Any, dim: int, boxes: Sequence[_Box], exchanged: Sequence[_LineNeeds], cells: Any, into: Any
 ) -> Iterator[CellCopy]:
     for number, box in enumerate(boxes):
         there, here = [slice(None)] * len(box.shape), [slice(None)] * len(box.shape)
         there[dim], here[dim] = to_device_index(xp, into), to_device_index(xp, cells)
-        for needs in done:
+        for needs in exchanged:
             d = needs.halo.dim
             there[d], here[d] = find_overlap(box.offset[d - 2], box.shape[d], needs.size)
         yield CellCopy(number, tuple(there), tuple(here))

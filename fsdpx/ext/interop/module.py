@@ -254,7 +254,7 @@ class _BareModule:
         floats = {name: t for name, t in held.items() if t.is_floating_point()}
         self.values = make_initial_values(floats)
         self.shapes = {name: tuple(t.shape) for name, t in floats.items()}
-        self._module = copy.deepcopy(module, {id(t): _without_data(t) for t in floats.values()})
+        self._module = copy.deepcopy(module, {id(t): _copy_to_meta_device(t) for t in floats.values()})
         self.of_norms = [name for name in floats if is_norm(module.get_submodule(name.rpartition(".")[0]))]
         self._modes = {name: child.training for name, child in module.named_modules()}
         norms = [(n, m) for n, m in self._module.named_modules() if isinstance(m, _BatchNorm)]
@@ -301,7 +301,7 @@ def _collect_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in own.items() if name in saved}
 
 
-def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+def _copy_to_meta_device(tensor: torch.Tensor) -> torch.Tensor:
     bare = torch.empty_like(tensor, device="meta", requires_grad=False)
     return torch.nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else bare
 
@@ -419,12 +419,12 @@ class RecordedForward:
             name, len(self._held) - 1, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype
         )
 
-    def _unpack_tensor(self, place: _SavedTensorSource) -> torch.Tensor:
-        if place.name is not None:
-            return self._tensors[place.name].detach().as_strided(place.size, place.stride, place.offset)
+    def _unpack_tensor(self, source: _SavedTensorSource) -> torch.Tensor:
+        if source.name is not None:
+            return self._tensors[source.name].detach().as_strided(source.size, source.stride, source.offset)
         if self._bare:
-            return torch.zeros(place.size, dtype=place.kind, device=self._device)
-        return self._held[place.number]
+            return torch.zeros(source.size, dtype=source.kind, device=self._device)
+        return self._held[source.number]
 
 
 class _Inlet(torch.autograd.Function):

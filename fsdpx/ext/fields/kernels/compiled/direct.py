@@ -298,14 +298,14 @@ def _store_scalar(typingctx: Any, value: Any, address: Any) -> Any:
 
 @register_jitable
 def run_strips_of_line(
-    like, wide, long, x, x_step, y, y_step, start, add, valid, scratch, w, counts, x_steps, w_steps, run
+    like, wide, length, x, x_step, y, y_step, start, add, valid, scratch, w, counts, x_steps, w_steps, run
 ):
     """Compute a line of outputs, strip by strip. valid: number of lanes in use; an incomplete last row of channels is
     computed in `scratch`."""
     at, most, word = 0, WIDE_ROWS if wide else NARROW_ROWS, scratch.itemsize
     partial = valid * word < (WIDE if wide else NARROW)
-    while at < long:
-        rows = _choose_strip_rows(long - at, most)
+    while at < length:
+        rows = _choose_strip_rows(length - at, most)
         xs, ys = x + at * x_step, y + at * y_step
         begin, step = (ys, y_step) if add else (start, 0)
         to, to_step = ys, y_step
@@ -325,11 +325,13 @@ def run_strips_of_line(
 
 
 @register_jitable
-def _run_dots_of_line(like, outputs, long, x, x_step, y, y_step, start, add, w, w_step, counts, x_steps, w_steps, run):
+def _run_dots_of_line(
+    like, outputs, length, x, x_step, y, y_step, start, add, w, w_step, counts, x_steps, w_steps, run
+):
     """Compute a line of outputs with few channels, strip by strip. run: bytes to multiply at each window offset."""
     at, most, run = 0, FEW_OUTPUTS[outputs - 1], run // NARROW
-    while at < long:
-        rows = _choose_strip_rows(long - at, most)
+    while at < length:
+        rows = _choose_strip_rows(length - at, most)
         xs, ys = x + at * x_step, y + at * y_step
         begin, step = (ys, y_step) if add else (start, 0)
         if outputs == 1:
