@@ -120,7 +120,7 @@ class SequentialAccumulation:
         """Start to sum a part over the replica axis, in place."""
         handle = reduction.carrier.start_all_reduce(part)
         if reduction.carrier.scratch.size:
-            handle.wait()  # the scratch memory is lent only for this action
+            handle.wait()  # the scratch memory is free again after this action
         return TimedTransfer(handle, lambda: part)
 
     def count_scratch_bytes(self, kind: str, route: CodecRoute, page: ShardedPage, itemsize: int) -> int:

@@ -98,7 +98,7 @@ def count_arena_and_window_bytes(state: TrainState, ranks_here: int) -> dict[str
     read = private_bytes * (ranks_here - 1) // ranks_here
     private = max(
         total - share - private_bytes - state.ledger.count_bytes_freed_by_update(), 0
-    )  # where activations were
+    )  # allocated when activations no longer need it
     parts = {
         "arena": ProcessBytes(private, private),
         "shared windows": ProcessBytes(common + private_bytes + read, share + private_bytes),
@@ -138,7 +138,9 @@ def _measure_footprint(arena: int, ranks_here: int | None) -> Footprint | None:
 def get_peak_rss() -> int:
     """Return the peak resident bytes of this process."""
     try:
-        return 1024 * _parse_kilobyte_lines(Path("/proc/self/status"))["VmHWM"]  # getrusage inherits the parent's
+        return (
+            1024 * _parse_kilobyte_lines(Path("/proc/self/status"))["VmHWM"]
+        )  # getrusage inherits it from the parent
     except (OSError, KeyError):
         import resource
 

@@ -409,7 +409,7 @@ class Placement:
         own_rows = table[comm.rank * n : (comm.rank + 1) * n]
         own_rows[:] = values
         handle = comm.all_gather(own_rows, table, what=what)
-        if not comm.has_peers:  # a simulated world: a million ranks cost no more than one
+        if not comm.has_peers:  # simulated ranks: a million cost no more than one
             return TimedTransfer(handle, lambda: use([values] * comm.size))
         return TimedTransfer(handle, lambda: use(table.reshape(comm.size, n).tolist()))
 

@@ -77,7 +77,7 @@ class ValueShapes:
         rank = self._axes.tensor.rank if tensor is None else tensor
         key = (rank, *((tuple(a.shape), str(a.dtype)) for a in batch.inputs))
         if key not in self._found:
-            with measuring_memory():  # so that a dry run does not count these arrays, which only have shapes, as memory
+            with measuring_memory():  # a dry run must not count these shape-only arrays as memory
                 inputs = [ShapeArray(tuple(a.shape), a.dtype) for a in batch.inputs]
                 shapes = value_shapes(self._model, inputs, self._dtype, axes=self.make_fake_axes_of_tensor_rank(rank))
                 self._found[key] = [ValueShape(tuple(one.shape), one.dtype) for one in shapes]

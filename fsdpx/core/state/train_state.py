@@ -103,7 +103,7 @@ class FrozenParameters:
         self.frozen: frozenset[str] = frozenset()
         self.missed: dict[str, int] = {}
         self._updates = updates
-        self._updates_when_frozen: dict[str, int] = {}  # frozen parameter -> updates of its page before it was frozen
+        self._updates_when_frozen: dict[str, int] = {}  # frozen parameter -> updates of its page when frozen
 
     def freeze(self, names: Iterable[str]) -> None:
         """Freeze parameters from now on. All ranks must freeze the same ones."""

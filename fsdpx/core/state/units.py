@@ -1,5 +1,6 @@
-"""The layout of a model: units, which are computed, gathered and reduced together, the pages that hold their
-parameters, and pipeline stages, split by hand or so that the most expensive stage is as cheap as possible."""
+"""The layout of a model: units, whose layers are computed, gathered and reduced together; pages, which hold the
+parameters of units; and pipeline stages, chosen by the user or such that the most expensive stage is as cheap as
+possible."""
 
 from __future__ import annotations
 
@@ -35,27 +36,28 @@ __all__ = [
 
 
 GROUP_BYTES = 1 << 20
-"""Consecutive small layers are grouped up to this size; 1 MiB outweighs the latency of common networks."""
+"""Consecutive small layers are grouped until they have this many bytes. Sending 1 MiB takes longer than the latency of
+common networks."""
 
 CodecRuleFunction = Callable[[Sequence[str]], tuple[int, bool]]
-"""Function from the names of a parameter to the number of its rule in `CodecRules`, and whether its codec's result for
-an element depends on the other elements of its page. Tensor ranks have different elements of a sharded parameter, so a
-parameter that all of them hold in full would not stay equal in the same page."""
+"""Function from the names of a parameter to (number of its rule in `CodecRules`, whether the codec's result for an
+element depends on the other elements of the page). With such a codec, a parameter that all tensor ranks hold in full
+would not stay equal on them if its page also held sharded parameters, of which each rank has other elements."""
 PageKind = tuple[bool, bool, str, int, bool]
 """Properties that the parameters of a page share, see `kind_of` in `lay_out_model`."""
 
 
 @dataclass(frozen=True)
 class ModelSpread:
-    """How a model is distributed over the pipe and tensor axes; by default over one rank of each.
+    """How a model is distributed over the pipe and tensor axes. By default each axis has one rank.
 
     Attributes
     ----------
-    starts, home : the first node of each stage, and its pipe rank
-    rank, width : this rank's index on the tensor axis, and its size
+    starts, home : the first node of each stage, and its pipeline rank
+    rank, width : this rank's index on the tensor axis, and the number of tensor ranks
     partial : parameters for whose gradients each tensor rank computes a summand
-    copies_all_ties : whether every layer with a tied parameter gets a copy of its own, even on the same rank, so that
-        the gradients are added in the same order however the model is split
+    copies_all_ties : whether every layer with a tied parameter gets its own copy, even on the same rank, so that the
+        gradients are added in the same order for every split of the model
     """
 
     starts: tuple[int, ...] = (0,)
@@ -69,7 +71,7 @@ class ModelSpread:
         return bisect_right(self.starts, node) - 1
 
     def rank_of(self, node: int) -> int:
-        """Return the rank of the pipe that runs a node."""
+        """Return the pipeline rank that runs a node."""
         return self.home[self.stage_of(node)]
 
     def local_shape_of(self, spec: ParameterSpec) -> tuple[int, ...]:
@@ -79,8 +81,8 @@ class ModelSpread:
 
 @dataclass(frozen=True)
 class Unit:
-    """Consecutive nodes that run as one action. Values are numbered as in `LayerList`. stage: of the pipe. trains: for
-    each node, whether it has trainable parameters."""
+    """Consecutive nodes that run as one action. Values are numbered as in `LayerList`. stage: the pipeline stage.
+    trains: for each node, whether it has trainable parameters."""
 
     index: int
     nodes: tuple[Node, ...]
@@ -123,7 +125,7 @@ class ModelLayout:
         return self.aliases.get(name, name)
 
     def page_name(self, name: str) -> str:
-        """Return the name under which the pages of a layer hold its parameter."""
+        """Return the name under which pages hold a parameter of a layer."""
         return self.ties.get(name, name)
 
     @property
@@ -132,20 +134,20 @@ class ModelLayout:
         return {**{name: name for name in self.specs}, **self.aliases}
 
     def match_parameters(self, pattern: str, argument: str) -> frozenset[str]:
-        """Return the canonical names of the trainable parameters any of whose names match a pattern (fnmatch); raise an
-        error that names the argument if there are none."""
+        """Return the canonical names of the trainable parameters of which a name matches a pattern (fnmatch). Raise an
+        error that names `argument` if no parameter matches."""
         require_pattern_matches(argument, [pattern], self.names)
         names = {name for word, name in self.names.items() if fnmatchcase(word, pattern)}
         return frozenset(name for name in names if self.specs[name].trainable)
 
     def list_trainable_flags(self, frozen: Container[str] = ()) -> tuple[bool, ...]:
-        """Return, per page, whether it has a parameter that is trained. frozen: canonical names of parameters frozen
-        now."""
+        """Return for each page whether it has a parameter that is trained. frozen: canonical names of the currently
+        frozen parameters."""
         return tuple(p.trainable and any(f.source not in frozen for f in p.fields) for p in self.pages)
 
     def find_constant_values(self, frozen: Container[str] = (), wanted: Container[int] = ()) -> frozenset[int]:
-        """Return the values whose gradient is not needed, as `fsdpx.core.program.find_constant_values` does. wanted:
-        inputs whose gradient a caller asks for."""
+        """Return the values whose gradient is not needed, as `fsdpx.core.program.find_constant_values` does. frozen:
+        canonical names of the currently frozen parameters. wanted: inputs whose gradient a caller asks for."""
         trained = {name for name, spec in self.specs.items() if spec.trainable and name not in frozen}
         nodes = [node for unit in self.units for node in unit.nodes]
         named = zip(_list_node_parameters(nodes, self.aliases), nodes, strict=True)
@@ -154,12 +156,12 @@ class ModelLayout:
 
     @cached_property
     def statistic_specs(self) -> dict[str, ParameterSpec]:
-        """Running statistics, by canonical name."""
+        """Canonical name -> spec of the running statistics."""
         return {name: spec for name, spec in self.specs.items() if spec.state}
 
     @cached_property
     def tied_copy_pages(self) -> frozenset[int]:
-        """Pages that hold copies of tied parameters of an earlier page."""
+        """The pages that hold copies of tied parameters of an earlier page."""
         return frozenset(p for group in self.twins for p in group[1:])
 
     @property
@@ -179,8 +181,8 @@ def lay_out_model(
     """Group the nodes of a model into units, and lay out the pages of their parameters. itemsize: bytes per element.
 
     group_bytes: consecutive nodes are grouped until a unit has this many bytes of parameters. frozen: name patterns
-    (fnmatch) of parameters that are not trained; they get pages of their own. codec_rule: the codec rule of a
-    parameter, see `CodecRuleFunction`.
+    (fnmatch) of parameters that are not trained; they get separate pages. codec_rule: function that returns the codec
+    rule of a parameter, see `CodecRuleFunction`.
     """
     if group_bytes < 0:
         raise ConfigError(f"group_bytes={group_bytes}: a number of bytes, 0 or more")
@@ -195,11 +197,11 @@ def lay_out_model(
     rules = {name: codec_rule(names) for name, names in _group_names_by_parameter(model, specs).items()}
 
     def kind_of(name: str) -> PageKind:
-        """Return the kind of page for a parameter: trainable or not, partial or not, its name if it needs a page of its
-        own, the codec rule, and whether it must be apart from sharded parameters.
+        """Return the kind of page for a parameter: (not trainable, partial, its name if it needs its own page, codec
+        rule, whether it must be separate from sharded parameters).
 
-        A tied parameter that several units use has its own page: it is gathered for each of them, and its full gradient
-        lives from the first to the last, and so would any parameter in the same page.
+        A tied parameter that several units use has its own page. It is gathered for each of them, and its full gradient
+        lives from the first to the last; other parameters in the same page would do the same.
         """
         canonical_name, spec = copies.get(name, name), held[name]
         rule, together = rules.get(canonical_name, (0, False))
@@ -227,14 +229,13 @@ def lay_out_model(
 
 
 def _count_local_elements(spec: ParameterSpec, spread: ModelSpread) -> int:
-    """Return the elements of a parameter on a rank of the tensor axis, rounded up so that all ranks get the same
-    number."""
+    """Return the number of elements of a parameter on a tensor rank, rounded up so that it is equal on all ranks."""
     return spec.size if spec.cut is None else -(-spec.size // spread.width)
 
 
 def _split_shared_and_copied_ties(model: LayerList, spread: ModelSpread) -> tuple[dict[str, str], dict[str, str]]:
-    """Return alias -> name for the aliases that share the page of their parameter, and for those that get a copy of
-    it."""
+    """Return alias -> name for the aliases that share the page of their parameter, and the same for the aliases that
+    get a copy of it."""
     user = {join_path(node.path, local): i for i, node in enumerate(model.nodes) for local in node.layer.specs()}
     shared: dict[str, str] = {}
     copies: dict[str, str] = {}
@@ -254,7 +255,7 @@ def _find_ties_across_units(model: LayerList, groups: Sequence[Sequence[int]]) -
 def _group_parameters_by_page_kind(
     names: Iterable[str], kind: Callable[[str], PageKind]
 ) -> list[tuple[PageKind, list[str]]]:
-    """Group the parameters of a unit by page."""
+    """Return (kind of page, names) for each page of a unit's parameters, sorted by kind."""
     pages: dict[PageKind, list[str]] = {}
     for name in names:
         pages.setdefault(kind(name), []).append(name)
@@ -262,7 +263,7 @@ def _group_parameters_by_page_kind(
 
 
 def _group_names_by_parameter(model: LayerList, specs: Iterable[str]) -> dict[str, list[str]]:
-    """Return canonical name -> all names."""
+    """Return canonical name -> all names of the parameter."""
     return {name: [name, *(a for a, n in model.ties.items() if n == name)] for name in specs}
 
 
@@ -283,7 +284,7 @@ def _list_node_parameters(nodes: Iterable[Node], aliases: Mapping[str, str]) -> 
 
 
 def _list_new_parameters(model: LayerList, ties: dict[str, str], specs: dict[str, ParameterSpec]) -> list[list[str]]:
-    """Return, for each node, the parameters that it is the first to use, without running statistics."""
+    """Return for each node the parameters that no earlier node uses, without running statistics."""
     seen: set[str] = set()
     owned = []
     for node in model.nodes:
@@ -295,8 +296,8 @@ def _list_new_parameters(model: LayerList, ties: dict[str, str], specs: dict[str
 
 
 def _group_nodes(weights: list[int], limit: int, start: int) -> list[list[int]]:
-    """Group consecutive nodes into runs that reach `limit`, numbered from node `start`; a smaller remainder is added to
-    the last run."""
+    """Group consecutive nodes, numbered from `start`, into runs whose weights reach `limit`. A smaller remainder is
+    added to the last run."""
     groups: list[list[int]] = []
     current: list[int] = []
     total = 0
@@ -314,7 +315,7 @@ def _group_nodes(weights: list[int], limit: int, start: int) -> list[list[int]]:
 
 
 def _find_last_readers(model: LayerList) -> dict[int, int]:
-    """Return value -> position of the last node that reads it, if any; model outputs are read after all nodes."""
+    """Return value -> position of the last node that reads it. Model outputs count as read after all nodes."""
     uses = {v: i for i, node in enumerate(model.nodes) for v in node.inputs}
     return uses | dict.fromkeys(model.outputs, len(model.nodes))
 
@@ -340,21 +341,21 @@ def _make_unit(
 
 
 LayerCosts = Mapping[str, float]
-"""Pattern of layer paths (fnmatch; the first that matches applies) -> cost per sample, in any unit."""
+"""Pattern of layer paths (fnmatch; the first pattern that matches applies) -> cost per sample, in any unit."""
 
 
 Stages = Sequence[str | int] | Mapping[str, int]
-"""The first layer of each stage, or its number of layers; or path pattern -> rank of the pipe."""
+"""The first layer of each stage, or the number of its layers; or pattern of layer paths -> pipeline rank."""
 
 
 def parse_stages_option(
     model: LayerList, stages: Stages | None, ranks: int
 ) -> tuple[Sequence[str | int] | None, int | tuple[int, ...] | None]:
-    """Return the stages as a list, and their number, or the rank of each if a mapping says so. Return None where
-    nothing is given.
+    """Return (the stages as a list, their number). If `stages` is a mapping, return the pipeline rank of each stage
+    instead of the number. Return (None, None) if no stages are given.
 
-    A layer that no pattern of a mapping matches is on the rank of the layer before it. A pipe of one rank has one
-    stage, whatever is given.
+    A layer that no pattern of a mapping matches is on the rank of the layer before it. A single pipeline rank always
+    has one stage.
     """
     if stages is None or (ranks == 1 and isinstance(stages, Mapping | list | tuple)):
         return None, None
@@ -404,7 +405,7 @@ def _parse_stage_mapping(
 
 
 def _is_in_layer(node: Node, pattern: str) -> bool:
-    """Return whether a pattern matches the layer, or a layer that contains it."""
+    """Return whether a pattern matches the layer of a node, or a layer that contains it."""
     return fnmatchcase(node.path, pattern) or fnmatchcase(node.path, f"{pattern}.*")
 
 
@@ -415,10 +416,11 @@ def split_into_stages(
     costs: LayerCosts | None,
     why: str,
 ) -> tuple[int, ...]:
-    """Return the index of the first node of each of `count` stages. why: reason for that number, for errors.
+    """Return the index of the first node of each of `count` stages. why: reason for this number, for errors.
 
-    stages: the path of the first layer of each stage, or the number of layers of each stage; None: automatic. costs:
-    for the automatic split; a layer that no pattern matches costs as much as its weight matrices have elements.
+    stages: the path of the first layer of each stage, or the number of layers of each stage; None: automatic split.
+    costs: costs of layers for the automatic split; the cost of a layer that no pattern matches is the number of
+    elements of its weight matrices.
     """
     nodes = model.nodes
     require_enough_layers(model, count, why)
@@ -440,7 +442,7 @@ def split_into_stages(
 
 
 def require_enough_layers(model: LayerList, count: int, why: str) -> None:
-    """Raise ConfigError if the model has fewer layers than stages. why: reason for that number, for errors."""
+    """Raise ConfigError if the model has fewer layers than `count` stages. why: reason for this number, for errors."""
     nodes = model.nodes
     if count > len(nodes):
         layers = "1 layer" if len(nodes) == 1 else f"{len(nodes)} layers"
@@ -453,7 +455,8 @@ def require_enough_layers(model: LayerList, count: int, why: str) -> None:
 def split_into_balanced_runs(costs: Sequence[float], count: int) -> tuple[int, ...]:
     """Return the start of each of `count` non-empty runs, such that the largest cost of a run is minimal.
 
-    Bisection over that cost; runs are filled from the left (chains-on-chains partitioning, Pinar and Aykanat 2004).
+    The method is a bisection over this cost, with runs filled from the left (chains-on-chains partitioning, Pinar and
+    Aykanat 2004).
     """
     low, high = max(costs), max(sum(costs), max(costs))
     for _ in range(60):
@@ -480,7 +483,7 @@ def _find_run_starts(costs: Sequence[float], limit: float) -> list[int]:
 
 
 def _are_layer_counts(stages: Sequence[str | int]) -> bool:
-    """Return whether stages are given as numbers of layers instead of names; raise ConfigError for a mix."""
+    """Return whether stages are given as numbers of layers instead of names. Raise ConfigError for a mix of both."""
     kinds = {type(stage) for stage in stages}
     if kinds not in ({int}, {str}):
         raise ConfigError(f"stages={list(stages)}: name the first layers of all stages, or give numbers of layers")

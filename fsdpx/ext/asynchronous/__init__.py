@@ -1,4 +1,4 @@
-"""Strategies in which ranks do not make every step together. Each adds its verbs, programs, ledger rows and
+"""Strategies in which ranks do not step together. Each strategy adds its verbs, programs, ledger rows and
 `SyncPolicy`."""
 
 from fsdpx.optim.sgd import SGD
@@ -10,5 +10,5 @@ __all__ = ["AsyncSGD", "GossipSGD", "LocalSGD", "make_local_sgd"]
 
 
 def make_local_sgd() -> LocalSGD:
-    """Return local SGD of 8 steps per round, after which all replicas take the mean of their parameters."""
+    """Return local SGD with rounds of 8 steps, after which all replicas average their parameters."""
     return LocalSGD(sync_every=8, outer_optimizer=SGD(lr=1.0))

@@ -1,4 +1,4 @@
-"""The options that cannot be combined with asynchronous strategies: why, and what to do instead."""
+"""The options that cannot be combined with asynchronous strategies, with reasons and alternatives."""
 
 from __future__ import annotations
 

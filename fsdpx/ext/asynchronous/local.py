@@ -67,12 +67,12 @@ VERBS.update({
 
 @dataclass(frozen=True)
 class OuterStep:
-    """The communication of one step of local training in addition to its update, as pages.
+    """The communication between replicas in one step of local training, as sets of pages.
 
     Attributes
     ----------
-    deltas : pages whose outer gradients are sent
-    steps : pages whose outer gradients have arrived, so that the outer optimizer steps
+    deltas : pages whose outer gradients are sent in this step
+    steps : pages whose outer gradients have arrived, so that the outer optimizer updates them
     adopts : pages whose new outer parameters have arrived, from which the replica continues
     summing, coming : pages whose outer gradients, or whose new outer parameters, are pending when the step begins
     """
@@ -85,7 +85,7 @@ class OuterStep:
 
     @property
     def sync_rules(self) -> SyncRules:
-        """The rules of a program for this step."""
+        """The synchronization rules of the program of this step."""
         summing, coming = (self.summing | self.deltas) - self.steps, (self.coming | self.steps) - self.adopts
         share = ("SHARE",) if self.deltas else ()
         return SyncRules(
@@ -106,10 +106,10 @@ class RoundSchedule:
 
     Attributes
     ----------
-    every : steps between two outer gradients of a page
-    fragments : pages that are sent together, each fragment at its own time of a round
-    delay : steps for which the transfers of a fragment may be pending: its outer gradient for the first half of them,
-        its new parameters for the rest
+    every : number of steps between two outer gradients of a page
+    fragments : sets of pages that are sent together, each fragment at its own time of the round
+    delay : number of steps for which the transfers of a fragment may be pending: its outer gradient during the first
+        half of them, its new parameters during the rest
     """
 
     every: int
@@ -118,12 +118,12 @@ class RoundSchedule:
 
     @property
     def half_delay(self) -> int:
-        """The number of steps for which outer gradients may be pending."""
+        """The number of steps for which an outer gradient may be pending."""
         return self.delay // 2
 
     def find_first_send_step(self, fragment: int) -> int:
-        """Return the step after which a fragment is sent for the first time; for the last fragment, the end of a
-        round."""
+        """Return the step after which a fragment is sent for the first time. For the last fragment this is the end of
+        the round."""
         return -(-self.every * (fragment + 1) // len(self.fragments))
 
     def get_outer_step(self, step: int) -> OuterStep:
@@ -147,7 +147,7 @@ class RoundSchedule:
         return next(number for number, pages in enumerate(self.fragments) if page in pages)
 
     def get_outer_step_number(self, page: int, step: int) -> int:
-        """Return the number, counted from 1, of the outer step that a page makes in step `step`."""
+        """Return the 1-based number of the outer step that is made for a page in step `step`."""
         return (step - self.half_delay - self.find_first_send_step(self.get_fragment(page))) // self.every + 1
 
 
@@ -156,20 +156,21 @@ class RoundSchedule:
 class LocalSGD(SyncChoice):
     """Local SGD (Stich 2019) and DiLoCo (Douillard et al. 2023), streamed in fragments (Douillard et al. 2025).
 
-    Every `sync_every` steps each replica computes its outer gradient: the outer parameters, from which the round began,
-    minus its own. Their mean, weighted by what each replica trained on, is the gradient of one step of
-    `outer_optimizer` on the outer parameters, from which all replicas continue. Bytes per rank and round: 2 P (R - 1) /
-    R for P bytes of parameters on R replicas, what plain data parallelism sends in every step.
+    Every `sync_every` steps each replica computes its outer gradient: the outer parameters, with which the round began,
+    minus its own parameters. The mean of the outer gradients, weighted by the amount of data of each replica, is the
+    gradient of one step of `outer_optimizer` on the outer parameters, with which all replicas continue. For P bytes of
+    parameters on R replicas, a rank sends 2 P (R - 1) / R bytes per round, as many as plain data parallelism sends in
+    every step.
 
     Parameters
     ----------
     sync_every : steps of a round, 1 or more
-    outer_optimizer : makes the outer step; `optim.SGD(lr=1.0)` takes the mean of all replicas. Its state is sharded
-        over the replicas
+    outer_optimizer : optimizer of the outer step; `optim.SGD(lr=1.0)` sets the parameters to the mean over all
+        replicas. Its state is sharded over the replicas
     fragments : number of parts of the model that are sent at different times of the round
-    delay : steps for which the transfers of a fragment may be pending while training continues, below `sync_every`: its
-        outer gradient for the first half of them, the new parameters for the rest
-    mix : share of a replica's own parameters in those from which it continues, in [0, 1)
+    delay : number of steps for which the transfers of a fragment may be pending while training continues, less than
+        `sync_every`: its outer gradient during the first half of them, the new parameters during the rest
+    mix : share of a replica's own parameters in the parameters with which it continues, in [0, 1)
     compression : codec of outer gradients, as in `fsdpx.distribute`
     inner_strategy : strategy of the ranks within one replica (default: "ddp", or "fsdp" if the mesh shards a replica)
     """
@@ -220,7 +221,7 @@ class LocalSGD(SyncChoice):
 
     @property
     def optimizers(self) -> tuple[Any, ...]:
-        """The outer optimizer, as a tuple."""
+        """The outer optimizer, as a tuple of one."""
         return (self.outer_optimizer,)
 
     @property
@@ -249,11 +250,11 @@ class LocalSGD(SyncChoice):
 
         Parameters
         ----------
-        placement : of this rank
+        placement : the placement of this rank
 
         Returns
         -------
-        SyncPolicy : with rounds of `sync_every` steps
+        SyncPolicy : a policy with rounds of `sync_every` steps
         """
         return LocalSyncPolicy(placement, self)
 
@@ -268,7 +269,7 @@ LEDGER_KINDS.update({
     # state of the outer optimizer
     "velocity": LedgerKind("outer optimiser", "velocity", saved=True, prefix="outer."),
     "delta": LedgerKind("gradients"),  # outer gradient of a replica
-    "sum": LedgerKind("gradients", saved=True, prefix="delta"),  # of outer gradients, until the outer step
+    "sum": LedgerKind("gradients", saved=True, prefix="delta"),  # sum of outer gradients, until the outer step
     "parcel": LedgerKind("gradients"),  # scratch of a codec, while outer gradients are pending
 })  # fmt: skip
 MEAN, SHARE, TRAINED = Slot("mean"), Slot("share"), Slot("trained")
@@ -286,8 +287,8 @@ class LocalSyncPolicy(SyncPolicy):
 
     @cached_property
     def rounds(self) -> RoundSchedule:
-        """The schedule of rounds. Pages are assigned to fragments round-robin; copies of a tied parameter share a
-        fragment."""
+        """The schedule of rounds. Pages are assigned to fragments round-robin. Copies of a tied parameter are in the
+        same fragment."""
         choice, layout = self.choice, self.placement.layout
         first = {p: group[0] for group in layout.twins for p in group}
         trained = [page.index for page in layout.pages if page.trainable]
@@ -324,7 +325,7 @@ class LocalSyncPolicy(SyncPolicy):
     # -- what a rank holds ---------------------------------------------------------------------------------------------
 
     def find_elements_of_outer_step(self, page: int) -> ElementRange:
-        """Return the elements of this rank's shard of a page for which it makes the outer step."""
+        """Return the elements of a page for which this rank makes the outer step, a part of its shard."""
         return self._find_elements_of_rank(page, self.placement.axes.coordinates)
 
     def _find_elements_of_rank(self, page: int, coordinates: MeshCoordinates) -> ElementRange:
@@ -335,7 +336,8 @@ class LocalSyncPolicy(SyncPolicy):
 
     @cached_property
     def segments(self) -> dict[int, ShardSegments]:
-        """Page -> the parameters in this rank's part for the outer step, as segments for the optimizer."""
+        """Page -> the segments for the outer optimizer: the parameters in the part for which this rank makes the outer
+        step."""
         axes, trained = self.placement.axes, self.placement.stage.trained_pages
         alone = axes.data.size == axes.tensor.size == 1
         whole = axes.data.size == axes.world.size
@@ -345,8 +347,8 @@ class LocalSyncPolicy(SyncPolicy):
         return {p: self.placement.make_shard_segments(p, axes.data, parts[p], alone) for p in trained}
 
     def list_policy_rows(self, page: ShardedPage) -> Iterator[LedgerRow]:
-        """Yield the rows of a page. The outer gradient uses the memory of the reduced gradient, unless it is pending
-        for longer than a step."""
+        """Yield the rows of a page. The outer gradient uses the memory of the reduced gradient unless it is pending for
+        longer than a step."""
         place, p = self.placement, page.page.index
         dtype, replicas, part = place.formats.gradients, place.axes.replica.size, self.find_elements_of_outer_step(p)
         yield LedgerRow(LedgerKey("outer", p), dtype, page.own_range)
@@ -379,7 +381,7 @@ class LocalSyncPolicy(SyncPolicy):
             array[...] = state.ledger.get_array("master", page)
 
     def on_loaded(self, state: TrainState) -> None:
-        """Begin a round from the outer parameters."""
+        """Begin a round with the outer parameters."""
         for page, array in _iterate_outer_parameters(state):
             state.ledger.get_array("master", page)[...] = array
         for row, array in state.ledger.iterate_saved_rows():
@@ -393,7 +395,7 @@ class LocalSyncPolicy(SyncPolicy):
         state.store[TRAINED] = [0.0 if pages & gone else before + weight for before, pages in known]
 
     def on_resume(self, state: TrainState, saved: Mapping[str, Any] | None) -> None:
-        """Restore the transfers that were pending, as completed."""
+        """Restore the transfers that were pending when the state was saved, as completed transfers."""
         if saved is not None:
             weights = saved["weights"]
             state.store[TRAINED] = list(weights[self.placement.axes.replica.rank % len(weights)])
@@ -404,12 +406,12 @@ class LocalSyncPolicy(SyncPolicy):
 
     @property
     def _saved_rounds(self) -> dict[str, int]:
-        """The schedule of rounds, as checkpoints hold it."""
+        """The schedule of rounds in the form in which checkpoints hold it."""
         return {"every": self.rounds.every, "fragments": len(self.rounds.fragments), "delay": self.rounds.delay}
 
     def gather_checkpoint_data(self, state: TrainState) -> dict[str, Any]:
-        """Return the schedule of rounds, and the loss weight on which each replica trained since it sent each fragment.
-        Collective."""
+        """Return the schedule of rounds, and for each replica the loss weight on which it has trained since it sent
+        each fragment. Collective."""
         replica = self.placement.axes.replica
         weights = self.placement.all_gather_numbers(state.store[TRAINED], "weights of replicas", replica)
         return {**self._saved_rounds, "weights": weights}
@@ -442,7 +444,7 @@ class LocalSyncPolicy(SyncPolicy):
 
 
 def _iterate_outer_parameters(state: TrainState) -> Iterator[tuple[int | None, Any]]:
-    """Iterate over (page, outer parameters)."""
+    """Yield (page, outer parameters)."""
     return ((row.key.page, array) for row, array in state.ledger.iterate_saved_rows() if row.key.kind == "outer")
 
 
@@ -451,25 +453,25 @@ def _iterate_outer_parameters(state: TrainState) -> Iterator[tuple[int | None, A
 
 @dataclass(frozen=True)
 class RoundShare:
-    """The weights and loss of a round. own: this replica's share of what all replicas trained on. loss: mean over the
-    batches of all replicas in the last step of the round."""
+    """The weight and loss of a round. own: this replica's share of the data on which all replicas trained. loss: mean
+    loss over the batches of all replicas in the last step of the round."""
 
     own: float
     loss: float
 
 
 def _get_policy_and_outer_step(run: ProgramRun) -> tuple[LocalSyncPolicy, RoundSchedule, OuterStep]:
-    """Return the policy of a run, its rounds, and the outer communication of this step."""
+    """Return the policy of a run, its round schedule, and the communication of the current step."""
     policy = run.placement.sync_policy
     assert isinstance(policy, LocalSyncPolicy)
     return policy, policy.rounds, policy.rounds.get_outer_step(run.step + 1)
 
 
 def start_all_gather_shares(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Start one all-gather of what replicas tell each other at the end of a round.
+    """Start the all-gather of the numbers that replicas exchange when they send outer gradients.
 
-    Each sends how much data it trained on, its loss, and the scheduled values of this step and of the outer step; the
-    scheduled values must be equal on all replicas."""
+    Each replica sends how much data it trained on, its loss, and the learning rates of this step and of the outer step.
+    The learning rates must be equal on all replicas."""
     (mean, weights), place, (policy, rounds, now) = read, run.placement, _get_policy_and_outer_step(run)
     number = rounds.get_outer_step_number(min(now.deltas), run.step + 1 + rounds.half_delay)
     (known,) = (w for w, pages in zip(weights, rounds.fragments, strict=True) if pages & now.deltas)
@@ -489,8 +491,8 @@ def start_all_gather_shares(run: ProgramRun, action: Action, taken: Values, read
 def start_reduce_scatter_outer_gradient(
     run: ProgramRun, action: Action, taken: Values, read: Values, added: Values
 ) -> Values:
-    """Start the reduce-scatter of outer gradients, share x (outer parameters - parameters): n - n/R elements per
-    rank."""
+    """Start the reduce-scatter of the outer gradients, share x (outer parameters - parameters). Each rank sends n - n/R
+    elements."""
     p, place, (master, start, mine), kept = get_action_target(action), run.placement, read, added[0] if added else {}
     buffer, replica = run.workspace.state.ledger.get_array("delta", p), place.axes.replica
     if place.device.holds_data:
@@ -511,8 +513,8 @@ def start_reduce_scatter_outer_gradient(
 def update_and_start_all_gather_outer(
     run: ProgramRun, action: Action, taken: Values, read: Values, added: Values
 ) -> Values:
-    """Run the outer optimizer on this replica's part, then start the all-gather of the outer parameters: n - n/R
-    elements per rank."""
+    """Run the outer optimizer on this replica's part, then start the all-gather of the outer parameters. Each rank
+    sends n - n/R elements."""
     p, place, (gradient,), (whole, slots) = get_action_target(action), run.placement, taken, added
     policy, rounds, _ = _get_policy_and_outer_step(run)
     segments, optimizer = policy.segments[p], policy.outer
@@ -539,7 +541,7 @@ def update_and_start_all_gather_outer(
 
 
 def mix_in_outer_parameters(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Set parameters = mix parameters + (1 - mix) outer parameters."""
+    """Set parameters = mix * parameters + (1 - mix) * outer parameters."""
     (found,), (master,), mix = taken, added, _get_policy_and_outer_step(run)[0].choice.mix
     if not mix:
         master[...] = found

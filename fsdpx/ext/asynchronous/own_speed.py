@@ -1,5 +1,5 @@
-"""Asynchronous strategies, in which ranks run at their own speed: asynchronous SGD on shared sharded parameters, and
-gossip between models of each rank."""
+"""Asynchronous strategies, in which ranks run at their own speed: asynchronous SGD on parameters that are sharded over
+all ranks, and gossip between the models of the ranks."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from fsdpx.optim.segments import ShardPeers
 __all__ = ["AsyncSGD", "CommonMemory", "GossipSGD", "Span"]
 
 Span = tuple[int, ElementRange]
-"""A rank, and the elements of a page in its part of the window."""
+"""(rank, elements of a page that are in its part of the window)."""
 
 
 class WindowItem(NamedTuple):
-    """An array in a rank's part of the window. start: offset in bytes. elements: number of elements."""
+    """An array in a rank's part of the window. start: offset in bytes. elements: number of its elements."""
 
     key: LedgerKey
     dtype: Any
@@ -51,11 +51,11 @@ class WindowItem(NamedTuple):
 
 
 class CommonMemory:
-    """One rank's view of the window, in which each rank has a part. Collective to construct.
+    """One rank's view of the window, of which each rank has a part. The constructor is collective.
 
-    Kinds of keys: "words" (counters, in front of each page), "master", "slot", "average", and if `added` "added" (the
-    sum of gradients). sharded: all ranks update one model, of which each holds a shard; otherwise each rank holds its
-    own model.
+    Kinds of keys: "words" (counters, in front of each page), "master", "slot", "average" and, if `added`, "added" (the
+    sum of gradients). sharded: whether all ranks update one model, of which each holds a shard; otherwise each rank has
+    its own model.
     """
 
     def __init__(self, placement: Placement, sharded: bool, added: bool) -> None:
@@ -73,23 +73,24 @@ class CommonMemory:
         return self._items[self.rank]
 
     def dtype_of(self, key: LedgerKey) -> Any:
-        """Return the dtype of a key's arrays."""
+        """Return the dtype of the arrays with this key."""
         return self._items[self.rank][key].dtype
 
     def get_own_array(self, key: LedgerKey) -> Any:
-        """Return the array of a key in this rank's part."""
+        """Return the array with this key in this rank's part."""
         item = self._items[self.rank][key]
         return self.window.own[item.start : item.stop].view(item.dtype)
 
     def iterate_own_arrays(self) -> Iterator[tuple[LedgerKey, Any]]:
-        """Yield key and array of everything in this rank's part except the words."""
+        """Yield (key, array) of all arrays in this rank's part except the words."""
         for item in self._items[self.rank].values():
             if item.key.kind != "words":
                 yield item.key, self.get_own_array(item.key)
 
     @contextmanager
     def locked_arrays(self, rank: int, *keys: LedgerKey, write: bool = True) -> Iterator[list[Any]]:
-        """Lock arrays in the part of a rank for exclusive use by this rank while the block runs, and return them."""
+        """Lock arrays in the part of a rank while the block runs, and yield them. write: whether this rank may change
+        them."""
         items = [self._items[rank][key] for key in keys]
         first, last = min(i.start for i in items), max(i.stop for i in items)
         with self.window.open_part(rank, first, last, write) as block:
@@ -97,7 +98,8 @@ class CommonMemory:
 
     @contextmanager
     def locked_page_for_update(self, rank: int, page: int) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
-        """Lock a page in the part of a rank; return its words, master parameters and optimizer slots."""
+        """Lock a page in the part of a rank while the block runs, and yield its words, master parameters and optimizer
+        slots."""
         keys = [key for key in self._items[rank] if key.page == page and key.kind in ("slot", "average")]
         with self.locked_arrays(rank, LedgerKey("words", page), LedgerKey("master", page), *keys) as (
             words,
@@ -107,17 +109,17 @@ class CommonMemory:
             yield words, master, {key.name: array for key, array in zip(keys, slots, strict=True)}
 
     def read_word(self, rank: int, page: int, index: int) -> int:
-        """Read word number `at` of a page in the part of a rank, without a lock."""
+        """Read a word of a page in the part of a rank, without a lock. index: number of the word."""
         return self.window.read_word(rank, self._items[rank][LedgerKey("words", page)].start // 8 + index)
 
     def list_holder_spans(self, page: int) -> Sequence[Span]:
-        """Return the ranks, with their elements, from which a page is read and in which it is updated; starts at this
-        rank, so that ranks begin at different parts."""
+        """Return (rank, elements) for the ranks whose parts are read and updated for a page. The list starts with this
+        rank, so that ranks begin with different parts."""
         turned = [(self.rank + i) % self.size for i in range(self.size if self.sharded else 1)]
         return [(rank, _find_held_elements(self.placement, page, rank, self.sharded)) for rank in turned]
 
     def make_segments(self, rank: int, page: int) -> ShardSegments:
-        """Return the parameters in a rank's elements of a page, as segments for the optimizer."""
+        """Return the segments for the optimizer: the parameters in a rank's elements of a page."""
         if (rank, page) not in self._segments:
             here, mine = self.placement.pages[page], _find_held_elements(self.placement, page, rank, self.sharded)
             others = (
@@ -132,8 +134,8 @@ class CommonMemory:
 
 
 def _lay_out_window_items(placement: Placement, rank: int, sharded: bool, added: bool) -> dict[LedgerKey, WindowItem]:
-    """Return the arrays in the part of a rank, computed alike on all ranks: after the words of its clock, page by
-    page."""
+    """Return the arrays in the part of a rank, page by page after the words of its clock. The result is equal on all
+    ranks."""
     found: dict[LedgerKey, WindowItem] = {}
     at = CACHE_LINE_BYTES
     for p in placement.pages:
@@ -164,7 +166,7 @@ def _list_page_items(
 
 
 def _find_held_elements(placement: Placement, page: int, rank: int, sharded: bool) -> ElementRange:
-    """Return the elements of a page in the part of a rank."""
+    """Return the elements of a page that the part of a rank holds."""
     here = placement.pages[page]
     return here.shards[rank] if sharded else here.own_range
 
@@ -177,8 +179,9 @@ def _raise_needs_norms(*asked: Any) -> Any:
 
 
 class OwnSpeed(SyncChoice):
-    """Base class of strategies at each rank's own speed. sharded: all ranks update one model, of which each holds a
-    shard; otherwise each rank has its own model. Other options: as in `AsyncSGD` and `GossipSGD`."""
+    """Base class of strategies in which ranks run at their own speed. sharded: whether all ranks update one model, of
+    which each holds a shard; otherwise each rank has its own model. The other options are those of `AsyncSGD` and
+    `GossipSGD`."""
 
     excluded: ClassVar[str] = "ranks at their own speed"
     sharded: ClassVar[bool] = False
@@ -201,16 +204,16 @@ class OwnSpeed(SyncChoice):
 @check_constructor_options
 @dataclass(frozen=True)
 class AsyncSGD(OwnSpeed):
-    """Asynchronous SGD on sharded parameters, which every rank reads and updates independently, at its own speed (Dean
-    et al., NeurIPS'12; Ho et al., NeurIPS'13).
+    """Asynchronous SGD on sharded parameters, which each rank reads and updates independently and at its own speed
+    (Dean et al., NeurIPS'12; Ho et al., NeurIPS'13).
 
     Parameters
     ----------
-    staleness : steps that a rank may be ahead of the slowest. 0: ranks step together, and gradients of a step are added
-        in rank order before one update, as in synchronous training. 1 or more: each gradient is an update. None
-        (default): any number
-    by_staleness : divide the learning rate by 1 + the number of updates since the parameters were read (Zhang et al.,
-        IJCAI'16)
+    staleness : number of steps that a rank may be ahead of the slowest. 0: ranks step together, and the gradients of a
+        step are added in rank order before one update, as in synchronous training. 1 or more: each gradient is a
+        separate update. None (default): no limit
+    by_staleness : whether to divide the learning rate by 1 + the number of updates since the parameters were read
+        (Zhang et al., IJCAI'16)
     """
 
     sharded: ClassVar[bool] = True
@@ -243,12 +246,12 @@ class AsyncSGD(OwnSpeed):
 @check_constructor_options
 @dataclass(frozen=True)
 class GossipSGD(OwnSpeed):
-    """Each rank trains its own model and, every `sync_every` steps, averages it with that of a rank drawn at random
+    """Each rank trains its own model and, every `sync_every` steps, averages it with the model of a random rank
     (AD-PSGD: Lian et al., ICML'18).
 
     Parameters
     ----------
-    sync_every : steps between two averages, 1 or more
+    sync_every : number of steps between two averages, 1 or more
     """
 
     sync_every: int = 1
@@ -273,9 +276,9 @@ class GossipSGD(OwnSpeed):
         return Sharding(replica=None, shard=1, full_params="step", full_grads="step")
 
 
-SLOTS.update({"pushed": SlotKind("pushed", "control")})  # this rank's gradient of a page is applied
+SLOTS.update({"pushed": SlotKind("pushed", "control")})  # set when this rank's gradient of a page is applied
 # fmt: off
-VERBS.update({  # one-sided: none of these waits for a call of another rank
+VERBS.update({  # one-sided: none of these waits until another rank makes a call
     "PULL": Verb(gives=("full:page",), lane="window", about="page"),
     "ALONE": Verb(takes=("loss:all", "weight:scored"), reads=("grad:every",), gives=("mean", "scale"), about=""),
     "PUSH": Verb(takes=("grad:page",), reads=("mean", "scale"), gives=("pushed:page",), lane="window", about="page"),
@@ -283,11 +286,11 @@ VERBS.update({  # one-sided: none of these waits for a call of another rank
     "MIX": Verb(takes=("pushed:page",), lane="window", about="page"),
 })
 # fmt: on
-ledger.LEDGER_KINDS.update({"added": ledger.LedgerKind("gradients")})  # of one step of all ranks, summed in a window
+ledger.LEDGER_KINDS.update({"added": ledger.LedgerKind("gradients")})  # sum over all ranks in one step, in a window
 
 
 def _build_own_speed_actions(actions: list[Action], request: ProgramRequest) -> list[Action]:
-    """Return a step of a rank at its own speed: read all current parameters, compute, and push the gradients."""
+    """Return the actions of an asynchronous step: read all current parameters, compute, and push the gradients."""
     stage = request.stage
     pages = [a.unit for a in insert_gathers(actions, stage, 0, keep=True) if a.op == "GATHER"]
     tail = [Action("ALONE"), *(Action("FREE", p) for p in pages)]
@@ -306,23 +309,26 @@ PROGRAM_KINDS.update({
 })  # fmt: skip
 
 CLOCK, SYNC_COUNT = 0, 1
-"""Words at the start of each part: steps of its rank since all ranks synchronized, and how often it waited for them."""
+"""Words at the start of each part: number of steps of its rank since all ranks synchronized, and how often the rank has
+waited for all ranks."""
 AWAY_CLOCK = 1 << 62
-"""The clock of a rank that makes no steps until all ranks synchronize."""
+"""The clock of a rank that takes no more steps until all ranks synchronize."""
 UPDATES, ADDED, WEIGHT = 0, 1, 2
-"""Words in front of each page: number of updates, number of gradients in the sum, and their weight (a float64)."""
+"""Words in front of each page: number of updates, number of gradients in the sum, and the weight of these gradients (a
+float64)."""
 
 
 Update = Callable[[Any, Any, Mapping[str, Any], ShardSegments, int, float | None, float], None]
-"""Function that updates elements of a page: parameters, gradient, optimizer slots, segments, step, weight of the
-gradients of all ranks (None for those of only this rank), and factor of the learning rate."""
+"""Function that updates elements of a page. Its arguments are parameters, gradient, optimizer slots, segments, step,
+weight of the gradients of all ranks (None if the gradient is only that of this rank), and a factor on the learning
+rate."""
 
 
 class OwnSpeedPolicy(SyncPolicy):
-    """The policy of ranks at their own speed, and one rank's side of their communication.
+    """The policy of asynchronous ranks, and one rank's side of their communication.
 
-    clock: steps of this rank since all ranks synchronized. staleness_counts: staleness, the number of updates since
-    parameters were read -> how often this rank has updated with it.
+    clock: number of steps of this rank since all ranks synchronized. staleness_counts: staleness (number of updates
+    since the parameters were read) -> number of this rank's updates with it.
     """
 
     is_synchronous, own_speed = False, True
@@ -359,7 +365,8 @@ class OwnSpeedPolicy(SyncPolicy):
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def pull_page(self, page: int, full: Any) -> None:
-        """Read the current parameters of a page, once the slowest rank is not too far behind."""
+        """Read the current parameters of a page into `full`, after waiting until the slowest rank is not too far
+        behind."""
         self._wait_for_staleness_bound()
         with self.window.access_epoch("pull"):
             for rank, span in self.memory.list_holder_spans(page):
@@ -388,7 +395,7 @@ class OwnSpeedPolicy(SyncPolicy):
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def push_gradient(self, page: int, gradient: Any, weight: float, update: Update) -> None:
-        """Update the page in the memory of each rank that holds a part with this rank's gradient."""
+        """Update a page with this rank's gradient, in the memory of each rank that holds a part of the page."""
         for rank, span in self.memory.list_holder_spans(page):
             own = gradient[span.start : span.stop]
             if self.choice.staleness == 0:
@@ -407,7 +414,7 @@ class OwnSpeedPolicy(SyncPolicy):
                 self._count_traffic("push", span.size, own.dtype)
 
     def _add_gradient_in_rank_order(self, rank: int, page: int, gradient: Any, weight: float, update: Update) -> None:
-        """Add the gradient in rank order, as synchronous training does; the last rank updates."""
+        """Add the gradients in rank order, as in synchronous training. The last rank updates."""
         self.window.wait_until_none_missing(
             lambda: self._list_ranks_to_wait_for(rank, page),
             f"the gradients of earlier ranks in step {self.clock}, staleness=0",
@@ -432,22 +439,22 @@ class OwnSpeedPolicy(SyncPolicy):
             self._count_traffic("push", gradient.size, gradient.dtype)
 
     def _list_ranks_to_wait_for(self, rank: int, page: int) -> list[int]:
-        """Return the rank whose turn it is to add, or nothing if it is this one. Raise DataError if that rank makes no
-        more steps."""
+        """Return the rank that must add its gradient before this one, or an empty list if this rank is next. Raise
+        DataError if the other rank takes no more steps."""
         turn = self.memory.read_word(rank, page, ADDED)
         if turn != self.rank and (self.window.read_word(turn, CLOCK) == AWAY_CLOCK or self.window.has_rank_died(turn)):
             raise DataError(f"rank {turn} takes no more steps, and staleness=0 needs all ranks in each")
         return [] if turn == self.rank else [turn]
 
     def mix_page(self, page: int, step: int) -> None:
-        """Average a page of this rank's model with that of another rank after step number `step`, if it is a multiple
-        of `sync_every`."""
+        """Average a page of this rank's model with the page of another rank, if `step` is a multiple of
+        `sync_every`."""
         if step % self.choice.sync_every == 0:
             with self.window.access_epoch("mix"):
                 self._average_page_with_random_rank(page, step)
 
     def _average_page_with_random_rank(self, page: int, step: int) -> None:
-        """Average with a random rank, the same one for all pages of a step; the mean of all models does not change."""
+        """Average with a random rank, the same one for all pages of a step. The mean of all models does not change."""
         key, drawn = LedgerKey("master", page), random.Random(f"{self.placement.options.seed} {self.rank} {step}")
         others = [
             rank for rank in drawn.sample(self._other_ranks, self.size - 1) if not self.window.has_rank_died(rank)
@@ -462,7 +469,7 @@ class OwnSpeedPolicy(SyncPolicy):
         self._count_traffic("mix", 2 * a.size, a.dtype)
 
     def advance_clock(self) -> None:
-        """Count a step of this rank."""
+        """Count a step of this rank, and publish the count to the other ranks."""
         self.clock += 1
         self.window.write_word(CLOCK, self.clock)
 
@@ -478,7 +485,7 @@ class OwnSpeedPolicy(SyncPolicy):
         return self.memory.read_word(self.rank, page, UPDATES)
 
     def on_parameters_set(self, steps: int) -> None:
-        """Reset the counters of all pages. All ranks must call it, and none may step before all have."""
+        """Reset the counters of all pages. All ranks must call this before any of them takes a step."""
         updates = steps * self.updates_per_step
         for key in self.memory.keys:
             if key.kind == "words":
@@ -489,8 +496,8 @@ class OwnSpeedPolicy(SyncPolicy):
         return [rank for rank in self._other_ranks if self.window.has_rank_died(rank)]
 
     def wait_for_last_step(self) -> None:
-        """Wait until all living ranks are here; no step of another rank waits for this one meanwhile. Afterwards all
-        clocks are zero. Collective."""
+        """Wait until all living ranks have called this, and reset all clocks to zero. Meanwhile no step of another rank
+        waits for this rank. Collective."""
         self.window.write_word(CLOCK, AWAY_CLOCK)
         self.window.stop_accessing()
         self._wait_for_all_ranks()
@@ -511,8 +518,8 @@ class OwnSpeedPolicy(SyncPolicy):
         )
 
     def read_full_page(self, key: LedgerKey) -> Any:
-        """Return all elements of a page of the common state, parameters or optimizer state: from all shards, or the
-        mean of all models. Not collective."""
+        """Return all elements of a page of the common state, parameters or optimizer state: collected from all shards,
+        or averaged over all models. Not collective."""
         if self.choice.sharded:
             here = self.placement.pages[key.page]
             if self.choice.staleness == 0:
@@ -524,7 +531,7 @@ class OwnSpeedPolicy(SyncPolicy):
             return full
         living = [rank for rank in range(self.size) if rank == self.rank or not self.window.has_rank_died(rank)]
         dtype = self.memory.dtype_of(key)
-        if dtype != self.placement.formats.master:  # quantized values have no mean
+        if dtype != self.placement.formats.master:  # quantized values cannot be averaged
             living = living[:1]
         total = np.zeros(self.memory.get_own_array(key).size)
         for rank in living:
@@ -568,7 +575,7 @@ def _get_policy(run: ProgramRun) -> OwnSpeedPolicy:
 
 
 def pull_page(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Read the current full parameters: n - n/N elements."""
+    """Read the current full parameters of a page. The rank reads n - n/N elements from other ranks."""
     p = get_action_target(action)
     full = run.workspace.get_full_parameter_buffer(p)
     _get_policy(run).pull_page(p, full)
@@ -576,7 +583,7 @@ def pull_page(run: ProgramRun, action: Action, taken: Values, read: Values, adde
 
 
 def push_gradient(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Apply this rank's gradient to the shards of all ranks: n - n/N elements."""
+    """Apply this rank's gradient to the shards of all ranks. The rank writes n - n/N elements to other ranks."""
     (gradient,), (mean, scale) = taken, read
 
     def apply_gradient(
