@@ -33,18 +33,18 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--strategy", default="fsdp", help="ddp, zero1, zero2, zero3, fsdp, hybrid, local_sgd or diloco")
     p.add_argument("--mesh", default=None, help="widths of axes, such as pipe=2,tensor=2; also replica and shard")
     p.add_argument(
-        "--schedule", default="1f1b", help="of the pipe: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zbv, or a file"
+        "--schedule", default="1f1b", help="pipeline schedule: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zbv, or a file"
     )
     p.add_argument("--sequence", default=None, help="over the tensor axis: parallel, ulysses or ring")
     p.add_argument("--recompute", default=None, help="all, attention, k (every k-th unit), or bytes such as 512MiB")
     p.add_argument("--size", default="tiny", choices=SIZES, help="model size")
-    p.add_argument("--steps", type=positive_int, default=300, help="optimiser steps")
+    p.add_argument("--steps", type=positive_int, default=300, help="optimizer steps")
     p.add_argument("--batch", type=positive_int, default=32, help="sequences of the global batch, over all data ranks")
     p.add_argument(
         "--microbatches",
         "--accumulate",
         type=positive_int,
-        help="per data rank and step (default: 1, in a pipe 4 per rank)",
+        help="per data rank and step (default: 1; in a pipeline 4 per rank)",
     )
     p.add_argument("--dtype", default="float32", help="float64, float32, bf16, bf16-true or fp16")
     p.add_argument(
@@ -56,18 +56,18 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--seed", type=nonnegative_int, default=0)
     p.add_argument("--validate", type=positive_int, default=100, help="steps between validations")
     p.add_argument("--validation-batches", type=positive_int, default=8, help="batches per validation")
-    p.add_argument("--elastic", action="store_true", help="go on when ranks die, leave or join (docs: elastic)")
-    p.add_argument("--copies", type=nonnegative_int, default=1, help="of each rank's state in other ranks' memory")
-    p.add_argument("--ranks", type=positive_int, default=None, help="how many train at first; the others wait")
-    p.add_argument("--resize", default=None, help="a file with the number of ranks that are to train")
-    p.add_argument("--chaos", default="", help="what to do to ranks, such as 'kill 2@900, stop 0@1500' (rank@action)")
+    p.add_argument("--elastic", action="store_true", help="continue when ranks die, leave or join (docs: elastic)")
+    p.add_argument("--copies", type=nonnegative_int, default=1, help="copies of each rank's state on other ranks")
+    p.add_argument("--ranks", type=positive_int, default=None, help="ranks that train at first; the others wait")
+    p.add_argument("--resize", default=None, help="file with the number of ranks that should train")
+    p.add_argument("--chaos", default="", help="faults to inject, such as 'kill 2@900, stop 0@1500' (rank@action)")
     p.add_argument("--run", default=None, help="folder of the run (default: runs/gpt-DATE-TIME)")
-    p.add_argument("--resume", action="store_true", help="go on with the run in --run, or with the newest one")
-    p.add_argument("--no-save", action="store_true", help="leave no folder")
+    p.add_argument("--resume", action="store_true", help="continue the run in --run, or the newest run")
+    p.add_argument("--no-save", action="store_true", help="write no run folder")
     p.add_argument(
-        "--keep", type=positive_int, default=2, help="checkpoints that stay; one is saved after each validation"
+        "--keep", type=positive_int, default=2, help="checkpoints to keep; one is saved after each validation"
     )
-    p.add_argument("--sample", type=nonnegative_int, default=200, help="bytes of text that the model writes at the end")
+    p.add_argument("--sample", type=nonnegative_int, default=200, help="bytes of text to generate at the end")
     p.add_argument(
         "--trace",
         nargs="?",
@@ -77,8 +77,8 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--verbose", action="store_true", help="print messages and time by kind at the end")
     p.add_argument("--hash", action="store_true", help="print the SHA-256 of all parameters at the end")
     p.add_argument("--device", default="cpu", help="cpu or cuda")
-    p.add_argument("--no-node", action="store_true", help="MPI messages instead of shared memory inside a machine")
-    p.add_argument("--no-tune", action="store_true", help="take defaults instead of measuring")
+    p.add_argument("--no-node", action="store_true", help="use MPI messages instead of shared memory within a host")
+    p.add_argument("--no-tune", action="store_true", help="use defaults instead of measuring")
     return p
 
 

@@ -38,7 +38,7 @@ def make_gpt(size: str, dropout: float = 0.0) -> GPT:
 
 
 def make_mlp(layers: int, width: int, activation: bool = True) -> Sequential:
-    """Build an MLP of `layers` square Linear, each followed by a GELU if `activation`."""
+    """Build an MLP of `layers` square Linear layers, each followed by a GELU if `activation`."""
     pair: list[Layer] = [Linear(width, width), *([GELU()] if activation else [])]
     return Sequential(*pair * layers)
 

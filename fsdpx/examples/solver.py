@@ -1,4 +1,4 @@
-"""A solver and a training run at the same time, on different ranks, with different partitions of the field.
+"""A solver and a trainer that run concurrently, on different ranks and with different partitions of the field.
 
 mpiexec -n 4 python -m fsdpx.examples.solver --trainers 2
 

@@ -2,7 +2,7 @@
 
     mpiexec -n 4 python -m fsdpx.examples.strategies --strategy zero2
 
-A table on the page strategies says what each one is good for, and what to watch out for."""
+A table on the documentation page strategies says what each strategy is good for, and what to watch out for."""
 
 import argparse
 import shutil
@@ -62,7 +62,7 @@ def train_and_evaluate(comm: Any, name: str, steps: int = 40, folder: str = "") 
         rank, size = (
             trainer.data_group.rank,
             trainer.data_group.size,
-        )  # ranks that differ only on the pipe or tensor axis need the same samples
+        )  # ranks that differ only on the pipeline or tensor axis need the same samples
         mine = tokens[SAMPLES * rank // size : SAMPLES * (rank + 1) // size] % VOCABULARY
         x, y = mine[:, :-1], mine[:, 1:]
         before = trainer.evaluate(x, y)

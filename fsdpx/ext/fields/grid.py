@@ -51,7 +51,7 @@ class GridArguments(NamedTuple):
 
     @property
     def dim_letters(self) -> str:
-        """The letters of the dims of cells, without the channels."""
+        """The letters of the cell dims, without that of the channels."""
         return self.layout.replace("c", "")
 
 
@@ -69,7 +69,7 @@ class Grid(Domain):
         `PETSc.Comm`; a Cartesian one (`comm.Create_cart(...)`) determines the ranks along each dim
     shape : cells of this rank's part along each dim of the grid, without ghost cells
     layout : order of the dims of arrays, one letter for each dim of the grid and "c" for the channels, such as "yxc",
-        "cyx" or "zyxc"; without "c", arrays have no dim of channels, and the model sees one channel. Default: channels
+        "cyx" or "zyxc"; without "c", arrays have no channels dim, and the model sees one channel. Default: channels
         last
     dims : number of ranks along each dim. Default: those of a Cartesian `comm`, or those that follow from `offsets`,
         else all ranks along one dim. Without `offsets`, the last dim varies fastest from rank to rank (C order), as in
@@ -78,8 +78,8 @@ class Grid(Domain):
         parts follow each other in rank order
     ghosts : ghost cells that arrays have on each side of the part: one number for all dims, one for each, or (low,
         high) for each; they may differ from rank to rank along the dim. Convolutions that are the first to read the
-        field, or that follow layers that act on each cell alone, use ghost cells instead of padding; on a side without
-        ghost cells they pad. Default: none
+        field, or that follow layers that act on each cell separately, use ghost cells instead of padding; on a side
+        without ghost cells they pad. Default: none
     periods : whether each dim is periodic; `Rollout` fills ghost cells accordingly. Default: those of a Cartesian
         `comm`, else not periodic
 

@@ -45,7 +45,7 @@ class MatchMean(FieldLayer):
 
 
 class PhysicsLoss(Loss):
-    """loss + weight x mean(residual(y)^2), where the mean is over all elements of the residual of the whole field.
+    """loss + weight x mean(residual(y)^2), where the mean is over all elements of the residual of the full field.
 
     The residual is a layer without parameters that returns 0 where the output satisfies an equation, such as
     `FieldDivergence` for incompressible flow (Raissi et al. 2019). On a partitioned field it exchanges halos, as in a

@@ -238,7 +238,7 @@ class ChannelScale(Layer):
     Parameters
     ----------
     channels : size of dim 1
-    dims : number of dims of cells
+    dims : number of cell dims
     """
 
     fields = True
@@ -395,7 +395,7 @@ def _multiply_dim_by_matrix(xp: Any, y: Array, dim: int, matrix: Array, result_p
 
 def _multiply_complex(xp: Any, rows: Array, w: Array) -> Array:
     """Return the complex product of rows from `_stack_complex_rows` and w (modes, in, 2 out), as (modes, samples, out,
-    2): a w + i (b w) for numbers a + i b."""
+    2): a w + i (b w) for rows a + i b."""
     made = batched_matmul_in_dtype(xp, rows, w)
     real, imaginary = xp.split(made.reshape(*made.shape[:2], made.shape[2] // 2, 2), 2, axis=1)
     real[..., 0] -= imaginary[..., 1]

@@ -170,12 +170,12 @@ def describe_operations(
     target_of: Callable[[fx.Node], Any],
     owner: torch.nn.Module,
 ) -> OperationGraph:
-    """Return the description of nodes of a graph.
+    """Describe nodes of a graph as an `OperationGraph`.
 
     Parameters
     ----------
-    nodes : in order, as numbered
-    number : number of each node; several nodes may have the same
+    nodes : nodes of the graph, in order
+    number : node -> its number; several nodes may have the same number
     target_of : returns the function to call instead of a node's own target; views always become reshapes
     owner : module whose attributes are the inner graphs
     """
@@ -215,8 +215,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def dump_layout(layout: ModuleLayout) -> bytes:
-    """Return the bytes that `load_layout` reads; raise an exception of pickle if a part cannot be sent to another
-    process."""
+    """Return the bytes that `load_layout` reads; raise an exception of pickle if a part cannot be pickled."""
     into = io.BytesIO()
     _Pickler(into, pickle.HIGHEST_PROTOCOL).dump(layout)
     return into.getvalue()
@@ -228,7 +227,7 @@ def load_layout(text: bytes) -> ModuleLayout:
 
 
 EXPORT_TIMEOUT_SECONDS = 600.0
-"""Time for the child process; then this process exports the module itself."""
+"""Time limit for the child process, after which this process exports the module itself."""
 HARMLESS_THREADS = {"fsdpx watchdog", TIMER_NAME}
 """Threads of this process that hold no lock which PyTorch needs."""
 COMPLETE_MARK = b"."  # the last byte of a complete result
@@ -342,7 +341,7 @@ class UnitFunction(AutogradLayer):
 
 
 class SplitModule(Container):
-    """Layers under the dotted names that they have in the module that was split."""
+    """Layers named by their dotted paths in the module that was split."""
 
     def _split_by_child(self, arrays: Params) -> Mapping[str, Params]:
         known: Mapping[str, Any] = arrays.entries if isinstance(arrays, Gradients) else arrays
@@ -583,7 +582,7 @@ class _ExportPlan:
         tensor = self.modules[""].get_parameter(full)
         names = [n for n, p in self.modules[""].named_parameters(remove_duplicate=False) if p is tensor]
         if segment in names:
-            return ""  # the layer is named as its parameter
+            return ""  # the layer has the name of its parameter
         inside = next((n for n in (full, *names) if n.startswith(f"{segment}.") or not segment), None)
         if inside is None:
             self.borrowed[join_path(segment, full)] = names

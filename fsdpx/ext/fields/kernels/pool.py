@@ -28,7 +28,7 @@ def max_pool(xp: Any, x: Any, strides: WindowStrides, sizes: Sequence[int]) -> t
 
 @kernel(bits=False)
 def max_pool_backward(xp: Any, dy: Any, winner: Any, strides: WindowStrides, shape: Sequence[int]) -> Any:
-    """Return the gradient of a field of `shape`: dy goes to the cell that was the maximum."""
+    """Return the gradient of a field of `shape`: each dy goes to the cell that was the maximum."""
     dx, nothing = xp.zeros(tuple(shape), dtype=dy.dtype), xp.zeros((), dtype=dy.dtype)
     for offset, outputs, cells in strides.iterate_window_offsets(dy.shape[2:], shape[2:]):
         into = dx[cells]
@@ -49,7 +49,7 @@ def avg_pool(xp: Any, x: Any, strides: WindowStrides, sizes: Sequence[int], divi
 
 @kernel(bits=False)
 def avg_pool_backward(xp: Any, dy: Any, strides: WindowStrides, shape: Sequence[int], divisor: int) -> Any:
-    """Return the gradient of a field of `shape`: dy / divisor goes to all cells of the window."""
+    """Return the gradient of a field of `shape`: each dy / divisor goes to all cells of its window."""
     dx, share = xp.zeros(tuple(shape), dtype=dy.dtype), dy / divisor
     for _, outputs, cells in strides.iterate_window_offsets(dy.shape[2:], shape[2:]):
         into = dx[cells]

@@ -307,7 +307,7 @@ IMAGE = WindowStrides((3, 3), (1, 1), (1, 1), (-1, -1), 1)
 
 
 def _make_example_images(x: Any, cells: int = TILE) -> Any:
-    """Return images, or with 3 cells weights, to which Winograd's algorithm applies."""
+    """Return images, or weights if `cells` is 3, to which Winograd's algorithm applies."""
     return np.zeros((MIN_TILES, LANES, cells, cells), x.dtype)
 
 
