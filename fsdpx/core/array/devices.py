@@ -92,18 +92,18 @@ class Device:
         return None
 
     def multiply_matrices(self, a: Any, b: Any) -> Any | None:
-        """Return the product of two matrices, or of stacks of matrices; None if the device has no own implementation
-        for them."""
+        """Return the product of two matrices, or of stacks of matrices; None if the device has no implementation of its
+        own for them."""
         return None
 
     def multiply_matrices_into(self, out: Any, a: Any, b: Any, add: bool) -> bool:
-        """Write the product of two matrices to `out`, or add it to `out`. Return False if the device has no own
-        implementation for them."""
+        """Write the product of two matrices to `out`, or add it to `out`. Return False if the device has no
+        implementation of its own for them."""
         return False
 
     def run_optimizer_kernel(self, name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
-        """Run an optimizer's update formula, given by name. Return False if the device has no own implementation of
-        it."""
+        """Run an optimizer's update formula, given by name. Return False if the device has no implementation of its own
+        for it."""
         return False
 
     def update_shard(self, run: Callable[[], None], p: Any, g: Any, slots: Mapping[str, Any]) -> bool:

@@ -1,5 +1,5 @@
-"""Hooks and signal handlers that fsdpx installs in the program's process. They call the program's own ones, and are
-removed again.
+"""Hooks and signal handlers that fsdpx installs in the program's process. They also call the program's own hooks and
+handlers, and are removed again.
 
 Hooks stay installed while an owner holds them: a trainer of several processes, or a communicator that the program has
 opened. They are removed when the last owner releases them. If the program has meanwhile installed a hook on top of

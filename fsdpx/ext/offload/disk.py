@@ -396,7 +396,7 @@ class DiskStorage(StateStorage):
                 self._records.setdefault(Slot(LEDGER_KINDS[row.key.kind].slot, row.key.page), []).append(row)
         self._places: dict[LedgerKey, int] = {}
         self.spilled: dict[Slot, int] = {}  # bytes of each activation in the last run
-        self._parts: dict[tuple[Slot, int], tuple[int, int]] = {}  # offset, reserved bytes of their parts
+        self._parts: dict[tuple[Slot, int], tuple[int, int]] = {}  # (activation, part) -> offset, reserved bytes
         self._there: dict[Slot, Any] = {}  # memory of fetched records
         self.nbytes = 0
         mapped = [row for row in rows if row.level == "map" and row.inside is None]

@@ -303,7 +303,7 @@ class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
         return call_with_broadcasting(ufunc, *operands, out=out[0], **options)
 
     def __pow__(self, power: Any) -> Any:
-        return call_with_broadcasting(operator.pow, self, power)  # differs from np.power for small exponents
+        return call_with_broadcasting(operator.pow, self, power)  # np.power differs for small exponents
 
 
 def find_result_dtype(function: Callable[..., Any], *operands: Any, **options: Any) -> np.dtype:

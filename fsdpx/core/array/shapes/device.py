@@ -45,7 +45,7 @@ class ShapeDevice(Device):
     def update_shard(self, run: Callable[[], None], p: Any, g: Any, slots: Mapping[str, Any]) -> bool:
         record_traffic(
             p, g, *slots.values(), p, *slots.values(), kernel="update"
-        )  # all are read, and all but the gradient written
+        )  # all arrays are read, and all except the gradient are written
         return False
 
 
