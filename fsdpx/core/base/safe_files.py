@@ -63,7 +63,7 @@ def expanduser(path: str | os.PathLike[str]) -> Path:
     """Return a path with ~ expanded to the user's home folder, as a shell does. Raise ConfigError for a value that is
     not a path."""
     if not isinstance(path, str | os.PathLike):
-        raise ConfigError(f"{path!r} is no path: give a text or a pathlib.Path")
+        raise ConfigError(f"{path!r} is not a path: give a string or a pathlib.Path")
     return Path(os.path.expanduser(path))
 
 
@@ -181,13 +181,13 @@ def parse_json(data: bytes) -> Any:
     try:
         value = json.loads(text, object_pairs_hook=_make_dict_of_unique_names, parse_int=_parse_json_int)
     except RecursionError:
-        raise ValueError(f"lists and objects in it are more than {MAX_JSON_DEPTH} deep") from None
+        raise ValueError(f"lists and objects in it are nested more than {MAX_JSON_DEPTH} deep") from None
     _refuse_deep_nesting(value)
     if "\\u" in text:
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"{error.object[error.start]!r} in it is no text") from None
+            raise ValueError(f"{error.object[error.start]!r} in it is not valid text") from None
     return value
 
 
@@ -210,11 +210,11 @@ def require_json_fields(found: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:
     """Return `found` if it is an object with exactly the names of `kinds`, each with a value of its type or of one of
     its types. Otherwise raise ValueError. A bool does not count as an int."""
     if not isinstance(found, dict) or found.keys() != kinds.keys():
-        raise ValueError(f"it is no object of {', '.join(kinds)}")
+        raise ValueError(f"it is not an object with the names {', '.join(kinds)}")
     for name, kind in kinds.items():
         allowed = kind if isinstance(kind, tuple) else (kind,)
         if type(found[name]) not in allowed:
-            raise ValueError(f"{name} is no {' or '.join(one.__name__ for one in allowed)}")
+            raise ValueError(f"{name} is not of type {' or '.join(one.__name__ for one in allowed)}")
     return found
 
 
@@ -225,14 +225,14 @@ def _make_dict_of_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen = set[str]()
         for name, _ in pairs:
             if name in seen:
-                raise ValueError(f"the name {name!r} is there twice")
+                raise ValueError(f"the name {name!r} occurs twice")
             seen.add(name)
     return values_by_key
 
 
 def _parse_json_int(digits: str) -> int:
     if len(digits) > MAX_JSON_DIGITS:
-        raise ValueError(f"a whole number in it has more than {MAX_JSON_DIGITS} digits")
+        raise ValueError(f"an integer in it has more than {MAX_JSON_DIGITS} digits")
     return int(digits)
 
 
@@ -244,7 +244,7 @@ def _refuse_deep_nesting(value: Any) -> None:
         inner = [part for part in level if isinstance(part, dict | list)]
         level = [part for whole in inner for part in (whole.values() if isinstance(whole, dict) else whole)]
     if level or inner:
-        raise ValueError(f"lists and objects in it are more than {MAX_JSON_DEPTH} deep")
+        raise ValueError(f"lists and objects in it are nested more than {MAX_JSON_DEPTH} deep")
 
 
 # -- folders ---------------------------------------------------------------------------------------------------------
@@ -388,7 +388,7 @@ def _open_own_file(path: Path, flags: int, mode: int) -> int:
                 os.close(file)
                 raise
             return file
-    raise Untrusted(f"{path} comes and goes: it cannot be opened")
+    raise Untrusted(f"{path} is created and removed repeatedly, so it cannot be opened")
 
 
 def _require_own_file(path: Path, found: os.stat_result) -> None:

@@ -70,7 +70,7 @@ BAD = {
     "the header would have 100000001 bytes": file_of({}, length=100_000_001),
     "the header has 50 bytes, the file 10": file_of({}, length=50),
     "does not begin with '{'": file_of(b" {}     "),
-    "'a' is there twice": file_of(TWICE, bytes(4)),
+    "'a' occurs twice": file_of(TWICE, bytes(4)),
     "no JSON of unique names": file_of(b"{,,,,,,}"),
     "no JSON of unique names: 'utf-8'": file_of(b'{"\xff":1}'),
     "__metadata__ must map texts to texts": file_of({"__metadata__": {"a": 1}}),
@@ -87,7 +87,7 @@ BAD = {
     "a hole before tensor 'a'": file_of({"a": entry(4, 8)}, bytes(8)),
     "truncated: 73 bytes, its tensors need 77": file_of({"a": entry(0, 8)}, bytes(4)),
     "3 bytes after the last tensor": file_of({"a": entry(0, 4)}, bytes(7)),
-    "is no text": file_of({"\ud800": entry(0, 4)}, bytes(4)),
+    "is not valid text": file_of({"\ud800": entry(0, 4)}, bytes(4)),
 }
 
 
@@ -368,13 +368,13 @@ def test_the_ones_that_were_taken_or_not_caught(name: str, good: Path) -> None:
 def test_half_a_surrogate_pair_is_refused_wherever_it_stands(tmp_path: Path) -> None:
     for table in ({"\ud800": {}}, {"__metadata__": {"a": "\udc00"}}, {"__metadata__": {"\udc00": "a"}}):
         file = with_header(table, b"")
-        with pytest.raises(CheckpointError, match=r"^file: the header .*'.ud.00' in it is no text$"):
+        with pytest.raises(CheckpointError, match=r"^file: the header .*'.ud.00' in it is not valid text$"):
             parse_header(lambda n, file=file: file[:n], len(file), "file")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"0.bias": "\ud800"}}))
     text = refused(3, lambda comm: small(comm).load_parameters(tmp_path))
     assert text.startswith(f"load_parameters {tmp_path}: ")
-    assert text.endswith(rf"{index}: this is no index of safetensors files: '\ud800' in it is no text")
+    assert text.endswith(rf"{index}: this is no index of safetensors files: '\ud800' in it is not valid text")
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs POSIX")
