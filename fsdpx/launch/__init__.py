@@ -1,4 +1,4 @@
-"""Commands, and `fsdpx.launch`: the module itself can be called, `fsdpx.launch(train, ranks=4)` is
+"""The commands of fsdpx. The package itself can be called: `fsdpx.launch(train, ranks=4)` calls
 `fsdpx.launch.python_api.launch`."""
 
 import sys
@@ -7,7 +7,8 @@ from typing import Any
 
 
 class _Launch(ModuleType):
-    """The class of this module, which makes it callable: this folder and the public function have the same name."""
+    """Class of this package, which makes it callable, because the package and the public function have the same
+    name."""
 
     def __call__(self, what: Any, *args: Any, **options: Any) -> Any:
         from fsdpx.launch.python_api import launch

@@ -1,5 +1,5 @@
-"""`fsdpx run --print-batch`: a batch file for Slurm, PBS or LSF that starts the same job; under Slurm it is queued
-again when its time is over."""
+"""`fsdpx run --print-batch`: print a batch file for Slurm, PBS or LSF that starts the same job. Under Slurm, the job is
+requeued when its time limit is reached."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fsdpx.launch.options import LaunchConfig
 __all__ = ["BATCH_TEMPLATES", "NodeCores", "find_node_cores", "make_batch_file"]
 
 _NOTICE_SECONDS = 60
-"""Added to the time for saving: Slurm may send the signal up to this many seconds early, never late."""
+"""Seconds added to the grace period: Slurm may send the signal up to this many seconds early, but never late."""
 _SLURM = """\
 #!/usr/bin/env bash
 #SBATCH --job-name={name}
@@ -74,19 +74,19 @@ _LSF = """\
 exec {python} -m fsdpx {words}
 """
 BATCH_TEMPLATES = {"slurm": (_SLURM, ""), "pbs": (_PBS, "$PBS_NODEFILE"), "lsf": (_LSF, "$LSB_DJOB_HOSTFILE")}
-"""Batch system -> template of its file, and the variable with the hostfile of a job."""
+"""Batch system -> (template of its file, environment variable that holds the path of the job's hostfile)."""
 
 
 @dataclass(frozen=True)
 class NodeCores:
-    """Number of cores of a node. source: where the number comes from, as text."""
+    """Number of cores of a node. source: where the number comes from, as the end of a sentence."""
 
     cores: int
     source: str
 
 
 def find_node_cores() -> NodeCores:
-    """Return the cores of a node: of the smallest node of Slurm, or of this machine."""
+    """Return the number of cores per node: of Slurm's smallest node if Slurm is installed, else of this machine."""
     if sinfo := shutil.which("sinfo"):
         done = subprocess.run([sinfo, "-h", "-o", "%c"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
         if counts := [int(count) for count in re.findall(r"^(\d+)\+?$", done.stdout, re.M)]:
@@ -101,9 +101,10 @@ def make_batch_file(
     node_cores: NodeCores,
     variables: Mapping[str, str] | None = None,
 ) -> str:
-    """Return the text of the batch file. variables: additional environment of the ranks.
+    """Return the text of the batch file.
 
-    LaunchError for a word with a line break: a scheduler could interpret the text after it."""
+    variables: additional environment variables of the ranks. Raise LaunchError for an argument with a line break, since
+    a scheduler could interpret the text after it."""
     if config.hostfile is not None:
         raise LaunchError("a batch system chooses the hosts itself: leave --hostfile out")
     nodes, per_node = _choose_nodes_and_ranks_per_node(config, node_cores)
@@ -124,7 +125,8 @@ def make_batch_file(
 
 
 def _choose_nodes_and_ranks_per_node(config: LaunchConfig, node_cores: NodeCores) -> tuple[int, int]:
-    """Return the number of nodes and the ranks on each: as given, or as few nodes as have a core for each thread."""
+    """Return the number of nodes and the ranks per node: as configured, or the fewest nodes that have a core for each
+    thread."""
     if config.backend == "gloo":
         return config.count_hosts_and_ranks_per_host(config.ranks) or (1, config.ranks)
     most = max(1, node_cores.cores // (config.threads or 1))
@@ -133,7 +135,7 @@ def _choose_nodes_and_ranks_per_node(config: LaunchConfig, node_cores: NodeCores
 
 
 def _make_request_comment(nodes: int, per_node: int, cores: int, node_cores: NodeCores) -> str:
-    """Return a comment that says what is requested, and which number of cores it assumes."""
+    """Return a comment that states the requested resources, and the number of cores per node that it assumes."""
     asked = f"{per_node} ranks on each of {nodes} nodes, {cores} cores for each"
     more = "" if per_node * cores <= node_cores.cores else f": {per_node * cores} cores, more than a node has"
     return f"# {asked}{more}. A node is taken to have {node_cores.cores} cores, {node_cores.source}.\n"
@@ -151,13 +153,14 @@ def _iterate_environment_lines(variables: Mapping[str, str]) -> Iterator[str]:
 
 
 def _make_job_name(program: Sequence[str]) -> str:
-    """Return the name of the script or module, without characters that a shell or a scheduler interprets."""
+    """Return the name of the script or module, with characters that a shell or scheduler could interpret replaced by
+    "_"."""
     name = program[1] if program[0] == "-m" else Path(program[0]).stem
     return re.sub(r"[^\w.+-]", "_", name)
 
 
 def _require_one_line(words: Sequence[str]) -> Sequence[str]:
-    """Return the words; LaunchError if one has a control character."""
+    """Return `words`; raise LaunchError if one contains a line break or another control character."""
     for word in words:
         if any(not char.isprintable() for char in word):
             raise LaunchError(f"{word!r} has a line break or another control character: a batch file cannot hold it")

@@ -1,5 +1,5 @@
-"""`bench`: time of each communicator verb by size, inside hosts and between them, with its transport; and time of steps
-by strategy."""
+"""`bench comm` times the operations of a communicator by message size, inside hosts and between them, and names the
+transport. `bench step` times training steps by strategy."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ SUM = ReduceOp.SUM
 class BenchArrays(NamedTuple):
     """Arrays of one size.
 
-    shared: this rank's array, in memory that its host's ranks can reach. common: one array for all ranks of the host.
-    plain: private memory. piece: private memory of 1/N of the size, for N ranks."""
+    shared: this rank's array, in memory that the ranks of its host can access. common: one array for all ranks of the
+    host. plain: private memory. piece: private memory of 1/N of the size, for N ranks."""
 
     shared: Array
     common: Array
@@ -82,7 +82,7 @@ class TimedVerb(NamedTuple):
 
 
 def _run_ping_pong(comm: Communicator, arrays: BenchArrays) -> None:
-    """Send an array from the first rank to the last and back."""
+    """Send an array from the first rank to the last one and back."""
     buf, last = arrays.shared, comm.size - 1
     if comm.rank == 0:
         comm.send(buf, last).wait()
@@ -171,7 +171,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
 
 def bench(args: argparse.Namespace) -> int:
-    """Run a benchmark and print the results; return the exit status. Collective."""
+    """Run the benchmark that the command line names and print the results; return the exit status. Collective."""
     if args.action == "step":
         return run_step_bench(args)
     sizes = [parse_byte_count(text, "--sizes") for text in args.sizes.split(",")]
@@ -189,7 +189,7 @@ def bench(args: argparse.Namespace) -> int:
 
 
 def _require_writable_on_rank0(comm: Communicator, path: Path | None) -> None:
-    """Raise LaunchError on all ranks if rank 0 cannot write the file, before anything is measured. Collective."""
+    """Raise LaunchError on all ranks if rank 0 cannot write the file. Collective; call it before the measurement."""
     wrong = ""
     try:
         if path is not None and comm.rank == 0:
@@ -201,7 +201,7 @@ def _require_writable_on_rank0(comm: Communicator, path: Path | None) -> None:
 
 
 def _print_and_write_on_rank0(comm: Communicator, text: str, report: dict[str, Any], path: Path | None) -> None:
-    """Print the text and write the report, on rank 0."""
+    """On rank 0, print the text and write the report as JSON."""
     if comm.rank == 0:
         print(text)
         if path is not None:
@@ -211,10 +211,11 @@ def _print_and_write_on_rank0(comm: Communicator, text: str, report: dict[str, A
 def measure_verbs(
     comm: Communicator, sizes: Sequence[int], verbs: Sequence[str] = tuple(TIMED_VERBS), seconds: float = 0.05
 ) -> dict[str, Any]:
-    """Return the content of `--json`, the same on all ranks: per level the latency and bandwidth of a message, and a
-    row for each verb and size. Collective.
+    """Return the content of `--json`, identical on all ranks: for each level, the latency and bandwidth of a message,
+    and one row per operation and size. Collective.
 
-    sizes: bytes of the full array, rounded up so that each rank has equally many elements. seconds: for each row."""
+    sizes: bytes of the full array, rounded up so that all ranks have the same number of elements. seconds: approximate
+    time spent on each row."""
     names: list[str] = comm.all_gather_data(platform.node())
     hosts = {host: [rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)}
     buffers = _BenchBuffers(comm, max(sizes) + 4 * comm.size)
@@ -235,9 +236,9 @@ def measure_verbs(
 def _iterate_level_communicators(
     comm: Communicator, hosts: dict[str, list[int]]
 ) -> Iterator[tuple[str, Communicator | None]]:
-    """Yield (level, communicator of its ranks): the ranks of each host, the first rank of every host, all ranks.
+    """Yield (level, communicator) for the ranks of this host, the first ranks of all hosts, and all ranks.
 
-    The communicator is None on ranks that do not take part. Collective."""
+    The communicator is None on ranks that are not part of the level. Collective."""
     if len(hosts) > 1:
         ranks = next(ranks for ranks in hosts.values() if comm.rank in ranks)
         if max(map(len, hosts.values())) > 1:
@@ -248,8 +249,8 @@ def _iterate_level_communicators(
 
 
 class _BenchBuffers:
-    """Memory for the largest size, placed as the engine would place it: in shared windows if ranks of a host share
-    memory."""
+    """Buffers for the largest size, allocated as the engine allocates them: in shared windows if the ranks of a host
+    share memory."""
 
     def __init__(self, comm: Communicator, nbytes: int) -> None:
         self.node = find_node_communicator(comm)
@@ -262,10 +263,10 @@ class _BenchBuffers:
         own, common = (np.empty(nbytes, np.uint8) if part is None else part for part in self.made)
         self.parts = own, common, np.empty(nbytes, np.uint8), np.empty(nbytes, np.uint8)
         for part in self.parts:
-            part[...] = 0  # touch it: the kernel allocates pages on first access
+            part[...] = 0  # the operating system allocates pages on first access
 
     def get_arrays(self, elements: int, ranks: int) -> BenchArrays:
-        """Return arrays of `elements` float32 elements. ranks: number of ranks that divide `piece`."""
+        """Return arrays of `elements` float32 elements. ranks: number of ranks over which `piece` is divided."""
         own, common, plain, piece = (part[: 4 * elements].view(np.float32) for part in self.parts)
         return BenchArrays(own, common, plain, piece[: elements // ranks])
 
@@ -283,7 +284,8 @@ def _measure_level(
     verbs: Sequence[str],
     seconds: float,
 ) -> dict[str, Any] | None:
-    """Return the measurements of a group of ranks; None except on its first rank. Collective over the group."""
+    """Return the measurements of a group of ranks on its first rank, and None on the others. Collective over the
+    group."""
     if comm is None:
         return None
     rows: list[dict[str, Any]] = []
@@ -299,7 +301,7 @@ def _measure_level(
 
 
 def _measure_row(name: str, comm: Communicator, arrays: BenchArrays, seconds: float) -> dict[str, Any]:
-    """Time one verb at one size; return the row of the report. Collective."""
+    """Time one operation at one size; return the row of the report. Collective."""
     verb, raw = TIMED_VERBS[name], getattr(find_message_backend(comm), "raw", None)
     nbytes = arrays.shared.nbytes if name != "barrier" else 0
     by = _wait_and_find_transport(name, comm, nbytes, verb.call(comm, arrays))
@@ -318,8 +320,7 @@ def _measure_row(name: str, comm: Communicator, arrays: BenchArrays, seconds: fl
 
 
 def _time_call_on_slowest_rank(comm: Communicator, call: Callable[[], object], seconds: float) -> float:
-    """Return the seconds of one call: the median over blocks of calls between two barriers, each timed by its slowest
-    rank. Collective."""
+    """Return the seconds per call: the median over blocks of calls, each timed by its slowest rank. Collective."""
     call()
     taken = max(comm.all_gather_data(_average_call_seconds(comm, call, 3)))
     calls = min(max(math.ceil(BLOCK_SECONDS / taken), 1), MAX_COUNT)
@@ -329,7 +330,8 @@ def _time_call_on_slowest_rank(comm: Communicator, call: Callable[[], object], s
 
 
 def _average_call_seconds(comm: Communicator, call: Callable[[], object], calls: int) -> float:
-    """Return the seconds of one call on this rank, averaged over a block of calls after a barrier. Collective."""
+    """Return the seconds per call on this rank, averaged over a block of calls that starts with a barrier.
+    Collective."""
     comm.barrier(what="bench").wait()
     begin = time.perf_counter()
     for _ in range(calls):
@@ -338,7 +340,8 @@ def _average_call_seconds(comm: Communicator, call: Callable[[], object], calls:
 
 
 def _wait_and_find_transport(name: str, comm: Communicator, nbytes: int, handle: Handle | None) -> str:
-    """Return the transport that moved the array as text, inferred from the handle of a call that has begun."""
+    """Wait for a call and return the transport that it used, as text; the transport is inferred from the call's
+    handle."""
     if handle is not None:
         handle.wait()
     carrier, node = find_message_backend(comm), find_node_communicator(comm)
@@ -359,7 +362,7 @@ def _wait_and_find_transport(name: str, comm: Communicator, nbytes: int, handle:
 
 
 def _format_report(report: dict[str, Any]) -> str:
-    """Return the report as text: a table per level, and the meaning of its columns."""
+    """Return the report as text: one table per level, and an explanation of the columns."""
     hosts = "; ".join(f"{host}: {format_ranks(ranks)}" for host, ranks in report["hosts"].items())
     by = f"{report['backend']}, {report['library']}" if report["library"] else report["backend"]
     lines = [f"{by}; {hosts}"]
@@ -382,15 +385,16 @@ def _format_latency_and_bandwidth(level: dict[str, Any]) -> str:
     return f"; a message takes {1e6 * level['latency']:.1f} us, at most {1e-9 * level['bandwidth']:.2f} GB/s"
 
 
-# -- steps: strategies alternate step by step on the same ranks, so that the load of the machine affects all alike ----
+# -- steps: strategies alternate step by step on the same ranks, so that the machine's load affects all of them equally
 
 
 WARMUP_STEPS = 3
-"""Steps of each strategy that are not timed, in which memory is first touched and kernels are compiled."""
+"""Number of untimed steps of each strategy, in which memory is first touched and kernels are compiled."""
 
 
 def run_step_bench(args: argparse.Namespace) -> int:
-    """Compare the steps of strategies and print the result; return the exit status. Starts the ranks if asked for."""
+    """Compare the step times of strategies and print them; return the exit status. Starts the ranks itself if -n is
+    given."""
     strategies: list[Any] = [name.strip() for name in args.strategies.split(",")]
     example = find_model(args.model, args.batch)
     for name in strategies:
@@ -421,9 +425,9 @@ def compare_strategies(
     rounds: int,
     precision: PrecisionName = "float32",
 ) -> dict[str, Any]:
-    """Return the content of `--json`, the same on all ranks. Collective.
+    """Return the content of `--json`, identical on all ranks. Collective.
 
-    It has for each strategy the median and the least time of a step, of the slowest rank, and the median ratio to the
+    For each strategy it contains the median and minimum step time of the slowest rank, and the median ratio to the
     first strategy's time in the same round."""
     first, end = (example.batch * n // comm.size for n in (comm.rank, comm.rank + 1))
     specs = example.x(example.batch), example.y(example.batch)
@@ -442,7 +446,7 @@ def compare_strategies(
         for n in range(-WARMUP_STEPS, rounds):
             row = [0.0] * len(trainers)
             for k in range(len(trainers)):
-                at = (k + n) % len(trainers)  # each strategy is first equally often
+                at = (k + n) % len(trainers)  # each strategy goes first equally often
                 comm.barrier(what="bench").wait()
                 begin = time.perf_counter()
                 trainers[at].step(x, y)
@@ -462,7 +466,7 @@ def compare_strategies(
 
 
 def _draw_random_batch(spec: tuple[tuple[int, ...], str], seed: int) -> np.ndarray:
-    """Return a random global batch; integers are 0 and 1, which all models accept."""
+    """Return a random global batch. Integers are 0 or 1, which all models accept."""
     shape, dtype = spec
     random = np.random.default_rng(seed)
     if not isinstance(dtype, str):

@@ -1,4 +1,4 @@
-"""`ModelBuilder`: builds a trainer and its data from a table of plain values, such as a run file in TOML."""
+"""`ModelBuilder` builds a trainer and its data from a table of plain values, such as a run file in TOML."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ __all__ = ["SECTIONS", "ModelBuilder"]
 SECTIONS = ("model", "loss", "optimizer", "distribute", "data", "validation", "loader", "fit")
 REQUIRED = ("model", "loss", "optimizer")
 PLAIN = str | bytes | int | float | list | tuple | None
-"""Types that a section must not have, except lists and tuples of data. Other values that are not tables are taken as
-finished objects."""
+"""Types that are invalid as a section, except that data sections may be lists or tuples. Values of other types that are
+not tables are used as finished objects."""
 NAME_SOURCES: tuple[Any, ...] = (
     nn, models, optim, schedules, data, codecs, int8, topk, powersgd, config, choice, mesh, asynchronous, trace,
 )  # fmt: skip
@@ -48,15 +48,15 @@ class ModelBuilder:
     """Description of a training run, read from a run file or a dict, that builds the model, trainer and loaders.
 
     A table with `make` is a call: `{make = "Linear", args = [8, 3], bias = false}` is `nn.Linear(8, 3, bias=False)`. A
-    table with `use` is the named object itself: `{use = "no_decay"}`. Names are those of `fsdpx.nn`, `fsdpx.optim`, its
-    schedules, `fsdpx.data` and of what `distribute` takes (`Mesh`, `PowerSGD`, ...), or `module:name` of your own.
-    Invalid values raise ConfigError, which names the section and key.
+    table with `use` stands for the named object itself: `{use = "no_decay"}`. A name is one of `fsdpx.nn`,
+    `fsdpx.optim`, its schedules, `fsdpx.data` or the arguments of `distribute` (`Mesh`, `PowerSGD`, ...), or
+    `module:name` for your own objects. Invalid values raise a ConfigError that names the section and key.
 
     Parameters
     ----------
     plan : section -> its values. Required: model, loss, optimizer; optional: distribute, data, validation, loader, fit.
-        Model, loss, optimizer and data sets may also be objects, such as `nn.CrossEntropyLoss()`; model and loss also
-        those of PyTorch
+        Model, loss, optimizer and data sets may also be objects, such as `nn.CrossEntropyLoss()`; model and loss may
+        be PyTorch modules
     source : name of the origin of `plan`, such as the path of the run file, for error messages
     """
 
@@ -100,7 +100,7 @@ class ModelBuilder:
         return cls(plan, str(path))
 
     def make_model(self) -> nn.Layer:
-        """Build the model of [model]; a module of PyTorch is wrapped as a layer."""
+        """Build the model that [model] describes; a PyTorch module is wrapped as a layer."""
         found: nn.Layer = adapt_foreign_model(self._make_section_object("model"), None)[0]
         return found
 
@@ -118,7 +118,7 @@ class ModelBuilder:
 
         Raises
         ------
-        ConfigError : a section names an unknown function or argument, or `distribute` refuses an option
+        ConfigError : a section names an unknown function or argument, or `distribute` rejects an option
         """
         options = self._resolve_section_values("distribute")
         if isinstance(options.get("mesh"), str):
@@ -136,8 +136,8 @@ class ModelBuilder:
         return distribute(model, **options)
 
     def _infer_batch_shapes_and_dtypes(self) -> Any:
-        """Return (shape, dtype) of inputs and targets of a global batch from [loader] and the first sample of [data],
-        or None without a batch_size."""
+        """Return (shape, dtype) of the inputs and of the targets of a global batch, or None if [loader] has no
+        batch_size. The shapes come from batch_size and the first sample of [data]."""
         rows = self._resolve_section_values("loader").get("batch_size")
         x, y, *_ = map(np.asarray, self._make_section_object("data")[0])
         return None if rows is None else tuple(((rows, *one.shape), str(one.dtype)) for one in (x, y))
@@ -178,7 +178,8 @@ class ModelBuilder:
         return self._resolve_section_values("fit")
 
     def _make_section_object(self, section: str) -> Any:
-        """Return the object of a section: the result of its `make`, or an object that was given in place of a table."""
+        """Return the object that a section describes: the result of its `make` call, or the object given instead of a
+        table."""
         given = self.plan[section]
         if not isinstance(given, Mapping | PLAIN) or (section not in REQUIRED and isinstance(given, list | tuple)):
             return given  # `distribute` and `DataLoader` check these objects
@@ -187,15 +188,16 @@ class ModelBuilder:
         return self._resolve_value(given, section)
 
     def _resolve_section_values(self, section: str) -> dict[str, Any]:
-        """Return the values of a section with each nested `make` or `use` table replaced by its object."""
+        """Return the values of a section, with each nested `make` or `use` table replaced by the object it
+        describes."""
         given = self.plan.get(section, {})
         if not isinstance(given, Mapping):
             raise ConfigError(f"{self.source}: {section} is a section: write [{section}] and its values below")
         return {name: self._resolve_value(value, f"{section}.{name}") for name, value in given.items()}
 
     def _resolve_value(self, value: Any, where: str) -> Any:
-        """Return the value with every `make` table in it replaced by the call's result and every `use` table by the
-        named object."""
+        """Return the value with every nested `make` table replaced by the result of the call, and every `use` table by
+        the named object."""
         if type(value) in (list, tuple):
             return type(value)([self._resolve_value(one, f"{where}[{n}]") for n, one in enumerate(value)])
         if not isinstance(value, Mapping):
@@ -216,7 +218,8 @@ class ModelBuilder:
         return function(*args, **inner)
 
     def _resolve_object_name(self, name: Any, where: str) -> Any:
-        """Return the object of a name in `NAME_SOURCES`, or of `module:name`; raise ConfigError if there is none."""
+        """Return the object with this name in `NAME_SOURCES`, or at `module:name`; raise ConfigError if there is
+        none."""
         if not isinstance(name, str):
             raise ConfigError(f"{self.source}: [{where}] {name!r} is no name")
         if ":" in name:
@@ -248,9 +251,9 @@ class ModelBuilder:
 
 
 def _apply_text_override(plan: dict[str, Any], change: str) -> None:
-    """Put `section.key=value` into the plan, in place.
+    """Set the value of `section.key=value` in the plan, in place.
 
-    A value that is not TOML is taken as a Boolean in another spelling (tie=False, tie=no), or else as a string
+    A value that is not TOML is parsed as a Boolean in another spelling (tie=False, tie=no), or else taken as a string
     (strategy=ddp)."""
     path, equals, text = change.partition("=")
     *tables, key = path.strip().split(".")

@@ -1,4 +1,4 @@
-"""Models that `show`, `plan`, `bench` and `compile` take, by name or from a user's module, with loss and batch
+"""Models for `show`, `plan`, `bench` and `compile`, by catalog name or from a user's module, with their loss and batch
 shapes."""
 
 import pkgutil
@@ -22,17 +22,17 @@ from fsdpx.nn.linearize import linearize, output_shapes
 __all__ = ["CATALOG", "CatalogModel", "find_model", "list_model_and_loss_kernels"]
 
 _INTEGER_INPUT_ERROR = "wants whole numbers"
-"""Part of the error message of a layer that takes no floating-point numbers, such as Embedding."""
+"""Part of the error message of a layer that accepts only integer inputs, such as Embedding."""
 _BATCH_PATTERN = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
 
 
 @dataclass(frozen=True)
 class CatalogModel:
-    """A model with everything that a step needs.
+    """A model with everything that a training step needs.
 
-    about: one line that describes it. model: function that makes it. x, y: functions from n to the (shape, dtype) of n
-    samples. batch: default number of samples of the global batch. cells: cells of a field along each dim; (): samples
-    are not fields."""
+    about: one line that describes it. model: function that creates the model. x, y: functions from n to the (shape,
+    dtype) of n samples. batch: default number of samples of the global batch. cells: number of cells of a field along
+    each dim; () if samples are not fields."""
 
     about: str
     model: Callable[[], nn.Layer]
@@ -43,8 +43,8 @@ class CatalogModel:
     cells: tuple[int, ...] = ()
 
     def with_field(self, cells: tuple[int, ...], grid: Grid | None) -> "CatalogModel":
-        """Return the model with samples on fields of `cells` cells, or with a grid on this rank's part of them,
-        channels last."""
+        """Return the entry with samples that are fields of `cells` cells; with a grid, samples have the shape of this
+        rank's shard, channels last."""
         if len(cells) != len(self.cells):
             raise ConfigError(f"--field {','.join(map(str, cells))}: this model takes fields of {len(self.cells)} dims")
 
@@ -80,7 +80,7 @@ def _make_mlp_entry(layers: int, width: int, batch: int, activation: bool, about
 
 
 def _make_field_entry(cells: tuple[int, ...], model: Callable[[], nn.Layer], about: str) -> CatalogModel:
-    """Return the entry of a model from three channels to three channels."""
+    """Return the entry of a model with three input and three output channels."""
 
     def make_fields(n: int) -> tuple[tuple[int, ...], str]:
         return (n, 3, *cells), "float32"
@@ -115,10 +115,10 @@ CATALOG: dict[str, CatalogModel] = {
 
 
 def find_model(name: str, batch: str | None = None) -> CatalogModel:
-    """Return a model of the catalog, or of a user's "module:name": a layer, a function that makes one, or one that
-    makes a layer and its loss.
+    """Return a model of the catalog, or the user's model at "module:name": a layer, a function that returns a layer, or
+    one that returns a layer and its loss.
 
-    batch: number of samples; for a user's model with the shape of each: "8x1024", or "8x1024:int64"."""
+    batch: number of samples; for a user's model, the shape of the batch: "8x1024", or "8x1024:int64"."""
     if ":" in name:
         return _make_user_entry(name, batch)
     if name not in CATALOG:
@@ -136,7 +136,7 @@ def find_model(name: str, batch: str | None = None) -> CatalogModel:
 def _make_user_entry(name: str, batch: str | None) -> CatalogModel:
     """Return the entry of a user's model.
 
-    Without a dtype inputs are float32, or int64 if the model refuses them. The default loss is CrossEntropyLoss for
+    Inputs without a dtype are float32, or int64 if the model rejects float32. The default loss is CrossEntropyLoss for
     integer inputs, else MSELoss."""
     model, loss = _import_model_and_loss(name)
     match = _BATCH_PATTERN.fullmatch(batch or "")
@@ -154,8 +154,8 @@ def _make_user_entry(name: str, batch: str | None) -> CatalogModel:
 
 
 def list_model_and_loss_kernels(name: str) -> list[str]:
-    """Return the names of the kernels that a model of the catalog or of the user, and its loss, run. A model without a
-    loss gets the kernels of both default losses of `_make_user_entry`."""
+    """Return the names of the kernels that a model and its loss run. A user's model without a loss gets the kernels of
+    both default losses of `_make_user_entry`."""
     if ":" in name:
         model, own = _import_model_and_loss(name)
         losses = [nn.CrossEntropyLoss(), nn.MSELoss()] if own is None else [own]
@@ -166,7 +166,7 @@ def list_model_and_loss_kernels(name: str) -> list[str]:
 
 
 def _import_model_and_loss(name: str) -> tuple[nn.Layer, nn.Loss | None]:
-    """Return a user's model, and its loss if the user's function returns one."""
+    """Return a user's model, and its loss or None."""
     made = _import_and_call_factory(name)
     model, loss = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Layer):
@@ -175,7 +175,7 @@ def _import_model_and_loss(name: str) -> tuple[nn.Layer, nn.Loss | None]:
 
 
 def _import_and_call_factory(name: str) -> Any:
-    """Return the object of "module:name"; a function is called."""
+    """Return the object at "module:name", or its result if it is a function."""
     module, _, attribute = name.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -183,7 +183,7 @@ def _import_and_call_factory(name: str) -> Any:
         found = pkgutil.resolve_name(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # the module exists, but something it imports does not
+            raise  # the module exists, but one of its imports does not
         raise ConfigError(f"{name}: no module {module!r} in {Path.cwd()} or on the path of Python") from error
     except (AttributeError, ValueError) as error:
         raise ConfigError(f"{name}: module {module!r} has no {attribute!r}") from error
@@ -199,7 +199,7 @@ def _import_and_call_factory(name: str) -> Any:
 
 
 def _find_dtype_and_output(model: nn.Layer, dims: tuple[int, ...], wanted: str | None) -> tuple[str, tuple[int, ...]]:
-    """Return the dtype of an input that the model takes, and the shape of its output."""
+    """Return an input dtype that the model accepts, and the shape of the output."""
     misfits: list[ShapeError] = []
     for dtype in ("float32", "int64") if wanted is None else (wanted,):
         given = ShapeArray(dims, parse_dtype(dtype))

@@ -1,4 +1,4 @@
-"""`ckpt`: inspect, verify, compare and convert checkpoints, in one process without MPI and with little memory."""
+"""`ckpt`: inspect, verify, compare and convert checkpoints in one process, without MPI and with little memory."""
 
 import argparse
 from collections.abc import Iterator
@@ -36,8 +36,8 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
 
 def ckpt(args: argparse.Namespace) -> int:
-    """Run one action and print its result; return the exit status. CheckpointError if a file cannot be read or
-    written."""
+    """Run the requested action and print its result; return the exit status. Raise CheckpointError if a file cannot be
+    read or written."""
     try:
         return _run_and_print_action(args)
     except OSError as error:
@@ -60,8 +60,8 @@ def _run_and_print_action(args: argparse.Namespace) -> int:
 
 
 def _find_and_print_newest_checkpoint(path: Path) -> Path:
-    """Return the newest checkpoint of a folder that `fit` fills, and print its name; for any other path the path
-    itself."""
+    """If `path` is a folder of checkpoints written by `fit`, print the name of the newest one and return its path;
+    otherwise return `path`."""
     found = CheckpointConfig(path).find_latest()
     if found is None or is_checkpoint(path):
         return path
@@ -85,7 +85,7 @@ def _format_checkpoint_contents(source: CheckpointSource) -> str:
 
 
 def _verify_and_print_digests(path: Path) -> int:
-    """Print whether the digests of a checkpoint are right; return 1 if one is not, else 0."""
+    """Verify the digests of a checkpoint and print the result; return 1 if one is wrong, else 0."""
     source, wrong = offline.open_and_list_damaged_tensors(path)
     count = len(source.locations)
     size = _format_size(sum(contents.size for contents in source.files.values()))
@@ -102,7 +102,7 @@ def _verify_and_print_digests(path: Path) -> int:
 
 
 def print_checkpoint_differences(first: Path, second: Path) -> int:
-    """Print the differences of two checkpoints; return 1 if there are any, else 0."""
+    """Print the differences between two checkpoints; return 1 if there are any, else 0."""
     a, b = offline.open_source(first), offline.open_source(second)
     count = 0
     for found in offline.compare_sources(a, b):
@@ -115,7 +115,8 @@ def print_checkpoint_differences(first: Path, second: Path) -> int:
 
 
 def _print_state_differences(first: dict[str, Any], second: dict[str, Any]) -> int:
-    """Print a line for each value that differs and return their number; "fit.done" is `done` in the dict `fit`."""
+    """Print a line for each value that differs, and return the number of lines. Nested names are joined: "fit.done" is
+    `done` in the dict `fit`."""
     a, b = dict(_iterate_flat_items(first)), dict(_iterate_flat_items(second))
     names = [name for name in sorted({*a, *b}) if a.get(name) != b.get(name)]
     for name in names:
@@ -133,7 +134,7 @@ def _iterate_flat_items(table: dict[str, Any], head: str = "") -> Iterator[tuple
 
 
 def _format_value(value: Any) -> str:
-    """Return a value as one line; of dicts and lists inside a dict only the number of entries."""
+    """Return a value as one line; for dicts and lists inside a dict, show only the number of entries."""
     if not isinstance(value, dict):
         return str(value)
     return ", ".join(f"{name} {_format_inner_value(one)}" for name, one in value.items())

@@ -1,4 +1,4 @@
-"""`compile`: compile the kernels of models before the first job, so that no rank waits for them."""
+"""`compile`: compile the kernels of models before the first job, so that no rank has to wait for the compilation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ OPTIMIZERS = (
     optim.SGD(lr=0.0), optim.SGD(lr=0.0, momentum=0.9), optim.Adam(lr=0.0), optim.LAMB(lr=0.0), optim.Lion(lr=0.0),
     optim.Muon(lr=0.0),
 )  # fmt: skip
-"""One optimizer for each update kernel: these compile quickly, so a job may use any of them."""
+"""One optimizer for each update kernel. All are compiled, because they compile quickly and a job may use any of
+them."""
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
@@ -47,7 +48,8 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
 
 def compile_kernels(args: argparse.Namespace) -> str:
-    """Compile the kernels that the command line names; return a text with their number and folder."""
+    """Compile the kernels that the command line names; return a text with the number of compiled kernels and their
+    folder."""
     if args.all == bool(args.example):
         raise ConfigError("name a model, such as gpt-small, unet2d or mymodule:make_model, or say --all")
     folder = _require_writable_code_folder()
@@ -71,7 +73,7 @@ def compile_kernels(args: argparse.Namespace) -> str:
 
 
 def _require_writable_code_folder() -> Path:
-    """Return the folder for machine code; ConfigError if nothing can be compiled or kept."""
+    """Return the folder for compiled code; raise ConfigError if Numba is missing or the folder cannot be written."""
     if not choice.has_numba():
         raise ConfigError("Numba is not installed, so nothing is compiled: pip install numba")
     cache = environment.read_environment().cache
@@ -82,8 +84,8 @@ def _require_writable_code_folder() -> Path:
 
 
 def _list_compile_calls(runs: Iterable[str], precision: Precision) -> list[Callable[[], Any]]:
-    """Return calls that compile what a trainer of this precision with these kernels needs, including collectives in
-    shared memory."""
+    """Return calls that compile everything a trainer of this precision with these kernels needs, including collectives
+    in shared memory."""
     dtypes = parse_dtype(precision.compute), parse_dtype(precision.gradient_dtype), parse_dtype(precision.master_dtype)
     rounded = precision.master_dtype != precision.gradient_dtype
     optimizers = [RoundedOptimizer(one, precision.rounding == "kahan") if rounded else one for one in OPTIMIZERS]

@@ -100,7 +100,7 @@ def test_windows_of_short_rows_are_told_from_those_of_long_ones() -> None:
         with counting_work() as work:
             model = nn.Conv2d(8, 8, window, padding=window // 2)
             x, weight = shapes.ones((2, 8, *cells), np.float32), shapes.ones((8, 8, window, window), np.float32)
-            windows.correlate(shapes, x, weight, None, model.window.make_strides((-(window // 2),) * 2), cells)
+            windows.correlate(shapes, x, weight, None, model.window.make_window_strides((-(window // 2),) * 2), cells)
         found |= {one.windows for one in work.products}
         assert {one.kernel for one in work.products} == {"correlate"}
     assert found == {8 / 3, 64 / 3, 64 / 7}
