@@ -35,12 +35,12 @@ class FirstDifference:
 
     Parameters
     ----------
-    step : step of the difference, from 1
-    written : the tensor that was written, and by which action of the first run
-    by : that action with its rank, and the one that wrote the same tensor in the second run
-    worst : its worst element; for values of samples the first index is that in the global batch
-    ranks : number of ranks of both runs
-    before : number of values before it that agree
+    step : step in which the runs first differ, from 1
+    written : the tensor that differs, as the first run wrote it
+    by : action and rank that wrote the tensor in the first run, and in the second run
+    worst : the element that differs most; for values of samples, its first index counts within the global batch
+    ranks : number of ranks of the first and of the second run
+    before : number of earlier values that agree
     """
 
     step: int
@@ -68,10 +68,10 @@ class FirstDifference:
 def find_first_difference(
     a: Sequence[RankRecord], b: Sequence[RankRecord], tolerance: float = 0.0
 ) -> FirstDifference | None:
-    """Return the first difference in the values that all ranks of two runs wrote, or None.
+    """Return the first difference between the values that all ranks of two runs wrote, or None.
 
-    Runs with the same programs and sharding are compared rank by rank and action by action, others by the elements of
-    whole tensors."""
+    Runs with identical programs and sharding are compared rank by rank and action by action. Other runs are compared by
+    the elements of full tensors."""
     same_programs = [(one.cut, one.programs) for one in a] == [(one.cut, one.programs) for one in b]
     agreed = compared = 0
     for step in range(min(len(one.steps) for one in (*a, *b))):
@@ -94,8 +94,8 @@ def find_first_difference(
 def _iterate_written_tensors(
     records: Sequence[RankRecord], step: int, same_programs: bool
 ) -> Iterator[tuple[WrittenTensor, str, tuple[Hashable, int]]]:
-    """Yield the tensors that ranks wrote in a step, in program order, each with its action and rank, and a key common
-    to both runs: the tensor, and how often it was written before."""
+    """Yield the tensors that the ranks wrote in a step, in program order. Each comes with its action and rank as text,
+    and a key that is common to both runs: the tensor, and how often it was written before."""
     times: Counter[Hashable] = Counter()
     rows = [(one.at, record.rank, n, one) for record in records for n, one in enumerate(record.steps[step])]
     for _, rank, _, one in sorted(rows, key=lambda row: row[:3]):
@@ -117,7 +117,8 @@ def _list_contiguous_pieces(one: WrittenTensor) -> list[ValuePiece]:
 
 
 def _find_worst_common_element(one: WrittenTensor, other: WrittenTensor, tolerance: float) -> WorstElement | None:
-    """Return the worst element of the part of a tensor that both runs wrote, or None if it agrees."""
+    """Return the element that differs most among those that both runs wrote, or None if they agree within the
+    tolerance."""
     overlaps = [
         (low, want[low - start : high - start], got[low - first : high - first])
         for start, stop, want in _list_contiguous_pieces(one)
@@ -138,8 +139,8 @@ def _find_worst_common_element(one: WrittenTensor, other: WrittenTensor, toleran
 
 
 def _unravel_index(element: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the index of an element by its flat position; the first dim is not bounded by `shape`, which may be that
-    of a rank's part."""
+    """Return the index of the element at a flat position. The first dim is not bounded by `shape`, which may be the
+    shape of a rank's shard."""
     index: list[int] = []
     for size in reversed(shape[1:]):
         element, at = divmod(element, size)
@@ -162,7 +163,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
 
 def diff(args: argparse.Namespace) -> int:
-    """Print the first difference; return 1 if there is one, else 0."""
+    """Print the first difference between two runs, checkpoints or traces; return 1 if there is one, else 0."""
     first, second = Path(args.first), Path(args.second)
     kinds = [_find_argument_kind(path) for path in (first, second)]
     for text, kind in zip((args.first, args.second), kinds, strict=True):
@@ -189,7 +190,7 @@ def _print_difference(found: object) -> int:
 
 
 def _find_argument_kind(path: Path) -> str:
-    """Return the kind of an argument: "run", "record", "trace" or "checkpoint"."""
+    """Return what an argument stands for: "run", "record", "trace" or "checkpoint"."""
     if not path.exists() or path.suffix in (".py", ".toml"):
         return "run"
     if path.is_dir() and any(path.glob("values-*")):
@@ -198,7 +199,7 @@ def _find_argument_kind(path: Path) -> str:
 
 
 def _find_script_index(words: Sequence[str], text: str) -> int:
-    """Return the position of the script or run file among the words; ConfigError if there is none."""
+    """Return the index of the script or run file in `words`; raise ConfigError if there is none."""
     script = next((n for n, word in enumerate(words) if word.endswith((".py", ".toml"))), None)
     if script is None:
         raise ConfigError(f"{text!r}: there is no such folder, and no script.py or run.toml in this text to run")
@@ -206,7 +207,7 @@ def _find_script_index(words: Sequence[str], text: str) -> int:
 
 
 def _run_and_record(text: str, folder: Path, steps: int) -> Path:
-    """Run a job that records the values it writes, wait for its end and return the folder of the record."""
+    """Run a job that records the values it writes, wait until it ends, and return the folder of the record."""
     words = shlex.split(text)
     script = _find_script_index(words, text)
     if words[script].endswith(".toml"):
@@ -222,8 +223,8 @@ def _run_and_record(text: str, folder: Path, steps: int) -> Path:
 
 
 def _find_first_differing_action(first: Path, second: Path) -> str | None:
-    """Return the first action that differs between the ranks of two traced runs, as text, or None. Times are not
-    compared."""
+    """Return a text about the first action that differs between the same ranks of two traced runs, or None. Times are
+    not compared."""
     for name in list_extensions("verbs"):
         load_extension("verbs", name)
     lanes = {verb.lane for verb in VERBS.values()}

@@ -1,4 +1,5 @@
-"""`doctor`: ask all ranks of a job for their environment and transports, test them, and warn with remedies."""
+"""`doctor`: gather the environment and transports of all ranks of a job, test them, and print warnings with
+remedies."""
 
 from __future__ import annotations
 
@@ -36,16 +37,16 @@ OPTIONAL = ("torch", "cupy")
 SIZES = (8 << 10, 4 << 20)
 """Bytes of the all-reduces that are timed."""
 BUSY_LOAD = 0.5
-"""Load average per core from which on timings are not reliable."""
+"""Load average per core above which timings are unreliable."""
 MIN_SHARED_BYTES = 64 << 20
-"""Free bytes of shared memory that windows for training soon exceed: Docker's default."""
+"""Warn below this many free bytes of shared memory, Docker's default, which the windows of a training soon exceed."""
 
 
 class RankFacts(NamedTuple):
     """Environment of a rank.
 
-    cores: those it may run on. free: bytes of shared memory; None: no limit. gpus: those that CuPy sees. driver:
-    whether the host has NVIDIA's driver. load: load average of the host per core."""
+    cores: cores that the rank may run on. free: free bytes of shared memory; None if unlimited. gpus: GPUs that CuPy
+    sees. driver: whether the host has an NVIDIA driver. load: load average of the host per core."""
 
     host: str
     versions: dict[str, str]
@@ -60,7 +61,7 @@ class RankFacts(NamedTuple):
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Print the diagnosis; return 0, or 1 if sums are wrong or existing GPUs cannot be used. Collective."""
+    """Print the diagnosis; return 1 if an all-reduce is wrong or existing GPUs cannot be used, else 0. Collective."""
     with init() as comm:
         healthy, rows = diagnose_ranks(comm)
         if comm.rank == 0:
@@ -101,12 +102,12 @@ def diagnose_ranks(comm: Communicator) -> tuple[bool, list[tuple[str, str]]]:
 
 
 def _has_host_gpu(one: RankFacts) -> bool:
-    """Return whether the host of a rank has a GPU for device="cuda", even if software for it is missing."""
+    """Return whether a rank's host has a GPU for device="cuda", even if the software for it is missing."""
     return one.driver or bool(one.gpus)
 
 
 def _get_versions(one: RankFacts) -> dict[str, str]:
-    """Return the versions of fsdpx and of the packages it uses on a rank."""
+    """Return the versions of fsdpx and of the packages that it uses on a rank; optional packages only if installed."""
     wanted = {name: v for name, v in one.versions.items() if name not in OPTIONAL or v != "not installed"}
     return {"fsdpx": __version__, **wanted}
 
@@ -131,7 +132,7 @@ def _collect_rank_facts() -> RankFacts:
 
 
 def _time_and_check_all_reduce(comm: Communicator, nbytes: int) -> tuple[str, bool]:
-    """Return the median time of an all-reduce on the slowest rank as text, and whether the sum is right on all ranks.
+    """Return the median time of an all-reduce on the slowest rank, as text, and whether the sum is right on all ranks.
     Collective."""
     wanted, times, right = comm.size * (comm.size + 1) / 2, [], True
     buf = np.empty(nbytes // 4, np.float32)
@@ -158,7 +159,7 @@ def _get_mpi_thread_level() -> str | None:
 
 
 def _describe_mpi(threads: str | None) -> str:
-    """Return the MPI library that this process has loaded, and where it was found, as text."""
+    """Return a text that names the MPI library this process has loaded, and where it was found."""
     if threads is None:
         return f"not in use; Python would load {info.describe_mpi()}"
     path, wanted = visible_devices.find_mpi_library_path(), environment.get_requested_mpi_library()
@@ -171,7 +172,7 @@ def _describe_mpi(threads: str | None) -> str:
 
 
 def _describe_host_transport(comm: Communicator) -> str:
-    """Return the transport of host arrays inside of hosts as text, and the reason if it is not shared memory."""
+    """Return a text that names the transport of host arrays inside hosts, and the reason if it is not shared memory."""
     node, name = find_node_communicator(comm), get_backend_name()
     if name == "local":
         return "local: one rank by itself, or threads of fsdpx.spawn"
@@ -184,7 +185,8 @@ def _describe_host_transport(comm: Communicator) -> str:
 
 
 def _describe_gpu_transport(comm: Communicator) -> str:
-    """Return the transport of GPU arrays without backend='nccl' as text, and the evidence for it. Collective."""
+    """Return a text that names the transport of GPU arrays without backend='nccl', and the evidence for it.
+    Collective."""
     if get_backend_name() not in ("mpi", "node"):
         return "staged through the host"
     found = visible_devices.probe_gpu_awareness(environment.get_gpu_aware_mpi_setting()) if comm.rank == 0 else None
@@ -193,7 +195,7 @@ def _describe_gpu_transport(comm: Communicator) -> str:
 
 
 def _get_load_per_core() -> float:
-    """Return the load average of the last minute per core; 0 if the system does not report it."""
+    """Return the load average per core over the last minute; 0 if the system does not report it."""
     return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
 
 
@@ -233,7 +235,7 @@ def list_warnings(facts: Sequence[RankFacts], sharing: Sequence[Sequence[int]]) 
 
 
 def _describe_core_binding(facts: Sequence[RankFacts]) -> str:
-    """Return as text whether the launcher gave each rank cores of its own."""
+    """Return a text that says whether the launcher gave each rank separate cores."""
     for host in dict.fromkeys(one.host for one in facts):
         sets = [set(one.cores) for one in facts if one.host == host]
         if len(sets) > 1 and sum(map(len, sets)) > len(set().union(*sets)):

@@ -1,7 +1,8 @@
 """`fsdpx run --join FOLDER -n K`: add ranks to a running job.
 
-The process that asks leaves a file in the folder of the job, and the job's launcher answers there. No MPI lets
-processes join ranks that may die, so the running ranks save first, and the next start has more ranks."""
+The requesting process leaves a file in the folder of the job, and the job's launcher answers there. No MPI
+implementation lets processes join a job whose ranks may die, so the running ranks save first, and the next start has
+more ranks."""
 
 from __future__ import annotations
 
@@ -24,9 +25,10 @@ _POLL_SECONDS = 0.5
 
 
 def request_join(folder: Path, ranks: int, seconds: float) -> str:
-    """Ask the launcher of a job for more ranks and return its answer. LaunchError if it refuses, or does not answer.
+    """Ask the launcher of a job for more ranks and return its answer. Raise LaunchError if it refuses or does not
+    answer.
 
-    folder: the job's --folder. seconds: how long to wait until its ranks are ready to save."""
+    folder: the job's --folder. seconds: how long to wait until the ranks of the job are ready to save."""
     if ranks < 1:
         raise LaunchError(f"--join -n {ranks}: one or more is needed")
     if not folder.is_dir():
@@ -54,11 +56,11 @@ def request_join(folder: Path, ranks: int, seconds: float) -> str:
 
 
 class JoinRequests:
-    """Requests to join, on the side of a job's launcher. ranks: how many more ranks the next start gets."""
+    """Join requests as a job's launcher handles them. ranks: number of additional ranks that the next start gets."""
 
     def __init__(self, folder: Path, fits: Callable[[int], object]) -> None:
-        """Discard old requests in `folder`, the job's. fits: function that raises LaunchError if there are no slots for
-        that many more ranks."""
+        """Discard old requests in `folder`, the job's --folder. fits: function that raises LaunchError if there are no
+        slots for that many additional ranks."""
         self.ranks = 0
         self._folder, self._fits, self._due = folder, fits, 0.0
         for left in folder.glob(f"{_REQUEST_PREFIX}*"):
@@ -66,10 +68,10 @@ class JoinRequests:
                 left.unlink()
 
     def answer_and_request_save(self, notes: Path) -> None:
-        """Answer new requests, and have the job save once one of its ranks is ready to; cheap enough to be called
-        often.
+        """Answer new requests and signal the job to save, as soon as one of its ranks is ready to. Cheap enough to be
+        called often.
 
-        notes: the folder with the status of the ranks."""
+        notes: folder with the status files of the ranks."""
         now = time.monotonic()
         if now < self._due:
             return
@@ -90,13 +92,13 @@ class JoinRequests:
         return came
 
     def close(self) -> None:
-        """Refuse all open requests: the job has ended."""
+        """Refuse all open requests, because the job has ended."""
         for asks in self._folder.glob(f"{_REQUEST_PREFIX}*"):
             if safe_files.read_if_trusted(asks) is not None:
                 self._replace_request_by_answer(asks, f"{_REFUSAL_PREFIX}the job has ended")
 
     def _answer_request(self, asks: Path) -> None:
-        """Answer one request. A request of another user is ignored with one warning."""
+        """Answer one request. A request of another user is ignored, with a single warning."""
         text = safe_files.read_if_trusted(asks)
         if text is None:  # the request was withdrawn, or is another user's
             return
@@ -113,16 +115,16 @@ class JoinRequests:
             self._replace_request_by_answer(asks, f"the job saves and goes on with {more} more")
 
     def _replace_request_by_answer(self, asks: Path, text: str) -> None:
-        """Replace a request by its answer."""
+        """Remove a request and write its answer."""
         with suppress(OSError):  # the folder or the request was removed meanwhile
             asks.unlink()
             safe_files.write_file(asks.with_name(asks.name.replace(_REQUEST_PREFIX, _ANSWER_PREFIX, 1)), text)
 
 
 def _find_listening_process(notes: Path) -> int | None:
-    """Return the process id of a rank of this host that would save at USR1, as within `Preemption`, or None. The signal
-    would kill any other.
+    """Return the process id of a rank on this host that would save on SIGUSR1, as within `Preemption`, or None. The
+    signal would kill any other rank.
 
-    One rank is enough: it makes all of them save."""
+    One rank is enough, because it makes all of them save."""
     here = (n for n in read_rank_statuses(notes).values() if n.host == platform.node())
     return next((note.process for note in here if note.listens and note.status is None), None)

@@ -1,4 +1,4 @@
-"""Decides how one start of a job ended, from the deaths that were seen and what ranks recorded, and whether it is
+"""Decides how one start of a job ended, from the observed deaths and the records of the ranks, and whether the job is
 restarted."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["EXIT_CASES", "DeathRecorder", "Evidence", "JobEnding", "RestartPlan"
 
 _MAX_RESTART_DELAY_SECONDS = 60.0
 _MAX_WAIT_IN_VAIN_SECONDS = 2.0
-"""Seconds that ranks may wait in MPI's start for a rank that has ended before the job is ended."""
+"""Seconds that ranks may wait in MPI's start for a rank that has ended, before the job is ended."""
 _DEATH_ERRORS = ("RankLost", "StateLost")
 """Errors that surviving ranks raise when another rank has died."""
 _SECONDARY_ERRORS = ("Aborted", "CommError", "CommTimeout", *_DEATH_ERRORS)
@@ -34,17 +34,17 @@ _SECONDARY_ERRORS = ("Aborted", "CommError", "CommTimeout", *_DEATH_ERRORS)
 
 
 class DeathRecorder:
-    """Thread that records the order in which the ranks of this host end: the first one makes the others fail.
+    """Thread that records the order in which the ranks of this host end: the end of the first makes the others fail.
 
-    It need not be quick: epoll returns descriptors in the order in which they became ready. A rank's lifeline is ready
-    before a launcher can know of its death and kill the others. The process descriptor, which is ready only afterwards,
-    is watched as well: there may be no named pipes, or a child of the rank may have kept the pipe open.
+    The thread need not be fast: epoll returns descriptors in the order in which they became ready. A rank's lifeline
+    becomes ready before a launcher can learn of the death and kill the other ranks. The process descriptor, which
+    becomes ready only later, is watched as well: there may be no named pipes, or a child of the rank may hold the pipe.
 
     Attributes
     ----------
     order : ranks that have ended, in order
     missed : ranks that had ended before they could be watched
-    in_vain : event that is set when ranks wait in MPI's start for one that has ended
+    in_vain : event that is set when ranks wait in MPI's start for a rank that has ended
     """
 
     def __init__(self, folder: Path, ranks: int) -> None:
@@ -65,7 +65,7 @@ class DeathRecorder:
             self._thread.join()
 
     def _watch_ranks(self) -> None:
-        """Watch all ranks of this host until `close`; body of the thread."""
+        """Record the ends of all ranks of this host until `close`. Runs in the thread."""
         known: set[int] = set()
         since = math.inf  # when a rank was first seen to wait in vain
         with select.epoll() as deaths:
@@ -91,7 +91,7 @@ class DeathRecorder:
             os.close(descriptor)
 
     def _watch_rank(self, rank: int, process: int, deaths: select.epoll) -> None:
-        """Watch the process and the lifeline of a rank; record it as missed if it has ended."""
+        """Watch the process and the lifeline of a rank; record the rank as missed if its process has already ended."""
         try:
             descriptor = os.pidfd_open(process)
         except OSError:
@@ -108,8 +108,8 @@ class JobEnding:
     """How one start of the job ended.
 
     kind: "done", "preempted", "joined" (saved so that more ranks can join), "error" (a Python exception or sys.exit),
-    "hung" (ended by a watchdog) or "died". status: exit status of `fsdpx run`. first: the rank that ended first and its
-    host, if known. step: the last step that any rank had begun. text: the reason, for messages."""
+    "hung" (ended by a watchdog) or "died". status: exit status of `fsdpx run`. first: rank that ended first and its
+    host, if known. step: last step that any rank had begun. text: the reason, for messages."""
 
     kind: str
     status: int
@@ -122,8 +122,8 @@ class JobEnding:
 class Evidence:
     """Everything known about one start of a job.
 
-    Its methods are the conditions of `EXIT_CASES`: each returns whether a case applies, or the status of the rank that
-    caused it.
+    The methods are the conditions of `EXIT_CASES`. Each returns whether a case applies, or the status of the rank that
+    caused the end.
 
     Parameters
     ----------
@@ -132,12 +132,12 @@ class Evidence:
     flight_records : flight records of the ranks
     order : the ranks of this host in the order in which they ended
     waited : ranks that waited in MPI's start when the job ended; empty for a job that had started
-    late : MPI's start timed out on the waiting ranks, and the launcher ended the others
+    late : whether MPI's start timed out on the waiting ranks, and the launcher ended the others
     ranks : number of ranks
-    elastic : ranks may have died earlier, so the status of the others counts: Open MPI returns 0 also for a job whose
-        last rank aborts, and another status for a job that has survived deaths
+    elastic : whether ranks may have died earlier. The status of the remaining ranks then counts, because Open MPI
+        returns 0 even if the last rank aborts, and another status for a job that has survived deaths
     launcher : name of the launcher
-    killed : name of the signal that killed the launcher although the job was not asked to stop; no rank sends one
+    killed : name of the signal that killed the launcher although the job was not asked to stop; ranks send no signals
     """
 
     status: int
@@ -152,11 +152,12 @@ class Evidence:
     killed: str = ""
 
     def have_all_reached_start(self) -> bool:
-        """Return whether all ranks waited in MPI's start: one died in there, or MPI itself failed."""
+        """Return whether all ranks waited in MPI's start, which means that one died inside it or that MPI itself
+        failed."""
         return bool(self.waited) and len(self.waited) == self.ranks and not self.late
 
     def find_rank_ended_before_start(self) -> RankStatus | None:
-        """Return the first rank that ended while others waited for it in MPI's start."""
+        """Return the first rank that ended while others waited for it in MPI's start, or None."""
         if not self.waited or self.have_all_reached_start():
             return None
         return next(
@@ -164,7 +165,8 @@ class Evidence:
         )
 
     def find_rank_failed_before_start(self) -> RankStatus | None:
-        """Return the first rank that ended with a status while others waited for it in MPI's start."""
+        """Return the first rank that ended with a recorded status while others waited for it in MPI's start, or
+        None."""
         first = self.find_rank_ended_before_start()
         return None if first is None or first.status is None else first
 
@@ -194,11 +196,11 @@ class Evidence:
         return [] if self.waited else [note for note in self.statuses.values() if note.status not in (None, 0)]
 
     def find_first_failed_rank(self) -> RankStatus | None:
-        """Return the first rank with an error of its own, not one caused by another rank's end."""
+        """Return the first rank with an error that was not caused by the end of another rank, or None."""
         return next((note for note in self.list_failed_ranks() if note.error not in _SECONDARY_ERRORS), None)
 
     def find_rank_that_left_others(self) -> RankStatus | None:
-        """Return a rank that ended with status 0 while others waited for it."""
+        """Return a rank that ended with status 0 while other ranks waited for it, or None."""
         if self.waited or self.status != RANK_EXITED or self.list_failed_ranks():
             return None
         return next((note for note in self.statuses.values() if note.status == 0), None)
@@ -208,14 +210,14 @@ class Evidence:
         return self.status == HUNG_STATUS or any(note.error not in _DEATH_ERRORS for note in self.list_failed_ranks())
 
     def find_first_dead_rank(self) -> RankStatus | None:
-        """Return the first rank that ended without recording a status."""
+        """Return the first rank that ended without recording a status, or None."""
         return next(
             (self.statuses[r] for r in self.order if r in self.statuses and self.statuses[r].status is None), None
         )
 
     @property
     def last_step(self) -> int | None:
-        """The last step that any rank had begun, None if unknown."""
+        """The last step that any rank had begun; None if unknown."""
         return None if self.waited else max((f.step for f in self.flight_records.values() if f.program), default=None)
 
     def make_placeholder_values(self, first: RankStatus | None) -> dict[str, Any]:
@@ -240,7 +242,7 @@ class Evidence:
         }
 
     def decide_ending(self) -> JobEnding:
-        """Return how the start ended, by the first case of `EXIT_CASES` that applies."""
+        """Return how the start ended, according to the first case of `EXIT_CASES` that applies."""
         for case in EXIT_CASES:
             if found := case.applies(self):
                 first = found if isinstance(found, RankStatus) else None
@@ -254,7 +256,7 @@ class Evidence:
 
 
 class Verdict(NamedTuple):
-    """kind: of `JobEnding`. restart: whether the job is restarted, if restarts are left."""
+    """kind: value of `JobEnding.kind`. restart: when the job is restarted, provided that restarts are left."""
 
     kind: str
     restart: str
@@ -270,12 +272,12 @@ DEATH = Verdict("died", ALWAYS)
 _RESTARTS = dict([DONE, SAVED, JOINED, ERROR, HANG, DEATH])
 
 LAUNCHER_STATUS, RANK_STATUS = -1, -2
-"""Values of `Case.status`: the exit status is that of the launcher, or that of the rank that ended first."""
+"""Values of `Case.status` that stand for the exit status of the launcher, and for that of the rank that ended first."""
 
 
 class Case(NamedTuple):
-    """One possible ending. applies: condition on the evidence. status: exit status of `fsdpx run`. text: template, see
-    `Evidence.make_placeholder_values`."""
+    """One possible ending. applies: condition on the evidence. status: exit status of `fsdpx run`. text: template for
+    `JobEnding.text`, see `Evidence.make_placeholder_values`."""
 
     applies: Callable[[Evidence], RankStatus | bool | None]
     verdict: Verdict
@@ -304,12 +306,12 @@ EXIT_CASES = (
     Case(Evidence.find_first_dead_rank, DEATH, LAUNCHER_STATUS, "{rank} died (status {status}){where}{more}"),
     Case(lambda evidence: True, DEATH, LAUNCHER_STATUS, "a rank died (status {status}){more}"),
 )  # fmt: skip
-"""How a start ended: the first case whose condition holds."""
+"""The possible endings of a start; the first one whose condition holds applies."""
 
 
 @dataclass
 class RestartPlan:
-    """Number of ranks of the next start, and limits of restarts. endings: how each start so far ended."""
+    """Number of ranks of the next start, and the limits on restarts. endings: how each start so far ended."""
 
     ranks: int
     min_ranks: int
@@ -324,11 +326,12 @@ class RestartPlan:
 
 
 def record_and_decide_restart(plan: RestartPlan, ending: JobEnding) -> tuple[str, float | None]:
-    """Record an ending; return the reason why the job is restarted or not, and the seconds to wait (None: no restart).
+    """Record an ending. Return the reason why the job is or is not restarted, and the seconds to wait (None: no
+    restart).
 
-    If the same rank on the same host dies twice in a row, one rank fewer is started, down to min_ranks. An error that
-    is raised twice at the same step ends the job. The seconds double while no start gets further than the previous
-    one."""
+    If the same rank on the same host dies twice in a row, the next start has one rank fewer, but at least `min_ranks`.
+    An error that is raised twice at the same step ends the job. The waiting time doubles as long as no start gets
+    further than the previous one."""
     before, restart = plan.endings[-1] if plan.endings else None, _RESTARTS[ending.kind]
     plan.endings.append(ending)
     if restart == NEVER:
@@ -351,7 +354,7 @@ def record_and_decide_restart(plan: RestartPlan, ending: JobEnding) -> tuple[str
 
 
 def _count_stuck_starts(endings: Sequence[JobEnding]) -> int:
-    """Return how many starts in a row did not get further than the previous one."""
+    """Return how many consecutive starts did not get further than the one before."""
     count, last = 0, endings[-1].step or 0
     for earlier in reversed(endings[:-1]):
         if (earlier.step or 0) < last:

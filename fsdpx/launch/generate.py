@@ -1,4 +1,4 @@
-"""`generate`: a model from a folder continues a text."""
+"""`generate`: continue a text with a model loaded from a folder."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
 
 def _require_utf8_text(given: str) -> str:
-    """Return an argument of the command; error unless it is UTF-8. Python decodes other bytes as lone surrogates."""
+    """Return an argument of the command line; raise an argparse error unless it is UTF-8. Python decodes invalid bytes
+    as lone surrogates."""
     try:
         given.encode()
     except UnicodeEncodeError as error:
@@ -47,7 +48,7 @@ def _require_utf8_text(given: str) -> str:
 
 
 def generate(args: argparse.Namespace) -> int:
-    """Print the prompt, and its continuation while it is generated; return the exit status. Collective."""
+    """Print the prompt, then its continuation as it is generated; return the exit status. Collective."""
     model, comm = from_pretrained(args.folder), init()
     tokenizer = load_tokenizer(args.folder)
     trainer = distribute(

@@ -47,15 +47,15 @@ class Info(dict[str, Any]):
 
 
 def info() -> Info:
-    """Return the place of this process (rank, size, local_rank, world, backend, device), and what was found on this
-    machine.
+    """Return the rank and device of this process (rank, size, local_rank, world, backend, device), and what was found
+    on this machine.
 
-    Does not communicate. Loads MPI in another process to ask for its name.
+    Does not communicate. MPI is loaded in another process to query its name.
 
     Returns
     -------
-    dict : name -> finding; `print` shows a table. backend is the one in use, or the one that `init()` would open;
-        device is "cuda" if there is a GPU that CuPy can use
+    dict : name -> finding; `print` shows a table. `backend` is the one in use, or the one that `init()` would open;
+        `device` is "cuda" if CuPy can use a GPU
     """
     gpu_library, gpus = describe_cupy_and_count_gpus()
     here: dict[str, Any] = get_rank_info()._asdict()
@@ -80,12 +80,12 @@ def info() -> Info:
 
 
 def format_info_or_leftovers(args: argparse.Namespace) -> str:
-    """Return the output of the command."""
+    """Return the text that the command prints: the leftover files with --left, else the table of `info`."""
     return "\n".join(map(str, find_leftover_files())) if args.left else str(info())
 
 
 def _describe_half_matmul(kind: str) -> str:
-    """Return the library that multiplies matrices of a 16-bit format, and the instructions it uses."""
+    """Return a text that names the library for matrix products in a 16-bit format, and the instructions it uses."""
     able = (
         " and ".join(blas.load_half_matmul().list_half_instructions(kind))
         or "no instructions of the processor: slower than float32"
@@ -94,7 +94,7 @@ def _describe_half_matmul(kind: str) -> str:
 
 
 def _list_tuning_rows() -> list[tuple[str, str]]:
-    """Return rows about the measurements of earlier jobs on this machine."""
+    """Return table rows about what earlier jobs measured on this machine."""
     found = load_blas_measurement()
     if found is None:
         return [
@@ -106,8 +106,7 @@ def _list_tuning_rows() -> list[tuple[str, str]]:
 
 
 def probe_mpi_library() -> tuple[str, str]:
-    """Return the version text of the MPI library that mpi4py loads and "", or "" and the reason why it cannot be
-    loaded."""
+    """Return (version text of the MPI library that mpi4py loads, ""), or ("", reason) if it cannot be loaded."""
     code = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
@@ -116,7 +115,7 @@ def probe_mpi_library() -> tuple[str, str]:
 
 
 def describe_version(package: str, without: str = "") -> str:
-    """Return the version of a package, or "not installed". without: consequence of its absence, as text."""
+    """Return the version of a package, or "not installed". without: text about the consequence of its absence."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -132,7 +131,7 @@ def describe_machine() -> str:
 
 
 def describe_mpi() -> str:
-    """Return the MPI library that Python would load."""
+    """Return a text that names the MPI library that Python would load."""
     loaded, reason = probe_mpi_library()
     return loaded or f"none ({reason}); {install_hint('mpich')}"
 
@@ -159,8 +158,7 @@ def describe_cupy_and_count_gpus() -> tuple[str, int]:
 
 
 def get_free_shared_memory_bytes() -> int | None:
-    """Return the free bytes of shared memory for the windows of this host's ranks; None if it has no limit of its
-    own."""
+    """Return the free bytes of shared memory for the windows of this host's ranks; None if it has no separate limit."""
     if not Path("/dev/shm").is_dir():
         return None
     found = os.statvfs("/dev/shm")
@@ -173,7 +171,7 @@ def describe_shared_memory() -> str:
 
 
 def describe_leftover_files() -> str:
-    """Return as text the size and number of files of MPI and of windows that killed jobs have left in /dev/shm."""
+    """Return a text with the size and number of the files that killed jobs, or their MPI, left in /dev/shm."""
     found = find_leftover_files()
     if not found:
         return "nothing by killed jobs"
