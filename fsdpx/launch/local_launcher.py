@@ -1,8 +1,8 @@
 """Starts the ranks of one host without MPI: python -m fsdpx.launch.local_launcher -n 4 python -m fsdpx.launch.rank
 script.py
 
-The ranks rendezvous at a new file, or at the address in FSDPX_STORE if `fsdpx run` is started on each of several hosts:
-then --first is the number of the first rank here, and --of the number of all ranks."""
+The ranks meet at a new file, or at the address in FSDPX_STORE if `fsdpx run` is started on each of several hosts. In
+that case --first is the number of the first rank on this host, and --of is the number of all ranks."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from fsdpx.errors import LaunchError, install_hint
 __all__ = ["make_local_launcher_command"]
 
 _END_TIMEOUT_SECONDS = 5.0
-"""Seconds that other ranks have to report what they know of a failed rank, and again to end after TERM."""
+"""Seconds that the other ranks have to report what they know of a failed rank, and again to end after SIGTERM."""
 _POLL_SECONDS = 0.02
 
 
 def make_local_launcher_command() -> list[str]:
-    """Return the command that starts ranks here; like mpiexec it takes -n and a command. LaunchError without
-    PyTorch."""
+    """Return the command that starts ranks on this host. Like mpiexec, it takes -n and a command. Raise LaunchError if
+    PyTorch is missing."""
     if importlib.util.find_spec("torch") is None:
         raise LaunchError(f"--backend gloo needs PyTorch, which is not installed: {install_hint('gloo')}")
     return [sys.executable, "-m", "fsdpx.launch.local_launcher"]
 
 
 def main(words: Sequence[str]) -> int:
-    """Start the ranks and wait for them; return the exit status of the first that fails, after which the others are
-    ended."""
+    """Start the ranks and wait for them; when one fails, end the others. Return the exit status of the first rank that
+    failed, or 0."""
     p = argparse.ArgumentParser(allow_abbrev=False)
     p.add_argument("--first", type=int, default=0)
     p.add_argument("--of", type=int)
@@ -66,13 +66,15 @@ def main(words: Sequence[str]) -> int:
 
 
 def _make_rank_variables(rank: int, here: int, first: int, size: int) -> dict[str, str]:
-    """Return the environment variables of a rank: its rank and local rank, and the sizes of job and host."""
+    """Return the environment variables of a rank: its rank and local rank, and the number of ranks of the job and the
+    host."""
     numbers = {"RANK": first + rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": here}
     return {name: str(number) for name, number in numbers.items()}
 
 
 def _wait_for_ranks_or_end_them(started: list[subprocess.Popen[bytes]]) -> int:
-    """Wait for all ranks and end them after a failure; return the exit status of the first that failed, or 0."""
+    """Wait for all ranks; when one fails, end the others. Return the exit status of the first rank that failed, or
+    0."""
     status, due, ends = 0, 0.0, [subprocess.Popen.terminate, subprocess.Popen.kill]
     while living := [rank for rank in started if rank.poll() is None]:
         status = status or _find_failed_status(started)
@@ -88,7 +90,7 @@ def _wait_for_ranks_or_end_them(started: list[subprocess.Popen[bytes]]) -> int:
 
 
 def _find_failed_status(started: list[subprocess.Popen[bytes]]) -> int:
-    """Return the exit status of a rank that has failed, as a shell reports it (128 + signal); 0 if none has."""
+    """Return the exit status of a failed rank as a shell reports it (128 + signal); 0 if none has failed."""
     statuses = [rank.returncode for rank in started if rank.returncode]
     return next((status if status > 0 else 128 - status for status in statuses), 0)
 

@@ -1,5 +1,5 @@
-"""Settings of a job for `fsdpx run` and `fsdpx.launch`, checked before anything starts, and its hosts: those of a
-hostfile, of an allocation, or this machine."""
+"""Settings of a job for `fsdpx run` and `fsdpx.launch`, which are checked before anything starts, and the hosts of a
+job: those of a hostfile, those of an allocation, or this machine."""
 
 from __future__ import annotations
 
@@ -37,28 +37,28 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS
 class LaunchConfig:
     """How many ranks a job starts, on which hosts, and when it is restarted.
 
-    The options of `fsdpx run` have the same names (`--max-restarts`); `per_node` is `--nproc-per-node`. Impossible
-    numbers raise LaunchError.
+    The options of `fsdpx run` have the same names (`--max-restarts`); `per_node` is `--nproc-per-node`. Invalid values
+    raise LaunchError.
 
     Parameters
     ----------
     ranks : number of ranks
-    nodes : number of hosts: the first ones of the hostfile, or any of the allocation
-    per_node : ranks per host, at most
-    backend : "mpi", or "gloo": on this host, without MPI (docs: backends; on several hosts: `fsdpx run --node-rank`)
-    hostfile : file with host names and the number of ranks that each takes, in the form of any launcher (docs:
-        launching)
-    mpiexec : the launcher's command line, such as "srun --mpi=pmi2" (None: find one)
+    nodes : number of hosts: the first ones of the hostfile, or any hosts of the allocation
+    per_node : maximum number of ranks per host
+    backend : "mpi", or "gloo" for ranks on this host without MPI (docs: backends; on several hosts use
+        `fsdpx run --node-rank`)
+    hostfile : file with host names and the number of ranks for each, in the format of any launcher (docs: launching)
+    mpiexec : command line of the launcher, such as "srun --mpi=pmi2" (None: find one)
     elastic : keep the job running when ranks die (Open MPI's --with-ft ulfm)
-    threads : threads of BLAS and kernels in each rank (None: the cores of a host divided by its ranks)
-    timeout : seconds that ranks wait for the others while MPI starts (None: 60, or FSDPX_START_TIMEOUT)
+    threads : threads of BLAS and kernels per rank (None: the cores of a host divided by its ranks)
+    timeout : seconds that ranks wait for each other while MPI starts (None: 60, or FSDPX_START_TIMEOUT)
     grace : seconds that ranks have to save after a signal
-    max_restarts : number of restarts, at most
-    min_ranks : fewest ranks of a restart (None: `ranks`, or 1 for an elastic job)
+    max_restarts : maximum number of restarts
+    min_ranks : minimum number of ranks of a restart (None: `ranks`, or 1 for an elastic job)
     backoff : seconds before the first restart, doubled for each further one up to 60
     folder : where the records of failed starts are kept (None: a temporary folder)
-    logs : a folder for the output of each rank, rank-0003.log, and how it ended, rank-0003.json; the launcher then
-        prints the lines of all ranks with the rank number before each
+    logs : folder for the output of each rank, rank-0003.log, and a record of how it ended, rank-0003.json; the
+        launcher then prints the lines of all ranks, each preceded by the rank number
     """
 
     ranks: int
@@ -87,13 +87,13 @@ class LaunchConfig:
 
     @property
     def least_ranks(self) -> int:
-        """Fewest ranks of a restart: `min_ranks`, or its default."""
+        """Minimum number of ranks of a restart: `min_ranks`, or its default."""
         if self.min_ranks is not None:
             return self.min_ranks
         return 1 if self.elastic else self.ranks
 
     def count_hosts_and_ranks_per_host(self, ranks: int) -> tuple[int, int] | None:
-        """Return how many hosts are needed for a number of ranks, and how many ranks each host gets.
+        """Return how many hosts a number of ranks needs, and how many ranks each host gets.
 
         Parameters
         ----------
@@ -116,7 +116,7 @@ class LaunchConfig:
         return found | ({} if self.threads is None else dict.fromkeys(_THREAD_VARIABLES, str(self.threads)))
 
     def _iterate_option_errors(self) -> Iterator[str]:
-        """Yield an error message for each impossible value or combination of values."""
+        """Yield an error message for each invalid value or combination of values."""
         for name in ("ranks", "nodes", "per_node", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -145,7 +145,8 @@ class LaunchConfig:
 
 
 class LaunchArgs(TypedDict, total=False):
-    """The fields of `LaunchConfig` that `fsdpx.launch` takes by name, for type checkers; text will do for a path."""
+    """The fields of `LaunchConfig` as keyword arguments of `fsdpx.launch`, for type checkers. Paths may be given as
+    str."""
 
     ranks: int
     nodes: int | None
@@ -166,7 +167,7 @@ class LaunchArgs(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class NodeRank:
-    """This host among several, on each of which a user starts the same `fsdpx run --backend gloo` with another
+    """This host among several hosts, on each of which a user starts the same `fsdpx run --backend gloo` with its own
     --node-rank.
 
     Parameters
@@ -174,8 +175,8 @@ class NodeRank:
     nodes : number of hosts
     number : number of this host, from 0
     address : name or address of host 0, reachable from all other hosts
-    port : a free port on host 0; each restart of the job takes the next one, so that it cannot connect to ranks of the
-        previous start
+    port : a free port on host 0; each restart of the job uses the next port, so that it cannot connect to ranks of
+        the previous start
     """
 
     nodes: int
@@ -200,9 +201,10 @@ class NodeRank:
     def from_options(
         cls, backend: str, nodes: int | None, number: int | None, address: str | None, port: int | None
     ) -> NodeRank | None:
-        """Return the host that the options of `fsdpx run` describe, or None if all ranks are started from one host.
+        """Return the host that the options of `fsdpx run` describe, or None if all ranks are started from a single
+        host.
 
-        LaunchError for options that are missing or do not fit the backend."""
+        Raise LaunchError for options that are missing or do not fit the backend."""
         given = {"--nodes": nodes, "--node-rank": number, "--master-addr": address}
         missing = [option for option, value in given.items() if value is None]
         asked = port is not None or any(value is not None for value in (number, address))
@@ -224,7 +226,8 @@ class NodeRank:
         return cls(nodes, number, address) if port is None else cls(nodes, number, address, port)
 
     def count_ranks_on_this_host(self, ranks: int, per_node: int | None) -> int:
-        """Return how many of the job's `ranks` this host starts. LaunchError unless all hosts get the same number."""
+        """Return how many of the job's `ranks` this host starts. Raise LaunchError unless all hosts get the same
+        number."""
         here, left = divmod(ranks, self.nodes)
         if left or (per_node is not None and per_node != here):
             each = "" if per_node is None else f" with --nproc-per-node {per_node}"
@@ -234,13 +237,13 @@ class NodeRank:
         return here
 
     def make_local_launcher_options(self, ranks: int) -> list[str]:
-        """Return the arguments of the local launcher for the `ranks` ranks of this host: its first rank and the size of
-        the job."""
+        """Return the options of the local launcher for the `ranks` ranks of this host: number of the first rank, and
+        size of the job."""
         return ["--first", str(self.number * ranks), "--of", str(self.nodes * ranks)]
 
     def make_environment(self, start: int, ranks: int) -> dict[str, str]:
-        """Return the environment variables with which the ranks of start number `start` find each other. ranks: those
-        of this host."""
+        """Return the environment variables with which the ranks find each other. start: number of the start, from 0.
+        ranks: number of ranks on this host."""
         port = self.port + start
         if port >= 1 << 16:
             raise LaunchError(f"--master-port {self.port}: restart {start} would meet at port {port}; take a lower one")
@@ -256,8 +259,8 @@ _FORMS = "write one host in a line, as n1, n1:4, n1 slots=4 or n1 4"
 
 @dataclass(frozen=True)
 class HostSlots:
-    """A host of a hostfile. slots: how many ranks it takes, None if the file does not say. line: the first line that
-    names it."""
+    """A host of a hostfile. slots: how many ranks it takes, None if the file does not say. line: number of the first
+    line that names it."""
 
     name: str
     slots: int | None
@@ -265,10 +268,10 @@ class HostSlots:
 
 
 def read_hostfile(path: Path) -> list[HostSlots]:
-    """Return the hosts of a file in its order; LaunchError names a line that is not a host.
+    """Return the hosts of a hostfile in the order of the file. Raise LaunchError if a line does not describe a host.
 
-    The slots of a host on several lines are added, with one slot for each line without a number, as in the node files
-    of PBS."""
+    If a host is on several lines, its slots are added up; a line without a number counts as one slot, as in the node
+    files of PBS."""
     try:
         lines = safe_files.read_file(path, MAX_HOSTFILE_BYTES, ours=False).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -292,8 +295,8 @@ def read_hostfile(path: Path) -> list[HostSlots]:
 
 
 def assign_ranks_to_hosts(hosts: Sequence[HostSlots], config: LaunchConfig, ranks: int) -> list[tuple[str, int]]:
-    """Return (host name, number of ranks) for each host that gets ranks, filled in order. LaunchError if there are more
-    ranks than slots."""
+    """Return (host name, number of ranks) for each host that gets ranks, filling hosts in order. Raise LaunchError if
+    there are more ranks than slots."""
     if config.nodes is not None and len(hosts) < config.nodes:
         raise LaunchError(f"nodes={config.nodes}: {config.hostfile} names {_format_count(len(hosts), 'host')}")
     chosen = hosts[: config.nodes]
@@ -317,8 +320,8 @@ def assign_ranks_to_hosts(hosts: Sequence[HostSlots], config: LaunchConfig, rank
 def find_default_rank_count(
     nodes: int | None, per_node: int | None, hostfile: Path | None, threads: int | None
 ) -> tuple[int, str]:
-    """Return a default number of ranks, for a job without -n, and the source of it as text: the hosts, the allocation,
-    or the cores of this machine."""
+    """Return the default number of ranks of a job without -n, and a text that names its source: the hosts, the
+    allocation, or the cores of this machine."""
     if hostfile is None and nodes is not None and per_node is not None:
         return nodes * per_node, "--nodes and --nproc-per-node"
     made = environment.find_hostfile_and_variable() if hostfile is None else (hostfile, "--hostfile")
@@ -339,13 +342,13 @@ def find_default_rank_count(
 
 
 def count_ranks_with_slots(hosts: Sequence[HostSlots], config: LaunchConfig, ranks: int) -> int:
-    """Return how many of `ranks` the hosts have slots for; hosts without a number of slots take any number."""
+    """Return how many of `ranks` fit into the slots of the hosts; a host without a number of slots takes any number."""
     most = config.per_node or ranks
     return min(sum(min(host.slots or most, most) for host in hosts[: config.nodes]), ranks)
 
 
 def write_hostfile(hosts: Sequence[HostSlots], path: Path) -> Path:
-    """Write a hostfile to `path` that `read_hostfile` reads, and return the path."""
+    """Write a hostfile that `read_hostfile` can read, and return its path."""
     safe_files.write_file(
         path, "".join(f"{host.name}:{host.slots}\n" if host.slots else f"{host.name}\n" for host in hosts)
     )
@@ -353,8 +356,8 @@ def write_hostfile(hosts: Sequence[HostSlots], path: Path) -> Path:
 
 
 def require_resolvable_hosts(hosts: Sequence[HostSlots], path: Path) -> None:
-    """Raise LaunchError if the address of a host cannot be resolved: a launcher would wait for it, or report that over
-    many lines."""
+    """Raise LaunchError if a host name cannot be resolved. A launcher would hang, or report the error over many
+    lines."""
     for host in hosts:
         try:
             socket.getaddrinfo(host.name, None)

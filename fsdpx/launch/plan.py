@@ -58,7 +58,7 @@ FIXED_PLACEMENTS = ("strategy", "microbatches", "schedule", "precision")
 
 
 def plan_job(args: argparse.Namespace) -> str:
-    """Search, draw what the command line asks for, and return the plan as text."""
+    """Search for the best configuration, draw the requested pictures, and return the plan as text."""
     for option, path in (("--png", args.png), ("--ranks-png", args.ranks_png)):
         if path is not None:
             require_drawable(option, path)
@@ -99,7 +99,7 @@ def plan_job(args: argparse.Namespace) -> str:
 
 
 def _choose_field_and_domain(args: argparse.Namespace, example: CatalogModel) -> tuple[CatalogModel, Any]:
-    """Return the model on the requested field, and the `domain` to search: one grid or all."""
+    """Return the model with samples on the requested field, and the `domain` to search: one grid or all grids."""
     cells, dims = parse_dims("--field", args.field) or example.cells, parse_dims("--domain", args.domain)
     if not example.cells and (cells or dims):
         raise make_no_field_error(args.example)
@@ -114,7 +114,8 @@ def add_measure_options(p: argparse.ArgumentParser) -> None:
 
 
 def measure_and_write_machine(args: argparse.Namespace) -> str:
-    """Measure the machine and return its file as text. Under mpiexec collective; rank 0 writes the file."""
+    """Measure the machine, write the machine file on rank 0, and return its text. Collective if started under
+    mpiexec."""
     comm = init() if environment.read_environment().launcher is not None else make_single_rank_communicator()
     found = measure_this_machine(args.name, comm, args.device)
     if comm.rank:

@@ -1,4 +1,4 @@
-"""`fsdpx.launch`: run a script or a function on several ranks, each a process, from Python or a notebook."""
+"""`fsdpx.launch`: run a script or a function on several ranks, each in its own process, from Python or a notebook."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def launch(  # type: ignore[misc]  # mypy does not know that *args take any *Ts
 ) -> list[Any] | None:
     """Start a script as `fsdpx run` does, or run `what(comm, *args)` on MPI ranks.
 
-    Like `fsdpx.spawn`, but ranks are processes.
+    It is like `fsdpx.spawn`, but ranks are processes.
 
     Parameters
     ----------
-    what : a script's path, "-m" (the first of `args` is then a module), or a function. A function and its arguments are
-        pickled; one defined in a script or a notebook needs the package cloudpickle, one of a module does not
-    args : arguments of the script as text, or of the function
-    config, options : a `LaunchConfig`, fields of one as keywords (`ranks=4`), or both; keywords take precedence.
-        Without `ranks` there are as many as `fsdpx run` takes without -n. On several hosts a function needs `folder`,
-        on a disk that all of them share
+    what : path of a script, "-m" (then the first of `args` is a module), or a function. A function and its arguments
+        are pickled. A function defined in a script or notebook needs the package cloudpickle; one in a module does not
+    args : arguments of the script as text, or arguments of the function
+    config, options : a `LaunchConfig`, its fields as keywords (`ranks=4`), or both; keywords take precedence. The
+        default of `ranks` is that of `fsdpx run` without -n. On several hosts a function needs `folder`, on a disk
+        that all hosts share
 
     Returns
     -------
@@ -61,7 +61,7 @@ def launch(  # type: ignore[misc]  # mypy does not know that *args take any *Ts
 
     Raises
     ------
-    LaunchError : the job did not end well (with the known details), cannot be started, or its function cannot be
+    LaunchError : the job failed (the message has the known details) or cannot be started, or its function cannot be
         pickled
     """
     require_known_options("launch", options, [field.name for field in fields(LaunchConfig)])
@@ -84,21 +84,21 @@ def launch(  # type: ignore[misc]  # mypy does not know that *args take any *Ts
 
 
 def _run_job_or_raise(config: LaunchConfig, program: Sequence[str]) -> None:
-    """Run the job until it ends; LaunchError unless it is done."""
+    """Run the job until it ends; raise LaunchError unless it succeeded."""
     ending = run_job(config, program, _make_python_path_variable())
     if ending.kind != "done":
         raise LaunchError(ending.text)
 
 
 def _make_python_path_variable() -> dict[str, str]:
-    """Return PYTHONPATH for the ranks if this process finds fsdpx only through a folder on its own path, else {}."""
+    """Return {"PYTHONPATH": ...} for the ranks if this process finds fsdpx only through its own sys.path, else {}."""
     home = str(Path(__file__).parents[2])
     installed = home in (*site.getsitepackages(), site.getusersitepackages())
     return {} if installed or home not in sys.path else {"PYTHONPATH": environment.make_prepended_python_path(home)}
 
 
 def _pickle_call(what: Callable[..., Any], args: Sequence[Any]) -> bytes:
-    """Return the pickled call, with the module search path of this process."""
+    """Return the call, pickled with the module search path of this process."""
     name = getattr(what, "__qualname__", repr(what))
     if _find_pickler() is pickle and getattr(what, "__module__", "") == "__main__":
         raise LaunchError(
@@ -108,7 +108,8 @@ def _pickle_call(what: Callable[..., Any], args: Sequence[Any]) -> bytes:
 
 
 def _find_pickler() -> Any:
-    """Return cloudpickle if it is installed, which can pickle functions and classes of a notebook, else pickle."""
+    """Return cloudpickle, which can pickle functions and classes defined in a notebook, if it is installed, else
+    pickle."""
     try:
         import cloudpickle
     except ImportError:
@@ -117,7 +118,7 @@ def _find_pickler() -> Any:
 
 
 def _pickle_value(value: Any, what: str) -> bytes:
-    """Return the pickled value; LaunchError if it cannot be pickled."""
+    """Return the pickled value; raise LaunchError if it cannot be pickled."""
     try:
         return bytes(_find_pickler().dumps(value))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -129,7 +130,8 @@ def _hash_bytes(data: bytes) -> str:
 
 
 def _read_results_by_rank(folder: Path) -> list[Any]:
-    """Return the results by rank. Rank 0's says how many ranks there are: a restart may have had fewer."""
+    """Return the results in rank order. The number of ranks is read from rank 0's result, since a restart may have had
+    fewer."""
     size = 1
     found: list[Any] = []
     while len(found) < size:
@@ -149,7 +151,8 @@ def _read_trusted_file(path: Path) -> bytes:
 def main(folder: Path, digest: str) -> None:
     """Run the call of `launch` on one rank and write its result.
 
-    digest: hash of the call; another user may have put the folder of an earlier call in its place."""
+    digest: hash of the pickled call. It is checked because another user may have replaced the folder of an earlier
+    call."""
     try:
         packed = _read_trusted_file(folder / _CALL)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""One rank under `fsdpx run`: runs the script, and writes a status file when it begins and when it ends."""
+"""One rank under `fsdpx run`: runs the script, and writes a status file when it starts and when it ends."""
 
 import ctypes
 import importlib.util
@@ -29,8 +29,8 @@ _SET_PARENT_DEATH_SIGNAL = 1
 
 
 def main() -> None:
-    """Run a script as one rank: `python -m fsdpx.launch.rank script.py ...`, with the arguments of `python -m
-    mpi4py`."""
+    """Run a script as one rank: `python -m fsdpx.launch.rank script.py ...`, with the arguments that `python -m mpi4py`
+    takes."""
     settings = environment.read_environment()
     request_kill_on_parent_death()
     sys.argv[1:] = [word[1:] if _has_only_colons(word) else word for word in sys.argv[1:]]
@@ -64,10 +64,10 @@ def main() -> None:
 
 
 def escape_colon_words(program: Sequence[str]) -> list[str]:
-    """Return the words of a program as a launcher must get them.
+    """Return the words of a program, escaped for a launcher.
 
-    A launcher takes a word ":" anywhere as the beginning of another program, so a word of nothing but colons gets one
-    more, which `main` removes."""
+    A launcher interprets a word ":" anywhere as the start of another program. Therefore a word that consists only of
+    colons gets another colon, which `main` removes."""
     return [f":{word}" if _has_only_colons(word) else word for word in program]
 
 
@@ -87,10 +87,10 @@ def _run_program() -> None:
 
 
 class RankStatusWriter:
-    """Writer of this rank's status file, which several threads may use.
+    """Writer of this rank's status file; several threads may use it.
 
-    Once this rank has recorded that it ends all others, the status no longer changes: the others may be seen to end
-    before it does, and its script may still run to its end in another thread."""
+    Once this rank has recorded that it ends all other ranks, the status no longer changes: others may be seen to end
+    before this rank does, and its script may still run to completion in another thread."""
 
     def __init__(self, begun: RankStatus, folder: Path) -> None:
         self._note, self._folder = begun, folder
@@ -108,12 +108,12 @@ class RankStatusWriter:
                     self._note.write_to_folder(self._folder)
 
     def record_final_status(self, status: int, error: str) -> None:
-        """Write that this rank ends all others. The status is final."""
+        """Write the exit status of this rank, which ends all other ranks. The status is final."""
         self.update(final=True, status=status, error=error)
 
 
 def _make_outcome_fields(error: BaseException | None) -> dict[str, Any]:
-    """Return the status fields of a script that has ended with this exception, or with none."""
+    """Return the status fields for a script that ended with this exception, or without one."""
     if error is None:
         return {"status": 0}
     if not isinstance(error, SystemExit):
@@ -122,7 +122,7 @@ def _make_outcome_fields(error: BaseException | None) -> dict[str, Any]:
 
 
 def _patch_os_exit_to_record(note: RankStatusWriter) -> None:
-    """Record the status of `os._exit`: before MPI has started, a launcher may not report it."""
+    """Patch `os._exit` to record its status, which a launcher may not report before MPI has started."""
     leave = os._exit
 
     def exit_and_record(status: int) -> NoReturn:
@@ -134,7 +134,8 @@ def _patch_os_exit_to_record(note: RankStatusWriter) -> None:
 
 
 def _patch_signal_to_record_handlers(note: RankStatusWriter) -> None:
-    """Record whether the script handles USR1: MPI libraries catch it themselves, so only Python knows."""
+    """Patch `signal.signal` to record whether the script handles SIGUSR1. MPI libraries install handlers themselves, so
+    only Python knows."""
     set_handler, heard = signal.signal, getattr(signal, "SIGUSR1", None)
 
     def set_and_record(number: int, handler: Any, /) -> Any:
@@ -147,7 +148,7 @@ def _patch_signal_to_record_handlers(note: RankStatusWriter) -> None:
 
 
 class _MpiStartFinder(MetaPathFinder):
-    """Import hook that guards the start of MPI by the script's own import of `mpi4py.MPI`, in which all ranks wait for
+    """Import hook for the script's own import of `mpi4py.MPI`: it guards the start of MPI, in which all ranks wait for
     each other."""
 
     def find_spec(
@@ -169,8 +170,8 @@ class _MpiStartFinder(MetaPathFinder):
 
 
 def request_kill_on_parent_death() -> None:
-    """Have this process killed when its parent ends (Linux), so that no rank outlives its launcher, and no launcher
-    `fsdpx run`."""
+    """Ask Linux to kill this process when its parent ends, so that no rank outlives its launcher and no launcher
+    outlives `fsdpx run`."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
