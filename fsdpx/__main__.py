@@ -13,11 +13,11 @@ from fsdpx.core.base.version import __version__
 from fsdpx.errors import FsdpxError
 
 Options = Callable[[argparse.ArgumentParser], None] | str
-"""Function that adds options to a command's parser, or its "module:function", see `_import_command`."""
+"""Function that adds options to the parser of a command, or its "module:function", see `_import_command`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; return the exit status."""
+    """Run the command that the arguments name; return the exit status."""
     args = make_parser().parse_args(argv)
     if args.command is None:
         make_parser().print_help(sys.stderr)
@@ -40,23 +40,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _expand_path(text: str) -> Path:
-    """Return a path as `fsdpx.core.base.safe_files.expanduser` reads it, without loading that module when a job is
-    started."""
+    """Return a path as `fsdpx.core.base.safe_files.expanduser` does. That module is not imported here, so that starting
+    a job stays fast."""
     return Path(os.path.expanduser(text))
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Argument parser that reports a mistake in one line, like all other errors, without the list of all options.
+    """Argument parser that reports a mistake in one line, like all other errors, without listing all options.
 
-    options: function that adds a command's options, which is imported only for the requested command: a launcher need
-    not import what trains."""
+    options: function that adds the options of a command. It is imported only for the requested command, since a
+    launcher need not import training code."""
 
     def __init__(self, *args: Any, options: Options | None = None, **more: Any) -> None:
         super().__init__(*args, **{**more, "allow_abbrev": False})
         self._options = options
 
     def parse_known_args(self, *args: Any, **more: Any) -> Any:
-        """Parse the arguments; report unknown options here, by the command's own parser, which can suggest similar
+        """Parse the arguments. Unknown options are reported by the command's own parser, which can suggest similar
         ones."""
         options, self._options = self._options, None
         if options is not None:
@@ -75,8 +75,8 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(_print_error_on_first_rank(line))
 
     def _suggest_option(self, word: str) -> str:
-        """Return the option that a word may stand for, as the end of a sentence: options that begin with it, or a
-        similar one."""
+        """Return the end of a sentence that suggests what a mistyped option may stand for: options that begin with it,
+        or a similar one."""
         from fsdpx.core.base.name_hints import did_you_mean
 
         known = [option for action in self._actions for option in action.option_strings]
@@ -96,7 +96,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _run_command(args: argparse.Namespace) -> int:
-    """Run the requested command and return its exit status; a text is printed."""
+    """Run the requested command and return its exit status; if the command returns a text, print it."""
     status = _import_command(COMMANDS[args.command][1])(args)
     if isinstance(status, str):
         print(status)
@@ -105,7 +105,7 @@ def _run_command(args: argparse.Namespace) -> int:
 
 
 def _import_command(function: str) -> Callable[..., Any]:
-    """Import and return "module:function" of fsdpx/launch."""
+    """Import and return the function of "module:function" in fsdpx/launch."""
     module, _, name = function.partition(":")
     found: Callable[..., Any] = getattr(import_module(f"fsdpx.launch.{module}"), name)
     return found
@@ -120,15 +120,15 @@ def _has_connected_to_ranks() -> bool:
 
 
 def _print_error_on_first_rank(line: str) -> int:
-    """Print a line and return status 2. Among ranks that have not connected yet and would all report the same, only the
-    first prints."""
+    """Print an error and return status 2. If ranks that have not connected yet would all report the same error, only
+    the first rank prints it."""
     from fsdpx.core.base import environment
 
     launcher = environment.read_environment().launcher
     if launcher is None or not launcher.rank:
         print(line, file=sys.stderr, flush=True)
     else:
-        time.sleep(1)  # a launcher ends the other ranks when one has ended
+        time.sleep(1)  # give the first rank time: a launcher ends all ranks when one has ended
     return 2
 
 
@@ -300,7 +300,7 @@ COMMANDS: dict[str, tuple[str, str, Options]] = {
         "under mpiexec: train N ranks against one process on the same batches", "verify:verify", _add_verify_options,
     ),
 }  # fmt: skip
-"""Name of a command -> its help; "module:function", which returns an exit status or text to print; its options."""
+"""Name of a command -> (help; "module:function", which returns an exit status or a text to print; options)."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Files that the ranks of a job leave for the launcher: their status, logs, and a pipe that closes when a rank dies."""
+"""Files that the ranks of a job write for the launcher: their status, their logs, and a named pipe that closes when a
+rank dies."""
 
 from __future__ import annotations
 
@@ -25,24 +26,25 @@ __all__ = [
 ]
 
 _LOG_FOLDER_FILE = "logs"
-"""File in the folder of a start that names the folder for logs. A rank on a host that does not see it prints as usual:
-the launcher could not follow a log file there."""
+"""File in the folder of a start that contains the path of the log folder. A rank on a host that does not see this file
+prints as usual, because the launcher could not follow its log file."""
 _POLL_SECONDS = 0.1
 
 
 def write_log_folder_request(run: Path, folder: Path) -> None:
-    """Tell the ranks of a start to write their output to `folder`. run: the folder of the start."""
+    """Request that the ranks of a start write their output to `folder`. run: folder of the start."""
     safe_files.write_file(run / _LOG_FOLDER_FILE, str(folder))
 
 
 def read_log_folder(run: Path) -> Path | None:
-    """Return the folder for logs that the launcher has requested, or None. run: the folder of the start."""
+    """Return the log folder that the launcher has requested, or None. run: folder of the start."""
     mark = safe_files.read_if_trusted(run / _LOG_FOLDER_FILE)
     return None if mark is None else Path(mark.decode())
 
 
 def redirect_output_to_log(folder: Path, rank: int) -> None:
-    """Append the output of this process and its libraries to the rank's log file, line by line."""
+    """Redirect the output of this process and its libraries to the rank's log file, which is appended to line by
+    line."""
     log = safe_files.open_for_append(folder / f"rank-{rank:04}.log")
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -62,7 +64,8 @@ class LogFollower:
         self._thread.start()
 
     def close(self, ends: Mapping[int, str]) -> None:
-        """Print the rest, including unfinished lines, and write how ranks ended. ends: rank -> JSON text."""
+        """Stop the thread, print the remaining lines, even unfinished ones, and write how the ranks ended. ends: rank
+        -> JSON text."""
         self._stop.set()
         self._thread.join()
         self._print_new_lines(whole=False)
@@ -74,7 +77,7 @@ class LogFollower:
             self._print_new_lines()
 
     def _print_new_lines(self, whole: bool = True) -> None:
-        """Print the new lines of all logs with their rank before them. whole: leave out an unfinished last line."""
+        """Print the new lines of all logs, each preceded by its rank. whole: leave out an unfinished last line."""
         for path in _list_log_files(self.folder):
             at = self._read.get(path, 0)
             try:
@@ -103,8 +106,8 @@ _MAX_DESCRIPTOR = 4095
 class RankStatus:
     """Status of one rank.
 
-    process: its process id. status: its exit status, None while it runs or if it was killed. error: the type of its
-    exception. listens: whether the script handles USR1, as within `Preemption`."""
+    process: process id. status: exit status, None while the rank runs or if it was killed. error: type of its
+    exception. listens: whether the script handles SIGUSR1, as within `Preemption`."""
 
     rank: int
     process: int
@@ -118,13 +121,13 @@ class RankStatus:
         return json.dumps(asdict(self))
 
     def write_to_folder(self, folder: Path) -> None:
-        """Write the status file into the folder of the start."""
-        safe_files.make_folder(folder)  # on other hosts it may not exist
+        """Write the status file to the folder of the start."""
+        safe_files.make_folder(folder)  # it may not exist on other hosts
         safe_files.write_file(folder / f"rank-{self.rank:05}.json", self.to_json())
 
 
 def read_rank_statuses(folder: Path) -> dict[int, RankStatus]:
-    """Return the status of all ranks that have begun, by rank. Invalid files are skipped with one warning."""
+    """Return rank -> status, for all ranks that have started. Invalid files are skipped, with a single warning."""
     notes = {}
     for path in sorted(folder.glob("rank-*.json")):
         try:
@@ -146,26 +149,27 @@ _FIELD_TYPES = {"rank": int, "process": int, "host": str, "status": (int, type(N
 
 
 def create_and_hold_lifeline(folder: Path, rank: int) -> None:
-    """Open a named pipe that is never written to: it closes when this process dies, before any other process can know.
+    """Create and open a named pipe that is never written to. It closes when this process dies, before any other process
+    can know of the death.
 
-    A dying process closes its files, those with the highest descriptors first; then the kernel reports its end. The
-    pipe has a high descriptor, so it closes before the process's socket, whose closing makes a launcher kill the other
-    ranks."""
+    A dying process closes its files, starting with the highest descriptors, and then the kernel reports its end. The
+    pipe has a high descriptor, so it closes before the socket of the process, whose closing makes a launcher kill the
+    other ranks."""
     if not hasattr(os, "mkfifo"):
         return
-    with suppress(OSError):  # the folder of another host, or a file system without pipes
+    with suppress(OSError):  # the folder is on another host, or the file system has no pipes
         path = _get_lifeline_path(folder, rank)
         os.mkfifo(path)
         low = os.open(path, os.O_RDWR)  # read-write, so that open does not wait for a reader
-        # A program that replaces the script (exec) is the same rank and keeps the pipe; forked children are not.
+        # A program that replaces the script (exec) is the same rank and keeps the pipe; forked children must close it.
         high = os.dup2(low, min(os.sysconf("SC_OPEN_MAX") - 1, _MAX_DESCRIPTOR))
         os.close(low)
         os.register_at_fork(after_in_child=lambda: _close_descriptor(high))
 
 
 def open_and_unlink_lifeline(folder: Path, rank: int) -> int | None:
-    """Return a descriptor that becomes ready when the rank's pipe closes, and unlink the pipe; None if there is
-    none."""
+    """Open and unlink the pipe of a rank; return a descriptor that becomes ready when the rank closes the pipe, or None
+    if there is no pipe."""
     path = _get_lifeline_path(folder, rank)
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)

@@ -1,4 +1,4 @@
-"""`fsdpx run`: start a job with the mpiexec of the environment, and restart it after the death of a rank."""
+"""`fsdpx run`: start a job with the mpiexec of the environment, and restart it after failures."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ _FOLDER_PREFIX, _OWNER_FILE = "fsdpx-run-", "owner"
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the job of a command line, or print what would be started (--dry-run, --print-batch); return the exit
-    status."""
+    """Run the job that the command line describes, or print what would be started (--dry-run, --print-batch); return
+    the exit status."""
     given = {one.name: getattr(args, one.name) for one in fields(LaunchConfig)}
     node = NodeRank.from_options(args.backend, args.nodes, args.node_rank, args.master_addr, args.master_port)
     ranks = _choose_and_print_rank_count(args)
@@ -93,8 +93,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _choose_and_print_rank_count(args: argparse.Namespace) -> int:
-    """Return the number of ranks of the command line; else that of the allocation or of this machine, which is
-    printed."""
+    """Return the number of ranks from the command line. Without -n, return that of the allocation or of this machine,
+    and print it with its source."""
     if args.ranks is not None:
         return int(args.ranks)
     elsewhere = (args.print_batch and (args.nodes is None or args.per_node is None)) or args.join is not None
@@ -109,11 +109,11 @@ def run_job(
     config: LaunchConfig, program: Sequence[str], variables: Mapping[str, str] | None = None,
     node: NodeRank | None = None,
 ) -> JobEnding:  # fmt: skip
-    """Run a job, with restarts, until it is done or must not be restarted; return how it ended.
+    """Run a job, restarting it if necessary, until it is done or must not be restarted; return how it ended.
 
     program: arguments of Python, such as ["train.py", "--fast"] or ["-m", "train"]. variables: additional environment
-    of the ranks. node: this host's number, if each host is started by a launcher of its own; `config` then counts only
-    the ranks of this host."""
+    variables of the ranks. node: number of this host, if each host is started by its own launcher; `config` then counts
+    only the ranks of this host."""
     plan = RestartPlan(config.ranks, config.least_ranks, config.max_restarts, config.backoff)
     job = LaunchedJob(find_launcher(config), config, program, variables or {}, node)
     _require_existing_program(program)
@@ -150,15 +150,15 @@ def run_job(
         _log_line(f"{ending.text}{'' if seconds is not None or reason == ending.kind else f'; {reason}'}{kept}")
     if config.folder is None and ending.kind in ("done", "preempted"):
         safe_files.remove_own_folder(folder)
-    (folder / _OWNER_FILE).unlink(missing_ok=True)  # the records are left for the user, so no later start removes them
+    (folder / _OWNER_FILE).unlink(missing_ok=True)  # keep the records: later jobs remove only folders with an owner
     return ending
 
 
 def _choose_job_and_rank_count_of_start(job: LaunchedJob, plan: RestartPlan, folder: Path) -> tuple[LaunchedJob, int]:
-    """Return the job and the number of ranks of the next start.
+    """Return the job and the number of ranks for the next start.
 
-    A restart uses only the hosts of the hostfile that answer, if they have slots for at least `min_ranks`; otherwise
-    all hosts."""
+    A restart uses only those hosts of the hostfile that answer, if they have slots for at least `min_ranks`; otherwise
+    it uses all hosts."""
     config = job.config
     if config.hostfile is None or not plan.endings:
         return job, plan.ranks
@@ -176,10 +176,10 @@ def _choose_job_and_rank_count_of_start(job: LaunchedJob, plan: RestartPlan, fol
 
 @dataclass(frozen=True)
 class LaunchedJob:
-    """A job that can be started, several times if need be.
+    """A job that can be started, repeatedly if necessary.
 
-    found: its launcher. program: arguments of Python. more: additional environment of the ranks. node: this host's
-    number, if each host has its own launcher."""
+    found: its launcher. program: arguments of Python. more: additional environment variables of the ranks. node: number
+    of this host, if each host has its own launcher."""
 
     found: FoundLauncher
     config: LaunchConfig
@@ -188,14 +188,14 @@ class LaunchedJob:
     node: NodeRank | None = None
 
     def make_environment(self, folder: Path, start: int, ranks: int) -> dict[str, str]:
-        """Return the environment of the ranks of start number `start`. folder: where these ranks leave their
-        records."""
+        """Return the environment variables of the ranks. folder: where the ranks leave their records. start: number of
+        the start, from 0."""
         own = {"FSDPX_RUN": str(folder), "FSDPX_RESTART": str(start), "FSDPX_EXPECT_SIZE": str(ranks)}
         meet = {} if self.node is None else self.node.make_environment(start, ranks)
         return {**own, **self.config.make_environment(), **self.more, **meet}
 
     def make_command(self, ranks: int) -> list[str]:
-        """Return the command line that starts `ranks` ranks; LaunchError if their number cannot change."""
+        """Return the command line that starts `ranks` ranks. Raise LaunchError if the number of ranks cannot change."""
         if self.node is not None:
             if ranks != self.config.ranks:
                 raise LaunchError("ranks of hosts that were started one by one can be neither more nor fewer")
@@ -206,13 +206,13 @@ class LaunchedJob:
 
 
 def _choose_temporary_parent_folder(config: LaunchConfig) -> Path:
-    """Return where to make a temporary folder: the working folder if there may be several hosts, since $TMPDIR may
-    differ between hosts while all of them see the scripts."""
+    """Return the parent folder for a temporary folder. If there may be several hosts, it is the working folder, because
+    $TMPDIR may differ between hosts, while all of them see the scripts."""
     return Path(tempfile.gettempdir()) if config.hostfile is None and config.nodes is None else Path.cwd()
 
 
 def _make_temporary_folder_and_remove_dead(place: Path) -> Path:
-    """Return a new temporary folder of this process; remove folders whose process was killed."""
+    """Remove temporary folders whose process was killed, and return a new one that this process owns."""
 
     def is_abandoned(left: Path) -> bool:
         owner = safe_files.read_if_trusted(left / _OWNER_FILE) or b""
@@ -225,7 +225,7 @@ def _make_temporary_folder_and_remove_dead(place: Path) -> Path:
 
 
 def _create_and_require_writable(folder: Path, option: str) -> Path:
-    """Return the folder, which is created; LaunchError if it cannot be written."""
+    """Create the folder if necessary and return it; raise LaunchError if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -235,7 +235,8 @@ def _create_and_require_writable(folder: Path, option: str) -> Path:
 
 
 def _recreate_private_folder(own: Path) -> Path:
-    """Return an empty folder for a start that no other user can enter; LaunchError if another user has made it."""
+    """Create an empty folder for a start, which no other user can enter, and return it. Raise LaunchError if another
+    user has created it."""
     safe_files.remove_own_folder(own)
     try:
         return safe_files.make_folder(own)
@@ -244,7 +245,7 @@ def _recreate_private_folder(own: Path) -> Path:
 
 
 def _require_existing_program(program: Sequence[str]) -> None:
-    """Raise LaunchError if the script or module does not exist, instead of on all ranks later."""
+    """Raise LaunchError if the script or module does not exist, before all ranks fail because of it."""
     where, module, script = Path.cwd(), program[0] == "-m", program[1 if program[0] == "-m" else 0]
     if module and not _is_importable(script.partition(".")[0], where):
         raise LaunchError(f"there is no module {script!r} on Python's path or in {where}")
@@ -257,23 +258,23 @@ def _require_existing_program(program: Sequence[str]) -> None:
 def _is_importable(package: str, where: Path) -> bool:
     """Return whether a Python process started in `where` can import the package.
 
-    It is in that folder, or this process finds it. Packages that are installed as links to their sources are on no
-    path; they have a finder in sys.meta_path."""
+    Either the package is in that folder, or this process finds it. Packages that are installed as links to their
+    sources are on no path; they have a finder in sys.meta_path."""
     here = PathFinder.find_spec(package, [str(where)]) is not None
     return here or any(finder.find_spec(package, None) is not None for finder in sys.meta_path)
 
 
 def _log_line(text: str) -> None:
-    """Print a line of `fsdpx run`."""
-    flush_and_write_stderr(f"fsdpx run: {text}\n")  # must not fail: a terminal that closes also asks the job to stop
+    """Print a message of `fsdpx run` to stderr."""
+    flush_and_write_stderr(f"fsdpx run: {text}\n")  # must not fail: a closing terminal also sends SIGHUP
 
 
 def _run_once(
     job: LaunchedJob, folder: Path, start: int, ranks: int, signals: _SignalForwarder, guests: JoinRequests
 ) -> JobEnding:
-    """Start the job once, wait for its end and return how it ended.
+    """Start the job once, wait until it ends, and return how it ended.
 
-    start: number of the start, from 0. signals: the handler that forwards signals to the ranks. guests: requests to
+    start: number of the start, from 0. signals: handler that forwards signals to the ranks. guests: requests to
     join."""
     own = _recreate_private_folder(folder / f"start-{start}")
     logs = None if job.config.logs is None else LogFollower(job.config.logs.absolute())
@@ -308,7 +309,7 @@ def _run_once(
 
 
 def _read_flight_records(folder: Path, notes: dict[int, RankStatus]) -> dict[int, FlightRecord]:
-    """Return the flight records by the rank that their process was started as; survivors of a death get other ranks
+    """Return rank -> flight record, by the rank as which the process was started; survivors of a death get other ranks
     later."""
     started = {(note.host, note.process): note.rank for note in notes.values()}
     found: dict[int, FlightRecord] = {}
@@ -320,9 +321,9 @@ def _read_flight_records(folder: Path, notes: dict[int, RankStatus]) -> dict[int
 
 
 class _SignalForwarder:
-    """Handler of signals to `fsdpx run`: the ranks get USR1 and `grace` seconds to save, then TERM, then KILL.
+    """Handler of signals to `fsdpx run`: the ranks get SIGUSR1 and `grace` seconds to save, then SIGTERM, then SIGKILL.
 
-    A second signal, or the first if no rank listens to USR1, sends TERM at once."""
+    A second signal, or the first one if no rank handles SIGUSR1, sends SIGTERM at once."""
 
     def __init__(self, grace: float) -> None:
         self.grace = grace
@@ -344,7 +345,7 @@ class _SignalForwarder:
             self._before.pop().restore(self._record_signal)
 
     def wait(self, seconds: float) -> bool:
-        """Sleep; return True as soon as a signal was received, else False at the end."""
+        """Sleep for at most `seconds`; return True as soon as a signal was received, and False if none was."""
         end = time.monotonic() + seconds
         while not self.received and time.monotonic() < end:
             time.sleep(min(0.1, max(end - time.monotonic(), 0)))
@@ -354,10 +355,10 @@ class _SignalForwarder:
         self, job: subprocess.Popen[bytes], in_vain: threading.Event, meanwhile: Callable[[], object],
         listen: Callable[[], bool],
     ) -> None:  # fmt: skip
-        """Wait until the job has ended, forward signals meanwhile, and kill what is left of its process group.
+        """Wait until the job has ended and forward signals meanwhile, then kill the rest of its process group.
 
-        in_vain: set when the job is to be ended now. meanwhile: called repeatedly as long as the job runs undisturbed.
-        listen: returns whether a rank would save at USR1."""
+        in_vain: event that is set when the job must be ended now. meanwhile: called repeatedly as long as the job runs
+        undisturbed. listen: returns whether a rank would save on SIGUSR1."""
         stage, due = 0, 0.0
         while True:
             with suppress(subprocess.TimeoutExpired):
@@ -369,7 +370,7 @@ class _SignalForwarder:
                 stage, due = 2, now + _END_TIMEOUT_SECONDS / 5
             elif stage == 0 and self.received:
                 stage, due = 1, now
-                if not hasattr(signal, "SIGUSR1"):  # a console of Windows sends Ctrl-C to the ranks itself
+                if not hasattr(signal, "SIGUSR1"):  # the Windows console sends Ctrl-C to the ranks itself
                     due += self.grace
                 elif listen():
                     job.send_signal(signal.SIGUSR1)
@@ -386,12 +387,12 @@ class _SignalForwarder:
 
     def _record_signal(self, number: int, frame: FrameType | None) -> None:
         first, self.received = self.received is None, self.received or signal.Signals(number)
-        if first or signal.Signals(number).name != "SIGHUP":  # a shell forwards a HUP that the terminal sent as well
+        if first or signal.Signals(number).name != "SIGHUP":  # a shell forwards a SIGHUP that the terminal also sent
             self._times += 1
 
 
 def _kill_process_group(job: subprocess.Popen[bytes]) -> None:
-    """Kill the launcher, and on POSIX its whole process group."""
+    """Kill the launcher and, on POSIX systems, its entire process group."""
     with suppress(OSError):
         if hasattr(os, "killpg"):
             os.killpg(job.pid, signal.SIGKILL)

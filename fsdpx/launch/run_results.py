@@ -1,4 +1,4 @@
-"""Results of a training: a summary line, and the run folder with model, curve and report."""
+"""Results of a training: a summary line, and a run folder with the model, the curve and the report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["format_summary_line", "save_and_print_results"]
 
 
 def format_summary_line(history: FitHistory, unit: str) -> str:
-    """Return a one-line summary. The rate, in `unit` per second, excludes validation and saving."""
+    """Return a one-line summary. The rate, in `unit` per second, excludes the time for validation and saving."""
     parts = []
     if history.losses:
         rate = history.samples_seen / history.seconds
@@ -26,9 +26,9 @@ def format_summary_line(history: FitHistory, unit: str) -> str:
 def save_and_print_results(
     trainer: Trainer, history: FitHistory, folder: RunFolder, summary: ReportSummary, resume: str
 ) -> None:
-    """Save the trained model, the curve and the report to the run folder; rank 0 prints where. Collective.
+    """Save the trained model, the curve and the report to the run folder; on rank 0, print the paths. Collective.
 
-    resume: the arguments that continue the run."""
+    resume: arguments that continue the run, for the printed text."""
     drawn = trainer.call_runner.run_on_rank0(
         f"draw {folder.curve_path}", lambda: folder.draw_curve() or folder.curve_path.exists()
     )

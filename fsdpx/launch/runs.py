@@ -1,4 +1,4 @@
-"""Run folders: `fsdpx train` makes one; `runs`, `report` and `trace` show its content."""
+"""Run folders: `fsdpx train` creates them; `runs`, `report` and `trace` show their content."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["merge_traces_and_print_path", "print_and_write_report", "print_runs"
 
 
 def print_and_write_report(args: argparse.Namespace) -> int:
-    """Print the report as text, write its HTML page and print the path; return the exit status."""
+    """Print the report as text, write it as an HTML page, and print the path of the page; return the exit status."""
     folder = RunFolder(args.run)
     print(write_report_page(folder))
     print(f"\n{folder.page_path}")
@@ -32,7 +32,7 @@ def print_and_write_report(args: argparse.Namespace) -> int:
 
 
 def merge_traces_and_print_path(args: argparse.Namespace) -> int:
-    """Merge the traces of all ranks and print where the result is; return the exit status."""
+    """Merge the traces of all ranks into one file and print its path; return the exit status."""
     with reporting_unreadable_files(args.folder):
         path, error, messages = merge_traces(args.folder)
     print(
@@ -43,7 +43,7 @@ def merge_traces_and_print_path(args: argparse.Namespace) -> int:
 
 
 def print_runs(args: argparse.Namespace) -> int:
-    """Print a table of runs, and how the named ones differ; return the exit status."""
+    """Print a table of the named runs, or of all runs, and how the named ones differ; return the exit status."""
     given = [path if (path / "config.json").exists() else args.folder / path for path in args.run]
     for path in given:
         if not (path / "config.json").exists():
@@ -85,7 +85,7 @@ def _format_number(value: float | None) -> str:
 
 
 def _format_argument_differences(folders: list[RunFolder]) -> str:
-    """Return a table of the arguments that differ between runs."""
+    """Return a table of the arguments that differ between the runs."""
     given: list[dict[str, Any]] = [
         {"ranks": f.read_json("config.json").get("ranks"), **f.read_arguments()} for f in folders
     ]
@@ -96,7 +96,8 @@ def _format_argument_differences(folders: list[RunFolder]) -> str:
 
 
 def train_run_file(args: argparse.Namespace) -> int:
-    """Train, validate and save what a run file describes; return the exit status. Collective."""
+    """Train and validate the model that a run file describes, and save the results; return the exit status.
+    Collective."""
     builder = ModelBuilder.from_file(args.file, args.changes)
     options, comm = builder.get_fit_options(), init()
     batches, unit = options.pop("validation_batches", None), options.get("unit", "samples")
@@ -113,7 +114,7 @@ def train_run_file(args: argparse.Namespace) -> int:
         placed = trainer.inspect.placement
         size, chosen = placed.layout.size, placed.tuning
         print(f"{args.file}: {size:,} parameters on {comm.size} ranks; chosen: {chosen}", flush=True)
-    trainer.inspect.reset_counters()  # so that the report counts only training
+    trainer.inspect.reset_counters()  # so that the report covers only the training
     checkpoints = CheckpointConfig(folder.checkpoint_folder, every=options.get("every", 50), keep=2)
     with train_on:
         history = trainer.fit(train_on, **{"log": folder.path, "checkpoints": checkpoints, **options})

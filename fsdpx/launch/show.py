@@ -1,4 +1,4 @@
-"""`fsdpx show`: describe a step as text, as a picture and as a trace."""
+"""`fsdpx show`: describe a training step as text, as a picture and as a trace."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ __all__ = [
 
 
 def add_options(p: argparse.ArgumentParser, also: str = "") -> None:
-    """Add --mesh, --schedule, --sequence and --recompute. also: a further value of schedule and sequence, for the help
-    text."""
+    """Add --mesh, --schedule, --sequence and --recompute. also: text about a further value of --schedule and
+    --sequence, for the help."""
     p.add_argument("--mesh", default=None, help="widths of axes, such as pipe=2,tensor=2; also replica and shard")
     p.add_argument("--schedule", default=None, help=f"of the pipe: {', '.join(SCHEDULES)}, a text file{also}")
     p.add_argument("--sequence", default=None, help=f"over the tensor axis: parallel, ulysses, ring, samples{also}")
@@ -71,7 +71,7 @@ def add_options(p: argparse.ArgumentParser, also: str = "") -> None:
 
 
 def require_axes_for_options(mesh: Mesh | None, schedule: str | None, sequence: str | None) -> None:
-    """Raise ConfigError for a schedule without a pipe axis, or a sequence without a tensor axis."""
+    """Raise ConfigError if a schedule is given without a pipeline axis, or a sequence mode without a tensor axis."""
     if schedule is not None and (mesh is None or mesh.pipe == 1):
         raise ConfigError(f"--schedule {schedule}: the mesh has no pipe axis; say --mesh pipe=2")
     if sequence is not None and (mesh is None or mesh.tensor == 1):
@@ -84,7 +84,7 @@ def parse_recompute(text: str | None) -> Any:
 
 
 def format_mesh(mesh: Mesh) -> str:
-    """Return the axes of a mesh that are wider than 1, as text."""
+    """Return a text with the axes of a mesh that are wider than 1."""
     return " x ".join(f"{axis}={mesh.width_of(axis)}" for axis in AXES if mesh.width_of(axis) > 1) or "one rank"
 
 
@@ -93,11 +93,11 @@ SCHEDULE_WIDTH_CHARS = 250  # characters per line of the schedule
 DEFAULT_MACHINE = "epyc-100g"
 """Machine on which steps are simulated by default."""
 UNIT_COSTS = StageCosts(forward=1, backward_input=1, backward_params=1)
-LAYER_AXES = ("tensor", "data", "domain")  # axes over which layers communicate, outside of the program's verbs
+LAYER_AXES = ("tensor", "data", "domain")  # axes over which layers communicate, which is not part of the program
 
 
 def show(args: argparse.Namespace) -> str:
-    """Return the text of `show` for the options of its command line."""
+    """Return the text that `show` prints for these options of the command line."""
     if args.png is not None:
         require_drawable("--png", args.png)
     example = _grow_batch_to_chunks(find_model(args.example, args.batch), args.batch, args.chunks)
@@ -147,7 +147,7 @@ def show(args: argparse.Namespace) -> str:
 def _make_plain_values(
     args: argparse.Namespace, run: DryRun, rows: int, changes: list[OptionChange] | None
 ) -> dict[str, Any]:
-    """Return the same as plain values."""
+    """Return what `show` prints as a dict of plain values, for --json."""
     moved = [{"axis": axis, "call": call, **vars(n)} for (axis, call), n in sorted(run.report.traffic.items())]
     process = {name: {"rss": part.rss, "pss": part.pss} for name, part in run.footprint.parts.items()}
     axes = run.trainer.inspect.placement.axes
@@ -163,7 +163,7 @@ def _make_plain_values(
 def _make_dry_run_options(
     args: argparse.Namespace, example: CatalogModel, mesh: Mesh, ranks: int, rank: int
 ) -> dict[str, Any]:
-    """Return the arguments of the dry run."""
+    """Return the keyword arguments of the dry run."""
     return {
         "ranks": ranks,
         "rank": rank,
@@ -185,7 +185,7 @@ def _make_dry_run_options(
 
 
 def parse_dims(option: str, text: str | None) -> tuple[int, ...]:
-    """Return the numbers of `2,2,2` or `2x2x2`; () for None; ConfigError for anything else."""
+    """Return the numbers of a text such as "2,2,2" or "2x2x2", and () for None; raise ConfigError for anything else."""
     words = [] if text is None else text.replace("x", ",").split(",")
     if any(not word.strip().isdecimal() or int(word) < 1 for word in words):
         raise ConfigError(f"{option} {text}: a number above 0 for each dim, such as 2,2,2")
@@ -193,7 +193,7 @@ def parse_dims(option: str, text: str | None) -> tuple[int, ...]:
 
 
 def make_no_field_error(example: str) -> ConfigError:
-    """Return the error for --domain and --field with a model that takes no fields."""
+    """Return the error for --domain or --field with a model that takes no fields."""
     fields = ", ".join(name for name, one in CATALOG.items() if one.cells)
     say = "; of a model of your own say --batch with samples, channels and cells, as many as it gives"
     own = say * (":" in example)
@@ -203,7 +203,7 @@ def make_no_field_error(example: str) -> ConfigError:
 def _choose_cells_and_grid(
     args: argparse.Namespace, example: CatalogModel, dims: tuple[int, ...]
 ) -> tuple[tuple[int, ...], Grid | None]:
-    """Return the cells of the requested fields, and the grid that splits them, or None."""
+    """Return the number of cells of the requested field along each dim, and the grid that splits it, or None."""
     cells = parse_dims("--field", args.field) or example.cells
     if not example.cells and (dims or cells):
         raise make_no_field_error(args.example)
@@ -211,8 +211,8 @@ def _choose_cells_and_grid(
 
 
 def _grow_batch_to_chunks(example: CatalogModel, batch: str | None, chunks: int | None) -> CatalogModel:
-    """Return the model with a batch that divides into `chunks`: the default batch grows as far as needed, a given one
-    must fit."""
+    """Return the model with a batch that divides into `chunks`. The default batch grows as needed; a given batch must
+    divide."""
     if chunks is None or chunks < 1 or example.batch % chunks == 0:
         return example
     fits = -(-example.batch // chunks) * chunks
@@ -224,8 +224,8 @@ def _grow_batch_to_chunks(example: CatalogModel, batch: str | None, chunks: int 
 def _choose_rank_and_sample_count(
     args: argparse.Namespace, mesh: Mesh, ranks: int, batch: int, part: int
 ) -> tuple[int, int]:
-    """Return the rank to show and its number of samples: the rank of the command line, else the first with samples
-    whose part of the field is number `part`."""
+    """Return the rank to show and its number of samples: the rank of the command line, or else the first rank that has
+    samples and shard number `part` of the field."""
     if args.rank is not None and not 0 <= args.rank < ranks:
         return args.rank, 1  # the dry run reports the error
     rows = [_count_samples_of_rank(mesh, rank, batch, args.chunks) for rank in range(ranks)]
@@ -238,8 +238,8 @@ def _choose_rank_and_sample_count(
 
 
 def _choose_rank_count(args: argparse.Namespace, mesh: Mesh | None, grid: int) -> int:
-    """Return the number of ranks: as given; else that of the mesh, with width 1 for an open axis; without a mesh that
-    of the grid, or 4."""
+    """Return the number of ranks from the command line. The default is the size of the mesh, with width 1 for open
+    axes; without a mesh it is the size of the grid, or 4."""
     if args.ranks is not None:
         return int(args.ranks)
     if mesh is None or mesh.domain:
@@ -248,7 +248,7 @@ def _choose_rank_count(args: argparse.Namespace, mesh: Mesh | None, grid: int) -
 
 
 def _count_samples_of_rank(mesh: Mesh, rank: int, batch: int, chunks: int | None) -> int:
-    """Return the samples of the global batch that this rank's data rank gets."""
+    """Return how many samples of the global batch this rank gets."""
     grid = prod(mesh.domain)
     return count_rows_of_rank(batch, mesh.data_rank_of(rank) // grid, mesh.width_of("data") // grid, chunks)
 
@@ -262,7 +262,7 @@ def _format_program(run: DryRun) -> str:
 
 
 def _format_units(run: DryRun) -> str:
-    """Return the table of the units of all stages; "on this rank" is empty for stages of other pipe ranks."""
+    """Return a table of the units of all stages. "on this rank" is empty for stages of other pipeline ranks."""
     layout, state = run.trainer.inspect.placement.layout, run.trainer.inspect.placement.pages
     pipe = run.trainer.inspect.placement.axes.pipe.size > 1
     rows: list[tuple[str, ...]] = [("unit", *["stage"] * pipe, "layers", "parameters", "on this rank", "pages")]
@@ -285,8 +285,8 @@ def _format_units(run: DryRun) -> str:
 
 
 def _count_forward_gathers(run: DryRun) -> int:
-    """Return the number of all-gathers before the first loss, or on other ranks of the pipe before the first
-    backward."""
+    """Return the number of all-gathers before the first loss, or before the first backward on pipeline ranks without a
+    loss."""
     words = [str(action) for action in run.program.actions]
     end = next(i for i, word in enumerate(words) if word.startswith(("LOSS", "B", "I")))
     moves = run.trainer.inspect.placement.axes.shard.size > 1
@@ -314,7 +314,8 @@ def _format_memory(run: DryRun) -> str:
 
 
 def _format_budget_check(run: DryRun, budget: str | None, helpful: Callable[..., str]) -> str:
-    """Return whether the expected peak of the whole process keeps a budget, and what would help, as text."""
+    """Return a text that says whether the expected peak of the process is within the budget, and otherwise which
+    options would help."""
     if budget is None:
         return ""
     found = run.footprint
@@ -327,7 +328,8 @@ def _format_budget_check(run: DryRun, budget: str | None, helpful: Callable[...,
 
 
 def _format_schedule(schedule: PipelineSchedule) -> str:
-    """Return the order of forwards and backwards on all pipe ranks; one character is the time of one F, I or W."""
+    """Return the order of forwards and backwards on all pipeline ranks; each character stands for the time of one F, I
+    or W."""
     idle = compute_bubble(simulate(schedule, UNIT_COSTS), schedule, UNIT_COSTS)
     pairs = ", ".join(map(str, count_in_flight(schedule)))
     numbers = f"{_format_count(schedule.stages, 'stage')}, {_format_count(schedule.microbatches, 'microbatch', 'es')}"
@@ -341,8 +343,8 @@ def _format_count(number: int, word: str, plural: str = "s") -> str:
 
 
 def _draw_and_trace(args: argparse.Namespace, example: CatalogModel, options: dict[str, Any]) -> Iterator[str]:
-    """Draw a step and write its trace as requested; yield what was written. example: a model whose samples are whole
-    fields."""
+    """Draw a step and write its trace, if requested; yield texts about what was written. example: a model whose samples
+    are entire fields."""
     if not args.png and not args.trace:
         if args.machine is not None:
             raise ConfigError(f"--machine {args.machine}: of a simulated step; say --png FILE or --trace FILE, too")
@@ -361,14 +363,14 @@ def _draw_and_trace(args: argparse.Namespace, example: CatalogModel, options: di
 
 
 MAX_RANKS_SHOWN = 4
-"""Without a pipe each rank has a row of its own up to this number; otherwise one rank stands for all that do the
+"""Maximum number of ranks with a row each, without pipeline parallelism. Otherwise one rank stands for all that do the
 same."""
 
 
 def make_step_lanes(dry: StepDryRuns, found: Prediction, title: str, limit: float | None = None) -> StepLanes:
-    """Return the simulated step for `fsdpx.ext.observe.plots.make_figure`.
+    """Return the simulated step in the form that `fsdpx.ext.observe.plots.make_figure` draws.
 
-    title: "name: about". limit: bytes that a rank may take (default: the machine's capacity)."""
+    title: "name: about". limit: bytes that a rank may use (default: the machine's capacity)."""
     mesh, held, pipe = found.mesh, dry.make_memory_curves(found.events), found.mesh.width_of("pipe")
     places, each = (
         [mesh.coordinates_of(rank).pipe for rank in range(mesh.size)],
@@ -394,7 +396,7 @@ def make_step_lanes(dry: StepDryRuns, found: Prediction, title: str, limit: floa
 
 @contextmanager
 def reporting_unwritable(path: Any) -> Iterator[None]:
-    """Return a context that raises ConfigError if this file cannot be written inside."""
+    """Return a context in which an error that `path` cannot be written is raised as ConfigError."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -402,7 +404,7 @@ def reporting_unwritable(path: Any) -> Iterator[None]:
 
 
 def draw_step_to_file(dry: StepDryRuns, found: Prediction, title: str, path: str, limit: float | None = None) -> str:
-    """Draw the simulated step into a file and return a text about it. limit: see `make_step_lanes`."""
+    """Draw the simulated step to a file and return a text about it. limit: as in `make_step_lanes`."""
     drawn = len({event.action.mb for event in found.events} - {None})
     of = f", {drawn} of {found.microbatches} microbatches" if drawn < found.microbatches else ""
     with reporting_unwritable(path):
@@ -412,7 +414,8 @@ def draw_step_to_file(dry: StepDryRuns, found: Prediction, title: str, path: str
 
 
 def write_trace(dry: StepDryRuns, found: Prediction, path: str) -> str:
-    """Write the simulated step as a trace for Perfetto, with a rank of each pipe stage, and return a text about it."""
+    """Write the simulated step as a trace for Perfetto, with one rank per pipeline stage, and return a text about
+    it."""
     ranks = []
     for stage, (run, held) in enumerate(zip(dry.runs, dry.make_memory_curves(found.events), strict=True)):
         axes, rank = run.session.state.placement.axes, run.found.rank
@@ -429,7 +432,8 @@ def write_trace(dry: StepDryRuns, found: Prediction, path: str) -> str:
 def _make_simulated_record(
     run: Any, row: Sequence[ActionEvent], alive: Sequence[tuple[float, int]], program: Any
 ) -> ProgramRecord:
-    """Return the simulated events as if a rank had recorded them, with program number -1, which no measured one has."""
+    """Return the simulated events as if a rank had recorded them. The program number is -1, which no recorded program
+    has."""
     turn, free = ProgramRecord(-1, 0, program, []), 0.0
     times = [time for time, _ in alive]
     for event in row:

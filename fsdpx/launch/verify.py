@@ -1,4 +1,4 @@
-"""`verify`: compare the training of N ranks with that of one process on this machine, tensor by tensor."""
+"""`verify`: compare training on N ranks with training in a single process on this machine, tensor by tensor."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -38,7 +38,8 @@ TrainingResult = tuple[list[float], dict[str, Any], str]
 
 @dataclass(frozen=True)
 class VerifySize:
-    """Size of a GPT with enough layers for the stages of a mesh, and enough heads and positions for its tensor axis."""
+    """Size of a GPT that has enough layers for the stages of a mesh, and enough heads and positions for its tensor
+    axis."""
 
     width: int = 24
     layers: int = 2
@@ -47,7 +48,7 @@ class VerifySize:
 
     @classmethod
     def for_mesh(cls, mesh: Mesh | None) -> "VerifySize":
-        """Return the size for a mesh; None: one without pipe and tensor axes."""
+        """Return the size for a mesh. None stands for a mesh without pipeline and tensor axes."""
         if mesh is None:
             return cls()
         pipe, tensor = mesh.width_of("pipe"), mesh.width_of("tensor")
@@ -57,7 +58,8 @@ class VerifySize:
 
 @dataclass(frozen=True)
 class VerifyCase:
-    """One training to compare. mesh: None means the mesh of the strategy. recompute: as on the command line."""
+    """One training to compare. mesh: None means the default mesh of the strategy. recompute: text as on the command
+    line."""
 
     strategy: Strategy
     precision: PrecisionName
@@ -71,18 +73,18 @@ class VerifyCase:
 
     @property
     def tolerance(self) -> float:
-        """Largest relative difference: 0 with chunks, which make results bit-identical unless the tensor axis splits
-        sums."""
+        """Largest allowed relative difference. It is 0 with chunks, which make results bit-identical unless the tensor
+        axis splits sums."""
         exact = self.chunks is not None and (self.mesh is None or self.mesh.width_of("tensor") == 1)
         return 0.0 if exact else TOLERANCE[self.precision]
 
     @property
     def single_process_case(self) -> "VerifyCase":
-        """The same training in one process."""
+        """The same training in a single process."""
         return VerifyCase("ddp", self.precision, chunks=self.chunks, steps=self.steps)
 
     def __str__(self) -> str:
-        """Return everything but strategy, precision and ranks."""
+        """Return a text with everything but strategy, precision and number of ranks."""
         parts = [] if self.mesh is None else [format_mesh(self.mesh)]
         parts += [self.schedule or "1f1b"] if self.mesh is not None and self.mesh.width_of("pipe") > 1 else []
         parts += [] if self.sequence is None else [f"sequence {self.sequence}"]
@@ -91,7 +93,7 @@ class VerifyCase:
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Return 0 if all tensors agree, else 1. Errors in the arguments are raised before ranks connect. Collective."""
+    """Return 0 if all tensors agree, else 1. Invalid arguments raise an error before the ranks connect. Collective."""
     if args.strategy != "all":
         resolve_sharding(DistributionChoices(args.strategy).strategy_within_replica(1), 1)
     _list_precisions(args.precision)
@@ -99,7 +101,7 @@ def verify(args: argparse.Namespace) -> int:
 
 
 def verify_on_communicator(comm: Communicator, args: argparse.Namespace) -> int:
-    """Run `verify` on the ranks of `comm`. Collective."""
+    """Run `verify` on the ranks of `comm`; return the exit status. Collective."""
     good = True
     for case in list_cases(args, comm.size):
         good &= _train_and_compare_case(comm, case, VerifySize.for_mesh(case.mesh))
@@ -107,7 +109,7 @@ def verify_on_communicator(comm: Communicator, args: argparse.Namespace) -> int:
 
 
 def list_cases(args: argparse.Namespace, ranks: int) -> list[VerifyCase]:
-    """Return the product of the given strategies, precisions, schedules and sequences."""
+    """Return the cases for all combinations of the given strategies, precisions, schedules and sequence modes."""
     strategies: list[Any] = list(PRESETS) if args.strategy == "all" else [args.strategy]
     formats = _list_precisions(args.precision)
     mesh = None if args.mesh is None else Mesh.parse(args.mesh)
@@ -131,7 +133,7 @@ def _list_precisions(precision: str) -> list[Any]:
 
 
 def fill_mesh(mesh: Mesh, strategy: Strategy, ranks: int) -> Mesh:
-    """Return the mesh with all widths filled in; for ddp the whole data axis is replicas."""
+    """Return the mesh with all widths filled in; for ddp the entire data axis consists of replicas."""
     full = mesh.fill_from_strategy(DistributionChoices(strategy, mesh).strategy_within_replica(ranks), ranks)
     if strategy in PRESETS and PRESETS[strategy].shard == 1:
         return replace(full, replica=full.width_of("data"), shard=1)
@@ -139,7 +141,8 @@ def fill_mesh(mesh: Mesh, strategy: Strategy, ranks: int) -> Mesh:
 
 
 def _train_and_compare_case(comm: Communicator, case: VerifyCase, size: VerifySize) -> bool:
-    """Train one case, print whether it agrees with one process, and return that. Collective."""
+    """Train one case and print whether its results agree with those of a single process; return whether they do.
+    Collective."""
     losses, got, text = _train_case(comm, case, size)
     verdict = None
     if comm.rank == 0:
@@ -155,7 +158,7 @@ def _train_and_compare_case(comm: Communicator, case: VerifyCase, size: VerifySi
 
 
 def _retrain_and_print_first_difference(comm: Communicator, case: VerifyCase, size: VerifySize) -> None:
-    """Train again with recording, and print the first value that differs. Collective."""
+    """Train again while recording, and print the first value that differs. Collective."""
     everyone = comm.all_gather_data(_train_and_record(comm, case, size))
     if comm.rank == 0:
         print(
@@ -169,7 +172,7 @@ def _retrain_and_print_first_difference(comm: Communicator, case: VerifyCase, si
 
 
 def _train_and_record(comm: Communicator, case: VerifyCase, size: VerifySize) -> RankRecord:
-    """Train with a recorder of all written values; return this rank's record. Collective."""
+    """Train while recording all written values; return this rank's record. Collective."""
     trainer = _make_small_gpt_trainer(comm, case, size)
     recorder = ValueRecorder(trainer.inspect.engine, case.steps)
     for x, y in _iterate_batches(trainer.data_group, case.steps, case.chunks, size.seq_len):
@@ -184,8 +187,8 @@ def _train_in_one_process(case: VerifyCase, size: VerifySize) -> TrainingResult:
 
 
 def _train_case(comm: Communicator, case: VerifyCase, size: VerifySize) -> TrainingResult:
-    """Train on batches of which the last is short; return losses, parameters, and a text with a fingerprint for exact
-    cases. Collective."""
+    """Train on batches, of which the last is short. Return losses, parameters, and for exact cases a text with a
+    fingerprint. Collective."""
     trainer = _make_small_gpt_trainer(comm, case, size)
     losses = [
         trainer.step(x, y) for x, y in _iterate_batches(trainer.data_group, case.steps, case.chunks, size.seq_len)
@@ -197,7 +200,7 @@ def _train_case(comm: Communicator, case: VerifyCase, size: VerifySize) -> Train
 
 
 def _make_small_gpt_trainer(comm: Communicator, case: VerifyCase, size: VerifySize) -> Trainer:
-    """Return a trainer of a small GPT with tied weights, gradient clipping, and dropout unless results must be
+    """Return the trainer of a small GPT with tied weights and gradient clipping; it has dropout unless results must be
     exact."""
     exact = case.chunks is not None
     model = nn.GPT(VOCAB, size.width, size.layers, size.heads, size.seq_len, tie=True, dropout=0.0 if exact else 0.1)
@@ -225,12 +228,12 @@ def _count_microbatches(case: VerifyCase) -> int:
 
 
 def _iterate_batches(comm: Communicator, steps: int, chunks: int | None, seq_len: int) -> Iterator[tuple[Any, Any]]:
-    """Yield this data rank's part of global batches that do not depend on the number of ranks."""
+    """Yield this data rank's shard of each global batch. Global batches do not depend on the number of ranks."""
     rng = np.random.Generator(np.random.Philox(11))
     for step in range(steps):
         rows = 2 * chunks if chunks else FULL_BATCH if step < steps - 1 else LAST_BATCH
         tokens = rng.integers(0, VOCAB, (rows, seq_len + 1))
-        tokens[:, 1::5] = -100 if step % 2 else tokens[:, 1::5]  # labels that the loss ignores
+        tokens[:, 1::5] = -100 if step % 2 else tokens[:, 1::5]  # the loss ignores labels of -100
         if chunks:
             mine, each = get_chunks_of_rank(chunks, comm.rank, comm.size), rows // chunks
             part = slice(mine.start * each, mine.stop * each)
@@ -242,11 +245,12 @@ def _iterate_batches(comm: Communicator, steps: int, chunks: int | None, seq_len
 def _compare_tensors(
     want: dict[str, Any], got: dict[str, Any], want_losses: list[float], got_losses: list[float], tolerance: float
 ) -> tuple[bool, str]:
-    """Return whether all tensors agree, relative to the largest element of each, and a line that names the worst."""
+    """Return whether all tensors agree, relative to the largest element of each, and a line that names the worst
+    tensor."""
     ours = {"the losses": np.array(got_losses), **{name: got[name] for name in want}}
     worst = find_difference(
         ours, {"the losses": np.array(want_losses), **want}, -1.0
-    )  # tolerance -1: the worst element in any case
+    )  # a tolerance of -1 always returns the worst element
     error, where = (0.0, "the losses") if worst is None else (worst.relative, worst.tensor)
     if error > tolerance:
         return False, f"{where} differs by {error:.2e} relative, more than {tolerance:g}"
