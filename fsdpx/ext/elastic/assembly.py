@@ -1,4 +1,5 @@
-"""Assemble the ranks of an elastic run: choose which train and on which mesh, and restore their state from memory."""
+"""Assemble the ranks of an elastic run: choose which ranks train and on which mesh, and restore their state from
+memory."""
 
 from __future__ import annotations
 
@@ -47,9 +48,10 @@ __all__ = [
 
 
 def find_widest_mesh(mesh: Mesh | None, strategy: str | Sharding, ranks: int) -> Mesh:
-    """Return the widest mesh for at most `ranks` ranks: pipe and tensor axes as given, data axes as wide as possible.
+    """Return the widest mesh for at most `ranks` ranks: pipeline and tensor axes as given, data axes as wide as
+    possible.
 
-    If all widths were given, there may be fewer replicas. Raises MeshError if no mesh fits.
+    If all widths were given, the mesh may have fewer replicas. Raises MeshError if no mesh fits.
     """
     asked = mesh or Mesh()
     widths = range(asked.replica or 1, 0, -1)
@@ -71,7 +73,7 @@ def choose_training_ranks(training_ranks: Sequence[int | None], count: int) -> l
 
 
 def send_value_to_ranks(comm: Communicator, listeners: Sequence[int], value: Any) -> None:
-    """Send `value` to the `listeners`, which call `recv_value`: two messages to each."""
+    """Send `value` to the `listeners`, which call `recv_value`, in two messages to each."""
     if not listeners:
         return
     data = np.frombuffer(pack(value), np.uint8)
@@ -95,7 +97,7 @@ def recv_value(comm: Communicator, source: int) -> Any:
 
 
 class GenerationSummary(NamedTuple):
-    """A generation of a state as other ranks are told of it: step, scalars in JSON, and its parts without arrays."""
+    """A generation of a state as described to other ranks: step, scalars in JSON, and its parts without arrays."""
 
     step: int
     scalars: str
@@ -165,12 +167,12 @@ class Assembler:
         self, control: SurvivorCommunicator, member: Member, generations: Sequence[StateGeneration], ranks: int | None,
         report: Callable[[str], None], timeout: float | None,
     ) -> Assembly:  # fmt: skip
-        """Return the assembly after a change of ranks, with the state of the newest step of which every element is in
-        the memory of some rank. Collective.
+        """Return the assembly after a change of ranks. Its state is that of the newest step of which every element is
+        in the memory of some rank. Collective.
 
-        Raises StateLost, on all ranks, if there is none. Returns when the ranks hold copies of each other's state
-        again. report: called with the progress. timeout: of the former watchdog; that of a watched communicator is
-        longer.
+        Raises StateLost, on all ranks, if there is no such step. Returns when the ranks hold copies of each other's
+        state again. report: called with text about the progress. timeout: timeout of the previous watchdog, because
+        that of a watched communicator is longer.
         """
         mine = [
             GenerationSummary(g.step, g.scalars.to_json(), [describe_shard(part) for part in g.parts])
@@ -225,7 +227,7 @@ class Assembler:
 
 
 def _find_complete_tensors(everyone: list[Member], step: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes, by name, of the tensors of a step of which the ranks together hold every element."""
+    """Return the shapes, by name, of the tensors of a step whose elements the ranks together hold completely."""
     parts: dict[str, list[ShardDescriptor]] = {}
     for part in (part for one in everyone for g in one.generations if g.step == step for part in g.parts):
         parts.setdefault(part.name, []).append(part)
@@ -237,8 +239,8 @@ def _find_complete_tensors(everyone: list[Member], step: int) -> dict[str, tuple
 
 
 def _find_newest_complete_step(placement: Placement, everyone: list[Member]) -> tuple[int, str] | None:
-    """Return the newest step of which the ranks together hold every element, and its scalars; None for the initial
-    state, which needs no memory. Raises StateLost if there is neither."""
+    """Return the newest step of which the ranks together hold every element, and its scalars. Return None if only the
+    initial state is available, which needs no memory. Raise StateLost if not even that is."""
     wanted = list_saved_tensors(placement)
     lost: dict[int, list[str]] = {}
     for step in sorted({g.step for one in everyone for g in one.generations}, reverse=True):

@@ -1,4 +1,4 @@
-"""The call runner of an elastic trainer: all ranks agree on every step before it counts, and the survivors of a loss
+"""The call runner of an elastic trainer. All ranks agree on every step before it counts, and after a loss the survivors
 repeat the interrupted call."""
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class BatchPair(NamedTuple):
 
 
 class RecentBatches:
-    """Copies of the batches of the last steps, by number from 1, as a caller may reuse its arrays."""
+    """Copies of the batches of the last steps, by step number from 1. Copies are needed because a caller may reuse its
+    arrays."""
 
     def __init__(self) -> None:
         self._batches: deque[BatchPair] = deque()
@@ -66,25 +67,25 @@ class RecentBatches:
         self._batches.append(BatchPair(_map_arrays(x, _copy_array), _map_arrays(y, _copy_array)))
 
     def drop_newest(self) -> None:
-        """Drop the newest batch: its step failed."""
+        """Drop the newest batch, because its step failed."""
         self._batches.pop()
 
     def drop_up_to(self, number: int) -> None:
-        """Drop the batches up to step `number`, which will not be repeated."""
+        """Drop the batches up to step `number`, because these steps will not be repeated."""
         while self._batches and self._first <= number:
             self._batches.popleft()
             self._first += 1
 
     def clear_and_restart_after(self, number: int) -> None:
-        """Drop all batches and continue counting after step `number`: earlier steps are not repeated."""
+        """Drop all batches and continue counting after step `number`, because earlier steps are not repeated."""
         self._batches.clear()
         self._first = number + 1
 
 
 def take_samples_of_rank(value: Any, rank: int, accumulation: Accumulation) -> Any:
-    """Return the samples of a data rank, in rank order: an even part, or whole chunks.
+    """Return the samples of a data rank, in rank order: an equal share, or full chunks.
 
-    value: an array, or a tuple or dict of them; dim 0 is samples.
+    value: an array, or a tuple or dict of arrays; dim 0 is samples.
     """
 
     def take_rows(array: Any) -> Any:
@@ -125,7 +126,7 @@ T = TypeVar("T")
 
 class ElasticRunner(CallRunner):
     """The call runner of the trainer that `fsdpx.distribute(..., elastic=True)` returns. Batches are global: every rank
-    passes the whole batch.
+    passes the full batch.
 
     Ranks that the mesh cannot use, or that were asked to leave, are idle: they make the same calls, get the same
     results, and may train again later. See docs: elastic.
@@ -137,13 +138,13 @@ class ElasticRunner(CallRunner):
         """Start the run. Collective over `control`, all ranks of the job."""
         self._coordinator = Coordinator(recipe, control, elastic, self._send_result_and_commit_step)
         self._recent = RecentBatches()
-        self._train: Callable[[Any, Any], object] | None = None  # a step of the trainer on the training ranks
+        self._train: Callable[[Any, Any], object] | None = None  # performs a step on the training ranks
         self._save_abandoned = False  # whether a background save was abandoned since the last successful one
         self._batch_checksum = 0  # checksum of the last global batch
         super().__init__(self._coordinator.assembly.session)
 
     def _switch_to_current_session(self) -> None:
-        """Use the session of the ranks that train now."""
+        """Switch to the session of the ranks that train now."""
         self.session = self._coordinator.assembly.session
         self.background_save = None
 
@@ -156,7 +157,7 @@ class ElasticRunner(CallRunner):
 
     @property
     def data_group(self) -> Communicator:
-        """A communicator of one rank: loaders yield whole global batches on every rank."""
+        """A communicator of one rank, because loaders yield full global batches on every rank."""
         return make_single_rank_communicator()
 
     @property
@@ -222,7 +223,7 @@ class ElasticRunner(CallRunner):
         return self._retry_until_agreed(all_reduce_once)
 
     def agree_on_end_of_batches(self) -> None:
-        """Compare nothing: all ranks have the same batches."""
+        """Compare nothing, because all ranks have the same batches."""
 
     def copy_weights_to_restore(self, trainer: Any) -> Callable[[], None]:
         """Return a function that restores the weights as they are now. All of them are copied on every rank, since
@@ -260,12 +261,12 @@ class ElasticRunner(CallRunner):
 
         Parameters
         ----------
-        ranks : at least 1; if fewer exist, or the mesh cannot use that many, as many as possible train
+        ranks : number of ranks, at least 1; if fewer exist, or the mesh cannot use that many, as many as possible train
 
         Raises
         ------
         ConfigError
-            if `ranks` is no such number
+            if `ranks` is not such a number
         """
         if type(ranks) is not int or ranks < 1:
             raise ConfigError(f"resize({ranks!r}): a number of ranks, 1 or more")
@@ -291,7 +292,7 @@ class ElasticRunner(CallRunner):
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _run_pending_steps(self) -> None:
-        """Make the steps whose batches are kept and that do not count yet, or no longer count."""
+        """Run the steps whose batches are kept and that do not count yet, or no longer count."""
         while self._coordinator.last_step < self._recent.last_number:
             try:
                 self._attempt_step(self._recent[self._coordinator.last_step + 1])
@@ -304,7 +305,7 @@ class ElasticRunner(CallRunner):
                 self._resize_if_requested()
 
     def _attempt_step(self, batch: BatchPair) -> None:
-        """Make the step after the last one that counts; raise RankLost if it does not count because a rank was lost."""
+        """Run the step after the last one that counts; raise RankLost if it does not count because a rank was lost."""
         if self.is_training:
             assert self._train is not None
             self._run_and_send_errors(partial(self._train, *batch))
@@ -318,8 +319,8 @@ class ElasticRunner(CallRunner):
         self._recent.drop_up_to(self._coordinator.newest_secure_step)
 
     def _send_result_and_commit_step(self, mean: LossMean, scale: GradientScale) -> None:
-        """Send the result of the step to idle ranks and commit it: called in the program between the communication and
-        the update of this rank's shard."""
+        """Send the result of the step to the idle ranks and commit the step. The program calls this between the
+        communication and the update of this rank's shard."""
         step, scaler = LastUpdate.from_loss_and_scale(float(mean.value), scale), scale.scaler
         self._coordinator.send_result_to_idle_ranks(
             "step", (step, self.session.state.steps + (not scale.skip), (scaler.value, scaler.good))
@@ -328,8 +329,8 @@ class ElasticRunner(CallRunner):
         self.last_update = step
 
     def _resize_if_requested(self) -> None:
-        """Resize if the job is asked for another number of ranks; if a rank is lost meanwhile, the next step asks
-        again."""
+        """Resize if another number of ranks is requested. If a rank is lost meanwhile, the request is handled after the
+        next step."""
         try:
             wanted = self._coordinator.agree_on_requested_ranks() if self._coordinator.asked else None
             if wanted is not None:

@@ -33,22 +33,22 @@ from fsdpx.ext.watch.watchdog import Watchdog
 __all__ = ["Coordinator", "Recovery"]
 
 NO_LOSS, COPIES_ARRIVED, SIZE_UNCHANGED = 1, 2, 4
-"""Flags of a rank at each agreement, and their meaning if all ranks set them: no rank was lost; copies under way have
+"""Flags that a rank sets at each agreement. If all ranks set them, they mean: no rank was lost; copies under way have
 arrived; no other number of ranks is requested."""
 INTERVAL_SHIFT, MAX_INTERVAL_LOG2 = 3, 10
 """From bit INTERVAL_SHIFT on, each bit stands for an interval: copies every 1, 2, 4, ... 2^MAX_INTERVAL_LOG2 steps are
 cheap enough. The lowest bit that all ranks set is used."""
 MAX_COPY_TIME_SHARE = 0.01
-"""Largest share of the time for copies, if the user does not set the interval."""
+"""Largest share of the time that copies may take, if the user does not set the interval."""
 SEND_COST_FACTOR = 3.0
-"""Time to send and to receive a copy, relative to making it here, on cores that also compute."""
+"""Time to send and receive a copy, relative to the time to create it on this rank, on cores that also compute."""
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """A change of ranks between two steps. step: the last one that counted. lost: ranks that died, numbered as at the
-    start of the job. ranks: number of ranks that train now. replayed: steps that had to be repeated. seconds: from the
-    moment when this rank noticed until it continued, without repeated steps."""
+    """A change of ranks between two steps. step: the last step that counted. lost: ranks that died, numbered as at the
+    start of the job. ranks: number of ranks that train now. replayed: number of steps that had to be repeated. seconds:
+    time from the moment when this rank noticed the loss until it continued, without the repeated steps."""
 
     step: int
     lost: tuple[int, ...]
@@ -64,12 +64,13 @@ class Recovery:
 
 
 class AgreementRefused(RankLost):
-    """The agreement itself reported the loss of a rank, so all ranks know of it."""
+    """Raised if the agreement itself reported the loss of a rank, so that all ranks know of it."""
 
 
 @dataclass(frozen=True)
 class TrainingFailure:
-    """An error of the training ranks, for idle ranks. agreed: whether they raise it after an agreement."""
+    """An error of the training ranks, as sent to idle ranks. agreed: whether the training ranks raise it after an
+    agreement."""
 
     kind: str
     text: str
@@ -77,7 +78,7 @@ class TrainingFailure:
 
 
 class CopyInterval:
-    """The interval between copies. every: steps between two copies."""
+    """The interval between copies. every: number of steps between two copies."""
 
     def __init__(self, elastic: ElasticConfig) -> None:
         self._elastic = elastic
@@ -85,9 +86,9 @@ class CopyInterval:
         self.restart_timing()
 
     def restart_timing(self) -> None:
-        """Forget all times: the ranks have changed, and with them the speed."""
+        """Forget all times, because the ranks have changed and with them the speed."""
         self._last, self._takes = perf_counter(), 0
-        self._steps: deque[float] = deque(maxlen=9)  # seconds of the last steps
+        self._steps: deque[float] = deque(maxlen=9)  # durations of the last steps in seconds
 
     def record_step(self) -> None:
         """Record that a step has ended."""
@@ -100,8 +101,8 @@ class CopyInterval:
         self._takes += 1
 
     def compute_cheap_interval_bits(self, copy_seconds: float) -> int:
-        """Return the intervals with which copies cost at most MAX_COPY_TIME_SHARE of the time on this rank: all powers
-        of two from the smallest one on, as bits. copy_seconds: seconds that the last copy took."""
+        """Return the intervals with which copies take at most MAX_COPY_TIME_SHARE of the time on this rank: all powers
+        of two from the smallest one on, as bits. copy_seconds: time that the last copy took."""
         least = 1.0
         if self._takes > 2 and self._steps:  # the first copies also allocate buffers
             cost = copy_seconds * (1 + SEND_COST_FACTOR * self._elastic.copies)
@@ -110,7 +111,8 @@ class CopyInterval:
         return (1 << MAX_INTERVAL_LOG2 + 1) - (1 << level)
 
     def set_smallest_common_interval(self, common_bits: int) -> None:
-        """Set the smallest interval that all ranks find cheap enough. common_bits: bitwise AND of theirs."""
+        """Set the smallest interval that all ranks find cheap enough. common_bits: bitwise AND of the intervals of all
+        ranks."""
         self.every = self._elastic.every or common_bits & -common_bits
 
 
@@ -133,8 +135,8 @@ class StepPosition:
 
 
 class Coordinator:
-    """The agreement of all living ranks of a run. ranks: number of ranks that should train. asked: whether another
-    number was requested."""
+    """Coordinates all living ranks of a run. ranks: number of ranks that should train. asked: whether another number
+    was requested."""
 
     def __init__(
         self, recipe: Recipe, control: SurvivorCommunicator, elastic: ElasticConfig, commit: Callable[[Any, Any], None]
@@ -181,7 +183,7 @@ class Coordinator:
     # -- agreements ----------------------------------------------------------------------------------------------------
 
     def agree_on_step(self) -> None:
-        """Return when all living ranks have arrived; raise RankLost on all of them if one was lost on the way.
+        """Return when all living ranks have arrived; raise RankLost on all of them if one was lost meanwhile.
         Collective."""
         flags = NO_LOSS | (COPIES_ARRIVED if self.assembly.copies.has_generation_arrived() else 0)
         flags |= SIZE_UNCHANGED if self._read_requested_ranks() in (self.ranks, self._refused) else 0
@@ -197,13 +199,13 @@ class Coordinator:
         self._copy_interval.set_smallest_common_interval(common >> INTERVAL_SHIFT)
 
     def commit_step(self) -> None:
-        """Agree on a step, after which this rank updates its shard without the others. Collective."""
+        """Agree on a step; afterwards this rank updates its shard without the others. Collective."""
         self.agree_on_step()
         self._position = replace(self._position, updating=True)
 
     def finish_step_and_start_copies(self) -> None:
-        """Count a finished step, and start copies when due. Needs no other rank, and decides from the last agreement
-        only, as another rank may be learning of a loss at this moment."""
+        """Count a finished step, and start copies when they are due. This needs no other rank. It depends only on the
+        last agreement, because another rank may be learning of a loss at this moment."""
         self._copy_interval.record_step()
         at = self._make_position(self.last_step + 1, self.newest_secure_step, self._position.under_way)
         if not self.assembly.copies.needed:
@@ -220,7 +222,7 @@ class Coordinator:
             return self.ranks
         try:
             return max(int(read_file(self.elastic.resize, ours=False)), 1)
-        except (OSError, ValueError):  # missing, or being written
+        except (OSError, ValueError):  # the file is missing or being written
             return self.ranks
 
     def agree_on_requested_ranks(self) -> int | None:
@@ -266,8 +268,8 @@ class Coordinator:
             )
 
     def recv_result_or_raise(self, call: str) -> Any:
-        """Receive the result of a call on an idle rank. Raises an error of the training ranks here as well, and
-        DesyncError if they made another call."""
+        """Receive the result of a call on an idle rank. If the training ranks raised an error, raise it here as well;
+        if they made another call, raise DesyncError."""
         source = self.assembly.training[0]
         heard, value = recv_value(self.assembly.control, source)
         if isinstance(value, TrainingFailure):
@@ -280,7 +282,7 @@ class Coordinator:
 
     def send_error_to_idle_ranks(self, error: FsdpxError) -> None:
         """Send an error to the idle ranks. An error that all training ranks raise together is raised once all ranks
-        have agreed that no loss caused it on some of them. An error of a single rank ends the job."""
+        have agreed that it was not caused by a loss on some of them. An error of a single rank ends the job."""
         agreed = isinstance(error, ConfigError | DataError | CheckpointError)
         self.send_result_to_idle_ranks("", TrainingFailure(type(error).__name__, str(error), agreed))
         if agreed:
@@ -289,7 +291,7 @@ class Coordinator:
     # -- changes of ranks ----------------------------------------------------------------------------------------------
 
     def recover_from_loss(self, error: RankLost) -> Recovery:
-        """Recover after a loss that this rank noticed: give up transfers under way, shrink to the living ranks, and
+        """Recover after a loss that this rank noticed: abandon transfers under way, shrink to the living ranks, and
         rebuild the assembly from memory. Collective over the living ranks."""
         begin, before, members = perf_counter(), self.last_step, self.assembly.initial_ranks
         self.report_to_observers("recovery: begins")
@@ -318,7 +320,7 @@ class Coordinator:
     def close(self) -> None:
         """End the run on all ranks. Collective.
 
-        The barrier makes sure that all ranks know of it: a rank that ends earlier would count as lost on the others.
+        The barrier ensures that all ranks know of the end: a rank that ended earlier would count as lost on the others.
         """
         try:
             self.assembly.control.barrier(what="close").wait()
@@ -329,7 +331,8 @@ class Coordinator:
         self.assembly.control.close()
 
     def resize_to(self, ranks: int | None) -> Recovery:
-        """Train on that many ranks, between two steps; raise RankLost if one was lost on the way. Collective."""
+        """Train on `ranks` ranks from now on; called between two steps. Raise RankLost if a rank was lost meanwhile.
+        Collective."""
         begin, before = perf_counter(), self.last_step
         assembly = self._rebuild_assembly(self.assembly.control, self._list_generations(), ranks)
         self.agree_on_step()
@@ -337,7 +340,7 @@ class Coordinator:
         return self._finish_recovery(assembly, begin, before, self.assembly.initial_ranks)
 
     def _abandon_communicator(self, control: SurvivorCommunicator) -> None:
-        """Stop watching a communicator on which no rank will wait again. A rank may die before it has done so: the next
+        """Stop watching a communicator on which no rank will wait again. A rank may die before it has done so; the next
         call removes its record."""
         if (watchdog := stop_watching(control)) is not None:
             self._abandoned.append((control, watchdog))
@@ -369,7 +372,8 @@ class Coordinator:
         return done
 
     def _list_generations(self) -> list[StateGeneration]:
-        """Return the states in this rank's memory: its own, unless it is half updated, and the copies that it keeps."""
+        """Return the states in this rank's memory: its own, unless it is partly updated, and the copies that it
+        keeps."""
         found = self.assembly.copies.list_generations()
         if self.assembly.is_training and not self._position.updating:
             parts = list(iterate_current_parts(self.assembly.session.state, self._position.before))
@@ -377,12 +381,12 @@ class Coordinator:
         return found
 
     def _drain_transfers(self) -> None:
-        """Wait for the transfers of the broken program to end, as their buffers will be reused."""
+        """Wait for the transfers of the interrupted program to end, because their buffers will be reused."""
         drain_or_keep_transfers(self.assembly.session.engine.abandon_transfers())
         self.assembly.copies.abandon_generation()
         self.assembly.copies.drop_old_generations()
 
     def report_to_observers(self, what: str) -> None:
-        """Report progress of a recovery to the observers of actions."""
+        """Report the progress of a recovery to the observers of actions."""
         for look in self.assembly.session.engine.hooks.on_action_done:
             look(what)  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""Copies of the state in the memory of other ranks: which rank keeps whose, and how they are updated."""
+"""Copies of the state in the memory of other ranks: which rank keeps the state of which, and how the copies are
+updated."""
 
 from __future__ import annotations
 
@@ -39,17 +40,17 @@ __all__ = [
 
 
 def assign_buddies(hosts: Sequence[str], copies: int) -> list[tuple[int, ...]]:
-    """Return, for each rank, the ranks that keep a copy of its state: `copies` of them, fewer if there are fewer other
-    ranks.
+    """Return, for each rank, the ranks that keep a copy of its state: `copies` of them, or fewer if there are fewer
+    other ranks.
 
-    hosts: of each rank. Ranks form groups of copies + 1 in which each keeps the state of all others; the last group
-    takes the rest and is a ring, in which each rank keeps the state of the `copies` ranks before it. So every rank
-    keeps as many copies as other ranks keep of its state.
+    hosts: host of each rank. Ranks form groups of copies + 1 in which each rank keeps the state of all others. The last
+    group takes the remaining ranks and is a ring, in which each rank keeps the state of the `copies` ranks before it.
+    So every rank keeps as many copies as other ranks keep of its state.
 
-    At the same memory, groups survive more losses than one ring of all ranks: state is lost when a rank and all its
-    buddies are lost at once, and in a ring there are N such sets, in groups only N / (copies + 1). Of N ranks in pairs,
-    k random simultaneous losses are survived with probability C(N/2, k) 2^k / C(N, k): no two in the same pair. At N =
-    16 and k = 3 that is 0.80, in a ring 0.63.
+    With the same memory, groups survive more losses than one ring of all ranks. State is lost when a rank and all its
+    buddies are lost at once; in a ring there are N such sets, in groups only N / (copies + 1). If N ranks form pairs, k
+    random simultaneous losses are survived with probability C(N/2, k) 2^k / C(N, k), the probability that no two are in
+    the same pair. At N = 16 and k = 3 that is 0.80; in a ring it is 0.63.
     """
     found: list[tuple[int, ...]] = [()] * len(hosts)
     for group in form_copy_groups(hosts, copies):
@@ -60,7 +61,7 @@ def assign_buddies(hosts: Sequence[str], copies: int) -> list[tuple[int, ...]]:
 
 
 def form_copy_groups(hosts: Sequence[str], copies: int) -> list[list[int]]:
-    """Return the groups of ranks: ranks, sorted by host, are assigned to them round-robin, so that a group has two
+    """Return the groups of ranks. Ranks, sorted by host, are assigned to groups round-robin, so that a group has two
     ranks of one host only if that host has more ranks than there are groups."""
     ranks = _sort_by_host(hosts)
     count = max(len(ranks) // (copies + 1), 1)
@@ -71,14 +72,15 @@ def form_copy_groups(hosts: Sequence[str], copies: int) -> list[list[int]]:
 
 
 def _sort_by_host(hosts: Sequence[str]) -> list[int]:
-    """Return the ranks, those of one host together, hosts with many ranks first: then the remainder comes from many
+    """Return the ranks grouped by host, hosts with many ranks first, so that the remaining ranks come from many
     hosts."""
     size, first = Counter(hosts), {host: hosts.index(host) for host in set(hosts)}
     return sorted(range(len(hosts)), key=lambda rank: (-size[hosts[rank]], first[hosts[rank]], rank))
 
 
 def _spread_over_hosts(ranks: list[int], hosts: Sequence[str]) -> list[int]:
-    """Return the ranks with neighbors on different hosts where possible: sorted by host, then every other one."""
+    """Return the ranks so that neighbors are on different hosts where possible: sorted by host, then interleaving the
+    two halves."""
     place = {rank: i for i, rank in enumerate(_sort_by_host(hosts))}
     ordered = sorted(ranks, key=lambda rank: place[rank])
     half = -(-len(ordered) // 2)
@@ -88,8 +90,8 @@ def _spread_over_hosts(ranks: list[int], hosts: Sequence[str]) -> list[int]:
 
 
 def are_copies_needed(ranks: int, replicas: int, copies: int) -> bool:
-    """Return whether ranks must keep copies: not if every element is on more than `copies` replicas, or there is one
-    rank."""
+    """Return whether ranks must keep copies. They need none if every element is on more than `copies` replicas, or if
+    there is only one rank."""
     return ranks > 1 and replicas <= copies
 
 
@@ -99,8 +101,8 @@ MESSAGE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class StateGeneration:
-    """The state after step number `step` in the memory of this rank: its own, and that of the ranks whose buddy it is.
-    parts: views that stay valid until the second `StateCopies.start_copying` from now."""
+    """The state after step number `step` in the memory of this rank: its own state, and that of the ranks whose buddy
+    it is. parts: views that stay valid until `StateCopies.start_copying` has been called twice."""
 
     step: int
     scalars: RunScalars
@@ -108,8 +110,8 @@ class StateGeneration:
 
 
 class CopyPartners(NamedTuple):
-    """buddies: ranks that keep this rank's state. own: the parts of its state. kept: by rank, the parts of the ranks
-    whose buddy this one is."""
+    """The ranks with which this rank exchanges copies. buddies: ranks that keep this rank's state. own: the parts of
+    its state. kept: the parts of the ranks whose buddy this rank is, by rank."""
 
     buddies: tuple[int, ...]
     own: list[ShardDescriptor]
@@ -117,8 +119,8 @@ class CopyPartners(NamedTuple):
 
 
 class GenerationBuffers:
-    """Memory for one generation, as rows of the ledger. own: this rank's snapshot. kept: by rank, the copy of its
-    snapshot."""
+    """Memory for one generation, as rows of the ledger. own: this rank's snapshot. kept: the copies of other ranks'
+    snapshots, by rank."""
 
     def __init__(self, ledger: Ledger, number: int, partners: CopyPartners) -> None:
         own, kept = partners.own, partners.kept
@@ -147,16 +149,21 @@ class GenerationBuffers:
 class StateCopies:
     """Two generations of snapshots. All ranks of `comm` make the same calls in the same order.
 
-    `start_copying` begins a generation; once all ranks have agreed that their transfers have arrived
-    (`has_generation_arrived`), `promote_generation` makes it the newest complete one. Until then the one before it is
-    complete and untouched, so that a death at any time leaves a generation that all ranks have. Nothing is kept where
-    there are enough replicas. Idle ranks have no state of their own, but keep copies for other ranks.
+    `start_copying` begins a generation. Once all ranks have agreed that their transfers have arrived
+    (`has_generation_arrived`), `promote_generation` makes it the newest complete one. Until then, the previous
+    generation is complete and unchanged, so that a death at any time leaves a generation that all ranks have. Nothing
+    is kept if there are enough replicas. Idle ranks have no state of their own, but keep copies for other ranks.
 
-    Sends copies x own bytes for every generation; a rank without buddies on other hosts has its copies on its own host.
+    Each generation sends `copies` times the bytes of this rank's state. A rank without buddies on other hosts has its
+    copies on its own host.
     """
 
     def __init__(self, comm: Communicator, state: TrainState, copies: int, trains: bool = True) -> None:
-        """comm: used only for copies. state: on an idle rank, any state. copies: of each rank's state. Collective."""
+        """Agree on which ranks keep copies of which state. Collective.
+
+        comm: used only for copies. state: the state of this rank; any state on an idle rank. copies: number of copies
+        of each rank's state.
+        """
         self._comm, self._state, self._trains = comm, state, trains
         self.needed = are_copies_needed(comm.size, state.placement.axes.replica.size, copies)
         self.copy_seconds = 0.0
@@ -167,10 +174,10 @@ class StateCopies:
         self._spare: list[GenerationBuffers] = []
         self._under_way: tuple[GenerationBuffers, int, RunScalars] | None = None
         self._transfers: deque[Handle] = deque()
-        self._lost: RankLost | None = None  # raised when transfers were started
+        self._lost: RankLost | None = None  # the error raised when transfers were started
         weakref.finalize(self, drain_or_keep_transfers, self._transfers)  # MPI may still write to the buffers
         self._begun = 0.0
-        self._buffer_count = 0  # buffers made so far
+        self._buffer_count = 0  # number of buffers created so far
         self._partners = CopyPartners((), [], {})
         if self.needed:
             own = [describe_shard(part) for part in self._iterate_current_parts()]
@@ -181,15 +188,16 @@ class StateCopies:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all copies, from the second `start_copying` on: 2 x (own + kept), each part rounded up to cache
+        """Bytes of all copies, from the second `start_copying` on: 2 x (own + kept), with each part rounded up to cache
         lines."""
         own, kept = self._partners.own, self._partners.kept
         return 2 * (count_snapshot_bytes(own) + sum(map(count_snapshot_bytes, kept.values())))
 
     def start_copying(self, scalars: RunScalars, step: int | None = None) -> None:
-        """Copy this rank's present state, and start to send the copy. step: its number, by default that of `scalars`.
+        """Copy this rank's present state, and start to send the copy. step: number of the step, by default that of
+        `scalars`.
 
-        Returns when the copy is made; the transfers advance in `has_generation_arrived`, which also raises for
+        Returns when the copy is made. The transfers advance in `has_generation_arrived`, which also raises an error for
         ranks lost here.
         """
         assert self._under_way is None, "the copies of the last take have not been promoted or abandoned"
@@ -213,10 +221,10 @@ class StateCopies:
             self._lost = error
 
     def has_generation_arrived(self) -> bool:
-        """Return whether all messages of this rank for the generation under way have arrived; True if none is under
-        way.
+        """Advance the transfers of the generation under way without waiting; return whether all messages of this rank
+        have arrived. True if no generation is under way.
 
-        Advances them without waiting. Raises RankLost if a rank that they need has died.
+        Raises RankLost if a rank that the messages need has died.
         """
         if self._lost is not None:
             raise self._lost
@@ -235,7 +243,7 @@ class StateCopies:
             raise CommTimeout(f"the copies of the state have not arrived after {timeout:g} s")
 
     def promote_generation(self) -> None:
-        """Make the generation under way the newest complete one: all ranks have agreed that theirs has arrived."""
+        """Make the generation under way the newest complete one. All ranks must have agreed that theirs has arrived."""
         if not self.needed:
             return
         assert self._under_way is not None, "promote without take"
@@ -248,7 +256,7 @@ class StateCopies:
         return [StateGeneration(step, scalars, list(buffers.parts)) for buffers, step, scalars in self._complete]
 
     def abandon_generation(self) -> None:
-        """Drop the generation under way, after a failure and `revoke`. Complete ones stay."""
+        """Drop the generation under way, after a failure and `revoke`. Complete generations stay."""
         over = drain_or_keep_transfers(self._transfers)
         self._transfers.clear()
         self._lost = None
@@ -257,8 +265,8 @@ class StateCopies:
         self._under_way = None
 
     def drop_old_generations(self) -> None:
-        """Free all but the newest complete generation. Older ones are on the same ranks, so if a death breaks the
-        newest one, it breaks them as well."""
+        """Free all generations but the newest complete one. Older ones are on the same ranks, so a death that breaks
+        the newest one breaks them as well."""
         for buffers in (*(buffers for buffers, _, _ in self._complete[1:]), *self._spare):
             buffers.free_rows()
         del self._complete[1:]
@@ -273,7 +281,7 @@ class StateCopies:
         return iterate_current_parts(self._state) if self._trains else ()
 
     def _take_or_make_buffers(self) -> GenerationBuffers:
-        """Return buffers for a generation: those of the older of two complete ones, spare ones, or new ones."""
+        """Return buffers for a generation: those of the older of two complete generations, spare ones, or new ones."""
         if len(self._complete) == 2:
             return self._complete.pop()[0]
         if self._spare:
@@ -297,7 +305,7 @@ def count_snapshot_bytes(parts: Sequence[ShardDescriptor]) -> int:
 
 
 def _view_parts(buffer: np.ndarray, parts: Sequence[ShardDescriptor]) -> list[LocalShard]:
-    """Return the parts, one after the other, as views of `buffer`."""
+    """Return the parts as consecutive views of `buffer`."""
     found, at = [], 0
     for part in parts:
         kind = parse_dtype(part.dtype)

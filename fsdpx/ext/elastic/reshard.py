@@ -1,4 +1,4 @@
-"""Resharding: compute which parts each rank sends and receives when ranks change, and move them in messages."""
+"""Resharding: compute which parts each rank sends and receives when ranks change, and transfer them in messages."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ __all__ = [
 Gaps = tuple[np.ndarray, np.ndarray]
 """Runs [start, stop) of a tensor that no rank holds, in order."""
 MAX_REPORTED_GAPS = 4
-"""Gaps of one tensor that are listed; the rest are counted."""
+"""Number of gaps of one tensor that are listed; the rest are only counted."""
 
 
 class ShardDescriptor(NamedTuple):
-    """A `LocalShard` without its array: `size` elements, from `start` on, of the flat part of tensor `name` (of
-    `shape`) that rank `rank` of a tensor axis of `width` ranks holds by `cut`. cut: None if that part is the whole
-    tensor."""
+    """A `LocalShard` without its array. It has `size` elements, beginning at `start`, of a flat part of the tensor
+    `name` of shape `shape`: the part that rank `rank` of a tensor axis of `width` ranks holds according to `cut`. cut:
+    None if that part is the full tensor."""
 
     name: str
     start: int
@@ -50,8 +50,8 @@ class ShardDescriptor(NamedTuple):
 
     @property
     def frame(self) -> tuple[int, int, ShardSpec | None]:
-        """The key of the flat array in which `start` counts: equal for parts of one tensor that lie in the same flat
-        array."""
+        """The key of the flat array in which `start` counts. It is equal for parts of one tensor that are stored in the
+        same flat array."""
         return self.rank, self.width, self.cut
 
     @property
@@ -60,13 +60,13 @@ class ShardDescriptor(NamedTuple):
 
     @property
     def span(self) -> tuple[int, int]:
-        """The range of the whole tensor that contains all elements of this part."""
+        """The range of the full tensor that contains all elements of this part."""
         return (self.start, self.stop) if self.cut is None else (0, math.prod(self.shape))
 
 
 class ElementRuns(NamedTuple):
-    """Runs of elements: [start[i], stop[i]) of a whole tensor, in order, are stored from at[i] on in a local flat
-    array."""
+    """Runs of elements: elements [start[i], stop[i]) of a full tensor, in order, are stored at offset at[i] of a local
+    flat array."""
 
     start: np.ndarray
     stop: np.ndarray
@@ -81,8 +81,8 @@ def describe_shard(part: LocalShard) -> ShardDescriptor:
 
 
 def find_element_runs(part: ShardDescriptor) -> ElementRuns:
-    """Return the runs of a part: those that `ShardSpec.iterate_full_intervals` yields, computed by array operations.
-    A shard along dim 1 has one run per row."""
+    """Return the runs of a part. They contain the same elements as `ShardSpec.iterate_intervals`, but are computed with
+    array operations; a shard along dim 1 has one run per row."""
     first, last, cut = part.start, part.stop, part.cut
     if cut is None:
         found = np.array([[first], [last], [0]], np.int64)
@@ -117,8 +117,8 @@ def iterate_current_parts(state: TrainState, before: Mapping[LedgerKey, Any] | N
 
 
 def iterate_rows_changed_before_commit(state: TrainState) -> Iterator[tuple[LedgerKey, Any]]:
-    """Return the rows that change before all ranks agree on a step: running statistics in forward, memory of codecs in
-    reduces."""
+    """Yield the rows of the ledger that change before all ranks agree on a step: running statistics change in forward,
+    and memory of codecs in reduces."""
     return (
         (row.key, array) for row, array in state.ledger.iterate_saved_rows() if row.key.kind in ("statistic", "memory")
     )
@@ -127,7 +127,8 @@ def iterate_rows_changed_before_commit(state: TrainState) -> Iterator[tuple[Ledg
 def describe_missing_elements(
     have: Iterable[Iterable[ShardDescriptor]], want: Mapping[str, ParameterSpec]
 ) -> list[str]:
-    """Return the tensors of `want` of which no rank holds some element, as text: "0.weight: elements 12..24 of 48".
+    """Return text for each tensor of `want` of which no rank holds some elements, such as "0.weight: elements 12..24 of
+    48".
 
     have: parts of each rank. Local: ranks with the same arguments get the same result.
     """
@@ -172,14 +173,14 @@ def _group_by_name(parts: Iterable[ShardDescriptor]) -> defaultdict[str, list[Sh
 
 
 class ElementRows(NamedTuple):
-    """Runs of part number `part`: `size[i]` elements from `at[i]` on."""
+    """Runs of part number `part`: run i has `size[i]` elements, beginning at offset `at[i]`."""
 
     part: int
     at: np.ndarray
     size: np.ndarray
 
     def read_from(self, array: Any) -> Any:
-        """Return the elements in the flat `array` of the part: a view if there is one run, else a copy."""
+        """Return these elements of the flat `array` of the part: a view if there is one run, else a copy."""
         if self.at.size == 1:
             return array[int(self.at[0]) : int(self.at[0] + self.size[0])]
         return (
@@ -189,7 +190,7 @@ class ElementRows(NamedTuple):
         )
 
     def write_to(self, array: Any, values: Any) -> None:
-        """Copy values to these elements of `array`."""
+        """Copy `values` to these elements of `array`."""
         if self._has_short_runs(array):
             array[self._make_index(array)] = _move_to_device_of(array, values)
             return
@@ -202,8 +203,8 @@ class ElementRows(NamedTuple):
         return (array[at : at + size] for at, size in zip(self.at.tolist(), self.size.tolist(), strict=True))
 
     def _has_short_runs(self, array: Any) -> bool:
-        """Return whether to copy the runs at once, by an index of all elements: for short runs, and on a GPU, where
-        each copy has a fixed cost."""
+        """Return whether to copy all runs together, with an index of all elements. This is better for short runs, and
+        on a GPU, where each copy has a fixed cost."""
         return self.at.size > 1 and (
             not isinstance(array, np.ndarray) or self.size.sum() < SHORT_RUN_ELEMENTS * self.size.size
         )
@@ -214,12 +215,12 @@ class ElementRows(NamedTuple):
 
 
 SHORT_RUN_ELEMENTS = 32
-"""Average number of elements of a run below which runs are copied at once."""
+"""Average number of elements per run below which runs are copied together."""
 
 
 class ElementMove(NamedTuple):
     """Elements of part number `have` of rank `source` that become elements of part number `want` of a receiver, which
-    may be the same rank: runs of `size` elements, read from `at` on and written from `to` on."""
+    may be the same rank. Each run has `size` elements, which are read from offset `at` and written to offset `to`."""
 
     source: int
     have: int
@@ -231,7 +232,7 @@ class ElementMove(NamedTuple):
 
 
 class ShardSupply(NamedTuple):
-    """Part number `number` of those that rank `rank` holds."""
+    """Part number `number` of the parts that rank `rank` holds."""
 
     rank: int
     number: int
@@ -239,9 +240,9 @@ class ShardSupply(NamedTuple):
 
 
 class ReshardMessage(NamedTuple):
-    """One message. number: its position in the order of all messages, the same on all ranks (round, position among
-    those between two ranks, sender). rows: of the parts that this rank holds if it sends, else of those that it
-    wants."""
+    """One message. number: its position in the order of all messages, the same on all ranks (round, position among the
+    messages between two ranks, sender). rows: rows of the parts that this rank holds if it sends, else of the parts
+    that it wants."""
 
     number: tuple[int, int, int]
     sends: bool
@@ -251,9 +252,11 @@ class ReshardMessage(NamedTuple):
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """All that `rank` sends, receives and copies. Ranks that make plans from the same lists get plans that match.
+    """Everything that `rank` sends, receives and copies. Ranks that create plans from the same lists get plans that
+    match.
 
-    have, want: parts of every rank. block: most bytes of one message. Memory is proportional to the number of runs.
+    have, want: parts of every rank. block: maximum bytes of one message. Memory use is proportional to the number of
+    runs.
     """
 
     rank: int
@@ -262,7 +265,7 @@ class ReshardPlan:
     block: int = BLOCK_BYTES
 
     def require_all_elements_held(self) -> None:
-        """Assert that some rank holds every wanted element, in the wanted dtype; the same result on all ranks."""
+        """Assert that some rank holds every wanted element in the wanted dtype; all ranks get the same result."""
         supplies = {name: [o.part for some in ranks.values() for o in some] for name, ranks in self._supplies.items()}
         gaps: dict[str, Gaps] = {}
         formats: dict[str, set[str]] = {}
@@ -284,8 +287,8 @@ class ReshardPlan:
 
     @cached_property
     def ordered_messages(self) -> list[ReshardMessage]:
-        """The messages of this rank in an order that matches on all ranks: in round k it sends to rank + k and receives
-        from rank - k."""
+        """The messages of this rank in an order that matches on all ranks: in round k, it sends to rank + k and
+        receives from rank - k."""
         sent, size = defaultdict[int, list[ElementMove]](list), len(self.have)
         for dest, move in self._outgoing_moves:
             sent[dest].append(move)
@@ -337,7 +340,7 @@ class ReshardPlan:
                         yield from ((dest, move) for move in self._find_moves(dest, i) if move.source == self.rank)
 
     def _find_moves(self, dest: int, index: int) -> list[ElementMove]:
-        """Return the moves that fill part number `index` of those that `dest` wants."""
+        """Return the moves that fill part number `index` of the parts that `dest` wants."""
         part = self.want[dest][index]
         if part.size == 0:
             return []
@@ -356,9 +359,9 @@ class ReshardPlan:
         return assign_moves(part, index, dest, supplies, self._holder_offset_by_name[part.name], chunk)
 
     def _pack_rows_into_messages(self, moves: Iterable[ElementMove], sends: bool) -> list[list[ElementRows]]:
-        """Return the rows of each message. All elements are laid out one after the other, each move from a multiple of
-        ALIGN_BYTES on, and divided every `block` bytes: so sender and receiver divide the same way, and most of a long
-        run travels in messages of its own."""
+        """Return the rows of each message. All elements are laid out in sequence, each move from a multiple of
+        ALIGN_BYTES on, and divided every `block` bytes. So sender and receiver divide them the same way, and most of a
+        long run is sent in messages of its own."""
         found = defaultdict[int, list[ElementRows]](list)
         filled, block = 0, max(self.block // ALIGN_BYTES, 1) * ALIGN_BYTES
         for move in moves:
@@ -380,7 +383,7 @@ class ReshardPlan:
 
 
 ALIGN_BYTES = 8
-"""Bytes of the largest number."""
+"""Size of the largest number in bytes."""
 
 
 def assign_moves(
@@ -414,7 +417,7 @@ def assign_moves(
     for i, place in others:
         take_masked(i, (place >= 0) & (seen == number))
         seen += place >= 0
-    # they always follow each other in the receiver's array
+    # consecutive moves always follow each other in the receiver's array
     follows = (chosen[1:] == chosen[:-1]) & (at[1:] == (at + size)[:-1])
     first = np.flatnonzero(np.concatenate([[True], ~follows]))
     chosen, at, to, size = chosen[first], at[first], to[first], np.add.reduceat(size, first)
@@ -436,16 +439,17 @@ def _find_split_positions(wanted: ElementRuns, held: Sequence[ElementRuns], chun
 
 
 def _find_local_positions(some: ElementRuns, elements: np.ndarray) -> np.ndarray:
-    """Return the position of each of `elements` of the whole tensor in the local array; -1 if it is not there."""
+    """Return the position of each of `elements` of the full tensor in the local array, or -1 if it is not there."""
     i = np.searchsorted(some.start, elements, "right") - 1
     inside = (i >= 0) & (elements < some.stop[i])
     return np.where(inside, some.at[i] + elements - some.start[i], -1)
 
 
 MAX_MESSAGES_IN_FLIGHT = 8
-"""Messages of a rank under way at once."""
+"""Number of messages of a rank under way at once."""
 _undrained_transfers: list[Handle] = []
-"""Broken transfers that did not end in time: the memory they may still write to must last as long as the process."""
+"""Broken transfers that did not end in time. The memory that they may still write to must last as long as the
+process."""
 
 
 def reshard_arrays(
@@ -471,8 +475,8 @@ def reshard_arrays(
 
 
 def drain_or_keep_transfers(handles: Iterable[Handle]) -> bool:
-    """Wait a while for broken transfers to end, as they may write to their buffers until then; return whether all have
-    ended."""
+    """Wait a while for broken transfers to end, because they may write to their buffers until then. Keep references to
+    those that do not end; return whether all have ended."""
     left = drain_transfers(handles)
     _undrained_transfers.extend(left)
     return not left
@@ -492,8 +496,9 @@ def _exchange_messages(
 ) -> None:  # fmt: skip
     """Send and receive all messages of a plan.
 
-    At any time the unfinished message with the lowest number is under way on both sides: all messages that either side
-    posted before it are complete. So waiting for the oldest cannot deadlock, even if a send waits for its receive.
+    At any time, the unfinished message with the lowest number is under way on both sides, because all messages that
+    either side posted before it are complete. So waiting for the oldest message cannot deadlock, even if a send waits
+    for its receive.
     """
     transfers: deque[ReshardTransfer] = deque()
     spare: list[np.ndarray] = []
@@ -523,7 +528,7 @@ def _start_message(
     comm: Communicator, message: ReshardMessage, arrays: list[Any], names: list[str], spare: list[np.ndarray],
     block: int,
 ) -> ReshardTransfer:  # fmt: skip
-    """Start a message from or to the array itself if it is one run of host memory, else through a buffer of its own."""
+    """Start a message directly from or to the array if it is one run of host memory, otherwise through a buffer."""
     first, *others = message.rows
     what, call = f"{names[first.part]}, re-cut", comm.send if message.sends else comm.recv
     if not others and first.at.size == 1 and isinstance(arrays[first.part], np.ndarray):
@@ -549,7 +554,7 @@ def _start_message(
 
 
 def _view_as_unsigned(array: Any) -> Any:
-    """Return a view as integers of the same width, whose bits no library interprets as floats."""
+    """Return a view as unsigned integers of the same width, so that no library interprets the bits as floats."""
     return array.view(np.dtype(f"u{array.dtype.itemsize}"))
 
 

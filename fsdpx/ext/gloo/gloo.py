@@ -11,7 +11,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from hmac import compare_digest
-from os import _exit  # the original, before fsdpx.ext.watch wraps it to report exits that others wait behind
+from os import _exit  # the original: rank_exits.py wraps os._exit to report exits that leave others waiting
 from queue import SimpleQueue
 from typing import Any
 
@@ -48,18 +48,18 @@ from fsdpx.ext.gloo.rendezvous import CHALLENGE_BYTES, SEAL_BYTES, Rendezvous, c
 __all__ = ["GlooCommunicator"]
 
 _NO_TIMEOUT = timedelta(days=30)
-"""Timeout of Gloo itself: the waits of fsdpx end earlier."""
+"""Timeout passed to Gloo, which never applies because the waits of fsdpx end earlier."""
 _SECONDS_TO_RECORD_END = 1.0
-"""Seconds for which a rank that aborts the job tries to record its end in the store."""
+"""Time for which a rank that aborts the job tries to record its end in the store."""
 _SECONDS_TO_FINISH = 5.0
-"""Seconds for which an ending process waits for its threads that wait for messages."""
+"""Time for which an ending process waits for its threads that wait for messages."""
 
 
 class GlooCommunicator(MessageBackend):
     """The ranks of a `Rendezvous`, connected by Gloo. timeout: seconds a wait lasts before CommTimeout.
 
-    Gloo's threads move the data, so transfers make progress by themselves. Sums of float16 and bfloat16 are made of
-    messages, in rank order. Arrays on a GPU go through the host.
+    Gloo's threads transfer the data, so transfers make progress by themselves. Sums of float16 and bfloat16 are built
+    from messages, in rank order. GPU arrays go through the host.
     """
 
     library = "gloo"
@@ -80,7 +80,7 @@ class GlooCommunicator(MessageBackend):
             with rendezvous.translating_torch_errors(
                 f"rank {rendezvous.rank} of {rendezvous.size} could not connect to the others by Gloo"
             ):
-                gloo: Any = dist.ProcessGroupGloo  # its stubs lack the options
+                gloo: Any = dist.ProcessGroupGloo  # the stubs of torch lack the options
                 options = gloo._Options()
                 options._timeout = timedelta(
                     seconds=rendezvous.compute_seconds_left() if name == "1" else max(timeout, rendezvous.timeout)
@@ -101,7 +101,7 @@ class GlooCommunicator(MessageBackend):
 
     def _authenticate_ranks(self, name: str) -> None:
         """Prove to each other rank, on the connection that will carry data, that this rank knows the secret, and check
-        the proofs of the others. Raises CommError for a wrong one."""
+        the proofs of the others. Raise CommError if a proof is wrong."""
         patience, self.timeout = self.timeout, self.rendezvous.timeout
         number, width = self.size * CHALLENGE_BYTES, compute_hmac(b"", "").size
         asked = np.empty(number, np.uint8)
@@ -120,8 +120,8 @@ class GlooCommunicator(MessageBackend):
         self.timeout = patience
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Raise ConfigError where ranks have not proven that they belong together: objects that others have pickled are
-        executed."""
+        """Raise ConfigError if ranks have not proven that they belong together, because unpickling executes code that
+        other ranks have sent."""
         if self.size > 1 and not self.rendezvous.secret:
             raise ConfigError(
                 "all_gather_object over Gloo runs what other ranks have pickled, and without FSDPX_SECRET nobody knows "
@@ -147,7 +147,8 @@ class GlooCommunicator(MessageBackend):
         return begin(self, call)
 
     def start_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
-        """Send and receive the messages of one call, except those of empty arrays, whose sizes both sides know."""
+        """Send and receive the messages of one call. Messages of empty arrays are omitted, because both sides know the
+        size."""
         if has_gpu_array([part for _, part in (*outgoing, *incoming)]):
             return start_messages_through_host(self, call, outgoing, incoming)
         receives = [(rank, _as_byte_tensor(part)) for rank, part in incoming if part.size]
@@ -157,7 +158,8 @@ class GlooCommunicator(MessageBackend):
         return GlooWorks(self, call, [WaitedMessages(works)], (receives, sends)) if works else COMPLETED
 
     def start_message(self, call: Call) -> Handle:
-        """Start a "send" or a "recv"; copy a message to this rank itself here, as Gloo connects no rank to itself."""
+        """Start a "send" or a "recv". A message to this rank itself is copied here, because Gloo does not connect a
+        rank to itself."""
         if call.root == self.rank:
             call = call.with_arrays(call.arrays)
             call.root = 0
@@ -197,7 +199,7 @@ class GlooCommunicator(MessageBackend):
         return self._gloo.broadcast([data], options)
 
     def _start_barrier(self, call: Call) -> Handle:
-        """Use an all-reduce: Gloo's own barrier also waits for everything begun before it."""
+        """Start an all-reduce instead of a barrier: Gloo's own barrier also waits for everything started before it."""
         return self._start_all_reduce(call.with_arrays((np.zeros(1, np.uint8),)))
 
     # -- groups ----------------------------------------------------------------------------------
@@ -218,10 +220,10 @@ class GlooCommunicator(MessageBackend):
         self._gloo = None
 
     def abort(self, code: int = 1) -> None:
-        """End this process; the other ranks learn of it from the store and by their broken connections to this rank.
+        """End this process. The other ranks learn of it from the store and from their broken connections to this rank.
 
-        The store may have ended with the rank that kept it, or not answer, so the end of this process does not wait for
-        it longer than _SECONDS_TO_RECORD_END.
+        The rank that kept the store may have ended, or the store may not answer, so this process waits for it at most
+        _SECONDS_TO_RECORD_END before it ends.
         """
 
         def report_end() -> None:
@@ -235,16 +237,16 @@ class GlooCommunicator(MessageBackend):
 
 
 def _make_gloo_device(rendezvous: Rendezvous) -> Any:
-    """Return the network device on which Gloo listens: the loopback interface if all ranks meet inside this host and
-    the user has chosen no interface; else the default one."""
+    """Return the network device on which Gloo listens: the loopback interface if all ranks are on this host and the
+    user has not chosen an interface, else the default device."""
     if rendezvous.loopback and not environment.get_gloo_interface():
         return dist.ProcessGroupGloo.create_device(hostname=rendezvous.loopback)
     return dist.ProcessGroupGloo.create_default_device()
 
 
 class SealedStore(dist.Store):
-    """The store of a rendezvous for Gloo, which exchanges the addresses of ranks in it. Each value is sealed: otherwise
-    a stranger with access to the store could write its own address and relay the traffic between two ranks."""
+    """The store through which Gloo exchanges the addresses of ranks. Each value is sealed: otherwise a stranger with
+    access to the store could write its own address and relay the traffic between two ranks."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         super().__init__()
@@ -269,7 +271,7 @@ class SealedStore(dist.Store):
 
 
 class GlooWorks:
-    """The handle of the Gloo works of one call. It keeps the tensors alive until all are complete."""
+    """The handle of the Gloo works of one call. It keeps the tensors alive until all works are complete."""
 
     __slots__ = ("_comm", "_tensors", "_verb", "_what", "_works")
 
@@ -297,7 +299,8 @@ class GlooWorks:
 
 
 class WaitedMessages:
-    """Messages for which a thread waits one by one: only such a wait shows whether Gloo has moved them."""
+    """Messages for which a thread waits one by one, because only such a wait shows whether Gloo has transferred
+    them."""
 
     __slots__ = ("_done", "_error", "_works")
 
@@ -322,15 +325,16 @@ class WaitedMessages:
             raise self._error
 
     def abandon(self) -> None:
-        """Make the waiting thread return: a wait that times out fails everything under way in a group of Gloo."""
+        """Make the waiting thread return. This makes the wait time out, which fails everything under way in a group of
+        Gloo."""
         for work in self._works:
-            with suppress(RuntimeError):  # the timeout
+            with suppress(RuntimeError):  # the wait times out
                 work.wait(timedelta(milliseconds=1))
 
 
 class _WaitingThreads:
-    """One thread for each message to wait for, reused for later ones. None delays the end of a process, and none still
-    waits when the process ends: a thread that returned to Python then would crash it."""
+    """One thread for each message to wait for, reused for later messages. The threads do not delay the end of a
+    process, and none still waits when the process ends: a thread that returned to Python then would crash it."""
 
     def __init__(self) -> None:
         self._given: SimpleQueue[WaitedMessages] = SimpleQueue()
@@ -338,7 +342,7 @@ class _WaitingThreads:
         self._waiting: set[WaitedMessages] = set()
         atexit.register(self.abandon_all_messages)
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._waiting.clear)  # the threads are the parent's
+            os.register_at_fork(after_in_child=self._waiting.clear)  # the threads belong to the parent
 
     def wait_in_background(self, waited: WaitedMessages) -> None:
         self._waiting.add(waited)
@@ -354,7 +358,7 @@ class _WaitingThreads:
             self._free.release()
 
     def abandon_all_messages(self) -> None:
-        """Abandon the messages not yet complete: the peer has not called, or will find that this rank has ended."""
+        """Abandon the incomplete messages: their peer has not called, or will notice that this rank has ended."""
         for waited in list(self._waiting):
             waited.abandon()
         last = time.monotonic() + _SECONDS_TO_FINISH
@@ -371,7 +375,8 @@ _BOOL_OPS = {ReduceOp.SUM: dist.ReduceOp.MAX, ReduceOp.PROD: dist.ReduceOp.MIN}
 
 
 def _find_gloo_op(array: Array, op: ReduceOp) -> Any:
-    """Return Gloo's operation, or None if it does not support the dtype or would not add in float32 in rank order."""
+    """Return Gloo's operation; None if Gloo does not support the dtype or would not combine the values as fsdpx
+    requires."""
     if is_summed_in_rank_order(op, array.dtype):
         return None
     if array.dtype.kind == "b":
@@ -380,12 +385,13 @@ def _find_gloo_op(array: Array, op: ReduceOp) -> Any:
 
 
 def _view_bool_as_uint8(array: Array) -> Array:
-    """Return bool arrays as uint8, for which torch has MAX and MIN; other arrays as they are."""
+    """Return a bool array as uint8, for which torch has MAX and MIN, and any other array unchanged."""
     return array.view(np.uint8) if array.dtype.kind == "b" else array
 
 
 def _as_byte_tensor(array: Array) -> torch.Tensor:
-    """Return a tensor of the bytes of an array, sharing its memory; a copy of a read-only array, which is only sent."""
+    """Return a tensor of the bytes of an array that shares its memory. A read-only array, which is only sent, is
+    copied."""
     data = array.view(np.uint8)
     return torch.from_numpy(data if data.flags.writeable else data.copy())
 
@@ -398,4 +404,4 @@ _NATIVE_CALLS: dict[str, Callable[[GlooCommunicator, Call], Handle]] = {
     "send": GlooCommunicator.start_message,
     "recv": GlooCommunicator.start_message,
 }
-"""Verbs that Gloo runs itself; everything else goes by messages."""
+"""Operations that Gloo runs itself; all others are built from messages."""

@@ -12,13 +12,14 @@ __all__ = ["open_gloo"]
 
 
 def open_gloo(request: CommunicatorRequest) -> Communicator:
-    """Open the communicator of all ranks that the launcher has started; a local one if there is only one rank."""
+    """Open the communicator of all ranks that the launcher has started; a local communicator if there is only one
+    rank."""
     if request.settings.launcher is None:
         environment.require_single_process_and_get_note()  # raises if variables say that this is one of several ranks
     if request.settings.launcher is None or request.settings.expected_size == 1:
         return open_local(request)
     rendezvous = join_rendezvous(request.settings)
-    # imports torch; join_rendezvous raises the better error if it is missing
+    # this imports torch; if torch is missing, join_rendezvous has already raised a clearer error
     from fsdpx.ext.gloo.gloo import GlooCommunicator
 
     return set_up_world(

@@ -1,4 +1,4 @@
-"""The rendezvous of ranks without MPI: a store of torch.distributed, in which each rank records its arrival and its
+"""The rendezvous of ranks without MPI: a store of torch.distributed in which each rank records its arrival and its
 end."""
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from fsdpx.errors import CommError, ConfigError, LaunchError, RankLost, install_
 __all__ = ["CHALLENGE_BYTES", "SEAL_BYTES", "Rendezvous", "compute_hmac", "opened_rendezvous"]
 
 CHALLENGE_BYTES = 32
-"""Random bytes of the challenge that each rank sends to the others."""
+"""Number of random bytes in the challenge that each rank sends to the others."""
 SEAL_BYTES = 32
-"""Bytes of the result of `compute_hmac`."""
+"""Number of bytes in the result of `compute_hmac`."""
 _MAX_ARRIVAL_BYTES = 4096
 """Largest arrival record, in bytes."""
 
 _POLL_SECONDS = 0.02
 _SECONDS_TO_DIE = 1.0
-"""Seconds, after its connections broke, within which a process of this host is seen to have ended."""
+"""Time, after its connections broke, within which a process of this host is seen to have ended."""
 
 opened_rendezvous: list[Rendezvous] = []
 """The rendezvous of this process, once all ranks have arrived."""
@@ -59,7 +59,7 @@ class RankArrival(NamedTuple):
 
     @classmethod
     def parse_signed(cls, data: bytes, secret: bytes) -> RankArrival | None:
-        """Return the record in `data`; None if it is invalid, or not signed with the secret."""
+        """Return the record in `data`; None if it is invalid or not signed with the secret."""
         try:
             seal, _, text = data[:_MAX_ARRIVAL_BYTES].decode().partition(" ")
             if secret and not compare_digest(compute_hmac(secret, text).tobytes(), bytes.fromhex(seal)):
@@ -74,21 +74,22 @@ class RankArrival(NamedTuple):
 
 
 def compute_hmac(secret: bytes, text: str, challenges: bytes = b"") -> np.ndarray:
-    """Return the HMAC-SHA256 of text and challenges, which only a process that knows the secret can compute; uint8
-    array."""
+    """Return the HMAC-SHA256 of `text` and `challenges` as a uint8 array. Only a process that knows the secret can
+    compute it."""
     return np.frombuffer(hmac.digest(secret, f"fsdpx {text} ".encode() + challenges, "sha256"), np.uint8)
 
 
 class Rendezvous:
-    """All ranks of the job, each of which has arrived within `timeout` seconds. store: of torch.distributed. worlds:
-    number of communicators opened on it. loopback: the loopback address if all ranks are on this host, else ""."""
+    """All ranks of the job, each of which has arrived within `timeout` seconds. store: store of torch.distributed.
+    worlds: number of communicators opened on it. loopback: the loopback address if all ranks are on this host, else
+    ""."""
 
     def __init__(
         self, store: Any, rank: int, size: int, timeout: float, location: RendezvousStore, secret: bytes = b"",
         local_rank: int | None = None, since: float | None = None,
     ) -> None:  # fmt: skip
-        """Announce this rank and wait for the others. since: when the wait for others began. secret: of the job; a
-        process that does not know it cannot join."""
+        """Announce this rank and wait for the others. since: when the wait for the others began. secret: secret of the
+        job; a process that does not know it cannot join."""
         self.store, self.rank, self.size, self.timeout, self.where = store, rank, size, timeout, location
         self.secret, self.worlds = secret, 0
         self._deadline = (time.monotonic() if since is None else since) + timeout
@@ -104,11 +105,11 @@ class Rendezvous:
         opened_rendezvous[:] = [self]
 
     def compute_seal(self, key: str, value: bytes) -> bytes:
-        """Return the seal that precedes a value in the store, which a process without the secret cannot compute."""
+        """Return the seal that precedes a value in the store; a process without the secret cannot compute it."""
         return compute_hmac(self.secret, f"{self._arrival_text} {key}", value).tobytes()
 
     def compute_seconds_left(self) -> float:
-        """Return the seconds until all ranks must have arrived, at least 1."""
+        """Return the seconds that remain for ranks to arrive, at least 1."""
         return max(self._deadline - time.monotonic(), 1.0)
 
     def _announce_rank(self, mine: RankArrival) -> None:
@@ -181,8 +182,8 @@ class Rendezvous:
             ) from error
 
     def record_first_ended_rank(self, rank: int) -> int:
-        """Record that a rank has ended or is about to, unless another rank's end was recorded before; return the
-        recorded rank."""
+        """Record that a rank has ended or is about to end, unless the end of another rank was recorded before. Return
+        the recorded rank."""
         return int(self.store.compare_set("ended", "", str(rank)))
 
     @contextmanager
@@ -206,7 +207,7 @@ class Rendezvous:
             raise CommError(f"{action}: {far}{reason}") from error
 
     def _find_first_ended_rank(self) -> int | None:
-        """Return the rank that ended first, as far as is known on any rank; None if unknown."""
+        """Return the rank that ended first, as far as any rank knows; None if unknown."""
         end = time.monotonic() + _SECONDS_TO_DIE
         while time.monotonic() < end:
             here = [rank for rank, process in self._local_processes.items() if not get_process_start_time(process)]
@@ -217,15 +218,15 @@ class Rendezvous:
                     return int(self.store.get("ended"))
             except RuntimeError:  # rank 0, which kept the store, has ended
                 return here[0] if here else 0
-            except ValueError:  # not written by a rank
+            except ValueError:  # the value was not written by a rank
                 return None
             time.sleep(_POLL_SECONDS)
         return None
 
 
 def join_rendezvous(settings: Environment) -> Rendezvous:
-    """Return the rendezvous of all ranks that the launcher has started, as the environment describes it; once per
-    process. Collective.
+    """Return the rendezvous of all ranks that the launcher has started, as the environment describes it. It is created
+    once per process. Collective.
 
     Raises LaunchError if the environment does not describe it, or if ranks do not arrive.
     """
@@ -255,7 +256,7 @@ def join_rendezvous(settings: Environment) -> Rendezvous:
 
 
 def _format_warning_without_secret(location: RendezvousStore) -> str:
-    """Return the warning for a job without a secret: what strangers can do, and how to set one."""
+    """Return the warning for a job without a secret, which says what strangers can do and how to set a secret."""
     who = "whoever reaches that address, other users of this host too,"
     who = "whoever can write that file" if location.file else who
     alone = "" if location.file or location.served else "Rank 0 answers on the address of MASTER_ADDR alone. "
@@ -266,7 +267,7 @@ def _format_warning_without_secret(location: RendezvousStore) -> str:
 
 
 def _find_loopback_address(location: RendezvousStore, hosts: set[str]) -> str:
-    """Return the loopback address if all ranks meet inside this host, else ""."""
+    """Return the loopback address if all ranks are on this host and connect through it, else ""."""
     if len(hosts) > 1:
         return ""
     if location.file:
@@ -279,14 +280,14 @@ def _find_loopback_address(location: RendezvousStore, hosts: set[str]) -> str:
 
 
 def _resolve_address(location: RendezvousStore) -> Any:
-    """Return the family and address of MASTER_ADDR, IPv4 first."""
+    """Return the family and address of MASTER_ADDR, preferring IPv4."""
     found = socket.getaddrinfo(location.address, location.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     return min(found, key=lambda one: one[0] != socket.AF_INET)
 
 
 def _wait_until_store_listens(location: RendezvousStore, timeout: float) -> float:
-    """Wait until a process listens there; return the seconds that are left. The store of torch.distributed itself would
-    wait for twice its timeout."""
+    """Wait until a process listens at the address of the store; return the seconds that are left. The store of
+    torch.distributed itself would wait for twice its timeout."""
     end = time.monotonic() + timeout
     while True:
         left = max(end - time.monotonic(), 1.0)

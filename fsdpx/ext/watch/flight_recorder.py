@@ -1,4 +1,5 @@
-"""The flight record: a rank's last actions in a file that other processes can read when the rank is dead or stopped."""
+"""The flight record: a rank's last actions, in a file that other processes can read when the rank is dead or
+stopped."""
 
 from __future__ import annotations
 
@@ -29,14 +30,14 @@ __all__ = [
 ]  # fmt: skip
 
 MAX_ACTIONS = 512
-"""Actions that a record holds."""
+"""Number of actions that a record holds."""
 
 _MAGIC = b"fsdpx f2"
 _HEADER = struct.Struct("<8sqqqd64s")  # magic, rank, ranks, process, wall clock minus perf_counter, host
 _PROGRAM = struct.Struct("<q24s")  # step, kind of program
-_BEAT = struct.Struct("<d")  # when its watchdog last polled (perf_counter)
-_NOTE = struct.Struct("<dd3056s")  # when its wait began (0: none), last progress, what it waits for or its stack
-_CALL = struct.Struct("<q56s56s")  # number of collective calls begun; the last one, the one before it
+_BEAT = struct.Struct("<d")  # time at which the watchdog last polled (perf_counter)
+_NOTE = struct.Struct("<dd3056s")  # begin of the wait (0: none), time of last progress, what it waits for or its stack
+_CALL = struct.Struct("<q56s56s")  # number of collective calls started; names of the latest and the one before
 _LEFT = struct.Struct("<qq")  # whether the script has ended, exit status
 _PROGRAM_AT, _BEAT_AT, _CALL_AT, _LEFT_AT, _NOTE_AT, _START = 128, 192, 512, 640, 1024, 4096
 _RECORD = struct.Struct("<qdd112s120s")  # number, begin, end (0: under way), action, what it waits for
@@ -49,7 +50,7 @@ _SIZE = _START + MAX_ACTIONS * _RECORD.size
 
 @lru_cache(maxsize=4096)
 def encode_label(text: str, width: int = 112) -> bytes:
-    """Return `text` as it is stored: cut to `width` bytes of UTF-8."""
+    """Return `text` as it is stored: truncated to `width` bytes of UTF-8."""
     return _encode_truncated(text, width)
 
 
@@ -58,10 +59,10 @@ def _encode_truncated(text: str, width: int) -> bytes:
 
 
 class FlightRecorder(Observer):
-    """Writes one rank's record: half a microsecond per action, no system call.
+    """Writes the record of one rank, in half a microsecond per action and without system calls.
 
     thread: the thread that runs the program, whose stack the watchdog reads. serial: number of actions begun. calls:
-    number of collective calls begun, which all ranks make.
+    number of calls begun that all ranks make.
     """
 
     __slots__ = ("_at", "_before", "_buffer", "_path", "calls", "ended", "serial", "thread", "timed_out")
@@ -69,7 +70,7 @@ class FlightRecorder(Observer):
     def __init__(
         self, path: Path, rank: int, ranks: int, host: str, timed_out: Callable[[], None] = lambda: None
     ) -> None:
-        """Make the file. timed_out: called when a wait of this rank has timed out."""
+        """Create the file. timed_out: called when a wait of this rank has timed out."""
         self._path, self.timed_out = path, timed_out
         path.unlink(missing_ok=True)
         file = safe_files.create_file(path)
@@ -126,15 +127,15 @@ class FlightRecorder(Observer):
         _BEAT.pack_into(self._buffer, _BEAT_AT, now)
 
     def record_wait(self, since: float, what: str, moved: float = 0.0) -> None:
-        """Record what this rank waits for now, also outside of actions.
+        """Record what this rank waits for now, inside or outside of an action.
 
-        since: when the wait began; 0: the rank does not wait, and `what` is the current line of the script, followed by
-        the stack. moved: when the rank last made progress.
+        since: when the wait began; 0 if the rank does not wait, and then `what` is the current line of the script,
+        followed by the stack. moved: when the rank last made progress.
         """
         _NOTE.pack_into(self._buffer, _NOTE_AT, since, moved, _encode_truncated(what, 3056))
 
     def remove_file(self) -> None:
-        """Remove this rank's record, as it has ended normally; the last rank removes the folder."""
+        """Remove this rank's record, because the rank has ended normally; the last rank also removes the folder."""
         self._path.unlink(missing_ok=True)
         with suppress(OSError):  # other ranks still have records
             self._path.parent.rmdir()
@@ -145,7 +146,8 @@ assert _RECORD.size == 256
 
 @dataclass(frozen=True)
 class FlightAction:
-    """One action. begin, end: seconds since 1970; end 0: it was under way. waits: what it waited for, or ""."""
+    """One action. begin, end: times in seconds since 1970; end is 0 if the action was under way. waits: what it waited
+    for, or ""."""
 
     number: int
     begin: float
@@ -158,10 +160,11 @@ class FlightAction:
 class FlightRecord:
     """The content of a record, with times in seconds since 1970, or 0.
 
-    beat : when the watchdog of the rank last polled moved : when the rank last made progress, as far as its watchdog
-    has seen since : when the current wait began; 0: the rank does not wait what : what the rank waits for, else the
-    current line of its script, followed by the stack calls, call, before : number of collective calls begun, the last
-    one, and the one before it left : the exit status, if the script has ended entries : its actions, oldest first
+    beat: when the watchdog of the rank last polled. moved: when the watchdog last saw the rank make progress. since:
+    when the current wait began; 0 if the rank does not wait. what: what the rank waits for, else the current line of
+    its script, followed by the stack. calls, call, before: number of calls begun that all ranks make, the last of these
+    calls, and the one before it. exit_status: the exit status if the script has ended. entries: the actions, oldest
+    first.
     """
 
     rank: int
@@ -185,7 +188,7 @@ class FlightRecord:
         return self.entries[-1] if self.entries else None
 
     def describe_action(self, now: float) -> str:
-        """Return text that describes the current action of the rank, or its last one. now: seconds since 1970."""
+        """Return text that describes the current or last action of the rank. now: seconds since 1970."""
         last = self.last_action
         if last is None:
             return "outside any action, before the first"
@@ -196,8 +199,8 @@ class FlightRecord:
 
 
 def read_record(path: Path, whole: bool = True) -> FlightRecord | None:
-    """Return the record in a file, without actions unless `whole`; None while it is being made, or if it is no record
-    of this user."""
+    """Return the record in a file. None while the file is being created, or if it is not a record of this user. whole:
+    whether to read the actions as well."""
     size = _SIZE if whole else _START
     try:
         with safe_files.open_file(path, _SIZE) as file:
@@ -229,8 +232,8 @@ def read_all_records(folder: Path) -> dict[int, FlightRecord]:
 
 
 def format_records(flights: dict[int, FlightRecord]) -> str:
-    """Return all records as text: per rank a head, then one action per line with begin (seconds since 1970), duration,
-    text."""
+    """Return all records as text. Each rank has a heading, then one line per action with its begin (seconds since
+    1970), duration and name."""
     lines = []
     for flight in flights.values():
         head = f"rank {flight.rank} of {flight.ranks}, process {flight.process} on {flight.host}"

@@ -1,4 +1,5 @@
-"""Preemption: a signal asks the job to stop; all ranks agree between two steps, save, and exit with the same status."""
+"""Preemption: a signal asks the job to stop. Between two steps, all ranks agree to stop, save, and exit with the same
+status."""
 
 from __future__ import annotations
 
@@ -23,16 +24,16 @@ from fsdpx.errors import ConfigError
 __all__ = ["PREEMPTED_STATUS", "JobPreempted", "Preemption"]
 
 PREEMPTED_STATUS = 85
-"""Exit status of a job that was asked to stop and has saved: the one that HTCondor's manual uses for "start me
+"""Exit status of a job that was asked to stop and has saved its state. HTCondor's manual uses this status for "start me
 again"."""
 
 _RANKS = 1 << 32  # more than any job has, so that lower ranks have larger keys
 
 
 class JobPreempted(SystemExit):
-    """Raised on all ranks at the same step boundary, after saving. If not caught, it ends Python with status
-    PREEMPTED_STATUS and prints nothing. rank: the lowest rank that was asked. name: of the signal, such as "SIGUSR1".
-    step: steps made."""
+    """Raised on all ranks at the same step boundary, after saving. If it is not caught, Python exits with status
+    PREEMPTED_STATUS and prints nothing. rank: the lowest rank that was asked. name: name of the signal, such as
+    "SIGUSR1". step: number of steps performed."""
 
     def __init__(self, rank: int, name: str, step: int) -> None:
         super().__init__(PREEMPTED_STATUS)
@@ -50,17 +51,18 @@ class Preemption:
                 trainer.step(x, y)
                 preemption.check(trainer)
 
-    A signal on one rank is enough. Handlers are installed during the `with` block, or during `fit`; a thread other than
-    Python's main thread cannot install any, and only learns of `request_stop` and of the other ranks. The program's own
-    handler is called as well, and restored at the end, unless the program has set another one meanwhile. HUP stays
-    ignored under nohup, and a QUIT that dumps stacks (`faulthandler.register`) keeps doing only that.
+    A signal on one rank is enough. Handlers are installed during the `with` block, or during `fit`. A thread other than
+    Python's main thread cannot install any, and only learns of `request_stop` and of requests on other ranks. The
+    program's own handler is called as well, and is restored at the end unless the program has set another one
+    meanwhile. HUP stays ignored under nohup, and a QUIT that dumps stacks (`faulthandler.register`) keeps doing only
+    that.
 
     Parameters
     ----------
-    save : called on all ranks, together (default: save nothing)
-    signals : names; launchers forward USR1 to the ranks, TERM comes last before KILL, HUP means that a terminal closes,
-        QUIT is Ctrl-\\, INT is Ctrl-C (a second one ends at once)
-    requeue : rank 0 then asks Slurm to start the job again (scontrol requeue)
+    save : called on all ranks, together (default: nothing is saved)
+    signals : names of signals. Launchers forward USR1 to the ranks; TERM comes last before KILL; HUP means that a
+        terminal closes; QUIT is Ctrl-\\; INT is Ctrl-C, and a second one ends the job at once
+    requeue : whether rank 0 then asks Slurm to start the job again (scontrol requeue)
     """
 
     @wrap_with_argument_check
@@ -70,7 +72,7 @@ class Preemption:
         self.save, self.requeue = save, requeue
         self.signals = [
             _parse_signal(name) for name in signals if hasattr(signal, "SIGUSR1") or "USR" not in name
-        ]  # Windows
+        ]  # Windows has no USR signals
         self._asked, self._since = 0, 0.0
         self._before: dict[signal.Signals, SignalHandler] = {}
         self._process = os.getpid()
@@ -93,12 +95,12 @@ class Preemption:
             before.restore(self._handle_signal)
 
     def request_stop(self) -> None:
-        """Ask all ranks to stop at the next step boundary, as a signal does; local to this rank."""
+        """Ask all ranks to stop at the next step boundary, as a signal does. Local to this rank."""
         self._asked = self._asked or int(signal.SIGTERM)
 
     def check(self, trainer: Any, also: Callable[[], object] | None = None) -> None:
-        """Return if no rank was asked to stop; else save and raise `JobPreempted` on all ranks. Call it between two
-        steps. Collective: costs one all-reduce of 8 bytes.
+        """Return if no rank was asked to stop; otherwise save, and raise `JobPreempted` on all ranks. Call it between
+        two steps. Collective: it costs one all-reduce of 8 bytes.
 
         Parameters
         ----------
@@ -119,22 +121,24 @@ class Preemption:
         trainer.call_runner.all_reduce_max(np.zeros(1), "preemption: all have saved")
         end = JobPreempted(*found, trainer.global_step)
         if trainer.call_runner.rank == 0:
-            flush_and_write_stderr(f"fsdpx: {end}; exit status {PREEMPTED_STATUS}\n")  # its terminal may have closed
+            flush_and_write_stderr(
+                f"fsdpx: {end}; exit status {PREEMPTED_STATUS}\n"
+            )  # works even if the terminal has closed
             if self.requeue:
                 _requeue_job()
         raise end
 
     def _agree_on_request(self, trainer: Any) -> tuple[int, str] | None:
-        """Return the lowest rank that was asked to stop, and the name of the signal; None if no rank was. The same on
-        all ranks. Collective."""
+        """Return the lowest rank that was asked to stop and the name of its signal, the same on all ranks; None if no
+        rank was asked. Collective."""
         key = (_RANKS - trainer.call_runner.rank) << 8 | self._asked if self._asked else 0
         ahead, number = divmod(int(trainer.call_runner.all_reduce_max(np.array([key], np.int64), "preemption")[0]), 256)
         return (_RANKS - ahead, signal.Signals(number).name) if number else None
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
-        """Record the signal and call the program's own handler. A second Ctrl-C does not wait for the step boundary;
-        launchers deliver the first one twice, at the same time. In a forked child, which is no rank, the signal has its
-        former effect."""
+        """Record the signal and call the program's own handler. A second Ctrl-C does not wait for the step boundary,
+        unless it follows the first one at once, because launchers deliver Ctrl-C twice. In a forked child, which is not
+        a rank, the signal has its previous effect."""
         if os.getpid() != self._process:
             self.__exit__(None, None, None)
             signal.raise_signal(number)

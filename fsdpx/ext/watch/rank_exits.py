@@ -23,11 +23,11 @@ __all__ = [
 RANK_EXITED = 1
 """Exit status of a job if a rank has ended with status 0 while others waited for it."""
 EARLY_SECONDS, LATE_SECONDS = 1.0, 5.0
-"""Seconds of a wait before a rank checks whether others have ended; and before it gives up a wait that all living ranks
-share, where counts of calls do not tell whether the ended rank is needed."""
+"""Time that a rank waits before it checks whether others have ended; and time after which it ends a wait that all
+living ranks share, when counts of calls do not tell whether the ended rank is needed."""
 
 SECONDS_TO_PASS_ON = 0.2
-"""Seconds before an abort: a launcher may drop output that it has not yet forwarded."""
+"""Delay before an abort, because a launcher may drop output that it has not yet forwarded."""
 
 _reported: list[Any] = [0]
 _open: dict[FlightRecorder, WatchedRank] = {}
@@ -35,7 +35,7 @@ _open: dict[FlightRecorder, WatchedRank] = {}
 
 class WatchedRank(NamedTuple):
     """A rank that others may wait for. end: called at the end of the script. abort: ends all ranks with a status; None
-    where the other ranks live on."""
+    if the other ranks live on."""
 
     rank: int
     end: Callable[[], None]
@@ -45,31 +45,32 @@ class WatchedRank(NamedTuple):
 def register_exit_report(
     record: FlightRecorder, rank: int, end: Callable[[], None], abort: Callable[[int], None] | None
 ) -> None:
-    """Report the end of this process from now on to the other ranks, which read it in `record`; see `WatchedRank`."""
+    """Report the end of this process to the other ranks, which read it in `record`. For `end` and `abort`, see
+    `WatchedRank`."""
     _open[record] = WatchedRank(rank, end, abort)
     atexit.register(end)
 
 
 def unregister_exit_report(record: FlightRecorder) -> None:
-    """Stop reporting the end of this process: no other rank waits for it."""
+    """Stop reporting the end of this process, because no other rank waits for it."""
     if record in _open:
         atexit.unregister(_open.pop(record).end)
 
 
 def get_sys_exit_status() -> int:
-    """Return the exit status that was passed to `sys.exit`, 0 if it was not called."""
+    """Return the exit status that was passed to `sys.exit`, or 0 if it was not called."""
     reported = _reported[0]
     return 0 if reported is None else reported & 0xFF if isinstance(reported, int) else 1
 
 
 def _stop_reporting_in_child() -> None:
-    """Stop reporting in a forked child, which is no rank."""
+    """Stop reporting in a forked child, which is not a rank."""
     for record in list(_open):
         unregister_exit_report(record)
 
 
 def _wrap_sys_exit(former: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `sys.exit` that records its argument, as Python does not report its exit status at the end."""
+    """Return a `sys.exit` that records its argument, because Python does not tell exit handlers the exit status."""
 
     def exit_and_note(status: Any = None, /) -> Any:
         _reported[0] = status
@@ -79,8 +80,8 @@ def _wrap_sys_exit(former: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_os_exit(former: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an `os._exit` that first aborts all ranks: it runs no exit handlers, and MPICH's mpiexec may take a rank
-    that ends like that with status 0 for the normal end of the job."""
+    """Return an `os._exit` that first aborts all ranks. `os._exit` runs no exit handlers, and MPICH's mpiexec may take
+    a rank that ends with it with status 0 for the normal end of the job."""
     process = os.getpid()
 
     def exit_and_abort(status: int) -> Any:
@@ -110,8 +111,8 @@ if hasattr(os, "register_at_fork"):
 
 
 def get_process_state(process: int) -> str:
-    """Return the state of a process of this host in Linux's letters: R, S, D, T (stopped); "" if it has ended, "?" if
-    unknown."""
+    """Return the state of a process of this host as Linux's letter (R, S, D, T for stopped, ...); "" if the process has
+    ended, "?" if the state is unknown."""
     try:
         stat = Path(f"/proc/{process}/stat").read_text()
     except OSError:
@@ -121,17 +122,18 @@ def get_process_state(process: int) -> str:
 
 
 def has_rank_ended(flight: FlightRecord) -> bool:
-    """Return whether the script of a rank of this host has ended, or its process has."""
+    """Return whether the script of a rank of this host, or its process, has ended."""
     return flight.exit_status is not None or get_process_state(flight.process) == ""
 
 
 def have_all_scripts_ended(record_paths: Collection[Path]) -> bool:
-    """Return whether the scripts of all ranks with these records have ended normally."""
+    """Return whether the scripts of all ranks with these records have ended. A record that cannot be read counts as
+    ended."""
     return all(flight is None or flight.exit_status is not None for flight in map(_read_record_head, record_paths))
 
 
 def have_all_ranks_ended(record_paths: Collection[Path]) -> bool:
-    """Return whether the scripts or the processes of all these ranks have ended."""
+    """Return whether the scripts or the processes of all ranks with these records have ended."""
     return all(flight is None or has_rank_ended(flight) for flight in map(_read_record_head, record_paths))
 
 
@@ -139,11 +141,12 @@ def find_awaited_ended_rank(
     mine: FlightRecorder, waited: float, others: Collection[Path], all_ranks_local: bool
 ) -> FlightRecord | None:
     """Return the record of a rank of this host that has ended and for which this rank, `mine`, has waited in vain for
-    `waited` seconds; else None.
+    `waited` seconds; None if there is no such rank.
 
-    A rank that ended before it began the call that others are in will never reach it, and a rank that ended in an
-    action will not finish it. Other reasons to wait cannot be known, but if all living ranks wait, none can help the
-    others. others: the records of the other ranks of this host. all_ranks_local: whether these are all other ranks.
+    A rank that ended before it began the call that others are in will never reach that call, and a rank that ended in
+    an action will not finish it. Other reasons to wait cannot be known; but if all living ranks wait, none can help the
+    others. others: paths of the records of the other ranks of this host. all_ranks_local: whether these are all other
+    ranks.
     """
     if waited < EARLY_SECONDS:
         return None
@@ -160,11 +163,11 @@ def find_awaited_ended_rank(
 
 
 def find_diverged_calls(record_paths: Collection[Path]) -> dict[int, str]:
-    """Return the calls of the ranks with these records, by rank, if all have waited for LATE_SECONDS in different
-    calls; else {}.
+    """Return the calls of the ranks with these records, by rank, if all of them have waited for LATE_SECONDS in
+    different calls; otherwise {}.
 
-    All ranks make the same calls in the same order: equal counts with a different last call are an error of the script,
-    not a late rank.
+    All ranks make the same calls in the same order. Equal counts with a different last call are therefore an error of
+    the script, not a late rank.
     """
     flights = [flight for flight in map(_read_record_head, record_paths) if flight is not None]
     if not flights or not all(_has_waited_long(flight) and not has_rank_ended(flight) for flight in flights):

@@ -1,4 +1,4 @@
-"""The reports of a watchdog: which ranks wait for which tensor in which action, and where the other ranks are."""
+"""The reports of a watchdog: which ranks wait for which tensor in which action, and what the other ranks do."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ __all__ = [
 ]
 
 HUNG_STATUS = 124
-"""Exit status of a job that a watchdog ended, the one of timeout(1)."""
+"""Exit status of a job that a watchdog has ended; the same as that of timeout(1)."""
 FIRST_REPORT_SECONDS = 60.0
-"""Seconds of a wait after which rank 0 reports once who waits where; the job continues."""
+"""Duration of a wait after which rank 0 reports once which ranks wait where; the job continues."""
 
 
 def is_wait_overdue(flights: Collection[FlightRecord], last: float, now: float) -> bool:
-    """Return whether a wait has lasted for FIRST_REPORT_SECONDS and all waits began after the last report, at time
-    `last`."""
+    """Return whether a wait has lasted for FIRST_REPORT_SECONDS and all waits began after the last report. last: time
+    of that report."""
     begun = min((flight.since for flight in flights if flight.since and flight.exit_status is None), default=math.inf)
     return last < begun <= now - FIRST_REPORT_SECONDS
 
 
 def format_wait_report(flights: dict[int, FlightRecord], ranks: int, timeout: float, now: float, host: str) -> str:
-    """Return a report of which ranks wait for which tensor, in which call, and where the other ranks are; arguments as
-    of `format_hang_report`. The job may be healthy, with a rank that compiles or reads for long."""
+    """Return a report of which ranks wait for which tensor in which call, and where the other ranks are. The job may be
+    healthy, with a rank that compiles or reads for a long time. For the arguments, see `format_hang_report`."""
     alike: dict[str, list[int]] = {}
     for rank in range(ranks):
         flight = flights.get(rank)
@@ -64,8 +64,8 @@ def format_hang_report(
 ) -> str:
     """Return a report of which ranks wait in which action for which tensor, and where the other ranks are.
 
-    flights : the records, by rank ranks : number of ranks silent : ranks whose watchdogs have stopped timeout : seconds
-    without any progress now : seconds since 1970 host : the host on which the report is made
+    flights: the records, by rank. ranks: number of ranks. silent: ranks whose watchdogs have stopped. timeout: seconds
+    without any progress. now: seconds since 1970. host: the host on which the report is written.
     """
     lines = [f"fsdpx watchdog: no rank has made progress for {timeout:g} s; the job ends with status {HUNG_STATUS}"]
     waiting: dict[str, list[FlightRecord]] = {}
@@ -91,7 +91,7 @@ def format_hang_report(
 
 
 def _describe_position(flight: FlightRecord, now: float) -> str:
-    """Return text that says where a rank is that does not wait: its action, if there is one, and the line of the
+    """Return text that says where a rank is that does not wait: its action, if it is in one, and the line of the
     script."""
     line = flight.what.partition("\n")[0]
     if line and (flight.last_action is None or flight.last_action.end):
@@ -108,7 +108,7 @@ def _describe_wait(flight: FlightRecord) -> str:
 
 
 def describe_lost_rank(flight: FlightRecord, host: str) -> str:
-    """Return text that says what has become of a rank that no longer answers."""
+    """Return text that says what has happened to a rank that no longer answers."""
     if flight.host != host:
         return f"on {flight.host} says nothing any more"
     if flight.exit_status is not None:

@@ -53,13 +53,13 @@ from fsdpx.ext.watch.report import HUNG_STATUS
 __all__ = ["HUNG_STATUS", "Watchdog", "start_watchdog"]
 
 WAIT_FACTOR = 10.0
-"""While a watchdog watches and other ranks make progress, a single wait may last this many times the timeout."""
+"""While a watchdog runs and other ranks make progress, a single wait may last this many times the timeout."""
 SILENT_SECONDS = 0.5
-"""Seconds, or four polls if those take longer, without a poll, after which a watchdog counts as stopped."""
+"""Time without a poll after which a watchdog counts as stopped; four polls, if those take longer."""
 UNHEARD_SECONDS = 3.0
-"""Seconds after which the next rank reports why the job ends, if the rank before it did not end the job."""
+"""Time after which the next rank reports why the job ends, if the rank before it has not ended the job."""
 MAX_STACK_LINES = 12
-"""Lines of a stack that are recorded."""
+"""Number of lines of a stack that are recorded."""
 _PREFIX = "fsdpx-flight-"
 _OWN = f"{Path(__file__).parents[2]}{os.sep}"
 _PYTHON = (f"{Path(os.__file__).parent}{os.sep}", "<frozen ")
@@ -79,7 +79,9 @@ def start_watchdog(
     watchdog: Watchdog | None = base.watched_by
     token = secrets.token_hex(8) if watchdog is None else ""
     mine = (token, platform.node(), str(environment.read_environment().run or ""))
-    tokens, hosts, runs = zip(*base.all_gather_data(mine), strict=True)  # always: the gather is collective
+    tokens, hosts, runs = zip(
+        *base.all_gather_data(mine), strict=True
+    )  # gather in every call, because gathering is collective
     if watchdog is None:
         try:
             here = [rank for rank, host in enumerate(hosts) if host == hosts[base.rank]]
@@ -89,7 +91,7 @@ def start_watchdog(
             )
         except OSError as error:
             print(f"fsdpx: rank {base.rank} has no watchdog: {error}", file=sys.stderr, flush=True)
-    base.all_gather_data(None)  # a rank that ended before others had records would count as the last one
+    base.all_gather_data(None)  # wait until all have records: a rank that ended before would count as the last one
     if watchdog is None:
         return None
     for one in (comm, *other_comms) if extend_waits else ():
@@ -100,18 +102,18 @@ def start_watchdog(
 
 
 class Watchdog:
-    """One per rank and communicator. It polls its rank and the records of the other ranks, and makes no MPI call but
-    abort.
+    """The watchdog of one rank on one communicator. It polls its rank and the records of the other ranks, and calls
+    nothing of MPI except abort.
 
-    timeout: seconds without progress of any rank of this host after which a waiting rank waits in vain. Progress is the
-    begin or end of an action or of a wait. The lowest waiting rank reports why the job ends; the others follow one
-    after the other, in case it fails to.
+    timeout: seconds without progress of any rank of this host after which a waiting rank is considered hung. Progress
+    is the begin or end of an action or of a wait. The lowest waiting rank reports why the job ends; the others follow
+    one after the other, in case it fails to do so.
     """
 
     def __init__(
         self, comm: Any, folder: Path, timeout: float | None = None, here: Sequence[int] = (), number: int = 0
     ) -> None:
-        """Make the record and start the thread. here: the ranks of this host, which is host `number` of the job."""
+        """Create the record and start the thread. here: the ranks of this host, which is host `number` of the job."""
         self.folder, self.timeout = folder, float(comm.timeout if timeout is None else timeout)
         self.rank, self.host = comm.rank, platform.node()
         safe_files.make_folder(folder)
@@ -124,8 +126,8 @@ class Watchdog:
         self._stop, self._report_requested = threading.Event(), threading.Event()
         self._local_record_paths, self._host_number = [self._get_record_path(rank) for rank in here], number
         self._recorded_ranks: set[int] = set()  # ranks of this host that had a record at the last poll
-        self._record_gone_at = -math.inf  # when one of these records disappeared
-        self._hung_since = math.inf  # when this rank was found to wait in vain
+        self._record_gone_at = -math.inf  # time at which one of these records disappeared
+        self._hung_since = math.inf  # time since which this rank is known to wait in vain
         weak, outlived = self._comm, getattr(comm, "survives", False)
         register_exit_report(
             self.record,
@@ -136,20 +138,20 @@ class Watchdog:
         threading.Thread(target=self._run_watch_loop, name="fsdpx watchdog", daemon=True).start()
 
     def stop_watching_and_remove_dead_records(self, comm: Any) -> None:
-        """Stop watching, as no rank waits on this communicator anymore, and remove the records of ranks that died
-        before they could. `remove_dead_records` can be called again later."""
+        """Stop watching, because no rank waits on this communicator anymore, and remove the records of dead ranks,
+        which could not do so. `remove_dead_records` can be called again later."""
         self.stop_watching()
         self.remove_dead_records(comm.get_failed_ranks() if hasattr(comm, "get_failed_ranks") else ())
 
     def stop_watching(self) -> None:
-        """Remove this rank's record, as no other rank waits for it here anymore."""
+        """Stop watching and remove this rank's record, because no other rank waits for it here anymore."""
         if not self._stop.is_set():
             self._stop.set()
             unregister_exit_report(self.record)
             self.record.remove_file()
 
     def _record_script_end(self) -> None:
-        """Record that the script has ended. The last rank of this host removes the folder: until then other ranks may
+        """Record that the script has ended. The last rank of this host removes the folder; until then, other ranks may
         find that they wait for a rank that has ended."""
         self._stop.set()
         self.record.record_end(get_sys_exit_status())
@@ -160,7 +162,7 @@ class Watchdog:
             safe_files.remove_own_folder(self.folder)
 
     def remove_dead_records(self, dead: Iterable[int]) -> None:
-        """Remove the records of dead ranks, and the folder with the last one, unless `fsdpx run` still has to read
+        """Remove the records of dead ranks, and the folder with the last record, unless `fsdpx run` still has to read
         them."""
         if environment.read_environment().run is None:
             for rank in dead:
@@ -169,7 +171,7 @@ class Watchdog:
                 self.folder.rmdir()
 
     def request_report_and_wait(self) -> None:
-        """Request a report now, as this rank's wait has failed, and wait a moment for the end of the job."""
+        """Request a report now, because this rank's wait has failed, and wait a moment for the end of the job."""
         self._report_requested.set()
         self._stop.wait(2 * self.timeout if self.timeout < 5 else 10.0)
 
@@ -187,7 +189,7 @@ class Watchdog:
         since, spoken, what = time.perf_counter(), 0.0, ""
         while not self._stop.wait(self._poll_seconds):
             if self._comm() is None:
-                return  # the communicator is gone; the record stays, as this may be the end of a failed script
+                return  # the communicator is gone; the record stays, because this may be the end of a failed script
             wait, asked = long_waits.get(self.record.thread), self._report_requested.is_set()
             progress = (self.record.serial, self.record.ended, wait)
             if progress != before and not asked:  # after a request, keep what the rank waited for last
@@ -205,8 +207,8 @@ class Watchdog:
                 self._end_job_if_hung(still, what)
 
     def _describe_position(self, still: float) -> str:
-        """Return the line of the script where this rank has been for `still` seconds, and its stack; "" if it makes
-        progress."""
+        """Return the line of the script where this rank has been for `still` seconds, and its stack; "" if the rank
+        makes progress."""
         if still < 2 * self._poll_seconds:
             return ""
         frames = reversed(get_stack_frames(self.record.thread))
@@ -216,7 +218,7 @@ class Watchdog:
         )
 
     def _report_if_overdue(self, last: float) -> float:
-        """Print which ranks wait where, if a wait that began after `last` is overdue; return the time of the last
+        """Print which ranks wait where, if a wait that began after time `last` is overdue; return the time of the last
         report."""
         now, heads = time.time(), [read_record(place, whole=False) for place in self._local_record_paths]
         if not report.is_wait_overdue([flight for flight in heads if flight is not None], last, now):
@@ -268,12 +270,12 @@ class Watchdog:
         return flight.rank != self.rank and time.time() - flight.beat >= max(4 * self._poll_seconds, SILENT_SECONDS)
 
     def _is_hung(self, flights: dict[int, FlightRecord], waited: float) -> bool:
-        """Return whether this rank, which has waited for `waited` seconds, waits in vain: no rank of this host has made
-        progress."""
+        """Return whether this rank, which has waited for `waited` seconds, waits in vain because no rank of this host
+        has made progress."""
         if self._report_requested.is_set():
             return True
         if waited < self.timeout or time.perf_counter() - self._record_gone_at < self.timeout:
-            return False  # a rank has ended, or was killed here: others have yet to learn of it
+            return False  # a rank has ended or was killed here, and others have yet to learn of it
         late = [
             f for f in flights.values() if self._is_watchdog_silent(f) and get_process_state(f.process) not in ("", "T")
         ]
@@ -284,7 +286,8 @@ class Watchdog:
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     def _end_job_or_kill_ended_rank(self, ended: FlightRecord, what: str) -> None:
-        """End the job, as a rank has ended that others wait for; where ranks outlive others, only kill its process."""
+        """End the job, because a rank has ended that others wait for. If ranks outlive others, only kill its
+        process."""
         waits = f"rank {self.rank} waits for it in call {self.record.calls} for {what}"
         if not self._can_others_survive():
             code = ended.exit_status or RANK_EXITED
@@ -296,7 +299,7 @@ class Watchdog:
             os.kill(ended.process, signal.SIGKILL)
 
     def _end_rank_after_job_end(self) -> None:
-        """End this rank after another rank of this host has ended the job and removed all records, in case neither a
+        """End this rank after another rank of this host has ended the job and removed all records, in case neither the
         launcher nor an error in its wait ends it."""
         if not self._stop.wait(self._poll_seconds):
             self._print_and_abort_job(
@@ -304,7 +307,7 @@ class Watchdog:
             )
 
     def _end_job_for_different_calls(self, calls: dict[int, str]) -> None:
-        """End the job, as ranks wait for each other in different calls, none of which can complete."""
+        """End the job, because ranks wait for each other in different calls, none of which can complete."""
         self._print_and_abort_job(
             HUNG_STATUS,
             f"fsdpx watchdog: ranks wait for each other in different calls: {format_calls_by_rank(calls)}. All ranks "
@@ -313,8 +316,8 @@ class Watchdog:
         )
 
     def _kill_absent_ranks(self, flights: dict[int, FlightRecord]) -> bool:
-        """Kill the ranks of this host that others wait for and that are stopped or busy elsewhere, if ranks outlive
-        others, which then see a death. Return whether any was killed."""
+        """Kill the ranks of this host that others wait for and that are stopped or busy elsewhere, so that the others
+        see them die. This happens only if ranks outlive others. Return whether a rank was killed."""
         here = [f for f in flights.values() if get_process_state(f.process)]
         absent = [f for f in here if self._is_watchdog_silent(f) or not f.since]
         if not absent or len(absent) == len(here) or not self._can_others_survive():
@@ -344,7 +347,7 @@ class Watchdog:
         self._print_and_abort_job(HUNG_STATUS, f"{text}The last {MAX_ACTIONS} actions of each rank are in {path}\n")
 
     def _print_and_abort_job(self, code: int, text: str) -> None:
-        """Print the text, and end all ranks with this status."""
+        """Print the text and end all ranks with this status."""
         flush_and_write_stderr(text)
         if environment.read_environment().run is None:
             _rename_and_remove_folder(self.folder)
@@ -354,8 +357,8 @@ class Watchdog:
 
 
 def describe_script_line(thread: int, since: float) -> str:
-    """Return the line of the user's script where a thread is, as text; "" if there is none. since: time of its last
-    progress."""
+    """Return text with the line of the user's script where a thread is; "" if there is none. since: time of the
+    thread's last progress."""
     side = "outside of"
     for frame, line in get_stack_frames(thread):
         file = frame.f_code.co_filename
@@ -373,7 +376,8 @@ def _abort_all_ranks(comm: Any, code: int) -> None:
 
 
 def _rename_and_remove_folder(folder: Path) -> None:
-    """Remove a folder into which other ranks may still be writing: rename it first, so that they no longer find it."""
+    """Remove a folder to which other ranks may still be writing. It is renamed first, so that they no longer find
+    it."""
     gone = folder.with_name(f"{folder.name}.gone")
     with suppress(OSError):
         folder.rename(gone)
@@ -385,8 +389,8 @@ def _rename_and_remove_folder(folder: Path) -> None:
 
 
 def _choose_record_folder(token: str, run: str) -> Path:
-    """Return the folder of all ranks of this host. run: FSDPX_RUN of the first one; without it, a temporary folder,
-    after removing those of dead jobs."""
+    """Return the path of the folder for all ranks of this host. Without FSDPX_RUN it is a temporary folder, and
+    temporary folders of dead jobs are removed. run: FSDPX_RUN of the first rank of the host."""
     if run:
         return Path(run) / f"flight-{token}"
     temporary = Path(tempfile.gettempdir())
@@ -401,8 +405,7 @@ def _is_folder_abandoned(folder: Path) -> bool:
 
 
 def _save_report(folder: Path, text: str) -> Path:
-    """Write the report and return its path: in FSDPX_RUN, else in the working directory, else in the temporary
-    folder."""
+    """Write the report to FSDPX_RUN, else to the working directory, else to the temporary folder; return its path."""
     run = environment.read_environment().run
     places = [run] if run is not None else [Path.cwd(), Path(tempfile.gettempdir())]
     for place in places:
