@@ -86,7 +86,7 @@ class Adam(_AdamBase):
     lr : a number, or a schedule from 1-based step to number
     betas : decay of the two means per step, each in [0, 1)
     eps : added to the square root
-    weight_decay : times p, is added to g
+    weight_decay : coefficient; weight_decay * p is added to g
     groups : name pattern (fnmatch) -> {"weight_decay", "lr_scale"} for the parameters that match
     """
 
@@ -101,7 +101,7 @@ class AdamW(_AdamBase):
     Parameters
     ----------
     lr, betas, eps, groups : as in `Adam`
-    weight_decay : share of p that is subtracted per step, times lr
+    weight_decay : coefficient; lr * weight_decay * p is subtracted from p in each step
     """
 
     weight_decay: float = 0.01

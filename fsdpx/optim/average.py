@@ -1,4 +1,4 @@
-"""Averages of the parameters over time (EMA, SWA), stored as an additional slot of the optimizer."""
+"""Averages of the parameters over time (EMA, SWA), stored in an additional slot of the optimizer."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +29,8 @@ __all__ = ["EMA", "SWA", "AveragedOptimizer"]
 @check_constructor_options
 @dataclass(frozen=True)
 class EMA:
-    """Exponential moving average: after each step, average = decay average + (1 - decay) parameters. It starts from the
-    parameters after the first step, as `torch.optim.swa_utils.AveragedModel` does.
+    """Exponential moving average: after each step, average = decay average + (1 - decay) parameters. The first average
+    is the parameters after the first step, as in `torch.optim.swa_utils.AveragedModel`.
 
     Parameters
     ----------
@@ -51,12 +51,12 @@ class EMA:
 @dataclass(frozen=True)
 class SWA:
     """Stochastic weight averaging (Izmailov et al. 2018): the mean of the parameters after the steps start, start +
-    every, start + 2 every, ...; before `start`, the parameters themselves.
+    every, start + 2 every, ... Before step `start`, the average equals the parameters.
 
     Parameters
     ----------
     start : the first averaged step, 1 or more
-    every : steps between two averaged steps, 1 or more
+    every : number of steps from one averaged step to the next, 1 or more
     """
 
     start: int = 1
@@ -77,15 +77,15 @@ class SWA:
 class AveragedOptimizer(WrappedOptimizer):
     """An optimizer that keeps an average of the parameters in addition to its own state.
 
-    The stored value is average - parameters: it is 0 before the first step whatever the initial values, and stays right
-    where parameters are frozen or loaded. It needs no scratch memory for a copy of the old parameters.
+    The stored value is average - parameters. It is 0 before the first step for any initial values, stays correct if
+    parameters are frozen or loaded, and needs no scratch memory for a copy of the old parameters.
 
     Parameters
     ----------
     inner : the optimizer that makes the update
     averaging : an `EMA`, an `SWA`, or any object with their `get_kept_share(step)`
-    dtype : of the average; None: that of the shard. For a shard in 16 bits it is float32: the change of an average in
-        one step is less than the last bit of 16, and the rounding of parameters must not accumulate in it
+    dtype : dtype of the average; None: that of the shard. A 16-bit shard needs float32, because an average changes by
+        less than the last bit of 16 in one step, and the rounding of parameters must not accumulate in it
     """
 
     inner: Optimizer
@@ -112,7 +112,7 @@ class AveragedOptimizer(WrappedOptimizer):
         self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: ShardSegments,
         scale: float = 1.0,
     ) -> None:  # fmt: skip
-        """Make one step in place, see `Optimizer.update`."""
+        """Perform one update in place, see `Optimizer.update`."""
         require_matching_shard(self, p, g, slots, step, segments)
         inner_slots, distance = {name: slots[name] for name in self.inner.slots}, slots[AVERAGE_SLOT]
         with np.errstate(all="ignore"):  # as in all updates; gradients are checked for finite values elsewhere
@@ -124,7 +124,7 @@ class AveragedOptimizer(WrappedOptimizer):
 
 
 def _add_parameters(xp: Any, total: Any, p: Any) -> None:
-    """Add p, which may have a narrower dtype, to total in place."""
+    """Add `p`, which may have a narrower dtype, to `total` in place."""
     if total.dtype == p.dtype:
         total += p
     else:

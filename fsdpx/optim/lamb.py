@@ -1,4 +1,4 @@
-"""LAMB: Adam's direction, scaled per parameter by the parameter's norm (You et al. 2020, Algorithm 2)."""
+"""LAMB: Adam's direction, scaled for each parameter by the norm of the parameter (You et al. 2020, Algorithm 2)."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -85,17 +85,17 @@ def _step_along_direction_loop(p, m, v, unbias1, unbias2, eps, decay, rate):
 class LAMB:
     """u = m / (sqrt(v) + eps) + weight_decay p; p -= lr (|p| / |u|) u, with norms over the full parameter.
 
-    m, v are bias-corrected; the ratio is 1 where one of the norms is 0. Squares are summed in float64 over blocks of
-    1024 elements and then exactly: if shard boundaries coincide with block boundaries, the bits are those of the full
-    array; otherwise results agree to rounding. Slots: m, v. Each update of a page all-gathers `gathers` numbers per
-    parameter.
+    m and v are bias-corrected. The ratio is 1 if one of the norms is 0. Squares are summed in float64 over blocks of
+    1024 elements, and the sums of blocks are added exactly. The result therefore has the same bits as for the full
+    array if shard boundaries coincide with block boundaries; otherwise it agrees up to rounding. Slots: m, v. Each
+    update of a page all-gathers `gathers` numbers per parameter.
 
     Parameters
     ----------
     lr : a number, or a schedule from 1-based step to number
     betas : decay of the two means per step, each in [0, 1)
     eps : added to the square root
-    weight_decay : times p, is added to u
+    weight_decay : coefficient; weight_decay * p is added to u
     groups : name pattern (fnmatch) -> {"weight_decay", "lr_scale"} for the parameters that match
     """
 
@@ -148,7 +148,7 @@ class LAMB:
 def _sum_squares(
     xp: Any, segment: ShardSegment, p: Any, m: Any, v: Any, numbers: tuple[float, ...]
 ) -> tuple[list[float], list[float]]:
-    """Return the partial sums of squares of a segment's parameters and of its direction."""
+    """Return the partial sums of the squares of a segment's parameters, and those of its direction."""
     of_p, of_u = [], []
     scratch = xp.empty(min(BLOCK_ELEMENTS, segment.stop - segment.start), p.dtype)
     for start in range(segment.start, segment.stop, BLOCK_ELEMENTS):

@@ -1,4 +1,4 @@
-"""Muon, an optimizer that updates each weight matrix as a whole."""
+"""Muon, an optimizer that orthogonalizes the update of each weight matrix."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ STEPS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
 class Muon:
     """m = momentum m + g; p -= lr (0.2 sqrt(max(rows, columns)) O + weight_decay p), where O has the singular vectors
     of g + momentum m and singular values near 1, from five Newton-Schulz steps (Jordan et al. 2024). The factor makes
-    steps as large as AdamW's, so both share one learning rate and weight decay (Liu et al. 2025).
+    steps as large as AdamW's, so that both use the same learning rate and weight decay (Liu et al. 2025).
 
-    Parameters of one dim, and those whose names match `exclude`, are updated by `others`. Kernels of convolutions count
-    as matrices with one row per output channel. Matrices are gathered: every rank that holds a part of one computes its
-    whole update, so the bits do not depend on the sharding, and sends the page's momentum once per update. The tensor
-    axis must have one rank.
+    Parameters with one dim, and parameters whose names match `exclude`, are updated by `others`. Kernels of
+    convolutions are matrices with one row per output channel. Matrices are gathered: every rank that holds a part of a
+    matrix computes the full update, so that the bits do not depend on the sharding. Each rank sends its part of the
+    page's momentum once per update. The tensor axis must have one rank.
 
     Slots: those of `others`, of which "m" is the momentum.
 
     Parameters
     ----------
-    lr : a number, or a schedule from 1-based step to number, of all parameters
+    lr : a number, or a schedule from 1-based step to number, for all parameters
     momentum : decay of m per step, in [0, 1)
-    weight_decay : share of p that is subtracted per step, times lr, of all parameters
+    weight_decay : coefficient; lr * weight_decay * p is subtracted from p in each step, for all parameters
     exclude : name patterns (fnmatch) of matrices that `others` updates
     others : an `AdamW`, or another elementwise optimizer with a slot "m"; its lr, weight decay and groups are replaced
         by those of this optimizer
@@ -91,7 +91,7 @@ class Muon:
         segments: ShardSegments,
         scale: float = 1.0,
     ) -> None:
-        """Make one step on a shard, in place. Collective over the ranks that hold shards of the same flat array.
+        """Update a shard in place. Collective over the ranks that hold shards of the same flat array.
 
         Parameters
         ----------
@@ -106,8 +106,7 @@ class Muon:
 
         Raises
         ------
-        ConfigError, ShapeError
-            if slots or arrays do not fit the segments
+        ConfigError, ShapeError the slots or the arrays do not fit the segments
         """
         require_matching_shard(self, p, g, slots, step, segments)
         parts: dict[str, Any] = {}
@@ -147,12 +146,11 @@ class Muon:
         Parameters
         ----------
         name : dotted name of the parameter
-        shape : of the full parameter
+        shape : shape of the full parameter
 
         Returns
         -------
-        bool
-            True for two dims or more, unless the name matches a pattern of `exclude`
+        bool True for at least two dims, unless the name matches a pattern of `exclude`
         """
         return len(shape) > 1 and not any(fnmatchcase(name, pattern) for pattern in self.exclude)
 
@@ -162,7 +160,7 @@ class Muon:
         return replace(other, lr=self.lr, weight_decay=self.weight_decay, groups=self.groups)
 
     def _update_momentum_and_get_direction(self, g: Any, m: Any, scale: float) -> Any:
-        """Set m = momentum m + scale g, and return the direction with Nesterov's look-ahead, scale g + momentum m."""
+        """Set m = momentum m + scale g in place, and return the Nesterov direction scale g + momentum m."""
         share = m.dtype.type(self.momentum)
         direction = g.astype(m.dtype) * m.dtype.type(scale)
         m *= share
@@ -171,7 +169,7 @@ class Muon:
         return direction
 
     def _update_matrix(self, xp: Any, p: Any, full: Any, s: ShardSegment, run: HyperparameterSpan, lr: float) -> None:
-        """Update this rank's part p of a matrix, given all elements `full` of its direction."""
+        """Update this rank's part `p` of a matrix. full: the direction of the full matrix, flat."""
         matrix = full.reshape(s.shape[0], -1)
         o = orthogonalize(xp, matrix).reshape(-1)[s.offset : s.offset + p.size]
         p *= p.dtype.type(1.0 - lr * run.get_weight_decay(self.weight_decay))
@@ -179,7 +177,7 @@ class Muon:
 
 
 def _assemble_matrix(xp: Any, parts: list[tuple[ShardSegment, Any]], dtype: Any) -> Any:
-    """Return a matrix, flat, assembled from the parts of all ranks."""
+    """Return the flat matrix assembled from the parts of all ranks."""
     name, size = parts[0][0].name, parts[0][0].size
     assert sum(s.stop - s.start for s, _ in parts) == size, f"{name} is not whole"
     full = xp.empty(size, dtype)
@@ -189,7 +187,8 @@ def _assemble_matrix(xp: Any, parts: list[tuple[ShardSegment, Any]], dtype: Any)
 
 
 def orthogonalize(xp: Any, matrix: Any) -> Any:
-    """Return approximately U V for a matrix U S V: odd polynomials drive its nonzero singular values to 1."""
+    """Return approximately U V for a matrix with the singular value decomposition U S V: odd polynomials drive its
+    nonzero singular values to 1."""
     a, b, c = (matrix.dtype.type(number) for number in COEFFICIENTS)
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     with np.errstate(all="ignore"):

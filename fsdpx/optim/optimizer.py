@@ -1,9 +1,8 @@
-"""Optimizers: the protocol, the format of their state arrays (slots), and the machinery of elementwise updates.
+"""Optimizers: their protocol, the format of their state arrays (slots), and the base of elementwise updates.
 
-An update works in place on a flat shard and gives the same bits however the parameters are sharded and whichever
-implementation runs. Each is declared once, in the file of its optimizer: as array code, and as a loop that Numba
-compiles, if installed, for NumPy arrays in float32 and float64. The threads of `array.parallel` split the elements
-among themselves."""
+An update works in place on a flat shard, and gives the same bits for every sharding and every implementation. Each
+update is declared once, in the file of its optimizer, as array code and as a loop, which Numba compiles, if installed,
+for NumPy arrays in float32 and float64. The threads of `array.parallel` share the elements."""
 
 from __future__ import annotations
 
@@ -81,24 +80,23 @@ class SlotFormat:
 
 
 def get_slot_formats(optimizer: Any) -> dict[str, SlotFormat]:
-    """Return the format of each slot by name. An optimizer lists those that differ from the shard's in
-    `slot_formats`."""
+    """Return slot name -> format. An optimizer lists the formats that differ from the shard's in `slot_formats`."""
     named: Mapping[str, SlotFormat] = getattr(optimizer, "slot_formats", {})
     return {name: named.get(name, SlotFormat()) for name in optimizer.slots}
 
 
 def needs_full_parameters(optimizer: Any) -> bool:
-    """Return whether an optimizer must see whole parameters, which rules out sharding over the tensor axis."""
+    """Return whether an optimizer needs full parameters, which rules out sharding over the tensor axis."""
     return bool(getattr(optimizer, "whole", False))
 
 
 def make_zero_slots(xp: Any, optimizer: Any, segments: ShardSegments, dtype: Any) -> dict[str, Any]:
-    """Return the optimizer's slots before step 1, filled with zeros, for a shard of this dtype."""
+    """Return the optimizer's slots before step 1, filled with zeros, for a shard with this dtype."""
     return {name: xp.zeros(segments.size, kept.get_dtype(dtype)) for name, kept in get_slot_formats(optimizer).items()}
 
 
 class Elementwise(ABC):
-    """The base class of elementwise optimizers: checks their options, and updates a shard in spans of equal
+    """The base class of elementwise optimizers. It checks their options, and updates a shard in spans with equal
     hyperparameters."""
 
     weight_decay: float
@@ -119,7 +117,7 @@ class Elementwise(ABC):
         segments: ShardSegments,
         scale: float = 1.0,
     ) -> None:
-        """Make one step in place, see `Optimizer.update`."""
+        """Perform one update in place, see `Optimizer.update`."""
         require_matching_shard(self, p, g, slots, step, segments)
         for run in segments.hyperparameter_spans(self.groups):
             span = slice(run.start, run.stop)
@@ -131,8 +129,8 @@ class Elementwise(ABC):
     def _update_span(self, xp: Any, p: Any, g: Any, slots: Slots, step: int, **rates: float) -> None:
         """Update the elements of one span in place.
 
-        step: number of updates of these elements, including this one. rates: the span's lr and weight_decay, and scale,
-        the factor on g."""
+        step: number of updates of these elements, including this one. rates: `lr` and `weight_decay` of the span, and
+        `scale`, the factor on g."""
 
 
 LearningRate = float | Callable[[int], float]
@@ -143,10 +141,10 @@ Slots = Mapping[str, Any]
 GROUP_OPTIONS = ("lr_scale", "weight_decay")
 
 no_decay: ParamGroups = {pattern: {"weight_decay": 0.0} for pattern in ("*bias", NORMS)}
-"""Groups without weight decay for biases and for the scales and shifts of norms, whatever their names:
-`AdamW(groups=optim.no_decay)`. The parameters of a norm of your own need `ParameterSpec(..., norm=True)`.
+"""Parameter groups without weight decay for biases, and for the scales and shifts of norms whatever their names:
+`AdamW(groups=optim.no_decay)`. The parameters of your own norm layers need `ParameterSpec(..., norm=True)`.
 
-To add groups of your own: `{"embed.*": {"weight_decay": 0.0}, **optim.no_decay}`."""
+To add your own groups: `{"embed.*": {"weight_decay": 0.0}, **optim.no_decay}`."""
 
 
 class Optimizer(Protocol):
@@ -159,9 +157,9 @@ class Optimizer(Protocol):
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Names of the state arrays, each as large as the shard and zero before step 1.
+        """The names of the state arrays. Each array is as large as the shard and zero before step 1.
 
-        An attribute `slot_formats`, if there is one, maps those whose dtype differs from the shard's to a
+        The optional attribute `slot_formats` maps the names of slots whose dtype differs from the shard's to a
         `SlotFormat`."""
 
     def update(
@@ -176,7 +174,7 @@ class Optimizer(Protocol):
         segments: ShardSegments,
         scale: float = 1.0,
     ) -> None:
-        """Make one step on a shard, in place.
+        """Update a shard in place.
 
         Parameters
         ----------
@@ -185,7 +183,7 @@ class Optimizer(Protocol):
         g : their gradient `(n,)` before `scale`; not changed
         slots : name -> state array `(n,)`; changed in place
         lr : learning rate of the step, `get_learning_rate(optimizer, step)`
-        step : 1 for the first update. Where some parameters have missed updates, see `update_parameters`
+        step : 1 for the first update. If some parameters have missed updates, see `update_parameters`
         segments : the parameters, or parts of parameters, that the shard holds
         scale : factor on g
         """
@@ -210,14 +208,14 @@ def update_parameters(
     segments: ShardSegments,
     scale: float = 1.0,
 ) -> bool:
-    """Update a shard in place, each parameter by its own count of updates, as `torch.optim` does.
+    """Update a shard in place, using for each parameter its own number of updates, as `torch.optim` does.
 
-    Takes the arguments of `Optimizer.update`, with the trainer's step, and returns False if nothing ran because the
-    device has no values to change (shape-only arrays).
+    The arguments are those of `Optimizer.update`, except that `step` is the trainer's. Return False if nothing ran
+    because the arrays have only shapes and no values.
 
-    An elementwise optimizer is called once for each stretch of parameters with equal counts, and its `step` is that
-    count. One that communicates, an `Elementwise` and a `WrappedOptimizer` are called once on every rank; they read
-    `missed` of the segments."""
+    In general the optimizer is called once for each span of parameters with equal numbers of updates, with this number
+    as `step`. An optimizer that communicates, an `Elementwise` and a `WrappedOptimizer` are called only once on every
+    rank; they read `missed` from the segments."""
     rates = {"lr": lr, "scale": scale}
     whole = isinstance(optimizer, Elementwise | WrappedOptimizer) or any(
         hasattr(optimizer, n) for n in ("gathers", "count_sent_elements")
@@ -235,7 +233,7 @@ def update_parameters(
 
 
 def get_learning_rate(optimizer: Optimizer, step: int) -> float:
-    """Return the learning rate of 1-based `step`; raise ConfigError if a schedule returns no finite number >= 0."""
+    """Return the learning rate of 1-based `step`. Raise ConfigError unless it is a finite number >= 0."""
     value = optimizer.lr(step) if callable(optimizer.lr) else optimizer.lr
     if type(value) is not float:
         value = to_python_number(value)
@@ -251,7 +249,7 @@ def _is_number(value: object) -> bool:
 
 
 class WrappedOptimizer:
-    """The base class of optimizers that wrap another one, `inner`, which makes the update."""
+    """The base class of optimizers that wrap another optimizer, `inner`, which performs the update."""
 
     inner: Any
 
@@ -275,11 +273,11 @@ UNSCHEDULED = (0.0, 0.0)
 
 
 def get_scheduled_values(optimizer: Any, step: int) -> tuple[float, float]:
-    """Return the scheduled values of a step, for ranks to compare: (learning rate, share of the old average in the new
+    """Return the scheduled values of a step, which ranks compare: (learning rate, share of the old average in the new
     one).
 
-    The learning rate is nan where the schedule is invalid: the error is raised once all ranks know of it. The share is
-    0 without an average."""
+    The learning rate is nan if the schedule is invalid; the error is raised later, when all ranks know of it. The share
+    is 0 without an average."""
     share = 0.0
     try:
         lr = get_learning_rate(optimizer, step)
@@ -300,7 +298,8 @@ def require_number_in_range(owner: object, name: str, value: object, below: floa
 
 
 def require_valid_hyperparameters(owner: Any) -> None:
-    """Raise ConfigError unless lr, weight_decay and groups of `owner` are valid. `owner` checks its other options."""
+    """Raise ConfigError unless `lr`, `weight_decay` and `groups` of the optimizer `owner` are valid. Convert NumPy
+    numbers among its options to Python numbers."""
     convert_fields_to_python_numbers(owner)
     if not callable(owner.lr):
         require_number_in_range(owner, "lr", owner.lr)
@@ -309,7 +308,7 @@ def require_valid_hyperparameters(owner: Any) -> None:
 
 
 def require_valid_betas(owner: object, betas: object) -> None:
-    """Raise ConfigError unless the `betas` of `owner` are a pair of numbers in [0, 1)."""
+    """Raise ConfigError unless the `betas` of the optimizer `owner` are a pair of numbers in [0, 1)."""
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise ConfigError(f"{type(owner).__name__}(betas={betas!r}): a pair of numbers is needed, like (0.9, 0.999)")
     for i, beta in enumerate(betas):
@@ -351,11 +350,11 @@ DEVICE_BLOCK_ELEMENTS = 1 << 24  # larger on devices: a kernel launch costs more
 
 
 class UpdateFormula:
-    """One update by name: as array code, as a Numba loop, and as a kernel of the device where it has one.
+    """A named update, implemented as array code, as a Numba loop and, on devices that have one, as a kernel.
 
-    The array code works in blocks that stay in cache, with two blocks of scratch memory; it is the reference, and runs
-    where neither of the others is available. The loop has the same operations in the same order and therefore gives the
-    same bits."""
+    The array code works on blocks that fit into the cache and needs two blocks of scratch memory. It is the reference,
+    and runs if neither of the other implementations is available. The loop has the same operations in the same order,
+    and therefore gives the same bits."""
 
     def __init__(self, plain: Callable[..., None]) -> None:
         self.plain, self.name = plain, plain.__name__
@@ -364,13 +363,14 @@ class UpdateFormula:
     def register_loop(self, body: Callable[..., None]) -> Callable[..., None]:
         """Compile `body(*arrays, *numbers)` as the update loop.
 
-        fastmath is off: the vector body and the scalar tail could round differently, so results would depend on shard
-        boundaries."""
+        fastmath is off. Otherwise the vector body and the scalar tail could round differently, and results would depend
+        on shard boundaries."""
         self.loop = jit(body)
         return body
 
     def __call__(self, xp: Any, arrays: tuple[Any, ...], numbers: tuple[float, ...]) -> None:
-        """Update flat arrays of one size in place. numbers: rounded once to the dtype of the first array."""
+        """Update flat arrays of equal size in place. numbers: scalars of the formula, which are rounded once to the
+        dtype of the first array."""
         dtype = arrays[0].dtype
         if arrays[0].size == 0:
             return
@@ -382,8 +382,8 @@ class UpdateFormula:
             self.run_in_blocks(xp, arrays, values)
 
     def run_in_blocks(self, xp: Any, arrays: tuple[Any, ...], values: tuple[Any, ...]) -> None:
-        """Run the array code plain(xp, a, b, *arrays, *values) on each block; a and b are scratch arrays of the first
-        array's dtype."""
+        """Run the array code plain(xp, a, b, *arrays, *values) on each block. a and b are scratch arrays in the dtype
+        of the first array."""
         n = arrays[0].size
         size = min(n, BLOCK_ELEMENTS if xp is np else DEVICE_BLOCK_ELEMENTS)
         a, b = xp.empty(size, arrays[0].dtype), xp.empty(size, arrays[0].dtype)
@@ -395,7 +395,7 @@ class UpdateFormula:
 
 
 def declare_update(plain: Callable[..., None]) -> UpdateFormula:
-    """Declare an update by its array code; its loop follows under `@NAME.register_loop`."""
+    """Declare an update by its array code. Decorate its loop with `@NAME.register_loop`."""
     formula = FORMULAS_BY_NAME[plain.__name__] = UpdateFormula(plain)
     return formula
 

@@ -1,6 +1,6 @@
-"""Learning-rate schedules: values that are called with the 1-based step and return the rate.
+"""Learning-rate schedules: callables from the 1-based step to the learning rate.
 
-They nest: `WarmUp(100, Cosine(3e-4, 900))` rises to 3e-4 at step 100 and is 0 after step 1000."""
+They can be nested: `WarmUp(100, Cosine(3e-4, 900))` rises to 3e-4 at step 100 and is 0 after step 1000."""
 
 import math
 from collections.abc import Callable
@@ -15,8 +15,8 @@ __all__ = ["Constant", "Cosine", "InverseSquareRoot", "Linear", "Step", "WarmUp"
 
 
 class Schedule:
-    """The base class of these schedules: raises ConfigError unless rates are finite numbers >= 0 and numbers of steps
-    are 1 or more."""
+    """The base class of these schedules. It raises ConfigError unless rates are finite numbers >= 0 and numbers of
+    steps are at least 1."""
 
     def __post_init__(self) -> None:
         convert_fields_to_python_numbers(self)
@@ -116,7 +116,7 @@ class Step(Schedule):
     ----------
     lr : the rate of step 1
     every : number of steps with the same rate
-    factor : factor on the rate every `every` steps
+    factor : factor by which the rate is multiplied every `every` steps
     """
 
     lr: float

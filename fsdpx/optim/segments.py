@@ -13,13 +13,14 @@ from fsdpx.errors import ConfigError
 __all__ = ["Exchange", "HyperparameterSpan", "ParamGroups", "ShardPeers", "ShardSegment", "ShardSegments"]
 
 ParamGroups = Mapping[str, Mapping[str, float]]
-"""Name pattern (fnmatch, on dotted names; the first that matches wins) -> {"weight_decay": ..., "lr_scale": ...}."""
+"""Name pattern (fnmatch on dotted names; the first pattern that matches applies) -> {"weight_decay": ..., "lr_scale":
+...}."""
 NORMS = "<norms>"
-"""A special pattern that matches the parameters of norms (`ParameterSpec.norm`), whatever their names."""
+"""A special pattern that matches the parameters of norms (`ParameterSpec.norm`), regardless of their names."""
 
 Exchange = Callable[[Mapping[str, Sequence[float]], int], Mapping[str, Sequence[Sequence[float]]]]
-"""Gathers a few numbers per parameter: (this rank's numbers by parameter name, count per parameter) -> the rows of
-numbers of all ranks that hold a part, by parameter name."""
+"""Function that gathers a few numbers per parameter: (parameter name -> this rank's numbers, count per parameter) ->
+parameter name -> the numbers of each rank that holds a part."""
 
 Frozen = tuple[tuple[str, tuple[tuple[str, float], ...]], ...]
 
@@ -35,9 +36,10 @@ class ShardSegment:
     start, stop : range of elements of the shard
     offset : first element of the part in the flat parameter
     size : elements of the full parameter
-    shape : of the full parameter; () where no code needs it
-    norm : whether the parameter is a norm's
-    missed : number of updates during which it was frozen; update `step` of the trainer is its `step - missed`th
+    shape : shape of the full parameter; () if no code needs it
+    norm : whether the parameter belongs to a norm
+    missed : number of updates that the parameter missed while frozen; in step `step` of the trainer, it gets its update
+        number `step - missed`
     """
 
     name: str
@@ -56,13 +58,13 @@ class ShardSegment:
 
 @dataclass(frozen=True)
 class HyperparameterSpan:
-    """Elements [start, stop) of the shard with their hyperparameters.
+    """Elements [start, stop) of the shard, with their hyperparameters.
 
     Parameters
     ----------
     start, stop : range of elements of the shard
     lr_scale : factor on the learning rate
-    weight_decay : None: the optimizer's own
+    weight_decay : weight decay; None: that of the optimizer
     missed : as in `ShardSegment`
     """
 
@@ -82,10 +84,10 @@ class ShardPeers:
 
     Parameters
     ----------
-    get_segments : returns the segments of each rank
+    get_segments : function that returns the segments of each rank
     rank : this rank's index among them
-    all_to_all : takes (send array, receive array, elements sent to each rank, elements received from each) and returns
-        once all elements have arrived
+    all_to_all : function (send array, receive array, elements sent to each rank, elements received from each rank) that
+        returns when all elements have arrived
     """
 
     get_segments: Callable[[], Sequence[tuple[ShardSegment, ...]]]
@@ -94,12 +96,12 @@ class ShardPeers:
 
     @cached_property
     def peer_segments(self) -> Sequence[tuple[ShardSegment, ...]]:
-        """The segments of each rank; computed on first use, since most optimizers do not need them."""
+        """The segments of each rank. They are computed on first use, because most optimizers do not need them."""
         return self.get_segments()
 
     @cached_property
     def parameters_on_several_ranks(self) -> list[ShardSegment]:
-        """One segment of each parameter of which several ranks hold parts."""
+        """One segment of each parameter that is split over several ranks."""
         seen: dict[str, ShardSegment] = {}
         split: dict[str, ShardSegment] = {}
         for s in (s for items in self.peer_segments for s in items):
@@ -109,16 +111,16 @@ class ShardPeers:
 
 @dataclass(frozen=True)
 class ShardSegments:
-    """The contents of a shard: its segments in order, without gaps, from element 0 on.
+    """The contents of a shard: its segments in order, from element 0 on and without gaps.
 
-    Only optimizers that need something of full parameters use `exchange` or `peers`, once per update and on every rank.
+    Only optimizers that need data of full parameters use `exchange` or `peers`, once per update and on every rank.
 
     Parameters
     ----------
     items : the segments; () if the shard is empty
-    exchange : all-gathers a few numbers per parameter among the ranks that hold shards of the same flat array; None:
-        there is one shard
-    peers : the same ranks, for large transfers; None: there is one shard
+    exchange : function that all-gathers a few numbers per parameter among the ranks that hold shards of the same flat
+        array; None: there is only one shard
+    peers : the same ranks, for large transfers; None: there is only one shard
     """
 
     items: tuple[ShardSegment, ...]
@@ -135,7 +137,7 @@ class ShardSegments:
 
     @cached_property
     def size(self) -> int:
-        """Number of elements of the shard."""
+        """The number of elements of the shard."""
         return self.items[-1].stop if self.items else 0
 
     def with_missed_updates(self, missed: Mapping[str, int]) -> "ShardSegments":
@@ -143,12 +145,11 @@ class ShardSegments:
 
         Parameters
         ----------
-        missed : parameter name -> number of missed updates; 0 for names that are not there
+        missed : parameter name -> number of missed updates; 0 for names that are not listed
 
         Returns
         -------
-        ShardSegments
-            a cached object for each distinct combination of counts
+        ShardSegments one cached object for each combination of counts
         """
         if not missed:
             return self
@@ -166,8 +167,8 @@ class ShardSegments:
 
     @cached_property
     def spans_by_missed_updates(self) -> list[tuple[slice, int, "ShardSegments"]]:
-        """The shard as the fewest stretches of parameters with equal `missed`: (slice of the shard, missed, its
-        segments)."""
+        """The shard as the fewest spans of parameters with equal `missed`: (slice of the shard, missed, segments of the
+        span)."""
         spans = []
         for missed, same in groupby(self.items, key=lambda s: s.missed):
             items = list(same)
@@ -177,7 +178,7 @@ class ShardSegments:
         return spans
 
     def hyperparameter_spans(self, groups: ParamGroups) -> tuple[HyperparameterSpan, ...]:
-        """Return the shard as the fewest spans of equal hyperparameters.
+        """Return the shard as the fewest spans with equal hyperparameters.
 
         Parameters
         ----------
@@ -234,8 +235,8 @@ class ShardSegments:
     def _get_or_make_spans(
         self, make: Callable[..., tuple[HyperparameterSpan, ...]], groups: ParamGroups
     ) -> tuple[HyperparameterSpan, ...]:
-        """Return `make(items, groups)`, cached: every update needs it, and matching thousands of names takes longer
-        than the update."""
+        """Return `make(items, groups)`, cached because every update needs it and matching thousands of names takes
+        longer than the update."""
         key = (make, make_hashable_groups(groups))
         if key not in self._cached_spans:
             self._cached_spans[key] = make(self.items, key[1])
@@ -251,20 +252,20 @@ class ShardSegments:
         """Send this rank's parts of parameters to all ranks that hold other parts of them, and return the parts of all
         ranks.
 
-        Sends one message to each rank that has another part of one of the parameters, and none if no parameter is
-        split. Collective over the ranks that hold shards of the same flat array.
+        Each rank sends one message to each rank that has another part of one of the parameters, and no message if no
+        parameter is split. Collective over the ranks that hold shards of the same flat array.
 
         Parameters
         ----------
         xp : namespace of the arrays
         parts : parameter name -> flat array of `dtype` that this rank contributes, for each parameter of the exchange
         sends : segment -> number of elements that the rank with this segment contributes; 0: none
-        dtype : of all arrays
+        dtype : dtype of all arrays
 
         Returns
         -------
-        dict
-            parameter name -> list of (segment, flat array), one of each rank that holds a part, this rank's first
+        dict parameter name -> list of (segment, flat array), one for each rank that holds a part, starting with this
+        rank
         """
         parts_by_name = {s.name: [(s, parts[s.name])] for s in self.items if s.name in parts}
         if self.peers is None or not any(map(sends, self.peers.parameters_on_several_ranks)):
@@ -293,8 +294,7 @@ class ShardSegments:
 
         Returns
         -------
-        int or None
-            None if there is no message
+        int or None the number of elements; None if there is no message
         """
         if self.peers is None or not any(map(sends, self.peers.parameters_on_several_ranks)):
             return None
@@ -302,8 +302,8 @@ class ShardSegments:
 
     @cached_property
     def _shared_segments(self) -> list[list[tuple[ShardSegment, ShardSegment]]]:
-        """For each rank, the pairs (its segment, this rank's segment) of parameters of which both hold parts; empty for
-        this rank."""
+        """For each other rank, the pairs (its segment, this rank's segment) of the parameters of which both ranks hold
+        parts."""
         assert self.peers is not None
         own_segments = {s.name: s for s in self.items}
         return [
@@ -312,11 +312,11 @@ class ShardSegments:
         ]
 
     def all_reduce_square_sums(self, *columns: Sequence[Sequence[float]]) -> tuple[list[float], ...]:
-        """Return sums over full parameters: per column and segment, the sum of the partial sums of all ranks.
+        """Return sums over full parameters: for each column and segment, the sum of the partial sums of all ranks.
 
         Each column has one list of partial sums per segment. The sums are correctly rounded, so they do not depend on
-        how the partial sums are distributed over shards. Sends `EXPANSION_PARTS` numbers per column and parameter.
-        Collective over the ranks that hold shards of the same flat array."""
+        the distribution of the partial sums over shards. Each rank sends `EXPANSION_PARTS` numbers per column and
+        parameter. Collective over the ranks that hold shards of the same flat array."""
         own_sums = {
             s.name: [x for column in columns for x in compute_padded_sum_expansion(column[i])]
             for i, s in enumerate(self.items)
@@ -333,7 +333,8 @@ class ShardSegments:
 
 
 def is_in_group(name: str, norm: bool, pattern: str) -> bool:
-    """Return whether a parameter of this name belongs to the group of this pattern. norm: it is a norm's parameter."""
+    """Return whether the parameter `name` belongs to the group with this pattern. norm: whether it is a parameter of a
+    norm."""
     return norm if pattern == NORMS else fnmatchcase(name, pattern)
 
 

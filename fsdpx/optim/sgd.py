@@ -68,8 +68,8 @@ class SGD(Elementwise):
     ----------
     lr : a number, or a schedule from 1-based step to number
     momentum : decay of m per step, in [0, 1)
-    weight_decay : times p, is added to g
-    nesterov : look ahead by one step of momentum, which must be above 0
+    weight_decay : coefficient; weight_decay * p is added to g
+    nesterov : whether to use Nesterov momentum; `momentum` must then be above 0
     groups : name pattern (fnmatch) -> {"weight_decay", "lr_scale"} for the parameters that match
     """
 

@@ -96,9 +96,8 @@ def count_arena_and_window_bytes(state: TrainState, ranks_here: int) -> dict[str
     common, share = sum(row.nbytes for row in shared), sum(row.nbytes // row.sharers for row in shared)
     private_bytes = max(sum(block.nbytes for block in arena.blocks) - common, 0)
     read = private_bytes * (ranks_here - 1) // ranks_here
-    private = max(
-        total - share - private_bytes - state.ledger.count_bytes_freed_by_update(), 0
-    )  # allocated when activations no longer need it
+    # rows freed by an update are allocated where activations were, so they do not add to the arena
+    private = max(total - share - private_bytes - state.ledger.count_bytes_freed_by_update(), 0)
     parts = {
         "arena": ProcessBytes(private, private),
         "shared windows": ProcessBytes(common + private_bytes + read, share + private_bytes),
@@ -138,9 +137,8 @@ def _measure_footprint(arena: int, ranks_here: int | None) -> Footprint | None:
 def get_peak_rss() -> int:
     """Return the peak resident bytes of this process."""
     try:
-        return (
-            1024 * _parse_kilobyte_lines(Path("/proc/self/status"))["VmHWM"]
-        )  # getrusage inherits it from the parent
+        # getrusage would include the peak of the parent process
+        return 1024 * _parse_kilobyte_lines(Path("/proc/self/status"))["VmHWM"]
     except (OSError, KeyError):
         import resource
 
