@@ -133,7 +133,7 @@ def load_device(name: str) -> Device:
     if name == "cpu":
         return CPU
     if find_extension("device", str(name)) is None:
-        hint = "; which GPU is for device_map to say" if str(name).startswith("cuda:") else ""
+        hint = "; choose the GPU by device_map" if str(name).startswith("cuda:") else ""
         choices = ", ".join(["cpu", *list_extensions("device")])
         raise ConfigError(f"unknown device {name!r}: choose one of {choices}{hint}")
     found: Device = load_extension("device", name)

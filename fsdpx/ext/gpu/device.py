@@ -50,9 +50,9 @@ class CudaDevice(Device):
         places = [get_device_of_array(array).describe_location(array) for array in arrays]
         own = f"on GPU {get_current_gpu()}"
         if len({*places}) > 1:
-            raise DataError(f"the arrays of the batch lie {', '.join(places)}: put all of them on the host, or {own}")
+            raise DataError(f"the arrays of the batch are {', '.join(places)}: put all of them on the host, or {own}")
         if places[0] not in ("on the host", own):
-            raise DataError(f"the batch lies {places[0]}, and this rank computes {own}: put it there, or on the host")
+            raise DataError(f"the batch is {places[0]}, but this rank computes {own}: put it there, or on the host")
 
     def use_device_of(self, array: Any) -> AbstractContextManager[Any]:
         found: AbstractContextManager[Any] = array.device

@@ -66,7 +66,7 @@ def agree_on_gpu_awareness(world: Communicator) -> GpuAwareness | None:
     found: GpuAwareness = world.all_gather_data(probe_gpu_awareness(wanted) if world.rank == 0 else None)[0]
     if wanted and not found.able:
         raise ConfigError(
-            f"FSDPX_GPU_AWARE_MPI=1, but this MPI does not take arrays of a GPU ({'; '.join(found.evidence)}): "
+            f"FSDPX_GPU_AWARE_MPI=1, but this MPI does not accept GPU arrays ({'; '.join(found.evidence)}): "
             "leave it out, then they go through the host"
         )
     inner.takes_gpus = found.able
@@ -83,7 +83,8 @@ def probe_gpu_awareness(wanted: bool | None) -> GpuAwareness:
         return GpuAwareness(False, ("FSDPX_GPU_AWARE_MPI=0",))
     claimed = list_gpu_awareness_claims()
     if wanted is None and not any(yes for yes, _ in claimed):
-        return GpuAwareness(False, tuple(text for _, text in claimed) or ("the MPI library says nothing of GPUs",))
+        evidence = tuple(text for _, text in claimed)
+        return GpuAwareness(False, evidence or ("the MPI library does not say whether it supports GPUs",))
     able, text = probe_gpu_transfer_in_child()
     return GpuAwareness(able, (*(text for _, text in claimed), text))
 

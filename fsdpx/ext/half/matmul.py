@@ -53,7 +53,7 @@ def select_library(name: str | None) -> None:
     global requested_library
     if name is not None and name not in list_available_libraries():
         raise ConfigError(
-            f"16-bit products by {name!r} are not here: choose one of {', '.join(list_available_libraries())}"
+            f"16-bit products by {name!r} are not available: choose one of {', '.join(list_available_libraries())}"
         )
     requested_library = name
 

@@ -81,7 +81,7 @@ def get_or_measure_disk_rates(folder: Path, direct: bool | None) -> DiskRates | 
 def _parse_disk_rates(value: dict[str, Any]) -> DiskRates:
     found = DiskRates(**require_json_fields(value, {"read": float, "written": float}))
     if not all(0 < rate < math.inf for rate in found):
-        raise ValueError("a rate is no number of bytes per second")
+        raise ValueError("a rate is not a positive number of bytes per second")
     return found
 
 

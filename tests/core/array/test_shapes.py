@@ -404,7 +404,7 @@ def test_a_function_runs_once_for_each_kind_of_arguments():
 
 
 def test_misfits_are_seen():
-    with pytest.raises(ValueError, match="2 columns meet 3 rows"):
+    with pytest.raises(ValueError, match="2 columns do not match 3 rows"):
         attention(shapes, *(ShapeArray((1, 1, 4, d)) for d in (2, 3, 3)), True, 1.0)
     with pytest.raises(ValueError, match=r"from shape \(6, 2\)"):
         embedding_backward(shapes, ShapeArray((5, 3)), ShapeArray((6,), "int64"), ShapeArray((6, 2)))

@@ -101,7 +101,7 @@ def test_what_the_user_says_counts_but_not_against_the_probe(monkeypatch: pytest
 
     monkeypatch.setenv("FSDPX_GPU_AWARE_MPI", "1")
     with pytest.raises(
-        ConfigError, match=r"FSDPX_GPU_AWARE_MPI=1, but this MPI does not take .* status 139\): leave it"
+        ConfigError, match=r"FSDPX_GPU_AWARE_MPI=1, but this MPI does not accept .* status 139\): leave it"
     ):
         visible_devices.agree_on_gpu_awareness(Mpi())  # type: ignore[arg-type]
     monkeypatch.setattr(visible_devices, "probe_gpu_transfer_in_child", lambda: (True, "moved"))

@@ -141,9 +141,9 @@ def test_ranks_that_differ_in_the_device(cupy: Cupy) -> None:
 @pytest.mark.parametrize(
     ("x", "y", "device", "words"),
     [
-        ("gpu 0", "host", "cuda", r"the arrays of the batch lie on GPU 0, on the host: put all of them on the host,"),
-        ("gpu 0", "gpu 1", "cuda", r"the arrays of the batch lie on GPU 0, on GPU 1: put all of them on the host, or "),
-        ("gpu 1", "gpu 1", "cuda", r"the batch lies on GPU 1, and this rank computes on GPU 0: put it there, or on "),
+        ("gpu 0", "host", "cuda", r"the arrays of the batch are on GPU 0, on the host: put all of them on the host,"),
+        ("gpu 0", "gpu 1", "cuda", r"the arrays of the batch are on GPU 0, on GPU 1: put all of them on the host, or "),
+        ("gpu 1", "gpu 1", "cuda", r"the batch is on GPU 1, but this rank computes on GPU 0: put it there, or on "),
         ("gpu 0", "host", "cpu", r"input 'x' lies on GPU 0, and device='cpu': pass array\.get\(\)"),
     ],
 )  # fmt: skip

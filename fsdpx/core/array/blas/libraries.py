@@ -142,7 +142,7 @@ def select_library(name: str | None) -> None:
     same."""
     global requested_library
     if name not in (None, NUMPY) and _find_library(str(name)) is None:
-        raise ConfigError(f"BLAS {name!r} is not here: choose one of {', '.join(list_available_libraries())}")
+        raise ConfigError(f"BLAS {name!r} is not available: choose one of {', '.join(list_available_libraries())}")
     requested_library = name
     ADDRESSES.clear()
 

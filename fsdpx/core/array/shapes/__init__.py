@@ -89,7 +89,7 @@ def where(condition: Any, *values: Any) -> ShapeArray:
     """Return an array of the broadcast shape. Raise TypeError if only the condition is passed, since the size of the
     result would depend on data."""
     if len(values) != 2:
-        raise TypeError("where(condition) gives as many places as are true, which shapes do not tell: give both values")
+        raise TypeError("where(condition) has a result whose size depends on data: pass both values")
     return call_with_broadcasting(np.where, condition, *values)
 
 

@@ -246,7 +246,7 @@ class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
         """Return the same bytes as another dtype, which changes the size of the last dim."""
         nbytes, item = (self.shape[-1] if self.shape else 1) * self.itemsize, np.dtype(dtype).itemsize
         if nbytes % item or (not self.shape and item != self.itemsize):
-            raise ValueError(f"{self!r} cannot be seen as {np.dtype(dtype).name}: its last dim does not divide")
+            raise ValueError(f"{self!r} cannot be viewed as {np.dtype(dtype).name}: its last dim does not divide")
         return ShapeArray((*self.shape[:-1], nbytes // item) if self.shape else (), dtype, self.root)
 
     def fill(self, value: Any) -> None:
@@ -356,7 +356,7 @@ def matmul_shapes(a: Any, b: Any, out: Any = None) -> ShapeArray:
         raise ValueError("matmul: an operand has no dims")
     m, n = left if len(left) > 1 else (1, *left), right if len(right) > 1 else (*right, 1)
     if m[-1] != n[-2]:
-        raise ValueError(f"matmul: {left} @ {right}: {m[-1]} columns meet {n[-2]} rows")
+        raise ValueError(f"matmul: {left} @ {right}: {m[-1]} columns do not match {n[-2]} rows")
     stack = np.broadcast_shapes(m[:-2], n[:-2])
     rows, columns = m[-2:-1] if len(left) > 1 else (), n[-1:] if len(right) > 1 else ()
     kinds = (x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype for x in (a, b))

@@ -69,7 +69,7 @@ def concatenate(arrays: Sequence[Array], axis: int | None = 0) -> ShapeArray:
     axis = axis % first.ndim
     rest = [(*a.shape[:axis], *a.shape[axis + 1 :]) for a in arrays]
     if len(set(rest)) != 1 or len({a.ndim for a in arrays}) != 1:
-        raise ValueError(f"concatenate: {', '.join(str(a.shape) for a in arrays)} differ beside dim {axis}")
+        raise ValueError(f"concatenate: {', '.join(str(a.shape) for a in arrays)} differ in dims other than {axis}")
     total = sum(int(a.shape[axis]) for a in arrays)
     dims = (*first.shape[:axis], total, *first.shape[axis + 1 :])
     return make_kernel_result(dims, np.result_type(*(a.dtype for a in arrays)), *arrays)
@@ -241,7 +241,7 @@ def tensordot(a: Array, b: Array, axes: Any = 2) -> ShapeArray:
     first, second = ([left] if isinstance(left, int) else left), ([right] if isinstance(right, int) else right)
     gone, met = [d % a.ndim for d in first], [d % b.ndim for d in second]
     if [a.shape[d] for d in gone] != [b.shape[d] for d in met]:
-        raise ValueError(f"tensordot: shapes {a.shape} and {b.shape} do not meet along {axes}")
+        raise ValueError(f"tensordot: shapes {a.shape} and {b.shape} do not match along {axes}")
     rows = [n for d, n in enumerate(a.shape) if d not in gone]
     columns = [n for d, n in enumerate(b.shape) if d not in met]
     result = ShapeArray([*rows, *columns], np.result_type(a.dtype, b.dtype))
@@ -363,7 +363,7 @@ def _solve_shape(a: Array, b: Array) -> ShapeArray:
 
 def _norm_shape(x: Array, ord: Any = None, axis: Any = None, keepdims: bool = False) -> ShapeArray:
     if ord not in (None, 2, "fro") or (ord == 2 and axis is None and x.ndim > 1):
-        raise ValueError(f"norm: ord={ord!r} is not known of arrays without data: None is")
+        raise ValueError(f"norm: ord={ord!r} is not supported for arrays without data: use None")
     return make_reduction("sum")(x, axis=axis, keepdims=keepdims)
 
 
