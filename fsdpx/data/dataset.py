@@ -39,17 +39,17 @@ __all__ = [
 ]  # fmt: skip
 
 MAX_OPEN_FILES = 64
-"""Maximum number of memory maps kept open; each holds a file descriptor."""
+"""Maximum number of memory maps that a process keeps open; each one uses a file descriptor."""
 _PARSER = Lock()
-"""Serializes parsing: some versions of Python count the depth of their parser over all threads and raise SystemError
-(CPython gh-106905)."""
+"""Allows only one thread to parse: some versions of Python count the parser's depth over all threads and raise
+SystemError (CPython gh-106905)."""
 
 
 class OpenFiles:
-    """A function from a path to an open file, with a cache of the last files that each process keeps for itself.
+    """Opens files by path, and caches the most recently used open files.
 
-    A forked process opens its own files, because it would share the file position with its parent. A pickled copy
-    starts with an empty cache."""
+    Each process has a separate cache: a forked process opens the files again, because it would otherwise share file
+    positions with its parent. A pickled copy starts with an empty cache."""
 
     def __init__(self, open_: Callable[[Path], Any]) -> None:
         self._open, self._process, self.cache = open_, os.getpid(), lru_cache(MAX_OPEN_FILES)(open_)
@@ -64,7 +64,7 @@ class OpenFiles:
 
 
 def make_file_mapper() -> Callable[[Path], np.ndarray]:
-    """Return a function from a path to the memory map of its bytes, which keeps the last maps open."""
+    """Return a function that memory-maps the bytes of a file; the most recently used maps stay open."""
     return OpenFiles(_map_file)
 
 
@@ -74,17 +74,17 @@ def _map_file(file: Path) -> np.ndarray:
 
 
 class WindowDataset(ABC):
-    """The base class of datasets of a long sequence in windows of `seq_len + 1` elements, each starting with the last
-    element of the one before.
+    """The base class of datasets that divide a long sequence into windows of `seq_len + 1` elements. Each window starts
+    with the last element of the previous window.
 
-    Sample i is (x, y), where y is x shifted by one element, each `(seq_len,)` of `dtype`."""
+    Sample i is (x, y), where y is x shifted by one element; both have shape `(seq_len,)` and dtype `dtype`."""
 
     seq_len: int
     dtype: np.dtype[Any]
 
     @abstractmethod
     def _read_into(self, start: int, out: np.ndarray) -> None:
-        """Fill `out` with the elements from `start` on."""
+        """Fill `out` with consecutive elements of the sequence, beginning with element `start`."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -96,7 +96,7 @@ class WindowDataset(ABC):
         return x[0], y[0]
 
     def take(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the windows at `indices` `(k,)`: x, y, each `(k, seq_len)`; k may be 0."""
+        """Return the samples at `indices` `(k,)` as (x, y), both of shape `(k, seq_len)`; k may be 0."""
         rows = np.empty((len(indices), self.seq_len + 1), self.dtype)
         for row, i in zip(rows, indices, strict=True):
             self._read_into(int(i) * self.seq_len, row)
@@ -104,18 +104,18 @@ class WindowDataset(ABC):
 
 
 class TokenDataset(WindowDataset):
-    """A file of consecutive token numbers, read through a memory map.
+    """A file of token numbers, read through a memory map.
 
-    Sample i is `x = tokens[i T : i T + T]`, `y = tokens[i T + 1 : i T + T + 1]` with T = seq_len, each `(T,)` int32.
+    Sample i is `x = tokens[i T : i T + T]` and `y = tokens[i T + 1 : i T + T + 1]` with T = seq_len, both `(T,)` int32.
 
     Parameters
     ----------
-    path : a `.npy` file of one dim, or raw numbers of `dtype`, as `tokens.tofile(path)` writes them
-    seq_len : tokens of a sample; the file must have at least one more
-    dtype : of raw numbers; ignored for `.npy`
+    path : a `.npy` file with a 1-D array, or a file of raw numbers of `dtype`, as `tokens.tofile(path)` writes it
+    seq_len : number of tokens in a sample; the file must have at least seq_len + 1 tokens
+    dtype : dtype of the raw numbers; ignored for `.npy` files
     """
 
-    dtype = np.dtype(np.int32)  # of samples
+    dtype = np.dtype(np.int32)  # dtype of samples, not of the file
 
     @check_call_arguments
     def __init__(self, path: str | os.PathLike[str], seq_len: int, *, dtype: Any = np.uint16) -> None:
@@ -149,8 +149,8 @@ class TokenDataset(WindowDataset):
 
 
 def memory_map_array(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
-    """Return the memory map of a `.npy` file, or of raw numbers of `dtype`; raise OSError or ValueError if it cannot be
-    mapped."""
+    """Return a memory map of a `.npy` file, or of a file of raw numbers of `dtype`. Raise OSError or ValueError if the
+    file cannot be mapped."""
     with open_file(path, ours=False) as file:
         if path.suffix != ".npy":
             return np.memmap(file, dtype, "r")
@@ -171,10 +171,10 @@ def memory_map_array(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
 
 
 class Dataset(Protocol):
-    """The protocol of datasets: samples by number.
+    """The protocol of datasets, whose samples have numbers from 0 to `len(dataset) - 1`.
 
-    If a dataset has `__getitems__(numbers) -> samples`, as those of PyTorch and Hugging Face do, or `take(indices) ->
-    batch`, the loader reads whole batches with it."""
+    If a dataset has the method `__getitems__(numbers) -> samples`, as PyTorch and Hugging Face datasets do, or
+    `take(indices) -> batch`, the loader reads each batch with a single call of that method."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Any: ...
@@ -185,7 +185,7 @@ class ArrayDataset:
 
     Parameters
     ----------
-    arrays : dim 0 of each is samples, 1 or more; memory-mapped arrays stay on disk
+    arrays : arrays whose dim 0 is samples, at least 1; memory-mapped arrays stay on disk
     """
 
     def __init__(self, *arrays: Any) -> None:
@@ -212,7 +212,7 @@ class ArrayDataset:
         return tuple(a[index] for a in self.arrays)
 
     def take(self, indices: np.ndarray) -> tuple[Any, ...]:
-        """Return the rows of each array at these indices.
+        """Return the rows of each array at the given indices.
 
         Parameters
         ----------
@@ -227,7 +227,7 @@ class ArrayDataset:
 
 
 def collate(samples: Sequence[Any]) -> Any:
-    """Stack samples along a new dim 0: arrays and numbers become an array, tuples and dicts are stacked entry by
+    """Stack samples along a new dim 0. Arrays and numbers become an array; tuples and dicts are stacked entry by
     entry."""
     first = samples[0]
     if isinstance(first, dict):
@@ -245,7 +245,7 @@ def collate(samples: Sequence[Any]) -> Any:
 
 
 def make_empty_batch(batch: Any) -> Any:
-    """Return a batch of the same structure with no rows."""
+    """Return a batch with the structure of `batch` but without rows."""
     if isinstance(batch, dict):
         return {key: make_empty_batch(value) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
@@ -254,11 +254,12 @@ def make_empty_batch(batch: Any) -> Any:
 
 
 def hash_first_sample(dataset: Any) -> int | None:
-    """Return a hash of sample 0, to compare datasets; None if it cannot be read or has neither numbers nor texts."""
+    """Return a hash of sample 0, for comparing the datasets of different ranks; None if the sample cannot be read, or
+    has neither numbers nor texts."""
     take = getattr(dataset, "take", None)
     try:
         sample = dataset[0] if take is None else take(np.array([0]))
-    except Exception:  # the loader raises it again, with its location, if it reads this sample
+    except Exception:  # if the loader reads this sample, it raises the error and says where
         return None
     parts = [a for a in map(_to_array_or_none, _iterate_leaves(sample)) if a is not None and a.dtype.kind in "biufcSU"]
     texts = [f"{a.dtype}{a.shape}".encode() + np.ascontiguousarray(a).tobytes() for a in parts]
@@ -277,35 +278,39 @@ def _iterate_leaves(sample: Any) -> Iterator[Any]:
 def _to_array_or_none(value: Any) -> np.ndarray | None:
     try:
         return np.asarray(value)
-    except (TypeError, ValueError, RuntimeError):  # a sample may hold anything; other objects are left out of the hash
+    except (TypeError, ValueError, RuntimeError):  # a sample may contain any object; those are left out of the hash
         return None
 
 
 SKIPPED_FOLDERS = ("__pycache__", "site-packages", "dist-packages", "node_modules")
-MAX_STRETCHES = 16  # maximum number of stretches that the text is split into
-STRETCH_BYTES = 1 << 16  # minimum size of each, if there is more than one
+MAX_STRETCHES = 16  # maximum number of stretches into which the text is divided
+STRETCH_BYTES = 1 << 16  # minimum size of a stretch if there are several
 
 Split = Literal["train", "validation", "all"]
 Piece = tuple[Path, int, int]
 
 
 def python_stdlib_folder() -> Path:
-    """Return the folder of Python's standard library: some tens of MB of source text on every machine."""
+    """Return the folder of Python's standard library, tens of MB of source text that every machine has."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 class TextDataset(WindowDataset):
-    """The bytes of files and folders, one file after the other.
+    """The concatenated bytes of files.
 
-    Sample i is `x = bytes[i T : i T + T]`, `y = bytes[i T + 1 : i T + T + 1]` with T = seq_len, each `(T,)` of `dtype`.
+    Sample i is `x = bytes[i T : i T + T]` and `y = bytes[i T + 1 : i T + T + 1]` with T = seq_len, both `(T,)` of
+    `dtype`.
 
     Parameters
     ----------
-    path : a file, a folder, or several; files are sorted by path, empty and duplicate ones left out
-    seq_len : bytes of a sample; the split must have at least one more
-    suffixes : of the files that are read from folders; caches, installed packages and hidden names are left out
-    split : "train", "validation" or "all"; the first two are disjoint and depend only on the text and `fraction`
-    fraction : share of the text for validation: the end of each of up to 16 stretches of at least 64 KiB
+    path : a file, a folder, or several of them; the files of a folder are sorted by path, and empty and duplicate files
+        are left out
+    seq_len : number of bytes in a sample; the split must have at least seq_len + 1 bytes
+    suffixes : suffixes of the files to read from folders; caches, installed packages and hidden names are left out
+    split : "train", "validation" or "all"; "train" and "validation" are disjoint, and depend only on the text and
+        `fraction`
+    fraction : fraction of the text that is used for validation. The text is divided into up to 16 stretches of at least
+        64 KiB, and the end of each stretch is used
     dtype : an integer dtype that holds 0 to 255
     """
 
@@ -346,7 +351,7 @@ class TextDataset(WindowDataset):
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of this split."""
+        """Number of bytes in this split."""
         return self._ends[-1] if self._ends else 0
 
     def __len__(self) -> int:
@@ -404,7 +409,8 @@ def _walk_folder(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def _select_split(files: Sequence[Piece], validation: bool, fraction: float) -> list[Piece]:
-    """Return one side of the split: the last `fraction` of each of up to 16 stretches, or the rest of each."""
+    """Return the pieces of one split. The text is divided into up to 16 stretches; validation gets the last `fraction`
+    of each stretch, training the rest."""
     total = sum(stop - start for _, start, stop in files)
     count = min(MAX_STRETCHES, max(1, total // STRETCH_BYTES))
     pieces: list[Piece] = []

@@ -1,5 +1,5 @@
-"""The sampler, which orders the samples and splits global batches over any number of ranks, and the loader, which reads
-this rank's batches ahead."""
+"""The sampler, which orders samples and splits global batches over any number of ranks, and the loader, which reads
+this rank's batches ahead of time."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class BatchShard:
 
     Parameters
     ----------
-    indices : this rank's sample numbers, int64; may be empty
-    global_rows : number of samples of the global batch
-    position_after : position in the epoch's order after this batch
+    indices : numbers of this rank's samples, int64; may be empty
+    global_rows : number of samples in the global batch
+    position_after : number of samples of the epoch's order that are served after this batch
     """
 
     indices: np.ndarray
@@ -39,33 +39,33 @@ class BatchShard:
 
 
 class DistributedSampler:
-    """The samples 0 .. n-1, ordered by (seed, epoch) and cut into global batches, each of which is split over the
-    ranks.
+    """Orders the samples 0 .. n-1 by (seed, epoch), divides them into global batches, and splits each global batch over
+    the ranks.
 
-    Step k's global batch is order[k batch : (k+1) batch]; rank r of `size` has its elements floor(len r / size) to
-    floor(len (r+1) / size). So the global batches are the same at any number of ranks, and each sample comes exactly
-    once per epoch: nothing is repeated as padding.
+    The global batch of step k is order[k batch : (k+1) batch]. Rank r of `size` gets the elements floor(len r / size)
+    to floor(len (r+1) / size) of the batch. The global batches are therefore the same for any number of ranks, and each
+    sample occurs exactly once per epoch: no sample is repeated as padding.
 
     Iterating yields this rank's indices; `iterate_batches()` yields one array per step. Both advance `epoch` and
-    `position` (number of samples of the global order already served); the end of an epoch begins the next one. A loop
-    that was left early restarts its epoch, unless `load_state_dict` is called in between. A loop inside another one
-    reads the whole epoch and advances neither.
+    `position`, the number of samples of the global order that have been served. At the end of an epoch, `epoch` is
+    incremented. A new loop after one that was left early restarts the epoch, unless `load_state_dict` is called in
+    between. A loop inside another loop iterates over the full epoch and advances neither `epoch` nor `position`.
 
     Parameters
     ----------
-    n : samples of the dataset
-    rank, size : this data rank, and the number of data ranks; None: those of comm. 0 and 1 without comm: the dataset
-        holds only this rank's samples, which are not split again (`presharded`), and `batch` counts this rank's
-        samples. Then `fit` on several ranks sets `uneven`: ranks may have different numbers of samples, so `state_dict`
-        leaves out `n`
-    comm : a communicator of the data ranks, or any object with `rank` and `size`; None: the default communicator, or
-        all ranks of this job as long as there is none
-    shuffle : a new random order every epoch; else 0 .. n-1
-    seed : of the random order
-    drop_last : leave out a last global batch that is shorter than `batch`
-    batch : samples of a global batch; None: `size`, so that rank r gets order[r::size], as in PyTorch
-    reproducible_chunks : that of the trainer: batch must be a multiple of it, each rank gets whole chunks, and a short
-        batch is truncated to a multiple of it
+    n : number of samples in the dataset
+    rank, size : this data rank, and the number of data ranks; None: taken from comm. rank=0, size=1 without comm means
+        that the dataset holds only this rank's samples, which are not split again (`presharded`); `batch` then counts
+        this rank's samples. In this case `fit` on several ranks sets `uneven`: ranks may have different numbers of
+        samples, so `state_dict` leaves out `n`
+    comm : a communicator of the data ranks, or any object with `rank` and `size`; None: the default communicator if one
+        exists, else all ranks of this job
+    shuffle : whether each epoch has a new random order; False: 0 .. n-1
+    seed : seed of the random order
+    drop_last : whether to leave out the last global batch if it is shorter than `batch`
+    batch : number of samples in a global batch; None: `size`, so that rank r gets order[r::size], as in PyTorch
+    reproducible_chunks : the trainer's option of this name. `batch` must be a multiple of it, each rank gets entire
+        chunks, and a short batch is truncated to a multiple of it
     """
 
     @check_call_arguments
@@ -114,7 +114,7 @@ class DistributedSampler:
         self._pass: weakref.ref[EpochPass] | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Move to the start of an epoch; do nothing if it is the current one.
+        """Move to the start of an epoch; do nothing if it is the current epoch.
 
         Parameters
         ----------
@@ -160,10 +160,11 @@ class DistributedSampler:
             position = after
 
     def begin_pass(self) -> EpochPass:
-        """Begin a pass over the epoch, at the position of a `load_state_dict` just before, else at its start.
+        """Begin a pass over the epoch, at the position restored by `load_state_dict` if it was just called, else at the
+        start.
 
-        Of several passes in progress, only the first advances `epoch` and `position`; the others read the whole
-        epoch."""
+        If several passes are in progress, only the first one advances `epoch` and `position`; the other passes cover
+        the full epoch."""
         first = None if self._pass is None else self._pass()
         if first is not None and first.is_open:
             return EpochPass(self, self.epoch, 0)
@@ -175,7 +176,7 @@ class DistributedSampler:
         return made
 
     def iterate_batches(self) -> Iterator[np.ndarray]:
-        """Yield this rank's indices, one array per step; the array of a short batch may be empty."""
+        """Yield this rank's sample numbers, one array per step; the array may be empty if the last batch is short."""
         epoch_pass = self.begin_pass()
         for share in self.iterate_shards(epoch_pass.epoch, epoch_pass.position):
             epoch_pass.advance_to(share.position_after)
@@ -187,7 +188,7 @@ class DistributedSampler:
             yield from indices.tolist()
 
     def __len__(self) -> int:
-        """Return the number of samples that this rank gets in an epoch."""
+        """Return the number of samples that this rank gets per epoch."""
         whole, rest = divmod(self.n, self.batch)
         low, high = self._get_rank_bounds(self.batch)
         low_rest, high_rest = self._get_rank_bounds(self._count_batch_samples(self.n - rest))
@@ -195,19 +196,19 @@ class DistributedSampler:
 
     @property
     def step_count(self) -> int:
-        """Number of global batches in an epoch."""
+        """Number of global batches per epoch."""
         whole, rest = divmod(self.n, self.batch)
         return whole + (self._count_batch_samples(self.n - rest) > 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return epoch and position, the same on every rank and valid at any number of ranks."""
+        """Return epoch and position, which are the same on every rank and valid for any number of ranks."""
         over = self._count_batch_samples(self.position) == 0
         epoch, position = (self.epoch + 1, 0) if over else (self.epoch, self.position)
         n = {} if self.uneven else {"n": self.n}
         return {"epoch": epoch, "position": position, **n, "seed": self.seed, "shuffle": self.shuffle}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the position at which `state_dict` was called.
+        """Let the next pass continue at the position at which `state_dict` was called.
 
         Parameters
         ----------
@@ -216,7 +217,7 @@ class DistributedSampler:
         Raises
         ------
         DataError
-            if the state belongs to a dataset of another size or to another order (seed, shuffle), or is incomplete
+            if the dataset had another size or the samples another order (seed, shuffle), or if the state is incomplete
         """
         for name in ("n", "seed", "shuffle"):
             if name in state and state[name] != getattr(self, name):
@@ -233,21 +234,21 @@ class DistributedSampler:
         self.epoch, self.position, self._resume, self._pass = epoch, position, True, None
 
     def is_advanced_by(self, epoch_pass: EpochPass) -> bool:
-        """Return whether this pass advances `epoch` and `position`.
+        """Return whether `epoch_pass` advances `epoch` and `position`.
 
         Parameters
         ----------
-        epoch_pass : a pass of `begin_pass`
+        epoch_pass : a pass returned by `begin_pass`
 
         Returns
         -------
         bool
-            True for the pass that began first of those in progress
+            True for the pass in progress that began first
         """
         return self._pass is not None and self._pass() is epoch_pass
 
     def _count_batch_samples(self, position: int) -> int:
-        """Return the number of samples of the global batch that starts at `position`, 0 if there is none."""
+        """Return the number of samples in the global batch that starts at `position`; 0 if there is no such batch."""
         rows = max(min(self.batch, self.n - position), 0)
         if rows < self.batch:
             rows = 0 if self.drop_last else rows - rows % (self.reproducible_chunks or 1)
@@ -264,19 +265,19 @@ class DistributedSampler:
 
 
 class EpochPass:
-    """A pass over an epoch; it advances the sampler's position if the sampler follows this pass."""
+    """A pass over an epoch. It advances the sampler's position unless an earlier pass is in progress."""
 
     def __init__(self, sampler: DistributedSampler, epoch: int, position: int) -> None:
         self.epoch, self.position, self.is_open = epoch, position, True
         self._sampler = sampler
 
     def advance_to(self, position: int) -> None:
-        """Record that a batch was handed out, which ends at `position`."""
+        """Record that the batch which ends at `position` was handed out."""
         if self._sampler.is_advanced_by(self):
             self._sampler.position = position
 
     def end_epoch(self) -> None:
-        """End the pass: the sampler moves to the start of the next epoch."""
+        """End the pass, and move the sampler to the start of the next epoch."""
         if self._sampler.is_advanced_by(self):
             self._sampler.epoch, self._sampler.position = self.epoch + 1, 0
         self.is_open = False
@@ -321,14 +322,14 @@ def _has_indexed_samples(dataset: Any) -> bool:
 
 
 MAX_PREFETCHED = 1 << 16
-"""Maximum number of batches to read ahead: more than fit into memory, and few enough for a queue's counter."""
-POLL_SECONDS = 0.2  # between checks of `stopped` while the queue is full
+"""Maximum number of batches to read ahead: more than memory can hold, and not too many for a queue's counter."""
+POLL_SECONDS = 0.2  # time between checks of `stopped` while the queue is full
 
 
 @dataclass
 class _Channel:
-    """State shared by the iterator and its thread. The thread has no reference to the iterator, so that garbage
-    collection of the iterator ends the thread."""
+    """State that an iterator shares with its thread. The thread has no reference to the iterator itself, so garbage
+    collection of the iterator can end the thread."""
 
     queue: Queue[tuple[str, Any]]
     stopped: bool = field(default=False)
@@ -353,14 +354,14 @@ def _fill_queue(source: Iterator[Any], channel: _Channel) -> None:
 
 
 def _signal_thread_stop(channel: _Channel) -> None:
-    channel.stopped = True  # without a lock: garbage collection may run this in any thread
+    channel.stopped = True  # takes no lock, because garbage collection may call this in any thread
 
 
 class Prefetch:
-    """Iterates over `source` with up to `depth` items read ahead by a thread.
+    """Iterates over `source` while a thread reads up to `depth` items ahead.
 
-    An exception of the source is raised from `next`, with its traceback. The thread ends when the source is exhausted,
-    on `close()`, or by garbage collection."""
+    `next` raises an exception of the source with its traceback. The thread ends when the source is exhausted, when
+    `close()` is called, or when the iterator is garbage-collected."""
 
     def __init__(self, source: Iterator[Any], depth: int, name: str) -> None:
         self._channel = _Channel(Queue(depth))
@@ -383,7 +384,7 @@ class Prefetch:
         raise value
 
     def close(self) -> None:
-        """End the thread, and wait until it has read its current item."""
+        """Stop the thread, and wait until it has ended; the thread first finishes reading its current item."""
         self._finalizer()
         while self._thread.is_alive():
             try:
@@ -395,24 +396,26 @@ class Prefetch:
 class DataLoader:
     """Iterates over this rank's batches of one epoch.
 
-    A batch is the result of the dataset's `take` or of `collate`, `(x, y)` for the datasets of this package; of a short
-    last batch a rank may get zero rows. An exception while reading is raised where the batch was requested. A loop
-    inside another one, such as a validation over the training data, has batches of its own; `state_dict` reports the
-    position of the outer loop. The thread ends with the loop, with `close()`, with the `with` block, or by garbage
-    collection. Raises DataError for a dataset that does not yield a single batch.
+    A batch is the result of the dataset's `take` or of `collate`; for the datasets of this package it is `(x, y)`. If
+    the last batch is short, a rank may get zero rows. An exception while reading is raised where the batch was
+    requested. A loop inside another loop, such as validation on the training data, iterates over separate batches;
+    `state_dict` reports the position of the outer loop. The thread ends at the end of the loop, at the end of a `with`
+    block, when `close()` is called, or when the loader is garbage-collected. Raises DataError for a dataset that does
+    not yield a single batch.
 
     Parameters
     ----------
     dataset : samples by number, see `Dataset`
-    batch_size : samples of the GLOBAL batch, which is split over the ranks; it is the same at any number of ranks
+    batch_size : number of samples in the GLOBAL batch, which is split over the ranks; it does not depend on the number
+        of ranks
     comm : a communicator of the data-parallel ranks, or any object with `rank` and `size`; None: the default
         communicator
-    rank, size, shuffle, seed, drop_last, reproducible_chunks : as in `DistributedSampler`; rank=0, size=1 without comm:
-        the dataset holds only this rank's samples, and batch_size counts those
-    sampler : replaces batch_size, comm and these six
-    collate : list of samples -> batch; None: `take` of the dataset if it has one, else stack
-    transform : batch -> batch; like collate, it runs in the thread that reads
-    prefetch : batches read ahead by a thread, which makes no MPI calls; 0: no thread
+    rank, size, shuffle, seed, drop_last, reproducible_chunks : as in `DistributedSampler`. rank=0, size=1 without comm
+        means that the dataset holds only this rank's samples, and that batch_size counts this rank's samples
+    sampler : a sampler that replaces batch_size, comm and the six arguments of `DistributedSampler`
+    collate : function from a list of samples to a batch; None: `take` of the dataset if it has one, else stacking
+    transform : function from batch to batch; like collate, it runs in the reading thread
+    prefetch : number of batches that a thread reads ahead; the thread makes no MPI calls. 0: no thread
     """
 
     @check_call_arguments
@@ -471,7 +474,7 @@ class DataLoader:
 
     @property
     def batch_size(self) -> int:
-        """Number of samples of a global batch."""
+        """Number of samples in a global batch."""
         return self.sampler.batch
 
     @property
@@ -479,7 +482,7 @@ class DataLoader:
         return self.sampler.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Move to the start of an epoch and end iterations in progress; do nothing if it is the current one.
+        """Move to the start of an epoch and end iterations in progress; do nothing if it is the current epoch.
 
         Parameters
         ----------
@@ -490,18 +493,18 @@ class DataLoader:
         self.sampler.set_epoch(epoch)
 
     def __len__(self) -> int:
-        """Return the number of global batches in an epoch, the same on every rank."""
+        """Return the number of global batches per epoch, which is the same on every rank."""
         return self.sampler.step_count
 
     def __iter__(self) -> Iterator[Any]:
         return self._start_iteration(self.sampler.begin_pass())
 
     def hash_first_sample(self) -> int | None:
-        """Return a hash of the first sample, see `fsdpx.data.dataset.hash_first_sample`."""
+        """Return a hash of the first sample; see `fsdpx.data.dataset.hash_first_sample`."""
         return hash_first_sample(self.dataset)
 
     def iterate_independently(self) -> Iterator[Any]:
-        """Return an iterator over the batches of the current epoch from its start, without changing the loader's
+        """Return an iterator over all batches of the current epoch. The iterator does not change the loader's
         position."""
         return self._start_iteration(EpochPass(self.sampler, self.epoch, 0))
 
@@ -511,12 +514,13 @@ class DataLoader:
         return iteration
 
     def state_dict(self) -> dict[str, Any]:
-        """Return epoch and position after the last batch that was received (not read ahead), the same on every rank and
-        valid at any number of ranks."""
+        """Return epoch and position after the last batch that the loop received, not counting batches read ahead. They
+        are the same on every rank and valid for any number of ranks."""
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """End iterations in progress, and let the next one continue at the position at which `state_dict` was called.
+        """End iterations in progress, and let the next iteration continue at the position at which `state_dict` was
+        called.
 
         Parameters
         ----------
@@ -525,13 +529,13 @@ class DataLoader:
         Raises
         ------
         DataError
-            if the state belongs to a dataset of another size or to another order (seed, shuffle), or is incomplete
+            if the dataset had another size or the samples another order (seed, shuffle), or if the state is incomplete
         """
         self.close()
         self.sampler.load_state_dict(state)
 
     def close(self) -> None:
-        """End the iterations in progress and their threads, if any."""
+        """End the iterations in progress, and their threads."""
         for running in list(self._running):
             running.close()
 
@@ -542,7 +546,7 @@ class DataLoader:
         self.close()
 
     def read_batch(self, indices: np.ndarray) -> Any:
-        """Read the batch of these samples, collated and transformed.
+        """Read the samples at `indices`, and return them as a batch, collated and transformed.
 
         Parameters
         ----------
@@ -568,7 +572,7 @@ class DataLoader:
 
 
 class _EpochIterator:
-    """An iteration over one epoch. Advances the sampler's position as the consumer receives batches."""
+    """An iteration over one epoch, which advances the sampler's position as the consumer receives batches."""
 
     def __init__(self, loader: DataLoader, epoch_pass: EpochPass) -> None:
         self._pass = epoch_pass
@@ -599,7 +603,7 @@ class _EpochIterator:
 
 
 def _iterate_batches_with_positions(loader: DataLoader, epoch: int, position: int) -> Iterator[tuple[Any, int]]:
-    """Yield (batch, position after it) from `position` to the end of an epoch."""
+    """Yield (batch, position after the batch) from `position` to the end of an epoch."""
     sampler = loader.sampler
     for share in sampler.iterate_shards(epoch, position):
         try:
@@ -619,7 +623,7 @@ def _require_batch_size(batch_size: Any) -> int:
 
 
 def _require_no_sampler_options(given: dict[str, Any], shuffle: bool, seed: int, drop_last: bool) -> None:
-    """Raise ConfigError if an option is given that the sampler already determines."""
+    """Raise ConfigError if the caller passed an option that the given sampler determines."""
     names = [name for name, value in given.items() if value is not None]
     names += [n for n, v in {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}.items() if v]
     if names:

@@ -1,5 +1,5 @@
-"""Opening files of fields: the library that reads each format, links inside HDF5 files, and errors for files that
-cannot be read."""
+"""Opens files of fields with the library that reads their format, follows links inside HDF5 files, and explains why a
+file cannot be read."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ _SIGNATURES = {
     b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it, by unzstd",
     b"\x93NUMPY": "of NumPy: give its name the end .npy",
 }  # fmt: skip
-"""First bytes of files that h5py cannot read -> their format."""
+"""Formats that h5py cannot read, by the first bytes of the file."""
 _FILTERS = {
     307: "bzip2", 32000: "LZF", 32001: "Blosc", 32004: "LZ4", 32008: "Bitshuffle", 32013: "ZFP", 32015: "Zstandard",
     32017: "SZ", 32018: "FCIDECOMP", 32024: "SZ3", 32026: "Blosc2", 32028: "SPERR",
 }  # fmt: skip
-"""The HDF5 filters that the package hdf5plugin contains, by number."""
+"""Names of the HDF5 filters in the package hdf5plugin, by number."""
 _MAX_LINKS = 16
-"""Maximum number of soft links followed in a chain inside a file."""
+"""Maximum number of soft links that are followed in a chain."""
 
 
 def open_fields(path: Path) -> Any:
-    """Return the open container of a file's fields, a group by name; a dict for a single array or a folder of
-    arrays."""
+    """Open a file of fields and return its root group; for a single array or a folder of arrays, return a dict from
+    name to array."""
     if path.suffix == ".npy":
         return {path.stem: memory_map_array(path, np.dtype(np.uint8))}
     if path.is_dir():
@@ -73,12 +73,13 @@ def open_fields(path: Path) -> Any:
 
 
 def is_single_array(root: Any) -> bool:
-    """Return whether an opened file is a single array, whose only name is that of the file."""
+    """Return whether an opened file is a single array, which has no name other than that of the file."""
     return isinstance(root, dict) and len(root) == 1
 
 
 def _open_zarr(path: Path) -> Any:
-    """Return a Zarr group, or a dict by name of the array, or of the arrays in a folder that is not a group."""
+    """Return a Zarr group. For a Zarr array, or a folder that is no group but contains Zarr arrays, return a dict from
+    name to array."""
     zarr = _import_library("zarr", path)
     with suppress(FileNotFoundError):
         root = zarr.open(path, mode="r")
@@ -96,7 +97,7 @@ def _is_zarr(folder: Path) -> bool:
 
 
 def _explain_unreadable(path: Path, file: Any, known: str) -> str:
-    """Return how to convert or unpack a file of an unsupported format."""
+    """Return an error text that says which unsupported format a file has, and how to convert or unpack it."""
     name = shlex.quote(str(path))
     if known == "netcdf-3":
         into = shlex.quote(str(path.with_name(f"{path.stem}-4.nc")))
@@ -111,10 +112,10 @@ def _explain_unreadable(path: Path, file: Any, known: str) -> str:
 
 
 def open_array(path: Path, root: Any, inside: str) -> Any:
-    """Return a dataset that is read by indexing.
+    """Return the array at the path `inside` of an open file; indexing reads from the file.
 
-    A contiguous dataset of HDF5 is memory-mapped: h5py would need one Python call per row to read a part with short
-    rows."""
+    A contiguous HDF5 dataset is memory-mapped, because h5py would need one Python call per row to read a part with
+    short rows."""
     array = root[inside]
     if getattr(array, "chunks", ()) is None and hasattr(array.id, "get_offset"):
         offset = array.id.get_offset()
@@ -136,7 +137,7 @@ def _import_library(name: str, path: Path) -> Any:
 
 @contextmanager
 def naming_file_in_errors(path: Path, what: str = "") -> Iterator[None]:
-    """Turn errors of reading inside the context into a DataError that names the file."""
+    """Inside the context, convert errors of reading to a DataError that names the file."""
     try:
         yield
     except FsdpxError:
@@ -150,23 +151,24 @@ def make_data_error(path: Path, text: str) -> DataError:
 
 
 class ExternalLink(NamedTuple):
-    """Placeholder for a link whose target is not in the file. why: the reason, as the end of a sentence."""
+    """Placeholder for a link whose target is not in the file. why: the reason, which completes a sentence in an
+    error."""
 
     why: str
 
 
 def iterate_members(node: Any) -> Iterable[tuple[str, Any]]:
-    """Return the members of a group as (name, value); HDF5 links are followed inside the file."""
+    """Return the members of a group as (name, value). HDF5 links are followed if they stay inside the file."""
     if isinstance(node, dict):
         return node.items()
-    if hasattr(node, "members"):  # of Zarr, which lists them in the order in which they arrive
+    if hasattr(node, "members"):  # a Zarr group, which lists its members in no fixed order
         return sorted(node.members())
     return [(name, _follow_link(node, name, _MAX_LINKS)) for name in node]
 
 
 def _follow_link(node: Any, path: str, links: int) -> Any:
-    """Return the object at a path below an HDF5 group, or an `ExternalLink`. h5py itself would open the files that
-    links name."""
+    """Return the object at a path below an HDF5 group, or an `ExternalLink`. Links are not left to h5py, which would
+    open any file that they name."""
     if path.startswith("/"):
         node = node.file["/"]
     for part in path.split("/"):
@@ -193,7 +195,7 @@ def _describe_external_files(names: Iterable[str]) -> str:
 
 
 def require_readable_array(path: Path, name: str, array: Any) -> None:
-    """Raise DataError unless all data of an array is in the file itself and can be decompressed."""
+    """Raise DataError unless all data of an array is stored in the file itself and can be decompressed."""
     why = ""
     if isinstance(array, ExternalLink):
         why = array.why
@@ -208,8 +210,8 @@ def require_readable_array(path: Path, name: str, array: Any) -> None:
 
 
 def _describe_missing_filter(path: Path, array: Any) -> str:
-    """Return the reason, as the end of a sentence, if an HDF5 dataset is compressed by a filter that is not installed;
-    else ""."""
+    """If an HDF5 dataset is compressed by a filter that is not installed, return a text that says so, which completes a
+    sentence in an error; else return ""."""
     is_here, plist = _import_library("h5py", path).h5z.filter_avail, array.id.get_create_plist()
     found = {code: name for code, _, _, name in map(plist.get_filter, range(plist.get_nfilters()))}
     if all(map(is_here, found)):
@@ -220,7 +222,7 @@ def _describe_missing_filter(path: Path, array: Any) -> str:
     if code is None or 0 in array.shape:
         return ""
     with suppress(OSError):
-        array[(0,) * len(array.shape)]  # readable if the writer lacked the filter, too, and stored chunks uncompressed
+        array[(0,) * len(array.shape)]  # works if the writer lacked the filter as well and stored chunks uncompressed
         return ""
     named = f"{_FILTERS.get(code) or found[code].decode(errors='replace') or 'a filter'} (HDF5 filter {code})"
     remedy = "pip install hdf5plugin" if code in _FILTERS else "HDF5_PLUGIN_PATH names the folder of its plugin"

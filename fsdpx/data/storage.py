@@ -1,4 +1,4 @@
-"""Storage of numbers in files of fields: packing, unsigned integers and missing values, by the conventions of CF,
+"""Conventions by which files of fields store numbers: packing, unsigned integers and missing values, as defined by CF,
 NetCDF and xarray."""
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ NETCDF_FILL = {
     "i2": -(2**15) + 1, "u2": 2**16 - 1, "i4": -(2**31) + 1, "u4": 2**32 - 1, "i8": -(2**63) + 2, "u8": 2**64 - 2,
     "f4": float.fromhex("0x1.ep+122"), "f8": float.fromhex("0x1.ep+122"),
 }  # fmt: skip
-"""Default fill values of the NetCDF library, by dtype. Bytes have none when read: each of their few values may be valid
-data (docs.unidata.ucar.edu/nug/current/fill_values.html)."""
+"""Default fill values of the NetCDF library, by dtype. Readers assume none for 8-bit integers, because each of their
+few values may be valid data (docs.unidata.ucar.edu/nug/current/fill_values.html)."""
 _SUFFIXES = (".nc", ".nc4", ".netcdf", ".cdf")
 _DIMENSIONS = "_ARRAY_DIMENSIONS"
-"""The attribute in which xarray names dims in Zarr format 2; in such arrays `fill_value` marks missing values."""
+"""The attribute in which xarray stores the names of dims in Zarr format 2. In arrays that have it, `fill_value` marks
+missing values."""
 
 
 @dataclass(frozen=True)
 class StorageFormat:
-    """The storage format of an array: how to turn stored numbers into values.
+    """The storage format of an array, which defines how stored numbers are converted to values.
 
     Parameters
     ----------
-    kind : dtype as which the stored bytes are read
-    missing : stored values that mark missing data
-    low, high : stored values below or above mark missing data; None: no limit
+    kind : dtype in which the stored bytes are interpreted
+    missing : stored numbers that mark missing data
+    low, high : stored numbers below `low` or above `high` mark missing data; None: no limit
     factor, offset : value = stored * factor + offset, for packed data
     """
 
@@ -46,7 +47,7 @@ class StorageFormat:
     offset: float
 
     def decode(self, stored: np.ndarray) -> np.ndarray:
-        """Return the values as floats, NaN where data is missing."""
+        """Return the values of stored numbers as floats, NaN where data is missing."""
         stored = stored.view(self.kind)
         absent = np.zeros(stored.shape, bool)
         for value in self.missing:
@@ -62,11 +63,11 @@ class StorageFormat:
 
 
 def find_storage_format(path: Path, array: Any) -> StorageFormat | None:
-    """Return the storage format of an array in a file; None if its numbers are stored as they are.
+    """Return the storage format of an array in a file; None if the stored numbers are the values.
 
-    Missing values are marked by `_FillValue`; by `missing_value` (one or several); in NetCDF without `_FillValue`, by
-    the library's default; in Zarr format 2 written by xarray, by the `fill_value` of the array; and by lying outside
-    `valid_range`, or `valid_min` and `valid_max`. All of them are compared with the numbers as stored."""
+    A stored number marks missing data if it equals `_FillValue` or one of `missing_value`, or if it is outside of
+    `valid_range`, or of `valid_min` and `valid_max`. In NetCDF files without `_FillValue`, the library's default fill
+    value also marks missing data. In Zarr format 2 written by xarray, the array's `fill_value` does."""
     attributes, stored = getattr(array, "attrs", {}), np.dtype(array.dtype)
     kind = _resolve_integer_dtype(stored, _decode_text(attributes.get("_Unsigned")))
     named = [value for name in ("_FillValue", "missing_value") for value in _parse_number_attribute(attributes, name)]
@@ -90,8 +91,8 @@ def find_storage_format(path: Path, array: Any) -> StorageFormat | None:
 
 
 def _resolve_integer_dtype(stored: np.dtype, unsigned: str) -> np.dtype:
-    """Return the integer dtype that is meant: NetCDF's classic model has only signed integers, and marks unsigned ones
-    by an attribute."""
+    """Return the dtype of stored integers after applying the attribute `_Unsigned`. NetCDF's classic model has only
+    signed integers, and marks unsigned ones by this attribute."""
     meant = {("i", "true"): "u", ("u", "false"): "i"}.get((stored.kind, unsigned.lower()))
     return stored if meant is None else np.dtype(f"{stored.byteorder}{meant}{stored.itemsize}")
 
@@ -99,7 +100,7 @@ def _resolve_integer_dtype(stored: np.dtype, unsigned: str) -> np.dtype:
 def _iterate_default_fill_values(
     path: Path, array: Any, attributes: Mapping[str, Any], stored: np.dtype, kind: np.dtype
 ) -> Iterator[int | float]:
-    """Yield the values that mark missing data although no attribute says so."""
+    """Yield the numbers that mark missing data by convention, without an attribute."""
     if getattr(getattr(array, "metadata", None), "zarr_format", None) == 2 and _DIMENSIONS in attributes:
         if array.fill_value is not None:
             yield np.asarray(array.fill_value).item()
@@ -110,10 +111,10 @@ def _iterate_default_fill_values(
 
 
 def _parse_number_attribute(attributes: Mapping[str, Any], name: str) -> list[int | float]:
-    """Return the numbers of an attribute.
+    """Return the numbers in an attribute; skip values that are neither numbers nor parse as numbers.
 
-    Text is parsed: JSON has no NaN, and xarray writes a number into Zarr format 3 as its eight bytes. Other values are
-    skipped."""
+    Text is parsed because JSON has no NaN, and because xarray stores a number in Zarr format 3 as text that encodes its
+    eight bytes."""
     found = []
     for value in np.ravel(attributes.get(name, ())).tolist():
         if isinstance(value, str | bytes):
@@ -139,14 +140,14 @@ def _parse_number(text: str) -> float | int | None:
 
 
 def _cast_number(value: int | float | None, stored: np.dtype, kind: np.dtype) -> Any:
-    """Return a number in the dtype of the array; None if that cannot represent it."""
+    """Return a number in the dtype of the array; None if the dtype cannot represent it."""
     if value is None or (stored.kind != "f" and (math.isnan(value) or math.isinf(value) or value != int(value))):
         return None
     if stored.kind == "f":
         with np.errstate(over="ignore"):
             found = stored.type(value)
         return None if np.isinf(found) and not math.isinf(value) else found
-    for given_as in (stored, kind):  # an unsigned number may be given as the signed one that is stored
+    for given_as in (stored, kind):  # an attribute may give an unsigned number in its stored, signed form
         if np.iinfo(given_as).min <= value <= np.iinfo(given_as).max:
             return np.array(int(value), given_as).view(kind)[()]
     return None

@@ -1,4 +1,4 @@
-"""Conversations from a JSON Lines file for supervised fine-tuning, where only the answers contribute to the loss."""
+"""A dataset of conversations for supervised fine-tuning, where only answers contribute to the loss."""
 
 from __future__ import annotations
 
@@ -18,38 +18,43 @@ __all__ = ["SupervisedDataset"]
 IGNORED_LABEL = -100
 """The target of positions outside answers: the default `ignore_index` of `nn.CrossEntropyLoss`."""
 Pieces = list[tuple[str, bool]]
-"""Texts of a conversation, and whether each is an answer."""
+"""The texts of a conversation in order, each with a flag that says whether it is an answer."""
 Encoded = tuple[Sequence[int], Sequence[bool]]
-"""Tokens, and whether each belongs to an answer."""
+"""The tokens of a conversation, and for each token whether it belongs to an answer."""
 
 
 class ConversationEncoder(Protocol):
-    """The protocol of templates that encode whole conversations, as `models.chat_template` returns."""
+    """The protocol of templates that encode entire conversations, such as the result of `models.chat_template`."""
 
     def encode_conversation(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> Encoded: ...
 
 
 class SupervisedDataset:
-    r"""Conversations, one per line: `{"prompt": ..., "completion": ...}`, or `{"messages": [{"role": ..., "content":
-    ...}, ...]}`, where the model learns the messages of the role "assistant".
+    r"""Conversations from a JSON Lines file.
 
-    A sample is tokens `(seq_len,)`, and targets: the tokens shifted by one, with -100 outside answers. The loss is then
-    the mean over the tokens of answers.
+    Each line is `{"prompt": ..., "completion": ...}`, or `{"messages": [{"role": ..., "content": ...}, ...]}`. The
+    model is trained on completions, and on messages with the role "assistant".
 
-    Tokens after the first seq_len + 1 are dropped; conversations without an answer in the rest are skipped (`left_out`
-    counts them). The file is read once, when the dataset is made.
+    A sample is (tokens, targets), both `(seq_len,)`. Targets are the tokens shifted by one position, with -100 outside
+    of answers, so that the loss is the mean over the tokens of answers.
+
+    Conversations are truncated to seq_len + 1 tokens. A conversation that then has no token of an answer is skipped;
+    `left_out` counts the skipped conversations. The file is read once, when the dataset is constructed.
 
     Parameters
     ----------
-    path : of the file, in UTF-8; a byte order mark at its beginning is skipped
-    encode : text -> tokens: `lambda text: tokenizer.encode(text, add_special_tokens=False).ids` of tokenizers
-    seq_len : tokens of a sample
-    end : the token appended to every answer and learned with it; it also pads samples that are shorter than seq_len
-    packed : put several conversations into one sample, in the order of the file; it is then ((tokens, segments),
-        targets), where segments number the conversations from 0, for models with `segments=True` (docs: models)
-    template : from messages to tokens: `models.chat_template(folder, tokenizer)`, or (role, content) -> (text before
-        the message, text of the message); None: "role: " and "content\\n". Lines of prompt and completion do not use
-        it: their texts are concatenated. The attributes `messages` and `texts` count the lines of either kind
+    path : path of a UTF-8 file; a byte order mark at the beginning is skipped
+    encode : function from text to tokens, such as `lambda text: tokenizer.encode(text, add_special_tokens=False).ids`
+        for a tokenizer of the tokenizers library
+    seq_len : number of tokens in a sample
+    end : token that is appended to every answer and trained with it; it also pads samples shorter than seq_len
+    packed : whether to put several conversations into one sample, in the order of the file. A sample is then ((tokens,
+        segments), targets), where segments are the numbers of the conversations in the sample, from 0, for models with
+        `segments=True` (docs: models)
+    template : encodes messages: `models.chat_template(folder, tokenizer)`, or a function (role, content) -> (text
+        before the message, text of the message); None: "role: " and "content\\n". Lines with prompt and completion do
+        not use it: their two texts are concatenated. The attributes `messages` and `texts` count the lines with
+        messages, and with prompt and completion
     """
 
     def __init__(
@@ -128,8 +133,8 @@ class SupervisedDataset:
 
 
 def _iterate_json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield (position for errors, object) for each JSON line. Only a line feed ends a line: other separators are part
-    of texts."""
+    """Yield (location, object) for each line; the location is for errors. Only a line feed ends a line, because texts
+    may contain other line separators."""
     try:
         with open_file(path, ours=False) as file:
             for n, line in enumerate(file, 1):
@@ -177,7 +182,7 @@ def _split_messages(
 def _pack_conversations(
     found: Sequence[tuple[np.ndarray, np.ndarray]], capacity: int
 ) -> list[list[tuple[np.ndarray, np.ndarray]]]:
-    """Pack conversations into samples in their order, each sample as many as fit into `capacity` positions."""
+    """Pack conversations into samples in the given order; each sample gets as many as fit into `capacity` positions."""
     samples: list[list[tuple[np.ndarray, np.ndarray]]] = []
     left = 0
     for one in found:

@@ -1,4 +1,4 @@
-"""The supported architectures of transformers: one entry of a table each."""
+"""The table of supported architectures of the transformers library."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ class Architecture:
 
     Parameters
     ----------
-    make_model : from the configuration and options of the caller to the model
-    names : parameter name here, or a prefix of it (ending in a dot) -> the corresponding name in the files; * is the
-        number of a block. If the name in the files has a #, the tensors with 0, 1, ... in its place are the parameter's
-        parts along its first dim. The first entry that matches applies
-    base_prefix : prefix of names that files of the model without its head omit
-    transposed : patterns (fnmatch) of names here of matrices that the files hold transposed
-    unused : patterns of names in the files that are not needed
+    make_model : function from a configuration and the caller's options to the model
+    names : parameter name in fsdpx, or a prefix of it that ends in a dot -> the corresponding name in the files; *
+        stands for the number of a block. A name with a # stands for several tensors, named with 0, 1, ... in its place,
+        which are the parts of the parameter along dim 0. The first entry that matches applies
+    base_prefix : prefix of tensor names that is missing in files of a model without its head
+    transposed : patterns (fnmatch) of the names in fsdpx of matrices that are stored transposed
+    unused : patterns of tensor names in the files that are not needed
     fields : configuration fields that determine the model
-    required_values : fields that must have one of these values, or be missing: no other value is supported
-    ignored_fields : fields that do not change the model. Any field that is neither listed here nor common to all
-        architectures is an error
-    aliases : other names of fields -> their names
+    required_values : configuration field -> its supported values; the field may also be missing
+    ignored_fields : configuration fields that do not change the model. A field that is not in any of these tables, and
+        not common to all architectures, is an error
+    aliases : other name of a configuration field -> its name
     tied : name of a tensor -> name of the tensor that it is tied to if `tie_word_embeddings` is set; the first entry is
         the head
     """
@@ -71,10 +71,10 @@ class Architecture:
     tied: Mapping[str, str] = field(default_factory=dict)
 
     def complete_config(self, config: Config, where: str, parts: int) -> dict[str, Any]:
-        """Return the values of `fields`, with defaults; raise ConfigError for a field that is unknown or has an
+        """Return the values of `fields`, with defaults for missing ones. Raise ConfigError for an unknown field or an
         unsupported value.
 
-        where: the file, for errors. parts: number of tensors in the files."""
+        where: path of the configuration, for errors. parts: number of tensors in the files."""
         values = dict(config)
         for alias, name in self.aliases.items():
             value = values.pop(alias, None)
@@ -99,7 +99,8 @@ class Architecture:
         return get_valid_fields(values, self.fields, where, parts)
 
     def get_names_in_files(self, name: str, rows: int) -> tuple[str, ...]:
-        """Return the names of a parameter in the files: of one tensor, or of one for each of its `rows`."""
+        """Return the names of the tensors in the files that a parameter consists of: one, or one for each of its
+        `rows`."""
         found = self._get_name_pattern_in_files(name)
         return tuple(found.replace("#", str(row)) for row in range(rows)) if "#" in found else (found,)
 
@@ -128,7 +129,7 @@ def _build_gpt2(c: Config, **options: Any) -> GPT:
 
 
 def _build_llama(c: Config, **options: Any) -> Llama:
-    """Return a Llama model with the variations that the configurations of similar models select."""
+    """Return a Llama model, with the options that configurations of similar models set."""
     theta, scaling = _parse_rope(c)
     bias, other = c.get("attention_bias", False), c.get("mlp_bias", False)
     if bias is not other:
@@ -145,7 +146,7 @@ def _build_llama(c: Config, **options: Any) -> Llama:
 
 
 def _parse_rope(c: Config) -> tuple[float, dict[str, Any] | None]:
-    """Return the base of the rotary frequencies, and the scaling of positions (None: none)."""
+    """Return the base of the rotary frequencies, and the scaling of positions; None if there is no scaling."""
     if c["rope_parameters"] and c["rope_scaling"]:
         raise ConfigError("config.json: rope_parameters and rope_scaling are one field under two names")
     given = c["rope_parameters"] or c["rope_scaling"] or {}
@@ -189,8 +190,8 @@ def _require_full_attention(c: Config) -> None:
 def _build_gemma(c: Config, **options: Any) -> Llama:
     """Return a Gemma model.
 
-    In Gemma's configurations "gelu" has always meant its tanh form. Later versions of transformers no longer read the
-    second field, `hidden_activation`."""
+    In Gemma's configurations, "gelu" in the field `hidden_act` has always meant the tanh approximation. Later versions
+    of transformers no longer read the other field for the activation, `hidden_activation`."""
     activation = "gelu_pytorch_tanh" if c["hidden_act"] == "gelu" else c["hidden_act"]
     if (c["hidden_activation"] or activation) != activation:
         raise ConfigError(
@@ -203,8 +204,8 @@ def _build_gemma(c: Config, **options: Any) -> Llama:
 def _build_mixtral(c: Config, **options: Any) -> Llama:
     """Return a Mixtral model.
 
-    Mixtral's load-balancing loss is one for all blocks together, computed if `output_router_logits` is set; the option
-    `balance=` of `nn.Llama` is one loss per block."""
+    Mixtral computes a single load-balancing loss over all blocks, if `output_router_logits` is set. The option
+    `balance=` of `nn.Llama` adds one loss per block instead."""
     own = {"experts": c["num_local_experts"], "active": c["num_experts_per_tok"]}
     return _build_mistral(c, **own | options)
 
@@ -263,7 +264,7 @@ ROPE = {
         Field(NUMBER, None, null=True),
     ),
 }  # fmt: skip
-"""Supported fields of `rope_parameters`."""
+"""The supported fields of `rope_parameters`."""
 
 LLAMA_FIELDS = SIZES | {
     "vocab_size": Field(COUNT), "max_position_embeddings": Field(COUNT), "num_key_value_heads": NULL_COUNT,
@@ -446,4 +447,4 @@ ARCHITECTURES = {
         ignored_fields=(*ENCODER_DROPOUT, "encoder_stride", "pooler_output_size", "pooler_act", "tie_word_embeddings"),
     ),
 }  # fmt: skip
-"""`model_type` of a configuration, or the name of a class in it -> its architecture."""
+"""Architectures by the `model_type` of a configuration, or by a class name in its `architectures`."""

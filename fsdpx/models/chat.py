@@ -1,4 +1,4 @@
-"""Chat templates: rendering a conversation as one text, and locating the answers in it."""
+"""Chat templates, which render a conversation as a text, and the positions of answers in that text."""
 
 from __future__ import annotations
 
@@ -27,21 +27,23 @@ __all__ = ["ChatTemplate", "chat_template"]
 
 FILE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
 SECONDS, MOST_BYTES, MOST_ROUNDS = 10.0, 1 << 30, 1_000_000
-"""Limits for rendering one conversation: CPU time, bytes of memory, and number of loop iterations and calls."""
+"""Limits for rendering one conversation: CPU seconds, bytes of memory, and number of loop iterations and calls."""
 MIN_JINJA_VERSION = (3, 1, 6)
-"""In earlier versions templates could escape from the sandbox."""
+"""In earlier versions, templates could escape from the sandbox."""
 Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja2 template, which may come from anywhere: it is run in Jinja2's sandbox, in a separate process with limits
-    of time and memory. The process starts with the first conversation.
+    """A Jinja2 template for conversations.
+
+    Templates are untrusted. They run in Jinja2's sandbox, in a separate process with limited time and memory, which is
+    started for the first conversation.
 
     Parameters
     ----------
     source : text of the template
-    where : the file that it was read from, for errors
+    where : description of the file that the template was read from, for errors
     names : special tokens by name, such as bos_token
     tokenizer : a `tokenizers.Tokenizer`
     """
@@ -52,16 +54,16 @@ class ChatTemplate:
     tokenizer: Any
 
     def encode_conversation(self, messages: Sequence[Message], tools: Any = None) -> tuple[list[int], list[bool]]:
-        """Return the tokens of a conversation, and for each whether it belongs to an answer of the assistant.
+        """Return the tokens of a conversation, and for each token whether it belongs to an answer of the assistant.
 
-        Answers are the parts that the template marks by `{% generation %}`, or else the text that each answer adds to
-        the text before it."""
+        Answers are the parts that the template marks by `{% generation %}`. If the template marks none, an answer is
+        the text by which a message of the assistant extends the rendered text."""
         text, spans = self._render_with_answer_spans(messages, tools)
         found = self.tokenizer.encode(text, add_special_tokens=False)
         return found.ids, [any(a < end and begin < b for begin, end in spans) for a, b in found.offsets]
 
     def encode_question(self, prompt: str) -> list[int]:
-        """Return the tokens of a question, up to the start of its answer."""
+        """Return the tokens of a conversation that consists of one question, up to the start of the answer."""
         text = self._render([{"role": "user", "content": prompt}], None, prompt=True)
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
@@ -92,7 +94,7 @@ class ChatTemplate:
             raise DataError(f"{self.where} does not take it: {error}") from error
 
     def _get_or_start_process(self) -> TemplateProcess:
-        """Return this process's template process; start a new one if the template has ended the last."""
+        """Return the process that runs the template; start one if there is none, or if it has ended."""
         found = vars(self).get("_started")
         if found is None or not found.is_alive():
             found = vars(self)["_started"] = TemplateProcess(self._find_jinja_folder())
@@ -104,7 +106,7 @@ class ChatTemplate:
         return found
 
     def _find_jinja_folder(self) -> Path:
-        """Return the folder that contains the package jinja2; raise ConfigError if it is missing or too old."""
+        """Return the folder that contains the package jinja2; raise ConfigError if jinja2 is missing or too old."""
         try:
             import jinja2
         except ImportError as error:
@@ -118,11 +120,11 @@ class ChatTemplate:
 
 
 class TemplateError(Exception):
-    """Raised if a template cannot be compiled, rejects a conversation, or exceeds its limits of time or memory."""
+    """Raised if a template cannot be compiled, rejects a conversation, or exceeds its limits of time and memory."""
 
 
 class TemplateProcess:
-    """A process that runs one template, see `fsdpx/models/template.py`. folder: the folder that contains the package
+    """A process that runs one template; see `fsdpx/models/template.py`. folder: the folder that contains the package
     jinja2."""
 
     def __init__(self, folder: Path) -> None:
@@ -136,12 +138,12 @@ class TemplateProcess:
         self._end = weakref.finalize(self, _kill_process, self._child, self._owner)
 
     def is_alive(self) -> bool:
-        """Return whether the process runs and belongs to this process; a forked child must not use its parent's
-        pipes."""
+        """Return whether the template process is running and was started by this process, not by its parent: a forked
+        child must not use its parent's pipes."""
         return os.getpid() == self._owner and self._child.poll() is None
 
     def request_text(self, request: Mapping[str, Any]) -> str:
-        """Return the text of the answer to a request; raise TemplateError with the reason if there is none."""
+        """Send a request to the process, and return the text of its answer; raise TemplateError if it fails."""
         line, child = json.dumps(request) + "\n", self._child
         assert child.stdin is not None
         assert child.stdout is not None
@@ -159,7 +161,7 @@ class TemplateProcess:
         return str(found["text"])
 
     def stop(self) -> None:
-        """End the process."""
+        """Kill the process, and wait until it has ended."""
         self._end()
 
 
@@ -170,20 +172,20 @@ def _explain_exit_status(status: int) -> str:
 
 
 def _kill_process(child: subprocess.Popen[str], owner: int) -> None:
-    """Kill the child and wait for it; do nothing in a forked process that did not start it."""
+    """Kill the child process and wait for it; do nothing in a forked process that did not start it."""
     if os.getpid() == owner:
-        with suppress(BrokenPipeError), child:  # leaving the context waits until the child has ended
+        with suppress(BrokenPipeError), child:  # __exit__ waits until the child has ended
             if child.poll() is None and child.stdin is not None:
                 child.kill()
 
 
 def chat_template(folder: str | PathLike[str], tokenizer: Any) -> ChatTemplate | None:
-    """Return the chat template of a folder, found as transformers does; None if there is none.
+    """Return the chat template in a model's folder, or None if there is none. The lookup follows transformers.
 
     Parameters
     ----------
-    folder : of a model, with chat_template.jinja, or with a chat_template in tokenizer_config.json
-    tokenizer : a `tokenizers.Tokenizer`, that of the folder
+    folder : folder of a model, with chat_template.jinja, or with a chat_template in tokenizer_config.json
+    tokenizer : the `tokenizers.Tokenizer` of the folder
     """
     file, settings = expanduser(folder) / FILE, expanduser(folder) / SETTINGS
     found = read_json_object(settings) if settings.exists() else {}

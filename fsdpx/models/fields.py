@@ -1,4 +1,4 @@
-"""Fields of a model configuration: those that determine the model, those that do not, and checks of their values."""
+"""Fields of model configurations, and checks of their values."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = [
 
 MAX_COUNT = 2**31 - 1
 NEEDED: Any = object()
-"""The default of a field that is required."""
+"""The default of required fields."""
 
 
 @dataclass(frozen=True)
 class ValueKind:
-    """The allowed values of a field, in words for errors and as a test."""
+    """The allowed values of a field: a description for errors, and a function that tests a value."""
 
     words: str
     test: Callable[[Any], bool]
@@ -41,8 +41,8 @@ class ConfigField:
 
     Parameters
     ----------
-    kind : of its values
-    default : the value if the configuration lacks the field
+    kind : the allowed values
+    default : the value if the configuration does not contain the field
     null : whether the value may be null
     """
 
@@ -55,7 +55,7 @@ PLAIN: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (False, None), "cross_attention_hidden_size": (None,), "is_causal": (True,),
     "is_decoder": (False, None), "is_encoder_decoder": (False, None), "pruned_heads": (None, {}),
 }  # fmt: skip
-"""Fields common to all architectures, with their supported values."""
+"""Fields that are common to all architectures, with their supported values."""
 
 HARMLESS = frozenset(
     """
@@ -73,21 +73,21 @@ HARMLESS = frozenset(
     encoder_repetition_penalty num_beam_groups diversity_penalty
     """.split()
 )
-"""Fields common to all architectures that do not change the model's outputs: notes, formats, dropout (an option here),
-and settings of text generation."""
+"""Fields that are common to all architectures and do not change the model's outputs: descriptions, formats, dropout
+(which is an option of fsdpx models), and settings of text generation."""
 
 
 def get_valid_fields(
     config: Mapping[str, Any], fields: Mapping[str, ConfigField], where: str, parts: int
 ) -> dict[str, Any]:
-    """Return the values of these fields, with defaults for missing ones; raise ConfigError for an invalid value.
+    """Return the values of `fields`, with defaults for missing ones; raise ConfigError for an invalid value.
 
     Parameters
     ----------
     config : a JSON object
-    fields : by name
-    where : the file, for errors
-    parts : number of tensors in the files, the maximum of fields of the kind `PARTS`
+    fields : fields by name
+    where : path of the configuration, for errors
+    parts : number of tensors in the files, which is the maximum for fields of the kind `PARTS`
     """
     found = {}
     for name, field in fields.items():
@@ -102,6 +102,6 @@ def get_valid_fields(
 
 
 def shorten_value(value: Any) -> str:
-    """Return a value of a file, shortened for an error message."""
+    """Return the text of a value, shortened for an error message."""
     text = repr(value) if not isinstance(value, (dict, list, str)) or len(value) < 100 else f"{str(value)[:100]} ..."
     return text if len(text) < 120 else f"{text[:100]} ..."

@@ -1,6 +1,6 @@
 """Field models from the weights of other projects: the usual U-Net, neuraloperator's FNO and PDEBench's models.
 
-The names and shapes of the tensors determine the model; a table maps names of other projects to parameters."""
+The names and shapes of the tensors determine the model. A table maps the names of other projects to parameters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Tensors = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class ArrayInitializer:
-    """Initializer of a parameter from an array that the caller gave."""
+    """Initializer that takes a parameter's values from an array of the caller."""
 
     array: np.ndarray = field(repr=False, compare=False)
     digest: int = 0
@@ -48,11 +48,11 @@ class Project:
 
     Parameters
     ----------
-    marker_name : name of a tensor that all of its models have, and only its models
-    make_model : from the tensors and the options of the caller to the model
-    names : as in `Architecture`, from names here to names in the project
-    join_tensors : from the project's tensors to those that correspond to parameters here
-    unused : patterns (fnmatch) of tensors that are not needed
+    marker_name : name of a tensor that occurs in all models of this project, and in no others
+    make_model : function from the tensors and the caller's options to the model
+    names : parameter name in fsdpx -> tensor name in the project, as in `Architecture`
+    join_tensors : function that converts the project's tensors to one tensor per parameter
+    unused : patterns (fnmatch) of the names of tensors that are not needed
     """
 
     marker_name: str
@@ -63,26 +63,28 @@ class Project:
 
 
 def from_state_dict(source: Mapping[str, Any] | str | PathLike[str], **options: Any) -> Container:
-    """Return the model that these weights belong to, initialized with them. Every rank must pass the same.
+    """Return the model to which the given weights belong, initialized with these weights. Every rank must pass the same
+    weights.
 
-    Supports the usual U-Net (Buda et al. 2019), also in the versions of PDEBench and The Well, `neuralop.models.FNO` of
-    neuraloperator 2.0 with dense weights, and FNO1d to FNO3d of PDEBench, whose inputs have the coordinates of cells as
-    their last channels.
+    Supported models are the usual U-Net (Buda et al. 2019) and its versions in PDEBench and The Well,
+    `neuralop.models.FNO` of neuraloperator 2.0 with dense weights, and FNO1d to FNO3d of PDEBench, whose inputs have
+    the coordinates of cells as their last channels.
 
     Parameters
     ----------
-    source : name -> array, as `module.state_dict()`; or a path of a safetensors file or of a folder with one
-    options : properties that weights do not determine: of a U-Net `activation="tanh"` (PDEBench, The Well), `padding`,
-        and `transposed=True` for a last layer that is a ConvTranspose (The Well) with equal numbers of input and output
-        channels; of neuraloperator's FNO `positions=False`; of PDEBench's `padding`, cells after the end of each dim
+    source : name -> array, as `module.state_dict()`; or the path of a safetensors file, or of a folder with one
+    options : properties that the weights do not determine. U-Net: `activation="tanh"` (PDEBench, The Well), `padding`,
+        and `transposed=True` if the last layer is a ConvTranspose (The Well) with equal numbers of input and output
+        channels. neuraloperator's FNO: `positions=False`. PDEBench's FNO: `padding`, the number of cells that are added
+        at the end of each dim
 
     Returns
     -------
-    Container : `nn.UNet`, `nn.FNO` or a graph
+    Container : `nn.UNet`, `nn.FNO` or `nn.Graph`
 
     Raises
     ------
-    CheckpointError : names that match no supported model, tensors that are missing, left over or of another shape
+    CheckpointError : if the names match no supported model, or if tensors are missing, left over or of another shape
     """
     return _build_model(_read_tensors(source), options)
 
@@ -90,25 +92,26 @@ def from_state_dict(source: Mapping[str, Any] | str | PathLike[str], **options: 
 def to_state_dict(
     parameters: Mapping[str, Any], like: Mapping[str, Any] | str | PathLike[str], **options: Any
 ) -> Tensors:
-    """Return parameters under the names, shapes and dtypes of another project: the inverse of `from_state_dict`.
+    """Return parameters with the names, shapes and dtypes of another project: the inverse of `from_state_dict`.
 
     Parameters
     ----------
-    parameters : name -> full array, as `trainer.parameters()`
-    like : the current weights of the other module, as `module.state_dict()`
+    parameters : name -> full array, as `trainer.parameters()` returns them
+    like : the current weights of the other project's module, as `module.state_dict()`
     options : as in `from_state_dict`
 
     Returns
     -------
-    dict : name -> array, for `module.load_state_dict` as tensors; tensors that are no parameters here are unchanged
+    dict : name -> array; converted to tensors, `module.load_state_dict` loads them. Tensors of `like` that are no
+        parameters of the fsdpx model are unchanged
 
     Raises
     ------
-    CheckpointError : as `from_state_dict`, and for parameters that are missing or of another shape
+    CheckpointError : as in `from_state_dict`, and if parameters are missing or of another shape
     """
     tensors = _read_tensors(like)
     ends = np.cumsum([0, *(_view_as_real(a).size for a in tensors.values())]).tolist()
-    places = {}  # each element replaced by its flat index: the model built from these shows where parameters belong
+    places = {}  # each element is its flat index, so the model built from these shows the position of each parameter
     for (name, array), first, end in zip(tensors.items(), ends, ends[1:], strict=False):
         numbers = np.arange(first, end, dtype=np.float64)
         places[name] = (numbers.view(np.complex128) if np.iscomplexobj(array) else numbers).reshape(array.shape)
@@ -140,7 +143,7 @@ def _build_model(tensors: Tensors, options: Mapping[str, Any]) -> Container:
 
 
 def _view_as_real(array: np.ndarray) -> np.ndarray:
-    """Return complex numbers as pairs in a new last dim; other arrays as they are."""
+    """Return a complex array as pairs of real numbers in a new last dim, and other arrays unchanged."""
     return np.stack([array.real, array.imag], axis=-1) if np.iscomplexobj(array) else array
 
 
@@ -167,8 +170,7 @@ def _remove_prefix(name: str, prefix: str) -> str:
 
 
 def _build_model_with_values(project: Project, tensors: Tensors, options: Mapping[str, Any]) -> Container:
-    """Return the model with initial values from the tensors; raise CheckpointError if tensors are missing or left
-    over."""
+    """Return the model with initial values from the tensors; raise CheckpointError if tensors are missing or unused."""
     kept = {n: a for n, a in tensors.items() if not any(fnmatchcase(n, pattern) for pattern in project.unused)}
     try:
         model, kept = project.make_model(kept, **options), project.join_tensors(kept)
@@ -187,7 +189,8 @@ def _build_model_with_values(project: Project, tensors: Tensors, options: Mappin
 
 
 def _make_initializer(name: str, array: np.ndarray, shape: tuple[int, ...]) -> ArrayInitializer:
-    """Return the initializer of a parameter from a tensor, in the parameter's shape; complex numbers become pairs."""
+    """Return the initializer of a parameter with the values of a tensor; complex numbers become pairs. Raise
+    CheckpointError if the shapes differ in more than dims of size 1."""
     pairs = _view_as_real(array)
     if [n for n in pairs.shape if n != 1] != [n for n in shape if n != 1]:
         raise CheckpointError(f"from_state_dict: {name} is {array.shape}, and {shape} is needed")
@@ -209,7 +212,7 @@ def _build_unet(tensors: Tensors, *, transposed: bool | None = None, **options: 
 
 
 def _compute_last_n_modes(modes: int) -> int:
-    """Return `n_modes` for this number of stored modes in the last dim."""
+    """Return `n_modes` of the last dim, of whose frequencies only the nonnegative ones are stored as `modes`."""
     return max(2 * (modes - 1), 1)
 
 
@@ -228,13 +231,13 @@ def _build_fno(tensors: Tensors, *, positions: bool = True) -> Container:
 
 
 def _join_spectral_corners(tensors: Tensors) -> Tensors:
-    """Return the tensors with the weights of the corners of the modes joined in the order of frequencies."""
+    """Return the tensors, with the weights of the spectrum's corners concatenated in the order of frequencies."""
     found = {name: a for name, a in tensors.items() if ".weights" not in name}
     for conv in sorted({name.partition(".weights")[0] for name in tensors.keys() - found.keys()}):
         count = sum(name.startswith(f"{conv}.weights") for name in tensors)
         corners = [tensors[f"{conv}.weights{i + 1}"] for i in range(count)]
         dim = 2
-        while len(corners) > 1:  # every second corner has the negative frequencies of this dim
+        while len(corners) > 1:  # every second corner holds the negative frequencies of this dim
             pairs = zip(corners[1::2], corners[::2], strict=True)
             corners, dim = [np.concatenate(pair, axis=dim) for pair in pairs], dim + 1
         found[f"{conv}.weight"] = corners[0]

@@ -1,5 +1,5 @@
-"""Loading a model from a folder of transformers: it is built without values, and each rank reads only the elements of
-its shards."""
+"""Loads a model from a folder of transformers. The model is built without values, and each rank reads only the elements
+of its shards."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class MatrixBlock:
         return self.bottom - self.top, self.right - self.left
 
     def list_transposed_intervals(self, rows: int) -> list[Interval]:
-        """Return the flat intervals of these elements, column by column, in a file of the transposed matrix. rows: of
-        the full matrix."""
+        """Return the flat intervals, one per column, that these elements occupy in the transposed matrix. rows: number
+        of rows of the full matrix."""
         return [(column * rows + self.top, column * rows + self.bottom) for column in range(self.left, self.right)]
 
 
 def iterate_matrix_blocks(runs: Iterable[Interval], columns: int) -> Iterator[MatrixBlock]:
-    """Yield the blocks that flat intervals of a matrix consist of, in order: a part of a row, whole rows, a part of a
-    row."""
+    """Split flat intervals of a row-major matrix into blocks, in order. Each interval yields up to three blocks: the
+    rest of a row, full rows, and the beginning of a row."""
     for start, stop in runs:
         while start < stop:
             (top, left), rest = divmod(start, columns), stop - start
@@ -72,8 +72,8 @@ def iterate_matrix_blocks(runs: Iterable[Interval], columns: int) -> Iterator[Ma
 
 @dataclass(frozen=True)
 class TransposedShard:
-    """A block of a matrix of `rows` rows, to be written as a `LocalShard` is, into a file that holds the matrix
-    transposed."""
+    """A block of a matrix with `rows` rows that is written to a file in which the matrix is transposed. It is written
+    in the same way as a `LocalShard`."""
 
     name: str
     array: Any
@@ -81,13 +81,13 @@ class TransposedShard:
     rows: int
 
     def iterate_blocks(self, elements: int) -> Iterator[ShardBlock]:
-        """Yield the block, transposed, in one piece: it is small enough already."""
+        """Yield the transposed block in one piece, because it is small enough already."""
         part = self.array.reshape(self.box.shape).T
         yield ShardBlock(np.ascontiguousarray(part).reshape(-1), tuple(self.box.list_transposed_intervals(self.rows)))
 
 
 def iterate_transposed_shards(name: str, held: LocalShard) -> Iterator[TransposedShard]:
-    """Yield a rank's part of a matrix block by block, with ascending positions in the file within each block."""
+    """Yield a rank's part of a matrix as transposed blocks. Within each block, file positions are ascending."""
     rows, columns = held.spec.shape
     for block in held.iterate_blocks(BLOCK_BYTES // held.array.dtype.itemsize):
         host, at = to_host(block.array).reshape(-1), 0
@@ -104,8 +104,8 @@ FLOAT_CODES = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class TensorSource:
-    """Initializer of a parameter from tensors in files: from one, which the files hold transposed if `transposed`, or
-    from several of one size, its parts along the first dim."""
+    """Initializer that reads a parameter from tensors in files: from one tensor, which is stored transposed if
+    `transposed`, or from several tensors of equal size, which are the parts of the parameter along dim 0."""
 
     source: CheckpointSource = field(repr=False)
     names: tuple[str, ...]
@@ -113,11 +113,12 @@ class TensorSource:
 
     @property
     def name(self) -> str:
-        """Name of the tensor, or of the first one."""
+        """Name of the tensor, or of the first tensor if there are several."""
         return self.names[0]
 
     def iterate_slices(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
-        """Yield what elements [start, stop) consist of, in order: (tensor name, first element, end) in each tensor."""
+        """Yield, in order, the tensor slices that make up elements [start, stop) of the parameter: tensor name, first
+        element and end (exclusive) within that tensor."""
         size = self.source.locations[self.name][1].elements
         for index in range(start // size, -(-stop // size)):
             yield self.names[index], max(start - index * size, 0), min(stop - index * size, size)
@@ -135,11 +136,11 @@ class TensorSource:
         return _widen_float(parts[0] if len(parts) == 1 else np.concatenate(parts))
 
     def read_into(self, target: Any, start: int) -> bool:
-        """Fill an array with the elements from `start` on, without an intermediate copy; return False if that is
-        impossible.
+        """Fill an array with the elements from `start` on, without an intermediate copy, and return True. Return False
+        if that is impossible.
 
-        It is if the files hold the elements in another order, or in a dtype that the array's cannot represent
-        exactly."""
+        It is impossible if the elements are stored in another order, or in a dtype whose values the array's dtype
+        cannot represent exactly."""
         if self.transposed or not isinstance(target, np.ndarray):
             return False
         formats = {code_to_dtype(self.source.locations[other][1].code) for other in self.names}
@@ -149,7 +150,7 @@ class TensorSource:
         return True
 
     def iterate_shards(self, array: Any, start: int) -> Iterator[LocalShard]:
-        """Split a flat array of the elements from `start` on into parts, one per tensor."""
+        """Yield views of a flat array that holds the elements from `start` on, one for each tensor of the files."""
         at = 0
         for name, first, last in self.iterate_slices(start, start + array.size):
             part = array[at : at + last - first]
@@ -158,16 +159,17 @@ class TensorSource:
 
 
 def from_pretrained(folder: str | PathLike[str], **options: Any) -> Container:
-    """Return the model of a folder written by transformers: `config.json` and safetensors files, with or without an
+    """Return the model in a folder written by transformers, with `config.json` and safetensors files with or without an
     index.
 
-    This reads only headers, and the head if the configuration ties it and the files contain it: if it differs from the
-    embedding it becomes a separate parameter. When `distribute` makes a rank's shards, the rank reads the elements that
-    it holds and converts them to its dtype. `fsdpx.models.save_pretrained` writes such a folder again.
+    This function reads only the headers of files. If the configuration ties the head to the embedding but the files
+    contain a head, it also compares the two; a head that differs becomes a separate parameter. When `distribute`
+    creates the shards, each rank reads the elements that it holds and converts them to the dtype of its parameters.
+    `fsdpx.models.save_pretrained` writes such a folder.
 
     Parameters
     ----------
-    folder : a path; nothing is downloaded
+    folder : path of the folder; nothing is downloaded
     options : options of the model that override the configuration: `dropout=0.1`, `frozen=("blocks.*",)`,
         `segments=True`
 
@@ -177,9 +179,9 @@ def from_pretrained(folder: str | PathLike[str], **options: Any) -> Container:
 
     Raises
     ------
-    ConfigError : no such folder, no configuration, an architecture or a field of it that is not supported, a tokenizer
-        with tokens outside the model's vocabulary
-    CheckpointError : files that cannot be read; tensors that are missing, left over or of another shape
+    ConfigError : if the folder or its configuration does not exist, the architecture or a field of the configuration is
+        not supported, or the tokenizer has tokens outside of the model's vocabulary
+    CheckpointError : if files cannot be read, or tensors are missing, left over or of another shape
     """
     path = expanduser(folder)
     config = _read_config(path)
@@ -196,7 +198,7 @@ def from_pretrained(folder: str | PathLike[str], **options: Any) -> Container:
 
 
 def _widen_float(array: np.ndarray) -> np.ndarray:
-    """Return an array in a dtype that NumPy itself has and computes in: float32 or float64."""
+    """Return an array as float32 or float64: 16-bit floats become float32."""
     return array if array.dtype in (np.float32, np.float64) else cast_array(array, np.dtype(np.float32))
 
 
@@ -233,9 +235,9 @@ def _lacks_base_prefix(source: CheckpointSource, architecture: Architecture) -> 
 
 
 def _find_tied_tensors(source: CheckpointSource, architecture: Architecture, values: Config) -> set[str]:
-    """Return the names of the tensors that are tied in these files.
+    """Return the names of the tensors that are tied to another one.
 
-    As in transformers, the files decide: a tensor that differs from the one it may be tied to is a separate
+    As in transformers, the files decide: a stored tensor that differs from the one it could be tied to is a separate
     parameter."""
     if not values.get("tie_word_embeddings"):
         return set()
@@ -265,15 +267,15 @@ def _has_equal_values(source: CheckpointSource, name: str, other: str) -> bool:
 def _map_parameters_to_sources(
     source: CheckpointSource, model: Container, architecture: Architecture, tied: set[str]
 ) -> dict[str, TensorSource]:
-    """Return the source of each parameter of the model by name. Files may hold a tied parameter once or under each of
-    its names."""
+    """Return the source of each parameter by its name in the model; raise CheckpointError for missing, unknown or
+    misshapen tensors. Files may contain a tied parameter once, or under each of its names."""
     ordered = linearize(model)
     base, headless = architecture.base_prefix, _lacks_base_prefix(source, architecture)
     specs = parameter_specs(ordered)
     rows = {name: (specs[ordered.ties.get(name, name)].shape or (1,))[0] for name in [*specs, *ordered.ties]}
     theirs = {name: architecture.get_names_in_files(name, n) for name, n in rows.items()}
     taken = {other for others in theirs.values() for other in others}
-    for name, (first, *_) in theirs.items():  # tied to a tensor that is not a parameter here
+    for name, (first, *_) in theirs.items():  # tied to a tensor that is no parameter of this model
         if first in tied and (twin := architecture.tied[first]) in source.locations and twin not in taken:
             theirs[name] = (twin,)
     if headless:
@@ -283,7 +285,7 @@ def _map_parameters_to_sources(
         for name, others in theirs.items()
         if all(other in source.locations for other in others)
     }
-    for alias, name in ordered.ties.items():  # the file may have only the alias
+    for alias, name in ordered.ties.items():  # the files may contain only the alias
         if name not in found and alias in found:
             found[name] = found[alias]
     missing = [other for name in specs if name not in found for other in theirs[name] if other not in source.locations]

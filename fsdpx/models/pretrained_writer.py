@@ -1,5 +1,5 @@
-"""Saving a model as a folder for transformers: each rank writes its own elements, under the names of the files that
-were read."""
+"""Saves a model as a folder for transformers. Each rank writes the elements that it holds, to files and tensors with
+the names that were read."""
 
 from __future__ import annotations
 
@@ -54,20 +54,21 @@ MAX_COPIED_BYTES = 1 << 30
 
 
 def save_pretrained(trainer: Any, folder: str | os.PathLike[str], *, dtype: DtypeName | None = None) -> None:
-    """Write the weights of a model of `fsdpx.models.from_pretrained` as a folder for transformers, in parallel on all
-    ranks. Collective.
+    """Write the weights of a model loaded by `fsdpx.models.from_pretrained` to a folder for transformers, in parallel
+    on all ranks. Collective.
 
-    Names and files are those that were read; `config.json` and the tokenizer are copied.
+    Files and tensors have the names that were read; `config.json` and the tokenizer are copied.
 
     Parameters
     ----------
-    trainer : of the model
-    folder : must not exist, or be empty
-    dtype : of the weights: "bf16", "float16", "float32" or "float64" (default: that of the files that were read)
+    trainer : trainer of the model
+    folder : path of the new folder, which must not exist or must be empty
+    dtype : dtype of the written weights: "bf16", "float16", "float32" or "float64"; None: that of the files that were
+        read
 
     Raises
     ------
-    CheckpointError : the same on all ranks, if the folder cannot be written; nothing is left of it then
+    CheckpointError : if the folder cannot be written. All ranks raise the same error, and partial files are removed
     """
     trainer.call_runner.agree_on_call("save_pretrained")
     with trainer.call_runner.using_weights("parameters"):
@@ -93,7 +94,7 @@ def _write_pretrained_folder(state: TrainState, folder: Any, dtype: str | None) 
 
 
 def _get_sources_by_parameter(state: TrainState) -> dict[str, TensorSource]:
-    """Return the source of each parameter that was read from files, by name in the model, including aliases."""
+    """Return the source of each parameter that was read from files, by its name in the model, including aliases."""
     return {name: init for name, init in state.placement.model.initial.items() if isinstance(init, TensorSource)}
 
 
@@ -110,8 +111,8 @@ def _require_saveable(state: TrainState, dtype: str | None) -> None:
 
 
 def _plan_files(source: CheckpointSource, names: set[str], dtype: str | None) -> FileLayout:
-    """Return the layout of the files that were read; a header is kept byte for byte unless its tensors or their dtype
-    change."""
+    """Return the layout of the new files, which have the names of those that were read. A header is kept byte for byte
+    unless its tensors or their dtype change."""
     code = None if dtype is None else dtype_to_code(parse_dtype(dtype))
     files = {}
     for file, contents in source.files.items():
@@ -133,7 +134,7 @@ def _plan_files(source: CheckpointSource, names: set[str], dtype: str | None) ->
 
 
 def _iterate_shards(state: TrainState, stored: dict[str, TensorSource]) -> Iterator[LocalShard | TransposedShard]:
-    """Yield the shards that this rank writes; a tied parameter as often as the files contain it."""
+    """Yield the shards that this rank writes. A tied parameter is yielded once for each copy in the files."""
     layout = state.placement.layout
     tensors: dict[str, dict[str, TensorSource]] = {}
     for name, one in stored.items():
@@ -149,7 +150,7 @@ def _iterate_shards(state: TrainState, stored: dict[str, TensorSource]) -> Itera
 
 
 def _split_shard_by_tensor(piece: LocalShard, one: TensorSource) -> Iterator[LocalShard]:
-    """Yield a rank's part of a parameter in pieces, one for each tensor of the files that has a part of it."""
+    """Split a rank's part of a parameter by the tensors that hold it in the files."""
     for block in piece.iterate_blocks(BLOCK_BYTES // piece.array.dtype.itemsize):
         at = 0
         for start, stop in block.runs:
@@ -188,10 +189,10 @@ def _commit_folder(path: Path, partial: Path, plan: FileLayout, source: Checkpoi
 
 
 def _copy_file(file: Path, target: Path) -> None:
-    """Copy a file from the folder of the weights, with no more permissions than it has.
+    """Copy a file from the folder of the weights, with at most the permissions of the original.
 
-    A link out of the folder may point at a secret of this user, and was perhaps placed there by somebody else: it is
-    not copied, unless it is a link into the blobs folder as in the cache of the hub."""
+    A link that leaves the folder is not copied, because someone else may have created it to expose a private file of
+    this user. Links into the blobs folder, as the cache of the hub contains them, are copied."""
     folder = file.parent.resolve()
     blobs = folder.parents[1] / "blobs" if folder.parent.name == "snapshots" else folder
     try:
@@ -208,7 +209,7 @@ def _copy_file(file: Path, target: Path) -> None:
 
 
 def _make_config(source: CheckpointSource, dtype: str | None) -> bytes:
-    """Return the configuration as it was read, except for the dtype of the weights if that changes."""
+    """Return the text of the configuration that was read; if the dtype of the weights changes, with the new dtype."""
     text = read_file(source.folder / CONFIG_NAME, MAX_JSON_BYTES, ours=False)
     if dtype is None:
         return text

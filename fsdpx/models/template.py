@@ -1,10 +1,10 @@
-"""A process that renders conversations with one Jinja2 template, for `fsdpx/models/chat.py`.
+"""A script that renders conversations with one Jinja2 template, for `fsdpx/models/chat.py`.
 
-A template is a program that may come from anywhere, so its resources are limited. Run as a script by a separate Python
-without fsdpx: python -I template.py SECONDS BYTES ROUNDS FOLDER, where FOLDER contains the package jinja2. It reads
-requests as lines of JSON and answers each with one line; the first request has the template's source. The operating
-system ends it if an answer takes more than SECONDS of CPU time, even within a single call of C code, and limits its
-memory to BYTES."""
+A template is an untrusted program, so it runs with limited resources in a separate Python process, without fsdpx:
+python -I template.py SECONDS BYTES ROUNDS FOLDER, where FOLDER contains the package jinja2. The script reads requests
+as lines of JSON, and answers each request with one line; the first request contains the template's source. The
+operating system kills the process if an answer takes more than SECONDS of CPU time, even within a single call of C
+code, and limits its memory to BYTES."""
 
 import json
 import sys
@@ -13,11 +13,12 @@ from datetime import datetime
 from typing import Any
 
 BEGIN, END = "\ufdd0", "\ufdd1"
-"""Delimiters around parts that the template marks as an answer; Unicode noncharacters, which no text contains."""
+"""Delimiters around the parts that the template marks as answers. They are Unicode noncharacters, which do not occur in
+texts."""
 
 
 def main(seconds: float, nbytes: int, rounds: int, folder: str) -> None:
-    """Answer requests until the input ends."""
+    """Answer requests from stdin until it is closed."""
     sys.path.append(folder)
     made: list[Any] = []
 
@@ -49,13 +50,13 @@ def _answer_request(do: Callable[[dict[str, Any]], str], request: dict[str, Any]
         return {"text": do(request)}
     except MemoryError:
         return {"error": f"it takes more than {nbytes >> 20:,} MiB"}
-    except Exception as error:  # a template can raise anything
+    except Exception as error:  # a template can raise any exception
         return {"error": str(error) or type(error).__name__}
 
 
 def _limit_memory_and_make_timer(seconds: float, nbytes: int) -> Callable[[bool], None]:
-    """Limit this process's memory, and return a function that starts (True) and stops the clock of an answer. No limits
-    on Windows."""
+    """Limit the memory of this process, and return a function that starts (True) or stops (False) the timer that limits
+    the CPU time of an answer. On Windows, nothing is limited."""
     try:
         from resource import RLIMIT_AS, RLIMIT_CORE, setrlimit
         from signal import ITIMER_PROF, setitimer
@@ -67,7 +68,7 @@ def _limit_memory_and_make_timer(seconds: float, nbytes: int) -> Callable[[bool]
 
 
 def _make_jinja_environment(rounds: int) -> Any:
-    """Return a Jinja2 environment as transformers sets it up for templates."""
+    """Return a Jinja2 environment with the settings that transformers uses for templates."""
     from jinja2 import TemplateError, nodes, pass_environment
     from jinja2.ext import Extension, loopcontrols
 
@@ -93,13 +94,14 @@ def _make_jinja_environment(rounds: int) -> Any:
 
     made = _make_sandbox_class(rounds)(trim_blocks=True, lstrip_blocks=True, extensions=[AnswerTag, loopcontrols])
     made.filters |= {"tojson": _as_json, "counted": count_round}
-    del made.globals["lipsum"]  # it generates text of any length in one call
+    del made.globals["lipsum"]  # it can generate a text of any length in a single call
     made.globals |= {"raise_exception": raise_refused, "strftime_now": lambda form: datetime.now().strftime(form)}
     return made
 
 
 def _make_sandbox_class(rounds: int) -> Any:
-    """Return the sandboxed environment class, which counts loop iterations and calls of templates."""
+    """Return a sandboxed environment class that counts loop iterations and calls, and stops a template after
+    `rounds`."""
     from jinja2 import TemplateError, nodes
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -127,7 +129,7 @@ def _make_sandbox_class(rounds: int) -> Any:
 def _as_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Return `value` as JSON: the filter tojson with the options that it has in transformers, except callables."""
+    """Return `value` as JSON text: the filter tojson, with the options that it has in transformers except callables."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,4 +1,4 @@
-"""Tokenizer files in a model's folder, and the tokens that end a text."""
+"""Reads the tokenizer in a model's folder, and the tokens that end a text."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ MAX_TOKENIZER_BYTES = 200_000_000
 def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """Return the JSON object in a file of a model's folder.
 
-    Raises FileNotFoundError if there is none, and ConfigError if it is not a regular file, too large or not a JSON
-    object."""
+    Raises FileNotFoundError if the file does not exist. Raises ConfigError if it is no regular file, is larger than
+    `max_bytes`, or does not contain a JSON object."""
     try:
         found = read_json(path, max_bytes, ours=False)
     except (Untrusted, ValueError) as error:
@@ -38,7 +38,7 @@ def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, A
 
 
 def load_tokenizer(folder: str | PathLike[str]) -> Any:
-    """Return the `tokenizers.Tokenizer` of a folder; raise ConfigError if it or the library is missing."""
+    """Return the `tokenizers.Tokenizer` in a folder; raise ConfigError if the file or the library is missing."""
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
@@ -52,7 +52,7 @@ def load_tokenizer(folder: str | PathLike[str]) -> Any:
         return Tokenizer.from_buffer(read_file(file, MAX_TOKENIZER_BYTES, ours=False))
     except Untrusted as error:
         raise ConfigError(str(error)) from None
-    except Exception as error:  # the library has no class of its own
+    except Exception as error:  # the library raises no more specific class
         raise ConfigError(f"{file}: this is no tokenizer: {error}") from error
 
 
@@ -73,7 +73,8 @@ def find_largest_token(folder: Path) -> int:
 
 
 def read_end_tokens(folder: str | PathLike[str]) -> list[int]:
-    """Return the tokens that end a text, the one to write first; an empty list if the folder does not define any."""
+    """Return the tokens that end a text, as a model's folder defines them; the first is the one to write. The list is
+    empty if the folder does not define any."""
     for name in ("generation_config.json", "config.json"):
         file = expanduser(folder) / name
         found = read_json_object(file).get("eos_token_id") if file.exists() else None

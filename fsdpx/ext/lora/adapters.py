@@ -1,4 +1,4 @@
-"""Adapters of `nn.add_lora` on disk, in the format of PEFT, and merged into the weights."""
+"""Saves and loads the adapters of `nn.add_lora` in the format of PEFT, and merges them into the weights."""
 
 from __future__ import annotations
 
@@ -25,25 +25,26 @@ __all__ = ["gather_merged_parameters", "load_adapter", "save_adapter"]
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
-"""The prefix that PEFT puts before the names of the model."""
+"""The prefix that PEFT adds to the names of the model."""
 SUPPORTED_CONFIG = {
     "peft_type": "LORA", "bias": "none", "use_rslora": False, "use_dora": False, "lora_bias": False, "rank_pattern": {},
     "alpha_pattern": {}, "modules_to_save": None,
 }  # fmt: skip
-"""PEFT options that change the computation, with the only value that `LoRALinear` supports."""
+"""PEFT options that change the computation, with the only value of each that `LoRALinear` supports."""
 
 
 def save_adapter(trainer: Trainer, folder: str | PathLike[str], base_model: str = "") -> None:
-    """Write only the adapters, as PEFT does: `adapter_config.json` and `adapter_model.safetensors`. Collective.
+    """Write the adapters, without the other parameters, to `adapter_config.json` and `adapter_model.safetensors`, as
+    PEFT does. Collective.
 
-    For a model of `fsdpx.models.from_pretrained`, layers have the names of its folder, so that PEFT can load the
-    adapters with it; for another model, the model's own names.
+    For a model loaded by `fsdpx.models.from_pretrained`, layers are named as in the folder of the model, so that PEFT
+    can load the adapters together with it. For other models, layers are named as in the model.
 
     Parameters
     ----------
-    trainer : of a model of `nn.add_lora`
-    folder : created if it does not exist; files of these names are replaced
-    base_model : `base_model_name_or_path` in `adapter_config.json`
+    trainer : trainer of a model returned by `nn.add_lora`
+    folder : path of the folder, which is created if it does not exist; existing files of these names are replaced
+    base_model : value of `base_model_name_or_path` in `adapter_config.json`
     """
     adapted = _find_adapted_layers(trainer, "save_adapter")
     path = agree_on_path(trainer.call_runner.world, "save_adapter", folder)
@@ -58,15 +59,16 @@ def save_adapter(trainer: Trainer, folder: str | PathLike[str], base_model: str 
 
 
 def load_adapter(trainer: Trainer, folder: str | PathLike[str], convert: bool = False) -> None:
-    """Load adapters that `save_adapter` or PEFT wrote for the same names of layers. Collective.
+    """Load adapters that `save_adapter` or PEFT wrote for layers with the same names. Collective.
 
-    Raises CheckpointError on all ranks, before anything changes, if the file has other layers, another rank or alpha.
+    Raises CheckpointError on all ranks, before anything changes, if the files contain other layers, or another rank or
+    alpha.
 
     Parameters
     ----------
-    trainer : of a model of `nn.add_lora`
-    folder : with `adapter_config.json` and `adapter_model.safetensors`
-    convert : cast floats of another dtype
+    trainer : trainer of a model returned by `nn.add_lora`
+    folder : path of a folder with `adapter_config.json` and `adapter_model.safetensors`
+    convert : whether to cast floats of another dtype
     """
     adapted = _find_adapted_layers(trainer, "load_adapter")
     world = trainer.call_runner.world
@@ -78,23 +80,23 @@ def load_adapter(trainer: Trainer, folder: str | PathLike[str], convert: bool = 
 
 
 def gather_merged_parameters(trainer: Trainer) -> dict[str, np.ndarray]:
-    """Return the parameters of the model without adapters, with W + alpha / rank B A as the adapted weights.
+    """Return the parameters of the model without adapters, where each adapted weight is W + alpha / rank B A.
     Collective.
 
     Parameters
     ----------
-    trainer : of a model of `nn.add_lora`
+    trainer : trainer of a model returned by `nn.add_lora`
 
     Returns
     -------
     dict
-        name -> NumPy array, all parameters on every rank, as `Trainer.parameters` returns them; `load_parameters` of a
-        trainer of the plain model takes them
+        name -> NumPy array, all parameters on every rank, as `Trainer.parameters` returns them. A trainer of the model
+        without adapters can load them by `load_parameters`
 
     Raises
     ------
     ConfigError
-        if the model has no adapters, or an adapted weight is tied to a parameter without adapter
+        if the model has no adapters, or if an adapted weight is tied to a parameter without an adapter
     """
     adapted = _find_adapted_layers(trainer, "gather_merged_parameters")
     for weight in (join_path(name, "weight") for name in adapted):
@@ -109,7 +111,7 @@ def gather_merged_parameters(trainer: Trainer) -> dict[str, np.ndarray]:
 
 
 def _find_adapted_layers(trainer: Trainer, call: str) -> dict[str, LoRALinear]:
-    """Return the layers with adapters by name."""
+    """Return the layers that have adapters, by path; raise ConfigError if there are none."""
     found = {
         path: low
         for node in trainer.inspect.placement.model.nodes
@@ -132,7 +134,8 @@ def _list_adapter_parameters(adapted: dict[str, LoRALinear]) -> list[str]:
 
 
 def _map_file_names_and_layout(trainer: Trainer, adapted: dict[str, LoRALinear]) -> tuple[dict[str, str], bool]:
-    """Return the name of each adapter matrix in files, and whether files hold the weights transposed."""
+    """Return the name of each adapter matrix in PEFT's files, and whether an adapted weight is stored transposed in the
+    model's files."""
     found: dict[str, str] = {}
     turned = False
     for name in adapted:
@@ -144,7 +147,7 @@ def _map_file_names_and_layout(trainer: Trainer, adapted: dict[str, LoRALinear])
 
 
 def _get_rank_and_alpha(adapted: dict[str, LoRALinear]) -> dict[str, Any]:
-    """Return rank and alpha of the first layer, in PEFT's names; `nn.add_lora` makes them equal in all layers."""
+    """Return rank and alpha of the first layer under PEFT's names; `nn.add_lora` makes them equal in all layers."""
     layer = next(iter(adapted.values()))
     return {"r": layer.rank, "lora_alpha": layer.alpha}
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters of Linear layers (LoRA), replicated and sharded over the tensor axis."""
+"""Linear layers with low-rank adapters (LoRA), replicated or sharded over the tensor axis."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ ADAPTER_NAMES = ("lora_A.weight", "lora_B.weight")
 class LoRALinear(Linear):
     """y = x weight^T + bias + alpha / rank dropout(x) A^T B^T, where only A and B are trained.
 
-    `weight` and `bias` are named and shaped as in `Linear`; `lora_A.weight (rank, in)` is initialized with Kaiming's
-    uniform distribution with a = sqrt(5), U(-k, k) with k = 1/sqrt(in), and `lora_B.weight (out, rank)` with zeros, so
-    that the initial output is that of the Linear. Only x is saved for backward, which recomputes the dropout mask and x
-    A^T.
+    `weight` and `bias` have the names and shapes of `Linear`. `lora_A.weight (rank, in)` is initialized with Kaiming's
+    uniform distribution with a = sqrt(5), which is U(-k, k) with k = 1/sqrt(in). `lora_B.weight (out, rank)` is
+    initialized with zeros, so the initial output equals that of the Linear. Only x is saved for backward, which
+    recomputes the dropout mask and x A^T.
 
     Parameters
     ----------
     linear : the layer to adapt; its parameters are frozen
     rank, alpha, dropout : as in `add_lora`
-    path : name of the layer in the model, which makes its dropout differ from that of other layers
+    path : path of the layer in the model, from which the random numbers of its dropout are derived
     """
 
     def __init__(self, linear: Linear, rank: int, alpha: float, dropout: float = 0.0, path: str = "") -> None:
@@ -60,7 +60,7 @@ class LoRALinear(Linear):
         self.scale = self.alpha / rank
         if dropout:
             self.acts_on = "sample"  # the mask is drawn for whole sequences
-            self.caches = True  # there is no dropout when not training
+            self.caches = True  # without training there is no dropout
             self.kernel_names = ("linear", "drop", "drop_backward")
 
     def specs(self) -> dict[str, ParameterSpec]:
@@ -86,7 +86,7 @@ class LoRALinear(Linear):
         return RowLoRA(self, sequence=sequence, grain=grain), (*partial, RowLoRA.partial)
 
     def forward_without_bias(self, env: LayerContext, p: Params, x: Array) -> Array:
-        """Return the output of weight and adapters, without the bias.
+        """Return the sum of x weight^T and the adapter's output, without the bias.
 
         Parameters
         ----------
@@ -125,7 +125,7 @@ class LoRALinear(Linear):
         )
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        (x,) = saved  # from an MLP, only its shape is valid: the MLP replaces x in `kept` before backward_params
+        (x,) = saved  # in an MLP, only the shape of x is valid: the MLP replaces x in `kept` before backward_params
         inside = self.compute_low_rank_gradient(env, p, dy)
         dx = matmul_in_dtype(env.xp, as_rows(dy), p["weight"]).reshape(x.shape)
         low = matmul_in_dtype(env.xp, inside, p[ADAPTER_NAMES[0]]).reshape(x.shape)
@@ -182,7 +182,7 @@ class LoRALinear(Linear):
         return inside
 
     def _apply_dropout(self, env: LayerContext, x: Array) -> tuple[Array, Array | None]:
-        """Return the input of A after dropout, and the mask; None without dropout."""
+        """Return x after dropout, and the mask of kept elements, which is None without dropout."""
         if not env.training or self.dropout == 0.0:
             return x, None
         kept: tuple[Array, Array] = kernels.drop(
@@ -194,19 +194,21 @@ class LoRALinear(Linear):
 def add_lora(
     model: Layer, rank: int = 8, alpha: float = 16.0, dropout: float = 0.0, *, targets: str | Sequence[str]
 ) -> Layer:
-    """Return `model` with adapters in its Linear layers and all of its own parameters frozen (Hu et al. 2021).
+    """Return a copy of `model` with adapters in its Linear layers and with all original parameters frozen (Hu et al.
+    2021).
 
-    Names of parameters do not change; those of the adapters are below the names of their layers, as in PEFT. Raises
+    The original parameters keep their names. Parameters of adapters are named below their layers, as in PEFT. Raises
     ConfigError for a target that matches no Linear.
 
     Parameters
     ----------
-    model : any model that holds Linear layers; it is not changed
+    model : any model that contains Linear layers; it is not changed
     rank : inner dim of the product B A
-    alpha : adapters are scaled by alpha / rank
+    alpha : the output of adapters is scaled by alpha / rank
     dropout : probability that an element of an adapter's input is dropped
-    targets : names of Linear layers: full names, their last parts ("attn.qkv", as PEFT's `target_modules`), or
-        patterns; for a model of `fsdpx.models.from_pretrained` also the names in its folder ("q_proj")
+    targets : names of the Linear layers to adapt: full names, their last parts ("attn.qkv", as in PEFT's
+        `target_modules`), or patterns. For a model loaded by `fsdpx.models.from_pretrained`, names in its folder
+        ("q_proj") also match
     """
     adapting = _LoRAWalk(rank, alpha, dropout, (targets,) if isinstance(targets, str) else tuple(targets), model)
     new = adapting.adapt_layer(require_layer("add_lora", "model", model), "")
@@ -215,10 +217,10 @@ def add_lora(
 
 
 class _LoRAWalk:
-    """One walk over a model that adapts its Linear layers.
+    """Walks over a model and adapts its Linear layers.
 
-    found: target -> whether a Linear matched it. names: of all Linear layers. file_names: name of a parameter -> its
-    name in the files that it is read from."""
+    found: target -> whether a Linear matched it. names: paths of all Linear layers. file_names: name of a parameter ->
+    its name in the files that it is read from."""
 
     def __init__(self, rank: int, alpha: float, dropout: float, targets: tuple[str, ...], model: Layer) -> None:
         self.options = (rank, alpha, dropout)
@@ -254,8 +256,8 @@ class _LoRAWalk:
 
 
 class _ShardedLoRA(ShardedLinear):
-    """The base class of ColumnLoRA and RowLoRA. low: the full layer, without dropout. partial: name of A or B, the one
-    that every rank holds whole and whose gradient is partial."""
+    """The base class of ColumnLoRA and RowLoRA. low: the full layer, without dropout. partial: the name of the adapter
+    matrix, A or B, that every rank holds in full; each rank computes a summand of its gradient."""
 
     low: LoRALinear
     partial: str
@@ -285,7 +287,7 @@ class _ShardedLoRA(ShardedLinear):
 
 
 class ColumnLoRA(_ShardedLoRA, ColumnParallelLinear):
-    """`ColumnParallelLinear` with adapters. low: the full layer. options: those of `ColumnParallelLinear`."""
+    """`ColumnParallelLinear` with adapters. low: the full layer. options: options of `ColumnParallelLinear`."""
 
     partial = ADAPTER_NAMES[0]
 
@@ -308,7 +310,7 @@ class ColumnLoRA(_ShardedLoRA, ColumnParallelLinear):
 
 
 class RowLoRA(_ShardedLoRA, RowParallelLinear):
-    """`RowParallelLinear` with adapters. low: the full layer. options: those of `RowParallelLinear`."""
+    """`RowParallelLinear` with adapters. low: the full layer. options: options of `RowParallelLinear`."""
 
     partial = ADAPTER_NAMES[1]
 
@@ -326,7 +328,8 @@ class RowLoRA(_ShardedLoRA, RowParallelLinear):
 
 
 def find_adapter(layer: Layer) -> LoRALinear | None:
-    """Return the full `LoRALinear` that `layer` is, or is a shard of; None if it has no adapters."""
+    """Return `layer` if it is a `LoRALinear`, or the full `LoRALinear` of which it is a shard; None for layers without
+    adapters."""
     if isinstance(layer, _ShardedLoRA):
         return layer.low
     return layer if isinstance(layer, LoRALinear) else None

@@ -1,4 +1,4 @@
-"""Mixtures of experts: the layer that routes tokens to experts, and its expert-parallel version."""
+"""Mixture of experts (MoE): the layer that routes tokens to experts, and its expert-parallel version."""
 
 from __future__ import annotations
 
@@ -57,24 +57,25 @@ __all__ = [
 
 
 class MoE(Layer):
-    """sum over the chosen experts e of w_e down_e(silu(gate_e(x)) up_e(x)): `(samples, ..., d_model)` to the same.
+    """The sum over the chosen experts e of w_e down_e(silu(gate_e(x)) up_e(x)). Input and output have the shape
+    `(samples, ..., d_model)`.
 
-    The `active` experts with the largest of the logits `router x` are chosen at each position, w is the softmax of
-    their logits (Mixtral, Jiang et al. 2024). There is no capacity limit: every chosen expert computes every position
-    that chose it, and none is dropped. Weights `router (experts, d_model)`, `gate` and `up (experts, d_hidden,
-    d_model)`, `down (experts, d_model, d_hidden)`; every rank has all experts of the units that it computes. On a
-    tensor axis it becomes a `ShardedMoE`, whose ranks have some experts each.
+    At each position, the `active` experts with the largest logits `router x` are chosen; w is the softmax of their
+    logits (Mixtral, Jiang et al. 2024). There is no capacity limit: no position is dropped. The weights are
+    `router (experts, d_model)`, `gate` and `up (experts, d_hidden, d_model)` and `down (experts, d_model, d_hidden)`;
+    every rank holds all experts of the units that it computes. On a tensor axis the layer becomes a `ShardedMoE`, which
+    distributes the experts over the ranks.
 
     Parameters
     ----------
-    d_model : features of the input and the result
-    d_hidden : features inside an expert
-    experts : number of MLPs
-    active : number of them used for each position
-    balance : weight of the load-balancing loss (Fedus et al. 2022): experts x the sum over experts e of f_e P_e, f_e
-        the choices of e per position and P_e the mean over positions of e's softmax probability among all experts. It
-        is taken over the positions computed together, those of one microbatch, and acts only in backward: reported
-        losses do not contain it
+    d_model : number of features of the input and the output
+    d_hidden : number of features inside an expert
+    experts : number of experts
+    active : number of experts that are used for each position
+    balance : weight of the load-balancing loss (Fedus et al. 2022), which is experts x the sum over experts e of
+        f_e P_e. Here f_e is the number of choices of e per position, and P_e the mean over positions of the softmax
+        probability of e among all experts. The loss is computed over the positions of one microbatch, and acts only in
+        backward: reported losses do not include it
     init, out_init : initializers of `router`, `gate` and `up`, and of `down`; None: N(0, 0.02)
     """
 
@@ -82,7 +83,7 @@ class MoE(Layer):
     kernel_names = ("linear", "gated", "gated_backward", "softmax", "softmax_backward")
     plan = {"": LayerDefault()}  # noqa: RUF012
     part = False
-    """Whether each rank of the tensor axis has other positions: the input is sharded."""
+    """Whether the input is sharded, so that each rank of the tensor axis has different positions."""
 
     routes = True
 
@@ -163,8 +164,8 @@ class MoE(Layer):
         add_expert_gradients(env.xp, g, rows, each)
 
     def _all_reduce_counts(self, env: LayerContext, routes: Sequence[Array]) -> list[int]:
-        """Return how often each expert was chosen, for the balancing loss: by the positions of all ranks of the axis.
-        Collective if the input is sharded and `balance` is not 0."""
+        """Return how often each expert was chosen, by the positions of all ranks of the tensor axis, for the balancing
+        loss. Collective if the input is sharded and `balance` is not 0."""
         counts = [len(at) for at in routes]
         if not self.part or not self.balance:
             return counts
@@ -173,7 +174,8 @@ class MoE(Layer):
         return counts if getattr(env.xp, "holds_no_data", False) else total.tolist()
 
     def _group_choices_by_expert(self, xp: Any, chosen: Array) -> list[Array]:
-        """Return for each expert its indices in the flat `chosen`; on shape-only arrays, equally many for each."""
+        """Return, for each expert, the indices of its choices in the flattened `chosen`. On shape-only arrays, all
+        experts get equally many."""
         places = chosen.reshape(-1)
         if getattr(xp, "holds_no_data", False):
             return [xp.arange(places.size // self.experts) for _ in range(self.experts)]
@@ -181,8 +183,8 @@ class MoE(Layer):
 
 
 class RoutingChoice(NamedTuple):
-    """The routing of rows: each row's logits of all experts (rows, experts), the numbers of its chosen experts (rows,
-    active), and their weights (rows, active)."""
+    """The routing of rows to experts. logits: logits of all experts (rows, experts). experts: numbers of the chosen
+    experts (rows, active). weights: weights of the chosen experts (rows, active)."""
 
     logits: Array
     experts: Array
@@ -190,14 +192,14 @@ class RoutingChoice(NamedTuple):
 
 
 def require_valid_input(layer: Layer, x: Array, d_model: int, balance: float) -> None:
-    """Raise an error unless x has the last dim `d_model`; raise ConfigError for a balancing loss in float16."""
+    """Raise ShapeError unless the last dim of x is `d_model`; raise ConfigError for a balancing loss in float16."""
     require_last_dim(layer, x, d_model)
     if balance and np.dtype(x.dtype) == np.float16:
         raise ConfigError(f"{layer!r}: balance does not know by how much float16 scales the loss: use bf16")
 
 
 def route_rows(xp: Any, rows: Array, weight: Array, active: int) -> RoutingChoice:
-    """Choose the `active` experts of each row, from logits rows weight^T."""
+    """Choose the `active` experts of each row by the largest logits, rows weight^T."""
     logits = linear_forward(xp, rows, weight, None)
     best = xp.argsort(-logits, axis=1, kind="stable")[:, :active]
     picked = xp.take_along_axis(logits, best, axis=1).astype(accumulation_dtype(rows.dtype), copy=False)
@@ -205,14 +207,14 @@ def route_rows(xp: Any, rows: Array, weight: Array, active: int) -> RoutingChoic
 
 
 def compute_balance_gradients(balance: float, counts: Sequence[int], active: int) -> list[float]:
-    """Return, per expert, the derivative of the balancing loss with respect to the probability of that expert in one
-    row, times the number of positions: losses are sums over positions here."""
+    """Return, for each expert, the derivative of the balancing loss with respect to the probability of that expert in
+    one row. It is multiplied by the number of positions, because the other losses are sums over positions."""
     factor = balance * len(counts) / max(sum(counts) / active, 1)
     return [factor * count for count in counts]
 
 
 def route_rows_backward(xp: Any, chosen: RoutingChoice, dweights: Array, dtype: Any, slopes: Sequence[float]) -> Array:
-    """Return the gradient of the logits, (rows, experts). dweights: gradient of the weights, flat. slopes: from
+    """Return the gradient of the logits, (rows, experts). dweights: flat gradient of the weights. slopes: result of
     `compute_balance_gradients`."""
     logits, best, weights = chosen
     dpicked = kernels.softmax_backward(xp, weights, dweights.reshape(weights.shape))
@@ -227,10 +229,9 @@ def route_rows_backward(xp: Any, chosen: RoutingChoice, dweights: Array, dtype: 
 
 
 def apply_experts(xp: Any, p: Params, rows: Array, routes: Sequence[tuple[Array, Array]]) -> tuple[Array, list[Any]]:
-    """Return, for each of `rows`, the weighted sum of the outputs of the local experts, and the values saved for
-    backward.
+    """Return, for each row, the weighted sum of the outputs of its local experts, and the values saved for backward.
 
-    routes: per local expert, the indices of its rows and their weights."""
+    routes: for each local expert, the indices of its rows and their weights."""
     y, held = xp.zeros(rows.shape, dtype=accumulation_dtype(rows.dtype)), []
     for e, (mine, weights) in enumerate(routes):
         a, b = (linear_forward(xp, rows[mine], p[name][e], None) for name in ("gate", "up"))
@@ -241,8 +242,8 @@ def apply_experts(xp: Any, p: Params, rows: Array, routes: Sequence[tuple[Array,
 
 
 def apply_experts_backward(xp: Any, p: Params, held: Any, dy: Array) -> tuple[Array, list[Array], list[Any]]:
-    """Return the gradient of the rows, per expert the gradient of the weights, and the input of
-    `add_expert_gradients`."""
+    """Return the gradient of the rows, the gradients of the weights for each expert, and the values that
+    `add_expert_gradients` needs."""
     dx, slopes, kept = xp.zeros(dy.shape, dtype=accumulation_dtype(dy.dtype)), [], []
     for e, (mine, weights, a, b) in enumerate(held):
         h, share = kernels.gated(xp, a, b), weights[:, None]
@@ -264,7 +265,8 @@ def add_expert_gradients(xp: Any, g: Params, rows: Array, kept: Sequence[Any]) -
 
 
 def tally_expert_choices(env: LayerContext, counts: Sequence[int], computed: int) -> None:
-    """Add to the step's counters how many choices fell on each expert and how many rows this rank computed."""
+    """Add the number of choices of each expert, and the number of rows that this rank computed, to the step's
+    counters."""
     if env.training and not env.recomputing and not getattr(env.xp, "holds_no_data", False):
         env.mesh.counters.add_tally(env.random.path, (*counts, computed))
 
@@ -273,22 +275,23 @@ EXPERT_SHARDS = ShardSpec(0)
 
 
 class ShardedMoE(Layer):
-    """`MoE` with expert parallelism: each rank of the tensor axis has some of the experts, each of them whole.
+    """`MoE` with expert parallelism: each rank of the tensor axis holds some of the experts in full.
 
-    `gate`, `up` and `down` are sharded along dim 0, `router` is replicated. Each rank routes its own rows: those of its
-    part of the input, or its part of the rows where all ranks have the whole input. An all-to-all sends them to the
-    ranks that have their experts, and another returns the results; no row is dropped. The gradient of `router` is
-    partial. The balancing loss is that of the positions of all ranks of the axis.
+    `gate`, `up` and `down` are sharded along dim 0; `router` is replicated. Each rank routes the rows of its shard of
+    the input or, if all ranks have the full input, its share of the rows. An all-to-all sends the rows to the ranks
+    that hold their experts, and a second all-to-all returns the results; no row is dropped. Each rank computes a
+    summand of the gradient of `router`. The balancing loss includes the positions of all ranks of the axis.
 
-    Bytes that one rank sends to others, d = bytes of a row, w = bytes of a weight, c = choices of its rows that fall on
-    experts of other ranks, c' = choices of other ranks' rows that fall on its own: c (d + w) + c' d in forward, c d +
-    c' (d + w) in backward, the counts of rows, 8 bytes x experts of each rank, and without `sequence` an all-gather of
-    the result and one of the gradient of the input.
+    Communication per rank: let d be the bytes of a row, w the bytes of a weight, c the number of choices by this rank's
+    rows of experts on other ranks, and c' the number of choices by other ranks' rows of experts on this rank. The rank
+    sends c (d + w) + c' d bytes in forward and c d + c' (d + w) bytes in backward. In addition, the counts of rows are
+    gathered, 8 bytes x experts from each rank; without `sequence`, the result and the gradient of the input are
+    all-gathered.
 
     Parameters
     ----------
-    d_model, d_hidden, experts, active, balance, init, out_init : of the full layer, as in `MoE`
-    sequence : the input and the result are sharded, along dim 1 or dim 0; else every rank has all of them
+    d_model, d_hidden, experts, active, balance, init, out_init : arguments of the full layer, as in `MoE`
+    sequence : whether input and result are sharded along dim 1 or dim 0; False: every rank has them in full
     """
 
     acts_on = "position"
@@ -365,12 +368,12 @@ class ShardedMoE(Layer):
         add_expert_gradients(env.xp, g, arrived, each)
 
     def _take_rows_to_route(self, env: LayerContext, rows: Array) -> Array:
-        """Return the rows that this rank routes."""
+        """Return the rows that this rank routes: all rows of a sharded input, else this rank's share."""
         return rows if self.sequence else collectives.take_shard(env.xp, env.mesh.tensor, rows, 0)
 
     def _all_gather_rows(self, env: LayerContext, own: Array, shape: tuple[int, ...], what: str) -> Array:
-        """Return the rows of all ranks in the shape of the layer's input, the inverse of `_take_rows_to_route`.
-        Collective unless `sequence`."""
+        """Return the rows of all ranks in the shape of the layer's input; inverts `_take_rows_to_route`. Collective
+        unless `sequence`."""
         if not self.sequence:
             own = collectives.all_gather_replicated(
                 env.xp, env.mesh.tensor, own, 0, _count_rows(shape), what=make_call_label(env, what)
@@ -378,12 +381,12 @@ class ShardedMoE(Layer):
         return own.reshape(shape)
 
     def _get_even_row_counts(self, rows: int) -> list[int]:
-        """Return the number of rows per expert if `rows` are distributed evenly."""
+        """Return the number of rows for each expert if `rows` rows are distributed evenly."""
         return [stop - start for start, stop in (shard_bounds(rows, e, self.experts) for e in range(self.experts))]
 
     def _all_gather_routing(self, env: LayerContext, chosen: Array) -> _RowRouting:
-        """Return the routing of rows between the ranks of the axis, from their all-gathered counts; on shape-only
-        arrays, an even one. Collective."""
+        """All-gather how many rows each rank has for each expert, and return the resulting routing. On shape-only
+        arrays, rows are distributed evenly. Collective."""
         xp, comm, choices = env.xp, env.mesh.tensor, chosen.reshape(-1)
         imagined = getattr(xp, "holds_no_data", False)
         mine = xp.zeros((self.experts,), dtype=np.int64) if imagined else xp.bincount(choices, minlength=self.experts)
@@ -418,13 +421,13 @@ class ShardedMoE(Layer):
         )
 
     def _sum_results_of_choices(self, xp: Any, routing: _RowRouting, found: Array, dtype: Any) -> Array:
-        """Return, for each row of this rank, the sum of the results returned for its choices."""
+        """Return, for each row that this rank routed, the sum of the results of its chosen experts."""
         each = xp.empty(found.shape, dtype=found.dtype)
         each[routing.order] = found
         return xp.sum(each.reshape(-1, self.active, self.d_model), axis=1, dtype=dtype)
 
     def _compute_balance_gradients(self, routing: _RowRouting) -> list[float]:
-        """Return the slopes of the balancing loss over the choices of all ranks of the axis."""
+        """Return the result of `compute_balance_gradients` for the choices of all ranks of the axis."""
         return compute_balance_gradients(
             self.balance, [sum(column) for column in zip(*routing.counts, strict=True)], self.active
         )
@@ -433,9 +436,9 @@ class ShardedMoE(Layer):
 class _RowRouting(NamedTuple):
     """The routing of rows between ranks.
 
-    order: indices of the flat choices of this rank's rows, sorted by expert. counts: [rank][expert], the number of that
-    rank's choices of the expert. send_counts, recv_counts: rows sent to and received from each rank. places: per local
-    expert, the indices of its rows among those received."""
+    order: indices into the flattened choices of this rank's rows, sorted by expert. counts: [rank][expert], how often
+    rows of the rank chose the expert. send_counts, recv_counts: number of rows sent to, and received from, each rank.
+    places: for each local expert, the indices of its rows among the received rows."""
 
     order: Array
     counts: list[list[int]]
@@ -445,5 +448,5 @@ class _RowRouting(NamedTuple):
 
 
 def _count_rows(shape: tuple[int, ...]) -> int:
-    """Return the number of rows of an array of this shape, whose last dim is features."""
+    """Return the number of rows of an array with features in its last dim."""
     return int(np.prod(shape[:-1]))

@@ -1,4 +1,5 @@
-"""Text generation with a model on any placement: a program computes logits, and ranks exchange the chosen tokens."""
+"""Text generation with a model on any placement: a program computes logits, and the ranks exchange the chosen
+tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def generate(
     stream: Stream | None,
     cached: bool,
 ) -> Any:
-    """Return the new tokens of one prompt, or a list for several: the implementation of `Trainer.generate`. Collective.
+    """Return the new tokens of one prompt, or a list of them for several prompts. This implements `Trainer.generate`.
+    Collective.
 
     sampling: the arguments of `Sampling`, in order."""
     with host.sharing_errors("generate"):
@@ -80,7 +82,8 @@ def _generate_on_ranks(
 
 
 class ModelReader:
-    """Runs the model on growing texts. mine: indices of this rank's texts. longest: the maximum length of a text."""
+    """Runs the model on texts that grow by one token per call. mine: indices of this rank's texts. longest: the maximum
+    length of a text."""
 
     def __init__(self, session: Session, mine: range, context: int, longest: int, cached: bool) -> None:
         self.session, self.mine, self.context = session, mine, context
@@ -89,7 +92,7 @@ class ModelReader:
         self.begins: list[int] = []
 
     def compute_logits(self, texts: list[list[int]]) -> np.ndarray:
-        """Return the logits of the next token for each text of this rank, (texts, vocab). Collective."""
+        """Return the logits of the next token of each of this rank's texts, (texts, vocab). Collective."""
         begins = [find_window_start(len(text), self.context) for text in texts]
         ends = [len(text) - begin for text, begin in zip(texts, begins, strict=True)]
         mine = slice(self.mine.start, self.mine.stop)
@@ -109,7 +112,7 @@ class ModelReader:
 
 def _make_token_all_reduce(place: Placement) -> Callable[[np.ndarray], None]:
     axes = place.axes
-    # ranks of a pipe or tensor axis found the same tokens: one reports
+    # all ranks of a pipeline or tensor axis chose the same tokens, so only one of them contributes to the sum
     is_reporting_rank = axes.pipe.rank == axes.tensor.rank == 0
 
     def share(found: np.ndarray) -> None:
@@ -131,7 +134,7 @@ def _iterate_leaves(path: str, layer: Layer) -> Iterable[tuple[str, Layer]]:
 
 
 def _require_cacheable_layers(layers: Iterable[tuple[str, Layer]]) -> None:
-    """Raise ConfigError, with its path, for a layer that needs whole texts."""
+    """Raise ConfigError, with the path of the layer, if a layer needs full texts and cannot use a cache."""
     for path, layer in layers:
         able = layer.acts_on in ("position", "element") if layer.caches is None else layer.caches
         if not able:

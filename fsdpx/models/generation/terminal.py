@@ -1,4 +1,4 @@
-"""Display of a text on the terminal while it is generated."""
+"""Displays a text on the terminal while it is generated."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,17 +7,17 @@ from fsdpx.errors import escape_control
 __all__ = ["TerminalStream", "decode_bytes"]
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""The decoded form of a character of several tokens while some of them are missing."""
+"""What an incomplete character decodes to, while some of its tokens are missing."""
 
 
 class TerminalStream:
-    """A `stream` that displays a text while it is generated, for a single prompt; call `finish_line` at the end.
-    Control characters are escaped.
+    """A `stream` that displays the text of a single prompt while it is generated. Control characters are escaped. Call
+    `finish_line` at the end.
 
     Parameters
     ----------
-    decode : tokens -> text
-    write : called with each new piece of text
+    decode : function from tokens to text
+    write : function that is called with each new piece of text
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], write: Callable[[str], object]) -> None:
@@ -31,7 +31,7 @@ class TerminalStream:
             self._write_new_text(text)
 
     def finish_line(self) -> None:
-        """Write the text held back so far, and end the line."""
+        """Write the text that was held back because its last character was incomplete, and end the line."""
         self._write_new_text(self.decode(self.tokens))
         self.write("\n")
 
@@ -42,5 +42,5 @@ class TerminalStream:
 
 
 def decode_bytes(tokens: Sequence[int]) -> str:
-    """Return the text of tokens that are bytes of UTF-8."""
+    """Return the text of tokens that are UTF-8 bytes."""
     return bytes(tokens).decode(errors="replace")

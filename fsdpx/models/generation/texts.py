@@ -1,4 +1,4 @@
-"""Text generation from logits: sampling of tokens, and the loop over new tokens."""
+"""Generates texts from logits: samples tokens, and loops over new tokens."""
 
 from __future__ import annotations
 
@@ -28,23 +28,24 @@ NO_TOKEN = -1
 """Placeholder for a token where the logits are NaN or infinite."""
 ROW_STRIDE = 1 << 32  # random numbers reserved for each row
 DEFAULT_CANDIDATES = 64
-"""The first guess of the number of tokens that `top_p` keeps: most of the probability is usually on fewer."""
+"""The first guess of how many tokens `top_p` keeps: usually fewer tokens hold most of the probability."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Choice of a token from logits: repetition penalty, then temperature, then top-k, then top-p.
+    """Chooses a token from logits. The repetition penalty is applied first, then temperature, top-k and top-p.
 
-    A draw takes one random number, a function of only (seed, row, number of the new token).
+    A draw uses one random number, which depends only on (seed, row, number of the new token).
 
     Parameters
     ----------
-    temperature : logits are divided by it; 0: take the most likely token, the first of equals
-    top_k : draw only from this many of the most likely tokens; None: from all
-    top_p : draw only from the smallest set of most likely tokens whose probabilities sum to this (Holtzman et al. 2020)
-    repetition_penalty : logits of tokens that occur in the text are divided by it, or multiplied if negative (Keskar et
-        al. 2019); 1: none
-    seed : of the draws
+    temperature : divisor of the logits; 0: take the most likely token, and the first of equally likely ones
+    top_k : draw only from the `top_k` most likely tokens; None: from all tokens
+    top_p : draw only from the smallest set of most likely tokens whose probabilities sum to at least `top_p` (Holtzman
+        et al. 2020)
+    repetition_penalty : positive logits of tokens that occur in the text are divided by it, negative ones are
+        multiplied by it (Keskar et al. 2019); 1: no penalty
+    seed : seed of the draws
     """
 
     temperature: float = 0.0
@@ -65,10 +66,10 @@ class Sampling:
             raise ConfigError(f"generate(repetition_penalty={self.repetition_penalty}): it must be > 0; 1 is none")
 
     def pick_token(self, logits: np.ndarray, text: list[int], row: int, number: int) -> int:
-        """Return the next token of a text, or `NO_TOKEN`.
+        """Return the next token of a text, or `NO_TOKEN` if the logits are not finite.
 
-        logits: (vocab,). text: its tokens so far. row: index of the text among all. number: of the new token, from
-        0."""
+        logits: (vocab,). text: the tokens of the text so far. row: index of the text among all texts. number: number of
+        the new token, from 0."""
         logits = np.array(logits, np.float64)
         if not np.isfinite(logits.max()):
             return NO_TOKEN
@@ -83,7 +84,7 @@ class Sampling:
         weights = weights[kept]
         sums = np.cumsum(weights)
         draw = uniform(self.seed, "generate", row * ROW_STRIDE + number, row * ROW_STRIDE + number + 1)[0]
-        last = int(np.flatnonzero(weights)[-1])  # a draw may be rounded up to the end, past the last nonzero weight
+        last = int(np.flatnonzero(weights)[-1])  # rounding may move a draw to the end, past the last nonzero weight
         return int(kept[min(int(np.searchsorted(sums, draw * sums[-1], side="right")), last)])
 
     def _list_candidates(self, weights: np.ndarray) -> np.ndarray:
@@ -102,8 +103,8 @@ class Sampling:
 
 
 def _find_largest(weights: np.ndarray, count: int) -> np.ndarray:
-    """Return the tokens of the `count` largest weights, largest first and lower tokens first among equals. Sorts only
-    these."""
+    """Return the tokens with the `count` largest weights in descending order; of equal weights, the smaller token comes
+    first. Only these tokens are sorted."""
     if count < weights.size:
         least = np.partition(weights, -count)[-count]
         tokens = np.flatnonzero(weights >= least)
@@ -117,14 +118,15 @@ Stream = Callable[[int, int], Any]
 
 @dataclass(frozen=True)
 class TextLimits:
-    """Limits of generated texts. max_new_tokens: per text. stop: tokens that end a text."""
+    """Limits of generated texts. max_new_tokens: maximum number of new tokens per text. stop: tokens that end a
+    text."""
 
     max_new_tokens: int
     stop: frozenset[int]
 
     @classmethod
     def from_options(cls, max_new_tokens: int, stop: int | Collection[int], vocab: int) -> TextLimits:
-        """Return the limits; raise ConfigError for invalid ones."""
+        """Return the limits; raise ConfigError if an argument is invalid."""
         if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise ConfigError(f"generate(max_new_tokens={max_new_tokens!r}): it must be a whole number >= 1")
         tokens = frozenset([stop] if isinstance(stop, int) else stop)
@@ -135,12 +137,12 @@ class TextLimits:
 
 
 def is_single_prompt(prompt: Any) -> bool:
-    """Return whether this is one prompt, rather than a list of prompts."""
+    """Return whether `prompt` is a single prompt, not a list of prompts."""
     return not isinstance(prompt, Iterable) or all(np.ndim(part) == 0 for part in prompt)
 
 
 def convert_prompts_to_lists(prompts: Sequence[Any], vocab: int, context: int) -> list[list[int]]:
-    """Return the prompts as lists of tokens; raise DataError, with the number of the prompt, for an invalid one."""
+    """Return the prompts as lists of tokens; raise DataError with the number of the prompt if one is invalid."""
     if not len(prompts):
         raise DataError("generate: there is no prompt")
     return [_convert_prompt(f"generate: prompt {i}", prompt, vocab, context) for i, prompt in enumerate(prompts)]
@@ -161,16 +163,16 @@ def _convert_prompt(who: str, prompt: Any, vocab: int, context: int) -> list[int
 
 
 def find_window_start(length: int, context: int) -> int:
-    """Return the first token that the model sees of a text of `length` tokens.
+    """Return the index of the first token that the model reads of a text of `length` tokens.
 
-    When the context is full its older half is dropped, so that the cached keys and values can be reused for most new
-    tokens."""
+    When the context is full, its older half is dropped at once, so that cached keys and values can be reused for most
+    new tokens."""
     half = max(context // 2, 1)
     return 0 if length <= context else -(-(length - context) // half) * half
 
 
 def pad_texts(texts: Sequence[Sequence[int]], time: int) -> np.ndarray:
-    """Return one array of tokens (texts, time), with shorter texts padded at the end with token 0."""
+    """Return the texts as one array (texts, time), padded at the end with token 0."""
     tokens = np.zeros((len(texts), time), np.int64)
     for row, text in zip(tokens, texts, strict=True):
         row[: len(text)] = text
@@ -186,11 +188,11 @@ def generate_texts(
     limits: TextLimits,
     stream: Stream | None,
 ) -> list[np.ndarray]:
-    """Extend each text by new tokens, and return these.
+    """Extend each text in place by new tokens, and return the new tokens of each text.
 
-    mine: indices of the texts that this rank chooses tokens for. logits: from all texts so far to the logits of the
-    next token of each of `mine`. share: fills in the tokens of other ranks, in an array with one token per text.
-    stream: called with (text, token) for each new token."""
+    mine: indices of the texts for which this rank chooses tokens. logits: function from all texts so far to the logits
+    of the next token, for each text of `mine`. share: function that fills in the tokens that other ranks chose, in an
+    array with one token per text. stream: called with (index of the text, token) for each new token."""
     begin, going = [len(text) for text in texts], set(range(len(texts)))
     for number in range(limits.max_new_tokens):
         found = np.zeros(len(texts), np.int64)
