@@ -31,7 +31,7 @@ __all__ = [
 ]  # fmt: skip
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Control characters of terminals, without tab and line feed."""
+"""Control characters of terminals, except tab and line feed."""
 
 
 def escape_control(text: str) -> str:
@@ -40,14 +40,14 @@ def escape_control(text: str) -> str:
 
 
 def install_hint(*extras: str) -> str:
-    """Return the text of the command that installs one of these extras; it runs in the folder of the sources, as no
-    package index has fsdpx."""
+    """Return text with the command that installs one of these extras. It names the folder of fsdpx's sources, because
+    fsdpx is not in any package index."""
     commands = " or ".join(f"pip install '.[{extra}]'" for extra in extras)
     return f"{commands} in the folder of fsdpx's sources"
 
 
 def page_hint(page: str) -> str:
-    """Return the text by which an error names a page of the documentation. page: name of its file."""
+    """Return text with which an error refers to a page of the documentation. page: file name of the page."""
     return f"the page {page} of the documentation"
 
 
@@ -56,7 +56,8 @@ _BETWEEN = {"contextlib", "fsdpx", "functools", "importlib", "numba"}
 
 
 def warn(text: str, kind: type[Warning] = RuntimeWarning) -> None:
-    """Issue a warning at the line of the program that called fsdpx. Modules of `fsdpx.examples` count as programs."""
+    """Issue a warning that is attributed to the line of the program that called fsdpx. Modules of `fsdpx.examples`
+    count as programs."""
     frame = sys._getframe(1)
     name = frame.f_globals.get("__name__", "")
     while frame.f_back and name.partition(".")[0] in _BETWEEN and not name.startswith("fsdpx.examples."):
@@ -67,7 +68,7 @@ def warn(text: str, kind: type[Warning] = RuntimeWarning) -> None:
 
 
 class FsdpxError(Exception):
-    """Base class of all errors that fsdpx raises on purpose. Control characters in its text are escaped, as it may
+    """Base class of all errors that fsdpx raises on purpose. Control characters in the text are escaped, because it may
     contain names from untrusted files."""
 
     def __str__(self) -> str:
@@ -75,7 +76,7 @@ class FsdpxError(Exception):
 
 
 class ConfigError(FsdpxError, ValueError):
-    """Raised for an option, a model or a combination of them that cannot work."""
+    """Raised for an option, a model, or a combination of these that cannot work."""
 
 
 class MeshError(ConfigError):
@@ -95,15 +96,17 @@ class DataError(FsdpxError, ValueError):
 
 
 class CheckpointError(FsdpxError, ValueError):
-    """Raised if a checkpoint cannot be written, read or used; by collective calls, with the same text on all ranks."""
+    """Raised if a checkpoint cannot be written, read or used. Collective calls raise it with the same text on all
+    ranks."""
 
 
 class OffloadError(FsdpxError, OSError):
-    """Raised if state cannot be kept in the folder of `OffloadConfig`; if it cannot be opened, on all ranks."""
+    """Raised if state cannot be stored in the folder of `OffloadConfig`. If the folder cannot be opened, all ranks
+    raise it."""
 
 
 class OutOfMemory(FsdpxError, MemoryError):
-    """Raised if the plan of this rank does not fit into its memory; the text names the plan, the available memory and
+    """Raised if the plan of this rank does not fit into its memory. The text names the plan, the available memory, and
     options that would fit."""
 
 
@@ -116,11 +119,11 @@ class ProgramError(FsdpxError):
 
 
 class CommError(FsdpxError, RuntimeError):
-    """Raised if communication failed; base class of its errors."""
+    """Raised if communication failed; the base class of all communication errors."""
 
 
 class DesyncError(CommError):
-    """Raised if ranks called different collectives, or one did not call at all."""
+    """Raised if ranks called different collectives, or if a rank did not make the call at all."""
 
 
 class CommTimeout(CommError, TimeoutError):

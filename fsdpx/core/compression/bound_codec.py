@@ -21,7 +21,7 @@ class BoundCodec(NamedTuple):
     Attributes
     ----------
     memory : arrays that the codec keeps for this page
-    scratch : bytes that it may use until its handle is complete
+    scratch : bytes that the codec may use until its handle is complete
     error_norms : Euclidean norms, over a sample of the elements, of the last gradient plus the error kept before it,
         and of the error kept after it; for reports
     what : names the gradient in errors
@@ -35,12 +35,12 @@ class BoundCodec(NamedTuple):
     what: str
 
     def add_and_clear_kept_error(self, grad: Any) -> None:
-        """Add the error kept so far to a gradient that is summed on one rank only."""
+        """Add the error kept so far to a gradient that is summed on one rank only, and clear the error."""
         if self.memory:
             self.codec.apply_on_one_rank(grad, self.memory)
 
     def start_reduce_scatter(self, grad: Any, out: Any, counts: Sequence[int]) -> Handle:
-        """Start the reduce-scatter and return its handle; this rank's part arrives in `out`. Collective."""
+        """Start the reduce-scatter of `grad` and return its handle; this rank's part arrives in `out`. Collective."""
         with self._error_norms_context(grad):
             return self.codec.reduce(self.comm, grad, out, counts, self.scratch, self.memory, what=self.what)
 
@@ -50,8 +50,8 @@ class BoundCodec(NamedTuple):
             return self.codec.reduce_all(self.comm, grad, self.scratch, self.memory, what=self.what)
 
     def _error_norms_context(self, grad: Any) -> AbstractContextManager[None]:
-        """Return a context manager around a call of the codec that sets `error_norms`. It measures only host arrays:
-        device arrays would have to be waited for."""
+        """Return a context manager that sets `error_norms` around a call of the codec. It measures only host arrays,
+        because it would have to wait for device arrays."""
         error = self.memory.get("error")
         return (
             self._record_error_norms(grad, error)
@@ -69,7 +69,7 @@ class BoundCodec(NamedTuple):
 
 
 SAMPLED_ELEMENTS, SPAN_ELEMENTS = 1024, 1 << 14
-"""Of large arrays only SAMPLED_ELEMENTS elements of each SPAN_ELEMENTS are read."""
+"""Of large arrays, only SAMPLED_ELEMENTS elements of each SPAN_ELEMENTS are read."""
 
 
 def _sample_elements(array: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Codecs: how the gradients of one page are reduced over ranks. Here the base class, and those that send them unchanged
-or in 16 bits."""
+"""Codecs: how the gradients of one page are reduced over ranks. This file has the base class, and the codecs that send
+gradients unchanged or in 16 bits."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from fsdpx.errors import ConfigError
 __all__ = ["Cast16", "Codec", "Memory", "NoCompression", "ReshardRule", "Transfers"]
 
 Transfers = tuple[tuple[str, int], ...]
-"""The collectives of a reduce as (name, bytes that a rank sends) pairs."""
+"""The collectives of a reduce, as (name, bytes that a rank sends) pairs."""
 Memory = Mapping[str, Array]
 ReshardRule = Literal["sum", "same", "reset"]
-"""What happens to a codec's memory after a load or when the number of ranks changes. "sum": the error owed to each
-gradient element; that of ranks which no longer exist is added to that of remaining ranks, so the sum over all ranks
-stays the same. "same": equal on all ranks that reduce together. "reset": zeroed, and not saved in checkpoints."""
+"""What happens to a codec's memory after a load or when the number of ranks changes. "sum": the memory is the error
+owed to each gradient element; the errors of ranks that no longer exist are added to those of remaining ranks, so that
+the sum over all ranks stays the same. "same": the memory is equal on all ranks that reduce together. "reset": the
+memory is zeroed, and not saved in checkpoints."""
 
 
 class Codec(ABC):
-    """Base class of codecs, which sum a flat gradient over a communicator. Inherit from it to write a codec."""
+    """Base class of codecs. A codec sums a flat gradient over a communicator. Inherit from this class to write a
+    codec."""
 
     def __init_subclass__(cls) -> None:
         wrap_constructor_with_argument_check(cls)
@@ -44,18 +46,18 @@ class Codec(ABC):
 
         Parameters
         ----------
-        shapes : shapes of the tensors in order. Of a tensor that is sharded, the whole rows are one shape, the
+        shapes : shapes of the tensors in order. Of a sharded tensor, the complete rows form one shape, and the
             incomplete rows before and after them are vectors
 
         Returns
         -------
-        Codec : a codec for one page
+        Codec : codec for one page
         """
         return self
 
     def get_user_note(self, shapes: Mapping[str, tuple[int, ...]]) -> str:
-        """Return a note for users on how the codec treats parameters of these shapes; it is printed once. The base
-        class has none.
+        """Return a note for users about how the codec treats parameters of these shapes; it is printed once. The base
+        class has no note.
 
         Parameters
         ----------
@@ -90,7 +92,8 @@ class Codec(ABC):
 
     @abstractmethod
     def reduce_all(self, comm: Communicator, grad: Array, scratch: Array, memory: Memory, *, what: str) -> Handle:
-        """Start to sum `grad` over the ranks in place, the whole sum on every rank, and return the handle. Collective.
+        """Start to sum `grad` over the ranks in place, with the full sum on every rank, and return the handle.
+        Collective.
 
         Parameters
         ----------
@@ -152,7 +155,7 @@ class Codec(ABC):
 
     def warm_up(self, dtype: Any) -> None:
         """Compile or load the kernels for gradients of `dtype` on the CPU before the first step. The base class needs
-        none.
+        no kernels.
 
         Parameters
         ----------
@@ -170,13 +173,13 @@ class Codec(ABC):
 
         Returns
         -------
-        int : bytes
+        int : size in bytes
         """
         return 0
 
     def memory_sizes(self, size: int) -> Mapping[str, int]:
-        """Return the arrays that this rank keeps between steps for a gradient, such as the error feedback; none in the
-        base class. `reshard_rules` says how they are redistributed.
+        """Return the sizes of the arrays that this rank keeps between steps for a gradient, such as the error feedback;
+        empty in the base class. `reshard_rules` says how the arrays are redistributed.
 
         Parameters
         ----------
@@ -189,8 +192,8 @@ class Codec(ABC):
         return {}
 
     def apply_on_one_rank(self, grad: Array, memory: Memory) -> None:
-        """Add the error kept so far to the gradient and clear it, where there is no other rank to reduce with. Clears
-        only memory whose rule is "sum".
+        """Add the error kept so far to the gradient and clear it, if there is no other rank to reduce with. Only memory
+        whose rule is "sum" is added and cleared.
 
         Parameters
         ----------
@@ -204,13 +207,13 @@ class Codec(ABC):
 
 
 class NoCompression(Codec):
-    """Codec that sums gradients in their own dtype with one reduce-scatter, or one all-reduce: each rank sends n - n/N
-    elements, or twice that.
+    """Codec that sums gradients in their own dtype with one reduce-scatter or one all-reduce. Each rank sends n - n/N
+    elements in a reduce-scatter, and twice that in an all-reduce.
 
     Parameters
     ----------
-    algorithm : of all-reduces: "library", the backend's own (default), or "ring", our own, which is faster than that of
-        some libraries from a few MiB on
+    algorithm : algorithm of all-reduces: "library", the backend's own (default), or "ring", our own, which is faster
+        than that of some libraries from a few MiB on
     """
 
     elementwise = True
@@ -231,9 +234,9 @@ class NoCompression(Codec):
 
 
 class Cast16(Codec):
-    """Codec that sends gradients in 16 bits; the owner of a part adds them in float32 in rank order. Half the bytes,
-    one rounding per contribution and none in the sum; `reduce_all` rounds the sum once more. Within a host nothing is
-    sent: the rank that adds reads the other ranks' gradients from shared memory and rounds them as it does.
+    """Codec that sends gradients in 16 bits; the owner of a part adds them in float32 in rank order. It sends half the
+    bytes and rounds each contribution once, but not the sum; `reduce_all` also rounds the sum. Within a host nothing is
+    sent: the rank that adds reads the other ranks' gradients from shared memory and rounds them as it reads.
 
     If all parts are equal, the send and receive buffers reuse the memory of the gradient.
 

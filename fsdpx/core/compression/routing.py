@@ -1,5 +1,5 @@
-"""Choose the codec of each gradient: by name pattern, by the mesh axis over which it is summed, and by the codec's
-name."""
+"""Choose the codec of each gradient: by name pattern, by the mesh axis over which the gradient is summed, and by the
+codec's name."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ Choice = SingleChoice | Mapping[str, SingleChoice] | Sequence[tuple[str, SingleC
 
 
 class CodecAxisMemory(NamedTuple):
-    """An array that a codec keeps for a gradient summed over `axis`. name: "axis/name". reshard_rule: rule for
-    redistributing it."""
+    """An array that a codec keeps for a gradient summed over `axis`. name: "axis/name". reshard_rule: how it is
+    redistributed."""
 
     name: str
     axis: str
@@ -59,8 +59,8 @@ class CodecRoute(NamedTuple):
     replica: Codec
 
     def bind_shapes(self, whole: Sequence[tuple[int, ...]], mine: Sequence[tuple[int, ...]]) -> CodecRoute:
-        """Return the route for a gradient that holds tensors of these shapes. whole: of the full page. mine: of this
-        rank's shard."""
+        """Return the route for a gradient that holds tensors of these shapes. whole: shapes in the full page. mine:
+        shapes in this rank's shard."""
         return CodecRoute(self.shard.for_shapes(whole), self.replica.for_shapes(mine))
 
     def iterate_memory(self, sizes: Mapping[str, int], single_rank: bool) -> Iterator[CodecAxisMemory]:
@@ -81,7 +81,7 @@ class CodecRoute(NamedTuple):
                     yield CodecAxisMemory(f"{axis}/{name}", axis, elements, reshard_rule)
 
     def get_reshard_rule(self, kept: str) -> ReshardRule:
-        """Return the rule for redistributing the memory named "axis/name"; raise ConfigError if the codec states an
+        """Return the rule for redistributing the memory named "axis/name"; raise ConfigError if the codec specifies an
         unknown rule."""
         axis, _, name = kept.partition("/")
         codec: Codec = getattr(self, axis)
@@ -94,7 +94,7 @@ class CodecRoute(NamedTuple):
 
 @dataclass(frozen=True)
 class CodecRules:
-    """Rules in order: the first whose pattern (fnmatch) matches a name of a parameter chooses the codecs of its
+    """Rules in order. The first rule whose pattern (fnmatch) matches a name of a parameter chooses the codecs of its
     gradient."""
 
     rules: tuple[tuple[str, CodecRoute], ...]
@@ -139,7 +139,7 @@ class CodecRules:
 
     def find_rule(self, names: Collection[str]) -> tuple[int, bool]:
         """Return the number of the first rule that matches a parameter with one of these names, and whether a codec of
-        that rule is not elementwise, so that results depend on which parameters share a page."""
+        that rule is not elementwise. In that case, results depend on which parameters share a page."""
         rules = enumerate(self.rules)
         number, route = next((i, r) for i, (pattern, r) in rules if any(fnmatchcase(n, pattern) for n in names))
         return number, not all(codec.elementwise for codec in route)
@@ -151,11 +151,11 @@ class CodecRules:
     @property
     def patterns(self) -> list[str]:
         """The name patterns that the user gave."""
-        return [pattern for pattern, _ in self.rules[:-1]]  # the last rule is for parameters that match no other
+        return [pattern for pattern, _ in self.rules[:-1]]  # the last rule is for parameters that match no other rule
 
     @property
     def rounding_codec(self) -> str:
-        """The first codec that does not add gradients exactly, as text for errors; "" if there is none."""
+        """Text that names the first codec that does not add gradients exactly, for errors; "" if there is none."""
         return next((f"codec {type(codec).__name__}" for codec in self if not isinstance(codec, NoCompression)), "")
 
     def make_warm_up_calls(self, dtype: Any) -> list[Callable[[], None]]:
@@ -163,7 +163,8 @@ class CodecRules:
         return [partial(codec.warm_up, dtype) for codec in dict.fromkeys(self)]
 
     def iterate_user_notes(self, shapes: Sequence[tuple[int, Mapping[str, tuple[int, ...]]]]) -> Iterator[str]:
-        """Yield the notes of all codecs for users. shapes: (rule number, name -> shape of its parameters) pairs."""
+        """Yield the notes of all codecs for users. shapes: (rule number, name -> shape of the rule's parameters)
+        pairs."""
         for codec in dict.fromkeys(self):
             own_shapes = (some for rule, some in shapes if codec in self.get_codec_route(rule))
             if text := codec.get_user_note(dict(pair for some in own_shapes for pair in some.items())):
@@ -185,7 +186,8 @@ def _describe_codec(codec: Codec) -> str:
 
 
 def make_codec(choice: str | Codec | None, reduce: str, compute: str) -> Codec:
-    """Return the codec with this name, the codec itself, or for None the one that the precision implies."""
+    """Return the codec with this name, the codec itself if `choice` is one, or for None the codec that the precision
+    implies."""
     if choice is None:
         return NoCompression() if parse_dtype(reduce).itemsize >= parse_dtype(compute).itemsize else Cast16(reduce)
     if isinstance(choice, str):
@@ -213,7 +215,7 @@ CODECS: dict[str, Callable[[], Codec]] = {
     "bf16": partial(Cast16, "bf16"),
     "fp16": partial(Cast16, "fp16"),
 }
-"""Codecs by name; extensions have more."""
+"""Codecs by name; extensions add more."""
 
 
 def list_codec_names() -> list[str]:

@@ -1,4 +1,4 @@
-"""Numba kernels of the codecs, bitwise equal to the NumPy versions."""
+"""Numba kernels of the codecs, whose results are bitwise equal to those of the NumPy versions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TWO_TO_MINUS_16 = ir.Constant(ir.FloatType(), 2.0**-16)
 
 @intrinsic
 def draw_random_fraction(typingctx: Any, place: Any, key0: Any, key1: Any) -> Any:
-    """Return the random number of a place as a float32 in [0, 1)."""
+    """Return the random number with index `place` as a float32 in [0, 1)."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         place, key0, key1 = (builder.trunc(a, WORD) for a in arguments)
@@ -51,7 +51,7 @@ def _quantize_blocks(first, last, all_x, all_q, scales, keep, by_chance, at, key
         x, q = (
             all_x[start : start + BLOCK_ELEMENTS],
             all_q[start : start + BLOCK_ELEMENTS],
-        )  # indices from 0 on, so that LLVM sees contiguous access
+        )  # index from 0, so that LLVM recognizes contiguous access
         scales[b] = scale = _compute_scale(x)
         if not scale > 0:
             q[:] = 0
@@ -119,12 +119,14 @@ SKIP_ELEMENTS = 32
 HIGHEST_BIT = 30
 """Index of the highest bit of an absolute value."""
 MIN_PARTITION_ELEMENTS = 1 << 12
-"""Number of elements of a block above which NumPy's partition finds the k-th largest faster than the bitwise search."""
+"""Number of elements of a block above which NumPy's partition finds the k-th largest element faster than the bitwise
+search."""
 
 
 @jit
 def _find_kth_largest_bitwise(sizes, count, k):
-    """Find bit by bit the largest threshold that at least k of the sizes reach; stop early once exactly k reach it."""
+    """Find, bit by bit, the largest threshold that at least k of the sizes reach; stop early once exactly k reach
+    it."""
     least = np.int32(0)
     for step in range(HIGHEST_BIT + 1):
         trial = least | np.int32(1 << (HIGHEST_BIT - step))
@@ -145,7 +147,7 @@ def _take_largest_blocks(first, last, all_x, block, per_block, rest, known, valu
     small = np.empty(block, np.float32)
     mask = np.int32(0x7FFFFFFF)
     for b in range(first, last):
-        x = all_x[b * block : (b + 1) * block]  # indices from 0 on, so that LLVM sees contiguous access
+        x = all_x[b * block : (b + 1) * block]  # index from 0, so that LLVM recognizes contiguous access
         count = x.size
         k = per_block if count == block else rest
         if k == 0:
@@ -223,8 +225,8 @@ def take_largest(
 
 
 def _find_kth_largest(x: np.ndarray, k: int) -> np.int32:
-    """Return the bits of the absolute value of the k-th largest element. If most are zeros, as in sums of sparse
-    gradients, drop them first, since partitioning many equal elements is slow."""
+    """Return the bits of the absolute value of the k-th largest element. If most elements are zero, as in sums of
+    sparse gradients, drop the zeros first, because partitioning many equal elements is slow."""
     with np.errstate(over="ignore", under="ignore"):
         sizes = x.astype(np.float32, copy=False).view(np.int32) & np.int32(0x7FFFFFFF)
     if np.count_nonzero(sizes) < x.size // 2:

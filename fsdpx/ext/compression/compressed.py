@@ -1,4 +1,4 @@
-"""Base class of lossy codecs: an all-to-all of packed parts to their owners, and error feedback."""
+"""Base class of lossy codecs: an all-to-all of packed parts to their owners, with error feedback."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ __all__ = [
 SIZE_MULTIPLE_BYTES = 8
 """Packed parts are padded to a multiple of this many bytes, so that each part is aligned for every dtype."""
 MAX_REDUCES = 1 << 24
-"""Number of reduces after which random numbers repeat: float32 counts exactly up to here."""
+"""Number of reduces after which random numbers repeat, because float32 counts exactly only up to this number."""
 
 
 class CompressedCodec(Codec):
-    """Base class of lossy codecs: each rank packs its gradient for the owner of each part; owners unpack and add in
-    rank order. Subclasses define how a part is packed.
+    """Base class of lossy codecs. Each rank packs the parts of its gradient for their owners; owners unpack the parts
+    and add them in rank order. Subclasses define how a part is packed.
 
     Error feedback (Seide et al. 2014; Karimireddy et al. 2019): the error of packing is kept and added to the rank's
-    next gradient, so that everything sent plus everything kept is the sum of all gradients. In `reduce_all` owners pack
-    their sums once more, and keep the error of that as their own.
+    next gradient, so that everything sent plus everything kept is the sum of all gradients. In `reduce_all`, owners
+    pack their sums as well, and keep the error of that as their own.
 
     Inf and NaN arrive as NaN wherever a loss scale checks for them, and are not kept in the error.
     """
@@ -47,7 +47,7 @@ class CompressedCodec(Codec):
     random = False
     """True if packing uses random numbers."""
     warmup: int = 0
-    """Number of first reduces in which parts are packed less densely than later."""
+    """Number of reduces at the start in which parts are packed less densely than later."""
     reshard_rules: Mapping[str, ReshardRule] = {"error": "sum", "turn": "same"}
 
     @abstractmethod
@@ -72,11 +72,11 @@ class CompressedCodec(Codec):
 
     @abstractmethod
     def unpack_part(self, xp: Any, wire: Array, out: Array, add: bool, step: int) -> None:
-        """Unpack what `pack_part` packed: write it to `out`, or add it to `out` if `add`."""
+        """Unpack a part that `pack_part` packed: write it to `out`, or add it to `out` if `add` is true."""
 
     def add_error_feedback(self, grad: Array, memory: Memory, step: int) -> Array:
-        """Return the array to pack: the gradient plus the kept error of earlier reduces, added in place into the
-        latter. Return the gradient itself if no error is kept."""
+        """Add the gradient to the kept error of earlier reduces in place, and return that array, which is to be packed.
+        Return the gradient itself if no error is kept."""
         if "error" not in memory:
             return grad
         error = memory["error"]
@@ -102,8 +102,8 @@ class CompressedCodec(Codec):
         return ({"error": size} if self.feedback else {}) | ({"turn": 1} if self._has_reduce_counter else {})
 
     def scratch_bytes(self, size: int, width: int) -> int:
-        """Return the bytes of the send and receive buffers for parts of equal size. For larger parts `reduce` allocates
-        its own."""
+        """Return the bytes of the send and receive buffers for parts of equal size. For larger parts, `reduce`
+        allocates its own buffers."""
         return 2 * sum(self.packed_bytes(n, 0) for n in split_evenly(size, width)) + 2 * width * self.packed_bytes(1, 0)
 
     def predict_transfers(self, counts: Sequence[int], rank: int, itemsize: int) -> Transfers:
@@ -180,8 +180,8 @@ class CompressedCodec(Codec):
         return sum(self.packed_bytes(n) for r, n in enumerate(counts) if r != rank)
 
     def take_reduce_number(self, memory: Memory) -> int:
-        """Return how many reduces came before this one, the same on all ranks, and count this one. A dry run is at the
-        first step after the warm-up."""
+        """Return how many reduces came before this one, the same on all ranks, and count this one. A dry run always
+        gets the number of the first reduce after the warm-up."""
         if not self._has_reduce_counter or not _has_data(namespace_of(memory["turn"])):
             return self.warmup
         step = int(memory["turn"][0])
@@ -194,7 +194,7 @@ class CompressedCodec(Codec):
 
 
 def _make_random_stream(step: int, sender: int, owner: int | str, size: int) -> NumberRange:
-    """Return the random stream with which `sender` packs for `owner`, a rank or "all", in reduce number `step`."""
+    """Return the random stream with which `sender` packs for `owner` (a rank or "all") in reduce number `step`."""
     return NumberRange(step, f"codec {sender} to {owner}", 0, size)
 
 

@@ -1,4 +1,4 @@
-"""8-bit compression of gradients with a scale per block: the codec, and its arithmetic."""
+"""8-bit compression of gradients with one scale per block: the codec and its arithmetic."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def quantize(xp: Any, x: Any, q: Any, scales: Any, residual: Any | None, numbers
 
 
 def dequantize_into(xp: Any, q: Any, scales: Any, out: Any, add: bool) -> None:
-    """Write q scale, as `quantize` made them, to `out`; or add it to `out` if `add`."""
+    """Write q scale, as computed by `quantize`, to `out`, or add it to `out` if `add` is true."""
     if can_compile(xp):
         from fsdpx.ext.compression.compiled import dequantize_into as body
 

@@ -25,8 +25,8 @@ CACHED_ELEMENTS = 1 << 14
 
 
 class ThinFactors(NamedTuple):
-    """A matrix (rows, columns) at `start` of the gradient; left, right: offsets of its factors P and Q in the buffers
-    of all factors."""
+    """A matrix (rows, columns) at offset `start` of the gradient. left, right: offsets of its factors P and Q in the
+    buffers of all factors."""
 
     start: int
     rows: int
@@ -40,17 +40,17 @@ class ThinFactors(NamedTuple):
 
 
 class PowerSGD(Codec):
-    """Codec that reduces P = M Q and then Q = M^T P instead of a matrix M (n, m), with P made orthonormal in between:
-    one step of the power method for the `rank` largest singular values of M, starting from the Q of the previous step
-    (Vogels et al. 2019). This sums rank (n + m) elements instead of n m; the error M - P Q^T is added to the next
-    gradient.
+    """Codec that reduces P = M Q and then Q = M^T P instead of a matrix M (n, m), with P orthonormalized in between.
+    This is one step of the power method for the `rank` largest singular values of M, starting from the Q of the
+    previous step (Vogels et al. 2019). It sums rank (n + m) elements instead of n m; the error M - P Q^T is added to
+    the next gradient.
 
     All dims of a tensor but the first are flattened into columns. Vectors, and matrices that would not get smaller, are
-    sent uncompressed. Every rank computes P and Q of the whole gradient and takes its part of the product.
+    sent uncompressed. Every rank computes P and Q of the full gradient and takes its part of the product.
 
     Parameters
     ----------
-    rank : rank of the product, 1 or more
+    rank : rank of the product, at least 1
     """
 
     feedback = True
@@ -85,7 +85,8 @@ class PowerSGD(Codec):
         return {"error": size, "basis": self._count_sum_elements(size)[1]}
 
     def scratch_bytes(self, size: int, width: int) -> int:
-        """Return the bytes of P, Q and the uncompressed tensors in float32. For float64 `reduce` allocates its own.
+        """Return the bytes of P, Q and the uncompressed tensors in float32. For float64, `reduce` allocates its own
+        buffers.
 
         Parameters
         ----------
@@ -94,7 +95,7 @@ class PowerSGD(Codec):
 
         Returns
         -------
-        int : bytes
+        int : size in bytes
         """
         return 4 * sum(self._count_sum_elements(size))
 
@@ -149,8 +150,8 @@ class PowerSGD(Codec):
     def _compute_left_factor_and_copy_rest(
         self, xp: Any, grad: Array, thin: Sequence[ThinFactors], left_sums: Array, memory: Memory
     ) -> None:
-        """Compute P = M Q of this rank's gradient plus its kept error, and copy the uncompressed tensors into `one`.
-        Works matrix by matrix while the sum just computed is still in the cache."""
+        """Compute P = M Q of this rank's gradient plus its kept error, and copy the uncompressed tensors to
+        `left_sums`. Works matrix by matrix, while the sum that was just computed is still in the cache."""
         whole = memory["error"]
         for t in thin:
             whole[t.start : t.stop] += grad[t.start : t.stop]
@@ -169,8 +170,8 @@ class PowerSGD(Codec):
     def _compute_right_factor_and_residual(
         self, xp: Any, thin: Sequence[ThinFactors], left_sums: Array, right_sums: Array, error: Array
     ) -> None:
-        """Orthonormalize P, compute Q = M^T P of this rank, and keep M - P Q^T in the place of M. If P is not finite,
-        which all ranks see alike, keep zeros for its matrix."""
+        """Orthonormalize P, compute Q = M^T P of this rank, and overwrite M with M - P Q^T. If P is not finite, which
+        all ranks detect equally, overwrite M with zeros."""
         for t in thin:
             p, q = self._view_factor(left_sums, t.left, t.rows), self._view_factor(right_sums, t.right, t.columns)
             kept = error[t.start : t.stop].reshape(t.rows, t.columns)
@@ -184,7 +185,7 @@ class PowerSGD(Codec):
     def _multiply_factors_into(
         self, xp: Any, t: ThinFactors, left_sums: Array, right_sums: Array, out: Array, first: int
     ) -> None:
-        """Write the elements of P Q^T that fall into [first, first + out.size) to `out`."""
+        """Write the elements of P Q^T that are in [first, first + out.size) to `out`."""
         p, q = self._view_factor(left_sums, t.left, t.rows), self._view_factor(right_sums, t.right, t.columns)
         low, high = max(t.start, first), min(t.stop, first + out.size)
         if low < high:
@@ -211,13 +212,13 @@ class PowerSGD(Codec):
         return found
 
     def _count_sum_elements(self, size: int) -> tuple[int, int]:
-        """Return the number of elements of each all-reduce: P with all uncompressed tensors, and Q."""
+        """Return the number of elements of each all-reduce: first P with all uncompressed tensors, then Q."""
         thin = self._list_thin_factors(size)
         whole = size - sum(t.rows * t.columns for t in thin)
         return whole + self.rank * sum(t.rows for t in thin), self.rank * sum(t.columns for t in thin)
 
     def _list_uncompressed_ranges(self, size: int, thin: Sequence[ThinFactors]) -> list[tuple[int, int, int]]:
-        """Return the ranges sent uncompressed: (offset in the first sum, start in the gradient, stop in the
+        """Return the ranges that are sent uncompressed: (offset in the first sum, start in the gradient, stop in the
         gradient)."""
         at, start, found = self.rank * sum(t.rows for t in thin), 0, []
         for stop, after in [*((t.start, t.stop) for t in thin), (size, size)]:
@@ -238,9 +239,9 @@ class PowerSGD(Codec):
 
 
 def write_outer_product_into(xp: Any, p: Array, q: Array, start: int, out: Array, subtract: bool = False) -> None:
-    """Write the elements of P Q^T from number `start` on, in row-major order, to `out`; or subtract them from it if
-    `subtract`. Adds up column by column instead of calling matmul, whose last bits may depend on the alignment of its
-    arrays: every rank must get the same."""
+    """Write the elements of P Q^T in row-major order, beginning with element number `start`, to `out`, or subtract them
+    from `out` if `subtract` is true. Adds column by column instead of calling matmul, whose last bits may depend on the
+    alignment of its arrays: every rank must get the same result."""
     if can_compile(xp):
         from fsdpx.ext.compression.compiled import write_outer_product_into as body
 

@@ -1,4 +1,4 @@
-"""Top-k compression, which sends only the largest elements of a gradient: the codec, and how it finds them in
+"""Top-k compression, which sends only the largest elements of a gradient: the codec, and how it finds these elements in
 blocks."""
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from fsdpx.ext.compression.implementations import can_compile
 __all__ = ["TopK", "count_chosen_elements", "scatter_largest_into", "take_largest", "to_global_positions"]
 
 MAGNITUDE_MASK = np.uint32(0x7FFFFFFF)
-"""Mask of all bits of a float32 except the sign: as integers they sort like absolute values, with NaN above all."""
+"""Mask of all bits of a float32 except the sign. Masked floats, compared as integers, are ordered by absolute value,
+with NaN above all others."""
 
 
 def count_chosen_elements(size: int, block: int, share: float) -> tuple[int, int]:
-    """Return how many of `size` elements are chosen, in all whole blocks and in the remainder: ceil(share block) of
-    each block."""
+    """Return how many of `size` elements are chosen, in all full blocks together and in the remainder: ceil(share
+    block) of each block."""
     each, rest = _count_chosen_per_block(size, block, share)
     return size // block * each, rest
 
 
 def _count_chosen_per_block(size: int, block: int, share: float) -> tuple[int, int]:
-    """Return how many elements are chosen from one whole block, and from the remainder."""
+    """Return how many elements are chosen from each full block, and from the remainder."""
     return ceil(share * block), ceil(share * (size % block))
 
 
@@ -68,7 +69,8 @@ def take_largest(xp: Any, x: Any, block: int, share: float, values: Any, positio
 
 
 def scatter_largest_into(xp: Any, values: Any, positions: Any, block: int, share: float, out: Any, add: bool) -> None:
-    """Write what `take_largest` took to `out`, with zeros elsewhere; or add it to `out` if `add`."""
+    """Write the elements that `take_largest` took to `out`, with zeros elsewhere, or add them to `out` if `add` is
+    true."""
     if not add:
         out[...] = 0
     if can_compile(xp):
@@ -80,8 +82,8 @@ def scatter_largest_into(xp: Any, values: Any, positions: Any, block: int, share
 
 
 def _split_into_blocks(x: Any, block: int, share: float) -> list[tuple[Any, slice]]:
-    """Return the whole blocks and the remainder, each as a matrix with one block per row, and the slice of `values` for
-    each."""
+    """Return the full blocks and the remainder, each as a matrix with one block per row, and the slice of `values` for
+    each of the two."""
     whole, rest = count_chosen_elements(x.size, block, share)
     edge = x.size // block * block
     return [(x[:edge].reshape(-1, block), slice(0, whole)), (x[None, edge:], slice(whole, whole + rest))]
@@ -95,22 +97,22 @@ def to_global_positions(xp: Any, size: int, block: int, share: float, positions:
 
 
 MAX_BLOCK_ELEMENTS = 1 << 16
-"""Largest block: indices within it fit in 2 bytes."""
+"""Number of elements of the largest block, whose indices fit in 2 bytes."""
 INITIAL_SHARE = 0.25
 """The share of elements that is sent when a warm-up begins."""
 
 
 class TopK(CompressedCodec):
-    """Codec that sends only the ceil(fraction n) elements of each part that are largest in absolute value, 4 bytes of
-    index and 4 of value each; the others are added to the next gradient (Deep Gradient Compression, Lin et al. 2018).
-    Of equal elements the first are sent.
+    """Codec that sends only the ceil(fraction n) elements of each part that are largest in absolute value, with 4 bytes
+    of index and 4 of value each. The other elements are added to the next gradient (Deep Gradient Compression, Lin et
+    al. 2018). Of equal elements, the first are sent.
 
     Parameters
     ----------
     fraction : share of the elements to send, in (0, 1]; 1 is exact
-    warmup : number of first reduces in which the share falls from 1/4 to `fraction`, by the same factor in each
-    block : choose ceil(fraction block) of each `block` elements: slightly more elements, with indices of 2 bytes,
-        chosen on all threads. None (default): choose from the whole part
+    warmup : number of reduces at the start in which the share falls from 1/4 to `fraction`, by the same factor in each
+    block : if given, choose ceil(fraction block) of each `block` elements, on all threads; this sends slightly more
+        elements, with indices of 2 bytes. None (default): choose from the entire part
     """
 
     @check_call_arguments
@@ -155,7 +157,7 @@ class TopK(CompressedCodec):
         return wire[: 4 * k].view(np.float32), wire[4 * k : 6 * k].view(np.uint16)
 
     def get_share_of_reduce(self, step: int) -> float:
-        """Return the share of the elements that is sent in one reduce; `fraction` after the warm-up.
+        """Return the share of the elements that is sent in one reduce; it is `fraction` after the warm-up.
 
         Parameters
         ----------
@@ -163,7 +165,7 @@ class TopK(CompressedCodec):
 
         Returns
         -------
-        float : in (0, 1]
+        float : share in (0, 1]
         """
         if step >= self.warmup:
             return self.fraction

@@ -85,7 +85,7 @@ class FlightRecorder(Observer):
         _HEADER.pack_into(self._buffer, 0, _MAGIC, rank, ranks, os.getpid(), clock, encode_label(host, 64))
 
     def on_collective_call(self, call: str) -> None:
-        """Record that a call begins that all ranks make."""
+        """Record that a call begins which all ranks make."""
         self.calls += 1
         kept, before = encode_label(call, 56), self._before
         _CALL.pack_into(self._buffer, _CALL_AT, self.calls, kept, before)
