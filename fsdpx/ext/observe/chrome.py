@@ -1,4 +1,4 @@
-"""Traces as files: events as JSON that Perfetto and chrome://tracing open, one gzip file per rank, and all in one.
+"""Trace files: events as JSON for Perfetto and chrome://tracing, in one gzip file per rank and in a merged file.
 
 Times are microseconds. The format is Google's "Trace Event Format"; viewers skip the key "fsdpx", which holds the rest.
 """
@@ -41,13 +41,13 @@ __all__ = [
 ]  # fmt: skip
 
 MIN_SLICE_SECONDS = 1e-6
-"""Shorter gaps are overhead of Python, not waiting."""
+"""Gaps shorter than this are overhead of Python and not shown as waiting."""
 
 
 @dataclass(frozen=True)
 class TraceGroups:
-    """The position of a rank on the mesh. groups: lane of a verb -> a name of the group of ranks that it communicates
-    with there, the same on all of them."""
+    """A rank and the groups of ranks with which it communicates. groups: lane of a verb -> name of the group, which is
+    equal on all its ranks."""
 
     rank: int
     groups: dict[str, str]
@@ -60,8 +60,8 @@ class TraceGroups:
         return cls(axes.world.rank, {**groups, "world": together})
 
     def make_transfer_key(self, record: ProgramRecord, action: Action, time: int) -> Hashable:
-        """Return the common key of a transfer on all ranks that take part; None if no other rank does. time: counts
-        repetitions of the action in the program, from 1."""
+        """Return a key of a transfer that is equal on all ranks that take part in it; None if no other rank does. time:
+        1-based number of the repetition of the action in the program."""
         verb = VERBS[action.op]
         if verb.lane not in self.groups:
             return None
@@ -70,10 +70,10 @@ class TraceGroups:
 
 
 def list_action_events(record: ProgramRecord, place: TraceGroups) -> list[ActionEvent]:
-    """Return one event for each action, in program order.
+    """Return one event per action, in program order.
 
-    A computing action lasts from when it had all its inputs to its end; a transfer that overlaps computing from the
-    same moment to when this rank saw it complete."""
+    Events begin when the action had all its inputs. A computing action ends with its call; a transfer that overlaps
+    computation ends when this rank saw that it was complete."""
     flights: dict[Action, list[TransferSpan]] = defaultdict(list)
     for flight in record.transfers:
         flights[flight.action].append(flight)
@@ -88,19 +88,19 @@ def list_action_events(record: ProgramRecord, place: TraceGroups) -> list[Action
 
 
 def _find_action_span(one: ActionSpan, flights: Sequence[TransferSpan]) -> tuple[float, float]:
-    """Return when an action had all its inputs, and when the last transfer that it issued was complete, else when it
-    ended.
+    """Return the time when an action had all its inputs, and the time when the last transfer that it issued was
+    complete; if it issued none, the time when the action ended.
 
-    On a busy machine a message may be complete before the call that sends it returns."""
+    On a busy machine a message may be complete before the call that sent it returns."""
     landed = [flight.landed for flight in flights if one.ready <= flight.issued <= one.end]
     return one.ready, max(landed, default=one.end)
 
 
 def list_wait_events(record: ProgramRecord, events: Sequence[ActionEvent]) -> list[ActionEvent]:
-    """Return the waits of a rank before actions, for transfers that it was the first to need.
+    """Return the waits of a rank before actions that were the first to need a transfer.
 
-    action and key are those of the transfer that completed last; if none is known, the action that waited. events:
-    those of `record`."""
+    The action and key of a wait are those of the transfer that completed last; if none is known, the action is the one
+    that waited. events: the events of `record`."""
     moving = [event for event in events if VERBS[event.action.op].moves]
     found = []
     for one, event in zip(record.actions, events, strict=True):
@@ -113,27 +113,30 @@ def list_wait_events(record: ProgramRecord, events: Sequence[ActionEvent]) -> li
 
 MERGED = "trace.json.gz"
 SIMULATED, SIMULATED_PID_OFFSET = "simulated.json.gz", 1_000_000
-"""A file that `merge_traces` adds to those of the measured ranks, and the offset of its process numbers from theirs."""
+"""A file with a simulated step, which `merge_traces` adds to the measured traces, and the offset that keeps its process
+numbers apart."""
 MAX_UNPACKED_BYTES = 1 << 30
-"""Maximum bytes to which a file may unpack."""
+"""Maximum number of bytes of an unpacked file."""
 MAX_NAMED_FILES = 10
-"""Missing files that an error names."""
+"""Maximum number of missing files that an error names."""
 MICROSECONDS_PER_SECOND = 1e6
 COMPUTE_THREAD, FIRST_TRANSFER_THREAD = 0, 2
-"""Thread numbers in the trace: of actions that occupy the rank, and the first of transfers that overlap them."""
+"""Thread numbers in the trace: the thread of actions that occupy the rank, and the first thread of transfers that
+overlap them."""
 STEPS_THREAD = 1
 LAYER = "layer"
-"""Category of the slices of layers, which lie inside slices of actions."""
+"""Category of the slices of layers, which are nested in slices of actions."""
 JSON = dict[str, Any]
 
 
 @dataclass
 class TraceHeader:
-    """The content of a trace file other than its events.
+    """The content of a trace file except its events.
 
-    origin: zero of its times, in seconds of the rank's clock. clock: readings of that clock against rank 0's. place:
-    coordinates on the mesh, by axis. simulated: (action, start, end) of this rank in the step `shown`, if messages took
-    no time. alive: (seconds, bytes of activations) in that step. memory: bytes that the rank holds otherwise, by kind.
+    origin: zero of the times in the file, in seconds of the rank's clock. clock: readings of this clock relative to
+    rank 0's. place: mesh axis -> coordinate. shown: number of the representative run. simulated: (action, start, end)
+    of this rank in the representative run if messages took no time. alive: (seconds, bytes of activations) in this run.
+    memory: kind of memory -> bytes that the rank holds otherwise.
     """
 
     rank: int
@@ -152,19 +155,19 @@ class TraceHeader:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """The trace file of one rank, as read. events: as in the file."""
+    """The content of one rank's trace file. events: the events as in the file."""
 
     header: TraceHeader
     events: list[JSON]
 
     def to_rank0_clock(self, seconds: float) -> float:
-        """Return a time of this rank in seconds of rank 0's clock. seconds: since the file's origin."""
+        """Convert a time of this rank to seconds of rank 0's clock. seconds: time since the file's origin."""
         at = self.header.origin + seconds
         return at - interpolate_offset(self.header.clock, at)
 
     @property
     def clock_error(self) -> float:
-        """Seconds by which its times may differ from rank 0's clock."""
+        """Maximum error of times on rank 0's clock, in seconds."""
         return max(reading.error for reading in self.header.clock)
 
 
@@ -179,7 +182,7 @@ def write_trace(
     place: TraceGroups,
     after: Iterable[OutsideSpan] = (),
 ) -> Path:
-    """Write one rank's file and return its path. after: spans outside programs since the last run."""
+    """Write the trace file of one rank and return its path. after: spans outside programs since the last run."""
     path = folder / get_trace_file_name(header.rank)
     _write_gzip_json(
         path,
@@ -193,7 +196,7 @@ def write_trace(
 
 
 def write_simulated_trace(path: Path, ranks: Sequence[tuple[TraceHeader, ProgramRecord, TraceGroups]]) -> None:
-    """Write one simulated step of these ranks into one file, in the format of a recorded trace."""
+    """Write one simulated step of the given ranks to a single file, in the format of a recorded trace."""
     events = [
         {**event, "pid": event["pid"] + SIMULATED_PID_OFFSET}
         for one in ranks
@@ -226,13 +229,13 @@ def list_trace_events(
 
 
 class _TraceLanes:
-    """The events of one rank, collected one by one. Slices of a thread may be nested but not overlap: a transfer that
-    overlaps another of its axis gets a further thread."""
+    """The trace events of one rank. Slices of a thread may be nested but must not overlap, so a transfer that overlaps
+    another one on its axis gets a further thread."""
 
     def __init__(self, header: TraceHeader) -> None:
         self.header = header
         self.found: list[JSON] = []
-        self._free: dict[str, list[float]] = {}  # lane -> time at which each of its threads is free
+        self._free: dict[str, list[float]] = {}  # lane -> time from which each of its threads is free
         self._threads: dict[tuple[str, int], int] = {}
 
     def iterate_name_metadata(self) -> Iterator[JSON]:
@@ -254,7 +257,7 @@ class _TraceLanes:
         self.found.append({**common, "ts": begin, "dur": round(self._to_microseconds(end) - begin, 3), "args": args})
 
     def add_outside_spans(self, spans: Iterable[OutsideSpan], run_number: int) -> None:
-        """Add the spans outside programs before a run."""
+        """Add the spans outside programs that precede a run."""
         for what, begin, end, nbytes in spans:
             args: JSON = {"bytes": nbytes} if nbytes else {}
             self.add_slice(COMPUTE_THREAD, what, "outside", begin, end, key=f"{run_number}", stops=True, **args)
@@ -269,7 +272,7 @@ class _TraceLanes:
         )
 
     def add_action(self, event: ActionEvent, stops: bool) -> None:
-        """Add an action. stops: the rank was blocked meanwhile."""
+        """Add an action. stops: whether the rank was blocked meanwhile."""
         verb = VERBS[event.action.op]
         occupies = verb.lane in ("compute", "host")
         tid = COMPUTE_THREAD if occupies else self._choose_thread(verb.lane, event)
@@ -291,14 +294,14 @@ class _TraceLanes:
         return self._threads.setdefault((lane, n), FIRST_TRANSFER_THREAD + len(self._threads))
 
     def _add_arrow(self, tid: int, event: ActionEvent, sends: bool) -> None:
-        """Add one end of an arrow from the beginning of a send to the end of its receive."""
+        """Add one end of the arrow that leads from the beginning of a send to the end of its receive."""
         number = int.from_bytes(blake2b(repr(event.key).encode(), digest_size=6).digest(), "big")
         common = {"name": "message", "cat": "message", "id": number, "pid": self.header.rank, "tid": tid}
         if sends:
             self.found.append({**common, "ph": "s", "ts": self._to_microseconds(event.start)})
         else:
             start, end = self._to_microseconds(event.start), self._to_microseconds(event.end)
-            inside = max(end - 0.01, (start + end) / 2)  # viewers attach an arrow to the slice around its end
+            inside = max(end - 0.01, (start + end) / 2)  # viewers attach an arrow to the slice that contains its end
             self.found.append({**common, "ph": "f", "bp": "e", "ts": round(inside, 3)})
 
     def _to_microseconds(self, at: float) -> float:
@@ -306,7 +309,7 @@ class _TraceLanes:
 
 
 def _format_key(event: ActionEvent) -> str:
-    """Return the key of a transfer as text, equal on all ranks that take part."""
+    """Return the key of a transfer as text, which is equal on all ranks that take part; "" without a key."""
     return "" if event.key is None else repr(event.key)
 
 
@@ -314,7 +317,8 @@ def _format_key(event: ActionEvent) -> str:
 
 
 def read_traces(folder: Path) -> list[RankTrace]:
-    """Return the traces of all ranks, by rank; raise ConfigError if there are none, or some are missing or damaged."""
+    """Return the traces of all ranks, in rank order. Raise ConfigError if there are none, or if some are missing or
+    damaged."""
     paths = sorted(folder.glob("rank-*.json.gz"))
     if not paths:
         raise ConfigError(
@@ -349,10 +353,11 @@ def _read_trace(path: Path) -> RankTrace:
 
 
 def merge_traces(folder: Path) -> tuple[Path, float, int]:
-    """Merge the traces of all ranks of a folder into one file, on the clock of rank 0.
+    """Merge the traces of all ranks in a folder into one file, on the clock of rank 0.
 
-    Return its path, the bound in seconds on the clock error between any two ranks, and the number of messages whose
-    ends are both present. A simulated step, if there is one, begins with the representative measured step."""
+    Return the path of the file, an upper bound in seconds on the clock error between any two ranks, and the number of
+    messages of which both ends are present. A simulated step, if there is one, begins at the same time as the
+    representative measured step."""
     ranks = read_traces(folder)
     zero = min(one.to_rank0_clock(0.0) for one in ranks)
     events = [dict(event) for one in ranks for event in _convert_to_rank0_clock(one, zero)]
@@ -377,8 +382,8 @@ def merge_traces(folder: Path) -> tuple[Path, float, int]:
 
 
 def _read_simulated_events(first: RankTrace, folder: Path, zero: float) -> list[JSON]:
-    """Return the events of the simulated step in the folder, shifted to the beginning of the representative step on
-    rank 0."""
+    """Read the events of the simulated step in the folder, and shift them to the beginning of the representative step
+    on rank 0."""
     path = folder / SIMULATED
     if not path.exists():
         return []

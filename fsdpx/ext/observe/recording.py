@@ -1,4 +1,4 @@
-"""The timeline of a rank: actions, waits, transfers and activations of its last programs."""
+"""The timeline of a rank: the actions, waits, transfers and activations of its last programs."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ __all__ = [
 
 
 class ActionSpan(NamedTuple):
-    """The times at which an action began, had all its inputs, and ended. nbytes: sent or received by this rank in it.
-    alive: bytes of activations after it."""
+    """The times when an action began, had all its inputs, and ended. nbytes: bytes that this rank sent or received in
+    the action. alive: bytes of activations after the action."""
 
     action: Action
     begin: float
@@ -44,7 +44,7 @@ class ActionSpan(NamedTuple):
 
 
 class TransferSpan(NamedTuple):
-    """The times at which a transfer was issued, by this action, and complete."""
+    """The times when a transfer was issued and when it was complete. action: the action that issued it."""
 
     action: Action
     issued: float
@@ -52,7 +52,7 @@ class TransferSpan(NamedTuple):
 
 
 class LayerSpan(NamedTuple):
-    """The times of one call of a layer in an action. what: "forward", or a method of its backward."""
+    """The times of one call of a layer in an action. what: "forward", or the name of the called backward method."""
 
     path: str
     what: str
@@ -61,7 +61,7 @@ class LayerSpan(NamedTuple):
 
 
 class LayerTime(NamedTuple):
-    """Seconds of one layer on one rank. forwards: number of calls, recomputation included."""
+    """Seconds of one layer on one rank. forwards: number of forward calls, including recomputation."""
 
     forwards: int = 0
     forward: float = 0.0
@@ -69,7 +69,7 @@ class LayerTime(NamedTuple):
 
 
 class OutsideSpan(NamedTuple):
-    """The times of something outside programs, such as agreeing on a batch. nbytes: read or written by this rank."""
+    """The times of work outside programs, such as agreeing on a batch. nbytes: bytes that this rank read or wrote."""
 
     what: str
     begin: float
@@ -78,16 +78,17 @@ class OutsideSpan(NamedTuple):
 
 
 MAX_OUTSIDE_SPANS = 1000
-"""Spans kept between two training programs: each prediction adds one when it agrees on a batch."""
+"""Maximum number of spans that are kept between two training programs. Each prediction adds a span when it agrees on a
+batch."""
 
 
 @dataclass
 class ProgramRecord:
     """One run of a program.
 
-    number: among the runs of this trainer, the same on all ranks that run programs together. steps: updates made before
-    it. before: spans outside programs since the previous run. transfers: those completed during it. layers: those that
-    ran in it."""
+    number: index among the runs of this trainer, equal on all ranks that run programs together. steps: number of
+    updates before the run. before: spans outside programs since the previous run. transfers: transfers that completed
+    during the run. layers: calls of layers during the run."""
 
     number: int
     steps: int
@@ -99,15 +100,15 @@ class ProgramRecord:
 
     @property
     def is_complete(self) -> bool:
-        """True if all actions ended."""
+        """True if all actions have ended."""
         return len(self.actions) == len(self.program.actions)
 
 
 class TimelineRecorder(Observer):
-    """Records the last `keep` training programs; evaluation and prediction are not recorded.
+    """Record the last `keep` training programs. Evaluation and prediction are not recorded.
 
-    layers: path -> time since the beginning, or the last `reset_counts`. after: spans outside programs since the last
-    run. written: whether all runs were written to files."""
+    layers: path of a layer -> its time since the beginning or the last `reset_counts`. after: spans outside programs
+    since the last run. written: whether all runs have been written to files."""
 
     def __init__(self, keep: int) -> None:
         self.records: deque[ProgramRecord] = deque(maxlen=keep)
@@ -130,7 +131,7 @@ class TimelineRecorder(Observer):
             self.activations.exclude_arena(state.arena)
 
     def wrap_units(self, units: Sequence[Unit]) -> Sequence[Unit]:
-        """Return the same units with layers that record when they run."""
+        """Return the same units, with layers that record their calls."""
         if len(self._units) < len(units):
             self._units = [
                 replace(
@@ -142,7 +143,7 @@ class TimelineRecorder(Observer):
         return self._units
 
     def _record_call(self, path: str, what: str, begin: float) -> None:
-        """Record that a method of a layer, called at time `begin`, returns now."""
+        """Record a call of a layer's method `what`, which began at `begin` and ends now."""
         if self._now is None:
             return
         end = perf_counter()
@@ -174,12 +175,12 @@ class TimelineRecorder(Observer):
             self._now.transfers.append(TransferSpan(action, transfer.issued_at, transfer.completed_at))
 
     def reset_counts(self) -> None:
-        """Restart the sums of the time of layers."""
+        """Reset the times of layers."""
         self.layers.clear()
 
 
 def find_timeline_recorder(engine: Engine) -> TimelineRecorder | None:
-    """Return the timeline that an engine's rank records, or None."""
+    """Return the timeline recorder among an engine's observers; None if there is none."""
     return next((one for one in engine.observers if isinstance(one, TimelineRecorder)), None)
 
 
@@ -187,7 +188,7 @@ LAYER_METHODS = ("forward", "backward", "backward_leaf", "backward_input", "back
 
 
 class _TimedLayer:
-    """The layer of a node, with methods that record each call."""
+    """The layer of a node, wrapped so that each call of its methods is recorded."""
 
     def __init__(self, node: Node, note: Callable[[str, str, float], None]) -> None:
         self._layer = node.layer

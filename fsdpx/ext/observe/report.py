@@ -1,4 +1,4 @@
-"""Reports: bytes, memory and time of a trainer, and the summary over all ranks."""
+"""Reports about the bytes, memory and time of a trainer, and the summary over all ranks."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ where all are chosen alike, 0 where one is; dropped: choices that no expert comp
 
 @dataclass(frozen=True)
 class ReportSummary:
-    """The reports of all ranks; printed, tables over all of them.
+    """The reports of all ranks. Its text consists of tables over all ranks.
 
     Attributes
     ----------
-    reports : by rank
+    reports : the report of each rank, in rank order
     """
 
     reports: tuple[Report, ...]
@@ -67,12 +67,12 @@ class ReportSummary:
 
     @property
     def expert_load(self) -> dict[str, ExpertLoad]:
-        """Load of layers with experts, by path: choices of all positions, and rows that each rank's experts
+        """Path -> load, for layers with experts: the choices of all positions, and the rows that each rank's experts
         computed."""
         return sum_expert_load(report.routing for report in self.reports)
 
     def list_timings(self, verb: str) -> list[VerbTimings]:
-        """Return the time of a verb on each rank.
+        """Return the timings of a verb on each rank.
 
         Parameters
         ----------
@@ -80,13 +80,12 @@ class ReportSummary:
 
         Returns
         -------
-        list of VerbTimings
-            by rank; zeros for a rank without such actions
+        list of VerbTimings one entry per rank, with zeros for a rank without such actions
         """
         return [report.times.get(verb, NO_TIMINGS) for report in self.reports]
 
     def compute_bandwidth(self, verb: str) -> float | None:
-        """Return the bandwidth of a rank while its transfers are under way, averaged over the ranks.
+        """Return the bandwidth of a rank while its transfers are pending, averaged over the ranks.
 
         Parameters
         ----------
@@ -94,15 +93,14 @@ class ReportSummary:
 
         Returns
         -------
-        float or None
-            bytes per second; None if the verb moves nothing
+        float or None bytes per second; None if the verb transfers nothing
         """
         rows = self.list_timings(verb)
         moved, seconds = sum(one.nbytes for one in rows), sum(one.flown or one.seconds for one in rows)
         return moved / seconds if moved and seconds else None
 
     def compute_hidden_share(self, verb: str) -> float | None:
-        """Return the share of the time with transfers under way in which ranks computed.
+        """Return the share of the time with pending transfers during which ranks computed.
 
         Parameters
         ----------
@@ -110,8 +108,7 @@ class ReportSummary:
 
         Returns
         -------
-        float or None
-            from 0 to 1; None if the verb moves nothing
+        float or None share from 0 to 1; None if the verb transfers nothing
         """
         flown, busy = (sum(getattr(one, name) for one in self.list_timings(verb)) for name in ("flown", "busy"))
         return 1 - busy / flown if flown else None
@@ -154,14 +151,14 @@ class ReportSummary:
         return format_table(rows if len(rows) > 1 else [*rows, ("nothing: one rank", "", "", "", "")])
 
     def _format_layers(self) -> Iterator[str]:
-        """Yield the table of the slowest layers, if ranks keep a trace."""
+        """Yield the table of the slowest layers, if ranks record traces."""
         paths = dict.fromkeys(path for report in self.reports for path in report.layers)
         return format_slowest_layers(
             {path: {r.rank: r.layers[path] for r in self.reports if path in r.layers} for path in paths}
         )
 
     def _format_memory(self) -> str:
-        """Return the table of memory: for each kind, the rank that holds most."""
+        """Return the table of memory, with the rank that holds most of each kind."""
         kinds = sorted({kind for report in self.reports for kind in report.high_water})
         rows: list[tuple[str, ...]] = [("memory of a rank at its most", "planned", "held", "rank")]
         for kind in kinds:
@@ -174,7 +171,7 @@ class ReportSummary:
         return format_table(rows)
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return the reports as plain data, by rank, for files and pages."""
+        """Return the reports in rank order as plain data, for files and pages."""
         return [_report_to_dict(report) for report in self.reports]
 
 
@@ -197,18 +194,19 @@ OUTSIDE_MEANINGS = "outside of programs: reading data, printing, callbacks, and 
 
 
 Moving = tuple[str, str]
-"""Mesh axis and collective."""
+"""(mesh axis, collective)."""
 MAX_SHOWN_ROWS = 20
-"""Reduces that are listed one by one."""
+"""Maximum number of reduces that are listed individually."""
 MAX_SHOWN_LAYERS = 10
-"""Layers that are listed one by one."""
+"""Maximum number of layers that are listed individually."""
 
 
 class ReduceReport(NamedTuple):
     """The compression of a page's gradient in its reduction over an axis.
 
-    sent, plain: bytes that this rank sends each time, and uncompressed. error: of this rank's last reduce, the norm of
-    the error-feedback buffer over that of the gradient plus the buffer before; NaN without a buffer."""
+    sent: bytes that this rank sends in each reduce. plain: bytes that it would send uncompressed. error: relative error
+    of this rank's last reduce, that is the norm of the error-feedback buffer after it over the norm of gradient plus
+    buffer before it; NaN without a buffer."""
 
     page: str
     axis: str
@@ -224,12 +222,12 @@ class TrafficReport:
 
     Attributes
     ----------
-    traffic : (axis, collective) -> calls and bytes, counted
-    predicted : the same for one step, or for `per`, predicted from the program
+    traffic : (axis, collective) -> counted calls and bytes
+    predicted : the same, predicted from the programs of the steps in `per`
     reduces : the compressed reductions of gradients
-    per : the steps that `predicted` covers, as text
-    routing : load of layers with experts, by path, from this rank's positions
-    planned : the choice of strategy="auto", and its reason
+    per : text that says which steps `predicted` covers
+    routing : path -> load, for layers with experts, counted on this rank's positions
+    planned : text about the choice of strategy="auto" and its reason
     """
 
     traffic: dict[tuple[str, str], Traffic]
@@ -248,7 +246,7 @@ class TrafficReport:
         return format_table(rows if len(rows) > 1 else [*rows, ("nothing: one rank", "", "", "")])
 
     def _format_reduces(self) -> Iterator[str]:
-        """Yield a table of the reduces that send most, with the totals; nothing if none is compressed."""
+        """Yield a table of the reduces that send most, with totals. Yield nothing if no reduce is compressed."""
         if not self.reduces:
             return
         rows: list[tuple[str, ...]] = [("compressed", "over", "codec", "bytes each time", "saved", "relative error")]
@@ -264,25 +262,25 @@ class TrafficReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Report(TrafficReport):
-    """The report of one rank; printed, its tables.
+    """The report of one rank. Its text consists of tables.
 
     Attributes
     ----------
-    rank, ranks : number of this rank in the world, and the number of ranks
-    steps : updates made
-    parameters : elements of the whole model
-    units : units of the whole model
-    memory : bytes of all that this rank holds, by kind
-    disk : bytes on disk, by kind
-    peak_rss : peak resident memory of the process, in bytes
-    times : time by verb
-    overlap : mesh axis -> share of the time with transfers under way in which this rank computed
-    seconds : since the trainer was made or its counters were reset
-    disk_seconds : time with reads or writes under way, if something lies on disk
+    rank, ranks : this rank, and the number of ranks
+    steps : number of updates
+    parameters : number of elements of the full model
+    units : number of units of the full model
+    memory : kind of memory -> bytes that this rank holds
+    disk : kind of memory -> bytes on disk
+    peak_rss : peak resident memory of the process in bytes
+    times : verb -> its timings
+    overlap : mesh axis -> share of the time with pending transfers during which this rank computed
+    seconds : seconds since the trainer was made or its counters were reset
+    disk_seconds : seconds with pending reads or writes; None if nothing is stored on disk
     high_water : kind of memory -> (planned bytes, None without a plan; peak bytes); with activations if the trainer
         keeps a trace
-    layers : time by path of a layer, if the trainer keeps a trace
-    read_footprint : memory of the whole process, or the function that reads it, see `footprint`
+    layers : path of a layer -> its time, if the trainer records a trace
+    read_footprint : memory of the process, or the function that reads it, see `footprint`
     """
 
     rank: int
@@ -303,15 +301,16 @@ class Report(TrafficReport):
 
     @cached_property
     def footprint(self) -> Footprint | None:
-        """Memory of the whole process, read at the first access; None if the system does not report it."""
+        """The memory of the process, read at the first access; None if the system does not report it."""
         return self.read_footprint() if callable(self.read_footprint) else self.read_footprint
 
     def with_footprint(self) -> Report:
-        """Return a copy with the footprint read now, as plain data to send to other ranks."""
+        """Return a copy whose footprint is read now, so that it consists of plain data and can be sent to other
+        ranks."""
         return replace(self, read_footprint=self.footprint)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Read the footprint here: memory is that of this rank's process, even if another rank prints the report."""
+        """Read the footprint now, so that it is that of this rank's process even if another rank prints the report."""
         return {**self.__dict__, "footprint": self.footprint}
 
     def __str__(self) -> str:
@@ -330,7 +329,7 @@ class Report(TrafficReport):
 
     @property
     def routing_text(self) -> list[str]:
-        """The table of experts, in a list that is empty without experts."""
+        """The table of experts, as a list that is empty without experts."""
         return format_expert_load(self.routing, whole=self.ranks == 1)
 
     @property
@@ -358,8 +357,8 @@ class Report(TrafficReport):
 
 
 def format_slowest_layers(layers: Mapping[str, Mapping[int, LayerTime]]) -> Iterator[str]:
-    """Yield a table of the slowest layers, each on its slowest rank; nothing without layers. layers: path -> rank ->
-    time."""
+    """Yield a table of the slowest layers, with the time of each on its slowest rank. Yield nothing without layers.
+    layers: path -> rank -> time."""
 
     def sum_seconds(one: LayerTime) -> float:
         return one.forward + one.backward
@@ -381,13 +380,13 @@ def format_slowest_layers(layers: Mapping[str, Mapping[int, LayerTime]]) -> Iter
 
 
 def format_transfer(axis: str, call: str) -> str:
-    """Return a transfer as text: "all-gather over shard", "read, disk"."""
+    """Return the name of a transfer as text, such as "all-gather over shard" or "read, disk"."""
     return f"{call}, {axis}" if axis == "disk" else f"{call.replace('_', '-')} over {axis}"
 
 
 def make_report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Report:
-    """Return the report of this rank. programs: those of a step, or of the steps of a round, with how often each
-    runs."""
+    """Return the report of this rank. programs: (program, number of its runs), for the programs of a step or of a round
+    of steps."""
     clock, state, place = engine.clock, engine.state, engine.placement
     counted = {(axis, verb): Traffic(calls, nbytes) for axis, verb, calls, nbytes in place.axes.counters}
     predicted, traced = _predict_traffic(engine, programs), find_timeline_recorder(engine)
@@ -440,7 +439,7 @@ def _format_saved_share(sent: int, plain: int) -> str:
 
 
 def _iterate_compressed_reduces(engine: Engine) -> Iterator[ReduceReport]:
-    """Yield the compressed reductions of gradients."""
+    """Yield the report of each compressed reduction of a gradient."""
     place, plain = engine.placement, CodecRoute(NoCompression(), NoCompression())
     itemsize = place.formats.gradients.itemsize
     for p in place.stage.trained_pages:
@@ -458,7 +457,7 @@ def _iterate_compressed_reduces(engine: Engine) -> Iterator[ReduceReport]:
 
 
 def get_traffic_sizes(engine: Engine) -> TrafficSizes:
-    """Return the sizes of this rank's placement from which traffic is predicted."""
+    """Return the sizes from which this rank's traffic is predicted."""
     place = engine.placement
     itemsize = place.formats.gradients.itemsize
     moves = {
@@ -487,14 +486,14 @@ def get_traffic_sizes(engine: Engine) -> TrafficSizes:
 
 
 def _list_outer_transfers(place: Placement, page: int) -> Transfers:
-    """Return the collectives of an outer gradient, and the bytes that this rank sends in each."""
+    """Return the collectives that reduce a page's outer gradient, with the bytes that this rank sends in each."""
     replica = place.axes.replica
     counts = split_evenly(place.pages[page].own_range.size, replica.size)
     return place.get_codec_route(page).replica.predict_transfers(counts, replica.rank, place.formats.gradients.itemsize)
 
 
 def _iterate_tie_transfers(place: Placement, tie: TieGroup) -> Iterator[tuple[str, str, int]]:
-    """Yield (axis, collective, elements) of the sum of a tie."""
+    """Yield (axis, collective, elements) of the transfers that sum the gradients of tied pages."""
     here = [p for p in tie.pages if p in place.pages]
     n = place.pages[here[0]].own_range.size
     if tie.partial:
@@ -506,7 +505,7 @@ def _iterate_tie_transfers(place: Placement, tie: TieGroup) -> Iterator[tuple[st
 
 
 def _count_edge_bytes(engine: Engine) -> dict[tuple[int, int | None], int]:
-    """Return (edge, microbatch) -> bytes, for the sizes of the last batch."""
+    """Return (edge, microbatch) -> bytes of the message, for the shapes of the last batch."""
     found: dict[tuple[int, int | None], int] = {}
     for edge in engine.placement.stage.edges:
         for mb, batch in enumerate(engine.batch):

@@ -1,4 +1,4 @@
-"""The load of experts: how layers distribute positions over them, as they count it themselves."""
+"""The load of experts: how layers distribute positions over their experts, as counted by these layers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class ExpertLoad:
 
     Attributes
     ----------
-    chosen : choices of each expert, by this rank's positions or by those of all ranks
-    computed : choices that experts computed, for each rank that has the layer
+    chosen : number of choices of each expert, by the positions of this rank or of all ranks
+    computed : number of choices that experts computed, for each rank that has the layer
     """
 
     chosen: tuple[int, ...]
@@ -38,24 +38,25 @@ class ExpertLoad:
 
     @property
     def imbalance(self) -> float:
-        """Choices of the most chosen expert over the mean: 1 is even, the number of experts the worst."""
+        """The choices of the most chosen expert over the mean: 1 if the load is even, at most the number of experts."""
         return max(self.chosen) / self._mean_choices if self._mean_choices else nan
 
     @property
     def entropy(self) -> float:
-        """The entropy of the load of experts over the logarithm of their number: 0 if one expert is always chosen, 1 if
-        all are chosen equally."""
+        """The entropy of the load over the logarithm of the number of experts: 0 if one expert is always chosen, 1 if
+        all are chosen equally often."""
         shares = [n / sum(self.chosen) for n in self.chosen if n]
         return -sum(share * log(share) for share in shares) / log(len(self.chosen)) if len(self.chosen) > 1 else 1.0
 
     @property
     def dropped_choices(self) -> int:
-        """Choices that no expert computed; on one of several ranks this includes those that other ranks computed."""
+        """The number of choices that no expert computed. In the counts of one of several ranks it includes the choices
+        that other ranks computed."""
         return sum(self.chosen) - sum(self.computed)
 
     @property
     def rank_imbalance(self) -> float:
-        """Rows of the rank that computed most, over the mean of the ranks."""
+        """The rows of the rank that computed most, over the mean of all ranks."""
         return max(self.computed) * len(self.computed) / sum(self.computed) if sum(self.computed) else nan
 
     def counts_since(self, earlier: ExpertLoad | None) -> ExpertLoad:
@@ -81,13 +82,13 @@ class ExpertLoad:
 
 
 def collect_expert_load(tallies: Mapping[str, Sequence[int]]) -> dict[str, ExpertLoad]:
-    """Return the load by path of a layer, from what layers counted on one rank: choices of each expert, then rows
-    computed."""
+    """Return path -> load. tallies: path -> numbers that the layer counted on one rank: the choices of each expert,
+    then the rows computed."""
     return {path: ExpertLoad(tuple(chosen), (computed,)) for path, (*chosen, computed) in tallies.items()}
 
 
 def sum_expert_load(ranks: Iterable[Mapping[str, ExpertLoad]]) -> dict[str, ExpertLoad]:
-    """Return the load of each layer, with the counts of all ranks added."""
+    """Return path -> load, with the counts of all ranks added."""
     found: dict[str, ExpertLoad] = {}
     for each in ranks:
         for path, one in each.items():
@@ -98,7 +99,7 @@ def sum_expert_load(ranks: Iterable[Mapping[str, ExpertLoad]]) -> dict[str, Expe
 
 
 class ExpertLoadMetrics:
-    """The metrics of experts between one validation and the next. metrics: their names."""
+    """The metrics of experts between two validations. metrics: their names."""
 
     metrics = METRICS
 
@@ -106,8 +107,8 @@ class ExpertLoadMetrics:
         self._before: dict[str, ExpertLoad] = {}
 
     def compute_metrics_since_last_call(self, routing: Mapping[str, ExpertLoad]) -> dict[str, float]:
-        """Return `METRICS` for the steps since the last call: the largest imbalance of a layer, and the dropped choices
-        of all."""
+        """Return the values of `METRICS` for the steps since the last call: the largest imbalance of any layer, and the
+        dropped choices of all layers."""
         before, self._before = self._before, dict(routing)
         new = [one.counts_since(before.get(path)) for path, one in routing.items()]
         values = max((one.imbalance for one in new), default=nan), float(sum(one.dropped_choices for one in new))
@@ -115,8 +116,8 @@ class ExpertLoadMetrics:
 
 
 def format_expert_load(routing: Mapping[str, ExpertLoad], whole: bool) -> list[str]:
-    """Return a table in a list, empty without experts. whole: the load is over all ranks, so that dropped choices can
-    be counted."""
+    """Return the table of expert load, as a list that is empty without experts. whole: whether the load is over all
+    ranks, so that dropped choices can be counted."""
     if not routing:
         return []
     ends = ("dropped", "busiest rank/mean") if whole else ("computed here",)

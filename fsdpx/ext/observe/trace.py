@@ -1,4 +1,4 @@
-"""A trace of training: the events of the last steps, written to one file per rank."""
+"""A trace of training: the events of the last steps, in one file per rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["TraceWriter"]
 
 
 class TraceWriter(Observer):
-    """Records a trace of an engine. Its constructor is collective: it reads the clocks of all ranks, and makes the
+    """Record a trace of an engine. The constructor is collective: it reads the clocks of all ranks and makes the
     folder."""
 
     def __init__(self, engine: Engine, trace: TraceConfig) -> None:
@@ -38,7 +38,7 @@ class TraceWriter(Observer):
             weakref.finalize(self, _print_if_trace_lost, self._recording, self.folder)
 
     def write_files(self) -> None:
-        """Write the recorded steps, each rank into its own file; raise ConfigError on all ranks if one cannot.
+        """Write the recorded steps of each rank to its own file. Raise ConfigError on all ranks if one of them fails.
         Collective."""
         records = list(self._recording.records)
         header = self._gather_header(records)
@@ -49,7 +49,8 @@ class TraceWriter(Observer):
         self._recording.written = True
 
     def _make_folder(self) -> None:
-        """Make the folder and test that it can be written, before training rather than after it."""
+        """Make the folder and test that it can be written, so that errors appear before training rather than after
+        it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         mine = self.folder / get_trace_file_name(self._axes.world.rank)
         write_file(mine, b"")
@@ -89,8 +90,8 @@ class TraceWriter(Observer):
         return header
 
     def _agree_on_shown_step(self, records: list[ProgramRecord]) -> ProgramRecord | None:
-        """Return the representative step: the one of median time among those that all ranks recorded completely; None
-        if there is none, or ranks train at their own speed. Collective."""
+        """Return the representative step, which has the median time among the steps that all ranks recorded completely.
+        Return None if there is no such step, or if ranks train asynchronously. Collective."""
         own = {one.number: one.actions[-1].end - one.actions[0].begin for one in records if one.is_complete}
         everyone = self._axes.world.all_gather_data(own)
         common = sorted(set.intersection(*map(set, everyone)), key=lambda number: max(row[number] for row in everyone))
@@ -100,8 +101,8 @@ class TraceWriter(Observer):
 
 
 def _print_if_trace_lost(recording: TimelineRecorder, folder: Path) -> None:
-    """Print that a trace is lost, when its trainer is garbage-collected or the process ends: a rank that ends cannot
-    write it, as that takes the clocks of all ranks."""
+    """Print that a trace was not written, when its trainer is garbage-collected or the process ends. It cannot be
+    written then, because that needs the clocks of all ranks."""
     if recording.records and not recording.written:
         print(
             f"fsdpx: the trace of {len(recording.records)} programs was not written to {folder}: call trainer.close() "
