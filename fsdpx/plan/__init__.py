@@ -38,7 +38,8 @@ __all__ = [
 
 
 class CallablePackage(ModuleType):
-    """The class of this module, which makes the module callable as `search`; type checkers read its content here."""
+    """Class of this package, which makes the package callable as `search`. Type checkers read the content of the
+    package here."""
 
     if TYPE_CHECKING:
         from fsdpx.plan.kernels import KernelRates as KernelRates
@@ -53,7 +54,7 @@ class CallablePackage(ModuleType):
     else:
 
         def __call__(self, *arguments: Any, **options: Any) -> Plan:
-            """Return `search(*arguments, **options)`; ConfigError if the arguments do not fit its signature."""
+            """Return `search(*arguments, **options)`; raise ConfigError if the arguments do not fit its signature."""
             try:
                 signature(search).bind(*arguments, **options)
             except TypeError as error:

@@ -1,4 +1,5 @@
-"""strategy="auto": rank 0 searches for the best configuration of the running ranks, and all ranks apply its choices."""
+"""strategy="auto": rank 0 searches for the best configuration for the running ranks, and all ranks apply its
+choices."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ __all__ = ["MACHINE_FILE", "plan_recipe"]
 MACHINE_FILE = Path("machine.toml")
 """File that `measure-machine` writes and strategy="auto" reads, in the working folder."""
 NOT_PLANNED_OPTIONS = ("model", "strategy", "planned", "device", "device_map", "backend", "check", "tune", "trace")
-"""Fields of a recipe that a plan does not depend on, or that it decides."""
+"""Fields of a recipe that do not affect a plan, or that the plan decides."""
 
 
 def plan_recipe(
@@ -37,25 +38,25 @@ def plan_recipe(
     memory: int | str | None = None,
     machine: str | PathLike[str] | Machine | None = None,
 ) -> Recipe:
-    """Return the recipe with the fastest choices that fit; the user's own choices stay. Collective.
+    """Return the recipe completed by the fastest choices that fit; the user's own choices are kept. Collective.
 
     Parameters
     ----------
     recipe : the user's choices, with strategy="auto"
     world : communicator of all ranks
-    batch : inputs and targets of the whole global batch, as for `fsdpx.plan`
-    memory : bytes that a rank may take (default: its share of the host's free memory; for a GPU the capacity that
+    batch : inputs and targets of the global batch, as for `fsdpx.plan`
+    memory : bytes that a rank may use (default: its share of the host's free memory; for a GPU, the capacity that
         `machine` states)
-    machine : the machine to plan for (default: `machine.toml` in the working folder of rank 0, else a laptop's figures
-        for these hosts)
+    machine : the machine to plan for (default: `machine.toml` in the working folder of rank 0, else the figures of a
+        laptop for each of these hosts)
 
     Returns
     -------
-    Recipe : the same on all ranks
+    Recipe : the completed recipe, identical on all ranks
 
     Raises
     ------
-    ConfigError : nothing fits, or `batch`, loss or optimizer is missing; on all ranks
+    ConfigError : nothing fits, or `batch`, loss or optimizer is missing; raised on all ranks
     """
     require_loss_and_optimizer("strategy='auto'", recipe.training.loss, recipe.training.optimizer)
     if batch is None:
@@ -90,10 +91,10 @@ def plan_recipe(
 
 
 def _get_fixed_options(recipe: Recipe) -> dict[str, Any]:
-    """Return the options that the user has chosen, which the search must keep.
+    """Return the options that the search must keep: those that the user has chosen, and some others.
 
-    The precision is fixed, since a plan must not change results; so are group_bytes, which are measured at runtime, and
-    offload, which needs a folder."""
+    The precision is fixed because a plan must not change results. `group_bytes` is fixed because it is measured at
+    runtime, and `offload` because it needs a folder."""
     found = {
         "precision": recipe.training.precision, "group_bytes": recipe.runtime.group_bytes,
         "offload": recipe.distribution.offload,
@@ -115,7 +116,7 @@ def _find_host_size_and_host_count(world: Communicator) -> tuple[int, int]:
 
 
 def _agree_on_memory_limit(recipe: Recipe, world: Communicator) -> int | None:
-    """Return the smallest memory limit of all ranks in bytes, None if not known. Collective."""
+    """Return the smallest memory limit of all ranks in bytes; None if it is not known. Collective."""
     if recipe.runtime.device == "cuda" or isinstance(world, FakeCommunicator):
         return None
     own = find_memory_budget(0, _find_host_size_and_host_count(world)[0])[1]
@@ -126,7 +127,7 @@ def _agree_on_memory_limit(recipe: Recipe, world: Communicator) -> int | None:
 def _find_machine_and_source(
     asked: str | PathLike[str] | Machine | None, world: Communicator, device: str
 ) -> tuple[Machine, str]:
-    """Return the machine to plan for, and its origin as text."""
+    """Return the machine to plan for, and a text that names its origin."""
     if asked is not None or MACHINE_FILE.exists():
         found = Machine.load(MACHINE_FILE if asked is None else asked)
         return found, f"{found.name}" if asked is not None else f"{found.name} ({MACHINE_FILE})"
@@ -144,7 +145,7 @@ def _find_machine_and_source(
 
 
 def _describe_plan(found: Plan, source: str) -> str:
-    """Return the chosen options and their prediction as text."""
+    """Return a text with the chosen options and their predicted time and memory."""
     best, limit = (
         found.best_candidate,
         "" if found.memory is None else f" within {format_bytes(found.memory)} of a rank",

@@ -1,5 +1,5 @@
-"""Costs of the actions of a dry run. Equal layers run once; further calls reuse the recorded costs and make new result
-arrays."""
+"""Costs of the actions of a dry run. Each of several equal layers runs once; further calls reuse the recorded costs and
+create new result arrays."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fsdpx.nn.layer import Layer
 __all__ = ["ActionCost", "ActionCostRecorder"]
 
 Call = tuple[str, str, int, int]
-"""Axis, collective, number of calls, bytes that this rank sends in all of them."""
+"""(Axis, collective, number of calls, bytes that this rank sends in all of them)."""
 
 LAYER_MODULES = tuple(f"fsdpx.{name}." for name in ("nn", "ext.fields", "ext.lora", "ext.moe"))
 """Prefixes of modules whose layers are fully described by their attributes."""
@@ -32,7 +32,7 @@ LAYER_MODULES = tuple(f"fsdpx.{name}." for name in ("nn", "ext.fields", "ext.lor
 
 @dataclass
 class ActionCost:
-    """Work and communication of one action. calls: includes those inside of layers."""
+    """Work and communication of one action. calls: all calls, including those inside layers."""
 
     work: WorkCount
     calls: tuple[Call, ...] = ()
@@ -41,8 +41,8 @@ class ActionCost:
 class _LayerResult(NamedTuple):
     """Recorded result of one method of a layer.
 
-    plan: how to build its return value. inner: peak bytes during the call beyond those alive before. flags: which
-    gradients are written afterwards."""
+    plan: how to rebuild the return value. inner: peak bytes during the call in addition to those in use before. flags:
+    which gradients are written after the call."""
 
     plan: Any
     work: WorkCount
@@ -52,17 +52,17 @@ class _LayerResult(NamedTuple):
 
 
 MAX_MEMOIZED_CALLS = 4096
-"""Number of remembered layer calls above which all are forgotten before the next step."""
+"""Maximum number of memoized layer calls; if there are more, all are dropped before the next step."""
 _MEMOIZED: dict[Any, _LayerResult | None] = {}
 _LAYER_BY_KEY: dict[Any, tuple[Layer, list[Any]]] = {}
-"""Signature of a layer -> the first layer with it, and objects that must live as long because the signature has their
-id."""
+"""Key of a layer -> the first layer with this key, and objects that must be kept alive because the key contains their
+ids."""
 _FIRST_EQUAL: dict[int, tuple[Layer, Layer]] = {}
-"""id of a layer -> that layer, and the first layer equal to it."""
+"""id of a layer -> the layer itself, and the first layer that is equal to it."""
 
 
 class ActionCostRecorder(TimelineRecorder):
-    """Records the cost of each action of the next program in order. work: the counter that the dry run adds to."""
+    """Records the cost of each action of the next program, in order. work: the counter to which the dry run adds."""
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -75,7 +75,7 @@ class ActionCostRecorder(TimelineRecorder):
                 known.clear()
 
     def watch_trainer(self, trainer: Trainer, meter: MemoryMeter) -> None:
-        """Record what this trainer does from now on. meter: the memory meter of its arrays."""
+        """Record all further actions of this trainer. meter: the memory meter of its arrays."""
         place = trainer.inspect.placement
         self.meter, self.counters, self._here = meter, place.axes.counters, frozenset(place.stage.own_units)
         trainer.inspect.engine.add_observer(self)
@@ -86,7 +86,7 @@ class ActionCostRecorder(TimelineRecorder):
         self._pop_work_and_calls()
 
     def wrap_units(self, units: Sequence[Unit]) -> Sequence[Unit]:
-        """Return the units with layers that are memoized."""
+        """Return the units with their layers replaced by memoized ones."""
         if len(self._units) < len(units):
             for unit in units:
                 nodes = (
@@ -110,7 +110,7 @@ class ActionCostRecorder(TimelineRecorder):
         """Do nothing: work outside of programs takes no time in a dry run."""
 
     def _pop_work_and_calls(self, moved: bool = True) -> tuple[WorkCount, tuple[Call, ...]]:
-        """Return work and calls since the previous call of this method. moved: whether there can be calls."""
+        """Return the work and calls since the previous call of this method. moved: False if there can be no calls."""
         work = self.work.pop_counts()
         if not moved:
             return work, ()
@@ -123,11 +123,11 @@ class ActionCostRecorder(TimelineRecorder):
     def run_memoized(
         self, key: tuple[Any, ...], run: Callable[[], Any], given: Sequence[Any], flags: _Flags, constants: Any
     ) -> Any:
-        """Return `run()`, memoized by `key` and the shapes of `given`; a remembered call returns new arrays and counts
+        """Return `run()`, memoized by `key` and the shapes of `given`. A memoized call returns new arrays and counts
         the same work.
 
-        flags: which gradients of the layer are written. constants: those of `LayerContext`; a call that adds to them is
-        not remembered."""
+        flags: which gradients of the layer are written. constants: those of `LayerContext`; a call that adds constants
+        is not memoized."""
         roots: list[Storage] = []
         key = (*key, _make_shape_key((given, constants), roots), flags.read_flags())
         made = self._known.get(key)
@@ -144,7 +144,7 @@ class ActionCostRecorder(TimelineRecorder):
     def _run_and_memoize(
         self, key: Any, run: Callable[[], Any], roots: list[Storage], flags: _Flags, constants: Any
     ) -> Any:
-        """Run the call, and remember its result and costs under `key` if its result can be rebuilt."""
+        """Run the call, and memoize its result and costs under `key` if the result can be rebuilt."""
         there, meter, before = len(constants), self.meter, self.counters.copy()
         peak, meter.peak, live = meter.peak, meter.live, meter.live
         with counting_work() as work:
@@ -164,7 +164,7 @@ class ActionCostRecorder(TimelineRecorder):
 
 
 class _Flags:
-    """Access to the flags that tell which gradients of a layer are written."""
+    """Access to the flags that say which gradients of a layer are written."""
 
     __slots__ = ("_entries",)
 
@@ -180,11 +180,11 @@ class _Flags:
 
 
 ARGUMENTS = {"forward": "p", "backward": "pg", "backward_leaf": "pg", "backward_input": "p", "backward_params": "g"}
-"""Method of a layer -> its arguments after the `LayerContext`: p parameters, g gradients; arrays follow."""
+"""Method of a layer -> its arguments after the `LayerContext`: p for parameters, g for gradients; arrays follow."""
 
 
 class _MemoizedLayer:
-    """Wrapper of a layer whose methods run once for each combination of argument shapes."""
+    """Wrapper of a layer whose methods run only once for each combination of argument shapes."""
 
     def __init__(self, layer: Layer, costing: ActionCostRecorder) -> None:
         self._layer, self._costing = _find_first_equal_layer(layer), costing
@@ -194,8 +194,8 @@ class _MemoizedLayer:
         return partial(self._call_memoized, name, found) if name in ARGUMENTS else found
 
     def _call_memoized(self, what: str, run: Callable[..., Any], env: Any, *arguments: Any) -> Any:
-        """Call a method of the layer through `ActionCostRecorder.run_memoized`, keyed by everything in `env` that it
-        depends on."""
+        """Call a method of the layer through `ActionCostRecorder.run_memoized`. The key contains everything in `env`
+        that affects the result."""
         own, given = dict(zip(ARGUMENTS[what], arguments, strict=False)), arguments[len(ARGUMENTS[what]) :]
         lines = [(line.rank, line.size) for line in (env.mesh.tensor, env.mesh.data, *env.mesh.domain)]
         key = (id(self._layer), what, env.training, env.recomputing, env.recompute, env.time, *lines)
@@ -209,8 +209,8 @@ class _MemoizedLayer:
 
 
 def _find_first_equal_layer(layer: Layer) -> Layer:
-    """Return the first known layer that computes the same. Equal containers must share one object, which knows what it
-    has saved."""
+    """Return the first known layer that is equal to this one. Equal containers must share one object, because the
+    object knows what it has saved."""
     if id(layer) not in _FIRST_EQUAL:
         kept: list[Any] = [layer]
         _FIRST_EQUAL[id(layer)] = layer, _LAYER_BY_KEY.setdefault(_make_layer_key(layer, kept), (layer, kept))[0]
@@ -218,9 +218,9 @@ def _find_first_equal_layer(layer: Layer) -> Layer:
 
 
 def _make_layer_key(value: Any, kept: list[Any]) -> Any:
-    """Return a hashable description of a layer, or of a part of one, by its attributes.
+    """Return a hashable key of a layer or of a part of one, built from its attributes.
 
-    Objects without known attributes are described by their id and added to `kept`, so that the id stays valid."""
+    Objects without known attributes are identified by their id and appended to `kept`, so that the id remains valid."""
     if value is None or isinstance(value, int | float | str | bytes | type):
         return value
     if isinstance(value, tuple | list):
@@ -234,8 +234,8 @@ def _make_layer_key(value: Any, kept: list[Any]) -> Any:
 
 
 def _make_shape_key(value: Any, roots: list[Storage]) -> Any:
-    """Return a hashable description of the shapes in `value` and of which arrays share memory; append the storage of
-    each array to `roots`."""
+    """Return a hashable key of the shapes in `value` and of which arrays share memory. The storage of each array is
+    appended to `roots`."""
     kind = type(value)
     if kind is ShapeArray:
         roots.append(value.root)

@@ -1,5 +1,5 @@
-"""`dry_run`: any rank of any world runs a step on shapes and counts bytes, calls and memory. Needs neither MPI nor
-data."""
+"""`dry_run` runs a step of any rank of any world on shapes, and counts bytes, calls and memory. It needs neither MPI
+nor data."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from fsdpx.plan.peak import ACTIVATION_BYTES_PER_GAP_BYTE, MemoryPeak, find_memo
 __all__ = ["DryRun", "ProcessBaseline", "dry_run", "measure_or_load_baseline"]
 
 MEASURE_TIMEOUT_SECONDS = 240.0
-"""Timeout of a measuring process, most of which compiling all kernels may take."""
+"""Timeout of the measuring process. Compiling all kernels may take most of this time."""
 
 CHILD_CODE = """
 import json, sys
@@ -71,9 +71,9 @@ print(json.dumps([taken, [b - a for a, b in zip(before, between)], kilobytes()[0
 class ProcessBaseline:
     """Resident bytes of a process without a model.
 
-    own: private to the process, without MPI. files: code and data that processes of a host share, without MPI. mpi,
-    mpi_files: the same that MPI adds, including its shared memory. workspace: of the BLAS library, for the copies of
-    large operands that it reorders."""
+    own: private bytes, without MPI. files: code and data that the processes of a host share, without MPI. mpi,
+    mpi_files: the same, added by MPI, including its shared memory. workspace: workspace of the BLAS library, which
+    holds reordered copies of large operands."""
 
     own: int
     files: int
@@ -87,11 +87,11 @@ _TYPES = dict.fromkeys((one.name for one in fields(ProcessBaseline)), int)
 
 @cache
 def measure_or_load_baseline(mpi: bool, blas: str, ranks_here: int) -> ProcessBaseline:
-    """Return the resident bytes of a process without a model; takes about three seconds once per machine, then reads a
-    record.
+    """Return the resident bytes of a process without a model. The measurement takes about three seconds, once per
+    machine; later calls read its record.
 
-    mpi: whether ranks are started by an MPI launcher; if MPI cannot be loaded it is left out. blas: library of matrix
-    products. ranks_here: ranks of this host. ConfigError if the measuring process fails."""
+    mpi: whether an MPI launcher starts the ranks; ignored if MPI cannot be loaded. blas: library for matrix products.
+    ranks_here: number of ranks on this host. Raise ConfigError if the measuring process fails."""
     key = {"machine": platform.node(), "python": sys.version, "blas": blas, "mpi": mpi, "ranks here": ranks_here}
     key |= {"code": code_cache.can_keep_code(), "fsdpx": __version__, "asked": crc32(CHILD_CODE.encode())} | {
         name: get_package_version(name) for name in ("numpy", "numba", "mpi4py", "mkl")
@@ -110,7 +110,7 @@ def measure_or_load_baseline(mpi: bool, blas: str, ranks_here: int) -> ProcessBa
 
 
 def _measure_in_child(mpi: bool, blas: str, ranks_here: int) -> ProcessBaseline | str:
-    """Return the baseline that a new process measures, or the reason why it fails."""
+    """Return the baseline that a new process measures, or the reason for its failure."""
     command = [sys.executable, "-c", CHILD_CODE, "mpi" if mpi else "local", blas, str(ranks_here)]
     try:
         done = subprocess.run(
@@ -131,8 +131,8 @@ def _measure_in_child(mpi: bool, blas: str, ranks_here: int) -> ProcessBaseline 
 
 
 OBJECT_BYTES_PER_PARAMETER = 6 << 10
-"""Bytes of Python objects for each parameter tensor: views, fields, its share of a layer and of the program. Measured
-on models of a thousand layers, where they are a tenth of the process."""
+"""Bytes of Python objects for each parameter tensor: views, fields, and its part of the layer and of the program.
+Measured on models of a thousand layers, where they are a tenth of the process."""
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,8 @@ class DryRun:
     activations : peak bytes of activations between actions: forward outputs, values kept for backward, and their
         gradients
     peak_heap_bytes : peak bytes outside the arena at any time, including temporaries of layers while they compute
-    ranks_here : ranks on this rank's host
-    peak : the moment of highest memory use, and what is held for which unit
+    ranks_here : number of ranks on this rank's host
+    peak : the moment of highest memory use, and the memory held for each unit
     """
 
     program: Program
@@ -161,10 +161,10 @@ class DryRun:
 
     @cached_property
     def footprint(self) -> Footprint:
-        """Expected peak of the whole process: also interpreter, libraries, MPI and shared windows.
+        """Expected peak memory of the process, including interpreter, libraries, MPI and shared windows.
 
-        The memory of a process without a model is measured once per machine, in about three seconds. Kernels are
-        assumed to be compiled (the first job on a machine compiles them, which takes some 150 MiB more)."""
+        The memory of a process without a model is measured once per machine, which takes about three seconds. Kernels
+        are assumed to be compiled: the first job on a machine compiles them, which takes some 150 MiB more."""
         placement, here = self.trainer.inspect.placement, self.ranks_here
         base = measure_or_load_baseline(placement.axes.world.size > 1, placement.tuning.blas, here)
         objects = OBJECT_BYTES_PER_PARAMETER * len(placement.layout.specs)
@@ -205,17 +205,17 @@ def dry_run(
     x, y : this rank's batch as arrays, of which only shape and dtype are used, or as (shape, dtype) pairs; a tuple or
         dict of them for several inputs
     ranks : number of ranks of the imagined job
-    rank : which of them to run
-    ranks_per_host : how many of them share the memory of a host, where shared memory is used (docs: speed)
-    options : those of `fsdpx.distribute`, without comm, device and backend
+    rank : the rank to run
+    ranks_per_host : how many ranks share the memory of a host, where shared memory is used (docs: speed)
+    options : options of `fsdpx.distribute`, except comm, device and backend
 
     Returns
     -------
-    DryRun : its program, its report, and the `footprint` of the process
+    DryRun : program and report of the rank, and the `footprint` of its process
 
     Raises
     ------
-    ConfigError : options that `fsdpx.distribute` would refuse, or a batch that is neither arrays nor such pairs
+    ConfigError : `fsdpx.distribute` would reject the options, or the batch is neither arrays nor such pairs
     """
     for name in ("comm", "device", "backend"):
         if name in options:
@@ -236,7 +236,8 @@ def dry_run(
 
 
 def _make_fake_world(rank: int, ranks: int, ranks_per_host: int) -> FakeCommunicator:
-    """Return a communicator of an imagined world. Consecutive ranks share a host, as launchers place them."""
+    """Return a fake communicator of a world of `ranks` ranks. Consecutive ranks share a host, as launchers place
+    them."""
     if ranks_per_host < 1:
         raise ConfigError(f"ranks_per_host={ranks_per_host}: at least one rank is on a host")
     if min(ranks, ranks_per_host) == 1 or not environment.read_environment().can_share_memory or not 0 <= rank < ranks:
@@ -245,7 +246,7 @@ def _make_fake_world(rank: int, ranks: int, ranks_per_host: int) -> FakeCommunic
 
 
 def _make_shape_arrays(spec: Any, name: str = "x") -> Any:
-    """Return shape-only arrays for a batch given as arrays or (shape, dtype) pairs."""
+    """Return arrays without data for a batch given as arrays or as (shape, dtype) pairs."""
     from fsdpx.core.array.namespace import parse_dtype
     from fsdpx.core.array.shapes import ShapeArray
 

@@ -1,5 +1,5 @@
-"""Extrapolates a step from few microbatches to all: the whole program tells how often each action runs, and time grows
-linearly."""
+"""Extrapolates a step from a few microbatches to all of them: the full program tells how often each action runs, and
+the time grows linearly with the number of microbatches."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ __all__ = ["StepDryRuns"]
 class StepDryRuns:
     """The dry runs of a step, from which the step can be predicted on any machine.
 
-    runs: of the data rank with most samples, by rank of the pipe. others: of the one with fewest samples, and of
-    another busy rank of a grid. ran: number of microbatches that ran. few, each: see
+    runs: runs of the data rank with most samples, by pipeline rank. others: runs of the data rank with fewest samples,
+    and of a second busy rank of a grid. ran: number of microbatches that ran. few, each: see
     `WorldStep.count_simulated_microbatches`."""
 
     step: WorldStep
@@ -37,16 +37,16 @@ class StepDryRuns:
 
     @classmethod
     def from_step(cls, step: WorldStep, ran: int) -> StepDryRuns:
-        """Run the step with `ran` microbatches, see `WorldStep.count_dry_run_microbatches`, or with all of them if
-        these do not represent the rest."""
+        """Run the step with `ran` microbatches (see `WorldStep.count_dry_run_microbatches`), or with all microbatches
+        if these do not represent the others."""
         found = cls._run_differing_ranks(step, ran, *step.count_simulated_microbatches())
         m = step.microbatches
         return found if found._can_extrapolate() else cls._run_differing_ranks(step, m, m, 0)
 
     @classmethod
     def _run_differing_ranks(cls, step: WorldStep, ran: int, few: int, each: int) -> StepDryRuns:
-        """Run the step on the ranks that can differ: those of the data rank with most samples, with fewest, and of a
-        second busy rank of a grid."""
+        """Run the step on the ranks that can differ: those of the data rank with most samples, those of the data rank
+        with fewest, and those of a second busy rank of a grid."""
         last, runs, others = step.sample_group_count - 1, list[RankDryRun](), list[RankDryRun]()
         if step.count_samples_of_group(0) < step.count_samples_of_group(last) and (
             step.count_samples_of_group(0) or step.options.get("reproducible_chunks") is None
@@ -58,8 +58,8 @@ class StepDryRuns:
         return cls(step, runs, others, ran, few, each)
 
     def _can_extrapolate(self) -> bool:
-        """Return whether the whole programs consist of actions that ran, and each further group of microbatches adds
-        the same actions."""
+        """Return whether the full programs consist of actions that ran, and each further group of microbatches adds the
+        same actions."""
         m, few, each = self.step.microbatches, self.few, self.each
         times = (m - few) // each if each else 0
         for one in () if self.ran == m else self.runs:
@@ -71,9 +71,9 @@ class StepDryRuns:
         return True
 
     def extrapolate_step(self, timing: StepTimes) -> tuple[float, dict[str, float], tuple[ActionEvent, ...]]:
-        """Return the seconds of the step without its overhead, its parts in seconds, and the simulated events.
+        """Return the seconds of the step without overhead, these seconds by cause, and the simulated events.
 
-        Microbatches beyond the simulated ones take the same time each."""
+        Each microbatch beyond the simulated ones takes the same time."""
         few, each, clock = self.few, self.each, StepClock(self.runs, timing)
         seconds, rows = clock.time_programs(few)
         parts = clock.average_seconds_by_cause(rows, seconds)
@@ -86,15 +86,15 @@ class StepDryRuns:
         return seconds, parts, tuple(event for row in rows for event in row)
 
     def make_rank_classes(self) -> tuple[RankClass, ...]:
-        """Return the classes of equal ranks, with traffic and peak of all microbatches."""
+        """Return the classes of equal ranks, with the traffic and memory peak for all microbatches."""
         step = self.step
         rows = step.sample_count // step.sample_group_count // step.microbatches * (step.microbatches - self.ran)
         busy = (self.others, step.count_bytes_per_sample(1)), (self.runs, step.count_bytes_per_sample(0))
         return tuple(self._extrapolate_rank_class(run, rows * nbytes) for some, nbytes in busy for run in some)
 
     def _extrapolate_rank_class(self, run: RankDryRun, nbytes: int) -> RankClass:
-        """Return the rank class of a run with the traffic of all microbatches. nbytes: bytes of the batch that did not
-        run."""
+        """Return the rank class of a run, with the traffic of all microbatches. nbytes: bytes of the microbatches that
+        did not run."""
         if self.ran == self.step.microbatches:
             return run.found
         traffic, more = dict(run.found.traffic), run.count_actions(self.step.microbatches)
@@ -107,10 +107,10 @@ class StepDryRuns:
         return replace(run.found, peak=run.found.peak.with_larger_batch(nbytes), traffic=traffic)
 
     def make_memory_curves(self, events: Sequence[ActionEvent]) -> list[dict[str, list[tuple[float, int]]]]:
-        """Return for each rank of the pipe: kind of memory -> [(seconds, bytes from then on)], over the events of a
-        prediction.
+        """Return for each pipeline rank a dict: kind of memory -> [(seconds, bytes in use from then on)], over the
+        events of a prediction.
 
-        Buffers that programs lend count while they are in use, activations with their maximum during each action. The
+        Buffers of the program count while they are in use, and activations with their maximum during each action. The
         dry runs must have run all microbatches of `events`."""
         rows = group_events_by_rank(events)
         return [_make_memory_curve(run, self.few, rows[rank]) for rank, run in enumerate(self.runs)]
@@ -119,7 +119,8 @@ class StepDryRuns:
 def _make_memory_curve(
     run: RankDryRun, microbatches: int, row: list[ActionEvent]
 ) -> dict[str, list[tuple[float, int]]]:
-    """Return kind of memory -> [(seconds, bytes from then on)] of one rank of the pipe. row: its simulated events."""
+    """Return kind of memory -> [(seconds, bytes in use from then on)] for one pipeline rank. row: its simulated
+    events."""
     state, program = run.session.state, run.programs[microbatches]
     held = state.ledger.count_bytes_by_kind()
     changes: dict[str, list[tuple[float, int]]] = {kind: [(0.0, n)] for kind, n in held.items()}
@@ -143,8 +144,8 @@ def _make_memory_curve(
 
 
 def _accumulate_changes(changes: list[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Return the running sum of changes, one point per moment; memory freed at a moment counts before memory taken
-    then."""
+    """Return the running sum of the changes, with one point per moment. At the same moment, memory is freed before
+    memory is allocated."""
     changes.sort()
     now = accumulate(nbytes for _, nbytes in changes)
     return list(dict(zip((time for time, _ in changes), now, strict=True)).items())

@@ -1,4 +1,4 @@
-"""Says which numbers of a prediction are not supported by measurements."""
+"""Lists the figures of a prediction that no measurement supports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MEASURE = "python -m fsdpx measure-machine"
 
 
 def list_unmeasured(found: Prediction) -> list[str]:
-    """Return sentences about the numbers of a prediction that no measurement supports; [] if there are none."""
+    """Return sentences about the figures of a prediction that no measurement supports; [] if there are none."""
     machine, ranks = found.machine, found.mesh.size
     measured = machine.measured or ()
     sentences = []
@@ -31,8 +31,8 @@ def list_unmeasured(found: Prediction) -> list[str]:
 
 
 def _explain_unmeasured_kernels(machine: Machine) -> str:
-    """Return a sentence if no kernel of a CPU machine was measured, else "". Convolutions reach at most half of the
-    rate of matrix products."""
+    """Return a sentence if no kernel of a CPU machine was measured, else "". Convolutions reach at most half the rate
+    of matrix products."""
     if machine.compute.gpu or machine.compute.kernels.passes:
         return ""
     rates = f"no kernel of {machine.name} was measured: all are priced as matrix products and copies of memory"
@@ -57,8 +57,8 @@ def _explain_unmeasured_half_rate(found: Prediction) -> str:
 
 
 def _explain_unmeasured_sharding(found: Prediction) -> str:
-    """Return a sentence if the step shards state over GPUs, else "": measured GPU steps cover only replicas, tensor and
-    pipeline parallelism."""
+    """Return a sentence if the step shards state over GPUs, else "". Steps on GPUs were measured only with replicas,
+    tensor and pipeline parallelism."""
     if not found.machine.compute.gpu or found.mesh.width_of("shard") < 2:
         return ""
     return "no measured step of several GPUs with zero1 to fsdp stands behind these times: they are computed alone"

@@ -1,4 +1,4 @@
-"""Measured speed of kernels by kind and format, and the rate that follows for a call of any size."""
+"""Measured rates of kernels by name and format, from which the rate of a call of any size is interpolated."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = [
 ]  # fmt: skip
 
 SHORT, LONG = 1 << 18, 1 << 26
-"""Bytes that a call reads and writes, within (`SHORT`) and beyond (`LONG`) the caches. Rates of passes are measured at
-these two sizes."""
+"""Numbers of bytes that a call reads and writes, within (`SHORT`) and beyond (`LONG`) the caches. The rates of
+memory-bound kernels are measured at these two sizes."""
 USUAL, COPY, CAST, WEIGHTS = "elements", "copy", "store", "weights of "
-"""Names of rates in `KernelRates.passes`: array code, the rate of passes that were not measured; copies; conversions
-between formats; and the prefix of rates at which convolutions reorder their weights."""
+"""Names of rates in `KernelRates.passes`: plain array code, whose rate also applies to kernels that were not measured;
+copies; conversions between formats; and the prefix of the rates at which convolutions reorder their weights."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class KernelRates:
     def get_bytes_per_second(self, one: KernelPass, name: str) -> float | None:
         """Return the rate of a kernel call that is bound by memory, interpolated between `SHORT` and `LONG` bytes.
 
-        Formats that were not measured have the rates of float32, kernels that were not measured that of plain array
-        code.
+        Formats that were not measured have the rates of float32. Kernels that were not measured have the rate of plain
+        array code.
 
         Parameters
         ----------
         one : kernel, item size and bytes of the call
-        name : its format, such as "float32"
+        name : format of the call, such as "float32"
 
         Returns
         -------
@@ -63,15 +63,14 @@ class KernelRates:
         return exp((1 - share) * log(rates[0]) + share * log(rates[1]))
 
     def get_flops_per_second(self, one: ProductCount, name: str) -> float | None:
-        """Return the rate of a matrix product inside a kernel, which includes all other work that the kernel does in
-        the caches.
+        """Return the rate of a matrix product inside a kernel. It includes all other work of the kernel in the caches.
 
-        Formats of 16 bits that were not measured have the rate of float32, in which they are computed.
+        16-bit formats that were not measured have the rate of float32, in which they are computed.
 
         Parameters
         ----------
-        one : sizes of the product, and the kernel that it is a part of
-        name : its format, such as "float32"
+        one : sizes of the product, and the kernel that contains it
+        name : format of the product, such as "float32"
 
         Returns
         -------
@@ -83,13 +82,13 @@ class KernelRates:
         return None if grid is None else grid.interpolate_at(get_grid_point(one))
 
     def compute_product_seconds(self, one: ProductCount, name: str) -> float | None:
-        """Return the time of a matrix product inside a kernel, including the reordering of its weights, which matters
-        when there are few cells.
+        """Return the time of a matrix product inside a kernel, including the reordering of its weights, which takes a
+        noticeable time if there are few cells.
 
         Parameters
         ----------
-        one : sizes of the product, and the kernel that it is a part of
-        name : its format, such as "float32"
+        one : sizes of the product, and the kernel that contains it
+        name : format of the product, such as "float32"
 
         Returns
         -------
@@ -102,13 +101,13 @@ class KernelRates:
         return one.flops / rate + count_weight_bytes(one) / known[0]
 
     def compute_extra_memory_seconds(self, one: KernelPass, name: str) -> float | None:
-        """Return the time that a kernel with measured products takes in addition to these: for reaching memory beyond
-        the caches, and for widening and rounding 16-bit values that are computed in float32.
+        """Return the time that a kernel with measured products takes in addition to them: to access memory beyond the
+        caches, and to convert 16-bit values that are computed in float32.
 
         Parameters
         ----------
         one : kernel, item size and bytes of the call
-        name : its format, such as "float32"
+        name : format of the call, such as "float32"
 
         Returns
         -------
@@ -123,7 +122,7 @@ class KernelRates:
         return self._compute_extra_seconds(2 * one.nbytes, "float32") + (0.0 if rate is None else cast.nbytes / rate)
 
     def _compute_extra_seconds(self, nbytes: int, name: str) -> float:
-        """Return how many seconds longer a copy of `nbytes` takes than at the rate within the caches."""
+        """Return how many seconds longer a copy of `nbytes` takes than it would at the rate inside the caches."""
         far, near = (self.get_bytes_per_second(KernelPass(COPY, 4, n), name) for n in (nbytes, SHORT))
         return 0.0 if far is None or near is None else max(nbytes / far - nbytes / near, 0.0)
 
@@ -134,24 +133,23 @@ class KernelRates:
 
 
 def get_grid_point(one: ProductCount) -> tuple[int, int, int, float]:
-    """Return the position of a product in its kernel's grid: input channels, output channels, window size, windows per
-    row.
+    """Return the coordinates of a product in the grid of its kernel: input channels, output channels, window size,
+    windows per row.
 
-    Products for gradients of parameters sum over cells, so their input channels are the columns."""
+    Products for parameter gradients sum over cells, so their input channels are the columns."""
     channels = one.columns if "params" in one.kernel else one.inner
     return channels, one.rows, one.places, one.windows
 
 
 def count_weight_bytes(one: ProductCount) -> int:
-    """Return the bytes of a float32 weight of (output channels, input channels), one of the products of a
+    """Return the bytes of a float32 weight of shape (output channels, input channels), for one of the products of a
     convolution."""
     return 4 * prod(get_grid_point(one)[:2])
 
 
 @dataclass(frozen=True)
 class _Grid:
-    """Rates on a full grid. axes: the coordinates along each axis, sorted. logs: logarithm of the rate at each
-    point."""
+    """Rates on a full grid. axes: sorted coordinates along each axis. logs: logarithm of the rate at each point."""
 
     axes: tuple[tuple[float, ...], ...]
     logs: Mapping[tuple[float, ...], float]
@@ -162,7 +160,7 @@ class _Grid:
         return cls(tuple(tuple(sorted(set(axis))) for axis in zip(*logs, strict=True)), logs)
 
     def interpolate_at(self, point: Sequence[float]) -> float:
-        """Return the rate at a point, interpolated between its neighbors; a point outside the grid has the rate of its
+        """Return the rate at a point, interpolated between its neighbors. A point outside the grid has the rate at the
         edge."""
         weighed = [_find_weighted_neighbors(axis, value) for axis, value in zip(self.axes, point, strict=True)]
         corners = product(*weighed)
@@ -170,8 +168,8 @@ class _Grid:
 
 
 def _find_weighted_neighbors(axis: Sequence[float], value: float) -> list[tuple[float, float]]:
-    """Return the one or two points of an axis that enclose a value, each with its weight. Weights are linear in the
-    logarithm."""
+    """Return the one or two grid points of an axis that enclose a value, each with its weight. Weights are linear in
+    the logarithm of the value."""
     value = min(max(value, axis[0]), axis[-1])
     high = next(n for n, point in enumerate(axis) if point >= value)
     if axis[high] == value:
@@ -182,7 +180,7 @@ def _find_weighted_neighbors(axis: Sequence[float], value: float) -> list[tuple[
 
 
 def explain_invalid_rates(value: Any, formats: Iterable[str]) -> str:
-    """Return what is wrong with the [kernels] section of a machine file, as text; "" if it is valid."""
+    """Return a text about what is wrong with the [kernels] section of a machine file; "" if the section is valid."""
     if not isinstance(value, dict) or not {"passes", "products"}.issuperset(value):
         return "tables passes and products by format are needed, as measure-machine writes them"
     for kind, length in (("passes", 2), ("products", 5)):

@@ -149,7 +149,7 @@ def test_a_batch_is_needed_and_options_of_a_plan_need_one() -> None:
     assert only.startswith("batch=(((16, 8), 'int64'), ((8, 8), 'int64')): the shape and dtype of inputs and targets")
     (only,) = errors(2, strategy="fsdp", batch=None)
     assert only == "memory='1GiB': a plan needs it, and nothing is planned; say strategy='auto'"
-    with pytest.raises(ConfigError, match=r"^strategy='auto': this trainer was made without optimizer, to predict"):
+    with pytest.raises(ConfigError, match=r"^strategy='auto': this trainer was made without optimizer, for prediction"):
         nn.Linear(2, 2).as_distributed(loss=nn.MSELoss(), strategy="auto", batch=(X, X))
 
 
