@@ -1,4 +1,4 @@
-"""A lower bound of the step time from the layers, whose dry run many configurations share."""
+"""A lower bound on the step time, computed from a dry run of the layers that many configurations share."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from fsdpx.plan.world_step import WorldStep
 __all__ = ["compute_lower_bound_seconds"]
 
 STEP_PARTS = {"F": 0, "C": 0, "LOSS": 0, "B": 1, "I": 1, "R": 2, "W": 3}
-"""Verb -> part of a step: 0 forward; 1 backward up to the gradients that other ranks wait for; 2 recomputation; 3 the
-rest of backward."""
+"""Operation -> part of a step: 0 forward; 1 backward up to the gradients that other ranks wait for; 2 recomputation; 3
+the rest of backward."""
 LAYERS_ONLY_OPTIONS = {
     "strategy": "ddp", "schedule": "1f1b", "group_bytes": 0, "compression": None, "offload": None,
     "reproducible_chunks": None,
 }  # fmt: skip
-"""Options of the dry run of the layers."""
+"""Options of the dry run that runs only the layers."""
 MICROBATCHES_RUN = 2
-"""Number of microbatches that run; the first one costs more than others."""
+"""Number of microbatches that run; only the last is used, since the first one costs more than the others."""
 
 
 def compute_lower_bound_seconds(step: WorldStep, machine: Machine) -> float:
-    """Return a lower bound of the seconds of a step: computing of ranks, and communication that layers wait for.
+    """Return a lower bound on the seconds of a step: the computing of the ranks, and the communication that layers wait
+    for.
 
-    Each rank of a pipe computes its stages for all microbatches. Before that, its first microbatch passes the forward
-    of the stages before its lowest stage; after that, its last microbatch passes their backward, during which the rank
-    may still compute gradients of parameters. The bound is 0 if `stages` are given."""
+    Each pipeline rank computes its stages for all microbatches. Before that, its first microbatch passes through the
+    forward of all stages before its lowest one. After that, its last microbatch passes through their backward, while
+    the rank may still compute parameter gradients. The bound is 0 if `stages` are given."""
     pipe, m, options = (
         PipelineChoice(step.options["schedule"], step.mesh.width_of("pipe")),
         step.microbatches,
@@ -71,10 +72,11 @@ def compute_lower_bound_seconds(step: WorldStep, machine: Machine) -> float:
 def _run_layers_and_list_costs(
     step: WorldStep, rows: int, split: bool
 ) -> tuple[LayerList, list[tuple[int, int, ActionCost]]]:
-    """Return the model in order, and costs of one microbatch as (last layer of a unit, part of the step, cost).
+    """Return the model as a list of layers, and the costs of one microbatch as (last layer of a unit, part of the step,
+    cost).
 
-    Ranks have all layers, or half of them in a pipe of two if `split`: backward is divided into I and W. rows: samples
-    of a microbatch."""
+    One rank runs all layers; if `split`, two pipeline ranks run half of them each, with backward divided into I and W.
+    rows: samples of a microbatch."""
     options, grid, pipe = step.options, step.mesh.domain, 2 if split else 1
     recompute = options["recompute"] if options["recompute"] in ("all", "attention") else None
     mesh = Mesh(pipe=pipe, replica=prod(grid), shard=1, tensor=step.mesh.width_of("tensor"))

@@ -1,4 +1,4 @@
-"""Machines as data: the speed of ranks and of the network between them, read from a machine.toml."""
+"""Machines as data: the speed of ranks and of the network between them, read from a machine.toml file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEYS_AT_MOST_1 = ("efficiency", "memory_efficiency", "spill", "contention")
 POSITIVE_KEYS = (
     "ranks", "bandwidth", "memory", "efficiency", "memory_efficiency", "capacity", "cores", "write", "read", "total",
 )  # fmt: skip
-"""Keys whose values are above 0; those of other keys may be 0."""
+"""Keys whose values must be above 0; the values of other keys may be 0."""
 FORMATS = {"float64", "float32", "bf16", "float16"}
 MEASURED_VALUES = ("compute", "links")
 """Values that the list `measured` of a machine file may contain."""
@@ -33,16 +33,16 @@ MEASURED_VALUES = ("compute", "links")
 
 @dataclass(frozen=True)
 class NetworkLevel:
-    """One level of the network hierarchy: ranks of one unit of it (a socket, a host) reach each other in the same way.
+    """One level of the network hierarchy. The ranks of one unit (a socket, a host) reach each other at the same speed.
 
     Parameters
     ----------
-    name : "socket", "host", "rack", "system"
-    latency : seconds of a message without bytes
-    bandwidth : bytes per second of one rank that sends while no other rank does
-    ranks : how many ranks one unit holds (default: all, as the last level must)
-    contention : share of its bandwidth that a rank loses to each other rank of its unit of the level below: 0 where
-        every rank has a link of its own (default), 1 where they all share one link
+    name : name of the level, such as "socket", "host", "rack" or "system"
+    latency : seconds of an empty message
+    bandwidth : bytes per second of one rank while no other rank sends
+    ranks : number of ranks of one unit (default: all ranks, which the last level requires)
+    contention : share of its bandwidth that a rank loses to each other rank in its unit of the level below: 0 if every
+        rank has its own link (default), 1 if all share one link
     """
 
     name: str
@@ -74,16 +74,16 @@ class Compute:
     flops : peak FLOP per second of matrix products, by format: float64, float32, bf16, float16
     memory : peak bytes per second to and from memory
     efficiency : share of `flops` that large products reach
-    half : FLOP of a product that reaches half of that rate: a product of F FLOP reaches efficiency F / (F + half). It
-        applies to the fastest format; products of other formats lose the same time
-    memory_efficiency : share of `memory` that passes over arrays reach
-    launch : seconds that each kernel takes in addition
-    spill : share of the intermediate arrays of attention and losses that goes through memory, where these are several
-        kernels; 0 if all of it stays in registers and caches
-    overhead : seconds that each step takes in addition
-    gpu : whether a rank is a GPU: 16-bit formats are then computed in 16 bits
-    cores : cores of one rank that is not a GPU; less than 1 where ranks share cores, in which case all other figures
-        are those of a host whose ranks all compute
+    half : FLOP of a product that reaches half of that rate: a product of F FLOP reaches the share F / (F + half). It
+        applies to the fastest format; products in other formats lose the same time
+    memory_efficiency : share of `memory` that memory-bound kernels reach
+    launch : additional seconds for each kernel
+    spill : share of the intermediate arrays of attention and losses that is written to memory, where these consist of
+        several kernels; 0 if all of them stay in registers and caches
+    overhead : additional seconds for each step
+    gpu : whether a rank is a GPU; 16-bit formats are then computed in 16 bits
+    cores : number of cores of a rank that is not a GPU; less than 1 if ranks share cores, in which case all other
+        figures are those of a host on which all ranks compute
     capacity : bytes of memory of one rank (None: not known)
     kernels : rates of kernels that were measured one by one, see `KernelRates`
     """
@@ -108,9 +108,9 @@ class DiskSpeed:
 
     Parameters
     ----------
-    write : bytes per second that one rank writes, at most
-    read : bytes per second that one rank reads, at most
-    total : bytes per second of all ranks together (default: no limit)
+    write : maximum bytes per second that one rank writes
+    read : maximum bytes per second that one rank reads
+    total : maximum bytes per second of all ranks together (default: no limit)
     """
 
     write: float
@@ -120,15 +120,15 @@ class DiskSpeed:
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine that a step is predicted for. A rank is what computes: a GPU, or the cores of one process.
+    """A machine for which steps are predicted. A rank is a GPU, or the cores of one process.
 
     Parameters
     ----------
-    name : its name in tables and messages
+    name : name of the machine in tables and messages
     levels : the network hierarchy, from the closest ranks to all ranks
     compute : speed and memory of one rank
     disk : speed of the disk for checkpoints and offload (None: not known)
-    measured : which of the figures were measured, of "compute" and "links" (None: the file does not say)
+    measured : which figures were measured: "compute", "links" or both (None: the file does not say)
     """
 
     name: str
@@ -139,16 +139,16 @@ class Machine:
 
     @classmethod
     def list_names(cls) -> list[str]:
-        """Return the names of the machines that come with fsdpx."""
+        """Return the names of the machines that are included in fsdpx."""
         return sorted(path.stem for path in SHIPPED_FOLDER.glob("*.toml"))
 
     @classmethod
     def load(cls, name_or_path: str | PathLike[str] | Machine) -> Machine:
-        """Return the machine of a name in `Machine.list_names()`, or of a machine file.
+        """Return the machine with a name in `Machine.list_names()`, or the machine of a file.
 
         Parameters
         ----------
-        name_or_path : a name, the path of a machine.toml, or a `Machine`, which is returned as it is
+        name_or_path : a name, the path of a machine.toml, or a `Machine`, which is returned unchanged
 
         Returns
         -------
@@ -156,8 +156,8 @@ class Machine:
 
         Raises
         ------
-        ConfigError : there is no such machine, or its file is invalid: the message names file, section and key, and
-            says what is needed
+        ConfigError : there is no such machine, or its file is invalid; the message then names file, section and key,
+            and says what is needed
         """
         if isinstance(name_or_path, Machine):
             return name_or_path
@@ -185,11 +185,11 @@ class Machine:
         return next((level.ranks for level in self.levels if level.name == "host"), self.levels[0].ranks)
 
     def compute_slowdown(self, ranks: int) -> float:
-        """Return by what factor a rank computes slower than `compute` says, given how many ranks run.
+        """Return the factor by which a rank computes more slowly than `compute` says if `ranks` ranks run.
 
-        The factor differs from 1 only where ranks share cores (`Compute.cores` < 1): ranks of one core take turns, and
-        all wait for the core with most ranks. The figures of `compute` are those of a full host, so fewer ranks give a
-        factor below 1.
+        The factor differs from 1 only if ranks share cores (`Compute.cores` < 1). The ranks of one core then take
+        turns, and all ranks wait for the core with the most ranks. The figures of `compute` are those of a full host,
+        so fewer ranks give a factor below 1.
 
         Parameters
         ----------
@@ -197,7 +197,7 @@ class Machine:
 
         Returns
         -------
-        float : seconds of computing relative to those of a full host
+        float : computing time relative to that on a full host
         """
         if self.compute.cores >= 1 or self.ranks_per_host == inf:
             return 1.0
@@ -206,7 +206,8 @@ class Machine:
 
 
 def _parse_machine(path: Path, found: dict[str, Any]) -> Machine:
-    """Return the machine of a parsed machine file; raise ConfigError with section and key if it is invalid."""
+    """Return the machine of a parsed machine file; raise ConfigError, which names section and key, if the file is
+    invalid."""
 
     def make_error(section: str, what: str, wanted: str) -> ConfigError:
         return ConfigError(f"machine file {path}, {section}: {what}; {wanted}")
@@ -251,7 +252,7 @@ def _parse_machine(path: Path, found: dict[str, Any]) -> Machine:
 
 
 def _explain_invalid_value(key: str, value: Any) -> str:
-    """Return what the value of a key must be, as text; "" if `value` is valid."""
+    """Return a text that says what the value of a key must be; "" if `value` is valid."""
     if key in ("name", "gpu"):
         kind = str if key == "name" else bool
         return "" if isinstance(value, kind) else f"a {kind.__name__} is needed"

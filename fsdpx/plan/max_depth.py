@@ -1,4 +1,4 @@
-"""Deeper versions of a model: more of the blocks that it repeats, at the same width."""
+"""Deeper versions of a model, which repeat its blocks more often at the same width."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ __all__ = ["count_blocks", "count_parameters", "with_block_count"]
 
 
 def count_blocks(model: Layer) -> int:
-    """Return how often a model repeats its block, as `nn.GPT` and `nn.Llama` do; 0 if it repeats none."""
+    """Return how often a model repeats its block, as `nn.GPT` and `nn.Llama` do; 0 if it has no repeated block."""
     found = _find_repeated_blocks(model)
     return 0 if found is None else len(found[1].steps)
 
 
 def with_block_count(model: Layer, layers: int) -> Layer:
-    """Return the model with its repeated block `layers` times."""
+    """Return a copy of the model that repeats its block `layers` times."""
     found = _find_repeated_blocks(model)
     assert found is not None
     assert isinstance(model, Container)
@@ -26,12 +26,12 @@ def with_block_count(model: Layer, layers: int) -> Layer:
 
 
 def count_parameters(model: Layer) -> int:
-    """Return the number of elements of all parameters; tied ones count once."""
+    """Return the number of elements of all parameters; tied parameters count once."""
     return sum(spec.size for spec in model.specs().values() if not spec.state)
 
 
 def _find_repeated_blocks(model: Layer) -> tuple[str, Container] | None:
-    """Return the name and the child that chains one layer several times, the first such child, or None."""
+    """Return (name, child) for the first child that consists of one layer chained several times, or None."""
     for name, child in model.children().items() if isinstance(model, Container) else ():
         if isinstance(child, Container) and len({step.layer for step in child.steps}) == 1 < len(child.steps):
             layers = {step.name: step.layer for step in child.steps}

@@ -1,4 +1,4 @@
-"""Measures this machine in seconds: matrix products, memory, overhead of a kernel, and links."""
+"""Measures this machine: matrix products, memory, kernels, their overhead, links and disk."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ __all__ = ["format_machine_file", "measure_this_machine"]
 ROUNDS, ROUND_SECONDS, SHORT_ROUND_SECONDS = 5, 0.1, 0.01
 """Each timing takes `ROUNDS` rounds of at least `ROUND_SECONDS`; for one kernel among many, `SHORT_ROUND_SECONDS`."""
 KERNELS = ("float32", "bf16")
-"""Formats in which kernels are timed one by one; the rates of other formats follow from these, see `KernelRates`."""
+"""Formats in which kernels are timed one by one. The rates in other formats follow from these, see `KernelRates`."""
 ALL_REDUCE_ELEMENTS = (8, 1 << 20)
-"""Float32 elements of a short and of a long all-reduce."""
+"""Numbers of float32 elements of a short and of a long all-reduce."""
 LAYER_COUNTS = (4, 16)
 
 
 def measure_this_machine(name: str, comm: Communicator, device: str = "cpu") -> Machine:
-    """Return the machine of these ranks, with the same figures on all of them. Collective.
+    """Measure the machine of these ranks and return it, identical on all of them. Collective.
 
-    device: "cpu": ranks compute on cores; "cuda": on GPUs."""
+    device: "cpu" if ranks compute on cores, "cuda" if on GPUs."""
     of = Processors() if device == "cpu" else Gpus()
     set_threads_per_rank(comm.all_gather_data(platform.node()).count(platform.node()))  # as in training
     compute, known = _measure_compute(comm, of), ("compute", "links")[: 1 + (comm.size > 1)]
@@ -55,7 +55,7 @@ def measure_this_machine(name: str, comm: Communicator, device: str = "cpu") -> 
 
 
 def _measure_disk_on_rank0(comm: Communicator) -> DiskSpeed | None:
-    """Return the speed of the disk of the working folder as rank 0 measures it, or None if it cannot be measured.
+    """Return the speed of the disk of the working folder, as rank 0 measures it; None if it cannot be measured.
     Collective."""
     rates, node = get_or_measure_disk_rates(Path.cwd(), None) if comm.rank == 0 else None, find_node_communicator(comm)
     hosts = 1 if node is None else len(node.ranks_by_host)
@@ -65,10 +65,10 @@ def _measure_disk_on_rank0(comm: Communicator) -> DiskSpeed | None:
 
 
 class Processors:
-    """Settings of measurements on CPU cores.
+    """Settings for measurements on CPU cores.
 
-    large, small: sizes of square matrices whose products do and do not reach peak speed. basis: the format whose small
-    products determine `Compute.half`. block: float32 elements that exceed all caches."""
+    large, small: sizes of square matrices whose products do and do not reach the peak rate. basis: format whose small
+    products determine `Compute.half`. block: number of float32 elements that exceeds all caches."""
 
     gpu, xp = False, np
     capacity: float | None = None
@@ -76,11 +76,11 @@ class Processors:
     large, small, block = 768, 96, 1 << 24
 
     def synchronize_device(self) -> None:
-        """Wait until all calls have finished, which they have on a CPU."""
+        """Wait until all calls have finished; on a CPU they already have."""
 
 
 class Gpus(Processors):
-    """Settings of measurements on the current GPU, whose calls run asynchronously."""
+    """Settings for measurements on the current GPU, whose calls run asynchronously."""
 
     gpu, basis = True, "bf16"
     large, small, block = 8192, 512, 1 << 28
@@ -99,7 +99,7 @@ def _average_call_seconds(
 ) -> float:
     """Return the seconds of one call, averaged over ranks. Collective.
 
-    Rounds of calls end with a barrier: where several ranks share one core, all wait for the slowest, as in a step. A
+    Each round of calls ends with a barrier: if several ranks share one core, all wait for the slowest, as in a step. A
     round is timed from the end of the previous one, because a rank may be asleep when others begin."""
     call()
     calls = ceil((ROUND_SECONDS if long is None else long) / min(comm.all_gather_data(_time_calls(call, of, 1))))
@@ -114,7 +114,7 @@ def _average_call_seconds(
 
 
 def _time_calls(call: Callable[[], Any], of: Processors, calls: int) -> float:
-    """Return the seconds of `calls` calls including their completion on the device."""
+    """Return the seconds of `calls` calls, including their completion on the device."""
     of.synchronize_device()
     begin = perf_counter()
     for _ in range(calls):
@@ -124,7 +124,7 @@ def _time_calls(call: Callable[[], Any], of: Processors, calls: int) -> float:
 
 
 def _measure_compute(comm: Communicator, of: Processors) -> Compute:
-    """Return speed, memory and overheads of one rank. Collective."""
+    """Measure and return the speed, memory and overheads of one rank. Collective."""
     flops, extra_seconds = {}, {}
     for name in of.formats:
         large, small = (_average_call_seconds(comm, _make_matmul_call(of, n, name), of) for n in (of.large, of.small))
@@ -142,8 +142,8 @@ def _measure_compute(comm: Communicator, of: Processors) -> Compute:
 
 
 def _measure_kernel_rates(comm: Communicator, of: Processors) -> KernelRates:
-    """Return the rates of kernels, measured one by one, without the overhead of a call, which is `Compute.launch`.
-    Collective."""
+    """Measure the rates of kernels one by one and return them, without the overhead of a call, which is
+    `Compute.launch`. Collective."""
     passes, products = {}, {}
     nothing = of.xp.zeros(1, np.float32)
     call_overhead = _average_call_seconds(comm, lambda: relu(of.xp, nothing), of, SHORT_ROUND_SECONDS)
@@ -170,7 +170,7 @@ def _measure_kernel_rates(comm: Communicator, of: Processors) -> KernelRates:
         for work, call in _pair_with_counts(
             probes.iterate_matmul_calls(of.xp, name), probes.iterate_matmul_calls(shapes, name)
         ):
-            most = max(work.products, key=lambda one: one.flops)  # the window position inside the field most often
+            most = max(work.products, key=lambda one: one.flops)  # the window offset most often inside the field
             grids.setdefault(most.kernel, []).append((*get_grid_point(most), work.flops / time_kernel(call)))
         products[name] = grids
     known, name = KernelRates({}, products), KERNELS[0]
@@ -187,7 +187,7 @@ def _measure_kernel_rates(comm: Communicator, of: Processors) -> KernelRates:
 def _pair_with_counts(
     calls: Iterable[Callable[[], Any]], dry: Iterable[Callable[[], Any]]
 ) -> Iterator[tuple[WorkCount, Callable[[], Any]]]:
-    """Yield each call with the work that the same call counts on shapes."""
+    """Yield (work, call) for each call; the work is counted by running the same call on shapes."""
     for call, shaped in zip(calls, dry, strict=True):
         with counting_work() as work:
             shaped()
@@ -200,7 +200,7 @@ def _make_matmul_call(of: Processors, n: int, name: str) -> Callable[[], Any]:
 
 
 def _measure_kernel_and_step_overhead(comm: Communicator, of: Processors, bare: Compute) -> tuple[float, float]:
-    """Return the seconds of overhead of a kernel and of a step, from steps of two small models on one rank."""
+    """Return the overhead of a kernel and of a step in seconds, measured by steps of two small models on one rank."""
     found = []
     for layers in LAYER_COUNTS:
         model = nn.Sequential(*[one for _ in range(layers) for one in (nn.Linear(16, 16), nn.GELU())])
@@ -223,7 +223,7 @@ def _measure_kernel_and_step_overhead(comm: Communicator, of: Processors, bare: 
 
 
 def _measure_network_levels(comm: Communicator, of: Processors, compute: Compute) -> tuple[NetworkLevel, ...]:
-    """Return the levels of the network: ranks of a host, and hosts. Collective."""
+    """Measure and return the levels of the network: ranks of a host, and hosts. Collective."""
     if comm.size == 1:  # no link to measure: assume that ranks of a host read each other's memory
         return (NetworkLevel("host", 2e-5, compute.memory / 4),)
     node = find_node_communicator(comm)
@@ -236,7 +236,7 @@ def _measure_network_levels(comm: Communicator, of: Processors, compute: Compute
 
 
 def _measure_latency_and_bandwidth(comm: Communicator, of: Processors) -> tuple[float, float]:
-    """Return latency in seconds and bandwidth in bytes per second of one rank, from short and long all-reduces of all
+    """Return (latency in seconds, bandwidth in bytes per second) of one rank, from short and long all-reduces over all
     ranks. Collective."""
     seconds = []
     for elements in ALL_REDUCE_ELEMENTS:

@@ -1,5 +1,5 @@
-"""The peak of memory in words: its action, what a rank holds then and for which units, and which options would lower
-it."""
+"""Describes the memory peak of a step: the action, what a rank holds at that moment and for which units, and which
+options would lower the peak."""
 
 from __future__ import annotations
 
@@ -47,26 +47,25 @@ ROW_MEANINGS = {
 }  # fmt: skip
 """Kind of a ledger row -> its description; other rows show their kind."""
 SLAB_MEANINGS = {"full": "gathered parameters", "grad": "gradients of whole pages"}
-"""Kind of slot -> description of buffers that programs plan."""
+"""Kind of slot -> description of the buffers that programs allocate in the slab."""
 ACTIVATION_MEANINGS = {
     "saved": "kept for backward", "held": "kept to compute it once more", "kept": "kept for gradients of parameters",
     "dact": "gradients of values", "act": "values between units",
 }  # fmt: skip
-"""Kind of slot -> description of activations. An array in slots of several kinds counts in the first."""
+"""Kind of slot -> description of activations. An array in slots of several kinds counts for the first kind."""
 UNIT_SLOT_KINDS = ("saved", "held", "kept")
 """Kinds of slots that are numbered by unit; others are numbered by value."""
 BATCH = "the batch"
 ACTIVATION_BYTES_PER_GAP_BYTE = 16
-"""At the peak the gaps in the heap between activations take one byte for this many bytes of activations: the heap is
-never returned to the system (see core/array/arena.py) and activations are not moved. Measured on transformers at 1 to 4
-ranks, where the ratio is 1/20 to 1/7."""
+"""At the peak, gaps in the heap between activations take one byte for this many bytes of activations, because heap
+memory is never returned to the system (see core/array/arena.py) and activations are not moved. Measured on transformers
+at 1 to 4 ranks, where the ratio is 1/20 to 1/7."""
 MAX_UNITS_SHOWN, MAX_UNITS_WIDTH = 4, 76
-"""Units that a table row shows at most, and their width in characters."""
+"""Maximum number of units in a table row, and their maximum width in characters."""
 
 
 class Holding(NamedTuple):
-    """Memory of one kind and purpose. units: (unit name, bytes) of each unit that it belongs to, if it belongs to
-    units."""
+    """Memory of one kind and purpose. units: (unit name, bytes) for each unit that it belongs to, if any."""
 
     kind: str
     what: str
@@ -76,14 +75,14 @@ class Holding(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryPeak:
-    """The moment of a step at which a rank holds most memory.
+    """The moment of a step at which a rank holds the most memory.
 
     Parameters
     ----------
     action : the action of the program, such as "B8.0"
-    about : the unit or value that it works on, such as "unit 'blocks.7..head'"
+    about : the unit or value that the action works on, such as "unit 'blocks.7..head'"
     number, actions : position of the action in the program, from 1, and number of actions
-    holdings : everything that is held then
+    holdings : everything that the rank holds at that moment
     """
 
     action: str
@@ -106,7 +105,7 @@ class MemoryPeak:
         return sum(one.nbytes for one in self.holdings)
 
     def with_larger_batch(self, nbytes: int) -> MemoryPeak:
-        """Return the peak for a batch that is `nbytes` larger."""
+        """Return the peak for a batch that has `nbytes` more bytes."""
         found = [one._replace(nbytes=one.nbytes + nbytes * (one.what == BATCH)) for one in self.holdings]
         return replace(self, holdings=tuple(found))
 
@@ -130,7 +129,7 @@ class MemoryPeak:
 
 
 def _format_units(units: Iterable[tuple[str, int]]) -> str:
-    """Return units and their bytes as text; consecutive units of equal size are merged."""
+    """Return a text with units and their bytes; consecutive units of equal size are merged."""
     parts = []
     for nbytes, group in groupby(units, key=lambda unit: unit[1]):
         names = [name for name, _ in group]
@@ -142,7 +141,7 @@ def _format_units(units: Iterable[tuple[str, int]]) -> str:
 
 
 def find_memory_peak(engine: Engine, watch: HeapRecorder) -> MemoryPeak:
-    """Return the moment of a run on shapes at which the rank held most memory."""
+    """Return the moment of a run on shapes at which the rank held the most memory."""
     program, state = watch.program, engine.state
     assert program is not None
     action = program.actions[watch.action_at_peak]
@@ -162,7 +161,7 @@ def find_memory_peak(engine: Engine, watch: HeapRecorder) -> MemoryPeak:
 
 
 def _iterate_activation_holdings(state: TrainState, watch: HeapRecorder) -> Iterator[Holding]:
-    """Yield the activations at the peak by purpose, with the units that made them."""
+    """Yield the activations at the peak by purpose, with the units that produced them."""
     units = state.placement.layout.units
     makers = {value: unit.index for unit in units for value in unit.outputs}
     known, batch = set(watch.batch), sum(watch.batch.values())
@@ -184,7 +183,7 @@ def _iterate_activation_holdings(state: TrainState, watch: HeapRecorder) -> Iter
 
 
 def _iterate_persistent_holdings(state: TrainState, parts: int) -> Iterator[Holding]:
-    """Yield the memory of ledger rows that lasts from step to step. parts: bytes of gradient sums, which live only
+    """Yield the memory of ledger rows that is kept from step to step. parts: bytes of gradient sums, which exist only
     during a pass."""
     found = Counter[tuple[str, str]]()
     for row in state.ledger:
@@ -197,7 +196,7 @@ def _iterate_persistent_holdings(state: TrainState, parts: int) -> Iterator[Hold
 
 
 def _iterate_slab_holdings(state: TrainState, alive: Iterable[BufferLifetime]) -> Iterator[Holding]:
-    """Yield the buffers of the program that are alive at the peak by purpose, and the rest of their slab."""
+    """Yield the program's buffers that are in use at the peak, by purpose, and the unused rest of their slab."""
     units = state.placement.layout.units
     owners = {page: unit.name for unit in reversed(units) for page in unit.pages}
     found: dict[str, list[tuple[str, int]]] = {}
@@ -223,7 +222,7 @@ def format_mesh_arguments(mesh: Mesh) -> str:
 
 
 def format_option(value: Any) -> str:
-    """Return an option as written in Python."""
+    """Return the value of an option as a Python expression."""
     if isinstance(value, Grid):
         return "grid"
     if isinstance(value, OffloadConfig):
@@ -232,14 +231,15 @@ def format_option(value: Any) -> str:
 
 
 def format_options(options: Mapping[str, Any]) -> str:
-    """Return options as written in Python."""
+    """Return options as Python keyword arguments."""
     return ", ".join(f"{name}={format_option(value)}" for name, value in options.items())
 
 
 class OptionChange(NamedTuple):
     """A change of options and its effect.
 
-    options: those of `distribute` that change. nbytes: the new peak. seconds: the new step time, None if not known."""
+    options: the options of `distribute` that change. nbytes: the new peak. seconds: the new step time, None if not
+    known."""
 
     options: dict[str, Any]
     nbytes: int
@@ -247,7 +247,7 @@ class OptionChange(NamedTuple):
 
     @property
     def python_text(self) -> str:
-        """The changed options as written in Python."""
+        """The changed options as Python keyword arguments."""
         return format_options(self.options)
 
     def to_json(self) -> dict[str, Any]:
@@ -256,15 +256,16 @@ class OptionChange(NamedTuple):
 
 
 PeakAndSeconds = tuple[int, float | None]
-"""Bytes of the peak, and seconds of a step, None if not known."""
+"""(Bytes of the peak, seconds of a step or None if not known)."""
 
 
 def list_lowering_changes(
     now: Mapping[str, Any], rows: int, count: Callable[[dict[str, Any]], PeakAndSeconds]
 ) -> list[OptionChange]:
-    """Return the single option changes that lower the peak, lowest peak first.
+    """Return the single option changes that lower the peak, sorted by the new peak.
 
-    now: the current options. rows: samples of a rank. count: function that returns the peak with changed options."""
+    now: the current options. rows: samples of a rank. count: function from changed options to the peak and the step
+    time."""
     least, found = count({})[0], []
     for options in _iterate_option_changes(now, rows):
         try:
@@ -280,7 +281,7 @@ def _iterate_option_changes(now: Mapping[str, Any], rows: int) -> Iterator[dict[
     """Yield changes of one option, or of options that belong together, that may lower the peak."""
     mesh, names = now.get("mesh"), set[str]()
     for name, value in iterate_cheaper_options(now, rows):
-        if name != "microbatches" or name not in names:  # microbatches: only the first value, twice as many
+        if name != "microbatches" or name not in names:  # of microbatches only the first value, twice as many
             cut = {} if mesh is None or name != "strategy" else {"mesh": replace(mesh, replica=1, shard=None)}
             yield {name: value, **cut}
         names.add(name)
@@ -295,7 +296,7 @@ def _iterate_option_changes(now: Mapping[str, Any], rows: int) -> Iterator[dict[
 
 
 def format_changes(changes: Sequence[OptionChange], seconds: float | None = None) -> str:
-    """Return the changes as a table. seconds: step time without a change (None: leave out the column)."""
+    """Return a table of the changes. seconds: step time without a change (None: leave out the column)."""
     if not changes:
         return "no other single choice lowers it by more than 1 %"
     rows = list[tuple[str, ...]]()
