@@ -1,5 +1,5 @@
-"""`predict`: bytes, memory and seconds of a step on any number of ranks of any machine, from the programs that they
-would run."""
+"""`predict` computes bytes, memory and seconds of a step on any number of ranks of any machine, from the programs that
+the ranks would run."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Prediction:
     Parameters
     ----------
     seconds : seconds of a step
-    parts : seconds by cause, averaged over the ranks of a pipe: "compute"; by mesh axis ("tensor", "shard", "replica",
-        "pipe") communication that is not hidden behind computing; "optimiser"; "bubble", waiting for other ranks of the
-        pipe; "overhead". Their sum is `seconds`
+    parts : seconds by cause, averaged over the pipeline ranks: "compute"; communication that is not hidden behind
+        computing, by mesh axis ("tensor", "shard", "replica", "pipe"); "optimiser"; "bubble", waiting for other
+        pipeline ranks; "overhead". Their sum is `seconds`
     classes : groups of ranks that do the same, see `RankClass`
-    mesh, microbatches : the given ones, with defaults filled in
-    machine : the machine that the step was predicted for
+    mesh, microbatches : mesh and number of microbatches, with defaults filled in
+    machine : the machine for which the step was predicted
     step : model, batch and options of the step
-    events : start and end of each action on each rank of the pipe, for the simulated microbatches
+    events : start and end of each action on each pipeline rank, for the simulated microbatches
     """
 
     seconds: float
@@ -57,25 +57,25 @@ class Prediction:
 
     @property
     def memory(self) -> int:
-        """Bytes of memory of a rank, of the class with most."""
+        """Bytes of memory of a rank, in the rank class that uses the most."""
         return self.worst_class.nbytes
 
     @property
     def process_bytes(self) -> int:
-        """Bytes of the whole process of such a rank, if it is not a GPU: also interpreter, libraries, MPI, and gaps in
-        the heap between activations. `fsdpx.dry_run` measures them on the machine where it runs."""
+        """Bytes of the process of a rank of `worst_class` on a CPU, including interpreter, libraries, MPI, and gaps in
+        the heap between activations. `fsdpx.dry_run` measures these on the machine where it runs."""
         return (
             PROCESS_BYTES + self.memory + self.worst_class.memory.get("activations", 0) // ACTIVATION_BYTES_PER_GAP_BYTE
         )
 
     @property
     def worst_class(self) -> RankClass:
-        """The rank class with most memory."""
+        """The rank class that uses the most memory."""
         return max(self.classes, key=lambda one: one.nbytes)
 
     @property
     def bytes_sent(self) -> dict[str, int]:
-        """Mesh axis -> bytes that a rank sends in a step; for each axis the class that sends most."""
+        """Mesh axis -> bytes that a rank sends in a step. For each axis, the rank class that sends the most counts."""
         found: dict[str, int] = {}
         for one in self.classes:
             sent: dict[str, int] = {}
@@ -87,15 +87,15 @@ class Prediction:
 
     @property
     def peak(self) -> MemoryPeak:
-        """The moment of highest memory use of `worst_class`: the action, and what is held for which unit. Prints as a
-        table."""
+        """The moment of highest memory use of `worst_class`: the action, and the memory held for each unit. It prints
+        as a table."""
         return self.worst_class.peak
 
     def list_lowering_changes(self) -> list[OptionChange]:
-        """Return the single option changes that would lower the peak, with the peak and step time of each, lowest peak
-        first.
+        """Return the single option changes that would lower the memory peak, with the new peak and step time of each,
+        sorted by the new peak.
 
-        Each change costs a prediction of its own."""
+        Each change requires a separate prediction."""
         step = self.step
 
         def predict_peak(changes: dict[str, Any]) -> tuple[int, float | None]:
@@ -112,7 +112,7 @@ class Prediction:
 
     @property
     def bubble_share(self) -> float:
-        """Share of the step in which ranks of a pipe wait for each other, averaged over the ranks."""
+        """Share of the step in which pipeline ranks wait for each other, averaged over these ranks."""
         return self.parts.get("bubble", 0.0) / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:
@@ -134,30 +134,30 @@ def predict(
     precision: PrecisionName | Precision | None = None,
     **options: Any,
 ) -> Prediction:
-    """Predict time, traffic and memory of a step. Needs neither MPI nor data and takes a fraction of a second.
+    """Predict time, traffic and memory of a step. This needs neither MPI nor data and takes a fraction of a second.
 
     One rank of each class of equal ranks compiles and runs its program on shapes, as `fsdpx.dry_run` does. A simulator
-    then runs the programs of all ranks of a pipe on the machine. Of many equal microbatches only so many are simulated
-    that each further one adds the same time.
+    then runs the programs of all pipeline ranks on the machine. If there are many equal microbatches, only as many are
+    simulated as are needed until each further one adds the same time.
 
     Parameters
     ----------
     model : the model
-    batch : ((shape, dtype), (shape, dtype)) of inputs and targets of the global batch; fields are given whole: samples,
-        channels and cells, or in the layout of the given `Grid`; several inputs are a tuple of pairs
+    batch : ((shape, dtype), (shape, dtype)) of inputs and targets of the global batch. Fields have their full shape:
+        samples, channels and cells, or the layout of the given `Grid`. Several inputs are a tuple of pairs
     ranks : number of ranks of the world
     machine : a name in `Machine.list_names()`, the path of a machine.toml, or a `Machine`
     mesh, strategy, microbatches, schedule, recompute, precision, options : as for `fsdpx.distribute`; `domain` may also
-        be the number of ranks along each dim of a field, such as `(2, 2, 1)`. By default the loss is CrossEntropyLoss
-        for integer targets, else MSELoss, and the optimizer AdamW. "fp16" on a GPU computes in 16 bits
+        be the number of ranks along each dim of a field, such as `(2, 2, 1)`. The default loss is CrossEntropyLoss for
+        integer targets, else MSELoss; the default optimizer is AdamW. On a GPU, "fp16" computes in 16 bits
 
     Returns
     -------
-    Prediction : seconds and their parts, bytes by axis, memory
+    Prediction : seconds by cause, bytes sent by axis, and memory
 
     Raises
     ------
-    ConfigError : options that `fsdpx.distribute` would refuse, or a mesh with more ranks than the machine has
+    ConfigError : `fsdpx.distribute` would reject the options, or the mesh has more ranks than the machine
     """
     steps = {"microbatches": microbatches, "schedule": schedule, "recompute": recompute}
     options |= steps | {"strategy": strategy, "mesh": mesh, "precision": precision}
@@ -171,7 +171,8 @@ def predict(
 
 @contextmanager
 def disabling_gc() -> Iterator[None]:
-    """Return a context in which Python's garbage collector is off: dry runs make many small objects and drop few."""
+    """Return a context in which Python's garbage collector is disabled, because dry runs create many small objects and
+    drop few of them."""
     on = gc.isenabled()
     gc.disable()
     try:
@@ -182,7 +183,8 @@ def disabling_gc() -> Iterator[None]:
 
 
 def dry_run_classes(model: nn.Layer, batch: tuple[Any, ...], ranks: int, gpu: bool, **options: Any) -> StepDryRuns:
-    """Return the dry runs of a step, for `predict_from_runs` and `StepDryRuns.make_memory_curves`.
+    """Run one rank of each class on shapes; return the dry runs for `predict_from_runs` and
+    `StepDryRuns.make_memory_curves`.
 
     gpu: whether ranks are GPUs. options: those of `predict`."""
     step = make_world_step(model, batch, ranks, gpu, options)
@@ -190,14 +192,14 @@ def dry_run_classes(model: nn.Layer, batch: tuple[Any, ...], ranks: int, gpu: bo
 
 
 def predict_step(step: WorldStep, machine: Machine) -> Prediction:
-    """Return the prediction of a step on a machine. ConfigError if it has too few ranks."""
+    """Predict a step on a machine. Raise ConfigError if the machine has too few ranks."""
     step.make_step_times(machine)  # raises before anything runs if there are too few ranks
     with memoizing(), disabling_gc():
         return predict_from_runs(StepDryRuns.from_step(step, step.count_dry_run_microbatches()), machine)
 
 
 def predict_from_runs(dry: StepDryRuns, machine: Machine) -> Prediction:
-    """Return the prediction of finished dry runs on a machine."""
+    """Predict a step on a machine from finished dry runs."""
     step, overhead = dry.step, machine.compute.overhead
     seconds, parts, events = dry.extrapolate_step(step.make_step_times(machine))
     found = seconds + overhead, {"overhead": overhead, **parts}, dry.make_rank_classes(), step.mesh, step.microbatches

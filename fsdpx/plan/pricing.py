@@ -1,4 +1,4 @@
-"""Prices of dry-run actions on a machine, and the time of a step made of them."""
+"""Seconds of the actions of dry runs on a machine, and the time of a step that consists of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["ActionPrice", "StepClock"]
 
 
 class ActionPrice(NamedTuple):
-    """Seconds of one action: own, of computing; moving, of communication by axis."""
+    """Seconds of one action. own: seconds of computing. moving: axis -> seconds of communication."""
 
     own: float
     moving: Mapping[str, float]
@@ -29,7 +29,7 @@ class ActionPrice(NamedTuple):
 
 
 class StepClock:
-    """Simulates the programs of dry runs on a machine. timing: its time model."""
+    """Simulates the programs of dry runs on a machine. timing: time model of the machine."""
 
     def __init__(self, runs: list[RankDryRun], timing: StepTimes) -> None:
         self.runs, self._timing = runs, timing
@@ -38,11 +38,12 @@ class StepClock:
         self._known = cache(self._compute_price)
 
     def price_action(self, rank: int, action: Action) -> ActionPrice:
-        """Return the price of an action on a rank of the pipe."""
+        """Return the seconds of an action on a pipeline rank."""
         return self._known(rank, find_action_that_ran(action, self._few))
 
     def _compute_price(self, rank: int, action: Action) -> ActionPrice:
-        """Return the price of an action that ran. A receive is free: its send is priced by the ranks at both ends."""
+        """Return the seconds of an action that ran. A receive takes no time: the send is priced by the ranks at both
+        ends."""
         cost, verb = self.runs[rank].costs[action], VERBS[action.op]
         if verb.is_receive:
             return ActionPrice(0.0, {})
@@ -54,7 +55,7 @@ class StepClock:
         return ActionPrice(*self._timing.price_action(cost))
 
     def time_programs(self, microbatches: int) -> tuple[float, list[list[ActionEvent]]]:
-        """Return the seconds of a step, and start and end of each action on each rank of the pipe."""
+        """Return the seconds of a step, and the start and end of each action on each pipeline rank."""
         rows = simulate_programs_by_rank(
             [one.get_program(microbatches) for one in self.runs],
             lambda rank, action: self.price_action(rank, action).total_seconds,
@@ -62,7 +63,7 @@ class StepClock:
         return max(event.end for row in rows for event in row), rows
 
     def average_seconds_by_cause(self, rows: list[list[ActionEvent]], end: float) -> dict[str, float]:
-        """Return the seconds of a step by cause, averaged over the ranks of the pipe. end: seconds of the step."""
+        """Return the seconds of a step by cause, averaged over the pipeline ranks. end: seconds of the step."""
         ways = [
             (partial(self.price_action, rank), partial(self._get_transfer_seconds, rank)) for rank in range(len(rows))
         ]
@@ -71,9 +72,9 @@ class StepClock:
         return {name: sum(share.get(name, 0.0) for share in shares) / len(shares) for name in names}
 
     def _get_transfer_seconds(self, rank: int, action: Action) -> Any:
-        """Return the seconds that the bytes of an action are in flight, without waiting for other ranks of the pipe.
+        """Return how many seconds the bytes of an action are in flight, without waiting for other pipeline ranks.
 
-        inf for an action that neither receives nor synchronizes."""
+        It is inf for an action that neither receives nor synchronizes."""
         verb = VERBS[action.op]
         if not verb.is_receive:
             return self.price_action(rank, action).total_seconds if verb.is_synchronizing else inf
@@ -87,7 +88,7 @@ def _split_seconds_by_cause(
     price: Callable[[Action], ActionPrice],
     transfer_seconds: Callable[[Action], float],
 ) -> dict[str, float]:
-    """Return the seconds of one rank by what it did or waited for. transfer_seconds: seconds in flight, see
+    """Return the seconds of one rank by what it did or waited for. transfer_seconds: see
     `StepClock._get_transfer_seconds`."""
     parts = {"compute": 0.0, "optimiser": 0.0}
 

@@ -1,4 +1,4 @@
-"""Text in 80 columns: prose, tables whose last column may be words, and lines of Python."""
+"""Formats text in 80 columns: prose, tables whose last column may be prose, and Python calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fsdpx.errors import escape_control
 __all__ = ["COLUMNS", "format_narrow_table", "wrap_prose", "wrap_python_call"]
 
 COLUMNS = 80
-"""Width of a terminal; no line is longer."""
+"""Width of a terminal, which no line exceeds."""
 GAP, DEEPER = "  ", "    "
 
 
@@ -21,10 +21,10 @@ def wrap_prose(text: str, indent: str = "") -> str:
 
 
 def format_narrow_table(head: Sequence[str], rows: Sequence[Sequence[str]], words: bool = False) -> str:
-    """Return a table with the first column left-aligned and numbers right-aligned.
+    """Return a table with the first column left-aligned and the other columns right-aligned.
 
-    words: the last column is text, left-aligned; if it would exceed the width of a terminal, it goes below each row, so
-    that no cell is broken."""
+    words: whether the last column is left-aligned text. If such a table would exceed the width of a terminal, the text
+    is placed below each row, so that no cell is broken."""
     cut = len(head) - words
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(cut)]
     lines = [_pad_cells(row[:cut], widths) for row in (head, *rows)]
@@ -44,7 +44,7 @@ def _pad_cells(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def wrap_python_call(code: str, indent: int = 0, end: str = "") -> str:
-    """Return a call in Python, with one argument per line if it does not fit into one line."""
+    """Return a Python call, with one argument per line if it does not fit into one line."""
     line = " " * indent + code + end
     if len(line) <= COLUMNS or "(" not in code:
         return line

@@ -1,4 +1,4 @@
-"""Kernel calls that measure a machine. They run on arrays, and on shapes to count the work of each call."""
+"""Kernel calls with which a machine is measured. They run on arrays, and on shapes to count the work of each call."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ Call = Callable[[], Any]
 WIDTH, CHANNELS = 64, 16
 """Columns of matrices, and channels of fields."""
 PAIRS = WindowStrides((2, 2), (2, 2), (1, 1), (0, 0), 1)
-"""Windows of pooling kernels."""
+"""Window of the pooling kernels."""
 
 
 def list_memory_bound_calls(xp: Any, name: str, nbytes: int) -> list[Call]:
-    """Return calls of each kernel that is bound by memory, in format `name`, that read and write about `nbytes`
-    each."""
+    """Return calls of each memory-bound kernel in format `name`; each call reads and writes about `nbytes` bytes."""
     kind = parse_dtype(name)
     n = max(nbytes // (3 * kind.itemsize) // 1024, 1) * 1024 // WIDTH
     a, b, c = (xp.full((n, WIDTH), 0.5, dtype=kind) for _ in range(3))
@@ -53,7 +52,7 @@ def _list_elementwise_calls(xp: Any, a: Any, b: Any, c: Any) -> list[Call]:
 
 
 def _list_rowwise_calls(xp: Any, a: Any, b: Any) -> list[Call]:
-    """Return calls of norms, softmax, losses and other kernels on rows."""
+    """Return calls of norms, softmax, losses and other kernels that work on rows."""
     k, total = kernels, accumulation_dtype(a.dtype)
     w = xp.full((WIDTH,), 0.5, dtype=a.dtype)
     sums, mean, rstd = (xp.full((m,), 0.5, dtype=total) for m in (WIDTH, len(a), len(a)))
@@ -71,13 +70,13 @@ def _list_rowwise_calls(xp: Any, a: Any, b: Any) -> list[Call]:
 
 
 def _make_field(xp: Any, samples: int, cells: tuple[int, ...], channels: int, kind: Any) -> Any:
-    """Return an array (samples, channels, *cells) whose channels are contiguous in memory, the layout that field
-    kernels return."""
+    """Return an array (samples, channels, *cells) whose channels are contiguous in memory, which is the layout that
+    field kernels return."""
     return xp.moveaxis(xp.full((samples, *cells, channels), 0.5, dtype=kind), -1, 1)
 
 
 def _list_channel_norm_calls(xp: Any, n: int, kind: Any) -> list[Call]:
-    """Return calls of the norm kernels of fields."""
+    """Return calls of the normalization kernels of fields."""
     k, cells = kernels, (8, n * WIDTH // CHANNELS // 16)
     x, dy = (_make_field(xp, 2, cells, CHANNELS, kind) for _ in range(2))
     one = xp.full((CHANNELS,), 0.5, dtype=accumulation_dtype(kind))
@@ -100,8 +99,8 @@ def _list_pool_calls(xp: Any, n: int, kind: Any) -> list[Call]:
 
 
 def _list_cast_and_update_calls(xp: Any, n: int, kind: Any) -> list[Call]:
-    """Return conversions between the format and its accumulation format, and parameter updates in formats of at least
-    32 bits."""
+    """Return calls that convert between the format and its accumulation format and, for formats of at least 32 bits, a
+    parameter update."""
     size, total = n * WIDTH, accumulation_dtype(kind)
     short, long = (xp.full((size,), 0.5, dtype=one) for one in (kind, total))
     calls = [lambda: kernels.store(xp, short, long), lambda: kernels.store(xp, long, short)][: 2 * (kind != total)]
@@ -127,19 +126,19 @@ FIELDS: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {
     LINE: ((4,), (16,), (64,)), CUBE: ((8, 8, 4), (8, 8, 16), (8, 8, 64)), IMAGE: ((8, 8), (64, 64)),
     CELL: ((1 << 13,), (1 << 16,)),
 }  # fmt: skip
-"""Window -> sizes of fields: with short rows, whose windows often reach beyond the ends, and with long rows. Lines and
-cubes of equal row length have equally many windows per row."""
+"""Window -> sizes of fields, with short rows, whose windows often extend beyond the ends, and with long rows. For lines
+and cubes with equal row length, the number of windows per row is equal."""
 DEPTHWISE_CASES = (LINE, (1024,)), (CUBE, (8, 8, 16))
-"""Windows and fields of depthwise convolutions."""
+"""(Window, field size) of depthwise convolutions."""
 ELEMENTS = 1 << 18
-"""Approximate number of elements of a field, all samples together: large enough that the Python code around a call does
-not matter."""
+"""Approximate number of elements of a field, over all samples. It is large enough that the Python code around a call
+takes a negligible time."""
 
 
 def iterate_matmul_calls(xp: Any, name: str) -> Iterator[Call]:
     """Yield calls of each kernel that consists of matrix products, at the points of its grid.
 
-    Convolutions in 16 bits are left out: they are those in float32 and two casts."""
+    Convolutions in 16 bits are left out, because they consist of convolutions in float32 and two casts."""
     kind = parse_dtype(name)
     yield from _iterate_attention_calls(xp, kind)
     if kind.itemsize == 2:
@@ -153,7 +152,7 @@ def iterate_matmul_calls(xp: Any, name: str) -> Iterator[Call]:
 
 
 MANY = 256
-"""Channels of convolutions on a few cells, whose weights take as long as their products."""
+"""Channels of convolutions with few cells, whose weights take as much time as their products."""
 
 
 def iterate_weight_heavy_calls(xp: Any, name: str) -> Iterator[Call]:
@@ -166,7 +165,7 @@ def _iterate_convolution_calls(
     xp: Any, kind: Any, inner: int, outer: int, window: tuple[int, ...], cells: tuple[int, ...], groups: int = 1,
     numbers: int = ELEMENTS,
 ) -> Iterator[Call]:  # fmt: skip
-    """Yield the forward of a convolution, its backward for inputs and its backward for parameters."""
+    """Yield calls of a convolution's forward, its backward for inputs and its backward for parameters."""
     samples = max(numbers // (prod(cells) * max(inner, outer)), 1)
     ones = (1,) * len(window)
     strides = WindowStrides(window, ones, ones, tuple(-(k // 2) for k in window), groups)

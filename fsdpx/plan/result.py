@@ -1,5 +1,5 @@
-"""`Plan`, the result of a search: as tables, as the line of Python that asks for the fastest configuration, and as
-JSON."""
+"""`Plan`, the result of a search. It can be shown as tables, as JSON, and as a line of Python that requests the fastest
+configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fsdpx.plan.printed import format_narrow_table, wrap_prose, wrap_python_call
 __all__ = ["MAX_SHOWN", "Candidate", "Plan", "can_split_evenly"]
 
 MAX_SHOWN = 5
-"""Number of rows of a table, and of reasons for refusals."""
+"""Maximum number of rows of a table, and of reasons for rejections."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Candidate:
 
     Parameters
     ----------
-    summary : the kinds of parallelism that it combines, "fsdp + tensor"
+    summary : the kinds of parallelism that the configuration combines, such as "fsdp + tensor"
     options : options of `distribute`
     prediction : time, memory and traffic of a step
     """
@@ -40,12 +40,12 @@ class Candidate:
 
     @property
     def python_text(self) -> str:
-        """The options as written in Python."""
+        """The options as Python keyword arguments."""
         return format_options(self.options)
 
     @property
     def label(self) -> str:
-        """The summary with the widths of the mesh axes, "fsdp + tensor 2"."""
+        """The summary with the widths of the mesh axes, such as "fsdp + tensor 2"."""
         mesh = self.prediction.mesh
         widths = {axis: f"{axis} {mesh.width_of(axis)}" for axis in ("tensor", "pipe")}
         widths |= {
@@ -56,7 +56,7 @@ class Candidate:
 
     @property
     def other_options(self) -> str:
-        """The options that `label` does not show, in words."""
+        """The options that `label` does not show, as text."""
         words: dict[str, Callable[[Any], str]] = {
             "microbatches": lambda n: f"{n} microbatches" if n > 1 else "",
             "recompute": lambda what: "recompute" if what == "all" else f"recompute {what}",
@@ -66,12 +66,12 @@ class Candidate:
         return ", ".join(filter(None, shown))
 
     def format_row(self, limit: int | None) -> tuple[str, ...]:
-        """Return the cells of a table row: label, seconds of a step, memory, whether that is within the limit, bytes
-        sent, and other options.
+        """Return the cells of a table row: label, seconds of a step, memory, whether the memory is within the limit,
+        bytes sent, and other options.
 
         Parameters
         ----------
-        limit : bytes of memory that a rank may take; None: not known, shown as "?"
+        limit : bytes of memory that a rank may use; if None (not known), "?" is shown
 
         Returns
         -------
@@ -89,7 +89,8 @@ class Candidate:
 
 HEAD = ("kind", "step", "memory", "fits", "sends", "with")
 CLOSE_TIME_FACTOR = 1.02
-"""Configurations within this factor of the fastest one count as equally fast: no prediction is more accurate."""
+"""Configurations within this factor of the fastest one count as equally fast, because no prediction is more
+accurate."""
 
 
 def _format_whether_fits(nbytes: int, limit: int | None) -> str:
@@ -104,23 +105,23 @@ class Plan:
     ----------
     candidates : configurations that fit, the fastest first
     rejected : (options, reason) of configurations that cannot run or do not fit
-    search_space : what was tried, in words
+    search_space : text about what was tried
     largest_batch : samples of the largest global batch that fits, found by doubling, with the options of the fastest
-        configuration or of those that need least memory
-    machine : the machine that the step was predicted for
-    memory : bytes that a rank may take; None if not known
+        configuration or of those that need the least memory
+    machine : the machine for which the steps were predicted
+    memory : bytes that a rank may use; None if not known
     samples : samples of the global batch
-    loss : the loss as written in Python
-    cells : cells of the field along each dim, where the batch consists of fields
-    longest : positions of the longest sequences, or cells of the largest fields, that fit, found in the same way; ()
-        where the model takes no other sizes
+    loss : the loss as a Python expression
+    cells : cells of the field along each dim, if the batch consists of fields
+    longest : positions of the longest sequences, or cells of the largest fields, that fit, found in the same manner; ()
+        if the model accepts no other sizes
     scaling : predictions of the fastest configuration on other numbers of ranks, with the same global batch, fewest
-        first
-    slow : (options, seconds) of configurations that were ruled out: the lower bound of their step time, from their
-        layers, exceeds the step times of configurations that are shown
+        ranks first
+    slow : (options, seconds) of configurations that were ruled out, because the lower bound on their step time exceeds
+        the step times of the configurations that are shown
     deepest : blocks and parameters of the deepest model of the same width that fits, at most 16 times as deep; (0, 0)
-        where the model repeats no block
-    limits : "batch", "size", "depth" -> the options with which the largest, longest and deepest fit
+        if the model has no repeated block
+    limits : "batch", "size", "depth" -> the options with which the largest batch, size and depth fit
     large : configurations that were predicted and do not fit
     """
 
@@ -157,7 +158,7 @@ class Plan:
 
     @property
     def python_line(self) -> str:
-        """The line of Python that asks for the fastest configuration."""
+        """The line of Python that requests the fastest configuration."""
         words, space = self.best_candidate.python_text, self.best_candidate.options.get("domain")
         if isinstance(space, tuple):
             even = f"fsdpx.Grid.from_shape({self.cells}, {space}, fsdpx.rank()).local_shape"
@@ -170,8 +171,8 @@ class Plan:
 
     @property
     def run_file_text(self) -> str:
-        """The [distribute] section of a run file for the fastest configuration; options that only Python can express
-        are comments."""
+        """The [distribute] section of a run file for the fastest configuration. Options that only Python can express
+        are written as comments."""
         lines = ["[distribute]"]
         for name, value in self.best_candidate.options.items():
             plain = format_mesh_arguments(value).replace(", ", ",") if isinstance(value, Mesh) else value
@@ -180,7 +181,7 @@ class Plan:
 
     @property
     def answer_text(self) -> str:
-        """The fastest configuration with its step time and memory, as one line."""
+        """One line about the fastest configuration, its step time and its memory."""
         best, ranks = self.best_candidate.prediction, f"{self.rank_count} rank{'s' * (self.rank_count > 1)}"
         label = ranks if self.best_candidate.label == ranks else f"{self.best_candidate.label} on {ranks}"
         held = format_bytes(best.memory)
@@ -193,11 +194,11 @@ class Plan:
         return self.format_plan()
 
     def format_plan(self, about: str = "") -> str:
-        """Return the answer and all tables as text, in lines of 80 characters.
+        """Return the answer and all tables as text, in lines of at most 80 characters.
 
         Parameters
         ----------
-        about : the model in words, for the heading (default: none)
+        about : description of the model for the heading (default: none)
 
         Returns
         -------
@@ -224,8 +225,8 @@ class Plan:
         return "\n\n".join(parts)
 
     def _list_fastest_of_each_kind(self) -> list[Candidate]:
-        """Return the fastest configuration of each kind: first kinds that fit, then kinds that do not, each sorted by
-        time."""
+        """Return the fastest configuration of each kind: first the kinds that fit, then those that do not, each sorted
+        by step time."""
         large = {
             one.summary: one
             for one in sorted(self.large, key=_make_sort_key, reverse=True)
@@ -236,7 +237,7 @@ class Plan:
         )
 
     def _is_as_fast_as_best(self, one: Candidate) -> bool:
-        """Return whether a configuration of another kind fits and is as fast as the best one within
+        """Return whether a configuration is of another kind than the best one, fits, and is as fast within
         `CLOSE_TIME_FACTOR`."""
         best, fits = self.best_candidate, one not in self.large
         return (
@@ -246,7 +247,7 @@ class Plan:
         )
 
     def _list_search_paragraphs(self) -> list[str]:
-        """Return paragraphs about what was searched, what was refused and why, and what was ruled out."""
+        """Return paragraphs about what was searched, what was rejected and why, and what was ruled out."""
         reasons: dict[str, list[str]] = {}
         for words, why in self.rejected:
             reasons.setdefault(why.splitlines()[0], []).append(words)
@@ -258,14 +259,14 @@ class Plan:
         return found if slow is None else [*found, wrap_prose(f"{ruled} {slow[0]}, at least {slow[1]:.4g} s", "  ")]
 
     def _format_process_memory(self) -> str:
-        """Return a line with the memory of a rank's whole process; "" for GPUs."""
+        """Return a line about the memory of a rank's process; "" for GPUs."""
         nbytes = self.best_candidate.prediction.process_bytes
         more = f", more than the {format_bytes(self.memory or 0)} there are" * (nbytes > (self.memory or nbytes))
         words = f"with interpreter, libraries and MPI a process takes {format_bytes(nbytes)}{more}"
         return "" if self.machine.compute.gpu else f"\n{wrap_prose(words, '  ')}"
 
     def _format_largest_that_fit(self) -> str:
-        """Return lines with the largest batch, size and depth that fit, and the options they need."""
+        """Return lines about the largest batch, size and depth that fit, and the options that they need."""
         what = "sequences" if len(self.longest) == 1 else "fields"
         layers, count = self.deepest
         most = {
@@ -284,7 +285,7 @@ class Plan:
         return "\n".join([*parts, *(["the largest that fit with others", *others] if others else [])])
 
     def _format_scaling_table(self) -> str:
-        """Return the table of other numbers of ranks."""
+        """Return a table of predictions for other numbers of ranks."""
         rows: list[tuple[str, ...]] = []
         first = self.scaling[0]
         for one in self.scaling:
