@@ -1,4 +1,4 @@
-"""`search`: find the strategy, mesh, microbatches, schedule, recomputation and precision of the fastest step that
+"""`search` finds the strategy, mesh, microbatches, schedule, recomputation and precision of the fastest step that
 fits."""
 
 from __future__ import annotations
@@ -40,31 +40,32 @@ from fsdpx.plan.world_step import (
 __all__ = ["search"]
 
 MAX_CANDIDATES = 400
-"""Default for the largest number of configurations that are predicted."""
+"""Default maximum number of configurations that are predicted."""
 MAX_REFINED = 3
-"""For so many of the fastest configurations other `group_bytes` and codecs are tried."""
+"""Number of the fastest configurations for which other `group_bytes` and codecs are tried."""
 GROUP_BYTES = 256 << 10, 4 << 20
-"""Unit sizes in bytes that are tried in addition to 1 MiB."""
+"""Unit sizes in bytes that are tried in addition to the default of 1 MiB."""
 OFFLOAD_CHOICES = ("optimizer",), ("optimizer", "parameters"), ("optimizer", "parameters", "activations")
 MAX_DEPTHS_TRIED, MAX_DEPTH_FACTOR = 6, 16
-"""Search for the deepest model: at most `MAX_DEPTHS_TRIED` depths are predicted, up to `MAX_DEPTH_FACTOR` times the
-given depth."""
+"""Limits of the search for the deepest model: at most `MAX_DEPTHS_TRIED` depths are predicted, up to `MAX_DEPTH_FACTOR`
+times the given depth."""
 FRUGAL_COUNT = 4
-"""Besides the fastest configuration, the largest batch, sample and model are sought with so many configurations of
-least memory."""
+"""Number of configurations of least memory with which the largest batch, sample and model are sought, in addition to
+the fastest configuration."""
 OFFLOAD_FOLDER = "/local/disk"
 """Placeholder for the folder of offloaded state."""
 ANY_GRID = "any"
-"""Value of `domain` that searches all grids."""
+"""Value of `domain` with which all grids are searched."""
 GRIDS_PER_SIZE = 4
-"""Number of grids with the same number of ranks that are tried, those with the smallest faces."""
+"""Number of grids with the same number of ranks that are tried: those with the smallest faces."""
 CLOSE_FACTOR = 1.3
-"""Configurations whose lower bound is within this factor of the fastest one are predicted."""
+"""Configurations whose lower bound is within this factor of the fastest step are predicted."""
 RECOMPUTE_CHOICES = None, "all"
 NOT_SEARCHED = "sequence='ulysses' and 'ring', stages=, orders of the mesh, and recomputing of some units"
-"""Choices that a search leaves to the user, in words."""
+"""Text about the choices that a search leaves to the user."""
 PIPE_SCHEDULES = tuple(name for name, known in SCHEDULES.items() if known.steady is not None)
-"""Pipeline schedules that are searched. Without a pipe only the first is used, where it has no effect."""
+"""Pipeline schedules that are searched. Without pipeline parallelism only the first one is used, where it has no
+effect."""
 
 
 def search(
@@ -82,32 +83,32 @@ def search(
 ) -> Plan:
     """Search for the fastest configurations that fit into memory, as predicted by `predict`.
 
-    First each strategy is tried on each mesh, with the microbatches and recomputation that fit; if nothing fits, those
-    that need least memory are tried with offloaded state. Then all microbatches, schedules and recomputation of each,
-    and for the fastest three other `group_bytes` and codecs. A configuration is not predicted if a lower bound of its
-    step, from its layers, exceeds 1.3 times the fastest step.
+    First, each strategy is tried on each mesh, with the microbatches and recomputation that fit. If nothing fits, the
+    configurations that need the least memory are tried with offloaded state. Then all microbatches, schedules and
+    recomputations of each are tried, and for the fastest three also other `group_bytes` and codecs. A configuration is
+    not predicted if a lower bound on its step time, from its layers, exceeds 1.3 times the fastest step.
 
     Parameters
     ----------
     model : the model
-    batch : ((shape, dtype), (shape, dtype)) of inputs and targets of the whole global batch, see `predict`
-    ranks, hosts : one of them: the number of ranks, or of hosts that are filled with ranks
+    batch : ((shape, dtype), (shape, dtype)) of inputs and targets of the global batch, see `predict`
+    ranks, hosts : exactly one of them: the number of ranks, or the number of hosts, which are filled with ranks
     machine : a name in `Machine.list_names()`, the path of a machine.toml, or a `Machine`
-    memory : bytes that a rank may take, such as "16GiB" (default: the machine's capacity)
-    codecs : lossy gradient codecs that may be tried in addition to none, such as `("bf16", "int8")`
-    most : configurations that are predicted at most
-    say : function that is called with a line of progress now and then (default: silent)
-    options : those of `predict`, which are then fixed instead of searched: `precision="bf16"`, `mesh=...`;
-        `domain="any"` tries the grids over which a field of the batch can be split
+    memory : bytes that a rank may use, such as "16GiB" (default: the machine's capacity)
+    codecs : lossy gradient codecs to try in addition to no codec, such as `("bf16", "int8")`
+    most : maximum number of configurations that are predicted
+    say : function that is called with a line of text from time to time to report progress (default: none)
+    options : options of `predict`, which are fixed instead of searched: `precision="bf16"`, `mesh=...`;
+        `domain="any"` tries the grids over which the fields of the batch can be split
 
     Returns
     -------
-    Plan : the configurations that fit, the fastest first, with tables and the line of Python that asks for it
+    Plan : the configurations that fit, the fastest first, with tables and the line of Python that requests it
 
     Raises
     ------
-    ConfigError : nothing fits (with the least memory that would), there is no mesh for these ranks, or dry runs do not
-        support a layer
+    ConfigError : nothing fits (the message has the least memory that would), there is no mesh for these ranks, or dry
+        runs do not support a layer
     """
     where = Machine.load(machine)
     require_no_arrays(options)
@@ -144,10 +145,11 @@ def search(
 
 @dataclass
 class _Search:
-    """State of one search: the question (model to say), and the configurations found so far.
+    """State of one search: the arguments of `search` (model to say), and the configurations found so far.
 
-    space is the `domain` option. found: configurations that fit. large: predicted ones that do not fit. refused:
-    options -> reason. slow: options -> lower bound in seconds. seen: options -> whether they were predicted."""
+    space: the `domain` option. found: configurations that fit. large: configurations that were predicted and do not
+    fit. refused: options -> reason. slow: options -> lower bound in seconds. seen: options -> whether the configuration
+    was predicted."""
 
     model: nn.Layer
     batch: Batch
@@ -176,13 +178,13 @@ class _Search:
         return sum(self.seen.values())
 
     def search_and_report(self) -> Plan:
-        """Search, and return the plan."""
+        """Try all configurations and return the plan."""
         with memoizing(), disabling_gc():
             self.search_all()
             return self.make_plan()
 
     def search_all(self) -> None:
-        """Try all configurations; fills `found`, `large`, `refused` and `slow`."""
+        """Try all configurations; this fills `found`, `large`, `refused` and `slow`."""
         formats = self._list_values_to_try("precision", "bf16" if self.machine.compute.gpu else None)
         placed = [
             {"strategy": strategy, "mesh": mesh, "domain": space, "precision": precision}
@@ -204,7 +206,7 @@ class _Search:
             self._try_fine_options(one)
 
     def _iterate_variants(self, chosen: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the options of a placement with every choice of recomputation, microbatches and schedule."""
+        """Yield the options of a placement, combined with every choice of recomputation, microbatches and schedule."""
         pipe, rows = self._count_pipe_ranks_and_samples(chosen)
         for recompute in self._list_values_to_try("recompute", *RECOMPUTE_CHOICES):
             for microbatches in self._list_values_to_try("microbatches", *_list_doublings(min(pipe, rows), rows)):
@@ -213,7 +215,7 @@ class _Search:
                     yield chosen | {"recompute": recompute, "microbatches": microbatches, **more}
 
     def _compute_lower_bound(self, options: dict[str, Any]) -> float:
-        """Return a lower bound of the step's seconds; 0 if the configuration cannot run."""
+        """Return a lower bound on the seconds of a step; 0 if the configuration cannot run."""
 
         def compute_least() -> float:
             with suppress(FsdpxError):
@@ -223,14 +225,14 @@ class _Search:
         return memoize(("least", _make_options_key(options)), compute_least)
 
     def _try_with_offload(self) -> None:
-        """Try the configurations of least memory with state on disk, and with more kinds of it until one fits."""
+        """Try the configurations of least memory with state on disk, offloading more kinds of state until one fits."""
         for one in sorted(self.large, key=lambda one: one.prediction.memory)[:MAX_SHOWN]:
             for what in OFFLOAD_CHOICES:
                 if self.try_options({**one.options, "offload": OffloadConfig(OFFLOAD_FOLDER, what)}) is not None:
                     break
 
     def _try_fine_options(self, one: Candidate) -> None:
-        """Try sequence parallelism, the allowed codecs and other unit sizes."""
+        """Try a configuration with sequence parallelism, with each allowed codec, and with other unit sizes."""
         if one.prediction.mesh.width_of("tensor") > 1 and "sequence" not in self.fixed:
             self.try_options({**one.options, "sequence": "parallel"})
         for choice in self._list_values_to_try("compression", *self.codecs):
@@ -241,11 +243,11 @@ class _Search:
                 self.found.remove(made)
 
     def _list_values_to_try(self, name: str, *values: Any) -> tuple[Any, ...]:
-        """Return the values of an option to try: the user's if it is fixed, else `values`."""
+        """Return the values of an option to try: the user's value if it is fixed, else `values`."""
         return (self.fixed[name],) if name in self.fixed else values
 
     def _iterate_placements(self) -> Iterator[tuple[str, Mesh | None, Any]]:
-        """Yield (strategy, mesh, grid of fields), the simplest first."""
+        """Yield (strategy, mesh, grid of fields) for all placements, the simplest first."""
         if "mesh" in self.fixed:
             mesh = self.fixed["mesh"] or Mesh()
             for space in self._list_grids(self.ranks // ((mesh.pipe or 1) * (mesh.tensor or 1)), mesh.tensor or 1):
@@ -272,7 +274,7 @@ class _Search:
                         yield from ((strategy, mesh, space) for space in spaces)
 
     def _list_grids(self, data: int, tensor: int) -> list[Any]:
-        """Return the grids that split fields over `data` data ranks such that each grid has at least one sample. None
+        """Return the grids that split fields over `data` data ranks and leave at least one sample for each grid. None
         stands for no grid."""
         space = self.space
         if space is not None and space != ANY_GRID:
@@ -288,7 +290,7 @@ class _Search:
         return found
 
     def _try_microbatches_to_fit(self, chosen: dict[str, Any]) -> bool:
-        """Try few microbatches, then more until the step fits. Return False if it takes too much memory with any number
+        """Try few microbatches, then more until the step fits. Return False if it needs too much memory with any number
         of them."""
         pipe, rows = self._count_pipe_ranks_and_samples(chosen)
         first = min(4 * pipe if pipe > 1 else 1, rows)
@@ -296,23 +298,23 @@ class _Search:
             before = len(self.large)
             self.try_options(chosen | {"microbatches": microbatches})
             if len(self.large) == before:
-                return True  # it fits, is too slow, or cannot run
+                return True  # the step fits, is too slow, or cannot run
             if _get_bytes_without_activations(self.large[-1].prediction) > (self.limit or 0):
                 return False  # more microbatches do not lower this part of the memory
         return False
 
     def _count_pipe_ranks_and_samples(self, chosen: dict[str, Any]) -> tuple[int, int]:
-        """Return the width of the pipe axis, and the samples of one data rank (rounded up)."""
+        """Return the width of the pipeline axis, and the number of samples of one data rank (rounded up)."""
         mesh, space = chosen["mesh"] or Mesh(), chosen["domain"]
         pipe = mesh.pipe or 1
         data = self.ranks // pipe // (mesh.tensor or 1) // prod(get_grid_dims(space))
         return pipe, -(-self.sample_count // data)
 
     def try_options(self, options: dict[str, Any], all_kinds: bool = False) -> Candidate | None:
-        """Predict a configuration; return the candidate, or None if it cannot run, does not fit, or is too slow to be
-        shown.
+        """Predict a configuration and record the result. Return the candidate, or None if it cannot run, does not fit,
+        or is too slow to be shown.
 
-        all_kinds: compare its lower bound with configurations of all kinds, not only with those of its own kind."""
+        all_kinds: compare the lower bound with configurations of all kinds, not only with those of the same kind."""
         words, least = _make_options_key(options), self._compute_lower_bound(options)
         if words in self.seen:
             return None
@@ -343,7 +345,7 @@ class _Search:
 
     def _find_max_shown_seconds(self, kind: str | None) -> float:
         """Return the step time above which a configuration of this kind (None: of any kind) is neither shown nor close
-        to the fastest."""
+        to the fastest one."""
         seconds = sorted(one.prediction.seconds for one in self.found)
         own = [one.prediction.seconds for one in self.found if kind in (None, one.summary)]
         return (
@@ -353,7 +355,7 @@ class _Search:
         )
 
     def make_plan(self) -> Plan:
-        """Return the plan of what was found. ConfigError if nothing fits."""
+        """Return the plan of the configurations found. Raise ConfigError if nothing fits."""
         if not self.found:
             raise ConfigError(self._explain_nothing_found())
         found = tuple(sorted(self.found, key=_make_sort_key))
@@ -382,8 +384,8 @@ class _Search:
         return Plan(found, refused, searched, largest[0], *about, longest[0], scaling, slow, *most, large)
 
     def _list_frugal_options(self, best: Candidate) -> list[dict[str, Any]]:
-        """Return the options of the fastest configuration, and of those with least memory, these with recomputation of
-        all units and as many microbatches as samples."""
+        """Return the options of the fastest configuration, then those of the configurations with least memory. The
+        latter recompute all units and have as many microbatches as samples."""
         placed: dict[str, Candidate] = {}
         for one in sorted([*self.found, *self.large], key=lambda one: one.prediction.memory):
             placed.setdefault(
@@ -398,16 +400,16 @@ class _Search:
         return found
 
     def _find_largest_batch(self, frugal: Sequence[dict[str, Any]]) -> tuple[int, dict[str, Any] | None]:
-        """Return the samples of the largest global batch, and the options with which it fits (None: it is the given
-        one)."""
+        """Return the number of samples of the largest global batch that fits, and the options with which it fits (None
+        if it is the given batch)."""
         times, options = self._find_max_growth_of_dims(frugal, 0, 1)
         return self.sample_count * (times or 1), options
 
     def _find_longest_sample(self, frugal: Sequence[dict[str, Any]]) -> tuple[tuple[int, ...], dict[str, Any] | None]:
-        """Return the positions of the longest sequence, or the cells of the largest field, and the options with which
-        it fits.
+        """Return the positions of the longest sequence, or the cells of the largest field, that fits, and the options
+        with which it fits.
 
-        () and None if the model takes no other sizes."""
+        Return () and None if the model accepts no other sizes."""
         shape = self.batch[0][0]
         first, last = (1, 2) if len(shape) == 2 and "int" in str(self.batch[0][1]) else (2, len(shape))
         times, options = self._find_max_growth_of_dims(frugal, first, last) if last > first else (None, {})
@@ -417,9 +419,9 @@ class _Search:
         self, frugal: Sequence[dict[str, Any]], first: int, last: int
     ) -> tuple[int | None, dict[str, Any]]:
         """Return the largest factor, a power of 2 up to 64, by which dims [first, last) of the batch can grow, and the
-        options with which it fits.
+        options with which the batch then fits.
 
-        The factor is None if the model refuses larger dims."""
+        The factor is None if the model rejects larger dims."""
         times, by, refused = 1, frugal[0], False
         for options in frugal:
             while times < 64 and self.limit is not None:
@@ -440,8 +442,8 @@ class _Search:
     def _find_deepest_model(
         self, frugal: Sequence[dict[str, Any]], best: Candidate
     ) -> tuple[tuple[int, int], dict[str, Any] | None]:
-        """Return (blocks, parameters) of the deepest model that fits, and the options with which it does; (0, 0) and
-        None if the model repeats no block."""
+        """Return (blocks, parameters) of the deepest model that fits, and the options with which it fits; (0, 0) and
+        None if the model has no repeated block."""
         now = count_blocks(self.model)
         if not now or self.limit is None:
             return (0, 0), None
@@ -456,22 +458,22 @@ class _Search:
         return (fits, count_parameters(with_block_count(self.model, fits))), by
 
     def _predict_bytes_at_depth(self, options: dict[str, Any], layers: int) -> int:
-        """Return the bytes of a rank for the model with `layers` blocks."""
+        """Return the bytes of a rank if the model has `layers` blocks."""
         step = self._make_world_step(self.batch, self.ranks, options, with_block_count(self.model, layers))
         return predict_step(step, self.machine).memory
 
     def _find_max_blocks(self, options: dict[str, Any], now: int, memory: int) -> int:
-        """Return the largest number of blocks that fits; `now` blocks are known to fit and to take `memory` bytes.
+        """Return the largest number of blocks that fits. `now` blocks are known to fit and to take `memory` bytes.
 
-        Memory is linear in the depth but for the stages of a pipe, so two known depths predict which one to try
-        next."""
+        Memory is linear in the depth, except for effects of pipeline stages, so two known depths predict which depth to
+        try next."""
         assert self.limit is not None
         most = MAX_DEPTH_FACTOR * count_blocks(self.model)
         known, layers, fits = {now: memory}, min(2 * now, most), now
         while layers not in known and len(known) < MAX_DEPTHS_TRIED:
             try:
                 known[layers] = self._predict_bytes_at_depth(options, layers)
-            except FsdpxError:  # these options do not allow so many blocks
+            except FsdpxError:  # these options do not allow that many blocks
                 break
             fits = max(n for n, memory in known.items() if memory <= self.limit)
             other = min((n for n in known if n > fits), default=max((n for n in known if n < fits), default=fits))
@@ -488,8 +490,8 @@ class _Search:
         return make_world_step(model or self.model, batch, ranks, self.machine.compute.gpu, {**self.fixed, **options})
 
     def _predict_other_rank_counts(self, one: Candidate) -> tuple[Prediction, ...]:
-        """Return predictions of a configuration on other numbers of ranks, which have a narrower or wider data axis,
-        fewest ranks first."""
+        """Return predictions of a configuration on other numbers of ranks, fewest ranks first. Only the width of the
+        data axis differs."""
         found, mesh = {self.ranks: one.prediction}, one.prediction.mesh
         beside = mesh.width_of("pipe") * mesh.width_of("tensor")
         for data in (mesh.width_of("data") * 2**n // 8 for n in range(7)):
@@ -506,14 +508,14 @@ class _Search:
         return tuple(found[ranks] for ranks in sorted(found))
 
     def _find_equivalent_grid(self, mesh: Mesh, data: int) -> tuple[int, ...]:
-        """Return the grid that splits a field over `data` data ranks with the same number of samples in parallel as
-        `mesh`. ValueError if there is none."""
+        """Return the grid that splits a field over `data` data ranks with as many samples in parallel as `mesh` has.
+        Raise ValueError if there is none."""
         members, cells = mesh.width_of("data") // prod(mesh.domain), self.batch[0][0][2:]
         grids = [dims for dims in _iterate_factorizations(data // members, len(cells)) if can_split_evenly(dims, cells)]
         return min(grids, key=lambda dims: _compute_surface_ratio(dims, cells))
 
     def _explain_nothing_found(self) -> str:
-        """Return the error message of a search in which nothing fits or nothing can run."""
+        """Return the error message for a search in which nothing fits or nothing can run."""
         if self.large:
             least = min(self.large, key=lambda one: one.prediction.memory)
             parts = sorted(least.prediction.worst_class.memory.items(), key=lambda item: -item[1])
@@ -545,7 +547,7 @@ def _make_sort_key(one: Candidate) -> tuple[float, int]:
 
 
 def _get_bytes_without_activations(found: Prediction) -> int:
-    """Return the bytes of a rank without activations, which more microbatches do not lower."""
+    """Return the bytes of a rank without activations; more microbatches do not lower them."""
     return min(one.nbytes - one.memory.get("activations", 0) for one in found.classes)
 
 

@@ -1,4 +1,4 @@
-"""Time model: seconds of computing and of communication on a machine."""
+"""The time model: seconds of computing and of communication on a machine."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ __all__ = ["MeshOnMachine", "StepTimes", "compute_work_seconds"]
 
 FORMAT_BY_ITEMSIZE = {8: "float64", 4: "float32"}
 SPILLING_KERNELS = {"attention", "attention_backward", "cross_entropy", "cross_entropy_backward"}
-"""Kernels whose intermediate arrays are as large as scores or logits; those of other kernels stay in registers."""
+"""Kernels whose intermediate arrays are as large as scores or logits. The intermediate arrays of other kernels stay in
+registers."""
 
 WIDENED_KERNEL_PREFIX = "correlate"
-"""Prefix of kernels that compute in float32 on CPUs, whatever the format of their arrays."""
+"""Prefix of kernels that compute in float32 on CPUs, regardless of the format of their arrays."""
 
 
 def compute_work_seconds(work: WorkCount, compute: Compute, half: str) -> float:
     """Return the seconds of matrix products and of all other kernels. half: the 16-bit format of the step.
 
-    Kernels that were measured on the machine have their own rates. Any other product takes FLOP / flops plus bytes /
-    memory on a CPU, which first copies the operands into the order in which it multiplies them; on a GPU the longer of
-    the two counts. `Compute.half` makes small products slower. All other work takes bytes / memory."""
+    Kernels that were measured on the machine have their own rates. On a CPU any other product takes FLOP / flops plus
+    bytes / memory, since operands are first copied into the order in which they are multiplied. On a GPU it takes the
+    longer of the two. `Compute.half` makes small products slower. All other work takes bytes / memory."""
     products = sum(_compute_product_seconds(p, compute, half) * times for p, times in work.products.items())
     passes = sum(_compute_memory_bound_seconds(p, compute, half) * times for p, times in work.passes.items())
     spilt = compute.spill * sum(nbytes for name, nbytes in work.inner.items() if name in SPILLING_KERNELS)
@@ -37,8 +38,8 @@ def compute_work_seconds(work: WorkCount, compute: Compute, half: str) -> float:
 
 
 def _compute_memory_bound_seconds(one: KernelPass, compute: Compute, half: str) -> float:
-    """Return the seconds of one kernel call that is bound by memory, or that its measured products do not account
-    for."""
+    """Return the seconds of one memory-bound kernel call, or of the work that the measured products of a kernel do not
+    account for."""
     name = FORMAT_BY_ITEMSIZE.get(one.itemsize, "float32" if one.itemsize > 2 else half)
     beside = compute.kernels.compute_extra_memory_seconds(one, name)
     if beside is not None:
@@ -52,7 +53,7 @@ def _count_launched_kernels(work: WorkCount) -> int:
 
 
 def _compute_product_seconds(product: ProductCount, compute: Compute, half: str) -> float:
-    """Return the seconds of one matrix product. ConfigError if the machine has no rate for its format."""
+    """Return the seconds of one matrix product. Raise ConfigError if the machine has no rate for its format."""
     name = FORMAT_BY_ITEMSIZE.get(product.itemsize, half)
     own = compute.kernels.compute_product_seconds(product, name)
     if own is not None:
@@ -64,7 +65,7 @@ def _compute_product_seconds(product: ProductCount, compute: Compute, half: str)
         have = ", ".join(compute.flops)
         raise ConfigError(f"the machine does not say how fast it computes in {name}, only in {have}: add it to flops")
     rate = flops * compute.efficiency
-    slow = compute.half * flops / max(compute.flops.values())  # costs the same time in each format
+    slow = compute.half * flops / max(compute.flops.values())  # takes the same time in each format
     seconds = (product.flops + slow) / rate
     if product.is_fused:
         return seconds
@@ -75,8 +76,8 @@ def _compute_product_seconds(product: ProductCount, compute: Compute, half: str)
 class LevelCrossing(NamedTuple):
     """A level of the network that a group of ranks communicates across.
 
-    width: number of units of the level below that the group spans. members: ranks of the group in each such unit.
-    users: all ranks of such a unit."""
+    width: number of units of the next lower level that the group spans. members: number of ranks of the group in each
+    such unit. users: number of all ranks of such a unit."""
 
     level: NetworkLevel
     width: float
@@ -91,7 +92,7 @@ class LevelCrossing(NamedTuple):
 
 @dataclass(frozen=True)
 class MeshOnMachine:
-    """Mapping of mesh axes to the levels of a machine whose ranks are numbered host by host.
+    """Maps mesh axes to the levels of a machine whose ranks are numbered host by host.
 
     faces: for each dim of a split field, the share of the halo bytes that a rank exchanges along it."""
 
@@ -101,7 +102,7 @@ class MeshOnMachine:
 
     @cached_property
     def rank_strides(self) -> Mapping[str, int]:
-        """Axis -> difference in rank number between neighbors along it."""
+        """Axis -> difference between the ranks of neighbors along it."""
         found, stride = {}, 1
         for axis in reversed(self.mesh.order):
             found[axis] = stride
@@ -109,7 +110,7 @@ class MeshOnMachine:
         return found
 
     def find_crossings(self, axes: tuple[str, ...]) -> list[LevelCrossing]:
-        """Return the levels that a group of ranks along these axes crosses, the closest first."""
+        """Return the levels that a group of ranks along these axes communicates across, the closest first."""
         found, before, unit, size = list[LevelCrossing](), 1.0, 1.0, self.mesh.size
         for level in self.machine.levels:
             inside = 1.0
@@ -123,7 +124,7 @@ class MeshOnMachine:
         return found
 
     def require_room_for_ranks(self) -> None:
-        """Raise ConfigError if the machine has no level that holds all ranks."""
+        """Raise ConfigError if the machine has no level that holds all ranks of the mesh."""
         last, size = self.machine.levels[-1], self.mesh.size
         if size > last.ranks:
             raise ConfigError(
@@ -133,7 +134,7 @@ class MeshOnMachine:
 
     @cached_property
     def crossings_by_axis(self) -> dict[str, list[LevelCrossing]]:
-        """Axis name as the traffic counters use it -> levels that its groups cross."""
+        """Axis name in the traffic counters -> levels that its groups communicate across."""
         groups = {axis: (axis,) for axis in AXES} | {"world": AXES, "group": AXES, "data": ("replica", "shard")}
         groups |= {"peers": ("pipe",), "domain": ("replica", "shard")}
         return {name: self.find_crossings(axes) for name, axes in groups.items()}
@@ -141,7 +142,7 @@ class MeshOnMachine:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of calls and actions of a step. half: its 16-bit format."""
+    """Computes the seconds of the calls and actions of a step. half: the 16-bit format of the step."""
 
     lines: MeshOnMachine
     half: str
@@ -149,11 +150,12 @@ class StepTimes:
     def compute_call_seconds(self, axis: str, verb: str, nbytes: float) -> float:
         """Return the seconds of a call in which this rank sends `nbytes`: the fastest of three algorithms.
 
-        - ring: steps of the largest latency, bytes at the speed of the slowest link
-        - tree: log2(ranks) steps, the whole array each way; or the pieces so far (Bruck et al. 1997), by MPI
+        - ring: each step has the largest latency, and bytes move at the speed of the slowest link
+        - tree: log2(ranks) steps that send the full array in each direction; or, by MPI, all pieces received so far
+          (Bruck et al. 1997)
         - hierarchy: level by level, each with the bytes that the levels inside it have left
 
-        A message to a neighbor takes one latency plus its bytes; receiving it takes no additional time."""
+        A message to a neighbor takes one latency plus the time for its bytes; receiving it takes no additional time."""
         if axis == "disk":
             disk = self.lines.machine.disk or DiskSpeed(inf, inf)
             return nbytes / min(getattr(disk, verb), disk.total / self.rank_count)
@@ -162,7 +164,7 @@ class StepTimes:
             return 0.0
         if verb == "send":
             return self._compute_neighbor_seconds(axis, reaches, nbytes)
-        times = 2 if verb == "all_reduce" else 1  # a reduce-scatter and an all-gather, which send the bytes once each
+        times = 2 if verb == "all_reduce" else 1  # a reduce-scatter and an all-gather: each sends the bytes once
         ranks = prod(r.width for r in reaches)
         whole = nbytes / times * ranks / (ranks - 1)
         slowest = min(r.members * r.bytes_per_second for r in reaches)
@@ -180,8 +182,8 @@ class StepTimes:
         return min(ring, tree, levels)
 
     def _compute_neighbor_seconds(self, axis: str, reaches: list[LevelCrossing], nbytes: float) -> float:
-        """Return the seconds of a message to the most distant neighbor, for which all ranks wait; for fields the mean
-        over dims, weighted by their halo bytes."""
+        """Return the seconds of a message to the most distant neighbor, for which all ranks wait. For fields, return
+        the mean over dims, weighted by their halo bytes."""
         if axis != "domain":
             return reaches[-1].level.latency + nbytes / reaches[-1].bytes_per_second
         seconds, stride = 0.0, self.lines.rank_strides["shard"]
@@ -213,10 +215,10 @@ class StepTimes:
         return self.lines.mesh.size
 
     def price_action(self, cost: ActionCost) -> tuple[float, dict[str, float]]:
-        """Return the seconds of computing of an action, and the seconds of its calls by axis.
+        """Return the seconds of computing of an action, and axis -> seconds of its calls.
 
         On a GPU the host launches the next kernels during computing, so the longer of the two counts. On a CPU
-        `Compute.launch`, the time of the Python code around a kernel, is added."""
+        `Compute.launch`, the time of the Python code around a kernel, is added for each kernel."""
         moving: dict[str, float] = {}
         launches = _count_launched_kernels(cost.work)
         for axis, verb, calls, nbytes in cost.calls:

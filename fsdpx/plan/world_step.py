@@ -1,5 +1,5 @@
-"""The step that is predicted: its mesh and batch, the ranks that do the same, and the dry run of one rank of each
-kind."""
+"""The step to predict: its mesh and batch, the classes of ranks that do the same, and the dry run of one rank of each
+class."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ __all__ = [
 ]  # fmt: skip
 
 LOSSES = nn.MSELoss(), nn.CrossEntropyLoss()
-"""Default losses: for floating-point targets, and for integer targets."""
+"""Default losses, for floating-point targets and for integer targets."""
 Batch = tuple[tuple[tuple[int, ...], str], ...]
 """(shape, dtype) of each input, then of the targets."""
 CONTROL = "world"
-"""Axis of the small messages about losses. Their latency counts, but traffic tables leave them out."""
+"""Axis of the small messages about losses. Their latency counts, but tables of traffic leave them out."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class RankClass:
     ----------
     rank : one of these ranks
     coordinates : its mesh coordinates
-    peak : the moment of highest memory use, and what is held for which unit
+    peak : the moment of highest memory use, and the memory held for each unit
     traffic : (axis, call) -> (number of calls, bytes) in a step
     """
 
@@ -88,8 +88,8 @@ class RankClass:
 class RankDryRun(NamedTuple):
     """The dry run of one rank.
 
-    found: its rank class. costs: cost of each action. alive: for each action, the peak bytes of activations during it,
-    and the bytes after it. session: the session that ran. programs: number of microbatches -> program."""
+    found: rank class of the rank. costs: cost of each action. alive: for each action, the peak bytes of activations
+    during it, and their bytes after it. session: the session that ran. programs: number of microbatches -> program."""
 
     found: RankClass
     costs: dict[Action, ActionCost]
@@ -98,15 +98,15 @@ class RankDryRun(NamedTuple):
     programs: dict[int, Program]
 
     def get_program(self, microbatches: int) -> Program:
-        """Return the program of this rank for a number of equal microbatches; compile it on first use."""
+        """Return this rank's program for a number of equal microbatches, which is compiled on first use."""
         if microbatches not in self.programs:
             request = self.session.make_program_request("step", microbatches, fresh=True)
             self.programs[microbatches] = compile(request)
         return self.programs[microbatches]
 
     def count_actions(self, microbatches: int) -> Counter[Action]:
-        """Return how often the program for `microbatches` has each action. Microbatches beyond those that ran count as
-        the last one that did."""
+        """Return how often each action occurs in the program for `microbatches` microbatches. Microbatches beyond those
+        that ran count as the last one that ran."""
         return Counter(
             find_action_that_ran(action, min(self.programs)) for action in self.get_program(microbatches).actions
         )
@@ -125,13 +125,13 @@ class WorldStep:
 
     @property
     def sample_group_count(self) -> int:
-        """Number of data ranks, or of grids of data ranks, with different samples."""
+        """Number of data ranks, or grids of data ranks, that have different samples."""
         return self.mesh.width_of("data") // prod(self.mesh.domain)
 
     @classmethod
     def from_options(cls, model: nn.Layer, batch: Batch, ranks: int, options: dict[str, Any]) -> WorldStep:
-        """Return the step with the mesh and the microbatches that these options imply. ConfigError if they do not fit
-        the ranks."""
+        """Return the step with the mesh and the microbatches that these options imply. Raise ConfigError if they do not
+        fit the ranks."""
         mesh = (options["mesh"] or Mesh()).fill_from_strategy(options["strategy"], ranks)
         grid = _make_field_grid(options.get("domain") or mesh.domain, batch, mesh)
         mesh = mesh if grid is None else replace(mesh, domain=grid.dims)
@@ -146,12 +146,13 @@ class WorldStep:
         return int(self.batch[0][0][0])
 
     def count_bytes_per_sample(self, at: int) -> int:
-        """Return the bytes of one sample, inputs and targets, on a rank. at: 0 or 1, which of the busiest ranks of the
-        grid."""
+        """Return the bytes of one sample on a rank, inputs and targets together. at: 0 or 1, which of the busiest ranks
+        of the grid."""
         return sum(parse_dtype(dtype).itemsize * prod(shape[1:]) for shape, dtype in self._get_batch_of_rank(at))
 
     def _get_batch_of_rank(self, at: int) -> Batch:
-        """Return (shape, dtype) of the batch; of fields the part of one of the busiest ranks of the grid."""
+        """Return (shape, dtype) of each array of the batch; for fields, of the shard of one of the busiest ranks of the
+        grid."""
         if self.grid is None:
             return self.batch
         grid, (*inputs, (y, b)) = self.grid.as_rank(self.grid.busiest_ranks[-1 if at else 0]), self.batch
@@ -167,7 +168,7 @@ class WorldStep:
         return tuple(size / (sum(sizes) or 1.0) for size in sizes)
 
     def count_samples_of_group(self, group: int) -> int:
-        """Return the samples of a data rank, or of a grid of data ranks. The last group has the most."""
+        """Return the number of samples of a data rank, or of a grid of data ranks. The last group has the most."""
         chunks = self.options.get("reproducible_chunks")
         return count_rows_of_rank(self.sample_count, group, self.sample_group_count, chunks)
 
@@ -196,26 +197,27 @@ class WorldStep:
         return known and equal and self.options.get("reproducible_chunks") is None
 
     def count_simulated_microbatches(self) -> tuple[int, int]:
-        """Return (few, each): how many microbatches are simulated, and how many further ones always add the same time.
+        """Return (few, each): how many microbatches are simulated, and how many further microbatches always add the
+        same time.
 
-        `each` is the width of the pipe, the longest cycle in which a rank waits for itself. All microbatches and 0 if
-        they differ or are few."""
+        `each` is the width of the pipeline axis, the longest cycle in which a rank waits for itself. If microbatches
+        differ, or there are few, return the number of all microbatches and 0."""
         m, pipe = self.microbatches, self.mesh.width_of("pipe")
         enough = self._steady * pipe + 1 if pipe > 1 and self._steady is not None and self.has_equal_microbatches else 2
         return (enough + (m - enough) % pipe, pipe) if self.has_equal_microbatches and m > enough + pipe else (m, 0)
 
     def count_dry_run_microbatches(self) -> int:
-        """Return how many microbatches a dry run needs to know memory and costs of all.
+        """Return how many microbatches a dry run needs to determine the memory and costs of all.
 
-        A few more than a rank of the pipe begins before it ends one; with an interleaved schedule a multiple of the
-        pipe's width; with offload all that are simulated."""
+        These are a few more than a pipeline rank begins before it ends one, a multiple of the pipeline's width with an
+        interleaved schedule, and all simulated ones with offload."""
         most, pipe = self.count_simulated_microbatches()[0], self.mesh.width_of("pipe")
         if not self.has_equal_microbatches or pipe == 1 or self.options.get("offload") is not None:
             return most
         return min(most, 3 * pipe if self.options["schedule"] == "interleaved" else pipe + 4)
 
     def dry_run_pipe_ranks(self, group: int, microbatches: int, at: int = 0) -> Iterator[RankDryRun]:
-        """Yield the dry run of one data rank for each rank of the pipe. at: which of the busiest ranks of a grid."""
+        """Yield a dry run of one data rank for each pipeline rank. at: which of the busiest ranks of a grid."""
         rows = self.count_samples_of_group(group)
         if microbatches < self.microbatches:
             rows = rows // self.microbatches * microbatches
@@ -225,21 +227,21 @@ class WorldStep:
             yield found
 
     def _iterate_pipe_coordinates(self, group: int, at: int) -> Iterator[MeshCoordinates]:
-        """Yield the mesh coordinates of a data rank, one for each rank of the pipe."""
+        """Yield the mesh coordinates of a data rank, once for each pipeline rank."""
         data_rank, shard = group * prod(self.mesh.domain), self.mesh.width_of("shard")
         data_rank += 0 if self.grid is None else self.grid.busiest_ranks[at]
         for pipe in range(self.mesh.width_of("pipe")):
             yield MeshCoordinates(pipe, data_rank // shard, data_rank % shard, 0)
 
     def make_step_times(self, machine: Machine) -> StepTimes:
-        """Return the time model of this step on a machine. ConfigError if it has too few ranks."""
+        """Return the time model of this step on a machine. Raise ConfigError if the machine has too few ranks."""
         lines = MeshOnMachine(self.mesh, machine, self.face_shares)
         lines.require_room_for_ranks()
         return StepTimes(lines, normalize_half_name(formats_of(self.options["precision"]).compute))
 
     def _add_control_traffic(self, costs: dict[Action, ActionCost], microbatches: int) -> None:
-        """Add the control traffic of further microbatches to `costs`: at the end of a step each rank sends two float64
-        numbers per microbatch to all other ranks."""
+        """Add the control traffic of additional microbatches to `costs`: at the end of a step, each rank sends two
+        float64 numbers per microbatch to all other ranks."""
         more = microbatches * 2 * 8 * (self.mesh.size - 1)
         for action in [a for a in costs if "loss:all" in VERBS[a.op].takes] if more else ():
             calls = [(axis, call, n, sent + more * (axis == CONTROL)) for axis, call, n, sent in costs[action].calls]
@@ -253,7 +255,7 @@ class WorldStep:
         return Trainer(FixedRanks(make_session(Recipe(TrainingChoices(self.model)).with_options(options), comm)))
 
     def _dry_run_rank(self, place: MeshCoordinates, rows: int, microbatches: int, at: int) -> RankDryRun:
-        """Run a step of one rank on shapes and return its costs. rows: its samples."""
+        """Run a step of one rank on shapes and return the dry run. rows: samples of the rank."""
         costing = ActionCostRecorder()
         with counting_work() as costing.work, measuring_memory() as meter:
             trainer = self._make_trainer(self.mesh.rank_of(place), microbatches, at)
@@ -274,7 +276,7 @@ class WorldStep:
 def make_world_step(
     model: nn.Layer, batch: tuple[Any, ...], ranks: int, gpu: bool, options: Mapping[str, Any]
 ) -> WorldStep:
-    """Return the step that the options of `predict` ask for. gpu: whether ranks are GPUs."""
+    """Return the step that the options of `predict` describe. gpu: whether ranks are GPUs."""
     pairs, chosen = parse_batch(batch), dict(options)
     model, chosen["loss"] = adapt_foreign_model(model, chosen.get("loss"))
     chosen = _check_and_complete_options(pairs, gpu, chosen)
@@ -285,7 +287,7 @@ def make_world_step(
 
 
 def _check_and_complete_options(batch: Any, gpu: bool, options: dict[str, Any]) -> dict[str, Any]:
-    """Return all options of the dry runs, with defaults filled in; ConfigError for unknown ones."""
+    """Return all options of the dry runs, with defaults filled in; raise ConfigError for unknown ones."""
     for name in ("comm", "device", "backend"):
         if name in options:
             raise ConfigError(f"predict decides {name} itself")
@@ -304,7 +306,8 @@ def _check_and_complete_options(batch: Any, gpu: bool, options: dict[str, Any]) 
 
 
 def _make_field_grid(space: Any, batch: Batch, mesh: Mesh) -> Grid | None:
-    """Return the grid of the first field, or None. ConfigError unless it divides the data axis."""
+    """Return the grid of the first field, or None. Raise ConfigError unless its number of ranks divides the data
+    axis."""
     if not get_grid_dims(space):
         return None
     if not isinstance(space, Grid):
@@ -322,8 +325,8 @@ def _make_field_grid(space: Any, batch: Batch, mesh: Mesh) -> Grid | None:
 
 
 def parse_batch(batch: Any) -> Batch:
-    """Return (shape, dtype) of each input and of the targets, from such pairs or from arrays; several inputs may be a
-    tuple. ConfigError for anything else."""
+    """Return (shape, dtype) of each input and of the targets. They are given as such pairs or as arrays; several inputs
+    may be a tuple. Raise ConfigError for anything else."""
     try:
         *inputs, target = batch
         if len(inputs) == 1 and not hasattr(inputs[0], "shape") and not isinstance(inputs[0][1], str):
@@ -342,7 +345,7 @@ def parse_batch(batch: Any) -> Batch:
 
 
 def require_positive_int(name: str, value: Any) -> int:
-    """Return the value of an option as an int; ConfigError unless it is an integer of at least 1."""
+    """Return the value of an option as an int; raise ConfigError unless it is an integer of at least 1."""
     try:
         found = -1 if isinstance(value, bool) else operator.index(value)
     except TypeError:  # floats and arrays have no index
@@ -360,8 +363,8 @@ def require_no_arrays(options: Mapping[str, Any]) -> None:
 
 
 def get_grid_dims(space: Any) -> tuple[int, ...]:
-    """Return the number of ranks along each dim of a field, () if it is not split. ConfigError if `space` is neither a
-    `Grid` nor such numbers."""
+    """Return the number of ranks along each dim of a field, () if it is not split. Raise ConfigError if `space` is
+    neither a `Grid` nor a sequence of positive integers."""
     dims = getattr(space, "dims", () if space is None else space)
     if not isinstance(dims, tuple | list) or not all(hasattr(n, "__index__") and n > 0 for n in dims):
         raise ConfigError(f"domain={space!r}: a fsdpx.Grid is needed, or ranks along each dim, such as (2, 2)")
@@ -369,6 +372,6 @@ def get_grid_dims(space: Any) -> tuple[int, ...]:
 
 
 def find_action_that_ran(action: Action, few: int) -> Action:
-    """Return the action with the same verb and unit whose microbatch ran: its own if it is below `few`, else the last
-    one."""
+    """Return the action with the same operation and unit that ran: the action itself if its microbatch is below `few`,
+    else that of microbatch `few` - 1."""
     return action if action.mb is None or action.mb < few else Action(action.op, action.unit, few - 1)
