@@ -8,7 +8,7 @@ Importing this package loads neither MPI nor Numba nor CuPy; each name is import
 
 from typing import TYPE_CHECKING
 
-from fsdpx.core.base.lazy_names import attach
+from fsdpx.core.base.lazy_names import make_lazy_attributes
 from fsdpx.core.base.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -66,4 +66,4 @@ if TYPE_CHECKING:
 
     plan: CallablePackage
 else:
-    __getattr__, __dir__, __all__ = attach(__name__)
+    __getattr__, __dir__, __all__ = make_lazy_attributes(__name__)

@@ -83,11 +83,11 @@ def test_a_name_is_imported_when_it_is_used(tmp_path: Path) -> None:
     package = tmp_path / "odd"
     package.mkdir()
     (package / "__init__.py").write_text(
-        "from typing import TYPE_CHECKING, Any\nfrom fsdpx.core.base.lazy_names import attach\n"
+        "from typing import TYPE_CHECKING, Any\nfrom fsdpx.core.base.lazy_names import make_lazy_attributes\n"
         "if TYPE_CHECKING:\n    from json import dumps as dumps, loads as unseen\n"
         "    from odd import part as part\n    from xml import dom as dom\n"
         "    from odd.called.inner import called as called\n    plan: Any\n"
-        "else:\n    __getattr__, __dir__, __all__ = attach(__name__)\n"
+        "else:\n    __getattr__, __dir__, __all__ = make_lazy_attributes(__name__)\n"
     )
     (package / "called").mkdir()
     (package / "called/__init__.py").touch()

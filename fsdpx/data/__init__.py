@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from fsdpx.core.base.lazy_names import attach
+from fsdpx.core.base.lazy_names import make_lazy_attributes
 
 if TYPE_CHECKING:
     from fsdpx.data.dataset import (
@@ -21,4 +21,4 @@ if TYPE_CHECKING:
     )
     from fsdpx.data.supervised import SupervisedDataset as SupervisedDataset
 else:
-    __getattr__, __dir__, __all__ = attach(__name__)
+    __getattr__, __dir__, __all__ = make_lazy_attributes(__name__)

@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from fsdpx.core.array.namespace import as_unmasked_array, to_numpy_dtype
-from fsdpx.core.base.name_hints import check_call_arguments
+from fsdpx.core.base.name_hints import wrap_with_option_check
 from fsdpx.core.base.safe_files import describe_read_error, expanduser, open_file
 from fsdpx.errors import ConfigError, DataError
 
@@ -117,7 +117,7 @@ class TokenDataset(WindowDataset):
 
     dtype = np.dtype(np.int32)  # dtype of samples, not of the file
 
-    @check_call_arguments
+    @wrap_with_option_check
     def __init__(self, path: str | os.PathLike[str], seq_len: int, *, dtype: Any = np.uint16) -> None:
         if not isinstance(seq_len, int) or seq_len < 1:
             raise ConfigError(f"TokenDataset(seq_len={seq_len!r}): a whole number of tokens, 1 or more, is needed")
@@ -316,7 +316,7 @@ class TextDataset(WindowDataset):
 
     vocab = 256
 
-    @check_call_arguments
+    @wrap_with_option_check
     def __init__(
         self,
         path: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],

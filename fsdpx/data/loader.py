@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.random import random_permutation
-from fsdpx.core.base.name_hints import check_call_arguments
+from fsdpx.core.base.name_hints import wrap_with_option_check
 from fsdpx.core.comm.default_communicator import get_rank_info, require_valid_intracomm, to_mpi4py
 from fsdpx.data.dataset import Dataset, collate, hash_first_sample, make_empty_batch
 from fsdpx.errors import ConfigError, DataError
@@ -68,7 +68,7 @@ class DistributedSampler:
         chunks, and a short batch is truncated to a multiple of it
     """
 
-    @check_call_arguments
+    @wrap_with_option_check
     def __init__(
         self,
         n: int,
@@ -418,7 +418,7 @@ class DataLoader:
     prefetch : number of batches that a thread reads ahead; the thread makes no MPI calls. 0: no thread
     """
 
-    @check_call_arguments
+    @wrap_with_option_check
     def __init__(
         self,
         dataset: Dataset,

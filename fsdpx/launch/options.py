@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal, TypedDict
 
 from fsdpx.core.base import environment, safe_files
-from fsdpx.core.base.name_hints import check_constructor_options
+from fsdpx.core.base.name_hints import wrap_constructor_with_option_check
 from fsdpx.errors import LaunchError
 
 __all__ = [
@@ -32,7 +32,7 @@ __all__ = [
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-@check_constructor_options
+@wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class LaunchConfig:
     """How many ranks a job starts, on which hosts, and when it is restarted.

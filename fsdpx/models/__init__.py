@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from fsdpx.core.base.lazy_names import attach
+from fsdpx.core.base.lazy_names import make_lazy_attributes
 
 if TYPE_CHECKING:
     from fsdpx.models.chat import chat_template as chat_template
@@ -10,4 +10,4 @@ if TYPE_CHECKING:
     from fsdpx.models.pretrained_reader import from_pretrained as from_pretrained
     from fsdpx.models.pretrained_writer import save_pretrained as save_pretrained
 else:
-    __getattr__, __dir__, __all__ = attach(__name__)
+    __getattr__, __dir__, __all__ = make_lazy_attributes(__name__)

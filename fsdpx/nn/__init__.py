@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from fsdpx.core.base.lazy_names import attach
+from fsdpx.core.base.lazy_names import make_lazy_attributes
 
 if TYPE_CHECKING:
     from fsdpx.examples import models as models
@@ -90,4 +90,4 @@ if TYPE_CHECKING:
     )  # fmt: skip
     from fsdpx.ext.fields.unet import UNet as UNet
 else:
-    __getattr__, __dir__, __all__ = attach(__name__)
+    __getattr__, __dir__, __all__ = make_lazy_attributes(__name__)

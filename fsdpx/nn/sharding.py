@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from fsdpx.core.base.lazy_names import attach
+from fsdpx.core.base.lazy_names import make_lazy_attributes
 
 if TYPE_CHECKING:
     from fsdpx.ext.moe.moe import ShardedMoE as ShardedMoE
@@ -44,4 +44,4 @@ if TYPE_CHECKING:
     )
     from fsdpx.nn.tensor_plan import parallelize as parallelize
 else:
-    __getattr__, __dir__, __all__ = attach(__name__)
+    __getattr__, __dir__, __all__ = make_lazy_attributes(__name__)

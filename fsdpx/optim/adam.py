@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fsdpx.core.base.name_hints import check_constructor_options
+from fsdpx.core.base.name_hints import wrap_constructor_with_option_check
 from fsdpx.optim.optimizer import (
     Elementwise,
     LearningRate,
@@ -76,7 +76,7 @@ class _AdamBase(Elementwise):
         adam(xp, (p, g, slots["m"], slots["v"]), numbers)
 
 
-@check_constructor_options
+@wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class Adam(_AdamBase):
     """p -= lr m / (sqrt(v) + eps) with bias-corrected means m of g and v of g^2 (Kingma & Ba 2015). Slots: m, v.
@@ -93,7 +93,7 @@ class Adam(_AdamBase):
     decoupled = False
 
 
-@check_constructor_options
+@wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class AdamW(_AdamBase):
     """Adam with decoupled weight decay: p *= 1 - lr weight_decay before the step (Loshchilov & Hutter 2019).

@@ -7,7 +7,7 @@ import numpy as np
 
 from fsdpx.core.array.kernels.half import add_widened
 from fsdpx.core.base.config import convert_fields_to_python_numbers
-from fsdpx.core.base.name_hints import check_constructor_options
+from fsdpx.core.base.name_hints import wrap_constructor_with_option_check
 from fsdpx.errors import ConfigError
 from fsdpx.optim.optimizer import (
     AVERAGE_SLOT,
@@ -26,7 +26,7 @@ from fsdpx.optim.segments import ShardSegments
 __all__ = ["EMA", "SWA", "AveragedOptimizer"]
 
 
-@check_constructor_options
+@wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class EMA:
     """Exponential moving average: after each step, average = decay average + (1 - decay) parameters. The first average
@@ -47,7 +47,7 @@ class EMA:
         return self.decay if step > 1 else 0.0
 
 
-@check_constructor_options
+@wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class SWA:
     """Stochastic weight averaging (Izmailov et al. 2018): the mean of the parameters after the steps start, start +

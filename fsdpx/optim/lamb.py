@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fsdpx.core.array.sums import EXPANSION_PARTS, sum_block_squares
-from fsdpx.core.base.name_hints import check_constructor_options
+from fsdpx.core.base.name_hints import wrap_constructor_with_option_check
 from fsdpx.optim.optimizer import (
     BLOCK_ELEMENTS,
     LearningRate,
@@ -80,7 +80,7 @@ def _step_along_direction_loop(p, m, v, unbias1, unbias2, eps, decay, rate):
         p[i] = p[i] - a * rate
 
 
-@check_constructor_options
+@wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class LAMB:
     """u = m / (sqrt(v) + eps) + weight_decay p; p -= lr (|p| / |u|) u, with norms over the full parameter.

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.base.name_hints import check_constructor_options
+from fsdpx.core.base.name_hints import wrap_constructor_with_option_check
 from fsdpx.optim.optimizer import Elementwise, LearningRate, Slots, declare_update, lerp_, require_valid_betas
 from fsdpx.optim.segments import ParamGroups
 
@@ -35,7 +35,7 @@ def _lion_loop(p, g, m, scale, keep, share1, share2, lr):
         m[i] = m[i] + (a - m[i]) * share2
 
 
-@check_constructor_options
+@wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class Lion(Elementwise):
     """p = (1 - lr weight_decay) p - lr sign(beta1 m + (1 - beta1) g); m = beta2 m + (1 - beta2) g (Chen et al. 2023).

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fsdpx.core.base.name_hints import check_constructor_options, parse_patterns
+from fsdpx.core.base.name_hints import parse_patterns, wrap_constructor_with_option_check
 from fsdpx.errors import ConfigError
 from fsdpx.optim.adam import AdamW
 from fsdpx.optim.optimizer import (
@@ -33,7 +33,7 @@ STEPS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
 """Steps and coefficients of the Newton-Schulz iteration, which brings singular values to between 0.7 and 1.2."""
 
 
-@check_constructor_options
+@wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class Muon:
     """m = momentum m + g; p -= lr (0.2 sqrt(max(rows, columns)) O + weight_decay p), where O has the singular vectors

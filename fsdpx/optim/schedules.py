@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fsdpx.core.base.config import convert_fields_to_python_numbers
-from fsdpx.core.base.name_hints import check_constructor_options
+from fsdpx.core.base.name_hints import wrap_constructor_with_option_check
 from fsdpx.errors import ConfigError
 from fsdpx.optim.optimizer import require_number_in_range
 
@@ -29,7 +29,7 @@ class Schedule:
                 raise ConfigError(f"{given}: a whole number of steps, 1 or more, is needed")
 
 
-@check_constructor_options
+@wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class Constant(Schedule):
     """The same rate at every step.
@@ -45,7 +45,7 @@ class Constant(Schedule):
         return self.lr
 
 
-@check_constructor_options
+@wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class Linear(Schedule):
     """Linear interpolation from lr at step 1 to `final` at step `steps` + 1, and `final` after that.
@@ -66,7 +66,7 @@ class Linear(Schedule):
         return self.lr + (self.final - self.lr) * done
 
 
-@check_constructor_options
+@wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class Cosine(Schedule):
     """Half a cosine from lr at step 1 to `final` at step `steps` + 1, and `final` after that (Loshchilov & Hutter 2017,
@@ -86,7 +86,7 @@ class Cosine(Schedule):
         return self.final + (self.lr - self.final) * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
-@check_constructor_options
+@wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class InverseSquareRoot(Schedule):
     """lr sqrt(steps / (steps + step - 1)).
@@ -107,7 +107,7 @@ class InverseSquareRoot(Schedule):
         return self.lr * math.sqrt(self.steps / (self.steps + step - 1))
 
 
-@check_constructor_options
+@wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class Step(Schedule):
     """lr, multiplied by `factor` after every `every` steps.
@@ -127,7 +127,7 @@ class Step(Schedule):
         return self.lr * self.factor ** ((step - 1) // self.every)
 
 
-@check_constructor_options
+@wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class WarmUp(Schedule):
     """Linear warm-up from 0 before step 1 to the first rate of `schedule` at step `steps`, after which `schedule`

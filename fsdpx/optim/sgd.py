@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdpx.core.base.name_hints import check_constructor_options
+from fsdpx.core.base.name_hints import wrap_constructor_with_option_check
 from fsdpx.errors import ConfigError
 from fsdpx.optim.optimizer import Elementwise, LearningRate, Slots, add_decay, declare_update, require_number_in_range
 from fsdpx.optim.segments import ParamGroups
@@ -56,7 +56,7 @@ def _momentum_loop(p, g, m, scale, l2, lr, mu, nesterov):
         p[i] = p[i] - a * lr
 
 
-@check_constructor_options
+@wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class SGD(Elementwise):
     """d = g + weight_decay p; m = momentum m + d; p -= lr m, or lr (d + momentum m) with Nesterov

@@ -3,7 +3,7 @@ comparison of arrays that names the worst element; and virtual time for thread r
 
 from typing import TYPE_CHECKING
 
-from fsdpx.core.base.lazy_names import attach
+from fsdpx.core.base.lazy_names import make_lazy_attributes
 
 if TYPE_CHECKING:
     from fsdpx.testing.codec import CodecContract as CodecContract
@@ -14,4 +14,4 @@ if TYPE_CHECKING:
     from fsdpx.testing.schedule import ScheduleContract as ScheduleContract
     from fsdpx.testing.virtual_time import VirtualTime as VirtualTime
 else:
-    __getattr__, __dir__, __all__ = attach(__name__)
+    __getattr__, __dir__, __all__ = make_lazy_attributes(__name__)

@@ -15,7 +15,7 @@ from os import PathLike
 from typing import Any, Literal, TypeVar, get_args
 
 from fsdpx.core.base.extensions import list_extensions
-from fsdpx.core.base.name_hints import check_constructor_options, did_you_mean
+from fsdpx.core.base.name_hints import did_you_mean, wrap_constructor_with_option_check
 from fsdpx.core.base.option_kinds import is_positive_number
 from fsdpx.core.base.option_names import DtypeName
 from fsdpx.errors import ConfigError
@@ -170,7 +170,7 @@ def resolve_sharding(strategy: str | Sharding, ranks: int) -> Sharding:
     return replace(strategy, replica=replica, shard=shard)
 
 
-@check_constructor_options
+@wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class TraceConfig:
     """Trace option, as in `distribute(trace=TraceConfig("runs/x/trace", steps=20))`.
@@ -374,4 +374,4 @@ class ElasticConfig:
 
 
 for _kind in (ElasticConfig, Precision, Sharding):
-    check_constructor_options(_kind)
+    wrap_constructor_with_option_check(_kind)

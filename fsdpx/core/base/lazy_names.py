@@ -6,10 +6,10 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-__all__ = ["LazyMethod", "attach"]
+__all__ = ["LazyMethod", "make_lazy_attributes"]
 
 
-def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+def make_lazy_attributes(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` for a package, made from the imports in its own source.
 
     Every `from MODULE import NAME as NAME` in its `__init__.py` declares a name; names declared under `if

@@ -12,8 +12,8 @@ from fsdpx.core.base.arguments import wrap_with_argument_check
 from fsdpx.errors import ConfigError, FsdpxError
 
 __all__ = [
-    "CALLS_ELSEWHERE", "NAMES_ELSEWHERE", "check_call_arguments", "check_constructor_options", "did_you_mean",
-    "make_attribute_error", "parse_patterns", "require_known_options", "require_pattern_matches",
+    "CALLS_ELSEWHERE", "NAMES_ELSEWHERE", "did_you_mean", "make_attribute_error", "parse_patterns",
+    "require_known_options", "require_pattern_matches", "wrap_constructor_with_option_check", "wrap_with_option_check",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -164,7 +164,7 @@ def require_known_options(call: str, options: Iterable[str], known: Iterable[str
             raise ConfigError(f"{call}({name}=...): no such option{hint}")
 
 
-def check_constructor_options(kind: type[T]) -> type[T]:
+def wrap_constructor_with_option_check(kind: type[T]) -> type[T]:
     """Make the constructor of a dataclass raise ConfigError for an unknown option, with a hint, and for an argument
     that does not fit its type hint. Return the class."""
     known = [field.name for field in fields(kind) if field.init]  # type: ignore[arg-type]
@@ -182,7 +182,7 @@ def check_constructor_options(kind: type[T]) -> type[T]:
 _REST = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
 
 
-def check_call_arguments(function: Callable[P, T], when: Literal["after", "failed"] = "after") -> Callable[P, T]:
+def wrap_with_option_check(function: Callable[P, T], when: Literal["after", "failed"] = "after") -> Callable[P, T]:
     """Wrap a function or an `__init__` to raise ConfigError for an unknown option, with a hint, and for an argument
     that does not fit its type hint. `when` is the argument of `wrap_with_argument_check`."""
     name, named = function.__qualname__.removesuffix(".__init__"), signature(function).parameters

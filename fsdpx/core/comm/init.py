@@ -25,7 +25,7 @@ from fsdpx.core.base import environment, hooks
 from fsdpx.core.base.arguments import require_valid_arguments
 from fsdpx.core.base.extensions import find_extension, list_extensions, load_extension
 from fsdpx.core.base.messages import flush_and_write_stderr
-from fsdpx.core.base.name_hints import check_call_arguments
+from fsdpx.core.base.name_hints import wrap_with_option_check
 from fsdpx.core.comm import default_communicator
 from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.calls import POLLS_BEFORE_YIELD, get_stack_frames
@@ -414,7 +414,7 @@ BACKENDS = {
 _GRACE_SECONDS = 2.0
 
 
-@partial(check_call_arguments, when="failed")
+@partial(wrap_with_option_check, when="failed")
 def spawn(
     fn: Callable[[Communicator, Unpack[Ts]], T], size: int, *args: *Ts,
     timeout: float | None = None, delays: int | None = None, survive: bool = False,

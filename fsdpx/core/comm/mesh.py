@@ -11,7 +11,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from fsdpx.core.base.config import Sharding, convert_fields_to_python_numbers, resolve_sharding
-from fsdpx.core.base.name_hints import check_constructor_options, did_you_mean
+from fsdpx.core.base.name_hints import did_you_mean, wrap_constructor_with_option_check
 from fsdpx.core.comm.communicator import Communicator, CountingCommunicator, TrafficCounters
 from fsdpx.core.comm.desync_check import CheckedCommunicator
 from fsdpx.core.comm.local import make_single_rank_communicator
@@ -40,7 +40,7 @@ class MeshCoordinates(NamedTuple):
     tensor: int
 
 
-@check_constructor_options
+@wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class Mesh:
     """The widths of the four axes. One of them may be None; it is then as wide as needed to use all ranks.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, get_args
 from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.base.config import Precision, normalize_half_name
 from fsdpx.core.base.extensions import EXTENSIONS, find_extension, list_extensions
-from fsdpx.core.base.name_hints import check_constructor_options, did_you_mean
+from fsdpx.core.base.name_hints import did_you_mean, wrap_constructor_with_option_check
 from fsdpx.core.base.option_names import CodecName
 from fsdpx.core.compression.codec import Cast16, Codec, NoCompression, ReshardRule
 from fsdpx.errors import ConfigError
@@ -22,7 +22,7 @@ __all__ = ["Choice", "CodecRoute", "CodecRules", "HierarchicalCompression", "lis
 ANY_PARAMETER = "*"
 
 
-@check_constructor_options
+@wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class HierarchicalCompression:
     """One codec within replicas and another between them. With `strategy="hybrid"`, where a replica is a host, these

@@ -12,7 +12,7 @@ from typing import Any
 
 from fsdpx.core.base.config import get_config_or_make_from_folder
 from fsdpx.core.base.messages import log_on_rank0
-from fsdpx.core.base.name_hints import check_constructor_options
+from fsdpx.core.base.name_hints import wrap_constructor_with_option_check
 from fsdpx.core.base.option_names import DtypeName
 from fsdpx.core.base.safe_files import expanduser
 from fsdpx.core.checkpoint.atomic_commit import iterate_checkpoints
@@ -110,7 +110,7 @@ class ResumePoint:
         return cls(path, int(fit["first"]), str(fit.get("finished", "")), {**fit, "settings": settings})
 
 
-@check_constructor_options
+@wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class CheckpointConfig:
     """Checkpoint settings of `fit(..., checkpoints=CheckpointConfig("run/checkpoints", every=500))`.

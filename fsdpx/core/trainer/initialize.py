@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from fsdpx.core.base import environment, hooks
-from fsdpx.core.base.name_hints import check_call_arguments
+from fsdpx.core.base.name_hints import wrap_with_option_check
 from fsdpx.core.base.option_names import Backend
 from fsdpx.core.comm import default_communicator as defaults
 from fsdpx.core.comm.communicator import Communicator
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["default_communicator", "finalize", "init", "is_initialized", "local_rank", "rank", "world_size"]
 
 
-@check_call_arguments
+@wrap_with_option_check
 def init(
     backend: Backend | None = None, comm: Any = None, *, rank: int | None = None, size: int | None = None
 ) -> Communicator:

@@ -14,7 +14,7 @@ from fsdpx.core.array.devices import DeviceMap
 from fsdpx.core.base import environment
 from fsdpx.core.base.config import Precision, Sharding, TraceConfig, convert_fields_to_python_numbers, parse_byte_count
 from fsdpx.core.base.extensions import find_extension
-from fsdpx.core.base.name_hints import check_constructor_options, parse_patterns
+from fsdpx.core.base.name_hints import parse_patterns, wrap_constructor_with_option_check
 from fsdpx.core.base.option_kinds import is_bool, make_min_int_predicate, make_option_field, require_valid_options
 from fsdpx.core.base.option_names import Backend, Device, PrecisionName, ScheduleName, SequenceMode, Strategy
 from fsdpx.core.comm.mesh import Mesh
@@ -176,7 +176,7 @@ class DistributionChoices:
         return self.sync_choice.strategy_within_replica(self.mesh, ranks) or self.strategy  # type: ignore[return-value]
 
 
-@check_constructor_options
+@wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class RuntimeOptions:
     """Rarely set options: where a trainer computes, what it checks and records, and values that replace measured ones.

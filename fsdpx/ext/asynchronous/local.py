@@ -12,7 +12,7 @@ import numpy as np
 
 from fsdpx.core.array.sums import sum_exactly
 from fsdpx.core.base.config import PRESETS, Sharding, convert_fields_to_python_numbers
-from fsdpx.core.base.name_hints import check_constructor_options
+from fsdpx.core.base.name_hints import wrap_constructor_with_option_check
 from fsdpx.core.base.option_names import CodecName, Strategy
 from fsdpx.core.comm.calls import TimedTransfer
 from fsdpx.core.comm.communicator import COMPLETED, split_evenly
@@ -151,7 +151,7 @@ class RoundSchedule:
         return (step - self.half_delay - self.find_first_send_step(self.get_fragment(page))) // self.every + 1
 
 
-@check_constructor_options
+@wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class LocalSGD(SyncChoice):
     """Local SGD (Stich 2019) and DiLoCo (Douillard et al. 2023), streamed in fragments (Douillard et al. 2025).

@@ -14,7 +14,7 @@ import numpy as np
 
 from fsdpx.core.array.kernels import store
 from fsdpx.core.base.config import Sharding, convert_fields_to_python_numbers
-from fsdpx.core.base.name_hints import check_constructor_options
+from fsdpx.core.base.name_hints import wrap_constructor_with_option_check
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.comm.windows import CACHE_LINE_BYTES, Window
 from fsdpx.core.engine.operations import OPERATIONS, compute_local_loss_and_scale, run_optimizer_on_page
@@ -201,7 +201,7 @@ class OwnSpeed(SyncChoice):
         return OwnSpeedPolicy(placement, self)
 
 
-@check_constructor_options
+@wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class AsyncSGD(OwnSpeed):
     """Asynchronous SGD on sharded parameters, which each rank reads and updates independently and at its own speed
@@ -243,7 +243,7 @@ class AsyncSGD(OwnSpeed):
         return Sharding(full_params="step", full_grads="step")
 
 
-@check_constructor_options
+@wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class GossipSGD(OwnSpeed):
     """Each rank trains its own model and, every `sync_every` steps, averages it with the model of a random rank

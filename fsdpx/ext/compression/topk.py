@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.random import NumberRange
-from fsdpx.core.base.name_hints import check_call_arguments
+from fsdpx.core.base.name_hints import wrap_with_option_check
 from fsdpx.core.comm.calls import Array
 from fsdpx.errors import ConfigError
 from fsdpx.ext.compression.compressed import MAX_REDUCES, SIZE_MULTIPLE_BYTES, CompressedCodec
@@ -115,7 +115,7 @@ class TopK(CompressedCodec):
         elements, with indices of 2 bytes. None (default): choose from the entire part
     """
 
-    @check_call_arguments
+    @wrap_with_option_check
     def __init__(self, fraction: float = 0.01, warmup: int = 0, block: int | None = None) -> None:
         if not isinstance(fraction, int | float) or isinstance(fraction, bool) or not 0 < fraction <= 1:
             raise ConfigError(f"TopK(fraction={fraction!r}): the share of elements that travel, in (0, 1]")

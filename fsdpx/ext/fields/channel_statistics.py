@@ -9,7 +9,7 @@ import numpy as np
 
 from fsdpx.core.array.namespace import to_host
 from fsdpx.core.array.sums import combine_moments
-from fsdpx.core.base.name_hints import check_call_arguments
+from fsdpx.core.base.name_hints import wrap_with_option_check
 from fsdpx.core.comm.default_communicator import all_gather_plain_data, require_valid_intracomm, to_mpi4py
 from fsdpx.errors import ConfigError, DataError
 
@@ -24,7 +24,7 @@ class ChannelStatistics(NamedTuple):
     std: tuple[float, ...]
 
 
-@check_call_arguments
+@wrap_with_option_check
 def gather_channel_statistics(
     batches: Iterable[Any], *, dim: int = 1, comm: Any = None, skipna: bool = False
 ) -> ChannelStatistics:

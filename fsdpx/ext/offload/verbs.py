@@ -15,7 +15,7 @@ from fsdpx.core.program import PASSES, SLOTS, VERBS, Action, Slot, SlotKind, Ver
 from fsdpx.core.program.pipeline import INDEX_RANGES, SPECIAL_WORDS
 from fsdpx.core.state.placement import Placement
 from fsdpx.ext.offload.disk import DiskStorage, extract_large_arrays
-from fsdpx.ext.offload.records import SPILLED, get_record, insert_record_transfers, list_records
+from fsdpx.ext.offload.records import SPILLED, get_record_of_action, insert_record_transfers, list_records
 
 __all__ = ["fetch_record", "store_record"]
 
@@ -30,7 +30,7 @@ VERBS.update({
     "UPDATE": replace(VERBS["UPDATE"], takes=(*VERBS["UPDATE"].takes, "stored:changed")),
 })
 # fmt: on
-SPECIAL_WORDS["record"] = lambda over, action, stage: [get_record(stage, action)]
+SPECIAL_WORDS["record"] = lambda over, action, stage: [get_record_of_action(stage, action)]
 INDEX_RANGES.update(
     {
         "once": lambda a, s, n: [] if a.mb is None else [(a.unit, a.mb)],
@@ -44,7 +44,7 @@ PASSES.append(insert_record_transfers)
 
 
 def fetch_record(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    slot, disk = get_record(run.stage, action), _get_disk(run)
+    slot, disk = get_record_of_action(run.stage, action), _get_disk(run)
     if slot.mb is not None:
         (spilled,) = taken
         handle, memory = disk.start_restore(slot, spilled)
@@ -63,7 +63,7 @@ def fetch_record(run: ProgramRun, action: Action, taken: Values, read: Values, a
 
 
 def store_record(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    slot, disk, (value,) = get_record(run.stage, action), _get_disk(run), taken
+    slot, disk, (value,) = get_record_of_action(run.stage, action), _get_disk(run), taken
     if slot.mb is not None:
         batch = [array for one in run.feed.batch if one is not None for array in (*one.inputs, one.target)]
         own = get_arena_storage_ids(run.workspace.state.arena) | {

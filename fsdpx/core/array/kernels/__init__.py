@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fsdpx.core.array.kernels.choice import get_implementation_name as get_implementation_name
 from fsdpx.core.array.kernels.choice import use_mode as use_mode
-from fsdpx.core.base.lazy_names import attach
+from fsdpx.core.base.lazy_names import make_lazy_attributes
 
 if TYPE_CHECKING:
     from fsdpx.core.array.kernels.activation import (
@@ -48,4 +48,4 @@ if TYPE_CHECKING:
         square_sum as square_sum, square_sums as square_sums,
     )  # fmt: skip
 
-__getattr__, __dir__, __all__ = attach(__name__)
+__getattr__, __dir__, __all__ = make_lazy_attributes(__name__)

@@ -16,8 +16,8 @@ from fsdpx.core.base.extensions import find_extension, list_extensions
 from fsdpx.errors import ConfigError, warn
 
 __all__ = [
-    "Mode", "add_kernel", "find_compiled_kernel", "find_device_kernel", "get_implementation_name", "has_numba",
-    "load_compiled_kernels", "register_compiled_kernel", "use_mode",
+    "Mode", "find_compiled_kernel", "find_device_kernel", "get_implementation_name", "has_numba",
+    "load_compiled_kernels", "register_compiled_kernel", "register_kernel", "use_mode",
 ]  # fmt: skip
 
 Mode = Literal["default", "plain", "numba"]
@@ -52,7 +52,7 @@ def register_compiled_kernel(sample: Sample | None = None) -> Callable[[Any], An
     return register
 
 
-def add_kernel(name: str, plain: Callable[..., Any], compiled_in: str = "") -> Callable[..., Any]:
+def register_kernel(name: str, plain: Callable[..., Any], compiled_in: str = "") -> Callable[..., Any]:
     """Register a kernel under a name and return it. Its compiled code is in the folder `compiled` next to the kernel's
     file, in the file `compiled_in`, or by default in a file of the same name."""
     package, _, own_file = plain.__module__.rpartition(".")

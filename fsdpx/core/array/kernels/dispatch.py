@@ -38,7 +38,7 @@ def kernel(
     compiled_in : name of the file of the compiled code, if it differs from the plain code's file
     """
 
-    def register_kernel(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def make_kernel(plain: Callable[..., Any]) -> Callable[..., Any]:
         name = plain.__name__
         kept = {place - 1 for place, word in enumerate(inspect.signature(plain).parameters) if word in into}
         bodies: dict[tuple[Any, ...], Callable[..., Any]] = {}  # by mode and dtypes, looked up once, not in each call
@@ -89,9 +89,9 @@ def kernel(
             return body(xp, *arguments, **options)
 
         run_kernel.fallback = call_plain  # type: ignore[attr-defined]
-        return choice.add_kernel(name, run_kernel, compiled_in)
+        return choice.register_kernel(name, run_kernel, compiled_in)
 
-    return register_kernel
+    return make_kernel
 
 
 def _wrap_to_compute_in_float32(body: Callable[..., Any], kept: set[int], narrow: int) -> Callable[..., Any]:
