@@ -9,19 +9,19 @@ from fsdpx.core.array.kernels.squares import square_sums
 from fsdpx.core.array.namespace import to_host
 
 __all__ = [
-    "CHUNK_SIZE", "EXPANSION_PARTS", "combine_moments", "compute_padded_sum_expansion", "compute_sum_expansion",
+    "CHUNK_ELEMENTS", "EXPANSION_PARTS", "combine_moments", "compute_padded_sum_expansion", "compute_sum_expansion",
     "sum_block_squares", "sum_exactly",
 ]  # fmt: skip
 
-CHUNK_SIZE = 1024
+CHUNK_ELEMENTS = 1024
 """Elements of a block. Shards whose boundaries are multiples of it contain only complete blocks."""
 EXPANSION_PARTS = 40
 """Maximum length of an expansion: each number has 53 of the 2,098 bits that a sum of float64 numbers can have."""
 
 
 def sum_block_squares(xp: Any, x: Any) -> list[float]:
-    """Return sums of squares in float64 over blocks of `CHUNK_SIZE` elements; the last block may be shorter."""
-    sums: list[float] = to_host(square_sums(xp, x, CHUNK_SIZE)).tolist()
+    """Return sums of squares in float64 over blocks of `CHUNK_ELEMENTS` elements; the last block may be shorter."""
+    sums: list[float] = to_host(square_sums(xp, x, CHUNK_ELEMENTS)).tolist()
     return sums
 
 

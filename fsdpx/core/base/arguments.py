@@ -167,7 +167,7 @@ _PLAIN: dict[Any, Callable[[Any], bool]] = {
 }
 _SEQUENCES = (tuple, list, Sequence, Collection, Iterable)
 _MAPPINGS = (dict, Mapping)
-_SEEN = (tuple, list, range, set, frozenset, np.ndarray)
+_CHECKED_COLLECTIONS = (tuple, list, range, set, frozenset, np.ndarray)
 MAX_CHECKED_ELEMENTS = 1000
 """Longer sequences are data, so their elements are not checked."""
 
@@ -184,7 +184,7 @@ def _is_sequence(value: Any, kind: Any) -> bool:
 
 def _pair_elements_with_hints(value: Any, inner: tuple[Any, ...]) -> Iterable[tuple[Any, Any]]:
     """Return pairs of element and hint for a tuple or list; no pairs if it is too long to check."""
-    if not inner or not isinstance(value, _SEEN) or len(value) > MAX_CHECKED_ELEMENTS:
+    if not inner or not isinstance(value, _CHECKED_COLLECTIONS) or len(value) > MAX_CHECKED_ELEMENTS:
         return ()
     if len(inner) == 1 or inner[1] is Ellipsis:
         return ((one, inner[0]) for one in value)

@@ -203,7 +203,7 @@ def notify_exit_listeners(status: int, error: str = "") -> None:
 STOP_SIGNALS = tuple(name for name in ("USR1", "TERM", "HUP", "QUIT") if hasattr(signal, f"SIG{name}"))
 """Names of the signals that ask a job to stop: sent by launchers and schedulers, by a terminal that closes, and by
 Ctrl-\\."""
-_LONGEST = 1024
+MAX_SIGACTION_BYTES = 1024
 """Bytes of a buffer that is large enough for the `struct sigaction` of any system."""
 _sigaction = getattr(ctypes.CDLL(None), "sigaction", None) if os.name == "posix" else None
 
@@ -222,7 +222,7 @@ class SignalHandler:
 
     @classmethod
     def from_signal(cls, number: signal.Signals) -> SignalHandler:
-        record = ctypes.create_string_buffer(_LONGEST)
+        record = ctypes.create_string_buffer(MAX_SIGACTION_BYTES)
         known = _sigaction is not None and _sigaction(int(number), None, record) == 0
         return cls(number, signal.getsignal(number), record.raw if known else b"")
 

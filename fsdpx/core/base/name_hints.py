@@ -18,7 +18,7 @@ __all__ = [
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_MEANT = {
+_EQUIVALENTS = {
     'strategy="fsdp"': "FULL_SHARD FSDP FullyShardedDataParallel",
     'strategy="zero3"': "ZeRO-3",
     'strategy="zero2"': "SHARD_GRAD_OP ZeRO-2",
@@ -111,7 +111,7 @@ _MEANT = {
     "trainer.load(folder)": "load",
 }  # fmt: skip
 """The equivalent in fsdpx -> names for it in other libraries."""
-NAMES_ELSEWHERE: dict[str, str] = {word: ours for ours, words in _MEANT.items() for word in words.split()}
+NAMES_ELSEWHERE: dict[str, str] = {word: ours for ours, words in _EQUIVALENTS.items() for word in words.split()}
 """Name in another library -> equivalent in fsdpx. Case, dashes and underscores are ignored."""
 CALLS_ELSEWHERE: dict[str, str] = {
     "state_dict": "trainer.parameters(), or trainer.save(folder)",

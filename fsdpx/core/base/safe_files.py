@@ -26,14 +26,14 @@ from typing import Any, BinaryIO
 from fsdpx.errors import ConfigError, warn
 
 __all__ = [
-    "LARGEST_RECORD", "READABLE", "TEMPORARY", "Untrusted", "create_file", "create_marker", "describe_json_error",
-    "describe_read_error", "expanduser", "is_own_folder", "is_owned_by_user", "make_folder", "make_temporary_path",
-    "open_file", "open_for_append", "open_lock_file", "open_unnamed_file", "parse_json", "read_file",
-    "read_if_trusted", "read_json", "remove_own_folder", "require_json_fields", "require_private_folder",
+    "MAX_RECORD_BYTES", "READABLE", "TEMPORARY_PREFIX", "Untrusted", "create_file", "create_marker",
+    "describe_json_error", "describe_read_error", "expanduser", "is_own_folder", "is_owned_by_user", "make_folder",
+    "make_temporary_path", "open_file", "open_for_append", "open_lock_file", "open_unnamed_file", "parse_json",
+    "read_file", "read_if_trusted", "read_json", "remove_own_folder", "require_json_fields", "require_private_folder",
     "resolve_open_file", "warn_file_ignored", "write_file", "write_lock_text",
 ]  # fmt: skip
 
-LARGEST_RECORD = 1 << 20
+MAX_RECORD_BYTES = 1 << 20
 """Maximum size in bytes of an own file that is read at once, unless the caller passes another maximum."""
 MAX_JSON_DEPTH = 64
 """Maximum nesting depth of lists and objects in JSON."""
@@ -41,7 +41,7 @@ MAX_JSON_DIGITS = 64
 """Maximum number of digits of an integer in JSON. Tokenizers write an integer of 31 digits to mean "no limit"."""
 PRIVATE, READABLE = 0o600, 0o644
 """Modes of new files: for this user only, or readable by all users, such as files in a shared cache."""
-TEMPORARY = "fsdpx-file-"
+TEMPORARY_PREFIX = "fsdpx-file-"
 """Prefix of files that are unlinked as soon as all processes have opened them."""
 _POSIX = hasattr(os, "geteuid")
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -97,7 +97,7 @@ def resolve_open_file(file: BinaryIO, path: Path) -> Path:
     return (real_path if real_path.exists() else path).resolve()
 
 
-def read_file(path: str | os.PathLike[str], max_bytes: int = LARGEST_RECORD, ours: bool = True) -> bytes:
+def read_file(path: str | os.PathLike[str], max_bytes: int = MAX_RECORD_BYTES, ours: bool = True) -> bytes:
     """Return the content of a file of at most `max_bytes` bytes, opened by `open_file`."""
     with open_file(path, max_bytes, ours) as file:
         data = file.read(max_bytes + 1)
@@ -106,7 +106,7 @@ def read_file(path: str | os.PathLike[str], max_bytes: int = LARGEST_RECORD, our
     return data
 
 
-def read_json(path: str | os.PathLike[str], max_bytes: int = LARGEST_RECORD, ours: bool = True) -> Any:
+def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_RECORD_BYTES, ours: bool = True) -> Any:
     """Return the value in a JSON file. Raises the errors of `read_file`, and ValueError for invalid JSON, with file,
     line and byte."""
     data = read_file(path, max_bytes, ours)
@@ -116,7 +116,7 @@ def read_json(path: str | os.PathLike[str], max_bytes: int = LARGEST_RECORD, our
         raise ValueError(f"{path}, {describe_json_error(error, data)}") from None
 
 
-def read_if_trusted(path: Path, max_bytes: int = LARGEST_RECORD) -> bytes | None:
+def read_if_trusted(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> bytes | None:
     """Return the content of an own file. Return None if the file is missing, or, after one warning, if it breaks the
     rules."""
     try:
@@ -329,7 +329,7 @@ def open_unnamed_file(folder: str | os.PathLike[str]) -> int:
 def make_temporary_path(folder: str | os.PathLike[str]) -> Path:
     """Return a path for a file that has a name only briefly. If the process is killed during that time, the empty file
     remains."""
-    return Path(folder, f"{TEMPORARY}{os.urandom(8).hex()}")
+    return Path(folder, f"{TEMPORARY_PREFIX}{os.urandom(8).hex()}")
 
 
 def create_marker(path: Path) -> bool:

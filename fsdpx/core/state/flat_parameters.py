@@ -11,7 +11,7 @@ from itertools import accumulate
 from math import prod
 from typing import Any
 
-from fsdpx.core.array.sums import CHUNK_SIZE
+from fsdpx.core.array.sums import CHUNK_ELEMENTS
 
 __all__ = [
     "ElementRange",
@@ -156,7 +156,7 @@ class Page:
     def list_block_edges(self) -> list[int]:
         """Return the positions at which a shard may begin without changing blockwise sums: the block edges, counted
         from the start of each field."""
-        edges = [edge for f in self.fields for edge in range(f.offset, f.offset + f.size, CHUNK_SIZE)]
+        edges = [edge for f in self.fields for edge in range(f.offset, f.offset + f.size, CHUNK_ELEMENTS)]
         return edges + [self.size]
 
 

@@ -19,7 +19,7 @@ __all__ = ["GemmCall", "can_cublas_multiply", "plan_cublas_gemm", "run_batched_g
 
 CUBLAS_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
 """Values of cudaDataType."""
-WHOLE, DOUBLE = 68, 70
+COMPUTE_FLOAT32, COMPUTE_FLOAT64 = 68, 70
 """CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_64F."""
 DEFAULT_ALGORITHM = -1
 
@@ -127,7 +127,7 @@ def _call_cublas(wanted: GemmCall, out: Any, a: Any, b: Any, scale: float, accum
     one, two, three = matrices
     cublas, handle = _import_cublas(), import_cupy().cuda.device.get_cublas_handle()
     shape = int(wanted.first), int(wanted.second), wanted.m, wanted.n, wanted.k
-    rest = (*([count] if count > 1 else []), DOUBLE if double else WHOLE, DEFAULT_ALGORITHM)
+    rest = (*([count] if count > 1 else []), COMPUTE_FLOAT64 if double else COMPUTE_FLOAT32, DEFAULT_ALGORITHM)
     call = cublas.gemmStridedBatchedEx if count > 1 else cublas.gemmEx
     call(handle, *shape, addressof(alpha), *one, *two, addressof(beta), *three, *rest)
 

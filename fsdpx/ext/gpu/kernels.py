@@ -20,7 +20,7 @@ from fsdpx.ext.gpu.gemm import run_batched_gemm_into, run_gemm_into
 __all__ = ["GPU_KERNELS", "UPDATES", "find_gpu_kernel", "load_kernel_module", "run_optimizer_kernel"]
 
 THREADS_PER_BLOCK = 256
-MOST_BLOCKS = 1 << 16
+MAX_BLOCKS = 1 << 16
 """Maximum number of blocks of an elementwise kernel. With more elements, each thread processes several."""
 MAX_PARTS, MIN_PART_ROWS = 128, 64
 """For sums over rows: maximum number of parts, and minimum number of rows of a part."""
@@ -70,7 +70,7 @@ class KernelLauncher:
 
     def launch_elements(self, name: str, n: int, *given: Any) -> None:
         """Launch a kernel over n elements."""
-        self(name, (min(-(-n // THREADS_PER_BLOCK), MOST_BLOCKS),), *given)
+        self(name, (min(-(-n // THREADS_PER_BLOCK), MAX_BLOCKS),), *given)
 
     def launch_packs(self, name: str, n: int, *given: Any) -> None:
         """Launch a kernel over the packs of n elements."""
@@ -359,7 +359,7 @@ def cross_entropy_backward(
 
 # -- attention -------------------------------------------------------------------------------------------------------
 
-WARPS, OWN, SUMS, MOST_FEATURES, AMPERE = 4, 64, 8, 128, 80
+WARPS, OWN, SUMS, MAX_HEAD_FEATURES, AMPERE = 4, 64, 8, 128, 80
 """Constants as in `attention.cu`, where a block computes `SUMS` sums. `AMPERE` is the lowest compute capability with
 matrix products of bfloat16."""
 
@@ -406,7 +406,7 @@ def _can_use_attention_kernel(launch: KernelLauncher, *matrices: Any) -> bool:
         return False
     d = matrices[0].shape[3]
     packed = all(x.strides[3] == 2 and not any(n % 16 for n in (*x.strides[:3], x.data.ptr)) for x in matrices)
-    return packed and d % 16 == 0 and d <= MOST_FEATURES
+    return packed and d % 16 == 0 and d <= MAX_HEAD_FEATURES
 
 
 def _launch_attention(

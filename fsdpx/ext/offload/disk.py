@@ -106,7 +106,7 @@ ALIGN_BYTES = mmap.ALLOCATIONGRANULARITY
 PIECE_BYTES = 8 << 20
 """Number of bytes of one read or write, which is large enough to reach a disk's full rate
 (docs/decisions/0017-state-on-disk.md)."""
-THREADS = 2
+IO_THREADS = 2
 """Number of pieces that are transferred at a time."""
 LOCK_NAME = "fsdpx.lock"
 
@@ -165,9 +165,9 @@ class DiskFile:
         self._end = weakref.finalize(self, os.close, self._fd)  # reads and writes in progress keep this object alive
         self._end.atexit = False
         self._own = threading.local()
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="fsdpx disk")
-        all_run = threading.Barrier(THREADS)  # starts the threads now, since memory may be short later
-        for waits in [self._threads.submit(all_run.wait) for _ in range(THREADS)]:
+        self._threads = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="fsdpx disk")
+        all_run = threading.Barrier(IO_THREADS)  # starts the threads now, since memory may be short later
+        for waits in [self._threads.submit(all_run.wait) for _ in range(IO_THREADS)]:
             waits.result()
 
     def start_read(self, offset: int, data: Any) -> DiskTransfer:

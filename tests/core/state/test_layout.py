@@ -7,7 +7,7 @@ from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdpx.core.array.sums import CHUNK_SIZE
+from fsdpx.core.array.sums import CHUNK_ELEMENTS
 from fsdpx.core.state.flat_parameters import ElementRange, Page, find_overlaps, shard_page
 from fsdpx.core.state.gradients import (
     PairwiseSumStack,
@@ -61,7 +61,7 @@ def test_cuts_tile_the_page_without_padding(sizes: list[int], width: int, snap: 
     assert shards[-1].stop == page.size == sum(sizes)
     assert all(a.stop == b.start for a, b in zip(shards, shards[1:], strict=False))
     if snap:
-        edges = {f.offset + i for f in page.fields for i in range(0, f.size, CHUNK_SIZE)} | {page.size}
+        edges = {f.offset + i for f in page.fields for i in range(0, f.size, CHUNK_ELEMENTS)} | {page.size}
         assert {s.start for s in shards} <= edges | {0}
     else:
         assert max(s.size for s in shards) - min(s.size for s in shards) <= 1

@@ -32,10 +32,10 @@ __all__ = [
 SHARED_MEMORY_FOLDER = Path("/dev/shm")
 LEFTOVER_PATTERNS = (
     "mpich_shm_*", "mpich_vci_*", "sm_segment.*", "vader_segment.*", "osc_sm.*", "osc_rdma.*",
-    f"{safe_files.TEMPORARY}*",
+    f"{safe_files.TEMPORARY_PREFIX}*",
 )  # fmt: skip
 """Files of MPICH; of Open MPI (messages in versions 5 and 4, then windows); and of fsdpx."""
-_REMOVED = ("mpich_", safe_files.TEMPORARY)
+_REMOVED = ("mpich_", safe_files.TEMPORARY_PREFIX)
 """Prefixes of the files that the next start removes. Files that may belong to another program are only listed."""
 LEFTOVER_AGE_SECONDS = 60.0
 """Files younger than this may belong to a job that is starting."""

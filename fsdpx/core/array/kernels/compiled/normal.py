@@ -76,8 +76,8 @@ def fill_raw_numbers(out, start, key0, key1):
             out[done + n] = numbers[n]
 
 
-PIECE = 1024  # elements whose raw numbers fit into the L1 cache
-TOP = np.uint64(11)  # right shift of a raw number that leaves 53 bits
+PIECE_ELEMENTS = 1024  # elements whose raw numbers fit into the L1 cache
+FRACTION_SHIFT = np.uint64(11)  # right shift of a raw number that leaves 53 bits
 HALF_ROOT = 0x3FE6A09E667F3BCD  # the bits of sqrt(1/2)
 MANTISSA = (1 << 52) - 1
 
@@ -129,16 +129,16 @@ def _compute_cosine_of_turns(v):
 def _box_muller_into(numbers, out):
     use_widest_vectors()
     for i in range(out.size):
-        u = np.float64(np.int64(numbers[2 * i] >> TOP)) * 2.0**-53
-        v = np.float64(np.int64(numbers[2 * i + 1] >> TOP)) * 2.0**-53
+        u = np.float64(np.int64(numbers[2 * i] >> FRACTION_SHIFT)) * 2.0**-53
+        v = np.float64(np.int64(numbers[2 * i + 1] >> FRACTION_SHIFT)) * 2.0**-53
         out[i] = np.sqrt(-2.0 * _compute_log(1.0 - u)) * _compute_cosine_of_turns(v)
 
 
 @jit
 def _fill_normal(out, start, key0, key1):
-    numbers = np.empty(2 * PIECE, np.uint64)
-    for a in range(0, out.size, PIECE):
-        b = min(a + PIECE, out.size)
+    numbers = np.empty(2 * PIECE_ELEMENTS, np.uint64)
+    for a in range(0, out.size, PIECE_ELEMENTS):
+        b = min(a + PIECE_ELEMENTS, out.size)
         fill_raw_numbers(numbers[: 2 * (b - a)], 2 * (start + a), key0, key1)
         _box_muller_into(numbers, out[a:b])
 
@@ -152,7 +152,7 @@ def normal(numbers: NumberRange) -> np.ndarray:
     return out
 
 
-CHANCE_BITS = np.uint64(40)  # right shift of a raw number that leaves 24 bits
+CHANCE_SHIFT = np.uint64(40)  # right shift of a raw number that leaves 24 bits
 
 
 @jit
@@ -166,14 +166,14 @@ def _dropout_with_mask_loop(x, keep, y, factor):
 def _fill_keep_mask(numbers, keep, least):
     use_widest_vectors()
     for i in range(keep.size):
-        keep[i] = numbers[i] >> CHANCE_BITS >= least
+        keep[i] = numbers[i] >> CHANCE_SHIFT >= least
 
 
 @jit
 def _dropout_loop(x, keep, y, start, key0, key1, least, factor):
-    numbers = np.empty(PIECE, np.uint64)
-    for a in range(0, x.size, PIECE):
-        b = min(a + PIECE, x.size)
+    numbers = np.empty(PIECE_ELEMENTS, np.uint64)
+    for a in range(0, x.size, PIECE_ELEMENTS):
+        b = min(a + PIECE_ELEMENTS, x.size)
         fill_raw_numbers(numbers[: b - a], start + a, key0, key1)
         _fill_keep_mask(numbers, keep[a:b], least)
         _dropout_with_mask_loop(x[a:b], keep[a:b], y[a:b], factor)
