@@ -688,7 +688,8 @@ def _get_window_table(launch: KernelLauncher, strides: Any, cells: Any, sizes: A
 
 @functools.lru_cache(1 << 10)
 def _make_window_table(strides: tuple[Any, ...], cells: tuple[int, ...], sizes: tuple[int, ...], gpu: int) -> Any:
-    """Return an array with three numbers of each kind on this GPU. Missing dims have neutral values."""
+    """Return the table as an array on GPU number `gpu`. Each row has one number for each of three dims; missing dims
+    have neutral values."""
     ones = 1, 1, 1, 0, 1, 1
     rows = [(*row, *(one,) * (3 - len(row))) for row, one in zip((*strides, cells, sizes), ones, strict=True)]
     return import_cupy().asarray(np.array(rows, np.int64))

@@ -90,7 +90,8 @@ def probe_gpu_awareness(wanted: bool | None) -> GpuAwareness:
 
 
 def list_gpu_awareness_claims() -> list[tuple[bool, str]]:
-    """Return the answers of the loaded MPI library: for each, whether it means yes, and its text."""
+    """Return what the loaded MPI library says of its support for GPU arrays: for each answer, whether it means yes, and
+    its text."""
     from mpi4py import MPI
 
     found, path = list[tuple[bool, str]](), find_mpi_library_path()

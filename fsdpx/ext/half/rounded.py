@@ -28,7 +28,7 @@ class RoundedOptimizer(WrappedOptimizer):
     """An optimizer whose shard and state are stored in 16 bits. Each step converts them to float32, updates them, and
     rounds them back.
 
-    An update smaller than half of a parameter's last bit would be lost, and most updates are. Stochastic rounding
+    An update smaller than half of a parameter's last bit would be lost, as most updates are. Stochastic rounding
     avoids this, since it is unbiased (Gupta et al. 2015). The random numbers depend on parameter, element and step, so
     the bits do not depend on how parameters are sharded. With Kahan's summation (1965), the slot "lost" keeps the
     rounding error of each parameter, and only the state is rounded stochastically.

@@ -211,7 +211,7 @@ def counting_as_one_kernel() -> Iterator[WorkCount]:
 
 
 def record_work(work: WorkCount) -> None:
-    """Record work that was counted before, once more."""
+    """Add work that was counted earlier to the current count."""
     if _now.open is not None and not _now.deaf:
         if _now.silent:
             _now.open.products.update(work.products)

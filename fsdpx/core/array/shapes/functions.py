@@ -188,8 +188,8 @@ cumsum, cumprod = _make_cumulative_function(np.cumsum), _make_cumulative_functio
 
 
 def einsum(subscripts: str, *operands: Array, optimize: Any = False) -> ShapeArray:
-    """Return the result. Two operands are counted as a matrix product; more operands as NumPy computes them, in one
-    loop over all letters."""
+    """Return the result of an Einstein summation. With two operands it is counted as a matrix product; with more, as
+    NumPy computes it, in one loop over all letters."""
     terms, result = _parse_terms(subscripts, operands)
     sizes = dict[str, int]()
     for term, operand in zip(terms, operands, strict=True):
