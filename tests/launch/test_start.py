@@ -107,7 +107,7 @@ def test_a_rank_that_ends_after_the_start_of_mpi_is_not_waited_for_for_ever(tmp_
     done = started(tmp_path, "pass", rest=IMPORT + ends + INIT, FSDPX_TIMEOUT="2")
     assert done.status != 0
     assert done.seconds < 30
-    assert "not all ranks have come within 2 s. All of them call fsdpx.init() or distribute()" in done.err
+    assert "not all ranks have arrived within 2 s. All of them call fsdpx.init() or distribute()" in done.err
 
 
 def run(folder: Path, what: str, rest: str = INIT, **variables: str) -> tuple[subprocess.CompletedProcess[str], float]:

@@ -103,7 +103,7 @@ class Backend(Communicator):
         wrong = [rank for rank, n in enumerate(sizes.tolist()) if not 0 <= n <= MAX_PACKED_BYTES]
         if wrong:
             raise CommError(
-                f"rank {wrong[0]} says that it sends {sizes[wrong[0]]} bytes: at most {MAX_PACKED_BYTES} go at once"
+                f"rank {wrong[0]} announced {sizes[wrong[0]]} bytes, but a message has at most {MAX_PACKED_BYTES}"
             )
         pieces = make_partition_from_counts(tuple(int(n) for n in sizes))
         gathered = np.empty(pieces.total, np.uint8)
@@ -146,7 +146,7 @@ def check_and_resolve_call(comm: RankGroup, call: Call) -> None:
             places = [get_device_of_array(array).describe_location(array) for array in (send, recv)]
             if places[0] != places[1]:
                 raise_call_error(
-                    ConfigError, comm, call, f"send lies {places[0]}, recv {places[1]}: put both on one device"
+                    ConfigError, comm, call, f"send is {places[0]}, recv {places[1]}: put both on one device"
                 )
     if verb.partitioned:
         _resolve_partitions(comm, call, verb, whole_here)

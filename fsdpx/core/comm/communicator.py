@@ -705,7 +705,7 @@ def make_rank_lost_error(where: str, ranks: Sequence[int]) -> RankLost:
     """Return the error of a call that cannot complete because `ranks` have died or, if `ranks` is empty, because
     another rank has revoked the communicator. where: text that names the call."""
     if not ranks:
-        return RankLost(f"{where}: another rank has given this communicator up, for a rank that has died")
+        return RankLost(f"{where}: another rank has revoked this communicator because a rank has died")
     who = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
     return RankLost(f"{where}: {who} died", ranks)
 

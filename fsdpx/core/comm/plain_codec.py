@@ -63,7 +63,7 @@ def unpack(data: Any) -> Any:
 
 def _write_value(into: io.BytesIO, value: Any, depth: int) -> None:
     if depth > _MAX_DEPTH:
-        raise ConfigError(f"plain data has at most {_MAX_DEPTH} values inside each other")
+        raise ConfigError(f"plain data may be nested at most {_MAX_DEPTH} levels deep")
     kind = type(value)
     if value is None or value is ... or kind is bool:
         into.write(_SINGLE[value].encode())
@@ -168,7 +168,7 @@ class _PlainReader:
 
     def read_value(self, depth: int) -> Any:
         if depth > _MAX_DEPTH:
-            raise ValueError(f"more than {_MAX_DEPTH} values inside each other")
+            raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
         letter = str(self.read_next_bytes(1), "ascii")
         if letter in _NAMED:
             return _NAMED[letter]

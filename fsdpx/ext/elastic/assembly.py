@@ -89,7 +89,7 @@ def recv_value(comm: Communicator, source: int) -> Any:
     comm.recv(size, source, what="the result").wait()
     if not 0 <= size[0] <= MAX_PACKED_BYTES:
         raise CommError(
-            f"rank {source} says that the result has {size[0]} bytes: at most {MAX_PACKED_BYTES} go at once"
+            f"rank {source} announced a result of {size[0]} bytes, but a message has at most {MAX_PACKED_BYTES}"
         )
     data = np.empty(int(size[0]), np.uint8)
     comm.recv(data, source, what="the result").wait()
@@ -253,6 +253,6 @@ def _find_newest_complete_step(placement: Placement, everyone: list[Member]) -> 
     listed = {step: ", ".join(n[:3]) + (f" and {len(n) - 3} more" if len(n) > 3 else "") for step, n in lost.items()}
     what = "; ".join(f"of step {step}: {names}" for step, names in listed.items()) or "no rank has any"
     raise StateLost(
-        f"the ranks that are left cannot go on from memory, parts of the state died with the others ({what}). Start "
+        f"the remaining ranks cannot continue from memory, because parts of the state were lost ({what}). Start "
         "again from the last checkpoint, or keep more copies: elastic=fsdpx.ElasticConfig(copies=2)"
     )

@@ -191,7 +191,7 @@ class Coordinator:
             flags | self._copy_interval.compute_cheap_interval_bits(self.assembly.copies.copy_seconds) << INTERVAL_SHIFT
         )
         if not common & NO_LOSS:
-            raise AgreementRefused("a rank was lost before all had come to the agreement")
+            raise AgreementRefused("a rank was lost before all ranks reached the agreement")
         if common & COPIES_ARRIVED and self._position.under_way is not None:
             self._position = replace(self._position, secure_step=self._position.under_way, under_way=None)
             self.assembly.copies.promote_generation()

@@ -275,8 +275,8 @@ class ReshardPlan:
                 gaps[part.name] = find_uncovered_elements(known, math.prod(part.shape))
                 formats[part.name] = {supply.dtype for supply in known}
             every = sorted(formats[part.name] | {part.dtype})
-            assert len(every) == 1, f"recut: {part.name} is {' and '.join(every)}"
-            assert not has_elements_in_gaps(gaps[part.name], part), f"recut: elements of {part} are held by no rank"
+            assert len(every) == 1, f"reshard: {part.name} is {' and '.join(every)}"
+            assert not has_elements_in_gaps(gaps[part.name], part), f"reshard: no rank holds elements of {part}"
 
     @cached_property
     def local_moves(self) -> list[tuple[ElementRows, ElementRows]]:

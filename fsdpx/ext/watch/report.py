@@ -110,7 +110,7 @@ def _describe_wait(flight: FlightRecord) -> str:
 def describe_lost_rank(flight: FlightRecord, host: str) -> str:
     """Return text that says what has happened to a rank that no longer answers."""
     if flight.host != host:
-        return f"on {flight.host} says nothing any more"
+        return f"on {flight.host} no longer answers"
     if flight.exit_status is not None:
         return "has come to the end of its script"
     state = get_process_state(flight.process)

@@ -119,7 +119,7 @@ def test_too_few_ranks_for_the_mesh() -> None:
 def test_state_that_nobody_has() -> None:
     """Both of a pair die at once."""
     kills = [Kill(0, "UPDATE0", before=3), Kill(2, "UPDATE0", before=3)]
-    message = r"cannot go on from memory.*of step 3: 3\.weight: elements 0\.\.1024 of 3072.*ElasticConfig\(copies=2\)"
+    message = r"cannot continue from.*of step 3: 3\.weight: elements 0\.\.1024 of 3072.*ElasticConfig\(copies=2\)"
     with pytest.raises(StateLost, match=message):
         train(4, kills, elastic=ElasticConfig(every=1))
     got = train(4, kills, elastic=ElasticConfig(every=1, copies=2))

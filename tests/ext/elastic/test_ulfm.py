@@ -155,7 +155,7 @@ def test_revoke_reaches_who_waits_in_groups(tmp_path: Path) -> None:
     done = job(tmp_path, STRAY, 3)
     assert done.status == 0, done.err
     assert sorted(done.lines("said")) == [
-        "0 recv of ACT3 on rank 0 of 2: another rank has given this communicator up, for a rank that has died",
+        "0 recv of ACT3 on rank 0 of 2: another rank has revoked this communicator because a rank has died",
         "1 recv of ACT4 on rank 1 of 3: rank 2 has died",
     ]
     assert done.lines("left") == ["2 (2,)"] * 2

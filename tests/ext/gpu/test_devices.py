@@ -160,7 +160,7 @@ def test_a_batch_on_the_wrong_device(cupy: Cupy, x: str, y: str, device: str, wo
 
 @on_ranks(2)
 def test_send_and_recv_of_one_call_on_two_devices(comm: Any, cupy: Cupy) -> None:
-    with pytest.raises(ConfigError, match=r"all_gather of w on rank \d: send lies on GPU 0, recv on the host: put "):
+    with pytest.raises(ConfigError, match=r"all_gather of w on rank \d: send is on GPU 0, recv on the host: put "):
         comm.all_gather(cupy.zeros(1), np.zeros(2), what="w")
 
 

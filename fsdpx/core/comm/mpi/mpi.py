@@ -469,7 +469,7 @@ def _duplicate_communicator(comm: MPI.Intracomm, timeout: float) -> MPI.Intracom
         raise translate_mpi_error(error, f"opening a communicator on {who}", comm) from error
     if not complete:
         raise CommTimeout(
-            f"opening a communicator on {who}: not all ranks have come within {timeout:g} s. All of them call "
+            f"opening a communicator on {who}: not all ranks have arrived within {timeout:g} s. All of them call "
             "fsdpx.init() or distribute(); a rank that is missing has ended or is elsewhere"
         )
     return duplicate

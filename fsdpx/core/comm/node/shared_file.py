@@ -144,7 +144,7 @@ class _SharedFileOpening:
         remedy = "give it more room (containers: docker run --shm-size=4g)"
         if error.errno in (errno.EMFILE, errno.ENFILE):
             remedy = (
-                "close() trainers that are not used any more, or make them by `with model.as_distributed(...) as t:`; "
+                "close() trainers that are no longer used, or create them with `with model.as_distributed(...) as t:`; "
                 "or allow more files (ulimit -n)"
             )
         return f"{self.nbytes} bytes of shared memory for a window: {self.folder}: {error.strerror}; {remedy}"
