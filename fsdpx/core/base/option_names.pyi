@@ -1,10 +1,10 @@
-# For type checkers alone, never read when a program runs. tests/core/base/test_option_names.py holds each list to the
-# table or the signature that it is of.
+# Read only by type checkers, never when a program runs. tests/core/base/test_option_names.py checks that each list
+# agrees with the table or the signature that it copies.
 from collections.abc import Callable, Collection, Iterator, Mapping
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 
-if TYPE_CHECKING:  # mypy then checks these modules in the order in which they run
+if TYPE_CHECKING:  # so that mypy checks these modules in the order in which they are run
     from fsdpx.core.array.devices import DeviceMap
     from fsdpx.core.base.config import TraceConfig
 
@@ -19,15 +19,15 @@ Strategy = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "async", 
 WeightsChoice = Literal["parameters", "average"]
 
 class ForeignModule(Protocol):
-    """A module of another library: it has the methods of a `torch.nn.Module` that a layer has not."""
+    """A module of another library, which has methods of a `torch.nn.Module` that layers of fsdpx lack."""
 
     training: bool
 
     def named_parameters(self, prefix: str = ..., recurse: bool = ...) -> Iterator[tuple[str, Any]]: ...
 
 class RuntimeArgs(TypedDict, total=False):
-    """Keyword arguments of `fsdpx.distribute` besides those in its signature: the fields of `RuntimeOptions`, and those
-    of strategy="auto"."""
+    """Keyword arguments of `fsdpx.distribute` in addition to those in its signature: the fields of `RuntimeOptions`,
+    and the arguments of strategy="auto"."""
 
     device: Device
     device_map: DeviceMap

@@ -1,26 +1,26 @@
-// Attention in bfloat16 that never has its scores in memory (FlashAttention-2, Dao 2023): products by the matrix units of
-// NVIDIA's GPUs since Ampere, sums in float32. HEAD is the number of features of a head, a multiple of 16, at most 128.
+// Attention in bfloat16 that never stores its scores (FlashAttention-2, Dao 2023). Products use the matrix units of NVIDIA
+// GPUs (Ampere or later), sums are float32. HEAD is the number of features of a head, a multiple of 16 up to 128.
 //
-// A block owns OWN rows, 16 for each warp, and walks over tiles of WALK rows of the other side, of which one is copied to
-// shared memory while the one before it is computed with. Nothing is added atomically: gradients of queries and those of
-// keys and values are two walks.
+// A block owns OWN rows, 16 per warp, and iterates over tiles of WALK rows of the other operand. One tile is copied to
+// shared memory while the previous one is used. Nothing is added atomically: gradients of queries, and those of keys and
+// values, are computed in two separate kernels.
 
 typedef unsigned short real;  // the bits of a bfloat16
 typedef long long number;
 
 #define KERNEL(name) extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_##name) fsdpx_##name
 #define WARPS 4
-// How many blocks share a multiprocessor, which bounds the registers of each thread.
+// Number of blocks that share a multiprocessor, which limits the registers of each thread.
 #define BLOCKS_flash (HEAD > 64 ? 2 : 3)
 #define BLOCKS_flash_sums 8
 #define BLOCKS_flash_queries (HEAD > 64 ? 2 : 3)
 #define BLOCKS_flash_keys 2
 #define OWN (16 * WARPS)
 #define WALK (HEAD > 64 ? 32 : 64)
-#define PITCH (HEAD + 8)      // of a row in shared memory: eight rows lie in different banks
+#define PITCH (HEAD + 8)      // stride of rows in shared memory, such that eight rows are in different banks
 #define STEPS (HEAD / 16)     // a product adds 16 numbers at a time
 #define PACKS (HEAD / 8)      // 16 bytes each
-#define ACROSS (WALK / 8)     // pieces of 16 x 8 in a warp's scores
+#define ACROSS (WALK / 8)     // number of 16 x 8 pieces of a warp's scores
 #define TILE (WALK * PITCH)
 #define LOG2E 1.4426950408889634f
 #define LN2 0.6931471805599453f
@@ -31,8 +31,8 @@ typedef long long number;
 
 // -- the matrix units -----------------------------------------------------------------------------------------------------
 
-#ifndef ON_THE_HOST  // tests have their own
-// c (16 x 8) += a (16 x 16) b (16 x 8), as the registers of a warp.
+#ifndef ON_THE_HOST  // tests on the host define these functions
+// c (16 x 8) += a (16 x 16) b (16 x 8), in the registers of a warp.
 __device__ inline void mma(float* c, const unsigned* a, const unsigned* b) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -40,7 +40,7 @@ __device__ inline void mma(float* c, const unsigned* a, const unsigned* b) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Four matrices of 8 x 8 from shared memory: each lane says where one row begins.
+// Loads four 8 x 8 matrices from shared memory; each lane passes the address of one row.
 template <bool TURNED> __device__ inline void matrices(unsigned* out, const real* row) {
     unsigned at = (unsigned)__cvta_generic_to_shared(row);
     if (TURNED)
@@ -57,7 +57,7 @@ __device__ inline unsigned rounded(float low, float high) {
     return both;
 }
 
-// 16 bytes to shared memory, zeros unless `there`; `arrive` waits for all that this thread has begun to copy.
+// Begins to copy 16 bytes to shared memory, zeros unless `there`; `arrive` waits for all copies that this thread began.
 __device__ inline void begin_copy(real* to, const real* from, bool there) {
     unsigned at = (unsigned)__cvta_generic_to_shared(to);
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(there ? 16 : 0));
@@ -65,14 +65,15 @@ __device__ inline void begin_copy(real* to, const real* from, bool there) {
 __device__ inline void arrive() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 #endif
 
-// What probabilities are exponentials of, less than scores in units of log 2: nothing is left where a row saw no key.
+// The number to subtract from scores, in units of log 2, before exponentials are taken. It is infinite if a row attends to
+// no key, so that its probabilities are 0.
 __device__ inline float base_of(float lse) { return lse == NONE ? INFINITY : lse * LOG2E; }
 
 __device__ inline float wide(unsigned bits) { return __uint_as_float(bits << 16); }
 
 // -- tiles ----------------------------------------------------------------------------------------------------------------
 
-// Begins to copy rows first to first + rows of a matrix into a tile; beyond `last` there are zeros.
+// Begins to copy rows [first, first + rows) of a matrix into a tile; rows from `last` on are zeros.
 __device__ inline void fill(real* tile, const real* matrix, number pitch, int first, int last, int rows) {
 #pragma unroll
     for (int i = threadIdx.x; i < rows * PACKS; i += 32 * WARPS) {
@@ -82,7 +83,7 @@ __device__ inline void fill(real* tile, const real* matrix, number pitch, int fi
     }
 }
 
-// A matrix's rows that belong to this block, as the left side of products of this warp.
+// Loads the rows of a matrix that this block owns, as the left operand of products of this warp.
 __device__ inline void own_rows(unsigned (*out)[4], real* tiles, const real* matrix, number pitch, int first, int last) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     __syncthreads();
@@ -94,7 +95,7 @@ __device__ inline void own_rows(unsigned (*out)[4], real* tiles, const real* mat
     __syncthreads();
 }
 
-// c = a tile^T: (16, WALK).
+// c = a tile^T, (16, WALK).
 __device__ inline void across(float (*c)[4], const unsigned (*a)[4], const real* tile) {
     int lane = threadIdx.x % 32;
 #pragma unroll
@@ -110,7 +111,7 @@ __device__ inline void across(float (*c)[4], const unsigned (*a)[4], const real*
         }
 }
 
-// c += p tile: (16, WALK) of numbers that are rounded and (WALK, HEAD).
+// c += p tile, for p (16, WALK), which is rounded, and tile (WALK, HEAD).
 __device__ inline void along(float (*c)[4], const float (*p)[4], const real* tile) {
     int lane = threadIdx.x % 32;
 #pragma unroll
@@ -127,7 +128,7 @@ __device__ inline void along(float (*c)[4], const float (*p)[4], const real* til
     }
 }
 
-// The rows of this warp, times a factor for each half of them, to memory.
+// Writes the rows of this warp to memory, the upper and lower half each multiplied by a factor.
 __device__ inline void write(real* matrix, number pitch, int first, int last, const float (*c)[4], float upper, float lower) {
     int lane = threadIdx.x % 32, row = first + threadIdx.x / 32 * 16 + lane / 4;
 #pragma unroll
@@ -138,7 +139,7 @@ __device__ inline void write(real* matrix, number pitch, int first, int last, co
     }
 }
 
-// Over the four threads that have a row of a piece.
+// Reductions over the four threads that hold a row of a piece.
 __device__ inline float largest(float v) {
     v = fmaxf(v, __shfl_xor_sync(0xffffffff, v, 1));
     return fmaxf(v, __shfl_xor_sync(0xffffffff, v, 2));
@@ -148,7 +149,7 @@ __device__ inline float total(float v) {
     return v + __shfl_xor_sync(0xffffffff, v, 2);
 }
 
-// -- who attends to whom ----------------------------------------------------------------------------------------------------
+// -- masks --------------------------------------------------------------------------------------------------------------
 
 struct Mask {
     int t, n, window;  // queries, keys; 0: no window
@@ -158,11 +159,11 @@ struct Mask {
     __device__ bool attends(int at, int i) const {
         return at < t && i < n && (!causal || i <= at) && (!window || i > at - window) && (!segments || segments[i] == segments[at]);
     }
-    // Whether all of some queries from `at` on attend to all of some keys from `i` on.
+    // Whether all `queries` queries from `at` on attend to all `keys` keys from `i` on.
     __device__ bool whole(int at, int queries, int i, int keys) const {
         return !segments && at + queries <= t && i + keys <= n && (!causal || i + keys - 1 <= at) && (!window || i > at + queries - 1 - window);
     }
-    // The keys that some query of a block attends to, and the queries that attend to some key of one.
+    // The range of keys to which queries of a block attend, and the range of queries that attend to keys of a block.
     __device__ int first_key(int at) const { return window && at >= window ? (at - window + 1) / WALK * WALK : 0; }
     __device__ int last_key(int at) const { return causal && at + OWN < n ? at + OWN : n; }
     __device__ int first_query(int i) const { return causal ? i / WALK * WALK : 0; }
@@ -232,7 +233,7 @@ KERNEL(flash)(VIEW(q), VIEW(k), VIEW(v), VIEW(o), float* lse, SHAPE) {
 
 // -- backward -------------------------------------------------------------------------------------------------------------
 
-// The sum of do o over the features of each place: as many threads for each as it has packs.
+// The sum of do o over the features of each row, with a thread for each pack of a row.
 KERNEL(flash_sums)(VIEW(o), VIEW(g), float* sums, number heads, number t, number places) {
     number place = blockIdx.x * (number)(WARPS * 32 / 16) + threadIdx.x / 16, pair = place / t, row = place % t;
     int pack = threadIdx.x % 16;
@@ -306,7 +307,7 @@ KERNEL(flash_keys)(VIEW(q), VIEW(k), VIEW(v), VIEW(g), VIEW(dk), VIEW(dv), const
 
     own_rows(keys, tiles, PART(k, sample, other), k_row, begin, n);
     own_rows(values, tiles, PART(v, sample, other), v_row, begin, n);
-    auto load = [&](int walk) {  // the tiles of one head after another
+    auto load = [&](int walk) {  // loads the tiles of one head after another
         number head = other * group + walk / walks, place = (sample * heads + head) * t;
         int at = first + walk % walks * WALK;
         real* into = tiles + 2 * TILE * (walk & 1);

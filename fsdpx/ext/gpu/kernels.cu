@@ -1,7 +1,7 @@
-// Kernels for what cuBLAS does not do, compiled once for each format: KIND is 64 (double), 32 (float) or 16 (bfloat16,
-// as its bits, computed in float). Sums are made in `wide`, in an order that follows from shapes and block sizes alone:
-// nothing is added atomically. Blocks have a multiple of 32 threads. Functions of one row run one block per row.
-// Threads read and write 16 bytes at a time, a pack, wherever an array begins at a multiple of them.
+// Kernels for operations that cuBLAS lacks, compiled once for each format: KIND is 64 (double), 32 (float) or 16 (bits of
+// bfloat16, computed in float). Sums are computed in `wide`, in an order that depends only on shapes and block sizes:
+// nothing is added atomically. Blocks have a multiple of 32 threads. Kernels over rows run one block per row. Threads
+// read and write 16 bytes (a pack) at a time if the array begins at a multiple of 16 bytes.
 
 #if KIND == 64
 typedef double real;
@@ -22,7 +22,7 @@ typedef long long number;
 #define EACH(i, n) for (number i = blockIdx.x * (number)blockDim.x + threadIdx.x; i < (n); i += gridDim.x * (number)blockDim.x)
 #define ALONG(i, n) for (number i = threadIdx.x; i < (n); i += blockDim.x)
 #define LANES (16 / sizeof(real))
-// Packs of n elements: the first place of each.
+// Loop over the packs of n elements; i is the index of the first element of a pack.
 #define PACKS(i, n) for (number i = (blockIdx.x * (number)blockDim.x + threadIdx.x) * LANES; i < (n); i += gridDim.x * (number)blockDim.x * LANES)
 #define PACKS_ALONG(i, n) for (number i = threadIdx.x * LANES; i < (n); i += blockDim.x * LANES)
 #define LANE(k) for (int k = 0; k < LANES; k++)
@@ -35,12 +35,12 @@ __device__ inline float get(const unsigned short* x, number i) { return __uint_a
 
 __device__ inline void put(double* x, number i, double v) { x[i] = v; }
 __device__ inline void put(float* x, number i, float v) { x[i] = v; }
-__device__ inline void put(unsigned short* x, number i, float v) {  // to the nearest, ties to even
+__device__ inline void put(unsigned short* x, number i, float v) {  // rounds to nearest, ties to even
     unsigned bits = __float_as_uint(v);
     x[i] = v != v ? (bits >> 16) | 0x40 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
 
-// Elements of one pack, in `wide`. What lies beyond n is 0 when it is read, and is not written.
+// The elements of one pack, in `wide`. Elements beyond n are read as 0, and are not written.
 struct __align__(16) Bits { real at[LANES]; };
 struct Pack {
     wide at[LANES];
@@ -67,7 +67,7 @@ struct Pack {
     }
 };
 
-// What features that come round and round add to the elements of a pack.
+// The elements of `bias`, repeated for every row of `features` elements, that belong to the pack at element i.
 __device__ inline Pack of_features(const real* bias, number i, number features) {
     Pack found;
     number first = i % features;
@@ -76,7 +76,7 @@ __device__ inline Pack of_features(const real* bias, number i, number features) 
     return found;
 }
 
-// In float where results are rounded to bfloat16: the GPU's own exponential and division, right to six digits.
+// If results are rounded to bfloat16, use the GPU's own exponential and division in float, correct to six digits.
 #if KIND == 16 && !defined(ON_THE_HOST)
 __device__ inline wide power(wide x) { return __expf(x); }
 __device__ inline wide ratio(wide a, wide b) { return __fdividef(a, b); }
@@ -85,7 +85,7 @@ __device__ inline wide power(wide x) { return exp(x); }
 __device__ inline wide ratio(wide a, wide b) { return a / b; }
 #endif
 
-// -- sums over the threads of a block, the same bits in each of them -------------------------------------------------
+// -- sums over the threads of a block, with the same bits in each thread ------------------------------------------------
 
 template <typename T> __device__ inline T larger(T a, T b) { return a > b || a != a ? a : b; }
 
@@ -96,7 +96,7 @@ template <bool TOP, typename T> __device__ inline T over_block(T v) {
         T other = __shfl_xor_sync(0xffffffff, v, step);
         v = TOP ? larger(v, other) : v + other;
     }
-    __syncthreads();  // what the call before left there has been read
+    __syncthreads();  // all threads have read the results of the previous call
     if (lane == 0) parts[threadIdx.x / 32] = v;
     __syncthreads();
     v = parts[0];
@@ -106,7 +106,7 @@ template <bool TOP, typename T> __device__ inline T over_block(T v) {
 
 template <typename T> __device__ inline T sum(T v) { return over_block<false>(v); }
 
-// -- norms over rows: LayerNorm where `centred`, else RMSNorm -----------------------------------------------------------
+// -- norms over rows: LayerNorm if `centred`, else RMSNorm --------------------------------------------------------------
 
 KERNEL(norm)(const real* x, const real* weight, const real* bias, real* y, wide* mean, wide* rstd, number n, double eps, int centred) {
     number row = blockIdx.x;
@@ -174,7 +174,7 @@ KERNEL(norm_backward)(const real* x, const real* weight, const wide* mean, const
     }
 }
 
-// -- sums over rows: one thread per column adds some rows, another kernel the parts ----------------------------------
+// -- sums over rows: one thread per column adds a part of the rows, another kernel adds the parts -----------------------
 
 KERNEL(norm_columns)(const real* x, const wide* mean, const wide* rstd, const real* dy, wide* gw, wide* gb, number rows, number n, number some, int centred) {
     number i = blockIdx.x * (number)blockDim.x + threadIdx.x, first = blockIdx.y * some;
@@ -233,7 +233,7 @@ __device__ inline Gelu gelu_at(wide x, int tanh) {
         return {x * s, s + x * s * (1 - s) * ((x * x * (3 * CUBIC) + 1) * SLOPE)};
     }
 #if KIND == 16
-    // Abramowitz and Stegun 7.1.26: the distribution within 1e-7, from the exponential that its density needs as well.
+    // Abramowitz and Stegun 7.1.26: the cumulative distribution within 1e-7, from the exponential that the density needs too
     wide e = power(-x * x / 2), t = ratio(1, 1 + (wide)0.3275911 * ROOT_HALF * fabs(x));
     wide tail = t * ((wide)0.254829592 + t * ((wide)-0.284496736 + t * ((wide)1.421413741 + t * ((wide)-1.453152027 + t * (wide)1.061405429)))) * e / 2;
     wide half = x < 0 ? tail : 1 - tail;
@@ -348,13 +348,13 @@ KERNEL(softmax_backward)(const real* y, const real* dy, real* dx, number n) {
     ALONG(i, n) put(dx, i, get(y, i) * (get(dy, i) - along));
 }
 
-// Whether place `at` of t attends to place i of n: if `causal` to none behind it, to no more than `window` unless that is
-// 0, and to those of its own segment.
+// Whether position `at` of t attends to position i of n: with `causal` to no later one, with `window` to at most that many
+// (0: any number), and with `segments` only to positions of its own segment.
 __device__ inline bool attends(number at, number i, int causal, number window, const number* segments) {
     return (!causal || i <= at) && (!window || i > at - window) && (!segments || segments[i] == segments[at]);
 }
 
-// Rows of attention, (heads, t, n): of scaled scores. A place attends to itself where t is n.
+// Softmax of rows of scaled scores (heads, t, n). If t equals n, a position attends to itself.
 KERNEL(attention_rows)(const wide* scores, real* p, wide* lse, const number* segments, number t, number n, int causal, number window) {
     number row = blockIdx.x, at = row % t;
     scores += row * n, p += row * n;
@@ -367,7 +367,7 @@ KERNEL(attention_rows)(const wide* scores, real* p, wide* lse, const number* seg
     if (threadIdx.x == 0) lse[row] = top + log(total);
 }
 
-// dp, the gradient of probabilities, becomes ds in `ds`; the probabilities themselves go into `p`.
+// Writes the probabilities to `p`, and the gradient of the scores to `ds`, given `dp`, the gradient of the probabilities.
 KERNEL(attention_slopes)(const wide* scores, const wide* dp, const wide* lse, real* p, real* ds, const number* segments, number t, number n, double scale, int causal, number window) {
     number row = blockIdx.x, at = row % t;
     scores += row * n, dp += row * n, p += row * n, ds += row * n;
@@ -382,7 +382,8 @@ KERNEL(attention_slopes)(const wide* scores, const wide* dp, const wide* lse, re
     }
 }
 
-// A target that is no class gives NaN. A row is read once: each thread keeps its largest number and its sum for that.
+// The loss is NaN if the target is not a class. A row is read once: each thread keeps its maximum, and its sum relative
+// to that maximum.
 KERNEL(cross_entropy)(const real* logits, const number* target, wide* lse, double* each, number n, number ignored, double smoothing) {
     number row = blockIdx.x, wanted = target[row];
     logits += row * n;
@@ -398,7 +399,7 @@ KERNEL(cross_entropy)(const real* logits, const number* target, wide* lse, doubl
         top = most;
     }
     wide whole = over_block<true>(top);
-    if (whole == least) whole = 0;  // a sum of nothing
+    if (whole == least) whole = 0;  // all elements are -inf
     wide all = log(sum(total * power(top - whole))) + whole;
     double mean = 0;
     if (smoothing) {
@@ -429,7 +430,7 @@ KERNEL(cross_entropy_backward)(const real* logits, const number* target, const w
     }
 }
 
-// -- the gradient of looking up rows: `order` sorts the rows, and the first thread of a run adds it up ---------------
+// -- gradient of looking up rows: `order` sorts the rows, and the first thread of each run of equal rows sums the run ---
 
 template <typename Out> __device__ inline void add_runs(const number* order, const number* rows, const real* dy, Out* gw, number count, number n) {
     number i = blockIdx.y * (number)blockDim.x + threadIdx.x, first = blockIdx.x;
@@ -445,8 +446,9 @@ KERNEL(embedding_wide)(const number* order, const number* rows, const real* dy, 
 
 // -- convolutions -----------------------------------------------------------------------------------------------------
 
-// A window over fields of three dims, as 18 numbers: its size, stride, dilation, the first cell that it meets, the cells of
-// the field and those of the result, three of each. A part of the result has `rows` of its first dim from `begin` on.
+// A window over fields with three dims, given as 18 numbers, three of each: size, stride, dilation, the first cell under the
+// first window, the cells of the field, and those of the result. A part of the result has `rows` rows of its first dim,
+// beginning at `begin`.
 struct Window {
     int size[3], stride[3], dilation[3], first[3], cells[3], sizes[3];
     number places, field, inner;
@@ -457,7 +459,7 @@ struct Window {
         }
         places = (number)size[0] * size[1] * size[2], field = (number)cells[0] * cells[1] * cells[2], inner = (number)sizes[1] * sizes[2];
     }
-    // Of a cell that lies `at` cells behind the first one under place 0: the output whose window has it at `place`, or -1.
+    // The output whose window contains, at `place`, the cell `at` cells after the first cell under place 0; -1 if none does.
     __device__ int output(int d, int at, int place, int begin, int end) const {
         at -= place * dilation[d];
         if (at < 0) return -1;
@@ -470,7 +472,7 @@ struct Window {
     }
 };
 
-// The cells under each place of the window: (channels of samples, places, cells of the part of the result).
+// Writes the cells under each place of the window: (channels of samples, places, cells of the part of the result).
 KERNEL(window_columns)(const real* x, real* columns, const number* window, number begin, number rows, number count) {
     Window w(window);
     number outs = rows * w.inner;
@@ -490,7 +492,7 @@ KERNEL(window_columns)(const real* x, real* columns, const number* window, numbe
     }
 }
 
-// The adjoint: each cell of x is the sum over the places at which a window has it, or that is added to it.
+// The adjoint: each cell of x is set to the sum over the places at which windows contain it, or this sum is added to it.
 KERNEL(window_cells)(const wide* columns, wide* x, const number* window, number begin, number rows, number count, int add) {
     Window w(window);
     number outs = rows * w.inner;
@@ -516,8 +518,8 @@ KERNEL(window_cells)(const wide* columns, wide* x, const number* window, number 
 
 // -- pools ------------------------------------------------------------------------------------------------------------
 
-// The largest cell under each window and the place where it is, the first of equals, and NaN before all; without `winner`
-// their sum over `divisor`, in which cells beyond the ends count as zeros.
+// Writes the largest cell under each window and its place (the first of equal cells; NaN counts as largest). Without
+// `winner`, writes the sum of the cells divided by `divisor`, where cells outside the field count as zeros.
 KERNEL(pool)(const real* x, real* y, int* winner, const number* window, number divisor, number count) {
     Window w(window);
     number outs = w.sizes[0] * w.inner;
@@ -566,14 +568,14 @@ KERNEL(pool_backward)(const real* dy, const int* winner, real* dx, const number*
     }
 }
 
-// -- channels: (samples, channels, cells), and a double for each channel ------------------------------------
+// -- channels: arrays (samples, channels, cells), and a double for each channel -----------------------------------------
 
 __device__ inline number channel_of(number i, number cells, number channels) {
     return i < 0x7fffffff && cells < 0x7fffffff ? (unsigned)i / (unsigned)cells % (unsigned)channels : i / cells % channels;
 }
 
-// Sums of channels over `some` of their elements, parts x (one or two) x channels: of x; with `mean` of (x - mean)^2; with
-// `rstd` of dy, and of dy (x - mean) rstd.
+// Sums over parts of `some` elements of each channel, (parts, one or two sums, channels): of x; with `mean`, of
+// (x - mean)^2; with `rstd`, of dy, and of dy (x - mean) rstd.
 KERNEL(channel_parts)(const real* x, const real* dy, const double* mean, const double* rstd, double* parts, number channels, number cells, number count, number some) {
     number channel = blockIdx.x, first = blockIdx.y * some, size = count - first < some ? count - first : some;
     wide centre = mean ? (wide)mean[channel] : 0, factor = rstd ? (wide)rstd[channel] : 0;
@@ -602,7 +604,7 @@ KERNEL(add_doubles)(const double* parts, double* out, number count, number n) {
     }
 }
 
-// Of each channel, of n: rstd = 1 / sqrt(squares / count + eps), and rstd weight; running numbers move by momentum.
+// For each of n channels: rstd = 1 / sqrt(squares / count + eps), and rstd weight; running statistics move by momentum.
 KERNEL(batch_norm_scales)(const double* squares, const double* mean, const real* weight, wide* running_mean, wide* running_var, double* rstd, double* scale, number n, double count, double eps, double momentum) {
     EACH(i, n) {
         double var = squares[i] / (count > 1 ? count : 1), one = 1 / sqrt(var + eps);
@@ -616,7 +618,8 @@ KERNEL(batch_norm_scales)(const double* squares, const double* mean, const real*
     }
 }
 
-// Of each channel, of n: rstd weight, and the sums of dy, and of dy (x - mean) rstd, that stand in `sums`, over count.
+// For each of n channels: rstd weight, and the two numbers in `sums`, of dy and of dy (x - mean) rstd, divided by count;
+// the second is also multiplied by rstd.
 KERNEL(batch_norm_backward_factors)(const double* sums, const double* rstd, const real* weight, double* scale, double* along, double* across, number n, double count) {
     double whole = count > 1 ? count : 1;
     EACH(i, n) {
@@ -650,7 +653,7 @@ KERNEL(narrow)(const wide* x, real* out, number n) {
     EACH(i, n) put(out, i, x[i]);
 }
 
-// The sum of `size` elements or of their squares in the order of the host (`sum_rows_in_lanes`): a thread for each lane.
+// The sum of `size` elements, or of their squares, in the order of the host (`sum_rows_in_lanes`), with a thread per lane.
 template <bool SQUARES, typename In> __device__ inline double sum_in_lanes(const In* x, number size) {
     __shared__ double lanes[1024];
     double total = 0;
@@ -663,7 +666,7 @@ template <bool SQUARES, typename In> __device__ inline double sum_in_lanes(const
         __syncthreads();
         if ((int)threadIdx.x < half) lanes[threadIdx.x] += lanes[threadIdx.x + half];
     }
-    return lanes[0];  // as thread 0 reads it
+    return lanes[0];  // only thread 0 may use it
 }
 
 KERNEL(square_sums)(const real* x, double* out, number n, number grain) {
@@ -677,7 +680,7 @@ KERNEL(add_sums)(const double* sums, double* out, number n) {
     if (threadIdx.x == 0) out[0] = v;
 }
 
-// Philox 4x64 with 10 rounds (Salmon et al., SC'11): numbers of places 4 (counter - 1) to 4 (counter - 1) + 3.
+// Philox 4x64 with 10 rounds (Salmon et al., SC'11): numbers 4 (counter - 1) to 4 (counter - 1) + 3 of the stream.
 __device__ inline void philox(unsigned long long counter, unsigned long long key0, unsigned long long key1, unsigned long long* out) {
     const unsigned long long factor0 = 0xD2E7470EE14C6C93ull, factor1 = 0xCA5A826395121157ull;
     unsigned long long a = counter, b = 0, c = 0, d = 0;
@@ -707,7 +710,7 @@ KERNEL(drop_backward)(const real* dy, const bool* keep, real* dx, number n, doub
     EACH(i, n) put(dx, i, keep[i] ? get(dy, i) * (wide)scale : (wide)0);
 }
 
-// -- updates of a flat shard: the operations of loops in fsdpx/optim, in their order ---------------------------------
+// -- updates of a flat shard: the operations of the loops in fsdpx/optim, in the same order -----------------------------
 
 #if KIND != 16
 
