@@ -7,13 +7,23 @@ import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from fsdpx.core.base.version import __version__
 from fsdpx.errors import FsdpxError
 
 Options = Callable[[argparse.ArgumentParser], None] | str
 """Function that adds options to the parser of a command, or its "module:function", see `_import_command`."""
+
+
+class Command(NamedTuple):
+    """A command. function: "module:function" of fsdpx/launch, which returns an exit status or text to print. example:
+    arguments after `fsdpx`, or after `mpiexec -n 4 python -m fsdpx` if they begin with `mpiexec`."""
+
+    help: str
+    function: str
+    options: Options
+    example: str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,19 +97,40 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    p = CommandParser(prog="python -m fsdpx", description="MPI-first distributed training on NumPy and CuPy arrays")
+    p = CommandParser(
+        prog="python -m fsdpx", description="MPI-first distributed training on NumPy and CuPy arrays",
+        epilog=_format_commands(), formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--version", action="version", version=f"fsdpx {__version__}")
-    commands = p.add_subparsers(dest="command")
-    for name, (help, _, options) in COMMANDS.items():
-        commands.add_parser(name, help=help, options=options)
+    commands = p.add_subparsers(dest="command", metavar="COMMAND", help="see below; COMMAND --help has its options")
+    for name, command in COMMANDS.items():
+        example = f"example: {_format_example(command)}"
+        commands.add_parser(name, description=command.help, epilog=example, options=command.options)
     return p
 
 
+def _format_commands() -> str:
+    """Return the commands with their help and an example each, by group."""
+    lines = []
+    for group, commands in GROUPS.items():
+        lines.append(f"{group}:")
+        for name, command in commands.items():
+            lines += [f"  {name:16} {command.help}", f"      {_format_example(command)}"]
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def _format_example(command: Command) -> str:
+    head, _, rest = command.example.partition(" ")
+    return f"mpiexec -n 4 python -m fsdpx {rest}" if head == "mpiexec" else f"python -m fsdpx {command.example}"
+
+
 def _run_command(args: argparse.Namespace) -> int:
-    """Run the requested command and return its exit status; if the command returns a text, print it."""
-    status = _import_command(COMMANDS[args.command][1])(args)
+    """Run the requested command and return its exit status; a text is printed."""
+    status = _import_command(COMMANDS[args.command].function)(args)
     if isinstance(status, str):
-        print(status)
+        from fsdpx.core.base.messages import wrap_for_terminal
+
+        print(wrap_for_terminal(status))
         return 0
     return int(status)
 
@@ -167,32 +198,23 @@ def _add_run_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--node-rank", type=int, help="gloo, started by hand on each of --nodes: this host, from 0")
     p.add_argument("--master-addr", help="the same: name or address of host 0, where ranks meet")
     p.add_argument("--master-port", type=int, help="the same: a port that is free there (default: 29500)")
-    p.add_argument(
-        "--mpiexec", default=None, help='the launcher, as in "srun --mpi=pmi2 -K" (default: srun or mpiexec)'
-    )
-    p.add_argument(
-        "--threads", type=int, help="of BLAS and kernels in each rank (default: the host's cores are shared)"
-    )
+    p.add_argument("--mpiexec", default=None,
+        help='the launcher, as in "srun --mpi=pmi2 -K" (default: srun or mpiexec)')
+    p.add_argument("--threads", type=int,
+        help="of BLAS and kernels in each rank (default: the host's cores are shared)")
     p.add_argument("--timeout", type=float, help="seconds that ranks wait in MPI's start for others (default: 60)")
     p.add_argument("--max-restarts", type=int, default=3, help="at most this many restarts (default: 3)")
     p.add_argument("--min-ranks", type=int, default=None, help="fewest ranks of a restart (default: -n, elastic: 1)")
     p.add_argument("--backoff", type=float, default=1.0, help="seconds before the first restart; doubles up to 60")
     p.add_argument("--grace", type=float, default=60.0, help="seconds to save in after a signal")
-    p.add_argument(
-        "--folder", type=_expand_path, default=None, help="the job's: records of failed starts stay; see --join"
-    )
-    p.add_argument(
-        "--join",
-        type=_expand_path,
-        metavar="FOLDER",
-        help="-n more ranks for the job that has this --folder",
-    )
-    p.add_argument(
-        "--logs", type=_expand_path, help="folder for rank-0003.log and rank-0003.json; lines get [3] before them"
-    )
-    p.add_argument(
-        "--elastic", action="store_true", help="deaths do not end the job: Open MPI's --with-ft ulfm (docs: elastic)"
-    )
+    p.add_argument("--folder", type=_expand_path, default=None,
+        help="the job's: records of failed starts stay; see --join")
+    p.add_argument("--join", type=_expand_path, metavar="FOLDER",
+        help="-n more ranks for the job that has this --folder")
+    p.add_argument("--logs", type=_expand_path,
+        help="folder for rank-0003.log and rank-0003.json; lines get [3] before them")
+    p.add_argument("--elastic", action="store_true",
+        help="deaths do not end the job: Open MPI's --with-ft ulfm (docs: elastic)")
     p.add_argument("--retune", action="store_true", help="measure again what is chosen by measurement (docs: speed)")
     p.add_argument("--dry-run", action="store_true", help="print the command that would start the ranks")
     p.add_argument("--print-batch", choices=("slurm", "pbs", "lsf"), help="print a batch file for this system")
@@ -204,19 +226,9 @@ def _add_run_options(p: argparse.ArgumentParser) -> None:
 
 def _add_train_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("file", help="run.toml (docs: run-file)")
-    p.add_argument(
-        "--set",
-        dest="changes",
-        nargs="+",
-        default=(),
-        metavar="section.key=value",
-        help="instead of the file's",
-    )
-    p.add_argument(
-        "--run",
-        default=None,
-        help="folder of the run (default: runs/NAME-DATE-TIME, NAME of the file)",
-    )
+    p.add_argument("--set", dest="changes", nargs="+", default=(), metavar="section.key=value",
+        help="instead of the file's")
+    p.add_argument("--run", default=None, help="folder of the run (default: runs/NAME-DATE-TIME, NAME of the file)")
     p.add_argument("--resume", action="store_true", help="go on with the run in --run, or with the newest one")
 
 
@@ -240,9 +252,8 @@ def _add_show_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--precision", default="float32")
     p.add_argument("--group-bytes", default=None, help="group small layers up to this many bytes of parameters: 1MiB")
     p.add_argument("--prefetch", type=int, default=None, help="pages gathered ahead of use")
-    p.add_argument(
-        "--offload", default=None, metavar="WHAT,...", help="on disk: optimizer, parameters, activations, gradients"
-    )
+    p.add_argument("--offload", default=None, metavar="WHAT,...",
+        help="on disk: optimizer, parameters, activations, gradients")
     p.add_argument("--optimizer", default="adamw", choices=("adamw", "sgd"))
     p.add_argument("--lower", action="store_true", help="what alone would lower the peak: ten more dry runs")
     p.add_argument("--grid", action="store_true", help="the schedule of all ranks of the pipe, and its bubble")
@@ -262,45 +273,48 @@ def _add_verify_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--no-node", action="store_true", help="MPI messages instead of shared memory inside a machine")
 
 
-COMMANDS: dict[str, tuple[str, str, Options]] = {
-    "info": ("what this machine has: MPI, BLAS, Numba, GPU", "info:format_info_or_leftovers", _add_info_options),
-    "doctor": (
-        "under mpiexec: what all ranks have, the ways between them, a test", "doctor:doctor", _add_doctor_options,
-    ),
-    "bench": ("how fast the verbs of a communicator are, and steps by strategy", "bench:bench", "bench:add_options"),
-    "run": ("start ranks; restart from the last checkpoint when a death ends the job", "run:main", _add_run_options),
-    "compile": ("compile the kernels of models before the first job, without MPI", "compile:compile_kernels",
-                "compile:add_options"),
-    "train": (
-        "train what a run file in TOML describes; under mpiexec on all ranks", "runs:train_run_file",
-        _add_train_options,
-    ),
-    "generate": ("let a model of a folder go on with a text", "generate:generate", "generate:add_options"),
-    "show": ("a step's program, units, traffic and memory, without MPI", "show:show", _add_show_options),
-    "plan": (
-        "which strategy, mesh and microbatches to ask for on a machine, without MPI", "plan:plan_job",
-        "plan:add_options",
-    ),
-    "measure-machine": (
-        "write a machine.toml for this machine; under mpiexec with its links", "plan:measure_and_write_machine",
-        "plan:add_measure_options",
-    ),
-    "ckpt": ("look at checkpoints, check, compare and convert them, without MPI", "ckpt:ckpt", "ckpt:add_options"),
-    "trace": (
-        "traces of all ranks in one file, on one clock, for Perfetto", "runs:merge_traces_and_print_path",
-        _add_trace_options,
-    ),
-    "report": (
-        "one HTML page about a run: curves, a step, memory, bytes, waiting", "runs:print_and_write_report",
-        _add_report_options,
-    ),
-    "runs": ("list the runs in runs/, or compare some of them", "runs:print_runs", _add_runs_options),
-    "diff": ("the first step, action, tensor and element at which two runs differ", "diff:diff", "diff:add_options"),
-    "verify": (
-        "under mpiexec: train N ranks against one process on the same batches", "verify:verify", _add_verify_options,
-    ),
+GROUPS: dict[str, dict[str, Command]] = {
+    "check a machine": {
+        "info": Command("MPI, BLAS, Numba and GPUs of this machine", "info:format_info_or_leftovers", _add_info_options,
+            "info"),
+        "doctor": Command("hosts, cores and transports of all ranks; tests an all-reduce", "doctor:doctor",
+            _add_doctor_options, "mpiexec doctor"),
+        "verify": Command("compare N ranks with one process on the same batches", "verify:verify", _add_verify_options,
+            "mpiexec verify --mesh pipe=2 --schedule all"),
+        "bench": Command("time collectives, and steps by strategy", "bench:bench", "bench:add_options",
+            "mpiexec bench comm"),
+        "compile": Command("compile kernels before the first job", "compile:compile_kernels", "compile:add_options",
+            "compile --all"),
+    },
+    "plan a job, without MPI": {
+        "show": Command("program, memory and traffic of a step", "show:show", _add_show_options,
+            "show gpt-small --ranks 8 --strategy zero2"),
+        "plan": Command("rank strategies and meshes for a machine", "plan:plan_job", "plan:add_options",
+            "plan gpt-small --ranks 16 --machine a100-dgx-200g"),
+        "measure-machine": Command("write machine.toml for `plan`, from measurements", "plan:measure_and_write_machine",
+            "plan:add_measure_options", "mpiexec measure-machine --output machine.toml"),
+    },
+    "run": {
+        "run": Command("start ranks; restart them from a checkpoint after a failure", "run:main", _add_run_options,
+            "run -n 4 train.py"),
+        "train": Command("train the model of a run file", "runs:train_run_file", _add_train_options,
+            "mpiexec train launch/run.toml"),
+        "generate": Command("continue a text with a trained model", "generate:generate", "generate:add_options",
+            "generate runs/gpt/model --prompt 'def main'"),
+    },
+    "look at results": {
+        "runs": Command("list or compare run folders", "runs:print_runs", _add_runs_options, "runs gpt-a gpt-b"),
+        "report": Command("write the HTML page of a run", "runs:print_and_write_report", _add_report_options,
+            "report runs/gpt-a"),
+        "trace": Command("merge the traces of all ranks, for Perfetto", "runs:merge_traces_and_print_path",
+            _add_trace_options, "trace merge runs/gpt-a/trace"),
+        "diff": Command("find the first tensor in which two runs differ", "diff:diff", "diff:add_options",
+            "diff runs/a runs/b"),
+        "ckpt": Command("list, check, compare and convert checkpoints", "ckpt:ckpt", "ckpt:add_options",
+            "ckpt inspect runs/gpt/model"),
+    },
 }  # fmt: skip
-"""Name of a command -> (help; "module:function", which returns an exit status or a text to print; options)."""
+COMMANDS = {name: command for commands in GROUPS.values() for name, command in commands.items()}
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import numpy as np
 
 from fsdpx.core.array import parallel
 from fsdpx.core.base import environment
-from fsdpx.core.base.messages import format_bytes, format_ranks
+from fsdpx.core.base.messages import format_bytes, format_ranks, wrap_for_terminal
 from fsdpx.core.base.version import __version__
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.init import find_node_communicator, get_backend_name, parse_mpi_library_name
@@ -67,7 +67,7 @@ def doctor(args: argparse.Namespace) -> int:
         if comm.rank == 0:
             width = max(len(name) for name, _ in rows)
             text = "\n".join(f"{name.ljust(width)}  {text}" for name, text in rows)
-            print(json.dumps({"healthy": healthy, "found": rows}, indent=1) if args.json else text)
+            print(json.dumps({"healthy": healthy, "found": rows}, indent=1) if args.json else wrap_for_terminal(text))
         return 0 if healthy else 1
 
 

@@ -72,8 +72,9 @@ def _format_runs(folders: list[RunFolder]) -> str:
         ended = "ended" in folder.read_json("report.json")
         rows.append(
             (
-                folder.path.name, str(config.get("begun", "")), str(config.get("ranks", "")), str(last.get("step", 0)),
-                _format_number(last.get("loss")), _format_number(best), "" if rate is None else f"{rate:,.0f}",
+                folder.path.name, str(config.get("begun", ""))[5:16], str(config.get("ranks", "")),
+                str(last.get("step", 0)), _format_number(last.get("loss")), _format_number(best),
+                "" if rate is None else f"{rate:,.0f}",
                 "yes" if ended else "no",
             )
         )  # fmt: skip

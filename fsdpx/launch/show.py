@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,6 +46,7 @@ from fsdpx.plan.extrapolation import StepDryRuns
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.peak import OptionChange, format_changes, list_lowering_changes
 from fsdpx.plan.prediction import Prediction, dry_run_classes, predict_from_runs
+from fsdpx.plan.printed import COLUMNS
 
 __all__ = [
     "add_options",
@@ -254,8 +256,8 @@ def _count_samples_of_rank(mesh: Mesh, rank: int, batch: int, chunks: int | None
 
 
 def _format_program(run: DryRun) -> str:
-    text, count = str(run.program), len(run.program.actions)
-    lines = text.splitlines()
+    count = len(run.program.actions)
+    lines = textwrap.wrap(str(run.program), COLUMNS - 2, break_long_words=False)
     if count > MAX_PROGRAM_ACTIONS:
         lines = [*lines[:12], f"... {len(lines) - 24} lines ...", *lines[-12:]]
     return f"program, {count} actions\n" + "\n".join("  " + line for line in lines)

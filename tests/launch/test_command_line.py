@@ -52,11 +52,9 @@ def test_show_counts_what_a_thousand_small_layers_cost(capsys: pytest.CaptureFix
     rows = re.findall(r"(all-gather|reduce-scatter) over shard +(\d+) +(\S+ \S+) +(\d+) calls, (\S+ \S+)", text)
     assert len(rows) == 2
     assert all(calls == predicted and size == expected for _, calls, size, predicted, expected in rows)
-    shown = [line.strip() for line in text.splitlines()]
     pattern = r"`python -m fsdpx show many --ranks 4`.*?^```text\n(LOAD.*?)^```"
     (picture,) = re.findall(pattern, (ROOT / "docs/concepts.md").read_text(), re.S | re.M)
-    start = shown.index(picture.splitlines()[0])
-    assert shown[start:][: picture.count("\n")] == picture.splitlines()  # what the page shows is what it prints
+    assert " ".join(picture.split()) in " ".join(text.split())  # what the page shows is what it prints
 
 
 def test_show_without_grouping_has_a_unit_per_layer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -371,7 +369,7 @@ def test_mistakes_are_explained(arguments: list[str], text: str, capsys: pytest.
             "fsdpx run: argument -n/-np/--np/--ranks: invalid int value: 'two'; python -m fsdpx run --",
         ),
         (["run", "--nodes"], "fsdpx run: argument --nodes: expected one argument; python -m fsdpx run --help "),
-        (["rum"], "fsdpx: argument command: invalid choice: 'rum' (choose from "),
+        (["rum"], "fsdpx: argument COMMAND: invalid choice: 'rum' (choose from "),
     ],
 )
 def test_what_is_no_option_is_said_in_one_line(arguments: list[str], text: str, capsys: Any) -> None:
@@ -385,7 +383,7 @@ def test_what_is_no_option_is_said_in_one_line(arguments: list[str], text: str, 
 def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     said = capsys.readouterr().err
-    assert all(f"\n    {command} " in said for command in ("info", "run", "show", "ckpt", "verify"))
+    assert all(f"\n  {command} " in said for command in ("info", "run", "show", "ckpt", "verify"))
 
 
 def test_run_needs_a_script_that_may_have_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:

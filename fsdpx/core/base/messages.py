@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
+import shutil
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,7 +18,7 @@ from fsdpx.errors import escape_control
 __all__ = [
     "LOGGER", "SILENCE_SECONDS", "TIMER_NAME", "ProgressCallback", "SlowTaskReporter", "flush_and_write_stderr",
     "format_bytes", "format_ranks", "format_table", "is_stderr_terminal", "log_line", "log_on_rank0",
-    "reporting_if_slow", "shorten_value",
+    "reporting_if_slow", "shorten_value", "wrap_for_terminal",
 ]  # fmt: skip
 
 SILENCE_SECONDS = 1.0
@@ -147,6 +150,19 @@ def format_table(rows: Sequence[tuple[str, ...]]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [_format_row(row, widths) for row in rows]
     return escape_control("\n".join([lines[0].rstrip(), "-" * len(lines[0]), *(line.rstrip() for line in lines[1:])]))
+
+
+def wrap_for_terminal(text: str) -> str:
+    """Return the text with lines that fit into the terminal, if standard output is one. A longer line continues below
+    the column in which its value begins."""
+    if not sys.stdout.isatty():
+        return text
+    columns, lines = shutil.get_terminal_size().columns, []
+    for line in text.splitlines():
+        label = re.match(r"\s*\S+(?: \S+)*\s{2,}", line)
+        indent = label.end() if label and label.end() < columns // 2 else 4
+        lines += textwrap.wrap(line, columns, subsequent_indent=" " * indent, break_on_hyphens=False) or [""]
+    return "\n".join(lines)
 
 
 def _format_row(cells: tuple[str, ...], widths: list[int]) -> str:
