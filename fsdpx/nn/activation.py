@@ -41,18 +41,18 @@ class ReLU(Layer):
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         y = kernels.relu(env.xp, x)
-        return y, (y,)  # saving the result costs no memory: the next layer saves it, too
+        return y, (y,)  # saving the result costs no memory, because the next layer saves it as well
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         return kernels.relu_backward(env.xp, saved[0], dy), ()
 
 
 class GELU(Layer):
-    """x Phi(x), Phi the distribution function of N(0, 1) (Hendrycks and Gimpel 2016).
+    """x Phi(x), where Phi is the distribution function of N(0, 1) (Hendrycks and Gimpel 2016).
 
     Parameters
     ----------
-    approximate : "none", or "tanh" for x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
+    approximate : "none" for the exact function, or "tanh" for x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
     """
 
     acts_on = "element"
@@ -99,7 +99,7 @@ class Tanh(Layer):
 
 
 class Sigmoid(Layer):
-    """1 / (1 + exp(-x)), without overflow."""
+    """1 / (1 + exp(-x)), computed without overflow."""
 
     acts_on = "element"
     kernel_names = ("sigmoid",)
@@ -118,7 +118,7 @@ class Softmax(Layer):
 
     Parameters
     ----------
-    dim : any dim but 0, which is samples
+    dim : the dim of the sum; not 0, which is samples
     """
 
     kernel_names = ("softmax", "softmax_backward")
@@ -137,7 +137,7 @@ class Softmax(Layer):
         return self._apply_kernel_by_rows(env, kernels.softmax_backward, saved[0], dy), ()
 
     def _apply_kernel_by_rows(self, env: LayerContext, kernel: Any, *arrays: Array) -> Array:
-        """Apply `kernel` to the arrays with `self.dim` moved to the end and all other dims flattened to rows."""
+        """Apply `kernel` to the arrays as rows: `self.dim` is moved to the end, and all other dims are flattened."""
         if self.dim == -arrays[0].ndim:
             raise ShapeError(f"{self!r}: dim {self.dim} of {-self.dim} dims is samples; choose a dim within one sample")
         turned = [env.xp.moveaxis(a, self.dim, -1) for a in arrays]
@@ -154,21 +154,23 @@ ACTIVATIONS: dict[str, Callable[[], Layer]] = {
     "silu": SiLU,
     "tanh": Tanh,
 }
-"""Activations by their names in configurations of models."""
+"""Activation layers by their names in model configurations."""
 
 
 def make_activation(owner: object, name: str) -> Layer:
-    """Return the activation of this name; raise ConfigError, with the class of `owner`, if there is none."""
+    """Return the activation layer with this name; raise ConfigError, which names the class of `owner`, if there is
+    none."""
     if name not in ACTIVATIONS:
         raise ConfigError(f"{type(owner).__name__}: activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
     return ACTIVATIONS[name]()
 
 
 class Dropout(Layer):
-    """Each element is kept with probability 1 - p and then divided by 1 - p (Srivastava et al. 2014).
+    """Keeps each element with probability 1 - p, divided by 1 - p, and sets the other elements to 0 (Srivastava et al.
+    2014).
 
-    The mask depends on the seed, the layer's path, the step and the element's index in the global batch, not on how the
-    batch is split over ranks.
+    The mask depends on the seed, the layer's path, the step and the index of the element in the global batch, but not
+    on how the batch is split over ranks.
 
     Parameters
     ----------
@@ -176,7 +178,7 @@ class Dropout(Layer):
     """
 
     kernel_names = ("drop", "drop_backward")
-    caches = True  # there is no dropout when not training
+    caches = True  # without training there is no dropout
     parts: FieldPartition | None = None
 
     def __init__(self, p: float = 0.5) -> None:
@@ -211,7 +213,8 @@ class Dropout(Layer):
         return (kernels.drop_backward(env.xp, dy, saved[0], self.p) if saved else dy), ()
 
     def _drop_elements(self, env: LayerContext, x: Array) -> tuple[Array, Array]:
-        """Return the result, and this rank's part of the mask that a single rank would have."""
+        """Return the result and the mask of kept elements. The mask is this rank's part of the mask that a single rank
+        would use."""
         if not (places := self._get_sharded_dims(env, x)):
             return kernels.drop(env.xp, x, env.random.get_number_range(x.shape), self.p)
         keep = make_keep_mask(env, x.shape, self.p, places)
@@ -223,14 +226,14 @@ class Dropout(Layer):
 
 
 class ShardedDropout(Dropout):
-    """`Dropout` of an array that is sharded over the tensor axis, with the mask that a single rank would have.
+    """`Dropout` of an array that is sharded over the tensor axis, with the mask that a single rank would use.
 
     Parameters
     ----------
     p : probability that an element is set to 0
     dim : the sharded dim
-    total : size of `dim` in the full array; None: it is the sequence, sharded as in `LayerContext.sequence_offset`
-    grain : with `total`: elements that stay on one rank, as in `ShardSpec`
+    total : size of `dim` in the full array; None: `dim` is the sequence, sharded as in `LayerContext.sequence_offset`
+    grain : with `total`, the number of consecutive elements that stay on one rank, as in `ShardSpec`
     """
 
     def __init__(self, p: float = 0.5, dim: int = 1, total: int | None = None, grain: int = 1) -> None:
@@ -250,13 +253,13 @@ class ShardedDropout(Dropout):
 def make_keep_mask(
     env: LayerContext, shape: tuple[int, ...], drop: float, cuts: Mapping[int, tuple[int, int]] | None = None
 ) -> Array:
-    """Return a mask, True where an element is kept; dim 0 of `shape` is samples. cuts: as in
-    `Random.get_number_subarray`."""
+    """Return a boolean mask, True where an element is kept; dim 0 of `shape` is samples. cuts: position of this part in
+    the full array, as in `Random.get_number_subarray`."""
     if cuts:
         return env.random.get_number_subarray(tuple(shape), cuts).make_fractions(env.xp) >= drop
     return env.random.uniform(env.xp, tuple(shape)) >= drop
 
 
 def apply_dropout_mask(x: Array, keep: Array, drop: float) -> Array:
-    """Return `x` where it is kept, divided by 1 - drop so that the mean is preserved, and 0 elsewhere."""
+    """Return `x` divided by 1 - drop, which preserves the mean, where `keep` is True, and 0 elsewhere."""
     return kernels.drop_backward(namespace_of(x), x, keep, drop)

@@ -1,4 +1,4 @@
-"""Attention with its projections: the base class of all kinds, and multi-head attention."""
+"""Attention with its projections: the base class of such containers, and multi-head attention."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ __all__ = ["AttentionContainer", "MultiHeadAttention", "compute_head_features"]
 
 
 class AttentionContainer(Container):
-    """A container whose last two steps are an `Attention` and the Linear that reads it; one unit.
+    """The base class of containers whose last two steps are an `Attention` and the Linear that reads its result. The
+    container is one unit.
 
-    With "attention" in `env.recompute`, only the input of the attention is saved, and its result is recomputed in
-    backward."""
+    With "attention" in `env.recompute`, only the input of the `Attention` is saved, and backward recomputes its
+    result."""
 
     unit = True
 
@@ -52,19 +53,21 @@ class AttentionContainer(Container):
 
 
 class MultiHeadAttention(AttentionContainer):
-    """softmax(q k^T / sqrt(d_head)) v per head, `(samples, time, d_model)` to the same (Vaswani et al. 2017), one unit.
+    """softmax(q k^T / sqrt(d_head)) v for each head (Vaswani et al. 2017), as one unit. Input and output have the shape
+    `(samples, time, d_model)`.
 
-    One product computes queries, keys and values. Weights `qkv.weight (3 d_model, d_model)` with rows in the order of
-    PyTorch's `in_proj_weight`, `qkv.bias`, `out.weight (d_model, d_model)`, `out.bias`; initial values are PyTorch's:
-    qkv from Xavier's uniform distribution, biases 0. The attention step has an empty name, so its random numbers are
-    those of the layer.
+    A single product computes queries, keys and values. Parameters are `qkv.weight (3 d_model, d_model)`, whose rows
+    have the order of PyTorch's `in_proj_weight`, `qkv.bias`, `out.weight (d_model, d_model)` and `out.bias`. Initial
+    values are those of PyTorch: Xavier's uniform distribution for `qkv.weight`, and 0 for biases. The attention step
+    has an empty name, so it uses the random numbers of this layer.
 
     Parameters
     ----------
-    d_model : features of the input and the result
+    d_model : number of features of the input and the output
     n_heads : number of heads; d_model must be a multiple of it
-    causal : a position attends only to itself and to earlier positions
-    dropout : on the attention weights, which are then saved in full, (samples, heads, time, time)
+    causal : whether a position attends only to itself and to earlier positions
+    dropout : dropout probability of attention weights. If it is not 0, all attention weights are saved, (samples,
+        heads, time, time)
     bias : whether the two projections have biases
     init : initializer of `qkv.weight`; None: Xavier's uniform distribution
     out_init : initializer of `out.weight`; None: that of `Linear`
@@ -108,8 +111,8 @@ class MultiHeadAttention(AttentionContainer):
 
 
 def compute_head_features(owner: object, d_model: int, n_heads: int) -> int:
-    """Return the number of features of each head; raise ConfigError, with the class of `owner`, if they do not divide
-    evenly."""
+    """Return d_model / n_heads, the number of features of a head; raise ConfigError, which names the class of `owner`,
+    if it is not an integer."""
     if d_model % n_heads:
         raise ConfigError(f"{type(owner).__name__}: d_model {d_model} is not a multiple of n_heads {n_heads}")
     return d_model // n_heads

@@ -1,4 +1,4 @@
-"""The computation of attention, for all heads or a part of them."""
+"""Computes attention for all heads, or for the heads of one rank."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ __all__ = ["AttentionCore", "AttentionHeads", "compute_scores", "make_causal_mas
 
 
 class AttentionCore(Protocol):
-    """The protocol of attention on queries, keys and values concatenated along the features, as a fused projection
-    returns them."""
+    """The protocol of attention on fused queries, keys and values, which are concatenated along the features."""
 
     def forward(self, env: LayerContext, qkv: Array) -> tuple[Array, Any]:
-        """Return the merged heads, `(samples, time, 3 width)` -> `(samples, time, width)`, and a tuple of values for
-        backward."""
+        """Return the attention of all heads, `(samples, time, 3 width)` -> `(samples, time, width)`, and a tuple of
+        values for backward."""
         ...
 
     def backward(self, env: LayerContext, kept: Any, dmerged: Array) -> Array:
@@ -35,15 +34,15 @@ class AttentionCore(Protocol):
 
 
 class AttentionHeads:
-    """Attention of all heads, or of this tensor rank's part of them, each over the full time.
+    """Attention of all heads, or of the heads of this tensor rank, over the full time.
 
-    With a part of the heads, dropout has the mask that a single rank would have.
+    On a part of the heads, dropout uses the part of the mask that a single rank would use.
 
     Parameters
     ----------
-    n_heads, d_head : heads of queries on all ranks, and features of a head
-    causal, window : as in `Attention`; a window of 0 is none
-    dropout : probability that an attention weight is dropped; needs as many heads of keys as of queries
+    n_heads, d_head : number of query heads on all ranks, and number of features of a head
+    causal, window : as in `Attention`; window=0 means no window
+    dropout : probability that an attention weight is dropped; needs equal numbers of query and key heads
     """
 
     def __init__(self, n_heads: int, d_head: int, causal: bool, dropout: float = 0.0, window: int = 0) -> None:
@@ -62,8 +61,8 @@ class AttentionHeads:
     def attend(
         self, env: LayerContext, q: Array, k: Array, v: Array, *, segments: Array | None = None
     ) -> tuple[Array, Any]:
-        """Return the merged results of the heads, (samples, time, heads x d_head), and a tuple of further values for
-        backward.
+        """Return the attention of all heads, merged to (samples, time, heads x d_head), and a tuple of further values
+        for backward.
 
         q, k, v: (samples, heads, time, d_head). segments: integers (samples, time), see `Attention`."""
         rest: tuple[Array, ...] = ()
@@ -88,7 +87,8 @@ class AttentionHeads:
         self, env: LayerContext, merged: Array, rest: Any, dmerged: Array, q: Array, k: Array, v: Array,
         *, segments: Array | None = None,
     ) -> Any:  # fmt: skip
-        """Return the gradients of q, k and v: stacked in one array if all three have one shape, else three arrays."""
+        """Return the gradients of q, k and v, stacked in one array if the three shapes are equal, else as three
+        arrays."""
         (o,), (do,) = split_heads(merged, 1, self.d_head), split_heads(dmerged, 1, self.d_head)
         if len(rest) == 1:
             form = self.causal, self.scale, self.window, segments
@@ -99,8 +99,8 @@ class AttentionHeads:
     def _attend_backward_with_dropout(
         self, xp: Any, q: Array, k: Array, v: Array, do: Array, weights: Array, keep: Array, seen: Array | None
     ) -> Array:
-        """Return the gradients of q, k and v, (3, samples, heads, time, d_head), with dropout. seen: the causal mask,
-        or None."""
+        """Return the gradients of q, k and v for attention with dropout, (3, samples, heads, time, d_head). seen: the
+        causal mask, or None."""
         multiply, seeing = partial(matmul_in_dtype, xp), None if seen is None else seen.T
         dweights = zero_hidden_weights(apply_dropout_mask(multiply(do, v.swapaxes(-1, -2)), keep, self.dropout), seen)
         rows = (-1, weights.shape[-1])
@@ -125,14 +125,14 @@ class AttentionHeads:
 
 
 def split_heads(merged: Array, count: int, d_head: int) -> list[Array]:
-    """Return `count` views (samples, heads, time, d_head) of an array (samples, time, count heads d_head)."""
+    """Split an array (samples, time, count x heads x d_head) into `count` views (samples, heads, time, d_head)."""
     samples, time, width = merged.shape
     split = merged.reshape(samples, time, count, width // (count * d_head), d_head)
     return [split[:, :, i].swapaxes(1, 2) for i in range(count)]
 
 
 def compute_scores(xp: Any, q: Array, k: Array, causal: bool, scale: float) -> Array:
-    """Return scale q k^T; with `causal`, -inf at later positions."""
+    """Return the scores, scale q k^T; with `causal`, scores of later positions are -inf."""
     scores = matmul_in_dtype(xp, q, k.swapaxes(-1, -2))
     scores *= scale
     seen = make_causal_mask(xp, q, causal)
@@ -140,7 +140,7 @@ def compute_scores(xp: Any, q: Array, k: Array, causal: bool, scale: float) -> A
 
 
 def make_causal_mask(xp: Any, q: Array, causal: bool) -> Array | None:
-    """Return the mask (time, time) of the positions (columns) that each position (row) attends to; None if not
-    causal."""
+    """Return a mask (time, time) that is True where the position of the row attends to that of the column; None if not
+    `causal`."""
     time = xp.arange(q.shape[-2])
     return time[None, :] <= time[:, None] if causal else None

@@ -1,4 +1,4 @@
-"""Key-value cache for text generation, so that a model reads each token only once."""
+"""Key-value cache for text generation, with which a model reads each token only once."""
 
 from typing import Any
 
@@ -10,16 +10,16 @@ __all__ = ["KeyValueCache"]
 
 
 class KeyValueCache:
-    """Keys and values that attention layers keep between forwards, by path of the layer; layers find it in
-    `LayerContext.cache`.
+    """Keys and values that attention layers keep between calls of forward, by path of the layer. Layers get the cache
+    as `LayerContext.cache`.
 
-    Row i of a forward's input holds the tokens at positions `lengths[i]`, `lengths[i] + 1`, ... of its text. The caller
-    sets all `lengths` before each forward, so a row may also be read again from an earlier position.
+    Row i of an input contains the tokens of text i from position `lengths[i]` on. The caller sets all `lengths` before
+    each forward, so a text can also be read again from an earlier position.
 
     Parameters
     ----------
     rows : number of texts
-    capacity : maximum number of tokens of a text
+    capacity : maximum number of tokens in a text
     """
 
     def __init__(self, rows: int, capacity: int) -> None:
@@ -38,16 +38,17 @@ class KeyValueCache:
         self._alike = bool((lengths == lengths[:1]).all())
 
     def get_input_positions(self, time: int) -> np.ndarray:
-        """Return the positions of the tokens of a forward's input, (rows, time), int64."""
+        """Return the position of each token of an input in its text, (rows, time) int64, for `time` tokens per row."""
         return np.asarray(self.lengths[:, None] + np.arange(time))
 
     def store_and_attend(self, xp: Any, path: str, q: Any, k: Any, v: Any, scale: float, window: int = 0) -> Any:
-        """Return causal attention of new tokens to themselves and to all earlier ones, (rows, heads, time, d_head).
+        """Store keys and values of new tokens, and return the causal attention of these tokens to themselves and all
+        earlier ones, (rows, heads, time, d_head).
 
-        path: of the layer. The other arguments are those of `kernels.attention`.
+        path: path of the layer. The other arguments are those of `kernels.attention`.
 
-        The first call reads any number of tokens per text, with shorter texts padded at the end; each later call reads
-        one."""
+        The first call may read any number of tokens per text, where shorter texts are padded at the end; each later
+        call reads one token per text."""
         time = q.shape[2]
         if path not in self._held:
             self._held[path] = tuple(xp.empty((*a.shape[:2], self.capacity, a.shape[3]), dtype=a.dtype) for a in (k, v))
@@ -59,7 +60,7 @@ class KeyValueCache:
         if self._alike:
             return _store_and_attend(xp, (q, k, v), (keys, values), int(self.lengths[0]), scale, window)
         o = xp.empty(q.shape, dtype=q.dtype)
-        for i, length in enumerate(self.lengths.tolist()):  # row by row: the bits do not depend on the other texts
+        for i, length in enumerate(self.lengths.tolist()):  # by row, so that the bits do not depend on other texts
             row = slice(i, i + 1)
             o[row] = _store_and_attend(xp, (q[row], k[row], v[row]), (keys[row], values[row]), length, scale, window)
         return o
@@ -68,7 +69,8 @@ class KeyValueCache:
 def _store_and_attend(
     xp: Any, new: tuple[Any, Any, Any], held: tuple[Any, Any], length: int, scale: float, window: int
 ) -> Any:
-    """Return the attention of one new token per row to itself and to the `length` tokens before it."""
+    """Store key and value of one new token per row, and return its attention to itself and the `length` tokens before
+    it."""
     (q, k, v), (keys, values) = new, held
     keys[:, :, length], values[:, :, length] = k[:, :, 0], v[:, :, 0]
     seen = slice(max(length + 1 - window, 0) if window else 0, length + 1)

@@ -1,10 +1,10 @@
-"""Differentiable collectives of layers, in adjoint pairs.
+"""Differentiable collectives for layers, in adjoint pairs.
 
-A value over an axis of N ranks is in one of three states:
+A value on an axis of N ranks is in one of three states:
 
     replicated   every rank holds the same value, which counts once
-    sharded      every rank holds a part along one dim; together they are one value
-    separate     every rank holds a value of its own
+    sharded      every rank holds a part along one dim; the parts together are one value
+    separate     every rank holds a different value
 
     function                from         to           forward          adjoint
     copy_to_axis            replicated   separate     nothing          all_reduce_sum
@@ -16,10 +16,10 @@ A value over an axis of N ranks is in one of three states:
     all_to_all_dims         sharded      sharded      all-to-all       itself, dims swapped
     all_to_all_rows         separate     separate     all-to-all       itself, counts swapped
 
-With the inner product of a replicated value counted once and the others summed over ranks, <F x, y> = <x, F* y>. Bytes
-that one rank sends, n = bytes of the full array: all-reduce 2n(N-1)/N, all-gather and reduce-scatter n(N-1)/N,
-all_to_all_dims n(N-1)/N^2, all_to_all_rows the rows for other ranks. On an axis of size 1 nothing is communicated or
-copied."""
+Each pair satisfies <F x, y> = <x, F* y>, where the inner product of replicated values is counted once, and that of
+other values is summed over the ranks. For an array of n bytes, each rank sends 2n(N-1)/N bytes in an all-reduce,
+n(N-1)/N in an all-gather or a reduce-scatter, n(N-1)/N^2 in all_to_all_dims, and the rows for other ranks in
+all_to_all_rows. On an axis of size 1 nothing is communicated or copied."""
 
 import builtins
 import math
@@ -52,7 +52,7 @@ Shape = tuple[int, ...]
 
 
 class PendingCollective:
-    """A collective that was issued; `wait()` returns its result. sent: an array that must live until then."""
+    """A started collective; `wait()` returns its result. sent: an array that must stay alive until then."""
 
     __slots__ = ("_finish", "_handle", "_sent")
 
@@ -66,20 +66,21 @@ class PendingCollective:
 
 
 def copy_to_axis(xp: Any, comm: AxisRanks, x: Array) -> Array:
-    """Return the replicated `x` itself. From here on each rank's value is separate, so the adjoint is
+    """Return the replicated `x` itself. It marks the point from which each rank's value is separate, so the adjoint is
     `all_reduce_sum`."""
     return x
 
 
 def all_reduce_sum(xp: Any, comm: AxisRanks, x: Array, *, fresh: bool = False, what: str = "") -> Array:
-    """Return the sum over the ranks, on every rank. fresh: `x` may be overwritten with it. Collective."""
+    """Return the sum of `x` over the ranks, on every rank. fresh: whether `x` may be overwritten with the sum.
+    Collective."""
     return start_all_reduce_sum(xp, comm, x, fresh=fresh, what=what).wait()
 
 
 def start_all_reduce_sum(
     xp: Any, comm: AxisRanks, x: Array, *, fresh: bool = False, what: str = ""
 ) -> PendingCollective:
-    """Issue `all_reduce_sum` without waiting. Collective."""
+    """Start `all_reduce_sum` without waiting for its result. Collective."""
     if comm.size == 1:
         return PendingCollective(None, lambda: x)
     flat = _flatten_contiguous(xp, x)
@@ -89,7 +90,7 @@ def start_all_reduce_sum(
 
 
 def all_gather_dim(xp: Any, comm: AxisRanks, x: Array, dim: int, total: int | None = None, *, what: str = "") -> Array:
-    """Return the parts of all ranks concatenated along `dim`. total: the full size; None: `comm.size` equal parts.
+    """Return the parts of all ranks concatenated along `dim`. total: size of the full dim; None: the parts are equal.
     Collective."""
     return start_all_gather_dim(xp, comm, x, dim, total, what=what).wait()
 
@@ -97,7 +98,7 @@ def all_gather_dim(xp: Any, comm: AxisRanks, x: Array, dim: int, total: int | No
 def start_all_gather_dim(
     xp: Any, comm: AxisRanks, x: Array, dim: int, total: int | None = None, *, what: str = ""
 ) -> PendingCollective:
-    """Issue `all_gather_dim` without waiting. Collective."""
+    """Start `all_gather_dim` without waiting for its result. Collective."""
     if comm.size == 1:
         return PendingCollective(None, lambda: x)
     dim = dim % x.ndim
@@ -110,12 +111,12 @@ def start_all_gather_dim(
 
 
 def reduce_scatter_dim(xp: Any, comm: AxisRanks, x: Array, dim: int, *, what: str = "") -> Array:
-    """Return this rank's part, along `dim`, of the sum over the ranks. Collective."""
+    """Return this rank's part, along `dim`, of the sum of `x` over the ranks. Collective."""
     return start_reduce_scatter_dim(xp, comm, x, dim, what=what).wait()
 
 
 def start_reduce_scatter_dim(xp: Any, comm: AxisRanks, x: Array, dim: int, *, what: str = "") -> PendingCollective:
-    """Issue `reduce_scatter_dim` without waiting. Collective."""
+    """Start `reduce_scatter_dim` without waiting for its result. Collective."""
     if comm.size == 1:
         return PendingCollective(None, lambda: x)
     dim = dim % x.ndim
@@ -127,14 +128,14 @@ def start_reduce_scatter_dim(xp: Any, comm: AxisRanks, x: Array, dim: int, *, wh
 
 
 def take_shard(xp: Any, comm: AxisRanks, x: Array, dim: int) -> Array:
-    """Return this rank's part of the replicated `x` along `dim`, a view."""
+    """Return this rank's part of the replicated `x` along `dim`, as a view."""
     return slice_dim(x, dim, *shard_bounds(x.shape[dim], comm.rank, comm.size))
 
 
 def all_gather_replicated(
     xp: Any, comm: AxisRanks, x: Array, dim: int, total: int | None = None, *, what: str = ""
 ) -> Array:
-    """All-gather as `all_gather_dim`, for a result that is used in the same way on every rank: the adjoint is
+    """Return the result of `all_gather_dim`, for layers that use it identically on every rank: the adjoint is
     `take_shard`. Collective."""
     return all_gather_dim(xp, comm, x, dim, total, what=what)
 
@@ -142,10 +143,9 @@ def all_gather_replicated(
 def all_to_all_dims(
     xp: Any, comm: AxisRanks, x: Array, split: int, merge: int, total: int | None = None, *, what: str = ""
 ) -> Array:
-    """Redistribute a value from sharded along `merge` to sharded along `split`: `split` is scattered, `merge`
-    concatenated. Collective.
+    """Redistribute a value that is sharded along `merge`, so that it is sharded along `split`. Collective.
 
-    total: the full size of `merge`; None: equal parts. The adjoint swaps `split` and `merge`."""
+    total: size of the full dim `merge`; None: the parts are equal. The adjoint swaps `split` and `merge`."""
     if comm.size == 1:
         return x
     split, merge = split % x.ndim, merge % x.ndim
@@ -161,7 +161,8 @@ def all_to_all_dims(
 def all_to_all_rows(
     xp: Any, comm: AxisRanks, x: Array, send_counts: Sequence[int], recv_counts: Sequence[int], *, what: str = ""
 ) -> Array:
-    """Send rows (dim 0), ordered by destination rank, and return the received rows, ordered by source rank. Collective.
+    """Send the rows of `x`, ordered by destination rank, and return the received rows, ordered by source rank.
+    Collective.
 
     send_counts, recv_counts: number of rows sent to, and received from, each rank. The adjoint swaps them."""
     if comm.size == 1:
@@ -174,7 +175,7 @@ def all_to_all_rows(
 
 
 def slice_dim(x: Array, dim: int, start: int, stop: int) -> Array:
-    """Return the elements [start, stop) of `dim`, a view."""
+    """Return the elements [start, stop) of `dim`, as a view."""
     return x[(*(slice(None),) * (dim % x.ndim), slice(start, stop))]
 
 
@@ -198,7 +199,7 @@ def _list_part_shapes(shape: Sequence[int], dim: int, total: int, comm: AxisRank
 
 
 def _pack_parts(xp: Any, x: Array, shapes: Sequence[Shape], dim: int) -> Array:
-    """Return the parts of `x` along `dim`, flat and one after the other; no copy if they are contiguous already."""
+    """Return the parts of `x` along `dim` flattened and concatenated, without a copy if they are contiguous."""
     if math.prod(x.shape[:dim]) == 1:
         return _flatten_contiguous(xp, x)
     flat = xp.empty((x.size,), dtype=x.dtype)
@@ -208,7 +209,7 @@ def _pack_parts(xp: Any, x: Array, shapes: Sequence[Shape], dim: int) -> Array:
 
 
 def _unpack_parts(xp: Any, flat: Array, shapes: Sequence[Shape], dim: int) -> Array:
-    """Return the array whose parts along `dim` are packed in `flat`: the inverse of `_pack_parts`."""
+    """Return the array whose parts along `dim` are concatenated in `flat`; inverts `_pack_parts`."""
     first = shapes[0]
     whole = (*first[:dim], builtins.sum(shape[dim] for shape in shapes), *first[dim + 1 :])
     if math.prod(first[:dim]) == 1:
@@ -220,7 +221,7 @@ def _unpack_parts(xp: Any, flat: Array, shapes: Sequence[Shape], dim: int) -> Ar
 
 
 def _iterate_parts(x: Array, flat: Array, shapes: Sequence[Shape], dim: int) -> Iterator[tuple[Array, Array]]:
-    """Yield views of every part of `x` along `dim`, and of its range in `flat`."""
+    """Yield, for each part of `x` along `dim`, a view of the part and a view of its range in `flat`."""
     offset = start = 0
     for shape in shapes:
         size = math.prod(shape)

@@ -1,4 +1,4 @@
-"""Layers made of layers: containers of steps, chains, residuals, and layers composed by calls."""
+"""Layers that contain layers: containers of steps, sequences, residuals, and composites defined by calls."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ChildCall:
-    """One step of a container: `layer` reads the values `sources` and returns the values `gives`."""
+    """One step of a container: the layer `layer` reads the values named `sources` and returns the values named
+    `gives`."""
 
     name: str
     layer: Layer
@@ -48,10 +49,10 @@ class ChildCall:
 
 
 class RecomputePlaceholder:
-    """A placeholder in the saved values of a step for the result of the cheap step number `step` of `owner`, which
-    backward recomputes.
+    """Stands for the result of the cheap step number `step` of `owner` among the saved values of other steps; backward
+    recomputes that result.
 
-    y: that result, kept alive during forward so that no other array gets its id."""
+    y: the result, which is kept alive during forward so that no other array gets its id."""
 
     __slots__ = ("owner", "step", "y")
 
@@ -60,24 +61,25 @@ class RecomputePlaceholder:
 
 
 class Container(Layer):
-    """The base class of all composite layers: steps in execution order between named inputs and outputs.
+    """The base class of layers that contain layers: steps in execution order, which read and return named values.
 
     Parameters
     ----------
-    steps : the children with the names of the values they read and return
+    steps : the child layers, with the names of the values that they read and return
     inputs, outputs : names of the container's inputs and outputs
-    ties : alias -> canonical name: two names of one shared parameter
+    ties : alias -> canonical name of a parameter that has two names
     frozen : name patterns (fnmatch) of parameters that are not trained
     """
 
     unit = False
-    """Whether `linearize` keeps the container as one node, gathered and computed together, instead of opening it."""
+    """Whether `linearize` keeps the container as one node, whose parameters are gathered together, instead of listing
+    its children as nodes."""
 
     fixed = False
-    """Whether `forward` accesses the steps by index, so that no other step can be inserted between them."""
+    """Whether `forward` accesses steps by index, so that no steps may be inserted."""
 
     initial: Mapping[str, Init] = MappingProxyType({})
-    """Initializers by parameter name that replace those of the layers, such as reading from a file: see
+    """Initializers, by parameter name, that replace those of the layers, for example to read values from a file; see
     `fsdpx.models`."""
 
     def __init__(
@@ -106,8 +108,8 @@ class Container(Layer):
         return {step.name: step.layer for step in self.steps}
 
     def with_steps(self, steps: Sequence[ChildCall], outputs: Sequence[str] | None = None) -> Container:
-        """Return a copy with other steps that have the same parameters, which may be sharded differently over the
-        tensor axis."""
+        """Return a copy with the given steps. They must have the same parameters, but may shard them differently over
+        the tensor axis."""
         new = copy(self)
         new.steps = tuple(steps)
         new.outputs = self.outputs if outputs is None else tuple(outputs)
@@ -120,8 +122,8 @@ class Container(Layer):
         return new
 
     def with_layers(self, layers: Mapping[str, Layer]) -> Container:
-        """Return a copy with other layers under the same names, which may have more parameters. Frozen parameters stay
-        frozen."""
+        """Return a copy in which `layers` replace the layers with the same names. They may have more parameters. Frozen
+        parameters stay frozen."""
         new = copy(self)
         new.steps = tuple(replace(step, layer=layers[step.name]) for step in self.steps)
         new.collective = any(step.layer.collective for step in new.steps)
@@ -151,7 +153,7 @@ class Container(Layer):
                 if recomputed and any(id(values[source]) in recomputed for source in sources):
                     held = map_saved(held, lambda part: recomputed.get(id(part), part))
                 saved.append(held)
-                if step.layer.cheap:  # its result can be recomputed from the values that it saved
+                if step.layer.cheap:  # its result can be recomputed from its saved values
                     recomputed[id(y)] = RecomputePlaceholder(self, len(saved) - 1, y)
             for name in last:
                 del values[name]
@@ -164,7 +166,7 @@ class Container(Layer):
         return unwrap_single([values[name] for name in self.outputs]), tuple(saved)
 
     def backward(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Any) -> Any:
-        """Run `backward` of the steps one by one, so that the values for their `backward_params` are freed as early as
+        """Call `backward` of one step at a time, so that the values for its `backward_params` are freed as early as
         possible."""
         parts, into = self._split_by_child(p), self._split_by_child(g)
 
@@ -175,7 +177,8 @@ class Container(Layer):
         return self._backward_steps(env, parts, backward_step, saved, dy)
 
     def backward_leaf(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Any) -> None:
-        """Run no step below the first trained one, and `backward_leaf` of those steps that read only constants."""
+        """Skip the steps before the first trained one, and call `backward_leaf` of trained steps that read only
+        constants."""
         parts, into = self._split_by_child(p), self._split_by_child(g)
         constant = find_constant_values(
             (((step.name,), step.sources, step.gives) for step in self.steps), into, self.inputs
@@ -215,8 +218,8 @@ class Container(Layer):
         dy: Any,
         constant: Collection[str] = (),
     ) -> Any:
-        """Run the steps backward and return the gradients of the inputs, None where nothing that is trained depends on
-        them.
+        """Run backward through the steps and return the gradients of the inputs; None for an input on which nothing
+        trained depends.
 
         `backward_step(step, saved, dy)` returns the gradients of a step's inputs. A step is skipped if no output
         depends on its results, or if all of its results are `constant`."""
@@ -234,10 +237,10 @@ class Container(Layer):
         return unwrap_single([grads.get(name) for name in self.inputs])
 
     def _resolve_placeholder(self, env: LayerContext, parts: Mapping[str, Any], saved: Any, part: Any) -> Any:
-        """Return `part`, recomputed if it is a placeholder.
+        """Return `part`, or the recomputed value if `part` is a placeholder.
 
-        Not a closure that calls itself: that would be a reference cycle, and `saved` would live until the garbage
-        collector runs."""
+        This is a method, because a closure that calls itself would be a reference cycle and would keep `saved` alive
+        until the garbage collector runs."""
         if not isinstance(part, RecomputePlaceholder) or part.owner is not self:
             return part
         step, whole = self.steps[part.step], partial(self._resolve_placeholder, env, parts, saved)
@@ -261,14 +264,14 @@ class Container(Layer):
 
 
 class Sequential(Container):
-    """Layers one after the other, like `torch.nn.Sequential`.
+    """Layers that run in order, each on the result of the previous one, like `torch.nn.Sequential`.
 
     A layer that is passed twice becomes two layers with separate parameters, unless they are tied. Raises ConfigError
-    for a bad or duplicate name, a wrong number of inputs, and a tie or pattern that matches nothing.
+    for an invalid or duplicate name, a wrong number of inputs, and a tie or pattern that matches nothing.
 
     Parameters
     ----------
-    layers : layers, named "0", "1", ..., or dicts from name to layer
+    layers : layers, which are named "0", "1", ..., or dicts from name to layer
     ties : alias -> canonical name of a shared parameter, e.g. `{"head.weight": "embed.weight"}`
     frozen : name patterns (fnmatch) of parameters that are not trained, e.g. `["0.*"]`
     """
@@ -296,7 +299,7 @@ class Sequential(Container):
 
 
 class Residual(Container):
-    """y = x + body(x) (He et al. 2015); one unit.
+    """y = x + body(x) (He et al. 2015), as one unit.
 
     Parameters
     ----------
@@ -317,10 +320,10 @@ class Residual(Container):
 def chain_layers(
     layers: Mapping[str, Layer], source: str = "x", shared: Sequence[str] = ()
 ) -> tuple[list[ChildCall], tuple[str, ...], tuple[str, ...]]:
-    """Return the steps of `layers` in a chain from the value `source`, the names of the inputs, and the name of the
-    last value.
+    """Chain `layers`, starting at the value `source`; return the steps, the names of the inputs, and the name of the
+    final value.
 
-    shared: additional values for layers with several inputs, after the one from the chain."""
+    shared: names of extra values that layers with several inputs read after the chained value."""
     steps, value = [], source
     for name, layer in layers.items():
         steps.append(ChildCall(name, layer, (value, *(shared if layer.n_inputs != 1 else ())), (name,)))
@@ -329,7 +332,8 @@ def chain_layers(
 
 
 def require_name(owner: str, name: object) -> str:
-    """Return `name`; raise ConfigError unless it can be part of a dotted path: text, not empty and without dots."""
+    """Return `name`; raise ConfigError unless it is a nonempty string without dots, as parts of a dotted path must
+    be."""
     if not isinstance(name, str) or not name or "." in name:
         raise ConfigError(f"{owner}: {name!r} is no name for a layer; use text that is not empty and has no dot")
     return name
@@ -345,7 +349,7 @@ def require_layer(owner: str, name: str, layer: object) -> Layer:
 
 
 def make_unused_name(layer: Container, name: str) -> str:
-    """Return `name`, with underscores appended while the container has such a name already."""
+    """Return `name`, with as many underscores appended as needed to differ from all names in the container."""
     taken = {*layer.inputs, *(word for step in layer.steps for word in (step.name, *step.gives))}
     while name in taken:
         name += "_"
@@ -353,7 +357,7 @@ def make_unused_name(layer: Container, name: str) -> str:
 
 
 def list_input_names(layer: Layer) -> tuple[str, ...]:
-    """Return the names of a model's inputs: a container's own, else "x" or "x0", "x1", ..."""
+    """Return the names of a model's inputs: those that a container defines, or else "x", or "x0", "x1", ..."""
     if isinstance(layer, Container):
         return layer.inputs
     if layer.n_inputs is None:
@@ -362,8 +366,8 @@ def list_input_names(layer: Layer) -> tuple[str, ...]:
 
 
 def list_output_names(name: str, layer: Layer) -> tuple[str, ...]:
-    """Return the names of the values that child `name` returns: `name`, or `name.output` for each of several
-    outputs."""
+    """Return the names of the values that the child `name` returns: `name`, or `name.output` for each output if there
+    are several."""
     if layer.n_outputs == 1:
         return (name,)
     assert isinstance(layer, Container), f"{layer!r}: only containers give several outputs"
@@ -383,7 +387,7 @@ def _name_layers(owner: str, layers: Sequence[Any]) -> list[tuple[str, Layer]]:
 
 
 def _find_last_reads(steps: Sequence[ChildCall], outputs: Sequence[str]) -> list[list[str]]:
-    """Return for each step the values that no later step reads."""
+    """Return, for each step, the values that it reads, no later step reads, and are not outputs."""
     seen, last = set(outputs), []
     for step in reversed(steps):
         fresh = [name for name in dict.fromkeys(step.sources) if name not in seen]
@@ -393,12 +397,12 @@ def _find_last_reads(steps: Sequence[ChildCall], outputs: Sequence[str]) -> list
 
 
 def map_saved(held: Any, function: Callable[[Any], Any]) -> Any:
-    """Return a layer's saved values with `function` applied to everything in them that is not a tuple."""
+    """Return a layer's saved values, nested tuples, with `function` applied to each element that is not a tuple."""
     return tuple([map_saved(part, function) for part in held]) if type(held) is tuple else function(held)
 
 
 def unwrap_single(values: Sequence[Any]) -> Any:
-    """Return a single value as it is, several as a tuple."""
+    """Return the only value if there is one, else all values as a tuple."""
     return values[0] if len(values) == 1 else tuple(values)
 
 
@@ -414,7 +418,7 @@ WORKS = "compose works on its arguments and on what layers give"
 
 
 def _make_unsupported(sign: str) -> Any:
-    """Return a method for an operator that values do not support; it raises ConfigError."""
+    """Return a method that raises ConfigError, for an operator that values do not support."""
 
     def refuse_operator(self: ComposeValue, *others: Any) -> Any:
         raise self.make_unsupported_error(f"has no {sign}")
@@ -423,9 +427,9 @@ def _make_unsupported(sign: str) -> Any:
 
 
 class ComposeValue:
-    """A symbolic value that layers read and return in `Composite.compose`, before there is data.
+    """A symbolic value without data, which layers read and return in `Composite.compose`.
 
-    `a + b` is `Add()(a, b)`, `a * b` is `Multiply()(a, b)`."""
+    `a + b` means `Add()(a, b)`, and `a * b` means `Multiply()(a, b)`."""
 
     __slots__ = ("name", "tracing")
 
@@ -441,7 +445,7 @@ class ComposeValue:
     def __mul__(self, other: Any) -> Any:
         return Multiply()(self, other)
 
-    __radd__, __rmul__ = __add__, __mul__  # called for numbers, which Add and Multiply refuse
+    __radd__, __rmul__ = __add__, __mul__  # called if the left operand is a number, which Add and Multiply reject
     __sub__ = __rsub__ = __neg__ = _make_unsupported("-")
     __truediv__ = __rtruediv__ = _make_unsupported("/")
     __pow__ = __rpow__ = _make_unsupported("**")
@@ -468,9 +472,9 @@ class ComposeValue:
 
 
 class ComposeTrace:
-    """The steps recorded while `compose` runs. named: the layers that are attributes of `owner`.
+    """Records steps while `compose` runs. named: the layers that are attributes of `owner`.
 
-    A layer that is called again becomes another step, whose parameters are tied to those of the first."""
+    A second call of a layer is recorded as another step, whose parameters are tied to those of the first."""
 
     def __init__(self, owner: str, named: dict[str, Layer], inputs: tuple[str, ...]) -> None:
         self.owner, self.steps, self.ties = owner, list[ChildCall](), dict[str, str]()
@@ -478,7 +482,7 @@ class ComposeTrace:
         self._named, self._taken = named, {*named, *inputs}
 
     def record_layer_call(self, layer: Layer, x: tuple[Any, ...]) -> Any:
-        """Record a call of `layer` on the values `x`, and return its result: a value, or a tuple of values."""
+        """Record a call of `layer` on the values `x`, and return its result, a symbolic value or a tuple of them."""
         for value in x:
             self.check(value, f"{layer!r} gets")
         if layer.n_inputs not in (None, len(x)):
@@ -521,7 +525,7 @@ class ComposeTrace:
 
 
 class ComposingMeta(ABCMeta):
-    """Metaclass that runs `compose` after `__init__`, including that of a subclass."""
+    """Metaclass that runs `compose` after `__init__` of the class that is instantiated, which may be a subclass."""
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
         layer = super().__call__(*args, **options)
@@ -530,7 +534,7 @@ class ComposingMeta(ABCMeta):
 
 
 class Composite(Container, metaclass=ComposingMeta):
-    """A layer of your own that holds other layers and defines once how they are connected:
+    """The base class for your own layers that contain other layers and define once how they are connected:
 
         class GatedMLP(nn.Composite):
             def __init__(self, d_model, d_hidden):
@@ -541,20 +545,21 @@ class Composite(Container, metaclass=ComposingMeta):
             def compose(self, x):
                 return self.down(nn.SiLU()(self.gate(x)) * self.up(x))
 
-    `compose` runs once, when the layer is made; it becomes a graph whose backward follows from the layers'. Parameters
-    are named by attributes (`gate.weight`). Raises ConfigError for a layer with parameters that is not an attribute,
-    for an attribute that is never called, and for operations on values other than layers, + and *."""
+    `compose` runs once, when the layer is constructed. The calls become a graph, whose backward is derived from the
+    layers. Parameters are named after attributes (`gate.weight`). Raises ConfigError for a layer with parameters that
+    is not an attribute, for a layer attribute that is never called, and for operations on values other than layer
+    calls, + and *."""
 
     reads: tuple[str, ...] = ()
-    """The names of the inputs, for `compose(self, *x)` whose number of inputs depends on arguments of `__init__`."""
+    """Names of the inputs, for a `compose(self, *x)` whose number of inputs depends on arguments of `__init__`."""
 
     def __init__(self) -> None:
-        """Do nothing: subclasses need not call it, because the steps come from `compose`."""
+        """Do nothing. Subclasses need not call this, because the steps come from `compose`."""
 
     @abstractmethod
     def compose(self, *x: Any) -> Any:
-        """Return the result, or a tuple of results, from one argument for each input: layers called on values, and
-        their sums and products."""
+        """Define the layer: call layers on values, add or multiply values, and return the resulting value or a tuple of
+        values. There is one argument per input."""
 
     def _compose_steps(self) -> None:
         owner = type(self).__name__

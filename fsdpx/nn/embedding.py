@@ -1,4 +1,4 @@
-"""Embeddings, replicated and sharded over the tensor axis, and the cross entropy of sharded logits."""
+"""Embeddings, replicated or sharded over the tensor axis, and the cross-entropy loss of sharded logits."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ __all__ = [
 
 
 class Embedding(Layer):
-    """`(samples, ...)` of integers in [0, num_embeddings) -> rows of `weight`, `(samples, ..., embedding_dim)`.
+    """Looks up rows of `weight`: integers `(samples, ...)` -> `(samples, ..., embedding_dim)`.
 
-    Raises DataError for other numbers.
+    Raises DataError for numbers outside of [0, num_embeddings).
 
     Parameters
     ----------
-    num_embeddings : rows of `weight (num_embeddings, embedding_dim)`
-    embedding_dim : features of a row
+    num_embeddings : number of rows of `weight (num_embeddings, embedding_dim)`
+    embedding_dim : number of features of a row
     init : initializer of `weight`; None: N(0, 1) as in PyTorch
     """
 
@@ -140,13 +140,13 @@ class TokenEmbeddingBase(Layer):
 
 
 class TokenEmbedding(TokenEmbeddingBase):
-    """Tokens `(samples, time)` -> weight[token] + position[time], `(samples, time, d_model)`.
+    """weight[token] + position[time]: tokens `(samples, time)` -> `(samples, time, d_model)`.
 
     Parameters
     ----------
-    vocab : tokens are integers in [0, vocab)
-    d_model : features of the result
-    seq_len : the longest time
+    vocab : number of tokens; tokens are integers in [0, vocab)
+    d_model : number of features of the result
+    seq_len : maximum length of a sequence
     init : initializer of `weight (vocab, d_model)`; None: N(0, 1)
     position_init : initializer of `position (seq_len, d_model)`; None: N(0, 1)
     """
@@ -174,9 +174,9 @@ class TokenEmbedding(TokenEmbeddingBase):
 
 
 class SequenceParallelTokenEmbedding(TokenEmbeddingBase):
-    """`TokenEmbedding` of this tensor rank's part of the tokens, which are sharded along dim 1.
+    """`TokenEmbedding` of this tensor rank's shard of the tokens, which are sharded along dim 1.
 
-    Positions count from the start of the full sequence. Gradients are partial: this rank's summand.
+    Positions are counted from the start of the full sequence. Each rank computes a summand of the gradients.
 
     Parameters
     ----------
@@ -196,8 +196,8 @@ class SequenceParallelTokenEmbedding(TokenEmbeddingBase):
 
 
 def require_valid_indices(layer: Layer, x: Array, count: int) -> None:
-    """Raise DataError unless `x` holds row numbers from 0 to count - 1; NumPy would take -1 for the last row, CuPy
-    would wrap."""
+    """Raise DataError unless `x` contains integers from 0 to count - 1. Without this check, NumPy would accept -1 as
+    the last row, and CuPy would wrap invalid numbers around."""
     if not has_integer_dtype(x):
         raise DataError(f"{layer!r} wants whole numbers, got {x.dtype}")
     if x.size and (float(x.min()) < 0 or float(x.max()) >= count):
@@ -207,7 +207,7 @@ def require_valid_indices(layer: Layer, x: Array, count: int) -> None:
 
 
 def require_token_shape(layer: Layer, x: Array, seq_len: int) -> None:
-    """Raise ShapeError unless `x` is (samples, time) with a time of at most `seq_len`."""
+    """Raise ShapeError unless `x` has the shape (samples, time) and time is at most `seq_len`."""
     if x.ndim != 2 or x.shape[1] > seq_len:
         wanted = f"(samples, time <= {seq_len})"
         raise ShapeError(f"{layer!r} wants tokens of shape {wanted}, got {tuple(x.shape)}")
@@ -217,16 +217,16 @@ SHARD_ROWS = ShardSpec(0)
 
 
 class VocabParallelEmbedding(Layer):
-    """`Embedding` sharded by rows: each rank looks up the rows that it holds, with 0 for all others, and the results
+    """`Embedding` sharded by rows. Each rank looks up the rows that it holds and takes 0 for all others; the results
     are summed.
 
-    Bytes: an all-reduce of the result in forward and nothing in backward; with `sequence` a reduce-scatter and an
-    all-gather.
+    Forward all-reduces the result, and backward communicates nothing. With `sequence`, forward reduce-scatters the
+    result and backward all-gathers its gradient.
 
     Parameters
     ----------
     num_embeddings, embedding_dim, init : as in `Embedding`; every rank gets the full input
-    sequence : reduce-scatter the sum along dim 1
+    sequence : whether to shard the result along dim 1
     """
 
     takes = "indices"
@@ -260,13 +260,14 @@ class VocabParallelEmbedding(Layer):
 
 
 class VocabParallelTokenEmbedding(TokenEmbeddingBase):
-    """`TokenEmbedding` whose `weight` is sharded by rows; every rank holds the whole `position`, which is added after
-    the sum.
+    """`TokenEmbedding` whose `weight` is sharded by rows. Every rank holds the full `position`, which is added to the
+    summed rows.
 
     Parameters
     ----------
     vocab, d_model, seq_len, init, position_init : as in `TokenEmbedding`
-    sequence : leave the result sharded along dim 1; the gradient of `position` is then partial
+    sequence : whether to shard the result along dim 1; each rank then computes a summand of the gradient of
+        `position`
     """
 
     def __init__(
@@ -288,7 +289,7 @@ class VocabParallelTokenEmbedding(TokenEmbeddingBase):
         return specs | {"weight": replace(specs["weight"], cut=SHARD_ROWS)}
 
     def _get_positions(self, env: LayerContext, x: Array) -> slice:
-        """Return the positions of the tokens whose results this rank returns."""
+        """Return the positions for which this rank returns results."""
         comm = env.mesh.tensor
         return slice(*shard_bounds(x.shape[1], comm.rank, comm.size)) if self.sequence else slice(x.shape[1])
 
@@ -302,13 +303,14 @@ class VocabParallelTokenEmbedding(TokenEmbeddingBase):
 class VocabParallelCrossEntropyLoss(Loss):
     """`CrossEntropyLoss` of logits that are sharded along their last dim: y `(samples, ..., this rank's classes)`.
 
-    Every rank has the full target `(samples, ...)` and gets the same total and weight, those of all classes. Forward
-    all-reduces each position's log of the sum of exponentials, first its maximum and then the sum, together with one
-    number, or two with smoothing: in all two arrays of (positions,), in float64. Backward communicates nothing.
+    Every rank has the full target `(samples, ...)`, and gets the total and weight over all classes. Forward performs
+    two all-reduces of a float64 array (positions,): the maximum of the logits of each position, and then the sum of
+    their exponentials. The second array has one more element, or two with label smoothing. Backward communicates
+    nothing.
 
     Parameters
     ----------
-    classes : size of the last dim of the full logits
+    classes : number of classes, the size of the last dim of the full logits
     ignore_index, label_smoothing : as in `CrossEntropyLoss`
     """
 
@@ -351,8 +353,8 @@ class VocabParallelCrossEntropyLoss(Loss):
         return kernels.cross_entropy_backward(env.xp, logits, here, lse, *given).reshape(y.shape)
 
     def _localize_labels(self, env: LayerContext, labels: Array, missing_label: int) -> Array:
-        """Return each position's class as an index into this rank's classes; `missing_label` where another rank has the
-        class or the label is ignored."""
+        """Return each label as an index into this rank's classes; `missing_label` where another rank holds the class or
+        the label is ignored."""
         inside, index = _localize_index(env, labels, self.classes)
         return env.xp.where(inside & (labels != self.ignore_index), index, missing_label)
 
@@ -361,15 +363,16 @@ class VocabParallelCrossEntropyLoss(Loss):
 
 
 def _localize_index(env: LayerContext, index: Array, total: int) -> tuple[Array, Array]:
-    """Return which elements of `index` name rows of this rank, out of `total` over all ranks, and the local row
-    numbers; 0 for rows of other ranks."""
+    """Convert global row numbers, out of `total`, to row numbers of this rank. Return a mask of the elements whose rows
+    this rank holds, and the local row numbers, which are 0 where the mask is False."""
     start, stop = shard_bounds(total, env.mesh.tensor.rank, env.mesh.tensor.size)
     inside = (index >= start) & (index < stop)
     return inside, env.xp.where(inside, index - start, 0)
 
 
 def _look_up_sharded_rows(env: LayerContext, weight: Array, x: Array, total: int, sequence: bool) -> Array:
-    """Return the rows `x` of a table of `total` rows, of which `weight` is this rank's part. Collective."""
+    """Return rows `x` of a table with `total` rows that is sharded over the ranks; `weight` is this rank's part. With
+    `sequence`, the result is sharded along dim 1. Collective."""
     comm = env.mesh.tensor
     if comm.size == 1:
         return weight[x]
@@ -384,14 +387,15 @@ def _look_up_sharded_rows(env: LayerContext, weight: Array, x: Array, total: int
 
 
 def _add_sharded_row_gradients(env: LayerContext, gw: Array, x: Array, dy: Array, total: int, sequence: bool) -> None:
-    """Add the gradient of the result of `_look_up_sharded_rows` to the table's. Collective if `sequence`."""
+    """Add to `gw` the gradient of this rank's part of the table, given the gradient `dy` of the result of
+    `_look_up_sharded_rows`. Collective if `sequence`."""
     xp, comm = env.xp, env.mesh.tensor
     if sequence:
         dy = collectives.all_gather_dim(xp, comm, dy, 1, x.shape[1], what=make_call_label(env, "embedding gradient"))
     index, rows = x.reshape(-1), dy.reshape(-1, dy.shape[-1])
     if comm.size > 1:
         inside, index = _localize_index(env, index, total)
-        if not getattr(xp, "holds_no_data", False):  # the number of local rows depends on data
+        if not getattr(xp, "holds_no_data", False):  # the number of rows on this rank depends on data
             own_rows = xp.flatnonzero(inside)
             index, rows = index[own_rows], rows[own_rows]
     kernels.embedding_backward(xp, gw, index, rows)

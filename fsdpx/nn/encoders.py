@@ -1,4 +1,4 @@
-"""Encoders: BERT for tokens, and ViT for patches of images."""
+"""Encoder models: BERT for tokens, and ViT for image patches."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ __all__ = ["Bert", "BertEmbedding", "PatchEmbedding", "ViT"]
 
 
 class BertEmbedding(Composite):
-    """norm(tokens.weight[token] + tokens.position[time] + types.weight[type]), of two inputs `(samples, time)`.
+    """norm(tokens.weight[token] + tokens.position[time] + types.weight[type]). The two inputs are tokens and token
+    types, both `(samples, time)`.
 
     Parameters
     ----------
     vocab, d_model, seq_len : as in `TokenEmbedding`
     types : number of token types (segments A and B)
-    eps : of the LayerNorm
+    eps : `eps` of the LayerNorm
     """
 
     plan = {"tokens": VocabParallel()}  # noqa: RUF012
@@ -45,26 +46,27 @@ class BertEmbedding(Composite):
 
 
 class Bert(Container):
-    """Tokens, token types and an attention mask, each `(samples, time)` of integers -> logits.
+    """BERT (Devlin et al. 2018). The inputs are tokens, token types and an attention mask, each integers
+    `(samples, time)`; the output is logits.
 
-    Positions with mask 0 are padding: no position with mask 1 attends to them. (Padding positions attend to each other,
-    so their outputs differ from other implementations and must be ignored.) Children: "embed", "blocks.0" ...; in the
-    token head "dense", "activation", "norm" and "head", whose weight is tied to the embedding; in the class head
-    "first", "pooler", "activation" and "head". Initial weights are N(0, 0.02).
+    Positions with mask 0 are padding: no position with mask 1 attends to them. Padding positions attend to each other,
+    so their outputs differ from those of other implementations and must be ignored. Children are "embed" and
+    "blocks.0", "blocks.1", ...; then, in the token head, "dense", "activation", "norm" and "head", whose weight is tied
+    to the embedding; or, in the class head, "first", "pooler", "activation" and "head". Initial weights are N(0, 0.02).
 
     Parameters
     ----------
-    vocab : tokens are integers in [0, vocab)
-    d_model : features between the blocks; a multiple of n_heads
-    n_layers, n_heads : blocks, and heads per block
-    seq_len : the longest time
-    hidden : features inside the MLP of a block; None: 4 d_model
+    vocab : number of tokens; tokens are integers in [0, vocab)
+    d_model : number of features between blocks; a multiple of n_heads
+    n_layers, n_heads : number of blocks, and number of heads per block
+    seq_len : maximum length of a sequence
+    hidden : number of features inside the MLP of a block; None: 4 d_model
     types : number of token types
-    classes : logits (samples, classes), computed from the first position; None: logits of masked tokens (samples, time,
-        vocab), for `CrossEntropyLoss`, which ignores targets of -100
-    activation : of the MLP and of the token head, as in `GPT`
-    eps : of the LayerNorm layers
-    dropout : before the last Linear of the class head
+    classes : number of classes; the logits are (samples, classes), computed from the first position. None: the logits
+        are (samples, time, vocab), for predicting masked tokens with `CrossEntropyLoss`, which ignores targets of -100
+    activation : activation of the MLP and of the token head, as in `GPT`
+    eps : `eps` of the LayerNorm layers
+    dropout : dropout probability before the last Linear of the class head
     tie : whether `head.weight` of the token head is `embed.tokens.weight`
     frozen : name patterns (fnmatch) of parameters that are not trained
     """
@@ -134,17 +136,17 @@ def _make_class_head(d_model: int, classes: int, dropout: float) -> dict[str, La
 
 
 class PatchEmbedding(Layer):
-    """Images `(samples, channels, size, size)` -> a class token and a token for each patch, with positions added.
+    """Converts images `(samples, channels, size, size)` to a class token and one token per patch, and adds positions.
 
-    The result is `(samples, 1 + patches, d_model)`, patches row by row. Parameters are
+    The result is `(samples, 1 + patches, d_model)`; patches are ordered row by row. Parameters are
     `weight (d_model, channels, patch, patch)`, `bias (d_model,)`, `token (d_model,)` and
     `position (1 + patches, d_model)`.
 
     Parameters
     ----------
-    image, patch : height and width of the images and of a patch, in pixels; image must be a multiple of patch
-    channels : of the images
-    d_model : features of a token
+    image, patch : height and width of an image and of a patch, in pixels; image must be a multiple of patch
+    channels : number of channels of the images
+    d_model : number of features of a token
     """
 
     kernel_names = ("linear",)
@@ -209,19 +211,21 @@ class PatchEmbedding(Layer):
 
 
 class ViT(Container):
-    """Images `(samples, channels, image, image)` -> logits `(samples, classes)`, computed from the class token.
+    """Vision transformer (Dosovitskiy et al. 2020): images `(samples, channels, image, image)` -> logits
+    `(samples, classes)`, computed from the class token.
 
-    Children: "embed", "blocks.0" ..., "norm", "first" and "head". Initial weights are N(0, 0.02), biases 0.
+    Children are "embed", "blocks.0", "blocks.1", ..., "norm", "first" and "head". Initial weights are N(0, 0.02), and
+    biases 0.
 
     Parameters
     ----------
     image, patch, channels : as in `PatchEmbedding`
-    d_model : features between the blocks; a multiple of n_heads
-    n_layers, n_heads : blocks, and heads per block
-    classes : number of logits
-    hidden : features inside the MLP of a block; None: 4 d_model
-    activation : of the MLP, as in `GPT`
-    eps : of the LayerNorm layers
+    d_model : number of features between blocks; a multiple of n_heads
+    n_layers, n_heads : number of blocks, and number of heads per block
+    classes : number of classes
+    hidden : number of features inside the MLP of a block; None: 4 d_model
+    activation : activation of the MLP, as in `GPT`
+    eps : `eps` of the LayerNorm layers
     qkv_bias : whether queries, keys and values have biases
     frozen : name patterns (fnmatch) of parameters that are not trained
     """

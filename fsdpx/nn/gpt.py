@@ -1,4 +1,4 @@
-"""GPT (Radford et al. 2019), and models with the same structure."""
+"""GPT-2 (Radford et al. 2019) and models with the same structure."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ __all__ = ["GPT"]
 class GPT(Sequential):
     """Tokens `(samples, time)` -> logits `(samples, time, vocab)`.
 
-    Children: "embed" (`embed.weight`, `embed.position`), "blocks.0" ..., "norm", "head" (Linear without bias). Initial
-    weights are as in GPT-2: N(0, 0.02), those that end in a residual sum N(0, 0.02 / sqrt(2 n_layers)), biases 0;
-    initial positions are sinusoids with a root mean square of 0.04.
+    Children are "embed" (`embed.weight`, `embed.position`), "blocks.0", "blocks.1", ..., "norm" and "head", a Linear
+    without bias. Initial values are those of GPT-2: weights are N(0, 0.02), or N(0, 0.02 / sqrt(2 n_layers)) in the
+    last Linear of a residual branch, and biases are 0. Initial positions are sinusoids with root mean square 0.04.
 
     Parameters
     ----------
-    vocab : tokens are integers in [0, vocab)
-    d_model : features between the blocks; a multiple of n_heads
-    n_layers : transformer blocks
-    n_heads : attention heads per block
-    seq_len : the longest time
+    vocab : number of tokens; tokens are integers in [0, vocab)
+    d_model : number of features between blocks; a multiple of n_heads
+    n_layers : number of transformer blocks
+    n_heads : number of attention heads per block
+    seq_len : maximum length of a sequence
     tie : whether `head.weight` is `embed.weight`
-    dropout : of the embedding, the attention weights and the residual branches
+    dropout : dropout probability of the embedding, the attention weights and the residual branches
     bias : whether Linear and LayerNorm layers have biases
-    hidden : features inside the MLP of a block; None: 4 d_model
-    activation : of the MLP: "gelu", "gelu_new" (its tanh form, which GPT-2 was trained with), "relu", "silu" or "tanh"
-    eps : of the LayerNorm layers
+    hidden : number of features inside the MLP of a block; None: 4 d_model
+    activation : activation of the MLP: "gelu", "gelu_new" (the tanh form of GELU, with which GPT-2 was trained),
+        "relu", "silu" or "tanh"
+    eps : `eps` of the LayerNorm layers
     frozen : name patterns (fnmatch) of parameters that are not trained
     """
 

@@ -1,7 +1,7 @@
-"""Matrix products and sums that accumulate 16-bit arrays in float32, and the gradients that they add into.
+"""Matrix products and sums that accumulate 16-bit arrays in float32, and the gradient arrays to which they are added.
 
-Products in float32 and float64 go directly to BLAS. Layers get gradients as arrays to add into, which are set to zero
-when they are first read."""
+Products in float32 and float64 call BLAS directly. Layers add to gradient arrays, which are set to zero when they are
+first read."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ WRITTEN, BLANK = 0, 1
 
 
 class GradientEntry:
-    """The gradient of one parameter. is_blank: nothing was written yet, and the content of the array is undefined.
+    """The gradient of one parameter. is_blank: whether nothing was written yet, so that the content of the array is
+    undefined.
 
-    The state is one byte of `flags`, at index `at`: the flags of all gradients in a buffer are contiguous, so that they
-    can be checked and changed at once."""
+    The state is stored as one byte, `flags[at]`. The flags of all gradients in a buffer are contiguous, so that they
+    can be checked and changed together."""
 
     __slots__ = ("array", "at", "flags")
 
@@ -57,7 +58,7 @@ class GradientEntry:
         return self.flags[self.at] == BLANK
 
     def get_array_to_add_into(self) -> Array:
-        """Return the array to add into; a blank one is set to zero first."""
+        """Return the array to which a gradient can be added; if it is blank, set it to zero first."""
         if self.flags[self.at] == BLANK:
             self.array[...] = 0
             self.flags[self.at] = WRITTEN
@@ -65,14 +66,14 @@ class GradientEntry:
 
 
 class GradientEntries(dict[str, GradientEntry]):
-    """The gradients in one buffer by name, in the order of memory."""
+    """The gradients in one buffer by name, in the order in which they are stored."""
 
     def __init__(self, arrays: Mapping[str, Array]) -> None:
         self.flags = bytearray(len(arrays))
         super().__init__({name: GradientEntry(array, self.flags, i) for i, (name, array) in enumerate(arrays.items())})
 
     def mark_all_blank(self) -> None:
-        """Mark all gradients as not yet written."""
+        """Mark all gradients as not written."""
         self.flags[:] = bytes((BLANK,)) * len(self)
 
     def zero_unwritten(self) -> Sequence[str]:
@@ -86,10 +87,10 @@ class GradientEntries(dict[str, GradientEntry]):
 
 
 class Gradients(Mapping[str, Array]):
-    """Gradients by parameter name: `g["weight"] += d` works for every layer; `claim_gradient` saves zeroing and
-    adding.
+    """Gradients by parameter name. Layers add to them by `g["weight"] += d`; `claim_gradient` is faster, because it
+    avoids setting the array to zero.
 
-    Tied parameters are one `GradientEntry` under several names."""
+    Tied parameters share one `GradientEntry` under several names."""
 
     __slots__ = ("_branches", "entries")
 
@@ -101,7 +102,7 @@ class Gradients(Mapping[str, Array]):
         return self.entries[name].get_array_to_add_into()
 
     def __setitem__(self, name: str, array: Array) -> None:
-        """Store a gradient; Python calls this in `g[name] += d`, after the addition in place."""
+        """Store a gradient. Python calls this at the end of `g[name] += d`, after the addition in place."""
         entry = self.entries[name]
         if array is not entry.array:
             entry.array[...] = array
@@ -117,10 +118,10 @@ class Gradients(Mapping[str, Array]):
         return len(self.entries)
 
     def group_by_child(self, aliases: Mapping[str, str]) -> dict[str, Gradients]:
-        """Return the gradients grouped by the first part of their names, as `fsdpx.nn.layer.group_by_child` does.
-        Cached.
+        """Return the gradients grouped by the first part of their dotted names, as `fsdpx.nn.layer.group_by_child`
+        does. The result is cached.
 
-        aliases: alias -> name."""
+        aliases: alias -> name of tied parameters."""
         if self._branches is None or self._branches[0] is not aliases:
             self._branches = (aliases, self._group_entries(aliases))
         return self._branches[1]
@@ -135,9 +136,10 @@ class Gradients(Mapping[str, Array]):
 
 
 def claim_gradient(g: Mapping[str, Array], name: str) -> tuple[Array, bool] | None:
-    """Return the array to write a gradient to, and whether to add to its content; None if the parameter is frozen.
+    """Return the array for a gradient, and whether the caller must add to its content instead of overwriting it. Return
+    None if the parameter is frozen.
 
-    The caller must fill the whole array."""
+    The gradient is marked as written, so the caller must write every element."""
     if type(g) is not Gradients:
         return (g[name], True) if name in g else None
     entry = g.entries.get(name)
@@ -148,24 +150,23 @@ def claim_gradient(g: Mapping[str, Array], name: str) -> tuple[Array, bool] | No
 
 
 def accumulation_dtype(dtype: Any) -> np.dtype:
-    """Return the dtype in which values of `dtype` are added: float32 for 16-bit floats, else itself."""
+    """Return the dtype in which values of `dtype` are summed: float32 for 16-bit floats, else `dtype`."""
     return np.dtype(np.float32) if np.dtype(dtype).itemsize == 2 else np.dtype(dtype)
 
 
 def has_integer_dtype(x: Any) -> bool:
-    """Return whether an array holds integers or booleans, which have no gradient."""
+    """Return whether the dtype of an array is an integer or boolean dtype; such arrays have no gradient."""
     return np.dtype(x.dtype).kind in "iub"
 
 
 def as_indices(x: Any) -> Any:
-    """Return integers and bools as int32 or int64, which kernels take."""
+    """Return an array of integers or booleans as int32 or int64, the dtypes that kernels accept."""
     return x if np.dtype(x.dtype) in (np.int32, np.int64) else x.astype(np.int64)
 
 
 def convert_input(array: Any, takes: str, dtype: Any) -> Any:
-    """Return an input of a model in the dtype that its first layers take, given a word of their `Layer.takes`.
-
-    dtype: that in which the model computes, for "numbers"."""
+    """Return a model input in the dtype that the layers which read it take. takes: a word as in `Layer.takes`. dtype:
+    the dtype in which the model computes, used for "numbers"."""
     if not has_integer_dtype(array) or takes == "given":
         return array
     if takes == "numbers":
@@ -174,7 +175,7 @@ def convert_input(array: Any, takes: str, dtype: Any) -> Any:
 
 
 def as_rows(x: Any) -> Any:
-    """Return `(..., n)` as `(rows, n)`, so that a product is one BLAS call instead of one per sample."""
+    """Return an array `(..., n)` as `(rows, n)`, so that a product needs one BLAS call instead of one per sample."""
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
@@ -192,12 +193,12 @@ def matmul_in_dtype(xp: Any, a: Any, b: Any) -> Any:
 
 
 def matmul_along_dim(xp: Any, x: Array, dim: int, table: np.ndarray) -> Array:
-    """Return the product of one dim of an array with the first dim of a matrix."""
+    """Return the product of `x` with the matrix `table`, which contracts dim `dim` of `x` with dim 0 of `table`."""
     return xp.moveaxis(xp.moveaxis(x, dim, -1) @ xp.asarray(table.astype(x.dtype)), -1, dim)
 
 
 def batched_matmul_in_dtype(xp: Any, a: Any, b: Any) -> Any:
-    """Return `a @ b` of stacks of matrices in the dtype of `a`; 16-bit products accumulate in float32."""
+    """Return `a @ b` for stacks of matrices, in the dtype of `a`; 16-bit products accumulate in float32."""
     if (found := get_device_of_array(a).multiply_matrices(a, b)) is not None:
         return found
     if np.dtype(a.dtype).itemsize != 2:
@@ -207,7 +208,7 @@ def batched_matmul_in_dtype(xp: Any, a: Any, b: Any) -> Any:
 
 
 def linear_forward(xp: Any, x: Any, weight: Any, bias: Any | None) -> Any:
-    """Return `x @ weight.T + bias` of `(rows, n)` in the dtype of `x`."""
+    """Return `x @ weight.T + bias` for x `(rows, n)`, in the dtype of `x`."""
     dtype = x.dtype
     if xp is np and dtype is weight.dtype and dtype.char in "fd":
         out = np.empty((x.shape[0], weight.shape[0]), dtype)
@@ -226,8 +227,8 @@ def linear_forward(xp: Any, x: Any, weight: Any, bias: Any | None) -> Any:
 
 
 def add_linear_gradients(xp: Any, g: Mapping[str, Any], dy: Any, x: Any) -> None:
-    """Add the gradients of `linear_forward`, from dy `(rows, m)` and x `(rows, n)`: dy^T x to "weight", dy's column
-    sums to "bias"."""
+    """Add the parameter gradients of `linear_forward` for dy `(rows, m)` and x `(rows, n)`: dy^T x to `g["weight"]`,
+    and the column sums of dy to `g["bias"]`."""
     if _can_use_blas(xp, dy, x):
         blas.linear_backward_params(claim_gradient(g, "weight"), claim_gradient(g, "bias"), dy, x)
         return
@@ -241,7 +242,7 @@ def add_linear_gradients(xp: Any, g: Mapping[str, Any], dy: Any, x: Any) -> None
 
 
 def linear_backward(xp: Any, g: Mapping[str, Any], weight: Any, dy: Any, x: Any) -> Any:
-    """Return the gradient of x, and add those of the parameters as `add_linear_gradients` does."""
+    """Return the gradient of x, and add the gradients of the parameters as `add_linear_gradients` does."""
     dtype = dy.dtype
     if xp is np and dtype is x.dtype and dtype.char in "fd":
         dx = np.empty(x.shape, dtype)
@@ -252,7 +253,7 @@ def linear_backward(xp: Any, g: Mapping[str, Any], weight: Any, dy: Any, x: Any)
 
 
 def add_matmul_gradient(xp: Any, g: Mapping[str, Any], name: str, a: Any, b: Any) -> None:
-    """Add `a @ b`, 2-D, to gradient `name` unless it is frozen; the sum is rounded once."""
+    """Add the 2-D product `a @ b` to the gradient `name`, unless the parameter is frozen; the sum is rounded once."""
     into = claim_gradient(g, name)
     if into is None:
         return
@@ -280,7 +281,7 @@ def add_sum_into(xp: Any, out: Any, a: Any, dim: int | tuple[int, ...]) -> None:
     """Add `a.sum(dim)` to `out` in place; the sum is rounded once."""
     if (
         a.ndim > 2 and dim == (0, *range(2, a.ndim)) and get_device_of_array(a).sums_by_kernel
-    ):  # array code is slow on devices
+    ):  # a kernel, because array code is slow on devices
         out += kernels.channel_sums(xp, a)
         return
     out += xp.sum(a, axis=dim, dtype=accumulation_dtype(a.dtype))

@@ -10,18 +10,19 @@ __all__ = ["Graph"]
 
 
 class Graph(Container):
-    """`Graph({"up": (Linear(8, 16), "x"), "sum": (Add(), "up", "z")}, inputs=("x", "z"), outputs=("sum",))`.
+    """A directed acyclic graph of layers, such as
+    `Graph({"up": (Linear(8, 16), "x"), "sum": (Add(), "up", "z")}, inputs=("x", "z"), outputs=("sum",))`.
 
-    Nodes run in the order in which they are written wherever that is possible. Several inputs (or outputs) are passed
-    (or returned) as a tuple. Outputs of a nested Graph that has several are read as `"name.output"`. Raises ConfigError
-    for a cycle, and for an unknown or duplicate name. A node whose result nothing reads runs all the same, and its
-    parameters are trained with a gradient of zero.
+    Nodes run in the given order as far as possible. Several inputs are passed, and several outputs returned, as a
+    tuple. If a nested Graph has several outputs, they are read as `"name.output"`. Raises ConfigError for a cycle, and
+    for an unknown or duplicate name. A node whose result is not read also runs, and its parameters are trained with a
+    gradient of zero.
 
     Parameters
     ----------
     nodes : name -> (layer, names of the inputs or nodes that it reads)
     inputs : names of the model's inputs
-    outputs : names of the values that are returned
+    outputs : names of the inputs or nodes whose values are returned
     ties : alias -> canonical name of a shared parameter, as in `Sequential`
     frozen : name patterns (fnmatch) of parameters that are not trained
     """
@@ -78,8 +79,8 @@ def _require_known_values(steps: Sequence[ChildCall], inputs: Sequence[str], out
 
 
 def _sort_topologically(steps: Sequence[ChildCall], inputs: Sequence[str]) -> list[ChildCall]:
-    """Return the steps in topological order, as written wherever possible (Kahn 1962, always taking the first that is
-    ready)."""
+    """Return the steps in topological order, which keeps the given order as far as possible (Kahn 1962, always taking
+    the first step that is ready)."""
     waiting, ready, ordered = list(steps), set(inputs), []
     while waiting:
         step = next((s for s in waiting if ready.issuperset(s.sources)), None)

@@ -1,4 +1,4 @@
-"""Grouped-query attention, and the transformer block around it."""
+"""Grouped-query attention, and a transformer block with it."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ __all__ = ["AttentionBlock", "GroupedQueryAttention"]
 
 
 class GroupedQueryAttention(AttentionContainer, Composite):
-    """Attention of Llama and similar models: `(samples, time, d_model)` to the same, one unit.
+    """The attention of Llama and similar models, as one unit. Input and output have the shape
+    `(samples, time, d_model)`.
 
-    Weights `q.weight (n_heads d_head, d_model)`, `k.weight` and `v.weight (kv_heads d_head, d_model)`, `out.weight
-    (d_model, n_heads d_head)`; with `qk_norm` also `q_norm.weight` and `k_norm.weight (d_head,)`. With "attention" in
-    `env.recompute`, only queries, keys and values are saved for the backward of the attention step.
+    Weights are `q.weight (n_heads d_head, d_model)`, `k.weight` and `v.weight (kv_heads d_head, d_model)`, and
+    `out.weight (d_model, n_heads d_head)`; with `qk_norm`, also `q_norm.weight` and `k_norm.weight (d_head,)`. With
+    "attention" in `env.recompute`, only queries, keys and values are saved for the backward of the attention step.
 
     Parameters
     ----------
-    d_model : features of the input and the result
-    n_heads, kv_heads : heads of queries, and of keys and values, as in `Attention`
-    rotary : rotary positions of queries and keys; its d_head is that of all heads. None: no positions, and d_head is
-        d_model / n_heads
+    d_model : number of features of the input and the output
+    n_heads, kv_heads : number of query heads, and of key and value heads, as in `Attention`
+    rotary : rotary positions of queries and keys; its d_head is that of all heads. None: there are no positions, and
+        d_head is d_model / n_heads
     causal, window, segments : as in `Attention`; segments become a second input
-    qk_norm : None, or the eps of an RMSNorm of each head of queries and keys, before positions (Qwen3)
-    qkv_bias, out_bias : whether q, k and v, and the last Linear, have biases
+    qk_norm : `eps` of an RMSNorm that is applied to each query and key head before rotary positions (Qwen3); None: no
+        norm
+    qkv_bias, out_bias : whether the Linear layers q, k and v have biases, and whether the last Linear has one
     init, out_init : initializers of the weights of q, k and v, and of the last Linear; None: as in `Linear`
     """
 
@@ -64,7 +66,7 @@ class GroupedQueryAttention(AttentionContainer, Composite):
         self.out = Linear(n_heads * d_head, d_model, out_bias, init=out_init or init, bias_init=zeros)
         if qk_norm is not None:
             self.q_norm, self.k_norm = HeadNorm(d_head, qk_norm), HeadNorm(d_head, qk_norm)
-        grain = n_heads // kv_heads * d_head  # a rank with a head of keys has all heads of queries that read it
+        grain = n_heads // kv_heads * d_head  # a rank that holds a key head holds all query heads that share it
         keys = ColumnParallel(grain=d_head)
         self.plan = {"q": ColumnParallel(grain=grain), "k": keys, "v": keys, "out": RowParallel()}
 
@@ -78,14 +80,15 @@ class GroupedQueryAttention(AttentionContainer, Composite):
 
 
 class AttentionBlock(Composite):
-    """x + attn(norm1(x)), then x + mlp(norm2(x)): `(samples, time, d_model)` to the same, one unit.
+    """x + attn(norm1(x)), then x + mlp(norm2(x)), as one unit. Input and output have the shape
+    `(samples, time, d_model)`.
 
     Parameters
     ----------
-    attn : the attention; if it has a second input, the segments, so has the block
-    mlp : a layer
-    norm : the layer that both norms are copies of
-    post : post-norm, as in BERT: norm1(x + attn(x)), then norm2(x + mlp(x))
+    attn : the attention layer; if it has segments as a second input, so does the block
+    mlp : the layer of the second branch
+    norm : the layer of which norm1 and norm2 are copies
+    post : whether norms follow the sums, as in BERT: norm1(x + attn(x)), then norm2(x + mlp(x))
     """
 
     unit = True

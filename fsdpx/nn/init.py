@@ -1,5 +1,5 @@
-"""Initializers of parameters: functions of a seed, a name and a range, so that any rank can fill any part without
-communication."""
+"""Initializers of parameters. They are functions of a seed, a name and a range, so that any rank can compute any part
+without communication."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -13,17 +13,17 @@ from fsdpx.core.array import random
 __all__ = ["Init", "constant", "make_initial_values", "normal", "ones", "sinusoid", "uniform", "zeros"]
 
 Init = Callable[[int, str, int, int, tuple[int, ...]], np.ndarray]
-"""`init(seed, name, start, stop, shape)` returns the values of the flat elements [start, stop) of `name`; float64 if
-they are computed."""
+"""`init(seed, name, start, stop, shape)` returns the values of the flat elements [start, stop) of the parameter `name`;
+computed values are float64."""
 
 
 @dataclass(frozen=True)
 class Constant:
-    """Every element is `value`.
+    """Initializes every element with `value`.
 
     Parameters
     ----------
-    value : a number
+    value : the number
     """
 
     value: float
@@ -34,11 +34,11 @@ class Constant:
 
 @dataclass(frozen=True)
 class Uniform:
-    """Uniform in [-bound, bound).
+    """Uniform distribution on [-bound, bound).
 
     Parameters
     ----------
-    bound : a number
+    bound : upper bound of the values
     """
 
     bound: float
@@ -49,7 +49,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Normal:
-    """Normal with mean 0 and standard deviation `std`.
+    """Normal distribution with mean 0 and standard deviation `std`.
 
     Parameters
     ----------
@@ -64,9 +64,9 @@ class Normal:
 
 @dataclass(frozen=True)
 class Sinusoid:
-    """Rows of sines and cosines of falling frequency, one row per position (Vaswani et al. 2017).
+    """Sines and cosines with decreasing frequencies along each row; rows are positions (Vaswani et al. 2017).
 
-    Neighboring positions differ by a fixed rotation, which attention learns to use early.
+    Neighboring positions differ by a fixed rotation, which attention learns to use early in training.
 
     Parameters
     ----------
@@ -90,8 +90,8 @@ ones = Constant(1.0)
 
 
 def make_initial_values(specs: Mapping[str, Any], seed: int = 0, dtype: Any = np.float32) -> dict[str, np.ndarray]:
-    """Return the full initial parameters of `specs` (name -> `ParameterSpec`) on the host; every sharding starts from
-    these values."""
+    """Return the full initial parameters for `specs` (name -> `ParameterSpec`) as NumPy arrays. The initial shards of
+    any sharding are slices of these arrays."""
     return {
         name: spec.init(seed, name, 0, spec.size, spec.shape).astype(dtype).reshape(spec.shape)
         for name, spec in specs.items()

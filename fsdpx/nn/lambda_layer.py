@@ -1,4 +1,4 @@
-"""Lambda: an elementwise NumPy function as a layer, with its derivative, which is checked."""
+"""Lambda: a layer that applies an elementwise NumPy function, with a derivative that is checked."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ POINTS, STEP, TOLERANCE = 64, 1e-6, 1e-5
 
 
 class Lambda(Layer):
-    """A differentiable function of each element: `Lambda(np.sin, np.cos)`, or of the elements of several arrays.
+    """Applies a differentiable function to each element, as in `Lambda(np.sin, np.cos)`, or to corresponding elements
+    of several arrays.
 
-    The constructor compares the derivative with central differences at 64 normally distributed numbers, where the
-    function is finite. Raises ConfigError if they differ, if the function does not act on each element separately, or
-    if it turns float32 into float64.
+    The constructor compares the derivative with central differences at 64 normally distributed numbers, as far as the
+    function is finite there. It raises ConfigError if they differ, if the function does not act on each element
+    separately, or if it converts float32 to float64.
 
     Parameters
     ----------
-    function : of one or several arrays of one shape, written with NumPy functions, which also accept CuPy arrays
-    derivative : takes the same arguments and returns the derivative of the function; for several inputs a tuple of such
-        functions, one for each input
+    function : function of one or several arrays of equal shape, written with NumPy functions, which also accept CuPy
+        arrays
+    derivative : function of the same arguments that returns the derivative; for several inputs, a tuple with the
+        partial derivative for each input
     """
 
     acts_on = "element"
@@ -52,7 +54,7 @@ class Lambda(Layer):
     def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Array, Any]:
         inputs = self._as_inputs(x)
         require_equal_shapes(self, inputs)
-        if getattr(env.xp, "holds_no_data", False):  # the result has the shape and dtype of the input
+        if getattr(env.xp, "holds_no_data", False):  # the result of an elementwise function has this shape and dtype
             return env.xp.empty_like(inputs[0]), inputs
         return self.function(*inputs), inputs
 
@@ -103,12 +105,12 @@ class Lambda(Layer):
 
 
 def _accepts_argument_count(function: Function, inputs: int) -> bool:
-    """Return whether a function takes this many arguments; True if Python cannot tell."""
+    """Return whether a function accepts this number of arguments; True if Python cannot tell."""
     if isinstance(function, np.ufunc):
         return function.nin == inputs
     try:
         expects = signature(function)
-    except (TypeError, ValueError):  # a compiled function without a signature
+    except (TypeError, ValueError):  # a compiled function that has no signature
         return True
     try:
         expects.bind(*range(inputs))

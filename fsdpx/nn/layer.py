@@ -1,4 +1,4 @@
-"""The layer interface: parameters, forward and backward, the context of a call, and the printed form of a layer."""
+"""The layer interface: parameters, forward and backward, the context of a call, and the text form of a layer."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ def require_fraction(owner: object, **values: Any) -> None:
 
 
 def require_last_dim(layer: object, x: Any, size: int) -> None:
-    """Raise ShapeError unless the last dim of `x` is `size` and at least the dim of samples comes before it."""
+    """Raise ShapeError unless the last dim of `x` has the given size and at least one dim, samples, precedes it."""
     if x.ndim < 2 or x.shape[-1] != size:
         raise ShapeError(f"{layer!r} wants an input of shape (samples, ..., {size}), got {tuple(x.shape)}")
 
 
 def require_time_dim(x: Any) -> None:
-    """Raise ShapeError unless dim 1 of `x` is a time, judged by the number of dims: activations have features after
-    it."""
+    """Raise ShapeError if `x` has too few dims for dim 1 to be time: integers need 2 dims, and activations, which have
+    features after time, need 3."""
     least, wanted = (2, "(samples, time, ...)") if has_integer_dtype(x) else (3, "(samples, time, ..., features)")
     if x.ndim < least:
         kind = "whole numbers" if has_integer_dtype(x) else "floats"
@@ -94,13 +94,13 @@ Params = Mapping[str, Array]
 
 
 class Pending(Protocol):
-    """A transfer in progress; it owns its arrays until `wait` returns."""
+    """A transfer in progress, which owns its arrays until `wait` returns."""
 
     def wait(self) -> None: ...
 
 
 class AxisRanks(Protocol):
-    """The ranks along one axis of the mesh, and the collectives that layers use on them: a subset of the communicator
+    """The ranks along one axis of the mesh, with the collectives that layers use: a subset of the communicator
     interface."""
 
     @property
@@ -131,8 +131,8 @@ class AxisRanks(Protocol):
 class LayerAxes(Protocol):
     """The axes of the connected mesh that layers use.
 
-    tensor: ranks that shard layers. data: ranks that shard samples. parts: all ranks that hold parts of the same
-    fields. domain: those along each dim of a field. counters: the step's counters."""
+    tensor: ranks over which layers are sharded. data: ranks over which samples are split. parts: all ranks that hold
+    parts of the same fields. domain: for each dim of a field, the ranks along it. counters: counters of the step."""
 
     @property
     def tensor(self) -> AxisRanks: ...
@@ -151,13 +151,13 @@ class LayerAxes(Protocol):
 
 
 class GivenValues(Protocol):
-    """Initial values of a layer's parameters, kept until the ranks have taken their shards of them."""
+    """Initial values of a layer's parameters, which are kept until the ranks have taken their shards."""
 
     def broadcast_from_rank0(self, comm: Any) -> None:
-        """Replace the values by those of rank 0. Collective."""
+        """Replace the values by the values of rank 0. Collective."""
 
     def release_reproducible_values(self) -> None:
-        """Release the values: all ranks have taken their shards."""
+        """Release the values, once all ranks have taken their shards."""
 
 
 @dataclass(frozen=True)
@@ -166,12 +166,12 @@ class ParameterSpec:
 
     Parameters
     ----------
-    shape : of the full parameter, as in PyTorch; it is created, saved and compared at this shape
+    shape : shape of the full parameter, as in PyTorch; the parameter is created, saved and compared in this shape
     init : initializer, see `fsdpx.nn.init`
-    trainable : whether it has a gradient and is updated
-    state : whether `forward` writes it in training (running statistics); never trainable
-    cut : partition over the tensor axis; None: every rank holds all of it
-    norm : whether it scales or shifts the output of a norm; `optim.no_decay` exempts it from weight decay
+    trainable : whether the parameter has a gradient and is updated
+    state : whether `forward` writes the parameter in training (running statistics); such a parameter is never trainable
+    cut : sharding over the tensor axis; None: every rank holds the full parameter
+    norm : whether the parameter scales or shifts the output of a norm; `optim.no_decay` exempts it from weight decay
     """
 
     shape: tuple[int, ...]
@@ -194,33 +194,33 @@ class ParameterSpec:
 
         Parameters
         ----------
-        rank, width : the rank on the tensor axis, and the size of the axis
+        rank, width : a rank on the tensor axis, and the size of the axis
 
         Returns
         -------
         tuple of int
-            the full shape if `cut` is None
+            the shape of the shard; the full shape if `cut` is None
         """
         return self.cut.local_shape(self.shape, rank, width) if self.cut else self.shape
 
 
 @dataclass(frozen=True)
 class LayerContext:
-    """The surroundings of a layer in one call; frozen.
+    """The context in which a layer is called; immutable.
 
     Parameters
     ----------
     xp : the array namespace: numpy, cupy or `fsdpx.core.array.shapes`
-    mesh : the connected mesh axes, for layers that communicate
-    random : counter-based random numbers of this layer, step and global row
-    training : dropout is active and running statistics are updated
-    recompute : names of activations that layers recompute in backward instead of saving ("attention")
-    recomputing : this forward repeats an earlier one for backward, so it must not update state a second time
+    mesh : the axes of the connected mesh, for layers that communicate
+    random : counter-based random numbers for this layer, the step and the rows of the global batch
+    training : whether dropout is active and running statistics are updated
+    recompute : names of the activations that layers recompute in backward instead of saving ("attention")
+    recomputing : whether this forward repeats an earlier one for backward and so must not update state again
     time : full length of the sequences that are sharded along dim 1 over the tensor axis; None: their parts are equal
-    cache : keys and values of earlier tokens, which the input continues; None: the input is whole texts. Such a forward
-        has no backward, and containers save nothing in it
-    constants : cached arrays that layers need repeatedly, such as tables of angles, by a key that names everything they
-        depend on; shared by all layers of a trainer, and kept as long as it lives
+    cache : keys and values of the tokens that precede the input; None: the input contains full texts. A forward with a
+        cache has no backward, and containers save nothing in it
+    constants : cached arrays that layers need repeatedly, such as tables of cosines, by a key that contains everything
+        on which the array depends. All layers of a trainer share the cache, which lives as long as the trainer
     """
 
     xp: Any
@@ -234,19 +234,19 @@ class LayerContext:
     constants: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     _below: dict[str, LayerContext] = field(
         default_factory=dict, init=False, repr=False, compare=False
-    )  # cached contexts of children
+    )  # the contexts of child layers by name
 
     def child(self, name: str) -> LayerContext:
-        """Return the context of a child layer, which differs only in its random numbers.
+        """Return the context of a child layer, which differs from this one only in its random numbers.
 
         Parameters
         ----------
-        name : of the child
+        name : name of the child layer
 
         Returns
         -------
         LayerContext
-            cached by name
+            the child's context, which is cached by name
         """
         child = self._below.get(name)
         if child is None:
@@ -254,16 +254,17 @@ class LayerContext:
         return child
 
     def sequence_offset(self, part: int) -> tuple[int, int]:
-        """Return this rank's range in a sequence sharded over the tensor axis, for `random.get_number_subarray`.
+        """Return the position of this rank's part in a sequence that is sharded over the tensor axis, for
+        `random.get_number_subarray`.
 
         Parameters
         ----------
-        part : number of positions of this rank
+        part : number of positions that this rank holds
 
         Returns
         -------
         (start, total)
-            first position of this rank, and length of the full sequence; (0, part) for a sequence that is not sharded
+            first position of this rank, and length of the full sequence; (0, part) if the sequence is not sharded
         """
         comm = self.mesh.tensor
         if part == self.time or comm.size == 1:
@@ -276,14 +277,16 @@ class LayerContext:
 
 @dataclass(frozen=True)
 class ShardedLayer:
-    """A layer as each rank of the tensor axis runs it: the result of `Layer.shard_over_ranks`.
+    """The layer that each rank of the tensor axis runs instead of the full layer: the result of
+    `Layer.shard_over_ranks`.
 
     Parameters
     ----------
-    layer : has the parameters of the full layer, under the same names and with full shapes; their `ParameterSpec.cut`
-        defines a rank's shard
-    kind : sharding of its result
-    partial : names of parameters that every rank holds whole, but of whose gradient it computes only a summand
+    layer : the layer to run. It has the parameters of the full layer, with the same names and full shapes;
+        `ParameterSpec.cut` defines each rank's shard
+    kind : sharding of the layer's result
+    partial : names of the parameters that every rank holds in full, while it computes only a summand of their
+        gradients
     """
 
     layer: Layer
@@ -292,93 +295,94 @@ class ShardedLayer:
 
 
 class Layer(ABC):
-    """The base class of layers: a computation with its configuration but without arrays, so one layer can be used in
-    several places.
+    """The base class of layers. A layer is a computation with its configuration. It holds no arrays, so one layer can
+    be used in several places of a model.
 
-    A layer of your own defines `specs`, `forward`, `backward_input` and, if it has parameters, `backward_params`;
-    `fsdpx.testing.LayerContract` tests it. Methods that compute take these arguments:
+    Your own layer defines `specs`, `forward`, `backward_input` and, if it has parameters, `backward_params`;
+    `fsdpx.testing.LayerContract` tests it. The methods that compute take these arguments:
 
     Parameters
     ----------
     env : array namespace, mesh, random numbers and training mode, see `LayerContext`
     p : name -> parameter, for the names of `specs()`; the arrays are views of flat buffers
-    g : name -> gradient, for the trainable names only; a layer *adds* into these arrays
+    g : name -> gradient, for trainable parameters only; a layer *adds* to these arrays
     x : the input, or a tuple of inputs if `n_inputs` is not 1; dim 0 is samples and may have size 0
-    dy : the gradient of the result, in its shape
+    dy : the gradient of the result, in the shape of the result
 
-    `x`, `p` and `dy` must not be changed; a result may be a view of them. Constructors raise ConfigError for invalid
+    A method must not change `x`, `p` or `dy`, but may return a view of them. Constructors raise ConfigError for invalid
     arguments, and `forward` raises ShapeError or DataError for invalid inputs.
     """
 
     n_inputs: int | None = 1
-    """Number of arrays that `forward` takes (a tuple when not 1); None: any number."""
+    """Number of input arrays of `forward`, which are passed as a tuple unless it is 1; None: any number."""
     n_outputs: int = 1
-    """Number of arrays that `forward` returns; only containers return more than one."""
+    """Number of arrays that `forward` returns; only containers may return more than one."""
     cheap: bool = False
-    """Whether `forward` costs no more than a pass over memory: a container then saves the input of `recompute` instead
-    of the result."""
+    """Whether `forward` takes no longer than a pass over memory. A container then saves the input of `recompute`
+    instead of the result."""
     collective: bool = False
-    """Whether the layer calls collectives over `env.mesh.data`: all ranks of that axis must run it equally often."""
+    """Whether the layer calls collectives over `env.mesh.data`; all ranks of that axis must run it equally often."""
     takes_ghosts: bool = False
-    """Whether the layer gets the ghost cells of its part of a field, and reads them or passes them on, as all
-    elementwise layers do; other layers get the part without ghost cells."""
+    """Whether the layer gets its part of a field with ghost cells, and reads them or passes them on, as all elementwise
+    layers do. Other layers get the part without ghost cells."""
 
     acts_on: str = "sample"
-    """The smallest piece that can be computed separately: "sample" (dim 0), "position" (dims 0 and 1) or "element".
-    Layers that act on positions can run on a part of a sequence, those that act on elements also on a part of the
-    features."""
+    """The smallest piece of the input that can be computed separately: "sample" (dim 0), "position" (dims 0 and 1) or
+    "element". Layers that act on positions can run on a part of a sequence; layers that act on elements can also run on
+    a part of the features."""
 
     fields: bool = False
     """Whether each rank may run the layer unchanged on its part of a field, (samples, channels, *cells)."""
 
     looks_up: bool = False
-    """Whether the layer only takes rows of its weights, as an embedding does: pipelines count that as no work."""
+    """Whether the layer only looks up rows of its weights, as an embedding does; pipelines count it as no work."""
 
     caches: bool | None = None
-    """Whether the layer can process a text piece by piece with `env.cache`; None: containers ask their children, other
-    layers can if `acts_on` is "position" or "element"."""
+    """Whether the layer can process a text piece by piece with `env.cache`. None: a container can if all its children
+    can; any other layer can if `acts_on` is "position" or "element"."""
 
     takes: str | tuple[str, ...] = "numbers"
-    """The dtype in which the layer gets integers and bools from the model's inputs: "numbers", the model's dtype;
-    "indices", int32 or int64; "given", unchanged; "passed", as the reader of its result takes them. One word, or one
-    per input."""
+    """The dtype in which the layer gets integer and boolean inputs of the model: "numbers", the model's dtype;
+    "indices", int32 or int64; "given", unchanged; "passed", the dtype that the readers of its result take. One word for
+    all inputs, or a tuple with one word per input."""
 
     kernel_names: tuple[str, ...] = ()
-    """Names of the kernels that the layer runs (`fsdpx.core.array.kernels`), without those of children; they are
+    """Names of the kernels (`fsdpx.core.array.kernels`) that the layer itself runs, without its children. They are
     compiled before the first step."""
 
     plan: Mapping[str, Any] = {}
-    """The layer's own tensor plan: the name of a child, or "" for the layer itself -> its mark (`ColumnParallel`,
-    `RowParallel`, `VocabParallel`, or `LayerDefault` for a layer that handles sharding in `shard_over_ranks`)."""
+    """The layer's own tensor plan: name of a child, or "" for the layer itself -> its mark (`ColumnParallel`,
+    `RowParallel`, `VocabParallel`, or `LayerDefault` for a layer that implements its sharding in
+    `shard_over_ranks`)."""
 
     routes: bool = False
-    """Whether the layer routes positions to parts of itself (experts), and counts them in `env.mesh.counters`."""
+    """Whether the layer routes positions to experts, and counts the choices in `env.mesh.counters`."""
 
     given_values: GivenValues | None = None
-    """Initial values of the parameters made by another library, where they may differ between ranks."""
+    """Initial values of the parameters that another library created, and that may differ between ranks."""
 
     aliases: ClassVar[Mapping[str, str | None]] = {}
-    """Parameter names of other libraries -> names in `specs`; None: the parameter is not needed here."""
+    """Parameter name in another library -> name in `specs`; None: the parameter is not needed."""
 
     def __init_subclass__(cls) -> None:
         wrap_constructor_with_argument_check(cls)
 
     def specs(self) -> dict[str, ParameterSpec]:
-        """Return the `ParameterSpec` of every parameter by name, including those of children under dotted names."""
+        """Return the `ParameterSpec` of every parameter by name; parameters of children have dotted names."""
         return {}
 
     def children(self) -> dict[str, Layer]:
-        """Return the layers inside this one by name."""
+        """Return the child layers by name."""
         return {}
 
     def recompute(self, env: LayerContext, p: Params, saved: Any) -> Array:
-        """Return the result of `forward` once more, from its saved values; required for layers that are `cheap`.
+        """Compute the result of `forward` again from its saved values; `cheap` layers must define this.
 
         Parameters
         ----------
         env : array namespace, mesh, random numbers and training mode
         p : parameters by name
-        saved : second result of `forward`
+        saved : the second result of `forward`
 
         Returns
         -------
@@ -400,7 +404,7 @@ class Layer(ABC):
         Returns
         -------
         (y, saved)
-            y is the result, or a tuple of `n_outputs` results; saved is a tuple of references to arrays, not of copies
+            y is the result, or a tuple of `n_outputs` results; saved is a tuple of references to arrays, not copies
 
         Raises
         ------
@@ -409,18 +413,19 @@ class Layer(ABC):
         """
 
     def forward_shape_only(self, env: LayerContext, p: Params, x: Any) -> Any:
-        """Return the result of `forward` on shape-only arrays. Override it if it is known without running `forward`.
+        """Return the result of `forward` on shape-only arrays. Override this if the shape is known without running
+        `forward`.
 
         Parameters
         ----------
-        env : its namespace is that of shape-only arrays
+        env : context whose array namespace is that of shape-only arrays
         p : shape-only parameters by name
         x : the shape-only input, or a tuple of inputs
 
         Returns
         -------
         array
-            shape-only, as y of `forward`
+            the first result of `forward`, as a shape-only array
 
         Raises
         ------
@@ -449,12 +454,12 @@ class Layer(ABC):
         Returns
         -------
         (dx, kept)
-            dx is a tuple for several inputs, with None for an input of integers, which has no gradient; kept is passed
-            to `backward_params`
+            dx is the gradient of the input, or a tuple of gradients for several inputs, with None for integer inputs,
+            which have no gradient; kept is passed to `backward_params`
         """
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
-        """Add the gradients of the parameters into `g`.
+        """Add the gradients of the parameters to `g`.
 
         Parameters
         ----------
@@ -466,7 +471,7 @@ class Layer(ABC):
             raise ConfigError(f"{self!r} has parameters ({', '.join(g)}) but does not define backward_params")
 
     def backward(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Any) -> Any:
-        """Run `backward_input` and `backward_params`. Override it if both together cost less.
+        """Run `backward_input` and `backward_params`. Override this if the two together can be computed faster.
 
         Parameters
         ----------
@@ -479,7 +484,7 @@ class Layer(ABC):
         Returns
         -------
         array
-            dx, the gradient of the input; a tuple for several inputs
+            dx, the gradient of the input, or a tuple of gradients for several inputs
         """
         dx, kept = self.backward_input(env, p, saved, dy)
         if g:
@@ -487,9 +492,9 @@ class Layer(ABC):
         return dx
 
     def backward_leaf(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Any) -> None:
-        """Run `backward` where dx is not needed, because x depends only on data and frozen parameters.
+        """Run `backward` without returning dx, which is not needed if x depends only on data and frozen parameters.
 
-        Override it if dx is expensive.
+        Override this if computing dx is expensive.
 
         Parameters
         ----------
@@ -504,8 +509,9 @@ class Layer(ABC):
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
         """Return the layer that each rank of a tensor axis runs instead of this one, given the sharding of its inputs.
 
-        By default it is the layer itself, on the rank's part of the inputs: all, some samples, or what `acts_on`
-        allows. A layer that can do more overrides this along with its `forward`, and calls it for all other requests.
+        By default, this is the layer itself, which runs on the rank's part of the inputs: the full inputs, some of the
+        samples, or a part that `acts_on` allows. A layer that supports more overrides this method, and calls the base
+        method for all other requests.
 
         Parameters
         ----------
@@ -514,12 +520,13 @@ class Layer(ABC):
         Returns
         -------
         ShardedLayer
-            the layer, the sharding of its result, and its parameters with a partial gradient
+            the layer, the sharding of its result, and the names of parameters of whose gradient each rank computes a
+            summand
 
         Raises
         ------
         ConfigError
-            for inputs or a mark that the layer does not support
+            if the layer does not support the sharding of the inputs, or the mark
         """
         request.require_no_mark(self)
         kind, location = request.require_same_kind(self), f"{request.path!r} {self!r}"
@@ -549,12 +556,12 @@ class Layer(ABC):
         raise ConfigError(f"{location} reads {kind}, {reason}: {remedy}")
 
     def needs_full_input(self, input_index: int, mark: Any) -> bool:
-        """Return whether an input must not be sharded along the sequence before this layer reads it.
+        """Return whether the layer needs an input in full, not sharded along the sequence.
 
         Parameters
         ----------
         input_index : index of the input
-        mark : the plan's mark for the layer; None: it has none
+        mark : the plan's mark for the layer; None: the layer has no mark
 
         Returns
         -------
@@ -564,8 +571,8 @@ class Layer(ABC):
         return False
 
     def __call__(self, *x: Any) -> Any:
-        """Record a call of the layer on values inside `Composite.compose`, and return its result; a trainer runs layers
-        on arrays."""
+        """Record a call of the layer on symbolic values inside `Composite.compose`, and return the symbolic result. To
+        run layers on arrays, use a trainer."""
         tracing = next((value.tracing for value in x if hasattr(value, "tracing")), None)
         if tracing is None:
             raise ConfigError(
@@ -581,13 +588,14 @@ class Layer(ABC):
 
 
 def find_sequence_length(inputs: Iterable[Array]) -> int | None:
-    """Return `LayerContext.time` for a model's inputs: the size of dim 1 that all of them have; None if they differ."""
+    """Return the size of dim 1 if all of a model's inputs have the same, for `LayerContext.time`; else None."""
     lengths = {x.shape[1] if len(x.shape) > 1 else None for x in inputs}
     return lengths.pop() if len(lengths) == 1 else None
 
 
 def list_kernels(layer: Layer) -> tuple[str, ...]:
-    """Return the names of the kernels that a layer and those inside it run, each once, in a fixed order."""
+    """Return the names of the kernels that a layer and the layers inside it run, without duplicates, in a fixed
+    order."""
     names: dict[str, None] = {}
     seen: set[int] = set()
 
@@ -603,24 +611,24 @@ def list_kernels(layer: Layer) -> tuple[str, ...]:
 
 
 def join_path(path: str, name: str) -> str:
-    """Return the path of `name` below `path`; the root's path is empty."""
+    """Return the dotted path of `name` below `path`; the path of the root is empty."""
     return f"{path}.{name}" if path and name else path or name
 
 
 def iterate_layers(layer: Layer, path: str = "") -> Iterator[tuple[str, Layer]]:
-    """Yield every layer with its dotted path; that of the model itself is empty."""
+    """Yield a layer and all layers inside it as (dotted path, layer)."""
     yield path, layer
     for name, child in layer.children().items():
         yield from iterate_layers(child, join_path(path, name))
 
 
 def collect_specs(children: Iterable[tuple[str, Layer]]) -> dict[str, ParameterSpec]:
-    """Return the specs of all `children`, each name preceded by its child's."""
+    """Return the specs of all children, with each parameter name prefixed by the name of its child."""
     return {join_path(name, leaf): spec for name, layer in children for leaf, spec in layer.specs().items()}
 
 
 class Parameters(dict[str, Array]):
-    """Parameters by name that do not change, so that their grouping by child is cached."""
+    """Parameters by name. The set of names does not change, so that the grouping by child can be cached."""
 
     _branches: tuple[Mapping[str, str], Mapping[str, Params]] | None = None
 
@@ -632,10 +640,10 @@ class Parameters(dict[str, Array]):
 
 
 def group_by_child(arrays: Params, ties: Mapping[str, str] = NO_TIES) -> Mapping[str, Params]:
-    """Return arrays grouped by the first part of their dotted names: `{"attn.qkv.weight": a}` -> `{"attn":
-    {"qkv.weight": a}}`.
+    """Return arrays grouped by the first part of their dotted names: `{"attn.qkv.weight": a}` becomes
+    `{"attn": {"qkv.weight": a}}`.
 
-    ties: alias -> name of parameters that have two names."""
+    ties: alias -> name of tied parameters."""
     if isinstance(arrays, Gradients | Parameters):
         return arrays.group_by_child(ties)
     aliases = {alias: arrays[name] for alias, name in ties.items() if name in arrays}
@@ -647,9 +655,10 @@ def group_by_child(arrays: Params, ties: Mapping[str, str] = NO_TIES) -> Mapping
 
 
 def format_constructor(thing: Any) -> str:
-    """Return `Linear(64, 128, bias=False)`, from the constructor's signature and the attributes of these names.
+    """Return a text such as `Linear(64, 128, bias=False)`, from the constructor's signature and the attributes with the
+    names of its arguments.
 
-    If an argument has no attribute, the layers inside are listed, too, since they may depend on it."""
+    If an argument has no attribute, the child layers are listed as well, because they may depend on it."""
     words, inside = [], {}
     kind: Any = type(thing)
     for name, argument in _list_init_parameters(kind).items():
@@ -666,7 +675,8 @@ def format_constructor(thing: Any) -> str:
 
 
 def store_init_args(thing: Any, given: Mapping[str, Any]) -> None:
-    """Store the arguments of a constructor, its `locals()`, as attributes of these names, for `format_constructor`."""
+    """Store the arguments of a constructor as attributes with the same names, for `format_constructor`. given: the
+    constructor's `locals()`."""
     kind: Any = type(thing)
     vars(thing).update({name: given[name] for name in _list_init_parameters(kind)})
 

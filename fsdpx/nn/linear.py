@@ -1,4 +1,4 @@
-"""Linear layers: replicated, or sharded over the tensor axis."""
+"""Linear layers, replicated or sharded over the tensor axis."""
 
 from __future__ import annotations
 
@@ -50,8 +50,9 @@ class Linear(Layer):
 
     Parameters
     ----------
-    in_features, out_features : size of the last dim of the input and of the result; `weight (out, in)`
-    bias : whether there is a `bias (out_features,)`
+    in_features, out_features : sizes of the last dims of the input and the result; `weight` is (out_features,
+        in_features)
+    bias : whether the layer has a `bias (out_features,)`
     init : initializer of `weight`; None: U(-k, k) with k = 1/sqrt(in_features), as in PyTorch
     bias_init : initializer of `bias`; None: the same distribution
     """
@@ -130,12 +131,14 @@ class Linear(Layer):
         return ShardedLayer(new, outside, partial)
 
     def _make_column_parallel(self, **options: Any) -> tuple[Layer, tuple[str, ...]]:
-        """Return this layer as a column-parallel layer, and the names of its parameters whose gradient is partial."""
+        """Return the column-parallel version of this layer, and the names of the parameters of whose gradients each
+        rank computes a summand."""
         size = (self.in_features, self.out_features, self.bias)
         return ColumnParallelLinear(*size, **options, init=self.init, bias_init=self.bias_init), ()
 
     def _make_row_parallel(self, sequence: bool, grain: int) -> tuple[Layer, tuple[str, ...]]:
-        """Return this layer as a row-parallel layer, and the names of its parameters whose gradient is partial."""
+        """Return the row-parallel version of this layer, and the names of the parameters of whose gradients each rank
+        computes a summand."""
         size = (self.in_features, self.out_features, self.bias, sequence, grain)
         partial = ("bias",) if sequence and self.bias else ()
         return RowParallelLinear(*size, init=self.init, bias_init=self.bias_init), partial
@@ -159,7 +162,7 @@ class Linear(Layer):
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         bias = p["bias"] if self.bias else None
-        if x.ndim == 2 and x.shape[1] == self.in_features:  # skips the reshapes, whose time shows in small layers
+        if x.ndim == 2 and x.shape[1] == self.in_features:  # avoids reshapes, which slow down small layers
             return linear_forward(env.xp, x, p["weight"], bias), (x,)
         require_last_dim(self, x, self.in_features)
         return linear_forward(env.xp, as_rows(x), p["weight"], bias).reshape(*x.shape[:-1], self.out_features), (x,)
@@ -184,13 +187,13 @@ class Linear(Layer):
 
 
 class ShardedLinear(Layer):
-    """The base class of ColumnParallelLinear and RowParallelLinear: the options of the Linear that they compute, and
-    its partition.
+    """The base class of ColumnParallelLinear and RowParallelLinear, with the options of the full Linear and its
+    sharding.
 
-    They are the pair of Megatron-LM (Shoeybi et al. 2019): between a ColumnParallelLinear and the RowParallelLinear
-    that follows it, activations are sharded along the features and nothing is communicated. With `sequence`,
-    activations outside the pair are sharded along dim 1 (Korthikanti et al. 2022). Bytes that one rank sends, n = bytes
-    of the activation outside, N = size of the axis:
+    The two are the pair of Megatron-LM (Shoeybi et al. 2019): between a ColumnParallelLinear and the following
+    RowParallelLinear, activations are sharded along the features, and nothing is communicated. With `sequence`,
+    activations outside of the pair are sharded along dim 1 (Korthikanti et al. 2022). The bytes that each rank sends,
+    where n is the bytes of the full activation outside of the pair and N the size of the axis:
 
                                   forward          backward
         ColumnParallelLinear              0                2n(N-1)/N
@@ -210,27 +213,28 @@ class ShardedLinear(Layer):
         cut.count_grains((linear.out_features, linear.in_features))
 
     def _multiply_shard(self, env: LayerContext, p: Params, x: Array, bias: Array | None) -> Array:
-        """Return the product with this rank's part of the weight, as rows: a part of the result, or a summand of it."""
+        """Return the product of x with this rank's shard of the weight, as rows. It is a part of the result
+        (column-parallel) or a summand of it (row-parallel)."""
         return linear_forward(env.xp, as_rows(x), p["weight"], bias)
 
     def _compute_input_gradient_rows(self, env: LayerContext, p: Params, dy: Array) -> Array:
-        """Return this rank's contribution to the input gradient as rows: a summand (column-parallel) or a part
-        (row-parallel)."""
+        """Return this rank's contribution to the input gradient, as rows. It is a summand of the gradient
+        (column-parallel) or a part of it (row-parallel)."""
         return matmul_in_dtype(env.xp, as_rows(dy), p["weight"])
 
 
 class ColumnParallelLinear(ShardedLinear):
-    """Column-parallel `Linear`: `(samples, ..., in_features)` -> this rank's part of `out_features`.
+    """Column-parallel `Linear`: `(samples, ..., in_features)` -> `(samples, ..., this rank's part of out_features)`.
 
     `weight` and `bias` are those of `Linear`, sharded along dim 0. Backward all-reduces the gradient of the input while
-    it computes that of the weight.
+    it computes the gradient of the weight.
 
     Parameters
     ----------
-    in_features, out_features, bias, init, bias_init : of the full layer, as in `Linear`
-    gather_output : all-gather the result, so that every rank has all of it; needs blocks = grain = 1
-    sequence : the input is sharded along dim 1; it is gathered for the product, and again in backward
-    blocks, grain : partition of `out_features`, see `ShardSpec`
+    in_features, out_features, bias, init, bias_init : arguments of the full layer, as in `Linear`
+    gather_output : whether to all-gather the result, so that every rank has it in full; needs blocks = grain = 1
+    sequence : whether the input is sharded along dim 1; it is then all-gathered for the product, and again in backward
+    blocks, grain : sharding of `out_features`, see `ShardSpec`
     """
 
     def __init__(
@@ -258,19 +262,18 @@ class ColumnParallelLinear(ShardedLinear):
         return {name: replace(spec, cut=self._cut) for name, spec in self._linear.specs().items()}
 
     def forward_without_bias(self, env: LayerContext, p: Params, x: Array) -> Array:
-        """Return this rank's part of x weight^T, without the bias. Collective if the input is sharded along the
-        sequence.
+        """Return this rank's part of x weight^T, without the bias. Collective if `sequence`.
 
         Parameters
         ----------
         env : array namespace and mesh
-        p : this rank's parameters
-        x : input, (samples, ..., in_features), this rank's positions if `sequence`
+        p : this rank's shards of the parameters
+        x : input, (samples, ..., in_features), with only this rank's positions if `sequence`
 
         Returns
         -------
         array
-            (samples, ..., features of this rank), all positions
+            (samples, ..., features of this rank), with all positions
         """
         x = self._all_gather_input(env, x)
         return self._multiply_shard(env, p, x, None).reshape(*x.shape[:-1], p["weight"].shape[0])
@@ -316,7 +319,7 @@ class ColumnParallelLinear(ShardedLinear):
         return collectives.all_gather_dim(env.xp, env.mesh.tensor, x, 1, env.time, what=make_call_label(env, "input"))
 
     def _take_gradient_shard(self, env: LayerContext, dy: Array) -> Array:
-        """Return the gradient of the features that this rank computed."""
+        """Return the part of the gradient that belongs to this rank's features."""
         return collectives.take_shard(env.xp, env.mesh.tensor, dy, -1) if self.gather_output else dy
 
     def _start_reducing_input_gradient(self, env: LayerContext, p: Params, dy: Array) -> collectives.PendingCollective:
@@ -328,16 +331,16 @@ class ColumnParallelLinear(ShardedLinear):
 
 
 class RowParallelLinear(ShardedLinear):
-    """Row-parallel `Linear`: this rank's part of `in_features` -> `(samples, ..., out_features)`.
+    """Row-parallel `Linear`: `(samples, ..., this rank's part of in_features)` -> `(samples, ..., out_features)`.
 
-    `weight` is that of `Linear`, sharded along dim 1; every rank holds the whole `bias`, which is added after the sum
+    `weight` is that of `Linear`, sharded along dim 1. Every rank holds the full `bias`, which is added after the sum
     over the axis.
 
     Parameters
     ----------
-    in_features, out_features, bias, init, bias_init : of the full layer, as in `Linear`
-    sequence : reduce-scatter the sum along dim 1; the gradient of `bias` is then partial
-    grain : elements of `in_features` that stay on one rank, see `ShardSpec`
+    in_features, out_features, bias, init, bias_init : arguments of the full layer, as in `Linear`
+    sequence : whether to shard the result along dim 1; each rank then computes a summand of the gradient of `bias`
+    grain : number of consecutive elements of `in_features` that stay on one rank, see `ShardSpec`
     """
 
     def __init__(
@@ -400,8 +403,8 @@ class RowParallelLinear(ShardedLinear):
 
 
 def _add_gradients(env: LayerContext, g: Params, dy: Array, x: Array) -> None:
-    """Call `add_linear_gradients`, or add only the bias gradient if `x` was not gathered because the weight is
-    frozen."""
+    """Add the gradients of weight and bias. If the weight is frozen, `x` was not gathered, and only the gradient of the
+    bias is added."""
     if x.shape[:-1] == dy.shape[:-1]:
         add_linear_gradients(env.xp, g, as_rows(dy), as_rows(x))
     elif "bias" in g:
@@ -409,13 +412,13 @@ def _add_gradients(env: LayerContext, g: Params, dy: Array, x: Array) -> None:
 
 
 def make_call_label(env: LayerContext, thing: str) -> str:
-    """Return the label of a communication call for error messages: the layer's path and the name of the array."""
+    """Return the label of a communication call for errors: the path of the layer, and what is communicated."""
     return f"{env.random.path} {thing}" if env.random.path else thing
 
 
 def require_known_length(env: LayerContext, x: Array, what: str) -> None:
-    """Raise ShapeError unless each rank can derive the partition of the full `x` along dim 1 from its part: from
-    `env.time`, or because the parts are equal."""
+    """Raise ShapeError unless ranks can derive the length of the full sequence from their parts of `x` along dim 1: it
+    is `env.time`, or the parts are equal."""
     if env.time is None:
         collectives.require_divisible_dim(x.shape, 1, env.mesh.tensor.size, what)
     assert env.time in (None, x.shape[1]), f"{what}: a sequence of {x.shape[1]}, not {env.time}"

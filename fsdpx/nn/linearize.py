@@ -1,4 +1,4 @@
-"""Linearization: a model as a list of its leaf layers in execution order, from which the program is compiled."""
+"""Linearization: converts a model to a list of its leaf layers in execution order, from which programs are compiled."""
 
 import threading
 from collections import defaultdict
@@ -42,8 +42,8 @@ TAKES_WORDS = {"numbers", "indices", "given"}
 
 
 class OneRank:
-    """A mesh of one rank, which is also the ranks along each of its axes. On shape-only arrays an all-reduce changes
-    nothing."""
+    """A mesh of one rank, which also represents each of its axes. Its all-reduce changes nothing, because arrays are
+    shape-only."""
 
     rank, size, counters = 0, 1, None
 
@@ -68,9 +68,9 @@ class Node:
     Parameters
     ----------
     path : dotted path of the layer; its parameters are named `path.name`
-    layer : a layer that is not opened
-    inputs : numbers of the values that it reads
-    output : number of the value that it returns
+    layer : a leaf layer, or a container that is one unit
+    inputs : numbers of the values that the layer reads
+    output : number of the value that the layer returns
     """
 
     path: str
@@ -81,7 +81,7 @@ class Node:
 
 @dataclass(frozen=True)
 class LayerList:
-    """The leaves in execution order over numbered values: first the model's inputs, then one value per node.
+    """The leaves of a model in execution order. Values are numbered: first the model's inputs, then one value per node.
 
     Parameters
     ----------
@@ -89,8 +89,8 @@ class LayerList:
     inputs : names of the model's inputs
     outputs : numbers of the values that the model returns
     ties : alias -> canonical name of tied parameters
-    frozen : canonical names of parameters that containers freeze
-    initial : initializers by canonical name, where a container overrides them
+    frozen : canonical names of the parameters that containers freeze
+    initial : initializers with which containers override those of layers, by canonical name
     takes : the dtype word of each input, see `Layer.takes`
     """
 
@@ -104,10 +104,10 @@ class LayerList:
 
 
 def linearize(model: Layer, at: str = "", units: bool = False) -> LayerList:
-    """Return the leaves of `model`: every container that is not a `unit` is opened; a single layer is a node with path
-    "".
+    """Return the leaves of `model`. Containers are replaced by their children, unless they are a `unit`; a model that
+    is a single layer becomes one node with the path "".
 
-    at: the path of `model`. units: open units as well."""
+    at: path of `model`. units: whether units are replaced by their children as well."""
     inputs = list_input_names(model)
     nodes: list[Node] = []
     ties: dict[str, str] = {}
@@ -136,10 +136,10 @@ def linearize(model: Layer, at: str = "", units: bool = False) -> LayerList:
 
 
 def resolve_dtype_words(layer: Layer, count: int, wanted: Sequence[frozenset[str]]) -> list[frozenset[str]]:
-    """Return the words of `Layer.takes` for each of a layer's `count` inputs; several per input if layers of a
-    container differ.
+    """Return the dtype words of `Layer.takes` for each of a layer's `count` inputs. An input of a container has several
+    words if the layers that read it differ.
 
-    wanted: the words for each of its results."""
+    wanted: the dtype words for each result of the layer."""
     if isinstance(layer, Container):
         wants = _resolve_container_words(layer, wanted)
         return [wants[name] for name in layer.inputs]
@@ -159,9 +159,9 @@ def _resolve_words(
     outputs: Sequence[Any],
     wanted: Sequence[frozenset[str]] = (),
 ) -> dict[Any, frozenset[str]]:
-    """Return the words of `Layer.takes` for each value.
+    """Return the dtype words of `Layer.takes` for each value.
 
-    steps: (layer, values read, values returned), from the last layer to the first. wanted: the words for each
+    steps: (layer, values read, values returned), from the last layer to the first. wanted: the dtype words for each
     output."""
     wants: dict[Any, frozenset[str]] = defaultdict(frozenset)
     for name, words in zip(outputs, wanted or [NUMBERS] * len(outputs), strict=True):
@@ -179,7 +179,8 @@ def _choose_dtype_word(words: frozenset[str]) -> str:
 
 
 class AsNumbers(Layer):
-    """Casts integers to the dtype in which the model computes, where other layers take the same value as indices."""
+    """Casts integers to the dtype in which the model computes. It precedes a layer that takes numbers, where another
+    layer takes the same value as indices."""
 
     takes, acts_on = "given", "element"
 
@@ -194,7 +195,8 @@ class AsNumbers(Layer):
 
 
 def insert_number_casts(model: Layer, dtype: Any) -> Layer:
-    """Return `model` with casts before layers that take numbers from an input that other layers take as indices."""
+    """Return `model` with casts inserted before layers that take an input as numbers, if other layers take the same
+    input as indices."""
     if not isinstance(model, Container):
         return model
     wanted = [NUMBERS] * len(model.outputs)
@@ -206,8 +208,8 @@ def insert_number_casts(model: Layer, dtype: Any) -> Layer:
 def _insert_casts_in_container(
     layer: Container, whole: set[str], wanted: Sequence[frozenset[str]], dtype: Any
 ) -> tuple[Container, list[bool]]:
-    """Return a container with casts inserted, and which of its outputs are integers. whole: names of the values that
-    are integers."""
+    """Return the container with casts inserted, and for each of its outputs whether it is integers. whole: names of the
+    values that are integers, extended in place."""
     wants, numbered_names, steps = _resolve_container_words(layer, wanted), dict[str, str](), list[ChildCall]()
     for step in layer.steps:
         inner, below, sources = step.layer, [wants[name] for name in step.gives], list(step.sources)
@@ -232,8 +234,8 @@ def _insert_casts_in_container(
 
 
 def parameter_specs(model: LayerList) -> dict[str, ParameterSpec]:
-    """Return `ParameterSpec` by canonical dotted name, in execution order, without aliases; frozen parameters are not
-    trainable."""
+    """Return the `ParameterSpec` of every parameter by canonical dotted name, in execution order, without aliases.
+    Specs of frozen parameters are not trainable."""
     specs = {}
     for node in model.nodes:
         for name, spec in node.layer.specs().items():
@@ -248,11 +250,12 @@ def parameter_specs(model: LayerList) -> dict[str, ParameterSpec]:
 def output_shapes(
     model: LayerList, inputs: Sequence[Any], dtype: Any = "float32", axes: LayerAxes | None = None
 ) -> list[Any]:
-    """Return the shape-only outputs of a model, as this rank holds them, from one shape-only array per input.
+    """Return the outputs of a model on this rank as shape-only arrays. inputs: one shape-only array per input.
 
-    dtype: of the parameters. axes: the connected mesh of this rank, for models sharded over a tensor axis; None: one
-    rank. Raises ShapeError with the path of the layer that does not fit, its inputs and their sources, and the shape
-    that it needs; ConfigError with the path of a layer that calls numpy directly, or returns another dtype."""
+    dtype: dtype of the parameters. axes: the connected mesh of this rank, for models that are sharded over a tensor
+    axis; None: one rank. Raises ShapeError if an input of a layer does not fit; the error contains the path of the
+    layer, its inputs and their sources, and the shape that it needs. Raises ConfigError, with the path of the layer, if
+    a layer calls numpy directly or returns another dtype."""
     values = value_shapes(model, inputs, dtype, axes=axes)
     return [values[i] for i in model.outputs]
 
@@ -264,8 +267,8 @@ def value_shapes(
     training: bool = True,
     axes: LayerAxes | None = None,
 ) -> list[Any]:
-    """Return the shape-only arrays of all values of a model, in their numbering. Arguments and errors as in
-    `output_shapes`."""
+    """Return all values of a model as shape-only arrays, in the order of their numbers. Arguments and errors are those
+    of `output_shapes`."""
     if len(inputs) != len(model.inputs):
         raise ShapeError(f"the model takes {len(model.inputs)} inputs ({', '.join(model.inputs)}), got {len(inputs)}")
     axes, real = axes or OneRank(), parse_dtype(dtype) if isinstance(dtype, str) else dtype
@@ -282,7 +285,7 @@ def _infer_shapes(model: LayerList, inputs: Sequence[Any], real: Any, training: 
     values, known = list(inputs), dict[Any, tuple[Any, Any]]()
     for node in model.nodes:
         key = (id(node.layer), *((values[i].shape, values[i].dtype) for i in node.inputs))
-        if key in known:  # the same layer was run with the same shapes
+        if key in known:  # the same layer has run with the same shapes
             values.append(xp.ShapeArray(*known[key]))
             continue
         p = {
@@ -296,7 +299,7 @@ def _infer_shapes(model: LayerList, inputs: Sequence[Any], real: Any, training: 
             hint = f". As indices: {TAKES}" if isinstance(error, IndexError) else ""
             raise ShapeError(_describe_misfit(model, node, values, error) + hint) from error
         if wrong:
-            if isinstance(node.layer, Container):  # find the layer inside that causes it, for the error
+            if isinstance(node.layer, Container):  # for the error, find the layer inside that causes it
                 value_shapes(linearize(node.layer, node.path, units=True), x, real, training, axes)
             raise ConfigError(f"layer {node.path!r} {node.layer!r} {wrong}") from cause
         if isinstance(y, xp.ShapeArray):
@@ -308,8 +311,8 @@ def _infer_shapes(model: LayerList, inputs: Sequence[Any], real: Any, training: 
 def _run_node_on_shapes(
     env: LayerContext, node: Node, p: Params, x: Sequence[Any], dtype: Any
 ) -> tuple[Any, str, Exception | None]:
-    """Run a node on shape-only arrays, and return its result, the problem found ("" if none), and the exception behind
-    it."""
+    """Run a node on shape-only arrays. Return its result, a description of the problem ("" if there is none), and the
+    exception that caused the problem."""
     try:
         y = node.layer.forward_shape_only(env.child(node.path), p, x[0] if len(x) == 1 else tuple(x))
     except Exception as error:
@@ -343,12 +346,12 @@ UNKNOWN = "write it with functions that they know, or give env.xp.empty of the s
 
 
 def is_missing_function_error(error: Exception) -> bool:
-    """Return whether an exception says that shape-only arrays lack a function."""
+    """Return whether an exception was raised because the namespace of shape-only arrays lacks a function."""
     return isinstance(error, AttributeError) and getattr(error.obj, "holds_no_data", False) is True
 
 
 def is_numpy_call_error(error: Exception) -> bool:
-    """Return whether an exception came from a NumPy function that was given a shape-only array."""
+    """Return whether an exception was raised because a NumPy function was called on a shape-only array."""
     return isinstance(error, TypeError) and "ShapeArray" in str(error)
 
 
@@ -365,8 +368,8 @@ def _describe_value_source(model: LayerList, value: int) -> str:
 
 
 class _MemoizedResults(threading.local):
-    """The memoized results of this thread: key -> the result, and objects that must stay alive because their ids are in
-    the key."""
+    """The memoized results of this thread: key -> (result, objects that must stay alive because their ids are part of
+    the key)."""
 
     results: dict[Any, tuple[Any, list[Any]]] | None = None
 
@@ -376,8 +379,8 @@ _kept = _MemoizedResults()
 
 @contextmanager
 def memoizing() -> Iterator[None]:
-    """Memoize results of `memoize` inside the block, for several dry runs of one model that would repeat the same
-    work."""
+    """Inside the context, let `memoize` store its results. This saves repeated work if one model has several dry
+    runs."""
     before = _kept.results
     _kept.results = {} if before is None else before
     try:
@@ -387,10 +390,11 @@ def memoizing() -> Iterator[None]:
 
 
 def memoize(key: tuple[Any, ...], find: Callable[[], T]) -> T:
-    """Return `find()`, or the memoized result for an equal key inside `memoizing`. Nothing may change the result.
+    """Return `find()`. Inside `memoizing`, return the memoized result if there is one for an equal key. Callers must
+    not change the result.
 
-    key: everything that the result depends on; shape-only arrays are compared by shape and dtype, other objects, such
-    as models, by identity."""
+    key: everything on which the result depends. Shape-only arrays are compared by shape and dtype, and other objects,
+    such as models, by identity."""
     if _kept.results is None:
         return find()
     held: list[Any] = []

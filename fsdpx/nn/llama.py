@@ -1,4 +1,4 @@
-"""Llama (Touvron et al. 2023), and models with the same structure."""
+"""Llama (Touvron et al. 2023) and models with the same structure."""
 
 from __future__ import annotations
 
@@ -26,37 +26,39 @@ __all__ = ["Llama"]
 class Llama(Container):
     """Tokens `(samples, time)` -> logits `(samples, time, vocab)`.
 
-    Children: "embed" (`embed.weight`), "blocks.0" ..., "norm", "head" (Linear without bias). A block has
-    `norm1.weight`, `attn.q.weight`, `attn.k.weight`, `attn.v.weight`, `attn.out.weight`, `norm2.weight`,
-    `mlp.gate.weight`, `mlp.up.weight` and `mlp.down.weight`. Initial weights are N(0, 0.02), those that end in a
-    residual sum N(0, 0.02 / sqrt(2 n_layers)). The defaults are Llama's; options cover other models: Mistral `window`,
-    Mixtral `experts`, Qwen2 `qkv_bias`, Qwen3 `qk_norm`, Gemma `scale_embedding`, `unit_offset`, `activation` and
-    `tie`.
+    Children are "embed" (`embed.weight`), "blocks.0", "blocks.1", ..., "norm" and "head", a Linear without bias. A
+    block has `norm1.weight`, `attn.q.weight`, `attn.k.weight`, `attn.v.weight`, `attn.out.weight`, `norm2.weight`,
+    `mlp.gate.weight`, `mlp.up.weight` and `mlp.down.weight`. Initial weights are N(0, 0.02), or
+    N(0, 0.02 / sqrt(2 n_layers)) in the last Linear of a residual branch. The defaults are those of Llama. Other models
+    need options: Mistral `window`, Mixtral `experts`, Qwen2 `qkv_bias`, Qwen3 `qk_norm`, and Gemma `scale_embedding`,
+    `unit_offset`, `activation` and `tie`.
 
     Parameters
     ----------
-    vocab : tokens are integers in [0, vocab)
-    d_model : features between the blocks
-    n_layers : blocks
-    n_heads : heads of queries per block
-    seq_len : the time that the model is made for; longer inputs are computed as well: only `rope_scaling` depends on it
-    kv_heads : heads of keys and values, of which n_heads is a multiple; None: n_heads
-    d_head : features of a head; None: d_model / n_heads
-    hidden : features inside the MLP; None: 8 d_model / 3, with d_model / 3 rounded up
-    theta, rope_scaling : of the rotary positions, see `Rotary`
-    window : a position attends to itself and the window - 1 before it; None: to all before it
-    qk_norm : whether each head of queries and keys has an RMSNorm
-    qkv_bias, bias : whether queries, keys and values have biases; whether all Linear of the blocks have
-    activation : of the gate, "silu", "gelu", "gelu_new" or "gelu_pytorch_tanh"
-    eps : of the RMSNorm layers
+    vocab : number of tokens; tokens are integers in [0, vocab)
+    d_model : number of features between blocks
+    n_layers : number of blocks
+    n_heads : number of query heads per block
+    seq_len : sequence length for which the model is designed. Longer inputs also work; only `rope_scaling` depends on
+        seq_len
+    kv_heads : number of key and value heads, a divisor of n_heads; None: n_heads
+    d_head : number of features of a head; None: d_model / n_heads
+    hidden : number of features inside the MLP; None: 8 d_model / 3, with d_model / 3 rounded up
+    theta, rope_scaling : options of the rotary positions, see `Rotary`
+    window : number of positions to which a position attends: itself and the window - 1 positions before it; None: all
+        positions before it
+    qk_norm : whether an RMSNorm is applied to each query and key head
+    qkv_bias, bias : whether queries, keys and values have biases; whether all Linear layers of the blocks have biases
+    activation : activation of the gate: "silu", "gelu", "gelu_new" or "gelu_pytorch_tanh"
+    eps : `eps` of the RMSNorm layers
     tie : whether `head.weight` is `embed.weight`
     scale_embedding : whether rows of the embedding are multiplied by sqrt(d_model)
     unit_offset : whether RMSNorm layers multiply by 1 + weight
-    experts, active : the MLP of a block is a `MoE` of `experts`, of which `active` are used for each position; None:
-        one MLP
-    balance : with experts, the weight of each block's load-balancing loss, see `MoE`
-    segments : whether there is a second input, integers (samples, time): a position attends only to those with its own
-        number
+    experts, active : with experts, the MLP of a block is a `MoE` with this number of experts, of which `active` are
+        used for each position; None: a single MLP
+    balance : with experts, the weight of the load-balancing loss of each block, see `MoE`
+    segments : whether there is a second input, integers (samples, time); a position then attends only to positions with
+        the same number
     frozen : name patterns (fnmatch) of parameters that are not trained
     """
 

@@ -1,4 +1,5 @@
-"""Losses: each returns (total, weight) sums over samples, so that parts of a batch add up; the mean is their ratio."""
+"""Losses. Each returns (total, weight), two sums over samples that add up over parts of a batch. The mean loss is
+total / weight."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -27,26 +28,26 @@ __all__ = [
 
 
 class Loss(ABC):
-    """The base class of losses of an output `y` against a target: total / weight, a sum in float64 over the number of
-    its terms.
+    """The base class of losses, which compare the output `y` of a model with a target. The loss is total / weight,
+    where total is a sum in float64 and weight the number of its terms.
 
-    The weight of a part of a batch may be 0 (no samples, or all ignored): only the totals and weights of the whole
-    global batch are divided. A loss of your own defines `forward`, `backward` and `validate`.
+    A part of a batch may have weight 0, if it has no samples or all are ignored: only the totals and weights of the
+    full global batch are divided. Your own loss defines `forward`, `backward` and `validate`.
 
     Parameters
     ----------
     env : array namespace and mesh, see `LayerContext`
     y : the model's output; dim 0 is samples and may have size 0
-    target : the values that y is compared with; dim 0 is samples
+    target : the values with which y is compared; dim 0 is samples
     """
 
     kernel_names: tuple[str, ...] = ()
     """Names of the kernels that the loss runs; they are compiled before the first step."""
     partial: bool = False
-    """Whether (total, weight) is only this tensor rank's part; the full pair is then the sum over the tensor axis."""
+    """Whether (total, weight) covers only this tensor rank's part, so that it must be summed over the tensor axis."""
     acts_on: str = "sample"
     """The smallest piece that can be compared separately: "sample" (dim 0) or "position" (dims 0 and 1). A loss that
-    acts on positions works with a sharded sequence: totals and weights of parts along dim 1 add up."""
+    acts on positions works with sharded sequences, because totals and weights of parts along dim 1 add up."""
 
     def __init_subclass__(cls) -> None:
         wrap_constructor_with_argument_check(cls)
@@ -59,7 +60,7 @@ class Loss(ABC):
         ----------
         env : array namespace and mesh
         y : the model's output
-        target : the values that y is compared with
+        target : the values with which y is compared
 
         Returns
         -------
@@ -76,7 +77,7 @@ class Loss(ABC):
         ----------
         env : array namespace and mesh
         saved : third result of `forward`
-        seed : factor of the gradient; with 1 / global weight the result is the gradient of the mean
+        seed : factor of the gradient; for 1 / (weight of the global batch), the result is the gradient of the mean
 
         Returns
         -------
@@ -86,12 +87,12 @@ class Loss(ABC):
 
     @abstractmethod
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
-        """Raise DataError if a target cannot be compared with an output of this shape.
+        """Raise DataError if the target cannot be compared with an output of the given shape.
 
         Parameters
         ----------
-        shape : of the model's output on this rank
-        target : the values that the output is compared with
+        shape : shape of the model's output on this rank
+        target : the values with which the output is compared
 
         Raises
         ------
@@ -100,7 +101,7 @@ class Loss(ABC):
         """
 
     def bind_partition(self, parts: FieldPartition) -> "Loss":
-        """Return the loss to use on a field of which each rank holds one part; by default the loss itself.
+        """Return the loss to use if each rank holds one part of the output field; by default the loss itself.
 
         Parameters
         ----------
@@ -109,7 +110,7 @@ class Loss(ABC):
         Returns
         -------
         Loss
-            compares this rank's part of the output with its part of the target
+            a loss that compares this rank's part of the output with this rank's part of the target
         """
         return self
 
@@ -118,14 +119,15 @@ class Loss(ABC):
 
 
 class CrossEntropyLoss(Loss):
-    """-log softmax(y)[target]: y `(samples, ..., classes)`, target `(samples, ...)` of integers, as in PyTorch.
+    """-log softmax(y)[target] for y `(samples, ..., classes)` and integer targets `(samples, ...)`, as in PyTorch.
 
-    weight: the number of targets that are not ignored.
+    The weight is the number of targets that are not ignored.
 
     Parameters
     ----------
     ignore_index : targets with this value are left out of total and weight
-    label_smoothing : e in the distribution (1 - e) onehot + e / classes that y is compared with (Szegedy et al. 2015)
+    label_smoothing : y is compared with the distribution (1 - e) onehot + e / classes, where e is this number (Szegedy
+        et al. 2015)
     """
 
     acts_on = "position"
@@ -164,8 +166,8 @@ class CrossEntropyLoss(Loss):
 
 
 class _Elementwise(Loss):
-    """The base class of losses of one number per element: y and target have one shape; weight: the number of
-    elements."""
+    """The base class of losses with one term per element: y and target have equal shapes, and the weight is the number
+    of elements."""
 
     acts_on = "position"
 
@@ -174,12 +176,12 @@ class _Elementwise(Loss):
 
 
 class CellWeights:
-    """Weights in the loss of the cells of this rank's part of a field.
+    """Weights of cells in a loss, for this rank's part of a field.
 
     Parameters
     ----------
     owner : name of the loss, for errors
-    weights : (*cells) or (channels, *cells), numbers >= 0, or bools
+    weights : array (*cells) or (channels, *cells) of numbers >= 0, or bools
     """
 
     def __init__(self, owner: str, weights: Any) -> None:
@@ -191,11 +193,11 @@ class CellWeights:
             raise ConfigError(f"{owner}: weights must be numbers >= 0, or bools")
 
     def __repr__(self) -> str:
-        """Return the same text on all ranks, because they compare it."""
+        """Return a text that is the same on all ranks, because ranks compare it."""
         return "<an array>"
 
     def broadcast_to_output(self, env: LayerContext, y: Array) -> Array:
-        """Return the weights as an array that broadcasts to y of (samples, channels, *cells)."""
+        """Return the weights as an array that broadcasts to y (samples, channels, *cells). The array is cached."""
         key = "weights of cells", id(self), np.dtype(y.dtype).str
         if key not in env.constants:
             shape = (1,) * (y.ndim - self.array.ndim) + self.array.shape
@@ -214,11 +216,11 @@ class CellWeights:
 def compute_masked_error(
     env: LayerContext, y: Array, target: Array, weights: CellWeights | None, skipna: bool
 ) -> tuple[Array, Array, Array | None]:
-    """Return y - target, target, and the weight of each element, which broadcasts to y; weight None: all elements weigh
+    """Return y - target, the target, and the weights of elements, which broadcast to y; the weights are None if all are
     1.
 
-    Elements of weight 0 are set to 0 in the first two results, even where they were NaN. skipna: elements whose target
-    is NaN get weight 0."""
+    In the first two results, elements with weight 0 are set to 0, even if they were NaN. skipna: whether elements whose
+    target is NaN get weight 0."""
     xp = env.xp
     y, target = (a.astype(accumulation_dtype(y.dtype), copy=False) for a in (y, target))
     w = None if weights is None else weights.broadcast_to_output(env, y)
@@ -231,7 +233,8 @@ def compute_masked_error(
 
 
 class MSELoss(_Elementwise):
-    """(y - target)^2, summed; y and target have one shape; weight: the number of elements, or the sum of their weights.
+    """The sum of (y - target)^2 for y and target of equal shape. The weight is the number of elements, or the sum of
+    their weights.
 
     Parameters
     ----------
@@ -267,7 +270,8 @@ class MSELoss(_Elementwise):
 
 
 class BCEWithLogitsLoss(_Elementwise):
-    """Binary cross entropy of sigmoid(y): max(y, 0) - y target + log(1 + exp(-|y|)); weight: the number of elements.
+    """Binary cross entropy of sigmoid(y): max(y, 0) - y target + log(1 + exp(-|y|)). The weight is the number of
+    elements.
 
     Targets are numbers from 0 to 1, or bools."""
 
@@ -296,14 +300,15 @@ def require_target_shape(loss: Loss, wanted: tuple[int, ...], target: Array, wha
 
 @dataclass(frozen=True)
 class TensorParallelModel:
-    """The result of `parallelize`: the model and the loss that each rank of the tensor axis runs on the same batch.
+    """The result of `parallelize`: the model and the loss that all ranks of the tensor axis run on the same batch.
 
     Parameters
     ----------
-    model, loss : with sharded layers; the loss compares the rank's part of the output
-    output_dim : the dim along which the model's output is sharded: -1 classes, 1 sequence, 0 samples; None: not sharded
-    partial : names of the parameters of whose gradient each rank computes only a summand, to be summed over the axis
-        once per step
+    model, loss : the model with sharded layers, and a loss that compares the rank's part of the output
+    output_dim : the dim along which the model's output is sharded: -1 for classes, 1 for the sequence, 0 for samples;
+        None: the output is not sharded
+    partial : names of the parameters of whose gradients each rank computes only a summand, which must be summed over
+        the axis once per step
     """
 
     model: Layer

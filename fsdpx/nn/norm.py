@@ -19,7 +19,7 @@ __all__ = ["BatchNorm", "LayerNorm", "RMSNorm", "make_affine_specs"]
 
 
 class _RowNorm(Layer):
-    """The base class of LayerNorm and RMSNorm: they normalize rows of the last dims, and their result is recomputed."""
+    """The base class of LayerNorm and RMSNorm, which normalize over the last dims. Backward recomputes their result."""
 
     cheap = True
 
@@ -39,9 +39,9 @@ class LayerNorm(_RowNorm):
     Parameters
     ----------
     normalized_shape : the size of the last dim, or the sizes of several last dims
-    eps : added to the variance
-    elementwise_affine : whether there is a `weight` of normalized_shape, initially ones
-    bias : whether there is, in addition to `weight`, a `bias`, initially zeros
+    eps : number that is added to the variance
+    elementwise_affine : whether there is a `weight` of shape normalized_shape, initialized with ones
+    bias : whether there is a `bias` in addition to `weight`, initialized with zeros
     """
 
     kernel_names = ("layer_norm", "layer_norm_backward_input", "layer_norm_backward_params")
@@ -86,9 +86,10 @@ class RMSNorm(_RowNorm):
     Parameters
     ----------
     normalized_shape : the size of the last dim, or the sizes of several last dims
-    eps : added to the mean square; None: the machine epsilon of the dtype of the computation, as in PyTorch
-    elementwise_affine : whether there is a `weight` of normalized_shape, initially ones
-    unit_offset : whether the factor is 1 + weight, with weight initially zeros (Gemma)
+    eps : number that is added to the mean square; None: the machine epsilon of the dtype of the computation, as in
+        PyTorch
+    elementwise_affine : whether there is a `weight` of shape normalized_shape, initialized with ones
+    unit_offset : whether the factor is 1 + weight, where weight is initialized with zeros (Gemma)
     """
 
     kernel_names = ("rms_norm", "rms_norm_backward_input", "rms_norm_backward_params")
@@ -129,7 +130,7 @@ class RMSNorm(_RowNorm):
             return weight
         return (
             weight.astype(accumulation_dtype(weight.dtype), copy=False) + 1.0
-        )  # in float32: in 16 bits, 1 + weight would lose most bits of weight
+        )  # float32, because a 16-bit sum 1 + weight would lose most bits of weight
 
 
 def _as_shape_tuple(layer: Layer, shape: int | Sequence[int]) -> tuple[int, ...]:
@@ -141,7 +142,7 @@ def _as_shape_tuple(layer: Layer, shape: int | Sequence[int]) -> tuple[int, ...]
 
 
 def make_affine_specs(shape: tuple[int, ...], bias: bool = True) -> dict[str, ParameterSpec]:
-    """Return the specs of a norm's weight and bias."""
+    """Return the specs of the weight and, if `bias`, the bias of a norm."""
     return {"weight": ParameterSpec(shape, ones, norm=True)} | (
         {"bias": ParameterSpec(shape, zeros, norm=True)} if bias else {}
     )
@@ -159,21 +160,23 @@ def _flatten_parameter(arrays: Params, name: str) -> Array | None:
 
 
 class BatchNorm(Layer):
-    """(x - mean) / sqrt(var + eps) * weight + bias per channel, dim 1 (Ioffe and Szegedy 2015).
+    """(x - mean) / sqrt(var + eps) * weight + bias for each channel, dim 1 (Ioffe and Szegedy 2015).
 
-    `(samples, num_features, ...)` with any number of dims. In training, mean and variance are those of the global
-    batch: two all-reduces over the data axis in forward (the mean, then the squares about it, which avoids
-    cancellation) and one in backward, of 8 (num_features + 1), 8 num_features and 16 num_features bytes. Ranks may hold
-    different numbers of samples, or none. Evaluation uses the state `running_mean` and `running_var` (unbiased), which
-    a training forward updates, except when it is recomputed. Raises DataError in training if the global batch has only
-    one value per channel, as PyTorch does.
+    The input is `(samples, num_features, ...)` with any number of dims. In training, mean and variance are those of the
+    global batch. Forward performs two all-reduces over the data axis: the sums for the mean, 8 (num_features + 1)
+    bytes, and then the squares of the deviations from the mean, 8 num_features bytes, which avoids cancellation.
+    Backward performs one all-reduce of 16 num_features bytes. Ranks may hold different numbers of samples, or none.
+    Evaluation uses the state `running_mean` and `running_var` (unbiased). A forward in training updates this state,
+    unless it is a recomputation. As in PyTorch, DataError is raised in training if the global batch has only one value
+    per channel.
 
     Parameters
     ----------
     num_features : size of dim 1
-    eps : added to the variance
-    momentum : weight of the new statistics in the running ones
-    affine : whether there are `weight` (initially ones) and `bias` (zeros), both `(num_features,)`
+    eps : number that is added to the variance
+    momentum : weight of the batch's statistics in the update of the running statistics
+    affine : whether there are a `weight`, initialized with ones, and a `bias`, initialized with zeros, both
+        `(num_features,)`
     """
 
     collective = True
@@ -242,8 +245,8 @@ class BatchNorm(Layer):
             g["weight"][...] += sums[self.num_features :].astype(g["weight"].dtype)
 
     def _all_reduce_statistics(self, env: LayerContext, x: Array) -> tuple[Array, Array, float]:
-        """Return the global mean and sum of squares about it per channel, in float64, and the number of elements per
-        channel. Collective."""
+        """Return, for each channel of the global batch, the mean and the sum of squared deviations from it, in float64,
+        and the number of elements per channel. Collective."""
         ranks, count = env.mesh.data, float(x.shape[0] * math.prod(x.shape[2:]))
         sums = kernels.channel_sums(env.xp, x)
         if ranks.size > 1:
@@ -258,6 +261,7 @@ class BatchNorm(Layer):
 
 
 def _cast_channel_arrays(x: Array, *channels: Array) -> tuple[Array, ...]:
-    """Return per-channel arrays in the dtype in which x is computed; float64 for devices whose kernels take that."""
+    """Return arrays with one value per channel, cast to the dtype in which kernels combine them with x: float64 on
+    devices that sum by kernels, else the accumulation dtype of x."""
     dtype = np.dtype(np.float64) if get_device_of_array(x).sums_by_kernel else accumulation_dtype(x.dtype)
     return tuple(a if a.dtype == dtype else a.astype(dtype) for a in channels)

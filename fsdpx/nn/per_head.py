@@ -1,4 +1,4 @@
-"""Layers that treat each head separately: attention, and a norm within heads."""
+"""Layers that process each attention head separately: attention, and a norm of each head."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ __all__ = ["Attention", "HeadNorm", "PerHead"]
 
 
 class PerHead(Layer):
-    """The base class of layers whose input is the concatenated features of heads, so that they also run on a part of
-    the heads.
+    """The base class of layers whose input is the concatenated features of heads, so that they can also run on a part
+    of the heads.
 
-    Their parameters are those of one head, shared by all: with a part of the heads, their gradient is partial."""
+    All heads share the parameters. On a part of the heads, a rank therefore computes a summand of their gradients."""
 
     d_head: int
     blocks = 1
-    """Number of blocks of heads concatenated in one input, 3 for fused queries, keys and values."""
+    """Number of blocks of heads that are concatenated in one input; 3 for fused queries, keys and values."""
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
-        """Return the layer for a part of the heads or of the sequence; parts of several inputs must be of the same
-        heads."""
-        kinds = request.kinds[:3]  # without segments, which every rank has whole
+        """Return the layer for a part of the heads or of the sequence; raise ConfigError if the inputs have different
+        heads on a rank."""
+        kinds = request.kinds[:3]  # without segments, which every rank has in full
         cut = [kind for kind in kinds if isinstance(kind, ShardedFeatures)]
         if request.mark is not None or not (cut or any(isinstance(kind, ShardedSequence) for kind in kinds)):
             return super().shard_over_ranks(replace(request, kinds=kinds))
@@ -57,16 +57,16 @@ class PerHead(Layer):
         return ShardedLayer(self, ShardedFeatures(cut[0].total // self.blocks, 1, grain, cut[0].source), self.specs())
 
     def bind_sequence_shard(self, request: ShardingContext) -> Layer:
-        """Return the layer that processes all heads of a part of the sequence."""
+        """Return the layer that processes all heads of a part of the sequence; by default the layer itself."""
         return self
 
 
 class HeadNorm(PerHead):
-    """`RMSNorm` of each head: `(samples, time, heads x d_head)` to the same.
+    """`RMSNorm` of each head. Input and output have the shape `(samples, time, heads x d_head)`.
 
     Parameters
     ----------
-    d_head : features of a head; `weight (d_head,)` is shared by all heads
+    d_head : number of features of a head; all heads share `weight (d_head,)`
     eps, unit_offset : as in `RMSNorm`
     """
 
@@ -101,22 +101,24 @@ class HeadNorm(PerHead):
 
 
 class Attention(PerHead):
-    """softmax(q k^T / sqrt(d_head)) v per head, with queries, keys and values as three inputs.
+    """softmax(q k^T / sqrt(d_head)) v for each head, with queries, keys and values as three inputs.
 
-    Queries are `(samples, time, heads x d_head)`, keys and values `(samples, time, kv_heads x d_head)`: each group of
-    heads / kv_heads consecutive heads of queries shares one head of keys and values (Ainslie et al. 2023). With
-    "attention" in `env.recompute` the enclosing layer saves only the inputs, see `AttentionContainer`.
+    Queries are `(samples, time, n_heads x d_head)`, keys and values `(samples, time, kv_heads x d_head)`. Each group of
+    n_heads / kv_heads consecutive query heads shares one head of keys and values (Ainslie et al. 2023). With
+    "attention" in `env.recompute`, the enclosing layer saves only the inputs; see `AttentionContainer`.
 
     Parameters
     ----------
-    n_heads, kv_heads : heads of queries, and of keys and values; n_heads is a multiple of kv_heads
-    d_head : features of a head
-    causal : a position attends only to itself and to earlier positions
-    window : with `causal`, only to itself and the window - 1 positions before it (Beltagy et al. 2020); None: to all
-    segments : whether there is a fourth input, integers (samples, time): a position attends only to those with its own
-        number. Documents packed into one sequence have one number each, and padding another one
-    fused : whether queries, keys and values are concatenated in one input, with equal numbers of heads
-    dropout : with `fused`, on the attention weights, which are then saved in full, (samples, heads, time, time)
+    n_heads, kv_heads : number of query heads, and of key and value heads; n_heads is a multiple of kv_heads
+    d_head : number of features of a head
+    causal : whether a position attends only to itself and to earlier positions
+    window : with `causal`, number of positions to which a position attends: itself and the window - 1 positions before
+        it (Beltagy et al. 2020); None: all positions before it
+    segments : whether there is a fourth input, integers (samples, time); a position then attends only to positions with
+        the same number. Each document in a packed sequence has a number, and padding has another
+    fused : whether queries, keys and values are concatenated in one input; they then have equal numbers of heads
+    dropout : with `fused`, dropout probability of attention weights. If it is not 0, all attention weights are saved,
+        (samples, heads, time, time)
     """
 
     def __init__(
@@ -178,7 +180,7 @@ class Attention(PerHead):
                 f"{path!r}: attention within {within} works on whole sequences: use a tensor plan, or "
                 f"sequence='parallel', instead of {sequence!r}"
             )
-        from fsdpx.nn.sequence_attention import RingAttention, UlyssesAttention  # loaded only for sharded sequences
+        from fsdpx.nn.sequence_attention import RingAttention, UlyssesAttention  # imported only for sharded sequences
 
         new = copy(self)
         new.core = RingAttention(self._heads) if sequence == "ring" else UlyssesAttention(self._heads)
@@ -221,7 +223,7 @@ class Attention(PerHead):
             raise DataError(f"{self!r} wants whole numbers as segments, got {segments[0].dtype}")
 
     def _get_segments(self, env: LayerContext, x: tuple[Array, ...]) -> Array | None:
-        """Return the segments in the dtype that the kernel takes; None if there are none."""
+        """Return the segments in the dtype that the kernel takes; None if there is no such input."""
         return x[3].astype(env.xp.int64, copy=False) if self.segments else None
 
     def _split_into_heads(self, x: tuple[Array, ...]) -> list[Array]:
@@ -229,14 +231,14 @@ class Attention(PerHead):
         return [split_heads(a, 1, self.d_head)[0] for a in x]
 
     def _repeat_and_fuse_heads(self, env: LayerContext, q: Array, k: Array, v: Array) -> Array:
-        """Return queries, keys and values concatenated, with heads of keys and values repeated to match those of
-        queries."""
+        """Return queries, keys and values concatenated along the features, with heads of keys and values repeated so
+        that there are as many as query heads."""
         shape = (*q.shape[:2], self.kv_heads, self.n_heads // self.kv_heads, self.d_head)
         more = [env.xp.broadcast_to(a.reshape(*shape[:3], 1, self.d_head), shape).reshape(q.shape) for a in (k, v)]
         return concatenate_on_device(env.xp, (q, *more), 2)
 
     def _sum_repeated_heads(self, env: LayerContext, d: Array) -> tuple[Array, ...]:
-        """Return the gradients of q, k and v from that of the result of `_repeat_and_fuse_heads`."""
+        """Return the gradients of q, k and v, given the gradient `d` of the result of `_repeat_and_fuse_heads`."""
         width = self.n_heads * self.d_head
         dq, *rest = (d[:, :, i * width : (i + 1) * width] for i in range(3))
         shape = (*d.shape[:2], self.kv_heads, self.n_heads // self.kv_heads, self.d_head)

@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys, and its scalings for longer sequences."""
+"""Rotary position embedding of queries and keys, and scaling of positions for longer sequences."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ SCALING_OPTIONS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-"""Names of the scalings of positions -> the options that each requires."""
+"""Required options of each type of position scaling, by `rope_type`."""
 
 
 class Rotary(PerHead):
-    """Rotary positions of queries or keys `(samples, time, heads x d_head)`: feature i of a head is rotated with
-    feature i + d_head / 2 by the angle position x frequency (Su et al. 2021, in the feature order of Llama).
+    """Applies rotary positions to queries or keys `(samples, time, heads x d_head)`. In each head, features i and i +
+    d_head / 2 are rotated as a pair by the angle position x frequency (Su et al. 2021, in the feature order of Llama).
 
     Parameters
     ----------
-    d_head : features of a head, an even number
-    theta : frequency i is theta^(-2 i / d_head), per position
-    rope_scaling : None, or a mapping as in transformers: "rope_type" is "linear", "dynamic", "llama3" or "yarn", plus
-        "factor" and the other options of that type; ConfigError if one is missing, or if "dynamic" has a d_head of 2
-    seq_len : with "dynamic", frequencies are lower for sequences that are longer than this
+    d_head : number of features of a head, which must be even
+    theta : frequency i is theta^(-2 i / d_head)
+    rope_scaling : None, or a mapping as in transformers, with "rope_type" ("linear", "dynamic", "llama3" or "yarn"),
+        "factor" and the other options of that type. Raises ConfigError if an option is missing, or for "dynamic" with
+        d_head=2
+    seq_len : with "dynamic", frequencies are lower for sequences longer than this
     """
 
     acts_on = "position"
@@ -74,14 +75,14 @@ class Rotary(PerHead):
         return self._rotate_heads(env, dy, cos, -sin), ()
 
     def get_cos_sin(self, env: LayerContext, first: int, count: int, total: int, dtype: Any) -> tuple[Array, Array]:
-        """Return the cosines and sines of a range of positions, from a cached table where possible.
+        """Return the cosines and sines for a range of positions, from a cached table if possible.
 
         Parameters
         ----------
-        env : array namespace, and the constants that hold the table
-        first, count : first position and number of positions
-        total : length of the full sequence, which "dynamic" scaling depends on
-        dtype : of the activations; the table has the dtype in which they accumulate
+        env : array namespace, and the constants in which the table is cached
+        first, count : first position, and number of positions
+        total : length of the full sequence, on which "dynamic" scaling depends
+        dtype : dtype of the activations; the table has the dtype in which they are accumulated
 
         Returns
         -------
@@ -104,7 +105,7 @@ class Rotary(PerHead):
         return xp.asarray(cos.astype(kind)), xp.asarray(sin.astype(kind))
 
     def _rotate_by_positions(self, env: LayerContext, positions: np.ndarray, longest: int, x: Array) -> Array:
-        """Return x with each token rotated by its own position; positions: (samples, time), all below `longest`."""
+        """Return x with each token rotated by its position. positions: (samples, time), all less than `longest`."""
         if self._scaling and self._scaling[0] == "dynamic":
             raise ConfigError(f"{self!r}: the angles of all tokens change with the length of the text: use cache=False")
         cos, sin = self.get_cos_sin(env, 0, longest, longest, x.dtype)
@@ -121,10 +122,10 @@ class Rotary(PerHead):
 def compute_frequencies(
     d_head: int, theta: float, scaling: Mapping[str, Any] | None = None, seq_len: int = 2048, time: int = 0
 ) -> tuple[np.ndarray, float]:
-    """Return the angle per position of each pair of features, (d_head / 2,) in float64, and the factor of cosines and
-    sines.
+    """Return the angle per position for each pair of features, (d_head / 2,) in float64, and the factor by which
+    cosines and sines are multiplied.
 
-    time: length of the current sequence, which "dynamic" depends on; the other arguments are those of `Rotary`."""
+    time: length of the current sequence, on which "dynamic" depends. The other arguments are those of `Rotary`."""
     checked = _parse_scaling(scaling, d_head)
     steps = np.arange(0, d_head, 2) / d_head
     if checked is None:
@@ -140,8 +141,8 @@ def compute_frequencies(
 
 
 def _scale_llama3(plain: np.ndarray, d_head: int, theta: float, options: Mapping[str, Any]) -> tuple[np.ndarray, float]:
-    """Return frequencies scaled as in Llama 3: long waves are divided by the factor, short ones are kept, those between
-    are interpolated."""
+    """Return frequencies scaled as in Llama 3, and 1.0, the factor of cosines and sines. Low frequencies are divided by
+    "factor", high ones are kept, and those in between are interpolated."""
     factor, low, high = options["factor"], options["low_freq_factor"], options["high_freq_factor"]
     turns = options["original_max_position_embeddings"] * plain / (2 * math.pi)
     part = np.clip((turns - low) / (high - low), 0.0, 1.0)
@@ -149,8 +150,9 @@ def _scale_llama3(plain: np.ndarray, d_head: int, theta: float, options: Mapping
 
 
 def _scale_yarn(plain: np.ndarray, d_head: int, theta: float, options: Mapping[str, Any]) -> tuple[np.ndarray, float]:
-    """Return frequencies scaled by YaRN (Peng et al. 2023): a ramp over the features between `beta_fast` and
-    `beta_slow` turns in the old length."""
+    """Return frequencies scaled by YaRN (Peng et al. 2023), and the factor of cosines and sines. Frequencies that make
+    more than `beta_fast` turns in the original length are kept, those with less than `beta_slow` are divided by the
+    factor, and a linear ramp over the features connects the two."""
     factor, length = options["factor"], options["original_max_position_embeddings"]
 
     def find_feature(turns: float) -> float:
@@ -177,7 +179,8 @@ def _compute_yarn_attention_factor(factor: float, options: Mapping[str, Any]) ->
 
 
 def _parse_scaling(scaling: Mapping[str, Any] | None, d_head: int) -> tuple[Any, ...] | None:
-    """Return the scaling type, then (name, value) pairs of its options; None if positions are not scaled."""
+    """Return the scaling type followed by (name, value) pairs of its options; None if positions are not scaled. Raise
+    ConfigError for an unknown type or a missing option."""
     if not scaling:
         return None
     way = scaling.get("rope_type", scaling.get("type"))
@@ -196,7 +199,8 @@ def _parse_scaling(scaling: Mapping[str, Any] | None, d_head: int) -> tuple[Any,
 def _compute_cos_sin(
     d_head: int, theta: float, scaling: tuple[Any, ...] | None, seq_len: int, time: int, count: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return cosines and sines of the first `count` positions, in float64, multiplied by the scaling's factor."""
+    """Return the cosines and sines for the first `count` positions in float64, multiplied by the factor of the
+    scaling."""
     options = {"rope_type": scaling[0], **dict(scaling[1:])} if scaling else None
     turns, size = compute_frequencies(d_head, theta, options, seq_len, time)
     angles = np.arange(count)[:, None] * turns[None, :]

@@ -1,4 +1,4 @@
-"""Sequence parallelism: layers that shard inputs and gather outputs, and the losses of sharded outputs."""
+"""Sequence parallelism: layers that shard inputs and gather outputs, and losses of sharded outputs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ __all__ = ["AllGatherFeatures", "ShardedBatchLoss", "ShardedSequenceLoss", "Spli
 
 
 class SplitSequence(Layer):
-    """Takes this rank's part of a full array along dim 1, the sequence, or dim 0, the samples.
+    """Takes this rank's part of a full array, along the sequence (dim 1) or the samples (dim 0).
 
-    Backward all-gathers the gradient: n(N-1)/N bytes, n = bytes of the array. Integers have no gradient.
+    Backward all-gathers the gradient, for which a rank sends n(N-1)/N bytes for an array of n bytes on N ranks.
+    Integers have no gradient.
 
     Parameters
     ----------
-    dim : 1 or 0
+    dim : the dim to shard, 1 or 0
     """
 
     takes = "passed"
@@ -49,7 +50,8 @@ class SplitSequence(Layer):
 
 
 class AllGatherFeatures(Layer):
-    """All-gathers the last dim, of full size `total`, so that every rank has the full array: n(N-1)/N bytes."""
+    """All-gathers the last dim, whose full size is `total`, so that every rank has the full array. A rank sends
+    n(N-1)/N bytes for an array of n bytes on N ranks."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -64,8 +66,8 @@ class AllGatherFeatures(Layer):
 
 
 class WithInputOutput(Layer):
-    """A model that is one layer, with optional layers before its input and after its output. It keeps the names of
-    parameters, which a `Sequential` would change."""
+    """A model that consists of one layer, with optional layers before and after it. Unlike a `Sequential`, it keeps the
+    names of parameters."""
 
     def __init__(self, layer: Layer, enter: Layer | None = None, leave: Layer | None = None) -> None:
         self.layer, self.enter, self.leave = layer, enter, leave
@@ -108,9 +110,9 @@ class WithInputOutput(Layer):
 
 
 class ShardedBatchLoss(Loss):
-    """`loss` of an output that is sharded along dim 0 over a tensor axis; all ranks have the full target.
+    """Computes `loss` for an output that is sharded along dim 0 over the tensor axis. All ranks have the full target.
 
-    Total and weight are those of this rank's samples. Communicates nothing."""
+    Total and weight cover this rank's samples. Nothing is communicated."""
 
     partial = True
 
@@ -129,9 +131,10 @@ class ShardedBatchLoss(Loss):
 
 
 class ShardedSequenceLoss(Loss):
-    """`loss` of an output that is sharded along dim 1 over a tensor axis of `width` ranks; all have the full target.
+    """Computes `loss` for an output that is sharded along dim 1 over a tensor axis of `width` ranks. All ranks have the
+    full target.
 
-    Total and weight are those of this rank's part. Communicates nothing."""
+    Total and weight cover this rank's part of the sequence. Nothing is communicated."""
 
     acts_on = "position"
     partial = True
@@ -157,6 +160,6 @@ class ShardedSequenceLoss(Loss):
         if len(shape) < 2:
             raise DataError(f"{self!r}: an output of shape {tuple(shape)} has no dim 1 to be cut along")
         time = target.shape[1] if target.ndim > 1 else 0
-        if shape[1] not in (time // self.width, -(-time // self.width)):  # not the size of a rank's part of this target
+        if shape[1] not in (time // self.width, -(-time // self.width)):  # no rank has a part of this size
             time = shape[1] * self.width
         self.loss.validate((shape[0], time, *shape[2:]), target)

@@ -1,4 +1,4 @@
-"""Attention over a sequence that is sharded over ranks: Ulysses and ring attention."""
+"""Attention over a sequence that is sharded over ranks: Ulysses attention and ring attention."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ KEYS_VALUES, GRADIENTS = 0, 1
 
 
 class UlyssesAttention:
-    """Attention by all-to-all: from all heads of a part of the time to the full time of a part of the heads, and back
-    (Jacobs et al. 2023). Neither must divide evenly; each rank holds activations of 1/N of the heads x time."""
+    """Ulysses attention (Jacobs et al. 2023). An all-to-all redistributes queries, keys and values from all heads of a
+    part of the time to the full time of a part of the heads, and a second one redistributes the result back.
+
+    Heads and time need not divide evenly. Of N ranks, each holds 1/N of the activations."""
 
     def __init__(self, heads: AttentionHeads) -> None:
         self.heads = heads
@@ -45,8 +47,8 @@ class UlyssesAttention:
         return self._all_to_all_heads_to_time(env, dqkv, 3, "gradient of q, k, v")
 
     def _all_to_all_time_to_heads(self, env: LayerContext, x: Array, count: int, thing: str) -> Array:
-        """Redistribute `(samples, part of time, count x all heads)` to `(samples, time, count x part of heads)`.
-        Collective."""
+        """Redistribute an array from `(samples, part of time, count x all heads)` to `(samples, time, count x part of
+        heads)`. Collective."""
         apart = x.reshape(*x.shape[:2], count, self.heads.n_heads, self.heads.d_head)
         y = collectives.all_to_all_dims(
             env.xp, env.mesh.tensor, apart, 3, 1, env.time, what=make_call_label(env, thing)
@@ -54,7 +56,7 @@ class UlyssesAttention:
         return y.reshape(*y.shape[:2], count * y.shape[3] * y.shape[4])
 
     def _all_to_all_heads_to_time(self, env: LayerContext, x: Array, count: int, thing: str) -> Array:
-        """Redistribute back to a part of the time and all heads, the inverse of `_all_to_all_time_to_heads`.
+        """Redistribute an array back to a part of the time and all heads; inverts `_all_to_all_time_to_heads`.
         Collective."""
         width = x.shape[2] // (count * self.heads.d_head)
         apart = x.reshape(*x.shape[:2], count, width, self.heads.d_head)
@@ -65,12 +67,13 @@ class UlyssesAttention:
 
 
 class RingAttention:
-    """Ring attention: keys and values are passed around the ranks while each rank keeps its queries (Liu et al. 2023).
+    """Ring attention (Liu et al. 2023). Blocks of keys and values are passed around the ring of ranks, while each rank
+    keeps its queries.
 
-    An online softmax (Milakov and Gimelshein 2018) combines the results of the blocks, so that no rank ever holds keys,
-    values or scores of more than a part of the time: memory is O(time / N). With `causal` a rank skips the blocks after
-    its own, so rank 0 waits while the last rank computes. Backward draws the random numbers of dropout again instead of
-    saving masks. Keys and values of the next block are received during the computation of the current one."""
+    An online softmax (Milakov and Gimelshein 2018) combines the results of the blocks. No rank ever holds keys, values
+    or scores of the full time: its memory is O(time / N). With `causal`, a rank skips the blocks after its own, so rank
+    0 waits while the last rank computes. Backward draws the random numbers of dropout again instead of saving masks.
+    The next block is received while the current block is computed."""
 
     def __init__(self, heads: AttentionHeads) -> None:
         self.heads = heads
@@ -122,11 +125,12 @@ class RingAttention:
         return heads.reshape(qkv.shape).astype(qkv.dtype, copy=False)
 
     def _is_block_visible(self, rank: int, block: int, q: Array, kv: Array) -> bool:
-        """Return whether these queries attend to any of these keys; parts of a short sequence may be empty."""
+        """Return whether queries of `rank` attend to keys of `block`. They do not if either is empty, which happens for
+        short sequences."""
         return (not self.heads.causal or block <= rank) and q.shape[2] > 0 and kv.shape[3] > 0
 
     def _attend_block(self, env: LayerContext, q: Array, k: Array, v: Array, block: int) -> tuple[Array, Array]:
-        """Return the attention to the keys of one block only, and its log-sum-exp."""
+        """Return the attention to the keys of one block, and the log-sum-exp of its scores."""
         causal, heads = self.heads.causal and block == env.mesh.tensor.rank, self.heads
         if not self._is_dropping(env):
             return kernels.attention(env.xp, q, k, v, causal, heads.scale)
@@ -144,8 +148,8 @@ class RingAttention:
     def _attend_block_backward(
         self, env: LayerContext, q: Array, k: Array, v: Array, o: Array, lse: Array, do: Array, block: int
     ) -> Sequence[Array]:
-        """Return one block's contribution to the gradients of q, k and v, given the full result and its lse (Dao et al.
-        2022)."""
+        """Return one block's contribution to the gradients of q, k and v, given the result over all blocks and its
+        log-sum-exp (Dao et al. 2022)."""
         causal, heads, xp = self.heads.causal and block == env.mesh.tensor.rank, self.heads, env.xp
         if not self._is_dropping(env):
             return kernels.attention_backward(xp, q, k, v, o, lse, do, causal, heads.scale)
@@ -156,7 +160,7 @@ class RingAttention:
     def _dropout_block_backward(
         self, env: LayerContext, weights: Array, heads: tuple[Array, ...], block: int, seen: Array | None
     ) -> tuple[Array, ...]:
-        """Return one block's contribution to the gradients of q, k and v with dropout of attention weights."""
+        """Return one block's contribution to the gradients of q, k and v, for attention with dropout."""
         (q, k, v, o, do), xp, drop = heads, env.xp, self.heads.dropout
         multiply, seeing = partial(matmul_in_dtype, xp), None if seen is None else seen.T
         weights, keep = zero_hidden_weights(weights, seen), self._make_keep_mask(env, weights.shape, block)
@@ -173,7 +177,7 @@ class RingAttention:
         return env.training and self.heads.dropout > 0.0
 
     def _make_keep_mask(self, env: LayerContext, shape: tuple[int, ...], block: int) -> Array:
-        """Return the part of the full mask (samples, heads, time, time) for this rank's queries and the keys of
+        """Return the part of the full dropout mask (samples, heads, time, time) for this rank's queries and the keys of
         `block`."""
         own_position = _, time = env.sequence_offset(shape[2])
         cuts = {2: own_position, 3: (shard_bounds(time, block, env.mesh.tensor.size)[0], time)}
@@ -183,9 +187,10 @@ class RingAttention:
 def _start_shift(
     env: LayerContext, array: Array, time: int, block: int, tag: int, thing: str
 ) -> collectives.PendingCollective:
-    """Send the array of a block to the next rank of the ring, and receive that of the block before it. Collective.
+    """Start to send the array of `block` to the next rank of the ring, and to receive the array of the preceding block
+    from the previous rank. The result is the received array. Collective.
 
-    array: (2, samples, heads, this block's part of `time`, d_head)."""
+    array: (2, samples, heads, the block's part of `time`, d_head)."""
     comm, description = env.mesh.tensor, make_call_label(env, thing)
     start, stop = shard_bounds(time, (block - 1) % comm.size, comm.size)
     shape = (*array.shape[:3], stop - start, array.shape[4])
@@ -202,8 +207,8 @@ def _start_shift(
 
 
 def _merge_attention(xp: Any, o: Array, lse: Array, part: Array, part_lse: Array) -> tuple[Array, Array]:
-    """Return the attention over two sets of keys and its lse, from the results over each set, normalized by its own sum
-    of exponentials."""
+    """Combine attention over two sets of keys. Return the attention over both sets and its log-sum-exp, given the
+    normalized attention over each set and its log-sum-exp."""
     top = xp.maximum(lse, part_lse)
     total = top + xp.log(xp.exp(lse - top) + xp.exp(part_lse - top))
     o = o * xp.exp(lse - total)[..., None]

@@ -1,4 +1,4 @@
-"""Layers that reshape, combine or scale arrays: Flatten, Add, Multiply, Concat, FirstToken and Scale."""
+"""Layers that reshape, combine or scale arrays: Flatten, Add, Multiply, Scale, FirstToken and Concat."""
 
 import math
 from typing import Any
@@ -12,11 +12,11 @@ __all__ = ["Add", "Concat", "FirstToken", "Flatten", "Multiply", "Scale", "requi
 
 
 class Flatten(Layer):
-    """`(samples, ...)` with the dims from `start_dim` on merged into one.
+    """Merges the dims of `(samples, ...)` from `start_dim` on into one dim.
 
     Parameters
     ----------
-    start_dim : the first merged dim, 1 or more
+    start_dim : the first dim to merge, at least 1
     """
 
     takes = "passed"
@@ -26,7 +26,7 @@ class Flatten(Layer):
         self.start_dim = start_dim
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
-        # The size is explicit, because -1 is ambiguous with 0 samples.
+        # explicit, because reshape cannot infer -1 if there are 0 samples
         size = math.prod(x.shape[self.start_dim :])
         return x.reshape(*x.shape[: self.start_dim], size), tuple(x.shape)
 
@@ -35,7 +35,7 @@ class Flatten(Layer):
 
 
 class Add(Layer):
-    """The sum of several arrays of one shape."""
+    """The sum of several arrays of equal shape."""
 
     takes = "passed"
     acts_on = "element"
@@ -54,7 +54,7 @@ class Add(Layer):
 
 
 class Multiply(Layer):
-    """The product of several arrays of one shape, element by element."""
+    """The elementwise product of several arrays of equal shape."""
 
     takes = "passed"
     acts_on = "element"
@@ -65,12 +65,12 @@ class Multiply(Layer):
         return math.prod(x[1:], start=x[0]), tuple(x)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[tuple[Array, ...], Any]:
-        # not y / x: x may be 0
+        # multiplies the other factors instead of dividing y by x, because x may be 0
         return tuple(math.prod((*saved[:i], *saved[i + 1 :]), start=dy) for i in range(len(saved))), ()
 
 
 class Scale(Layer):
-    """The input times a number.
+    """Multiplies the input by a number.
 
     Parameters
     ----------
@@ -108,11 +108,11 @@ class FirstToken(Layer):
 
 
 class Concat(Layer):
-    """Several arrays, concatenated.
+    """Concatenates several arrays.
 
     Parameters
     ----------
-    dim : any dim but 0, which is samples
+    dim : the dim along which to concatenate; not 0, which is samples
     """
 
     takes = "passed"
@@ -122,7 +122,7 @@ class Concat(Layer):
         if dim == 0:
             raise ConfigError("Concat: dim 0 is samples; choose a dim that lies within one sample")
         self.dim = dim
-        self.acts_on = "position" if dim == -1 or dim > 1 else "sample"  # a dim from -2 on may be dim 1
+        self.acts_on = "position" if dim == -1 or dim > 1 else "sample"  # a negative dim other than -1 may be dim 1
         self.fields = dim == 1
 
     def forward(self, env: LayerContext, p: Params, x: tuple[Array, ...]) -> tuple[Array, Any]:

@@ -1,4 +1,4 @@
-"""Sharding over the tensor axis: shard specs of parameters, kinds of sharded values, and the marks of a tensor plan."""
+"""Sharding over the tensor axis: sharding of parameters, sharding of values, and the marks of a tensor plan."""
 
 from __future__ import annotations
 
@@ -34,21 +34,22 @@ __all__ = [
 
 
 def shard_bounds(count: int, rank: int, width: int) -> tuple[int, int]:
-    """Return (start, stop) of the part of `count` items that `rank` of `width` ranks owns: floor(count r / n) and
-    floor(count (r + 1) / n)."""
+    """Return (start, stop) of the part of `count` items that belongs to `rank` out of `width` ranks. For rank r of n,
+    start is floor(count r / n) and stop is floor(count (r + 1) / n)."""
     return count * rank // width, count * (rank + 1) // width
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """The partition of one dim over n ranks: of the k grains of each block, rank r holds [floor(k r/n), floor(k
-    (r+1)/n)).
+    """The sharding of one dim of an array over n ranks. The dim consists of blocks, and each block of k grains; of each
+    block, rank r holds the grains [floor(k r/n), floor(k (r+1)/n)).
 
     Parameters
     ----------
     dim : the sharded dim of the full array
-    blocks : number of equal blocks along the dim, each sharded separately; 3 for stacked queries, keys and values
-    grain : consecutive elements that must stay on one rank, such as those of one head
+    blocks : number of equal blocks along the dim, each of which is sharded separately; 3 for stacked queries, keys and
+        values
+    grain : number of consecutive elements that must stay on one rank, such as those of one head
     """
 
     dim: int
@@ -56,17 +57,17 @@ class ShardSpec:
     grain: int = 1
 
     def ranges_of_rank(self, shape: tuple[int, ...], rank: int, width: int) -> list[tuple[int, int]]:
-        """Return the (start, stop) ranges along `dim` that a rank holds, one per block.
+        """Return the ranges along `dim` that a rank holds, one per block.
 
         Parameters
         ----------
-        shape : of the full array
-        rank, width : the rank on the tensor axis, and the size of the axis
+        shape : shape of the full array
+        rank, width : a rank on the tensor axis, and the size of the axis
 
         Returns
         -------
         list of (start, stop)
-            one range per block, in elements of dim `dim`; empty ranges where a rank has no grain
+            one range of elements of `dim` per block; the range is empty if the rank has no grain
 
         Raises
         ------
@@ -82,7 +83,7 @@ class ShardSpec:
 
         Parameters
         ----------
-        shape : of the full array
+        shape : shape of the full array
 
         Returns
         -------
@@ -104,8 +105,8 @@ class ShardSpec:
 
         Parameters
         ----------
-        shape : of the full array
-        rank, width : the rank on the tensor axis, and the size of the axis
+        shape : shape of the full array
+        rank, width : a rank on the tensor axis, and the size of the axis
 
         Returns
         -------
@@ -122,7 +123,7 @@ class ShardSpec:
         Parameters
         ----------
         array : the full array
-        rank, width : the rank on the tensor axis, and the size of the axis
+        rank, width : a rank on the tensor axis, and the size of the axis
 
         Returns
         -------
@@ -137,9 +138,9 @@ class ShardSpec:
 
         Parameters
         ----------
-        full : the full array, written in place
-        local : the rank's shard, of shape `local_shape(full.shape, rank, width)`
-        rank, width : the rank on the tensor axis, and the size of the axis
+        full : the full array, which is written in place
+        local : the rank's shard, with the shape `local_shape(full.shape, rank, width)`
+        rank, width : a rank on the tensor axis, and the size of the axis
         """
         offset = 0
         for start, stop in self.ranges_of_rank(full.shape, rank, width):
@@ -149,20 +150,20 @@ class ShardSpec:
     def iterate_full_intervals(
         self, shape: tuple[int, ...], rank: int, width: int, start: int, stop: int
     ) -> Iterator[tuple[int, int]]:
-        """Yield the flat intervals of the full array that flat elements [start, stop) of a rank's shard correspond to.
+        """Yield the flat intervals of the full array that correspond to flat elements [start, stop) of a rank's shard.
 
-        Adjacent intervals are merged. A shard along dim 1 yields one interval per row.
+        Adjacent intervals are merged. For a shard along dim 1, there is one interval per row.
 
         Parameters
         ----------
-        shape : of the full array
-        rank, width : the rank on the tensor axis, and the size of the axis
+        shape : shape of the full array
+        rank, width : a rank on the tensor axis, and the size of the axis
         start, stop : range of flat elements of the rank's shard
 
         Returns
         -------
         iterator of (start, stop)
-            flat elements of the full array, in ascending order
+            intervals of flat elements of the full array, in ascending order
         """
         inner = math.prod(shape[self.dim + 1 :])
         pieces = [(a * inner, b * inner) for a, b in self.ranges_of_rank(shape, rank, width)]
@@ -183,8 +184,8 @@ class ShardSpec:
             yield last
 
     def _clip_ranges(self, pieces: list[tuple[int, int]], start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield the parts of `pieces` that fall into [start, stop) of their concatenation, in the coordinates of the
-        pieces."""
+        """Yield the parts of the ranges `pieces` that belong to [start, stop) of the concatenation of all ranges. They
+        are given in the coordinates of `pieces`."""
         offset = 0
         for first, end in pieces:
             a, b = max(start - offset, 0), min(stop - offset, end - first)
@@ -206,7 +207,7 @@ class Replicated:
 
 @dataclass(frozen=True)
 class ShardedSequence:
-    """A value of which each rank holds some positions: it is sharded along dim 1, the sequence."""
+    """A value that is sharded along dim 1, the sequence: each rank holds some positions."""
 
     def __str__(self) -> str:
         return "a part of the sequence"
@@ -214,7 +215,7 @@ class ShardedSequence:
 
 @dataclass(frozen=True)
 class ShardedBatch:
-    """A value of which each rank holds some samples: it is sharded along dim 0."""
+    """A value that is sharded along dim 0: each rank holds some samples."""
 
     def __str__(self) -> str:
         return "a part of the samples"
@@ -222,14 +223,14 @@ class ShardedBatch:
 
 @dataclass(frozen=True)
 class ShardedFeatures:
-    """A value of which each rank holds some features: it is sharded along its last dim.
+    """A value that is sharded along its last dim: each rank holds some features.
 
     Parameters
     ----------
-    total : size of the last dim in the full value
-    blocks, grain : partition of that dim, see `ShardSpec`
-    source : path of the layer that sharded it, for errors
-    ends : whether the value may be the output of the model, as logits sharded by classes may
+    total : size of the last dim of the full value
+    blocks, grain : sharding of the last dim, see `ShardSpec`
+    source : path of the layer that sharded the value, for errors
+    ends : whether the value may be the output of the model, as logits that are sharded by classes
     """
 
     total: int
@@ -245,19 +246,19 @@ class ShardedFeatures:
 Cuts = tuple[int, ...]
 
 GhostWidths = tuple[int, int]
-"""Numbers of ghost cells before and after a part."""
+"""Numbers of ghost cells before and after a part of a field along one dim."""
 
 
 @dataclass(frozen=True)
 class FieldPartition:
-    """The partition of a field over a grid of ranks: along each dim, rank r holds the cells [cuts[r], cuts[r + 1]).
+    """The partition of a field over a grid of ranks. Along each dim, rank r holds the cells [cuts[r], cuts[r + 1]).
 
     Parameters
     ----------
-    cuts : for each dim, the first cell of each rank along it, and the number of cells of the whole field
-    ghosts : for each dim and each rank along it, the ghost cells that the caller's arrays have before and after the
-        part; (): none
-    periods : for each dim, whether it is periodic, which decides how ghost cells are filled; (): unknown
+    cuts : for each dim, the first cell of each rank along the dim, followed by the number of cells of the full field
+    ghosts : for each dim and each rank along it, the numbers of ghost cells before and after the part in the caller's
+        arrays; (): there are no ghost cells
+    periods : for each dim, whether it is periodic, which determines how ghost cells are filled; (): unknown
     letters : names of the dims in the caller's layout, one letter each; "": not given
     """
 
@@ -268,7 +269,7 @@ class FieldPartition:
 
     @classmethod
     def on_one_rank(cls, shape: Sequence[int]) -> FieldPartition:
-        """Return the partition of a field of `shape` cells that one rank holds whole."""
+        """Return the partition of a field of `shape` cells that one rank holds in full."""
         return cls(tuple((0, int(n)) for n in shape))
 
     def __str__(self) -> str:
@@ -276,25 +277,26 @@ class FieldPartition:
 
     @cached_property
     def is_on_one_rank(self) -> bool:
-        """True if one rank holds the whole field."""
+        """Whether one rank holds the full field."""
         return all(len(cuts) == 2 for cuts in self.cuts)
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Cells of the whole field along each dim."""
+        """Number of cells of the full field along each dim."""
         return tuple(cuts[-1] for cuts in self.cuts)
 
     @cached_property
     def largest_part_cells(self) -> int:
-        """Number of cells of the largest part."""
+        """Number of cells in the largest part."""
         return math.prod(max(b - a for a, b in zip(cuts, cuts[1:], strict=False)) for cuts in self.cuts)
 
     def with_cuts(self, cuts: tuple[Cuts, ...]) -> FieldPartition:
-        """Return a partition of the same dims with these cuts and without ghost cells."""
+        """Return a partition of the same dims with the given cuts and without ghost cells."""
         return FieldPartition(cuts, letters=self.letters)
 
     def join_on_one_rank(self) -> FieldPartition:
-        """Return the same field as a partition on one rank, with the ghost cells beyond both ends of each dim."""
+        """Return the partition of the same field on one rank. It keeps the ghost cells that lie beyond the ends of the
+        field along each dim."""
         ghosts = []
         for cuts, sides in zip(self.cuts, self.ghosts, strict=False):
             rows = list(zip(cuts, cuts[1:], sides, strict=False))
@@ -307,49 +309,51 @@ class FieldPartition:
         return replace(self, ghosts=(), periods=())
 
     def locate_shard(self, lines: Sequence[Any]) -> dict[int, tuple[int, int]]:
-        """Return, for each sharded dim of (samples, channels, *cells), this rank's first cell and the number of cells
-        of the whole field.
+        """Return, for each partitioned dim of (samples, channels, *cells), this rank's first cell and the number of
+        cells of the full field.
 
-        lines: the ranks along each dim of cells, in order."""
+        lines: for each dim of cells, the ranks along that dim."""
         return {2 + d: (cuts[lines[d].rank], cuts[-1]) for d, cuts in enumerate(self.cuts) if len(cuts) > 2}
 
     def get_dim_name(self, dim: int) -> str:
-        """Return the name of a dim of cells for errors: its letter, or its index in (samples, channels, *cells)."""
+        """Return the name of a dim of cells for errors: its letter or, if there are no letters, its index in (samples,
+        channels, *cells)."""
         return f"dim {self.letters[dim]}" if self.letters else f"dim {dim + 2}"
 
     def get_ghosts_along(self, dim: int) -> tuple[GhostWidths, ...]:
-        """Return (before, after) ghost cells along a dim for each rank; () if no rank has any."""
+        """Return the numbers of ghost cells (before, after) along a dim for each rank; () if no rank has any."""
         ghosts = self.ghosts[dim] if self.ghosts else ()
         return ghosts if any(map(any, ghosts)) else ()
 
     def local_shape(self, place: Sequence[int]) -> tuple[int, ...]:
-        """Return the cells along each dim of the part at coordinates `place` of the grid of ranks."""
+        """Return the number of cells along each dim of the part at the coordinates `place` in the grid of ranks."""
         return tuple(cuts[r + 1] - cuts[r] for cuts, r in zip(self.cuts, place, strict=True))
 
 
 def bind_partition(owner: Any, parts: FieldPartition) -> Any:
-    """Return a copy of a layer or a loss with its `parts` set: it then runs on this rank's part of a field partitioned
-    in this way."""
+    """Return a copy of a layer or loss with its attribute `parts` set, so that it runs on this rank's part of a field
+    with this partition."""
     clone = copy(owner)
     clone.parts = parts
     return clone
 
 
 Kind = Replicated | ShardedSequence | ShardedBatch | ShardedFeatures | FieldPartition
-"""The distribution of a value over the ranks of the tensor axis, or over the grid of ranks that holds a field."""
+"""How a value is distributed over the ranks of the tensor axis, or over the grid of ranks that holds a field."""
 
 
 @dataclass(frozen=True)
 class ColumnParallel:
-    """Mark that turns a Linear into a `ColumnParallelLinear`: the activations after it are sharded along the features
-    until a RowParallel sums them.
+    """Mark that replaces a Linear by a `ColumnParallelLinear`. Its output is sharded along the features, until a
+    RowParallel sums over them.
 
-    Without options it uses those that the enclosing layer's own plan has for this Linear.
+    Without options, the mark has the options that the enclosing layer's own plan defines for this Linear.
 
     Parameters
     ----------
-    gather_output : all-gather the output at once, so that every rank has all features
-    blocks, grain : for outputs of several equal blocks, or with features that must stay on one rank, see `ShardSpec`
+    gather_output : whether to all-gather the output, so that every rank has all features
+    blocks, grain : options for outputs that consist of several equal blocks, or that have features that must stay on
+        one rank, see `ShardSpec`
     """
 
     gather_output: bool = False
@@ -359,19 +363,19 @@ class ColumnParallel:
 
 @dataclass(frozen=True)
 class RowParallel:
-    """Mark that turns a Linear whose input is sharded along the features into a `RowParallelLinear`."""
+    """Mark that replaces a Linear by a `RowParallelLinear`; the input must be sharded along the features."""
 
 
 @dataclass(frozen=True)
 class VocabParallel:
-    """Mark that shards an Embedding or TokenEmbedding by rows. A Linear that ends the model returns logits that are
-    sharded by classes for `CrossEntropyLoss` and all-gathered for any other loss."""
+    """Mark that shards an Embedding or TokenEmbedding by rows. If the last layer of the model is a Linear with this
+    mark, its logits are sharded by classes for `CrossEntropyLoss`, and all-gathered for other losses."""
 
 
 @dataclass(frozen=True)
 class LayerDefault:
-    """Mark that applies the layer's own plan: MultiHeadAttention is sharded by heads, MLP by hidden features, MoE by
-    experts, wherever they are inside the marked layer; in a GPT the embedding and the head are also sharded by
+    """Mark that applies the plans of the marked layer and of all layers inside it: MultiHeadAttention is sharded by
+    heads, MLP by hidden features, and MoE by experts. In a GPT, the embedding and the head are also sharded by
     vocabulary."""
 
 
@@ -380,14 +384,14 @@ Mark = ColumnParallel | RowParallel | VocabParallel | LayerDefault
 
 @dataclass(frozen=True)
 class ShardingContext:
-    """The arguments of `Layer.shard_over_ranks`: the sharding of the layer's inputs, and the plan's mark for the layer.
+    """The argument of `Layer.shard_over_ranks`: the sharding of the layer's inputs, and the plan's mark for the layer.
 
     Parameters
     ----------
-    path : the layer's dotted path in the model, for errors
+    path : dotted path of the layer in the model, for errors
     kinds : sharding of each input, in order
-    width : ranks of the tensor axis
-    mark : the plan's mark for this layer; None: it has none
+    width : number of ranks on the tensor axis
+    mark : the plan's mark for this layer; None: the layer has no mark
     sequence : the argument `sequence` of `parallelize`
     """
 
@@ -399,7 +403,7 @@ class ShardingContext:
 
     @property
     def unsharded_kind(self) -> Replicated | ShardedSequence:
-        """Sharding of values whose features no layer has sharded."""
+        """Sharding of a value whose features are not sharded."""
         return Replicated() if self.sequence is None else ShardedSequence()
 
     def require_no_mark(self, layer: object) -> None:
@@ -407,7 +411,7 @@ class ShardingContext:
 
         Parameters
         ----------
-        layer : named in the error
+        layer : the layer, for the error
         """
         if self.mark is not None:
             raise ConfigError(
@@ -417,11 +421,11 @@ class ShardingContext:
             )
 
     def require_same_kind(self, layer: object) -> Kind:
-        """Return the sharding that all inputs share; `Replicated` for a layer without inputs.
+        """Return the common sharding of all inputs; `Replicated` for a layer without inputs.
 
         Parameters
         ----------
-        layer : named in the error
+        layer : the layer, for the error
 
         Returns
         -------
@@ -449,16 +453,16 @@ class ShardingContext:
         return kind
 
     def require_unsharded_features(self, layer: object) -> Kind:
-        """Return the sharding of the first input.
+        """Return the sharding of the first input, which must not be sharded along its features.
 
         Parameters
         ----------
-        layer : named in the error
+        layer : the layer, for the error
 
         Returns
         -------
         Kind
-            anything but `ShardedFeatures`
+            any sharding except `ShardedFeatures`
 
         Raises
         ------
@@ -476,8 +480,8 @@ class ShardingContext:
         Parameters
         ----------
         count : number of items to distribute
-        things : what the items are, for the error, such as "heads"
-        instead : a remedy besides a narrower tensor axis, for the error; "": none
+        things : name of the items for the error, such as "heads"
+        instead : for the error, a remedy other than a smaller tensor axis; "": there is none
         """
         if count < self.width:
             way = f", or {instead}" if instead else ""

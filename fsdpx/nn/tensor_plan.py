@@ -1,4 +1,4 @@
-"""Tensor parallelism of a model and its loss: the walk that replaces layers by sharded ones."""
+"""Tensor parallelism: replaces the layers of a model, and its loss, by sharded ones."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ __all__ = ["SEQUENCES", "Redistribution", "ShardingWalk", "match_marks", "parall
 
 
 class Redistribution(NamedTuple):
-    """A layer that redistributes a value before another layer reads it. name: prefix of the step's name. kind: the
-    sharding of its result."""
+    """A layer that redistributes a value before another layer reads it. name: prefix of the step's name. layer: the
+    redistributing layer. kind: sharding of its result."""
 
     name: str
     layer: Layer
@@ -39,17 +39,17 @@ class Redistribution(NamedTuple):
 
 
 RedistributionFunction = Callable[[Layer, Sequence[Kind]], Sequence[Redistribution | None]]
-"""From a layer and the sharding of its inputs to the redistribution that each input needs; None: none."""
+"""Function from a layer and the sharding of its inputs to the redistribution that each input needs, or None."""
 
 
 class ShardingWalk:
-    """One walk over a model: replaces each layer by the one that ranks run, and tracks the sharding of its results.
+    """Walks over a model, replaces each layer by the layer that ranks run, and tracks the sharding of results.
 
     Attributes
     ----------
-    partial : names of the parameters of whose gradient each rank computes only a summand
-    ties : alias -> name of tied parameters, in the whole model
-    moves : redistributions of inputs before a step, applied one after the other"""
+    partial : names of the parameters of whose gradients each rank computes only a summand
+    ties : alias -> name of tied parameters in the full model
+    moves : functions that return the redistributions of inputs before a step; they are applied in order"""
 
     def __init__(
         self, width: int, sequence: str | None, marks: Mapping[str, Mark], moves: Sequence[RedistributionFunction] = ()
@@ -76,7 +76,7 @@ class ShardingWalk:
     def shard_container(self, layer: Container, path: str, kinds: Sequence[Kind]) -> tuple[Container, list[Kind]]:
         """Return the container with its steps replaced, and the sharding of its results.
 
-        A `SplitSequence` is inserted before steps that must read a part of the sequence or of the samples."""
+        A `SplitSequence` is inserted before steps that must read a part of the sequence, or of the samples."""
         values = dict(zip(layer.inputs, kinds, strict=True))
         entered: dict[str, str] = {}
         steps: list[ChildCall] = []
@@ -101,8 +101,8 @@ class ShardingWalk:
     def _insert_redistributions(
         self, layer: Container, reader: Layer, sources: list[str], steps: list[ChildCall], values: dict[str, Kind]
     ) -> list[str]:
-        """Append the redistributions that `reader` needs to `steps`, and return the names of the values that it reads
-        instead of `sources`."""
+        """Append the redistributions that `reader` needs to `steps`, and return the names of the values that `reader`
+        must read instead of `sources`."""
         for move in self.moves:
             moved_layers = []
             for source, moved in zip(sources, move(reader, [values[source] for source in sources]), strict=True):
@@ -116,17 +116,18 @@ class ShardingWalk:
         return sources
 
     def make_split_layer(self) -> SplitSequence:
-        """Return the layer that shards a replicated value as `self.cut` says."""
+        """Return the layer that shards a replicated value along the dim of `self.cut`."""
         return SplitSequence(0 if isinstance(self.cut, ShardedBatch) else 1)
 
     def needs_split(self, kind: Kind, layer: Layer, path: str, input_index: int) -> bool:
-        """Return whether a value of this kind must be sharded before `layer` reads it."""
+        """Return whether a value with this sharding must be split before `layer` reads it."""
         if self.sequence is None or not isinstance(kind, Replicated):
             return False
         return isinstance(self.cut, ShardedBatch) or not self._needs_full_input(layer, path, input_index)
 
     def _needs_full_input(self, layer: Layer, path: str, input_index: int) -> bool:
-        """Return `Layer.needs_full_input`; for a container, whether any step that reads this input needs it in full."""
+        """Return `Layer.needs_full_input`; for a container, return whether a step that reads the input needs it in
+        full."""
         if not isinstance(layer, Container):
             return layer.needs_full_input(input_index, self.marks.get(path))
         name = layer.inputs[input_index]
@@ -134,7 +135,7 @@ class ShardingWalk:
         return any(self._needs_full_input(s.layer, join_path(path, s.name), i) for s, i in readers)
 
     def _record_and_require_equal_ties(self, layer: Container, path: str, steps: Sequence[ChildCall]) -> None:
-        """Raise ConfigError unless tied parameters are sharded alike."""
+        """Record the ties of a container; raise ConfigError unless tied parameters have the same sharding."""
         specs = collect_specs((step.name, step.layer) for step in steps)
         for alias, name in layer.ties.items():
             self.ties[join_path(path, alias)] = join_path(path, name)
@@ -148,30 +149,32 @@ class ShardingWalk:
 
 SEQUENCES = (None, "parallel", "ulysses", "ring", "samples")
 FULL_PARAMETER_SEQUENCES = ("ulysses", "ring", "samples")
-"""The values of `sequence` that shard no parameters except those of experts."""
+"""The values of `sequence` that shard no parameters except those of MoE experts."""
 
 
 def parallelize(
     model: Layer, loss: Loss, width: int, plan: Mapping[str, Any] | None = None, sequence: str | None = None
 ) -> TensorParallelModel:
-    """Return `model` and `loss` sharded for a tensor axis. Parameters keep their names, full shapes and initial values.
+    """Return `model` and `loss`, sharded for a tensor axis. Parameters keep their names, full shapes and initial
+    values.
 
-    Communicates nothing; the result is the same on every rank. Raises ConfigError, with the path of the layer, for a
-    layer that cannot be sharded.
+    Nothing is communicated, and the result is the same on every rank. Raises ConfigError, with the path of the layer,
+    if a layer cannot be sharded.
 
     Parameters
     ----------
-    model : any layer; attention, MLPs, MoE, GPT, Llama, Bert and ViT have a plan of their own (`Layer.plan`)
-    loss : needs `acts_on = "position"` if `sequence` leaves the model's output sharded along dim 1
-    width : ranks of the tensor axis
+    model : any layer; attention, MLPs, MoE, GPT, Llama, Bert and ViT have their own plans (`Layer.plan`)
+    loss : needs `acts_on = "position"` if the model's output is sharded along dim 1 by `sequence`
+    width : number of ranks on the tensor axis
     plan : name pattern (fnmatch) -> `ColumnParallel`, `RowParallel`, `VocabParallel` or `LayerDefault`; None: the
         layers' own plans
     sequence : None, "parallel", "ulysses", "ring" or "samples", see below
 
-    "parallel" shards activations between sharded layers along dim 1 (Korthikanti et al. 2022); None leaves them full on
-    every rank. "ulysses" (Jacobs et al. 2023) and "ring" (Liu et al. 2023) shard no parameters except the experts of
-    MoE layers, and activations along dim 1 from end to end. "samples" shards only experts, and activations along dim 0:
-    its ranks are data-parallel for all other layers (Rajbhandari et al. 2022).
+    With "parallel", activations between sharded layers are sharded along dim 1 (Korthikanti et al. 2022); with None,
+    every rank has them in full. With "ulysses" (Jacobs et al. 2023) and "ring" (Liu et al. 2023), all activations are
+    sharded along dim 1, and no parameters are sharded except the experts of MoE layers. With "samples", all activations
+    are sharded along dim 0, and only experts are sharded: for all other layers, the ranks are data-parallel
+    (Rajbhandari et al. 2022).
     """
     if not isinstance(width, int) or width < 1:
         raise ConfigError(f"a tensor axis of width {width!r}: it must be a whole number >= 1")
@@ -199,8 +202,8 @@ def _get_shard_specs(model: Layer) -> dict[str, Any]:
 
 
 def _parallelize_root(walk: ShardingWalk, model: Layer, loss: Loss, inputs: list[Kind]) -> TensorParallelModel:
-    """Return the sharded model and loss, with full inputs sharded at the beginning and a sharded output gathered, or
-    given to a loss that takes it as it is."""
+    """Return the sharded model and loss. If necessary, layers are added that shard the input of the model, and gather
+    an output that the loss cannot take sharded."""
     enter = None
     if not (isinstance(model, Container) and not model.fixed) and walk.needs_split(inputs[0], model, "", 0):
         enter, inputs = walk.make_split_layer(), [walk.cut]
@@ -237,8 +240,8 @@ def _parallelize_root(walk: ShardingWalk, model: Layer, loss: Loss, inputs: list
 
 
 def _require_shardable_loss(loss: Any, sequence: str | None) -> None:
-    """Raise ConfigError unless the loss adds up over parts of the sequence. A loss that is not a `Loss` may lack
-    `acts_on`."""
+    """Raise ConfigError unless the loss adds up over parts of the sequence. A loss that does not derive from `Loss` may
+    have no `acts_on`, which then counts as "sample"."""
     acts_on = getattr(loss, "acts_on", "sample")
     if acts_on == "position":
         return
@@ -255,10 +258,10 @@ def _require_shardable_loss(loss: Any, sequence: str | None) -> None:
 
 
 def match_marks(model: Layer, plan: Mapping[str, Any] | None) -> dict[str, Mark]:
-    """Return path -> mark of the layers that patterns match or that layers' own plans name.
+    """Return path -> mark for all layers that match a pattern, or that the own plan of another layer names.
 
-    plan: pattern (fnmatch on dotted paths, where `*` also matches dots; the first that matches wins) -> mark, a class
-    or an instance; None: all layers follow their own plan."""
+    plan: pattern -> mark, which is a class or an instance. Patterns are matched by fnmatch against dotted paths, where
+    `*` also matches dots; the first match wins. None: all layers follow their own plans."""
     if plan is not None and not isinstance(plan, Mapping):
         raise ConfigError(
             f"tensor_plan={plan!r}: give a dict of path patterns and marks, for example "
@@ -277,8 +280,8 @@ def match_marks(model: Layer, plan: Mapping[str, Any] | None) -> dict[str, Mark]
 
 
 def _add_marks_of_layer_plans(layer: Layer, path: str, marks: dict[str, Mark], inside: bool) -> None:
-    """Add the marks of the layers' own plans, at and below `path`, to `marks`. inside: whether an enclosing layer is a
-    `LayerDefault`."""
+    """Add the marks that the own plans of `layer` and the layers inside it define to `marks`, in place. inside: whether
+    an enclosing layer is marked as `LayerDefault`."""
     if isinstance(marks.get(path), LayerDefault):
         if not inside and not any(found.plan for _, found in iterate_layers(layer)):
             raise ConfigError(

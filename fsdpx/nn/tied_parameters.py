@@ -9,8 +9,8 @@ __all__ = ["resolve_alias", "resolve_ties"]
 
 
 def resolve_ties(owner: str, ties: Mapping[str, str], specs: Mapping[str, Any]) -> dict[str, str]:
-    """Return `ties` with chains of aliases resolved; raise ConfigError unless both names of a tie exist and have the
-    same shape."""
+    """Return `ties` with chains of aliases resolved to the final name. Raise ConfigError unless both names of each tie
+    exist and have the same shape."""
     for name in [*ties, *ties.values()]:
         if name not in specs:
             raise ConfigError(f"{owner}: tie names {name!r}, which is no parameter; there are {', '.join(specs)}")

@@ -1,4 +1,4 @@
-"""The parts of a transformer: MLP, GatedMLP and TransformerBlock, each one unit."""
+"""The parts of a transformer: MLP, GatedMLP and TransformerBlock, each of which is one unit."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from fsdpx.nn.shard_specs import ColumnParallel, RowParallel
 __all__ = ["MLP", "GatedActivation", "GatedMLP", "TransformerBlock"]
 
 GATED_FORMS = {"silu": "silu", "gelu": "gelu", "gelu_new": "gelu tanh", "gelu_pytorch_tanh": "gelu tanh"}
-"""Activation names in configurations of models -> the variant of the kernel."""
+"""Kernel variants by the names of activations in model configurations."""
 
 
 class GatedActivation(Layer):
-    """activation(a) b of two arrays of one shape; the result is not saved but recomputed in backward.
+    """activation(a) b for two arrays of equal shape. Backward recomputes the result, which is not saved.
 
     Parameters
     ----------
-    activation : "silu" (SwiGLU), "gelu" (GEGLU), or "gelu_new" or "gelu_pytorch_tanh" for its tanh form
+    activation : "silu" (SwiGLU), "gelu" (GEGLU), or "gelu_new" or "gelu_pytorch_tanh" for the tanh form of GELU
     """
 
     n_inputs = 2
@@ -57,15 +57,16 @@ class GatedActivation(Layer):
 
 
 class GatedMLP(Composite):
-    """down(activation(gate(x)) up(x)) (Shazeer 2020): `(samples, ..., d_model)` to the same, one unit.
+    """down(activation(gate(x)) up(x)) (Shazeer 2020), as one unit. Input and output have the shape
+    `(samples, ..., d_model)`.
 
     Parameters
     ----------
-    d_model : features of the input and the result
-    d_hidden : hidden features
+    d_model : number of features of the input and the output
+    d_hidden : number of hidden features
     activation : as in `GatedActivation`
-    bias : whether the three Linear have biases
-    init, out_init : initializers of `gate.weight` and `up.weight`, and of `down.weight`; biases are initialized with 0
+    bias : whether the three Linear layers have biases, which are initialized with 0
+    init, out_init : initializers of `gate.weight` and `up.weight`, and of `down.weight`
     """
 
     unit = True
@@ -92,17 +93,18 @@ class GatedMLP(Composite):
 
 
 class MLP(Container):
-    """down(activation(up(x))), then dropout: `(samples, ..., d_model)` to the same.
+    """down(activation(up(x))), followed by dropout. Input and output have the shape `(samples, ..., d_model)`.
 
-    Weights `up.*` and `down.*` of two Linear. The result of a GELU is not saved but recomputed in backward.
+    The parameters are those of two Linear layers, `up.*` and `down.*`. Backward recomputes the result of a GELU, which
+    is not saved.
 
     Parameters
     ----------
-    d_model : features of the input and the result
-    d_hidden : features between the two Linear; None: 4 d_model
+    d_model : number of features of the input and the output
+    d_hidden : number of features between the two Linear layers; None: 4 d_model
     dropout : probability that an element of the result is dropped
-    bias : whether the two Linear have biases
-    activation : a layer; None: `GELU()`
+    bias : whether the two Linear layers have biases
+    activation : the activation layer; None: `GELU()`
     init : initializer of `up.weight`; if given, biases are initialized with 0
     out_init : initializer of `down.weight`; None: `init`
     """
@@ -169,7 +171,7 @@ class MLP(Container):
             up.backward_leaf(env, parts["up"], into["up"], saved[0], dh)
 
     def _backward_to_up(self, env: LayerContext, parts: Params, into: Params, saved: Any, dy: Array) -> Array:
-        """Return the gradient of the result of `up`, and add that of the parameters of `down`."""
+        """Return the gradient of the result of `up`, and add the gradients of the parameters of `down` to `into`."""
         dh, kept_down = self._compute_gelu_input_gradient(env, parts["down"], saved, dy)
         if "down" in into:
             self._get_up_activation_down()[2].backward_params(env, into["down"], kept_down)
@@ -185,12 +187,12 @@ class MLP(Container):
         return dx, {"up": kept_up, "down": kept_down}
 
     def _get_up_activation_down(self) -> tuple[Any, Layer, Layer]:
-        """Return up (a Linear or ColumnParallelLinear), activation and down."""
+        """Return the layers up (a Linear or ColumnParallelLinear), activation and down."""
         up, activation, down = (step.layer for step in self.steps[:3])
         return up, activation, down
 
     def _compute_gelu_input_gradient(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """Return the gradient of the GELU's input, and the values for `backward_params` of `down`."""
+        """Return the gradient of the GELU's input, and the values that `backward_params` of `down` needs."""
         _, gelu, down = self._get_up_activation_down()
         assert isinstance(gelu, GELU)
         _, h, mask = saved
@@ -198,24 +200,24 @@ class MLP(Container):
             dy, _ = step.layer.backward_input(env.child(step.name), {}, mask, dy)
         dh, kept = down.backward_input(env, p, (h,), dy)  # dh is a new array, so the kernel may change it in place
         a = kernels.gelu_recompute(env.xp, h, dh, gelu.approximate)
-        return dh, (a, *kept[1:])  # the first value kept is the input of `down`: a instead of h
+        return dh, (a, *kept[1:])  # the first kept value must be the input of `down`, which is a, not h
 
 
 class TransformerBlock(Container):
-    """x + attn(norm1(x)), then x + mlp(norm2(x)): the pre-norm block of GPT-2 (Radford et al. 2019).
+    """x + attn(norm1(x)), then x + mlp(norm2(x)): the pre-norm block of GPT-2 (Radford et al. 2019), as one unit.
 
-    `(samples, time, d_model)` to the same.
+    Input and output have the shape `(samples, time, d_model)`.
 
     Parameters
     ----------
     d_model, n_heads, causal : as in `MultiHeadAttention`
-    d_hidden : hidden features of the MLP; None: 4 d_model
-    dropout : on the attention weights and on the results of both branches
+    d_hidden : number of hidden features of the MLP; None: 4 d_model
+    dropout : dropout probability of the attention weights and of the results of both branches
     bias : whether the Linear and LayerNorm layers have biases
-    activation : of the MLP, a name such as "gelu" or "gelu_new" (its tanh form)
-    eps : of the LayerNorm layers
+    activation : name of the activation of the MLP, such as "gelu" or "gelu_new" (the tanh form of GELU)
+    eps : `eps` of the LayerNorm layers
     init : initializer of all weights
-    out_init : initializer of the two weights that end a branch; None: `init`
+    out_init : initializer of the weights of the last Linear of each branch; None: `init`
     """
 
     unit = True
