@@ -283,11 +283,11 @@ def stage_through_host(call: Call, start_on_host: Callable[[Call], Handle]) -> H
     handle. Host arrays are passed without a copy. Scratch: a host copy of each other array."""
     for array in call.arrays:
         if array is not None and not isinstance(array, np.ndarray):
-            return _move_through_host(call, start_on_host)
+            return _start_through_host_copies(call, start_on_host)
     return start_on_host(call)
 
 
-def _move_through_host(call: Call, start_on_host: Callable[[Call], Handle]) -> Handle:
+def _start_through_host_copies(call: Call, start_on_host: Callable[[Call], Handle]) -> Handle:
     verb, arrays = CALL_SPECS[call.verb], call.arrays
     host = list(arrays)
     for index in {*verb.read_positions, *verb.write_positions}:

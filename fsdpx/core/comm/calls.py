@@ -305,14 +305,14 @@ class HandleWithCallback:
     def test(self) -> bool:
         if not self._handle.test():
             return False
-        self._run_callback()
+        self._run_callback_once()
         return True
 
     def wait(self) -> None:
         self._handle.wait()
-        self._run_callback()
+        self._run_callback_once()
 
-    def _run_callback(self) -> None:
+    def _run_callback_once(self) -> None:
         last, self._last = self._last, None
         if last is not None:
             last()

@@ -507,7 +507,11 @@ class _NamedExits:
     """A context manager inside which `os._exit` prints which thread rank ended the process."""
 
     def __init__(self) -> None:
-        self._hook, self._lock, self._inside = hooks.Hook(os, "_exit", self._wrap_exit), threading.Lock(), 0
+        self._hook, self._lock, self._inside = (
+            hooks.Hook(os, "_exit", self._wrap_exit_to_print_rank),
+            threading.Lock(),
+            0,
+        )
 
     def __enter__(self) -> None:
         with self._lock:
@@ -521,7 +525,7 @@ class _NamedExits:
                 self._hook.uninstall()
 
     @staticmethod
-    def _wrap_exit(former: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_exit_to_print_rank(former: Callable[..., Any]) -> Callable[..., Any]:
         process = os.getpid()
 
         def exit_with_rank_name(status: int) -> None:

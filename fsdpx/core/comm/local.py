@@ -103,7 +103,7 @@ class ThreadWorld:
         alike = "all ranks make the same calls, in the same order"
         return DesyncError(f"{who} while ranks {sorted(waiting)} wait in {call}: {alike}")
 
-    def complete_events(self, *events: ThreadCollective | ThreadMessage) -> None:
+    def complete_events_and_wake_ranks(self, *events: ThreadCollective | ThreadMessage) -> None:
         """Mark these events as complete and wake the ranks that wait for them."""
         with self.condition:
             for event in events:
@@ -561,7 +561,7 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
             world.record_failure(error)
             raise
         operation.given = []
-        world.complete_events(operation)
+        world.complete_events_and_wake_ranks(operation)
 
     def _post_message(self, message: ThreadMessage, key: tuple[int, int, int], sending: bool) -> Handle:
         """Match the other side of a message, or queue until the other side arrives. The side that arrives second copies
@@ -581,7 +581,7 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
             for side in (source, target):
                 side.set_copying_rank(self.rank)
         target.array[...] = source.array
-        group.world.complete_events(source, target)
+        group.world.complete_events_and_wake_ranks(source, target)
         return ThreadTransfer(message, group, self.rank, self.progress)
 
     def _delay_randomly(self) -> None:

@@ -9,7 +9,7 @@ from fsdpx.core.base.extensions import load_extension
 from fsdpx.core.comm.communicator import unwrap_communicator
 from fsdpx.core.comm.mesh import MeshAxes
 
-__all__ = ["can_be_watched", "report_call_to_watchdog", "start_watching", "stop_watching", "watch_axes"]
+__all__ = ["can_be_watched", "report_call_to_watchdog", "start_watching", "start_watching_axes", "stop_watching"]
 
 
 def can_be_watched(comm: Any) -> bool:
@@ -27,7 +27,7 @@ def start_watching(comm: Any, *other_comms: Any, timeout: float | None = None, e
     return load_extension("observer", "watchdog")(comm, *other_comms, timeout=timeout, extend_waits=extend_waits)
 
 
-def watch_axes(axes: MeshAxes) -> Any:
+def start_watching_axes(axes: MeshAxes) -> Any:
     """Watch all communicators of a mesh; return this rank's observer for the engine, or None. Collective."""
     watcher = start_watching(axes.world, axes.replica, axes.shard, axes.data, axes.pipe, axes.tensor)
     return None if watcher is None else watcher.record

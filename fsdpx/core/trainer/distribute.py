@@ -24,7 +24,7 @@ from fsdpx.core.comm.default_communicator import comparing_arguments, record_scr
 from fsdpx.core.comm.init import adopt_communicator, find_message_backend, open_survivor_communicator
 from fsdpx.core.comm.init import open_world as open_world
 from fsdpx.core.comm.mesh import Mesh
-from fsdpx.core.comm.watched import report_call_to_watchdog, stop_watching, watch_axes
+from fsdpx.core.comm.watched import report_call_to_watchdog, start_watching_axes, stop_watching
 from fsdpx.core.compression import Choice, list_codec_names
 from fsdpx.core.engine.engine import Engine
 from fsdpx.core.program import SCHEDULES
@@ -194,7 +194,7 @@ def _make_trainer(recipe: Recipe, world: Communicator) -> Trainer:
     has_values = load_device(recipe.runtime.device).holds_data
     if has_values:
         broadcast_given_values(recipe.training.model, world)
-    session = make_session(recipe, world, watch=watch_axes)
+    session = make_session(recipe, world, watch=start_watching_axes)
     if has_values:
         _add_observers(session.engine, recipe.runtime)
         release_given_values(recipe.training.model, world)

@@ -62,7 +62,7 @@ class RecentBatches:
         """Number of the newest batch."""
         return self._first + len(self._batches) - 1
 
-    def add_batch(self, x: Any, y: Any) -> None:
+    def copy_and_add_batch(self, x: Any, y: Any) -> None:
         """Keep a copy of the batch of the next step."""
         self._batches.append(BatchPair(_map_arrays(x, _copy_array), _map_arrays(y, _copy_array)))
 
@@ -173,7 +173,7 @@ class ElasticRunner(CallRunner):
             )
         if effect == STEP:
             self._train = function
-            self._recent.add_batch(*given, **options)
+            self._recent.copy_and_add_batch(*given, **options)
             self._run_pending_steps()
             assert self.last_update is not None
             return self.last_update.loss  # type: ignore[return-value]  # the result of a step is its loss

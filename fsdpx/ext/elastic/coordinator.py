@@ -156,12 +156,12 @@ class Coordinator:
 
     def _switch_to_assembly(self, assembly: Assembly) -> None:
         self.assembly, self.asked = assembly, False
-        self._position = self._make_position(assembly.step, assembly.step)
+        self._position = self._make_step_position(assembly.step, assembly.step)
         if assembly.copied:
             self.assembly.copies.promote_generation()
         self._copy_interval.restart_timing()
 
-    def _make_position(self, step: int, secure_step: int, under_way: int | None = None) -> StepPosition:
+    def _make_step_position(self, step: int, secure_step: int, under_way: int | None = None) -> StepPosition:
         state = self.assembly.session.state
         before = (
             {key: array.copy() for key, array in iterate_rows_changed_before_commit(state)}
@@ -207,7 +207,7 @@ class Coordinator:
         """Count a finished step, and start copies when they are due. This needs no other rank. It depends only on the
         last agreement, because another rank may be learning of a loss at this moment."""
         self._copy_interval.record_step()
-        at = self._make_position(self.last_step + 1, self.newest_secure_step, self._position.under_way)
+        at = self._make_step_position(self.last_step + 1, self.newest_secure_step, self._position.under_way)
         if not self.assembly.copies.needed:
             at = replace(at, secure_step=at.step)
         elif at.under_way is None and at.step - at.secure_step >= self._copy_interval.every:
@@ -253,7 +253,7 @@ class Coordinator:
 
     def count_new_state_as_step(self) -> None:
         """Count the replaced state like a step that will never be repeated."""
-        self._position = self._make_position(self.last_step + 1, self.last_step + 1)
+        self._position = self._make_step_position(self.last_step + 1, self.last_step + 1)
 
     # -- idle ranks ----------------------------------------------------------------------------------------------------
 
@@ -298,7 +298,7 @@ class Coordinator:
         self.assembly.control.revoke()
         if not isinstance(error, AgreementRefused):  # the other ranks learn of the loss at their next agreement
             self.assembly.control.agree_on_flags(0)
-        self._drain_transfers()
+        self._drain_transfers_and_abandon_copies()
         control, generations, tried = self.assembly.control, self._list_generations(), []
         while True:
             control = control.shrink()
@@ -314,8 +314,8 @@ class Coordinator:
             tried.append(control)
         assert assembly is not None
         for one in (self.assembly.control, *tried):
-            self._abandon_communicator(one)
-        return self._finish_recovery(assembly, begin, before, members)
+            self._stop_watching_communicator(one)
+        return self._switch_and_record_recovery(assembly, begin, before, members)
 
     def close(self) -> None:
         """End the run on all ranks. Collective.
@@ -326,7 +326,7 @@ class Coordinator:
             self.assembly.control.barrier(what="close").wait()
         except RankLost:
             self.assembly.control.revoke()
-        self._abandon_communicator(self.assembly.control)
+        self._stop_watching_communicator(self.assembly.control)
         self.assembly.close()
         self.assembly.control.close()
 
@@ -337,9 +337,9 @@ class Coordinator:
         assembly = self._rebuild_assembly(self.assembly.control, self._list_generations(), ranks)
         self.agree_on_step()
         self.ranks = ranks
-        return self._finish_recovery(assembly, begin, before, self.assembly.initial_ranks)
+        return self._switch_and_record_recovery(assembly, begin, before, self.assembly.initial_ranks)
 
-    def _abandon_communicator(self, control: SurvivorCommunicator) -> None:
+    def _stop_watching_communicator(self, control: SurvivorCommunicator) -> None:
         """Stop watching a communicator on which no rank will wait again. A rank may die before it has done so; the next
         call removes its record."""
         if (watchdog := stop_watching(control)) is not None:
@@ -357,7 +357,9 @@ class Coordinator:
             control, member, generations, ranks, self.report_to_observers, timeout
         )
 
-    def _finish_recovery(self, assembly: Assembly, begin: float, before: int, members: list[int]) -> Recovery:
+    def _switch_and_record_recovery(
+        self, assembly: Assembly, begin: float, before: int, members: list[int]
+    ) -> Recovery:
         old = self.assembly
         for observer in old.session.engine.added_observers:
             assembly.session.engine.add_observer(observer)
@@ -380,7 +382,7 @@ class Coordinator:
             found.insert(0, StateGeneration(self.last_step, self._position.scalars, parts))
         return found
 
-    def _drain_transfers(self) -> None:
+    def _drain_transfers_and_abandon_copies(self) -> None:
         """Wait for the transfers of the interrupted program to end, because their buffers will be reused."""
         drain_or_keep_transfers(self.assembly.session.engine.abandon_transfers())
         self.assembly.copies.abandon_generation()

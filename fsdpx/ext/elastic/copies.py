@@ -125,15 +125,15 @@ class GenerationBuffers:
     def __init__(self, ledger: Ledger, number: int, partners: CopyPartners) -> None:
         own, kept = partners.own, partners.kept
         self._ledger, self._number, self._keys = ledger, number, list[LedgerKey]()
-        self.own = self._add_row("own", own)
-        self.kept = {rank: self._add_row(f"of rank {rank}", parts) for rank, parts in kept.items()}
+        self.own = self._add_ledger_row("own", own)
+        self.kept = {rank: self._add_ledger_row(f"of rank {rank}", parts) for rank, parts in kept.items()}
         self.mine = _view_parts(self.own, own)
         self.parts = [
             *self.mine,
             *(part for rank, parts in kept.items() for part in _view_parts(self.kept[rank], parts)),
         ]
 
-    def _add_row(self, name: str, parts: Sequence[ShardDescriptor]) -> np.ndarray:
+    def _add_ledger_row(self, name: str, parts: Sequence[ShardDescriptor]) -> np.ndarray:
         buffer, key = allocate_aligned(count_snapshot_bytes(parts)), LedgerKey("copy", None, f"{name}, {self._number}")
         self._ledger.add_row(
             LedgerRow(key, buffer.dtype, ElementRange(0, buffer.size), "private", level="host"), buffer
@@ -141,7 +141,7 @@ class GenerationBuffers:
         self._keys.append(key)
         return buffer
 
-    def free_rows(self) -> None:
+    def free_ledger_rows(self) -> None:
         for key in self._keys:
             self._ledger.drop_row(key)
 
@@ -268,7 +268,7 @@ class StateCopies:
         """Free all generations but the newest complete one. Older ones are on the same ranks, so a death that breaks
         the newest one breaks them as well."""
         for buffers in (*(buffers for buffers, _, _ in self._complete[1:]), *self._spare):
-            buffers.free_rows()
+            buffers.free_ledger_rows()
         del self._complete[1:]
         self._spare.clear()
 

@@ -49,7 +49,7 @@ class ShardDescriptor(NamedTuple):
     dtype: str
 
     @property
-    def frame(self) -> tuple[int, int, ShardSpec | None]:
+    def flat_array_key(self) -> tuple[int, int, ShardSpec | None]:
         """The key of the flat array in which `start` counts. It is equal for parts of one tensor that are stored in the
         same flat array."""
         return self.rank, self.width, self.cut
@@ -346,7 +346,11 @@ class ReshardPlan:
             return []
         ranks, (first, last) = self._supplies[part.name], part.span
         for supply in ranks.get(dest, ()):
-            if supply.part.frame == part.frame and supply.part.start <= part.start and part.stop <= supply.part.stop:
+            if (
+                supply.part.flat_array_key == part.flat_array_key
+                and supply.part.start <= part.start
+                and part.stop <= supply.part.stop
+            ):
                 at, to, size = np.array([[part.start - supply.part.start], [0], [part.size]])
                 return [ElementMove(dest, supply.number, index, at, to, size, part.dtype)]
         supplies = [

@@ -137,7 +137,7 @@ class Rendezvous:
 
     def _wait_for_ranks(self) -> None:
         missing = list(range(self.size))
-        while missing := [other for other in missing if not self._has_arrived(other)]:
+        while missing := [other for other in missing if not self._check_and_record_arrival(other)]:
             if time.monotonic() > self._deadline:
                 refused = self._refused.intersection(missing)
                 why = (
@@ -153,7 +153,7 @@ class Rendezvous:
                 )
             time.sleep(_POLL_SECONDS)
 
-    def _has_arrived(self, other: int) -> bool:
+    def _check_and_record_arrival(self, other: int) -> bool:
         with self._translating_store_errors():
             if not self.store.check([f"came/{other}"]):
                 return False

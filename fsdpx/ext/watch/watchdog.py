@@ -132,7 +132,7 @@ class Watchdog:
         register_exit_report(
             self.record,
             self.rank,
-            self._record_script_end,
+            self._record_script_end_and_clean_up,
             None if outlived else lambda code: _abort_all_ranks(weak(), code),
         )
         threading.Thread(target=self._run_watch_loop, name="fsdpx watchdog", daemon=True).start()
@@ -150,7 +150,7 @@ class Watchdog:
             unregister_exit_report(self.record)
             self.record.remove_file()
 
-    def _record_script_end(self) -> None:
+    def _record_script_end_and_clean_up(self) -> None:
         """Record that the script has ended. The last rank of this host removes the folder; until then, other ranks may
         find that they wait for a rank that has ended."""
         self._stop.set()

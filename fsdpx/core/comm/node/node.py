@@ -128,13 +128,13 @@ class NodeCommunicator(Backend):
         """Return `nbytes` bytes of this rank that all ranks of its host can read; ranks may request different amounts.
         Return None, on all ranks, if a host has too little memory. Collective over the communicator that was opened
         first."""
-        self._load_persistent_code()
+        self._free_abandoned_and_load_persistent_code()
         number = self.memory.allocate_window(nbytes)
         return None if number is None else self.memory.windows[number].parts[self.memory.rank]
 
     def allocate_node_buffer(self, nbytes: int) -> Array | None:
         """Return memory like `allocate_shared`, but one buffer for all ranks of this group on a host."""
-        self._load_persistent_code()
+        self._free_abandoned_and_load_persistent_code()
         number = self.memory.allocate_window(nbytes if self.rank == self.ranks_on_host[0] else 0)
         if number is None:
             return None
@@ -374,7 +374,7 @@ class NodeCommunicator(Backend):
         """The module of persistent collectives; None unless it is loaded and usable."""
         return self.memory.persistent if self.compiles else None
 
-    def _load_persistent_code(self) -> None:
+    def _free_abandoned_and_load_persistent_code(self) -> None:
         """Load the code of persistent collectives once memory is shared; from then on, repeated collectives are
         compiled."""
         self._free_abandoned_arrays()

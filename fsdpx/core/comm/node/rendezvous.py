@@ -191,7 +191,7 @@ class HostLanes:
     def all_gather_over_hosts(self, call: Call, address: WindowAddress) -> Iterator[Handle]:
         """Gather this rank's lane from other hosts, then copy the other lanes from the buffers of this host's ranks,
         which thus share the network traffic."""
-        group, turn, number = self.host_group, self._take_lane_turn(), self.host_group.reserve_collective()
+        group, turn, number = self.host_group, self._take_lane_ticket(), self.host_group.reserve_collective()
         recv, pieces = call.arrays[1], call.partitions[0]
         yield turn
         yield self._start_lane_all_gather(call)
@@ -206,7 +206,7 @@ class HostLanes:
 
     def all_gather_into_host_buffers(self, call: Call) -> Iterator[Handle]:
         """Gather into one buffer per host, which receives each lane once."""
-        group, turn = self.host_group, self._take_lane_turn()
+        group, turn = self.host_group, self._take_lane_ticket()
         first, second = group.reserve_collective(), group.reserve_collective()
         send, recv = call.arrays
         own_part = call.partitions[0].get_piece(recv, group.rank)
@@ -218,7 +218,7 @@ class HostLanes:
 
     def reduce_scatter_over_hosts(self, call: Call, address: WindowAddress) -> Iterator[Handle]:
         """Add the pieces of this rank's lane inside the host, then over the lane. Scratch: n/L for L ranks per host."""
-        group, turn, number = self.host_group, self._take_lane_turn(), self.host_group.reserve_collective()
+        group, turn, number = self.host_group, self._take_lane_ticket(), self.host_group.reserve_collective()
         (send, recv), (pieces,) = call.arrays, call.partitions
         sums = make_partition_from_counts(tuple(pieces.counts[rank] for rank in self.lane))
         partial = np.empty(sums.total, send.dtype)
@@ -231,12 +231,12 @@ class HostLanes:
         yield group.start_collective(number, address, call, add_pieces)
         yield turn
         yield self._start_lane_reduction(call, (partial, recv), (sums,))
-        self._divide_average(call, recv)
+        self._divide_if_average(call, recv)
 
     def all_reduce_over_hosts(self, call: Call, address: WindowAddress) -> Iterator[Handle]:
         """Add one slice per rank of the host, first inside the host, then over the lane. Then copy the other slices
         from the ranks of the host."""
-        group, turn = self.host_group, self._take_lane_turn()
+        group, turn = self.host_group, self._take_lane_ticket()
         first, second = group.reserve_collective(), group.reserve_collective()
         (buf,) = call.arrays
         pieces = make_balanced_partition(buf.size, len(group.ranks))
@@ -250,7 +250,7 @@ class HostLanes:
         yield group.start_collective(first, address, call, add_pieces)
         yield turn
         yield self._start_lane_reduction(call, (own_part,), ())
-        self._divide_average(call, own_part)
+        self._divide_if_average(call, own_part)
 
         def read_pieces() -> None:
             group.copy_pieces_from_peers(
@@ -259,7 +259,7 @@ class HostLanes:
 
         yield group.start_collective(second, address, call, read_pieces)
 
-    def _take_lane_turn(self) -> LaneTurn:
+    def _take_lane_ticket(self) -> LaneTurn:
         self._tickets += 1
         return LaneTurn(self, self._tickets - 1)
 
@@ -278,7 +278,7 @@ class HostLanes:
             Call(call.verb, arrays, _get_partial_op(call.op), what=call.what, partitions=partitions)
         )
 
-    def _divide_average(self, call: Call, total: Array) -> None:
+    def _divide_if_average(self, call: Call, total: Array) -> None:
         if call.op is ReduceOp.AVG:
             np.divide(total, self.host_group.size, total)
 

@@ -52,7 +52,7 @@ def map_shared_file(comm: Communicator, nbytes: int, folder: str, preallocate: b
     try:
         if not opening.share_unnamed_file():
             opening.share_named_file()
-        return opening.file, opening.map_memory(preallocate)
+        return opening.file, opening.map_and_lock_memory(preallocate)
     except BaseException:
         opening.close()
         raise
@@ -85,7 +85,7 @@ class _SharedFileOpening:
                 os.unlink(path)
         self.comm.all_gather_data(None)  # wait, so that no rank allocates memory while the file has a name
 
-    def map_memory(self, preallocate: bool) -> mmap.mmap:
+    def map_and_lock_memory(self, preallocate: bool) -> mmap.mmap:
         """Map the file and take the lock of this rank. If `preallocate` is true, rank 0 allocates all memory.
         Collective."""
 
