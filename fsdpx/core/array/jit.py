@@ -61,14 +61,14 @@ def specialize(
 class CodeStore(Protocol):
     """Store of the machine code of functions on disk: the extension "disk" of the kind "code"."""
 
-    def load_or_compile(self, function: CompiledFunction, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
+    def load_or_compile(self, function: CompiledFunction, kinds: tuple[str, ...]) -> Callable[..., Any] | None:
         """Return a callable for a function and kinds of arguments, loaded from disk or compiled; None if its code
         cannot be stored. The callable returns NotImplemented for arguments of other kinds."""
 
     def enable_disk_cache(self, dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
         """Store on disk what Numba's dispatcher compiles. `bare`: the code has no entry for Python."""
 
-    def compile_dispatcher(self, dispatcher: Any, wanted: tuple[str, ...] | None) -> Any:
+    def compile_dispatcher(self, dispatcher: Any, kinds: tuple[str, ...] | None) -> Any:
         """Return the dispatcher, compiled for these kinds of arguments, and for no other kinds if these are
         declared."""
 

@@ -73,11 +73,11 @@ def require_valid_arguments(
     _require_fitting_arguments(function, label, given, options)
 
 
-def wrap_constructor_with_argument_check(kind: type) -> None:
+def wrap_constructor_with_argument_check(cls: type) -> None:
     """Replace the constructor of a class of fsdpx by one that checks its arguments. Leave classes of users, and
     inherited constructors, unchanged."""
-    if "__init__" in vars(kind) and kind.__module__.startswith("fsdpx."):
-        kind.__init__ = wrap_with_argument_check(kind.__init__, kind.__name__)  # type: ignore[misc]
+    if "__init__" in vars(cls) and cls.__module__.startswith("fsdpx."):
+        cls.__init__ = wrap_with_argument_check(cls.__init__, cls.__name__)  # type: ignore[misc]
 
 
 def _refuse_huge_integers(
@@ -172,14 +172,14 @@ MAX_CHECKED_ELEMENTS = 1000
 """Longer sequences are data, so their elements are not checked."""
 
 
-def _is_sequence(value: Any, kind: Any) -> bool:
+def _is_sequence(value: Any, collection_type: Any) -> bool:
     if isinstance(value, str | bytes | Mapping):
         return False
-    if kind in (tuple, list):
+    if collection_type in (tuple, list):
         return isinstance(value, tuple | list)
     if isinstance(value, type) or len(getattr(value, "shape", "x")) != 1:  # several dims
         return False
-    return isinstance(value, kind) or hasattr(value, "__getitem__")
+    return isinstance(value, collection_type) or hasattr(value, "__getitem__")
 
 
 def _pair_elements_with_hints(value: Any, inner: tuple[Any, ...]) -> Iterable[tuple[Any, Any]]:

@@ -164,19 +164,19 @@ def require_known_options(call: str, options: Iterable[str], known: Iterable[str
             raise ConfigError(f"{call}({name}=...): no such option{hint}")
 
 
-def wrap_constructor_with_option_check(kind: type[T]) -> type[T]:
+def wrap_constructor_with_option_check(cls: type[T]) -> type[T]:
     """Make the constructor of a dataclass raise ConfigError for an unknown option, with a hint, and for an argument
     that does not fit its type hint. Return the class."""
-    known = [field.name for field in fields(kind) if field.init]  # type: ignore[arg-type]
-    checked_init = wrap_with_argument_check(kind.__init__, kind.__name__)
+    known = [field.name for field in fields(cls) if field.init]  # type: ignore[arg-type]
+    checked_init = wrap_with_argument_check(cls.__init__, cls.__name__)
 
     @wraps(checked_init)
     def check_and_init(self: Any, *given: Any, **options: Any) -> None:
         require_known_options(type(self).__name__, options, known)
         checked_init(self, *given, **options)
 
-    kind.__init__ = check_and_init  # type: ignore[method-assign]
-    return kind
+    cls.__init__ = check_and_init  # type: ignore[method-assign]
+    return cls
 
 
 _REST = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD

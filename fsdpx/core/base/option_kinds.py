@@ -30,10 +30,10 @@ def is_bool(value: Any) -> bool:
     return value is True or value is False
 
 
-def make_option_field(default: Any, fits: Callable[[Any], bool], words: str) -> Any:
-    """Return a dataclass field for an option of `distribute`. `fits` returns whether a value is valid, and `words`
-    describes the valid values. None is valid if it is the default."""
-    return field(default=default, metadata={"fits": fits, "words": words})
+def make_option_field(default: Any, fits: Callable[[Any], bool], description: str) -> Any:
+    """Return a dataclass field for an option of `distribute`. `fits` returns whether a value is valid, and
+    `description` says in words which values are valid. None is valid if it is the default."""
+    return field(default=default, metadata={"fits": fits, "words": description})
 
 
 def require_valid_options(owner: Any) -> None:
@@ -44,6 +44,6 @@ def require_valid_options(owner: Any) -> None:
             raise ConfigError(f"{option_field.name}={value!r}: {option_field.metadata['words']}")
 
 
-def get_field_values(kind: type[Any], owner: Any) -> dict[str, Any]:
-    """Return the values of `owner` for the fields of the dataclass `kind`, by name."""
-    return {one.name: getattr(owner, one.name) for one in fields(kind)}
+def get_field_values(dataclass_type: type[Any], owner: Any) -> dict[str, Any]:
+    """Return the values of `owner` for the fields of the dataclass `dataclass_type`, by name."""
+    return {one.name: getattr(owner, one.name) for one in fields(dataclass_type)}

@@ -142,29 +142,29 @@ def warn_file_ignored(error: Exception, path: Path | None = None) -> None:
         warn(f"fsdpx: {text}; it is ignored")
 
 
-def _require_safe_file(path: str | os.PathLike[str], found: os.stat_result, max_bytes: int | None, ours: bool) -> None:
+def _require_safe_file(path: str | os.PathLike[str], status: os.stat_result, max_bytes: int | None, ours: bool) -> None:
     """Raise `Untrusted` unless this is a regular file of at most `max_bytes` bytes, and, if `ours`, only this user or
     root can write it."""
-    if stat.S_ISLNK(found.st_mode):
+    if stat.S_ISLNK(status.st_mode):
         raise Untrusted(f"{path} is a link, which is not followed here")
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise Untrusted(f"{path} is a folder, a pipe or a device where a file should be")
     if ours:
-        _require_owner_and_mode(path, found, _OTHERS_WRITE)
-    if max_bytes is not None and found.st_size > max_bytes:
-        raise Untrusted(f"{path} has {found.st_size:,} bytes, more than {max_bytes:,}")
+        _require_owner_and_mode(path, status, _OTHERS_WRITE)
+    if max_bytes is not None and status.st_size > max_bytes:
+        raise Untrusted(f"{path} has {status.st_size:,} bytes, more than {max_bytes:,}")
 
 
 def _require_owner_and_mode(
-    path: str | os.PathLike[str], found: os.stat_result, forbidden_mode: int, allow_root: bool = True
+    path: str | os.PathLike[str], status: os.stat_result, forbidden_mode: int, allow_root: bool = True
 ) -> None:
     if not _POSIX:  # on Windows, other users cannot access a user's folders by default
         return
-    if found.st_uid not in ((os.geteuid(), 0) if allow_root else (os.geteuid(),)):
-        raise Untrusted(f"{path} belongs to user {found.st_uid}, not to this one ({os.geteuid()})")
-    if found.st_mode & forbidden_mode:
+    if status.st_uid not in ((os.geteuid(), 0) if allow_root else (os.geteuid(),)):
+        raise Untrusted(f"{path} belongs to user {status.st_uid}, not to this one ({os.geteuid()})")
+    if status.st_mode & forbidden_mode:
         fault = "be written by" if forbidden_mode == _OTHERS_WRITE else "be entered by"
-        raise Untrusted(f"{path} can {fault} others (mode {stat.S_IMODE(found.st_mode):04o})")
+        raise Untrusted(f"{path} can {fault} others (mode {stat.S_IMODE(status.st_mode):04o})")
 
 
 # -- JSON ------------------------------------------------------------------------------------------------------------
@@ -206,16 +206,16 @@ def describe_json_error(error: ValueError, data: bytes, line: int = 1) -> str:
     return f"line {line}, byte {position}: not valid JSON: {why}"
 
 
-def require_json_fields(found: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `found` if it is an object with exactly the names of `kinds`, each with a value of its type or of one of
+def require_json_fields(value: Any, types: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `value` if it is an object with exactly the names of `types`, each with a value of its type or of one of
     its types. Otherwise raise ValueError. A bool does not count as an int."""
-    if not isinstance(found, dict) or found.keys() != kinds.keys():
-        raise ValueError(f"it is not an object with the names {', '.join(kinds)}")
-    for name, kind in kinds.items():
+    if not isinstance(value, dict) or value.keys() != types.keys():
+        raise ValueError(f"it is not an object with the names {', '.join(types)}")
+    for name, kind in types.items():
         allowed = kind if isinstance(kind, tuple) else (kind,)
-        if type(found[name]) not in allowed:
+        if type(value[name]) not in allowed:
             raise ValueError(f"{name} is not of type {' or '.join(one.__name__ for one in allowed)}")
-    return found
+    return value
 
 
 def _make_dict_of_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -391,10 +391,10 @@ def _open_own_file(path: Path, flags: int, mode: int) -> int:
     raise Untrusted(f"{path} is created and removed repeatedly, so it cannot be opened")
 
 
-def _require_own_file(path: Path, found: os.stat_result) -> None:
-    _require_safe_file(path, found, None, ours=False)
-    _require_owner_and_mode(path, found, 0, allow_root=False)
-    if found.st_nlink > 1:
+def _require_own_file(path: Path, status: os.stat_result) -> None:
+    _require_safe_file(path, status, None, ours=False)
+    _require_owner_and_mode(path, status, 0, allow_root=False)
+    if status.st_nlink > 1:
         raise Untrusted(f"{path} is another file's name as well (a hard link)")
 
 

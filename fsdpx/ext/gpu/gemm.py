@@ -112,13 +112,13 @@ def _get_matrix_layout(x: Any) -> tuple[tuple[int, int], tuple[int, int]]:
     return x.shape[1:], (down, along)
 
 
-def _call_cublas(wanted: GemmCall, out: Any, a: Any, b: Any, scale: float, accumulate: bool) -> None:
-    first, second = (a, b) if wanted.turned else (b, a)
+def _call_cublas(gemm_call: GemmCall, out: Any, a: Any, b: Any, scale: float, accumulate: bool) -> None:
+    first, second = (a, b) if gemm_call.turned else (b, a)
     double = a.dtype == np.float64
     alpha, beta = ((c_double if double else c_float)(factor) for factor in (scale, accumulate))  # in host memory
     matrices = [
         [x.data.ptr, _get_cublas_type(x.dtype), ld]
-        for x, ld in ((first, wanted.ld_first), (second, wanted.ld_second), (out, wanted.ld_out))
+        for x, ld in ((first, gemm_call.ld_first), (second, gemm_call.ld_second), (out, gemm_call.ld_out))
     ]
     count = out.shape[0]
     if count > 1:
@@ -126,7 +126,7 @@ def _call_cublas(wanted: GemmCall, out: Any, a: Any, b: Any, scale: float, accum
             matrix.append(x.strides[0] // x.dtype.itemsize)
     one, two, three = matrices
     cublas, handle = _import_cublas(), import_cupy().cuda.device.get_cublas_handle()
-    shape = int(wanted.first), int(wanted.second), wanted.m, wanted.n, wanted.k
+    shape = int(gemm_call.first), int(gemm_call.second), gemm_call.m, gemm_call.n, gemm_call.k
     rest = (*([count] if count > 1 else []), COMPUTE_FLOAT64 if double else COMPUTE_FLOAT32, DEFAULT_ALGORITHM)
     call = cublas.gemmStridedBatchedEx if count > 1 else cublas.gemmEx
     call(handle, *shape, addressof(alpha), *one, *two, addressof(beta), *three, *rest)

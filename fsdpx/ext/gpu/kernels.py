@@ -40,10 +40,10 @@ Body = Callable[..., Any]
 
 
 @functools.cache
-def load_kernel_module(kind: int, gpu: int) -> Any:
-    """Return the kernels for a format (`kind`: 64, 32 or 16 bits), compiled on first use for the current GPU. CuPy
+def load_kernel_module(bits: int, gpu: int) -> Any:
+    """Return the kernels for a format (`bits`: 64, 32 or 16 bits), compiled on first use for the current GPU. CuPy
     caches them on disk."""
-    return _build_module("kernels.cu", *OPTIONS[kind == 16 :], f"-DKIND={kind}")
+    return _build_module("kernels.cu", *OPTIONS[bits == 16 :], f"-DKIND={bits}")
 
 
 @functools.cache
@@ -457,7 +457,7 @@ def _attention_of_each_sample_into(
 
 
 def _attention_backward_of_each_sample_into(
-    launch: KernelLauncher, q: Any, k: Any, v: Any, lse: Any, do: Any, made: Any, causal: bool, scale: float,
+    launch: KernelLauncher, q: Any, k: Any, v: Any, lse: Any, do: Any, gradients: Any, causal: bool, scale: float,
     window: int, segments: Any,
 ) -> None:  # fmt: skip
     xp, (b, h, t, _), (_, shared, n, d) = launch.xp, q.shape, k.shape
@@ -471,12 +471,12 @@ def _attention_backward_of_each_sample_into(
             run_batched_gemm_into(dp[heads], do[i, heads], v[i].swapaxes(1, 2))
         given = None if segments is None else segments[i], t, n, float(scale), bool(causal), int(window)
         launch("attention_slopes", (h * t,), scores, dp, lse[i], p, ds, *given)
-        dk, dv = (x.swapaxes(0, 1) for x in sums) if len(turns) > 1 else (made[1][i], made[2][i])
+        dk, dv = (x.swapaxes(0, 1) for x in sums) if len(turns) > 1 else (gradients[1][i], gradients[2][i])
         for turn, heads in enumerate(turns):
-            run_batched_gemm_into(made[0][i, heads], ds[heads], k[i])
+            run_batched_gemm_into(gradients[0][i, heads], ds[heads], k[i])
             run_batched_gemm_into(dk, ds[heads].swapaxes(1, 2), q[i, heads], accumulate=turn > 0)
             run_batched_gemm_into(dv, p[heads].swapaxes(1, 2), do[i, heads], accumulate=turn > 0)
-        for x, out in zip(sums if len(turns) > 1 else (), made[1:], strict=False):
+        for x, out in zip(sums if len(turns) > 1 else (), gradients[1:], strict=False):
             store(launch, x, out[i].swapaxes(0, 1))
 
 

@@ -68,12 +68,12 @@ def require_one_gpu_per_rank(rank_gpus: Sequence[RankGpu]) -> None:
         )
 
 
-def open_nccl_communicator(asked: CommunicatorRequest) -> Communicator:
+def open_nccl_communicator(request: CommunicatorRequest) -> Communicator:
     """Return a communicator on GPUs: ranks connect through MPI, each is assigned a GPU, and NCCL connects the GPUs.
     Collective."""
-    carrier = open_mpi(asked)
-    require_one_gpu_per_rank(assign_and_select_gpus(carrier, asked.device_map))
-    return NcclCommunicator(carrier, asked.settings.timeout or DEFAULT_TIMEOUT_SECONDS)
+    carrier = open_mpi(request)
+    require_one_gpu_per_rank(assign_and_select_gpus(carrier, request.device_map))
+    return NcclCommunicator(carrier, request.settings.timeout or DEFAULT_TIMEOUT_SECONDS)
 
 
 class NcclCommunicator(Backend):
@@ -152,40 +152,40 @@ class NcclCommunicator(Backend):
         return f"{call.name} on rank {self.rank} of {self.size}"
 
     def _start_all_gather(self, call: Call) -> Iterable[Array]:
-        (send, recv), (cut,) = call.arrays, call.partitions
-        if cut.even and cut.total:
+        (send, recv), (partition,) = call.arrays, call.partitions
+        if partition.even and partition.total:
             self.link.allGather(
                 _get_pointer(send), _get_pointer(recv), send.size, _get_nccl_type(send), self.stream.ptr
             )
             return ()
-        copy_unless_same(cut.get_piece(recv, self.rank), send)
-        self._broadcast_pieces_from_owners(recv, cut)
+        copy_unless_same(partition.get_piece(recv, self.rank), send)
+        self._broadcast_pieces_from_owners(recv, partition)
         return ()
 
-    def _broadcast_pieces_from_owners(self, array: Array, cut: FlatPartition) -> None:
+    def _broadcast_pieces_from_owners(self, array: Array, partition: FlatPartition) -> None:
         """Broadcast each piece from its owner, which holds it in place in `array`, to all ranks."""
         with self._grouping_nccl_calls():
             for root in range(self.size):
-                if (part := cut.get_piece(array, root)).size:
+                if (part := partition.get_piece(array, root)).size:
                     self.link.broadcast(
                         _get_pointer(part), _get_pointer(part), part.size, _get_nccl_type(part), root, self.stream.ptr
                     )
 
     def _start_reduce_scatter(self, call: Call) -> Iterable[Array]:
-        (send, recv), (cut,) = call.arrays, call.partitions
+        (send, recv), (partition,) = call.arrays, call.partitions
         if is_half(send.dtype):
-            return self._send_to_owners_and_add(send, recv, cut, call.op)
-        own = cut.get_piece(send, self.rank)
+            return self._send_to_owners_and_add(send, recv, partition, call.op)
+        own = partition.get_piece(send, self.rank)
         target = own if is_in_place(send, recv) else recv  # the start of `send` must still be sent
         op = _get_nccl_operation(call.op, send)
-        if cut.even and cut.total:
+        if partition.even and partition.total:
             self.link.reduceScatter(
                 _get_pointer(send), _get_pointer(target), target.size, _get_nccl_type(send), op, self.stream.ptr
             )
         else:
             with self._grouping_nccl_calls():
                 for root in range(self.size):
-                    if (part := cut.get_piece(send, root)).size:
+                    if (part := partition.get_piece(send, root)).size:
                         into = target if root == self.rank else part
                         self.link.reduce(
                             _get_pointer(part),
@@ -204,9 +204,9 @@ class NcclCommunicator(Backend):
     def _start_all_reduce(self, call: Call) -> Iterable[Array]:
         (buf,) = call.arrays
         if is_half(buf.dtype):
-            cut = make_balanced_partition(buf.size, self.size)
-            scratch = self._send_to_owners_and_add(buf, cut.get_piece(buf, self.rank), cut, call.op)
-            self._broadcast_pieces_from_owners(buf, cut)
+            partition = make_balanced_partition(buf.size, self.size)
+            scratch = self._send_to_owners_and_add(buf, partition.get_piece(buf, self.rank), partition, call.op)
+            self._broadcast_pieces_from_owners(buf, partition)
             return scratch
         if buf.size:
             op = _get_nccl_operation(call.op, buf)
@@ -228,12 +228,12 @@ class NcclCommunicator(Backend):
         send, recv = call.arrays
         at_root = self.rank == call.root
         if is_half(send.dtype):
-            cut = make_balanced_partition(send.size, self.size)
-            own = self.xp.empty(cut.counts[self.rank], dtype=send.dtype)
-            scratch = self._send_to_owners_and_add(send, own, cut, call.op)
+            partition = make_balanced_partition(send.size, self.size)
+            own = self.xp.empty(partition.counts[self.rank], dtype=send.dtype)
+            scratch = self._send_to_owners_and_add(send, own, partition, call.op)
             if at_root:
-                copy_unless_same(cut.get_piece(recv, self.rank), own)
-                self._send_and_recv([], [(rank, cut.get_piece(recv, rank)) for rank in self._list_other_ranks()])
+                copy_unless_same(partition.get_piece(recv, self.rank), own)
+                self._send_and_recv([], [(rank, partition.get_piece(recv, rank)) for rank in self._list_other_ranks()])
             else:
                 self._send_and_recv([(call.root, own)], [])
             return (*scratch, own)
@@ -246,13 +246,15 @@ class NcclCommunicator(Backend):
             self._divide_if_average(call.op, recv)
         return ()
 
-    def _send_to_owners_and_add(self, send: Array, recv: Array, cut: FlatPartition, op: ReduceOp) -> Iterable[Array]:
+    def _send_to_owners_and_add(
+        self, send: Array, recv: Array, partition: FlatPartition, op: ReduceOp
+    ) -> Iterable[Array]:
         """Send every piece to its owner, which adds the pieces in float32, in rank order, and rounds the sum once.
         Return the scratch arrays."""
-        own = cut.get_piece(send, self.rank)
+        own = partition.get_piece(send, self.rank)
         rows = self.xp.empty((self.size, own.size), dtype=send.dtype)
         others = self._list_other_ranks()
-        self._send_and_recv([(r, cut.get_piece(send, r)) for r in others], [(r, rows[r]) for r in others])
+        self._send_and_recv([(r, partition.get_piece(send, r)) for r in others], [(r, rows[r]) for r in others])
         rows[self.rank] = own
         reduce_in_rank_order_into(list(rows), op, [recv])
         return (rows,)

@@ -197,10 +197,10 @@ def gather_rank_gpus(world: Communicator, device_map: DeviceMap = None) -> list[
     return [_assign_gpu(rank, facts) for rank in range(len(facts))]
 
 
-def find_ranks_sharing_gpus(found: list[RankGpu]) -> list[list[int]]:
+def find_ranks_sharing_gpus(rank_gpus: list[RankGpu]) -> list[list[int]]:
     """Return the groups of ranks that share a GPU; empty if each rank has its own."""
     groups: dict[tuple[str, str], list[int]] = {}
-    for rank, rank_gpu in enumerate(found):
+    for rank, rank_gpu in enumerate(rank_gpus):
         groups.setdefault((rank_gpu.host, rank_gpu.bus), []).append(rank)
     return [ranks for ranks in groups.values() if len(ranks) > 1]
 

@@ -58,10 +58,10 @@ def select_library(name: str | None) -> None:
     requested_library = name
 
 
-def get_selected_library(kind: str = "bfloat16") -> str:
-    """Return the name of the library that multiplies the format `kind`: by default oneDNN, if the processor has the
+def get_selected_library(dtype_name: str = "bfloat16") -> str:
+    """Return the name of the library that multiplies a 16-bit format: by default oneDNN, if the processor has the
     instructions and its results are correct. `select_library` applies only to bfloat16."""
-    return requested_library if requested_library and kind == "bfloat16" else _choose_default_library(kind)
+    return requested_library if requested_library and dtype_name == "bfloat16" else _choose_default_library(dtype_name)
 
 
 def _has_bfloat16_instructions() -> bool:
@@ -69,10 +69,10 @@ def _has_bfloat16_instructions() -> bool:
 
 
 @functools.cache
-def list_half_instructions(kind: str = "bfloat16") -> tuple[str, ...]:
-    """Return this processor's instructions for products of the format `kind`, fastest first."""
+def list_half_instructions(dtype_name: str = "bfloat16") -> tuple[str, ...]:
+    """Return this processor's instructions for products of a 16-bit format, fastest first."""
     flags = read_cpuinfo_field("flags").split()
-    return tuple(name for name in INSTRUCTIONS[kind] if name in flags)
+    return tuple(name for name in INSTRUCTIONS[dtype_name] if name in flags)
 
 
 def multiply_half_into(
@@ -126,25 +126,25 @@ def _has_supported_strides(a: np.ndarray) -> bool:
 
 
 @functools.cache
-def _choose_default_library(kind: str) -> str:
+def _choose_default_library(dtype_name: str) -> str:
     """Return "onednn" if it is installed and its results are correct, else "widened". Warn, once, if its results are
     wrong."""
     library = (
         onednn.load_onednn()
-        if list_half_instructions(kind) and (kind != "bfloat16" or _has_bfloat16_instructions())
+        if list_half_instructions(dtype_name) and (dtype_name != "bfloat16" or _has_bfloat16_instructions())
         else None
     )
-    if library is None or _multiplies_correctly(library, kind):
+    if library is None or _multiplies_correctly(library, dtype_name):
         return WIDENED if library is None else "onednn"
     about = f"{library.name} in {library.path} ({library.version}) multiplies wrongly on this processor and is not used"
-    warn(f"fsdpx: {about}: {kind} computes without it")
+    warn(f"fsdpx: {about}: {dtype_name} computes without it")
     return WIDENED
 
 
-def _multiplies_correctly(library: onednn.OneDNN, kind: str) -> bool:
+def _multiplies_correctly(library: onednn.OneDNN, dtype_name: str) -> bool:
     """Return whether the products of a library equal the reference up to the rounding of sums. The terms are exact in
     float32."""
-    numbers, half = np.random.default_rng(0), parse_dtype(kind)
+    numbers, half = np.random.default_rng(0), parse_dtype(dtype_name)
     for m, k, n in CHECKED:
         a, b = (numbers.standard_normal(shape, np.float32).astype(half) for shape in ((m, k), (n, k)))
         for x, y in ((a, b.T), (np.asfortranarray(a), np.ascontiguousarray(b.T))):

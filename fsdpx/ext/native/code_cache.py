@@ -70,21 +70,21 @@ def can_keep_code() -> bool:
     return sys.platform == "linux" and platform.machine() == "x86_64" and usual and has_expected_object_layout()
 
 
-def load_code(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
+def load_code(function: Callable[..., Any], fastmath: Any, kinds: tuple[str, ...]) -> Callable[..., Any] | None:
     """Return the stored code of a function for kinds of arguments, as a callable; None if there is none."""
-    file = _get_code_path(function, fastmath, wanted)
+    file = _get_code_path(function, fastmath, kinds)
     code = read_with_digest(file)
     return None if code is None else _load_machine_code(function, *marshal.loads(code))
 
 
 def store_and_load_code(
-    function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...], code: MachineCode
+    function: Callable[..., Any], fastmath: Any, kinds: tuple[str, ...], code: MachineCode
 ) -> Callable[..., Any] | None:
     """Load machine code, and store it on disk. Return its entry, or None if it cannot be loaded. Write errors are
     ignored, since Numba's cache warns about them."""
     entry = _load_machine_code(function, *code)
     if entry is not None:
-        file = _get_code_path(function, fastmath, wanted)
+        file = _get_code_path(function, fastmath, kinds)
         with suppress(OSError):
             safe_files.make_folder(file.parent, private=False)
             write_with_digest(file, marshal.dumps(tuple(code)))
@@ -118,13 +118,13 @@ def _compute_digest(file: Path, content: bytes) -> bytes:
 
 
 @contextmanager
-def holding_compilation_lock(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...]) -> Iterator[None]:
+def holding_compilation_lock(function: Callable[..., Any], fastmath: Any, kinds: tuple[str, ...]) -> Iterator[None]:
     """Keep other processes of this host from compiling the same code inside the block.
 
     The ranks of a job need the same kernels at the same time, and load what the first of them has compiled. Without a
     writable disk, or if its file system has no locks, each process compiles on its own.
     """
-    file = _get_code_path(function, fastmath, wanted).with_suffix(".lock")
+    file = _get_code_path(function, fastmath, kinds).with_suffix(".lock")
     try:
         safe_files.make_folder(file.parent, private=False)
         descriptor = safe_files.open_lock_file(file)
@@ -204,8 +204,8 @@ def _load_libraries() -> tuple[ctypes.CDLL, ...]:
     return ctypes.CDLL(None), ctypes.pythonapi, ctypes.CDLL("libm.so.6")
 
 
-def _get_code_path(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...]) -> Path:
-    code = function.__qualname__, format_fastmath_for_file_name(fastmath), wanted, hash_function_sources(function)
+def _get_code_path(function: Callable[..., Any], fastmath: Any, kinds: tuple[str, ...]) -> Path:
+    code = function.__qualname__, format_fastmath_for_file_name(fastmath), kinds, hash_function_sources(function)
     key = repr((*code, _hash_entry_generators(), _describe_machine(), DIGEST_BYTES))
     name = f"{function.__name__}.{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}.code"
     return environment.read_environment().cache / "code" / name

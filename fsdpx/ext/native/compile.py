@@ -86,8 +86,8 @@ def link_code(objects: Sequence[bytes], start: str) -> MachineCode | None:
         _append_object_file(one, data, symbols, places)
     functions = [s for s in symbols.values() if s.kind == FUNCTION and s.at is not None]
 
-    def find_function_at(at: int) -> str:
-        return next((s.name for s in functions if s.at is not None and s.at <= at < s.at + s.size), "")
+    def find_function_at(offset: int) -> str:
+        return next((s.name for s in functions if s.at is not None and s.at <= offset < s.at + s.size), "")
 
     within: dict[str, list[_Relocation]] = {}
     for place in places:
@@ -343,15 +343,15 @@ first word and the address of the data in its fourth. The last function computes
 another shape."""
 
 
-def compile_to_machine_code(dispatcher: Any, wanted: tuple[str, ...]) -> MachineCode | None:
+def compile_to_machine_code(dispatcher: Any, kinds: tuple[str, ...]) -> MachineCode | None:
     """Return machine code for arguments of these kinds. Return None if the function returns a type, or calls a
     function, that an entry does not support."""
-    arguments = tuple(map(_to_numba_type, wanted))
+    arguments = tuple(map(_to_numba_type, kinds))
     _compile_without_gc(dispatcher, arguments)
     found = dispatcher.overloads[arguments]
     if found.signature.return_type not in RESULTS:
         return None
-    text = _make_entry_ir(found.fndesc.llvm_func_name, wanted, found.signature.return_type)
+    text = _make_entry_ir(found.fndesc.llvm_func_name, kinds, found.signature.return_type)
     module = llvm.parse_assembly(text + SUPPORT)
     module.verify()
     machine = found.library.codegen._tm
@@ -359,11 +359,11 @@ def compile_to_machine_code(dispatcher: Any, wanted: tuple[str, ...]) -> Machine
     return link_code([loaded or found.library._get_compiled_object(), machine.emit_object(module)], "entry")
 
 
-def compile_dispatcher(dispatcher: Any, wanted: tuple[str, ...] | None) -> Any:
+def compile_dispatcher(dispatcher: Any, kinds: tuple[str, ...] | None) -> Any:
     """Return the dispatcher, compiled for arguments of these kinds, and for no other kinds if these are declared."""
-    if wanted is not None:
-        _compile_without_gc(dispatcher, tuple(map(_to_numba_type, wanted)))
-        if any(word.endswith((" r", " w")) for word in wanted):
+    if kinds is not None:
+        _compile_without_gc(dispatcher, tuple(map(_to_numba_type, kinds)))
+        if any(kind.endswith((" r", " w")) for kind in kinds):
             dispatcher.disable_compile()
     return dispatcher
 
@@ -381,10 +381,10 @@ def _compile_without_gc(dispatcher: Any, arguments: tuple[Any, ...]) -> None:
             gc.enable()
 
 
-def _to_numba_type(word: str) -> Any:
-    if " " not in word:
-        return NUMBERS.get(word) or getattr(types, word.removeprefix("numpy."))
-    dtype, ndim, layout, *mode = word.split()
+def _to_numba_type(kind: str) -> Any:
+    if " " not in kind:
+        return NUMBERS.get(kind) or getattr(types, kind.removeprefix("numpy."))
+    dtype, ndim, layout, *mode = kind.split()
     read, array = mode == ["r"], cast(Any, types.Array)
     layout = "A" if layout == "any" else layout
     return array(_parse_dtype(dtype), int(ndim), layout, readonly=read, aligned=not read)
@@ -394,12 +394,12 @@ def _parse_dtype(name: str) -> Any:
     return types.boolean if name == "bool" else getattr(types, name)
 
 
-def _make_entry_ir(function: str, wanted: tuple[str, ...], result: Any) -> str:
+def _make_entry_ir(function: str, argument_kinds: tuple[str, ...], result: Any) -> str:
     """Return the entry as LLVM assembly. The first two arguments of Numba's function are pointers to the result and to
     an error."""
     returned, boxed = RESULTS[result]
     checks, reads, passed = [], [], ["ptr %slot", "ptr %error"]
-    for n, word in enumerate(wanted):
+    for n, word in enumerate(argument_kinds):
         check, read, values = _emit_array_argument(n, word) if " " in word else _emit_number_argument(n, word)
         checks.append(check + f"  br i1 %fits{n}, label %check{n + 1}, label %other\ncheck{n + 1}:\n")
         reads.append(read)
@@ -407,15 +407,15 @@ def _make_entry_ir(function: str, wanted: tuple[str, ...], result: Any) -> str:
     kinds = ", ".join(value.partition(" ")[0] for value in passed)
     names = {
         *CONSTANTS,
-        *map(_get_python_type_name, wanted),
-        *(f"dtype.{word.split()[0]}" for word in wanted if " " in word),
+        *map(_get_python_type_name, argument_kinds),
+        *(f"dtype.{word.split()[0]}" for word in argument_kinds if " " in word),
     }
     objects = "".join(f"@{name} = external global i8\n" for name in sorted(names))
     return f"""{objects}declare i32 @"{function}"({kinds})
 define ptr @entry(ptr %self, ptr %arguments, i64 %count) {{
   %slot = alloca {returned}
   %error = alloca ptr
-  %all = icmp eq i64 %count, {len(wanted)}
+  %all = icmp eq i64 %count, {len(argument_kinds)}
   br i1 %all, label %check0, label %other
 check0:
 {"".join(checks)}{"".join(reads)}  %failed = call ptr @PyErr_Occurred()
@@ -442,42 +442,42 @@ other:
 """
 
 
-def _get_python_type_name(word: str) -> str:
+def _get_python_type_name(kind: str) -> str:
     """Return the name of the Python type of arguments of this kind."""
-    return "numpy.ndarray" if " " in word else word if "." in word else f"builtins.{word}"
+    return "numpy.ndarray" if " " in kind else kind if "." in kind else f"builtins.{kind}"
 
 
-def _emit_field_load(to: str, kind: str, base: str, offset: int) -> str:
-    return f"  {to}.at = getelementptr i8, ptr {base}, i64 {offset}\n  {to} = load {kind}, ptr {to}.at\n"
+def _emit_field_load(to: str, llvm_type: str, base: str, offset: int) -> str:
+    return f"  {to}.at = getelementptr i8, ptr {base}, i64 {offset}\n  {to} = load {llvm_type}, ptr {to}.at\n"
 
 
-def _emit_load_and_type_check(n: int, word: str) -> str:
+def _emit_load_and_type_check(n: int, kind: str) -> str:
     """Return code that loads argument n and checks its type."""
     text = f"  %place{n} = getelementptr ptr, ptr %arguments, i64 {n}\n  %a{n} = load ptr, ptr %place{n}\n"
     return (
         text
         + _emit_field_load(f"%type{n}", "ptr", f"%a{n}", 8)
-        + f"  %is{n} = icmp eq ptr %type{n}, @{_get_python_type_name(word)}\n"
+        + f"  %is{n} = icmp eq ptr %type{n}, @{_get_python_type_name(kind)}\n"
     )
 
 
-def _emit_number_argument(n: int, word: str) -> tuple[str, str, list[str]]:
+def _emit_number_argument(n: int, kind: str) -> tuple[str, str, list[str]]:
     """Return code that checks a number argument, code that reads it, and the arguments to pass to Numba's function."""
-    check = _emit_load_and_type_check(n, word) + f"  %fits{n} = and i1 %is{n}, true\n"
-    if word == "bool":
+    check = _emit_load_and_type_check(n, kind) + f"  %fits{n} = and i1 %is{n}, true\n"
+    if kind == "bool":
         return check, f"  %v{n} = icmp eq ptr %a{n}, @builtins.True\n", [f"i1 %v{n}"]
-    if word == "int":
+    if kind == "int":
         return check, f"  %v{n} = call i64 @PyLong_AsLongLong(ptr %a{n})\n", [f"i64 %v{n}"]
-    kind = "double" if word == "float" else LLVM_TYPES[word.removeprefix("numpy.")]
-    return check, _emit_field_load(f"%v{n}", kind, f"%a{n}", NUMBER), [f"{kind} %v{n}"]
+    llvm_type = "double" if kind == "float" else LLVM_TYPES[kind.removeprefix("numpy.")]
+    return check, _emit_field_load(f"%v{n}", llvm_type, f"%a{n}", NUMBER), [f"{llvm_type} %v{n}"]
 
 
-def _emit_array_argument(n: int, word: str) -> tuple[str, str, list[str]]:
+def _emit_array_argument(n: int, kind: str) -> tuple[str, str, list[str]]:
     """Return code that checks an array argument, code that reads it, and the arguments to pass to Numba's function,
     which takes an array as two owners, size, item size, data pointer, shape and strides."""
-    dtype, ndim, layout, *mode = word.split()
+    dtype, ndim, layout, *mode = kind.split()
     mask, flags = FLAGS[layout, "".join(mode)]
-    check = _emit_load_and_type_check(n, word) + f"  br i1 %is{n}, label %array{n}, label %other\narray{n}:\n"
+    check = _emit_load_and_type_check(n, kind) + f"  br i1 %is{n}, label %array{n}, label %other\narray{n}:\n"
     check += _emit_field_load(f"%dims{n}", "i32", f"%a{n}", ARRAY["nd"]) + _emit_field_load(
         f"%flags{n}", "i32", f"%a{n}", ARRAY["flags"]
     )

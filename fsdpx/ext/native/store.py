@@ -14,22 +14,22 @@ __all__ = ["STORE"]
 class DiskCodeStore:
     """Store of the machine code of functions on disk, see `fsdpx.core.array.jit.CodeStore`."""
 
-    def load_or_compile(self, function: CompiledFunction, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
+    def load_or_compile(self, function: CompiledFunction, kinds: tuple[str, ...]) -> Callable[..., Any] | None:
         if not can_keep_code():
             return None
-        known = load_code(function.function, function.fastmath, wanted)
-        return known or self._load_or_build_code(function, wanted)
+        known = load_code(function.function, function.fastmath, kinds)
+        return known or self._load_or_build_code(function, kinds)
 
-    def _load_or_build_code(self, function: CompiledFunction, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
+    def _load_or_build_code(self, function: CompiledFunction, kinds: tuple[str, ...]) -> Callable[..., Any] | None:
         """Return the function compiled for these kinds of arguments, or code that another process has just stored.
         Return None if the code cannot be stored."""
-        name = function.function, function.fastmath, wanted
+        name = function.function, function.fastmath, kinds
         with holding_compilation_lock(*name):
             if known := load_code(*name):
                 return known
             from fsdpx.ext.native import compile  # imports Numba
 
-            made = compile.compile_to_machine_code(function.get_bare_dispatcher(), wanted)
+            made = compile.compile_to_machine_code(function.get_bare_dispatcher(), kinds)
             return None if made is None else store_and_load_code(*name, made)
 
     def enable_disk_cache(self, dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
@@ -37,10 +37,10 @@ class DiskCodeStore:
 
         compile.enable_disk_cache(dispatcher, function, fastmath, bare)
 
-    def compile_dispatcher(self, dispatcher: Any, wanted: tuple[str, ...] | None) -> Any:
+    def compile_dispatcher(self, dispatcher: Any, kinds: tuple[str, ...] | None) -> Any:
         from fsdpx.ext.native import compile
 
-        return compile.compile_dispatcher(dispatcher, wanted)
+        return compile.compile_dispatcher(dispatcher, kinds)
 
 
 STORE = DiskCodeStore()

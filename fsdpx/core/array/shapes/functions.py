@@ -158,11 +158,11 @@ def diff(x: Array, n: int = 1, axis: int = -1) -> Any:
 # -- sorts and running sums --------------------------------------------------------------------------------------------
 
 
-def _record_sort(x: Array, axis: int | None, made: ShapeArray) -> ShapeArray:
-    """Record one kernel that passes over all elements once for each merge level of a sorted row; return `made`."""
+def _record_sort(x: Array, axis: int | None, result: ShapeArray) -> ShapeArray:
+    """Record one kernel that passes over all elements once for each merge level of a sorted row; return `result`."""
     row = x.size if axis is None else x.shape[axis]
-    record_traffic(*[x, made] * math.ceil(math.log2(max(row, 2))), kernel="sort")
-    return made
+    record_traffic(*[x, result] * math.ceil(math.log2(max(row, 2))), kernel="sort")
+    return result
 
 
 def sort(x: Array, axis: int | None = -1, kind: str | None = None, stable: bool | None = None) -> ShapeArray:

@@ -101,8 +101,8 @@ def _make_shape_key(value: Any, arrays: list[ShapeArray]) -> Any:
     raise TypeError(f"{kind} may change")
 
 
-def _is_frozen_dataclass(kind: type) -> bool:
-    parameters = getattr(kind, "__dataclass_params__", None)
+def _is_frozen_dataclass(cls: type) -> bool:
+    parameters = getattr(cls, "__dataclass_params__", None)
     return parameters is not None and parameters.frozen
 
 

@@ -165,10 +165,10 @@ def _transpose_tile_into(typingctx: Any, x: Any, row: Any, out: Any, out_row: An
     return types.void(*[types.int64] * 4), emit_ir
 
 
-def _emit_vector_pointer(builder: Any, kind: Any, base: Any, row: Any, i: int, vector: int = 0) -> Any:
+def _emit_vector_pointer(builder: Any, vector_type: Any, base: Any, row: Any, i: int, vector: int = 0) -> Any:
     """Return a pointer to vector number `vector` of row i."""
     moved = builder.add(base, builder.mul(row, ADDRESS(i)))
-    return builder.inttoptr(builder.add(moved, ADDRESS(4 * LANES * vector)), kind.as_pointer())
+    return builder.inttoptr(builder.add(moved, ADDRESS(4 * LANES * vector)), vector_type.as_pointer())
 
 
 def _emit_broadcast_word(builder: Any, word: Any) -> Any:

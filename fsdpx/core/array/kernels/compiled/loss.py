@@ -101,7 +101,7 @@ def _cross_entropy_loop(logits, target, lse, each, ignored, smoothing):
 
 
 @jit
-def _cross_entropy_backward_loop(logits, target, lse, gradient, seed, ignored, wanted, share):
+def _cross_entropy_backward_loop(logits, target, lse, gradient, seed, ignored, target_probability, share):
     use_widest_vectors()
     for i in range(logits.shape[0]):
         if target[i] == ignored:
@@ -112,7 +112,7 @@ def _cross_entropy_backward_loop(logits, target, lse, gradient, seed, ignored, w
         if target[i] == logits.shape[1]:
             continue
         picked = exp(to_float(logits[i, target[i]]) - lse[i])
-        gradient[i, target[i]] = round_to_dtype_of(gradient, (picked - wanted - share) * seed)
+        gradient[i, target[i]] = round_to_dtype_of(gradient, (picked - target_probability - share) * seed)
 
 
 def _prepare_logits_and_target(

@@ -163,19 +163,19 @@ def _dropout_with_mask_loop(x, keep, y, factor):
 
 
 @jit
-def _fill_keep_mask(numbers, keep, least):
+def _fill_keep_mask(numbers, keep, threshold):
     use_widest_vectors()
     for i in range(keep.size):
-        keep[i] = numbers[i] >> CHANCE_SHIFT >= least
+        keep[i] = numbers[i] >> CHANCE_SHIFT >= threshold
 
 
 @jit
-def _dropout_loop(x, keep, y, start, key0, key1, least, factor):
+def _dropout_loop(x, keep, y, start, key0, key1, threshold, factor):
     numbers = np.empty(PIECE_ELEMENTS, np.uint64)
     for a in range(0, x.size, PIECE_ELEMENTS):
         b = min(a + PIECE_ELEMENTS, x.size)
         fill_raw_numbers(numbers[: b - a], start + a, key0, key1)
-        _fill_keep_mask(numbers, keep[a:b], least)
+        _fill_keep_mask(numbers, keep[a:b], threshold)
         _dropout_with_mask_loop(x[a:b], keep[a:b], y[a:b], factor)
 
 
