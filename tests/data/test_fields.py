@@ -97,7 +97,7 @@ def test_ghost_cells_come_with_the_part(tmp_path: Path) -> None:
         np.testing.assert_array_equal(x, whole[2][rows])
         grid = fsdpx.Grid(comm, shape, dims=(2, 1), ghosts=(1, 0))
         with pytest.raises(
-            ConfigError, match=r"ghost cells \(\(1, 1\), \(0, 0\)\) and periods \(False, False\): files do not have w"
+            ConfigError, match=r"ghost cells \(\(1, 1\), \(0, 0\)\) and periods \(False, False\): files have"
         ):
             FieldDataset(tmp_path / "u.npy", grid, dims="tyxc")
 

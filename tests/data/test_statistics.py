@@ -85,7 +85,7 @@ def test_a_channel_that_never_changes_has_std_1(value: float, dtype: str, ranks:
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        (lambda rank: [], "there is no data of some channel on any rank"),
+        (lambda rank: [], "some channel has no data on any rank"),
         (lambda rank: [np.ones((2, 3 + rank))], "rank 1 has 4 channels, ranks before it 3"),
         (lambda rank: [np.ones((2, 3)), np.ones((2, 4))], "rank 0: a batch has 4 channels, those before it 3"),
         (lambda rank: [np.full((2, 3), np.nan if rank else 0.0)], "rank 1: channel 0 has values that are not finite"),

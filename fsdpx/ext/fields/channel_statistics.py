@@ -91,16 +91,17 @@ def _all_gather_statistics(comm: Any, moments: np.ndarray | None, error_text: st
         everyone = all_gather_plain_data(comm, mine)
     for rank, (text, values) in enumerate(everyone):
         if text:
-            raise DataError(f"channel_statistics: rank {rank}: {text}")
+            raise DataError(f"gather_channel_statistics: rank {rank}: {text}")
         if values is None:
             continue
         other = np.array(values)
         if whole is not None and whole.shape != other.shape:
             raise DataError(
-                f"channel_statistics: rank {rank} has {other.shape[1]} channels, ranks before it {whole.shape[1]}"
+                f"gather_channel_statistics: rank {rank} has {other.shape[1]} channels, "
+                f"ranks before it {whole.shape[1]}"
             )
         whole = other if whole is None else combine_moments(np, whole, other)
     if whole is None or not whole[0].all():
-        raise DataError("channel_statistics: there is no data of some channel on any rank")
+        raise DataError("gather_channel_statistics: some channel has no data on any rank")
     std = np.sqrt(whole[2] / whole[0])
     return ChannelStatistics(tuple(whole[1].tolist()), tuple(np.where(std > 0, std, 1.0).tolist()))

@@ -306,8 +306,8 @@ class FieldDataset:
             raise DataError("FieldDataset: no files are given")
         if self.grid is not None and _has_ghosts_beyond_walls(self.grid):
             raise ConfigError(
-                f"FieldDataset: the grid has ghost cells {self.grid.ghosts} and periods {self.grid.periods}: files do "
-                "not have what lies beyond walls; take ghost cells there along periodic dims alone"
+                f"FieldDataset: the grid has ghost cells {self.grid.ghosts} and periods {self.grid.periods}: files "
+                "have no cells beyond walls; use ghost cells at the ends of the field only along periodic dims"
             )
         letters = None if self.grid is None else self.grid.layout.replace("c", "")
         shape = None if self.grid is None else self.grid.parts.shape

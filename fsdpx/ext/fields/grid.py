@@ -106,7 +106,9 @@ class Grid(Domain):
         comm = to_mpi4py(comm)
         require_valid_intracomm(comm)
         if not hasattr(comm, "allgather") and not hasattr(comm, "all_gather_data"):
-            raise ConfigError(f"Grid: {comm!r} is no communicator: give mpi4py's, as comm.Create_cart(...), or fsdpx's")
+            raise ConfigError(
+                f"Grid: {comm!r} is not a communicator: pass one of mpi4py, such as comm.Create_cart(...), or of fsdpx"
+            )
         rank, size = (comm.Get_rank(), comm.Get_size()) if hasattr(comm, "Get_rank") else (comm.rank, comm.size)
         try:
             mine = _parse_arguments(comm, size, shape, layout, dims, offsets, ghosts, periods)
@@ -828,7 +830,7 @@ def _find_field_cuts(all_args: Sequence[GridArguments], rank0: int) -> FieldCuts
                 if ours != theirs:
                     raise ConfigError(
                         f"Grid: the parts make no rectangle: along dim {letter} rank {rank0 + rank} has {ours}, and "
-                        f"rank {rank0 + slabs[place]}, which stands beside it, {theirs}"
+                        f"rank {rank0 + slabs[place]}, next to it, {theirs}"
                     )
         made = np.cumsum([0, *(all_args[rank].own[d] for rank in slabs)])
         cuts.append(tuple(int(n) for n in made))

@@ -223,14 +223,14 @@ def require_halo_fits_field(halo: HaloSpec, parts: FieldPartition) -> None:
     for lacks, ghosts in ((-start, -low.cell), (stop - n, high.cell - n)):
         if lacks > ghosts > 0:
             raise ShapeError(
-                f"windows reach {lacks} cells beyond the field along {name}, and arrays bring ghosts={ghosts} there: "
+                f"windows reach {lacks} cells beyond the field along {name}, and arrays have ghosts={ghosts} there: "
                 "give the grid more ghost cells, or none"
             )
         pads = max(pads, 0 if ghosts else lacks)
     most = {"circular": n, "reflect": n - 1}.get(halo.mode)
     if most is not None and pads > most:
         raise ShapeError(
-            f"padding {pads} of mode {halo.mode!r} along {name} takes fields of at least "
+            f"padding {pads} of mode {halo.mode!r} along {name} needs fields of at least "
             f"{pads + (halo.mode == 'reflect')} cells, got {n}"
         )
 

@@ -79,6 +79,6 @@ def make_overlap_warning(shared: dict[str, int]) -> str:
     each = f"{widths.pop() // 2}" if len(widths) == 1 and not min(widths) % 2 else "((low, high), ...)"
     return (
         f"fsdpx: along dim {rows} the end of each part is the beginning of the next one: it seems that the arrays have "
-        "ghost cells which the grid was not told of, and that count twice. Give the cells of the part alone as shape, "
+        "ghost cells that were not passed to the grid, and that count twice. Pass only the cells of the part as shape, "
         f"and the others as ghosts: fsdpx.Grid(comm, interior_shape, ghosts={each})"
     )

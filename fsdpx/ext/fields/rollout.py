@@ -58,7 +58,7 @@ class Rollout(Layer):
             return super().shard_over_ranks(request)
         net, found = partition_model(self.net, kind)
         if found != kind.without_ghosts():
-            raise ConfigError(f"{request.path!r} {self!r}: a step must leave a field as it was, and cut alike")
+            raise ConfigError(f"{request.path!r} {self!r}: a step must keep the shape and the partition of a field")
         made = Rollout(net, self.steps)
         made.parts = kind if kind.ghosts else None
         return ShardedLayer(made, found)

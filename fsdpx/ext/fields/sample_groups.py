@@ -55,11 +55,11 @@ def _require_grids_on_data_axes(mesh: Mesh, grids: Sequence[Any]) -> None:
         if r not in grid or any(list(grids[one]) != list(grid) or one not in line for one in grid):
             raise MeshError(
                 f"domain: rank {r} has a grid of ranks {list(grid)}, of which each must have the same grid and "
-                f"stand on the data axis of rank {r}, {line}"
+                f"be on the data axis of rank {r}, {line}"
             )
         at = [line.index(one) for one in grid]
         if places.setdefault(line.index(r), at) != at:
-            raise MeshError(f"domain: the grid of rank {r} has another order than those along its pipe")
+            raise MeshError(f"domain: the grid of rank {r} has another order than the grids of its pipeline")
 
 
 def _list_data_axis_ranks(mesh: Mesh, rank: int) -> list[int]:

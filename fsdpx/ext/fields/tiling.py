@@ -119,18 +119,17 @@ def _raise_slab_error(parts: Sequence[Part], letters: str, rank0: int) -> None:
         for ((_, stop), one), (after, other) in zip(ends, ends[1:], strict=False):
             if after[0] < stop and after != parts[one][dim]:
                 raise ConfigError(
-                    f"Grid: the parts are no Cartesian grid: along dim {letter} rank {rank0 + one} has the cells "
-                    f"{_format_interval(parts[one][dim])}, and rank {rank0 + other} those {_format_interval(after)}: "
-                    "take slabs that go "
-                    "through the whole field"
+                    f"Grid: the parts do not form a Cartesian grid: along dim {letter} rank {rank0 + one} has the "
+                    f"cells {_format_interval(parts[one][dim])}, and rank {rank0 + other} those "
+                    f"{_format_interval(after)}: use slabs that span the full field"
                 )
     counts = [Counter(part[dim] for part in parts) for dim in range(len(letters))]
     uneven = max(range(len(letters)), key=lambda dim: len(set(counts[dim].values())))
     (few, fewest), (many, most) = (pick(counts[uneven].items(), key=lambda row: row[1]) for pick in (min, max))
     rank = next(r for r, part in enumerate(parts) if part[uneven] == few)
     raise ConfigError(
-        f"Grid: the parts are no Cartesian grid: along dim {letters[uneven]} {fewest} ranks, rank {rank0 + rank} among "
-        f"them, have the cells {_format_interval(few)}, and {most} those {_format_interval(many)}"
+        f"Grid: the parts do not form a Cartesian grid: along dim {letters[uneven]} {fewest} ranks, such as rank "
+        f"{rank0 + rank}, have the cells {_format_interval(few)}, and {most} those {_format_interval(many)}"
     )
 
 

@@ -364,7 +364,7 @@ def split_module(
 
     launcher = environment().launcher
     with reporting_if_slow(
-        launcher is None or launcher.rank == 0, f"PyTorch exports {type(module).__name__}, to cut it into units"
+        launcher is None or launcher.rank == 0, f"PyTorch exports {type(module).__name__} to split it into units"
     ):
         return _build_layers(run_in_child_or_here(lay_out_locked), module)
 
@@ -602,7 +602,7 @@ def _export_module(module: torch.nn.Module, example: Sequence[Any], output: str 
             program = program.run_decompositions({})  # replaces in-place operations
     except Exception as error:
         raise ConfigError(
-            f"{type(module).__name__} cannot be cut: torch.export says {str(error).strip().splitlines()[0]}; without "
+            f"{type(module).__name__} cannot be split: torch.export says {str(error).strip().splitlines()[0]}; without "
             "an example it is one layer"
         ) from error
     signature, modules = program.graph_signature, dict(module.named_modules())

@@ -64,8 +64,8 @@ class InitialValues:
             array = self._remakers[name]()
         if array is None:
             raise ConfigError(
-                f"{name!r}: the first values of this layer were released, and the module that they came from is no "
-                "more; keep the module, or make a new layer of it"
+                f"{name!r}: the first values of this layer were released, and their module was deleted; keep the "
+                "module, or make a new layer of it"
             )
         return array
 

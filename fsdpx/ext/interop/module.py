@@ -131,7 +131,7 @@ class AutogradLayer(Layer):
                 raise
             raise ConfigError(
                 f"{self!r}: {', '.join(odd)}, a buffer that is not saved and so keeps its format, and all else is "
-                f"{', '.join(sorted(kinds))}: convert it in the module, or choose precision= alike. PyTorch says: "
+                f"{', '.join(sorted(kinds))}: convert it in the module, or choose the same precision=. PyTorch says: "
                 f"{str(error).splitlines()[0]}"
             ) from error
 
@@ -190,7 +190,7 @@ class TorchModule(AutogradLayer):
         twin = self._bare.twin
         way = f"use fsdpx.nn.{twin}" if twin else f"make it of layers of fsdpx.nn that {page_hint('fields')} lists"
         raise ConfigError(
-            f"{request.path!r} {self!r} reads {kind}, and modules of PyTorch see whole samples: {way}; "
+            f"{request.path!r} {self!r} reads {kind}, and PyTorch modules see full samples: {way}; "
             "trainer.load_parameters(module.state_dict()) takes the weights of a module"
         )
 
@@ -320,7 +320,7 @@ def _count_arguments(module: torch.nn.Module) -> int:
     arguments = inspect.signature(module.forward).parameters.values()
     by_place = [a for a in arguments if a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD, a.VAR_POSITIONAL)]
     if not by_place:
-        raise ConfigError(f"{type(module).__name__}: its forward takes no argument by place; say which, inputs=('x',)")
+        raise ConfigError(f"{type(module).__name__}: forward has no positional argument; pass inputs=('x',)")
     return max(sum(a.default is a.empty and a.kind != a.VAR_POSITIONAL for a in by_place), 1)
 
 

@@ -65,7 +65,7 @@ class _CounterRandomMode(TorchDispatchMode):
         if self.samples == 0 or like.numel() % self.samples:
             raise ConfigError(
                 f"the module draws random numbers of shape {tuple(like.shape)} for {self.samples} samples: they must "
-                "belong to samples, dim 0 first, to be the same however a batch is cut"
+                "belong to samples, dim 0 first, to be the same for any split of a batch"
             )
         rows = (self.samples, like.numel() // self.samples)
         return to_tensor(self.env.child(name).random.uniform(self.env.xp, rows)).reshape(like.shape)

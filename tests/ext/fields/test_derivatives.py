@@ -204,7 +204,7 @@ def test_arguments_that_do_not_fit(make: Any, message: str) -> None:
         (nn.FieldDerivative(1), (1, 3, 9), "wants (samples, channels, *cells) of 2 dims or more, got (1, 3, 9)"),
         (nn.FieldGradient(), (1, 1, 3), "between walls dim 2 must have at least 4 cells, got 3"),
         (nn.FieldLaplacian(order=4), (1, 1, 5), "between walls dim 2 must have at least 6 cells, got 5"),
-        (nn.FieldGradient(periodic=True, order=4), (1, 1, 1), "takes fields of at least 2 cells, got 1"),
+        (nn.FieldGradient(periodic=True, order=4), (1, 1, 1), "needs fields of at least 2 cells, got 1"),
         (nn.FieldGradient((1.0, 2.0)), (1, 1, 9), "spacing is of 2 dims, and the field has 1"),
     ],
 )

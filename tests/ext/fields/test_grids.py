@@ -70,7 +70,7 @@ def test_padding_is_that_of_numpy() -> None:
         (((1, 0.5),), "zeros", "Pad: padding=((1, 0.5),): give (before, after) for each of 1 to 3 dims"),
         (((1, 1),), "wrap", "Pad: mode='wrap': choose one of zeros, circular"),
         (((-3, -2),), "zeros", "nothing is left of a field of shape (5,)"),
-        (((0, 5),), "reflect", "takes fields of at least 6 cells, got 5"),
+        (((0, 5),), "reflect", "needs fields of at least 6 cells, got 5"),
         (((1, 1), (1, 1)), "zeros", "wants an input of shape (samples, channels, height, width), got (1, 1, 5)"),
     ],
 )

@@ -194,7 +194,7 @@ def made(comm: Communicator, grid: Any = None, **options: Any) -> Any:
         (lambda c: fsdpx.Grid(c, (4, 6), dims=(3, 1)), "rank 0: dims=(3, 1) are 3 ranks, the communicator has 4"),
         (
             lambda c: made(c, fsdpx.Grid(c.split(c.rank % 2, c.rank), (4, 6), dims=(1, 2)), mesh=Mesh(pipe=2)),
-            "rank 0 has a grid of ranks [0, 2], of which each must have the same grid and stand on the data axis of ",
+            "rank 0 has a grid of ranks [0, 2], of which each must have the same grid and be on the data axis of ",
         ),
         (
             lambda c: made(c).step(np.ones((1 + c.rank % 2, 4, 6, 1)), np.ones((1 + c.rank % 2, 4, 6, 1))),

@@ -293,16 +293,16 @@ def test_windows_reach_beyond_the_ghost_cells_of_a_part(data: st.DataObject) -> 
     [
         (
             lambda c: nn.Conv2d(1, 1, 5, padding=2).as_distributed(comm=c, domain=grid_of(c, ghosts=1)),
-            "windows reach 2 cells beyond the field along dim y, and arrays bring ghosts=1 there: give the grid more",
+            "windows reach 2 cells beyond the field along dim y, and arrays have ghosts=1 there: give the grid more",
         ),
         (lambda c: grid_of(c, ghosts=(1, -1)), "rank 0: ghosts=(1, -1): give the cells beyond each side along each of"),
         (
             lambda c: grid_of(c, ghosts=((1, c.rank), 1)),
-            "along dim y rank 1 has 1 ghost cells before and 1 after, and rank 0, which stands beside it, 1 ghost cel",
+            "along dim y rank 1 has 1 ghost cells before and 1 after, and rank 0, next to it, 1 ghost cel",
         ),
         (
             lambda c: nn.Conv2d(1, 1, 5, padding=2).as_distributed(comm=c, domain=grid_of(c, ghosts=(0, (0, c.rank)))),
-            "windows reach 2 cells beyond the field along dim x, and arrays bring ghosts=1 there: give the grid more",
+            "windows reach 2 cells beyond the field along dim x, and arrays have ghosts=1 there: give the grid more",
         ),
         (
             lambda c: (

@@ -42,7 +42,7 @@ def test_parts_that_are_moved_are_no_grid(data: st.DataObject) -> None:
     if dims[dim] == len(parts) and moved[dim] == (a, b - 1) and b == 4 * dims[dim]:
         return  # a smaller field
     parts[rank] = tuple(moved)
-    with pytest.raises(ConfigError, match=r"^Grid: (the parts (overlap|leave a gap|are no)|rank \d+ begins at -1)"):
+    with pytest.raises(ConfigError, match=r"^Grid: (the parts (overlap|leave a gap|do not)|rank \d+ begins at -1)"):
         find_tiling(parts, "zyx"[3 - len(dims) :])
 
 
@@ -66,11 +66,11 @@ def test_parts_that_are_moved_are_no_grid(data: st.DataObject) -> None:
         ([(4, 6)] * 2, [(0, 0), (4, 6)], {}, "the parts leave a gap: no rank has the cells y from 0 to 4, x from 6 to"),
         (
             [(4, 6), (4, 6), (2, 12)], [(0, 0), (2, 6), (6, 0)], {},
-            "along dim y rank 0 has the cells from 0 to 4, and rank 1 those from 2 to 6: take slabs",
+            "along dim y rank 0 has the cells from 0 to 4, and rank 1 those from 2 to 6: use slabs",
         ),
         (
             [(4, 12), (4, 6), (4, 6)], [(0, 0), (4, 0), (4, 6)], {},
-            "the parts are no Cartesian grid: ",
+            "the parts do not form a Cartesian grid: ",
         ),
         ([(4, 6)] * 2, [(0, 0), None], {"dims": (1, 2)}, "rank 0 gives offsets=(0, 0), rank 1 none: all ranks"),
         ([(4, 6)] * 2, [(0,), (6,)], {}, "rank 0: offsets=(0,): say where this rank's part begins along each of the 2"),

@@ -171,4 +171,4 @@ def test_an_export_that_takes_long_is_named_by_the_first_rank(
     from_torch(tnn.Sequential(tnn.Linear(4, 4)), np.ones((2, 4), np.float32))
     said = capsys.readouterr().err
     assert len(made) == 1 - rank
-    assert said.count("fsdpx: PyTorch exports Sequential, to cut it into units") == 2 * len(made)
+    assert said.count("fsdpx: PyTorch exports Sequential to split it into units") == 2 * len(made)

@@ -554,7 +554,7 @@ def test_other_wrong_choices_are_named() -> None:
         from_torch(Language(), *(a[:4] for a in text()[0]), units=["Blok"])
     with pytest.raises(ConfigError, match="needs an example of the inputs"):
         from_torch(Language(), units=["Block"])
-    with pytest.raises(ConfigError, match=r"cannot be cut: torch\.export says"):
+    with pytest.raises(ConfigError, match=r"cannot be split: torch\.export says"):
         from_torch(Branching(), x)
     with pytest.raises(ConfigError, match="on PyTorch's device 'meta', without values"):
         fsdpx.distribute(tnn.Linear(4, 4, device="meta"), loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1))
