@@ -355,7 +355,7 @@ def packed(folder: Path, n: int = 0, events: Any = (), **header: Any) -> None:
         ({"rank": -1}, "it does not say of which rank it is"),
         ({"rank": 5}, "it does not say of which rank it is"),
         ({"ranks": "1"}, "it does not say of which rank it is"),
-        ({"clock": []}, "it does not say of which rank it is, or what its clock was"),
+        ({"clock": []}, "it lacks its rank or its clock readings"),
         ({"clock": [["x", 0, 0]]}, "no trace of fsdpx can be read there"),
         ({"more": 1}, "no trace of fsdpx can be read there"),
     ],
@@ -376,7 +376,7 @@ def test_a_trace_that_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("events", [[7], [{"ph": "X"}], [{"ph": "X", "cat": "layer", "name": 7, "ts": 0, "dur": "x"}]])
 def test_a_page_of_what_others_have_written_is_made_or_refused_in_words(tmp_path: Path, events: list[Any]) -> None:
     packed(tmp_path, events=events, shown=1)
-    with pytest.raises(ConfigError, match=f"{tmp_path}: what is in it is not as fsdpx writes it"):
+    with pytest.raises(ConfigError, match=f"{tmp_path}: its content is not what fsdpx writes"):
         write_report_page(RunFolder(tmp_path))
 
 

@@ -239,7 +239,7 @@ def get_learning_rate(optimizer: Optimizer, step: int) -> float:
         value = to_python_number(value)
     if not _is_number(value) or value < 0:
         raise ConfigError(
-            f"the learning rate of step {step} is {value!r}: {optimizer.lr!r} must give a finite number >= 0"
+            f"the learning rate of step {step} is {value!r}: {optimizer.lr!r} must return a finite number >= 0"
         )
     return float(value)
 

@@ -53,7 +53,7 @@ class ShardSegment:
 
     def __post_init__(self) -> None:
         if not (0 <= self.start <= self.stop and 0 <= self.offset <= self.offset + self.stop - self.start <= self.size):
-            raise ConfigError(f"{self!r} does not lie inside its shard and its parameter")
+            raise ConfigError(f"{self!r} is not inside its shard and its parameter")
 
 
 @dataclass(frozen=True)

@@ -263,12 +263,12 @@ def test_all_ranks_take_the_folder_of_rank_0(tmp_path: Path, monkeypatch: pytest
 
     assert chosen(None, True) == {"--resume: there is no runs/gpt-*: start without it first, or name a --run"}
     (text,) = chosen("empty", True)
-    assert text.startswith("empty/config.json: no run can be taken up there: [Errno 2]")
+    assert text.startswith("empty/config.json: the run cannot be resumed: [Errno 2]")
     for name in ("runs/gpt-1", "runs/gpt-2"):
         RunFolder(Path(name)).write_config({"lr": 0.5}, 3)
     assert chosen(None, True) == {"runs/gpt-2 {'lr': 0.5}"}
     assert chosen("runs/gpt-1", True) == {"runs/gpt-1 {'lr': 0.5}"}
-    assert chosen("runs/gpt-1", False) == {"runs/gpt-1 holds a run: go on with it by --resume, or name another folder"}
+    assert chosen("runs/gpt-1", False) == {"runs/gpt-1 holds a run: resume it with --resume, or name another folder"}
     times = {"1": "2026-03-01 08:30:00-0500", "2": "2026-03-01 10:30:00+0100", "3": "2025-01-01 00:00:00"}
     for name, begun in times.items():
         Path(f"runs/gpt-{name}/config.json").parent.mkdir(exist_ok=True)
@@ -276,7 +276,7 @@ def test_all_ranks_take_the_folder_of_rank_0(tmp_path: Path, monkeypatch: pytest
     assert chosen(None, True) == {"runs/gpt-1 {}"}  # the last by UTC, neither by name nor by the hour
     Path("runs/gpt-3/config.json").write_text("{}")
     (text,) = chosen(None, True)
-    assert text == "runs/gpt-3/config.json: it does not say when the run was begun: KeyError('begun')"
+    assert text == "runs/gpt-3/config.json: it does not record when the run began: KeyError('begun')"
     (text,) = chosen(None, False)
     assert re.fullmatch(r"runs/gpt-\d{8}-\d{6} \{\}", text)
 
@@ -377,7 +377,7 @@ def test_a_job_that_is_started_again_takes_up_what_it_has_begun(
         assert (
             agree_on_run_folder("gpt", None, True, make_single_rank_communicator())[0] == old
         )  # asked for by name of the option
-        with pytest.raises(ConfigError, match=r"runs/gpt-1 holds a run: go on with it by --resume"):
+        with pytest.raises(ConfigError, match=r"runs/gpt-1 holds a run: resume it with --resume"):
             agree_on_run_folder("gpt", str(old.path), False, make_single_rank_communicator())
         for name, value in variables.items():
             monkeypatch.setenv(name, value)

@@ -238,7 +238,7 @@ def test_gaps_and_places_outside_are_refused():
         ShardSegments((ShardSegment("a", 1, 2, 0, 1),))
     with pytest.raises(ConfigError, match="segment 'b' starts at 3, but 'a' before it ends at 2"):
         ShardSegments((ShardSegment("a", 0, 2, 0, 2), ShardSegment("b", 3, 4, 0, 1)))
-    with pytest.raises(ConfigError, match="does not lie inside its shard and its parameter"):
+    with pytest.raises(ConfigError, match="is not inside its shard and its parameter"):
         ShardSegment("a", 0, 5, 2, 6)
 
 

@@ -152,7 +152,7 @@ def _require_same_dtype(node: Node, dx: Any, dy: Any) -> None:
     for part in dx if isinstance(dx, tuple) else (dx,):
         if part is not None and part.dtype != dy.dtype:
             raise ConfigError(
-                f"layer {node.path!r} {node.layer!r}: backward gives {part.dtype} for a dy of {dy.dtype}: make "
+                f"layer {node.path!r} {node.layer!r}: backward returns {part.dtype} for a dy of {dy.dtype}: make "
                 "constants Python floats, and arrays by env.xp with dtype=dy.dtype"
             )
 
@@ -354,7 +354,7 @@ def _require_gradients_match_outputs(loss: Any, outputs: Values, dys: Values) ->
         if not hasattr(d, "dtype") or d.dtype != y.dtype or d.shape != y.shape:
             description = f"{d.dtype}{list(d.shape)}" if hasattr(d, "dtype") else type(d).__name__
             raise ConfigError(
-                f"{loss!r}: backward gives {description} for an output of {y.dtype}{list(y.shape)}; "
+                f"{loss!r}: backward returns {description} for an output of {y.dtype}{list(y.shape)}; "
                 "nn.Loss: the gradient has the shape and dtype of y"
             )
 

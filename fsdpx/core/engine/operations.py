@@ -111,7 +111,7 @@ def start_send_value(run: ProgramRun, action: Action, taken: Values, read: Value
     if tuple(value.shape) != message.shape or value.dtype != message.dtype:
         raise ShapeError(
             f"{action}: value {message.edge.value} is {value.dtype}{list(value.shape)}, rank {message.peer} of the "
-            f"pipe expects {message.dtype}{list(message.shape)}: shapes of values may depend on shapes only"
+            f"pipe expects {message.dtype}{list(message.shape)}: the shapes of values must depend only on shapes"
         )
     flat = xp.ascontiguousarray(value).reshape(-1)
     handle = run.placement.axes.pipe.send(flat, message.peer, message.tag, what=message.what)
@@ -376,8 +376,8 @@ def _require_finite_gradients(run: ProgramRun, totals: Values) -> None:
     problem = _describe_bad_gradient(run, totals)  # squares can overflow although the gradient is finite
     if problem and run.sync_group.size > 1:
         problem += (
-            ". Ranks that update other parameters may have done so: go on from a checkpoint. With clip_norm=... all "
-            "ranks know of it before any of them updates"
+            ". Ranks that update other parameters may have updated them: resume from a checkpoint. With clip_norm=... "
+            "all ranks raise before any of them updates"
         )
     if problem:
         _raise_numerics_error(run, "a gradient is not finite", problem)

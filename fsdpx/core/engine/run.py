@@ -376,8 +376,8 @@ def require_same_schedule_values(
             raise ConfigError(
                 f"ranks differ in the {name} of step {run.step + 1}: "
                 f"{format_calls_by_rank(dict(zip(ranks, values, strict=True)))}. "
-                "A schedule is a function of the step alone, which gives all ranks the same number; it must not ask "
-                "for the rank, the clock or chance"
+                "A schedule is a function of the step only: it returns the same number on all ranks, and must not "
+                "depend on the rank, the time or random numbers"
             )
 
 

@@ -47,7 +47,7 @@ class ProgramKind:
 PROGRAM_KINDS = {
     "step": ProgramKind("forward, backward, reduce and update", "FB", "LOSS", ("mean", "scale"), updates=True),
     "accumulate": ProgramKind(
-        "forward and backward; gradients are added up as the placement says", "FB", "LOSS", ("mean",)
+        "forward and backward; gradients are accumulated as the placement says", "FB", "LOSS", ("mean",)
     ),
     "local": ProgramKind("forward and backward; gradients stay local (no_sync)", "FB", "LOSS", ("mean",)),
     "update": ProgramKind("reduce what is still local, then update", "", results=("mean", "scale"), updates=True),

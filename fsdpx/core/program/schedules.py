@@ -306,8 +306,8 @@ def make_placed_schedule(
     name = choice if isinstance(choice, str) else getattr(choice, "__name__", str(choice))
     *some, last = [repr(one) for one, found in SCHEDULES.items() if not found.fixed]
     raise ConfigError(
-        f"schedule {name!r} {'says itself where its stages are' if known is None else known.fixed}; here {len(home)} "
-        f"stages are dealt out to ranks {', '.join(map(str, home))}: choose {', '.join(some)} or {last}, which take any"
+        f"schedule {name!r} {'places its stages itself' if known is None else known.fixed}; here {len(home)} "
+        f"stages are assigned to ranks {', '.join(map(str, home))}: choose {', '.join(some)} or {last}, which take any"
     )
 
 

@@ -49,18 +49,18 @@ def _require_valid_slots(program: Program) -> None:
     for index, slots in enumerate(program.slots):
         for slot in (*slots.takes, *slots.reads):
             if slot not in alive:
-                raise _make_program_error(program.actions, index, f"needs {slot}, which is not there")
+                raise _make_program_error(program.actions, index, f"needs {slot}, which is empty")
         for slot in slots.takes:
             alive.discard(slot)
             buffers.pop(get_buffer_slot(slot), None)
         for slot in slots.gives:
             if slot in alive:
-                raise _make_program_error(program.actions, index, f"gives {slot}, which is already there")
+                raise _make_program_error(program.actions, index, f"gives {slot}, which is already filled")
         for slot in (*slots.gives, *slots.adds):
             occupant = buffers.setdefault(get_buffer_slot(slot), slot)
             if occupant != slot:
                 raise _make_program_error(
-                    program.actions, index, f"needs the memory of {slot}, where {occupant} still lies"
+                    program.actions, index, f"needs the memory of {slot}, where {occupant} is still stored"
                 )
             alive.add(slot)
     left, missing = sorted(map(str, alive - program.ends)), sorted(map(str, program.ends - alive))
@@ -116,7 +116,7 @@ def _require_same_world_collectives(programs: Sequence[Program]) -> None:
     for rank, other in enumerate(others, start=1):
         if other != first:
             ours, theirs = (" ".join(map(str, some)) or "nothing" for some in (first, other))
-            raise ProgramError(f"rank 0 of the pipe meets all others in {ours}, rank {rank} in {theirs}")
+            raise ProgramError(f"rank 0 of the pipe synchronizes in {ours}, rank {rank} in {theirs}")
 
 
 def _require_matched_messages(programs: Sequence[Program]) -> None:
@@ -131,10 +131,10 @@ def _require_matched_messages(programs: Sequence[Program]) -> None:
             edge = program.stage.edge_of(action)
             if rank != (edge.sender if sends else edge.receiver):
                 raise _make_program_error(
-                    program.actions, index, f"stands on rank {rank} of the pipe, where it does not belong"
+                    program.actions, index, f"is on rank {rank} of the pipe, where it does not belong"
                 )
             if counts[action] > 1:
-                raise _make_program_error(program.actions, index, f"stands there {counts[action]} times")
+                raise _make_program_error(program.actions, index, f"occurs {counts[action]} times")
             if counts[Action(get_partner_verb(action.op), action.unit, action.mb)] != 1:
                 other = f"received by rank {edge.receiver}" if sends else f"sent by rank {edge.sender}"
                 raise _make_program_error(program.actions, index, f"is not {other} of the pipe")
@@ -198,7 +198,7 @@ def _describe_misplacement(schedule: PipelineSchedule, rank: int, action: Action
         there = f"stages 0 to {schedule.stages - 1} and microbatches 0 to {schedule.microbatches - 1}"
         return f"does not exist: there are {there}"
     if schedule.home[stage] != rank:
-        return f"stands on rank {rank}, but stage {stage} is on rank {schedule.home[stage]}"
+        return f"is on rank {rank}, but stage {stage} is on rank {schedule.home[stage]}"
     return None
 
 
@@ -206,7 +206,7 @@ def _describe_order_error(action: Action, done: set[Done]) -> str | None:
     """Return text that says why an action must not follow those in `done`; None if it may."""
     kind, stage, mb = get_completion_key(action)
     if (kind, stage, mb) in done:
-        return f"comes twice: the {ACTION_NAMES[kind]} of stage {stage}, microbatch {mb}, was already made"
+        return f"occurs twice: the {ACTION_NAMES[kind]} of stage {stage}, microbatch {mb}, has already run"
     before = {"F": None, "I": "F", "W": "I"}[kind]
     if before and (before, stage, mb) not in done:
         return f"comes before the {ACTION_NAMES[before]} of stage {stage}, microbatch {mb}"

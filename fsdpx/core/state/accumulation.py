@@ -169,14 +169,14 @@ class TreeAccumulation:
         total = sum(rows)
         if total % self.total or total == 0:
             raise DataError(
-                f"a global batch of {total} samples cannot be cut into reproducible_chunks={self.total} equal parts"
+                f"a global batch of {total} samples cannot be split into reproducible_chunks={self.total} equal parts"
             )
         wanted = self._count_rows_by_rank(total)
         if list(rows) != wanted:
             raise DataError(
-                f"reproducible_chunks={self.total} wants {wanted} samples on ranks 0 to {self.ranks - 1}, they have "
+                f"reproducible_chunks={self.total} needs {wanted} samples on ranks 0 to {self.ranks - 1}, not "
                 f"{list(rows)}"
-                f": DataLoader(..., reproducible_chunks={self.total}) cuts batches so"
+                f": DataLoader(..., reproducible_chunks={self.total}) splits batches this way"
             )
         each = total // self.total
         return [i * each for i in range(len(self.mine) + 1)]

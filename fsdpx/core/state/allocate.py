@@ -94,8 +94,8 @@ def _warn_little_shared_memory(placement: Placement, what: str) -> None:
     """Warn on rank 0 that a machine has too little shared memory."""
     if placement.axes.world.rank == 0:
         warn(
-            f"fsdpx: a machine has too little shared memory (/dev/shm) for the {what}, so they travel as MPI messages: "
-            "slower, same results. Give it more (containers: docker run --shm-size=4g)"
+            f"fsdpx: a machine has too little shared memory (/dev/shm) for the {what}, so they are sent as MPI "
+            "messages, which is slower with the same results. Provide more (containers: docker run --shm-size=4g)"
         )
 
 

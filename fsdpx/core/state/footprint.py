@@ -160,7 +160,7 @@ def find_memory_budget(held: int, ranks_here: int) -> tuple[str, int | None]:
         used = [1024 * process_status[name] for _, name, _ in PROCESS_LIMITS]
         groups = [*_find_control_group_limits(Path("/proc/self/cgroup").read_text())]
     except (OSError, KeyError):  # not Linux
-        return "unknown, the system does not say", None
+        return "unknown on this system", None
     import resource
 
     limits = [(f"{format_bytes(free)} free of {format_bytes(total)} on this machine", free // ranks_here + held)]

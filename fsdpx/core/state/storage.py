@@ -43,7 +43,7 @@ class StateStorage:
 
     def map_array(self, row: Any) -> Any:
         """Return the array of a row. It is valid as long as it is referenced."""
-        raise AssertionError(f"{row} lies in memory")
+        raise AssertionError(f"{row} is in memory")
 
     def close(self) -> None:
         """Release the level's files and buffers. Collective."""

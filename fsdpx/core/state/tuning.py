@@ -63,7 +63,7 @@ def load_record(kind: str, key: dict[str, Any], decode: Callable[[dict[str, Any]
         if record is None:
             return None
         if record.key != key:
-            raise ValueError("it is the record of something else")
+            raise ValueError("it is the record of another measurement")
         return decode(record.value)
     except (ValueError, TypeError) as error:
         safe_files.warn_file_ignored(error, file)
@@ -85,7 +85,7 @@ def describe_cache() -> str:
     """Return text that says where measurements are kept, to append to a line. Return "" after a warning that they
     cannot be kept."""
     folder = environment.read_environment().cache
-    return "" if folder in _refused else f"; what came of it is kept in {folder}"
+    return "" if folder in _refused else f"; the result is kept in {folder}"
 
 
 def _warn_cannot_cache(folder: Path, error: OSError) -> None:
@@ -222,5 +222,5 @@ def _parse_library(value: dict[str, Any]) -> str:
     if library not in {"numpy", *blas.describe_library_files()} or not all(
         type(rate) is float for rate in rates.values()
     ):
-        raise ValueError("a choice in it is none that is measured")
+        raise ValueError("it names a library that is not measured")
     return str(library)

@@ -368,8 +368,8 @@ def parse_stages_option(
         )
     if len(stages) < ranks:
         raise ConfigError(
-            f"stages={list(stages)}: {len(stages)} stages cannot be dealt out to {ranks} ranks of the pipe: each has "
-            "at least one"
+            f"stages={list(stages)}: {len(stages)} stages cannot be distributed over {ranks} ranks of the pipe: each "
+            "has at least one"
         )
     return stages, len(stages)
 

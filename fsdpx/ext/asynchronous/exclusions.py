@@ -28,7 +28,7 @@ LOCAL, OWN = LocalSGD.excluded, AsyncSGD.excluded
 
 def _describe_other_axis(c: ChoiceContext) -> str:
     axis = "replica" if isinstance(c.sync_choice, AsyncSGD) else "shard"
-    return f"there is no {axis} axis, the mesh says {c.mesh}" if c.mesh.width_of(axis) > 1 else ""
+    return f"there is no {axis} axis, but the mesh is {c.mesh}" if c.mesh.width_of(axis) > 1 else ""
 
 
 def _describe_norm_of_sum(c: ChoiceContext) -> str:
@@ -65,21 +65,21 @@ EXCLUSIONS += (
         "what replicas exchange must be in memory", "leave offload out"),
     ExcludedPair(LOCAL, "a layer that takes statistics over the global batch",
         make_collective_layer_finder("layer {path!r}: "),
-        "it speaks with all ranks in every step", "take one that does not, such as GroupNorm"),
-    ExcludedPair(OWN, "a `pipe` axis", make_wide_axis_finder("pipe", "the pipe axis of {width} ranks "), "keeps step",
-        "leave it out"),
+        "it communicates with all ranks in every step", "take one that does not, such as GroupNorm"),
+    ExcludedPair(OWN, "a `pipe` axis", make_wide_axis_finder("pipe", "the pipe axis of {width} ranks "),
+        "needs ranks that step together", "leave it out"),
     ExcludedPair(OWN, "a `tensor` axis",
-        make_wide_axis_finder("tensor", "the tensor axis of {width} ranks "), "keeps step",
+        make_wide_axis_finder("tensor", "the tensor axis of {width} ranks "), "needs ranks that step together",
         "leave it out"),
     ExcludedPair(OWN, "another data axis than its own", _describe_other_axis, "", "leave mesh out"),
     ExcludedPair(OWN, "`offload`", make_condition_finder("offload: ", lambda c: c.get_option("offload") is not None),
-        "what several ranks change does not lie on one rank's disk", "leave offload out"),
+        "state that several ranks change cannot be on the disk of one rank", "leave offload out"),
     ExcludedPair(OWN, "`reproducible_chunks`",
         make_given_option_finder("reproducible_chunks", " "), "adds the gradients of all ranks "
         "along a tree",
         "leave reproducible_chunks out"),
     ExcludedPair(OWN, "`compression`", make_given_option_finder("compression", " "),
-        "carries sums over ranks, and there are none", "leave compression out"),
+        "compresses sums over ranks, and there are none", "leave compression out"),
     ExcludedPair(OWN, "`clip_norm` with a staleness of 0", _describe_norm_of_sum,
         "no rank knows the norm of the sum before it updates", "leave it out"),
     ExcludedPair(OWN, "a layer that takes statistics over the global batch",
@@ -88,9 +88,9 @@ EXCLUSIONS += (
     ExcludedPair(OWN, "running statistics", lambda c: next((f"running statistics ({name}) " for name in c.state), ""),
         "would differ from rank to rank", "use LayerNorm or RMSNorm"),
     ExcludedPair(OWN, "`device`", lambda c: "" if c.xp is np else f"device={c.get_option('device')!r}: ",
-        "parameters lie in a window in host memory", "use device='cpu'"),
+        "parameters are in a window in host memory", "use device='cpu'"),
     ExcludedPair(OWN, "a dynamic loss scale", make_condition_finder("loss_scale='dynamic' ", has_dynamic_loss_scale),
-        "is found by all ranks together", "use a number, or precision='bf16'"),
+        "needs all ranks to step together", "use a number, or precision='bf16'"),
     ExcludedPair(OWN, "16-bit masters", make_condition_finder("parameters that several ranks update ", lambda c:
         c.formats.master_dtype == "bf16"), "are float32 or float64", "use precision='bf16'"),
     *(ExcludedPair(OWN, f"`Precision({name}=)`", _make_format_finder(name), "is a format of messages, and there are "
@@ -102,7 +102,7 @@ EXCLUSIONS += (
         "" if c.sync_choice.excluded != OWN else f"strategy {c.get_option('strategy')!r}: ",
         "elastic ranks step together", "leave elastic out"),
     ExcludedPair(SPACE, LOCAL, _make_sync_choice_finder(LOCAL),
-        "lets replicas train by themselves, and the parts of a field make one", "choose 'fsdp'"),
+        "lets replicas train independently, but the parts of a field belong to one replica", "choose 'fsdp'"),
     ExcludedPair(SPACE, OWN, _make_sync_choice_finder(OWN),
         "lets ranks step at their own speed, and layers exchange cells in each step", "choose 'fsdp'"),
 )  # fmt: skip

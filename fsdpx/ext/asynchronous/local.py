@@ -427,7 +427,7 @@ class LocalSyncPolicy(SyncPolicy):
         rounds = self.rounds
         if len(rounds.fragments) > 1 or rounds.delay or steps % rounds.every:
             raise ConfigError(
-                f"freeze: replicas have parameters of their own after step {steps}; call it at the end of a round of "
+                f"freeze: replicas have different parameters after step {steps}; call it at the end of a round of "
                 f"{rounds.every} steps of local training without fragments and delay, or say distribute(frozen=[...])"
             )
 

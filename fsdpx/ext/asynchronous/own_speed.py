@@ -173,8 +173,8 @@ def _find_held_elements(placement: Placement, page: int, rank: int, sharded: boo
 
 def _raise_needs_norms(*asked: Any) -> Any:
     raise ConfigError(
-        "this optimizer needs norms of whole parameters, which asynchronous ranks have in shards: use optim.AdamW or "
-        "optim.SGD, or strategy='gossip'"
+        "this optimizer needs norms of full parameters, of which asynchronous ranks have only shards: use optim.AdamW "
+        "or optim.SGD, or strategy='gossip'"
     )
 
 
@@ -304,7 +304,7 @@ PROGRAM_KINDS.update({
     name: ProgramKind(about, "FB", "LOSS", ("mean", "scale"), updates=True, compile_alone=_build_own_speed_actions)
     for name, about in (
         ("push", "a step at this rank's own speed, on parameters of all ranks"),
-        ("mix", "the same on a model of its own, which others are drawn to"),
+        ("mix", "the same on this rank's own model, which is averaged with random others"),
     )
 })  # fmt: skip
 
@@ -343,7 +343,7 @@ class OwnSpeedPolicy(SyncPolicy):
 
     def get_program_kind(self, kind: str) -> str:
         if kind not in ("step", "evaluate", "predict"):
-            raise ConfigError(f"{kind}: ranks that step at their own speed train by whole steps; use step or fit")
+            raise ConfigError(f"{kind}: ranks that step at their own speed train in complete steps; use step or fit")
         return kind if kind != "step" else "push" if self.choice.sharded else "mix"
 
     def is_sync_step(self, step: int) -> bool:

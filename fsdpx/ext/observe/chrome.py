@@ -346,7 +346,7 @@ def _read_trace(path: Path) -> RankTrace:
         header = TraceHeader(**found["fsdpx"])
         header.clock = [ClockReading(*map(float, reading)) for reading in header.clock]
         if not (header.clock and type(header.rank) is type(header.ranks) is int and 0 <= header.rank < header.ranks):
-            raise ValueError("it does not say of which rank it is, or what its clock was")
+            raise ValueError("it lacks its rank or its clock readings")
         return RankTrace(header, found["traceEvents"])
     except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:
         raise ConfigError(f"{path}: no trace of fsdpx can be read there: {error!r}") from error

@@ -72,7 +72,7 @@ class RunFolder:
         try:
             return datetime.fromisoformat(config[next((key for key in keys if key in config), keys[-1])]).astimezone()
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{self.config_path}: it does not say when the run was begun: {error!r}") from error
+            raise ConfigError(f"{self.config_path}: it does not record when the run began: {error!r}") from error
 
     @property
     def has_steps(self) -> bool:
@@ -119,7 +119,7 @@ class RunFolder:
         try:
             found: dict[str, Any] = safe_files.read_json(self.config_path, MAX_FILE_BYTES, ours=False)["arguments"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{self.config_path}: no run can be taken up there: {error}") from error
+            raise ConfigError(f"{self.config_path}: the run cannot be resumed: {error}") from error
         return found
 
     def write_config(self, arguments: dict[str, Any], ranks: int) -> None:
@@ -218,7 +218,7 @@ def reporting_unreadable_files(path: Path) -> Iterator[None]:
     except ConfigError:
         raise
     except (FsdpxError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise ConfigError(f"{path}: what is in it is not as fsdpx writes it: {error!r}") from error
+        raise ConfigError(f"{path}: its content is not what fsdpx writes: {error!r}") from error
 
 
 def iterate_json_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -252,7 +252,7 @@ def agree_on_run_folder(name: str, given: str | None, resume: bool, comm: Any) -
         if not resume:
             folder = RunFolder(Path(given) if given else RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
             if folder.config_path.exists():
-                raise ConfigError(f"{folder.path} holds a run: go on with it by --resume, or name another folder")
+                raise ConfigError(f"{folder.path} holds a run: resume it with --resume, or name another folder")
             return folder, {}
         if not given and not known:
             raise ConfigError(f"--resume: there is no {RUNS}/{name}-*: start without it first, or name a --run")

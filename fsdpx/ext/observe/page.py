@@ -99,7 +99,7 @@ h2 { font-size: 1.1em; margin: 24px 0 6px; }
 img { max-width: 100%; }
 pre { margin: 0; font-size: 13px; overflow-x: auto; }
 """
-NO_TRACE = "no trace was kept: --trace of the main job, distribute(trace=...) or FSDPX_TRACE"
+NO_TRACE = "no trace was recorded: --trace of the main job, distribute(trace=...) or FSDPX_TRACE"
 MAX_SHOWN_ROWS = 10
 """Maximum number of rows in the table of the slowest layers."""
 
@@ -136,8 +136,8 @@ def iterate_page_sections(folder: RunFolder, traces: Sequence[RankTrace]) -> Ite
         yield "Bytes sent or received, by axis", _format_traffic(folder)
     if found := compute_wait_matrix(traces) if traces else None:
         yield "One step: measured, and simulated with messages that take no time", _format_step_times(traces)
-        yield "Where the time of ranks goes", _format_stragglers(found)
-        yield "Who waits for whom", _format_wait_matrix(found)
+        yield "How ranks spend their time", _format_stragglers(found)
+        yield "Which ranks wait for which", _format_wait_matrix(found)
         yield "Slowest layers", _format_layers(traces)
     else:
         yield "Trace", NO_TRACE
@@ -147,7 +147,7 @@ def iterate_page_sections(folder: RunFolder, traces: Sequence[RankTrace]) -> Ite
 
 def _format_run_facts(folder: RunFolder) -> str:
     config, environment = folder.read_json("config.json"), folder.read_json("environment.json")
-    ended = folder.read_json("report.json").get("ended", "not yet, or not well")
+    ended = folder.read_json("report.json").get("ended", "not yet, or with an error")
     rows = [
         ("begun", config.get("begun")),
         ("resumed", config.get("resumed")),
@@ -197,7 +197,7 @@ def _format_step_times(traces: Sequence[RankTrace]) -> str:
             rows.append((what, f"{span:.2f}", f"{100 * compute_idle_share(computing):.0f} %"))
     most = max((nbytes / 2**20 for one in traces for _, nbytes in one.header.alive), default=0.0)
     held = max(sum(one.header.memory.values()) for one in traces)
-    alive = f"activations: at most {most:.2f} MiB, beside {format_bytes(held)} that a rank holds all the time"
+    alive = f"activations: at most {most:.2f} MiB, in addition to {format_bytes(held)} that a rank always holds"
     return f"{format_table(rows)}\n\n{alive}"
 
 
@@ -249,7 +249,7 @@ def _format_stragglers(found: WaitMatrix) -> str:
         rows.append((f"rank {n}", *(f"{ms:.2f}" for ms in times)))
     usual = median(computing)
     slow = [f"rank {n} ({ms / usual - 1:+.0%})" for n, ms in enumerate(computing) if ms > 1.1 * usual]
-    named = f"longer by a tenth and more than the median: {', '.join(slow)}" if slow else "no rank is slow"
+    named = f"at least 10 % longer than the median: {', '.join(slow)}" if slow else "no rank is slow"
     return f"{format_table(rows)}\n\ncomputing: {named}; mean of {found.steps} steps"
 
 
@@ -258,7 +258,7 @@ def _format_wait_matrix(found: WaitMatrix) -> str:
     each = 1e3 / (found.steps or 1)
     rows += [(f"rank {n}", *(f"{each * seconds:.2f}" for seconds in row)) for n, row in enumerate(found.matrix)]
     table = format_table(rows)
-    return f"{table}\n\nin which the rank in front stood still because the other had not come to a transfer yet"
+    return f"{table}\n\nwaiting time of the rank on the left because the other rank had not entered a transfer yet"
 
 
 def _format_layers(traces: Sequence[RankTrace]) -> str:
@@ -277,6 +277,4 @@ def _format_layers(traces: Sequence[RankTrace]) -> str:
 def _read_report_text(folder: RunFolder) -> str:
     path = folder.path / "report.txt"
     there = path.exists()
-    return (
-        safe_files.read_file(path, MAX_FILE_BYTES, ours=False).decode() if there else "the run has not come to its end"
-    )
+    return safe_files.read_file(path, MAX_FILE_BYTES, ours=False).decode() if there else "the run has not ended"

@@ -30,13 +30,13 @@ __all__ = ["Report", "ReportSummary", "format_transfer", "gather_summary", "get_
 NO_TIMINGS = VerbTimings()
 COLUMN_MEANINGS = """\
 calls and bytes of all ranks; seconds in the actions of a verb, by rank; max/min: how unequal ranks are; waited: seconds
-that a rank stood still before these actions, in the mean; GB/s: bytes of a rank over the time that its transfers were
-under way; hidden: share of that time in which the rank computed."""
+that a rank waited before these actions, on average; GB/s: bytes of a rank over the time that its transfers were
+pending; hidden: share of that time in which the rank computed."""
 
 
 ROUTING_MEANINGS = """\
-choices: positions x experts each goes to; most, least: share of the expert that was chosen most and least; entropy: 1
-where all are chosen alike, 0 where one is; dropped: choices that no expert computed; busiest: rows by rank."""
+choices: positions x experts per position; most, least: share of the expert that was chosen most and least; entropy: 1
+if all are chosen equally often, 0 if only one is; dropped: choices that no expert computed; busiest: rows by rank."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class ReportSummary:
         return format_table(rows)
 
     def _format_traffic(self) -> str:
-        rows: list[tuple[str, ...]] = [("moved", "calls", "bytes of all ranks", "least of a rank", "most")]
+        rows: list[tuple[str, ...]] = [("moved", "calls", "bytes of all ranks", "least per rank", "most")]
         for key in sorted({key for report in self.reports for key in report.traffic}):
             counts = [report.traffic.get(key) for report in self.reports]
             moved = [0 if one is None else one.bytes for one in counts]
@@ -160,7 +160,7 @@ class ReportSummary:
     def _format_memory(self) -> str:
         """Return the table of memory, with the rank that holds most of each kind."""
         kinds = sorted({kind for report in self.reports for kind in report.high_water})
-        rows: list[tuple[str, ...]] = [("memory of a rank at its most", "planned", "held", "rank")]
+        rows: list[tuple[str, ...]] = [("peak memory of a rank", "planned", "held", "rank")]
         for kind in kinds:
             held = [report.high_water.get(kind, (0, 0)) for report in self.reports]
             rank = max(range(len(held)), key=lambda rank: held[rank][1])
@@ -351,7 +351,7 @@ class Report(TrafficReport):
             rows.append((verb, f"{one.calls:,}", f"{one.seconds:.3f}", f"{one.waited:.3f}", share))
         rows.append(("outside of programs", "", f"{max(self.seconds - total, 0.0):.3f}", "", ""))
         hidden = ", ".join(f"{axis} {100 * share:.0f} %" for axis, share in sorted(self.overlap.items()))
-        disk = [f"disk: {self.disk_seconds:.3f} s at work"] if self.disk_seconds else []
+        disk = [f"disk: {self.disk_seconds:.3f} s busy"] if self.disk_seconds else []
         transfers = [f"transfers hidden behind computing: {hidden}"] if hidden else []
         return "\n".join([format_table(rows), OUTSIDE_MEANINGS, *transfers, *disk])
 

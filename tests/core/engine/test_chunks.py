@@ -69,7 +69,7 @@ def test_other_chunks_are_other_bits() -> None:
 
 def test_batch_must_divide() -> None:
     with pytest.raises(
-        DataError, match="a global batch of 15 samples cannot be cut into reproducible_chunks=8 equal parts"
+        DataError, match="a global batch of 15 samples cannot be split into reproducible_chunks=8 equal parts"
     ):
         spawn(lambda comm: train(comm, "mlp", sizes=(15,), reproducible_chunks=8), 2)
 
@@ -81,9 +81,7 @@ def test_parts_must_hold_whole_chunks() -> None:
         mine = slice(0, 3) if comm.rank == 0 else slice(3, 8)
         trainer.step(x[mine], y[mine])
 
-    with pytest.raises(
-        DataError, match=r"reproducible_chunks=4 wants \[4, 4\] samples on ranks 0 to 1, they have \[3, 5\]"
-    ):
+    with pytest.raises(DataError, match=r"reproducible_chunks=4 needs \[4, 4\] samples on ranks 0 to 1, not \[3, 5\]"):
         spawn(uneven, 2)
 
 

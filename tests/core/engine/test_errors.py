@@ -281,7 +281,7 @@ def test_a_gradient_in_another_format_names_who_gave_it(strategy: str) -> None:
         trainer = model.as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=1), comm=comm, **pipe)
         trainer.step(np.ones((8, 4)), np.ones((8, 4)))
 
-    with pytest.raises(ConfigError, match=r"layer '1' Twice\(.*\): backward gives float64 for a dy of float32"):
+    with pytest.raises(ConfigError, match=r"layer '1' Twice\(.*\): backward returns float64 for a dy of float32"):
         spawn(run, 2, timeout=20)
 
 
@@ -299,7 +299,7 @@ def test_a_loss_whose_gradient_has_another_format_is_named(change: Any, found: s
 
     text = alike(1, act)
     assert text == (
-        f"ConfigError: Wide(): backward gives {found} for an output of float32[2, 4]; "
+        f"ConfigError: Wide(): backward returns {found} for an output of float32[2, 4]; "
         "nn.Loss: the gradient has the shape and dtype of y"
     )
 

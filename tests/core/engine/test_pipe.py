@@ -121,7 +121,7 @@ PIPE = Mesh(shard=1, pipe=2)
         ("mlp", {"mesh": PIPE, "stages": ["0", "0"]}, "stages follow each other, and the first begins at '0'"),
         ("mlp", {"mesh": PIPE, "stages": ["1", "3"]}, "stages follow each other, and the first begins at '0'"),
         ("mlp", {"mesh": PIPE, "stages": [2, 2]}, "each stage has at least one layer, all together 5"),
-        ("mlp", {"mesh": PIPE, "stages": ["0"]}, "1 stages cannot be dealt out to 2 ranks of the pipe"),
+        ("mlp", {"mesh": PIPE, "stages": ["0"]}, "1 stages cannot be distributed over 2 ranks of the pipe"),
         ("mlp", {"mesh": PIPE, "stages": {"0": 0, "x": 1}}, "stages: the pattern 'x' matches no layer; there are '0'"),
         ("mlp", {"mesh": PIPE, "stages": {0: 0, 3: 1}}, "stages: 0 is no pattern of layer paths: write '0'; there"),
         ("mlp", {"mesh": PIPE, "costs": {0: 1.0}}, "costs: 0 is no pattern of layer paths: write '0'"),
@@ -131,12 +131,12 @@ PIPE = Mesh(shard=1, pipe=2)
         (
             "mlp",
             {"mesh": PIPE, "stages": {"0": 0, "1": 1, "2": 0}, "schedule": "zbv"},
-            "'zbv' goes down the ranks and comes back in a V, .*; here 3 stages are dealt out to ranks 0, 1, 0: choose",
+            "'zbv' goes down the ranks and comes back in a V, .*; here 3 stages are assigned to ranks 0, 1, 0: choose",
         ),
         (
             "mlp",
             {"mesh": PIPE, "stages": ["0", "1", "2"], "schedule": "zb-h1"},
-            "'zb-h1' has one stage on each rank, in order; here 3 stages are dealt out to ranks 0, 1, 0: choose",
+            "'zb-h1' has one stage on each rank, in order; here 3 stages are assigned to ranks 0, 1, 0: choose",
         ),
         (
             "mlp",

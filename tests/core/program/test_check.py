@@ -61,7 +61,7 @@ def test_message_names_the_action_and_points_at_it() -> None:
     with pytest.raises(ProgramError) as caught:
         check(replace(program, actions=without))
     text = str(caught.value)
-    assert "F2.0, needs full2, which is not there" in text
+    assert "F2.0, needs full2, which is empty" in text
     line, arrow = text.splitlines()[1:]
     assert line[arrow.index("^") :].startswith("F2.0")
 
@@ -73,7 +73,7 @@ def test_a_gradient_may_not_be_added_to_while_its_reduce_is_under_way() -> None:
     moved = early.pop(settle)
     again = next(i for i, a in enumerate(early) if str(a) == "B3.1")
     early.insert(again + 1, moved)
-    with pytest.raises(ProgramError, match="needs the memory of grad3, where sum3 still lies"):
+    with pytest.raises(ProgramError, match="needs the memory of grad3, where sum3 is still stored"):
         check(replace(program, actions=tuple(early)))
 
 

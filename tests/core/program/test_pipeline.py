@@ -110,7 +110,7 @@ def test_a_message_on_the_wrong_rank_is_named() -> None:
     found[0] = replace(found[0], actions=tuple(a for a in found[0].actions if a != strange))
     other = found[2]
     found[2] = replace(other, actions=(strange, *other.actions))
-    with pytest.raises(ProgramError, match=r"SEND\S+, stands on rank 2 of the pipe, where it does not belong"):
+    with pytest.raises(ProgramError, match=r"SEND\S+, is on rank 2 of the pipe, where it does not belong"):
         check_pipe(found)
 
 
@@ -136,5 +136,5 @@ def test_a_message_behind_a_meeting_of_all_ranks_is_a_deadlock() -> None:
 def test_all_ranks_meet_in_the_same_verbs() -> None:
     found = pipe("gpipe", 1, commit=True)
     found[2] = replace(found[2], actions=tuple(a for a in found[2].actions if a.op != "COMMIT"))
-    with pytest.raises(ProgramError, match="rank 0 of the pipe meets all others in MEAN COMMIT, rank 2 in MEAN"):
+    with pytest.raises(ProgramError, match="rank 0 of the pipe synchronizes in MEAN COMMIT, rank 2 in MEAN"):
         check_pipe(found)

@@ -70,7 +70,7 @@ def test_a_step_on_another_rank_is_rejected(plan: PipelineSchedule, data: st.Dat
     step = row.pop(data.draw(st.integers(0, len(row) - 1)))
     other = (rank + 1) % len(plan.ranks)
     moved = with_row(with_row(plan, rank, row), other, [*plan.ranks[other], step])
-    wrong = rf"{step} stands on rank {other}, but stage {step.unit} is on rank {rank}|has no|before"
+    wrong = rf"{step} is on rank {other}, but stage {step.unit} is on rank {rank}|has no|before"
     with pytest.raises(ProgramError, match=wrong):
         validate(moved)
 
@@ -140,7 +140,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     ),
     "both": (
         ["F0.0 I0.0 B0.0 W0.0"],
-        "B0.0 comes twice: the gradient of the input of stage 0, microbatch 0, was already made\n"
+        "B0.0 occurs twice: the gradient of the input of stage 0, microbatch 0, has already run\n"
         "rank 0  F0.0 I0.0 B0.0 W0.0\n                  ^",
     ),
     "half": (["F0.0 I0.0"], "rank 0 has no W of stage 0, microbatch 0 of 1\nrank 0  F0.0 I0.0\n                  ^"),
@@ -149,7 +149,7 @@ BAD: dict[str, tuple[list[str], str]] = {
         "B0.0 adds to the gradients of stage 0 after B0.1; they are added in the order of the microbatches, so that "
         "every schedule gives the same bits\nrank 0  F0.0 F0.1 B0.1 B0.0\n                       ^",
     ),
-    "elsewhere": (["F0.0 B0.0 B1.0", "F1.0"], "B1.0 stands on rank 0, but stage 1 is on rank 1\n"),
+    "elsewhere": (["F0.0 B0.0 B1.0", "F1.0"], "B1.0 is on rank 0, but stage 1 is on rank 1\n"),
     "verb": (["F0.0 GATHER0 B0.0"], "GATHER0 is no step of a schedule: expected F, B, I or W, a stage and .microbatch"),
     "text": (["F0.0", "F1.0 b1.0"], "rank 1: 'b1.0' is no action: expected a verb in capitals"),
     "stage": (["F0.0 B0.0 F2.0 B2.0"], "no rank has an F of stage 1"),

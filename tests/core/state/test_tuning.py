@@ -221,7 +221,7 @@ def test_a_spoilt_file_is_measured_anew(cache, monkeypatch, text):
 
 
 def test_a_cache_that_cannot_be_written_means_measuring_again_and_is_named_once(tmp_path, monkeypatch, rates):
-    assert tuning.describe_cache() == f"; what came of it is kept in {tmp_path / 'cache'}"
+    assert tuning.describe_cache() == f"; the result is kept in {tmp_path / 'cache'}"
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FSDPX_CACHE", str(tmp_path / "file" / "below"))
     said = r"measurements cannot be kept in .*/file/below \(Not a directory\), so every start measures again: set F"

@@ -334,7 +334,7 @@ def test_what_takes_more_than_a_second_is_said(
     monkeypatch.setattr(assemble, "agree_on_tuning", slowly)
     make(spawn(lambda comm: comm, 1)[0], "mlp")
     lines = [re.sub(r"\d+ s", "some s", line) for line in capsys.readouterr().out.splitlines()]
-    kept = f"took some s; what came of it is kept in {environment.read_environment().cache}"
+    kept = f"took some s; the result is kept in {environment.read_environment().cache}"
     compiled = ["fsdpx: compiling kernels ...", "fsdpx: compiling kernels took some s"]
     assert lines == ["fsdpx: measuring ...", f"fsdpx: measuring {kept}", *compiled]
 

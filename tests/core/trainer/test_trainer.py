@@ -364,7 +364,7 @@ def test_samples_that_are_dealt_out_without_chunks_are_told_how() -> None:
         )
 
     with pytest.raises(
-        DataError, match=r"they have \[5, 3\]: DataLoader\(\.\.\., reproducible_chunks=4\) cuts batches so"
+        DataError, match=r"not \[5, 3\]: DataLoader\(\.\.\., reproducible_chunks=4\) splits batches this way"
     ):
         spawn(run, 2)
 

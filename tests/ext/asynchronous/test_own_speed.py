@@ -243,12 +243,12 @@ PREFIX = r"strategy AsyncSGD\(staleness=0, by_staleness=False\): "
 @pytest.mark.parametrize(
     ("options", "wrong"),
     [
-        ({"mesh": Mesh(pipe=2)}, PREFIX + "the pipe axis of 2 ranks keeps step; leave it out"),
+        ({"mesh": Mesh(pipe=2)}, PREFIX + "the pipe axis of 2 ranks needs ranks that step together; leave it out"),
         (
             {"mesh": Mesh(tensor=2), "tensor_plan": {"0": nn.sharding.ColumnParallel, "2": nn.sharding.RowParallel}},
-            PREFIX + "the tensor axis of 2 ranks keeps step; leave it out",
+            PREFIX + "the tensor axis of 2 ranks needs ranks that step together; leave it out",
         ),
-        ({"mesh": Mesh(replica=2)}, PREFIX + "there is no replica axis, the mesh says pipe=1 x replica=2"),
+        ({"mesh": Mesh(replica=2)}, PREFIX + "there is no replica axis, but the mesh is pipe=1 x replica=2"),
         (
             {"reproducible_chunks": 4},
             PREFIX
@@ -256,10 +256,10 @@ PREFIX = r"strategy AsyncSGD\(staleness=0, by_staleness=False\): "
         ),
         (
             {"compression": "int8"},
-            PREFIX + "compression='int8' carries sums over ranks, and there are none; leave compression out",
+            PREFIX + "compression='int8' compresses sums over ranks, and there are none; leave compression out",
         ),
         ({"clip_norm": 1.0}, PREFIX + "clip_norm=1.0: no rank knows the norm of the sum before it updates"),
-        ({"precision": "fp16"}, PREFIX + "loss_scale='dynamic' is found by all ranks together; use a number"),
+        ({"precision": "fp16"}, PREFIX + "loss_scale='dynamic' needs all ranks to step together; use a number"),
         ({"precision": "bf16-true"}, PREFIX + "parameters that several ranks update are float32 or float64"),
         ({"precision": fsdpx.Precision(reduce="bf16")}, PREFIX + "reduce='bf16' is a format of messages"),
         ({"elastic": True}, PREFIX.replace(": ", "") + ": elastic ranks step together; leave elastic out"),
@@ -274,8 +274,14 @@ def test_what_ranks_apart_cannot_serve_is_named_on_all_ranks(comm: Any, options:
 @pytest.mark.parametrize(
     ("strategy", "words"),
     [
-        ("async", r"strategy AsyncSGD\(staleness=None, .*\): the pipe axis of 2 ranks keeps step; leave it out"),
-        ("gossip", r"strategy GossipSGD\(sync_every=1\): the pipe axis of 2 ranks keeps step; leave it out"),
+        (
+            "async",
+            r"strategy AsyncSGD\(staleness=None, .*\): the pipe axis of 2 ranks needs ranks that step together",
+        ),
+        (
+            "gossip",
+            r"strategy GossipSGD\(sync_every=1\): the pipe axis of 2 ranks needs ranks that step together",
+        ),
     ],
 )
 @on_ranks(2)
@@ -320,9 +326,11 @@ def test_bad_choices_are_named(wrong: Callable[[], Any], text: str) -> None:
 @on_ranks(2)
 def test_what_is_no_whole_step_is_refused(comm: Communicator) -> None:
     trainer = make(comm, "async", optimizer=optim.LAMB())
-    with pytest.raises(ConfigError, match="accumulate: ranks that step at their own speed train by whole steps"):
+    with pytest.raises(ConfigError, match="accumulate: ranks that step at their own speed train in complete steps"):
         trainer.accumulate(X, Y)
-    with pytest.raises(ConfigError, match="needs norms of whole parameters, which asynchronous ranks have in shards"):
+    with pytest.raises(
+        ConfigError, match="needs norms of full parameters, of which asynchronous ranks have only shards"
+    ):
         trainer.step(X, Y)
 
 

@@ -77,7 +77,16 @@ def seen(folder: RunFolder) -> list[str]:
     return checked.seen
 
 
-WORDS = ("measured", "simulated", "idle", "reduce-scatter, shard", "for 3", "seconds mean", "MiB, beside", "rank 3  ")
+WORDS = (
+    "measured",
+    "simulated",
+    "idle",
+    "reduce-scatter, shard",
+    "for 3",
+    "seconds mean",
+    "in addition to",
+    "rank 3  ",
+)
 
 
 @in_full
@@ -112,7 +121,7 @@ def test_a_run_without_a_trace_says_how_to_get_one(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.write_config({}, 1)
     assert main(["report", str(tmp_path)]) == 0
-    assert folder.page_path.read_text().count("no trace was kept: --trace of the main job") == 1
+    assert folder.page_path.read_text().count("no trace was recorded: --trace of the main job") == 1
 
 
 def test_a_folder_of_traces_alone_has_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,9 +129,9 @@ def test_a_folder_of_traces_alone_has_a_page(tmp_path: Path, capsys: pytest.Capt
     assert main(["report", str(traces)]) == 0
     assert f"\n{traces / 'report.html'}\n" in capsys.readouterr().out
     text = (traces / "report.html").read_text()
-    for words in ("ranks  2", "measured", "for 1", "MiB, beside"):
+    for words in ("ranks  2", "measured", "for 1", "MiB, in addition"):
         assert words in text
-    for words in ("no trace was kept", "has not come to its end", "not yet, or not well", "Bytes sent"):
+    for words in ("no trace was recorded", "the run has not ended", "not yet, or with an error", "Bytes sent"):
         assert words not in text
     (traces / "rank-00001.json.gz").unlink()
     assert main(["report", str(traces)]) == 2
@@ -193,7 +202,7 @@ def test_the_summary_has_the_numbers_of_the_reports() -> None:
     held = summary.reports[0].high_water
     assert {kind: most for kind, (_, most) in held.items()} == summary.reports[0].memory
     assert all(planned == most for planned, most in held.values())
-    assert "memory of a rank at its most  " in text
+    assert "peak memory of a rank  " in text
 
 
 def test_gradients_beyond_the_plan_are_seen() -> None:

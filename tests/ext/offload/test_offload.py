@@ -154,7 +154,7 @@ def test_the_report_says_how_long_the_disk_was_at_work(tmp_path: Path) -> None:
 
     report = spawn(run, 1)[0]
     assert 0 < report.disk_seconds < report.seconds
-    assert str(report).endswith(f"disk: {report.disk_seconds:.3f} s at work")
+    assert str(report).endswith(f"disk: {report.disk_seconds:.3f} s busy")
 
 
 def test_memory_is_that_of_a_few_pages(tmp_path: Path) -> None:
