@@ -106,7 +106,8 @@ class Muon:
 
         Raises
         ------
-        ConfigError, ShapeError the slots or the arrays do not fit the segments
+        ConfigError, ShapeError
+            the slots or the arrays do not fit the segments
         """
         require_matching_shard(self, p, g, slots, step, segments)
         parts: dict[str, Any] = {}
@@ -150,7 +151,8 @@ class Muon:
 
         Returns
         -------
-        bool True for at least two dims, unless the name matches a pattern of `exclude`
+        bool
+            True for at least two dims, unless the name matches a pattern of `exclude`
         """
         return len(shape) > 1 and not any(fnmatchcase(name, pattern) for pattern in self.exclude)
 

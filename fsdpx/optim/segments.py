@@ -149,7 +149,8 @@ class ShardSegments:
 
         Returns
         -------
-        ShardSegments one cached object for each combination of counts
+        ShardSegments
+            one cached object for each combination of counts
         """
         if not missed:
             return self
@@ -264,8 +265,8 @@ class ShardSegments:
 
         Returns
         -------
-        dict parameter name -> list of (segment, flat array), one for each rank that holds a part, starting with this
-        rank
+        dict
+            parameter name -> list of (segment, flat array), one for each rank with a part, starting with this rank
         """
         parts_by_name = {s.name: [(s, parts[s.name])] for s in self.items if s.name in parts}
         if self.peers is None or not any(map(sends, self.peers.parameters_on_several_ranks)):
@@ -294,7 +295,8 @@ class ShardSegments:
 
         Returns
         -------
-        int or None the number of elements; None if there is no message
+        int or None
+            the number of elements; None if there is no message
         """
         if self.peers is None or not any(map(sends, self.peers.parameters_on_several_ranks)):
             return None

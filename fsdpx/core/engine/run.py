@@ -186,7 +186,7 @@ class Workspace:
 
     @cached_property
     def stage_messages(self) -> StageMessages:
-        """The messages between stages of a pipe."""
+        """The messages between pipeline stages."""
         return StageMessages(self.placement, self.program.microbatches)
 
     def grow_slab_for_run(self) -> None:

@@ -112,7 +112,7 @@ def insert_gathers(actions: Actions, stage: Stage, ahead: int, keep: bool, resid
 
 
 def _list_pages_of_kind(kind: str, words: Iterable[str], action: Action, stage: Stage) -> list[int]:
-    """Return the pages of those slots of one kind that the given words of the table of verbs stand for."""
+    """Return the pages of the slots of one kind among the slots for which `words` of the table of verbs stand."""
     slots = (
         slot for word in words if word.startswith(f"{kind}:") for slot in resolve_slot_word(word, action, stage, 1)
     )

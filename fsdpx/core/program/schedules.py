@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: for each rank of the pipe, the order of forwards and backwards of its stages.
+"""Pipeline schedules as data: for each pipeline rank, the order of the forwards and backwards of its stages.
 
 An entry of a schedule is an Action whose `unit` is a stage: F3.0 is the forward of stage 3 for microbatch 0, B both
 halves of its backward, I the gradient of its input, W the gradient of its parameters. A schedule is a function of the

@@ -48,7 +48,7 @@ class LedgerKind:
 LEDGER_KINDS = {
     "master": LedgerKind("parameters", "shard", saved=True),  # the parameters that the optimizer updates
     "full": LedgerKind("parameters"),  # gathered, in the dtype of layers
-    "grad": LedgerKind("gradients"),  # of whole pages: backward adds into them
+    "grad": LedgerKind("gradients"),  # of full pages; backward adds into them
     "part": LedgerKind("gradients"),  # summed over ranks
     "slot": LedgerKind("optimiser", "slots", saved=True),  # state of the optimizer
     "memory": LedgerKind("codec memory", "memory", saved=True),  # of a codec, such as error feedback

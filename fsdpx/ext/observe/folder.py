@@ -182,7 +182,8 @@ class RunFolder:
 
         Returns
         -------
-        dict the content; empty if the file does not exist
+        dict
+            the content; empty if the file does not exist
 
         Raises
         ------

@@ -77,7 +77,7 @@ def _iterate_transfers(one: RankTrace) -> Iterator[tuple[str, float, float, bool
 
 
 def _iterate_waits(one: RankTrace) -> Iterator[tuple[str, float, float, bool]]:
-    """Yield (key, begin, end, whether it was within the transfer) for the times when the rank was blocked, within
+    """Yield (key, begin, end, whether the wait was within the transfer) for the times when the rank was blocked, within
     transfers and before actions that need one."""
     for key, begin, end, stops in _iterate_transfers(one):
         if stops:

@@ -72,7 +72,7 @@ class ProgressBar:
         return f"epoch {number}" if self.epochs is None else f"epoch {min(number, self.epochs)}/{self.epochs}"
 
     def _format_values(self, trainer: Any, history: FitHistory) -> str:
-        """Return text with loss, throughput, learning rate and gradient norm, as far as they are known. The throughput
+        """Return text with loss, throughput, learning rate and gradient norm, leaving out unknown ones. The throughput
         of the first step is left out, because its time includes the start-up."""
         last, rate = trainer.inspect.last_update, self._rate.measure_rate(history)
         words = [f"loss {history.losses[-1]:.4f}"]

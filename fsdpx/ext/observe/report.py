@@ -76,11 +76,12 @@ class ReportSummary:
 
         Parameters
         ----------
-        verb : of actions, such as "GATHER"
+        verb : verb of the actions, such as "GATHER"
 
         Returns
         -------
-        list of VerbTimings one entry per rank, with zeros for a rank without such actions
+        list of VerbTimings
+            one entry per rank, with zeros for a rank without such actions
         """
         return [report.times.get(verb, NO_TIMINGS) for report in self.reports]
 
@@ -89,11 +90,12 @@ class ReportSummary:
 
         Parameters
         ----------
-        verb : of actions, such as "GATHER"
+        verb : verb of the actions, such as "GATHER"
 
         Returns
         -------
-        float or None bytes per second; None if the verb transfers nothing
+        float or None
+            bytes per second; None if the verb transfers nothing
         """
         rows = self.list_timings(verb)
         moved, seconds = sum(one.nbytes for one in rows), sum(one.flown or one.seconds for one in rows)
@@ -104,11 +106,12 @@ class ReportSummary:
 
         Parameters
         ----------
-        verb : of actions, such as "GATHER"
+        verb : verb of the actions, such as "GATHER"
 
         Returns
         -------
-        float or None share from 0 to 1; None if the verb transfers nothing
+        float or None
+            share from 0 to 1; None if the verb transfers nothing
         """
         flown, busy = (sum(getattr(one, name) for one in self.list_timings(verb)) for name in ("flown", "busy"))
         return 1 - busy / flown if flown else None
