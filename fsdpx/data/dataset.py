@@ -115,7 +115,7 @@ class TokenDataset(WindowDataset):
     dtype : dtype of the raw numbers; ignored for `.npy` files
     """
 
-    dtype = np.dtype(np.int32)  # dtype of samples, not of the file
+    dtype = np.dtype(np.int32)  # the dtype of samples; the file may have another
 
     @wrap_with_option_check
     def __init__(self, path: str | os.PathLike[str], seq_len: int, *, dtype: Any = np.uint16) -> None:
@@ -259,7 +259,7 @@ def hash_first_sample(dataset: Any) -> int | None:
     take = getattr(dataset, "take", None)
     try:
         sample = dataset[0] if take is None else take(np.array([0]))
-    except Exception:  # if the loader reads this sample, it raises the error and says where
+    except Exception:  # ignored here: if the loader reads this sample, it raises the error
         return None
     parts = [a for a in map(_to_array_or_none, _iterate_leaves(sample)) if a is not None and a.dtype.kind in "biufcSU"]
     texts = [f"{a.dtype}{a.shape}".encode() + np.ascontiguousarray(a).tobytes() for a in parts]

@@ -557,7 +557,7 @@ class DataLoader:
         batch
             `(x, y)` for the datasets of this package, with k rows
         """
-        several = getattr(self.dataset, "__getitems__", None)  # the batched read of PyTorch and Hugging Face datasets
+        several = getattr(self.dataset, "__getitems__", None)  # PyTorch and Hugging Face read batches by it
         take = getattr(self.dataset, "take", None) if several is None else None
         if take is not None and self.collate is None:
             batch = take(indices)

@@ -56,7 +56,8 @@ def open_fields(path: Path) -> Any:
         return {path.stem: memory_map_array(path, np.dtype(np.uint8))}
     if path.is_dir():
         return _open_zarr(path)
-    library, file = _import_library("h5py", path), open_file(path, ours=False)  # its reads release the GIL
+    # h5py gets a Python file object, because reads from it release the GIL
+    library, file = _import_library("h5py", path), open_file(path, ours=False)
     try:
         root = library.File(file, "r")
     except OSError as error:
@@ -161,7 +162,7 @@ def iterate_members(node: Any) -> Iterable[tuple[str, Any]]:
     """Return the members of a group as (name, value). HDF5 links are followed if they stay inside the file."""
     if isinstance(node, dict):
         return node.items()
-    if hasattr(node, "members"):  # a Zarr group, which lists its members in no fixed order
+    if hasattr(node, "members"):  # sorted, because Zarr lists members in no fixed order
         return sorted(node.members())
     return [(name, _follow_link(node, name, _MAX_LINKS)) for name in node]
 
@@ -222,7 +223,7 @@ def _describe_missing_filter(path: Path, array: Any) -> str:
     if code is None or 0 in array.shape:
         return ""
     with suppress(OSError):
-        array[(0,) * len(array.shape)]  # works if the writer lacked the filter as well and stored chunks uncompressed
+        array[(0,) * len(array.shape)]  # succeeds if the writer also lacked the filter and stored chunks uncompressed
         return ""
     named = f"{_FILTERS.get(code) or found[code].decode(errors='replace') or 'a filter'} (HDF5 filter {code})"
     remedy = "pip install hdf5plugin" if code in _FILTERS else "HDF5_PLUGIN_PATH names the folder of its plugin"

@@ -90,7 +90,7 @@ class ChatTemplate:
         process = self._get_or_start_process()
         try:
             return process.request_text({"given": given})
-        except (TypeError, ValueError, RecursionError, TemplateError) as error:  # from json.dumps, or the template
+        except (TypeError, ValueError, RecursionError, TemplateError) as error:  # raised by json.dumps or the template
             raise DataError(f"{self.where} does not take it: {error}") from error
 
     def _get_or_start_process(self) -> TemplateProcess:

@@ -248,7 +248,7 @@ def _build_pdebench_fno(tensors: Tensors, *, padding: int | tuple[int, ...] | No
     first, spectral = tensors["fc0.weight"], tensors["conv0.weights1"]
     width, *modes = spectral.shape[1:]
     dims, layers = len(modes), sum(name.endswith(".weights1") for name in tensors)
-    if padding is None:  # the default of PDEBench
+    if padding is None:  # use the default of PDEBench
         padding = (0, 0, 6) if dims == 3 else 2
     each = (padding,) * dims if isinstance(padding, int) else tuple(padding)
     if len(each) != dims:

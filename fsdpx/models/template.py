@@ -31,7 +31,7 @@ def main(seconds: float, nbytes: int, rounds: int, folder: str) -> None:
         made[0].environment.left = rounds
         return str(made[0].render(request["given"]))
 
-    _import_jinja2()  # before the limits apply
+    _import_jinja2()  # imported before the limits apply
     start_clock = _limit_memory_and_make_timer(seconds, nbytes)
     for line in sys.stdin:
         request = json.loads(line)

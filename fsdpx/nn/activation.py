@@ -178,7 +178,7 @@ class Dropout(Layer):
     """
 
     kernel_names = ("drop", "drop_backward")
-    caches = True  # without training there is no dropout
+    caches = True  # generation does not train, so it has no dropout
     parts: FieldPartition | None = None
 
     def __init__(self, p: float = 0.5) -> None:

@@ -157,7 +157,7 @@ class Container(Layer):
                     recomputed[id(y)] = RecomputePlaceholder(self, len(saved) - 1, y)
             for name in last:
                 del values[name]
-            if len(gives) == 1 and y.__class__ is not tuple:  # the common case
+            if len(gives) == 1 and y.__class__ is not tuple:  # a faster path for the common case
                 values[gives[0]] = y
             else:
                 values.update(zip(gives, _as_tuple(y, len(gives)), strict=True))

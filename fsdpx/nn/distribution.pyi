@@ -1,8 +1,8 @@
-# For type checkers alone, never read when a program runs: layers import nothing that uses them, and an editor
-# should know what the method takes. tests/core/base/test_option_names.py holds the signature to that of `distribute`.
+# Only type checkers and editors read this file. At runtime, layers must not import modules that use layers.
+# tests/core/base/test_option_names.py checks that the signature equals that of `distribute`.
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # mypy then checks these modules in the order in which they run
+if TYPE_CHECKING:  # lets mypy check the modules in the order in which they are imported
     from collections.abc import Callable, Mapping, Sequence
     from os import PathLike
     from typing import Any, Unpack

@@ -395,7 +395,7 @@ def _add_sharded_row_gradients(env: LayerContext, gw: Array, x: Array, dy: Array
     index, rows = x.reshape(-1), dy.reshape(-1, dy.shape[-1])
     if comm.size > 1:
         inside, index = _localize_index(env, index, total)
-        if not getattr(xp, "holds_no_data", False):  # the number of rows on this rank depends on data
+        if not getattr(xp, "holds_no_data", False):  # selecting rows needs data
             own_rows = xp.flatnonzero(inside)
             index, rows = index[own_rows], rows[own_rows]
     kernels.embedding_backward(xp, gw, index, rows)

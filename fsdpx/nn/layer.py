@@ -683,5 +683,5 @@ def store_init_args(thing: Any, given: Mapping[str, Any]) -> None:
 
 @functools.cache
 def _list_init_parameters(kind: Any) -> Mapping[str, inspect.Parameter]:
-    _, *arguments = inspect.signature(kind.__init__).parameters.items()  # without self
+    _, *arguments = inspect.signature(kind.__init__).parameters.items()  # leaves out self
     return dict(arguments)

@@ -299,7 +299,7 @@ def _infer_shapes(model: LayerList, inputs: Sequence[Any], real: Any, training: 
             hint = f". As indices: {TAKES}" if isinstance(error, IndexError) else ""
             raise ShapeError(_describe_misfit(model, node, values, error) + hint) from error
         if wrong:
-            if isinstance(node.layer, Container):  # for the error, find the layer inside that causes it
+            if isinstance(node.layer, Container):  # raises an error that names the layer inside
                 value_shapes(linearize(node.layer, node.path, units=True), x, real, training, axes)
             raise ConfigError(f"layer {node.path!r} {node.layer!r} {wrong}") from cause
         if isinstance(y, xp.ShapeArray):

@@ -160,6 +160,6 @@ class ShardedSequenceLoss(Loss):
         if len(shape) < 2:
             raise DataError(f"{self!r}: an output of shape {tuple(shape)} has no dim 1 to be cut along")
         time = target.shape[1] if target.ndim > 1 else 0
-        if shape[1] not in (time // self.width, -(-time // self.width)):  # no rank has a part of this size
+        if shape[1] not in (time // self.width, -(-time // self.width)):  # does not fit: let `validate` raise
             time = shape[1] * self.width
         self.loss.validate((shape[0], time, *shape[2:]), target)

@@ -59,8 +59,8 @@ class LoRALinear(Linear):
         self.rank, self.alpha, self.dropout, self.path = rank, float(alpha), float(dropout), path
         self.scale = self.alpha / rank
         if dropout:
-            self.acts_on = "sample"  # the mask is drawn for whole sequences
-            self.caches = True  # without training there is no dropout
+            self.acts_on = "sample"  # the mask is drawn for full sequences
+            self.caches = True  # generation does not train, so it has no dropout
             self.kernel_names = ("linear", "drop", "drop_backward")
 
     def specs(self) -> dict[str, ParameterSpec]:
@@ -131,7 +131,7 @@ class LoRALinear(Linear):
         low = matmul_in_dtype(env.xp, inside, p[ADAPTER_NAMES[0]]).reshape(x.shape)
         mask = self._apply_dropout(env, x)[1]
         dx += low if mask is None else kernels.drop_backward(env.xp, low, mask, self.dropout)
-        return dx, (x, dy, inside, p[ADAPTER_NAMES[0]].copy(), mask)  # pages may be freed before `backward_params` runs
+        return dx, (x, dy, inside, p[ADAPTER_NAMES[0]].copy(), mask)  # parameters may be freed before then
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         x, dy, inside, down, mask = kept
