@@ -100,9 +100,9 @@ class DistributedSampler:
         )
         if self.reproducible_chunks and self.batch % self.reproducible_chunks:
             raise ConfigError(
-                f"DistributedSampler: a global batch of {self.batch} does not cut into {self.reproducible_chunks} "
-                "equal "
-                f"chunks; the next that does is {-(-self.batch // self.reproducible_chunks) * self.reproducible_chunks}"
+                f"DistributedSampler: a global batch of {self.batch} cannot be divided into {self.reproducible_chunks} "
+                "equal chunks; the next that can is "
+                f"{-(-self.batch // self.reproducible_chunks) * self.reproducible_chunks}"
             )
         if self._count_batch_samples(0) == 0:
             raise DataError(
@@ -227,7 +227,7 @@ class DistributedSampler:
                 )
         missing = [name for name in ("epoch", "position") if name not in state]
         if missing:
-            raise DataError(f"this is no state of a sampler: {' and '.join(missing)} missing, got {sorted(state)}")
+            raise DataError(f"this is not the state of a sampler: {' and '.join(missing)} missing, got {sorted(state)}")
         epoch, position = _require_int("epoch", state["epoch"], 0), _require_int("position", state["position"], 0)
         if position > self.n:
             raise DataError(f"position {position} lies behind the {self.n} samples of an epoch")
@@ -297,7 +297,7 @@ def _get_rank_and_size(comm: Any, rank: int | None, size: int | None) -> tuple[i
     if rank is None and size is None:
         return get_rank_info()[:2]
     if rank is None or size is None:
-        raise ConfigError(f"DistributedSampler(rank={rank}, size={size}): one of them is missing")
+        raise ConfigError(f"DistributedSampler(rank={rank}, size={size}): give both, or neither")
     return rank, size
 
 
@@ -627,4 +627,4 @@ def _require_no_sampler_options(given: dict[str, Any], shuffle: bool, seed: int,
     names = [name for name, value in given.items() if value is not None]
     names += [n for n, v in {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}.items() if v]
     if names:
-        raise ConfigError(f"DataLoader: the sampler decides {', '.join(names)}: give them to it")
+        raise ConfigError(f"DataLoader: the sampler determines {', '.join(names)}: pass them to the sampler")

@@ -192,7 +192,7 @@ def _follow_link(node: Any, path: str, links: int) -> Any:
 
 def _describe_external_files(names: Iterable[str]) -> str:
     files = ", ".join(sorted(set(names)))
-    return f"lies in another file, {files}, which is not opened: copy it into this one, or leave it out by fields="
+    return f"is stored in another file, {files}, which is not opened: copy it into this one, or leave it out by fields="
 
 
 def require_readable_array(path: Path, name: str, array: Any) -> None:
@@ -227,4 +227,4 @@ def _describe_missing_filter(path: Path, array: Any) -> str:
         return ""
     named = f"{_FILTERS.get(code) or found[code].decode(errors='replace') or 'a filter'} (HDF5 filter {code})"
     remedy = "pip install hdf5plugin" if code in _FILTERS else "HDF5_PLUGIN_PATH names the folder of its plugin"
-    return f"is compressed by {named}, which is not installed: {remedy}, or write the file anew by h5repack -f GZIP=1"
+    return f"is compressed by {named}, which is not installed: {remedy}, or rewrite the file by h5repack -f GZIP=1"

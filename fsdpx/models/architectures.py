@@ -80,7 +80,8 @@ class Architecture:
             value = values.pop(alias, None)
             if value is not None and values.setdefault(name, value) != value:
                 raise ConfigError(
-                    f"{where}: {alias}={shorten_value(value)} and {name}={shorten_value(values[name])} are one field"
+                    f"{where}: {alias}={shorten_value(value)} and {name}={shorten_value(values[name])} are the same "
+                    "field"
                 )
         plain = {**PLAIN, **self.required_values}
         for name, value in values.items():
@@ -88,13 +89,12 @@ class Architecture:
                 continue
             if name in plain and value not in plain[name]:
                 raise ConfigError(
-                    f"{where}: {name}={shorten_value(value)} is computed nowhere here, {plain[name][0]!r} is"
+                    f"{where}: {name}={shorten_value(value)} is not supported; only {plain[name][0]!r} is"
                 )
             if name not in plain and value is not None:
                 raise ConfigError(
-                    f"{where}: {name}={shorten_value(value)}: this field is not known, and may mean what is computed "
-                    "nowhere "
-                    "here; take it out of the file if the model is the same without it"
+                    f"{where}: {name}={shorten_value(value)}: this field is unknown, and may require what is not "
+                    "supported; remove it from the file if the model is the same without it"
                 )
         return get_valid_fields(values, self.fields, where, parts)
 
@@ -134,7 +134,7 @@ def _build_llama(c: Config, **options: Any) -> Llama:
     bias, other = c.get("attention_bias", False), c.get("mlp_bias", False)
     if bias is not other:
         raise ConfigError(
-            f"config.json: attention_bias={bias} and mlp_bias={other}: biases in one of them are computed nowhere here"
+            f"config.json: attention_bias={bias} and mlp_bias={other}: biases in only one of them are not supported"
         )
     given: dict[str, Any] = {
         "kv_heads": c["num_key_value_heads"], "d_head": c["head_dim"], "hidden": c["intermediate_size"],
@@ -148,13 +148,11 @@ def _build_llama(c: Config, **options: Any) -> Llama:
 def _parse_rope(c: Config) -> tuple[float, dict[str, Any] | None]:
     """Return the base of the rotary frequencies, and the scaling of positions; None if there is no scaling."""
     if c["rope_parameters"] and c["rope_scaling"]:
-        raise ConfigError("config.json: rope_parameters and rope_scaling are one field under two names")
+        raise ConfigError("config.json: rope_parameters and rope_scaling are two names of one field")
     given = c["rope_parameters"] or c["rope_scaling"] or {}
     for name, value in given.items():
         if (name not in ROPE and value is not None) or (name in ROPE_PLAIN and value not in ROPE_PLAIN[name]):
-            raise ConfigError(
-                f"config.json: {name}={shorten_value(value)} of rotary positions is computed nowhere here"
-            )
+            raise ConfigError(f"config.json: {name}={shorten_value(value)} of rotary positions is not supported")
     rope = get_valid_fields(given, ROPE, "config.json, rotary positions", 0)
     theta, kind = rope.pop("rope_theta"), rope.pop("rope_type") or rope.pop("type") or "default"
     theta = c["rope_theta"] if theta is None else theta
@@ -183,7 +181,7 @@ def _build_qwen3(c: Config, **options: Any) -> Llama:
 def _require_full_attention(c: Config) -> None:
     if odd := set(c["layer_types"] or ()) - {"full_attention"}:
         raise ConfigError(
-            f"config.json: layer_types: {shorten_value(min(odd))} is computed nowhere here, 'full_attention' is"
+            f"config.json: layer_types: {shorten_value(min(odd))} is not supported; only 'full_attention' is"
         )
 
 

@@ -141,9 +141,9 @@ class ShardingWalk:
             self.ties[join_path(path, alias)] = join_path(path, name)
             if specs[alias].cut != specs[name].cut:
                 raise ConfigError(
-                    f"{join_path(path, alias)!r} is tied to {join_path(path, name)!r}, but one lies over the tensor "
-                    "axis as "
-                    f"{specs[alias].cut} and the other as {specs[name].cut} (None is whole): cut both layers alike"
+                    f"{join_path(path, alias)!r} is tied to {join_path(path, name)!r}, but one is sharded as "
+                    f"{specs[alias].cut} and the other as {specs[name].cut} (None: not sharded): shard both layers "
+                    "in the same way"
                 )
 
 

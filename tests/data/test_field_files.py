@@ -94,8 +94,8 @@ def test_links_inside_a_file_are_followed(tmp_path: Path) -> None:
     [
         ("nowhere", "'nowhere' is a link to '/deep/v', where nothing is"),
         ("a", "'a' is a link that leads to no end"),
-        ("out", "'out' lies in another file, other.h5, which is not opened: copy it into this one, or leave it out by"),
-        ("away", "'away' lies in another file, other.h5, which is not opened: copy it into this one"),
+        ("out", "'out' is stored in another file, other.h5, which is not opened: copy it into this one, or leave it"),
+        ("away", "'away' is stored in another file, other.h5, which is not opened: copy it into this one"),
         (None, "is not opened: copy it into this one, or leave it out by fields="),
     ],
 )

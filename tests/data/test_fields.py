@@ -422,9 +422,9 @@ def hostile(path: Path, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "text"),
     [
-        ("link", "'u' lies in another file, other.h5, which is not opened: copy it into this one, or leave it out"),
+        ("link", "'u' is stored in another file, other.h5, which is not opened: copy it into this one, or leave"),
         ("virtual", "other.h5, which is not opened: copy it into this one"),
-        ("external", "'u' lies in another file, /dev/zero, which is not opened: copy it into this one"),
+        ("external", "'u' is stored in another file, /dev/zero, which is not opened: copy it into this one"),
         ("text", "'u' is of object: real numbers are needed"),
         ("short", "u.h5: "),
         ("noise", "u.h5: "),

@@ -271,7 +271,7 @@ def test_a_sampler_of_ones_own():
         (ConfigError, r"DataLoader\(batch_size=0\): the size of the global batch, 1 or more", ([1], 0), {}),
         (ConfigError, r"DataLoader\(batch_size=None\)", ([1],), {}),
         (ConfigError, r"DataLoader\(prefetch=-1\): a number of batches, 0 to", ([1], 1), {"prefetch": -1}),
-        (ConfigError, r"DistributedSampler\(rank=0, size=None\): one of them is missing", ([1], 1), {"rank": 0}),
+        (ConfigError, r"DistributedSampler\(rank=0, size=None\): give both, or neither", ([1], 1), {"rank": 0}),
         (
             ConfigError,
             "pass comm, or rank and size, not both",
@@ -280,7 +280,7 @@ def test_a_sampler_of_ones_own():
         ),
         (
             ConfigError,
-            "the sampler decides batch_size, shuffle: give them to it",
+            "the sampler determines batch_size, shuffle: pass them to the sampler",
             ([1], 1),
             {"sampler": DistributedSampler(1), "shuffle": True},
         ),
@@ -496,7 +496,7 @@ def test_a_loop_left_early_starts_again():
         (ConfigError, r"\(reproducible_chunks=True\)", (5,), {"reproducible_chunks": True}),
         (
             ConfigError,
-            "a global batch of 10 does not cut into 4 equal chunks; the next that does is 12",
+            "a global batch of 10 cannot be divided into 4 equal chunks; the next that can is 12",
             (50,),
             {"batch": 10, "reproducible_chunks": 4},
         ),
@@ -520,7 +520,7 @@ def test_states_that_do_not_fit():
         sampler.load_state_dict({**sampler.state_dict(), "n": 9})
     with pytest.raises(DataError, match=r"taken with seed=3"):
         sampler.load_state_dict({**sampler.state_dict(), "seed": 3})
-    with pytest.raises(DataError, match=r"no state of a sampler: position missing, got \['epoch'\]"):
+    with pytest.raises(DataError, match=r"not the state of a sampler: position missing, got \['epoch'\]"):
         sampler.load_state_dict({"epoch": 1})
     with pytest.raises(DataError, match="position 11 lies behind the 10 samples of an epoch"):
         sampler.load_state_dict({"epoch": 1, "position": 11})

@@ -191,11 +191,11 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
         ("layer_norm_epsilon", "a", "layer_norm_epsilon='a': it must be a number of at least 0"),
         ("tie_word_embeddings", 1, "tie_word_embeddings=1: it must be true or false"),
         ("activation_function", 3, "activation_function=3: it must be a text"),
-        ("hidden_size", 9, "hidden_size=9 and n_embd=8 are one field"),
+        ("hidden_size", 9, "hidden_size=9 and n_embd=8 are the same field"),
         ("architectures", 5, None),
         ("model_type", ["gpt2"], r"the model_type \['gpt2'\] is not known"),
-        ("logit_scale", 2.0, r"logit_scale=2\.0: this field is not known, and may mean what is computed nowhere here"),
-        ("is_causal", False, "is_causal=False is computed nowhere here, True is"),
+        ("logit_scale", 2.0, r"logit_scale=2\.0: this field is unknown, and may require what is not supported"),
+        ("is_causal", False, "is_causal=False is not supported; only True is"),
         ("more", None, None),
     ],
 )
@@ -217,7 +217,7 @@ def test_what_is_wrong_with_experts_is_said(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=wrong + rf"{there}\.1\.w2\.weight is \(4, 8\) instead of \(8, 4\)$"):
         models.from_pretrained(tmp_path / "a")
     (tmp_path / "a" / "config.json").write_text(json.dumps({**MIXTRAL, "router_jitter_noise": 0.1}))
-    with pytest.raises(ConfigError, match=r"router_jitter_noise=0\.1 is computed nowhere here, 0\.0 is"):
+    with pytest.raises(ConfigError, match=r"router_jitter_noise=0\.1 is not supported; only 0\.0 is"):
         models.from_pretrained(tmp_path / "a")
 
 

@@ -181,7 +181,7 @@ def _require_same_adapter(path: Path, adapted: dict[str, LoRALinear], names: dic
     for key, value in _get_rank_and_alpha(adapted).items():
         if found.get(key) != value:
             raise CheckpointError(
-                f"{CONFIG} has {key} {found.get(key)}, the model {value}: make it with nn.add_lora alike"
+                f"{CONFIG} has {key} {found.get(key)}, the model {value}: pass the same to nn.add_lora"
             )
     for key, known in SUPPORTED_CONFIG.items():
         if (value := found.get(key)) and value != known:

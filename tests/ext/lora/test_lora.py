@@ -173,7 +173,7 @@ def test_files_of_peft(tmp_path: Path) -> None:
     assert "blocks.1.attn.qkv" in config["target_modules"]
     names = read_header(tmp_path / "a/adapter_model.safetensors").tensors
     assert "base_model.model.blocks.0.mlp.up.lora_A.weight" in names
-    with pytest.raises(CheckpointError, match=r"has r 2, the model 3: make it with nn.add_lora alike"):
+    with pytest.raises(CheckpointError, match=r"has r 2, the model 3: pass the same to nn.add_lora"):
         spawn(lambda comm: fsdpx.load_adapter(run(comm, rank=3), tmp_path / "a"), 2)
     for key, value in (("use_rslora", True), ("rank_pattern", {"mlp.up": 8}), ("bias", "all")):
         (tmp_path / "c").mkdir(exist_ok=True)
