@@ -37,8 +37,8 @@ HERE = Path(__file__).parent
 
 THREE = {
     "DDP: each rank holds the whole model; gradients are summed over the ranks (numbers: layers)": {"strategy": "ddp"},
-    "FSDP: each rank holds a half; layers are gathered before use, and freed": {"strategy": "fsdp"},
-    "Pipe: each rank holds half of the layers; activations travel (numbers: microbatches)": {
+    "FSDP: each rank holds half of each layer; layers are gathered before use and freed after it": {"strategy": "fsdp"},
+    "Pipeline: each rank holds half of the layers and sends activations (numbers: microbatches)": {
         "strategy": "ddp",
         "mesh": fsdpx.Mesh(pipe=2),
         "microbatches": 4,

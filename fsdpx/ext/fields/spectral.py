@@ -37,8 +37,8 @@ class SpectralConv(FieldLayer):
     """The lowest Fourier modes of (samples, in_channels, *cells), each multiplied by its own complex matrix (Li et al.
     2021). As in neuraloperator, modes are means over the cells.
 
-    The parameters are `weight (in_channels, out_channels, *modes, 2)`, real and imaginary parts, and `bias
-    (out_channels,)`. `modes` equals n_modes, except n_modes[-1] // 2 + 1 in the last dim. Both parts of the weight are
+    The parameters are `weight` of shape (in_channels, out_channels, *modes, 2), real and imaginary parts, and `bias` of
+    shape (out_channels,). `modes` equals n_modes, except n_modes[-1] // 2 + 1 in the last dim. Both parts of the weight are
     initialized from a normal distribution with standard deviation sqrt(2 / (in + out)) / sqrt(2). Index w of a mode is
     the frequency w - modes // 2, or w in the last dim.
 

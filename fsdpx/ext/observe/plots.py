@@ -396,21 +396,22 @@ class _PanelDrawing:
         self.axes.plot([times[peak], self.last], [y, y], linestyle=(0, (2, 2)), **line)
         self.axes.plot([0, self.panel.end_time], [bottom, bottom], **line)
         self.draw_text(self.last, y, _format_bytes(below[peak]), x=0.06, fontsize=9.5)
-        self.draw_limit(bottom, scale)
+        self.draw_limit(bottom, scale, y)
         self.draw_text(0, bottom + 0.09, "memory", x=0.06 - LEFT, fontsize=9.5)
 
-    def draw_limit(self, bottom: float, scale: float) -> None:
-        """Draw the line of available memory. If it is far above the band, draw only its label."""
+    def draw_limit(self, bottom: float, scale: float, peak: float) -> None:
+        """Draw the line of available memory. If it is far above the band, write it below the label of the peak, whose
+        height is `peak`."""
         limit = self.panel.limit
         if limit is None:
             return
-        inside = limit * scale <= BAND
-        y = bottom + (limit * scale if inside else BAND)
-        if inside:
-            line = {"color": get_color("ink", self.theme), "linewidth": 1.0, "gid": LIMIT_COLOR}
-            self.axes.plot([0, self.last], [y, y], **line)
-        words = f"{_format_bytes(limit)} there are{'' if inside else ', above'}"
-        self.draw_text(self.last, y + 0.02, words, ha="right", va="bottom", fontsize=8, gid=LIMIT_COLOR)
+        if limit * scale <= BAND:
+            y, line = bottom + limit * scale, {"color": get_color("ink", self.theme), "linewidth": 1.0}
+            self.axes.plot([0, self.last], [y, y], gid=LIMIT_COLOR, **line)
+            words, look = f"limit {_format_bytes(limit)}", {"ha": "right", "va": "bottom"}
+            self.draw_text(self.last, y + 0.02, words, fontsize=8, gid=LIMIT_COLOR, **look)
+        else:
+            self.draw_text(self.last, peak - 0.16, f"of {_format_bytes(limit)}", x=0.06, fontsize=8, gid=LIMIT_COLOR)
 
     def find_free_label_position(
         self, times: list[float], low: list[float], high: list[float], letters: int
