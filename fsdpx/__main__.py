@@ -164,15 +164,15 @@ def _print_error_on_first_rank(line: str) -> int:
 
 
 def _add_info_options(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--left", action="store_true", help="only the files that killed jobs have left in /dev/shm")
+    p.add_argument("--left", action="store_true", help="print only the files that killed jobs left in /dev/shm")
 
 
 def _add_doctor_options(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--json", action="store_true", help="the same for programs")
+    p.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def _add_report_options(p: argparse.ArgumentParser) -> None:
-    p.add_argument("run", type=_expand_path, help="folder of the run, such as runs/x, or of traces alone")
+    p.add_argument("run", type=_expand_path, help="folder of a run, such as runs/x, or a folder with only traces")
 
 
 def _add_runs_options(p: argparse.ArgumentParser) -> None:
@@ -182,72 +182,72 @@ def _add_runs_options(p: argparse.ArgumentParser) -> None:
 
 def _add_trace_options(p: argparse.ArgumentParser) -> None:
     merge = p.add_subparsers(dest="action", required=True).add_parser(
-        "merge", help="write trace.json.gz beside the files"
+        "merge", help="write trace.json.gz next to the files"
     )
-    merge.add_argument("folder", type=_expand_path, help="what distribute(trace=...), --trace or FSDPX_TRACE named")
+    merge.add_argument("folder", type=_expand_path, help="folder of distribute(trace=...), --trace or FSDPX_TRACE")
 
 
 def _add_run_options(p: argparse.ArgumentParser) -> None:
     ranks = ("-n", "-np", "--np", "--ranks")
-    p.add_argument(*ranks, dest="ranks", type=int, help="number of ranks (default: of the allocation, or cores here)")
+    p.add_argument(*ranks, dest="ranks", type=int, help="number of ranks (default: from the allocation, or cores)")
     p.add_argument("--nodes", type=int, help="number of hosts, of the hostfile or the allocation")
     each = ("--nproc-per-node", "--nproc_per_node")
-    p.add_argument(*each, dest="per_node", type=int, help="ranks per host; without -n, on one host, that many")
-    p.add_argument("--hostfile", type=_expand_path, help="hosts and their slots, in the form of any launcher")
+    p.add_argument(*each, dest="per_node", type=int, help="ranks per host; without -n, the number of ranks on one host")
+    p.add_argument("--hostfile", type=_expand_path, help="file with hosts and slots, in the format of any launcher")
     p.add_argument("--backend", choices=("mpi", "gloo"), default="mpi", help="gloo: without MPI (docs: backends)")
-    p.add_argument("--node-rank", type=int, help="gloo, started by hand on each of --nodes: this host, from 0")
-    p.add_argument("--master-addr", help="the same: name or address of host 0, where ranks meet")
-    p.add_argument("--master-port", type=int, help="the same: a port that is free there (default: 29500)")
+    p.add_argument("--node-rank", type=int, help="for gloo on several hosts: number of this host, from 0")
+    p.add_argument("--master-addr", help="for gloo on several hosts: name or address of host 0")
+    p.add_argument("--master-port", type=int, help="for gloo on several hosts: a free port on host 0 (default: 29500)")
     p.add_argument("--mpiexec", default=None,
         help='the launcher, as in "srun --mpi=pmi2 -K" (default: srun or mpiexec)')
     p.add_argument("--threads", type=int,
-        help="of BLAS and kernels in each rank (default: the host's cores are shared)")
-    p.add_argument("--timeout", type=float, help="seconds that ranks wait in MPI's start for others (default: 60)")
-    p.add_argument("--max-restarts", type=int, default=3, help="at most this many restarts (default: 3)")
-    p.add_argument("--min-ranks", type=int, default=None, help="fewest ranks of a restart (default: -n, elastic: 1)")
+        help="threads of BLAS and kernels per rank (default: the host's cores are divided)")
+    p.add_argument("--timeout", type=float, help="seconds that ranks wait for each other in MPI's start (default: 60)")
+    p.add_argument("--max-restarts", type=int, default=3, help="maximum number of restarts (default: 3)")
+    p.add_argument("--min-ranks", type=int, default=None, help="minimum ranks of a restart (default: -n, elastic: 1)")
     p.add_argument("--backoff", type=float, default=1.0, help="seconds before the first restart; doubles up to 60")
-    p.add_argument("--grace", type=float, default=60.0, help="seconds to save in after a signal")
+    p.add_argument("--grace", type=float, default=60.0, help="seconds that ranks have to save after a signal")
     p.add_argument("--folder", type=_expand_path, default=None,
-        help="the job's: records of failed starts stay; see --join")
+        help="folder of the job, which keeps records of failed starts; see --join")
     p.add_argument("--join", type=_expand_path, metavar="FOLDER",
-        help="-n more ranks for the job that has this --folder")
+        help="add -n ranks to the job that has this --folder")
     p.add_argument("--logs", type=_expand_path,
-        help="folder for rank-0003.log and rank-0003.json; lines get [3] before them")
+        help="folder for rank-0003.log and rank-0003.json; printed lines begin with [3]")
     p.add_argument("--elastic", action="store_true",
-        help="deaths do not end the job: Open MPI's --with-ft ulfm (docs: elastic)")
-    p.add_argument("--retune", action="store_true", help="measure again what is chosen by measurement (docs: speed)")
+        help="survive deaths of ranks: Open MPI's --with-ft ulfm (docs: elastic)")
+    p.add_argument("--retune", action="store_true", help="repeat the measurements that choices depend on (docs: speed)")
     p.add_argument("--dry-run", action="store_true", help="print the command that would start the ranks")
     p.add_argument("--print-batch", choices=("slurm", "pbs", "lsf"), help="print a batch file for this system")
     p.add_argument("--print-sbatch", dest="print_batch", action="store_const", const="slurm", help="the same for Slurm")
     p.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
     p.add_argument("script", nargs="?", help="script.py")
-    p.add_argument("args", nargs=argparse.REMAINDER, help="its arguments").required = False  # may be empty
+    p.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script").required = False  # may be empty
 
 
 def _add_train_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("file", help="run.toml (docs: run-file)")
     p.add_argument("--set", dest="changes", nargs="+", default=(), metavar="section.key=value",
-        help="instead of the file's")
-    p.add_argument("--run", default=None, help="folder of the run (default: runs/NAME-DATE-TIME, NAME of the file)")
-    p.add_argument("--resume", action="store_true", help="go on with the run in --run, or with the newest one")
+        help="values that replace those of the file")
+    p.add_argument("--run", default=None, help="folder of the run (default: runs/NAME-DATE-TIME, with the file's NAME)")
+    p.add_argument("--resume", action="store_true", help="continue the run in --run, or the newest run")
 
 
 def _add_show_options(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "example", nargs="?", default="gpt-tiny",
-        help="gpt-tiny, gpt-small, gpt-medium, mlp, many, digits, unet2d, unet3d, fno2d, or a function of yours, "
+        help="gpt-tiny, gpt-small, gpt-medium, mlp, many, digits, unet2d, unet3d, fno2d, or your function "
         "mymodule:make_model",
     )  # fmt: skip
     p.add_argument("--strategy", default="fsdp", help="ddp, zero1, zero2, zero3, fsdp or hybrid")
     _import_command("show:add_options")(p)
     p.add_argument("--ranks", type=int, default=None, help="number of ranks (default: those of the mesh, or 4)")
-    p.add_argument("--rank", type=int, default=None, help="the rank to look at (default: the first with samples)")
+    p.add_argument("--rank", type=int, default=None, help="the rank to show (default: the first with samples)")
     p.add_argument("--ranks-per-host", type=int, default=None, help="ranks that share memory (default: all)")
-    p.add_argument("--memory", default=None, help="say whether a rank keeps this budget, such as 2GiB")
-    p.add_argument("--batch", default=None, help="samples of the global batch; of your model their shape: 8x1024")
-    p.add_argument("--microbatches", type=int, default=None, help="default: 1, in a pipe 4 per rank of it")
-    p.add_argument("--domain", default=None, help="ranks along each dim of a field, that of unet3d for example: 2,2,2")
-    p.add_argument("--field", default=None, help="cells of the whole field along each dim: 512,512,512")
+    p.add_argument("--memory", default=None, help="check whether a rank stays within this budget, such as 2GiB")
+    p.add_argument("--batch", default=None, help="samples of the global batch; for your model its shape: 8x1024")
+    p.add_argument("--microbatches", type=int, default=None, help="default: 1; with a pipeline, 4 per pipeline rank")
+    p.add_argument("--domain", default=None, help="ranks along each dim of a field, such as 2,2,2 for unet3d")
+    p.add_argument("--field", default=None, help="cells of the full field along each dim: 512,512,512")
     p.add_argument("--chunks", type=int, default=None)
     p.add_argument("--precision", default="float32")
     p.add_argument("--group-bytes", default=None, help="group small layers up to this many bytes of parameters: 1MiB")
@@ -255,22 +255,22 @@ def _add_show_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--offload", default=None, metavar="WHAT,...",
         help="on disk: optimizer, parameters, activations, gradients")
     p.add_argument("--optimizer", default="adamw", choices=("adamw", "sgd"))
-    p.add_argument("--lower", action="store_true", help="what alone would lower the peak: ten more dry runs")
-    p.add_argument("--grid", action="store_true", help="the schedule of all ranks of the pipe, and its bubble")
-    p.add_argument("--json", action="store_true", help="the same for programs")
-    p.add_argument("--png", default=None, help="draw a step, as it is simulated on --machine, into this file")
-    p.add_argument("--trace", default=None, help="write the same as a trace for Perfetto, such as simulated.json.gz")
-    p.add_argument("--machine", default=None, help="for these: a file, or a name as for `plan` (default: epyc-100g)")
+    p.add_argument("--lower", action="store_true", help="list single changes that lower the peak (ten more dry runs)")
+    p.add_argument("--grid", action="store_true", help="show the schedule of all pipeline ranks, and its bubble")
+    p.add_argument("--json", action="store_true", help="print the result as JSON")
+    p.add_argument("--png", default=None, help="draw a step, simulated on --machine, to this file")
+    p.add_argument("--trace", default=None, help="write the simulated step as a Perfetto trace: simulated.json.gz")
+    p.add_argument("--machine", default=None, help="machine of --png and --trace, as for `plan` (default: epyc-100g)")
 
 
 def _add_verify_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--strategy", default="fsdp", help="ddp, zero1, zero2, zero3, fsdp or hybrid, or `all`")
     p.add_argument("--precision", default="all", help="float64, float32, or `all`: both")
     _import_command("show:add_options")(p, also=", or `all`")
-    p.add_argument("--microbatches", type=int, default=None, help="default: 2, in a pipe 2 per rank of it")
-    p.add_argument("--chunks", type=int, default=None, help="ask for bit-identical results; needs batches that divide")
+    p.add_argument("--microbatches", type=int, default=None, help="default: 2; with a pipeline, 2 per pipeline rank")
+    p.add_argument("--chunks", type=int, default=None, help="make results bit-identical; batches must divide by it")
     p.add_argument("--steps", type=int, default=6)
-    p.add_argument("--no-node", action="store_true", help="MPI messages instead of shared memory inside a machine")
+    p.add_argument("--no-node", action="store_true", help="use MPI messages instead of shared memory inside a host")
 
 
 GROUPS: dict[str, dict[str, Command]] = {

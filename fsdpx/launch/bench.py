@@ -151,22 +151,22 @@ TIMED_VERBS = {
 
 def add_options(p: argparse.ArgumentParser) -> None:
     actions = p.add_subparsers(dest="action", required=True)
-    step = actions.add_parser("step", help="how long steps of a model take by strategy, one beside the other")
-    step.add_argument("model", help="as of `show`: gpt-tiny, ..., or a function of yours, mymodule:make_model")
-    step.add_argument("--strategies", default="ddp,fsdp", help="compared, the others with the first one")
-    step.add_argument("-n", "--ranks", type=int, help="start so many ranks here; leave it out under mpiexec")
-    step.add_argument("--rounds", type=int, default=20, help="steps of each that are timed (default: 20)")
-    step.add_argument("--batch", default=None, help="samples of the global batch; of your model their shape: 8x1024")
+    step = actions.add_parser("step", help="compare the step times of a model by strategy")
+    step.add_argument("model", help="as for `show`: gpt-tiny, ..., or your function mymodule:make_model")
+    step.add_argument("--strategies", default="ddp,fsdp", help="strategies to compare with the first one")
+    step.add_argument("-n", "--ranks", type=int, help="start this many ranks on this host; leave it out under mpiexec")
+    step.add_argument("--rounds", type=int, default=20, help="timed steps per strategy (default: 20)")
+    step.add_argument("--batch", default=None, help="samples of the global batch; for your model its shape: 8x1024")
     step.add_argument("--precision", default="float32", help="float64, float32, bf16 or fp16")
     step.add_argument("--json", type=expanduser, metavar="FILE", help="write the same for programs")
     comm = actions.add_parser(
-        "comm", help="under mpiexec: time and bandwidth of every verb by size, inside hosts and between them"
+        "comm", help="under mpiexec: time and bandwidth of each operation by size, inside hosts and between them"
     )
     comm.add_argument(
         "--verbs", default=",".join(TIMED_VERBS), help=f"some of: {', '.join(TIMED_VERBS)} (default: all)"
     )
     comm.add_argument("--sizes", default=DEFAULT_SIZES, help=f"bytes of the full array (default: {DEFAULT_SIZES})")
-    comm.add_argument("--seconds", type=float, default=0.05, help="for each verb and size, about (default: 0.05)")
+    comm.add_argument("--seconds", type=float, default=0.05, help="per operation and size, about (default: 0.05)")
     comm.add_argument("--json", type=expanduser, metavar="FILE", help="write the same for programs")
 
 

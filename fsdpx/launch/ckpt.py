@@ -23,16 +23,16 @@ DTYPES = ("float64", "float32", "float16", "fp16", "bf16", "bfloat16")
 
 def add_options(p: argparse.ArgumentParser) -> None:
     actions = p.add_subparsers(dest="action", required=True)
-    inspect = actions.add_parser("inspect", help="files, tensors, and the state of training")
-    verify = actions.add_parser("verify", help="headers, sizes and the digests of all bytes; exit status 1 if damaged")
-    diff = actions.add_parser("diff", help="names, shapes, formats, largest differences; exit status 1 if any")
-    convert = actions.add_parser("convert", help="weights in another format, in one file or several")
+    inspect = actions.add_parser("inspect", help="show files, tensors and the training state")
+    verify = actions.add_parser("verify", help="check headers, sizes and digests; exit status 1 if damaged")
+    diff = actions.add_parser("diff", help="compare names, shapes, formats and values; exit status 1 if any differ")
+    convert = actions.add_parser("convert", help="write the weights in another format, to one file or several")
     for one in (inspect, verify, diff, convert):
         one.add_argument("path", type=expanduser, help="a checkpoint, a safetensors file, or a folder with such files")
     diff.add_argument("other", type=expanduser)
     convert.add_argument("target", type=expanduser, help="the folder to write")
     convert.add_argument("--dtype", default=None, choices=DTYPES)
-    convert.add_argument("--shard-bytes", default=None, help="most bytes of one file: a number, or 500MB, 5GB, 2GiB")
+    convert.add_argument("--shard-bytes", default=None, help="maximum bytes of one file: a number, or 500MB, 5GB, 2GiB")
 
 
 def ckpt(args: argparse.Namespace) -> int:

@@ -157,9 +157,9 @@ def add_options(p: argparse.ArgumentParser) -> None:
         "with FSDPX_RECORD, of a checkpoint, or of traces"
     )
     p.add_argument("first", help=what)
-    p.add_argument("second", help="another one")
-    p.add_argument("--steps", type=int, default=3, help="how many are recorded of runs that are started (default: 3)")
-    p.add_argument("--tolerance", type=float, default=0.0, help="as a part of a tensor's largest element (default: 0)")
+    p.add_argument("second", help="the same for the second run")
+    p.add_argument("--steps", type=int, default=3, help="steps to record of a run that is started (default: 3)")
+    p.add_argument("--tolerance", type=float, default=0.0, help="relative to a tensor's largest element (default: 0)")
 
 
 def diff(args: argparse.Namespace) -> int:

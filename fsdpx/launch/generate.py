@@ -20,17 +20,17 @@ def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "folder", type=expanduser, help="config.json, safetensors and tokenizer.json, as transformers writes them"
     )
-    p.add_argument("--prompt", required=True, type=_require_utf8_text, help="the text to go on with")
+    p.add_argument("--prompt", required=True, type=_require_utf8_text, help="the text to continue")
     p.add_argument("--max-new-tokens", type=int, default=128)
-    p.add_argument("--temperature", type=float, default=0.0, help="0, the default: always the most likely token")
-    p.add_argument("--top-k", type=int, help="draw only from this many of the most likely tokens")
-    p.add_argument("--top-p", type=float, help="draw from the fewest most likely tokens of this probability")
+    p.add_argument("--temperature", type=float, default=0.0, help="0 (default): always take the most likely token")
+    p.add_argument("--top-k", type=int, help="sample only from this many of the most likely tokens")
+    p.add_argument("--top-p", type=float, help="sample from the most likely tokens that reach this probability")
     p.add_argument(
-        "--repetition-penalty", type=float, default=1.0, help="above 1: tokens of the text become less likely"
+        "--repetition-penalty", type=float, default=1.0, help="above 1: tokens that are in the text become less likely"
     )
-    p.add_argument("--seed", type=int, default=0, help="of the draws")
+    p.add_argument("--seed", type=int, default=0, help="seed of the sampling")
     p.add_argument(
-        "--strategy", default="ddp", help="ddp: every rank holds the model; fsdp: a part, gathered per token"
+        "--strategy", default="ddp", help="ddp: every rank holds the model; fsdp: a shard, gathered per token"
     )
     p.add_argument("--mesh", default=None, help="widths of axes, such as tensor=2 or pipe=2")
     p.add_argument("--precision", default="float32", help="float64, float32, bf16 or fp16")

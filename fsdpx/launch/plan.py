@@ -32,26 +32,26 @@ def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("example", nargs="?", default="gpt-small", help="as for `show`: gpt-small, mymodule:make_model, ...")
     size = p.add_mutually_exclusive_group(required=True)
     size.add_argument("--ranks", type=int, default=None, help="number of ranks")
-    size.add_argument("--hosts", type=int, default=None, help="number of hosts full of ranks")
+    size.add_argument("--hosts", type=int, default=None, help="number of hosts, filled with ranks")
     names = ", ".join(plan.Machine.list_names())
     p.add_argument(
         "--machine", default=MACHINE_FILE, help=f"a file of measure-machine (default: {MACHINE_FILE}), or {names}"
     )
-    p.add_argument("--memory", default=None, help="of a rank, such as 16GiB (default: what the machine says)")
-    p.add_argument("--batch", default=None, help="samples of the global batch; of your model their shape: 8x1024")
-    p.add_argument("--strategy", default=None, help="only this one")
-    p.add_argument("--mesh", default=None, help="only this one, such as pipe=2,tensor=2")
+    p.add_argument("--memory", default=None, help="memory of a rank, such as 16GiB (default: that of the machine)")
+    p.add_argument("--batch", default=None, help="samples of the global batch; for your model its shape: 8x1024")
+    p.add_argument("--strategy", default=None, help="try only this strategy")
+    p.add_argument("--mesh", default=None, help="try only this mesh, such as pipe=2,tensor=2")
     p.add_argument("--field", default=None, help="cells of the field of unet2d, unet3d or fno2d, such as 128,128,128")
-    p.add_argument("--domain", default=None, help="only this grid of ranks, such as 2,2,1")
-    p.add_argument("--microbatches", type=int, default=None, help="only so many")
-    p.add_argument("--schedule", default=None, help="only this one")
-    p.add_argument("--recompute", default=None, help="only this: all, attention, k (every k-th unit), or bytes")
-    p.add_argument("--precision", default=None, help="only this one")
-    p.add_argument("--codecs", default="", help="lossy ones that may be chosen, such as bf16,int8")
-    p.add_argument("--most", type=int, default=MAX_CANDIDATES, help="configurations to predict at most")
-    p.add_argument("--json", action="store_true", help="the same for programs")
-    p.add_argument("--png", default=None, help="draw the simulated step of the quickest into this file")
-    p.add_argument("--ranks-png", default=None, help="draw time and memory against ranks into this file")
+    p.add_argument("--domain", default=None, help="try only this grid of ranks, such as 2,2,1")
+    p.add_argument("--microbatches", type=int, default=None, help="try only this number")
+    p.add_argument("--schedule", default=None, help="try only this schedule")
+    p.add_argument("--recompute", default=None, help="try only this: all, attention, k (every k-th unit), or bytes")
+    p.add_argument("--precision", default=None, help="use this precision")
+    p.add_argument("--codecs", default="", help="lossy codecs that may be chosen, such as bf16,int8")
+    p.add_argument("--most", type=int, default=MAX_CANDIDATES, help="maximum number of configurations to predict")
+    p.add_argument("--json", action="store_true", help="print the plan as JSON")
+    p.add_argument("--png", default=None, help="draw the simulated step of the fastest one to this file")
+    p.add_argument("--ranks-png", default=None, help="draw time and memory by number of ranks to this file")
 
 
 FIXED_PLACEMENTS = ("strategy", "microbatches", "schedule", "precision")
@@ -109,8 +109,8 @@ def _choose_field_and_domain(args: argparse.Namespace, example: CatalogModel) ->
 def add_measure_options(p: argparse.ArgumentParser) -> None:
     """Add the options of `measure-machine`."""
     p.add_argument("--output", type=expanduser, default=MACHINE_FILE, help="the file to write")
-    p.add_argument("--name", default="mine", help="of the machine")
-    p.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="what computes: cores, or GPUs")
+    p.add_argument("--name", default="mine", help="name of the machine")
+    p.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="whether cores or GPUs compute")
 
 
 def measure_and_write_machine(args: argparse.Namespace) -> str:

@@ -67,8 +67,8 @@ def add_options(p: argparse.ArgumentParser, also: str = "") -> None:
     """Add --mesh, --schedule, --sequence and --recompute. also: text about a further value of --schedule and
     --sequence, for the help."""
     p.add_argument("--mesh", default=None, help="widths of axes, such as pipe=2,tensor=2; also replica and shard")
-    p.add_argument("--schedule", default=None, help=f"of the pipe: {', '.join(SCHEDULES)}, a text file{also}")
-    p.add_argument("--sequence", default=None, help=f"over the tensor axis: parallel, ulysses, ring, samples{also}")
+    p.add_argument("--schedule", default=None, help=f"pipeline schedule: {', '.join(SCHEDULES)}, a text file{also}")
+    p.add_argument("--sequence", default=None, help=f"mode of the tensor axis: parallel, ulysses, ring, samples{also}")
     p.add_argument("--recompute", default=None, help="all, attention, k (every k-th unit), or bytes such as 512MiB")
 
 
