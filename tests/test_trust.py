@@ -196,7 +196,7 @@ def test_requests_to_join_that_are_none_do_not_end_or_hold_the_launcher(
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         guests.answer_and_request_save(tmp_path)
-        guests.close()
+        guests.refuse_open_requests()
     assert asked == []
     assert len(said) == 1
     for name in "abc":

@@ -113,14 +113,14 @@ def make_batch_file(
     if config.backend != "gloo":
         config = replace(config, nodes=None if hosts else nodes, per_node=None)
     there = f' --hostfile "{hosts}"' if hosts and nodes > 1 else ""
-    options = shlex.join(_require_one_line(["run", *_iterate_nondefault_options(config)]))
-    words = f"{options}{there} {shlex.join(_require_one_line(program))}"
+    options = shlex.join(_require_printable(["run", *_iterate_nondefault_options(config)]))
+    words = f"{options}{there} {shlex.join(_require_printable(program))}"
     return text.format(
         name=_make_job_name(program), ranks=config.ranks, nodes=nodes, per_node=per_node, cores=cores,
         all_cores=per_node * cores, about=_make_request_comment(nodes, per_node, cores, node_cores), words=words,
         notice=math.ceil(config.grace) + _NOTICE_SECONDS, minutes=math.ceil((config.grace + _NOTICE_SECONDS) / 60),
         python=shlex.quote(sys.executable),
-        environment="".join(f"{line}\n" for line in _require_one_line([*_iterate_environment_lines(variables or {})])),
+        environment="".join(f"{line}\n" for line in _require_printable([*_iterate_environment_lines(variables or {})])),
     )  # fmt: skip
 
 
@@ -159,7 +159,7 @@ def _make_job_name(program: Sequence[str]) -> str:
     return re.sub(r"[^\w.+-]", "_", name)
 
 
-def _require_one_line(words: Sequence[str]) -> Sequence[str]:
+def _require_printable(words: Sequence[str]) -> Sequence[str]:
     """Return `words`; raise LaunchError if one contains a line break or another control character."""
     for word in words:
         if any(not char.isprintable() for char in word):

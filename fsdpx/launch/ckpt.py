@@ -125,12 +125,12 @@ def _print_state_differences(first: dict[str, Any], second: dict[str, Any]) -> i
     return len(names)
 
 
-def _iterate_flat_items(table: dict[str, Any], head: str = "") -> Iterator[tuple[str, Any]]:
+def _iterate_flat_items(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in table.items():
         if isinstance(value, dict):
-            yield from _iterate_flat_items(value, f"{head}{name}.")
+            yield from _iterate_flat_items(value, f"{prefix}{name}.")
         else:
-            yield f"{head}{name}", value
+            yield f"{prefix}{name}", value
 
 
 def _format_value(value: Any) -> str:

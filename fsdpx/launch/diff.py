@@ -107,11 +107,11 @@ def _iterate_written_tensors(
         times[mine] += 1
 
 
-def _list_contiguous_pieces(one: WrittenTensor) -> list[ValuePiece]:
+def _list_contiguous_pieces(written: WrittenTensor) -> list[ValuePiece]:
     """Return the contiguous pieces of a written tensor."""
     at, found = 0, []
-    for start, stop in one.runs:
-        found.append((start, stop, one.values[at : at + stop - start]))
+    for start, stop in written.runs:
+        found.append((start, stop, written.values[at : at + stop - start]))
         at += stop - start
     return found
 

@@ -101,14 +101,14 @@ def diagnose_ranks(comm: Communicator) -> tuple[bool, list[tuple[str, str]]]:
     return healthy, [*rows, *(("warning", text) for text in notes)]
 
 
-def _has_host_gpu(one: RankFacts) -> bool:
+def _has_host_gpu(facts: RankFacts) -> bool:
     """Return whether a rank's host has a GPU for device="cuda", even if the software for it is missing."""
-    return one.driver or bool(one.gpus)
+    return facts.driver or bool(facts.gpus)
 
 
-def _get_versions(one: RankFacts) -> dict[str, str]:
+def _get_versions(facts: RankFacts) -> dict[str, str]:
     """Return the versions of fsdpx and of the packages that it uses on a rank; optional packages only if installed."""
-    wanted = {name: v for name, v in one.versions.items() if name not in OPTIONAL or v != "not installed"}
+    wanted = {name: v for name, v in facts.versions.items() if name not in OPTIONAL or v != "not installed"}
     return {"fsdpx": __version__, **wanted}
 
 

@@ -91,7 +91,7 @@ class JoinRequests:
         came, self.ranks = self.ranks, 0
         return came
 
-    def close(self) -> None:
+    def refuse_open_requests(self) -> None:
         """Refuse all open requests, because the job has ended."""
         for asks in self._folder.glob(f"{_REQUEST_PREFIX}*"):
             if safe_files.read_if_trusted(asks) is not None:

@@ -36,15 +36,15 @@ def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--precision", default="float32", help="float64, float32, bf16 or fp16")
 
 
-def _require_utf8_text(given: str) -> str:
+def _require_utf8_text(text: str) -> str:
     """Return an argument of the command line; raise an argparse error unless it is UTF-8. Python decodes invalid bytes
     as lone surrogates."""
     try:
-        given.encode()
+        text.encode()
     except UnicodeEncodeError as error:
-        byte = ord(given[error.start]) & 0xFF
+        byte = ord(text[error.start]) & 0xFF
         raise argparse.ArgumentTypeError(f"character {error.start + 1}, 0x{byte:02x}, is not UTF-8") from None
-    return given
+    return text
 
 
 def generate(args: argparse.Namespace) -> int:

@@ -84,13 +84,13 @@ def format_info_or_leftovers(args: argparse.Namespace) -> str:
     return "\n".join(map(str, find_leftover_files())) if args.left else str(info())
 
 
-def _describe_half_matmul(kind: str) -> str:
+def _describe_half_matmul(dtype_name: str) -> str:
     """Return a text that names the library for matrix products in a 16-bit format, and the instructions it uses."""
     able = (
-        " and ".join(blas.load_half_matmul().list_half_instructions(kind))
+        " and ".join(blas.load_half_matmul().list_half_instructions(dtype_name))
         or "no instructions of the processor: slower than float32"
     )
-    return f"{blas.load_half_matmul().get_selected_library(kind)} ({able})"
+    return f"{blas.load_half_matmul().get_selected_library(dtype_name)} ({able})"
 
 
 def _list_tuning_rows() -> list[tuple[str, str]]:

@@ -65,10 +65,10 @@ def main(words: Sequence[str]) -> int:
         return _wait_for_ranks_or_end_them(started)
 
 
-def _make_rank_variables(rank: int, here: int, first: int, size: int) -> dict[str, str]:
+def _make_rank_variables(rank: int, ranks_here: int, first: int, size: int) -> dict[str, str]:
     """Return the environment variables of a rank: its rank and local rank, and the number of ranks of the job and the
     host."""
-    numbers = {"RANK": first + rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": here}
+    numbers = {"RANK": first + rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks_here}
     return {name: str(number) for name, number in numbers.items()}
 
 

@@ -68,7 +68,7 @@ class LogFollower:
         -> JSON text."""
         self._stop.set()
         self._thread.join()
-        self._print_new_lines(whole=False)
+        self._print_new_lines(complete_only=False)
         for rank, text in ends.items():
             safe_files.write_file(self.folder / f"rank-{rank:04}.json", text, safe_files.READABLE)
 
@@ -76,8 +76,9 @@ class LogFollower:
         while not self._stop.wait(_POLL_SECONDS):
             self._print_new_lines()
 
-    def _print_new_lines(self, whole: bool = True) -> None:
-        """Print the new lines of all logs, each preceded by its rank. whole: leave out an unfinished last line."""
+    def _print_new_lines(self, complete_only: bool = True) -> None:
+        """Print the new lines of all logs, each preceded by its rank. complete_only: leave out an unfinished last
+        line."""
         for path in _list_log_files(self.folder):
             at = self._read.get(path, 0)
             try:
@@ -87,7 +88,7 @@ class LogFollower:
             except safe_files.Untrusted as error:
                 safe_files.warn_file_ignored(error)
                 continue
-            if whole:
+            if complete_only:
                 text = text[: text.rfind(b"\n") + 1]
             self._read[path] = at + len(text)
             rank = int(path.stem.partition("-")[2])

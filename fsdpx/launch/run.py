@@ -142,9 +142,9 @@ def run_job(
                 break
             restart = f"restart {plan.restart_count + 1} of {plan.max_restarts} in {seconds:g} s"
             _log_line(f"{ending.text}; {'they go on' if ending.kind == 'joined' else restart}: {reason}")
-            if signals.wait(seconds):
+            if signals.wait_for_signal(seconds):
                 break
-    guests.close()
+    guests.refuse_open_requests()
     if ending.kind != "done":
         kept = "" if ending.kind == "preempted" else f". Records: {folder}"
         _log_line(f"{ending.text}{'' if seconds is not None or reason == ending.kind else f'; {reason}'}{kept}")
@@ -211,15 +211,15 @@ def _choose_temporary_parent_folder(config: LaunchConfig) -> Path:
     return Path(tempfile.gettempdir()) if config.hostfile is None and config.nodes is None else Path.cwd()
 
 
-def _make_temporary_folder_and_remove_dead(place: Path) -> Path:
+def _make_temporary_folder_and_remove_dead(parent: Path) -> Path:
     """Remove temporary folders whose process was killed, and return a new one that this process owns."""
 
     def is_abandoned(left: Path) -> bool:
         owner = safe_files.read_if_trusted(left / _OWNER_FILE) or b""
         return not is_process_alive(owner.decode(errors="replace"))
 
-    remove_dead_folders((file.parent for file in place.glob(f"{_FOLDER_PREFIX}*/{_OWNER_FILE}")), is_abandoned)
-    folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=place))
+    remove_dead_folders((file.parent for file in parent.glob(f"{_FOLDER_PREFIX}*/{_OWNER_FILE}")), is_abandoned)
+    folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=parent))
     safe_files.write_file(folder / _OWNER_FILE, identify_process())
     return folder
 
@@ -287,7 +287,7 @@ def _run_once(
     )  # fmt: skip
     deaths = DeathRecorder(own, ranks)
     listen = lambda: any(note.listens for note in read_rank_statuses(own).values())  # noqa: E731
-    signals.wait_for(process, deaths.in_vain, lambda: guests.answer_and_request_save(own), listen)
+    signals.wait_for_job(process, deaths.in_vain, lambda: guests.answer_and_request_save(own), listen)
     deaths.close()
     status = process.returncode if process.returncode >= 0 else 128 - process.returncode
     notes = read_rank_statuses(own)
@@ -344,14 +344,14 @@ class _SignalForwarder:
         while self._before:
             self._before.pop().restore(self._record_signal)
 
-    def wait(self, seconds: float) -> bool:
+    def wait_for_signal(self, seconds: float) -> bool:
         """Sleep for at most `seconds`; return True as soon as a signal was received, and False if none was."""
         end = time.monotonic() + seconds
         while not self.received and time.monotonic() < end:
             time.sleep(min(0.1, max(end - time.monotonic(), 0)))
         return self.received is not None
 
-    def wait_for(
+    def wait_for_job(
         self, job: subprocess.Popen[bytes], in_vain: threading.Event, meanwhile: Callable[[], object],
         listen: Callable[[], bool],
     ) -> None:  # fmt: skip

@@ -121,15 +121,15 @@ class ActionCostRecorder(TimelineRecorder):
     # -- layers --------------------------------------------------------------------------------------------------------
 
     def run_memoized(
-        self, key: tuple[Any, ...], run: Callable[[], Any], given: Sequence[Any], flags: _Flags, constants: Any
+        self, key: tuple[Any, ...], run: Callable[[], Any], arguments: Sequence[Any], flags: _Flags, constants: Any
     ) -> Any:
-        """Return `run()`, memoized by `key` and the shapes of `given`. A memoized call returns new arrays and counts
-        the same work.
+        """Return `run()`, memoized by `key` and the shapes of `arguments`. A memoized call returns new arrays and
+        counts the same work.
 
         flags: which gradients of the layer are written. constants: those of `LayerContext`; a call that adds constants
         is not memoized."""
         roots: list[Storage] = []
-        key = (*key, _make_shape_key((given, constants), roots), flags.read_flags())
+        key = (*key, _make_shape_key((arguments, constants), roots), flags.read_flags())
         made = self._known.get(key)
         if made is None:
             return self._run_and_memoize(key, run, roots, flags, constants) if key not in self._known else run()
@@ -193,12 +193,12 @@ class _MemoizedLayer:
         found = getattr(self._layer, name)
         return partial(self._call_memoized, name, found) if name in ARGUMENTS else found
 
-    def _call_memoized(self, what: str, run: Callable[..., Any], env: Any, *arguments: Any) -> Any:
+    def _call_memoized(self, method: str, run: Callable[..., Any], env: Any, *arguments: Any) -> Any:
         """Call a method of the layer through `ActionCostRecorder.run_memoized`. The key contains everything in `env`
         that affects the result."""
-        own, given = dict(zip(ARGUMENTS[what], arguments, strict=False)), arguments[len(ARGUMENTS[what]) :]
+        own, given = dict(zip(ARGUMENTS[method], arguments, strict=False)), arguments[len(ARGUMENTS[method]) :]
         lines = [(line.rank, line.size) for line in (env.mesh.tensor, env.mesh.data, *env.mesh.domain)]
-        key = (id(self._layer), what, env.training, env.recomputing, env.recompute, env.time, *lines)
+        key = (id(self._layer), method, env.training, env.recomputing, env.recompute, env.time, *lines)
         parameters = tuple(own["p"].values()) if "p" in own else ()
         return self._costing.run_memoized(
             key, lambda: run(env, *arguments), (given, parameters), _Flags(own.get("g")), env.constants

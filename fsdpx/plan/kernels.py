@@ -12,7 +12,7 @@ from typing import Any
 from fsdpx.core.array.shapes.flop_counter import KernelPass, ProductCount
 
 __all__ = [
-    "LONG", "SHORT", "WEIGHTS", "KernelRates", "count_weight_bytes", "explain_invalid_rates", "get_grid_point",
+    "LONG", "SHORT", "WEIGHTS", "KernelRates", "count_weight_bytes", "explain_invalid_rates", "get_product_grid_point",
 ]  # fmt: skip
 
 SHORT, LONG = 1 << 18, 1 << 26
@@ -39,7 +39,7 @@ class KernelRates:
     passes: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
     products: Mapping[str, Mapping[str, Sequence[Sequence[float]]]] = field(default_factory=dict)
 
-    def get_bytes_per_second(self, one: KernelPass, name: str) -> float | None:
+    def get_bytes_per_second(self, kernel_pass: KernelPass, name: str) -> float | None:
         """Return the rate of a kernel call that is bound by memory, interpolated between `SHORT` and `LONG` bytes.
 
         Formats that were not measured have the rates of float32. Kernels that were not measured have the rate of plain
@@ -47,7 +47,7 @@ class KernelRates:
 
         Parameters
         ----------
-        one : kernel, item size and bytes of the call
+        kernel_pass : kernel, item size and bytes of the call
         name : format of the call, such as "float32"
 
         Returns
@@ -55,73 +55,74 @@ class KernelRates:
         float : bytes per second; None if no rate is known
         """
         known = self.passes.get(name, {})
-        known = known if one.kernel in known or USUAL in known else self.passes.get("float32", {})
-        rates = known.get(one.kernel, known.get(USUAL))
+        known = known if kernel_pass.kernel in known or USUAL in known else self.passes.get("float32", {})
+        rates = known.get(kernel_pass.kernel, known.get(USUAL))
         if rates is None:
             return None
-        share = (log(min(max(one.nbytes, SHORT), LONG)) - log(SHORT)) / (log(LONG) - log(SHORT))
+        share = (log(min(max(kernel_pass.nbytes, SHORT), LONG)) - log(SHORT)) / (log(LONG) - log(SHORT))
         return exp((1 - share) * log(rates[0]) + share * log(rates[1]))
 
-    def get_flops_per_second(self, one: ProductCount, name: str) -> float | None:
+    def get_flops_per_second(self, product: ProductCount, name: str) -> float | None:
         """Return the rate of a matrix product inside a kernel. It includes all other work of the kernel in the caches.
 
         16-bit formats that were not measured have the rate of float32, in which they are computed.
 
         Parameters
         ----------
-        one : sizes of the product, and the kernel that contains it
+        product : sizes of the product, and the kernel that contains it
         name : format of the product, such as "float32"
 
         Returns
         -------
         float : FLOP per second; None if the kernel was not measured
         """
-        grid = self._grids.get((name, one.kernel))
-        if grid is None and one.itemsize == 2:
-            grid = self._grids.get(("float32", one.kernel))
-        return None if grid is None else grid.interpolate_at(get_grid_point(one))
+        grid = self._grids.get((name, product.kernel))
+        if grid is None and product.itemsize == 2:
+            grid = self._grids.get(("float32", product.kernel))
+        return None if grid is None else grid.interpolate_at(get_product_grid_point(product))
 
-    def compute_product_seconds(self, one: ProductCount, name: str) -> float | None:
+    def compute_product_seconds(self, product: ProductCount, name: str) -> float | None:
         """Return the time of a matrix product inside a kernel, including the reordering of its weights, which takes a
         noticeable time if there are few cells.
 
         Parameters
         ----------
-        one : sizes of the product, and the kernel that contains it
+        product : sizes of the product, and the kernel that contains it
         name : format of the product, such as "float32"
 
         Returns
         -------
         float : seconds; None if the kernel was not measured
         """
-        rate, weights = self.get_flops_per_second(one, name), WEIGHTS + one.kernel
+        rate, weights = self.get_flops_per_second(product, name), WEIGHTS + product.kernel
         if rate is None:
             return None
         known = next((rates[weights] for rates in self.passes.values() if weights in rates), (inf, inf))
-        return one.flops / rate + count_weight_bytes(one) / known[0]
+        return product.flops / rate + count_weight_bytes(product) / known[0]
 
-    def compute_extra_memory_seconds(self, one: KernelPass, name: str) -> float | None:
+    def compute_extra_memory_seconds(self, kernel_pass: KernelPass, name: str) -> float | None:
         """Return the time that a kernel with measured products takes in addition to them: to access memory beyond the
         caches, and to convert 16-bit values that are computed in float32.
 
         Parameters
         ----------
-        one : kernel, item size and bytes of the call
+        kernel_pass : kernel, item size and bytes of the call
         name : format of the call, such as "float32"
 
         Returns
         -------
         float : seconds; None for kernels without measured products
         """
-        if (name, one.kernel) in self._grids:
-            return self._compute_extra_seconds(one.nbytes, name)
-        if one.itemsize != 2 or ("float32", one.kernel) not in self._grids:
+        if (name, kernel_pass.kernel) in self._grids:
+            return self._get_extra_copy_seconds(kernel_pass.nbytes, name)
+        if kernel_pass.itemsize != 2 or ("float32", kernel_pass.kernel) not in self._grids:
             return None
-        cast = KernelPass(CAST, 2, one.nbytes + 2 * one.nbytes)
+        cast = KernelPass(CAST, 2, kernel_pass.nbytes + 2 * kernel_pass.nbytes)
         rate = self.get_bytes_per_second(cast, name)
-        return self._compute_extra_seconds(2 * one.nbytes, "float32") + (0.0 if rate is None else cast.nbytes / rate)
+        cast_seconds = 0.0 if rate is None else cast.nbytes / rate
+        return self._get_extra_copy_seconds(2 * kernel_pass.nbytes, "float32") + cast_seconds
 
-    def _compute_extra_seconds(self, nbytes: int, name: str) -> float:
+    def _get_extra_copy_seconds(self, nbytes: int, name: str) -> float:
         """Return how many seconds longer a copy of `nbytes` takes than it would at the rate inside the caches."""
         far, near = (self.get_bytes_per_second(KernelPass(COPY, 4, n), name) for n in (nbytes, SHORT))
         return 0.0 if far is None or near is None else max(nbytes / far - nbytes / near, 0.0)
@@ -132,19 +133,19 @@ class KernelRates:
         return {(name, kernel): _Grid.from_rows(rows) for name, kernel, rows in grids}
 
 
-def get_grid_point(one: ProductCount) -> tuple[int, int, int, float]:
+def get_product_grid_point(product: ProductCount) -> tuple[int, int, int, float]:
     """Return the coordinates of a product in the grid of its kernel: input channels, output channels, window size,
     windows per row.
 
     Products for parameter gradients sum over cells, so their input channels are the columns."""
-    channels = one.columns if "params" in one.kernel else one.inner
-    return channels, one.rows, one.places, one.windows
+    channels = product.columns if "params" in product.kernel else product.inner
+    return channels, product.rows, product.places, product.windows
 
 
-def count_weight_bytes(one: ProductCount) -> int:
+def count_weight_bytes(product: ProductCount) -> int:
     """Return the bytes of a float32 weight of shape (output channels, input channels), for one of the products of a
     convolution."""
-    return 4 * prod(get_grid_point(one)[:2])
+    return 4 * prod(get_product_grid_point(product)[:2])
 
 
 @dataclass(frozen=True)

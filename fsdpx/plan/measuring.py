@@ -29,7 +29,7 @@ from fsdpx.ext.gpu.cupy_devices import import_cupy, list_gpus
 from fsdpx.ext.offload.disk import get_or_measure_disk_rates
 from fsdpx.nn.gradient_accumulation import matmul_in_dtype
 from fsdpx.plan import probes
-from fsdpx.plan.kernels import LONG, SHORT, WEIGHTS, KernelRates, count_weight_bytes, get_grid_point
+from fsdpx.plan.kernels import LONG, SHORT, WEIGHTS, KernelRates, count_weight_bytes, get_product_grid_point
 from fsdpx.plan.machine import Compute, DiskSpeed, Machine, NetworkLevel
 from fsdpx.plan.prediction import dry_run_classes, predict_from_runs
 
@@ -95,69 +95,71 @@ class Gpus(Processors):
 
 
 def _average_call_seconds(
-    comm: Communicator, call: Callable[[], Any], of: Processors, long: float | None = None
+    comm: Communicator, call: Callable[[], Any], device: Processors, round_seconds: float | None = None
 ) -> float:
     """Return the seconds of one call, averaged over ranks. Collective.
 
     Each round of calls ends with a barrier: if several ranks share one core, all wait for the slowest, as in a step. A
     round is timed from the end of the previous one, because a rank may be asleep when others begin."""
     call()
-    calls = ceil((ROUND_SECONDS if long is None else long) / min(comm.all_gather_data(_time_calls(call, of, 1))))
+    first = min(comm.all_gather_data(_time_calls(call, device, 1)))
+    calls = ceil((ROUND_SECONDS if round_seconds is None else round_seconds) / first)
     comm.barrier().wait()
     ends = [perf_counter()]
     for _ in range(ROUNDS):
-        _time_calls(call, of, calls)
+        _time_calls(call, device, calls)
         comm.barrier().wait()
         ends.append(perf_counter())
     own = median(after - before for before, after in pairwise(ends))
     return float(np.mean(comm.all_gather_data(own))) / calls
 
 
-def _time_calls(call: Callable[[], Any], of: Processors, calls: int) -> float:
+def _time_calls(call: Callable[[], Any], device: Processors, calls: int) -> float:
     """Return the seconds of `calls` calls, including their completion on the device."""
-    of.synchronize_device()
+    device.synchronize_device()
     begin = perf_counter()
     for _ in range(calls):
         call()
-    of.synchronize_device()
+    device.synchronize_device()
     return perf_counter() - begin
 
 
-def _measure_compute(comm: Communicator, of: Processors) -> Compute:
+def _measure_compute(comm: Communicator, device: Processors) -> Compute:
     """Measure and return the speed, memory and overheads of one rank. Collective."""
     flops, extra_seconds = {}, {}
-    for name in of.formats:
-        large, small = (_average_call_seconds(comm, _make_matmul_call(of, n, name), of) for n in (of.large, of.small))
-        rate = 2 * (of.large**3 - of.small**3) / max(large - small, 1e-9)
-        flops[name], extra_seconds[name] = rate, max(small - 2 * of.small**3 / rate, 0.0)
-    a, b = of.xp.ones(of.block, np.float32), of.xp.empty(of.block, np.float32)
-    memory = 2 * a.nbytes / _average_call_seconds(comm, lambda: of.xp.copyto(b, a), of)
-    half = extra_seconds[of.basis] * max(flops.values())
-    known = {"flops": flops, "memory": memory, "half": half, "gpu": of.gpu, "capacity": of.capacity}
+    for name in device.formats:
+        products = (_make_matmul_call(device, n, name) for n in (device.large, device.small))
+        large, small = (_average_call_seconds(comm, call, device) for call in products)
+        rate = 2 * (device.large**3 - device.small**3) / max(large - small, 1e-9)
+        flops[name], extra_seconds[name] = rate, max(small - 2 * device.small**3 / rate, 0.0)
+    a, b = device.xp.ones(device.block, np.float32), device.xp.empty(device.block, np.float32)
+    memory = 2 * a.nbytes / _average_call_seconds(comm, lambda: device.xp.copyto(b, a), device)
+    half = extra_seconds[device.basis] * max(flops.values())
+    known = {"flops": flops, "memory": memory, "half": half, "gpu": device.gpu, "capacity": device.capacity}
     here = comm.all_gather_data(platform.node()).count(platform.node())
-    known["cores"] = 1.0 if of.gpu else min(count_threads_per_rank(here), count_usable_cores() / here)
-    launch, overhead = _measure_kernel_and_step_overhead(comm, of, Compute(**known))
-    kernels = KernelRates() if of.gpu else _measure_kernel_rates(comm, of)
+    known["cores"] = 1.0 if device.gpu else min(count_threads_per_rank(here), count_usable_cores() / here)
+    launch, overhead = _measure_kernel_and_step_overhead(comm, device, Compute(**known))
+    kernels = KernelRates() if device.gpu else _measure_kernel_rates(comm, device)
     return Compute(**known, launch=launch, overhead=overhead, kernels=kernels)
 
 
-def _measure_kernel_rates(comm: Communicator, of: Processors) -> KernelRates:
+def _measure_kernel_rates(comm: Communicator, device: Processors) -> KernelRates:
     """Measure the rates of kernels one by one and return them, without the overhead of a call, which is
     `Compute.launch`. Collective."""
     passes, products = {}, {}
-    nothing = of.xp.zeros(1, np.float32)
-    call_overhead = _average_call_seconds(comm, lambda: relu(of.xp, nothing), of, SHORT_ROUND_SECONDS)
+    nothing = device.xp.zeros(1, np.float32)
+    call_overhead = _average_call_seconds(comm, lambda: relu(device.xp, nothing), device, SHORT_ROUND_SECONDS)
 
     def time_kernel(call: Callable[[], Any]) -> float:
-        seconds = _average_call_seconds(comm, call, of, SHORT_ROUND_SECONDS)
+        seconds = _average_call_seconds(comm, call, device, SHORT_ROUND_SECONDS)
         return max(seconds - call_overhead, seconds / 4)
 
     for name in KERNELS:
         own: dict[str, list[float]] = {}
         for nbytes in (SHORT, LONG):
             sums: dict[str, tuple[float, float]] = {}
-            for work, call in _pair_with_counts(
-                probes.list_memory_bound_calls(of.xp, name, nbytes),
+            for work, call in _iterate_calls_with_work(
+                probes.list_memory_bound_calls(device.xp, name, nbytes),
                 probes.list_memory_bound_calls(shapes, name, nbytes),
             ):
                 (one,) = work.passes
@@ -167,15 +169,15 @@ def _measure_kernel_rates(comm: Communicator, of: Processors) -> KernelRates:
                 own.setdefault(kernel, []).append(moved / seconds)
         passes[name] = own
         grids: dict[str, list[tuple[float, ...]]] = {}
-        for work, call in _pair_with_counts(
-            probes.iterate_matmul_calls(of.xp, name), probes.iterate_matmul_calls(shapes, name)
+        for work, call in _iterate_calls_with_work(
+            probes.iterate_matmul_calls(device.xp, name), probes.iterate_matmul_calls(shapes, name)
         ):
             most = max(work.products, key=lambda one: one.flops)  # the window offset most often inside the field
-            grids.setdefault(most.kernel, []).append((*get_grid_point(most), work.flops / time_kernel(call)))
+            grids.setdefault(most.kernel, []).append((*get_product_grid_point(most), work.flops / time_kernel(call)))
         products[name] = grids
     known, name = KernelRates({}, products), KERNELS[0]
-    for work, call in _pair_with_counts(
-        probes.iterate_weight_heavy_calls(of.xp, name), probes.iterate_weight_heavy_calls(shapes, name)
+    for work, call in _iterate_calls_with_work(
+        probes.iterate_weight_heavy_calls(device.xp, name), probes.iterate_weight_heavy_calls(shapes, name)
     ):
         (kernel,) = {one.kernel for one in work.products}
         whole, nbytes = time_kernel(call), sum(count_weight_bytes(one) * times for one, times in work.products.items())
@@ -184,7 +186,7 @@ def _measure_kernel_rates(comm: Communicator, of: Processors) -> KernelRates:
     return KernelRates(passes, products)
 
 
-def _pair_with_counts(
+def _iterate_calls_with_work(
     calls: Iterable[Callable[[], Any]], dry: Iterable[Callable[[], Any]]
 ) -> Iterator[tuple[WorkCount, Callable[[], Any]]]:
     """Yield (work, call) for each call; the work is counted by running the same call on shapes."""
@@ -194,54 +196,56 @@ def _pair_with_counts(
         yield work, call
 
 
-def _make_matmul_call(of: Processors, n: int, name: str) -> Callable[[], Any]:
-    a, b = (of.xp.ones((n, n), parse_dtype(name)) for _ in range(2))
-    return lambda: matmul_in_dtype(of.xp, a, b)
+def _make_matmul_call(device: Processors, n: int, name: str) -> Callable[[], Any]:
+    a, b = (device.xp.ones((n, n), parse_dtype(name)) for _ in range(2))
+    return lambda: matmul_in_dtype(device.xp, a, b)
 
 
-def _measure_kernel_and_step_overhead(comm: Communicator, of: Processors, bare: Compute) -> tuple[float, float]:
+def _measure_kernel_and_step_overhead(comm: Communicator, device: Processors, bare: Compute) -> tuple[float, float]:
     """Return the overhead of a kernel and of a step in seconds, measured by steps of two small models on one rank."""
     found = []
     for layers in LAYER_COUNTS:
         model = nn.Sequential(*[one for _ in range(layers) for one in (nn.Linear(16, 16), nn.GELU())])
         trainer = model.as_distributed(
             loss=nn.MSELoss(), optimizer=optim.AdamW(), comm=make_single_rank_communicator(), strategy="ddp",
-            tune=False, group_bytes=0, device="cuda" if of.gpu else "cpu",
+            tune=False, group_bytes=0, device="cuda" if device.gpu else "cpu",
         )  # fmt: skip
-        x = of.xp.ones((4, 16), np.float32)
+        x = device.xp.ones((4, 16), np.float32)
         shape = ((4, 16), "float32")
-        dry = dry_run_classes(model, (shape, shape), 1, of.gpu, group_bytes=0)
+        dry = dry_run_classes(model, (shape, shape), 1, device.gpu, group_bytes=0)
         one = Machine(
-            "one", (NetworkLevel("host", 0.0, 1.0),), Compute(bare.flops, bare.memory, launch=1.0, gpu=of.gpu)
+            "one", (NetworkLevel("host", 0.0, 1.0),), Compute(bare.flops, bare.memory, launch=1.0, gpu=device.gpu)
         )
         kernels = round(predict_from_runs(dry, one).seconds)
-        found.append((kernels, _average_call_seconds(comm, partial(trainer.step, x, x), of)))
+        found.append((kernels, _average_call_seconds(comm, partial(trainer.step, x, x), device)))
         trainer.close()
     (few, quick), (many, slow) = found
     launch = max((slow - quick) / (many - few), 1e-7)
     return launch, max(quick - few * launch, 0.0)
 
 
-def _measure_network_levels(comm: Communicator, of: Processors, compute: Compute) -> tuple[NetworkLevel, ...]:
+def _measure_network_levels(comm: Communicator, device: Processors, compute: Compute) -> tuple[NetworkLevel, ...]:
     """Measure and return the levels of the network: ranks of a host, and hosts. Collective."""
     if comm.size == 1:  # no link to measure: assume that ranks of a host read each other's memory
         return (NetworkLevel("host", 2e-5, compute.memory / 4),)
     node = find_node_communicator(comm)
     hosts = len(node.ranks_by_host) if node is not None else 1
     here = comm if hosts == 1 or node is None else comm.subgroup(node.ranks_on_host)
-    levels = [NetworkLevel("host", *_measure_latency_and_bandwidth(here, of), ranks=here.size)] if here.size > 1 else []
+    levels: list[NetworkLevel] = []
+    if here.size > 1:
+        levels.append(NetworkLevel("host", *_measure_latency_and_bandwidth(here, device), ranks=here.size))
     if hosts > 1 or not levels:
-        levels.append(NetworkLevel("system", *_measure_latency_and_bandwidth(comm, of)))
+        levels.append(NetworkLevel("system", *_measure_latency_and_bandwidth(comm, device)))
     return tuple(levels)
 
 
-def _measure_latency_and_bandwidth(comm: Communicator, of: Processors) -> tuple[float, float]:
+def _measure_latency_and_bandwidth(comm: Communicator, device: Processors) -> tuple[float, float]:
     """Return (latency in seconds, bandwidth in bytes per second) of one rank, from short and long all-reduces over all
     ranks. Collective."""
     seconds = []
     for elements in ALL_REDUCE_ELEMENTS:
-        array = of.xp.zeros(elements, np.float32)
-        seconds.append(_average_call_seconds(comm, partial(_all_reduce_and_wait, comm, array), of))
+        array = device.xp.zeros(elements, np.float32)
+        seconds.append(_average_call_seconds(comm, partial(_all_reduce_and_wait, comm, array), device))
     short, long = seconds
     sent = 2 * 4 * ALL_REDUCE_ELEMENTS[1] * (comm.size - 1) / comm.size
     return short / (2 * ceil(log2(comm.size))), sent / max(long - short, 1e-9)

@@ -116,7 +116,7 @@ class MemoryPeak:
             (f"{one.kind}: {one.what}", format_bytes(one.nbytes), _format_units(one.units))
             for one in sorted(self.holdings, key=lambda one: (kinds.index(one.kind), -one.nbytes))
         ]
-        text = format_narrow_table(("held then", "bytes", "by unit"), rows, words=True)
+        text = format_narrow_table(("held then", "bytes", "by unit"), rows, wrap=True)
         return f"{wrap_prose(f'{head}action {self.number} of {self.actions}', '  ')}\n{text}"
 
     def to_json(self) -> dict[str, Any]:
@@ -260,16 +260,16 @@ PeakAndSeconds = tuple[int, float | None]
 
 
 def list_lowering_changes(
-    now: Mapping[str, Any], rows: int, count: Callable[[dict[str, Any]], PeakAndSeconds]
+    current: Mapping[str, Any], rows: int, predict_peak: Callable[[dict[str, Any]], PeakAndSeconds]
 ) -> list[OptionChange]:
     """Return the single option changes that lower the peak, sorted by the new peak.
 
-    now: the current options. rows: samples of a rank. count: function from changed options to the peak and the step
-    time."""
-    least, found = count({})[0], []
-    for options in _iterate_option_changes(now, rows):
+    current: the current options. rows: samples of a rank. predict_peak: function from changed options to the peak and
+    the step time."""
+    least, found = predict_peak({})[0], []
+    for options in _iterate_option_changes(current, rows):
         try:
-            one = OptionChange(options, *count(options))
+            one = OptionChange(options, *predict_peak(options))
         except FsdpxError:  # not possible for this model and these ranks
             continue
         if one.nbytes < FITTING_SHARE * least:
@@ -277,21 +277,21 @@ def list_lowering_changes(
     return sorted(found, key=lambda one: one.nbytes)
 
 
-def _iterate_option_changes(now: Mapping[str, Any], rows: int) -> Iterator[dict[str, Any]]:
+def _iterate_option_changes(current: Mapping[str, Any], rows: int) -> Iterator[dict[str, Any]]:
     """Yield changes of one option, or of options that belong together, that may lower the peak."""
-    mesh, names = now.get("mesh"), set[str]()
-    for name, value in iterate_cheaper_options(now, rows):
+    mesh, names = current.get("mesh"), set[str]()
+    for name, value in iterate_cheaper_options(current, rows):
         if name != "microbatches" or name not in names:  # of microbatches only the first value, twice as many
             cut = {} if mesh is None or name != "strategy" else {"mesh": replace(mesh, replica=1, shard=None)}
             yield {name: value, **cut}
         names.add(name)
-    if now.get("recompute") is None:
+    if current.get("recompute") is None:
         yield {"recompute": "attention"}
-    chosen = now.get("schedule")
+    chosen = current.get("schedule")
     if isinstance(chosen, str) and chosen in SCHEDULES and not SCHEDULES[chosen].frugal:
         yield {"schedule": "1f1b"}
-    yield from ({name: 0} for name in ("group_bytes", "prefetch") if now.get(name) != 0)
-    if now.get("offload") is None:
+    yield from ({name: 0} for name in ("group_bytes", "prefetch") if current.get(name) != 0)
+    if current.get("offload") is None:
         yield from ({"offload": OffloadConfig("/local/disk", what)} for what in ("optimizer", "activations"))
 
 
@@ -304,4 +304,4 @@ def format_changes(changes: Sequence[OptionChange], seconds: float | None = None
         step = "not known" if seconds is None or one.seconds is None else f"{one.seconds / seconds - 1:+.1%}"
         rows.append((format_bytes(one.nbytes), *([step] if seconds is not None else []), one.python_text))
     head = "lowered to", *(["step"] if seconds is not None else []), "by this alone"
-    return format_narrow_table(head, rows, words=True)
+    return format_narrow_table(head, rows, wrap=True)

@@ -62,12 +62,12 @@ class StepClock:
         )
         return max(event.end for row in rows for event in row), rows
 
-    def average_seconds_by_cause(self, rows: list[list[ActionEvent]], end: float) -> dict[str, float]:
-        """Return the seconds of a step by cause, averaged over the pipeline ranks. end: seconds of the step."""
+    def average_seconds_by_cause(self, rows: list[list[ActionEvent]], step_seconds: float) -> dict[str, float]:
+        """Return the seconds of a step by cause, averaged over the pipeline ranks."""
         ways = [
             (partial(self.price_action, rank), partial(self._get_transfer_seconds, rank)) for rank in range(len(rows))
         ]
-        shares = [_split_seconds_by_cause(row, end, *both) for row, both in zip(rows, ways, strict=True)]
+        shares = [_split_seconds_by_cause(row, step_seconds, *both) for row, both in zip(rows, ways, strict=True)]
         names = dict.fromkeys(name for share in shares for name in share)
         return {name: sum(share.get(name, 0.0) for share in shares) / len(shares) for name in names}
 
@@ -84,7 +84,7 @@ class StepClock:
 
 def _split_seconds_by_cause(
     row: list[ActionEvent],
-    end: float,
+    step_seconds: float,
     price: Callable[[Action], ActionPrice],
     transfer_seconds: Callable[[Action], float],
 ) -> dict[str, float]:
@@ -112,5 +112,5 @@ def _split_seconds_by_cause(
         for axis, seconds in moved.items():
             add_seconds(axis, seconds)
         free = event.end
-    add_seconds("bubble", end - free)
+    add_seconds("bubble", step_seconds - free)
     return parts

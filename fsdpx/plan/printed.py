@@ -20,15 +20,15 @@ def wrap_prose(text: str, indent: str = "") -> str:
     return escape_control("\n".join(wrapped))
 
 
-def format_narrow_table(head: Sequence[str], rows: Sequence[Sequence[str]], words: bool = False) -> str:
+def format_narrow_table(head: Sequence[str], rows: Sequence[Sequence[str]], wrap: bool = False) -> str:
     """Return a table with the first column left-aligned and the other columns right-aligned.
 
-    words: whether the last column is left-aligned text. If such a table would exceed the width of a terminal, the text
-    is placed below each row, so that no cell is broken."""
-    cut = len(head) - words
+    wrap: whether the last column is left-aligned text that, if the table would exceed the width of a terminal, is
+    placed below each row, so that no cell is broken."""
+    cut = len(head) - wrap
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(cut)]
     lines = [_pad_cells(row[:cut], widths) for row in (head, *rows)]
-    last = [row[-1] if words else "" for row in (head, *rows)]
+    last = [row[-1] if wrap else "" for row in (head, *rows)]
     wide = max(len(line) + len(GAP) + len(text) for line, text in zip(lines, last, strict=True))
     if wide <= COLUMNS:
         lines = [f"{line}{GAP}{text}".rstrip() for line, text in zip(lines, last, strict=True)]

@@ -69,17 +69,17 @@ def _list_rowwise_calls(xp: Any, a: Any, b: Any) -> list[Call]:
     ]  # fmt: skip
 
 
-def _make_field(xp: Any, samples: int, cells: tuple[int, ...], channels: int, kind: Any) -> Any:
+def _make_field(xp: Any, samples: int, cells: tuple[int, ...], channels: int, dtype: Any) -> Any:
     """Return an array (samples, channels, *cells) whose channels are contiguous in memory, which is the layout that
     field kernels return."""
-    return xp.moveaxis(xp.full((samples, *cells, channels), 0.5, dtype=kind), -1, 1)
+    return xp.moveaxis(xp.full((samples, *cells, channels), 0.5, dtype=dtype), -1, 1)
 
 
-def _list_channel_norm_calls(xp: Any, n: int, kind: Any) -> list[Call]:
+def _list_channel_norm_calls(xp: Any, n: int, dtype: Any) -> list[Call]:
     """Return calls of the normalization kernels of fields."""
     k, cells = kernels, (8, n * WIDTH // CHANNELS // 16)
-    x, dy = (_make_field(xp, 2, cells, CHANNELS, kind) for _ in range(2))
-    one = xp.full((CHANNELS,), 0.5, dtype=accumulation_dtype(kind))
+    x, dy = (_make_field(xp, 2, cells, CHANNELS, dtype) for _ in range(2))
+    one = xp.full((CHANNELS,), 0.5, dtype=accumulation_dtype(dtype))
     return [
         lambda: k.channel_sums(xp, x), lambda: k.channel_squares(xp, x, one),
         lambda: k.channel_affine(xp, x, one, one, one), lambda: k.channel_sums_with(xp, dy, x, one, one),
@@ -87,10 +87,10 @@ def _list_channel_norm_calls(xp: Any, n: int, kind: Any) -> list[Call]:
     ]  # fmt: skip
 
 
-def _list_pool_calls(xp: Any, n: int, kind: Any) -> list[Call]:
+def _list_pool_calls(xp: Any, n: int, dtype: Any) -> list[Call]:
     k, cells = field_kernels, (16, n * WIDTH // CHANNELS // 16)
-    half, x = (cells[0] // 2, cells[1] // 2), _make_field(xp, 1, cells, CHANNELS, kind)
-    dy, winner = (_make_field(xp, 1, half, CHANNELS, one) for one in (kind, np.int32))
+    half, x = (cells[0] // 2, cells[1] // 2), _make_field(xp, 1, cells, CHANNELS, dtype)
+    dy, winner = (_make_field(xp, 1, half, CHANNELS, one) for one in (dtype, np.int32))
     shape = (1, CHANNELS, *cells)
     return [
         lambda: k.max_pool(xp, x, PAIRS, half), lambda: k.max_pool_backward(xp, dy, winner, PAIRS, shape),
@@ -98,14 +98,14 @@ def _list_pool_calls(xp: Any, n: int, kind: Any) -> list[Call]:
     ]  # fmt: skip
 
 
-def _list_cast_and_update_calls(xp: Any, n: int, kind: Any) -> list[Call]:
+def _list_cast_and_update_calls(xp: Any, n: int, dtype: Any) -> list[Call]:
     """Return calls that convert between the format and its accumulation format and, for formats of at least 32 bits, a
     parameter update."""
-    size, total = n * WIDTH, accumulation_dtype(kind)
-    short, long = (xp.full((size,), 0.5, dtype=one) for one in (kind, total))
-    calls = [lambda: kernels.store(xp, short, long), lambda: kernels.store(xp, long, short)][: 2 * (kind != total)]
-    if kind == total:
-        p, g, *slots = (xp.full((size,), 0.5, dtype=kind) for _ in range(4))
+    size, total = n * WIDTH, accumulation_dtype(dtype)
+    short, long = (xp.full((size,), 0.5, dtype=one) for one in (dtype, total))
+    calls = [lambda: kernels.store(xp, short, long), lambda: kernels.store(xp, long, short)][: 2 * (dtype != total)]
+    if dtype == total:
+        p, g, *slots = (xp.full((size,), 0.5, dtype=dtype) for _ in range(4))
         calls.append(lambda: _run_or_count_update(xp, p, g, dict(zip(("m", "v"), slots, strict=True))))
     return calls
 
@@ -162,16 +162,16 @@ def iterate_weight_heavy_calls(xp: Any, name: str) -> Iterator[Call]:
 
 
 def _iterate_convolution_calls(
-    xp: Any, kind: Any, inner: int, outer: int, window: tuple[int, ...], cells: tuple[int, ...], groups: int = 1,
+    xp: Any, dtype: Any, inner: int, outer: int, window: tuple[int, ...], cells: tuple[int, ...], groups: int = 1,
     numbers: int = ELEMENTS,
 ) -> Iterator[Call]:  # fmt: skip
     """Yield calls of a convolution's forward, its backward for inputs and its backward for parameters."""
     samples = max(numbers // (prod(cells) * max(inner, outer)), 1)
     ones = (1,) * len(window)
     strides = WindowStrides(window, ones, ones, tuple(-(k // 2) for k in window), groups)
-    x, dy = (_make_field(xp, samples, cells, channels, kind) for channels in (inner, outer))
-    weight = xp.full((outer, inner // groups, *window), 0.5, dtype=kind)
-    gradient, bias = xp.full(weight.shape, 0.5, dtype=kind), xp.full((outer,), 0.5, dtype=kind)
+    x, dy = (_make_field(xp, samples, cells, channels, dtype) for channels in (inner, outer))
+    weight = xp.full((outer, inner // groups, *window), 0.5, dtype=dtype)
+    gradient, bias = xp.full(weight.shape, 0.5, dtype=dtype), xp.full((outer,), 0.5, dtype=dtype)
     yield lambda: field_kernels.correlate(xp, x, weight, bias, strides, cells)
     yield lambda: field_kernels.correlate_backward_input(xp, weight, dy, strides, (samples, inner, *cells))
     yield lambda: field_kernels.correlate_backward_params(xp, x, dy, strides, (gradient, True), (bias, False))
@@ -181,8 +181,8 @@ HEADS = (4, 256, 64)
 """Heads, positions and features of attention."""
 
 
-def _iterate_attention_calls(xp: Any, kind: Any) -> Iterator[Call]:
-    q, k, v, do = (xp.full((1, *HEADS), 0.01, dtype=kind) for _ in range(4))
+def _iterate_attention_calls(xp: Any, dtype: Any) -> Iterator[Call]:
+    q, k, v, do = (xp.full((1, *HEADS), 0.01, dtype=dtype) for _ in range(4))
     yield lambda: kernels.attention(xp, q, k, v, True, 0.125)
     o, lse = kernels.attention(xp, q, k, v, True, 0.125)
     yield lambda: kernels.attention_backward(xp, q, k, v, o, lse, do, True, 0.125)

@@ -212,7 +212,7 @@ class Plan:
         first += [wrap_prose(f"as quick within {CLOSE_TIME_FACTOR - 1:.0%}: {', '.join(close)}", "  ")] if close else []
         what = f"{about}; " * bool(about) + f"batch {self.samples} on {self.rank_count} ranks of {self.machine.name}"
         rows = self.candidates[:MAX_SHOWN], self._list_fastest_of_each_kind()
-        tables = (format_narrow_table(HEAD, [one.format_row(self.memory) for one in some], words=True) for some in rows)
+        tables = (format_narrow_table(HEAD, [one.format_row(self.memory) for one in some], wrap=True) for some in rows)
         quickest, kinds = tables
         parts = [
             "\n".join(first), wrap_prose(what), f"the quickest, with what a rank holds and sends\n{quickest}",
@@ -236,14 +236,14 @@ class Plan:
             (*self.best_by_kind.values(), *large.values()), key=lambda one: (one in self.large, _make_sort_key(one))
         )
 
-    def _is_as_fast_as_best(self, one: Candidate) -> bool:
+    def _is_as_fast_as_best(self, candidate: Candidate) -> bool:
         """Return whether a configuration is of another kind than the best one, fits, and is as fast within
         `CLOSE_TIME_FACTOR`."""
-        best, fits = self.best_candidate, one not in self.large
+        best, fits = self.best_candidate, candidate not in self.large
         return (
             fits
-            and one.summary != best.summary
-            and one.prediction.seconds <= CLOSE_TIME_FACTOR * best.prediction.seconds
+            and candidate.summary != best.summary
+            and candidate.prediction.seconds <= CLOSE_TIME_FACTOR * best.prediction.seconds
         )
 
     def _list_search_paragraphs(self) -> list[str]:
@@ -321,15 +321,15 @@ class Plan:
         }
 
 
-def _make_sort_key(one: Candidate) -> tuple[float, int]:
+def _make_sort_key(candidate: Candidate) -> tuple[float, int]:
     """Return the key that sorts by step time, then by memory."""
-    return one.prediction.seconds, one.prediction.memory
+    return candidate.prediction.seconds, candidate.prediction.memory
 
 
-def _candidate_to_dict(one: Candidate) -> dict[str, Any]:
-    found = one.prediction
+def _candidate_to_dict(candidate: Candidate) -> dict[str, Any]:
+    found = candidate.prediction
     return {
-        "kind": one.summary, "options": {name: format_option(value) for name, value in one.options.items()},
+        "kind": candidate.summary, "options": {name: format_option(value) for name, value in candidate.options.items()},
         "seconds": found.seconds, "parts": dict(found.parts), "memory": found.memory, "process": found.process_bytes,
         "bytes": found.bytes_sent, "bubble": found.bubble_share,
     }  # fmt: skip

@@ -231,16 +231,16 @@ class _Search:
                 if self.try_options({**one.options, "offload": OffloadConfig(OFFLOAD_FOLDER, what)}) is not None:
                     break
 
-    def _try_fine_options(self, one: Candidate) -> None:
+    def _try_fine_options(self, candidate: Candidate) -> None:
         """Try a configuration with sequence parallelism, with each allowed codec, and with other unit sizes."""
-        if one.prediction.mesh.width_of("tensor") > 1 and "sequence" not in self.fixed:
-            self.try_options({**one.options, "sequence": "parallel"})
+        if candidate.prediction.mesh.width_of("tensor") > 1 and "sequence" not in self.fixed:
+            self.try_options({**candidate.options, "sequence": "parallel"})
         for choice in self._list_values_to_try("compression", *self.codecs):
-            self.try_options({**one.options, "compression": choice})
+            self.try_options({**candidate.options, "compression": choice})
         for group_bytes in self._list_values_to_try("group_bytes", *GROUP_BYTES):
-            made = self.try_options({**one.options, "group_bytes": group_bytes})
-            if made is not None and _make_sort_key(made) == _make_sort_key(one):  # no effect: units are larger anyway
-                self.found.remove(made)
+            made = self.try_options({**candidate.options, "group_bytes": group_bytes})
+            if made is not None and _make_sort_key(made) == _make_sort_key(candidate):
+                self.found.remove(made)  # it has no effect: units are larger anyway
 
     def _list_values_to_try(self, name: str, *values: Any) -> tuple[Any, ...]:
         """Return the values of an option to try: the user's value if it is fixed, else `values`."""
@@ -268,7 +268,8 @@ class _Search:
                     self.refused[f"tensor={tensor}, pipe={pipe}, data={data}"] = why
                 for strategy in strategies if data > 1 else strategies[:1]:
                     inner = host // tensor
-                    yield from ((strategy, _make_mesh(data, strategy, pipe, tensor), space) for space in spaces)
+                    mesh = _make_mesh_unless_implied(data, strategy, pipe, tensor)
+                    yield from ((strategy, mesh, space) for space in spaces)
                     if strategy == "fsdp" and pipe == 1 and 1 < inner < data and data % inner == 0:
                         mesh = Mesh(replica=data // inner, shard=inner, tensor=tensor)
                         yield from ((strategy, mesh, space) for space in spaces)
@@ -462,14 +463,14 @@ class _Search:
         step = self._make_world_step(self.batch, self.ranks, options, with_block_count(self.model, layers))
         return predict_step(step, self.machine).memory
 
-    def _find_max_blocks(self, options: dict[str, Any], now: int, memory: int) -> int:
-        """Return the largest number of blocks that fits. `now` blocks are known to fit and to take `memory` bytes.
+    def _find_max_blocks(self, options: dict[str, Any], blocks: int, memory: int) -> int:
+        """Return the largest number of blocks that fits. `blocks` blocks are known to fit and to take `memory` bytes.
 
         Memory is linear in the depth, except for effects of pipeline stages, so two known depths predict which depth to
         try next."""
         assert self.limit is not None
         most = MAX_DEPTH_FACTOR * count_blocks(self.model)
-        known, layers, fits = {now: memory}, min(2 * now, most), now
+        known, layers, fits = {blocks: memory}, min(2 * blocks, most), blocks
         while layers not in known and len(known) < MAX_DEPTHS_TRIED:
             try:
                 known[layers] = self._predict_bytes_at_depth(options, layers)
@@ -489,16 +490,16 @@ class _Search:
     ) -> WorldStep:
         return make_world_step(model or self.model, batch, ranks, self.machine.compute.gpu, {**self.fixed, **options})
 
-    def _predict_other_rank_counts(self, one: Candidate) -> tuple[Prediction, ...]:
+    def _predict_other_rank_counts(self, candidate: Candidate) -> tuple[Prediction, ...]:
         """Return predictions of a configuration on other numbers of ranks, fewest ranks first. Only the width of the
         data axis differs."""
-        found, mesh = {self.ranks: one.prediction}, one.prediction.mesh
+        found, mesh = {self.ranks: candidate.prediction}, candidate.prediction.mesh
         beside = mesh.width_of("pipe") * mesh.width_of("tensor")
         for data in (mesh.width_of("data") * 2**n // 8 for n in range(7)):
             if data < 1 or data * beside in found:
                 continue
             grown, other = ("replica", "shard") if mesh.width_of("replica") > 1 else ("shard", "replica")
-            options = {**one.options, "mesh": replace(mesh, domain=(), **{grown: data // mesh.width_of(other)})}
+            options = {**candidate.options, "mesh": replace(mesh, domain=(), **{grown: data // mesh.width_of(other)})}
             with suppress(FsdpxError, ValueError):
                 if mesh.domain:
                     options["domain"] = self._find_equivalent_grid(mesh, data)
@@ -541,9 +542,9 @@ def _make_options_key(options: Mapping[str, Any]) -> str:
     return format_options(_drop_none(options))
 
 
-def _make_sort_key(one: Candidate) -> tuple[float, int]:
+def _make_sort_key(candidate: Candidate) -> tuple[float, int]:
     """Return the key that sorts by step time, then by memory."""
-    return one.prediction.seconds, one.prediction.memory
+    return candidate.prediction.seconds, candidate.prediction.memory
 
 
 def _get_bytes_without_activations(found: Prediction) -> int:
@@ -551,9 +552,9 @@ def _get_bytes_without_activations(found: Prediction) -> int:
     return min(one.nbytes - one.memory.get("activations", 0) for one in found.classes)
 
 
-def _list_divisors(ranks: int, most: int) -> list[int]:
-    """Return the divisors of `ranks` that are at most `most`."""
-    return [width for width in range(1, min(ranks, most) + 1) if ranks % width == 0]
+def _list_divisors(ranks: int, limit: int) -> list[int]:
+    """Return the divisors of `ranks` that are at most `limit`."""
+    return [width for width in range(1, min(ranks, limit) + 1) if ranks % width == 0]
 
 
 def _iterate_factorizations(ranks: int, dims: int) -> Iterator[tuple[int, ...]]:
@@ -572,15 +573,15 @@ def _compute_surface_ratio(dims: tuple[int, ...], cells: tuple[int, ...]) -> flo
     return sum(width / n for width, n in zip(dims, cells, strict=True) if width > 1)
 
 
-def _list_doublings(first: int, most: int) -> list[int]:
-    """Return first, 2 * first, 4 * first, ... up to `most`."""
+def _list_doublings(first: int, limit: int) -> list[int]:
+    """Return first, 2 * first, 4 * first, ... up to `limit`."""
     found = [first]
-    while found[-1] * 2 <= most:
+    while found[-1] * 2 <= limit:
         found.append(found[-1] * 2)
     return found
 
 
-def _make_mesh(data: int, strategy: str, pipe: int, tensor: int) -> Mesh | None:
+def _make_mesh_unless_implied(data: int, strategy: str, pipe: int, tensor: int) -> Mesh | None:
     """Return the mesh of these widths; None if the strategy already implies it."""
     if pipe == tensor == 1:
         return None

@@ -37,15 +37,15 @@ def compute_work_seconds(work: WorkCount, compute: Compute, half: str) -> float:
     return products + passes + spilt / (compute.memory * compute.memory_efficiency)
 
 
-def _compute_memory_bound_seconds(one: KernelPass, compute: Compute, half: str) -> float:
+def _compute_memory_bound_seconds(kernel_pass: KernelPass, compute: Compute, half: str) -> float:
     """Return the seconds of one memory-bound kernel call, or of the work that the measured products of a kernel do not
     account for."""
-    name = FORMAT_BY_ITEMSIZE.get(one.itemsize, "float32" if one.itemsize > 2 else half)
-    beside = compute.kernels.compute_extra_memory_seconds(one, name)
+    name = FORMAT_BY_ITEMSIZE.get(kernel_pass.itemsize, "float32" if kernel_pass.itemsize > 2 else half)
+    beside = compute.kernels.compute_extra_memory_seconds(kernel_pass, name)
     if beside is not None:
         return beside
-    rate = compute.kernels.get_bytes_per_second(one, name)
-    return one.nbytes / (compute.memory * compute.memory_efficiency if rate is None else rate)
+    rate = compute.kernels.get_bytes_per_second(kernel_pass, name)
+    return kernel_pass.nbytes / (compute.memory * compute.memory_efficiency if rate is None else rate)
 
 
 def _count_launched_kernels(work: WorkCount) -> int:

@@ -145,17 +145,18 @@ class WorldStep:
         """Samples of the global batch."""
         return int(self.batch[0][0][0])
 
-    def count_bytes_per_sample(self, at: int) -> int:
-        """Return the bytes of one sample on a rank, inputs and targets together. at: 0 or 1, which of the busiest ranks
-        of the grid."""
-        return sum(parse_dtype(dtype).itemsize * prod(shape[1:]) for shape, dtype in self._get_batch_of_rank(at))
+    def count_bytes_per_sample(self, busy_index: int) -> int:
+        """Return the bytes of one sample on a rank, inputs and targets together. busy_index: 0 or 1, which of the
+        busiest ranks of the grid."""
+        batch = self._get_batch_of_rank(busy_index)
+        return sum(parse_dtype(dtype).itemsize * prod(shape[1:]) for shape, dtype in batch)
 
-    def _get_batch_of_rank(self, at: int) -> Batch:
+    def _get_batch_of_rank(self, busy_index: int) -> Batch:
         """Return (shape, dtype) of each array of the batch; for fields, of the shard of one of the busiest ranks of the
         grid."""
         if self.grid is None:
             return self.batch
-        grid, (*inputs, (y, b)) = self.grid.as_rank(self.grid.busiest_ranks[-1 if at else 0]), self.batch
+        grid, (*inputs, (y, b)) = self.grid.as_rank(self.grid.busiest_ranks[-1 if busy_index else 0]), self.batch
         return *((grid.local_array_shape(x, ghosts=True), a) for x, a in inputs), (grid.local_array_shape(y), b)
 
     @property
@@ -216,20 +217,20 @@ class WorldStep:
             return most
         return min(most, 3 * pipe if self.options["schedule"] == "interleaved" else pipe + 4)
 
-    def dry_run_pipe_ranks(self, group: int, microbatches: int, at: int = 0) -> Iterator[RankDryRun]:
-        """Yield a dry run of one data rank for each pipeline rank. at: which of the busiest ranks of a grid."""
+    def dry_run_pipe_ranks(self, group: int, microbatches: int, busy_index: int = 0) -> Iterator[RankDryRun]:
+        """Yield a dry run of one data rank for each pipeline rank. busy_index: which of the busiest ranks of a grid."""
         rows = self.count_samples_of_group(group)
         if microbatches < self.microbatches:
             rows = rows // self.microbatches * microbatches
-        for place in self._iterate_pipe_coordinates(group, at):
-            found = self._dry_run_rank(place, rows, microbatches, at)
+        for place in self._iterate_pipe_coordinates(group, busy_index):
+            found = self._dry_run_rank(place, rows, microbatches, busy_index)
             self._add_control_traffic(found.costs, max(self.count_simulated_microbatches()[0] - microbatches, 0))
             yield found
 
-    def _iterate_pipe_coordinates(self, group: int, at: int) -> Iterator[MeshCoordinates]:
+    def _iterate_pipe_coordinates(self, group: int, busy_index: int) -> Iterator[MeshCoordinates]:
         """Yield the mesh coordinates of a data rank, once for each pipeline rank."""
         data_rank, shard = group * prod(self.mesh.domain), self.mesh.width_of("shard")
-        data_rank += 0 if self.grid is None else self.grid.busiest_ranks[at]
+        data_rank += 0 if self.grid is None else self.grid.busiest_ranks[busy_index]
         for pipe in range(self.mesh.width_of("pipe")):
             yield MeshCoordinates(pipe, data_rank // shard, data_rank % shard, 0)
 
@@ -247,27 +248,28 @@ class WorldStep:
             calls = [(axis, call, n, sent + more * (axis == CONTROL)) for axis, call, n, sent in costs[action].calls]
             costs[action] = replace(costs[action], calls=tuple(calls))
 
-    def _make_trainer(self, rank: int, microbatches: int, at: int) -> Trainer:
-        """Return the trainer of one rank on shapes. at: which of the busiest ranks of the grid."""
+    def _make_trainer(self, rank: int, microbatches: int, busy_index: int) -> Trainer:
+        """Return the trainer of one rank on shapes. busy_index: which of the busiest ranks of the grid."""
         options = self.options | {"microbatches": microbatches, "device": "shape"}
-        options |= {} if self.grid is None else {"domain": self.grid.as_rank(self.grid.busiest_ranks[at])}
+        options |= {} if self.grid is None else {"domain": self.grid.as_rank(self.grid.busiest_ranks[busy_index])}
         comm = FakeCommunicator(rank, self.mesh.size)
         return Trainer(FixedRanks(make_session(Recipe(TrainingChoices(self.model)).with_options(options), comm)))
 
-    def _dry_run_rank(self, place: MeshCoordinates, rows: int, microbatches: int, at: int) -> RankDryRun:
+    def _dry_run_rank(self, coordinates: MeshCoordinates, rows: int, microbatches: int, busy_index: int) -> RankDryRun:
         """Run a step of one rank on shapes and return the dry run. rows: samples of the rank."""
         costing = ActionCostRecorder()
         with counting_work() as costing.work, measuring_memory() as meter:
-            trainer = self._make_trainer(self.mesh.rank_of(place), microbatches, at)
+            trainer = self._make_trainer(self.mesh.rank_of(coordinates), microbatches, busy_index)
             trainer.inspect.reset_counters()
             costing.watch_trainer(trainer, meter)
             watch = HeapRecorder(trainer.inspect.engine, meter)
-            *x, y = (ShapeArray((rows, *shape[1:]), parse_dtype(d)) for shape, d in self._get_batch_of_rank(at))
+            *x, y = (ShapeArray((rows, *shape[1:]), parse_dtype(d)) for shape, d in self._get_batch_of_rank(busy_index))
             trainer.step(tuple(x) if len(x) > 1 else x[0], y)
         counters, program = costing.counters, trainer.inspect.engine.last_program
         traffic = {(axis, call): (calls, nbytes) for axis, call, calls, nbytes in counters if axis != CONTROL}
         assert program is not None
-        found = RankClass(self.mesh.rank_of(place), place, find_memory_peak(trainer.inspect.engine, watch), traffic)
+        peak = find_memory_peak(trainer.inspect.engine, watch)
+        found = RankClass(self.mesh.rank_of(coordinates), coordinates, peak, traffic)
         return RankDryRun(
             found, dict(costing.costs), watch.activation_bytes_by_action, trainer._session, {microbatches: program}
         )
@@ -371,7 +373,7 @@ def get_grid_dims(space: Any) -> tuple[int, ...]:
     return tuple(map(int, dims))
 
 
-def find_action_that_ran(action: Action, few: int) -> Action:
-    """Return the action with the same operation and unit that ran: the action itself if its microbatch is below `few`,
-    else that of microbatch `few` - 1."""
-    return action if action.mb is None or action.mb < few else Action(action.op, action.unit, few - 1)
+def find_action_that_ran(action: Action, ran: int) -> Action:
+    """Return the action with the same operation and unit that ran: the action itself if its microbatch is below `ran`,
+    else that of microbatch `ran` - 1."""
+    return action if action.mb is None or action.mb < ran else Action(action.op, action.unit, ran - 1)

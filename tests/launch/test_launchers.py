@@ -279,7 +279,7 @@ def test_nobody_can_join_what_does_not_run_or_has_no_place(
     with pytest.raises(LaunchError, match=r"^--join .*: ranks=6: few has 4 slots$"):
         elastic_join.request_join(site, 2, 5.0)
     assert guests.pop_joined_rank_count() == 0
-    monkeypatch.setattr(elastic_join.time, "sleep", lambda seconds: guests.close())
+    monkeypatch.setattr(elastic_join.time, "sleep", lambda seconds: guests.refuse_open_requests())
     with pytest.raises(LaunchError, match="the job has ended"):
         elastic_join.request_join(site, 2, 5.0)
     assert not [*site.glob("*joins-*"), *site.glob("answer-*")]

@@ -105,11 +105,11 @@ def test_the_line_of_python_is_the_same_in_several_lines(plans: list[Plan]) -> N
 
 
 def test_words_of_a_table_go_below_rows_where_they_are_too_long() -> None:
-    assert format_narrow_table(("a", "b", "with"), [("x", "1", "few"), ("yy", "10", "")], words=True).splitlines() == [
+    assert format_narrow_table(("a", "b", "with"), [("x", "1", "few"), ("yy", "10", "")], wrap=True).splitlines() == [
         "a    b  with", "------------", "x    1  few", "yy  10",
     ]  # fmt: skip
     long = " ".join(["words"] * 20)
-    found = format_narrow_table(("a", "b", "with"), [("x", "1", long), ("yy", "10", "few")], words=True).splitlines()
+    found = format_narrow_table(("a", "b", "with"), [("x", "1", long), ("yy", "10", "few")], wrap=True).splitlines()
     rows = [line.split() for line in found if not line.startswith("    ")]
     assert rows == [["a", "b"], ["------"], ["x", "1"], ["yy", "10"]]
     assert max(map(len, found)) <= COLUMNS
