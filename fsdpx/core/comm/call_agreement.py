@@ -140,11 +140,9 @@ class CallAgreement:
         return self.calls - 1
 
     def _start_comparison(self, number: int, call: CallSignature) -> AgreementStage:
-        return (
-            AgreementInSharedMemory(self, number, call, self.board)
-            if self.board
-            else AgreementByAllReduce(self, number, call)
-        )
+        if self.board:
+            return AgreementInSharedMemory(self, number, call, self.board)
+        return AgreementByAllReduce(self, number, call)
 
 
 class AgreementStage(ABC):

@@ -208,9 +208,9 @@ class Communicator(ABC):
 
     def _issue_call(
         self, verb: str, arrays: Arrays, op: ReduceOp, root: int, counts: AllCounts, what: str,
-        tag: int = 0, how: str = "library", wire: Any = None,
+        tag: int = 0, algorithm: str = "library", wire: Any = None,
     ) -> Handle:  # fmt: skip
-        return self.issue(Call(verb, arrays, op, root, counts, what, tag, how, (), wire))
+        return self.issue(Call(verb, arrays, op, root, counts, what, tag, algorithm, (), wire))
 
     def all_gather(self, send: Array, recv: Array, counts: Sequence[int] | None = None, *, what: str = "") -> Handle:
         """Gather every rank's `send` into every rank's `recv`, in rank order: n(N-1)/N bytes. Collective.
@@ -701,13 +701,13 @@ def can_survive(comm: Communicator) -> bool:
     return isinstance(comm, SurvivorCommunicator) and comm.survives
 
 
-def make_rank_lost_error(where: str, ranks: Sequence[int]) -> RankLost:
+def make_rank_lost_error(call_text: str, ranks: Sequence[int]) -> RankLost:
     """Return the error of a call that cannot complete because `ranks` have died or, if `ranks` is empty, because
-    another rank has revoked the communicator. where: text that names the call."""
+    another rank has revoked the communicator. call_text: text that names the call."""
     if not ranks:
-        return RankLost(f"{where}: another rank has revoked this communicator because a rank has died")
+        return RankLost(f"{call_text}: another rank has revoked this communicator because a rank has died")
     who = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
-    return RankLost(f"{where}: {who} died", ranks)
+    return RankLost(f"{call_text}: {who} died", ranks)
 
 
 def drain_transfers(handles: Iterable[Handle], seconds: float = 1.0) -> list[Handle]:

@@ -527,14 +527,14 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
 
     # -- meetings --------------------------------------------------------------------------------
 
-    def _join_collective_and_wait(self, verb: str, given: Any, move: Callable[[list[Any]], Any]) -> Any:
-        transfer = self._join_collective(verb, "", (), given, move)
+    def _join_collective_and_wait(self, verb: str, given: Any, exchange: Callable[[list[Any]], Any]) -> Any:
+        transfer = self._join_collective(verb, "", (), given, exchange)
         transfer.wait()
         assert isinstance(transfer.event, ThreadCollective)
         return transfer.event.result
 
     def _join_collective(
-        self, verb: str, what: str, terms: tuple, given: Any, move: Callable[[list[Any]], Any]
+        self, verb: str, what: str, terms: tuple, given: Any, exchange: Callable[[list[Any]], Any]
     ) -> ThreadTransfer:
         """Join the next collective of this communicator; the last rank to arrive copies the data of all."""
         self._delay_randomly()
@@ -550,13 +550,13 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
             if last:
                 del group.operations[number]
         if last:
-            self._run_and_complete_collective(operation, move)
+            self._run_and_complete_collective(operation, exchange)
         return ThreadTransfer(operation, group, self.rank, self.progress)
 
-    def _run_and_complete_collective(self, operation: ThreadCollective, move: Callable[[list[Any]], Any]) -> None:
+    def _run_and_complete_collective(self, operation: ThreadCollective, exchange: Callable[[list[Any]], Any]) -> None:
         world = self._group.world
         try:
-            operation.result = move(operation.given)
+            operation.result = exchange(operation.given)
         except BaseException as error:
             world.record_failure(error)
             raise

@@ -35,9 +35,9 @@ def pack(value: Any) -> bytes:
 
     Raises ConfigError for any other object: use `all_gather_object` for objects of users.
     """
-    into = io.BytesIO()
-    _write_value(into, value, 0)
-    return into.getvalue()
+    buffer = io.BytesIO()
+    _write_value(buffer, value, 0)
+    return buffer.getvalue()
 
 
 def unpack(data: Any) -> Any:
@@ -61,30 +61,30 @@ def unpack(data: Any) -> Any:
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def _write_value(into: io.BytesIO, value: Any, depth: int) -> None:
+def _write_value(buffer: io.BytesIO, value: Any, depth: int) -> None:
     if depth > _MAX_DEPTH:
         raise ConfigError(f"plain data may be nested at most {_MAX_DEPTH} levels deep")
     kind = type(value)
     if value is None or value is ... or kind is bool:
-        into.write(_SINGLE[value].encode())
+        buffer.write(_SINGLE[value].encode())
     elif kind is float:
-        into.write(b"f" + _FLOAT.pack(value))
+        buffer.write(b"f" + _FLOAT.pack(value))
     elif kind in _SIMPLE:
         letter, encode = _SIMPLE[kind]
-        _write_bytes(into, letter, encode(value))
+        _write_bytes(buffer, letter, encode(value))
     elif kind in (list, tuple, set, frozenset):
         letter = next(letter for letter, made in _ITEMS.items() if made is kind)
-        _write_sequence(into, letter, list(value), depth)
+        _write_sequence(buffer, letter, list(value), depth)
     elif isinstance(value, dict):
-        _write_sequence(into, "d", [part for pair in value.items() for part in pair], depth)
+        _write_sequence(buffer, "d", [part for pair in value.items() for part in pair], depth)
     elif isinstance(value, np.ndarray | np.generic) and value.dtype.kind != "O":
-        _write_array(into, value)
+        _write_array(buffer, value)
     elif isinstance(value, np.dtype):
-        _write_bytes(into, "y", _format_dtype(value).encode())
+        _write_bytes(buffer, "y", _format_dtype(value).encode())
     elif isinstance(value, PurePath):
-        _write_bytes(into, "p", str(value).encode(errors="surrogateescape"))
+        _write_bytes(buffer, "p", str(value).encode(errors="surrogateescape"))
     else:
-        _write_object(into, value, depth)
+        _write_object(buffer, value, depth)
 
 
 _SIMPLE: dict[type, tuple[str, Callable[[Any], bytes]]] = {
@@ -95,32 +95,32 @@ _SIMPLE: dict[type, tuple[str, Callable[[Any], bytes]]] = {
 }
 
 
-def _write_bytes(into: io.BytesIO, letter: str, data: bytes) -> None:
-    into.write(letter.encode() + _SIZE.pack(len(data)) + data)
+def _write_bytes(buffer: io.BytesIO, letter: str, data: bytes) -> None:
+    buffer.write(letter.encode() + _SIZE.pack(len(data)) + data)
 
 
-def _write_sequence(into: io.BytesIO, letter: str, values: list[Any], depth: int) -> None:
-    into.write(letter.encode() + _SIZE.pack(len(values)))
+def _write_sequence(buffer: io.BytesIO, letter: str, values: list[Any], depth: int) -> None:
+    buffer.write(letter.encode() + _SIZE.pack(len(values)))
     for value in values:
-        _write_value(into, value, depth + 1)
+        _write_value(buffer, value, depth + 1)
 
 
-def _write_array(into: io.BytesIO, value: Any) -> None:
-    _write_bytes(into, "a" if isinstance(value, np.ndarray) else "g", _format_dtype(value.dtype).encode())
+def _write_array(buffer: io.BytesIO, value: Any) -> None:
+    _write_bytes(buffer, "a" if isinstance(value, np.ndarray) else "g", _format_dtype(value.dtype).encode())
     whole = np.ascontiguousarray(value)
     if not whole.dtype.isnative:
         whole = whole.astype(whole.dtype.newbyteorder("="))
-    into.write(_SIZE.pack(np.ndim(value)) + b"".join(map(_SIZE.pack, np.shape(value))))
-    into.write(whole.reshape(-1).view(np.uint8).tobytes())
+    buffer.write(_SIZE.pack(np.ndim(value)) + b"".join(map(_SIZE.pack, np.shape(value))))
+    buffer.write(whole.reshape(-1).view(np.uint8).tobytes())
 
 
-def _write_object(into: io.BytesIO, value: Any, depth: int) -> None:
+def _write_object(buffer: io.BytesIO, value: Any, depth: int) -> None:
     kind = value if isinstance(value, type) else type(value)
     if not _is_value_class(kind):
         raise ConfigError(f"{kind.__module__}.{kind.__qualname__} is no plain data: send it by all_gather_object")
-    _write_bytes(into, "k" if isinstance(value, type) else "o", f"{kind.__module__}:{kind.__qualname__}".encode())
+    _write_bytes(buffer, "k" if isinstance(value, type) else "o", f"{kind.__module__}:{kind.__qualname__}".encode())
     if not isinstance(value, type):
-        _write_sequence(into, "t", _get_fields(value), depth)
+        _write_sequence(buffer, "t", _get_fields(value), depth)
 
 
 def _get_fields(value: Any) -> list[Any]:

@@ -14,14 +14,9 @@ from fsdpx.core.comm.calls import Array, ReduceOp
 from fsdpx.errors import ConfigError
 
 __all__ = [
-    "explain_undefined_reduction",
-    "get_dtype_kind",
-    "get_ufunc",
-    "is_half",
-    "is_reduction_compilable",
-    "is_summed_in_rank_order",
-    "reduce_in_rank_order_into",
-]
+    "explain_undefined_reduction", "get_dtype_kind", "get_ufunc", "is_half", "is_reduction_compilable",
+    "is_summed_in_rank_order", "reduce_in_rank_order_into",
+]  # fmt: skip
 
 _KINDS = {
     "float64": "float", "float32": "float", "float16": "half", "bfloat16": "half", "complex64": "complex",

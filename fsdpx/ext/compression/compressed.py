@@ -17,13 +17,9 @@ from fsdpx.core.compression.codec import Codec, Memory, ReshardRule, Transfers
 from fsdpx.errors import ConfigError
 
 __all__ = [
-    "MAX_REDUCES",
-    "SIZE_MULTIPLE_BYTES",
-    "CompressedCodec",
-    "require_float_dtype",
-    "split_by_counts",
+    "MAX_REDUCES", "SIZE_MULTIPLE_BYTES", "CompressedCodec", "require_float_dtype", "split_by_counts",
     "zero_non_finite",
-]
+]  # fmt: skip
 
 SIZE_MULTIPLE_BYTES = 8
 """Packed parts are padded to a multiple of this many bytes, so that each part is aligned for every dtype."""

@@ -37,14 +37,8 @@ from fsdpx.ext.elastic.reshard import (
 from fsdpx.ext.watch.watchdog import Watchdog
 
 __all__ = [
-    "Assembler",
-    "Assembly",
-    "Member",
-    "choose_training_ranks",
-    "find_widest_mesh",
-    "recv_value",
-    "send_value_to_ranks",
-]
+    "Assembler", "Assembly", "Member", "choose_training_ranks", "find_widest_mesh", "recv_value", "send_value_to_ranks",
+]  # fmt: skip
 
 
 def find_widest_mesh(mesh: Mesh | None, strategy: str | Sharding, ranks: int) -> Mesh:

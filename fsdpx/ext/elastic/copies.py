@@ -29,14 +29,9 @@ from fsdpx.ext.elastic.reshard import ShardDescriptor, describe_shard, drain_or_
 from fsdpx.nn.layer import ParameterSpec
 
 __all__ = [
-    "MESSAGE_BYTES",
-    "StateCopies",
-    "StateGeneration",
-    "are_copies_needed",
-    "assign_buddies",
-    "count_snapshot_bytes",
+    "MESSAGE_BYTES", "StateCopies", "StateGeneration", "are_copies_needed", "assign_buddies", "count_snapshot_bytes",
     "form_copy_groups",
-]
+]  # fmt: skip
 
 
 def assign_buddies(hosts: Sequence[str], copies: int) -> list[tuple[int, ...]]:

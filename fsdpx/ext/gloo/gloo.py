@@ -134,11 +134,9 @@ class GlooCommunicator(MessageBackend):
 
     def start_transfer(self, call: Call) -> Handle:
         with self.rendezvous.translating_torch_errors(f"{call.name} on rank {self.rank} of {self.size}"):
-            return (
-                self.start_gpu_transfer(call, self._start_call)
-                if has_gpu_array(call.arrays)
-                else self._start_call(call)
-            )
+            if has_gpu_array(call.arrays):
+                return self.start_gpu_transfer(call, self._start_call)
+            return self._start_call(call)
 
     def _start_call(self, call: Call) -> Handle:
         begin = _NATIVE_CALLS.get(call.verb)

@@ -138,24 +138,24 @@ def have_all_ranks_ended(record_paths: Collection[Path]) -> bool:
 
 
 def find_awaited_ended_rank(
-    mine: FlightRecorder, waited: float, others: Collection[Path], all_ranks_local: bool
+    own_record: FlightRecorder, waited_seconds: float, other_records: Collection[Path], all_ranks_local: bool
 ) -> FlightRecord | None:
-    """Return the record of a rank of this host that has ended and for which this rank, `mine`, has waited in vain for
-    `waited` seconds; None if there is no such rank.
+    """Return the record of a rank of this host that has ended and for which this rank has waited in vain for
+    `waited_seconds`; None if there is no such rank.
 
     A rank that ended before it began the call that others are in will never reach that call, and a rank that ended in
     an action will not finish it. Other reasons to wait cannot be known; but if all living ranks wait, none can help the
-    others. others: paths of the records of the other ranks of this host. all_ranks_local: whether these are all other
-    ranks.
+    others. own_record: the record of this rank. other_records: paths of the records of the other ranks of this host.
+    all_ranks_local: whether these are all other ranks.
     """
-    if waited < EARLY_SECONDS:
+    if waited_seconds < EARLY_SECONDS:
         return None
-    flights = [flight for flight in map(_read_record_head, others) if flight is not None]
+    flights = [flight for flight in map(_read_record_head, other_records) if flight is not None]
     for flight in filter(has_rank_ended, flights):
-        never = flight.calls < mine.calls or _is_in_action(flight, others)
+        never = flight.calls < own_record.calls or _is_in_action(flight, other_records)
         if never or (
             all_ranks_local
-            and waited >= LATE_SECONDS
+            and waited_seconds >= LATE_SECONDS
             and all(_has_waited_long(f) or has_rank_ended(f) for f in flights)
         ):
             return flight

@@ -10,14 +10,9 @@ from fsdpx.ext.watch.flight_recorder import FlightRecord
 from fsdpx.ext.watch.rank_exits import get_process_state
 
 __all__ = [
-    "FIRST_REPORT_SECONDS",
-    "HUNG_STATUS",
-    "describe_lost_rank",
-    "format_hang_report",
-    "format_rank_ranges",
-    "format_wait_report",
-    "is_wait_overdue",
-]
+    "FIRST_REPORT_SECONDS", "HUNG_STATUS", "describe_lost_rank", "format_hang_report", "format_rank_ranges",
+    "format_wait_report", "is_wait_overdue",
+]  # fmt: skip
 
 HUNG_STATUS = 124
 """Exit status of a job that a watchdog has ended; the same as that of timeout(1)."""

@@ -196,25 +196,28 @@ class Watchdog:
                 before, since, what = progress, time.perf_counter(), "" if wait is None else str(wait)
                 self._hung_since = math.inf
             now = time.perf_counter()
-            still = now - since
+            still_seconds = now - since
             self.record.record_heartbeat(now)
-            self.record.record_wait(since if what else 0.0, what or self._describe_position(still), since)
+            self.record.record_wait(since if what else 0.0, what or self._describe_position(still_seconds), since)
             if not self.folder.exists() and not self._can_others_survive():
                 self._end_rank_after_job_end()
-            if self.rank == 0 and still >= report.FIRST_REPORT_SECONDS < self.timeout:
+            if self.rank == 0 and still_seconds >= report.FIRST_REPORT_SECONDS < self.timeout:
                 spoken = self._report_if_overdue(spoken)
-            if what and (still >= min(EARLY_SECONDS, self.timeout / 2) or asked):
-                self._end_job_if_hung(still, what)
+            if what and (still_seconds >= min(EARLY_SECONDS, self.timeout / 2) or asked):
+                self._end_job_if_hung(still_seconds, what)
 
-    def _describe_position(self, still: float) -> str:
-        """Return the line of the script where this rank has been for `still` seconds, and its stack; "" if the rank
+    def _describe_position(self, still_seconds: float) -> str:
+        """Return the line of the script where this rank has been for `still_seconds`, and its stack; "" if the rank
         makes progress."""
-        if still < 2 * self._poll_seconds:
+        if still_seconds < 2 * self._poll_seconds:
             return ""
         frames = reversed(get_stack_frames(self.record.thread))
         stack = "".join(traceback.StackSummary.extract(frames).format()) or "  the thread has ended"
         return "\n".join(
-            [describe_script_line(self.record.thread, time.time() - still), *stack.splitlines()[-MAX_STACK_LINES:]]
+            [
+                describe_script_line(self.record.thread, time.time() - still_seconds),
+                *stack.splitlines()[-MAX_STACK_LINES:],
+            ]
         )
 
     def _report_if_overdue(self, last: float) -> float:
@@ -228,8 +231,8 @@ class Watchdog:
         flush_and_write_stderr(report.format_wait_report(flights, ranks, self.timeout, now, self.host))
         return now
 
-    def _end_job_if_hung(self, waited: float, what: str) -> None:
-        """End the job if this rank, which has waited for `what` for `waited` seconds, waits in vain."""
+    def _end_job_if_hung(self, waited_seconds: float, what: str) -> None:
+        """End the job if this rank, which has waited for `what` for `waited_seconds`, waits in vain."""
         flights = {
             flight.rank: flight
             for place in self._local_record_paths
@@ -241,16 +244,16 @@ class Watchdog:
         self._recorded_ranks = set(flights)
         others = [place for place in self._local_record_paths if place != self._get_record_path(self.rank)]
         gone = find_awaited_ended_rank(
-            self.record, waited, others, comm is not None and len(self._local_record_paths) == comm.size
+            self.record, waited_seconds, others, comm is not None and len(self._local_record_paths) == comm.size
         )
         if gone is not None and self._can_others_survive() and not get_process_state(gone.process):
             gone = None  # MPI reports its death to the waiting ranks
         calls = (
             find_diverged_calls(self._local_record_paths)
-            if waited >= LATE_SECONDS and not self._can_others_survive()
+            if waited_seconds >= LATE_SECONDS and not self._can_others_survive()
             else {}
         )
-        hung = self._is_hung(flights, waited)
+        hung = self._is_hung(flights, waited_seconds)
         if gone is None and not calls and not hung:
             self._hung_since = math.inf
             return
@@ -269,17 +272,17 @@ class Watchdog:
         """Return whether the watchdog of another rank has stopped."""
         return flight.rank != self.rank and time.time() - flight.beat >= max(4 * self._poll_seconds, SILENT_SECONDS)
 
-    def _is_hung(self, flights: dict[int, FlightRecord], waited: float) -> bool:
-        """Return whether this rank, which has waited for `waited` seconds, waits in vain because no rank of this host
+    def _is_hung(self, flights: dict[int, FlightRecord], waited_seconds: float) -> bool:
+        """Return whether this rank, which has waited for `waited_seconds`, waits in vain because no rank of this host
         has made progress."""
         if self._report_requested.is_set():
             return True
-        if waited < self.timeout or time.perf_counter() - self._record_gone_at < self.timeout:
+        if waited_seconds < self.timeout or time.perf_counter() - self._record_gone_at < self.timeout:
             return False  # a rank has ended or was killed here, and others have yet to learn of it
         late = [
             f for f in flights.values() if self._is_watchdog_silent(f) and get_process_state(f.process) not in ("", "T")
         ]
-        if late and waited < self.timeout + max(30 * self._poll_seconds, 4.0):
+        if late and waited_seconds < self.timeout + max(30 * self._poll_seconds, 4.0):
             return False  # on a busy host, a watchdog may poll late
         return all(time.time() - f.moved >= self.timeout for f in flights.values() if f.rank != self.rank)
 

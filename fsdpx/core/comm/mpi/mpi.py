@@ -144,13 +144,13 @@ class MpiRequests:
         return f"{format_call_label(self._verb, self._what)} on rank {self._comm.rank} of {self._comm.size}"
 
 
-def translate_mpi_error(error: MPI.Exception, where: str, comm: MPI.Intracomm) -> CommError:
+def translate_mpi_error(error: MPI.Exception, call_text: str, comm: MPI.Intracomm) -> CommError:
     """Return RankLost if `comm` has lost a rank or was revoked, else CommError. The class of the error alone does not
     tell: for several requests it is only "an error in a status", and a connection may break before MPI knows why."""
     dead = get_failed_ranks(comm)
     if error.Get_error_class() in DEATH_ERROR_CODES or (DEATH_ERROR_CODES and (dead or comm.Is_revoked())):
-        return make_rank_lost_error(where, dead)
-    return CommError(f"{where}: {error}")
+        return make_rank_lost_error(call_text, dead)
+    return CommError(f"{call_text}: {error}")
 
 
 def as_wire_buffer(array: Array) -> Array:
@@ -191,13 +191,13 @@ class MpiWindow(Window):
         self._win.Lock(rank, MPI.LOCK_EXCLUSIVE if write else MPI.LOCK_SHARED)
         try:
             block = np.empty(stop - start, np.uint8)
-            where = (start, block.size, MPI.BYTE)
-            self._win.Get([block, MPI.BYTE], rank, where)
+            location = (start, block.size, MPI.BYTE)
+            self._win.Get([block, MPI.BYTE], rank, location)
             # this rank now holds the lock: libraries may acquire it lazily, with the first access
             self._win.Flush(rank)
             yield block
             if write:
-                self._win.Put([block, MPI.BYTE], rank, where)
+                self._win.Put([block, MPI.BYTE], rank, location)
         finally:
             self._win.Unlock(rank)
 

@@ -158,12 +158,12 @@ def has_start_timed_out(run: Path) -> bool:
     return any(run.glob(f"start-*/{TIMED_OUT_MARK}"))
 
 
-def remove_dead_folders(found: Iterable[Path], dead: Callable[[Path], bool]) -> None:
+def remove_dead_folders(folders: Iterable[Path], is_dead: Callable[[Path], bool]) -> None:
     """Remove those of the folders that belong to this user and to killed jobs. A folder that its own job removes
-    meanwhile is skipped. dead: returns whether the job of a folder was killed."""
-    for left in found:
+    meanwhile is skipped. is_dead: returns whether the job of a folder was killed."""
+    for left in folders:
         with suppress(FileNotFoundError):
-            if safe_files.is_own_folder(left) and dead(left):
+            if safe_files.is_own_folder(left) and is_dead(left):
                 safe_files.remove_own_folder(left)
 
 

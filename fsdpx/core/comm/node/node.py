@@ -166,17 +166,17 @@ class NodeCommunicator(Backend):
 
     def _issue_call(
         self, verb: str, arrays: Arrays, op: ReduceOp, root: int, counts: AllCounts, what: str,
-        tag: int = 0, how: str = "library", wire: Any = None,
+        tag: int = 0, algorithm: str = "library", wire: Any = None,
     ) -> Handle:  # fmt: skip
         """Start a known collective without creating a `Call`, which would take a tenth of the time of a small
         collective."""
-        known = self._find_persistent_collective(verb, arrays, op, counts, how, wire)
+        known = self._find_persistent_collective(verb, arrays, op, counts, algorithm, wire)
         if known is None:
-            return super()._issue_call(verb, arrays, op, root, counts, what, tag, how, wire)
+            return super()._issue_call(verb, arrays, op, root, counts, what, tag, algorithm, wire)
         return known.begin(arrays, what)
 
     def _find_persistent_collective(
-        self, verb: str, arrays: Arrays, op: ReduceOp, counts: AllCounts, how: str, wire: Any
+        self, verb: str, arrays: Arrays, op: ReduceOp, counts: AllCounts, algorithm: str, wire: Any
     ) -> PersistentCollective | None:
         """Return the persistent collective of an earlier call with the same arrays, whose arguments have already been
         checked; None if there is none.
@@ -187,7 +187,7 @@ class NodeCommunicator(Backend):
         if not arrays:
             return self._persistent_calls.get(verb)
         first, last = arrays[0], arrays[-1]
-        known = self._persistent_calls.get((verb, id(first), id(last), op, counts, how, wire))
+        known = self._persistent_calls.get((verb, id(first), id(last), op, counts, algorithm, wire))
         return known if known is not None and known.first() is first and known.last() is last else None
 
     def start_transfer(self, call: Call) -> Handle:
@@ -202,11 +202,8 @@ class NodeCommunicator(Backend):
 
     def start_rounded_sum(self, call: Call) -> Handle:
         """Start a rounded sum. Inside a host, summands are rounded as they are read, because nothing is sent."""
-        handle = (
-            _SHARED_MEMORY_CALLS[call.verb](self, call, self.host_group)
-            if self.host_group is not None and self.is_single_host
-            else None
-        )
+        group = self.host_group if self.is_single_host else None
+        handle = None if group is None else _SHARED_MEMORY_CALLS[call.verb](self, call, group)
         return super().start_rounded_sum(call) if handle is None else handle
 
     def _start_all_gather(self, call: Call, group: NodeGroup) -> Handle | None:

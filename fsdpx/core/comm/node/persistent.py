@@ -19,13 +19,9 @@ from fsdpx.core.comm.node.rendezvous import NodeGroup, make_timeout_error
 from fsdpx.core.comm.node.shared_windows import BOARD_SLOTS, WindowAddress
 
 __all__ = [
-    "MIN_STREAMED_BYTES",
-    "PersistentCollective",
-    "StartedCollective",
-    "bind_gather_kernel",
-    "bind_sum_kernel",
+    "MIN_STREAMED_BYTES", "PersistentCollective", "StartedCollective", "bind_gather_kernel", "bind_sum_kernel",
     "compile_collective_kernels",
-]
+]  # fmt: skip
 
 SPINS_PER_STEP = 512
 """Polls of a flag in compiled code, about 20 us, before Python takes over and also advances other transfers."""
