@@ -217,7 +217,7 @@ class Communicator(ABC):
 
         Parameters
         ----------
-        send : this rank's piece, (counts[rank],); the call is in place when it is the same memory as that piece of
+        send : this rank's piece, (counts[rank],); the call is in place if this is the same memory as the piece of
             `recv`
         recv : full array, (sum of counts,)
         counts : elements of each rank, the same on all ranks (default: the balanced partition)
@@ -226,12 +226,12 @@ class Communicator(ABC):
         Returns
         -------
         Handle
-            of the transfer
+            handle of the transfer
 
         Raises
         ------
         ShapeError, ConfigError
-            before anything is sent, for a wrong size, dtype or layout
+            for a wrong size, dtype or layout; nothing has been sent then
         """
         return self._issue_call(
             "all_gather", (send, recv), SUM, 0, EVEN_COUNTS if counts is None else (tuple(counts),), what
@@ -249,24 +249,24 @@ class Communicator(ABC):
         Parameters
         ----------
         send : summand of this rank, (sum of counts,)
-        recv : this rank's piece of the result, (counts[rank],); the call is in place when it is the start of `send`
-            (`send[:count]`) or this rank's piece there; the rest of `send` is then undefined
-        op : reduction
+        recv : this rank's piece of the result, (counts[rank],); the call is in place if `recv` is the start of `send`
+            (`send[:count]`) or this rank's piece of `send`, and the rest of `send` is undefined afterwards
+        op : reduction operation
         counts : elements of each rank, the same on all ranks (default: the balanced partition)
         what : names the action and the tensor in errors
-        wire : 16-bit float dtype in which summands of a SUM of float32 or float64 travel: they are rounded to it and
-            added in rank order in the dtype of `send`, which is undefined afterwards (default: they travel in their own
-            dtype)
+        wire : 16-bit float dtype in which the summands of a SUM of float32 or float64 are sent: they are rounded to it,
+            and added in rank order in the dtype of `send`, which is undefined afterwards (default: summands are sent in
+            their own dtype)
 
         Returns
         -------
         Handle
-            of the transfer
+            handle of the transfer
 
         Raises
         ------
         ShapeError, ConfigError
-            before anything is sent, for a wrong size, dtype, layout, operation or wire format
+            for a wrong size, dtype, layout, operation or wire format; nothing has been sent then
         """
         all_counts = EVEN_COUNTS if counts is None else (tuple(counts),)
         return self._issue_call("reduce_scatter", (send, recv), op, 0, all_counts, what, wire=wire)
@@ -279,7 +279,7 @@ class Communicator(ABC):
         Parameters
         ----------
         buf : summand of this rank, then the result; the same number of elements on all ranks
-        op : reduction
+        op : reduction operation
         algorithm : "library", the backend's own (scratch n for 16-bit arrays), or "ring" (scratch n/N; not for 16-bit
             arrays)
         what : names the action and the tensor in errors
@@ -288,17 +288,17 @@ class Communicator(ABC):
         Returns
         -------
         Handle
-            of the transfer
+            handle of the transfer
 
         Raises
         ------
         ShapeError, ConfigError
-            before anything is sent, for a wrong dtype, layout, operation, algorithm or wire format
+            for a wrong dtype, layout, operation, algorithm or wire format; nothing has been sent then
         """
         return self._issue_call("all_reduce", (buf,), op, 0, (), what, 0, algorithm, wire)
 
     def broadcast(self, buf: Array, root: int, *, what: str = "") -> Handle:
-        """Copy `buf` of rank `root` into `buf` of all other ranks: n bytes. Collective.
+        """Copy `buf` of rank `root` to `buf` of all other ranks: n bytes. Collective.
 
         Parameters
         ----------
@@ -309,42 +309,42 @@ class Communicator(ABC):
         Returns
         -------
         Handle
-            of the transfer
+            handle of the transfer
 
         Raises
         ------
         ShapeError, ConfigError
-            before anything is sent, for a wrong dtype, layout or rank number
+            for a wrong dtype, layout or rank number; nothing has been sent then
         """
         return self._issue_call("broadcast", (buf,), SUM, root, (), what)
 
     def reduce(self, send: Array, recv: Array | None, op: ReduceOp, root: int, *, what: str = "") -> Handle:
-        """Reduce `send` over the ranks into `recv` of `root`: n bytes. Collective.
+        """Reduce `send` over the ranks into the root's `recv`: n bytes. Collective.
 
         Parameters
         ----------
         send : summand of this rank; the same number of elements on all ranks
         recv : result on `root`, which may be `send` itself; None elsewhere
-        op : reduction
+        op : reduction operation
         root : rank that gets the result
         what : names the action and the tensor in errors
 
         Returns
         -------
         Handle
-            of the transfer
+            handle of the transfer
 
         Raises
         ------
         ShapeError, ConfigError
-            before anything is sent, for a wrong size, dtype, layout, operation or rank number
+            for a wrong size, dtype, layout, operation or rank number; nothing has been sent then
         """
         return self._issue_call("reduce", (send, recv), op, root, (), what)
 
     def gather(
         self, send: Array, recv: Array | None, root: int, counts: Sequence[int] | None = None, *, what: str = ""
     ) -> Handle:
-        """Gather every rank's `send` into `recv` of `root`, in rank order: n(N-1)/N bytes there, n/N elsewhere.
+        """Gather every rank's `send` into the root's `recv`, in rank order: n(N-1)/N bytes at the root, n/N elsewhere.
         Collective.
 
         Parameters
@@ -358,19 +358,19 @@ class Communicator(ABC):
         Returns
         -------
         Handle
-            of the transfer
+            handle of the transfer
 
         Raises
         ------
         ShapeError, ConfigError
-            before anything is sent, for a wrong size, dtype, layout or rank number
+            for a wrong size, dtype, layout or rank number; nothing has been sent then
         """
         return self._issue_call("gather", (send, recv), SUM, root, (_to_counts(counts),), what)
 
     def scatter(
         self, send: Array | None, recv: Array, root: int, counts: Sequence[int] | None = None, *, what: str = ""
     ) -> Handle:
-        """Send to each rank its piece of `send` of `root`: n(N-1)/N bytes there, n/N elsewhere. Collective.
+        """Send to each rank its piece of the root's `send`: n(N-1)/N bytes at the root, n/N elsewhere. Collective.
 
         Parameters
         ----------
@@ -383,12 +383,12 @@ class Communicator(ABC):
         Returns
         -------
         Handle
-            of the transfer
+            handle of the transfer
 
         Raises
         ------
         ShapeError, ConfigError
-            before anything is sent, for a wrong size, dtype, layout or rank number
+            for a wrong size, dtype, layout or rank number; nothing has been sent then
         """
         return self._issue_call("scatter", (send, recv), SUM, root, (_to_counts(counts),), what)
 
@@ -410,12 +410,12 @@ class Communicator(ABC):
         Returns
         -------
         Handle
-            of the transfer
+            handle of the transfer
 
         Raises
         ------
         ShapeError, ConfigError
-            before anything is sent, for a wrong size, dtype or layout
+            for a wrong size, dtype or layout; nothing has been sent then
         """
         counts = (_to_counts(send_counts), _to_counts(recv_counts))
         return self._issue_call("all_to_all", (send, recv), SUM, 0, counts, what)
@@ -433,12 +433,12 @@ class Communicator(ABC):
         Returns
         -------
         Handle
-            of the message
+            handle of the message
 
         Raises
         ------
         ShapeError, ConfigError
-            before anything is sent, for a wrong dtype, layout, rank number or tag
+            for a wrong dtype, layout, rank number or tag; nothing has been sent then
         """
         return self._issue_call("send", (buf,), SUM, dest, (), what, tag)
 
@@ -455,12 +455,12 @@ class Communicator(ABC):
         Returns
         -------
         Handle
-            of the message
+            handle of the message
 
         Raises
         ------
         ShapeError, ConfigError
-            at once, for a wrong dtype, layout, rank number or tag
+            for a wrong dtype, layout, rank number or tag, at once
         """
         return self._issue_call("recv", (buf,), SUM, source, (), what, tag)
 
@@ -474,7 +474,7 @@ class Communicator(ABC):
         Returns
         -------
         Handle
-            of the barrier
+            handle of the barrier
         """
         return self._issue_call("barrier", (), SUM, 0, (), what)
 
@@ -490,7 +490,7 @@ class Communicator(ABC):
         Returns
         -------
         Communicator or None
-            of this rank's group; None if color is None
+            communicator of this rank's group; None if `color` is None
         """
 
     @abstractmethod
@@ -505,7 +505,7 @@ class Communicator(ABC):
         Returns
         -------
         Communicator
-            of these ranks
+            communicator of these ranks
 
         Raises
         ------
@@ -749,7 +749,7 @@ class TrafficCounters:
     tallies: dict[str, list[int]] = field(default_factory=dict, compare=False)
 
     def add_calls(self, axis: str, verb: str, nbytes: int, calls: int = 1) -> None:
-        """Count `calls` calls of `verb` on `axis` that moved `nbytes` in total."""
+        """Count `calls` calls of operation `verb` on `axis` that transferred `nbytes` in total."""
         count = self.table.get((axis, verb))
         if count is None:
             count = self.table[axis, verb] = CallCount()
