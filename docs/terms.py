@@ -11,7 +11,7 @@ from docutils import nodes
 
 EVERYDAY = set(
     "B I W action ahead board call constant cut data dispatch dropped edge feed fetch evict "
-    "fragment free full gather generation grain group handle home inner join kept leaf lent letter level meeting move "
+    "fragment free full gather generation grain group handle home inner join kept leaf lent level move payload "
     "outer owner page part partial pass persistent program record reduce round segments slot state store tensor tie "
     "twins unit window wire world".split()
 )

@@ -218,8 +218,8 @@ POLLS_BEFORE_YIELD = 2048
 """Polls, about a millisecond of them, before a rank with a core of its own yields that core."""
 _SPINS_BEFORE_SLEEP = 4096  # some milliseconds: a rank that waits that long may sleep
 THREAD_POLLS = -_SPINS_BEFORE_SLEEP
-"""Patience of thread ranks. Negative, so that a waiting rank sleeps at once: if it polled, it would keep the interpreter
-from the other ranks for 5 ms at a time."""
+"""Patience of thread ranks. It is negative, so that a waiting rank sleeps at once: if it polled, it would keep the
+interpreter from the other ranks for 5 ms at a time."""
 _SPINS_PER_CLOCK = 256
 _NAP_SECONDS = 50e-6
 
