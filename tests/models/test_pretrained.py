@@ -16,7 +16,7 @@ from fsdpx.core.checkpoint import format as layout
 from fsdpx.core.checkpoint.format import lay_out_files
 from fsdpx.core.comm import Communicator, spawn
 from fsdpx.errors import CheckpointError, ConfigError
-from fsdpx.models.pretrained_reader import iterate_matrix_blocks
+from fsdpx.models.pretrained_reader import TensorSource, iterate_matrix_blocks
 from fsdpx.models.tokenizer_files import find_largest_token, read_end_tokens
 
 WIDTH, VOCAB, TIME = 8, 11, 6
@@ -111,6 +111,20 @@ def test_every_byte_is_read_once(kind: str, tmp_path: Path, monkeypatch: pytest.
         for name, parts in {"gate": "w1", "up": "w3", "down": "w2"}.items():
             each = [arrays[there.format(e, parts)] for e in range(EXPERTS)]
             np.testing.assert_array_equal(found[f"blocks.1.mlp.{name}"], np.stack(each))
+
+
+def test_shards_are_filled_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder(tmp_path / "a", MIXTRAL_SHAPES, config=MIXTRAL)
+    plain, filled = TensorSource.read_into, list[bool]()
+
+    def counted(source: TensorSource, target: Any, start: int) -> bool:
+        filled.append(plain(source, target, start))
+        return filled[-1]
+
+    monkeypatch.setattr(TensorSource, "read_into", counted)
+    on(1, tmp_path / "a", lambda trainer: None)
+    assert filled
+    assert all(filled)
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ def initialize_parameters(state: TrainState) -> None:
         """Read the values from a file directly into `target`. Return False if the parameter is not initialized from a
         file."""
         spec = layout.specs[name]
-        into = getattr(spec.init, "into", None) if spec.cut is None or spread.width == 1 else None
+        into = getattr(spec.init, "read_into", None) if spec.cut is None or spread.width == 1 else None
         return into is not None and into(target, start)
 
     fill_parameter_shards(state, draw_values, BLOCK_ELEMENTS, read_values_into)
