@@ -202,10 +202,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if folder
             else None,
         )
-    report, summary = (
-        trainer.report().with_footprint(),
-        trainer.inspect.gather_summary(),
-    )  # before generation, which takes more memory
+    # before generation, which takes more memory
+    report, summary = trainer.report().with_footprint(), trainer.inspect.gather_summary()
     if trainer.call_runner.rank == 0:
         loss = history.validation[-1][1]
         print(f"\n{format_summary_line(history, 'tokens')} = {loss / math.log(2):.3f} bits per byte", flush=True)

@@ -59,10 +59,8 @@ def train_and_evaluate(comm: Any, name: str, steps: int = 40, folder: str = "") 
     )
     with made as trainer:
         tokens = 7 * np.arange(SAMPLES)[:, None] + 3 * np.arange(LENGTH + 1) ** 2
-        rank, size = (
-            trainer.data_group.rank,
-            trainer.data_group.size,
-        )  # ranks that differ only on the pipeline or tensor axis need the same samples
+        # ranks that differ only on the pipeline or tensor axis need the same samples
+        rank, size = trainer.data_group.rank, trainer.data_group.size
         mine = tokens[SAMPLES * rank // size : SAMPLES * (rank + 1) // size] % VOCABULARY
         x, y = mine[:, :-1], mine[:, 1:]
         before = trainer.evaluate(x, y)

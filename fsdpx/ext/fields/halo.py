@@ -125,10 +125,8 @@ class HaloSpec:
 
     def get_read_slice(self, rank: int) -> slice:
         """Return the slice of a rank's array, which includes its ghost cells, that a layer or the exchange reads."""
-        first, (start, stop) = (
-            self.cuts[rank] - self.ghosts[rank][0],
-            (self.needs if self.is_covered_by_ghosts else self.available_intervals)[rank],
-        )
+        first = self.cuts[rank] - self.ghosts[rank][0]
+        start, stop = (self.needs if self.is_covered_by_ghosts else self.available_intervals)[rank]
         return slice(start - first, stop - first)
 
     def count_needed_cells(self, rank: int) -> int:

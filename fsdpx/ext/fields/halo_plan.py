@@ -145,12 +145,8 @@ def _plan_line_exchange(
 ) -> HaloLine:
     """Return the exchange along one dim. sizes: shape of the boxes before it. boxes: the boxes that this rank holds
     before it. exchanged: the needs along the dims already exchanged."""
-    dim, own, arriving, leaving = (
-        needs.halo.dim,
-        list[tuple[int, OwnCells]](),
-        list[RecvMessage](),
-        list[SendMessage](),
-    )
+    dim, own = needs.halo.dim, list[tuple[int, OwnCells]]()
+    arriving, leaving = list[RecvMessage](), list[SendMessage]()
 
     def with_length(length: int) -> Shape:
         return (*sizes[:dim], length, *sizes[dim + 1 :])

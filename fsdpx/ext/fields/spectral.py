@@ -124,12 +124,8 @@ class SpectralConv(FieldLayer):
 
     def _get_own_mode_bounds(self, env: LayerContext) -> tuple[int, int]:
         """Return [start, stop) of the flattened modes that this rank multiplies."""
-        ranks = self._get_field_communicator(env)
-        return (
-            shard_bounds(math.prod(self.modes), ranks.rank, ranks.size)
-            if ranks is not None
-            else (0, math.prod(self.modes))
-        )
+        ranks, count = self._get_field_communicator(env), math.prod(self.modes)
+        return (0, count) if ranks is None else shard_bounds(count, ranks.rank, ranks.size)
 
     def _get_field_communicator(self, env: LayerContext) -> Any:
         """Return the communicator of all ranks that hold a part of the field, or None if this rank holds the full
@@ -160,10 +156,8 @@ class SpectralConv(FieldLayer):
     def _reduce_scatter_modes(self, env: LayerContext, modes: Array) -> Array:
         """Sum the ranks' partial sums (samples, channels, *modes, 2), and return this rank's modes, (own modes,
         samples, channels, 2)."""
-        ranks, rows = (
-            self._get_field_communicator(env),
-            modes.reshape(*modes.shape[:2], math.prod(self.modes), 2).transpose(2, 0, 1, 3),
-        )
+        ranks = self._get_field_communicator(env)
+        rows = modes.reshape(*modes.shape[:2], math.prod(self.modes), 2).transpose(2, 0, 1, 3)
         return rows if ranks is None else collectives.reduce_scatter_dim(env.xp, ranks, rows, 0, what=env.random.path)
 
     def _all_gather_modes(self, env: LayerContext, mine: Array) -> Array:

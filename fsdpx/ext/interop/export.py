@@ -480,10 +480,8 @@ class _ExportPlan:
         graph = self._make_operation_graph(segment, needed, [*reads, *parameters, *constants], reads)
         named = [(self._resolve_local_parameter_name(segment.name, n), self._parameters[n]) for n in parameters]
         held = [self._constants[n] for n in constants]
-        names, shapes = (
-            [node.name for node in reads],
-            UnitShapes([describe_tensor(node) for node in reads], describe_tensor(segment.result)),
-        )
+        names = [node.name for node in reads]
+        shapes = UnitShapes([describe_tensor(node) for node in reads], describe_tensor(segment.result))
         return ModuleUnit(segment.name, names, segment.result.name, named, held, graph, shapes)
 
     def _make_operation_graph(

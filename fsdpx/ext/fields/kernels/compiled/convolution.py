@@ -196,10 +196,8 @@ def _transpose(matrix: Any) -> Any:
 _of_input, _of_weight = make_winograd_input_loop(B, TILE, "of_input"), make_winograd_input_loop(G, TILE, "of_weight")
 _of_reversed = make_winograd_input_loop([row[::-1] for row in G], TILE, "of_reversed")
 _of_gradient = make_winograd_input_loop(_transpose(A), TILE, "of_gradient")
-_to_output, _to_weight = (
-    make_winograd_output_loop(A, TILE, "to_output"),
-    make_winograd_output_loop(_transpose(G), TILE, "to_weight"),
-)
+_to_output = make_winograd_output_loop(A, TILE, "to_output")
+_to_weight = make_winograd_output_loop(_transpose(G), TILE, "to_weight")
 
 
 @jit
@@ -220,10 +218,8 @@ def _convolve_winograd_tiles(first, last, x, y, u, block, row, start, edge, down
     channel. start: added to each output, (outputs,)."""
     use_widest_vectors()
     like, word, inner, outer = y.dtype.type(0), y.itemsize, x.shape[3], y.shape[3]
-    v, m = (
-        np.empty((PLANES, TILES_PER_STEP * inner + LANES), y.dtype),
-        np.empty((PLANES, TILES_PER_STEP * outer + LANES), y.dtype),
-    )
+    v = np.empty((PLANES, TILES_PER_STEP * inner + LANES), y.dtype)
+    m = np.empty((PLANES, TILES_PER_STEP * outer + LANES), y.dtype)
     scratch, lanes = np.zeros((1, LANES), y.dtype), WIDE // word
     for a in range(first, last, TILES_PER_STEP):
         b = min(a + TILES_PER_STEP, last)
