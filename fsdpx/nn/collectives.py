@@ -7,8 +7,8 @@ A value on an axis of N ranks is in one of three states:
     separate     every rank holds a different value
 
     function                from         to           forward          adjoint
-    copy_to_axis            replicated   separate     nothing          all_reduce_sum
-    all_reduce_sum          separate     replicated   all-reduce       copy_to_axis
+    mark_separate           replicated   separate     nothing          all_reduce_sum
+    all_reduce_sum          separate     replicated   all-reduce       mark_separate
     all_gather_dim          sharded      separate     all-gather       reduce_scatter_dim
     reduce_scatter_dim      separate     sharded      reduce-scatter   all_gather_dim
     take_shard              replicated   sharded      take a slice     all_gather_replicated
@@ -37,7 +37,7 @@ __all__ = [
     "all_reduce_sum",
     "all_to_all_dims",
     "all_to_all_rows",
-    "copy_to_axis",
+    "mark_separate",
     "reduce_scatter_dim",
     "require_divisible_dim",
     "slice_dim",
@@ -65,7 +65,7 @@ class PendingCollective:
         return self._finish()
 
 
-def copy_to_axis(xp: Any, comm: AxisRanks, x: Array) -> Array:
+def mark_separate(xp: Any, comm: AxisRanks, x: Array) -> Array:
     """Return the replicated `x` itself. It marks the point from which each rank's value is separate, so the adjoint is
     `all_reduce_sum`."""
     return x

@@ -484,7 +484,7 @@ class ComposeTrace:
     def record_layer_call(self, layer: Layer, x: tuple[Any, ...]) -> Any:
         """Record a call of `layer` on the values `x`, and return its result, a symbolic value or a tuple of them."""
         for value in x:
-            self.check(value, f"{layer!r} gets")
+            self.get_value_name(value, f"{layer!r} gets")
         if layer.n_inputs not in (None, len(x)):
             raise ConfigError(f"{self.owner}: {layer!r} takes {layer.n_inputs} inputs, but gets {len(x)}")
         name = self._name_step(layer)
@@ -493,7 +493,7 @@ class ComposeTrace:
         values = tuple(ComposeValue(self, gives) for gives in step.gives)
         return values[0] if len(values) == 1 else values
 
-    def check(self, value: Any, who: str) -> str:
+    def get_value_name(self, value: Any, who: str) -> str:
         """Return the name of a value; raise ConfigError unless it belongs to this trace."""
         if not isinstance(value, ComposeValue) or value.tracing is not self:
             raise ConfigError(
@@ -574,7 +574,7 @@ class Composite(Container, metaclass=ComposingMeta):
         trace = ComposeTrace(owner, named, tuple(inputs))
         traced_outputs = self.compose(*trace.inputs)
         outputs = [
-            trace.check(value, "compose returns")
+            trace.get_value_name(value, "compose returns")
             for value in (traced_outputs if isinstance(traced_outputs, tuple) else (traced_outputs,))
         ]
         called = [step.layer for step in trace.steps]

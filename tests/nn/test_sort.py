@@ -217,8 +217,8 @@ def inner(kind, pairs):
 
 
 PAIRS = {
-    "copy_to_axis": ("replicated", "each", "all_reduce_sum"),
-    "all_reduce_sum": ("each", "replicated", "copy_to_axis"),
+    "mark_separate": ("replicated", "each", "all_reduce_sum"),
+    "all_reduce_sum": ("each", "replicated", "mark_separate"),
     "all_gather_dim": ("cut", "each", "reduce_scatter_dim"),
     "reduce_scatter_dim": ("each", "cut", "all_gather_dim"),
     "take_shard": ("replicated", "cut", "all_gather_replicated"),
@@ -229,7 +229,7 @@ PAIRS = {
 def run(name, comm, x, dim, total):
     move = getattr(collectives, name)
     extra = {
-        "copy_to_axis": (), "all_reduce_sum": (), "all_gather_dim": (dim, total), "all_gather_replicated": (dim, total)
+        "mark_separate": (), "all_reduce_sum": (), "all_gather_dim": (dim, total), "all_gather_replicated": (dim, total)
     }.get(name, (dim,))
     return move(np, comm, x, *extra)
 
@@ -315,7 +315,7 @@ def test_what_is_moved():
 @on_ranks(1)
 def test_one_rank_copies_nothing(comm):
     x = np.ones((2, 4))
-    for move in (collectives.copy_to_axis, collectives.all_reduce_sum):
+    for move in (collectives.mark_separate, collectives.all_reduce_sum):
         assert move(np, comm, x) is x
     for move in (collectives.all_gather_dim, collectives.reduce_scatter_dim, collectives.all_gather_replicated):
         assert move(np, comm, x, 1) is x

@@ -76,17 +76,18 @@ def _generate_on_ranks(
     read = checksum_arrays(np.array(text) for text in texts)
     session.agree_on_call(f"generate({len(texts)} prompts {read}, {limits}, {sampling}, cache={cached})")
     axes, count = place.axes, len(texts)
-    mine = range(count * axes.data.rank // axes.data.size, count * (axes.data.rank + 1) // axes.data.size)
-    reader = ModelReader(session, mine, context, max(map(len, texts)) + max_new_tokens, cached)
-    return generate_texts(texts, mine, reader.compute_logits, _make_token_all_reduce(place), sampling, limits, stream)
+    own_texts = range(count * axes.data.rank // axes.data.size, count * (axes.data.rank + 1) // axes.data.size)
+    reader = ModelReader(session, own_texts, context, max(map(len, texts)) + max_new_tokens, cached)
+    share_tokens = _make_token_all_reduce(place)
+    return generate_texts(texts, own_texts, reader.compute_logits, share_tokens, sampling, limits, stream)
 
 
 class ModelReader:
-    """Runs the model on texts that grow by one token per call. mine: indices of this rank's texts. longest: the maximum
-    length of a text."""
+    """Runs the model on texts that grow by one token per call. own_texts: indices of this rank's texts. longest: the
+    maximum length of a text."""
 
-    def __init__(self, session: Session, mine: range, context: int, longest: int, cached: bool) -> None:
-        self.session, self.mine, self.context = session, mine, context
+    def __init__(self, session: Session, own_texts: range, context: int, longest: int, cached: bool) -> None:
+        self.session, self.own_texts, self.context = session, own_texts, context
         self.capacity, self.cached = min(context, longest), cached
         self.cache: KeyValueCache | None = None
         self.begins: list[int] = []
@@ -95,17 +96,17 @@ class ModelReader:
         """Return the logits of the next token of each of this rank's texts, (texts, vocab). Collective."""
         begins = [find_window_start(len(text), self.context) for text in texts]
         ends = [len(text) - begin for text, begin in zip(texts, begins, strict=True)]
-        mine = slice(self.mine.start, self.mine.stop)
+        own_texts = slice(self.own_texts.start, self.own_texts.stop)
         if self.cache is None or begins != self.begins:
-            tokens = pad_texts([texts[i][begins[i] :] for i in self.mine], max(ends))
-            self.cache = KeyValueCache(len(self.mine), self.capacity) if self.cached else None
-            last = np.array(ends[mine], np.int64) - 1
+            tokens = pad_texts([texts[i][begins[i] :] for i in self.own_texts], max(ends))
+            self.cache = KeyValueCache(len(self.own_texts), self.capacity) if self.cached else None
+            last = np.array(ends[own_texts], np.int64) - 1
         else:
-            tokens = pad_texts([texts[i][-1:] for i in self.mine], 1)
-            self.cache.lengths = np.array(ends[mine], np.int64) - 1
-            last = np.zeros(len(self.mine), np.int64)
+            tokens = pad_texts([texts[i][-1:] for i in self.own_texts], 1)
+            self.cache.lengths = np.array(ends[own_texts], np.int64) - 1
+            last = np.zeros(len(self.own_texts), np.int64)
         self.begins = begins
-        feed = self.session.make_token_inputs(tokens, self.mine.start, self.cache)
+        feed = self.session.make_token_inputs(tokens, self.own_texts.start, self.cache)
         (found,) = self.session.all_gather_outputs_of_batch(self.session.run_program("predict", feed), feed)
         return np.asarray(to_host(found[np.arange(last.size), last]), np.float64)
 
@@ -115,14 +116,14 @@ def _make_token_all_reduce(place: Placement) -> Callable[[np.ndarray], None]:
     # all ranks of a pipeline or tensor axis chose the same tokens, so only one of them contributes to the sum
     is_reporting_rank = axes.pipe.rank == axes.tensor.rank == 0
 
-    def share(found: np.ndarray) -> None:
+    def share_tokens(found: np.ndarray) -> None:
         if axes.world.size == 1:
             return
         if not is_reporting_rank:
             found[:] = 0
         axes.world.all_reduce(found, ReduceOp.SUM, what="new tokens").wait()
 
-    return share
+    return share_tokens
 
 
 def _iterate_leaves(path: str, layer: Layer) -> Iterable[tuple[str, Layer]]:

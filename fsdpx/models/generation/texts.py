@@ -181,25 +181,26 @@ def pad_texts(texts: Sequence[Sequence[int]], time: int) -> np.ndarray:
 
 def generate_texts(
     texts: list[list[int]],
-    mine: range,
+    own_texts: range,
     logits: Callable[[list[list[int]]], Iterable[np.ndarray]],
-    share: Callable[[np.ndarray], None],
+    share_tokens: Callable[[np.ndarray], None],
     sampling: Sampling,
     limits: TextLimits,
     stream: Stream | None,
 ) -> list[np.ndarray]:
     """Extend each text in place by new tokens, and return the new tokens of each text.
 
-    mine: indices of the texts for which this rank chooses tokens. logits: function from all texts so far to the logits
-    of the next token, for each text of `mine`. share: function that fills in the tokens that other ranks chose, in an
-    array with one token per text. stream: called with (index of the text, token) for each new token."""
+    own_texts: indices of the texts for which this rank chooses tokens. logits: function from all texts so far to the
+    logits of the next token, for each text of `own_texts`. share_tokens: function that fills in the tokens that other
+    ranks chose, in an array with one token per text. stream: called with (index of the text, token) for each new
+    token."""
     begin, going = [len(text) for text in texts], set(range(len(texts)))
     for number in range(limits.max_new_tokens):
         found = np.zeros(len(texts), np.int64)
-        for i, row in zip(mine, logits(texts), strict=True):
+        for i, row in zip(own_texts, logits(texts), strict=True):
             if i in going:
                 found[i] = sampling.pick_token(row, texts[i], i, number)
-        share(found)
+        share_tokens(found)
         for i in sorted(going):
             token = int(found[i])
             if token == NO_TOKEN:
