@@ -38,9 +38,9 @@ class SpectralConv(FieldLayer):
     2021). As in neuraloperator, modes are means over the cells.
 
     The parameters are `weight` of shape (in_channels, out_channels, *modes, 2), real and imaginary parts, and `bias` of
-    shape (out_channels,). `modes` equals n_modes, except n_modes[-1] // 2 + 1 in the last dim. Both parts of the weight are
-    initialized from a normal distribution with standard deviation sqrt(2 / (in + out)) / sqrt(2). Index w of a mode is
-    the frequency w - modes // 2, or w in the last dim.
+    shape (out_channels,). `modes` equals n_modes, except n_modes[-1] // 2 + 1 in the last dim. Both parts of the weight
+    are initialized from a normal distribution with standard deviation sqrt(2 / (in + out)) / sqrt(2). Index w of a mode
+    is the frequency w - modes // 2, or w in the last dim.
 
     On a grid of ranks, the partial sums of modes are reduce-scattered, each rank multiplies its share of the modes, and
     the results are all-gathered: two collectives in forward and two in backward. The weight is not partitioned by
