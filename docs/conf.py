@@ -17,7 +17,8 @@ author = "the fsdpx authors"
 copyright = "the fsdpx authors"
 version = release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_design"]
+myst_enable_extensions = ["colon_fence"]
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
 html_theme = "furo"
