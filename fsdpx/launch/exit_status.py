@@ -223,10 +223,8 @@ class Evidence:
     def make_placeholder_values(self, first: RankStatus | None) -> dict[str, Any]:
         """Return the values of the placeholders in the texts of `EXIT_CASES`."""
         step, flight = self.last_step, None if first is None else self.flight_records.get(first.rank)
-        lost, missing = (
-            any(n.error == "StateLost" for n in self.statuses.values()),
-            self.statuses.keys() - set(self.waited),
-        )
+        lost = any(status.error == "StateLost" for status in self.statuses.values())
+        missing = self.statuses.keys() - set(self.waited)
         return {
             "rank": "" if first is None else f"rank {first.rank} on {first.host}",
             "error": "" if first is None else first.error or f"exit status {first.status}",

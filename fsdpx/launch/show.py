@@ -374,10 +374,8 @@ def make_step_lanes(dry: StepDryRuns, found: Prediction, title: str, limit: floa
 
     title: "name: about". limit: bytes that a rank may use (default: the machine's capacity)."""
     mesh, held, pipe = found.mesh, dry.make_memory_curves(found.events), found.mesh.width_of("pipe")
-    places, each = (
-        [mesh.coordinates_of(rank).pipe for rank in range(mesh.size)],
-        pipe == 1 and mesh.size <= MAX_RANKS_SHOWN,
-    )
+    places = [mesh.coordinates_of(rank).pipe for rank in range(mesh.size)]
+    each = pipe == 1 and mesh.size <= MAX_RANKS_SHOWN
     rows = range(mesh.size) if each else [places.index(stage) for stage in range(pipe)]
     more = f"\nand {mesh.size // pipe - 1} more" * (not each and mesh.size > pipe)
 

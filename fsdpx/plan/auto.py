@@ -134,11 +134,8 @@ def _find_machine_and_source(
     measure = f"there is no {MACHINE_FILE}, which python -m fsdpx measure-machine writes"
     if device == "cuda":
         return Machine.load("a100-dgx-200g"), f"a100-dgx-200g ({measure})"
-    laptop, network, (ranks, hosts) = (
-        Machine.load("laptop"),
-        Machine.load("ethernet-10g"),
-        _find_host_size_and_host_count(world),
-    )
+    laptop, network = Machine.load("laptop"), Machine.load("ethernet-10g")
+    ranks, hosts = _find_host_size_and_host_count(world)
     levels: list[NetworkLevel] = [replace(laptop.levels[0], ranks=ranks if hosts > 1 else inf)]
     levels += [network.levels[-1]] if hosts > 1 else []
     return Machine("laptop", tuple(levels), replace(laptop.compute, capacity=None)), f"laptops ({measure})"
@@ -146,10 +143,8 @@ def _find_machine_and_source(
 
 def _describe_plan(found: Plan, source: str) -> str:
     """Return a text with the chosen options and their predicted time and memory."""
-    best, limit = (
-        found.best_candidate,
-        "" if found.memory is None else f" within {format_bytes(found.memory)} of a rank",
-    )
+    best = found.best_candidate
+    limit = "" if found.memory is None else f" within {format_bytes(found.memory)} of a rank"
     others = [one for kind, one in found.best_by_kind.items() if kind != best.summary]
     second = min(others, key=lambda one: one.prediction.seconds, default=None)
     after = "" if second is None else f"; next {second.summary}, {second.prediction.seconds:.4g} s"

@@ -170,6 +170,7 @@ class DryRun:
         objects = OBJECT_BYTES_PER_PARAMETER * len(placement.layout.specs)
         largest = max((spec.size for spec in placement.layout.specs.values() if len(spec.shape) > 1), default=0)
         workspace = min(base.workspace, 2 * largest * placement.formats.compute.itemsize)  # at most both operands
+        gaps = self.peak_heap_bytes // ACTIVATION_BYTES_PER_GAP_BYTE
         parts = {
             "interpreter and libraries": ProcessBytes(base.own, base.own),
             "code of libraries": ProcessBytes(base.files + base.mpi_files, (base.files + base.mpi_files) // here),
@@ -177,10 +178,7 @@ class DryRun:
             "Python objects of layers": ProcessBytes(objects, objects),
             **count_arena_and_window_bytes(self.trainer.inspect.engine.state, here),
             "activations": ProcessBytes(self.peak_heap_bytes, self.peak_heap_bytes),
-            "between activations": ProcessBytes(
-                self.peak_heap_bytes // ACTIVATION_BYTES_PER_GAP_BYTE,
-                self.peak_heap_bytes // ACTIVATION_BYTES_PER_GAP_BYTE,
-            ),
+            "between activations": ProcessBytes(gaps, gaps),
             "matrix products": ProcessBytes(workspace, workspace),
         }
         return Footprint({name: part for name, part in parts.items() if part.rss}, here)
@@ -226,10 +224,8 @@ def dry_run(
         trainer.inspect.reset_counters()
         watch = HeapRecorder(trainer.inspect.engine, meter)
         trainer.step(_make_shape_arrays(x), _make_shape_arrays(y, "y"))
-    program, machine = (
-        trainer.inspect.engine.last_program,
-        comm.ranks_on_host if isinstance(comm, FakeNodeCommunicator) else [rank],
-    )
+    program = trainer.inspect.engine.last_program
+    machine = comm.ranks_on_host if isinstance(comm, FakeNodeCommunicator) else [rank]
     assert program is not None
     peak = find_memory_peak(trainer.inspect.engine, watch)
     return DryRun(program, trainer.report(), trainer, watch.activations.most, watch.peak_heap_bytes, len(machine), peak)

@@ -37,11 +37,8 @@ def compute_lower_bound_seconds(step: WorldStep, machine: Machine) -> float:
     Each pipeline rank computes its stages for all microbatches. Before that, its first microbatch passes through the
     forward of all stages before its lowest one. After that, its last microbatch passes through their backward, while
     the rank may still compute parameter gradients. The bound is 0 if `stages` are given."""
-    pipe, m, options = (
-        PipelineChoice(step.options["schedule"], step.mesh.width_of("pipe")),
-        step.microbatches,
-        step.options,
-    )
+    pipe = PipelineChoice(step.options["schedule"], step.mesh.width_of("pipe"))
+    m, options = step.microbatches, step.options
     rows = step.count_samples_of_group(step.sample_group_count - 1) // m
     if not rows or options.get("stages") is not None:
         return 0.0

@@ -151,13 +151,9 @@ def find_memory_peak(engine: Engine, watch: HeapRecorder) -> MemoryPeak:
         *_iterate_slab_holdings(state, alive),
         *_iterate_activation_holdings(state, watch),
     ]
-    words = (
-        str(action),
-        describe_action_target(engine.placement, action, program.kind),
-        watch.action_at_peak + 1,
-        len(program.actions),
-    )
-    return MemoryPeak(*words, tuple(one for one in found if one.nbytes))
+    target, number = describe_action_target(engine.placement, action, program.kind), watch.action_at_peak + 1
+    holdings = tuple(one for one in found if one.nbytes)
+    return MemoryPeak(str(action), target, number, len(program.actions), holdings)
 
 
 def _iterate_activation_holdings(state: TrainState, watch: HeapRecorder) -> Iterator[Holding]:

@@ -254,10 +254,8 @@ class _Search:
                 for strategy in self._list_values_to_try("strategy", *PRESETS_BY_MEMORY):
                     yield strategy, self.fixed["mesh"], space
             return
-        host, strategies = (
-            int(min(self.machine.ranks_per_host, self.ranks)),
-            self._list_values_to_try("strategy", *PRESETS_BY_MEMORY),
-        )
+        host = int(min(self.machine.ranks_per_host, self.ranks))
+        strategies = self._list_values_to_try("strategy", *PRESETS_BY_MEMORY)
         layers = len(linearize(self.model).nodes)  # a stage has at least one
         for tensor in _list_divisors(self.ranks, host):
             for pipe in _list_divisors(self.ranks // tensor, layers):
@@ -373,11 +371,8 @@ class _Search:
         cells, best = self.batch[0][0][2:], found[0]
         about = self.machine, self.limit, self.sample_count, f"nn.{loss!r}", cells
         frugal = self._list_frugal_options(best)
-        largest, longest, deepest = (
-            self._find_largest_batch(frugal),
-            self._find_longest_sample(frugal),
-            self._find_deepest_model(frugal, best),
-        )
+        largest, longest = self._find_largest_batch(frugal), self._find_longest_sample(frugal)
+        deepest = self._find_deepest_model(frugal, best)
         by = {"batch": largest[1], "size": longest[1], "depth": deepest[1]}
         limits = {name: format_options(options) for name, options in by.items() if options is not None}
         slow, refused, large = tuple(self.slow.items()), tuple(self.refused.items()), tuple(self.large)

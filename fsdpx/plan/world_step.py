@@ -191,10 +191,8 @@ class WorldStep:
     def has_equal_microbatches(self) -> bool:
         """True if all microbatches take the same time, except for the first and last ones of a pipe."""
         known = self.mesh.width_of("pipe") == 1 or self._steady is not None
-        equal = (
-            self.sample_count % self.sample_group_count == 0
-            and self.sample_count // self.sample_group_count % self.microbatches == 0
-        )
+        rows, rest = divmod(self.sample_count, self.sample_group_count)
+        equal = rest == 0 and rows % self.microbatches == 0
         return known and equal and self.options.get("reproducible_chunks") is None
 
     def count_simulated_microbatches(self) -> tuple[int, int]:
