@@ -228,7 +228,8 @@ def dry_run(
     machine = comm.ranks_on_host if isinstance(comm, FakeNodeCommunicator) else [rank]
     assert program is not None
     peak = find_memory_peak(trainer.inspect.engine, watch)
-    return DryRun(program, trainer.report(), trainer, watch.activations.most, watch.peak_heap_bytes, len(machine), peak)
+    numbers = watch.activations.peak_bytes, watch.peak_heap_bytes, len(machine)
+    return DryRun(program, trainer.report(), trainer, *numbers, peak)
 
 
 def _make_fake_world(rank: int, ranks: int, ranks_per_host: int) -> FakeCommunicator:

@@ -36,10 +36,10 @@ def get_arena_storage_ids(arena: Arena) -> set[int]:
 class ActivationMeter:
     """Bytes of the arrays in activation slots, updated after each action from the slots that the action takes and
     gives. A view counts with its base array, and each base array counts once. Parameters that a layer saves for
-    backward are not counted here but by the ledger. alive: current bytes. most: peak bytes."""
+    backward are not counted here but by the ledger. live_bytes: current bytes. peak_bytes: peak bytes so far."""
 
     def __init__(self) -> None:
-        self.alive = self.most = 0
+        self.live_bytes = self.peak_bytes = 0
         self._held: dict[Slot, dict[int, int]] = {}
         self._users: dict[int, int] = {}
         self._planned: tuple[tuple[int, int], set[int]] = ((-1, -1), set())
@@ -60,7 +60,7 @@ class ActivationMeter:
             self._users[root] -= 1
             if not self._users[root]:
                 del self._users[root]
-                self.alive -= nbytes
+                self.live_bytes -= nbytes
 
     def count_slot_bytes(self, slot: Slot, value: Any) -> None:
         """Count the new value of a slot instead of its old one."""
@@ -70,8 +70,8 @@ class ActivationMeter:
         for root, nbytes in held.items():
             users = self._users.get(root, 0)
             self._users[root] = users + 1
-            self.alive += 0 if users else nbytes
-        self.most = max(self.most, self.alive)
+            self.live_bytes += 0 if users else nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
 
 def iterate_storage_sizes(value: Any) -> Iterable[tuple[int, int]]:

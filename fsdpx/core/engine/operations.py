@@ -115,7 +115,7 @@ def start_send_value(run: ProgramRun, action: Action, taken: Values, read: Value
         )
     flat = xp.ascontiguousarray(value).reshape(-1)
     handle = run.placement.axes.pipe.send(flat, message.peer, message.tag, what=message.what)
-    run.issue(action, TimedTransfer(handle, lambda: flat))  # the lambda keeps the array alive until it is sent
+    run.track_transfer(action, TimedTransfer(handle, lambda: flat))  # the lambda keeps the array alive until it is sent
     return ()
 
 

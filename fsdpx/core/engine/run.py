@@ -291,8 +291,8 @@ class ProgramRun:
     ties : first page of a group of tied pages -> the group
     step, scaler : number of updates made, and the loss scale, when the run began
     missed : parameter -> updates that it has missed
-    issue : function that registers a transfer that no slot holds, with the action that issued it; the run waits for
-        these transfers when it ends
+    track_transfer : function that registers a transfer that no slot holds, with the action that issued it; the run
+        waits for these transfers when it ends
     """
 
     placement: Placement
@@ -305,7 +305,7 @@ class ProgramRun:
     step: int
     scaler: LossScaler
     missed: Mapping[str, int]
-    issue: Callable[[Action, TimedTransfer], None]
+    track_transfer: Callable[[Action, TimedTransfer], None]
 
     @property
     def stage(self) -> Stage:

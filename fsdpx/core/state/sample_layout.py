@@ -158,7 +158,7 @@ class Domain(ABC):
         """The partition for one process, if its model differs from that of a rank; otherwise None."""
 
     @abstractmethod
-    def take_local(self, what: Any) -> Any:
+    def take_local(self, array: Any) -> Any:
         """Return this rank's part of an array of full samples."""
 
     @abstractmethod
@@ -198,8 +198,8 @@ class UnshardedDomain(Domain):
     def __repr__(self) -> str:
         return "None"
 
-    def take_local(self, what: Any) -> Any:
-        return what
+    def take_local(self, array: Any) -> Any:
+        return array
 
     def gather(self, array: Any) -> Any:
         return array

@@ -168,7 +168,7 @@ class TimelineRecorder(Observer):
         for slot, value in zip(planned.gives, values, strict=True):
             if is_activation_slot(slot) and value.__class__ is not TimedTransfer:
                 activations.count_slot_bytes(slot, value)
-        self._now.actions.append(ActionSpan(planned.action, begin, ready, end, nbytes, activations.alive))
+        self._now.actions.append(ActionSpan(planned.action, begin, ready, end, nbytes, activations.live_bytes))
 
     def on_transfer_complete(self, action: Action, transfer: TimedTransfer) -> None:
         if self._now is not None:

@@ -55,7 +55,7 @@ class ReportSummary:
         model = f"{one.parameters:,} parameters in {one.units} units"
         seconds = max(report.seconds for report in self.reports)
         head = f"{len(self.reports)} ranks: {model}, {one.steps} steps, {seconds:.1f} s{_format_plan(one)}"
-        routed = [f"{text}\n{ROUTING_MEANINGS}" for text in format_expert_load(self.expert_load, whole=True)]
+        routed = [f"{text}\n{ROUTING_MEANINGS}" for text in format_expert_load(self.expert_load, all_ranks=True)]
         parts = (
             f"{self._format_verbs()}\n{COLUMN_MEANINGS}",
             self._format_traffic(),
@@ -333,7 +333,7 @@ class Report(TrafficReport):
     @property
     def routing_text(self) -> list[str]:
         """The table of experts, as a list that is empty without experts."""
-        return format_expert_load(self.routing, whole=self.ranks == 1)
+        return format_expert_load(self.routing, all_ranks=self.ranks == 1)
 
     @property
     def memory_text(self) -> str:
@@ -414,7 +414,7 @@ def make_report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Repo
         disk_seconds=state.storage.busy_seconds,
         high_water={
             **state.get_planned_and_peak_bytes(),
-            **({"activations": (None, traced.activations.most)} if traced else {}),
+            **({"activations": (None, traced.activations.peak_bytes)} if traced else {}),
         },
         planned=place.options.planned,
         read_footprint=make_footprint_reader(state) if place.device.holds_data else None,

@@ -115,15 +115,15 @@ class ExpertLoadMetrics:
         return dict(zip(METRICS, values, strict=True))
 
 
-def format_expert_load(routing: Mapping[str, ExpertLoad], whole: bool) -> list[str]:
-    """Return the table of expert load, as a list that is empty without experts. whole: whether the load is over all
+def format_expert_load(routing: Mapping[str, ExpertLoad], all_ranks: bool) -> list[str]:
+    """Return the table of expert load, as a list that is empty without experts. all_ranks: whether the load is over all
     ranks, so that dropped choices can be counted."""
     if not routing:
         return []
-    ends = ("dropped", "busiest rank/mean") if whole else ("computed here",)
+    ends = ("dropped", "busiest rank/mean") if all_ranks else ("computed here",)
     rows: list[tuple[str, ...]] = [("experts of", "choices", "most", "least", "most/mean", "entropy", *ends)]
     for path, one in routing.items():
-        end = (f"{one.dropped_choices:,}", f"{one.rank_imbalance:.2f}") if whole else (f"{sum(one.computed):,}",)
+        end = (f"{one.dropped_choices:,}", f"{one.rank_imbalance:.2f}") if all_ranks else (f"{sum(one.computed):,}",)
         shares = [f"{100 * n / max(sum(one.chosen), 1):.1f} %" for n in (max(one.chosen), min(one.chosen))]
         rows.append((path, f"{sum(one.chosen):,}", *shares, f"{one.imbalance:.2f}", f"{one.entropy:.3f}", *end))
     return [format_table(rows)]
