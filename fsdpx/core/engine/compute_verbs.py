@@ -19,21 +19,10 @@ from fsdpx.nn.layer import LayerContext
 from fsdpx.nn.linearize import CALLS_NUMPY, UNKNOWN, Node, is_missing_function_error, is_numpy_call_error
 
 __all__ = [
-    "add_caller_output_gradients",
-    "backward_unit",
-    "backward_unit_input",
-    "backward_unit_params",
-    "compute_loss_and_gradients",
-    "compute_loss_only",
-    "forward_unit",
-    "forward_unit_checkpointed",
-    "forward_unit_without_saving",
-    "load_microbatch_inputs",
-    "recompute_unit",
-    "run_unit_backward",
-    "run_unit_backward_input",
-    "run_unit_backward_params",
-    "run_unit_forward",
+    "add_caller_output_gradients", "backward_unit", "backward_unit_input", "backward_unit_params",
+    "compute_loss_and_gradients", "compute_loss_only", "forward_unit", "forward_unit_checkpointed",
+    "forward_unit_without_saving", "load_microbatch_inputs", "recompute_unit", "run_unit_backward",
+    "run_unit_backward_input", "run_unit_backward_params", "run_unit_forward",
 ]  # fmt: skip
 
 Arrays = Sequence[Mapping[str, Any]]

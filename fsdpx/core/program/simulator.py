@@ -17,24 +17,9 @@ from fsdpx.core.program.verbs import VERBS, Action, Slot, format_marked_action, 
 from fsdpx.errors import ConfigError, ProgramError
 
 __all__ = [
-    "UNIT_COSTS",
-    "ActionEvent",
-    "ActionTimes",
-    "Deadlock",
-    "PipelineSchedule",
-    "SimulatedTask",
-    "StageCosts",
-    "Waits",
-    "compute_bubble",
-    "compute_idle_share",
-    "get_completion_key",
-    "group_events_by_rank",
-    "list_dependencies",
-    "simulate",
-    "simulate_programs",
-    "simulate_programs_by_rank",
-    "simulate_tasks",
-    "simulate_until_deadlock",
+    "UNIT_COSTS", "ActionEvent", "ActionTimes", "Deadlock", "PipelineSchedule", "SimulatedTask", "StageCosts", "Waits",
+    "compute_bubble", "compute_idle_share", "get_completion_key", "group_events_by_rank", "list_dependencies",
+    "simulate", "simulate_programs", "simulate_programs_by_rank", "simulate_tasks", "simulate_until_deadlock",
 ]  # fmt: skip
 
 
