@@ -47,7 +47,7 @@ def request_join(folder: Path, ranks: int, seconds: float) -> str:
             time.sleep(0.1)
     finally:
         for file in (asks, answer):
-            with suppress(OSError):  # it was removed, or belongs to another user
+            with suppress(OSError):  # the file was removed, or belongs to another user
                 file.unlink()
     text = reply.decode(errors="replace")
     if text.startswith(_REFUSAL_PREFIX):
@@ -64,7 +64,7 @@ class JoinRequests:
         self.ranks = 0
         self._folder, self._fits, self._due = folder, fits, 0.0
         for left in folder.glob(f"{_REQUEST_PREFIX}*"):
-            with suppress(OSError):  # it was removed, or belongs to another user
+            with suppress(OSError):  # the file was removed, or belongs to another user
                 left.unlink()
 
     def answer_and_request_save(self, notes: Path) -> None:

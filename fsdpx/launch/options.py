@@ -78,7 +78,7 @@ class LaunchConfig:
     logs: Path | None = None
 
     def __post_init__(self) -> None:
-        for name in ("hostfile", "folder", "logs"):  # given as str or Path
+        for name in ("hostfile", "folder", "logs"):  # these may be given as str or Path
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else safe_files.expanduser(value))
         wrong = next(self._iterate_option_errors(), None)

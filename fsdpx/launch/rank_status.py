@@ -184,5 +184,5 @@ def _get_lifeline_path(folder: Path, rank: int) -> Path:
 
 
 def _close_descriptor(descriptor: int) -> None:
-    with suppress(OSError):  # the script has closed it
+    with suppress(OSError):  # the script may have closed it
         os.close(descriptor)

@@ -126,7 +126,7 @@ def _make_memory_curve(
     changes: dict[str, list[tuple[float, int]]] = {kind: [(0.0, n)] for kind, n in held.items()}
     passing = {
         one.key.page: one.nbytes for one in state.ledger if one.is_freed_by_update
-    }  # on the heap, not in the arena
+    }  # these are on the heap, not in the arena
     parts = [BufferLifetime(one.slot, one.start, one.stop, passing[one.slot.at]) for one in find_slot_lifetimes(program)
              if one.slot.kind == "part" and one.slot.at in passing]  # fmt: skip
     changes.setdefault("gradients", []).append((0.0, -sum(passing.values())))

@@ -226,7 +226,7 @@ def _measure_kernel_and_step_overhead(comm: Communicator, device: Processors, ba
 
 def _measure_network_levels(comm: Communicator, device: Processors, compute: Compute) -> tuple[NetworkLevel, ...]:
     """Measure and return the levels of the network: ranks of a host, and hosts. Collective."""
-    if comm.size == 1:  # no link to measure: assume that ranks of a host read each other's memory
+    if comm.size == 1:  # there is no link to measure: assume that ranks of a host read each other's memory
         return (NetworkLevel("host", 2e-5, compute.memory / 4),)
     node = find_node_communicator(comm)
     hosts = len(node.ranks_by_host) if node is not None else 1

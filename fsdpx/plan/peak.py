@@ -208,7 +208,7 @@ def _iterate_slab_holdings(state: TrainState, alive: Iterable[BufferLifetime]) -
     yield Holding("working set", "free then", state.arena.slab_nbytes - sum(one.nbytes for one in held))
 
 
-# -- what would lower it -----------------------------------------------------------------------------------------------
+# -- option changes that lower the peak --------------------------------------------------------------------------------
 
 
 def format_mesh_arguments(mesh: Mesh) -> str:
@@ -277,7 +277,7 @@ def _iterate_option_changes(current: Mapping[str, Any], rows: int) -> Iterator[d
     """Yield changes of one option, or of options that belong together, that may lower the peak."""
     mesh, names = current.get("mesh"), set[str]()
     for name, value in iterate_cheaper_options(current, rows):
-        if name != "microbatches" or name not in names:  # of microbatches only the first value, twice as many
+        if name != "microbatches" or name not in names:  # yield only the first value, twice the number
             cut = {} if mesh is None or name != "strategy" else {"mesh": replace(mesh, replica=1, shard=None)}
             yield {name: value, **cut}
         names.add(name)

@@ -132,7 +132,7 @@ def search(
         get_grid_dims(space)
     if not isinstance(codecs, Sequence):
         raise ConfigError(f"codecs={codecs!r}: a list of codecs is needed, such as ('bf16', 'int8')")
-    Recipe(TrainingChoices(model)).with_options({"mesh": options.get("mesh")})  # raises if it is no mesh
+    Recipe(TrainingChoices(model)).with_options({"mesh": options.get("mesh")})  # raises if it is not a Mesh
     (options.get("mesh") or Mesh()).fill_from_strategy(
         options.get("strategy", "fsdp"), size
     )  # raises if the ranks do not fill the mesh
@@ -256,7 +256,7 @@ class _Search:
             return
         host = int(min(self.machine.ranks_per_host, self.ranks))
         strategies = self._list_values_to_try("strategy", *PRESETS_BY_MEMORY)
-        layers = len(linearize(self.model).nodes)  # a stage has at least one
+        layers = len(linearize(self.model).nodes)  # each stage has at least one
         for tensor in _list_divisors(self.ranks, host):
             for pipe in _list_divisors(self.ranks // tensor, layers):
                 data = self.ranks // tensor // pipe
