@@ -400,16 +400,16 @@ class _PanelDrawing:
         self.draw_text(0, bottom + 0.09, "memory", x=0.06 - LEFT, fontsize=9.5)
 
     def draw_limit(self, bottom: float, scale: float, peak: float) -> None:
-        """Draw the line of available memory. If it is far above the band, write it below the label of the peak, whose
-        height is `peak`."""
+        """Draw the line of available memory. If it is far above the band, write the limit below the label of the peak.
+        peak: height of this label."""
         limit = self.panel.limit
         if limit is None:
             return
         if limit * scale <= BAND:
             y, line = bottom + limit * scale, {"color": get_color("ink", self.theme), "linewidth": 1.0}
             self.axes.plot([0, self.last], [y, y], gid=LIMIT_COLOR, **line)
-            words, look = f"limit {_format_bytes(limit)}", {"ha": "right", "va": "bottom"}
-            self.draw_text(self.last, y + 0.02, words, fontsize=8, gid=LIMIT_COLOR, **look)
+            words = f"limit {_format_bytes(limit)}"
+            self.draw_text(self.last, y + 0.02, words, ha="right", va="bottom", fontsize=8, gid=LIMIT_COLOR)
         else:
             self.draw_text(self.last, peak - 0.16, f"of {_format_bytes(limit)}", x=0.06, fontsize=8, gid=LIMIT_COLOR)
 
