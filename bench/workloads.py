@@ -13,7 +13,7 @@ CLASSES = 10
 
 @dataclass(frozen=True)
 class Model:
-    """rows: samples per step over all ranks. heads: of a GPT. side: of square images in three colours, for a residual
+    """rows: samples per step over all ranks. heads: of a GPT. side: of square images in three colors, for a residual
     net with `layers` stages of two blocks, the first of `width` channels (He et al. 2015; ResNet-18: four, of 64).
     dims: of fields of three channels with `side` cells along each, for a U-Net, or an FNO that keeps `modes`. None of
     these: a chain of square linear layers."""

@@ -38,7 +38,7 @@ def trained(comm: Communicator, steps: int = 4, model: Callable[[], nn.Layer] | 
     return trainer, losses
 
 
-# -- an optimiser: one class -------------------------------------------------------------------------------------------
+# -- an optimizer: one class -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class TestSignDescent(OptimizerContract):
 
 @dataclass(frozen=True)
 class Adan(Elementwise):
-    """Nesterov's momentum with three means (Xie et al. 2022), whose options are called as in other optimisers but are
+    """Nesterov's momentum with three means (Xie et al. 2022), whose options are called as in other optimizers but are
     more, and of other kinds: they are its own to check."""
 
     lr: optim.LearningRate = 1e-3
@@ -95,7 +95,7 @@ class TestAdan(OptimizerContract):
         return Adan(**options)
 
 
-def test_an_optimiser_is_one_class(tmp_path: Path) -> None:
+def test_an_optimizer_is_one_class(tmp_path: Path) -> None:
     """Its slots are rows of the ledger: they are saved, and go on at another number of ranks."""
 
     def save(comm: Communicator) -> dict[str, np.ndarray]:

@@ -80,14 +80,14 @@ REACH, APART = 2, 1.2
 SAID = {
     0.0: "a wall: nothing comes\nfrom beyond",
     3.0: "a part: what the solver\nhas on this rank",
-    7.0: "pale: cells that come from\nthe rank of that colour",
+    7.0: "pale: cells that come from\nthe rank of that color",
     11.5: "left and right the field is\nperiodic: what rank 0 needs\nleft of it, rank 1 has",
 }
 
 
 def field(theme: str) -> Any:
     """Four uneven parts of 13 x 16 cells, walls along one dim, and the other periodic: each with the cells that a
-    convolution needs of others, in the colours of those that have them."""
+    convolution needs of others, in the colors of those that have them."""
     parts = FieldPartition(((0, 6, 13), (0, 10, 16)))
     windows = [(1, -REACH, 2 * REACH + 1)] * 2
     needed = [_owners(reach) for reach in find_halo_specs(parts, windows, parts, ("zeros", "circular"))]
@@ -121,16 +121,16 @@ def _part(axes: Any, theme: str, rank: int, needed: Any, corner: tuple[int, int]
     from matplotlib.collections import PolyCollection
     from matplotlib.colors import to_rgba
 
-    squares, colours, own = [], [], []
+    squares, colors, own = [], [], []
     for y, p in needed[0]:
         for x, q in needed[1]:
             top, left = corner[0] + y, corner[1] + x
             squares.append([(left, top), (left + 1, top), (left + 1, top + 1), (left, top + 1)])
             mine = (p, q) == divmod(rank, 2)
-            colours.append(to_rgba(get_color(OWNERS[2 * p + q], theme), 1.0 if mine else 0.4))
+            colors.append(to_rgba(get_color(OWNERS[2 * p + q], theme), 1.0 if mine else 0.4))
             own += [(left, top)] if mine else []
     look = {"edgecolors": get_color("page", theme), "linewidths": 0.8}
-    axes.add_collection(PolyCollection(squares, facecolors=colours, **look))
+    axes.add_collection(PolyCollection(squares, facecolors=colors, **look))
     (left, top), (right, bottom) = own[0], own[-1]
     ink = get_color("ink", theme)
     x, y = [left, right + 1, right + 1, left, left], [top, top, bottom + 1, bottom + 1, top]
@@ -332,7 +332,7 @@ def _tracks(events: list[dict[str, Any]]) -> dict[tuple[int, Any], tuple[int, st
 
 
 def _slices(axes: Any, theme: str, slices: list[dict[str, Any]], y: int, inch: float) -> None:
-    """Boxes with their names, as far as these fit, in a colour for each verb."""
+    """Boxes with their names, as far as these fit, in a color for each verb."""
     for event in slices:
         verb = re.split(r"\d|\.", event["name"])[0]
         fill = "#d3d7db" if verb.startswith("wait") else SLICES[zlib.crc32(verb.encode()) % len(SLICES)]
@@ -452,7 +452,7 @@ PICTURES = {
 
 
 def digest(drawn: Any) -> str:
-    """Of what is drawn: words, corners in the numbers of the axes to four digits, and colours; not how Matplotlib lays
+    """Of what is drawn: words, corners in the numbers of the axes to four digits, and colors; not how Matplotlib lays
     it out, which differs between versions."""
     lines = [_words(text) for text in drawn.texts]
     lines += [text.get_text() for legend in drawn.legends for text in legend.get_texts()]
@@ -483,7 +483,7 @@ def _numbers(values: Any) -> str:
 
 
 def write(name: str, theme: str) -> Path:
-    """Write one picture, in 64 colours."""
+    """Write one picture, in 64 colors."""
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 

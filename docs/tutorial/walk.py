@@ -6,7 +6,7 @@ A plain loop gathers, computes, reduces and updates as it goes:
     mpiexec -n 3 python docs/tutorial/walk.py
 
 This is FSDP (ZeRO-3) of a chain of layers in about a hundred lines. It needs nothing
-but a Communicator, the layers and an optimiser. The tests compare its parameters with
+but a Communicator, the layers and an optimizer. The tests compare its parameters with
 those of `strategy="fsdp"`.
 """
 

@@ -73,7 +73,7 @@ class Muon:
             raise ConfigError(f"Muon(exclude={self.exclude!r}): a list of name patterns is needed, [{self.exclude!r}]")
         parse_patterns("Muon: exclude", self.exclude)
         if not isinstance(self.others, Elementwise) or "m" not in self.slots:
-            raise ConfigError(f"Muon(others={self.others!r}): an optimiser with a slot m is needed, optim.AdamW()")
+            raise ConfigError(f"Muon(others={self.others!r}): an optimizer with a slot m is needed, optim.AdamW()")
 
     @property
     def slots(self) -> tuple[str, ...]:

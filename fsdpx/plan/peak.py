@@ -41,7 +41,7 @@ __all__ = [
 ]  # fmt: skip
 
 ROW_MEANINGS = {
-    "master": "that the optimiser updates", "full": "that layers compute with", "grad": "as backward adds them up",
+    "master": "that the optimizer updates", "full": "that layers compute with", "grad": "as backward adds them up",
     "part": "summed over ranks", "slot": "of each parameter", "memory": "of codecs", "trace": "of codecs",
     "statistic": "running statistics",
 }  # fmt: skip

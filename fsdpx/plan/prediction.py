@@ -37,7 +37,7 @@ class Prediction:
     ----------
     seconds : seconds of a step
     parts : seconds by cause, averaged over the pipeline ranks: "compute"; communication that is not hidden behind
-        computing, by mesh axis ("tensor", "shard", "replica", "pipe"); "optimiser"; "bubble", waiting for other
+        computing, by mesh axis ("tensor", "shard", "replica", "pipe"); "optimizer"; "bubble", waiting for other
         pipeline ranks; "overhead". Their sum is `seconds`
     classes : groups of ranks that do the same, see `RankClass`
     mesh, microbatches : mesh and number of microbatches, with defaults filled in

@@ -90,7 +90,7 @@ def _split_seconds_by_cause(
 ) -> dict[str, float]:
     """Return the seconds of one rank by what it did or waited for. transfer_seconds: see
     `StepClock._get_transfer_seconds`."""
-    parts = {"compute": 0.0, "optimiser": 0.0}
+    parts = {"compute": 0.0, "optimizer": 0.0}
 
     def add_seconds(name: str, seconds: float) -> None:
         parts[name] = parts.get(name, 0.0) + seconds
@@ -108,7 +108,7 @@ def _split_seconds_by_cause(
             gap -= travel
         add_seconds("bubble", max(gap, 0.0))
         own, moved = price(action)
-        add_seconds("optimiser" if action.op == "UPDATE" else "compute", own)
+        add_seconds("optimizer" if action.op == "UPDATE" else "compute", own)
         for axis, seconds in moved.items():
             add_seconds(axis, seconds)
         free = event.end

@@ -244,7 +244,7 @@ def test_a_picture_tells_strategies_apart(
         said = shown(capsys, f"mlp --ranks 2 --strategy {strategy} --machine laptop --png {path}")
         assert re.search(rf"^drawn: {path}, a step of 2 ranks of laptop: \S+ s \(compute ", said, re.M)
         words[strategy] = set(re.findall(r">([^<>]+)</text>", path.read_text(encoding="utf-8")))
-        assert {strategy, "mlp, batch 256, on laptop", "rank 0", "rank 1", "optimiser", "memory"} <= words[strategy]
+        assert {strategy, "mlp, batch 256, on laptop", "rank 0", "rank 1", "optimizer", "memory"} <= words[strategy]
     assert {"gather"} <= words["fsdp"] - words["ddp"]
     (least, most) = (
         next(float(word.split()[0]) for word in words[one] if re.fullmatch(r"\d+ MiB", word)) for one in ("fsdp", "ddp")

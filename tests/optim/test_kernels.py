@@ -1,4 +1,4 @@
-"""Optimisers are the published formulas, and their kernels have the same bits."""
+"""Optimizers are the published formulas, and their kernels have the same bits."""
 
 import tracemalloc
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Options, schedules and groups of optimisers, and the contract that all of them keep."""
+"""Options, schedules and groups of optimizers, and the contract that all of them keep."""
 
 import math
 from typing import Any
@@ -39,8 +39,8 @@ from fsdpx.testing.optimizer import OptimizerContract
             lambda: optim.Muon(exclude="head*"),
             r"Muon\(exclude='head\*'\): a list of name patterns is needed, \['head\*'\]",
         ),
-        (lambda: optim.Muon(others=optim.LAMB()), r"Muon\(others=LAMB\(.*\): an optimiser with a slot m is needed"),
-        (lambda: optim.Muon(others=optim.SGD()), r"Muon\(others=SGD\(.*\): an optimiser with a slot m is needed"),
+        (lambda: optim.Muon(others=optim.LAMB()), r"Muon\(others=LAMB\(.*\): an optimizer with a slot m is needed"),
+        (lambda: optim.Muon(others=optim.SGD()), r"Muon\(others=SGD\(.*\): an optimizer with a slot m is needed"),
         (lambda: optim.EMA(1.0), r"EMA\(decay=1.0\): a finite number >= 0 and < 1 is needed"),
         (lambda: optim.SWA(start=0), r"SWA\(start=0\): a whole number of steps, 1 or more, is needed"),
         (lambda: optim.SWA(every=True), r"SWA\(every=True\): a whole number of steps"),
@@ -172,7 +172,7 @@ def segments(*names, exchange=None):
     return ShardSegments(tuple(items), exchange)
 
 
-def test_neighbours_with_equal_hyperparameters_are_one_run():
+def test_neighbors_with_equal_hyperparameters_are_one_run():
     held = segments("0.weight", "1.weight", "1.bias", "norm.weight", "2.weight")
     assert held.hyperparameter_spans({}) == (HyperparameterSpan(0, 50),)
     assert held.hyperparameter_spans(optim.no_decay) == (

@@ -32,7 +32,7 @@ def dry(ranks: int, here: int, strategy: str, **options):
 
 
 @in_full
-def test_without_neighbours_nothing_is_shared():
+def test_without_neighbors_nothing_is_shared():
     footprint = dry(4, 1, "fsdp").footprint
     assert "shared windows" not in footprint.parts
     assert footprint.rss == footprint.pss == footprint.host_bytes

@@ -162,13 +162,13 @@ def test_activations_of_gpipe_grow_with_the_microbatches() -> None:
 
 
 def test_the_pipe_moves_what_crosses_a_cut() -> None:
-    """An activation forward and its gradient back per microbatch and cut; the ends have one neighbour."""
+    """An activation forward and its gradient back per microbatch and cut; the ends have one neighbor."""
     for rank in range(RANKS):
         report = run(rank, 8).report
-        neighbours = 1 if rank in (0, RANKS - 1) else 2
+        neighbors = 1 if rank in (0, RANKS - 1) else 2
         for call in ("send", "recv"):
             count = report.traffic["pipe", call]
-            assert (count.calls, count.bytes) == (8 * neighbours, 8 * neighbours * VALUE)
+            assert (count.calls, count.bytes) == (8 * neighbors, 8 * neighbors * VALUE)
             assert report.predicted["pipe", call] == count
 
 

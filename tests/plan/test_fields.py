@@ -84,7 +84,7 @@ def test_a_grid_with_ghost_cells_is_planned_in_its_layout() -> None:
     assert found.bytes_sent["domain"] < without.bytes_sent["domain"]
 
 
-def test_halos_go_to_neighbours() -> None:
+def test_halos_go_to_neighbors() -> None:
     """Cut along the first dim over hosts, one rank of each host speaks with another host; along the last, all do."""
     hosts = (NetworkLevel("host", 1e-6, 1e9, ranks=2), NetworkLevel("system", 1e-3, 1e9, contention=1.0))
     machine = Machine("two hosts", hosts, Compute({"float32": 1e12}, 1e12))

@@ -57,7 +57,7 @@ def test_what_is_held_is_known() -> None:
 def test_gathered_parameters_are_those_of_units_and_the_sum_is_all() -> None:
     run = dry(strategy="fsdp")
     peak = run.peak
-    assert held(peak)["that the optimiser updates, float32"] == 2 * PAGE
+    assert held(peak)["that the optimizer updates, float32"] == 2 * PAGE
     gathered = next(one for one in peak.holdings if one.what == "gathered parameters")
     assert all(name in "0123" and nbytes == PAGE for name, nbytes in gathered.units)
     passing = sum(row.nbytes for row in run.trainer.inspect.engine.state.ledger if row.is_freed_by_update)

@@ -280,7 +280,7 @@ def test_flops_of_attention_count_all_heads() -> None:
     assert found.seconds * 1e12 == pytest.approx(3 * (layers + head) + attention * 3.5)  # scores are made once more
 
 
-def test_neighbours_are_one_sum_of_squares() -> None:
+def test_neighbors_are_one_sum_of_squares() -> None:
     """Of a tensor axis, too: parameters of all ranks and those of each lie between each other on the first of them."""
     for tensor in (1, 2):
         mesh = fsdpx.Mesh(replica=2 // tensor, tensor=tensor)
@@ -389,8 +389,8 @@ def held(strategy: str, **options: Any) -> dict[str, list[int]]:
 def test_memory_over_a_step_is_that_of_its_strategy() -> None:
     page, model = 4 * (64 * 64 + 64), 4 * 4 * (64 * 64 + 64)
     ddp, fsdp = held("ddp"), held("fsdp")
-    assert (ddp["parameters"], ddp["gradients"], ddp["optimiser"]) == ([model], [model], [2 * model])
-    assert fsdp["optimiser"] == [model]
+    assert (ddp["parameters"], ddp["gradients"], ddp["optimizer"]) == ([model], [model], [2 * model])
+    assert fsdp["optimizer"] == [model]
     assert {n - model // 2 for n in fsdp["parameters"]} == {0, page, 2 * page}  # one is used, the next is there
     assert (fsdp["gradients"][0], fsdp["gradients"][-1]) == (0, 0)
     assert max(fsdp["gradients"]) == 2 * page + 3 * page // 2  # two are whole, and three sums are there or on their way

@@ -1,4 +1,4 @@
-"""Table 1 of the ZeRO paper (Rajbhandari et al., SC 2020): GB of parameters, gradients and optimiser state."""
+"""Table 1 of the ZeRO paper (Rajbhandari et al., SC 2020): GB of parameters, gradients and optimizer state."""
 
 import pytest
 
@@ -45,7 +45,7 @@ def held(strategy: str, parameters: float, ranks: int) -> dict[str, int]:
 @pytest.mark.parametrize(("strategy", "parameters", "ranks", "text"), CELLS)
 def test_the_published_table(strategy: str, parameters: float, ranks: int, text: str) -> None:
     memory = held(strategy, parameters, ranks)
-    own = memory["parameters"] + memory["gradients"] + memory["optimiser"]
+    own = memory["parameters"] + memory["gradients"] + memory["optimizer"]
     assert own == pytest.approx(OURS[strategy](parameters, ranks), rel=1e-4)
     sixteen = own - memory["gradients"] / 2  # with gradients in 16 bits, as the paper counts them
     if strategy == "fsdp" and ranks > 1:

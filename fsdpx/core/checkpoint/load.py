@@ -169,7 +169,7 @@ def _require_slots(state: TrainState, scalars: RunScalars, source: CheckpointSou
     place, slots = state.placement, tuple(state.placement.optimizer.slots)
     if slots != scalars.slots:
         raise CheckpointError(
-            f"{where}: the optimiser does not fit: {scalars.optimizer} with {_format_slots(scalars.slots)} in the "
+            f"{where}: the optimizer does not fit: {scalars.optimizer} with {_format_slots(scalars.slots)} in the "
             f"checkpoint, {type(unwrap_optimizer(place.optimizer)).__name__} with {_format_slots(slots)} here; "
             "load_parameters takes only the weights"
         )

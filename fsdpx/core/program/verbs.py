@@ -115,7 +115,7 @@ SLOTS: dict[str, SlotKind] = {
     # parameters and other state that outlives a step
     "shard": SlotKind("shard", "parameters", lent=True),
     "full": SlotKind("full", "parameters", lent=True),
-    "slots": SlotKind("slots", "optimiser", lent=True),  # optimizer state of a page: a dict name -> array
+    "slots": SlotKind("slots", "optimizer", lent=True),  # optimizer state of a page: a dict name -> array
     "memory": SlotKind("memory", "codec memory"),  # arrays of a codec per page, e.g. error feedback
     "stats": SlotKind("stats", "state"),  # running statistics of a unit
     # gradients

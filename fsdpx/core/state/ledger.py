@@ -50,7 +50,7 @@ LEDGER_KINDS = {
     "full": LedgerKind("parameters"),  # gathered, in the dtype of layers
     "grad": LedgerKind("gradients"),  # of full pages; backward adds into them
     "part": LedgerKind("gradients"),  # summed over ranks
-    "slot": LedgerKind("optimiser", "slots", saved=True),  # state of the optimizer
+    "slot": LedgerKind("optimizer", "slots", saved=True),  # state of the optimizer
     "memory": LedgerKind("codec memory", "memory", saved=True),  # of a codec, such as error feedback
     "trace": LedgerKind("codec memory", "memory"),  # memory of a codec that is zeroed after a load and by resharding
     "statistic": LedgerKind("state", saved=True),  # running statistics of layers

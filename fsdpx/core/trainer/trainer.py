@@ -311,7 +311,7 @@ class Trainer:
         Parameters
         ----------
         x, y : the batch, as for `step`
-        weights : "parameters", or their "average" over time (docs: optimisers)
+        weights : "parameters", or their "average" over time (docs: optimizers)
 
         Returns
         -------
@@ -334,7 +334,7 @@ class Trainer:
         Parameters
         ----------
         x : inputs: an array, a tuple, or a dict by name
-        weights : "parameters", or their "average" over time (docs: optimisers)
+        weights : "parameters", or their "average" over time (docs: optimizers)
 
         Returns
         -------
@@ -415,7 +415,7 @@ class Trainer:
 
         Parameters
         ----------
-        weights : "parameters", or their "average" over time (docs: optimisers)
+        weights : "parameters", or their "average" over time (docs: optimizers)
         names : exact names of the arrays to return, the same on all ranks; only pages that hold one of these parameters
             are sent (default: all)
 

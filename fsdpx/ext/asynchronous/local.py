@@ -43,7 +43,7 @@ __all__ = ["LocalSGD", "OuterStep", "RoundSchedule"]
 SLOTS.update({
     # parameters at the start of a round, state of the outer optimizer, and transfers between replicas
     "outer": SlotKind("outer", "outer parameters"),
-    "velocity": SlotKind("velocity", "outer optimiser"),
+    "velocity": SlotKind("velocity", "outer optimizer"),
     "delta": SlotKind("delta", "gradients"),
     "next": SlotKind("next", "outer parameters"),
     "trained": SlotKind("trained", "control"),  # loss weight per fragment since it was last sent
@@ -200,7 +200,7 @@ class LocalSGD(SyncChoice):
             hasattr(self.outer_optimizer, name) for name in ("update", "slots", "lr")
         ):
             raise ConfigError(
-                f"LocalSGD(outer_optimizer={self.outer_optimizer!r}): an optimiser is needed, such as optim.SGD(lr=1.0)"
+                f"LocalSGD(outer_optimizer={self.outer_optimizer!r}): an optimizer is needed, such as optim.SGD(lr=1.0)"
             )
         if any(form != SlotFormat() for form in get_slot_formats(self.outer_optimizer).values()):
             raise ConfigError(
@@ -267,7 +267,7 @@ class LocalSGD(SyncChoice):
 LEDGER_KINDS.update({
     "outer": LedgerKind("outer parameters", "outer", saved=True),  # parameters after the last outer step
     # state of the outer optimizer
-    "velocity": LedgerKind("outer optimiser", "velocity", saved=True, prefix="outer."),
+    "velocity": LedgerKind("outer optimizer", "velocity", saved=True, prefix="outer."),
     "delta": LedgerKind("gradients"),  # outer gradient of a replica
     "sum": LedgerKind("gradients", saved=True, prefix="delta"),  # sum of outer gradients, until the outer step
     "parcel": LedgerKind("gradients"),  # scratch of a codec, while outer gradients are pending
@@ -479,7 +479,7 @@ def start_all_gather_shares(run: ProgramRun, action: Action, taken: Values, read
 
     def make_share(rows: list[list[float]]) -> RoundShare:
         require_same_schedule_values(
-            run, place.axes.world, rows, {3: "learning rate", 4: "learning rate of the outer optimiser"}
+            run, place.axes.world, rows, {3: "learning rate", 4: "learning rate of the outer optimizer"}
         )
         trained, total, weight = (sum_exactly([rows[rank][i] for rank in replicas]) for i in range(3))
         return RoundShare(rows[place.axes.world.rank][0] / (trained or 1.0), total / (weight or 1.0))

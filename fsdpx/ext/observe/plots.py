@@ -41,7 +41,7 @@ COLOR_OF_VERB = {
     "SEND": "message", "FETCH": "disk", "STORE": "disk",
 }  # fmt: skip
 """Verb -> color name."""
-MEMORY = {"optimiser": "update", "parameters": "gather", "gradients": "reduce", "activations": "forward"}
+MEMORY = {"optimizer": "update", "parameters": "gather", "gradients": "reduce", "activations": "forward"}
 """Kind of memory -> color name. Kinds are stacked from the bottom in this order, with other kinds on top."""
 THEMES = ("light", "dark")
 WIDTH, LEFT, RIGHT = 9.25, 0.85, 0.85
@@ -455,8 +455,8 @@ def _assign_shades(panel: StepLanes) -> dict[tuple[int, int | None], float]:
     }
 
 
-def _darken_color(colour: str, shade: float) -> str:
-    channels = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+def _darken_color(color: str, shade: float) -> str:
+    channels = (int(color[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{int(channel * shade):02x}" for channel in channels)
 
 

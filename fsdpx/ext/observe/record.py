@@ -30,7 +30,7 @@ from fsdpx.nn.layer import ParameterSpec
 __all__ = ["RankRecord", "ValueRecorder", "WrittenTensor", "read_records"]
 
 KIND_NAMES = {
-    "shard": "parameter", "full": "gathered parameter", "slots": "state of the optimiser",
+    "shard": "parameter", "full": "gathered parameter", "slots": "state of the optimizer",
     "grad": "gradient of this rank's samples", "sum": "gradient summed over shards",
     "part": "gradient summed so far", "total": "gradient summed over all ranks", "tied": "gradient of all its uses",
     "outer": "outer parameter", "delta": "change of a round", "next": "outer parameter",

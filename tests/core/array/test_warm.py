@@ -26,7 +26,7 @@ def ready():
 
 @pytest.mark.parametrize("dtype", few(["float32", "float64", "bf16"], 3))
 def test_warm_reaches_every_compiled_kernel(dtype):
-    """But what numbers and the optimiser call, by name: initial values come first, and `engine.warm` takes a step."""
+    """But what numbers and the optimizer call, by name: initial values come first, and `engine.warm` takes a step."""
     bodies, reached = {body.__code__: name for name, body in choice.load_compiled_kernels().items()}, set()
     sys.setprofile(lambda frame, event, argument: reached.add(bodies.get(frame.f_code)))
     try:

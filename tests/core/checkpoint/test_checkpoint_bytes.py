@@ -99,7 +99,7 @@ def test_every_preset_at_every_number_of_ranks(
 
 @pytest.mark.parametrize("source", few(["3D", "one", "fsdp 3"], 3))
 def test_every_mesh_loads_what_another_saved(source: str, tmp_path: Path) -> None:
-    """Also the optimiser: saved again, all files are the same."""
+    """Also the optimizer: saved again, all files are the same."""
     everywhere(source, saved, source, tmp_path / "a")
 
     def again(comm: Communicator, name: str) -> int:
@@ -114,7 +114,7 @@ def test_every_mesh_loads_what_another_saved(source: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("optimizer", "slots"), [(optim.SGD(lr=0.1), []), (optim.Lion(lr=0.1), ["m"])])
-def test_optimisers_have_what_they_have(optimizer: Any, slots: list[str], tmp_path: Path) -> None:
+def test_optimizers_have_what_they_have(optimizer: Any, slots: list[str], tmp_path: Path) -> None:
     def run(comm: Communicator) -> None:
         trainer = make(comm, "mlp", optimizer=optimizer, frozen=["0.*"])
         trainer.save(tmp_path / "a")

@@ -258,7 +258,7 @@ def part_of_before(comm: Communicator, seed: int, rows: int = 9) -> tuple[Any, A
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_run_from_before_goes_on(ranks: int) -> None:
-    """The third step sees what the optimiser had in its slots."""
+    """The third step sees what the optimizer had in its slots."""
 
     def run(comm: Communicator) -> dict[str, Any]:
         model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm(16), nn.GELU(), nn.Linear(16, 3))

@@ -26,7 +26,7 @@ def _node(machines=None, timeout=30.0):
 
 
 def _pairs(size: int) -> list[int]:
-    """Machines of two ranks each where that comes out even, taken in turn: neighbours are on different machines."""
+    """Machines of two ranks each where that comes out even, taken in turn: neighbors are on different machines."""
     return [rank % (size // 2) if size % 2 == 0 else rank // 2 for rank in range(size)]
 
 

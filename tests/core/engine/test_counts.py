@@ -110,7 +110,7 @@ def matching(patterns: Sequence[str]) -> set[str]:
 @lru_cache
 def one_by_one(name: str, seed: int) -> dict[str, Any]:
     """What PyTorch does: each parameter has a state and a count of its own, and no update while it is frozen. The rule
-    of one whole parameter is that of the optimiser, which `tests/optim` compares with `torch.optim`."""
+    of one whole parameter is that of the optimizer, which `tests/optim` compares with `torch.optim`."""
     optimizer, p = OPTIMIZERS[name], {n: a.copy() for n, a in initial().items()}
     whole = {n: ShardSegments((ShardSegment(n, 0, a.size, 0, a.size, a.shape),)) for n, a in p.items()}
     slots = {n: make_zero_slots(np, optimizer, whole[n], np.dtype("float64")) for n in p}

@@ -245,7 +245,7 @@ class Twice(nn.Layer):
         ("a number of numpy", "returns float64 where the model computes in float32: make constants Python floats"),
     ],
 )
-def test_a_layer_at_fault_is_named_and_not_its_neighbour(way: str, text: str, inside: bool) -> None:
+def test_a_layer_at_fault_is_named_and_not_its_neighbor(way: str, text: str, inside: bool) -> None:
     def act(comm: Communicator) -> None:
         layer = nn.Residual(nn.Sequential(nn.Linear(4, 4), Twice(way))) if inside else Twice(way)
         model = nn.Sequential(nn.Linear(4, 4), layer, nn.LayerNorm(4))
@@ -561,7 +561,7 @@ def test_a_loss_that_is_no_object(loss: Any, text: str) -> None:
     assert text in str(caught.value)
 
 
-def test_the_class_of_an_optimiser_of_pytorch_is_answered_at_once() -> None:
+def test_the_class_of_an_optimizer_of_pytorch_is_answered_at_once() -> None:
     theirs = type("AdamW", (), {"__module__": "torch.optim.adamw"})
     with pytest.raises(ConfigError, match=r"^torch\.optim\.AdamW: use fsdpx\.optim\.AdamW\("):
         nn.Linear(2, 2).as_distributed(loss=nn.MSELoss(), optimizer=theirs)

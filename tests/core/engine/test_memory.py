@@ -46,7 +46,7 @@ def test_model_states_follow_the_formulas(strategy: str, params: float, grads: f
     slots = 1 if strategy == "ddp" else 1 / N
     for before, after, trainer in spawn(lambda comm: held(comm, strategy, 2), N):
         P = trainer.inspect.placement.layout.size * F32
-        assert before.get("working set", 0) == 0, "initialisation needs no more than what stays"
+        assert before.get("working set", 0) == 0, "initialization needs no more than what stays"
         states = sum(n for kind, n in after.items() if kind != "working set")
         assert states == pytest.approx(P * (params + grads + 2 * slots), rel=0.01)
         assert sum(before.values()) == states

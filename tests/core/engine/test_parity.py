@@ -137,14 +137,14 @@ def test_gradients_are_those_of_the_global_mean() -> None:
 
 
 @in_full
-def test_initialisation_does_not_see_the_layout() -> None:
+def test_initialization_does_not_see_the_layout() -> None:
     def run(comm: Communicator, strategy: str) -> Bits:
         return bits(make(comm, "gpt", strategy))
 
     demand_same(found for s, size in placed([1, 2, 3, 5], [4]) for found in spawn(run, size, s))
 
 
-def test_seed_changes_the_initialisation() -> None:
+def test_seed_changes_the_initialization() -> None:
     prints = {spawn(lambda comm, s=s: bits(make(comm, "mlp", seed=s)), 1)[0] for s in (0, 1)}
     assert len(prints) == 2
 

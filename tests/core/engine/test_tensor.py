@@ -118,7 +118,7 @@ def test_parameters_are_loaded_whole() -> None:
     assert set(fsdpx.spawn(run, 4)) == {0.0}
 
 
-def test_initialisation_does_not_see_the_axes() -> None:
+def test_initialization_does_not_see_the_axes() -> None:
     def run(comm: Communicator, mesh: Mesh) -> Bits:
         return bits(train(comm, "wide", mesh, "ddp" if mesh.shard == 1 else "fsdp", sizes=())[2])
 

@@ -25,7 +25,7 @@ TRUNK = Stage.from_units([((u,), (u,), (u + 1,)) for u in range(4)], [False, Fal
 """Four units in a row, of which the third one is trained."""
 
 RECORDS = (*(Slot("slots", p) for p in range(3)), *(Slot("shard", p) for p in range(3)))
-"""Optimiser state and parameters of three pages, on disk between uses."""
+"""Optimizer state and parameters of three pages, on disk between uses."""
 
 STAGES = {"chain": CHAIN, "tied": TIED, "skip": SKIP, "frozen": FROZEN, "trunk": TRUNK}
 PLACEMENTS = {"ddp": (True, False), "zero2": (True, True), "fsdp": (False, True), "kept-grads": (False, False)}

@@ -33,7 +33,7 @@ def world() -> Iterator[Communicator]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Communicator]:
-    """Machines of two ranks where that comes out even, else of different sizes; neighbours on different machines."""
+    """Machines of two ranks where that comes out even, else of different sizes; neighbors on different machines."""
     from fsdpx.core.comm.node.node import NodeCommunicator
 
     messages = carrier(60)

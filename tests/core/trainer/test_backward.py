@@ -192,7 +192,7 @@ def test_frozen_parameters_stay_and_the_others_do_not_notice(case: str, pattern:
         assert still == (["embed.weight"] if case == "gpt" else ["2.weight", "2.bias"])
 
 
-def test_what_was_frozen_goes_on_with_its_optimiser_state() -> None:
+def test_what_was_frozen_goes_on_with_its_optimizer_state() -> None:
     def run(comm: Communicator) -> Any:
         trainer = make(comm, "mlp", optimizer=optim.SGD(lr=0.01, momentum=0.9, weight_decay=0.1))
         x, y = CASES["mlp"].batch(np.random.default_rng(comm.rank), 4)

@@ -276,7 +276,7 @@ def test_on_a_terminal_it_is_a_bar(capsys: pytest.CaptureFixture[str], monkeypat
         trainer.fit(loader(trainer), epochs=2, validation=held(trainer), every=3)
 
     ranks(2, run)
-    err = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", capsys.readouterr().err)  # without colours
+    err = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", capsys.readouterr().err)  # without colors
     assert re.search(r"epoch 2/2 .* 6/6 loss [\d.]+  [\d,]+ samples/s  lr 0.01  norm [\d.]+ 00:00", err)
     assert err.count("step 3/6  validation loss ") == 1
 

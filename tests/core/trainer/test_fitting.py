@@ -49,7 +49,7 @@ def test_the_plan_of_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
         assert head == f"rank {number} of 2 has too little memory: unable to allocate {arena.BLOCK_BYTES} bytes"
         assert there == "memory that there is: little for 2"
         kinds = [line.split("  ")[0] for line in plan.splitlines()[2:]]
-        assert kinds == ["gradients", "optimiser", "parameters", "in all"]
+        assert kinds == ["gradients", "optimizer", "parameters", "in all"]
         assert [line.split("  ")[0] for line in less.splitlines()[2:]] == ["strategy='zero1'"]
         assert less.endswith("  fits")
 

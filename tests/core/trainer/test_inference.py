@@ -26,7 +26,7 @@ def test_predicts_as_a_trainer_that_trains(strategy: str) -> None:
 
     for want, got, memory in spawn(run, 2):
         np.testing.assert_array_equal(got, want)
-        assert set(memory) <= {"parameters", "working set"}  # no gradients, no state of an optimiser
+        assert set(memory) <= {"parameters", "working set"}  # no gradients, no state of an optimizer
 
 
 @pytest.mark.parametrize(

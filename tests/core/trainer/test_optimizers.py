@@ -1,4 +1,4 @@
-"""Optimisers and averages of parameters in whole trainings."""
+"""Optimizers and averages of parameters in whole trainings."""
 
 from itertools import product
 from pathlib import Path
@@ -289,7 +289,7 @@ def test_memory_is_that_of_one_more_slot() -> None:
         trainer = make_averaging(comm)
         own = sum(page.own_range.size for page in trainer.inspect.placement.pages.values())
         assert trainer.report().memory["averages"] == 4 * own
-        assert trainer.report().memory["optimiser"] == 8 * own
+        assert trainer.report().memory["optimizer"] == 8 * own
         return own
 
     whole = sum(spawn(run, 2))

@@ -383,7 +383,7 @@ def test_options_that_differ_are_printed_alone() -> None:
     assert "clip_norm" not in str(caught.value)
 
 
-def test_an_optimiser_of_pytorch_is_named_with_its_counterpart() -> None:
+def test_an_optimizer_of_pytorch_is_named_with_its_counterpart() -> None:
     torch = pytest.importorskip("torch")
     weights = [torch.zeros(2, requires_grad=True)]
     theirs = torch.optim.AdamW(weights, lr=0.5, weight_decay=0.1)

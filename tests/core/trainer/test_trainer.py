@@ -310,14 +310,14 @@ def test_report_says_what_was_moved_held_and_spent() -> None:
     for word in (
         "all-gather over shard",
         "reduce-scatter over shard",
-        "optimiser",
+        "optimizer",
         "GATHER",
         "UPDATE",
         "predicted per step",
     ):
         assert word in text
     assert report.times["F"][2] == 3
-    assert report.memory["optimiser"] > 0
+    assert report.memory["optimizer"] > 0
 
 
 def test_program_is_the_step_in_words() -> None:

@@ -264,7 +264,7 @@ def test_outer_state_is_cut_over_replicas() -> None:
 
     for memory, size in spawn(run, 4):
         assert memory["outer parameters"] == 4 * size
-        assert abs(memory["outer optimiser"] - size) <= 8
+        assert abs(memory["outer optimizer"] - size) <= 8
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_outer_state_is_cut_over_replicas() -> None:
         ({"mix": 1.0}, r"LocalSGD\(mix=1.0\): a number in \[0, 1\) is needed"),
         (
             {"outer_optimizer": optim.SGD},
-            r"LocalSGD\(outer_optimizer=<class .*SGD'>\): an optimiser is needed, such as optim.SGD\(lr=1.0\)",
+            r"LocalSGD\(outer_optimizer=<class .*SGD'>\): an optimizer is needed, such as optim.SGD\(lr=1.0\)",
         ),
         ({"compression": "int9"}, "unknown codec 'int9'"),
         (

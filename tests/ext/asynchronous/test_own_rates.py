@@ -17,7 +17,7 @@ def test_replicas_that_train_by_themselves_compare_rates_where_they_meet() -> No
     def run(comm: Communicator) -> tuple[int, str]:
         return rated(comm, lambda step: 0.125, strategy=LocalSGD(sync_every=2, outer_optimizer=outer[comm.rank]))
 
-    words = "ranks differ in the learning rate of the outer optimiser of step 4: rank 0: 0.5; rank 1: 1.5."
+    words = "ranks differ in the learning rate of the outer optimizer of step 4: rank 0: 0.5; rank 1: 1.5."
     for steps, text in spawn(run, 2):
         assert steps == 3
         assert text.startswith(words)

@@ -115,7 +115,7 @@ SETTINGS: dict[str, tuple[Any, Any, float]] = {
     "powersgd": (fsdpx.PowerSGD(4), MOMENTUM, 0.05),
     "topk": (fsdpx.TopK(0.01, warmup=50), NONE, 0.15),
 }
-"""Codec, optimiser, and how much less the loss may fall than without a codec."""
+"""Codec, optimizer, and how much less the loss may fall than without a codec."""
 
 
 def learnt(codec: Any, optimizer: Any) -> float:

@@ -227,7 +227,7 @@ def test_cells_and_nothing_else_travel() -> None:
     assert spawn(run, 4) == [halo * 3] * 4  # both convolutions forward, the second one backward: the first is data
 
 
-def test_predictions_wait_for_neighbours_alone() -> None:
+def test_predictions_wait_for_neighbors_alone() -> None:
     """Beside a solver: once parts of a kind have been predicted, nothing is sent but cells, and no rank meets all."""
 
     def run(comm: Communicator) -> Any:
@@ -244,7 +244,7 @@ def test_predictions_wait_for_neighbours_alone() -> None:
         return moved, np.array_equal(*found)
 
     for rank, (moved, same) in enumerate(spawn(run, 3)):
-        many, row = (1, 2, 1)[rank], 6 * 4  # neighbours; bytes of a row of one channel
+        many, row = (1, 2, 1)[rank], 6 * 4  # neighbors; bytes of a row of one channel
         assert set(moved) <= {("domain", "send"), ("domain", "recv")}
         assert moved["domain", "send"] == (2 * many, many * row * 7)  # channels of both layers
         assert same

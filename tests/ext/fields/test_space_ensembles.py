@@ -53,7 +53,7 @@ def trained(
     place: Callable[[int], tuple[int, int]] | None = None,
 ) -> Any:  # fmt: skip
     """As `alone`, with each member's share of the samples. place: rank -> (member, place in its grid); members are
-    groups of neighbours by default."""
+    groups of neighbors by default."""
     width = int(np.prod(dims))
     member, at = place(comm.rank) if place else divmod(comm.rank, width)
     r, c = divmod(at, dims[1])
@@ -112,7 +112,7 @@ def test_a_grid_may_have_any_ranks_of_the_trainer_in_any_order() -> None:
 
 @pytest.mark.parametrize("order", [("pipe", "replica", "shard", "tensor"), ("replica", "shard", "tensor", "pipe")])
 def test_stages_of_a_pipe_hold_parts(order: tuple[str, ...]) -> None:
-    """Pipe 2 x space (2, 1); the stages are neighbours, or the parts are."""
+    """Pipe 2 x space (2, 1); the stages are neighbors, or the parts are."""
     norm = nn.InstanceNorm(4)  # BatchNorm would see each microbatch by itself, as in any pipe
     losses, parameters, predicted = alone(4, norm)
 

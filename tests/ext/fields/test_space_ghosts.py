@@ -328,7 +328,7 @@ SIDES = ["none at walls", "low alone", "none in the middle"]
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
 @pytest.mark.parametrize("kind", SIDES)
 def test_sides_without_ghost_cells_are_as_without_a_solver(kind: str, mode: str) -> None:
-    """Where a rank brings ghost cells that are those of its neighbours, and elsewhere none, results and gradients are
+    """Where a rank brings ghost cells that are those of its neighbors, and elsewhere none, results and gradients are
     those of the whole field: what is missing comes from its owners, and walls have the layer's padding."""
     whole = np.random.default_rng(0).standard_normal((2, *SHAPE, 2))
     net = nn.Sequential(nn.Conv2d(2, 4, (5, 3), padding=(2, 1), padding_mode=mode), *tail(4))
@@ -357,13 +357,13 @@ def test_sides_without_ghost_cells_are_as_without_a_solver(kind: str, mode: str)
 
 
 def sides_of(kind: str, place: int, dims: int, ghosts: int) -> tuple[int, int]:
-    """The ghost cells of a rank along a dim, all of them cells of neighbours."""
+    """The ghost cells of a rank along a dim, all of them cells of neighbors."""
     inner = ghosts * (place > 0), ghosts * (place < dims - 1)
     return {"none at walls": inner, "low alone": (inner[0], 0), "none in the middle": inner if place else (0, 0)}[kind]
 
 
 def test_a_rollout_has_ghost_cells_between_ranks_alone() -> None:
-    """None at walls, as PETSc has them: each step pads there, and later states have those of their neighbours."""
+    """None at walls, as PETSc has them: each step pads there, and later states have those of their neighbors."""
     net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1, padding_mode="replicate"), nn.Tanh(), nn.Conv2d(4, 1, 1))
     whole = np.random.default_rng(0).standard_normal((1, *SHAPE, 1))
     y = np.random.default_rng(1).standard_normal((1, *SHAPE, 3))

@@ -48,11 +48,11 @@ def test_a_cartesian_communicator_trains_on_its_parts(world: Communicator, name:
     cart.Free()
 
 
-def test_all_predictions_but_the_first_wait_for_neighbours_alone(world: Communicator) -> None:
+def test_all_predictions_but_the_first_wait_for_neighbors_alone(world: Communicator) -> None:
     """The last rank makes its second one when rank 0 has made its own."""
     MPI = pytest.importorskip("mpi4py.MPI")
     if world.size < 3:
-        pytest.skip("all ranks are neighbours")
+        pytest.skip("all ranks are neighbors")
     cart, comm = MPI.COMM_WORLD.Create_cart((world.size, 1)), MPI.COMM_WORLD
     trainer = nn.Conv2d(1, 1, 3, padding=1).as_distributed(domain=fsdpx.Grid(cart, (2, 5)), strategy="ddp")
     u, token = np.ones((2, 5, 1), np.float32), np.zeros(1)

@@ -125,7 +125,7 @@ def test_parameters_travel_in_16_bits_and_gradients_as_wanted() -> None:
 @pytest.mark.parametrize(("precision", "nbytes"), [(BF16, 2 * 4), (KAHAN, 3 * 2)])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_the_plan_is_what_is_used(strategy: str, precision: Precision, nbytes: int) -> None:
-    """nbytes: of the optimiser's state for each parameter."""
+    """nbytes: of the optimizer's state for each parameter."""
     options: dict[str, Any] = {"optimizer": optim.AdamW(lr=1e-2), "precision": precision, "strategy": strategy}
 
     def run(comm: Communicator) -> Any:
@@ -137,10 +137,10 @@ def test_the_plan_is_what_is_used(strategy: str, precision: Precision, nbytes: i
     model, batch = CASES["mlp"].model(), (((4, 12), "float32"), ((4, 5), "float32"))
     dry = fsdpx.dry_run(model, *batch, ranks=2, loss=nn.MSELoss(), group_bytes=2048, **options)
     real = fsdpx.spawn(run, 2)[0]
-    assert {"parameters", "gradients", "optimiser", "working set"} <= set(real) | {"working set"}
+    assert {"parameters", "gradients", "optimizer", "working set"} <= set(real) | {"working set"}
     assert real == {kind: dry.report.memory[kind] for kind in real}
     numbers = sum(spec.size for spec in parameter_specs(linearize(CASES["mlp"].model())).values())
-    assert real["optimiser"] in (nbytes * numbers, nbytes * (numbers // 2), nbytes * (numbers - numbers // 2))
+    assert real["optimizer"] in (nbytes * numbers, nbytes * (numbers // 2), nbytes * (numbers - numbers // 2))
 
 
 @in_full

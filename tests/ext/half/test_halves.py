@@ -442,7 +442,7 @@ def test_rounded_by_chance_bit_by_bit(mode, start, size):
     np.testing.assert_array_equal(out.view(np.uint16), want.astype(np.uint16))
 
 
-def test_rounding_by_chance_is_right_in_the_mean_and_moves_to_a_neighbour(mode):
+def test_rounding_by_chance_is_right_in_the_mean_and_moves_to_a_neighbor(mode):
     n = 1 << 16
     for value in (1.0 + 2.0**-10, -3.3, 1e-40, 65504.7):
         x, out = np.full(n, value, np.float32), np.empty(n, FORMATS[1])

@@ -1,4 +1,4 @@
-"""Optimisers whose parameters and state are in bfloat16."""
+"""Optimizers whose parameters and state are in bfloat16."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from fsdpx.optim.optimizer import make_zero_slots
 
 BF16 = parse_dtype("bf16")
 UNIT = 2.0**-8
-"""The distance of neighbours in bfloat16 is at most this part of a number, times two."""
+"""The distance of neighbors in bfloat16 is at most this part of a number, times two."""
 
 
 def held(optimizer: RoundedOptimizer, n: int) -> tuple[Any, dict[str, Any]]:
@@ -113,11 +113,11 @@ def test_arrays_of_another_size_are_named() -> None:
 
 
 UNIT_OF_HALF, LEAST = 2.0**-8, 2.0**-133
-"""Half the distance of neighbours at most, as a part of a number, and their distance near 0."""
+"""Half the distance of neighbors at most, as a part of a number, and their distance near 0."""
 SINGLE = 1e-6
 """What a few operations in float32 take from the sum of their terms: 16 roundings."""
 TINY = 2.0**-147
-"""What they take near 0: half of the distance of neighbours in float32, eight times."""
+"""What they take near 0: half of the distance of neighbors in float32, eight times."""
 
 Terms = tuple[Any, Any]
 """A result, and the size of the terms that it is a sum of."""

@@ -140,10 +140,10 @@ def test_the_report_says_what_lies_where(tmp_path: Path) -> None:
     assert counted == {key: real.predicted[key] for key in counted}
     assert (real.memory, real.disk) == (dry.memory, dry.disk)
     own = real.parameters // 2 * 4
-    assert real.disk == {"parameters": own, "optimiser": 2 * own, "gradients": own}
+    assert real.disk == {"parameters": own, "optimizer": 2 * own, "gradients": own}
     assert set(real.memory) == {"state", "working set"}
     lines = [" ".join(line.split()) for line in str(real).splitlines()]
-    assert f"on disk: optimiser {2 * own / 1024:.2f} KiB" in lines
+    assert f"on disk: optimizer {2 * own / 1024:.2f} KiB" in lines
 
 
 def test_the_report_says_how_long_the_disk_was_at_work(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_the_report_says_how_long_the_disk_was_at_work(tmp_path: Path) -> None:
 
 
 def test_memory_is_that_of_a_few_pages(tmp_path: Path) -> None:
-    """Of 12 pages of optimiser state three are in memory at a time: needed, fetched and on its way back."""
+    """Of 12 pages of optimizer state three are in memory at a time: needed, fetched and on its way back."""
 
     def run(comm: Communicator, folder: Path | None) -> Any:
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12)))
@@ -178,7 +178,7 @@ def test_memory_is_that_of_a_few_pages(tmp_path: Path) -> None:
 def test_show_counts_it_without_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "mlp", "--ranks", "2", "--offload", "optimizer,parameters"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    (disk_line,) = (line for line in lines if line.startswith("on disk: optimiser"))
+    (disk_line,) = (line for line in lines if line.startswith("on disk: optimizer"))
     (shard_line,) = (line for line in lines if line.startswith("on disk: parameters"))
     assert float(disk_line.split()[3]) == pytest.approx(2 * float(shard_line.split()[3]), rel=0.01)
     assert any(line.startswith("read, disk") for line in lines)
@@ -394,14 +394,14 @@ with (folder / "saved" / "model.safetensors").open("rb") as file:
     print(hashlib.file_digest(file, "sha256").hexdigest())
 """
 MODEL = 16 * 1024 * 1024 * 4
-"""Bytes of its parameters: gradients take as many, and the optimiser's state twice that."""
+"""Bytes of its parameters: gradients take as many, and the optimizer's state twice that."""
 
 
 @pytest.mark.jobs
 @pytest.mark.skipif(sys.platform != "linux", reason="a limit on private memory is Linux's")
 def test_states_larger_than_the_memory_of_the_process(tmp_path: Path) -> None:
     """The system lets the process have twice the model beside what every process takes: that is too little for the four
-    of a step in memory; with the gradients and the optimiser's two on disk 1.6 are enough. The bits are those without a
+    of a step in memory; with the gradients and the optimizer's two on disk 1.6 are enough. The bits are those without a
     limit."""
     limit = 2 * MODEL
 

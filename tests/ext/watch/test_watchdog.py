@@ -149,7 +149,7 @@ batches, mine = [(np.ones((4, 5, 1), np.float32),) * 2] * 20, slice(None)
 
 
 def test_a_rank_that_stops_between_halos_is_named(tmp_path):
-    """Its neighbour waits for cells; the watchdog says for whose, in which layer."""
+    """Its neighbor waits for cells; the watchdog says for whose, in which layer."""
     stop = AT.format(rank=0, what="os.kill(os.getpid(), signal.SIGSTOP)").replace("B0.0", "F0.0")  # after it
     done = job(tmp_path, FIELD + stop + STEPS, FSDPX_TIMEOUT=str(TIMEOUT))
     assert none_left(tmp_path)
