@@ -186,14 +186,14 @@ def test_a_closed_trainer_gives_its_memory_back(world: Communicator) -> None:
     node = find_node_communicator(world)
     if node is None:
         pytest.skip("one rank shares nothing")
-    before = len(node.host.windows)
+    before = len(node.memory.windows)
     trainer = make(world, "mlp", "zero1")
     x, y = CASES["mlp"].batch(np.random.default_rng(0), 8)
     trainer.step(x[part(world, 8)], y[part(world, 8)])
-    assert len(node.host.windows) > before
+    assert len(node.memory.windows) > before
     trainer.close()
     trainer.close()
-    assert len(node.host.windows) == before
+    assert len(node.memory.windows) == before
     for method in (trainer.parameters, lambda: trainer.step(x, y), lambda: trainer.load_parameters({})):
         with pytest.raises(ConfigError, match=r"this trainer is closed"):
             method()
