@@ -111,7 +111,7 @@ def show(args: argparse.Namespace) -> str:
         raise ConfigError(f"--ranks {ranks} --batch {batch}: both at least 1")
     strategy = DistributionChoices(args.strategy, mesh).strategy_within_replica(ranks)
     full = (mesh or Mesh()).fill_from_strategy(strategy, ranks)
-    cells, grid = _choose_cells_and_grid(args, example, dims)
+    cells, grid = _choose_field_cells_and_grid(args, example, dims)
     rank, rows = _choose_rank_and_sample_count(
         args, replace(full, domain=dims), ranks, batch, 0 if grid is None else grid.busiest_ranks[0]
     )
@@ -202,7 +202,7 @@ def make_no_field_error(example: str) -> ConfigError:
     return ConfigError(f"--domain and --field: {example} takes no fields; {fields} do{own}")
 
 
-def _choose_cells_and_grid(
+def _choose_field_cells_and_grid(
     args: argparse.Namespace, example: CatalogModel, dims: tuple[int, ...]
 ) -> tuple[tuple[int, ...], Grid | None]:
     """Return the number of cells of the requested field along each dim, and the grid that splits it, or None."""

@@ -178,7 +178,7 @@ def _commit_folder(path: Path, partial: Path, plan: FileLayout, source: Checkpoi
     for pattern in COPIED_PATTERNS:
         for file in source.folder.glob(pattern):
             if file.is_file():
-                _copy_file(file, partial / file.name)
+                _copy_file_if_trusted(file, partial / file.name)
     sync_folder(partial)
     path = resolve_replaceable_folder(path)
     with explaining_rename_errors(path):
@@ -188,7 +188,7 @@ def _commit_folder(path: Path, partial: Path, plan: FileLayout, source: Checkpoi
     sync_folder(path.parent)
 
 
-def _copy_file(file: Path, target: Path) -> None:
+def _copy_file_if_trusted(file: Path, target: Path) -> None:
     """Copy a file from the folder of the weights, with at most the permissions of the original.
 
     A link that leaves the folder is not copied, because someone else may have created it to expose a private file of

@@ -113,10 +113,10 @@ class StepDryRuns:
         Buffers of the program count while they are in use, and activations with their maximum during each action. The
         dry runs must have run all microbatches of `events`."""
         rows = group_events_by_rank(events)
-        return [_make_memory_curve(run, self.few, rows[rank]) for rank, run in enumerate(self.runs)]
+        return [_make_memory_timeline(run, self.few, rows[rank]) for rank, run in enumerate(self.runs)]
 
 
-def _make_memory_curve(
+def _make_memory_timeline(
     run: RankDryRun, microbatches: int, row: list[ActionEvent]
 ) -> dict[str, list[tuple[float, int]]]:
     """Return kind of memory -> [(seconds, bytes in use from then on)] for one pipeline rank. row: its simulated

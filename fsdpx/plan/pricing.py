@@ -65,13 +65,13 @@ class StepClock:
     def average_seconds_by_cause(self, rows: list[list[ActionEvent]], step_seconds: float) -> dict[str, float]:
         """Return the seconds of a step by cause, averaged over the pipeline ranks."""
         ways = [
-            (partial(self.price_action, rank), partial(self._get_transfer_seconds, rank)) for rank in range(len(rows))
+            (partial(self.price_action, rank), partial(self._get_seconds_in_flight, rank)) for rank in range(len(rows))
         ]
         shares = [_split_seconds_by_cause(row, step_seconds, *both) for row, both in zip(rows, ways, strict=True)]
         names = dict.fromkeys(name for share in shares for name in share)
         return {name: sum(share.get(name, 0.0) for share in shares) / len(shares) for name in names}
 
-    def _get_transfer_seconds(self, rank: int, action: Action) -> Any:
+    def _get_seconds_in_flight(self, rank: int, action: Action) -> Any:
         """Return how many seconds the bytes of an action are in flight, without waiting for other pipeline ranks.
 
         It is inf for an action that neither receives nor synchronizes."""
@@ -89,7 +89,7 @@ def _split_seconds_by_cause(
     transfer_seconds: Callable[[Action], float],
 ) -> dict[str, float]:
     """Return the seconds of one rank by what it did or waited for. transfer_seconds: see
-    `StepClock._get_transfer_seconds`."""
+    `StepClock._get_seconds_in_flight`."""
     parts = {"compute": 0.0, "optimizer": 0.0}
 
     def add_seconds(name: str, seconds: float) -> None:

@@ -49,11 +49,11 @@ def wrap_python_call(code: str, indent: int = 0, end: str = "") -> str:
     if len(line) <= COLUMNS or "(" not in code:
         return line
     start, stop = code.index("("), code.rindex(")")
-    inside = [wrap_python_call(one, indent + len(DEEPER), ",") for one in _iterate_arguments(code[start + 1 : stop])]
+    inside = [wrap_python_call(one, indent + len(DEEPER), ",") for one in _split_arguments_text(code[start + 1 : stop])]
     return "\n".join([" " * indent + code[: start + 1], *inside, " " * indent + code[stop:] + end])
 
 
-def _iterate_arguments(code: str) -> Iterator[str]:
+def _split_arguments_text(code: str) -> Iterator[str]:
     """Yield the arguments of a call, split at the commas outside of brackets."""
     depth, begin = 0, 0
     for at, letter in enumerate(code):

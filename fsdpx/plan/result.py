@@ -170,7 +170,7 @@ class Plan:
         return f"trainer = model.as_distributed(loss={self.loss}, optimizer=optim.AdamW(), {words})"
 
     @property
-    def run_file_text(self) -> str:
+    def distribute_section_text(self) -> str:
         """The [distribute] section of a run file for the fastest configuration. Options that only Python can express
         are written as comments."""
         lines = ["[distribute]"]
@@ -216,7 +216,7 @@ class Plan:
         quickest, kinds = tables
         parts = [
             "\n".join(first), wrap_prose(what), f"the quickest, with what a rank holds and sends\n{quickest}",
-            f"the quickest of each kind\n{kinds}", wrap_python_call(self.python_line), self.run_file_text,
+            f"the quickest of each kind\n{kinds}", wrap_python_call(self.python_line), self.distribute_section_text,
             self._format_largest_that_fit(),
             f"on other numbers of ranks, with the same global batch\n{self._format_scaling_table()}",
             *self._list_search_paragraphs(),
@@ -312,7 +312,7 @@ class Plan:
                 for one in self.scaling
             ],
             "line": self.python_line,
-            "toml": self.run_file_text,
+            "toml": self.distribute_section_text,
             "found": [_candidate_to_dict(one) for one in self.candidates],
             "answer": self.answer_text,
             "not_measured": list_unmeasured(self.best_candidate.prediction),

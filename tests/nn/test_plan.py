@@ -411,7 +411,7 @@ WRONG = {
     "a tie cut in half": (
         encoder(),
         {"plan": {"embed": nn.sharding.VocabParallel, "*.left": nn.sharding.LayerDefault}},
-        r"'head.weight' is tied to 'embed.weight', but one lies .* as None and the other as ShardSpec\(dim=0",
+        r"'head.weight' is tied to 'embed.weight', but one is sharded as None and the other as ShardSpec\(dim=0",
     ),
     "a plan with context": (GPT, {"plan": {"*": nn.sharding.LayerDefault}, "sequence": "ring"},
         "whole but for experts: it takes no"),

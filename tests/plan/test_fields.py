@@ -121,7 +121,7 @@ def test_grids_are_searched() -> None:
         "trainer = model.as_distributed(loss=nn.RelativeL2(), optimizer=optim.AdamW(), strategy="
     )
     assert grid in found.python_line
-    assert f"# domain={dims}" in found.run_file_text
+    assert f"# domain={dims}" in found.distribute_section_text
 
 
 def test_the_line_for_parts_that_differ_cuts_them_evenly() -> None:

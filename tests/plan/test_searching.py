@@ -74,11 +74,11 @@ def test_the_line_of_python_is_the_winner(found: Plan) -> None:
 def test_the_lines_for_a_run_file_ask_for_the_same(found: Plan) -> None:
     wide = next(one for one in found.candidates if one.summary == "ddp + pipe")
     made = replace(found, candidates=(wide,))
-    plan = tomllib.loads(made.run_file_text)
+    plan = tomllib.loads(made.distribute_section_text)
     assert plan["distribute"] | {"mesh": Mesh.parse(plan["distribute"]["mesh"])} == dict(wide.options)
     other = replace(wide, options={"strategy": fsdpx.Sharding(), "recompute": 2})
     assert (
-        replace(found, candidates=(other,)).run_file_text
+        replace(found, candidates=(other,)).distribute_section_text
         == f"[distribute]\n# strategy={fsdpx.Sharding()!r}\nrecompute = 2"
     )
 
@@ -92,7 +92,7 @@ def test_what_it_prints(found: Plan) -> None:
     for part in (
         "the quickest of each kind",
         "with these options a global batch of",
-        found.run_file_text,
+        found.distribute_section_text,
         "\nsearched ",
     ):
         assert part in text

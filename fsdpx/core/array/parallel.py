@@ -141,7 +141,7 @@ def run_tasks(function: Callable[..., Any], pieces: Sequence[tuple[Any, ...]]) -
         for piece in pieces:
             function(*piece)
         return
-    _start_workers(workers)
+    _ensure_workers(workers)
     job = _ParallelCall(function, pieces)
     for _ in range(workers):
         _calls.put(job)
@@ -192,7 +192,7 @@ class _ParallelCall:
         return None
 
 
-def _start_workers(workers: int) -> None:
+def _ensure_workers(workers: int) -> None:
     """Start workers until there are at least this many. They sleep between calls, and end with the process."""
     global _started
     if _started >= workers:

@@ -58,7 +58,7 @@ EXTENSIONS: dict[str, dict[str, str]] = {
         "report": "fsdpx.ext.observe.report:make_report",
         "summary": "fsdpx.ext.observe.report:gather_summary",
         "routing": "fsdpx.ext.observe.routing:gather_expert_load",
-        "measure": "fsdpx.ext.observe.measure:measure_steps",
+        "measure": "fsdpx.ext.observe.measure:measure_fastest_step",
         "generate": "fsdpx.models.generation.generate:generate",
     },
 }

@@ -41,10 +41,10 @@ __all__ = [
     "list_path_facts",
     "lock_file",
     "make_sibling_path",
-    "parse_checkpoint_name",
     "prune_checkpoints",
     "require_equal_choices",
     "resolve_checkpoint",
+    "resolve_checkpoint_name",
     "resolve_replaceable_folder",
     "run_on_all_ranks",
     "run_on_rank0",
@@ -233,7 +233,7 @@ def _iterate_sibling_folders(folder: Path) -> Iterator[tuple[Path, str, str]]:
             yield path, *parsed
 
 
-def parse_checkpoint_name(name: str) -> str | None:
+def resolve_checkpoint_name(name: str) -> str | None:
     """Return the name of the checkpoint that a folder named `name` can hold: usually `name` itself. For a folder with
     the previous version of a checkpoint, return the name of that checkpoint; for other temporary folders of saves,
     None."""
@@ -333,7 +333,7 @@ def iterate_checkpoints(folder: Path, prefix: str) -> Iterator[tuple[int, Path]]
     first."""
     pattern, folders = re.compile(re.escape(prefix) + r"(\d+)"), dict[int, Path]()
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        match = pattern.fullmatch(parse_checkpoint_name(path.name) or "")
+        match = pattern.fullmatch(resolve_checkpoint_name(path.name) or "")
         if match and is_checkpoint(path):
             folders[int(match[1])] = folder / match[0]
     yield from sorted(folders.items())

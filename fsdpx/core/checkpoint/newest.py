@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from fsdpx.core.base import safe_files
-from fsdpx.core.checkpoint.atomic_commit import parse_checkpoint_name, resolve_checkpoint
+from fsdpx.core.checkpoint.atomic_commit import resolve_checkpoint, resolve_checkpoint_name
 from fsdpx.core.checkpoint.format import MAX_TEXT_BYTES, STATE_FILE_NAME
 from fsdpx.core.checkpoint.write import MANIFEST_NAME, Manifest, is_checkpoint
 from fsdpx.errors import CheckpointError, warn
@@ -22,7 +22,7 @@ def find_newest_checkpoint(folder: Path) -> Path | None:
     right size. An incomplete checkpoint is skipped with a warning; weights without training state are skipped
     silently."""
     entries = folder.iterdir() if folder.exists() else ()
-    names = {name for path in entries if (name := parse_checkpoint_name(path.name))}
+    names = {name for path in entries if (name := resolve_checkpoint_name(path.name))}
     steps_by_folder = {folder / name: resolve_checkpoint(folder / name) for name in names}
     ages = {path: _get_recency_key(path.name, place) for path, place in steps_by_folder.items() if is_checkpoint(place)}
     newest_first = sorted(ages, key=ages.__getitem__, reverse=True)

@@ -92,12 +92,12 @@ def open_checkpoint(path: Path) -> CheckpointSource:
             f"{folder} is no checkpoint: it has no {MANIFEST_NAME}"
             + (_describe_newest_checkpoint(folder) or ". For safetensors files from elsewhere: load_parameters")
         )
-    manifest = Manifest.parse(_read_text_file(folder / MANIFEST_NAME), str(folder / MANIFEST_NAME))
+    manifest = Manifest.parse(_read_small_file(folder / MANIFEST_NAME), str(folder / MANIFEST_NAME))
     files = {}
     for name in manifest.files:
         where = folder / name
         if name.endswith(".json"):
-            text = _read_text_file(where)
+            text = _read_small_file(where)
             manifest.require_file_match(name, text, len(text), (), str(where))
             continue
         files[name] = read_header(where)
@@ -151,7 +151,7 @@ def read_header(path: Path) -> FileHeader:
 def _open_indexed_files(path: Path) -> CheckpointSource:
     """Open the files that an index file lists. Raise CheckpointError unless index and files list the same tensors."""
     try:
-        table = parse_json(_read_text_file(path))
+        table = parse_json(_read_small_file(path))
         names = table["weight_map"]
         if not all(isinstance(k, str) and isinstance(v, str) for k, v in names.items()):
             raise ValueError("weight_map must map texts to texts")
@@ -180,7 +180,7 @@ def _require_unique_tensor_names(source: CheckpointSource) -> None:
         seen[name] = file
 
 
-def _read_text_file(path: Path) -> bytes:
+def _read_small_file(path: Path) -> bytes:
     try:
         with open_regular_file(path) as fd:
             data = bytearray(min(os.fstat(fd).st_size, MAX_TEXT_BYTES))

@@ -233,7 +233,7 @@ def prepare_save(
     Raise CheckpointError on all ranks if ranks differ, or if one rank cannot save. Collective."""
     world = state.placement.axes.world
     path = agree_on_path(world, "save", path, options=repr(choices))
-    where, local = f"save to {path}", state.placement.sync_policy.gather_checkpoint_data(state)
+    where, local = f"save to {path}", state.placement.sync_policy.gather_checkpoint_counters(state)
     all_scalars = run_on_all_ranks(
         world, where, lambda: _require_savable(state, path, choices, collect_scalars(state, loader, fit, local))
     )

@@ -86,7 +86,7 @@ def collect_scalars(
     """Return the scalars of a train state.
 
     loader: object with a method `state_dict`, or None. fit: progress of the training loop, or None. local: result of
-    `gather_checkpoint_data` of the synchronization policy."""
+    `gather_checkpoint_counters` of the synchronization policy."""
     optimizer, scaler = state.placement.optimizer, state.scaler
     return RunScalars(
         steps=state.steps,

@@ -9,7 +9,7 @@ from fsdpx.core.base.extensions import load_extension
 from fsdpx.core.comm.communicator import unwrap_communicator
 from fsdpx.core.comm.mesh import MeshAxes
 
-__all__ = ["can_be_watched", "report_call_to_watchdog", "start_watching", "start_watching_axes", "stop_watching"]
+__all__ = ["can_be_watched", "detach_watchdog", "report_call_to_watchdog", "start_watching", "start_watching_axes"]
 
 
 def can_be_watched(comm: Any) -> bool:
@@ -40,7 +40,7 @@ def report_call_to_watchdog(comm: Any, call: str) -> None:
         watcher.record.on_collective_call(call)
 
 
-def stop_watching(comm: Any) -> Any:
+def detach_watchdog(comm: Any) -> Any:
     """Stop watching `comm`, on which no rank waits anymore because it is abandoned. Return its watchdog, or None."""
     base = unwrap_communicator(comm)
     watcher, base.watched_by = base.watched_by, None

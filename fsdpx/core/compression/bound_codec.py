@@ -37,7 +37,7 @@ class BoundCodec(NamedTuple):
     def add_and_clear_kept_error(self, grad: Any) -> None:
         """Add the error kept so far to a gradient that is summed on one rank only, and clear the error."""
         if self.memory:
-            self.codec.apply_on_one_rank(grad, self.memory)
+            self.codec.add_and_clear_kept_error(grad, self.memory)
 
     def start_reduce_scatter(self, grad: Any, out: Any, counts: Sequence[int]) -> Handle:
         """Start the reduce-scatter of `grad` and return its handle; this rank's part arrives in `out`. Collective."""

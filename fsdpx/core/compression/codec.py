@@ -191,7 +191,7 @@ class Codec(ABC):
         """
         return {}
 
-    def apply_on_one_rank(self, grad: Array, memory: Memory) -> None:
+    def add_and_clear_kept_error(self, grad: Array, memory: Memory) -> None:
         """Add the error kept so far to the gradient and clear it, if there is no other rank to reduce with. Only memory
         whose rule is "sum" is added and cleared.
 

@@ -76,7 +76,7 @@ def allocate_rows_in_windows(
     elif arena.memory is not None:
         block = arena.memory.allocate_shared(nbytes)
     if block is None:
-        _warn_little_shared_memory(placement, what)
+        _warn_on_rank0_of_little_shared_memory(placement, what)
         return False
     arena.blocks.append(block)
     start = -get_data_pointer(block) % ALIGN  # each row starts at a cache line
@@ -90,7 +90,7 @@ def _count_aligned_bytes(row: LedgerRow) -> int:
     return -(-row.nbytes // ALIGN) * ALIGN
 
 
-def _warn_little_shared_memory(placement: Placement, what: str) -> None:
+def _warn_on_rank0_of_little_shared_memory(placement: Placement, what: str) -> None:
     """Warn on rank 0 that a machine has too little shared memory."""
     if placement.axes.world.rank == 0:
         warn(

@@ -74,17 +74,18 @@ class PairwiseSumStack(Generic[T]):
 
     def push_node(self, node: TreeNode, value: T) -> None:
         """Push a node. Nodes must be pushed from left to right without gaps."""
-        self.entries.append((self._lift_to_equal_parent(node), value))
+        self.entries.append((self._find_highest_equal_ancestor(node), value))
         while len(self.entries) > 1 and self._has_siblings_on_top():
             (left, a), (_, b) = self.entries[-2:]
             del self.entries[-2:]
-            self.entries.append((self._lift_to_equal_parent(TreeNode(left.level + 1, left.index // 2)), self.add(a, b)))
+            parent = TreeNode(left.level + 1, left.index // 2)
+            self.entries.append((self._find_highest_equal_ancestor(parent), self.add(a, b)))
 
     def _has_siblings_on_top(self) -> bool:
         left, right = self.entries[-2][0], self.entries[-1][0]
         return left.level == right.level and left.index % 2 == 0 and right.index == left.index + 1
 
-    def _lift_to_equal_parent(self, node: TreeNode) -> TreeNode:
+    def _find_highest_equal_ancestor(self, node: TreeNode) -> TreeNode:
         """Return the highest node with the same sum: a left child equals its parent if its right sibling is beyond the
         last chunk."""
         top = get_root_node(self.chunks).level

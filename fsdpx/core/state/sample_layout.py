@@ -38,7 +38,7 @@ class SampleLayout(Protocol):
         """Return the number of samples of each group of data ranks that work on the same samples. rows: number of
         samples of each data rank."""
 
-    def require_equal_rows(self, rows: Sequence[int]) -> None:
+    def require_equal_sample_counts(self, rows: Sequence[int]) -> None:
         """Raise DataError unless data ranks that work on the same samples have the same number of samples."""
 
     def describe_array(self, array: Any) -> str:
@@ -89,7 +89,7 @@ class CompleteSamples:
     def count_rows_per_group(self, rows: Sequence[int]) -> Sequence[int]:
         return rows
 
-    def require_equal_rows(self, rows: Sequence[int]) -> None:
+    def require_equal_sample_counts(self, rows: Sequence[int]) -> None:
         return
 
     def describe_array(self, array: Any) -> str:

@@ -149,9 +149,9 @@ class SyncPolicy:
         """Called after a step. weight: loss weight of its samples."""
 
     def on_resume(self, state: Any, saved: Mapping[str, Any] | None) -> None:
-        """Called after a saved state was loaded. saved: data of the checkpoint, see `gather_checkpoint_data`."""
+        """Called after a saved state was loaded. saved: data of the checkpoint, see `gather_checkpoint_counters`."""
 
-    def gather_checkpoint_data(self, state: Any) -> dict[str, Any] | None:
+    def gather_checkpoint_counters(self, state: Any) -> dict[str, Any] | None:
         """Return the data of this policy that a checkpoint holds in addition to its arrays; None if there is none.
         Collective."""
         return None

@@ -150,7 +150,7 @@ def agree_on_tuning(
         return Tuning(blas.get_selected_library(), parallel.get_threads())
     group_bytes = GROUP_BYTES if world.size == 1 else MULTI_RANK_GROUP_BYTES
     if imagined:
-        known = load_record("blas", _make_tuning_key(), _parse_library)
+        known = load_record("blas", _make_tuning_key(), _parse_library_record)
         here = len(world.ranks_on_host) if isinstance(world, FakeNodeCommunicator) else 1
         threads = cores.count_threads_per_rank(here)
         return (
@@ -175,7 +175,7 @@ def load_blas_measurement() -> Measurement | None:
     with suppress(ValueError, TypeError):
         record = _read_record(_get_record_path("blas", key))
         if record is not None and record.key == key:
-            _parse_library(record.value)
+            _parse_library_record(record.value)
             return record
     return None
 
@@ -185,7 +185,8 @@ def _agree_on_blas_library(world: Communicator, count: ProgressCallback) -> str:
     would measure different times. Collective."""
     key = _make_tuning_key()
     anyway = environment.read_environment().retune and str(key) not in _remeasured
-    record = _broadcast_from_rank_0(world, None if anyway or world.rank else load_record("blas", key, _parse_library))
+    known = None if anyway or world.rank else load_record("blas", key, _parse_library_record)
+    record = _broadcast_from_rank_0(world, known)
     if record is None:
         rates = blas.measure_library_gflops(count)
         record = _broadcast_from_rank_0(world, _choose_fastest_library(rates, blas.get_selected_library()))
@@ -216,7 +217,7 @@ def _make_tuning_key() -> dict[str, Any]:
     }
 
 
-def _parse_library(value: dict[str, Any]) -> str:
+def _parse_library_record(value: dict[str, Any]) -> str:
     """Return the chosen library from the value of a record. Raise ValueError if no measurement writes such a value."""
     library, rates = require_json_fields(value, {"library": str, "rates": dict}).values()
     if library not in {"numpy", *blas.describe_library_files()} or not all(

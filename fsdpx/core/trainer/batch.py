@@ -44,7 +44,7 @@ __all__ = [
     "make_largest_microbatch_shapes",
     "prepare_inputs",
     "prepare_target",
-    "require_batch_on_device",
+    "require_batch_usable_on_device",
     "sharing_errors",
     "split_into_microbatches",
     "to_device_array",
@@ -332,7 +332,7 @@ def to_device_array(placement: Placement, value: Any, name: str = "") -> Any:
     return array
 
 
-def require_batch_on_device(placement: Placement, x: Any, y: Any) -> None:
+def require_batch_usable_on_device(placement: Placement, x: Any, y: Any) -> None:
     """Raise DataError unless this rank's device can take the arrays of a batch."""
     if placement.device is CPU:
         return

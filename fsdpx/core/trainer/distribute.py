@@ -24,7 +24,7 @@ from fsdpx.core.comm.default_communicator import comparing_arguments, record_scr
 from fsdpx.core.comm.init import adopt_communicator, find_message_backend, open_survivor_communicator
 from fsdpx.core.comm.init import open_world as open_world
 from fsdpx.core.comm.mesh import Mesh
-from fsdpx.core.comm.watched import report_call_to_watchdog, start_watching_axes, stop_watching
+from fsdpx.core.comm.watched import detach_watchdog, report_call_to_watchdog, start_watching_axes
 from fsdpx.core.compression import Choice, list_codec_names
 from fsdpx.core.engine.engine import Engine
 from fsdpx.core.program import SCHEDULES
@@ -250,7 +250,7 @@ def _make_elastic_trainer(recipe: Recipe, world: Any, choice: ElasticConfig) -> 
     trainer = Trainer(run_calls(recipe, world, choice))
     if (opened := defaults.get_default()) is not None:
         # a watchdog over all ranks that were started would end the job when one of them dies
-        stop_watching(opened.comm)
+        detach_watchdog(opened.comm)
     return _end_all_ranks_on_exception(trainer, world)
 
 

@@ -16,7 +16,7 @@ from fsdpx.core.comm.default_communicator import RankInfo, comparing_arguments, 
 from fsdpx.core.comm.desync_check import CheckedCommunicator
 from fsdpx.core.comm.init import find_message_backend, find_node_communicator, open_world
 from fsdpx.core.comm.message_backend import MessageBackend
-from fsdpx.core.comm.watched import start_watching, stop_watching
+from fsdpx.core.comm.watched import detach_watchdog, start_watching
 from fsdpx.core.trainer.batch import agree_on_call
 from fsdpx.errors import ConfigError
 
@@ -123,7 +123,7 @@ def finalize() -> None:
         defaults.set_default(None)
         if not environment.read_environment().ulfm:  # with ULFM, ranks may have died without MPI noticing
             agree_on_call(opened.made[-1] if opened.made else opened.comm, "finalize")  # its error names more
-        stop_watching(opened.comm)
+        detach_watchdog(opened.comm)
         if opened.agreement is not None:
             opened.agreement.close()
         for comm in opened.made:

@@ -275,7 +275,7 @@ class Session:
         place, checked = self.placement, CheckedBatch()
         layout = place.sample_layout
         try:
-            batches.require_batch_on_device(place, x, y)
+            batches.require_batch_usable_on_device(place, x, y)
             checked.inputs = batches.prepare_inputs(place, x)
             checked.batched = layout.has_complete_samples or layout.has_sample_dim(
                 batches.list_inputs_in_order(place, x)[0]
@@ -307,7 +307,7 @@ class Session:
         everyone, alike = batches.agree_on_batch(place.axes, kind, *about, checked.error, agreement.ranks)
         if agreement.may_have_duplicates and agreement.ranks is place.axes.world:
             self._duplicates.count_duplicates_and_warn(alike, checked.arrays)
-        place.sample_layout.require_equal_rows(everyone)
+        place.sample_layout.require_equal_sample_counts(everyone)
         if uncoordinated is not None:
             uncoordinated.record_agreed_batch(about, _get_shapes_and_dtypes(checked.inputs))
         return everyone

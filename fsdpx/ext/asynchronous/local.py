@@ -409,7 +409,7 @@ class LocalSyncPolicy(SyncPolicy):
         """The schedule of rounds in the form in which checkpoints hold it."""
         return {"every": self.rounds.every, "fragments": len(self.rounds.fragments), "delay": self.rounds.delay}
 
-    def gather_checkpoint_data(self, state: TrainState) -> dict[str, Any]:
+    def gather_checkpoint_counters(self, state: TrainState) -> dict[str, Any]:
         """Return the schedule of rounds, and for each replica the loss weight on which it has trained since it sent
         each fragment. Collective."""
         replica = self.placement.axes.replica

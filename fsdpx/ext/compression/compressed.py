@@ -79,7 +79,7 @@ class CompressedCodec(Codec):
         error += grad
         return error
 
-    def apply_on_one_rank(self, grad: Array, memory: Memory) -> None:
+    def add_and_clear_kept_error(self, grad: Array, memory: Memory) -> None:
         grad[...] = self.add_error_feedback(grad, memory, self.take_reduce_number(memory))
         for name, kept in memory.items():
             if name == "error":

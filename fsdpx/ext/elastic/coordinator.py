@@ -19,7 +19,7 @@ from fsdpx.core.base.config import ElasticConfig
 from fsdpx.core.base.safe_files import read_file
 from fsdpx.core.checkpoint.scalars import RunScalars, collect_scalars
 from fsdpx.core.comm.communicator import SurvivorCommunicator
-from fsdpx.core.comm.watched import stop_watching
+from fsdpx.core.comm.watched import detach_watchdog
 from fsdpx.core.state.ledger import LedgerKey
 from fsdpx.core.state.tuning import agree_on_tuning
 from fsdpx.core.trainer.batch import describe_different_calls
@@ -342,7 +342,7 @@ class Coordinator:
     def _stop_watching_communicator(self, control: SurvivorCommunicator) -> None:
         """Stop watching a communicator on which no rank will wait again. A rank may die before it has done so; the next
         call removes its record."""
-        if (watchdog := stop_watching(control)) is not None:
+        if (watchdog := detach_watchdog(control)) is not None:
             self._abandoned.append((control, watchdog))
         for before, watchdog in self._abandoned:
             watchdog.remove_dead_records(before.get_failed_ranks())

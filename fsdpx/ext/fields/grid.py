@@ -631,7 +631,7 @@ class FieldSamples:
     def count_rows_per_group(self, rows: Sequence[int]) -> Sequence[int]:
         return [rows[member[0]] for member in self.axes.ranks_sharing_samples]
 
-    def require_equal_rows(self, rows: Sequence[int]) -> None:
+    def require_equal_sample_counts(self, rows: Sequence[int]) -> None:
         for member in self.axes.ranks_sharing_samples:
             odd = next((rank for rank in member if rows[rank] != rows[member[0]]), None)
             if odd is not None:

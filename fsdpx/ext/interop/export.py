@@ -532,9 +532,9 @@ class _ExportPlan:
             at = ".".join(names[:i])
             if at in self.modules and (self._unit(at, self.modules[at]) or _has_own_parameters(self.modules[at])):
                 return at
-        return self._name_layer_outside_units(node)
+        return self._find_layer_name_outside_units(node)
 
-    def _name_layer_outside_units(self, node: fx.Node) -> str | None:
+    def _find_layer_name_outside_units(self, node: fx.Node) -> str | None:
         """Return the name of the layer for an operation that is outside of units and reads parameters, such as a matmul
         with the table of an embedding; None if it reads no parameter.
 

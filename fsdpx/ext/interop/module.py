@@ -195,7 +195,7 @@ class TorchModule(AutogradLayer):
         )
 
     def _make_run_function(self, env: LayerContext) -> Run:
-        module, constants = self._bare.get_thread_copy(env)
+        module, constants = self._bare.get_thread_copy_and_constants(env)
 
         def run_module(given: dict[str, torch.Tensor], inputs: list[torch.Tensor]) -> torch.Tensor:
             given |= {name: b.to(inputs[0].device) for name, b in constants.items()}
@@ -267,7 +267,7 @@ class _BareModule:
         self.constants = {n: b.clone() for n, b in self._module.named_buffers() if n not in floats}
         self._threads = threading.local()
 
-    def get_thread_copy(self, env: LayerContext) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    def get_thread_copy_and_constants(self, env: LayerContext) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
         """Return this thread's copy of the module, and the constants. In training, each submodule is in the mode that
         it had when the module was copied."""
         if not hasattr(self._threads, "module"):

@@ -26,7 +26,7 @@ from fsdpx.core.program import (
 from fsdpx.ext.observe.recording import TimelineRecorder, find_timeline_recorder
 
 __all__ = ["ClockReading", "MeasuredStep", "interpolate_offset", "make_action_times", "measure_clock_offset",
-           "measure_steps"]  # fmt: skip
+           "measure_fastest_step"]  # fmt: skip
 
 Timeline = list[tuple[Action, float, float]]
 """(action, start, end) of each action of a rank, in seconds."""
@@ -76,7 +76,7 @@ class MeasuredStep:
         return simulate_programs(self.programs, self.machine)
 
 
-def measure_steps(engine: Engine, step: Callable[[], object], steps: int = 5) -> MeasuredStep:
+def measure_fastest_step(engine: Engine, step: Callable[[], object], steps: int = 5) -> MeasuredStep:
     """Run a warm-up step and `steps` further steps, and return the timeline of the fastest one. Collective.
 
     The steps train, so the parameters change."""
@@ -150,7 +150,7 @@ def measure_clock_offset(comm: Communicator) -> ClockReading:
     error of at most t/2, whichever direction was slow (Cristian 1989)."""
     if comm.rank == 0:
         for rank in range(1, comm.size):
-            offset, error = _measure_offset_of_rank(comm, rank)
+            offset, error = _measure_clock_offset_and_error(comm, rank)
             _send_clock(comm, rank, offset, error)
         return ClockReading(perf_counter(), 0.0, 0.0)
     while True:
@@ -160,7 +160,7 @@ def measure_clock_offset(comm: Communicator) -> ClockReading:
         _send_clock(comm, 0, perf_counter(), 0.0)
 
 
-def _measure_offset_of_rank(comm: Communicator, rank: int) -> tuple[float, float]:
+def _measure_clock_offset_and_error(comm: Communicator, rank: int) -> tuple[float, float]:
     """Return offset and error of a rank's clock, from its fastest answer."""
     best, asked, start = (0.0, float("inf")), 0, perf_counter()
     while True:

@@ -191,7 +191,7 @@ class _SlotTensors:
         elif slot.kind == "full" and isinstance(value, dict):
             for f in place.layout.pages[slot.at or 0].fields:
                 if hasattr(value.get(f.name), "reshape"):
-                    yield from self._iterate_parameter_slices(f.source, f.source, 0, value[f.name].reshape(-1))
+                    yield from self._iterate_blocks_of_parameter(f.source, f.source, 0, value[f.name].reshape(-1))
         elif slot.kind == "grad":
             if (flat := value.get_microbatch_buffer(action.mb or 0)) is not None:
                 yield from self._iterate_fields(slot, flat, ElementRange(0, place.layout.pages[slot.at or 0].size))
@@ -225,9 +225,9 @@ class _SlotTensors:
         page = self.engine.placement.layout.pages[slot.at or 0]
         if getattr(flat, "ndim", 0) == 1 and flat.size >= span.size:
             for f, start, part in page.iterate_fields(flat, span):
-                yield from self._iterate_parameter_slices(f.source, f.source + more, start, part)
+                yield from self._iterate_blocks_of_parameter(f.source, f.source + more, start, part)
 
-    def _iterate_parameter_slices(self, source: str, tensor: str, start: int, part: Any) -> Iterator[Part]:
+    def _iterate_blocks_of_parameter(self, source: str, tensor: str, start: int, part: Any) -> Iterator[Part]:
         layout = self.engine.placement.layout
         spec: ParameterSpec = layout.specs[source]
         held = LocalShard(tensor, part, start, spec, layout.spread.rank, layout.spread.width)

@@ -270,8 +270,8 @@ def swapped(row: list[Action]) -> list[Action]:
     [
         ("every_microbatch_goes_forward_and_backward_through_every_stage", lambda row: row[:-1], None, "microbatch 2"),
         ("gradients_are_added_in_the_order_of_microbatches", swapped, None, r"stage 0 adds \[0, 2, 1\]"),
-        ("no_rank_waits_for_ever", lambda row: row[::-1], None, "waits forever at B0.2"),
-        ("programs_of_all_ranks_come_to_their_end", lambda row: row[::-1], None, "wait for each other"),
+        ("no_rank_waits_forever", lambda row: row[::-1], None, "waits forever at B0.2"),
+        ("compiled_programs_complete", lambda row: row[::-1], None, "wait for each other"),
         ("activations_in_flight_stay_in_bounds", lambda row: row, 1, "2 in flight on rank 0, not 1"),
     ],
 )

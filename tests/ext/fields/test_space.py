@@ -426,7 +426,7 @@ def grid_of(comm: Communicator) -> Any:
                     {"reproducible_chunks": 2},
                     "reproducible_chunks=2 cuts the batch by samples, of which each rank has a part",
                 ),
-                ({"strategy": "diloco"}, "strategy='diloco' lets replicas train by themselves"),
+                ({"strategy": "diloco"}, "strategy='diloco' lets replicas train independently"),
                 ({"strategy": "gossip"}, "strategy='gossip' lets ranks step at their own speed"),
             )
         ),

@@ -315,7 +315,7 @@ def test_layers_keep_no_first_values_that_were_handed_on(cut: bool) -> None:
     assert first == again
     del net
     gc.collect()
-    with pytest.raises(ConfigError, match="first values of this layer were released, and the module that they came"):
+    with pytest.raises(ConfigError, match="first values of this layer were released, and their module was deleted"):
         train(model, x, y, 2)
     alone = from_torch(Language(1), *example * cut)
     fsdpx.dry_run(alone, x, y, ranks=2, loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1))

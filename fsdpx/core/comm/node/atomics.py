@@ -99,7 +99,7 @@ def return_unconverted(builder: Any, value: Any) -> Any:
     return value
 
 
-def make_vector_adder(lines: int, streaming: bool = False, through: Any = return_unconverted) -> Any:
+def make_rank_sum_intrinsic(lines: int, streaming: bool = False, through: Any = return_unconverted) -> Any:
     """Return an intrinsic that adds the vectors at byte `at` of all arrays, in rank order: `lines` vectors, or one
     element if `lines` is 0.
 
@@ -194,9 +194,9 @@ def _compile_sum_functions(name, through, kind):
     """Return two compiled functions. The first sets each written array to the sum of all arrays, in rank order. The
     second is a collective that synchronizes the ranks and calls the first."""
     element, lines, streamed = (
-        make_vector_adder(0, through=through),
-        make_vector_adder(LINES_PER_STEP, through=through),
-        make_vector_adder(LINES_PER_STEP, True, through),
+        make_rank_sum_intrinsic(0, through=through),
+        make_rank_sum_intrinsic(LINES_PER_STEP, through=through),
+        make_rank_sum_intrinsic(LINES_PER_STEP, True, through),
     )
     zero = kind(0)
 

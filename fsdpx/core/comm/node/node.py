@@ -327,7 +327,7 @@ class NodeCommunicator(Backend):
 
         return group.start_collective(number, address, call, read_root, held=self.rank == root)
 
-    def _start_all_to_all(self, call: Call, group: NodeGroup) -> Handle | None:
+    def _try_start_all_to_all(self, call: Call, group: NodeGroup) -> Handle | None:
         (send, recv), (sent, received) = call.arrays, call.partitions
         address = self.memory.find_address(send) if self.is_single_host else None
         if address is None:
@@ -438,7 +438,7 @@ _SHARED_MEMORY_CALLS: dict[str, Callable[[NodeCommunicator, Call, NodeGroup], Ha
     "reduce_scatter": NodeCommunicator._start_reduce_scatter,
     "all_reduce": NodeCommunicator._start_all_reduce,
     "broadcast": NodeCommunicator._start_broadcast,
-    "all_to_all": NodeCommunicator._start_all_to_all,
+    "all_to_all": NodeCommunicator._try_start_all_to_all,
     "barrier": NodeCommunicator._start_barrier,
 }
 """Operations that can run in shared memory; each function returns None if the arrays of a call are not in it."""

@@ -404,7 +404,7 @@ def correlate_backward_params(
         blas.gemm(_as_matrix(dw), _flatten_rows(as_contiguous(slope)).T, _flatten_rows(as_contiguous(image)), True)
     else:
         for a, b, c in _iterate_group_slices(strides, image, slope, dw):
-            direct.direct_backward_weight(image[..., a], slope[..., b], strides, dw[c])
+            direct.direct_add_weight_gradient(image[..., a], slope[..., b], strides, dw[c])
     if not here:
         write_or_add_gradient(weight, dw)
 

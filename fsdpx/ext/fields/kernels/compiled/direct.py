@@ -27,8 +27,8 @@ from fsdpx.ext.fields.kernels.convolution import WindowStrides
 __all__ = [
     "WIDE",
     "convolve_direct",
+    "direct_add_weight_gradient",
     "direct_backward_input",
-    "direct_backward_weight",
     "emit_load",
     "emit_offset",
     "emit_pointer_cast",
@@ -522,7 +522,7 @@ def direct_backward_input(
         convolve_direct(dy, weight, bias, reverse, part, False, tuple(places))
 
 
-def direct_backward_weight(x: np.ndarray, dy: np.ndarray, strides: WindowStrides, dw: np.ndarray) -> None:
+def direct_add_weight_gradient(x: np.ndarray, dy: np.ndarray, strides: WindowStrides, dw: np.ndarray) -> None:
     """Compute dw (outputs, channels, *kernel) += the gradient of the weights."""
     runs = _find_output_runs(strides, dy.shape[1:-1], x.shape[1:-1], True)
     if runs is None or not dy.size:
