@@ -33,7 +33,7 @@ class StorageFormat:
 
     Parameters
     ----------
-    kind : dtype in which the stored bytes are interpreted
+    kind : dtype used to interpret the stored bytes
     missing : stored numbers that mark missing data
     low, high : stored numbers below `low` or above `high` mark missing data; None: no limit
     factor, offset : value = stored * factor + offset, for packed data

@@ -42,8 +42,8 @@ class StepClock:
         return self._known(rank, find_action_that_ran(action, self._few))
 
     def _compute_price(self, rank: int, action: Action) -> ActionPrice:
-        """Return the seconds of an action that ran. A receive takes no time: the send is priced by the ranks at both
-        ends."""
+        """Return the time that an action took. A receive is free: the whole transfer is charged to the send, and its
+        time depends on both ranks."""
         cost, verb = self.runs[rank].costs[action], VERBS[action.op]
         if verb.is_receive:
             return ActionPrice(0.0, {})

@@ -240,7 +240,7 @@ class _Search:
         for group_bytes in self._list_values_to_try("group_bytes", *GROUP_BYTES):
             made = self.try_options({**candidate.options, "group_bytes": group_bytes})
             if made is not None and _make_sort_key(made) == _make_sort_key(candidate):
-                self.found.remove(made)  # it has no effect: units are larger anyway
+                self.found.remove(made)  # group_bytes changes nothing here: each unit is larger already
 
     def _list_values_to_try(self, name: str, *values: Any) -> tuple[Any, ...]:
         """Return the values of an option to try: the user's value if it is fixed, else `values`."""

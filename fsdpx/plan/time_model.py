@@ -38,8 +38,8 @@ def compute_work_seconds(work: WorkCount, compute: Compute, half: str) -> float:
 
 
 def _compute_memory_bound_seconds(kernel_pass: KernelPass, compute: Compute, half: str) -> float:
-    """Return the seconds of one memory-bound kernel call, or of the work that the measured products of a kernel do not
-    account for."""
+    """Return the seconds of one call of a memory-bound kernel. If the matrix products of a kernel were measured, return
+    those of its remaining work."""
     name = FORMAT_BY_ITEMSIZE.get(kernel_pass.itemsize, "float32" if kernel_pass.itemsize > 2 else half)
     beside = compute.kernels.compute_extra_memory_seconds(kernel_pass, name)
     if beside is not None:

@@ -38,7 +38,7 @@ def make_lazy_attributes(package: str) -> tuple[Callable[[str], Any], Callable[[
         inside = getattr(home, name, home)
         imported = (
             import_extension_module(f"{homes[name]}.{name}", full_name) if inside is home else inside
-        )  # a module of a package
+        )  # the name is a submodule of a package
         return vars(module).setdefault(name, imported)
 
     return import_name, names.copy, names

@@ -296,8 +296,8 @@ def is_owned_by_user(path: Path) -> bool:
 
 
 def remove_own_folder(path: Path) -> None:
-    """Remove a folder of this user and its content, without following links. Do nothing if the path is anything
-    else."""
+    """Remove a folder owned by this user and everything in it, without following links. Do nothing if the path is
+    anything else."""
     if is_own_folder(path):
         shutil.rmtree(path, ignore_errors=True)
 

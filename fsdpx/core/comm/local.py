@@ -72,7 +72,7 @@ class ThreadWorld:
             raise error
 
     def raise_if_failed(self) -> None:
-        """Raise if a rank has failed: a DesyncError if that was its error, else `Aborted`."""
+        """Raise if a rank has failed: `DesyncError` if the rank failed with one, otherwise `Aborted`."""
         failure = self.failure
         if isinstance(failure, DesyncError):
             raise DesyncError(*failure.args)

@@ -162,12 +162,12 @@ class Mesh:
         Returns
         -------
         Mesh
-            mesh with four widths
+            the mesh with all four widths set
 
         Raises
         ------
         MeshError
-            if the product of the widths cannot be `world_size`
+            if no choice of widths multiplies to `world_size`
         """
         known = prod(width for width in self._get_axis_widths() if width is not None)
         rest, remainder = divmod(world_size, known)
@@ -180,23 +180,23 @@ class Mesh:
         return replace(self, **filled)
 
     def fill_from_strategy(self, strategy: str | Sharding, world_size: int) -> Mesh:
-        """Return this mesh with all widths filled in; the strategy decides the widths on the data axis that the mesh
-        leaves open.
+        """Return this mesh with all widths filled in. Widths of the data axis that the mesh leaves open follow from the
+        strategy.
 
         Parameters
         ----------
-        strategy : name or value, as in the option of `distribute`
+        strategy : name of a strategy or a `Sharding`, as accepted by `distribute`
         world_size : number of ranks of the job
 
         Returns
         -------
         Mesh
-            mesh with four widths
+            the mesh with all four widths set
 
         Raises
         ------
         MeshError
-            if the product of the widths cannot be `world_size`
+            if no choice of widths multiplies to `world_size`
         """
         beside, mesh = (self.pipe or 1) * (self.tensor or 1), self
         if self.shard is None and self.replica == 1 and world_size % beside == 0:

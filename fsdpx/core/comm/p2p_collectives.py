@@ -38,7 +38,7 @@ Pairs = Sequence[tuple[int, Array]]
 
 
 class Messenger(Protocol):
-    """The attributes of a backend that a collective built from messages needs."""
+    """The backend attributes needed by collectives that are built on point-to-point messages."""
 
     rank: int
     size: int

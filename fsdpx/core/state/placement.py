@@ -234,7 +234,7 @@ class Placement:
 
     @cached_property
     def pages(self) -> dict[int, ShardedPage]:
-        """Number -> page, for the pages of this pipeline rank."""
+        """The pages of this pipeline rank, by page number."""
         shard, snap = self.axes.shard, self.accumulation.bitwise
         pages = (self.layout.pages[p] for p in self.stage.pages)
         return {page.index: ShardedPage(page, shard_page(page, shard.size, snap), shard.rank) for page in pages}

@@ -1,6 +1,6 @@
 """The layout of a model: units, whose layers are computed, gathered and reduced together; pages, which hold the
-parameters of units; and pipeline stages, chosen by the user or such that the most expensive stage is as cheap as
-possible."""
+parameters of units; and pipeline stages, either chosen by the user or balanced so that the most expensive stage is as
+cheap as possible."""
 
 from __future__ import annotations
 

@@ -641,7 +641,8 @@ class FieldSamples:
                 )
 
     def describe_array(self, array: Any) -> str:
-        """Return the dtype and the channels, as text: the number of samples and the cells may differ between ranks."""
+        """Return the dtype and the number of channels as text, for comparison between ranks. The numbers of samples and
+        cells are left out, since they may differ."""
         return f"{array.dtype} of {array.shape[1]} channels"
 
     def describe_sharding_mistake(self, x: Any) -> str:

@@ -48,14 +48,14 @@ class PhysicsLoss(Loss):
     """loss + weight x mean(residual(y)^2), where the mean is over all elements of the residual of the full field.
 
     The residual is a layer without parameters that returns 0 where the output satisfies an equation, such as
-    `FieldDivergence` for incompressible flow (Raissi et al. 2019). On a partitioned field it exchanges halos, as in a
-    model.
+    `FieldDivergence` for incompressible flow (Raissi et al. 2019). On a partitioned field it exchanges halos, like
+    any layer of a model.
 
     Parameters
     ----------
     loss : loss of outputs and targets
     residual : layer that is applied to the output, with one input, one output and no parameters
-    weight : factor of the mean square of the residual; default 1
+    weight : multiplier of the mean squared residual; default 1
     """
 
     def __init__(self, loss: Loss, residual: Layer, weight: float = 1.0) -> None:

@@ -35,7 +35,7 @@ __all__ = [
 FASTCALL = 0x80  # METH_FASTCALL of Python's methodobject.h
 EXECUTABLE = 5  # PROT_READ | PROT_EXEC
 LOCK_TIMEOUT_SECONDS = (
-    60.0  # longer than compiling a kernel takes; a process that was stopped does not block the others forever
+    60.0  # longer than a kernel takes to compile, so that a stopped process does not block the others forever
 )
 DIGEST_BYTES = 32  # bytes of the digest at the beginning of a file
 MAX_CODE_BYTES = 64 << 20  # maximum bytes of a file
@@ -220,7 +220,7 @@ def hash_function_sources(function: Callable[..., Any]) -> str:
 
 @functools.cache
 def _hash_entry_generators() -> str:
-    """Return a hash of the files that generate the entries of functions."""
+    """Return a hash of the source files that generate the entry points of compiled functions."""
     ours = (Path(__file__).with_name(f"{name}.py") for name in ("compile", "code_cache"))
     return hash_files([*ours, Path(jit.__file__), Path(lazy_numba.__file__)])
 

@@ -64,7 +64,7 @@ class _RecordCache:
         self.result: Actions = []
 
     def insert_transfers(self, actions: Actions, slots: Sequence[ActionSlots]) -> Actions:
-        """Return the actions with added transfers, so that the records they need are in memory."""
+        """Return the actions with transfers inserted, so that the records that each action needs are in memory."""
         wanted = [self._select_record_slots((*s.takes, *s.reads, *s.adds)) for s in slots]
         needs = _list_slots_needed_in_memory(
             actions, slots, [[*w, *self._select_record_slots(s.gives)] for w, s in zip(wanted, slots, strict=True)]
@@ -88,7 +88,7 @@ class _RecordCache:
         return [slot for slot in slots if slot.kind == self.kind and slot.at in self.numbers]
 
     def _evict_and_fetch_for_window(self, action_index: int, window: dict[Slot, None]) -> None:
-        """Evict the slots outside the window, and fetch the slots that are missing from it."""
+        """Evict the slots outside the window, and fetch those in the window that are not in memory."""
         gone = [slot for slot in self.there if slot not in window]
         self._store_or_evict([slot for slot in gone if slot.mb is None or self.last.get(slot, -1) >= action_index])
         self._add_waits_for_writes(self.ahead)

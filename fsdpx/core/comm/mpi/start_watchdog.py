@@ -121,7 +121,7 @@ def wait_for_start_or_timeout(folder: str, seconds: float) -> dict[int, tuple[st
         if ready:
             if os.read(0, 8):
                 return {}  # the rank that started this watchdog got through, so all ranks arrived
-            listens = []  # that rank was killed, but other ranks may still wait
+            listens = []  # that rank was killed, but other ranks may still be waiting
         arrivals = find_waiting_ranks(folder)
         if not arrivals or time.monotonic() >= due:
             return arrivals
