@@ -323,7 +323,7 @@ class ReshardPlan:
 
     @cached_property
     def _holder_offset_by_name(self) -> dict[str, int]:
-        """Tensor name -> offset of the holder that sends the first piece. The offset differs from tensor to tensor, which
+        """Tensor name -> offset of the holder that sends the first piece. The offset differs between tensors, which
         spreads the messages over the holders."""
         return {name: holder_offset for holder_offset, name in enumerate(sorted(self._supplies))}
 
