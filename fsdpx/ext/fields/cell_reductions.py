@@ -26,8 +26,8 @@ def all_reduce_moments(
     """Return the count, mean and sum of squared deviations over `dims` of all parts, stacked in a float64 array. `dims`
     must be the last dims.
 
-    The ranks' moments are merged in rank order by the rule of Chan et al. (1979). weights: weight of each element;
-    None: all 1. Communicates only if the field is partitioned."""
+    The ranks' moments are merged in rank order by the rule of Chan et al. (1979). weights: weight of each element, or
+    None if all weights are 1. Communicates only if the field is partitioned."""
     xp, ranks, size = env.xp, env.mesh.parts, float(math.prod(x.shape[d] for d in dims))
     mean = (x if weights is None else weights * x).sum(axis=dims, dtype=np.float64)
     count = xp.full(mean.shape, size, dtype=np.float64)

@@ -17,8 +17,8 @@ __all__ = ["ChannelStatistics", "gather_channel_statistics"]
 
 
 class ChannelStatistics(NamedTuple):
-    """The mean and standard deviation of each channel: the first two arguments of `nn.Standardize`. std is 1 for a
-    constant channel."""
+    """The mean and standard deviation of each channel, which are the first two arguments of `nn.Standardize`. std is 1
+    for a constant channel."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -31,15 +31,15 @@ def gather_channel_statistics(
     """Return the mean and standard deviation of each channel over all ranks' data. Collective over `comm`.
 
     Counts, means and sums of squared deviations are merged by the rule of Chan et al. (1979) in float64, batch by batch
-    and then rank by rank. The result is the same on every rank. A constant channel has exactly its value as mean, and
-    std 1. Ranks may pass different numbers of batches of any size, or none.
+    and then rank by rank. The result is the same on every rank. The mean of a constant channel is exactly its value,
+    and its std is 1. Ranks may pass different numbers of batches, which may have any size, or no batches.
 
     Parameters
     ----------
     batches : this rank's arrays, such as samples, time steps, or parts of fields without ghost cells
-    dim : dim of the channels; default 1; -1 if they are last
-    comm : communicator of the ranks whose data is merged, such as `grid.comm` or the solver's; default None: only this
-        rank
+    dim : dim of the channels; default 1; -1 if the channels are last
+    comm : communicator of the ranks whose data is merged, such as `grid.comm` or the solver's communicator; default
+        None: only this rank
     skipna : whether to leave out NaN values, such as those of land cells; default False
 
     Returns

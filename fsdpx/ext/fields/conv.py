@@ -117,7 +117,8 @@ class ConvWindow:
 
     def find_halos(self, parts: FieldPartition) -> tuple[HaloSpec, ...]:
         """Return, for each dim, the cells that each rank needs; raise ShapeError if the field is too small for the
-        padding. Zeros at the ends of dims that are not partitioned are not among them: the kernel adds those."""
+        padding. Zeros at the ends of dims that are not partitioned are not included, because the kernel adds these
+        zeros."""
         rows = zip(self.stride, self.low, self.spans, strict=True)
         found = list(
             find_halo_specs(parts, [(s, -a, span) for s, a, span in rows], self.partition_outputs(parts), self.modes)
@@ -243,10 +244,10 @@ class Conv(WindowLayer):
     Parameters
     ----------
     in_channels, out_channels : size of dim 1 of the input and of the output
-    kernel_size : size of the window: one number for all dims or one for each; stride and dilation likewise
+    kernel_size : size of the window, as one number for all dims or one for each; stride and dilation have the same form
     stride : cells by which the window moves; default 1
-    padding : number of cells added at each end: one number, one for each dim, or (before, after) for each; "same"
-        (stride 1) keeps the number of cells, "valid" adds none. Default: none
+    padding : number of cells added at each end: one number, one for each dim, or (before, after) for each dim. "same"
+        (which requires stride 1) keeps the number of cells, and "valid" adds no cells. Default: no padding
     dilation : distance between the cells of a window; default 1
     groups : number of groups of channels; the outputs of a group depend only on its own input channels. Default 1
     bias : whether there is a bias; default True

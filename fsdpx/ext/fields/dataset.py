@@ -1,4 +1,4 @@
-"""`FieldDataset`: time windows of fields that are stored in files; each rank reads only its own part."""
+"""`FieldDataset`: time windows of fields that are stored in files, of which each rank reads only its own part."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ def _format_names(names: Iterable[str]) -> str:
 
 
 def _list_arrays(node: Any, prefix: str = "") -> dict[str, tuple[str, Any]]:
-    """Return name -> (path, array) for the arrays of a group and of The Well's groups inside it."""
+    """Return a dict of name -> (path, array) with the arrays of a group and those of The Well's groups inside that
+    group."""
     found: dict[str, tuple[str, Any]] = {}
     for name, child in iterate_members(node):
         if not prefix and name in WELL_GROUPS and hasattr(child, "keys"):
@@ -94,8 +95,8 @@ def _list_arrays(node: Any, prefix: str = "") -> dict[str, tuple[str, Any]]:
 def list_arrays_by_group(
     root: Any, fields: tuple[str, ...] | None, cell_dims: int
 ) -> dict[str, dict[str, tuple[str, Any]]]:
-    """Return the arrays of each group that has fields: only the root ("") if it has fields itself or if no group has
-    any, else the groups in the root."""
+    """Return the arrays of each group that has fields. This is only the root ("") if the root itself has fields or if
+    no group has fields; otherwise these are the groups in the root."""
     inner = {"": _list_arrays(root)}
     if not _select_field_names(inner[""], fields, cell_dims):
         children = {
@@ -178,8 +179,9 @@ def _make_variable(
 def find_dim_sizes(
     path: Path, variables: Sequence[FieldVariable], cells: str, known: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return letter -> size: the number of trajectories "n", of steps "t", and of cells along each dim. Raises
-    DataError if fields differ from each other or from `known`, such as the cells of the grid."""
+    """Return a dict of letter -> size, with the number of trajectories as "n", the number of steps as "t", and the
+    number of cells along each dim. Raises DataError if fields differ from each other or from `known`, such as the cells
+    of the grid."""
     sizes = dict(known)
     for v in variables:
         for letter in f"nt{cells}":
@@ -226,9 +228,9 @@ class FieldDataset:
 
     In sample i, `x` has `inputs` states stacked along the channels, and `y` the `targets` states that follow. Both are
     this rank's part, in the grid's layout. Each field is read in one block: the cells of this rank at all steps of the
-    window. Nothing else is read, and files stay open. If the grid has ghost cells, they are read together with the
-    part; files have none beyond walls. Fields without a time dim, such as a mask, are appended once to `x`, after its
-    states, and are not in `y`.
+    window. Nothing else is read, and files stay open. If the grid has ghost cells, these are read together with the
+    part, except that files contain no ghost cells beyond walls. Fields without a time dim, such as a mask, are appended
+    once to `x`, after its states, and are not in `y`.
 
     Reads HDF5 (The Well's groups, and PDEBench's datasets, all in one group or in one group per trajectory) and
     NetCDF-4 with h5py, Zarr folders that hold a group or an array, and `.npy` files. Arrays that an HDF5 file takes
@@ -249,7 +251,8 @@ class FieldDataset:
     every : steps of the file between the starts of consecutive windows; default 1
     dims : order of the dims of a dataset, one letter each: "n" for trajectories, "t" for steps, the grid's letters, and
         "c" for components, such as "tyx"; default None: "nt", then the cells in the grid's order, then components (The
-        Well's files record their order). A group whose name ends in a digit is one trajectory, without "n"
+        Well's files record the order of their dims). A group whose name ends in a digit is a single trajectory and has
+        no dim "n"
     dtype : dtype of samples; default float32
 
     Raises
@@ -405,7 +408,8 @@ class FieldDataset:
         return np.moveaxis(array, self.layout.index("c"), 0) if "c" in self.layout else array[None]
 
     def _find_local_bounds(self) -> dict[str, tuple[int, int]]:
-        """Return letter -> (start, stop) of this rank's cells along this dim, including its ghost cells."""
+        """Return a dict of dim letter -> (start, stop), the range of this rank's cells along that dim, including its
+        ghost cells."""
         if self.grid is None:
             return {letter: (0, n) for letter, n in zip(self._letters, self.shape, strict=True)}
         cuts = zip(self._letters, self.grid.parts.cuts, self.grid.coords, self.grid.ghosts, strict=True)
@@ -432,8 +436,8 @@ class FieldDataset:
     def _iterate_states(
         self, source: TrajectoryFile, variable: FieldVariable, trajectory: int, first_step: int
     ) -> Iterator[np.ndarray]:
-        """Yield the states of a window, each (channels, *cells). Reads them in one block if the steps are
-        consecutive."""
+        """Yield the states of a window, each (channels, *cells). If the steps are consecutive, all states are read in
+        one block."""
         count = self.inputs + self.targets
         if self.stride == 1:
             yield from self._read_field(source, variable, trajectory, slice(first_step, first_step + count))

@@ -1,7 +1,7 @@
 """Finite-difference derivatives of fields that may be partitioned: gradient, divergence, curl and Laplacian.
 
-A derivative along a dim is a weighted sum of shifted slices; near a wall the stencil is one-sided. The halo of a rank
-consists of the other ranks' cells that the stencils of its own cells reach."""
+A derivative along a dim is a weighted sum of shifted slices. Near a wall the stencil is one-sided. The halo of a rank
+consists of the cells of other ranks that are covered by the stencils of the rank's own cells."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ SCHEMES: dict[tuple[int, int], tuple[Row, tuple[Row, ...]]] = {
         ((15 / 4, -77 / 6, 107 / 6, -13, 61 / 12, -5 / 6), (5 / 6, -5 / 4, -1 / 3, 7 / 6, -1 / 2, 1 / 12)),
     ),
 }
-"""(derivative, order) -> the weights of the central stencil, and the weights for each of the first cells at a wall,
-which apply to the cells that begin at the wall (Fornberg 1988)."""
+"""Stencil weights, keyed by (derivative, order): the weights of the central stencil, and, for each of the first cells
+at a wall, the weights of a one-sided stencil that begins at the wall (Fornberg 1988)."""
 
 
 class StencilTap(NamedTuple):
@@ -165,7 +165,7 @@ class FieldDerivative(_DerivativeLayer):
 
     Parameters
     ----------
-    coordinate : number of the cell dim, counted from 0; with `along`, an index into it
+    coordinate : number of the cell dim, counted from 0; if `along` is given, an index into `along`
     derivative : 1 or 2; default 1
     spacing : distance between cells, for all dims or for each; default 1
     periodic : whether the field is periodic, for all dims or for each; else its ends are walls. Default False
@@ -233,8 +233,8 @@ class FieldDivergence(_DerivativeLayer):
 
 
 class FieldCurl(_DerivativeLayer):
-    """The curl of vectors: in two dims the scalar dv/dx - du/dy of each (u, v), in three dims a vector for each (u, v,
-    w).
+    """The curl of vectors. In two dims this is the scalar dv/dx - du/dy of each (u, v), and in three dims a vector for
+    each (u, v, w).
 
     (samples, vectors x dims, *cells) to (samples, vectors, *cells) in two dims, or (samples, vectors x 3, *cells) in
     three. x, y and z are the coordinates. Parameters as in `FieldDerivative`."""

@@ -16,9 +16,9 @@ __all__ = ["exchange_ghost_cells", "exchange_ghost_cells_backward"]
 def exchange_ghost_cells(env: LayerContext, y: Array, initial: Array, parts: FieldPartition) -> Array:
     """Return the state `y` with ghost cells, as the input of the next step. Communicates with the neighboring ranks.
 
-    Ghost cells are received from the ranks that own them, also across the ends of periodic dims; those beyond walls are
-    copied from `initial`. y: this rank's part without ghost cells, (samples, channels, *cells). initial: the first
-    input, with ghost cells. parts: partition with ghost cells and periods."""
+    Ghost cells are received from the ranks that own these cells, also across the ends of periodic dims. Ghost cells
+    beyond walls are copied from `initial`. y: this rank's part without ghost cells, (samples, channels, *cells).
+    initial: the first input, with ghost cells. parts: partition with ghost cells and periods."""
     state = exchange_halo(env, y, _find_ghost_halos(parts))
     for cells in _list_indices_beyond_walls(env, parts):
         state[cells] = initial[cells]
@@ -49,7 +49,7 @@ def _find_ghost_halos(parts: FieldPartition) -> tuple[HaloSpec, ...]:
 
 def _list_indices_beyond_walls(env: LayerContext, parts: FieldPartition) -> list[tuple[Any, ...]]:
     """Return the indices of this rank's ghost cells beyond walls, that is, beyond the ends of dims that are not
-    periodic. Cells at corners occur in two of them."""
+    periodic. Cells at corners occur in two of these indices."""
     found = []
     for d, (cuts, sides, periodic) in enumerate(zip(parts.cuts, parts.ghosts, parts.periods, strict=True)):
         (start, stop), (low, high) = get_local_range(env, cuts, d), sides[get_rank_along(env, cuts, d)]

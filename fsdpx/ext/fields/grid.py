@@ -36,9 +36,9 @@ Ghosts = int | Sequence[int | Sequence[int]]
 class GridArguments(NamedTuple):
     """The arguments that one rank passes to `Grid`, in the form in which ranks exchange them.
 
-    own: number of cells of its part along each dim. dims: number of ranks along each dim; (): derived from offsets.
-    coords: its coordinates on a Cartesian communicator. error: a description of the error in its arguments; "":
-    none."""
+    own: number of cells of the rank's part along each dim. dims: number of ranks along each dim, or () if it is derived
+    from offsets. coords: the rank's coordinates on a Cartesian communicator. error: a description of the error in the
+    rank's arguments, or "" if there is no error."""
 
     own: tuple[int, ...]
     layout: str
@@ -51,7 +51,7 @@ class GridArguments(NamedTuple):
 
     @property
     def dim_letters(self) -> str:
-        """The letters of the cell dims, without that of the channels."""
+        """The letters of the cell dims, without the letter of the channels."""
         return self.layout.replace("c", "")
 
 
@@ -60,8 +60,8 @@ class Grid(Domain):
 
     Parts may have any size and may be empty; each rank passes the size of its own part, and the ranks exchange these
     sizes. With `offsets`, each rank also passes the first cell of its part in the full field, and ranks may be numbered
-    in any order. If the communicator has a multiple of the number of ranks in `dims`, there are several fields, the
-    members of an ensemble, and its first ranks hold the parts of the first member.
+    in any order. If the number of ranks of the communicator is a multiple of the number in `dims`, there are several
+    fields, the members of an ensemble. The first ranks of the communicator then hold the parts of the first member.
 
     Parameters
     ----------
@@ -71,16 +71,16 @@ class Grid(Domain):
     layout : order of the dims of arrays, one letter for each dim of the grid and "c" for the channels, such as "yxc",
         "cyx" or "zyxc"; without "c", arrays have no channels dim, and the model sees one channel. Default: channels
         last
-    dims : number of ranks along each dim. Default: those of a Cartesian `comm`, or those that follow from `offsets`,
-        else all ranks along one dim. Without `offsets`, the last dim varies fastest from rank to rank (C order), as in
-        MPI's Cartesian communicators
+    dims : number of ranks along each dim. Default: the numbers of a Cartesian `comm`, or the numbers that follow from
+        `offsets`, else all ranks along one dim. Without `offsets`, the last dim varies fastest from rank to rank (C
+        order), as in MPI's Cartesian communicators
     offsets : first cell of this rank's part in the full field along each dim, not counting ghost cells. Default: the
         parts follow each other in rank order
     ghosts : ghost cells that arrays have on each side of the part: one number for all dims, one for each, or (low,
-        high) for each; they may differ from rank to rank along the dim. Convolutions that are the first to read the
-        field, or that follow layers that act on each cell separately, use ghost cells instead of padding; on a side
-        without ghost cells they pad. Default: none
-    periods : whether each dim is periodic; `Rollout` fills ghost cells accordingly. Default: those of a Cartesian
+        high) for each; these numbers may differ from rank to rank along the dim. A convolution uses ghost cells instead
+        of padding if it is the first layer to read the field, or if all layers before it act on each cell separately.
+        On a side without ghost cells it pads. Default: no ghost cells
+    periods : whether each dim is periodic; `Rollout` fills ghost cells accordingly. Default: the periods of a Cartesian
         `comm`, else not periodic
 
     Raises
@@ -90,7 +90,8 @@ class Grid(Domain):
     """
 
     _source: Grid | None = None
-    """The grid that owns the communicator, for a grid made by `with_partition`: the reference keeps it open."""
+    """For a grid made by `with_partition`, the grid that owns the communicator. This reference keeps the communicator
+    open."""
 
     def __init__(
         self,
@@ -140,7 +141,7 @@ class Grid(Domain):
         periods: Sequence[bool] | None = None,
     ) -> Grid:
         """Return the grid of a field of `shape` cells, partitioned as evenly as possible, as one rank of an imagined
-        job would see it: for `fsdpx.dry_run(domain=)`.
+        job would see it. It is meant for `fsdpx.dry_run(domain=)`.
 
         Parameters
         ----------
@@ -186,7 +187,7 @@ class Grid(Domain):
         return self._comm
 
     def as_rank(self, rank: int) -> Grid:
-        """Return this grid as another rank would see it, without a communicator: for dry runs.
+        """Return this grid as another rank would see it, without a communicator. It is meant for dry runs.
 
         Parameters
         ----------
@@ -222,8 +223,8 @@ class Grid(Domain):
 
     @property
     def busiest_ranks(self) -> tuple[int, ...]:
-        """Numbers in the grid (C order) of a rank with the most cells along each dim, and of a rank with the most
-        neighbors if that is a different one."""
+        """Number in the grid (C order) of a rank with the most cells along each dim, and number of a rank with the most
+        neighbors if that is a different rank."""
         most: list[list[int]] = [[], []]
         for cuts, width, closed in zip(self.parts.cuts, self.dims, self.periods, strict=True):
             sizes = [(cuts[r + 1] - cuts[r], closed or 0 < r < width - 1) for r in range(width)]
@@ -361,8 +362,8 @@ class Grid(Domain):
         return tuple(int(theirs[r]) for r in self._ranks)
 
     def take_local(self, array_or_index: Any) -> Any:
-        """Return this rank's part of an array of the full field, or convert an index of cells of the full field to this
-        rank's arrays. Communicates nothing.
+        """Return this rank's part of an array of the full field, or convert an index of cells of the full field to an
+        index into this rank's arrays. Communicates nothing.
 
         Parameters
         ----------
@@ -373,7 +374,8 @@ class Grid(Domain):
         -------
         array, or tuple of int and slice, or None
             for an array, a view of this rank's part without ghost cells; for a tuple, the index of the same cells in
-            this rank's arrays, which have ghost cells if the grid has, or None if this rank holds none of the cells
+            this rank's arrays, which have ghost cells if the grid has ghost cells, or None if this rank holds none of
+            the cells
 
         Raises
         ------
@@ -595,8 +597,8 @@ class Grid(Domain):
             )
 
     def _explain_staggered(self, shape: Sequence[int], cells: Sequence[int]) -> str:
-        """Return advice for an array with one value more than the field has cells along some dims, as on a staggered
-        grid; "" for any other array."""
+        """Return advice for an array that has one value more than the field has cells along some dims, which is typical
+        of a staggered grid; "" for any other array."""
         if len(shape) < len(self._dim_letters):
             return ""
         dims = self._find_cell_dims(len(shape))
@@ -612,7 +614,7 @@ class Grid(Domain):
 
 @dataclass(frozen=True)
 class FieldSamples:
-    """The sample layout in which samples are fields and each rank holds a part of each. outputs: partition of the
+    """The sample layout in which samples are fields and each rank holds a part of each field. outputs: partition of the
     model's output."""
 
     grid: Grid
@@ -690,16 +692,16 @@ class FieldSamples:
 
 
 _UNFREED_COMMUNICATORS: list[Any] = []
-"""Communicators of garbage-collected grids, to be freed by the next grid: the garbage collector runs in any thread, and
-must not call MPI."""
+"""Communicators of garbage-collected grids, which the next grid frees. The garbage collector cannot free them, because
+it may run in any thread and must not call MPI."""
 
 
 def _duplicate_communicator(grid: Grid, comm: Any) -> tuple[Any, Any]:
     """Return the communicator that a grid uses, and the finalizer that records it for freeing.
 
-    An mpi4py communicator is duplicated, because the solver may free its own; others are used unchanged, without a
-    finalizer (None). Also frees the communicators of grids that were garbage-collected. At exit, MPI frees the
-    duplicate."""
+    An mpi4py communicator is duplicated, because the solver may free its own communicator. Other communicators are used
+    unchanged, without a finalizer (None). Also frees the communicators of grids that were garbage-collected. At exit,
+    MPI frees the duplicate."""
     while _UNFREED_COMMUNICATORS:
         _UNFREED_COMMUNICATORS.pop().Free()
     if not hasattr(comm, "Dup"):
@@ -716,7 +718,7 @@ def _add_ghosts(cells: Sequence[int], ghosts: Sequence[GhostWidths]) -> tuple[in
 
 
 def _simplify_ghosts(ghosts: Sequence[Any]) -> tuple[Any, ...]:
-    """Return, for each dim, one number if both sides have the same ghost cells, else (low, high)."""
+    """Return, for each dim, one number if both sides have the same number of ghost cells, else (low, high)."""
     return tuple(sides[0] if len(set(sides)) == 1 else sides for sides in ghosts)
 
 

@@ -83,7 +83,8 @@ class GroupNorm(Layer):
             add_sum_into(env.xp, g["bias"], dy, dims)
 
     def _refuses_single_values(self, env: LayerContext, x: Array) -> bool:
-        """Return whether groups of one value raise DataError: as in PyTorch, only for a batch of one sample."""
+        """Return whether groups of one value raise DataError. As in PyTorch, they do so only for a batch of one
+        sample."""
         return x.shape[0] == 1 and env.mesh.data.size == 1 and not getattr(env.xp, "holds_no_data", False)
 
     def _split_into_groups(self, x: Array) -> Array:

@@ -31,8 +31,8 @@ __all__ = [
 ]  # fmt: skip
 
 MODES = ("zeros", "circular", "reflect", "replicate")
-"""Padding modes, as in PyTorch: values beyond the ends of a dim are zeros, the cells of the other end, the mirror
-image, or copies of the last cell."""
+"""Padding modes, as in PyTorch. In this order, the values beyond the ends of a dim are zeros, the cells of the other
+end, the mirror image, or copies of the last cell."""
 
 CellInterval = tuple[int, int]
 
@@ -46,10 +46,11 @@ class FieldEnd(NamedTuple):
 
 
 class HaloPiece(NamedTuple):
-    """Cells that rank `needs` of a line needs, and rank `owner` holds.
+    """Cells of a line that rank `needs` needs and rank `owner` holds.
 
-    into: their indices among the needed cells. cells: their indices among the cells that the owner provides. Both are
-    slices, or index arrays if the indices are not consecutive. length: number of cells."""
+    into: indices of these cells among the needed cells. cells: indices of these cells among the cells that the owner
+    provides. `into` and `cells` are slices, or index arrays if the indices are not consecutive. length: number of
+    cells."""
 
     needs: int
     owner: int
@@ -68,8 +69,8 @@ class HaloSpec:
     cuts : bounds of the cells that the ranks own
     needs : [start, stop) for each rank, possibly beyond the ends of the field
     mode : padding beyond the ends, one of `MODES`
-    ghosts : (before, after) ghost cells that each rank already holds around its own cells, and so does not request; ():
-        none
+    ghosts : (before, after) ghost cells that each rank already holds around its own cells and therefore does not
+        request; () if there are no ghost cells
     """
 
     dim: int
@@ -106,8 +107,8 @@ class HaloSpec:
 
     @property
     def available_intervals(self) -> tuple[CellInterval, ...]:
-        """The cells that each rank provides: its own, the ghost cells that it needs itself, and, at the ends of the
-        field, the ghost cells that other ranks need."""
+        """The cells that each rank provides: its own cells, the ghost cells that it needs itself, and, at the ends of
+        the field, the ghost cells that other ranks need."""
         own = zip(self.cuts, self.cuts[1:], strict=False)
         if not self.ghosts:
             return tuple(own)
@@ -124,7 +125,8 @@ class HaloSpec:
         return tuple(found)
 
     def get_read_slice(self, rank: int) -> slice:
-        """Return the slice of a rank's array, which includes its ghost cells, that a layer or the exchange reads."""
+        """Return the slice that a layer or the exchange reads from a rank's array, which includes the rank's ghost
+        cells."""
         first = self.cuts[rank] - self.ghosts[rank][0]
         start, stop = (self.needs if self.is_covered_by_ghosts else self.available_intervals)[rank]
         return slice(start - first, stop - first)
@@ -214,7 +216,8 @@ def find_halo_specs(
 def require_halo_fits_field(halo: HaloSpec, parts: FieldPartition) -> None:
     """Raise ShapeError if the field is too small for the padding, or arrays have too few ghost cells beyond its ends.
 
-    Inside the field, windows may reach any distance: the owners send the cells. parts: partition that names the dim."""
+    Inside the field, windows may reach any distance, because the owners send the cells. parts: partition that names the
+    dim."""
     n, name, (low, high) = halo.cuts[-1], parts.get_dim_name(halo.dim - 2), halo.field_ends
     start, stop = halo.needed_extent
     pads = 0

@@ -1,7 +1,8 @@
-"""The plan of a halo exchange, made once for each shape of a rank's part: its slabs, messages and copies.
+"""The plan of a halo exchange, which consists of slabs, messages and copies. It is made once for each shape of a rank's
+part.
 
-A slab along a dim covers all needed cells along the dims exchanged before, and only own cells along the later dims, so
-that corner cells are received with the slabs."""
+Dims are exchanged one after another. A slab along a dim covers all needed cells along the dims before it, and only the
+rank's own cells along the dims after it, so that corner cells are received with the slabs."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ Shape = tuple[int, ...]
 
 class CellCopy(NamedTuple):
     """A copy of cells between a local box and a message or slab. box: number of the box. there: index of the cells in
-    the message or slab. here: their index in the box."""
+    the message or slab. here: index of the cells in the box."""
 
     box: int
     there: Index
@@ -41,8 +42,8 @@ class CellCopy(NamedTuple):
 class OwnCells(NamedTuple):
     """The cells that a slab or a message copies from local boxes.
 
-    copies: the copies to make. adds: the same cells, for adding their gradients back. A cell that is copied several
-    times occurs in as many entries, so that its gradients are summed."""
+    copies: the copies to make. adds: the same cells, for adding their gradients back. A cell that is copied n times
+    occurs in n entries of `adds`, so that its gradients are summed."""
 
     copies: tuple[CellCopy, ...]
     adds: tuple[CellCopy, ...]
@@ -80,16 +81,17 @@ class HaloLine(NamedTuple):
 
 
 class HaloPlan(NamedTuple):
-    """A rank's halo exchange. offset: index of its first own cell among the needed cells, along each cell dim. lines:
-    the exchange along each dim, in order."""
+    """A rank's halo exchange. offset: index of the rank's first own cell among the needed cells, along each cell dim.
+    lines: the exchange along each dim, in order."""
 
     offset: Shape
     lines: tuple[HaloLine, ...]
 
 
 class _LineNeeds(NamedTuple):
-    """The cells that a rank needs along one dim. rank: its coordinate. offset: index of its first own cell among the
-    needed cells. size: number of needed cells. slabs: (start, stop) of each slab among them."""
+    """The cells that a rank needs along one dim. rank: the rank's coordinate. offset: index of the rank's first own
+    cell among the needed cells. size: number of needed cells. slabs: (start, stop) of each slab among the needed
+    cells."""
 
     halo: HaloSpec
     rank: int
@@ -143,8 +145,8 @@ def _plan_line_exchange(
     boxes: Sequence[_Box],
     exchanged: Sequence[_LineNeeds],
 ) -> HaloLine:
-    """Return the exchange along one dim. sizes: shape of the boxes before it. boxes: the boxes that this rank holds
-    before it. exchanged: the needs along the dims already exchanged."""
+    """Return the exchange along one dim. sizes: shape of the boxes before this exchange. boxes: the boxes that this
+    rank holds before this exchange. exchanged: the needs along the dims already exchanged."""
     dim, own = needs.halo.dim, list[tuple[int, OwnCells]]()
     arriving, leaving = list[RecvMessage](), list[SendMessage]()
 

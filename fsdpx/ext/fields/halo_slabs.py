@@ -1,6 +1,5 @@
-"""The halo exchange: halo cells are kept as slabs next to the part, without copying it, or joined with it in one array.
-
-Messages are in flight while a layer computes on its own cells."""
+"""The halo exchange. Halo cells are either kept as slabs next to a rank's part, so that the part need not be copied, or
+joined with the part in one array. Messages are in flight while a layer computes on the rank's own cells."""
 
 from __future__ import annotations
 
@@ -113,8 +112,8 @@ def exchange_slab_gradients(
 ) -> Array:
     """Send the gradients of halo slabs to the owners of the cells, and return the gradient of this rank's part.
 
-    boxes: the box of own cells, then boxes with the gradients of all slabs. compute_own: computes the gradient of own
-    cells while messages are in flight. Owners add the gradients that they receive in rank order."""
+    boxes: the box of own cells, then boxes with the gradients of all slabs. compute_own: function that computes the
+    gradient of own cells while messages are in flight. Owners add the gradients that they receive in rank order."""
     lines, found, boxes = _get_halo_plan(env, halos, boxes[0].cells.shape).lines, None, list(boxes)
     for line in reversed(lines):
         kept = len(boxes) - len(line.slabs)
@@ -215,13 +214,13 @@ def _make_message_buffer(xp: Any, shape: Sequence[int], dtype: Any) -> tuple[Arr
 
 
 def _empty_like(xp: Any, x: Array, shape: Sequence[int]) -> Array:
-    """Return an uninitialized array of another shape, with channels last in memory if those of x are."""
+    """Return an uninitialized array of another shape, with channels last in memory if x has channels last in memory."""
     last = xp is np and x.shape[1] > 1 and x.strides[1] == x.itemsize
     return _make_message_buffer(xp, shape, x.dtype)[1] if last else xp.empty(tuple(shape), dtype=x.dtype)
 
 
 class RepartitionField(Layer):
-    """Moves a field from one partition to another, and drops its ghost cells.
+    """Transfers a field from one partition to another, and drops its ghost cells.
 
     Parameters
     ----------

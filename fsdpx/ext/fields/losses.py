@@ -1,7 +1,7 @@
 """Losses of fields that may be partitioned over ranks, computed from sums over all parts of each sample.
 
-They serve for training and as metrics: `fit(metrics={"vrmse": nn.VRMSE()})`. Their gradients are those of the loss of
-the full field."""
+These losses serve for training, and as metrics, for example in `fit(metrics={"vrmse": nn.VRMSE()})`. Their gradients
+are the gradients of the loss of the full field."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ class _FieldLoss(Loss):
 
     def _compute_rank_share(self, env: LayerContext, values: Array, counts: Array) -> tuple[float, float]:
         """Return this rank's share of the (total, weight) of a loss. The total is the sum of `values` over the groups
-        with a count above 0, the weight the number of these groups. All ranks of a field hold the same values, so each
-        returns an equal share."""
+        with a count above 0, and the weight is the number of these groups. All ranks of a field hold the same values,
+        so each rank returns an equal share."""
         xp, ranks = env.xp, env.mesh.parts.size
         counted = counts > 0
         return float(xp.where(counted, values, 0.0).sum()) / ranks, float(counted.sum(dtype=np.float64)) / ranks
 
 
 class _RootLoss(_FieldLoss):
-    """The base of losses sqrt(sum(w e^2) / below) of each group, where e = y - target; a group has the elements along
-    the dims that `_get_reduced_dims` returns."""
+    """The base of losses sqrt(sum(w e^2) / below) of each group, where e = y - target. A group consists of the elements
+    along the dims that `_get_reduced_dims` returns."""
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
         xp, dims = env.xp, self._get_reduced_dims(y)
@@ -89,7 +89,8 @@ class _RootLoss(_FieldLoss):
         return compute_masked_error(env, y, target, self.weights, self.skipna)
 
     def _get_reduced_dims(self, y: Array) -> tuple[int, ...]:
-        """Return the dims of the sums: here the cell dims, so that each channel of a sample is a group."""
+        """Return the dims over which sums run. In this class they are the cell dims, so that each channel of a sample
+        is a group."""
         return tuple(range(2, y.ndim))
 
     def _all_reduce_error_sums(
@@ -164,8 +165,8 @@ class VRMSE(_RootLoss):
     number of these channels.
 
     Predicting the mean of the target scores 1. As in The Well's code (Ohana et al. 2024), the variance is divided by
-    the number of cells minus 1. It is merged from the counts, means and sums of squares of the parts, which avoids
-    cancellation.
+    the number of cells minus 1. The variance is merged from the counts, means and sums of squares of the parts, which
+    avoids cancellation.
 
     Parameters
     ----------
@@ -186,8 +187,8 @@ class VRMSE(_RootLoss):
 
 
 class BoundaryRMSE(_RootLoss):
-    """`RMSE` over the cells at the ends of the field; a cell at several ends is counted once for each (bRMSE of
-    PDEBench, Takamoto et al. 2022)."""
+    """`RMSE` over the cells at the ends of the field (bRMSE of PDEBench, Takamoto et al. 2022). A cell at several ends
+    is counted once for each end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,11 +205,11 @@ class BoundaryRMSE(_RootLoss):
 
 class BandRMSE(_RootLoss):
     """`RMSE` of the part of the error whose wavenumbers |k| are in [low, high) (fRMSE of PDEBench, Takamoto et al.
-    2022: 0 to 4, 4 to 12, from 12 on).
+    2022, which uses the bands from 0 to 4, from 4 to 12, and from 12 on).
 
     k is the number of waves in the full field along each dim, and |k| the length of (k1, k2, ...). The squared losses
     of bands that together cover all wavenumbers add up to the square of `RMSE`. PDEBench instead sums a quarter of the
-    modes and averages over shells. Only the modes below `high` are communicated, or those below `low` if `high` is
+    modes and averages over shells. Only the modes below `high` are communicated, or the modes below `low` if `high` is
     None.
 
     Parameters
@@ -227,13 +228,13 @@ class BandRMSE(_RootLoss):
         if getattr(env.xp, "holds_no_data", False):
             return apart, target, None
         if self.high is None and self.low**2 > sum((cuts[-1] // 2) ** 2 for cuts in self._get_cuts(y)):
-            return apart * 0, target, None  # no wave is that short: the rest of the error would be rounding noise
+            return apart * 0, target, None  # no wave is that short, so the rest of the error would be rounding noise
         last = self.low if self.high is None else self.high
         inside = self._filter_band(env, apart.astype(np.float64), last)
         return (inside if self.high is not None else apart - inside).astype(apart.dtype), target, None
 
     def _filter_band(self, env: LayerContext, error: Array, stop: float) -> Array:
-        """Return the part of the error in modes with wavenumbers below `stop`, and, if `high` is given, of at least
+        """Return the part of the error in modes whose wavenumbers are below `stop` and, if `high` is given, at least
         `low`."""
         xp, cuts_of = env.xp, self._get_cuts(error)
         waves, tables, cells = [], [], math.prod(cuts[-1] for cuts in cuts_of)

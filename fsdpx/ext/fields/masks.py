@@ -1,4 +1,5 @@
-"""Layers for cells without data, such as land in an ocean model: their values do not spread."""
+"""Layers for cells without data, such as land in an ocean model. They keep the values of such cells from spreading to
+others."""
 
 from __future__ import annotations
 

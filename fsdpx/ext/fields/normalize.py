@@ -14,7 +14,7 @@ from fsdpx.nn.layer import Array, Layer, LayerContext, Params
 __all__ = ["Destandardize", "Standardize"]
 
 ROUNDING = 2.0**-50
-"""Standard deviation, relative to the mean, below which float64 cannot distinguish it from 0."""
+"""Relative to the mean, the smallest standard deviation that float64 can distinguish from 0."""
 
 
 class Standardize(Layer):

@@ -1,5 +1,5 @@
-"""The model that ranks run on their parts of each field: its layers are sharded, and layers that move fields between
-partitions are inserted."""
+"""The model that ranks run on their parts of each field. Its layers are sharded, and layers that transfer fields
+between partitions are inserted."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def partition_model(model: Layer, parts: FieldPartition) -> tuple[Layer, FieldPa
 
 
 def _plan_ghost_drops(reader: Layer, kinds: Sequence[Kind]) -> list[Redistribution | None]:
-    """Return for each input the move that drops its ghost cells, or None. Ghost cells are dropped if `reader` cannot
-    use them, or if its inputs have different partitions."""
+    """Return for each input the redistribution that drops its ghost cells, or None. Ghost cells are dropped if `reader`
+    cannot use ghost cells, or if the inputs of `reader` have different partitions."""
     takes = isinstance(reader, Container) or (_can_take_ghosts(reader) and len({*kinds}) == 1)
     return [
         Redistribution("interior", RepartitionField(kind, kind.without_ghosts()), kind.without_ghosts())
@@ -52,10 +52,10 @@ def _plan_ghost_drops(reader: Layer, kinds: Sequence[Kind]) -> list[Redistributi
 
 
 def _plan_alignment(reader: Layer, kinds: Sequence[Kind]) -> list[Redistribution | None]:
-    """Return for each input the move to a common partition, or None.
+    """Return for each input the redistribution to a common partition, or None.
 
     Fields of the same shape can have different partitions, for example after odd strides. The common partition is the
-    one whose largest part is smallest; on ties, the first."""
+    one whose largest part is smallest. If there are several of these, it is the first one."""
     first = min(
         (kind for kind in kinds if isinstance(kind, FieldPartition)),
         key=lambda kind: kind.largest_part_cells,
@@ -70,5 +70,6 @@ def _plan_alignment(reader: Layer, kinds: Sequence[Kind]) -> list[Redistribution
 
 
 def _can_take_ghosts(layer: Layer) -> bool:
-    """Return whether a layer can take ghost cells: it reads them, or acts on each element and passes them on."""
+    """Return whether a layer can take ghost cells, either because it reads them or because it acts on each element
+    separately and passes them on."""
     return layer.takes_ghosts or layer.acts_on == "element"

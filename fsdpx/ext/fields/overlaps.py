@@ -14,16 +14,18 @@ from fsdpx.nn.shard_specs import GhostWidths
 __all__ = ["digest_part_ends", "find_overlaps", "make_overlap_warning"]
 
 WIDTHS = range(2, 7)
-"""Rows that two parts may share: one to three ghost cells on each side. A single row may be equal by chance."""
+"""Numbers of shared rows that are searched for, which result from one to three ghost cells on each side. A single row
+is not searched for, because it may be equal by chance."""
 
 Ends = list[list[tuple[str | None, str | None]]]
-"""For each dim and width, digests of the first and of the last rows of a part; None: rows too uniform to compare."""
+"""For each dim and width, digests of the first and of the last rows of a part. A digest is None if the rows are too
+uniform to compare."""
 
 
 def digest_part_ends(local_shape: Sequence[int], ghosts: Sequence[GhostWidths], x: Any) -> Ends:
     """Return digests of the ends of this rank's part of the first sample of an input, (samples, channels, *cells).
 
-    local_shape: cells of the part. ghosts: ghost cells around it in the input."""
+    local_shape: cells of the part. ghosts: ghost cells around the part in the input."""
     found: Ends = []
     for dim in range(len(local_shape)):
         found.append([])
@@ -41,7 +43,7 @@ def digest_part_ends(local_shape: Sequence[int], ghosts: Sequence[GhostWidths], 
 
 def _digest_rows(part: Any, dim: int, width: int, end: int) -> str | None:
     """Return a digest of the first (end = 1) or last (end = -1) `width` rows along `dim`; None if two neighboring rows
-    are equal, or the rows equal the next ones inward."""
+    are equal, or if the rows are equal to the next `width` rows inward."""
     first, last = (0, 2 * width) if end > 0 else (part.shape[dim] - 2 * width, part.shape[dim])
     rows = np.moveaxis(np.asarray(to_host(part[(slice(None),) * dim + (slice(first, last),)])), dim, 0)
     rows = np.where(np.isnan(rows), 0.5, rows + 0.0) if rows.dtype.kind == "f" else rows

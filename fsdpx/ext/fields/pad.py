@@ -1,4 +1,4 @@
-"""`Pad`: adds cells at the ends of a field, or removes them, over fields that may be partitioned."""
+"""`Pad`: adds cells at the ends of a field that may be partitioned, or removes cells there."""
 
 from __future__ import annotations
 

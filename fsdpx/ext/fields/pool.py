@@ -61,7 +61,8 @@ class MaxPool(Pool):
 
     Parameters
     ----------
-    kernel_size : size of the window: one number for all dims or one for each; the next three likewise
+    kernel_size : size of the window, as one number for all dims or one for each; stride, padding and dilation have the
+        same form
     stride : cells by which the window moves; default None: kernel_size
     padding : cells of -inf beyond each end, at most half of kernel_size; default 0
     dilation : distance between the cells of a window; default 1

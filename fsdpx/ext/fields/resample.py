@@ -33,7 +33,8 @@ __all__ = ["ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "Upsample"]
 
 class ConvTranspose(FieldLayer):
     """The base of `ConvTranspose1d`, `ConvTranspose2d` and `ConvTranspose3d`: the gradient of a convolution with
-    respect to its input, applied to (samples, in_channels, *cells), plus bias, with PyTorch's arguments and results.
+    respect to its input, applied to (samples, in_channels, *cells), plus a bias. Arguments and results are those of
+    PyTorch.
 
     The parameters are `weight (in_channels, out_channels / groups, *kernel_size)` and `bias (out_channels,)`,
     initialized from U(-k, k) with k = 1/sqrt(out_channels / groups * prod(kernel_size)). A dim of n cells becomes (n -
@@ -42,7 +43,8 @@ class ConvTranspose(FieldLayer):
     Parameters
     ----------
     in_channels, out_channels : size of dim 1 of the input and of the output
-    kernel_size : size of the window: one number for all dims or one for each; the next three and dilation likewise
+    kernel_size : size of the window, as one number for all dims or one for each; stride, padding, output_padding and
+        dilation have the same form
     stride : cells of the result by which the window moves; default 1
     padding : cells removed from each side of the result; default 0
     output_padding : cells added at the end of each dim, fewer than stride or dilation; default 0
@@ -156,12 +158,13 @@ class Upsample(FieldLayer):
     """(samples, channels, *cells) at another resolution, like PyTorch's Upsample.
 
     Nearest cells are computed with integers: output o of N is cell floor(o n / N) of n. PyTorch selects the same cells
-    in float64; in float32, its rounding selects the previous cell for some sizes.
+    in float64. In float32, PyTorch's rounding selects the previous cell for some sizes.
 
     Parameters
     ----------
     size : cells of the full result, one number for all dims or one for each; default None: use `scale_factor`
-    scale_factor : factor on the number of cells, instead of `size`, one number for all dims or one for each
+    scale_factor : multiplier of the number of cells, given instead of `size`, as one number for all dims or one for
+        each
     mode : "nearest" (default), "nearest-exact", "linear" (1 dim), "bilinear", "bicubic" (2) or "trilinear" (3)
     align_corners : for the last four modes, whether the centers of the first and last cells of input and output
         coincide; default None: False
@@ -253,7 +256,8 @@ LARGEST_DENOMINATOR = 10**6
 
 
 def _to_simplest_fraction(factor: float) -> Fraction:
-    """Return the ratio of integers that a factor stands for: 11 / 10 for 1.1, whose float is slightly larger."""
+    """Return the ratio of integers that a factor stands for. For example, it is 11 / 10 for 1.1, whose float is
+    slightly larger."""
     return Fraction(factor).limit_denominator(LARGEST_DENOMINATOR) or Fraction(factor)
 
 

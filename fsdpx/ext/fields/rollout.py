@@ -29,9 +29,9 @@ class Rollout(Layer):
     x channels, ...). Parameters are those of the model, under its names.
 
     Only the states are saved for backward, which recomputes each step, so memory holds all states and the activations
-    of one step. If the arrays of a grid have ghost cells, those of later states are received from the neighboring
-    ranks, also across periodic dims; beyond walls they keep the values of the input. The layout of the grid must have
-    channels ("c") even for a net of one channel, because the states are stacked along them.
+    of one step. If the arrays of a grid have ghost cells, the ghost cells of later states are received from the
+    neighboring ranks, also across periodic dims. Ghost cells beyond walls keep the values of the input. The layout of
+    the grid must have channels ("c") even for a net of one channel, because the states are stacked along the channels.
 
     Parameters
     ----------

@@ -1,4 +1,5 @@
-"""Groups of data ranks that hold parts of the same fields: the ranks of each grid, or consecutive ranks."""
+"""Groups of data ranks that hold parts of the same fields. A group consists of the ranks of a grid, or of consecutive
+ranks."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ def make_sample_groups(mesh: Mesh, rank: int, dims: Sequence[int], grids: Sequen
     mesh : mesh with the width of each axis
     rank : number of the rank in the world
     dims : number of ranks along each dim of a field
-    grids : for each rank the ranks of its field, in the order of its grid; None entries: groups are consecutive data
-        ranks
+    grids : for each rank, the ranks of its field, in the order of its grid. If the elements are None, groups are
+        consecutive data ranks
 
     Returns
     -------

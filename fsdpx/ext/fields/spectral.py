@@ -1,9 +1,9 @@
-"""Layers that use Fourier modes of fields that may be partitioned: partial Fourier sums by matmul, then a sum over the
-ranks.
+"""Layers that use Fourier modes of fields that may be partitioned.
 
 Mode k of n cells along a dim is the sum of x_j e^(-2 pi i j k / n). Each rank computes the partial sum over its own
-cells, one matmul for each dim; a reduction over the ranks completes it. Ranks send only the bytes of the modes, however
-large the field is. Lingsch et al. (2024) use the same sums on one device, for arbitrary points."""
+cells with one matmul for each dim, and a reduction over the ranks then adds the partial sums. Ranks send only the bytes
+of the modes, however large the field is. Lingsch et al. (2024) use the same sums on one device, for arbitrary
+points."""
 
 from __future__ import annotations
 
@@ -38,14 +38,15 @@ class SpectralConv(FieldLayer):
     2021). As in neuraloperator, modes are means over the cells.
 
     The parameters are `weight` of shape (in_channels, out_channels, *modes, 2), real and imaginary parts, and `bias` of
-    shape (out_channels,). `modes` equals n_modes, except n_modes[-1] // 2 + 1 in the last dim. Both parts of the weight
-    are initialized from a normal distribution with standard deviation sqrt(2 / (in + out)) / sqrt(2). Index w of a mode
-    is the frequency w - modes // 2, or w in the last dim.
+    shape (out_channels,). `modes` equals n_modes, except in the last dim, where it is n_modes[-1] // 2 + 1. The real
+    and imaginary parts of the weight are initialized from a normal distribution with standard deviation sqrt(2 / (in +
+    out)) / sqrt(2). Index w along a dim stands for the frequency w - modes // 2, or, along the last dim, for the
+    frequency w.
 
     On a grid of ranks, the partial sums of modes are reduce-scattered, each rank multiplies its share of the modes, and
     the results are all-gathered: two collectives in forward and two in backward. The weight is not partitioned by
-    modes: with "ddp" each rank holds the full weight, and its gradients are summed like any others; "fsdp" shards it
-    like other parameters, and gathers it before use.
+    modes: with "ddp" each rank holds the full weight, whose gradients are summed like all others; "fsdp" shards the
+    weight like other parameters, and gathers it before use.
 
     Parameters
     ----------
@@ -170,7 +171,7 @@ class SpectralConv(FieldLayer):
 
 
 class PointwiseConv(Layer):
-    """The channels of each cell of (samples, in_channels, *cells), multiplied by one matrix, plus bias.
+    """The channels of each cell of (samples, in_channels, *cells), multiplied by one matrix, plus a bias.
 
     The parameters `weight (out_channels, in_channels, 1)` and `bias (out_channels,)` and their initial values are those
     of PyTorch's Conv1d with kernel_size 1.
@@ -279,9 +280,9 @@ class GridEmbedding(FieldLayer):
 class FNO(Graph):
     """The Fourier neural operator over (samples, in_channels, *cells) (Li et al. 2021), as in neuraloperator.
 
-    Positions and channels are lifted to `width` channels; each block adds a `SpectralConv` and a `PointwiseConv` of its
-    input, and then a two-layer pointwise MLP of the sum and a `ChannelScale` of the input; a projection maps to
-    out_channels.
+    First, positions and channels are lifted to `width` channels. Then each block adds a `SpectralConv` and a
+    `PointwiseConv` of its input, and adds a two-layer pointwise MLP of this sum to a `ChannelScale` of the input.
+    Finally, a projection maps to out_channels.
 
     Parameters
     ----------
@@ -347,7 +348,7 @@ def _make_fourier_matrices(start: int, stop: int, n: int, k: int, is_last_dim: b
     that n cells do not have.
 
     is_last_dim: whether the input of this dim is real, so that modes above 0 also stand for their complex conjugates.
-    Then the matrix from cells to modes is (cells, 2 modes), for other dims (2 cells, 2 modes)."""
+    For this dim the matrix from cells to modes is (cells, 2 modes), and for other dims it is (2 cells, 2 modes)."""
     modes = np.arange(k) - (0 if is_last_dim else k // 2)
     turns = np.outer(np.arange(start, stop), modes) % n * (2 * np.pi / n)
     there = modes <= n // 2 if is_last_dim else (-(n // 2) <= modes) & (modes <= (n - 1) // 2)
@@ -398,12 +399,12 @@ def _multiply_complex(xp: Any, rows: Array, w: Array) -> Array:
 
 
 def _stack_complex_rows(xp: Any, x: Array) -> Array:
-    """Return (modes, samples, channels, 2) as (modes, 2 samples, channels): real parts first, then imaginary parts."""
+    """Return (modes, samples, channels, 2) as (modes, 2 samples, channels), with real parts before imaginary parts."""
     return xp.concatenate([x[..., 0], x[..., 1]], axis=1)
 
 
 def _stack_gradient_rows(xp: Any, dy: Array) -> Array:
-    """Return the gradients of results as (modes, 2 samples, 2 channels): first the rows that multiply the real parts of
-    the inputs, then those for the imaginary parts."""
+    """Return the gradients of results as (modes, 2 samples, 2 channels). The rows that multiply the real parts of the
+    inputs come before the rows that multiply the imaginary parts."""
     other = xp.stack([dy[..., 1], -dy[..., 0]], axis=-1)
     return xp.concatenate([dy, other], axis=1).reshape(len(dy), 2 * dy.shape[1], 2 * dy.shape[2])

@@ -60,7 +60,7 @@ def find_tiling(parts: Sequence[Part], letters: str, rank0: int = 0) -> Tiling:
 
 def _find_slabs(parts: Sequence[Part], dim: int, letters: str, rank0: int) -> list[Interval]:
     """Return the consecutive slabs along a dim; raise ConfigError if they leave a gap or overlap. All slabs have the
-    same number of ranks; several slabs without cells may be at the same position."""
+    same number of ranks. Several slabs without cells may be at the same position."""
     counts, stop, before = Counter(part[dim] for part in parts), 0, None
     for interval in sorted(counts):
         if interval[0] != stop:

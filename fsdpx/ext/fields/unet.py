@@ -35,7 +35,7 @@ class UNet(Graph):
     in_channels, out_channels : channels of the input and of the output field
     dims : number of cell dims, 1 to 3; default 2
     width : channels of the first level; each level has twice as many as the one above. Default 32
-    depth : number of levels above the lowest one; default 4
+    depth : number of levels above the lowest level; default 4
     padding : values beyond the ends of the field, "zeros" (default), "circular", "reflect" or "replicate", or one for
         each dim
     norm : "batch" (default), "group" (max(channels // 8, 1) groups), or None

@@ -13,7 +13,7 @@ from fsdpx.core.array.kernels.dispatch import kernel
 __all__ = ["WindowStrides", "correlate", "correlate_backward_input", "correlate_backward_params"]
 
 GradientTarget = tuple[Any, bool] | None
-"""The array for a gradient, and whether to add to it; None: the gradient is not needed."""
+"""The array for a gradient, and whether to add to this array; None if the gradient is not needed."""
 
 
 def write_or_add_gradient(target: Any, value: Any) -> None:
@@ -59,13 +59,14 @@ class WindowStrides(NamedTuple):
 
 
 LANES = 16
-"""Channels that the Winograd kernels process at a time; the number of channels must be a multiple."""
+"""Channels that the Winograd kernels process at a time. The number of channels must be a multiple of this number."""
 TILE = 4
 """Rows and columns of results of a Winograd tile."""
 MIN_TILES = 32
-"""Minimum number of tiles for Winograd's algorithm: with fewer, reading the weights takes more time than it saves."""
+"""Minimum number of tiles for Winograd's algorithm. With fewer tiles, reading the weights takes more time than the
+algorithm saves."""
 MIN_FILLED_SHARE = 0.6
-"""Minimum share of the tiles' pixels inside the result: below it, most of the saving is lost."""
+"""Minimum share of the tiles' pixels that are inside the result. Below this share, most of the saving is lost."""
 MANY_GROUPS = 8
 """Minimum number of groups for which one batched matmul of small matrices is faster than a compiled call for each
 group."""
@@ -89,8 +90,8 @@ def count_tiles(size: int) -> int:
 
 
 def is_matmul(strides: WindowStrides, cells: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Return whether the convolution is a single matmul, for BLAS: a window of one cell with stride 1 over the full
-    field."""
+    """Return whether the convolution is a single matmul, which BLAS can compute. This is so for a window of one cell
+    with stride 1 over the full field."""
     one = {*strides.kernel, *strides.stride} == {1} and not any(strides.first) and strides.groups == 1
     return one and tuple(cells) == tuple(sizes)
 
@@ -99,9 +100,9 @@ def _choose_algorithm(
     strides: WindowStrides, cells: Sequence[int], weight: Sequence[int], sizes: Sequence[int], overwrites: bool = True
 ) -> tuple[str, float]:
     """Return the algorithm that compiled convolutions use for a field of shape `cells`, and the length of a row of
-    outputs in windows. Timing depends on this length, because windows at the ends of a row have fewer cells inside the
-    field. For one-cell windows it is the number of all windows. overwrites: the result is written, not added to an
-    array."""
+    outputs, in units of the window's length. Timing depends on this length, because windows at the ends of a row have
+    fewer cells inside the field. For one-cell windows, the number of all windows is returned instead. overwrites: the
+    result is written, not added to an array."""
     if strides.groups >= MANY_GROUPS:
         return "by place", 1.0
     if overwrites and is_matmul(strides, cells[2:], sizes):

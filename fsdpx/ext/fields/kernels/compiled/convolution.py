@@ -1,10 +1,12 @@
-"""Compiled convolutions: one-cell windows by BLAS, 3 x 3 windows with stride 1 and many channels by Winograd's F(4 x 4,
-3 x 3), which needs a quarter of the multiplications (Lavin, Gray 2016), and all others by strips of outputs.
+"""Compiled convolutions. Windows of one cell are computed by BLAS, 3 x 3 windows with stride 1 and many channels by
+Winograd's F(4 x 4, 3 x 3), which needs a quarter of the multiplications (Lavin, Gray 2016), and all other windows by
+strips of outputs.
 
 A tile of 4 x 4 results is a bilinear function of its 6 x 6 pixels and the window, A [(G w G^T) * (B d B^T)] A^T with
-constant matrices; summed over channels, each of the 36 elementwise products is a matmul, by strips, or by BLAS for the
-gradient of the weights. Before and after these products, linear maps transform square patches, 16 channels at a time.
-The gradients use the same formula transposed. Rounding grows with the numbers in A and B (docs: speed)."""
+constant matrices. Summed over channels, each of the 36 elementwise products is a matmul, which is computed by strips,
+or by BLAS for the gradient of the weights. Before and after these matmuls, linear maps transform square patches, 16
+channels at a time. The gradients use the same formula transposed. Rounding grows with the numbers in A and B (docs:
+speed)."""
 
 from __future__ import annotations
 
@@ -170,8 +172,8 @@ def make_winograd_output_loop(matrix: Matrix, step: int, name: str) -> Any:
 
 
 PLANES, ONES = 36, 7
-"""PLANES: number of products of a tile. ONES: a plane whose element enters each result once, so that a bias added to it
-is added to all results."""
+"""PLANES: number of elementwise products of a tile. ONES: a plane whose element enters each result once, so that a bias
+added to this plane is added to all results."""
 A = ((1, 1, 1, 1, 1, 0), (0, 1, -1, 2, -2, 0), (0, 1, 1, 4, 4, 0), (0, 1, -1, 8, -8, 1))
 B = (
     (4, 0, -5, 0, 1, 0), (0, -4, -4, 1, 1, 0), (0, 4, -4, -1, 1, 0), (0, -2, -1, 2, 1, 0), (0, 2, -1, -2, 1, 0),
@@ -182,11 +184,12 @@ G = (
     (0, 0, 1),
 )  # fmt: skip
 TILE_BLOCK = 1 << 21
-"""Approximate bytes of a block of tiles: it stays in the cache between the three passes."""
+"""Approximate bytes of a block of tiles, chosen so that the block stays in the cache between the three passes."""
 TILES_PER_STEP = 64
-"""Minimum number of tiles in a block: the weights are read once for each block."""
+"""Minimum number of tiles in a block. It limits how often the weights are read, because they are read once for each
+block."""
 LONG = 256
-"""Maximum number of products summed at once: rounding errors grow with the length of a sum."""
+"""Maximum number of products summed at once. It is limited because rounding errors grow with the length of a sum."""
 
 
 def _transpose(matrix: Any) -> Any:
@@ -214,7 +217,7 @@ def _multiply_planes(first, last, gemm_address, out, a, b, m, n, k, accumulate):
 def _convolve_winograd_tiles(first, last, x, y, u, block, row, start, edge, down, right):
     """Compute the results of the tiles from `first` to `last`.
 
-    u: planes of weights, in rows of LANES outputs. block, row: distance to the next LANES outputs, and to the next
+    u: planes of weights, in rows of LANES outputs. block: distance to the next LANES outputs. row: distance to the next
     channel. start: added to each output, (outputs,)."""
     use_widest_vectors()
     like, word, inner, outer = y.dtype.type(0), y.itemsize, x.shape[3], y.shape[3]

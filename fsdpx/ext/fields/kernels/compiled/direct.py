@@ -1,10 +1,10 @@
 """Direct convolutions of one to three dims with channels last: windows are read in place, without an im2col copy.
 
-A strip of neighboring outputs, with some lanes of channels each, stays in registers while the loop runs over the cells
-under their windows: each number of a cell is multiplied by a row of weights. Where windows reach beyond the field, only
-the window offsets inside it are computed. If there are few output channels, lanes are channels of the field instead,
-and are summed at the end. The gradient of the weights keeps some rows of weights in registers while the loop runs over
-outputs."""
+A strip of neighboring outputs, each with some lanes of channels, stays in registers while the loop runs over the cells
+under the windows of these outputs and multiplies each number of a cell by a row of weights. Where windows reach beyond
+the field, only the window offsets inside it are computed. If there are few output channels, lanes are channels of the
+field instead, and are summed at the end. The gradient of the weights keeps some rows of weights in registers while the
+loop runs over outputs."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ __all__ = [
 ]  # fmt: skip
 
 WIDE, NARROW = 64, 32
-"""Bytes of the channels that are computed together, and of the last, incomplete block of channels."""
+"""WIDE: bytes of a block of channels that are computed together. NARROW: bytes of the last block if few channels are
+left."""
 WIDE_ROWS, NARROW_ROWS = 6, 8
-"""Maximum outputs of a strip: as many as fit into registers."""
+"""Maximum number of outputs in a strip of WIDE and of NARROW rows, such that the strip fits into registers."""
 FEW_OUTPUTS = (8, 6, 4, 3)
 """Maximum number of cells of a strip with one, two, three and four output channels."""
 NEAR_BYTES = 3 << 13
@@ -228,15 +229,15 @@ _wide_outer, _narrow_outer = make_outer_product_loop(WIDE, 6), make_outer_produc
 
 @register_jitable
 def _can_use_dot_loop(outputs, nbytes):
-    """Return whether lanes can be channels of the field: if there are few outputs, and the channels fill entire rows.
-    nbytes: bytes of the channels of a cell."""
+    """Return whether lanes can be channels of the field, which requires few outputs, and channels that fill entire
+    rows. nbytes: bytes of the channels of a cell."""
     return outputs <= len(FEW_OUTPUTS) and nbytes % NARROW == 0
 
 
 @jit
 def _pack_weights(weight, packed, places, swapped, unpack):
-    """Copy weights into blocks of lanes: packed[block, offset, c, lane] = weight[o, c, offset], or packed[block, lane,
-    offset, c] for few outputs.
+    """Copy weights into blocks of lanes: packed[block, offset, c, lane] = weight[o, c, offset]. For few outputs, the
+    order is packed[block, lane, offset, c].
 
     places (3 dims, 3): number of window offsets, the first, and the step to the next. swapped: the weight has channels
     and outputs swapped. unpack: add `packed` to `weight` instead."""
@@ -366,10 +367,10 @@ def _convolve_lines(
     """Compute the outputs of some lines (indices along the first dim, counted over all samples), strip by strip.
 
     x, y: addresses of the first cell of the field and of the first output. x_steps, y_steps: bytes from sample to
-    sample, then along each dim. moves (3 dims, 3): bytes in x from an output to the next, from a window offset to the
-    next, and before the first. runs: (start, stop, first offset, end of offsets) of outputs with the same window
-    offsets, bounds[d] of them for dim d. sizes: number of window offsets along each dim. start: initial value of
-    outputs, unless `add`."""
+    sample, followed by the bytes from cell to cell along each dim. moves (3 dims, 3): bytes in x from an output to the
+    next, from a window offset to the next, and before the first. runs: (start, stop, first offset, end of offsets) of
+    outputs with the same window offsets, bounds[d] of them for dim d. sizes: number of window offsets along each dim.
+    start: initial value of outputs, unless `add`."""
     use_widest_vectors()
     like, word = packed.dtype.type(0), packed.itemsize
     places = sizes[0] * sizes[1] * sizes[2]
@@ -502,8 +503,8 @@ def direct_backward_input(
 ) -> None:
     """Compute dx = the gradient of the field, plus `bias` (channels,).
 
-    Each cell is a sum over the outputs whose windows cover it; these are neighbors if only every stride-th cell is
-    considered, so each phase of the stride is a direct convolution of dy."""
+    The gradient of a cell is a sum over the outputs whose windows cover the cell. Among cells that are one stride
+    apart, neighboring cells use neighboring outputs, so each phase of the stride is a direct convolution of dy."""
     for phase in product(*map(range, strides.stride)):
         firsts, places, into = [], [(1, 0, 1)] * (3 - len(phase)), [slice(None)]
         for r, k, s, d, first in zip(phase, *strides[:4], strict=True):
@@ -567,8 +568,8 @@ def _get_address_and_byte_strides(x: np.ndarray) -> tuple[int, np.ndarray]:
 class _OutputRuns(NamedTuple):
     """Runs of outputs with the same window offsets inside the field, as `_convolve_lines` takes them.
 
-    met: the range of window offsets that any output uses; `table` and `moves`, which are in cells, count from its
-    beginning. lines: number of outputs along the first dim."""
+    met: the range of window offsets that any output uses. `table` and `moves`, which are in cells, count from the
+    beginning of this range. lines: number of outputs along the first dim."""
 
     table: np.ndarray
     bounds: np.ndarray
