@@ -105,7 +105,8 @@ class HeapRecorder(Observer):
         engine.add_observer(self)
 
     def on_program_begin(self, program: Program, state: TrainState) -> None:
-        """Reset the peak. Arrays made before the first program, as by the check of a batch, belong to no step."""
+        """Reset the peak. Arrays made before the first program, for example while a batch is checked, belong to no
+        step."""
         if not self._began:
             self.batch = dict(
                 iterate_storage_sizes([(one.inputs, one.target) for one in self._engine.batch if one is not None])
@@ -136,7 +137,7 @@ class HeapRecorder(Observer):
             value = state.store[slot]
             self.activations.count_slot_bytes(
                 slot, value.finish() if isinstance(value, TimedTransfer) else value
-            )  # pending, or complete
+            )  # the value may be a transfer, pending or complete
 
     @property
     def _bytes_kept_between_programs(self) -> int:
@@ -159,7 +160,8 @@ class HeapRecorder(Observer):
 
     @property
     def activation_bytes_by_action(self) -> list[tuple[int, int]]:
-        """For each action of the last program, the peak bytes of activations in it, and the bytes after it."""
+        """For each action of the last program, the peak bytes of activations during the action and the bytes after
+        it."""
         arena = self._bytes_kept_between_programs
         return [(most - arena, after - arena) for most, after in self._each]
 

@@ -19,8 +19,8 @@ PROGRESS = "(moving transfers on)"
 BATCHES = "(batches: checked, and agreed on by all ranks)"
 """Row of the clock for batches. It includes the time for which the first ranks wait for the last one."""
 SAVING, WAITING, LOADING = "(saving a checkpoint)", "(waiting for a save in the background)", "(loading weights)"
-"""Rows of the clock for checkpoints, with the bytes of this rank's part. A background save counts only the copy; a
-thread writes the file."""
+"""Rows of the clock for checkpoints, with the bytes of this rank's part. A background save counts only the copy,
+because a thread writes the file."""
 
 
 class VerbTimings(NamedTuple):
@@ -29,7 +29,7 @@ class VerbTimings(NamedTuple):
     Attributes
     ----------
     seconds : run time
-    waited : seconds of waiting for transfers that these actions were the first to need
+    waited : seconds spent waiting for transfers that these actions were the first to need
     calls : number of actions
     nbytes : bytes that this rank sent, received, saved or loaded in these actions
     flown : seconds during which transfers issued by these actions were pending
@@ -45,9 +45,9 @@ class VerbTimings(NamedTuple):
 
 
 class EngineClock(Observer):
-    """An observer that sums times by verb. rows: verb -> the numbers of a `VerbTimings`; the progress of transfers
-    between actions has its own row. in_flight: mesh axis -> (seconds during which transfers were pending, seconds of
-    these in which this rank did nothing else)."""
+    """An observer that sums times by verb. rows: verb -> the numbers of a `VerbTimings`, with a separate row for the
+    progress of transfers between actions. in_flight: mesh axis -> (seconds during which transfers were pending, seconds
+    of that time in which this rank did nothing else)."""
 
     def __init__(self) -> None:
         self.reset_counts()

@@ -270,8 +270,8 @@ def _list_trainable_pages(run: ProgramRun, unit: int) -> list[int]:
 def _list_inputs_and_known_gradients(
     run: ProgramRun, unit: StageUnit, taken: Values, have: Values
 ) -> tuple[list[int], dict[int, Any]]:
-    """Return the unit's inputs that need a gradient, and the gradients accumulated so far (value number -> gradient),
-    of its outputs and of those inputs that other units read as well."""
+    """Return the unit's inputs that need a gradient, and a dict value number -> gradient. The dict holds the gradients
+    accumulated so far for the unit's outputs, and for those inputs that other units also read."""
     inner, output_values = ([v for v in some if v not in run.stage.constant] for some in (unit.inputs, unit.gives))
     known = dict(zip((*output_values, *inner), (*taken[:-1], *have), strict=True))
     return inner, {v: d for v, d in known.items() if d is not None}
@@ -305,7 +305,7 @@ def _get_entries_and_mark_blank(
 
 
 def _zero_unwritten_and_check_gradients(run: ProgramRun, action: Action, opened: list[GradientEntries]) -> None:
-    """Zero gradients that no layer wrote. Check for NaN and Inf unless the loss scale is dynamic, since it relies on
+    """Zero gradients that no layer wrote. Also check for NaN and Inf, except with a dynamic loss scale, which relies on
     overflow."""
     own_views = run.views.own[get_action_target(action)]  # a tied parameter may get its gradient in another unit
     for page in opened:
@@ -318,8 +318,8 @@ def _zero_unwritten_and_check_gradients(run: ProgramRun, action: Action, opened:
 
 
 def compute_loss_and_gradients(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Return (total, weight) of the microbatch's loss. Add the gradients of the outputs, and add the weight to that of
-    the step."""
+    """Return (total, weight) of the microbatch's loss. Add the gradients of the outputs, and add the weight to the
+    weight of the step."""
     batch, find = run.get_microbatch(action), run.placement.loss
     *have, weight = added
     if batch is None:
@@ -349,8 +349,8 @@ def _require_gradients_match_outputs(loss: Any, outputs: Values, dys: Values) ->
 
 
 def compute_loss_only(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Return (total, weight) of the microbatch's loss without computing gradients, and add the weight to that of the
-    step."""
+    """Return (total, weight) of the microbatch's loss without computing gradients, and add the weight to the weight of
+    the step."""
     batch = run.get_microbatch(action)
     if batch is None:
         return ((0.0, 0.0), added[0] or 0.0)

@@ -86,7 +86,7 @@ class Engine:
     def run_program(self, executable: Executable, feed: StepInputs) -> dict[Slot, Any]:
         """Run all actions, then remove the values of the program's result slots from the store and return them.
         Collective if the program communicates."""
-        overflows = self.state.scaler.dynamic  # then overflow is expected, and is detected in the gradients
+        overflows = self.state.scaler.dynamic  # a dynamic loss scale expects overflow, and detects it in the gradients
         statistics = self.state.copy_running_statistics() if feed.training else []
         with (
             flush_denormals(),
@@ -139,8 +139,8 @@ class Engine:
         return ProgramRun(*fixed, state.ties, state.steps, state.scaler, state.freezing.missed, self._track_transfer)
 
     def _finish_stale_transfers(self) -> None:
-        """Wait for the pending transfers of a failed program, which are the same on all ranks. Keep transfers in slots:
-        a later program needs them."""
+        """Wait for the pending transfers of a failed program, which are the same on all ranks. Keep transfers in slots,
+        because a later program needs them."""
         known = {id(value) for value in self.state.store.values()}
         for _, transfer in self._in_flight:
             if id(transfer) not in known:
@@ -261,7 +261,8 @@ class Engine:
             self._views = None
 
     def abandon_transfers(self) -> list[Handle]:
-        """Forget pending transfers and return their handles: their memory must stay allocated until they complete."""
+        """Forget pending transfers. Return their handles, so that the caller can keep the memory of the transfers until
+        they complete."""
         handles = [transfer.handle for transfer in (*(t for _, t in self._in_flight), *self._sends)]
         self._in_flight.clear()
         self._sends.clear()

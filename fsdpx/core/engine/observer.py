@@ -17,8 +17,8 @@ __all__ = ["Hooks", "Observer", "collect_hooks"]
 
 
 class Observer:
-    """Base class of objects that receive the events of an engine: override the methods you need; the others are never
-    called. Add one with `Engine.add_observer`.
+    """Base class of objects that receive the events of an engine. Override the methods you need. The engine calls only
+    overridden methods. Add an observer with `Engine.add_observer`.
 
     Times are those of `perf_counter`. An exception in an observer ends the program, like one in an action.
     """
@@ -32,7 +32,8 @@ class Observer:
         """Called before a program runs."""
 
     def wrap_units(self, units: Sequence[Unit]) -> Sequence[Unit]:
-        """Return the units that the program runs instead of `units`: the same units, with layers that also observe."""
+        """Return the units that the program runs instead of `units`, for example the same units with layers that are
+        measured."""
         return units
 
     def on_action_begin(self, words: str, now: float) -> None:

@@ -101,7 +101,7 @@ def preserving_frozen_parameters(
 
 
 def start_send_value(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Start to send a value. The run waits for the message when it ends."""
+    """Start to send a value. At its end, the run waits until the message has been sent."""
     message = run.workspace.stage_messages.get_message(action, run.get_microbatch(action))
     if message is None:
         return ()
@@ -140,8 +140,9 @@ def start_all_reduce_loss(run: ProgramRun, action: Action, taken: Values, read: 
 
 
 def _pack_loss_and_schedule(run: ProgramRun, pairs: Values, weight: Values) -> list[float]:
-    """Return the numbers that this rank contributes: the weight of its gradients, total and weight of each microbatch's
-    loss, and the scheduled values of the update (see `get_scheduled_values`), which must be equal on all ranks."""
+    """Return the numbers that this rank contributes: the weight of its gradients, the total and weight of each
+    microbatch's loss, and the scheduled values of the update (see `get_scheduled_values`), which must be equal on all
+    ranks."""
     rates = get_scheduled_values(run.placement.optimizer, run.step + 1) if run.has_update else UNSCHEDULED
     if not run.placement.counts_loss or not weight:  # another pipeline rank computes the loss
         return [0.0] * (1 + 2 * len(run.feed.batch)) + [*rates]
@@ -149,7 +150,7 @@ def _pack_loss_and_schedule(run: ProgramRun, pairs: Values, weight: Values) -> l
 
 
 def _combine_losses(run: ProgramRun, rows: list[list[float]]) -> LossMean:
-    """Combine the numbers of all ranks to the mean loss. A replica that trains independently may have no samples."""
+    """Combine the numbers of all ranks into the mean loss. A replica that trains independently may have no samples."""
     require_same_schedule_values(run, run.sync_group, rows, {-2: "learning rate", -1: "share that an average keeps"})
     lr = rows[run.sync_group.rank % len(rows)][-2]  # an asynchronous rank has only its own row
     if math.isnan(lr):
@@ -165,7 +166,7 @@ def _combine_losses(run: ProgramRun, rows: list[list[float]]) -> LossMean:
 
 
 def start_all_gather_page(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Start the all-gather of a page's shards to full parameters: n - n/N elements per rank."""
+    """Start the all-gather of a page's shards into full parameters. A rank sends n - n/N elements."""
     p, place, (master,) = get_action_target(action), run.placement, read
     page, comm, description = place.pages[p], place.axes.shard, format_action_label(run, action)
     full = run.workspace.get_full_parameter_buffer(p)
@@ -187,7 +188,7 @@ def start_all_gather_page(run: ProgramRun, action: Action, taken: Values, read: 
 
 
 def release_slots(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Release the taken values: the memory of a gathered page, or of a value that was read from a slower level."""
+    """Release the taken values, which hold a gathered page or data that was read from a slower level."""
     return ()
 
 
@@ -243,7 +244,7 @@ def all_reduce_tied_gradients(run: ProgramRun, action: Action, taken: Values, re
         else _all_gather_tied_gradients(tie_group, tie_group.comm, taken, scratch, description)
     )
     total = gathered[-1]
-    for other in reversed(gathered[:-1]):  # same order as in one process: backward reaches later layers first
+    for other in reversed(gathered[:-1]):  # same order as in one process, where backward reaches later layers first
         total += other
     for own_array in taken:
         if own_array is not total:
@@ -370,7 +371,8 @@ def require_finite_loss(run: ProgramRun, mean: LossMean, comm: Communicator | No
 
 
 def _require_finite_gradients(run: ProgramRun, totals: Values) -> None:
-    """Raise NumericsError if a gradient with which this rank updates is not finite. Other ranks do not learn of it."""
+    """Raise NumericsError if a gradient with which this rank updates is not finite. Other ranks are not told about the
+    error."""
     if run.placement.device.are_finite(totals):
         return
     problem = _describe_bad_gradient(run, totals)  # squares can overflow although the gradient is finite

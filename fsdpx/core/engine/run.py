@@ -166,8 +166,8 @@ class GradientScale:
 
 
 class Workspace:
-    """The buffers of one program on one rank: for each page its scratch memory, and its full parameters and gradients
-    if they are allocated only while in use."""
+    """The buffers of one program on one rank. Each page has scratch memory, and its full parameters and gradients have
+    buffers here if they are allocated only while in use."""
 
     def __init__(self, state: TrainState, program: Program) -> None:
         self.state, self.program = state, program
@@ -240,7 +240,7 @@ class Workspace:
         dtype = np.dtype("uint8") if SLOTS[kind].raw else self.placement.formats.gradients
         if nbytes:
             return self.take_next_slab_buffer(kind, page, nbytes // dtype.itemsize, dtype)
-        if kind not in self._nothing:  # a view of the slab is in shared memory if the scratch of other ranks is
+        if kind not in self._nothing:  # in the slab, so that it is in shared memory if the scratch of other ranks is
             arena = self.state.arena
             buffer = self.placement.xp.empty((0,), dtype=dtype) if arena.slab is None else arena.view_slab(0, 0, dtype)
             self._nothing[kind] = buffer
@@ -251,8 +251,8 @@ Values = tuple[Any, ...]
 
 
 class LayerContextCache:
-    """A cache of the contexts that layers see: one `LayerContext` for the model and one per node. They are made once;
-    only the training moment changes, and the sequence length if sequences may be sharded."""
+    """A cache of the contexts that layers see: one `LayerContext` for the model and one per node. The contexts are made
+    once. Only their training moment changes later, and their sequence length if sequences may be sharded."""
 
     def __init__(self, state: TrainState) -> None:
         place, self.seed, self.moment = state.placement, state.seed, state.moment

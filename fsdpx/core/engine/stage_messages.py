@@ -41,7 +41,7 @@ class StageMessages:
         self._planned: dict[Any, StageMessage | None] = {}
 
     def get_message(self, action: Action, batch: Microbatch | None) -> StageMessage | None:
-        """Return the message of a send or receive action; None if nothing is sent, as for a microbatch without
+        """Return the message of a send or receive action; None if nothing is sent, for example for a microbatch without
         samples."""
         if batch is None:
             return None
@@ -67,5 +67,6 @@ class StageMessages:
 
 
 def is_dtype_sent(edge: Edge, dtype: Any) -> bool:
-    """Return whether values of this dtype are sent on this edge: integers have no gradient."""
+    """Return whether values of this dtype are sent on this edge. An edge for a gradient sends no integers, because they
+    have none."""
     return not (edge.gradient and np.dtype(dtype).kind in "iub")

@@ -40,7 +40,7 @@ def run_warm_up_calls(
     share: tuple[int, int] = (0, 1),
     count: ProgressCallback = lambda done, total: None,
 ) -> None:
-    """Run the calls. share: (index of this rank, number of ranks) on its host; each rank starts at another call and
+    """Run the calls. share: (index of this rank, number of ranks) on its host; each rank starts at a different call and
     later loads the kernels that other ranks have compiled. count: progress callback (calls done, total)."""
     rank, ranks = share
     first = rank * len(calls) // ranks
