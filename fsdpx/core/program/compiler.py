@@ -29,11 +29,12 @@ class ProgramKind:
     Attributes
     ----------
     about : text that says what the program does
-    ops : verbs of the schedule: "FB" follows a schedule; a single verb runs for all microbatches
+    ops : verbs that compute: "FB" if the program follows a schedule, or a single verb that runs for all microbatches
     loss : the verb that ends a forward
     results : kinds of the slots that the caller collects
     updates : whether the program ends with an update of parameters
-    compile_alone : function that makes the full program from its compute actions, if no other rank takes part in it
+    compile_alone : function that makes the full program from its compute actions, if no other rank takes part in the
+        program
     """
 
     about: str
@@ -101,15 +102,15 @@ class ProgramRequest:
         they are used
     reduce_each : whether the gradients of every microbatch are reduced immediately (default); False: only their sum is
         reduced
-    ahead : number of pages that are gathered before they are needed, and of reduces that may be pending
+    ahead : number of pages that are gathered before they are needed, and number of reduces that may be pending
     resident : pages whose full parameters are already gathered
     grads, parts : pages that carry full (local) or reduced (sharded) gradients from earlier programs
     has_loss_weight : whether an earlier program left its share of the loss weight
     order : forwards and backwards of this rank's stages, in the order in which they run; None (default): forward and
         backward of one microbatch after another
     recompute : units that run forward again before their backward
-    scales : verbs that compute the scale of all updates: SCALE, or NORM if the norm of all gradients is needed; then
-        COMMIT if all ranks agree that a step has succeeded before it updates
+    scales : verbs that compute the scale of all updates: SCALE, or NORM if the norm of all gradients is needed. If all
+        ranks agree that a step has succeeded before it updates, COMMIT follows
     sync : how ranks synchronize in a step that updates
     choices : options of the step
     """
@@ -154,7 +155,7 @@ class Program:
     results: tuple[Slot, ...] = field(default=())  # slots of `ends` that the caller collects
 
     def __str__(self) -> str:
-        return textwrap.fill(" ".join(map(str, self.actions)), 86, break_long_words=False)  # pages are 88 wide
+        return textwrap.fill(" ".join(map(str, self.actions)), 86, break_long_words=False)  # for documentation 88 wide
 
     @cached_property
     def slots(self) -> tuple[ActionSlots, ...]:
@@ -179,7 +180,7 @@ def compile(request: ProgramRequest) -> Program:
     return _compile_cached(request, tuple(PASSES))
 
 
-@lru_cache(maxsize=128)  # ranks that are threads share it, and each pipeline rank compiles the programs of all
+@lru_cache(maxsize=128)  # shared by ranks that are threads; each pipeline rank compiles all ranks' programs
 def _compile_cached(
     request: ProgramRequest, passes: tuple[Callable[[list[Action], ProgramRequest], list[Action]], ...]
 ) -> Program:
@@ -222,8 +223,8 @@ def _list_compute_actions(request: ProgramRequest) -> list[Action]:
 
 def _insert_mean(actions: list[Action], stage: Stage, loss: str) -> list[Action]:
     """Insert MEAN, the only message about the loss, right after the last loss, so that it is sent during backward. In a
-    pipeline insert it at the end: ranks compute their losses at different times, but all must issue collectives in the
-    same order.
+    pipeline, insert MEAN at the end, because ranks compute their losses at different times, but all must issue
+    collectives in the same order.
     """
     last = max((i for i, a in enumerate(actions) if a.op == loss), default=len(actions) - 1)
     mean_index = len(actions) if stage.edges else last + 1

@@ -78,7 +78,7 @@ class _ScheduleStep:
 
     def can_receive_early(self, before: _ScheduleStep) -> bool:
         """Return whether the receives of this action can be posted before the preceding action `before`. Those of a
-        backward of the same microbatch cannot: the gradient would arrive in a slot that `before` still uses."""
+        backward of the same microbatch cannot, because the gradient would arrive in a slot that `before` still uses."""
         return self.forward or before.mb != self.mb
 
 

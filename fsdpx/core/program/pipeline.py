@@ -85,8 +85,8 @@ class Stage:
     units_with_statistics : units with running statistics
     pages_with_codec_memory : pages whose codec keeps memory
     constant : values whose gradient is not needed, see `find_constant_values`; may include values inside units
-    stored_slots : slots whose values are in a slower level between programs, on all ranks, each with the slot that
-        stands for it; activations without a microbatch
+    stored_slots : the slots of all ranks whose values are in a slower level between programs, each paired with the slot
+        that stands in for it; slots of activations have no microbatch here
     """
 
     units: tuple[StageUnit, ...]
@@ -173,7 +173,7 @@ class Stage:
     def get_unit_verb(self, op: str, unit: int) -> str | None:
         """Return the verb that a unit runs when its stage runs F, E, B, I or W; None if it runs none. Units before the
         first trainable one have no backward. If a unit's inputs are constant or its parameters are frozen, one half of
-        its backward is empty: the other half then runs as B."""
+        its backward is empty, so the other half runs as B."""
         if op in "FE":
             return op
         if unit not in self.backward_units:

@@ -43,7 +43,7 @@ ScheduleFunction = Callable[..., Any]
 
 
 def gpipe(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
-    """Return a schedule of all forwards, then all backwards: Huang et al., "GPipe" (NeurIPS 2019).
+    """Return a schedule that runs all forwards, then all backwards, from Huang et al., "GPipe" (NeurIPS 2019).
 
     Every rank has all m microbatches in flight. The bubble is (P - 1) / (m + P - 1) of the step if all stages take
     equal time.
@@ -63,13 +63,13 @@ def one_f_one_b(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSch
 
 
 def interleaved(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSchedule:
-    """Return 1F1B over v stages per rank, stage s on rank s % P: Narayanan et al. (SC 2021), section 2.2.
+    """Return 1F1B over v stages per rank, with stage s on rank s % P, from Narayanan et al. (SC 2021), section 2.2.
 
     Microbatches pass through the stages of a rank in rounds of P; the last round may be shorter. The bubble is (P - 1)
-    / (v m + P - 1) if m is a multiple of P. It sends (v P - 1) / (P - 1) times as many messages as 1F1B.
+    / (v m + P - 1) if m is a multiple of P. This schedule sends (v P - 1) / (P - 1) times as many messages as 1F1B.
     """
     _require_fitting_numbers("interleaved", ranks, microbatches, per_rank, 2, allows_more=True)
-    # build complete rounds, then drop the missing microbatches: what remains of an order that can run can run too
+    # build complete rounds, then drop the missing microbatches; an order that can run can also run without them
     rounds = [range(start, start + ranks) for start in range(0, microbatches, ranks)]
     rows = []
     for rank in range(ranks):

@@ -143,7 +143,7 @@ def simulate_tasks(rows: Sequence[Sequence[SimulatedTask]]) -> tuple[list[list[A
     spans: list[list[tuple[float, float]]] = [[] for _ in rows]
 
     def list_missing(task: SimulatedTask) -> list[Hashable]:
-        return [key for key, _ in task.waits if left.get(key, 1)]  # 1: no task has this key
+        return [key for key, _ in task.waits if left.get(key, 1)]  # a key that no task has is never complete
 
     def issue_task(rank: int, task: SimulatedTask) -> None:
         key, lane, start = task.key, task.lane, free[rank]
@@ -205,7 +205,7 @@ Done = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Time of one microbatch in one stage: a number for all stages, or one per stage.
+    """Times of one microbatch in one stage. Each is a number for all stages, or one number per stage.
 
     Parameters
     ----------
@@ -271,8 +271,8 @@ def list_dependencies(action: Action, stages: int) -> list[Done]:
 def simulate(schedule: PipelineSchedule, costs: StageCosts) -> list[ActionEvent]:
     """Return when each action of a schedule runs, as one event per action, rank by rank in the order of the schedule.
 
-    An action starts when its rank is free and its inputs have arrived: immediately on the same rank, after
-    `costs.communication` from another.
+    An action starts when its rank is free and its inputs have arrived. Inputs from the same rank arrive immediately,
+    those from another rank after `costs.communication`.
 
     Parameters
     ----------
@@ -339,7 +339,7 @@ class ActionTimes:
     Parameters
     ----------
     seconds : (verb, unit) -> duration, with (verb, None) and then 0 as fallbacks; or a function (rank, action) ->
-        duration. The unit of SEND is an edge, and its duration is that of the message on the link
+        duration. For SEND, the unit is an edge, and the duration is the time that the message takes on the link
     """
 
     seconds: Mapping[tuple[str, int | None], float] | Seconds

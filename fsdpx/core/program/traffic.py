@@ -125,8 +125,8 @@ def find_lifetimes(program: Program) -> list[SlotLifetime]:
     """Return the lifetimes of the buffers in the slab, sorted by start: buffers that the program both fills and
     empties, and all scratch.
 
-    Consecutive slots of one buffer share a lifetime: that of sum3 continues that of grad3. A buffer may have several
-    lifetimes. Scratch whose end is not found lives until the last action.
+    Consecutive slots of one buffer share a lifetime. For example, the lifetime of grad3 continues with sum3. A buffer
+    may have several lifetimes. Scratch whose end is not found lives until the last action.
 
     Parameters
     ----------

@@ -203,14 +203,14 @@ class Verb:
     gives: tuple[str, ...] = ()
     lane: str = "compute"
     moves: tuple[VerbTransfer, ...] = ()
-    within: tuple[VerbTransfer, ...] = ()  # transfers that it starts and waits for itself
+    within: tuple[VerbTransfer, ...] = ()  # transfers that the action both starts and waits for
     about: str = "unit"  # what Action.unit numbers: "unit", "page", "edge", "record" or nothing
     scratch: tuple[ScratchBuffer, ...] = ()
 
     @cached_property
     def is_synchronizing(self) -> bool:
-        """True if the verb waits until the other pipeline ranks run it as well. It sends only a few bytes, and
-        simulations assign no time to them."""
+        """True if the verb waits until the other pipeline ranks run it as well. Such a verb sends only a few bytes, to
+        which simulations assign no time."""
         return self.lane in ("world", "peers")
 
     @cached_property

@@ -95,8 +95,8 @@ def check_pipe(programs: Sequence[Program]) -> None:
 
     Raises
     ------
-    ProgramError : there is a deadlock, a message without its other end, or collectives over all ranks are in different
-        orders
+    ProgramError : ranks deadlock, a message has no send or no receive, or ranks issue collectives over all ranks in
+        different orders
     """
     simulate_programs_by_rank(programs, lambda rank, action: 0.0, blocking=True)
     _require_same_world_collectives(programs)
