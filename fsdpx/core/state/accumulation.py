@@ -120,7 +120,7 @@ class SequentialAccumulation:
         """Start to sum a part over the replica axis, in place."""
         handle = reduction.carrier.start_all_reduce(part)
         if reduction.carrier.scratch.size:
-            handle.wait()  # the scratch memory is free again after this action
+            handle.wait()  # wait, because the scratch memory is free again after this action
         return TimedTransfer(handle, lambda: part)
 
     def count_scratch_bytes(self, kind: str, route: CodecRoute, page: ShardedPage, itemsize: int) -> int:
@@ -211,7 +211,7 @@ class TreeAccumulation:
         return ChunkGradients(split(buffer), self.mine, self.total, self._nodes_of_shard_ranks)
 
     def add_reduced_sum(self, total: Any, part: Any) -> Any:
-        """Return the partial sums unchanged: they are added only when all of them have arrived."""
+        """Return the partial sums unchanged, because they are added only when all of them have arrived."""
         return total
 
     def start_all_reduce_over_replicas(self, part: PartialSums, reduction: Reduction) -> TimedTransfer:
@@ -220,8 +220,8 @@ class TreeAccumulation:
         return TimedTransfer(COMPLETED, lambda: total)
 
     def count_scratch_bytes(self, kind: str, route: CodecRoute, page: ShardedPage, itemsize: int) -> int:
-        """Return the bytes of the partial sums that this rank receives. Those over the shard axis are kept until the
-        replicas have exchanged theirs."""
+        """Return the bytes of the partial sums that this rank receives. Partial sums received over the shard axis are
+        kept until the replicas have exchanged their sums."""
         if kind != "trade":
             return 0
         own_elements = page.own_range.size
@@ -235,8 +235,8 @@ class TreeAccumulation:
     def predict_transfers(
         self, route: CodecRoute, page: ShardedPage, own: int, itemsize: int
     ) -> tuple[Transfers, Transfers]:
-        """Return the exchanges of partial sums, as many as the rank with most partial sums needs. Each rank sends only
-        its own sums."""
+        """Return the exchanges of partial sums. There are as many as the rank with the most partial sums needs. Each
+        rank sends only its own sums."""
         foreign, rest = (page.size - page.own_range.size) * itemsize, (page.own_range.size - own) * itemsize
         trades = _predict_exchanges(self._nodes_of_replicas, self.replica[0], rest)
         return _predict_exchanges(self._nodes_of_shard_ranks, self.shard[0], foreign), (*trades, ("all_gather", rest))
@@ -271,7 +271,8 @@ def make_accumulation(chunks: int | None, axes: MeshAxes) -> Accumulation:
 
 
 def choose_microbatch_count(wanted: int | None, chunks: int | None, mesh: Mesh) -> int:
-    """Return the number that was asked for; by default 1, or 4 per pipeline rank."""
+    """Return the number of microbatches that was asked for. The default is 1, or 4 per pipeline rank if there are
+    several pipeline ranks and no chunks."""
     if wanted is not None:
         return wanted
     return 1 if mesh.width_of("pipe") == 1 or chunks is not None else 4 * mesh.width_of("pipe")

@@ -44,7 +44,8 @@ def agree_on_sharer_count(placement: Placement, arena: Arena) -> int:
     """Return how many ranks of this machine can share their full parameters; 0 if they cannot. Each rank's shard is
     then a view of the shared array, so that a gather transfers nothing within the machine.
 
-    They can if the ranks of each shard axis are on one machine, or if full parameters are kept anyway. Collective.
+    Ranks can share full parameters if the ranks of each shard axis are on one machine, or if full parameters are kept
+    anyway. Collective.
     """
     if arena.memory is None or not _are_rows_in_memory(placement, "master"):
         return 0
@@ -100,7 +101,8 @@ def _warn_on_rank0_of_little_shared_memory(placement: Placement, what: str) -> N
 
 
 BLOCK_ELEMENTS = 1 << 20
-"""Number of elements of a parameter that are initialized at once, because temporaries are larger than the elements."""
+"""Number of elements of a parameter that are initialized at once. It is limited because the temporary arrays are larger
+than the elements."""
 
 
 def allocate_state(placement: Placement, initial: bool = True) -> TrainState:

@@ -127,8 +127,8 @@ class Page:
         return {f.name: flat[f.offset : f.offset + f.size].reshape(f.shape) for f in self.fields}
 
     def iterate_fields(self, flat: Any, elements: ElementRange) -> Iterator[tuple[PageField, int, Any]]:
-        """Yield the fields that overlap a range of elements of the page, whose values are in `flat`, as (field, offset
-        of the overlap within the field, flat view of its elements)."""
+        """Yield the fields that overlap a range of elements of the page, as (field, offset of the overlap within the
+        field, flat view of its elements). `flat` holds the values of the range."""
         for piece in self.find_field_overlaps(elements):
             field = self.fields[piece.have]
             yield field, piece.start - field.offset, flat[piece.start - elements.start : piece.stop - elements.start]

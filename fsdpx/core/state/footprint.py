@@ -25,8 +25,8 @@ __all__ = [
 
 
 class ProcessBytes(NamedTuple):
-    """Bytes of memory. rss: resident memory; shared pages count in full for every rank. pss: shared pages are divided
-    by the number of their sharers."""
+    """Bytes of memory. rss: resident memory, in which shared pages count in full for every rank. pss: resident memory,
+    in which shared pages are divided by the number of their sharers."""
 
     rss: int
     pss: int
@@ -52,8 +52,8 @@ class Footprint:
 
     @property
     def pss(self) -> int:
-        """Bytes of this rank, with shared pages divided by their sharers. Summed over the ranks of a host, this is the
-        memory in use there."""
+        """Bytes of this rank, with shared pages divided by their sharers. The sum of `pss` over the ranks of a host is
+        the memory that they use there."""
         return sum(part.pss for part in self.parts.values())
 
     @property
@@ -106,8 +106,8 @@ def count_arena_and_window_bytes(state: TrainState, ranks_here: int) -> dict[str
 
 
 def make_footprint_reader(state: TrainState) -> partial[Footprint | None]:
-    """Return a function that reads the current memory of this process from Linux; on other systems the function returns
-    None.
+    """Return a function that reads the current memory of this process from Linux, and that returns None on other
+    systems.
 
     Call the function only on request, because Linux walks all memory pages of the process.
     """

@@ -86,8 +86,8 @@ class PairwiseSumStack(Generic[T]):
         return left.level == right.level and left.index % 2 == 0 and right.index == left.index + 1
 
     def _find_highest_equal_ancestor(self, node: TreeNode) -> TreeNode:
-        """Return the highest node with the same sum: a left child equals its parent if its right sibling is beyond the
-        last chunk."""
+        """Return the highest node with the same sum. A left child has the same sum as its parent if its right sibling
+        is after the last chunk."""
         top = get_root_node(self.chunks).level
         while node.level < top and node.index % 2 == 0 and (node.index + 1) << node.level >= self.chunks:
             node = TreeNode(node.level + 1, node.index // 2)
@@ -95,8 +95,8 @@ class PairwiseSumStack(Generic[T]):
 
 
 def cover_chunks_with_nodes(chunks: int, run: range) -> tuple[TreeNode, ...]:
-    """Return the fewest nodes that cover a run of chunks: the nodes on a `PairwiseSumStack` after all chunks were
-    pushed."""
+    """Return the fewest nodes that cover a run of chunks. They are the nodes on a `PairwiseSumStack` after all chunks
+    have been pushed."""
     stack: PairwiseSumStack[None] = PairwiseSumStack(chunks, lambda a, b: None)
     for c in run:
         stack.push_node(TreeNode(0, c), None)
@@ -233,7 +233,8 @@ class PartialSums:
         self, replica: Communicator, groups: Sequence[Sequence[TreeNode]], out: Any, what: str
     ) -> Any:
         """Write the sum over the replica axis into `out` and return it. groups: for each replica, the nodes of its
-        ranks. The call blocks, because the memory of the entries is free again when this action ends. Collective."""
+        ranks. The call blocks, because the memory of the partial sums is free again when this action ends.
+        Collective."""
         if replica.size == 1:
             out[...] = self.entries[0][1]
             return out

@@ -55,7 +55,7 @@ LEDGER_KINDS = {
     "trace": LedgerKind("codec memory", "memory"),  # memory of a codec that is zeroed after a load and by resharding
     "statistic": LedgerKind("state", saved=True),  # running statistics of layers
     "average": LedgerKind("averages", "slots", saved=True),  # of parameters over time, updated by the optimizer
-    "copy": LedgerKind("copies for recovery"),  # of saved rows: other ranks' and earlier ones of this rank
+    "copy": LedgerKind("copies for recovery"),  # of other ranks' saved rows, and of this rank's at earlier steps
 }
 """Kinds by name. The strategies of `fsdpx.ext.asynchronous` add their own."""
 
@@ -94,7 +94,7 @@ class LedgerRow:
     key : identity of the row
     span : the elements that it holds, numbered within the page (or the tensor)
     times : number of such arrays stored consecutively (partial sums)
-    inside, at : the row of which this one is a view, and its first element there
+    inside, at : the row of which this row is a view, and the position of the view's first element in that row
     sharers : number of ranks of this machine that share the memory
     """
 
@@ -191,8 +191,8 @@ class Ledger:
         return dict(total)
 
     def count_bytes_freed_by_update(self, now: bool = False) -> int:
-        """Return the bytes of the rows whose memory an update frees. It is never part of the arena's kept memory. now:
-        count only rows that are allocated now."""
+        """Return the bytes of the rows whose memory an update frees. This memory is never part of the arena's kept
+        memory. now: count only rows that are allocated now."""
         return sum(row.nbytes for row in self if row.is_freed_by_update and (not now or row.key in self.arrays))
 
     def count_bytes_in_slow_level(self) -> dict[str, int]:
@@ -209,8 +209,8 @@ class Ledger:
 
 
 def list_ledger_rows(placement: Placement, windows: bool, sharers: int) -> Iterator[LedgerRow]:
-    """Yield all rows of this rank. windows: whether the ranks of a machine share memory. sharers: number of ranks that
-    share their full parameters there, 0 if none do."""
+    """Yield all rows of this rank. windows: whether the ranks of a machine share memory. sharers: number of ranks of
+    this machine that share their full parameters, 0 if none do."""
     return map(placement.options.storage.assign_row_level, _list_memory_rows(placement, windows, sharers))
 
 
@@ -254,8 +254,8 @@ def _list_parameter_rows(placement: Placement, page: ShardedPage, sharers: int) 
 
 
 def _list_gradient_rows(placement: Placement, page: ShardedPage, windows: bool) -> Iterator[LedgerRow]:
-    """Yield the rows of a page's gradient. If the full gradient is kept, the reduced part is a view of it: at its own
-    offset in windows, because other ranks may be reading the rest, otherwise at the front."""
+    """Yield the rows of a page's gradient. If the full gradient is kept, the reduced part is a view of it. In windows
+    this view is at the part's own offset, because other ranks may be reading the rest. Otherwise it is at the front."""
     p, dtype, kept = page.page.index, placement.formats.gradients, placement.keeps_full_gradients
     lifetime: Lifetime = "step" if kept else "use"
     times = placement.accumulation.times
@@ -301,7 +301,8 @@ def get_saved_name_prefix(row: LedgerRow, replica: int) -> str:
 
 
 def add_replica_prefix(name: str, replica: int) -> str:
-    """Return the first part of a saved tensor's name with the prefix of a replica."""
+    """Return the first part of a saved tensor's name with the prefix of a replica in front, such as "replica1/m" for
+    "m"."""
     return f"replica{replica}/{name}" if name else f"replica{replica}"
 
 

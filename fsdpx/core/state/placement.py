@@ -124,7 +124,7 @@ class PipelineChoice:
 class RecomputeChoice:
     """The option `recompute`. every: k to recompute every k-th unit, 0 for none. budget: bytes that activations saved
     for backward may take on a rank; None: no limit. cores: kinds of layers that save fewer activations and recompute
-    the others themselves."""
+    the remaining ones themselves."""
 
     every: int = 0
     budget: int | None = None
@@ -160,7 +160,7 @@ class StepOptions(StepChoices):
     schedule : the pipeline schedule as text
     recompute : units that run forward again before their backward
     storage : the state that is kept in a slower level between uses
-    pace : how ranks synchronize, which differs for strategies in which they do not step together
+    pace : how ranks synchronize, which differs for strategies in which ranks do not step together
     planned : text about the choices of a plan
     """
 
@@ -181,8 +181,8 @@ class NumberFormats:
     master : dtype of sharded parameters and optimizer state
     gradients : dtype in which gradients are summed
     statistics : dtype of running statistics
-    compute : dtype in which layers compute, that is of gathered parameters and activations
-    wire : dtype in which parameters are sent; None: that of compute
+    compute : dtype in which layers compute, and so the dtype of gathered parameters and activations
+    wire : dtype in which parameters are sent; None: the same as `compute`
     precision : the option from which these dtypes follow
     """
 
@@ -261,8 +261,8 @@ class Placement:
 
     @property
     def keeps_full_parameters(self) -> bool:
-        """True if full parameters are kept until the update: if the sharding says so or the shard is the full page,
-        unless shards are stored in a slower level."""
+        """True if full parameters are kept until the update. This is so if the sharding keeps them or the shard is the
+        full page, unless shards are stored in a slower level."""
         kept = self.sharding.full_params == "step" or self.axes.shard.size == 1
         return kept and self.has_resident_shards
 
@@ -297,14 +297,15 @@ class Placement:
 
     @cached_property
     def statistics(self) -> dict[int, tuple[str, ...]]:
-        """Unit -> names of the running statistics that its layers update, for the units of this rank that have some."""
+        """The names of the running statistics that the layers of each unit update, by unit. Only units of this rank
+        that have statistics are listed."""
         units = (self.layout.units[u] for u in self.stage.own_units)
         statistics_by_unit = {unit.index: list_unit_statistics(self.layout, unit) for unit in units}
         return {unit: names for unit, names in statistics_by_unit.items() if names}
 
     @cached_property
     def statistic_ranks(self) -> dict[str, int]:
-        """Name of a running statistic -> the pipeline rank that updates it."""
+        """The pipeline rank that updates each running statistic, by name of the statistic."""
         spread, layout = self.layout.spread, self.layout
         users = ((join_path(n.path, local), i) for i, n in enumerate(self.model.nodes) for local in n.layer.specs())
         names = ((layout.canonical_name(name), i) for name, i in users)
@@ -317,7 +318,7 @@ class Placement:
 
     @cached_property
     def _codec_routes(self) -> dict[int, CodecRoute]:
-        """Page -> the codecs of its gradient, bound to the shapes of its tensors."""
+        """The codecs of each page's gradient, by page number, bound to the shapes of the page's tensors."""
         routes = {}
         for p, page in self.pages.items():
             whole, own_shapes = (
@@ -329,7 +330,7 @@ class Placement:
 
     @cached_property
     def segments(self) -> dict[int, ShardSegments]:
-        """Page -> the parameters in this rank's shard, as segments for the optimizer."""
+        """The parameters in this rank's shard of each page, by page number, as segments for the optimizer."""
         alone = self.axes.shard.size == self.axes.tensor.size == 1
         return {
             p: self.make_shard_segments(p, self.axes.shard, self.pages[p].shards, alone)
@@ -409,7 +410,7 @@ class Placement:
         own_rows = table[comm.rank * n : (comm.rank + 1) * n]
         own_rows[:] = values
         handle = comm.all_gather(own_rows, table, what=what)
-        if not comm.has_peers:  # simulated ranks: a million cost no more than one
+        if not comm.has_peers:  # a million simulated ranks cost no more than one
             return TimedTransfer(handle, lambda: use([values] * comm.size))
         return TimedTransfer(handle, lambda: use(table.reshape(comm.size, n).tolist()))
 
@@ -443,8 +444,8 @@ def make_segments(page: Page, span: ElementRange, specs: Mapping[str, ParameterS
 def _all_gather_per_parameter(
     placement: Placement, page: int, holders: Communicator, mine: Mapping[str, Sequence[float]], width: int
 ) -> dict[str, list[list[float]]]:
-    """Return parameter of a page -> `width` numbers from each rank that may hold a part of it. For a parameter that all
-    tensor ranks hold in full, only the numbers of the first tensor rank count. Collective."""
+    """Return for each parameter of a page, by name, `width` numbers from each rank that may hold a part of it. For a
+    parameter that all tensor ranks hold in full, only the numbers of the first tensor rank count. Collective."""
     layout, tensor, row = placement.layout, placement.axes.tensor, list[float]()
     names, description = placement.list_parameters_of_page(page), f"UPDATE{page} ({placement.format_page_name(page)})"
     for name in names:

@@ -28,8 +28,8 @@ class SampleLayout(Protocol):
 
     @property
     def has_one_group(self) -> bool:
-        """True if all ranks work on the same samples. A rank in predict then waits only for the ranks with the other
-        parts."""
+        """True if all ranks work on the same samples. If so, a rank in predict waits only for the ranks with the other
+        parts of its samples."""
 
     def has_sample_dim(self, given: Any) -> bool:
         """Return whether an array that a caller passes has a samples dim."""
@@ -45,8 +45,8 @@ class SampleLayout(Protocol):
         """Return text with the properties of a batch array that must be equal on all ranks."""
 
     def describe_sharding_mistake(self, x: Any) -> str:
-        """Return text that says how the samples seem to be sharded wrongly, judged by the first input `x`; "" if they
-        are not. May be collective."""
+        """Return text that says how the samples seem to be sharded wrongly, judged by the first input `x`; "" if no
+        mistake is found. May be collective."""
 
     def full_shape(self, shape: Shape) -> Shape:
         """Return the shape that an input would have in one process."""
@@ -130,8 +130,8 @@ class Domain(ABC):
     Attributes
     ----------
     dims : number of ranks along each sharded dim
-    excluded : the choice whose rows of the table in core/trainer/option_rules.py name the options that cannot be
-        combined with it
+    excluded : the name under which the table in core/trainer/option_rules.py lists the options that cannot be combined
+        with this domain
     """
 
     dims: tuple[int, ...]

@@ -13,8 +13,8 @@ from fsdpx.core.program import Slot
 __all__ = ["IN_MEMORY", "StateStorage", "StorageLevelChoice", "StoredSlots"]
 
 StoredSlots = tuple[tuple[Slot, Slot], ...]
-"""Pairs of slots: a slot whose value is in a slower level between programs, and the slot that stands in for it
-meanwhile."""
+"""Pairs of slots: a slot whose value is in a slower level between programs, and the slot that stands in for it during
+that time."""
 
 
 class StateStorage:
@@ -42,7 +42,7 @@ class StateStorage:
         return None
 
     def map_array(self, row: Any) -> Any:
-        """Return the array of a row. It is valid as long as it is referenced."""
+        """Return the array of a row. The array is valid as long as it is referenced."""
         raise AssertionError(f"{row} is in memory")
 
     def close(self) -> None:

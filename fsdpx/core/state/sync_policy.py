@@ -24,8 +24,8 @@ class SyncChoice:
 
     Attributes
     ----------
-    excluded : the choice whose rows of the table in core/trainer/option_rules.py name the options that cannot be
-        combined with it
+    excluded : the name under which the table in core/trainer/option_rules.py lists the options that cannot be combined
+        with this strategy
     replicas : whether replicas train independently, so that the ranks of one replica form a group
     optimizers : optimizers in addition to the one that updates in each step
     outer_codec : the codec between replicas, if it differs from the codec within them
@@ -143,7 +143,7 @@ class SyncPolicy:
         """Called after the parameters got their initial values."""
 
     def on_loaded(self, state: Any) -> None:
-        """Called after the parameters were set from outside, as by a load."""
+        """Called after the parameters were set from outside, for example by a load."""
 
     def on_step(self, state: Any, weight: float) -> None:
         """Called after a step. weight: loss weight of its samples."""
@@ -191,8 +191,8 @@ class SyncPolicy:
 
     def read_state_to_swap(self, state: Any, kinds: Sequence[str]) -> Callable[[], Callable[[], None]] | None:
         """Read the state that is common to all ranks, for these kinds of rows, if each rank has its own state as well.
-        Return a function to call once all ranks have read: it sets the rows to the common state, and returns a function
-        that restores the rank's own state. Return None if there is no common state."""
+        Return a function to call once all ranks have read. That function sets the rows to the common state, and returns
+        a function that restores the rank's own state. Return None if there is no common state."""
         return None
 
     def copy_parameters_to_restore(self) -> Callable[[], None] | None:

@@ -94,8 +94,8 @@ class TieGroup:
 
 class FrozenParameters:
     """Bookkeeping of frozen parameters. frozen: parameters that currently get no gradient and no update. missed:
-    parameter -> number of updates of its page that it missed while frozen, until it was last unfrozen. Its own number
-    of updates is smaller by this number."""
+    parameter -> number of updates of its page that it missed while frozen, until it was last unfrozen. The parameter
+    itself has had that many fewer updates than its page."""
 
     def __init__(self, updates: Callable[[str], int]) -> None:
         """Start without frozen parameters. updates: function from a parameter to the number of updates of its page so
@@ -215,8 +215,8 @@ class TrainState:
             del self.store[slot]
 
     def pop_values_of_earlier_programs(self, keep: Iterable[str] = ("full",)) -> dict[Slot, Any]:
-        """Remove the values that earlier programs left from the store and return them, except for the kinds of slots in
-        `keep`. `store.update` puts them back."""
+        """Remove from the store the values that earlier programs left, except for the kinds of slots in `keep`, and
+        return these values. `store.update` puts them back."""
         stored_slots = dict(self.placement.stage.stored_slots)
         stands = {stand.kind for stand in stored_slots.values()}
         stay = LASTING_SLOT_KINDS | self.placement.sync_policy.lasting | stands | set(keep)

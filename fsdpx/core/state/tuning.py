@@ -71,7 +71,8 @@ def load_record(kind: str, key: dict[str, Any], decode: Callable[[dict[str, Any]
 
 
 def write_record(kind: str, key: dict[str, Any], value: dict[str, Any]) -> None:
-    """Write a record atomically. If the folder cannot be written, warn once; the next start then measures again."""
+    """Write a record atomically. If the folder cannot be written, warn once; the next start of a trainer measures
+    again."""
     file, date = _get_record_path(kind, key), datetime.now(UTC).isoformat(timespec="minutes")
     text = json.dumps({"key": key, "date": date, "value": value}, indent=1)
     try:
@@ -122,7 +123,7 @@ MULTI_RANK_GROUP_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Tuning:
-    """Choices that depend on the machine. blas: library of matrix products. threads: number of threads per rank.
+    """Choices that depend on the machine. blas: library for matrix products. threads: number of threads per rank.
     group_bytes: minimum bytes of a unit."""
 
     blas: str
@@ -169,8 +170,8 @@ _remeasured: set[str] = set()
 
 
 def load_blas_measurement() -> Measurement | None:
-    """Return the measurement of this machine, with the chosen BLAS library and the GFLOP/s of one thread by library;
-    None if there is none."""
+    """Return the measurement of this machine, with the chosen BLAS library and each library's GFLOP/s of one thread;
+    None if nothing was measured."""
     key = _make_tuning_key()
     with suppress(ValueError, TypeError):
         record = _read_record(_get_record_path("blas", key))

@@ -42,7 +42,7 @@ common networks."""
 CodecRuleFunction = Callable[[Sequence[str]], tuple[int, bool]]
 """Function from the names of a parameter to (number of its rule in `CodecRules`, whether the codec's result for an
 element depends on the other elements of the page). With such a codec, a parameter that all tensor ranks hold in full
-would not stay equal on them if its page also held sharded parameters, of which each rank has other elements."""
+would not stay equal on them if its page also held sharded parameters, of which each rank has different elements."""
 PageKind = tuple[bool, bool, str, int, bool]
 """Properties that the parameters of a page share, see `kind_of` in `lay_out_model`."""
 
@@ -130,7 +130,7 @@ class ModelLayout:
 
     @property
     def names(self) -> dict[str, str]:
-        """All names of parameters -> their canonical names."""
+        """The canonical name for every name of a parameter."""
         return {**{name: name for name in self.specs}, **self.aliases}
 
     def match_parameters(self, pattern: str, argument: str) -> frozenset[str]:
@@ -156,7 +156,7 @@ class ModelLayout:
 
     @cached_property
     def statistic_specs(self) -> dict[str, ParameterSpec]:
-        """Canonical name -> spec of the running statistics."""
+        """The specs of the running statistics, by canonical name."""
         return {name: spec for name, spec in self.specs.items() if spec.state}
 
     @cached_property
@@ -200,8 +200,9 @@ def lay_out_model(
         """Return the kind of page for a parameter: (not trainable, partial, its name if it needs its own page, codec
         rule, whether it must be separate from sharded parameters).
 
-        A tied parameter that several units use has its own page. It is gathered for each of them, and its full gradient
-        lives from the first to the last; other parameters in the same page would do the same.
+        A tied parameter that several units use has its own page. The page is gathered for each of these units, and its
+        full gradient lives from the first of them to the last. Other parameters in the same page would have to live as
+        long.
         """
         canonical_name, spec = copies.get(name, name), held[name]
         rule, together = rules.get(canonical_name, (0, False))
@@ -234,8 +235,8 @@ def _count_local_elements(spec: ParameterSpec, spread: ModelSpread) -> int:
 
 
 def _split_shared_and_copied_ties(model: LayerList, spread: ModelSpread) -> tuple[dict[str, str], dict[str, str]]:
-    """Return alias -> name for the aliases that share the page of their parameter, and the same for the aliases that
-    get a copy of it."""
+    """Return two dicts alias -> name. The first is for the aliases that share the page of their parameter, the second
+    for the aliases that get a copy of the parameter."""
     user = {join_path(node.path, local): i for i, node in enumerate(model.nodes) for local in node.layer.specs()}
     shared: dict[str, str] = {}
     copies: dict[str, str] = {}
