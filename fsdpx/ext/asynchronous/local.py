@@ -74,7 +74,8 @@ class OuterStep:
     deltas : pages whose outer gradients are sent in this step
     steps : pages whose outer gradients have arrived, so that the outer optimizer updates them
     adopts : pages whose new outer parameters have arrived, from which the replica continues
-    summing, coming : pages whose outer gradients, or whose new outer parameters, are pending when the step begins
+    summing, coming : pages whose outer gradients are pending when the step begins, and pages whose new outer parameters
+        are pending
     """
 
     deltas: frozenset[int] = frozenset()
@@ -107,9 +108,9 @@ class RoundSchedule:
     Attributes
     ----------
     every : number of steps between two outer gradients of a page
-    fragments : sets of pages that are sent together, each fragment at its own time of the round
-    delay : number of steps for which the transfers of a fragment may be pending: its outer gradient during the first
-        half of them, its new parameters during the rest
+    fragments : sets of pages that are sent together, each fragment at a different time of the round
+    delay : number of steps for which the transfers of a fragment may be pending. The outer gradient is sent during the
+        first half of these steps, and the new parameters during the rest
     """
 
     every: int
@@ -169,7 +170,8 @@ class LocalSGD(SyncChoice):
         replicas. Its state is sharded over the replicas
     fragments : number of parts of the model that are sent at different times of the round
     delay : number of steps for which the transfers of a fragment may be pending while training continues, less than
-        `sync_every`: its outer gradient during the first half of them, the new parameters during the rest
+        `sync_every`. The outer gradient is sent during the first half of these steps, and the new parameters during the
+        rest
     mix : share of a replica's own parameters in the parameters with which it continues, in [0, 1)
     compression : codec of outer gradients, as in `fsdpx.distribute`
     inner_strategy : strategy of the ranks within one replica (default: "ddp", or "fsdp" if the mesh shards a replica)
@@ -325,7 +327,8 @@ class LocalSyncPolicy(SyncPolicy):
     # -- what a rank holds ---------------------------------------------------------------------------------------------
 
     def find_elements_of_outer_step(self, page: int) -> ElementRange:
-        """Return the elements of a page for which this rank makes the outer step, a part of its shard."""
+        """Return the elements of a page for which this rank makes the outer step. They are a part of the rank's
+        shard."""
         return self._find_elements_of_rank(page, self.placement.axes.coordinates)
 
     def _find_elements_of_rank(self, page: int, coordinates: MeshCoordinates) -> ElementRange:
@@ -336,8 +339,8 @@ class LocalSyncPolicy(SyncPolicy):
 
     @cached_property
     def segments(self) -> dict[int, ShardSegments]:
-        """Page -> the segments for the outer optimizer: the parameters in the part for which this rank makes the outer
-        step."""
+        """The segments for the outer optimizer, by page number. They hold the parameters in the part of a page for
+        which this rank makes the outer step."""
         axes, trained = self.placement.axes, self.placement.stage.trained_pages
         alone = axes.data.size == axes.tensor.size == 1
         whole = axes.data.size == axes.world.size

@@ -328,7 +328,7 @@ class OwnSpeedPolicy(SyncPolicy):
     """The policy of asynchronous ranks, and one rank's side of their communication.
 
     clock: number of steps of this rank since all ranks synchronized. staleness_counts: staleness (number of updates
-    since the parameters were read) -> number of this rank's updates with it.
+    since the parameters were read) -> number of this rank's updates with this staleness.
     """
 
     is_synchronous, own_speed = False, True
@@ -338,7 +338,7 @@ class OwnSpeedPolicy(SyncPolicy):
         self.placement, world = placement, placement.axes.world
         self.choice, self.rank, self.size = choice, world.rank, world.size
         self.clock = self._sync_count = 0
-        self._read: dict[tuple[int, int], int] = {}  # (rank, page) -> number of updates when it was read
+        self._read: dict[tuple[int, int], int] = {}  # (rank, page) -> number of updates of the page when it was read
         self.staleness_counts: dict[int, int] = {}
 
     def get_program_kind(self, kind: str) -> str:
@@ -414,7 +414,8 @@ class OwnSpeedPolicy(SyncPolicy):
                 self._count_traffic("push", span.size, own.dtype)
 
     def _add_gradient_in_rank_order(self, rank: int, page: int, gradient: Any, weight: float, update: Update) -> None:
-        """Add the gradients in rank order, as in synchronous training. The last rank updates."""
+        """Add the gradients in rank order, as in synchronous training. The last rank to add its gradient updates the
+        page."""
         self.window.wait_until_none_missing(
             lambda: self._list_ranks_to_wait_for(rank, page),
             f"the gradients of earlier ranks in step {self.clock}, staleness=0",
@@ -496,14 +497,14 @@ class OwnSpeedPolicy(SyncPolicy):
         return [rank for rank in self._other_ranks if self.window.has_rank_died(rank)]
 
     def wait_for_last_step(self) -> None:
-        """Wait until all living ranks have called this, and reset all clocks to zero. Meanwhile no step of another rank
-        waits for this rank. Collective."""
+        """Wait until all living ranks have called this, and reset all clocks to zero. While this rank waits, no step of
+        another rank waits for it. Collective."""
         self.window.write_word(CLOCK, AWAY_CLOCK)
         self.window.stop_accessing()
         self._wait_for_all_ranks()
         self.clock = 0
         self.window.write_word(CLOCK, 0)
-        self._wait_for_all_ranks()  # a rank not yet back from the first wait is still AWAY_CLOCK
+        self._wait_for_all_ranks()  # the clock of a rank not yet back from the first wait is still AWAY_CLOCK
 
     def _wait_for_all_ranks(self) -> None:
         self._sync_count += 1
@@ -518,8 +519,8 @@ class OwnSpeedPolicy(SyncPolicy):
         )
 
     def read_full_page(self, key: LedgerKey) -> Any:
-        """Return all elements of a page of the common state, parameters or optimizer state: collected from all shards,
-        or averaged over all models. Not collective."""
+        """Return all elements of a page of the common state (parameters or optimizer state). They are collected from
+        all shards, or averaged over all models. Not collective."""
         if self.choice.sharded:
             here = self.placement.pages[key.page]
             if self.choice.staleness == 0:
