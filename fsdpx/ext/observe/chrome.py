@@ -60,8 +60,8 @@ class TraceGroups:
         return cls(axes.world.rank, {**groups, "world": together})
 
     def make_transfer_key(self, record: ProgramRecord, action: Action, time: int) -> Hashable:
-        """Return a key of a transfer that is equal on all ranks that take part in it; None if no other rank does. time:
-        1-based number of the repetition of the action in the program."""
+        """Return a key of a transfer that is equal on all ranks that take part in it; None if no other rank takes part.
+        time: 1-based number of the repetition of the action in the program."""
         verb = VERBS[action.op]
         if verb.lane not in self.groups:
             return None
@@ -136,7 +136,7 @@ class TraceHeader:
     origin: zero of the times in the file, in seconds of the rank's clock. clock: readings of this clock relative to
     rank 0's. place: mesh axis -> coordinate. shown: number of the representative run. simulated: (action, start, end)
     of this rank in the representative run if messages took no time. alive: (seconds, bytes of activations) in this run.
-    memory: kind of memory -> bytes that the rank holds otherwise.
+    memory: kind of memory -> bytes that the rank holds in addition to activations.
     """
 
     rank: int
@@ -230,7 +230,7 @@ def list_trace_events(
 
 class _TraceLanes:
     """The trace events of one rank. Slices of a thread may be nested but must not overlap, so a transfer that overlaps
-    another one on its axis gets a further thread."""
+    another one on its axis gets an additional thread."""
 
     def __init__(self, header: TraceHeader) -> None:
         self.header = header
@@ -272,7 +272,7 @@ class _TraceLanes:
         )
 
     def add_action(self, event: ActionEvent, stops: bool) -> None:
-        """Add an action. stops: whether the rank was blocked meanwhile."""
+        """Add an action. stops: whether the rank was blocked during the action."""
         verb = VERBS[event.action.op]
         occupies = verb.lane in ("compute", "host")
         tid = COMPUTE_THREAD if occupies else self._choose_thread(verb.lane, event)

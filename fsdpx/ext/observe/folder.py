@@ -197,8 +197,8 @@ class RunFolder:
         return found
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Return the rows of metrics.jsonl. An incomplete last line, as of a run that is in progress or was killed, is
-        skipped."""
+        """Return the rows of metrics.jsonl. Skip the last line if it is incomplete, because the run is in progress or
+        was killed."""
         path = self.path / "metrics.jsonl"
         return list(iterate_json_lines(path)) if path.exists() else []
 

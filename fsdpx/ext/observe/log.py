@@ -45,8 +45,8 @@ class TrainingLog:
     keeps the rows up to this checkpoint. Any other run starts new files."""
 
     def __init__(self, folder: str | PathLike[str], metrics: tuple[str, ...], tensorboard: bool | None = None) -> None:
-        """tensorboard: True: write TensorBoard events, and raise ConfigError without the package; None: write them if
-        the package is installed; False: do not."""
+        """tensorboard: whether to write TensorBoard events. True raises ConfigError if the package is not installed.
+        None writes events only if the package is installed."""
         self.folder, self._tensorboard = safe_files.expanduser(folder), tensorboard
         if tensorboard and find_spec("tensorboardX") is None:
             raise ConfigError(
@@ -89,7 +89,7 @@ class TrainingLog:
 
     def on_train_end(self, trainer: Any, history: FitHistory) -> None:
         lock, self._lock = self._lock, None
-        if lock is not None:  # released first, because closing a file may fail
+        if lock is not None:  # the lock is released first, because closing a file may fail
             (self.folder / LOCK_NAME).unlink(missing_ok=True)
             os.close(lock)
         for file in self._files or ():
@@ -135,7 +135,7 @@ class TrainingLog:
             also = f"CSV and JSON lines; for TensorBoard {install_hint('tensorboard')}"
             log_on_rank0(trainer.call_runner, f"log {self.folder}: {also}")
         else:
-            unguessed = f".{secrets.token_hex(8)}"  # the writer would follow a symlink with a guessed name
+            unguessed = f".{secrets.token_hex(8)}"  # random, as the writer would follow a symlink with a guessed name
             self._board = SummaryWriter(str(self.folder), purge_step=history.steps + 1, filename_suffix=unguessed)
 
     def _write_row(self, trainer: Any, history: FitHistory, values: dict[str, float]) -> None:

@@ -134,8 +134,8 @@ CLOCK_TAG = 7
 
 
 class ClockReading(NamedTuple):
-    """A reading of this rank's clock: at time `at` it was `offset` seconds ahead of rank 0's clock, up to an error of
-    `error` seconds."""
+    """A reading of this rank's clock: at time `at` it was `offset` seconds ahead of rank 0's clock, with an error of at
+    most `error` seconds."""
 
     at: float
     offset: float

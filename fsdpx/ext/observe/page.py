@@ -25,8 +25,8 @@ __all__ = ["RankSpans", "WaitMatrix", "compute_wait_matrix", "iterate_page_secti
 
 @dataclass(frozen=True)
 class RankSpans:
-    """Seconds of one rank in the steps of a trace: in total, computing, and waiting for transfers that all ranks had
-    entered."""
+    """Time in seconds that one rank spent in the steps of a trace: in total, computing, and waiting for transfers that
+    all ranks had entered."""
 
     whole: float
     computing: float

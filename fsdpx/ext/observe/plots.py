@@ -65,7 +65,7 @@ class StepLanes:
     names : name of each row
     held : for each row, kind of memory -> (time, bytes from then on); {}: draw no memory for this row; default (): draw
         no memory at all
-    numbered : number in the boxes: that of the microbatch, "mb" (default), or of the unit, "unit"
+    numbered : which number the boxes show: "mb" (default) for the microbatch, or "unit" for the unit
     second : length of a second in the unit of the times; default 0: the times have no unit
     limit : bytes of available memory; default None: unknown
     """
@@ -90,8 +90,8 @@ class StepLanes:
 
     @property
     def shown_bytes(self) -> float:
-        """The height of the memory band in bytes: the larger one of peak and limit, but the peak if the limit is far
-        above it."""
+        """The height of the memory band in bytes. It is the larger one of peak and limit, or the peak if the limit is
+        far above the peak."""
         return (
             max(self.peak_bytes, self.limit or 0.0)
             if (self.limit or 0.0) <= FAR_LIMIT_FACTOR * self.peak_bytes
@@ -116,8 +116,8 @@ class StepLanes:
 
 
 def _is_transfer(event: ActionEvent) -> bool:
-    """Return whether an event is drawn in a strip, as a transfer; barriers and receives are not, as they only wait for
-    other ranks."""
+    """Return whether an event is drawn as a transfer, in a strip. Barriers and receives are not, because they only wait
+    for other ranks."""
     verb = VERBS[event.action.op]
     return bool(verb.moves) and not verb.is_synchronizing and not verb.is_receive and event.end > event.start
 
@@ -158,8 +158,8 @@ def draw_steps(events: Sequence[ActionEvent], path: str | Path, title: str = "")
     """Write a picture of some steps with one row per rank.
 
     A box in a row is a computation, with the number of its microbatch if the box is wide enough. Transfers are drawn
-    below it, and an arrow leads from the transfer that ended a wait to the end of the wait. If a rank has several
-    stages, later ones are darker.
+    below the boxes, and an arrow leads from the transfer that ended a wait to the end of the wait. If a rank has
+    several stages, later ones are darker.
 
     Parameters
     ----------
@@ -358,8 +358,8 @@ class _PanelDrawing:
             self.draw_text(middle, top - height / 2 - 0.005, str(number), ha="center", color="white", fontsize=size)
 
     def draw_arrow(self, row: int, end: float, tops: Sequence[float]) -> None:
-        """Draw an arrow to the end of a wait from the transfer that ended it: a transfer of this rank, or the message
-        of another rank."""
+        """Draw an arrow to the end of a wait. The arrow begins at the transfer that ended the wait, which is a transfer
+        of this rank or a message of another rank."""
         near = MIN_GAP_SHARE * self.panel.end_time / 4
         for event in self.panel.events:
             if event.rank != row or abs(event.end - end) > near:
@@ -401,7 +401,7 @@ class _PanelDrawing:
 
     def draw_limit(self, bottom: float, scale: float, peak: float) -> None:
         """Draw the line of available memory. If it is far above the band, write the limit below the label of the peak.
-        peak: height of this label."""
+        peak: height of the peak's label."""
         limit = self.panel.limit
         if limit is None:
             return

@@ -157,8 +157,8 @@ class ValueRecorder(Observer):
             self.kept.steps[-1].append(row)
 
     def _is_complete_gradient(self, at: int, slot: Slot, value: Any) -> bool:
-        """Return whether a value is the complete gradient of a page in a program without JOIN: it is the part after its
-        last SETTLE, or the only sum."""
+        """Return whether a value is the complete gradient of a page in a program without JOIN. That is the part after
+        the page's last SETTLE, or the sum of the page's only REDUCE."""
         assert self._program is not None
         program = self._program
         later = [a.op for a in program.actions[at:] if a.unit == slot.at]

@@ -131,7 +131,7 @@ class TimelineRecorder(Observer):
             self.activations.exclude_arena(state.arena)
 
     def wrap_units(self, units: Sequence[Unit]) -> Sequence[Unit]:
-        """Return the same units, with layers that record their calls."""
+        """Return the same units with layers that record their calls."""
         if len(self._units) < len(units):
             self._units = [
                 replace(

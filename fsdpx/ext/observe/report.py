@@ -67,8 +67,8 @@ class ReportSummary:
 
     @property
     def expert_load(self) -> dict[str, ExpertLoad]:
-        """Path -> load, for layers with experts: the choices of all positions, and the rows that each rank's experts
-        computed."""
+        """The load of each layer with experts, by the path of the layer. It counts the choices of all positions, and
+        the rows that each rank's experts computed."""
         return sum_expert_load(report.routing for report in self.reports)
 
     def list_timings(self, verb: str) -> list[VerbTimings]:
@@ -208,8 +208,8 @@ class ReduceReport(NamedTuple):
     """The compression of a page's gradient in its reduction over an axis.
 
     sent: bytes that this rank sends in each reduce. plain: bytes that it would send uncompressed. error: relative error
-    of this rank's last reduce, that is the norm of the error-feedback buffer after it over the norm of gradient plus
-    buffer before it; NaN without a buffer."""
+    of this rank's last reduce, that is the norm of the error-feedback buffer after the reduce, divided by the norm of
+    gradient plus buffer before the reduce; NaN without a buffer."""
 
     page: str
     axis: str
@@ -313,7 +313,7 @@ class Report(TrafficReport):
         return replace(self, read_footprint=self.footprint)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Read the footprint now, so that it is that of this rank's process even if another rank prints the report."""
+        """Read the footprint now, so that it describes this rank's process even if another rank prints the report."""
         return {**self.__dict__, "footprint": self.footprint}
 
     def __str__(self) -> str:

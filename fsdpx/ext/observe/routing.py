@@ -38,25 +38,26 @@ class ExpertLoad:
 
     @property
     def imbalance(self) -> float:
-        """The choices of the most chosen expert over the mean: 1 if the load is even, at most the number of experts."""
+        """The number of choices of the most chosen expert, divided by the mean. It is 1 if the load is even, and at
+        most the number of experts."""
         return max(self.chosen) / self._mean_choices if self._mean_choices else nan
 
     @property
     def entropy(self) -> float:
-        """The entropy of the load over the logarithm of the number of experts: 0 if one expert is always chosen, 1 if
-        all are chosen equally often."""
+        """The entropy of the load, divided by the logarithm of the number of experts. It is 0 if one expert is always
+        chosen, and 1 if all are chosen equally often."""
         shares = [n / sum(self.chosen) for n in self.chosen if n]
         return -sum(share * log(share) for share in shares) / log(len(self.chosen)) if len(self.chosen) > 1 else 1.0
 
     @property
     def dropped_choices(self) -> int:
-        """The number of choices that no expert computed. In the counts of one of several ranks it includes the choices
-        that other ranks computed."""
+        """The number of choices that no expert computed. If the counts are those of only one of several ranks, this
+        number includes the choices that other ranks computed."""
         return sum(self.chosen) - sum(self.computed)
 
     @property
     def rank_imbalance(self) -> float:
-        """The rows of the rank that computed most, over the mean of all ranks."""
+        """The number of rows of the rank that computed most, divided by the mean of all ranks."""
         return max(self.computed) * len(self.computed) / sum(self.computed) if sum(self.computed) else nan
 
     def counts_since(self, earlier: ExpertLoad | None) -> ExpertLoad:
@@ -82,8 +83,8 @@ class ExpertLoad:
 
 
 def collect_expert_load(tallies: Mapping[str, Sequence[int]]) -> dict[str, ExpertLoad]:
-    """Return path -> load. tallies: path -> numbers that the layer counted on one rank: the choices of each expert,
-    then the rows computed."""
+    """Return path -> load. tallies: path -> numbers that the layer counted on one rank. They are the choices of each
+    expert, followed by the number of rows computed."""
     return {path: ExpertLoad(tuple(chosen), (computed,)) for path, (*chosen, computed) in tallies.items()}
 
 

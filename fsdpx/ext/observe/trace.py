@@ -101,8 +101,8 @@ class TraceWriter(Observer):
 
 
 def _print_if_trace_lost(recording: TimelineRecorder, folder: Path) -> None:
-    """Print that a trace was not written, when its trainer is garbage-collected or the process ends. It cannot be
-    written then, because that needs the clocks of all ranks."""
+    """Print that a trace was not written, when its trainer is garbage-collected or the process ends. The trace cannot
+    be written at that time, because this needs the clocks of all ranks."""
     if recording.records and not recording.written:
         print(
             f"fsdpx: the trace of {len(recording.records)} programs was not written to {folder}: call trainer.close() "
