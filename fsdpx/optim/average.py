@@ -30,7 +30,7 @@ __all__ = ["EMA", "SWA", "AveragedOptimizer"]
 @dataclass(frozen=True)
 class EMA:
     """Exponential moving average: after each step, average = decay average + (1 - decay) parameters. The first average
-    is the parameters after the first step, as in `torch.optim.swa_utils.AveragedModel`.
+    equals the parameters after the first step, as in `torch.optim.swa_utils.AveragedModel`.
 
     Parameters
     ----------

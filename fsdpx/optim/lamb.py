@@ -148,7 +148,7 @@ class LAMB:
 def _sum_squares(
     xp: Any, segment: ShardSegment, p: Any, m: Any, v: Any, numbers: tuple[float, ...]
 ) -> tuple[list[float], list[float]]:
-    """Return the partial sums of the squares of a segment's parameters, and those of its direction."""
+    """Return the partial sums of the squares of a segment's parameters, and of the squares of its direction."""
     of_p, of_u = [], []
     scratch = xp.empty(min(BLOCK_ELEMENTS, segment.stop - segment.start), p.dtype)
     for start in range(segment.start, segment.stop, BLOCK_ELEMENTS):

@@ -189,8 +189,8 @@ def _assemble_matrix(xp: Any, parts: list[tuple[ShardSegment, Any]], dtype: Any)
 
 
 def orthogonalize(xp: Any, matrix: Any) -> Any:
-    """Return approximately U V for a matrix with the singular value decomposition U S V: odd polynomials drive its
-    nonzero singular values to 1."""
+    """Return approximately U V for a matrix with the singular value decomposition U S V. Odd polynomials drive the
+    nonzero singular values of the matrix to 1."""
     a, b, c = (matrix.dtype.type(number) for number in COEFFICIENTS)
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     with np.errstate(all="ignore"):

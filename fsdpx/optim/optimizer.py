@@ -1,8 +1,8 @@
 """Optimizers: their protocol, the format of their state arrays (slots), and the base of elementwise updates.
 
 An update works in place on a flat shard, and gives the same bits for every sharding and every implementation. Each
-update is declared once, in the file of its optimizer, as array code and as a loop, which Numba compiles, if installed,
-for NumPy arrays in float32 and float64. The threads of `array.parallel` share the elements."""
+update is declared once, in the file of its optimizer, as array code and as a loop. If Numba is installed, it compiles
+the loop for NumPy arrays in float32 and float64. The threads of `array.parallel` share the elements."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class Step(Schedule):
     ----------
     lr : the rate of step 1
     every : number of steps with the same rate
-    factor : factor by which the rate is multiplied every `every` steps
+    factor : factor by which the rate is multiplied after every `every` steps
     """
 
     lr: float
