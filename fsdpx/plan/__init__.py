@@ -1,9 +1,9 @@
-"""Predicts bytes, memory and seconds of a step before a job is submitted, and searches for the best configuration.
+"""Predicts the traffic, memory and time of a step before a job is submitted, and searches for the best configuration.
 
     fsdpx.plan.predict(model, batch, ranks=64, machine="a100-dgx-200g", strategy="fsdp").seconds
     print(fsdpx.plan(model, batch=batch, ranks=64, machine="a100-dgx-200g", memory="40GiB"))
 
-The package itself can be called: `fsdpx.plan(...)` is `fsdpx.plan.search(...)`."""
+The package itself can be called, so that `fsdpx.plan(...)` is `fsdpx.plan.search(...)`."""
 
 import sys
 from inspect import signature
@@ -38,8 +38,8 @@ __all__ = [
 
 
 class CallablePackage(ModuleType):
-    """Class of this package, which makes the package callable as `search`. Type checkers read the content of the
-    package here."""
+    """Class of this package, which makes the package callable as `search`. It also tells type checkers what the package
+    contains."""
 
     if TYPE_CHECKING:
         from fsdpx.plan.kernels import KernelRates as KernelRates

@@ -1,5 +1,5 @@
-"""strategy="auto": rank 0 searches for the best configuration for the running ranks, and all ranks apply its
-choices."""
+"""strategy="auto": rank 0 searches for the best configuration for the running ranks, and all ranks apply the choices
+found."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["MACHINE_FILE", "plan_recipe"]
 MACHINE_FILE = Path("machine.toml")
 """File that `measure-machine` writes and strategy="auto" reads, in the working folder."""
 NOT_PLANNED_OPTIONS = ("model", "strategy", "planned", "device", "device_map", "backend", "check", "tune", "trace")
-"""Fields of a recipe that do not affect a plan, or that the plan decides."""
+"""Fields of a recipe that do not affect a plan, or that are chosen by the plan."""
 
 
 def plan_recipe(
@@ -47,8 +47,8 @@ def plan_recipe(
     batch : inputs and targets of the global batch, as for `fsdpx.plan`
     memory : bytes that a rank may use (default: its share of the host's free memory; for a GPU, the capacity that
         `machine` states)
-    machine : the machine to plan for (default: `machine.toml` in the working folder of rank 0, else the figures of a
-        laptop for each of these hosts)
+    machine : the machine to plan for (default: `machine.toml` in the working folder of rank 0; without this file, a
+        laptop for each of these hosts, or `a100-dgx-200g` for device="cuda")
 
     Returns
     -------
@@ -91,10 +91,10 @@ def plan_recipe(
 
 
 def _get_fixed_options(recipe: Recipe) -> dict[str, Any]:
-    """Return the options that the search must keep: those that the user has chosen, and some others.
+    """Return the options that the search must keep. These are the options that the user has chosen, and a few others.
 
-    The precision is fixed because a plan must not change results. `group_bytes` is fixed because it is measured at
-    runtime, and `offload` because it needs a folder."""
+    The precision is kept because a plan must not change results, `group_bytes` because it is measured at runtime, and
+    `offload` because it needs a folder."""
     found = {
         "precision": recipe.training.precision, "group_bytes": recipe.runtime.group_bytes,
         "offload": recipe.distribution.offload,
@@ -116,7 +116,7 @@ def _find_host_size_and_host_count(world: Communicator) -> tuple[int, int]:
 
 
 def _agree_on_memory_limit(recipe: Recipe, world: Communicator) -> int | None:
-    """Return the smallest memory limit of all ranks in bytes; None if it is not known. Collective."""
+    """Return the smallest memory limit of all ranks in bytes; None if the limit is not known. Collective."""
     if recipe.runtime.device == "cuda" or isinstance(world, FakeCommunicator):
         return None
     own = find_memory_budget(0, _find_host_size_and_host_count(world)[0])[1]

@@ -1,5 +1,5 @@
-"""Costs of the actions of a dry run. Each of several equal layers runs once; further calls reuse the recorded costs and
-create new result arrays."""
+"""Costs of the actions of a dry run. Of several equal layers only one runs, and only once. Further calls reuse its
+recorded costs and create new result arrays."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fsdpx.nn.layer import Layer
 __all__ = ["ActionCost", "ActionCostRecorder"]
 
 Call = tuple[str, str, int, int]
-"""(Axis, collective, number of calls, bytes that this rank sends in all of them)."""
+"""(Axis, collective, number of calls, bytes that this rank sends in all these calls)."""
 
 LAYER_MODULES = tuple(f"fsdpx.{name}." for name in ("nn", "ext.fields", "ext.lora", "ext.moe"))
 """Prefixes of modules whose layers are fully described by their attributes."""
@@ -52,13 +52,12 @@ class _LayerResult(NamedTuple):
 
 
 MAX_MEMOIZED_CALLS = 4096
-"""Maximum number of memoized layer calls; if there are more, all are dropped before the next step."""
+"""Maximum number of memoized layer calls. If there are more, all memoized calls are dropped before the next step."""
 _MEMOIZED: dict[Any, _LayerResult | None] = {}
 _LAYER_BY_KEY: dict[Any, tuple[Layer, list[Any]]] = {}
-"""Key of a layer -> the first layer with this key, and objects that must be kept alive because the key contains their
-ids."""
+"""The first layer by key, together with objects that must be kept alive because the key contains their ids."""
 _FIRST_EQUAL: dict[int, tuple[Layer, Layer]] = {}
-"""id of a layer -> the layer itself, and the first layer that is equal to it."""
+"""For the id of each layer, the layer itself and the first layer that is equal to it."""
 
 
 class ActionCostRecorder(TimelineRecorder):
@@ -123,11 +122,11 @@ class ActionCostRecorder(TimelineRecorder):
     def run_memoized(
         self, key: tuple[Any, ...], run: Callable[[], Any], arguments: Sequence[Any], flags: _Flags, constants: Any
     ) -> Any:
-        """Return `run()`, memoized by `key` and the shapes of `arguments`. A memoized call returns new arrays and
-        counts the same work.
+        """Return `run()`, memoized by `key` and the shapes of `arguments`. A memoized call returns new arrays, and its
+        work is counted like that of the original call.
 
-        flags: which gradients of the layer are written. constants: those of `LayerContext`; a call that adds constants
-        is not memoized."""
+        flags: which gradients of the layer are written. constants: the constants of the `LayerContext`. A call that
+        adds constants is not memoized."""
         roots: list[Storage] = []
         key = (*key, _make_shape_key((arguments, constants), roots), flags.read_flags())
         made = self._known.get(key)
@@ -180,7 +179,8 @@ class _Flags:
 
 
 ARGUMENTS = {"forward": "p", "backward": "pg", "backward_leaf": "pg", "backward_input": "p", "backward_params": "g"}
-"""Method of a layer -> its arguments after the `LayerContext`: p for parameters, g for gradients; arrays follow."""
+"""For each method of a layer, its arguments after the `LayerContext`: p for parameters and g for gradients. Arrays
+follow these arguments."""
 
 
 class _MemoizedLayer:
@@ -209,8 +209,8 @@ class _MemoizedLayer:
 
 
 def _find_first_equal_layer(layer: Layer) -> Layer:
-    """Return the first known layer that is equal to this one. Equal containers must share one object, because the
-    object knows what it has saved."""
+    """Return the first known layer that is equal to this one. Equal containers must share one object, because a
+    container object records what it has saved."""
     if id(layer) not in _FIRST_EQUAL:
         kept: list[Any] = [layer]
         _FIRST_EQUAL[id(layer)] = layer, _LAYER_BY_KEY.setdefault(_make_layer_key(layer, kept), (layer, kept))[0]
@@ -234,8 +234,8 @@ def _make_layer_key(value: Any, kept: list[Any]) -> Any:
 
 
 def _make_shape_key(value: Any, roots: list[Storage]) -> Any:
-    """Return a hashable key of the shapes in `value` and of which arrays share memory. The storage of each array is
-    appended to `roots`."""
+    """Return a hashable key that describes the shapes in `value`, and which of its arrays share memory. The storage of
+    each array is appended to `roots`."""
     kind = type(value)
     if kind is ShapeArray:
         roots.append(value.root)

@@ -71,9 +71,9 @@ print(json.dumps([taken, [b - a for a, b in zip(before, between)], kilobytes()[0
 class ProcessBaseline:
     """Resident bytes of a process without a model.
 
-    own: private bytes, without MPI. files: code and data that the processes of a host share, without MPI. mpi,
-    mpi_files: the same, added by MPI, including its shared memory. workspace: workspace of the BLAS library, which
-    holds reordered copies of large operands."""
+    own: private bytes, without MPI. files: code and data that the processes of a host share, without MPI. mpi: bytes
+    that MPI adds to `own`, including its shared memory. mpi_files: bytes that MPI adds to `files`. workspace: bytes of
+    the workspace of the BLAS library, which holds reordered copies of large operands."""
 
     own: int
     files: int
@@ -88,10 +88,10 @@ _TYPES = dict.fromkeys((one.name for one in fields(ProcessBaseline)), int)
 @cache
 def measure_or_load_baseline(mpi: bool, blas: str, ranks_here: int) -> ProcessBaseline:
     """Return the resident bytes of a process without a model. The measurement takes about three seconds, once per
-    machine; later calls read its record.
+    machine. Later calls read the recorded result.
 
     mpi: whether an MPI launcher starts the ranks; ignored if MPI cannot be loaded. blas: library for matrix products.
-    ranks_here: number of ranks on this host. Raise ConfigError if the measuring process fails."""
+    ranks_here: number of ranks on this host. Raises ConfigError if the measuring process fails."""
     key = {"machine": platform.node(), "python": sys.version, "blas": blas, "mpi": mpi, "ranks here": ranks_here}
     key |= {"code": code_cache.can_keep_code(), "fsdpx": __version__, "asked": crc32(CHILD_CODE.encode())} | {
         name: get_package_version(name) for name in ("numpy", "numba", "mpi4py", "mkl")
@@ -131,8 +131,8 @@ def _measure_in_child(mpi: bool, blas: str, ranks_here: int) -> ProcessBaseline 
 
 
 OBJECT_BYTES_PER_PARAMETER = 6 << 10
-"""Bytes of Python objects for each parameter tensor: views, fields, and its part of the layer and of the program.
-Measured on models of a thousand layers, where they are a tenth of the process."""
+"""Bytes of Python objects for each parameter tensor: views, fields, and the tensor's share of the objects of its layer
+and of the program. This was measured on models of a thousand layers, where such objects are a tenth of the process."""
 
 
 @dataclass(frozen=True)
@@ -164,12 +164,13 @@ class DryRun:
         """Expected peak memory of the process, including interpreter, libraries, MPI and shared windows.
 
         The memory of a process without a model is measured once per machine, which takes about three seconds. Kernels
-        are assumed to be compiled: the first job on a machine compiles them, which takes some 150 MiB more."""
+        are assumed to be compiled already. The first job on a machine compiles its kernels, which takes some 150 MiB
+        more."""
         placement, here = self.trainer.inspect.placement, self.ranks_here
         base = measure_or_load_baseline(placement.axes.world.size > 1, placement.tuning.blas, here)
         objects = OBJECT_BYTES_PER_PARAMETER * len(placement.layout.specs)
         largest = max((spec.size for spec in placement.layout.specs.values() if len(spec.shape) > 1), default=0)
-        workspace = min(base.workspace, 2 * largest * placement.formats.compute.itemsize)  # at most both operands
+        workspace = min(base.workspace, 2 * largest * placement.formats.compute.itemsize)  # of both operands at most
         gaps = self.peak_heap_bytes // ACTIVATION_BYTES_PER_GAP_BYTE
         parts = {
             "interpreter and libraries": ProcessBytes(base.own, base.own),
@@ -200,8 +201,8 @@ def dry_run(
     Parameters
     ----------
     model : the model
-    x, y : this rank's batch as arrays, of which only shape and dtype are used, or as (shape, dtype) pairs; a tuple or
-        dict of them for several inputs
+    x, y : this rank's batch as arrays, of which only shape and dtype are used, or as (shape, dtype) pairs; for several
+        inputs, a tuple or dict of arrays or pairs
     ranks : number of ranks of the imagined job
     rank : the rank to run
     ranks_per_host : how many ranks share the memory of a host, where shared memory is used (docs: speed)
@@ -213,7 +214,8 @@ def dry_run(
 
     Raises
     ------
-    ConfigError : `fsdpx.distribute` would reject the options, or the batch is neither arrays nor such pairs
+    ConfigError : `fsdpx.distribute` would reject the options, or the batch consists of neither arrays nor (shape,
+        dtype) pairs
     """
     for name in ("comm", "device", "backend"):
         if name in options:

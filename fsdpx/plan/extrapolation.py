@@ -1,5 +1,5 @@
-"""Extrapolates a step from a few microbatches to all of them: the full program tells how often each action runs, and
-the time grows linearly with the number of microbatches."""
+"""Extrapolates a step from a few microbatches to all microbatches. The full program tells how often each action runs,
+and the time is assumed to grow linearly with the number of microbatches."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ __all__ = ["StepDryRuns"]
 class StepDryRuns:
     """The dry runs of a step, from which the step can be predicted on any machine.
 
-    runs: runs of the data rank with most samples, by pipeline rank. others: runs of the data rank with fewest samples,
-    and of a second busy rank of a grid. ran: number of microbatches that ran. few, each: see
+    runs: for each pipeline rank, a run of the data rank with the most samples. others: runs of the data rank with the
+    fewest samples, and of a second busy rank of a grid. ran: number of microbatches that ran. few, each: see
     `WorldStep.count_simulated_microbatches`."""
 
     step: WorldStep
@@ -38,15 +38,15 @@ class StepDryRuns:
     @classmethod
     def from_step(cls, step: WorldStep, ran: int) -> StepDryRuns:
         """Run the step with `ran` microbatches (see `WorldStep.count_dry_run_microbatches`), or with all microbatches
-        if these do not represent the others."""
+        if the first `ran` microbatches do not represent the others."""
         found = cls._run_differing_ranks(step, ran, *step.count_simulated_microbatches())
         m = step.microbatches
         return found if found._can_extrapolate() else cls._run_differing_ranks(step, m, m, 0)
 
     @classmethod
     def _run_differing_ranks(cls, step: WorldStep, ran: int, few: int, each: int) -> StepDryRuns:
-        """Run the step on the ranks that can differ: those of the data rank with most samples, those of the data rank
-        with fewest, and those of a second busy rank of a grid."""
+        """Run the step on the ranks that can differ: the pipeline ranks of the data rank with the most samples, of the
+        data rank with the fewest samples, and of a second busy rank of a grid."""
         last, runs, others = step.sample_group_count - 1, list[RankDryRun](), list[RankDryRun]()
         if step.count_samples_of_group(0) < step.count_samples_of_group(last) and (
             step.count_samples_of_group(0) or step.options.get("reproducible_chunks") is None
@@ -58,8 +58,8 @@ class StepDryRuns:
         return cls(step, runs, others, ran, few, each)
 
     def _can_extrapolate(self) -> bool:
-        """Return whether the full programs consist of actions that ran, and each further group of microbatches adds the
-        same actions."""
+        """Return whether the full programs consist only of actions that ran, and whether each further group of
+        microbatches adds the same actions."""
         m, few, each = self.step.microbatches, self.few, self.each
         times = (m - few) // each if each else 0
         for one in () if self.ran == m else self.runs:
@@ -71,7 +71,8 @@ class StepDryRuns:
         return True
 
     def extrapolate_step(self, timing: StepTimes) -> tuple[float, dict[str, float], tuple[ActionEvent, ...]]:
-        """Return the seconds of the step without overhead, these seconds by cause, and the simulated events.
+        """Return the time of the step in seconds without overhead, this time divided by cause, and the simulated
+        events.
 
         Each microbatch beyond the simulated ones takes the same time."""
         few, each, clock = self.few, self.each, StepClock(self.runs, timing)
@@ -107,10 +108,10 @@ class StepDryRuns:
         return replace(run.found, peak=run.found.peak.with_larger_batch(nbytes), traffic=traffic)
 
     def make_memory_curves(self, events: Sequence[ActionEvent]) -> list[dict[str, list[tuple[float, int]]]]:
-        """Return for each pipeline rank a dict: kind of memory -> [(seconds, bytes in use from then on)], over the
-        events of a prediction.
+        """Return for each pipeline rank a dict of kind of memory -> [(seconds, bytes in use from that time on)], over
+        the events of a prediction.
 
-        Buffers of the program count while they are in use, and activations with their maximum during each action. The
+        Buffers of the program count while they are in use. Activations count with their maximum during each action. The
         dry runs must have run all microbatches of `events`."""
         rows = group_events_by_rank(events)
         return [_make_memory_timeline(run, self.few, rows[rank]) for rank, run in enumerate(self.runs)]
@@ -119,8 +120,8 @@ class StepDryRuns:
 def _make_memory_timeline(
     run: RankDryRun, microbatches: int, row: list[ActionEvent]
 ) -> dict[str, list[tuple[float, int]]]:
-    """Return kind of memory -> [(seconds, bytes in use from then on)] for one pipeline rank. row: its simulated
-    events."""
+    """Return a dict of kind of memory -> [(seconds, bytes in use from that time on)] for one pipeline rank. row: the
+    simulated events of this rank."""
     state, program = run.session.state, run.programs[microbatches]
     held = state.ledger.count_bytes_by_kind()
     changes: dict[str, list[tuple[float, int]]] = {kind: [(0.0, n)] for kind, n in held.items()}

@@ -31,8 +31,8 @@ def list_unmeasured(found: Prediction) -> list[str]:
 
 
 def _explain_unmeasured_kernels(machine: Machine) -> str:
-    """Return a sentence if no kernel of a CPU machine was measured, else "". Convolutions reach at most half the rate
-    of matrix products."""
+    """Return a sentence if no kernel of a CPU machine was measured, else "". This matters because convolutions reach at
+    most half the rate of matrix products."""
     if machine.compute.gpu or machine.compute.kernels.passes:
         return ""
     rates = f"no kernel of {machine.name} was measured: all are priced as matrix products and copies of memory"

@@ -16,11 +16,12 @@ __all__ = [
 ]  # fmt: skip
 
 SHORT, LONG = 1 << 18, 1 << 26
-"""Numbers of bytes that a call reads and writes, within (`SHORT`) and beyond (`LONG`) the caches. The rates of
+"""Numbers of bytes that a call reads and writes. `SHORT` fits into the caches, and `LONG` exceeds them. The rates of
 memory-bound kernels are measured at these two sizes."""
 USUAL, COPY, CAST, WEIGHTS = "elements", "copy", "store", "weights of "
-"""Names of rates in `KernelRates.passes`: plain array code, whose rate also applies to kernels that were not measured;
-copies; conversions between formats; and the prefix of the rates at which convolutions reorder their weights."""
+"""Names of rates in `KernelRates.passes`. USUAL: plain array code, whose rate also applies to kernels that were not
+measured. COPY: copies. CAST: conversions between formats. WEIGHTS: prefix of the rates at which convolutions reorder
+their weights."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ class KernelRates:
         return exp((1 - share) * log(rates[0]) + share * log(rates[1]))
 
     def get_flops_per_second(self, product: ProductCount, name: str) -> float | None:
-        """Return the rate of a matrix product inside a kernel. It includes all other work of the kernel in the caches.
+        """Return the rate of a matrix product inside a kernel. The rate includes all other work that the kernel does in
+        the caches.
 
         16-bit formats that were not measured have the rate of float32, in which they are computed.
 
@@ -82,8 +84,8 @@ class KernelRates:
         return None if grid is None else grid.interpolate_at(get_product_grid_point(product))
 
     def compute_product_seconds(self, product: ProductCount, name: str) -> float | None:
-        """Return the time of a matrix product inside a kernel, including the reordering of its weights, which takes a
-        noticeable time if there are few cells.
+        """Return the time that a matrix product inside a kernel takes. This includes the reordering of the weights,
+        which takes a noticeable time if there are few cells.
 
         Parameters
         ----------
@@ -101,8 +103,8 @@ class KernelRates:
         return product.flops / rate + count_weight_bytes(product) / known[0]
 
     def compute_extra_memory_seconds(self, kernel_pass: KernelPass, name: str) -> float | None:
-        """Return the time that a kernel with measured products takes in addition to them: to access memory beyond the
-        caches, and to convert 16-bit values that are computed in float32.
+        """Return the time that a kernel whose matrix products were measured takes in addition to these products, in
+        order to access memory outside the caches, and to convert 16-bit values that are computed in float32.
 
         Parameters
         ----------
@@ -111,7 +113,7 @@ class KernelRates:
 
         Returns
         -------
-        float : seconds; None for kernels without measured products
+        float : seconds; None for kernels whose matrix products were not measured
         """
         if (name, kernel_pass.kernel) in self._grids:
             return self._get_extra_copy_seconds(kernel_pass.nbytes, name)
@@ -134,23 +136,24 @@ class KernelRates:
 
 
 def get_product_grid_point(product: ProductCount) -> tuple[int, int, int, float]:
-    """Return the coordinates of a product in the grid of its kernel: input channels, output channels, window size,
-    windows per row.
+    """Return the coordinates of a matrix product in the grid of its kernel: input channels, output channels, window
+    size, windows per row.
 
-    Products for parameter gradients sum over cells, so their input channels are the columns."""
+    Matrix products that compute parameter gradients sum over cells, so their input channels are the columns."""
     channels = product.columns if "params" in product.kernel else product.inner
     return channels, product.rows, product.places, product.windows
 
 
 def count_weight_bytes(product: ProductCount) -> int:
-    """Return the bytes of a float32 weight of shape (output channels, input channels), for one of the products of a
-    convolution."""
+    """Return the bytes of a float32 weight of shape (output channels, input channels), for one of the matrix products
+    of a convolution."""
     return 4 * prod(get_product_grid_point(product)[:2])
 
 
 @dataclass(frozen=True)
 class _Grid:
-    """Rates on a full grid. axes: sorted coordinates along each axis. logs: logarithm of the rate at each point."""
+    """Rates at the points of a full grid. axes: sorted coordinates along each axis. logs: logarithm of the rate at each
+    point."""
 
     axes: tuple[tuple[float, ...], ...]
     logs: Mapping[tuple[float, ...], float]

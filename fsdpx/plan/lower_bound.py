@@ -19,24 +19,26 @@ from fsdpx.plan.world_step import WorldStep
 __all__ = ["compute_lower_bound_seconds"]
 
 STEP_PARTS = {"F": 0, "C": 0, "LOSS": 0, "B": 1, "I": 1, "R": 2, "W": 3}
-"""Operation -> part of a step: 0 forward; 1 backward up to the gradients that other ranks wait for; 2 recomputation; 3
-the rest of backward."""
+"""The part of a step to which each operation belongs. 0: forward. 1: backward up to the gradients that other ranks wait
+for. 2: recomputation. 3: the rest of backward."""
 LAYERS_ONLY_OPTIONS = {
     "strategy": "ddp", "schedule": "1f1b", "group_bytes": 0, "compression": None, "offload": None,
     "reproducible_chunks": None,
 }  # fmt: skip
 """Options of the dry run that runs only the layers."""
 MICROBATCHES_RUN = 2
-"""Number of microbatches that run; only the last is used, since the first one costs more than the others."""
+"""Number of microbatches that run. Only the costs of the last one are used, since the first one costs more than the
+others."""
 
 
 def compute_lower_bound_seconds(step: WorldStep, machine: Machine) -> float:
-    """Return a lower bound on the seconds of a step: the computing of the ranks, and the communication that layers wait
-    for.
+    """Return a lower bound on the time of a step in seconds. It includes the computing of the ranks, and the
+    communication that layers wait for.
 
-    Each pipeline rank computes its stages for all microbatches. Before that, its first microbatch passes through the
-    forward of all stages before its lowest one. After that, its last microbatch passes through their backward, while
-    the rank may still compute parameter gradients. The bound is 0 if `stages` are given."""
+    Each pipeline rank computes its stages for all microbatches. Before it can begin, the first microbatch must pass
+    through the forward of all stages before the rank's lowest stage. At the end, the last microbatch must pass through
+    the backward of these earlier stages, while the rank may still be computing parameter gradients. The bound is 0 if
+    `stages` are given."""
     pipe = PipelineChoice(step.options["schedule"], step.mesh.width_of("pipe"))
     m, options = step.microbatches, step.options
     rows = step.count_samples_of_group(step.sample_group_count - 1) // m
@@ -72,8 +74,8 @@ def _run_layers_and_list_costs(
     """Return the model as a list of layers, and the costs of one microbatch as (last layer of a unit, part of the step,
     cost).
 
-    One rank runs all layers; if `split`, two pipeline ranks run half of them each, with backward divided into I and W.
-    rows: samples of a microbatch."""
+    One rank runs all layers. If `split`, two pipeline ranks each run half of the layers, with backward divided into I
+    and W. rows: samples of a microbatch."""
     options, grid, pipe = step.options, step.mesh.domain, 2 if split else 1
     recompute = options["recompute"] if options["recompute"] in ("all", "attention") else None
     mesh = Mesh(pipe=pipe, replica=prod(grid), shard=1, tensor=step.mesh.width_of("tensor"))

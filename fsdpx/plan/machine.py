@@ -1,4 +1,4 @@
-"""Machines as data: the speed of ranks and of the network between them, read from a machine.toml file."""
+"""Machines, described by the speed of ranks and of the network between them. They are read from machine.toml files."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class NetworkLevel:
     Parameters
     ----------
     name : name of the level, such as "socket", "host", "rack" or "system"
-    latency : seconds of an empty message
+    latency : seconds that an empty message takes
     bandwidth : bytes per second of one rank while no other rank sends
     ranks : number of ranks of one unit (default: all ranks, which the last level requires)
-    contention : share of its bandwidth that a rank loses to each other rank in its unit of the level below: 0 if every
-        rank has its own link (default), 1 if all share one link
+    contention : share of its bandwidth that a rank loses to each other rank in the same unit of the level below; 0 if
+        every rank has its own link (default), 1 if all ranks share one link
     """
 
     name: str
@@ -74,16 +74,16 @@ class Compute:
     flops : peak FLOP per second of matrix products, by format: float64, float32, bf16, float16
     memory : peak bytes per second to and from memory
     efficiency : share of `flops` that large products reach
-    half : FLOP of a product that reaches half of that rate: a product of F FLOP reaches the share F / (F + half). It
-        applies to the fastest format; products in other formats lose the same time
+    half : FLOP of a matrix product that reaches half of that rate; a product of F FLOP reaches the share F / (F + half)
+        of it. This applies to the fastest format, and products in other formats lose the same time
     memory_efficiency : share of `memory` that memory-bound kernels reach
     launch : additional seconds for each kernel
-    spill : share of the intermediate arrays of attention and losses that is written to memory, where these consist of
-        several kernels; 0 if all of them stay in registers and caches
+    spill : share of the intermediate arrays of attention and losses that is written to memory if these layers consist
+        of several kernels; 0 if all intermediate arrays stay in registers and caches
     overhead : additional seconds for each step
     gpu : whether a rank is a GPU; 16-bit formats are then computed in 16 bits
     cores : number of cores of a rank that is not a GPU; less than 1 if ranks share cores, in which case all other
-        figures are those of a host on which all ranks compute
+        figures apply to a host on which all ranks are computing
     capacity : bytes of memory of one rank (None: not known)
     kernels : rates of kernels that were measured one by one, see `KernelRates`
     """
@@ -144,7 +144,7 @@ class Machine:
 
     @classmethod
     def load(cls, name_or_path: str | PathLike[str] | Machine) -> Machine:
-        """Return the machine with a name in `Machine.list_names()`, or the machine of a file.
+        """Return the machine with a name in `Machine.list_names()`, or the machine that a file describes.
 
         Parameters
         ----------
@@ -187,9 +187,9 @@ class Machine:
     def compute_slowdown(self, ranks: int) -> float:
         """Return the factor by which a rank computes more slowly than `compute` says if `ranks` ranks run.
 
-        The factor differs from 1 only if ranks share cores (`Compute.cores` < 1). The ranks of one core then take
-        turns, and all ranks wait for the core with the most ranks. The figures of `compute` are those of a full host,
-        so fewer ranks give a factor below 1.
+        The factor differs from 1 only if ranks share cores (`Compute.cores` < 1). In that case the ranks of one core
+        take turns, and all ranks wait for the core with the most ranks. The figures of `compute` apply to a full host,
+        so with fewer ranks the factor is below 1.
 
         Parameters
         ----------

@@ -9,7 +9,8 @@ __all__ = ["count_blocks", "count_parameters", "with_block_count"]
 
 
 def count_blocks(model: Layer) -> int:
-    """Return how often a model repeats its block, as `nn.GPT` and `nn.Llama` do; 0 if it has no repeated block."""
+    """Return how often a model, such as `nn.GPT` or `nn.Llama`, repeats its block; 0 if the model has no repeated
+    block."""
     found = _find_repeated_blocks(model)
     return 0 if found is None else len(found[1].steps)
 

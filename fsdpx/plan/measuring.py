@@ -36,9 +36,11 @@ from fsdpx.plan.prediction import dry_run_classes, predict_from_runs
 __all__ = ["format_machine_file", "measure_this_machine"]
 
 ROUNDS, ROUND_SECONDS, SHORT_ROUND_SECONDS = 5, 0.1, 0.01
-"""Each timing takes `ROUNDS` rounds of at least `ROUND_SECONDS`; for one kernel among many, `SHORT_ROUND_SECONDS`."""
+"""Each timing takes `ROUNDS` rounds of at least `ROUND_SECONDS`. If many kernels are timed one by one, a round takes at
+least `SHORT_ROUND_SECONDS`."""
 KERNELS = ("float32", "bf16")
-"""Formats in which kernels are timed one by one. The rates in other formats follow from these, see `KernelRates`."""
+"""Formats in which kernels are timed one by one. The rates in other formats follow from these rates, see
+`KernelRates`."""
 ALL_REDUCE_ELEMENTS = (8, 1 << 20)
 """Numbers of float32 elements of a short and of a long all-reduce."""
 LAYER_COUNTS = (4, 16)
@@ -55,7 +57,7 @@ def measure_this_machine(name: str, comm: Communicator, device: str = "cpu") -> 
 
 
 def _measure_disk_on_rank0(comm: Communicator) -> DiskSpeed | None:
-    """Return the speed of the disk of the working folder, as rank 0 measures it; None if it cannot be measured.
+    """Return the speed that rank 0 measures for the disk of the working folder; None if the speed cannot be measured.
     Collective."""
     rates, node = get_or_measure_disk_rates(Path.cwd(), None) if comm.rank == 0 else None, find_node_communicator(comm)
     hosts = 1 if node is None else len(node.ranks_by_host)
@@ -67,8 +69,9 @@ def _measure_disk_on_rank0(comm: Communicator) -> DiskSpeed | None:
 class Processors:
     """Settings for measurements on CPU cores.
 
-    large, small: sizes of square matrices whose products do and do not reach the peak rate. basis: format whose small
-    products determine `Compute.half`. block: number of float32 elements that exceeds all caches."""
+    large: size of square matrices whose products reach the peak rate. small: size of square matrices whose products do
+    not reach it. basis: format whose small products determine `Compute.half`. block: a number of float32 elements that
+    exceeds all caches."""
 
     gpu, xp = False, np
     capacity: float | None = None
@@ -76,7 +79,7 @@ class Processors:
     large, small, block = 768, 96, 1 << 24
 
     def synchronize_device(self) -> None:
-        """Wait until all calls have finished; on a CPU they already have."""
+        """Wait until all calls have finished. On a CPU there is nothing to wait for."""
 
 
 class Gpus(Processors):
@@ -97,10 +100,10 @@ class Gpus(Processors):
 def _average_call_seconds(
     comm: Communicator, call: Callable[[], Any], device: Processors, round_seconds: float | None = None
 ) -> float:
-    """Return the seconds of one call, averaged over ranks. Collective.
+    """Return the time in seconds that one call takes, averaged over ranks. Collective.
 
-    Each round of calls ends with a barrier: if several ranks share one core, all wait for the slowest, as in a step. A
-    round is timed from the end of the previous one, because a rank may be asleep when others begin."""
+    Each round of calls ends with a barrier, so that ranks that share a core all wait for the slowest rank, as they do
+    in a step. A round is timed from the end of the previous round, because a rank may be asleep when others begin."""
     call()
     first = min(comm.all_gather_data(_time_calls(call, device, 1)))
     calls = ceil((ROUND_SECONDS if round_seconds is None else round_seconds) / first)
@@ -115,7 +118,7 @@ def _average_call_seconds(
 
 
 def _time_calls(call: Callable[[], Any], device: Processors, calls: int) -> float:
-    """Return the seconds of `calls` calls, including their completion on the device."""
+    """Return the time in seconds that `calls` calls take, including their completion on the device."""
     device.synchronize_device()
     begin = perf_counter()
     for _ in range(calls):
@@ -144,8 +147,8 @@ def _measure_compute(comm: Communicator, device: Processors) -> Compute:
 
 
 def _measure_kernel_rates(comm: Communicator, device: Processors) -> KernelRates:
-    """Measure the rates of kernels one by one and return them, without the overhead of a call, which is
-    `Compute.launch`. Collective."""
+    """Measure the rates of kernels one by one and return them. The overhead of a call is excluded, because
+    `Compute.launch` accounts for it. Collective."""
     passes, products = {}, {}
     nothing = device.xp.zeros(1, np.float32)
     call_overhead = _average_call_seconds(comm, lambda: relu(device.xp, nothing), device, SHORT_ROUND_SECONDS)
@@ -189,7 +192,7 @@ def _measure_kernel_rates(comm: Communicator, device: Processors) -> KernelRates
 def _iterate_calls_with_work(
     calls: Iterable[Callable[[], Any]], dry: Iterable[Callable[[], Any]]
 ) -> Iterator[tuple[WorkCount, Callable[[], Any]]]:
-    """Yield (work, call) for each call; the work is counted by running the same call on shapes."""
+    """Yield (work, call) for each call. The work is counted by running the same call on shapes."""
     for call, shaped in zip(calls, dry, strict=True):
         with counting_work() as work:
             shaped()
@@ -225,8 +228,9 @@ def _measure_kernel_and_step_overhead(comm: Communicator, device: Processors, ba
 
 
 def _measure_network_levels(comm: Communicator, device: Processors, compute: Compute) -> tuple[NetworkLevel, ...]:
-    """Measure and return the levels of the network: ranks of a host, and hosts. Collective."""
-    if comm.size == 1:  # there is no link to measure: assume that ranks of a host read each other's memory
+    """Measure and return the levels of the network. A level consists of the ranks of a host, or of all hosts.
+    Collective."""
+    if comm.size == 1:  # there is no link to measure, so assume that ranks of a host read each other's memory
         return (NetworkLevel("host", 2e-5, compute.memory / 4),)
     node = find_node_communicator(comm)
     hosts = len(node.ranks_by_host) if node is not None else 1

@@ -1,5 +1,5 @@
-"""Describes the memory peak of a step: the action, what a rank holds at that moment and for which units, and which
-options would lower the peak."""
+"""Describes the memory peak of a step: the action during which it occurs, what a rank then holds for which units, and
+which options would lower the peak."""
 
 from __future__ import annotations
 
@@ -45,27 +45,28 @@ ROW_MEANINGS = {
     "part": "summed over ranks", "slot": "of each parameter", "memory": "of codecs", "trace": "of codecs",
     "statistic": "running statistics",
 }  # fmt: skip
-"""Kind of a ledger row -> its description; other rows show their kind."""
+"""Description of each kind of ledger row. Rows of other kinds show the name of their kind."""
 SLAB_MEANINGS = {"full": "gathered parameters", "grad": "gradients of whole pages"}
-"""Kind of slot -> description of the buffers that programs allocate in the slab."""
+"""For each kind of slot, a description of the buffers that programs allocate in the slab."""
 ACTIVATION_MEANINGS = {
     "saved": "kept for backward", "held": "kept to compute it once more", "kept": "kept for gradients of parameters",
     "dact": "gradients of values", "act": "values between units",
 }  # fmt: skip
-"""Kind of slot -> description of activations. An array in slots of several kinds counts for the first kind."""
+"""For each kind of slot, a description of its activations. An array in slots of several kinds counts for the first of
+these kinds."""
 UNIT_SLOT_KINDS = ("saved", "held", "kept")
 """Kinds of slots that are numbered by unit; others are numbered by value."""
 BATCH = "the batch"
 ACTIVATION_BYTES_PER_GAP_BYTE = 16
-"""At the peak, gaps in the heap between activations take one byte for this many bytes of activations, because heap
-memory is never returned to the system (see core/array/arena.py) and activations are not moved. Measured on transformers
-at 1 to 4 ranks, where the ratio is 1/20 to 1/7."""
+"""Bytes of activations for which one byte is lost to gaps in the heap at the peak. There are gaps because heap memory
+is never returned to the system (see core/array/arena.py) and activations are not moved. On transformers at 1 to 4
+ranks, the gaps were measured to be 1/20 to 1/7 of the activations."""
 MAX_UNITS_SHOWN, MAX_UNITS_WIDTH = 4, 76
 """Maximum number of units in a table row, and their maximum width in characters."""
 
 
 class Holding(NamedTuple):
-    """Memory of one kind and purpose. units: (unit name, bytes) for each unit that it belongs to, if any."""
+    """Memory of one kind and purpose. units: (unit name, bytes) for each unit to which some of this memory belongs."""
 
     kind: str
     what: str
@@ -81,7 +82,7 @@ class MemoryPeak:
     ----------
     action : the action of the program, such as "B8.0"
     about : the unit or value that the action works on, such as "unit 'blocks.7..head'"
-    number, actions : position of the action in the program, from 1, and number of actions
+    number, actions : position of the action in the program, counted from 1, and total number of actions
     holdings : everything that the rank holds at that moment
     """
 
@@ -93,7 +94,7 @@ class MemoryPeak:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Kind of memory -> bytes."""
+        """Bytes held, by kind of memory."""
         found: dict[str, int] = {}
         for one in self.holdings:
             found[one.kind] = found.get(one.kind, 0) + one.nbytes
@@ -129,7 +130,7 @@ class MemoryPeak:
 
 
 def _format_units(units: Iterable[tuple[str, int]]) -> str:
-    """Return a text with units and their bytes; consecutive units of equal size are merged."""
+    """Return a text with units and their bytes. Consecutive units of equal size are merged."""
     parts = []
     for nbytes, group in groupby(units, key=lambda unit: unit[1]):
         names = [name for name, _ in group]
@@ -179,7 +180,7 @@ def _iterate_activation_holdings(state: TrainState, watch: HeapRecorder) -> Iter
 
 
 def _iterate_persistent_holdings(state: TrainState, parts: int) -> Iterator[Holding]:
-    """Yield the memory of ledger rows that is kept from step to step. parts: bytes of gradient sums, which exist only
+    """Yield the memory of ledger rows that are kept from step to step. parts: bytes of gradient sums, which exist only
     during a pass."""
     found = Counter[tuple[str, str]]()
     for row in state.ledger:
@@ -234,8 +235,8 @@ def format_options(options: Mapping[str, Any]) -> str:
 class OptionChange(NamedTuple):
     """A change of options and its effect.
 
-    options: the options of `distribute` that change. nbytes: the new peak. seconds: the new step time, None if not
-    known."""
+    options: the options of `distribute` that change. nbytes: the new peak. seconds: the new step time, or None if it is
+    not known."""
 
     options: dict[str, Any]
     nbytes: int
@@ -252,7 +253,7 @@ class OptionChange(NamedTuple):
 
 
 PeakAndSeconds = tuple[int, float | None]
-"""(Bytes of the peak, seconds of a step or None if not known)."""
+"""(Bytes of the peak, step time in seconds or None if it is not known)."""
 
 
 def list_lowering_changes(
@@ -274,10 +275,10 @@ def list_lowering_changes(
 
 
 def _iterate_option_changes(current: Mapping[str, Any], rows: int) -> Iterator[dict[str, Any]]:
-    """Yield changes of one option, or of options that belong together, that may lower the peak."""
+    """Yield changes that may lower the peak. Each changes one option, or several options that belong together."""
     mesh, names = current.get("mesh"), set[str]()
     for name, value in iterate_cheaper_options(current, rows):
-        if name != "microbatches" or name not in names:  # yield only the first value, twice the number
+        if name != "microbatches" or name not in names:  # yield only the first value, which is twice the current number
             cut = {} if mesh is None or name != "strategy" else {"mesh": replace(mesh, replica=1, shard=None)}
             yield {name: value, **cut}
         names.add(name)
@@ -292,7 +293,7 @@ def _iterate_option_changes(current: Mapping[str, Any], rows: int) -> Iterator[d
 
 
 def format_changes(changes: Sequence[OptionChange], seconds: float | None = None) -> str:
-    """Return a table of the changes. seconds: step time without a change (None: leave out the column)."""
+    """Return a table of the changes. seconds: step time without a change, or None to leave out the column of times."""
     if not changes:
         return "no other single choice lowers it by more than 1 %"
     rows = list[tuple[str, ...]]()

@@ -1,5 +1,5 @@
-"""`predict` computes bytes, memory and seconds of a step on any number of ranks of any machine, from the programs that
-the ranks would run."""
+"""`predict` computes the traffic, memory and time of a step on any number of ranks of any machine, from the programs
+that the ranks would run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from fsdpx.plan.world_step import RankClass, WorldStep, make_world_step
 __all__ = ["Prediction", "disabling_gc", "dry_run_classes", "predict", "predict_from_runs", "predict_step"]
 
 PROCESS_BYTES = 66 << 20
-"""Bytes of a process before it trains anything: interpreter, libraries and MPI, as measured with CPython 3.11."""
+"""Bytes that interpreter, libraries and MPI take in a process before it trains anything, as measured with CPython
+3.11."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,11 @@ class Prediction:
 
     Parameters
     ----------
-    seconds : seconds of a step
+    seconds : time that a step takes, in seconds
     parts : seconds by cause, averaged over the pipeline ranks: "compute"; communication that is not hidden behind
         computing, by mesh axis ("tensor", "shard", "replica", "pipe"); "optimizer"; "bubble", waiting for other
         pipeline ranks; "overhead". Their sum is `seconds`
-    classes : groups of ranks that do the same, see `RankClass`
+    classes : groups of ranks that do the same work, see `RankClass`
     mesh, microbatches : mesh and number of microbatches, with defaults filled in
     machine : the machine for which the step was predicted
     step : model, batch and options of the step
@@ -57,13 +58,14 @@ class Prediction:
 
     @property
     def memory(self) -> int:
-        """Bytes of memory of a rank, in the rank class that uses the most."""
+        """Bytes of memory of a rank in `worst_class`."""
         return self.worst_class.nbytes
 
     @property
     def process_bytes(self) -> int:
         """Bytes of the process of a rank of `worst_class` on a CPU, including interpreter, libraries, MPI, and gaps in
-        the heap between activations. `fsdpx.dry_run` measures these on the machine where it runs."""
+        the heap between activations. The part that does not depend on the model is taken from `PROCESS_BYTES`, whereas
+        `fsdpx.dry_run` measures it."""
         return (
             PROCESS_BYTES + self.memory + self.worst_class.memory.get("activations", 0) // ACTIVATION_BYTES_PER_GAP_BYTE
         )
@@ -75,7 +77,8 @@ class Prediction:
 
     @property
     def bytes_sent(self) -> dict[str, int]:
-        """Mesh axis -> bytes that a rank sends in a step. For each axis, the rank class that sends the most counts."""
+        """Bytes that a rank sends in a step, by mesh axis. For each axis, these are the bytes of the rank class that
+        sends the most along it."""
         found: dict[str, int] = {}
         for one in self.classes:
             sent: dict[str, int] = {}
@@ -87,8 +90,8 @@ class Prediction:
 
     @property
     def peak(self) -> MemoryPeak:
-        """The moment of highest memory use of `worst_class`: the action, and the memory held for each unit. It prints
-        as a table."""
+        """The moment at which `worst_class` uses the most memory: the action, and the memory held for each unit. It
+        prints as a table."""
         return self.worst_class.peak
 
     def list_lowering_changes(self) -> list[OptionChange]:
@@ -112,7 +115,7 @@ class Prediction:
 
     @property
     def bubble_share(self) -> float:
-        """Share of the step in which pipeline ranks wait for each other, averaged over these ranks."""
+        """Share of the step time that pipeline ranks spend waiting for each other, averaged over these ranks."""
         return self.parts.get("bubble", 0.0) / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:
@@ -134,17 +137,18 @@ def predict(
     precision: PrecisionName | Precision | None = None,
     **options: Any,
 ) -> Prediction:
-    """Predict time, traffic and memory of a step. This needs neither MPI nor data and takes a fraction of a second.
+    """Predict the time, traffic and memory of a step. This needs neither MPI nor data and takes a fraction of a second.
 
     One rank of each class of equal ranks compiles and runs its program on shapes, as `fsdpx.dry_run` does. A simulator
-    then runs the programs of all pipeline ranks on the machine. If there are many equal microbatches, only as many are
-    simulated as are needed until each further one adds the same time.
+    then runs the programs of all pipeline ranks on the machine. If there are many equal microbatches, the simulator
+    runs only so many that each further microbatch would add the same time.
 
     Parameters
     ----------
     model : the model
     batch : ((shape, dtype), (shape, dtype)) of inputs and targets of the global batch. Fields have their full shape:
-        samples, channels and cells, or the layout of the given `Grid`. Several inputs are a tuple of pairs
+        samples, channels and cells, or the layout of the given `Grid`. If there are several inputs, they are given as a
+        tuple of pairs
     ranks : number of ranks of the world
     machine : a name in `Machine.list_names()`, the path of a machine.toml, or a `Machine`
     mesh, strategy, microbatches, schedule, recompute, precision, options : as for `fsdpx.distribute`; `domain` may also
@@ -184,9 +188,7 @@ def disabling_gc() -> Iterator[None]:
 
 def dry_run_classes(model: nn.Layer, batch: tuple[Any, ...], ranks: int, gpu: bool, **options: Any) -> StepDryRuns:
     """Run one rank of each class on shapes; return the dry runs for `predict_from_runs` and
-    `StepDryRuns.make_memory_curves`.
-
-    gpu: whether ranks are GPUs. options: those of `predict`."""
+    `StepDryRuns.make_memory_curves`. gpu: whether ranks are GPUs. options: the options of `predict`."""
     step = make_world_step(model, batch, ranks, gpu, options)
     return StepDryRuns.from_step(step, step.count_simulated_microbatches()[0])
 

@@ -1,4 +1,4 @@
-"""Seconds of the actions of dry runs on a machine, and the time of a step that consists of them."""
+"""The time that the actions of dry runs take on a machine, and the time of a step that consists of these actions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["ActionPrice", "StepClock"]
 
 
 class ActionPrice(NamedTuple):
-    """Seconds of one action. own: seconds of computing. moving: axis -> seconds of communication."""
+    """Time that one action takes. own: seconds of computing. moving: seconds of communication, by mesh axis."""
 
     own: float
     moving: Mapping[str, float]
@@ -38,7 +38,7 @@ class StepClock:
         self._known = cache(self._compute_price)
 
     def price_action(self, rank: int, action: Action) -> ActionPrice:
-        """Return the seconds of an action on a pipeline rank."""
+        """Return the time that an action takes on a pipeline rank."""
         return self._known(rank, find_action_that_ran(action, self._few))
 
     def _compute_price(self, rank: int, action: Action) -> ActionPrice:
@@ -55,7 +55,7 @@ class StepClock:
         return ActionPrice(*self._timing.price_action(cost))
 
     def time_programs(self, microbatches: int) -> tuple[float, list[list[ActionEvent]]]:
-        """Return the seconds of a step, and the start and end of each action on each pipeline rank."""
+        """Return the time of a step in seconds, and the start and end of each action on each pipeline rank."""
         rows = simulate_programs_by_rank(
             [one.get_program(microbatches) for one in self.runs],
             lambda rank, action: self.price_action(rank, action).total_seconds,
@@ -63,7 +63,7 @@ class StepClock:
         return max(event.end for row in rows for event in row), rows
 
     def average_seconds_by_cause(self, rows: list[list[ActionEvent]], step_seconds: float) -> dict[str, float]:
-        """Return the seconds of a step by cause, averaged over the pipeline ranks."""
+        """Return the time of a step in seconds, divided by cause and averaged over the pipeline ranks."""
         ways = [
             (partial(self.price_action, rank), partial(self._get_seconds_in_flight, rank)) for rank in range(len(rows))
         ]
@@ -74,7 +74,7 @@ class StepClock:
     def _get_seconds_in_flight(self, rank: int, action: Action) -> Any:
         """Return how many seconds the bytes of an action are in flight, without waiting for other pipeline ranks.
 
-        It is inf for an action that neither receives nor synchronizes."""
+        Return inf for an action that neither receives nor synchronizes."""
         verb = VERBS[action.op]
         if not verb.is_receive:
             return self.price_action(rank, action).total_seconds if verb.is_synchronizing else inf
@@ -88,7 +88,7 @@ def _split_seconds_by_cause(
     price: Callable[[Action], ActionPrice],
     transfer_seconds: Callable[[Action], float],
 ) -> dict[str, float]:
-    """Return the seconds of one rank by what it did or waited for. transfer_seconds: see
+    """Return the step time of one rank in seconds, divided by what the rank did or waited for. transfer_seconds: see
     `StepClock._get_seconds_in_flight`."""
     parts = {"compute": 0.0, "optimizer": 0.0}
 

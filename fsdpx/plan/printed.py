@@ -23,8 +23,8 @@ def wrap_prose(text: str, indent: str = "") -> str:
 def format_narrow_table(head: Sequence[str], rows: Sequence[Sequence[str]], wrap: bool = False) -> str:
     """Return a table with the first column left-aligned and the other columns right-aligned.
 
-    wrap: whether the last column is left-aligned text that, if the table would exceed the width of a terminal, is
-    placed below each row, so that no cell is broken."""
+    wrap: whether the last column is left-aligned text. If the table would then exceed the width of a terminal, this
+    text is placed below each row, so that no cell is broken."""
     cut = len(head) - wrap
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(cut)]
     lines = [_pad_cells(row[:cut], widths) for row in (head, *rows)]

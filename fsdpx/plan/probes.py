@@ -1,4 +1,5 @@
-"""Kernel calls with which a machine is measured. They run on arrays, and on shapes to count the work of each call."""
+"""Kernel calls with which a machine is measured. They are timed on arrays, and run again on shapes to count the work of
+each call."""
 
 from __future__ import annotations
 
@@ -99,8 +100,8 @@ def _list_pool_calls(xp: Any, n: int, dtype: Any) -> list[Call]:
 
 
 def _list_cast_and_update_calls(xp: Any, n: int, dtype: Any) -> list[Call]:
-    """Return calls that convert between the format and its accumulation format and, for formats of at least 32 bits, a
-    parameter update."""
+    """Return calls that convert between a format and its accumulation format, and, for formats of at least 32 bits, a
+    call that updates a parameter."""
     size, total = n * WIDTH, accumulation_dtype(dtype)
     short, long = (xp.full((size,), 0.5, dtype=one) for one in (dtype, total))
     calls = [lambda: kernels.store(xp, short, long), lambda: kernels.store(xp, long, short)][: 2 * (dtype != total)]
@@ -119,20 +120,20 @@ def _run_or_count_update(xp: Any, p: Any, g: Any, slots: dict[str, Any]) -> None
 
 
 CHANNEL_COUNTS = (2, 8, 32)
-"""Input and output channels of convolutions."""
+"""Numbers of input and of output channels of convolutions."""
 CELL, LINE, CUBE, IMAGE = (1,), (3,), (3, 3, 3), (3, 3)
 """Windows of convolutions, of 1, 3, 27 and 9 cells."""
 FIELDS: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {
     LINE: ((4,), (16,), (64,)), CUBE: ((8, 8, 4), (8, 8, 16), (8, 8, 64)), IMAGE: ((8, 8), (64, 64)),
     CELL: ((1 << 13,), (1 << 16,)),
 }  # fmt: skip
-"""Window -> sizes of fields, with short rows, whose windows often extend beyond the ends, and with long rows. For lines
-and cubes with equal row length, the number of windows per row is equal."""
+"""Sizes of fields for each window. Some fields have short rows, in which windows often extend beyond the ends, and
+others have long rows. For lines and cubes with equal row length, the number of windows per row is equal."""
 DEPTHWISE_CASES = (LINE, (1024,)), (CUBE, (8, 8, 16))
 """(Window, field size) of depthwise convolutions."""
 ELEMENTS = 1 << 18
-"""Approximate number of elements of a field, over all samples. It is large enough that the Python code around a call
-takes a negligible time."""
+"""Approximate number of elements of a field, over all samples. It is so large that the Python code around a call takes
+negligible time."""
 
 
 def iterate_matmul_calls(xp: Any, name: str) -> Iterator[Call]:
@@ -152,7 +153,8 @@ def iterate_matmul_calls(xp: Any, name: str) -> Iterator[Call]:
 
 
 MANY = 256
-"""Channels of convolutions with few cells, whose weights take as much time as their products."""
+"""Number of channels of convolutions with few cells, in which reordering the weights takes as much time as the matrix
+products."""
 
 
 def iterate_weight_heavy_calls(xp: Any, name: str) -> Iterator[Call]:
@@ -178,7 +180,7 @@ def _iterate_convolution_calls(
 
 
 HEADS = (4, 256, 64)
-"""Heads, positions and features of attention."""
+"""Numbers of heads, positions and features of attention."""
 
 
 def _iterate_attention_calls(xp: Any, dtype: Any) -> Iterator[Call]:

@@ -1,4 +1,4 @@
-"""`Plan`, the result of a search. It can be shown as tables, as JSON, and as a line of Python that requests the fastest
+"""`Plan`, the result of a search. It can be shown as tables, as JSON, or as a line of Python that requests the fastest
 configuration."""
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class Candidate:
         return ", ".join(filter(None, shown))
 
     def format_row(self, limit: int | None) -> tuple[str, ...]:
-        """Return the cells of a table row: label, seconds of a step, memory, whether the memory is within the limit,
+        """Return the cells of a table row: label, step time in seconds, memory, whether the memory is within the limit,
         bytes sent, and other options.
 
         Parameters
         ----------
-        limit : bytes of memory that a rank may use; if None (not known), "?" is shown
+        limit : bytes of memory that a rank may use; None if not known, in which case "?" is shown
 
         Returns
         -------
@@ -89,8 +89,8 @@ class Candidate:
 
 HEAD = ("kind", "step", "memory", "fits", "sends", "with")
 CLOSE_TIME_FACTOR = 1.02
-"""Configurations within this factor of the fastest one count as equally fast, because no prediction is more
-accurate."""
+"""Configurations whose time is within this factor of the fastest one count as equally fast, because predictions are not
+more accurate than that."""
 
 
 def _format_whether_fits(nbytes: int, limit: int | None) -> str:
@@ -105,24 +105,24 @@ class Plan:
     ----------
     candidates : configurations that fit, the fastest first
     rejected : (options, reason) of configurations that cannot run or do not fit
-    search_space : text about what was tried
-    largest_batch : samples of the largest global batch that fits, found by doubling, with the options of the fastest
-        configuration or of those that need the least memory
+    search_space : text that says what was tried
+    largest_batch : samples of the largest global batch that fits, found by doubling, either with the options of the
+        fastest configuration or with the options of the configurations that need the least memory
     machine : the machine for which the steps were predicted
     memory : bytes that a rank may use; None if not known
     samples : samples of the global batch
     loss : the loss as a Python expression
     cells : cells of the field along each dim, if the batch consists of fields
-    longest : positions of the longest sequences, or cells of the largest fields, that fit, found in the same manner; ()
-        if the model accepts no other sizes
+    longest : positions of the longest sequences, or cells of the largest fields, that fit, found in the same manner as
+        `largest_batch`; () if the model accepts no other sizes
     scaling : predictions of the fastest configuration on other numbers of ranks, with the same global batch, fewest
         ranks first
     slow : (options, seconds) of configurations that were ruled out, because the lower bound on their step time exceeds
         the step times of the configurations that are shown
     deepest : blocks and parameters of the deepest model of the same width that fits, at most 16 times as deep; (0, 0)
         if the model has no repeated block
-    limits : "batch", "size", "depth" -> the options with which the largest batch, size and depth fit
-    large : configurations that were predicted and do not fit
+    limits : for "batch", "size" and "depth", the options with which the largest batch, size and depth fit
+    large : configurations that were predicted but do not fit
     """
 
     candidates: tuple[Candidate, ...]
@@ -153,7 +153,7 @@ class Plan:
 
     @property
     def best_by_kind(self) -> dict[str, Candidate]:
-        """Kind of parallelism (`Candidate.summary`) -> its fastest configuration that fits."""
+        """The fastest configuration that fits, for each kind of parallelism (`Candidate.summary`)."""
         return {one.summary: one for one in reversed(self.candidates)}
 
     @property
@@ -225,8 +225,8 @@ class Plan:
         return "\n\n".join(parts)
 
     def _list_fastest_of_each_kind(self) -> list[Candidate]:
-        """Return the fastest configuration of each kind: first the kinds that fit, then those that do not, each sorted
-        by step time."""
+        """Return the fastest configuration of each kind. The kinds that fit come before the kinds that do not, and both
+        are sorted by step time."""
         large = {
             one.summary: one
             for one in sorted(self.large, key=_make_sort_key, reverse=True)
@@ -237,8 +237,8 @@ class Plan:
         )
 
     def _is_as_fast_as_best(self, candidate: Candidate) -> bool:
-        """Return whether a configuration is of another kind than the best one, fits, and is as fast within
-        `CLOSE_TIME_FACTOR`."""
+        """Return whether a configuration is of another kind than the best one, fits, and is as fast as the best one to
+        within `CLOSE_TIME_FACTOR`."""
         best, fits = self.best_candidate, candidate not in self.large
         return (
             fits
@@ -247,7 +247,7 @@ class Plan:
         )
 
     def _list_search_paragraphs(self) -> list[str]:
-        """Return paragraphs about what was searched, what was rejected and why, and what was ruled out."""
+        """Return paragraphs that say what was searched, what was rejected for which reason, and what was ruled out."""
         reasons: dict[str, list[str]] = {}
         for words, why in self.rejected:
             reasons.setdefault(why.splitlines()[0], []).append(words)
@@ -266,7 +266,8 @@ class Plan:
         return "" if self.machine.compute.gpu else f"\n{wrap_prose(words, '  ')}"
 
     def _format_largest_that_fit(self) -> str:
-        """Return lines about the largest batch, size and depth that fit, and the options that they need."""
+        """Return lines about the largest batch, size and depth that fit, with the options that are needed to fit
+        them."""
         what = "sequences" if len(self.longest) == 1 else "fields"
         layers, count = self.deepest
         most = {

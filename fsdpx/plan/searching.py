@@ -50,22 +50,22 @@ MAX_DEPTHS_TRIED, MAX_DEPTH_FACTOR = 6, 16
 """Limits of the search for the deepest model: at most `MAX_DEPTHS_TRIED` depths are predicted, up to `MAX_DEPTH_FACTOR`
 times the given depth."""
 FRUGAL_COUNT = 4
-"""Number of configurations of least memory with which the largest batch, sample and model are sought, in addition to
-the fastest configuration."""
+"""Number of configurations that are tried, besides the fastest one, in the search for the largest batch, sample and
+model. They are the configurations that need the least memory."""
 OFFLOAD_FOLDER = "/local/disk"
 """Placeholder for the folder of offloaded state."""
 ANY_GRID = "any"
-"""Value of `domain` with which all grids are searched."""
+"""Value of `domain` that requests a search over all grids."""
 GRIDS_PER_SIZE = 4
-"""Number of grids with the same number of ranks that are tried: those with the smallest faces."""
+"""Maximum number of grids that are tried for each number of ranks. They are the grids with the smallest faces."""
 CLOSE_FACTOR = 1.3
-"""Configurations whose lower bound is within this factor of the fastest step are predicted."""
+"""Configurations are predicted if the lower bound on their step time is within this factor of the fastest step time."""
 RECOMPUTE_CHOICES = None, "all"
 NOT_SEARCHED = "sequence='ulysses' and 'ring', stages=, orders of the mesh, and recomputing of some units"
-"""Text about the choices that a search leaves to the user."""
+"""Text that names the choices that a search leaves to the user."""
 PIPE_SCHEDULES = tuple(name for name, known in SCHEDULES.items() if known.steady is not None)
-"""Pipeline schedules that are searched. Without pipeline parallelism only the first one is used, where it has no
-effect."""
+"""Pipeline schedules that are searched. Without pipeline parallelism, schedules have no effect, and only the first one
+is tried."""
 
 
 def search(
@@ -84,22 +84,23 @@ def search(
     """Search for the fastest configurations that fit into memory, as predicted by `predict`.
 
     First, each strategy is tried on each mesh, with the microbatches and recomputation that fit. If nothing fits, the
-    configurations that need the least memory are tried with offloaded state. Then all microbatches, schedules and
-    recomputations of each are tried, and for the fastest three also other `group_bytes` and codecs. A configuration is
-    not predicted if a lower bound on its step time, from its layers, exceeds 1.3 times the fastest step.
+    configurations that need the least memory are tried with offloaded state. Then each of these configurations is tried
+    with all microbatches, schedules and recomputations, and the fastest three also with other `group_bytes` and codecs.
+    A configuration is not predicted if a lower bound on its step time, which is computed from its layers, exceeds 1.3
+    times the fastest step time.
 
     Parameters
     ----------
     model : the model
     batch : ((shape, dtype), (shape, dtype)) of inputs and targets of the global batch, see `predict`
-    ranks, hosts : exactly one of them: the number of ranks, or the number of hosts, which are filled with ranks
+    ranks, hosts : either the number of ranks, or the number of hosts, which are then filled with ranks
     machine : a name in `Machine.list_names()`, the path of a machine.toml, or a `Machine`
     memory : bytes that a rank may use, such as "16GiB" (default: the machine's capacity)
     codecs : lossy gradient codecs to try in addition to no codec, such as `("bf16", "int8")`
     most : maximum number of configurations that are predicted
     say : function that is called with a line of text from time to time to report progress (default: none)
-    options : options of `predict`, which are fixed instead of searched: `precision="bf16"`, `mesh=...`;
-        `domain="any"` tries the grids over which the fields of the batch can be split
+    options : options of `predict`, such as `precision="bf16"` or `mesh=...`, which are fixed instead of searched; with
+        `domain="any"`, all grids over which the fields of the batch can be split are tried
 
     Returns
     -------
@@ -107,8 +108,8 @@ def search(
 
     Raises
     ------
-    ConfigError : nothing fits (the message has the least memory that would), there is no mesh for these ranks, or dry
-        runs do not support a layer
+    ConfigError : nothing fits (the message states the least memory with which a configuration would fit), there is no
+        mesh for these ranks, or dry runs do not support a layer
     """
     where = Machine.load(machine)
     require_no_arrays(options)
@@ -147,9 +148,9 @@ def search(
 class _Search:
     """State of one search: the arguments of `search` (model to say), and the configurations found so far.
 
-    space: the `domain` option. found: configurations that fit. large: configurations that were predicted and do not
-    fit. refused: options -> reason. slow: options -> lower bound in seconds. seen: options -> whether the configuration
-    was predicted."""
+    space: the `domain` option. found: configurations that fit. large: configurations that were predicted but do not
+    fit. refused: reasons for rejections, by options. slow: lower bounds in seconds, by options. seen: whether each
+    configuration was predicted, by options."""
 
     model: nn.Layer
     batch: Batch
@@ -184,7 +185,7 @@ class _Search:
             return self.make_plan()
 
     def search_all(self) -> None:
-        """Try all configurations; this fills `found`, `large`, `refused` and `slow`."""
+        """Try all configurations, and record the results in `found`, `large`, `refused` and `slow`."""
         formats = self._list_values_to_try("precision", "bf16" if self.machine.compute.gpu else None)
         placed = [
             {"strategy": strategy, "mesh": mesh, "domain": space, "precision": precision}
@@ -215,7 +216,7 @@ class _Search:
                     yield chosen | {"recompute": recompute, "microbatches": microbatches, **more}
 
     def _compute_lower_bound(self, options: dict[str, Any]) -> float:
-        """Return a lower bound on the seconds of a step; 0 if the configuration cannot run."""
+        """Return a lower bound on the time of a step in seconds; 0 if the configuration cannot run."""
 
         def compute_least() -> float:
             with suppress(FsdpxError):
@@ -225,7 +226,8 @@ class _Search:
         return memoize(("least", _make_options_key(options)), compute_least)
 
     def _try_with_offload(self) -> None:
-        """Try the configurations of least memory with state on disk, offloading more kinds of state until one fits."""
+        """Try the configurations that need the least memory with state on disk. For each, more kinds of state are
+        offloaded until it fits."""
         for one in sorted(self.large, key=lambda one: one.prediction.memory)[:MAX_SHOWN]:
             for what in OFFLOAD_CHOICES:
                 if self.try_options({**one.options, "offload": OffloadConfig(OFFLOAD_FOLDER, what)}) is not None:
@@ -256,7 +258,7 @@ class _Search:
             return
         host = int(min(self.machine.ranks_per_host, self.ranks))
         strategies = self._list_values_to_try("strategy", *PRESETS_BY_MEMORY)
-        layers = len(linearize(self.model).nodes)  # each stage has at least one
+        layers = len(linearize(self.model).nodes)  # each stage has at least one layer
         for tensor in _list_divisors(self.ranks, host):
             for pipe in _list_divisors(self.ranks // tensor, layers):
                 data = self.ranks // tensor // pipe
@@ -273,8 +275,8 @@ class _Search:
                         yield from ((strategy, mesh, space) for space in spaces)
 
     def _list_grids(self, data: int, tensor: int) -> list[Any]:
-        """Return the grids that split fields over `data` data ranks and leave at least one sample for each grid. None
-        stands for no grid."""
+        """Return the grids that split fields over `data` data ranks and leave at least one sample for each group of
+        ranks that holds a field. None stands for no grid."""
         space = self.space
         if space is not None and space != ANY_GRID:
             return [space] if tensor == 1 and data % prod(get_grid_dims(space)) == 0 else []
@@ -289,8 +291,8 @@ class _Search:
         return found
 
     def _try_microbatches_to_fit(self, chosen: dict[str, Any]) -> bool:
-        """Try few microbatches, then more until the step fits. Return False if it needs too much memory with any number
-        of them."""
+        """Try a small number of microbatches, then larger numbers until the step fits. Return False if the step needs
+        too much memory with any number of microbatches."""
         pipe, rows = self._count_pipe_ranks_and_samples(chosen)
         first = min(4 * pipe if pipe > 1 else 1, rows)
         for microbatches in self._list_values_to_try("microbatches", *_list_doublings(first, rows)):
@@ -380,8 +382,9 @@ class _Search:
         return Plan(found, refused, searched, largest[0], *about, longest[0], scaling, slow, *most, large)
 
     def _list_frugal_options(self, best: Candidate) -> list[dict[str, Any]]:
-        """Return the options of the fastest configuration, then those of the configurations with least memory. The
-        latter recompute all units and have as many microbatches as samples."""
+        """Return the options of the fastest configuration, followed by the options of the configurations that need the
+        least memory. The latter are changed so that they recompute all units and have as many microbatches as
+        samples."""
         placed: dict[str, Candidate] = {}
         for one in sorted([*self.found, *self.large], key=lambda one: one.prediction.memory):
             placed.setdefault(
@@ -461,8 +464,8 @@ class _Search:
     def _find_max_blocks(self, options: dict[str, Any], blocks: int, memory: int) -> int:
         """Return the largest number of blocks that fits. `blocks` blocks are known to fit and to take `memory` bytes.
 
-        Memory is linear in the depth, except for effects of pipeline stages, so two known depths predict which depth to
-        try next."""
+        Memory is linear in the depth, except for effects of pipeline stages, so the memory at two known depths predicts
+        which depth to try next."""
         assert self.limit is not None
         most = MAX_DEPTH_FACTOR * count_blocks(self.model)
         known, layers, fits = {blocks: memory}, min(2 * blocks, most), blocks
@@ -504,8 +507,8 @@ class _Search:
         return tuple(found[ranks] for ranks in sorted(found))
 
     def _find_equivalent_grid(self, mesh: Mesh, data: int) -> tuple[int, ...]:
-        """Return the grid that splits a field over `data` data ranks with as many samples in parallel as `mesh` has.
-        Raise ValueError if there is none."""
+        """Return the grid that splits a field over `data` data ranks, with as many samples in parallel as in `mesh`.
+        Raise ValueError if there is no such grid."""
         members, cells = mesh.width_of("data") // prod(mesh.domain), self.batch[0][0][2:]
         grids = [dims for dims in _iterate_factorizations(data // members, len(cells)) if can_split_evenly(dims, cells)]
         return min(grids, key=lambda dims: _compute_surface_ratio(dims, cells))
@@ -533,7 +536,7 @@ def _drop_none(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _make_options_key(options: Mapping[str, Any]) -> str:
-    """Return the options as text, without those that are None."""
+    """Return the options as text, without options that are None."""
     return format_options(_drop_none(options))
 
 
@@ -543,7 +546,7 @@ def _make_sort_key(candidate: Candidate) -> tuple[float, int]:
 
 
 def _get_bytes_without_activations(found: Prediction) -> int:
-    """Return the bytes of a rank without activations; more microbatches do not lower them."""
+    """Return the bytes of a rank without activations, which more microbatches would not lower."""
     return min(one.nbytes - one.memory.get("activations", 0) for one in found.classes)
 
 
@@ -563,8 +566,8 @@ def _iterate_factorizations(ranks: int, dims: int) -> Iterator[tuple[int, ...]]:
 
 
 def _compute_surface_ratio(dims: tuple[int, ...], cells: tuple[int, ...]) -> float:
-    """Return the halo cells of a rank's part of a field relative to its cells, up to a factor. Only dims that are split
-    count."""
+    """Return the number of halo cells of a rank's part of a field, divided by the number of its own cells, up to a
+    constant factor. Only dims that are split count."""
     return sum(width / n for width, n in zip(dims, cells, strict=True) if width > 1)
 
 

@@ -1,4 +1,4 @@
-"""The time model: seconds of computing and of communication on a machine."""
+"""The time model, which computes how long computing and communication take on a machine."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ WIDENED_KERNEL_PREFIX = "correlate"
 
 
 def compute_work_seconds(work: WorkCount, compute: Compute, half: str) -> float:
-    """Return the seconds of matrix products and of all other kernels. half: the 16-bit format of the step.
+    """Return the time in seconds that matrix products and all other kernels take. half: the 16-bit format of the step.
 
-    Kernels that were measured on the machine have their own rates. On a CPU any other product takes FLOP / flops plus
-    bytes / memory, since operands are first copied into the order in which they are multiplied. On a GPU it takes the
-    longer of the two. `Compute.half` makes small products slower. All other work takes bytes / memory."""
+    Kernels that were measured on the machine have their own rates. On a CPU any other matrix product takes FLOP / flops
+    plus bytes / memory, since its operands are first copied into the order in which they are multiplied. On a GPU a
+    matrix product takes the longer of these two times. `Compute.half` makes small matrix products slower. All other
+    work takes bytes / memory."""
     products = sum(_compute_product_seconds(p, compute, half) * times for p, times in work.products.items())
     passes = sum(_compute_memory_bound_seconds(p, compute, half) * times for p, times in work.passes.items())
     spilt = compute.spill * sum(nbytes for name, nbytes in work.inner.items() if name in SPILLING_KERNELS)
@@ -38,8 +39,8 @@ def compute_work_seconds(work: WorkCount, compute: Compute, half: str) -> float:
 
 
 def _compute_memory_bound_seconds(kernel_pass: KernelPass, compute: Compute, half: str) -> float:
-    """Return the seconds of one call of a memory-bound kernel. If the matrix products of a kernel were measured, return
-    those of its remaining work."""
+    """Return the time in seconds that one call of a memory-bound kernel takes. If the matrix products of a kernel were
+    measured, return the time of its remaining work."""
     name = FORMAT_BY_ITEMSIZE.get(kernel_pass.itemsize, "float32" if kernel_pass.itemsize > 2 else half)
     beside = compute.kernels.compute_extra_memory_seconds(kernel_pass, name)
     if beside is not None:
@@ -53,7 +54,8 @@ def _count_launched_kernels(work: WorkCount) -> int:
 
 
 def _compute_product_seconds(product: ProductCount, compute: Compute, half: str) -> float:
-    """Return the seconds of one matrix product. Raise ConfigError if the machine has no rate for its format."""
+    """Return the time in seconds that one matrix product takes. Raise ConfigError if the machine has no rate for its
+    format."""
     name = FORMAT_BY_ITEMSIZE.get(product.itemsize, half)
     own = compute.kernels.compute_product_seconds(product, name)
     if own is not None:
@@ -74,10 +76,10 @@ def _compute_product_seconds(product: ProductCount, compute: Compute, half: str)
 
 
 class LevelCrossing(NamedTuple):
-    """A level of the network that a group of ranks communicates across.
+    """A level of the network across which a group of ranks communicates.
 
     width: number of units of the next lower level that the group spans. members: number of ranks of the group in each
-    such unit. users: number of all ranks of such a unit."""
+    such unit. users: total number of ranks in such a unit."""
 
     level: NetworkLevel
     width: float
@@ -102,7 +104,7 @@ class MeshOnMachine:
 
     @cached_property
     def rank_strides(self) -> Mapping[str, int]:
-        """Axis -> difference between the ranks of neighbors along it."""
+        """For each mesh axis, the difference between the ranks of two neighbors along the axis."""
         found, stride = {}, 1
         for axis in reversed(self.mesh.order):
             found[axis] = stride
@@ -110,7 +112,7 @@ class MeshOnMachine:
         return found
 
     def find_crossings(self, axes: tuple[str, ...]) -> list[LevelCrossing]:
-        """Return the levels that a group of ranks along these axes communicates across, the closest first."""
+        """Return the levels across which a group of ranks along these axes communicates, the lowest level first."""
         found, before, unit, size = list[LevelCrossing](), 1.0, 1.0, self.mesh.size
         for level in self.machine.levels:
             inside = 1.0
@@ -134,7 +136,7 @@ class MeshOnMachine:
 
     @cached_property
     def crossings_by_axis(self) -> dict[str, list[LevelCrossing]]:
-        """Axis name in the traffic counters -> levels that its groups communicate across."""
+        """For each axis name in the traffic counters, the levels across which the groups of that axis communicate."""
         groups = {axis: (axis,) for axis in AXES} | {"world": AXES, "group": AXES, "data": ("replica", "shard")}
         groups |= {"peers": ("pipe",), "domain": ("replica", "shard")}
         return {name: self.find_crossings(axes) for name, axes in groups.items()}
@@ -142,20 +144,21 @@ class MeshOnMachine:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Computes the seconds of the calls and actions of a step. half: the 16-bit format of the step."""
+    """Computes the time that the calls and actions of a step take. half: the 16-bit format of the step."""
 
     lines: MeshOnMachine
     half: str
 
     def compute_call_seconds(self, axis: str, verb: str, nbytes: float) -> float:
-        """Return the seconds of a call in which this rank sends `nbytes`: the fastest of three algorithms.
+        """Return the time in seconds of a call in which this rank sends `nbytes`. It is the time of the fastest of
+        three algorithms.
 
         - ring: each step has the largest latency, and bytes move at the speed of the slowest link
         - tree: log2(ranks) steps that send the full array in each direction; or, by MPI, all pieces received so far
           (Bruck et al. 1997)
         - hierarchy: level by level, each with the bytes that the levels inside it have left
 
-        A message to a neighbor takes one latency plus the time for its bytes; receiving it takes no additional time."""
+        A message to a neighbor takes one latency plus the time for its bytes. Receiving it takes no additional time."""
         if axis == "disk":
             disk = self.lines.machine.disk or DiskSpeed(inf, inf)
             return nbytes / min(getattr(disk, verb), disk.total / self.rank_count)
@@ -164,7 +167,7 @@ class StepTimes:
             return 0.0
         if verb == "send":
             return self._compute_neighbor_seconds(axis, reaches, nbytes)
-        times = 2 if verb == "all_reduce" else 1  # a reduce-scatter and an all-gather: each sends the bytes once
+        times = 2 if verb == "all_reduce" else 1  # reduce-scatter and all-gather each send the bytes once
         ranks = prod(r.width for r in reaches)
         whole = nbytes / times * ranks / (ranks - 1)
         slowest = min(r.members * r.bytes_per_second for r in reaches)
@@ -182,8 +185,8 @@ class StepTimes:
         return min(ring, tree, levels)
 
     def _compute_neighbor_seconds(self, axis: str, reaches: list[LevelCrossing], nbytes: float) -> float:
-        """Return the seconds of a message to the most distant neighbor, for which all ranks wait. For fields, return
-        the mean over dims, weighted by their halo bytes."""
+        """Return the time in seconds of a message to the most distant neighbor, for which all ranks wait. For fields,
+        return the mean over dims, weighted by the halo bytes along each dim."""
         if axis != "domain":
             return reaches[-1].level.latency + nbytes / reaches[-1].bytes_per_second
         seconds, stride = 0.0, self.lines.rank_strides["shard"]
@@ -199,7 +202,7 @@ class StepTimes:
         return seconds
 
     def compute_message_seconds(self, sender: int, receiver: int, nbytes: float) -> float:
-        """Return the seconds of a message between two ranks of the world."""
+        """Return the time in seconds of a message between two ranks of the world."""
         users = 1.0
         for level in self.lines.machine.levels:
             if sender // level.ranks == receiver // level.ranks:
@@ -215,10 +218,11 @@ class StepTimes:
         return self.lines.mesh.size
 
     def price_action(self, cost: ActionCost) -> tuple[float, dict[str, float]]:
-        """Return the seconds of computing of an action, and axis -> seconds of its calls.
+        """Return the computing time of an action in seconds, and a dict with the time of its calls along each axis.
 
-        On a GPU the host launches the next kernels during computing, so the longer of the two counts. On a CPU
-        `Compute.launch`, the time of the Python code around a kernel, is added for each kernel."""
+        On a GPU the host launches the next kernels during computing, so the longer of the computing time and the
+        launching time counts. On a CPU `Compute.launch`, which is the time of the Python code around a kernel, is added
+        for each kernel."""
         moving: dict[str, float] = {}
         launches = _count_launched_kernels(cost.work)
         for axis, verb, calls, nbytes in cost.calls:

@@ -1,5 +1,5 @@
-"""The step to predict: its mesh and batch, the classes of ranks that do the same, and the dry run of one rank of each
-class."""
+"""The step to predict: its mesh and batch, the classes of ranks that do the same work, and the dry run of one rank of
+each class."""
 
 from __future__ import annotations
 
@@ -54,19 +54,20 @@ LOSSES = nn.MSELoss(), nn.CrossEntropyLoss()
 Batch = tuple[tuple[tuple[int, ...], str], ...]
 """(shape, dtype) of each input, then of the targets."""
 CONTROL = "world"
-"""Axis of the small messages about losses. Their latency counts, but tables of traffic leave them out."""
+"""Axis of the small messages about losses. The latency of these messages counts, but tables of traffic leave them
+out."""
 
 
 @dataclass(frozen=True)
 class RankClass:
-    """A group of ranks that do the same.
+    """A group of ranks that do the same work.
 
     Parameters
     ----------
     rank : one of these ranks
     coordinates : its mesh coordinates
     peak : the moment of highest memory use, and the memory held for each unit
-    traffic : (axis, call) -> (number of calls, bytes) in a step
+    traffic : (number of calls, bytes) in a step, by (axis, call)
     """
 
     rank: int
@@ -76,7 +77,7 @@ class RankClass:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Kind of memory -> bytes at the step's peak."""
+        """Bytes at the step's peak, by kind of memory."""
         return self.peak.memory
 
     @property
@@ -89,7 +90,8 @@ class RankDryRun(NamedTuple):
     """The dry run of one rank.
 
     found: rank class of the rank. costs: cost of each action. alive: for each action, the peak bytes of activations
-    during it, and their bytes after it. session: the session that ran. programs: number of microbatches -> program."""
+    during the action, and the bytes of activations after it. session: the session that ran. programs: programs by
+    number of microbatches."""
 
     found: RankClass
     costs: dict[Action, ActionCost]
@@ -105,8 +107,8 @@ class RankDryRun(NamedTuple):
         return self.programs[microbatches]
 
     def count_actions(self, microbatches: int) -> Counter[Action]:
-        """Return how often each action occurs in the program for `microbatches` microbatches. Microbatches beyond those
-        that ran count as the last one that ran."""
+        """Return how often each action occurs in the program for `microbatches` microbatches. Microbatches that did not
+        run count as the last one that ran."""
         return Counter(
             find_action_that_ran(action, min(self.programs)) for action in self.get_program(microbatches).actions
         )
@@ -114,7 +116,7 @@ class RankDryRun(NamedTuple):
 
 @dataclass(frozen=True)
 class WorldStep:
-    """A step of all ranks. grid: the grid that splits the first field over ranks, None if fields are not split."""
+    """A step of all ranks. grid: the grid that splits the first field over ranks, or None if fields are not split."""
 
     model: nn.Layer
     batch: Batch
@@ -130,8 +132,8 @@ class WorldStep:
 
     @classmethod
     def from_options(cls, model: nn.Layer, batch: Batch, ranks: int, options: dict[str, Any]) -> WorldStep:
-        """Return the step with the mesh and the microbatches that these options imply. Raise ConfigError if they do not
-        fit the ranks."""
+        """Return the step with the mesh and the microbatches that these options imply. Raise ConfigError if the options
+        do not fit the ranks."""
         mesh = (options["mesh"] or Mesh()).fill_from_strategy(options["strategy"], ranks)
         grid = _make_field_grid(options.get("domain") or mesh.domain, batch, mesh)
         mesh = mesh if grid is None else replace(mesh, domain=grid.dims)
@@ -146,14 +148,14 @@ class WorldStep:
         return int(self.batch[0][0][0])
 
     def count_bytes_per_sample(self, busy_index: int) -> int:
-        """Return the bytes of one sample on a rank, inputs and targets together. busy_index: 0 or 1, which of the
-        busiest ranks of the grid."""
+        """Return the bytes that the inputs and targets of one sample take on a rank. busy_index: index in the busiest
+        ranks of the grid, 0 or 1."""
         batch = self._get_batch_of_rank(busy_index)
         return sum(parse_dtype(dtype).itemsize * prod(shape[1:]) for shape, dtype in batch)
 
     def _get_batch_of_rank(self, busy_index: int) -> Batch:
-        """Return (shape, dtype) of each array of the batch; for fields, of the shard of one of the busiest ranks of the
-        grid."""
+        """Return (shape, dtype) of each array of the batch. For fields, the shapes are those of the shard of one of the
+        busiest ranks of the grid."""
         if self.grid is None:
             return self.batch
         grid, (*inputs, (y, b)) = self.grid.as_rank(self.grid.busiest_ranks[-1 if busy_index else 0]), self.batch
@@ -182,7 +184,7 @@ class WorldStep:
 
     @property
     def _steady(self) -> int | None:
-        """The `steady` of the schedule, see `NamedSchedule`; None for other schedules."""
+        """The value of `NamedSchedule.steady` for a named schedule; None for other schedules."""
         chosen = self.options["schedule"]
         found = SCHEDULES.get(chosen) if isinstance(chosen, str) else None
         return None if found is None else found.steady
@@ -196,27 +198,28 @@ class WorldStep:
         return known and equal and self.options.get("reproducible_chunks") is None
 
     def count_simulated_microbatches(self) -> tuple[int, int]:
-        """Return (few, each): how many microbatches are simulated, and how many further microbatches always add the
-        same time.
+        """Return (few, each). `few` microbatches are simulated, and every `each` further microbatches add the same
+        time.
 
         `each` is the width of the pipeline axis, the longest cycle in which a rank waits for itself. If microbatches
-        differ, or there are few, return the number of all microbatches and 0."""
+        differ, or if there are not many of them, return the number of all microbatches and 0."""
         m, pipe = self.microbatches, self.mesh.width_of("pipe")
         enough = self._steady * pipe + 1 if pipe > 1 and self._steady is not None and self.has_equal_microbatches else 2
         return (enough + (m - enough) % pipe, pipe) if self.has_equal_microbatches and m > enough + pipe else (m, 0)
 
     def count_dry_run_microbatches(self) -> int:
-        """Return how many microbatches a dry run needs to determine the memory and costs of all.
+        """Return how many microbatches a dry run needs in order to determine the memory and costs of all microbatches.
 
-        These are a few more than a pipeline rank begins before it ends one, a multiple of the pipeline's width with an
-        interleaved schedule, and all simulated ones with offload."""
+        Usually, this is slightly more than the number of microbatches that a pipeline rank begins before it completes
+        one. With an interleaved schedule, it is a multiple of the pipeline's width. With offload, all simulated
+        microbatches run."""
         most, pipe = self.count_simulated_microbatches()[0], self.mesh.width_of("pipe")
         if not self.has_equal_microbatches or pipe == 1 or self.options.get("offload") is not None:
             return most
         return min(most, 3 * pipe if self.options["schedule"] == "interleaved" else pipe + 4)
 
     def dry_run_pipe_ranks(self, group: int, microbatches: int, busy_index: int = 0) -> Iterator[RankDryRun]:
-        """Yield a dry run of one data rank for each pipeline rank. busy_index: which of the busiest ranks of a grid."""
+        """Yield a dry run of one data rank for each pipeline rank. busy_index: index in the busiest ranks of a grid."""
         rows = self.count_samples_of_group(group)
         if microbatches < self.microbatches:
             rows = rows // self.microbatches * microbatches
@@ -239,7 +242,7 @@ class WorldStep:
         return StepTimes(lines, normalize_half_name(formats_of(self.options["precision"]).compute))
 
     def _add_control_traffic(self, costs: dict[Action, ActionCost], microbatches: int) -> None:
-        """Add the control traffic of additional microbatches to `costs`: at the end of a step, each rank sends two
+        """Add the control traffic of additional microbatches to `costs`. At the end of a step, each rank sends two
         float64 numbers per microbatch to all other ranks."""
         more = microbatches * 2 * 8 * (self.mesh.size - 1)
         for action in [a for a in costs if "loss:all" in VERBS[a.op].takes] if more else ():
@@ -247,7 +250,7 @@ class WorldStep:
             costs[action] = replace(costs[action], calls=tuple(calls))
 
     def _make_trainer(self, rank: int, microbatches: int, busy_index: int) -> Trainer:
-        """Return the trainer of one rank on shapes. busy_index: which of the busiest ranks of the grid."""
+        """Return the trainer of one rank on shapes. busy_index: index in the busiest ranks of the grid."""
         options = self.options | {"microbatches": microbatches, "device": "shape"}
         options |= {} if self.grid is None else {"domain": self.grid.as_rank(self.grid.busiest_ranks[busy_index])}
         comm = FakeCommunicator(rank, self.mesh.size)
@@ -325,8 +328,8 @@ def _make_field_grid(space: Any, batch: Batch, mesh: Mesh) -> Grid | None:
 
 
 def parse_batch(batch: Any) -> Batch:
-    """Return (shape, dtype) of each input and of the targets. They are given as such pairs or as arrays; several inputs
-    may be a tuple. Raise ConfigError for anything else."""
+    """Return (shape, dtype) of each input and of the targets. The batch is given as (shape, dtype) pairs or as arrays,
+    and several inputs may be given as a tuple. Raise ConfigError for anything else."""
     try:
         *inputs, target = batch
         if len(inputs) == 1 and not hasattr(inputs[0], "shape") and not isinstance(inputs[0][1], str):
@@ -363,8 +366,8 @@ def require_no_arrays(options: Mapping[str, Any]) -> None:
 
 
 def get_grid_dims(space: Any) -> tuple[int, ...]:
-    """Return the number of ranks along each dim of a field, () if it is not split. Raise ConfigError if `space` is
-    neither a `Grid` nor a sequence of positive integers."""
+    """Return the number of ranks along each dim of a field, or () if the field is not split. Raise ConfigError if
+    `space` is neither a `Grid` nor a sequence of positive integers."""
     dims = getattr(space, "dims", () if space is None else space)
     if not isinstance(dims, tuple | list) or not all(hasattr(n, "__index__") and n > 0 for n in dims):
         raise ConfigError(f"domain={space!r}: a fsdpx.Grid is needed, or ranks along each dim, such as (2, 2)")
@@ -372,6 +375,6 @@ def get_grid_dims(space: Any) -> tuple[int, ...]:
 
 
 def find_action_that_ran(action: Action, ran: int) -> Action:
-    """Return the action with the same operation and unit that ran: the action itself if its microbatch is below `ran`,
-    else that of microbatch `ran` - 1."""
+    """Return the action that ran with the same operation and unit. This is the action itself if its microbatch is below
+    `ran`, else the action of microbatch `ran` - 1."""
     return action if action.mb is None or action.mb < ran else Action(action.op, action.unit, ran - 1)
