@@ -27,7 +27,7 @@ __all__ = ["agree_on_choices", "list_choices_to_compare"]
 
 
 def list_choices_to_compare(recipe: Recipe, placement: Placement, microbatches: int, library: str) -> dict[str, Any]:
-    """Return the choices that must be the same on all ranks; the keys are the names that errors use.
+    """Return the choices that must be the same on all ranks, keyed by the names that errors use.
 
     Parameters
     ----------
@@ -71,8 +71,8 @@ def list_choices_to_compare(recipe: Recipe, placement: Placement, microbatches: 
 
 
 def _checksum_arrays_of_layers(layer_or_loss: Any) -> str:
-    """Return one line with a checksum for each layer or loss that holds arrays, such as masks: its repr does not show
-    them."""
+    """Return one line with a checksum for each layer or loss that holds arrays, such as masks, because a repr does not
+    show arrays."""
     held = [getattr(value, "array", value) for value in getattr(layer_or_loss, "__dict__", {}).values()]
     held = [one for one in held if isinstance(one, np.ndarray) and one.dtype.kind != "O"]
     lines = [f"{layer_or_loss!r} with arrays of sum {checksum_arrays(held):08x}"] if held else []
@@ -87,7 +87,7 @@ def agree_on_choices(world: Communicator, choices: Mapping[str, Any]) -> None:
     Parameters
     ----------
     world : all ranks
-    choices : choice by the name that errors use; the same names in the same order on every rank
+    choices : dict from the name that errors use to the choice; the names and their order are the same on every rank
     """
     everyone = world.all_gather_data([_choice_to_text(choice) for choice in choices.values()])
     for rank, texts in enumerate(everyone):
@@ -99,8 +99,8 @@ def agree_on_choices(world: Communicator, choices: Mapping[str, Any]) -> None:
 
 
 def _describe_difference(name: str, first: str, rank: int, other: str) -> str:
-    """Return the error text. Of texts with several lines, show the lines that differ: all of them for "options", else
-    only the first."""
+    """Return the error text for two choices that differ. For "options", show every line that differs. For every other
+    choice, show only the first such line."""
     lines = zip_longest(first.splitlines(), other.splitlines(), fillvalue="nothing")
     pairs = [(a, b) for a, b in lines if a != b]
     here, there = (", ".join(some) for some in zip(*(pairs if name == "options" else pairs[:1]), strict=True))
@@ -108,7 +108,7 @@ def _describe_difference(name: str, first: str, rank: int, other: str) -> str:
 
 
 def _choice_to_text(choice: Any) -> str:
-    """Return a choice as text; two ranks get the same text if their choices are equal."""
+    """Return a choice as text, which is the same on two ranks if their choices are equal."""
     if isinstance(choice, str):
         return choice
     if isinstance(choice, StepOptions):

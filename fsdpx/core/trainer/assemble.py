@@ -84,7 +84,7 @@ def assemble_session(
     world : all ranks of the trainer
     tuning : machine-dependent choices made before (default: measure them, or read them from disk)
     initial : True: initialize the parameters; False: the caller sets them
-    commit : as in `StepInputs`
+    commit : see `StepInputs`
     watch : starts the watchdog of this rank and returns its observer (default: no watchdog)
     """
     place, model, microbatches = assemble_placement_and_model(recipe, world, tuning)
@@ -137,8 +137,8 @@ def _get_local_rank_and_size(world: Communicator) -> tuple[int, int]:
 
 
 class TrainingRanks(NamedTuple):
-    """What depends on the ranks that train: array namespace, mesh axes, sharding, machine-dependent choices, and
-    synchronization policy."""
+    """Everything that depends on which ranks train: array namespace, mesh axes, sharding, machine-dependent choices,
+    and synchronization policy."""
 
     xp: Any
     axes: MeshAxes
@@ -186,8 +186,8 @@ def assemble_placement_and_model(
     """Return this rank's placement, the model that this tensor rank runs, and the configured number of microbatches
     per step. Collective.
 
-    Each part of the placement needs only the parts made before it: ranks, number formats, model, gradient reduction,
-    and pages. At the end all ranks compare their choices, before any data is sent."""
+    The parts of the placement are made in this order: ranks, number formats, model, gradient reduction, pages. Each
+    part needs only the parts before it. At the end all ranks compare their choices, before any data is sent."""
     ranks = _set_up_device_and_mesh(recipe, world, tuning)
     with sharing_errors(world, "distribute", agree_at_end=True):
         formats = _resolve_precision(recipe.training.precision, ranks.xp)
@@ -286,8 +286,8 @@ def _shard_and_linearize_model(recipe: Recipe, ranks: TrainingRanks, formats: Pr
 def _shard_model(
     training: TrainingChoices, axes: MeshAxes, distribution: DistributionChoices, dtype: np.dtype, samples: SampleLayout
 ) -> TensorParallelModel:
-    """Return the model that this tensor rank runs on its part of the samples; without a tensor axis it is the model
-    itself. dtype: the compute dtype."""
+    """Return the model that this tensor rank runs on its part of the samples, or the model itself if there is no tensor
+    axis. dtype: the compute dtype."""
     model, _ = distribution.sample_partition.shard_model(insert_number_casts(training.model, dtype))
     loss, plan, sequence = samples.bind_loss(training.loss), distribution.tensor_plan, distribution.sequence
     if axes.tensor.size == 1 and plan is None and sequence is None:
@@ -348,8 +348,8 @@ def _make_model_layout(
 
 
 def _require_optimizer_patterns_match(optimizer: Any, layout: ModelLayout) -> None:
-    """Raise ConfigError if a name pattern of an optimizer matches no parameter. Patterns that are defaults for every
-    model may match none."""
+    """Raise ConfigError if a name pattern of an optimizer matches no parameter. A default pattern, which is made for
+    every model, may match no parameter."""
     names = [name for name, spec in layout.specs.items() if not spec.state]
     for argument, common in (("groups", no_decay), ("exclude", getattr(type(optimizer), "exclude", ()))):
         given = [pattern for pattern in getattr(optimizer, argument, ()) if pattern not in common]
@@ -388,7 +388,8 @@ def _make_step_options(
 
 
 def _wrap_optimizer(training: TrainingChoices, formats: Precision) -> Any:
-    """Return the optimizer wrapped as options ask: rounding for a 16-bit shard, and an average of the parameters."""
+    """Wrap the optimizer as the options require, so that it rounds for a 16-bit shard and averages the parameters.
+    Return the result."""
     optimizer, narrow = training.optimizer, formats.master_dtype != formats.gradient_dtype
     if narrow:
         optimizer = load_extension("half", "rounded")(optimizer, formats.rounding == "kahan")

@@ -152,7 +152,7 @@ def raise_first_error(records: Sequence[CallRecord]) -> None:
 
 
 def add_rank_to_error(error: FsdpxError, rank: int) -> FsdpxError:
-    """Return the error with "rank N: " in front of its text, unless the text begins so already."""
+    """Return the error with "rank N: " in front of its text, unless the text already begins that way."""
     text = str(error)
     return error if text.startswith(f"rank {rank}: ") else type(error)(f"rank {rank}: {text}")
 
@@ -169,7 +169,7 @@ def hash_text(text: str) -> int:
 
 
 ENOUGH_EQUAL_SAMPLES = 8
-"""Number of consecutive samples that must be equal on all data ranks before the warning: a few may be equal by
+"""Number of consecutive samples that must be equal on all data ranks before the warning, because a few may be equal by
 chance."""
 
 
@@ -177,8 +177,8 @@ class DuplicateBatchDetector:
     """Warn if data ranks train on the same samples. The detector stops as soon as samples have differed or it has
     warned.
 
-    Batches whose samples are all equal to each other and empty batches do not count: they may be intended, or come from
-    an idle rank.
+    Empty batches and batches whose samples are all equal to each other do not count, because they may be intended or
+    come from an idle rank.
 
     Attributes
     ----------
@@ -190,9 +190,10 @@ class DuplicateBatchDetector:
         self.may_have_duplicates, self._same = self._size > 1, 0
 
     def count_duplicates_and_warn(self, equal_on_all_ranks: bool, arrays: Sequence[Any]) -> None:
-        """Count the samples of a batch that is equal on all data ranks, and warn if they are too many.
+        """If a batch is equal on all data ranks, add its samples to the count, and warn if the count is too high.
 
-        equal_on_all_ranks: True if the batch is equal on all data ranks; ranks agree on it, so all decide the same."""
+        equal_on_all_ranks: True if the batch is equal on all data ranks. Ranks agree on this value, so that all make
+        the same decision."""
         if not equal_on_all_ranks:
             self.may_have_duplicates = False
         elif any(bool((a != a[:1]).any()) for a in arrays):
@@ -263,8 +264,8 @@ def list_inputs_in_order(placement: Placement, x: Any) -> list[Any]:
 
 
 def _prepare_input(placement: Placement, name: str, array: Any, takes: str) -> Any:
-    """Return an input in the dtype that its first layers take. Raise DataError if the model computes in float16 and an
-    integer is beyond the range of float16."""
+    """Return an input in the dtype that the layers reading it take. Raise DataError if the model computes in float16
+    and an integer is outside the range of float16."""
     narrow = takes == "numbers" and placement.formats.compute == np.float16
     if narrow and array.dtype.kind in "iu" and array.size and max(-int(array.min()), int(array.max())) > MAX_FLOAT16:
         raise DataError(
@@ -293,8 +294,8 @@ def _format_array_name(name: str) -> str:
 
 
 def add_given_dtype_to_error(problem: FsdpxError, x: Any, y: Any) -> FsdpxError:
-    """Return an error about a dtype, extended by the dtype that the caller passed if the array was converted before the
-    check."""
+    """Return an error about a dtype. If the array was converted before the check, add the dtype that the caller
+    passed."""
     text, _, dtype = str(problem).rpartition("whole numbers, got ")
     given = getattr(y if "labels" in text else x, "dtype", None)
     known = not text or given is None or str(given) == dtype
@@ -302,8 +303,8 @@ def add_given_dtype_to_error(problem: FsdpxError, x: Any, y: Any) -> FsdpxError:
 
 
 def to_device_array(placement: Placement, value: Any, name: str = "") -> Any:
-    """Return an array on the engine's device in native byte order, floats in the compute dtype. name: name of the
-    input, or TARGET, for errors."""
+    """Return an array on the engine's device in native byte order, with floats converted to the compute dtype. name:
+    name of the input, or TARGET, for errors."""
     compute = placement.formats.compute
     if value.__class__ is np.ndarray and placement.xp is np:  # the common case
         dtype = value.dtype
@@ -349,19 +350,19 @@ def agree_on_batch(
     axes: MeshAxes, call: str, features: str, rows: int, error: FsdpxError | None, comm: Communicator | None = None
 ) -> tuple[tuple[int, ...], bool]:
     """Agree on `call` and its batch; return the number of samples of every data rank, and whether the digest is the
-    same on all data ranks. Raise the same error on all ranks if one has met an error or features differ. Collective:
-    one all-gather of 32 bytes per rank; texts are sent only for an error.
+    same on all data ranks. Raise the same error on all ranks if a rank has met an error or the features differ.
+    Collective: one all-gather of 32 bytes per rank; texts are sent only for an error.
 
     Parameters
     ----------
     axes : the mesh axes of this rank
     call : name of the call
     features : text about the batch. It must be the same on ranks with the same data rank, and up to DIGEST_SEPARATOR on
-        all ranks. LOADER_ENDED: this rank has no batch
+        all ranks. LOADER_ENDED means that this rank has no batch
     rows : number of samples of this rank
     error : error that this rank met in its batch, or None
-    comm : the ranks of one replica, if replicas train independently: the other replicas are assumed to have as many
-        samples (default: all ranks)
+    comm : the ranks that agree (default: all ranks). If replicas train independently, these are the ranks of one
+        replica, and the other replicas are assumed to have as many samples
     """
     comm = comm or axes.world
     if not comm.has_peers and error is not None:
@@ -383,8 +384,8 @@ def agree_on_batch(
 
 
 def _make_disagreement_error(features: list[str], lines: list[int]) -> DataError:
-    """Return the error about batches that differ; it is the same on every rank. features: text about the batch of each
-    rank. lines: data rank of each rank."""
+    """Return the error about batches that differ, which is the same on every rank. features: text about the batch of
+    each rank. lines: data rank of each rank."""
     if len(set(features)) == 1:
         return DataError(
             "ranks of one line of the pipe or tensor axis have different samples: give each rank the part of its data "

@@ -119,8 +119,8 @@ def raise_argument_errors_on_all_ranks(
 
 
 def raise_option_name_errors_on_all_ranks(method: F) -> F:
-    """Wrap a method as `raise_argument_errors_on_all_ranks` does, but check only the names of its arguments: the method
-    checks their values itself."""
+    """Wrap a method as `raise_argument_errors_on_all_ranks` does, but check only the names of its arguments, because
+    the method checks their values itself."""
     return cast(F, raise_argument_errors_on_all_ranks(method, hints=False))
 
 
@@ -137,7 +137,8 @@ class LastUpdate:
     Attributes
     ----------
     loss : global mean loss
-    norm : global gradient norm; nan unless the step computes it: for clipping, a dynamic loss scale, or elastic ranks
+    norm : global gradient norm, which a step computes for clipping, a dynamic loss scale, or elastic ranks; otherwise
+        nan
     rate : learning rate
     skipped : True if the update was skipped
     """
@@ -155,8 +156,8 @@ class LastUpdate:
 
 
 class CallRunner(ABC):
-    """The ranks that call a trainer, available as `trainer.call_runner`: their communicators, and what they do together
-    besides training.
+    """The ranks that call a trainer, with their communicators and everything that they do together besides training. A
+    trainer has its call runner as `trainer.call_runner`.
 
     Parameters
     ----------
@@ -165,8 +166,8 @@ class CallRunner(ABC):
     Attributes
     ----------
     last_update : record of the last update; None before the first update
-    loss_weight : denominator of the mean loss of the last `evaluate`: the number of samples, or what the loss counts
-        instead
+    loss_weight : denominator of the mean loss of the last `evaluate`, which is the number of samples or of whatever
+        else the loss counts
     background_save : the background save in progress, or None
     closed : True once the trainer is closed and can no longer be used
     """
@@ -342,8 +343,8 @@ class CallRunner(ABC):
             raise ConfigError(f"{call}: this trainer is closed")
 
     def sharing_errors(self, call: str) -> AbstractContextManager[None]:
-        """Return a context in which an error about the arguments of one rank is raised on all ranks, as in
-        `batch.sharing_errors`. The context is empty with elastic ranks and if ranks step at their own speed.
+        """Return a context in which an error about the arguments of one rank is raised on all ranks, as
+        `batch.sharing_errors` does. With elastic ranks, or if ranks step at their own speed, the context does nothing.
 
         Parameters
         ----------
@@ -378,7 +379,7 @@ class CallRunner(ABC):
         self.session.agree_on_call(call)
 
     def wait_for_last_step(self) -> None:
-        """Wait until all ranks have finished their last step, if ranks step at their own speed; otherwise return at
+        """If ranks step at their own speed, wait until all ranks have finished their last step; otherwise return at
         once. `fit` ends with this wait, and collective calls begin with it. Dead ranks are not waited for."""
         self.require_open("wait_for_last_step")
         self.session.wait_for_last_step()
@@ -472,7 +473,7 @@ class CallRunner(ABC):
             with reporting_block_time(self.session.engine, WAITING):
                 self.background_save.wait()
         except RankLost:
-            raise  # the code that recovers from the loss decides what becomes of the save
+            raise  # the code that recovers from the loss of a rank decides what becomes of the save
         except BaseException:
             self.background_save = None
             raise

@@ -138,7 +138,7 @@ class CallbackList:
     ----------
     trainer, history : arguments of every call
     own : listeners of `fit` itself, which are called first
-    given : callbacks of the user: one, or several
+    given : callback of the user, or several of them
     """
 
     def __init__(self, trainer: Any, history: FitHistory, own: Sequence[Any], given: Any) -> None:
@@ -186,8 +186,8 @@ STEPS, EPOCHS, PATIENCE, STOP = "steps", "epochs", "patience", "stop"
 
 @dataclass(frozen=True)
 class FitLimits:
-    """Stopping criteria of a run, as passed to `fit`. Why a run ends is one of STEPS, EPOCHS, PATIENCE and STOP; ""
-    means that it goes on."""
+    """Stopping criteria of a run, as passed to `fit`. The reason why a run ends is one of STEPS, EPOCHS, PATIENCE and
+    STOP; "" means that the run goes on."""
 
     epochs: int | None
     steps: int | None
@@ -196,7 +196,7 @@ class FitLimits:
     stop: Callable[[FitHistory], bool] | None
 
     def require_valid(self, validation: Any, metrics: Any, restore_best: bool | None) -> None:
-        """Raise ConfigError for numbers that are too small, and for options that need `validation` if there is none."""
+        """Raise ConfigError if a number is too small, or if an option needs `validation` and there is none."""
         for name in ("epochs", "steps", "every", "patience"):
             number = getattr(self, name)
             if (number is not None or name == "every") and not (isinstance(number, int) and number >= 1):
@@ -212,9 +212,9 @@ class FitLimits:
             raise ConfigError("fit: metrics and restore_best are about validation=..., and none is given")
 
     def find_end_reason_of_earlier_run(self, history: FitHistory, epochs: int, earlier_reason: str) -> str:
-        """Return why the run that `history` resumes has ended already; "" if it has not ended. epochs: number of epochs
-        done. earlier_reason: why the earlier run ended; "" if it was interrupted, in which case its last validation may
-        be missing."""
+        """Return why a resumed run ends without another step; "" if training continues. history: the history of the
+        earlier run. epochs: number of epochs that it has completed. earlier_reason: why it ended; "" if it was
+        interrupted, so that its last validation may be missing."""
         if self.steps is not None and history.steps >= self.steps:
             return STEPS
         if earlier_reason and self.epochs is not None and epochs >= self.epochs:

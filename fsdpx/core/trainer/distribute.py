@@ -117,8 +117,8 @@ def distribute(
         `evaluate(weights="average")`
     offload : what to keep on disk instead of in memory, `fsdpx.OffloadConfig("/local/disk", what="optimizer")` (docs:
         offload)
-    domain : a `fsdpx.Grid`: each rank holds a part of every field, as in its solver; batches and predictions are such
-        parts (docs: fields)
+    domain : a `fsdpx.Grid`: each rank holds a part of every field, as it does in a solver; batches and predictions are
+        such parts (docs: fields)
     runtime : `fsdpx.RuntimeOptions(...)`, rarely set options: device, checks, traces, and values that replace measured
         ones
     rarely : fields of `fsdpx.RuntimeOptions` by name, such as `device="cuda"`; they replace those of `runtime`. With
@@ -202,8 +202,8 @@ def _make_trainer(recipe: Recipe, world: Communicator) -> Trainer:
 
 
 def make_session(recipe: Recipe, world: Communicator, tuning: Tuning | None = None, **options: Any) -> Session:
-    """Return the session of a recipe. If memory is too small, now or in a later step, OutOfMemory is raised, which
-    lists options that need less. Collective.
+    """Return the session of a recipe. If memory is too small, now or in a later step, OutOfMemory is raised with a list
+    of options that need less. Collective.
 
     Parameters
     ----------
@@ -266,8 +266,8 @@ def _open_world_and_agree_on_arguments(
     """Return the communicator of the trainer's ranks, once all of them have called `distribute` with the same
     arguments.
 
-    Ranks agree over `open_comm`, or if it is None in the first message on the new communicator. They agree before
-    choices are checked, so that an error on all ranks is printed only once."""
+    Ranks agree over `open_comm`. If it is None, they agree in the first message on the new communicator. In both cases
+    they agree before choices are checked, so that an error on all ranks is printed only once."""
     words = "distribute" if device == "cpu" else f"distribute(device={device!r})"
     if open_comm is not None:
         report_call_to_watchdog(open_comm, "distribute")
@@ -297,8 +297,8 @@ def _find_open_communicator(comm: Any) -> Communicator | None:
     """Return a communicator that is open already and on which ranks can agree; None if there is none, or if some of its
     ranks may have died.
 
-    A communicator with as many ranks as were started has the same ranks as the default communicator. These agree on the
-    default communicator, even if only some of them pass one."""
+    A communicator with as many ranks as were started has the same ranks as the default communicator. In that case ranks
+    agree on the default communicator, even if only some of them pass a communicator."""
     if isinstance(comm, FakeCommunicator):  # a fake rank has no other ranks to agree with
         return None
     opened, size = defaults.get_default(), None if comm is None else getattr(comm, "size", None)

@@ -38,16 +38,16 @@ TYPE_CHECKED_ONLY = (
 
 @runtime_checkable
 class StopRequest(Protocol):
-    """Context manager that ends a run between two steps when it is asked to, for example by a signal:
-    `fsdpx.Preemption`."""
+    """Context manager that ends a run between two steps on request, for example after a signal, as `fsdpx.Preemption`
+    does."""
 
     def __enter__(self) -> Any: ...
 
     def __exit__(self, *exc: Any) -> None: ...
 
     def check(self, trainer: Any, also: Callable[[], object] | None = None) -> None:
-        """Return if training is to continue; otherwise call `also`, and raise the exception that ends the run. `fit`
-        calls this method between two steps on all ranks. Collective."""
+        """Do nothing if training is to continue. Otherwise call `also`, and raise the exception that ends the run.
+        `fit` calls this method between two steps on all ranks. Collective."""
 
 
 @raise_option_name_errors_on_all_ranks
@@ -97,8 +97,8 @@ def fit(
     tensorboard : True: write TensorBoard events, and raise an error if tensorboardX is missing; False: write none
         (default: write them if it is installed)
     progress : show progress on rank 0: a bar on a terminal, otherwise a line every few seconds
-    count : returns how much an x counts in rates and `history.samples_seen`, such as its number of tokens; multiplied
-        by the number of data ranks (default: its number of samples)
+    count : function that returns how much a batch x counts in rates and in `history.samples_seen`, such as its number
+        of tokens; the result is multiplied by the number of data ranks (default: the number of samples of x)
     unit : name of what `count` counts, such as "tokens"
     checkpoints : `fsdpx.CheckpointConfig(...)`, or only the folder in which to save. If started again, an interrupted
         run resumes, and a finished run does nothing
@@ -333,8 +333,8 @@ def _has_experts(placement: Placement) -> bool:
 
 
 def _count_total_steps(loader: Any, limits: FitLimits) -> int | None:
-    """Return after how many steps the run ends, counted from the start of the first run; None if not known
-    beforehand."""
+    """Return the number of steps after which the run ends, counted from the start of the first run; None if that is not
+    known beforehand."""
     totals = [] if limits.steps is None else [limits.steps]
     if limits.epochs is not None and hasattr(loader, "__len__"):
         totals.append(limits.epochs * len(loader))

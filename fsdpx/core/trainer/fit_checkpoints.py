@@ -123,7 +123,7 @@ class CheckpointConfig:
     resume : True: continue from the newest checkpoint, if there is one; epochs and steps are counted from the start of
         the first run. False: raise an error if the folder already has checkpoints
     background : write while training continues; this needs memory for a copy of the shard
-    dtype, shard_bytes : as in `Trainer.save`
+    dtype, shard_bytes : see `Trainer.save`
     """
 
     folder: str | PathLike[str]
@@ -225,7 +225,7 @@ class CheckpointConfig:
 
 
 class FitCheckpointer:
-    """Saves the checkpoints of a run of `fit`, resumes it and restores its best weights.
+    """Saves the checkpoints of a run of `fit`, resumes the run, and restores its best weights.
 
     Parameters
     ----------
@@ -233,7 +233,7 @@ class FitCheckpointer:
     loader : loader of the training batches; with checkpoints a `data.DataLoader`
     checkpoints : settings; None: save no checkpoints
     history : history of this run
-    best : True: keep the weights of the best validation, in a checkpoint, or without checkpoints in a copy in memory
+    best : True: keep the weights of the best validation in a checkpoint or, without checkpoints, in a copy in memory
         (`CallRunner.copy_weights_to_restore`)
 
     Attributes
@@ -269,8 +269,8 @@ class FitCheckpointer:
             log_on_rank0(self.trainer.call_runner, f"changed since {path}: {'; '.join(changed)}")
 
     def save_if_due(self, better: bool = False) -> bool:
-        """Save a checkpoint if one is due at this step, or if the step is better than all steps before. Return whether
-        a checkpoint was saved. Without checkpoints, copy the weights of a better step in memory."""
+        """Save a checkpoint if one is due at this step, or if this step has the best validation so far. Return whether
+        a checkpoint was saved. Without checkpoints, keep a copy of the weights of the best step in memory."""
         if better and self.best and self.checkpoints is None:
             self._best_copy = (self.history.steps, self.trainer.call_runner.copy_weights_to_restore(self.trainer))
         if self.checkpoints is None or (self._written or {}).get("done") == self.history.steps:

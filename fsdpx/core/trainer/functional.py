@@ -165,7 +165,7 @@ def broadcast(x: Any, root: int = 0) -> np.ndarray:
 
 
 def reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, root: int = 0) -> np.ndarray | None:
-    """Reduce `x` over all ranks and return the result on rank `root`, None on the others. Collective.
+    """Reduce `x` over all ranks and return the result on rank `root`, and None on all other ranks. Collective.
 
     Parameters
     ----------
@@ -185,8 +185,8 @@ def reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, root: int = 0) -> np.ndarr
 
 
 def gather(x: Any, root: int = 0) -> np.ndarray | None:
-    """Stack `x` of every rank on a new first dimension and return the result on rank `root`, None on the others.
-    Collective.
+    """Stack `x` of every rank on a new first dimension and return the result on rank `root`, and None on all other
+    ranks. Collective.
 
     Parameters
     ----------
@@ -260,7 +260,7 @@ def send(x: Any, dest: int, tag: int = 0) -> None:
     ----------
     x : array
     dest : rank that receives it with `recv`
-    tag : number of the message, 0 to 16383; the receiver passes the same
+    tag : number of the message, 0 to 16383; the receiver passes the same number
     """
     comm, x = default_communicator(), _as_contiguous_array(x).reshape(-1)
     if find_message_backend(comm) is not None:
@@ -340,8 +340,8 @@ def _agree_on_signature(
 
 
 def _start_async_call(opened: defaults.DefaultCommunicator, call: CallSignature, whole: Call) -> Handle:
-    """Start an asynchronous call on a separate communicator, because it may start later on this rank than on other
-    ranks, between other calls. NCCL has only one communicator; there, ranks agree before the call starts."""
+    """Start an asynchronous call on a separate communicator, because on this rank it may start later than on other
+    ranks, and between other calls. With NCCL, which has only one communicator, ranks agree before the call starts."""
     agreement = opened.agreement
     if agreement is None:
         return opened.comm.issue(whole)
@@ -370,7 +370,7 @@ def _run_call(
     comm: Communicator, verb: str, arrays: Arrays, x: Array, op: ReduceOp | str = ReduceOp.SUM, root: int = 0,
     counts: AllCounts = (),
 ) -> None:  # fmt: skip
-    """Run a collective on flat arrays and wait for it. x: the user's array, whose shape errors show."""
+    """Run a collective on flat arrays and wait for it. x: the user's array; errors show its shape."""
     comm.issue(Call(verb, arrays, ReduceOp.from_name(op), root, counts, shape=x.shape)).wait()
 
 
@@ -387,8 +387,8 @@ def _empty_like(like: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _as_flat_output(out: Array) -> Array:
-    """Return the flat view of an output array. Raise ShapeError unless it is contiguous, ConfigError if it is
-    read-only."""
+    """Return the flat view of an output array. Raise ShapeError unless the array is contiguous, and ConfigError if it
+    is read-only."""
     if not out.flags.c_contiguous:
         raise ShapeError("out is not contiguous: pass a contiguous array")
     if not getattr(out.flags, "writeable", True):  # GPU arrays are always writable

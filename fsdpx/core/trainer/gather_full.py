@@ -148,7 +148,7 @@ def all_gather_gradients(state: TrainState) -> dict[str, np.ndarray]:
 
 
 def all_gather_statistics(state: TrainState) -> dict[str, np.ndarray]:
-    """Return the running statistics by name on every rank, from the pipeline rank whose layer updates them.
+    """Return the running statistics by name on every rank. Each comes from the pipeline rank whose layer updates it.
     Collective."""
     state_arrays = {}
     for name in state.placement.layout.statistic_specs:
@@ -161,8 +161,8 @@ def all_gather_statistics(state: TrainState) -> dict[str, np.ndarray]:
 def copy_weights_to_restore(state: TrainState) -> Callable[[], None]:
     """Copy this rank's parameters and statistics, and return a function that restores them.
 
-    Synchronize all ranks before the copy and before the restore, since other ranks may still read this rank's arrays in
-    shared memory."""
+    Synchronize all ranks before the copy and before the restore, since other ranks may still be reading this rank's
+    arrays in shared memory."""
     state.wait_for_transfers()
     kinds = ("master", "outer", "statistic")
     copies = [(array, array.copy()) for row, array in state.ledger.iterate_saved_rows() if row.key.kind in kinds]
@@ -177,7 +177,8 @@ def copy_weights_to_restore(state: TrainState) -> Callable[[], None]:
 
 def replace_parameters_by_averages(state: TrainState) -> Callable[[], None]:
     """Replace the parameters by the averages that the optimizer keeps, and return a function that restores the
-    parameters. Synchronize all ranks before each of the two. Raise ConfigError if no average is kept."""
+    parameters. Synchronize all ranks before the replacement and before the restore. Raise ConfigError if no average is
+    kept."""
     place = state.placement
     if AVERAGE_SLOT not in place.slot_formats:
         raise ConfigError("weights='average': no average is kept; say distribute(..., average=fsdpx.EMA(0.999))")
@@ -204,7 +205,7 @@ def _all_gather_full_arrays(
     state : train state of this rank
     gather_page : returns the elements of a page, as this tensor rank holds them; called for the pages of this pipeline
         rank
-    gradients : True: gather gradients, only of trainable pages, summed over tied copies; False: gather parameters
+    gradients : True: gather the gradients of trainable pages, summed over tied copies; False: gather parameters
     names : names of the parameters that are needed; pages that hold none of them are skipped (default: all)
     """
     arrays: dict[str, np.ndarray] = {}

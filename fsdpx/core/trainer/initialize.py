@@ -42,13 +42,13 @@ def init(
     ----------
     backend : "node", "mpi", "nccl", "gloo", "local" or "fake", as in `fsdpx.core.comm.open_world` (default: found from
         the launcher)
-    comm : communicator to use instead of one of all ranks: a `Communicator`, or an mpi4py communicator, which is
-        duplicated
+    comm : communicator to use instead of one with all ranks; either a `Communicator`, or an mpi4py communicator, which
+        is duplicated
     rank, size : rank and size of a fake communicator
 
     Returns
     -------
-    Communicator : communicator of all ranks, or of those of `comm`
+    Communicator : communicator of all ranks, or of the ranks of `comm`
 
     Raises
     ------
@@ -88,8 +88,8 @@ def _open_default_communicator(
 
 
 def _make_call_agreement(comm: Communicator) -> CallAgreement | None:
-    """Return the object that compares calls between ranks; None if it is not needed: thread ranks compare calls
-    themselves, and a single rank or fake ranks have nothing to compare."""
+    """Return the object that compares calls between ranks. Return None if it is not needed, because thread ranks
+    compare calls themselves, and a single rank or fake ranks have nothing to compare."""
     carrier, node = find_message_backend(comm), find_node_communicator(comm)
     if carrier is None or carrier.size == 1:
         return None
@@ -101,9 +101,9 @@ def _make_call_agreement(comm: Communicator) -> CallAgreement | None:
 
 
 def _find_local_rank(rank: int, hosts: list[tuple[str, int | None]]) -> int:
-    """Return the local rank of `rank` on its host: that of the launcher, if the n ranks of the host have the launcher's
-    local ranks 0 to n - 1; otherwise the position in rank order. hosts: host name and launcher's local rank of each
-    rank."""
+    """Return the local rank of `rank` on its host. Use the launcher's local ranks if those of the n ranks on the host
+    are 0 to n - 1; otherwise number the ranks on the host in rank order. hosts: host name and launcher's local rank of
+    each rank."""
     here = [(other, reported) for other, (host, reported) in enumerate(hosts) if host == hosts[rank][0]]
     ranks, numbers = zip(*here, strict=True)
     local = numbers if {*numbers} == {*range(len(here))} else range(len(here))
@@ -122,7 +122,7 @@ def finalize() -> None:
     if opened is not None and not opened.of_thread:
         defaults.set_default(None)
         if not environment.read_environment().ulfm:  # with ULFM, ranks may have died without MPI noticing
-            agree_on_call(opened.made[-1] if opened.made else opened.comm, "finalize")  # its error names more
+            agree_on_call(opened.made[-1] if opened.made else opened.comm, "finalize")  # its error names the calls
         detach_watchdog(opened.comm)
         if opened.agreement is not None:
             opened.agreement.close()
@@ -146,7 +146,7 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """Return the number of ranks among which `rank` counts."""
+    """Return the number of ranks of `init()`, or, before `init()`, of all ranks of MPI or the launcher."""
     return _get_rank_info_and_warn("world_size").size
 
 

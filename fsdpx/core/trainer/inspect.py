@@ -46,13 +46,13 @@ class Inspection:
 
     @property
     def last_update(self) -> LastUpdate | None:
-        """Loss, gradient norm and learning rate of the last update; None before the first."""
+        """Loss, gradient norm and learning rate of the last update; None before the first update."""
         return self._call_runner.last_update
 
     @property
     def loss_weight(self) -> float:
-        """Denominator of the mean loss of the last `evaluate`: the number of samples, or what the loss counts
-        instead."""
+        """Denominator of the mean loss of the last `evaluate`, which is the number of samples or of whatever else the
+        loss counts."""
         return self._call_runner.loss_weight
 
     @property
@@ -98,8 +98,8 @@ class Inspection:
         )
 
     def gather_expert_load(self) -> dict[str, Any]:
-        """Return how training has loaded the experts since the last `reset_counters`, over all ranks: an `ExpertLoad`
-        for each layer with experts, by the path of the layer. Collective."""
+        """Return the load of the experts in training since the last `reset_counters`, over all ranks. The result has an
+        `ExpertLoad` for each layer with experts, by the path of the layer. Collective."""
         return self._call_runner.run_call(
             ON_EVERY_RANK, "gather_expert_load", lambda: load_extension("trainer", "routing")(self._call_runner)
         )

@@ -15,7 +15,7 @@ from fsdpx.errors import ConfigError, DataError, warn
 __all__ = ["ShardingLoader", "require_same_sharding"]
 
 NOT_KNOWN = -(2**62)
-"""Stands for an unknown value; smaller than every value that ranks compare."""
+"""Stands for an unknown value. It is smaller than every value that ranks compare."""
 
 
 @runtime_checkable
@@ -80,21 +80,21 @@ def _encode_min_and_max(value: int | None) -> list[int]:
 
 
 def _encode_sample_or_batch_count(loader: Any, size: int) -> int | None:
-    """Return the number that must be equal on all ranks: twice the number of samples of a dataset that the loader
-    shards; or, if each rank has sharded its dataset itself, twice the number of batches plus 1."""
+    """Return a number that must be equal on all ranks. If the loader shards a dataset, it is twice the number of
+    samples. If each rank has sharded its dataset itself, it is twice the number of batches plus 1."""
     if not isinstance(loader, ShardingLoader):
         return None
     return 2 * len(loader) + 1 if loader.sampler.presharded and size > 1 else 2 * len(loader.dataset)
 
 
 def _get_first_sample_hash(loader: Any) -> int | None:
-    """Return the hash of the first sample of a dataset that the loader shards; None if it is not known."""
+    """Return the hash of the first sample of a dataset that the loader shards; None if the hash is not known."""
     return loader.hash_first_sample() if isinstance(loader, ShardingLoader) and not loader.sampler.presharded else None
 
 
 def _hash_sample_order(loader: Any, size: int) -> int | None:
-    """Return a hash of the settings that determine the order of samples, which must be the same on all ranks; None if
-    each rank has sharded its dataset itself."""
+    """Return a hash of the settings that determine the order of samples. The hash must be the same on all ranks. Return
+    None if each rank has sharded its dataset itself."""
     if not isinstance(loader, ShardingLoader) or (loader.sampler.presharded and size > 1):
         return None
     s = loader.sampler

@@ -90,8 +90,8 @@ class ExcludedPair(NamedTuple):
     Parameters
     ----------
     choice, other : names of the two choices, as in the table of the docs
-    found : function that returns the other choice as the user made it, as the beginning of an error; "" if the user did
-        not make it
+    found : function that returns the beginning of an error, which shows the other choice as the user made it; "" if the
+        user did not make that choice
     why, remedy : the reason, and what to do instead
     """
 
@@ -103,14 +103,14 @@ class ExcludedPair(NamedTuple):
 
 
 def make_given_option_finder(name: str, end: str = ": ") -> Callable[[ChoiceContext], str]:
-    """Return a function `found` for an option that is given if it is not None. It returns "name=value" followed by
-    `end`."""
+    """Return a function `found` for an option that counts as given unless it is None. The function returns "name=value"
+    followed by `end`."""
     return lambda c: "" if c.get_option(name) is None else f"{name}={c.get_option(name)!r}{end}"
 
 
 def make_wide_axis_finder(axis: str, text: str) -> Callable[[ChoiceContext], str]:
-    """Return a function `found` for a mesh axis of several ranks. text: what it returns; may contain {width} and
-    {mesh}."""
+    """Return a function `found` for a mesh axis of several ranks. text: what the function returns; may contain {width}
+    and {mesh}."""
 
     def find_wide(c: ChoiceContext) -> str:
         return text.format(width=c.mesh.width_of(axis), mesh=c.mesh) if c.mesh.width_of(axis) > 1 else ""
@@ -129,8 +129,8 @@ def has_dynamic_loss_scale(c: ChoiceContext) -> bool:
 
 
 def make_collective_layer_finder(text: str) -> Callable[[ChoiceContext], str]:
-    """Return a function `found` for a model with a layer that communicates. text: what it returns; may contain {path}
-    and {layer}."""
+    """Return a function `found` for a model with a layer that communicates. text: what the function returns; may
+    contain {path} and {layer}."""
     return lambda c: (
         "" if c.collective_layer is None else text.format(path=c.collective_layer.path, layer=c.collective_layer.layer)
     )
@@ -170,8 +170,8 @@ EXCLUSIONS: list[ExcludedPair] = [
 
 
 def require_compatible(choice: str, chosen: ChoiceContext, prefix: str = "") -> None:
-    """Raise ConfigError, the same on all ranks, if the user has made a choice that `choice` excludes; it names the
-    first in the table. prefix: beginning of the error."""
+    """Raise ConfigError if the user has made a choice that `choice` excludes. The error is the same on all ranks, and
+    names the first such choice in the table. prefix: beginning of the error."""
     for row in EXCLUSIONS:
         if row.choice == choice and (conflict := row.found(chosen)):
             raise ConfigError(f"{prefix}{conflict}{row.why}; {row.remedy}")
@@ -225,7 +225,7 @@ def require_valid_model_parts(model: Any, loss: Any, optimizer: Any, mesh: Any, 
 
 
 def _suggest_instance(value: Any) -> str:
-    """Return the end of an error: a suggestion which object to pass instead of a class, a name or a function."""
+    """Return the end of an error, which suggests an object to pass instead of a class, a name or a function."""
     if isinstance(value, type):
         return f", {value.__name__}(...)"
     if isinstance(value, str):

@@ -32,7 +32,7 @@ def format_cheaper_options(
     options: Mapping[str, Any], count_bytes: Callable[[dict[str, Any]], int], limit: int | None, rows: int = 0
 ) -> str:
     """Return a table of options that need less memory. Each row also includes the options of the rows above; the last
-    row is the first that fits.
+    row is the first one that fits into memory.
 
     Parameters
     ----------

@@ -92,8 +92,8 @@ def is_loss_or_optimizer_missing(loss: Any, optimizer: Any) -> bool:
 
 
 def require_loss_and_optimizer(call: str, loss: Any = None, optimizer: Any = None) -> None:
-    """Raise ConfigError if `loss` or `optimizer` is a stand-in, since this call needs the real one. An argument that is
-    left out is not needed."""
+    """Raise ConfigError if `loss` or `optimizer` is a stand-in. Leave out the argument that the current call does not
+    need."""
     without = ["loss"] if isinstance(loss, NoLoss) else []
     without += ["optimizer"] if isinstance(unwrap_optimizer(optimizer), NoOptimizer) else []
     if without:
@@ -236,7 +236,8 @@ OPTIONS = [
 
 
 def adapt_foreign_model(model: Any, loss: Any) -> tuple[Any, Any]:
-    """Convert a model and a loss of another library, such as PyTorch, to those of fsdpx; return others unchanged."""
+    """Convert a model and a loss of another library, such as PyTorch, to those of fsdpx. Return a model and a loss of
+    fsdpx unchanged."""
     foreign = [one for one in (model, loss) if not isinstance(one, Layer | Loss | None)]
     for library in dict.fromkeys(kind.__module__.partition(".")[0] for one in foreign for kind in type(one).__mro__):
         if (adapt := find_extension("library", library)) is not None:

@@ -63,8 +63,8 @@ class UnitBytes:
 def _choose_units_within_budget(
     budget: int, placement: Placement, stage: Stage, order: Sequence[Action], batch: Microbatch
 ) -> frozenset[int]:
-    """Return the units of one pipeline rank to recompute: as few as the budget allows, those that save most bytes
-    first. Raise ConfigError if recomputing all units does not fit the budget."""
+    """Return the units of one pipeline rank that are to be recomputed. Choose as few as the budget allows, beginning
+    with those that save the most bytes. Raise ConfigError if recomputing all units does not fit the budget."""
     sizes = {u: count_max_kept_bytes(placement, stage, u, batch) for u in _list_backward_units(stage)}
     chosen: set[int] = set()
     for u in sorted(sizes, key=lambda u: sizes[u].kept_if_recomputed - sizes[u].kept):
@@ -96,7 +96,7 @@ def _compute_peak_bytes(
             if op == "F":
                 now += kept[u]
             if op in ("B", "I"):
-                most = max(most, now - kept[u] + sizes[u].kept)  # recomputing allocates its activations again
+                most = max(most, now - kept[u] + sizes[u].kept)  # recomputing a unit allocates its activations again
                 now += (sizes[u].kept_until_weight_gradient if op == "I" else 0) - kept[u]
             if op == "W":
                 now -= sizes[u].kept_until_weight_gradient

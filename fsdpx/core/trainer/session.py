@@ -45,8 +45,8 @@ __all__ = ["Session"]
 
 Commit = Callable[[Any, Any], None]
 STEP_KINDS = frozenset({"step", "accumulate", "forward", "backward", "update"})
-"""Calls on which, if replicas train independently, only the ranks of one replica agree; in synchronous steps all ranks
-do."""
+"""Calls that belong to a step. All ranks agree on them in synchronous steps; if replicas train independently, only the
+ranks of one replica agree."""
 
 
 TRAINS = ("step", "accumulate")
@@ -55,7 +55,7 @@ NO_GRADIENT, WRONG_SHARDING = "no gradient reaches some", "how samples are cut"
 MAX_SHAPES = 16
 """Maximum number of small batch shapes for which a direct call of the layers is kept."""
 READ_ONLY_KINDS = ("evaluate", "predict")
-"""Programs that change no state: their requests depend only on the contents of the store and on which parameters are
+"""Programs that change no state. Requests for them depend only on the contents of the store and on which parameters are
 frozen."""
 
 
@@ -87,7 +87,7 @@ class CheckedBatch:
     target : the target, or None
     rows : number of samples
     features : text that must be the same on other ranks: shapes and dtypes, and possibly a digest of the values
-    batched : as in `StepInputs`
+    batched : see `StepInputs`
     error : error of the check that failed; None if the batch is valid
     """
 
@@ -112,7 +112,7 @@ class Session:
     engine : runs the programs of this rank
     model, loss : unsharded model and loss, as on a single process, against which batches are checked
     microbatches : configured number of microbatches per step
-    commit : as in `StepInputs`
+    commit : see `StepInputs`
 
     Attributes
     ----------
@@ -191,21 +191,21 @@ class Session:
         )
 
     def wait_for_last_step(self) -> None:
-        """Wait until all ranks have finished their last step, if ranks step at their own speed: until then, other ranks
-        may read and change what this rank holds. Waiting does not delay other ranks."""
+        """If ranks step at their own speed, wait until all ranks have finished their last step, because until then
+        other ranks may read and change what this rank holds. Waiting does not delay other ranks."""
         self.placement.sync_policy.wait_for_last_step()
 
     def announce_parameters_are_set(self) -> None:
         """Announce that the parameters and the number of steps were set on this rank. If ranks step at their own speed,
-        also wait until they are set on all ranks, since no rank may read values that another has not set yet; then this
-        call is collective."""
+        this call is collective: it also waits until they are set on all ranks, since no rank may read values that
+        another rank has not set yet."""
         self.placement.sync_policy.on_parameters_set(self.state.steps)
         if self.placement.sync_policy.own_speed:
             self.agree_on_call("begin to step apart")
 
     def swapping_in_common_parameters(self, *kinds: str) -> AbstractContextManager[None]:
-        """Return a context in which each rank has the parameters that are common to all ranks, if ranks hold different
-        parameters; otherwise an empty context. kinds: kinds of ledger rows to replace."""
+        """If ranks hold different parameters, return a context in which each rank has the parameters that are common to
+        all ranks; otherwise return an empty context. kinds: kinds of ledger rows to replace."""
         put = self.placement.sync_policy.read_state_to_swap(self.state, kinds)
         return nullcontext() if put is None else self.swapping_parameters(put, "the common model")
 
@@ -352,9 +352,9 @@ class Session:
         return self._microbatch_counts[0]
 
     def _choose_microbatch_count(self, rows: Sequence[int]) -> int:
-        """Return the number of microbatches for a batch, and store it: the configured number, but at most the largest
-        number of samples of a data rank, rounded up to a multiple of the number of pipeline ranks. More microbatches
-        would be empty and only lengthen the program. rows: number of samples of every data rank."""
+        """Return the number of microbatches for a batch, and store it. It is the configured number, but at most the
+        largest number of samples of a data rank, rounded up to a multiple of the number of pipeline ranks. More
+        microbatches would be empty and only lengthen the program. rows: number of samples of every data rank."""
         width = self.placement.axes.pipe.size
         self._microbatch_counts = self.microbatches, min(self.microbatches, max(-(-max(rows) // width), 1) * width)
         return self._microbatch_counts[1]
@@ -526,14 +526,14 @@ class Session:
 
     @property
     def program(self) -> Program:
-        """The program of a step that starts from an empty store; in local training, of the step at the end of a
-        round."""
+        """The program of a step that starts from an empty store. In local training it is the program of the step at the
+        end of a round."""
         return self.round_programs[-1][0]
 
     @property
     def round_programs(self) -> list[tuple[Program, int]]:
-        """Pairs of the program of a step and how often it runs: one pair, or in local training one pair for each
-        different step of a round."""
+        """Pairs (program of a step, number of times that it runs). There is one pair, or in local training one pair for
+        each different step of a round."""
         request = self.make_program_request(
             "step", self.placement.accumulation.count_microbatches(self._microbatch_counts[1]), fresh=True
         )

@@ -163,8 +163,8 @@ class Trainer:
     @run_through_call_runner(KEEPS_FOR_LATER)
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Return a context in which `accumulate` and `backward` keep full gradients on each rank: they do not
-        communicate, but need more memory."""
+        """Return a context in which `accumulate` and `backward` keep full gradients on each rank, so that they do not
+        communicate but need more memory."""
         before, self._local = self._local, True
         try:
             yield
@@ -208,8 +208,8 @@ class Trainer:
 
         Parameters
         ----------
-        dy : gradient of the *global mean* loss with respect to this rank's output, of its shape; a tuple if the model
-            has several outputs
+        dy : gradient of the *global mean* loss with respect to this rank's output, with the shape of that output; a
+            tuple if the model has several outputs
 
         Returns
         -------
@@ -252,8 +252,8 @@ class Trainer:
 
     @run_through_call_runner(KEEPS_FOR_LATER)
     def update(self) -> float:
-        """Reduce gradients that are still local, update the parameters, and return the global gradient norm; it is nan
-        unless the step computes it, as for clipping. Collective."""
+        """Reduce gradients that are still local, update the parameters, and return the global gradient norm. The norm
+        is nan unless the step computes it, for example for clipping. Collective."""
         require_loss_and_optimizer("update", optimizer=self._placement.optimizer)
         if not self._session.state.adding:
             raise ConfigError("update: there are no gradients; call accumulate or backward first")
@@ -294,8 +294,8 @@ class Trainer:
     def unfreeze(self, *patterns: str) -> None:
         """Train frozen parameters again, as PyTorch does after `requires_grad_(True)`. Collective.
 
-        Updates that a parameter has missed do not count: the bias correction of Adam uses the number of updates of each
-        parameter.
+        Updates that a parameter has missed do not count. For example, the bias correction of Adam uses the number of
+        updates of each parameter.
 
         Parameters
         ----------
@@ -487,7 +487,7 @@ class Trainer:
             targets are never removed
         background : write a copy in a thread while training continues. If that fails,
             `call_runner.wait_for_background_save()` or the next save raises the error
-        weights : "average": save only weights, and of these the average over time
+        weights : "average": save nothing but the average of the weights over time
 
         Raises
         ------
@@ -550,7 +550,7 @@ class Trainer:
         strict : True: require every parameter, and nothing else; False: load the parameters that the source has, and
             leave the others unchanged
         rename : dict from pattern of names in the source to pattern of names in the model; the text that a * matches
-            replaces the same * of the other pattern
+            replaces the corresponding * of the other pattern
         convert : True: round or widen floats of another format (default: True for arrays, False for files)
 
         Returns
@@ -578,7 +578,7 @@ class Trainer:
     @property
     def program(self) -> Program:
         """The program of a step that starts from an empty store; `print(trainer.program)` shows it as text. In local
-        training, the program of the step at the end of a round."""
+        training it is the program of the step at the end of a round."""
         return self._session.program
 
     @property
@@ -660,8 +660,8 @@ class Trainer:
         return loss
 
     def _warn_of_skipped_update(self, loss: float) -> None:
-        """Warn if the loss of a skipped step is NaN or Inf: only on rank 0, and only at the first of consecutive losses
-        of that kind."""
+        """Warn on rank 0 if the loss of a skipped step is NaN or Inf, but only at the first of consecutive losses of
+        that kind."""
         before, self._finite = self._finite, math.isfinite(loss)
         if before and not self._finite and self._placement.axes.world.rank == 0:
             assert self._call_runner.last_update is not None

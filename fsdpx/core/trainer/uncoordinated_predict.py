@@ -60,7 +60,7 @@ class UncoordinatedPrediction:
 
     def record_agreed_batch(self, batch_kind: tuple[str, int], inputs: tuple[Any, ...]) -> None:
         """Record the batch that all ranks have agreed on. Collective. On a backend without one-sided windows nothing is
-        recorded: there, ranks agree in every call.
+        recorded, because there ranks agree in every call.
 
         Parameters
         ----------
@@ -180,7 +180,7 @@ class UncoordinatedPrediction:
                 words[BEGUN], words[FAILS], words[STOP], words[READY] = begun, fails, self._epoch, self._epoch
 
     def _run_missed_calls_and_get_error(self, begun: int) -> FsdpxError:
-        """Run the calls that this rank has missed on zeros, and return the common error. begun: number of calls that
+        """Run on zeros the calls that this rank has missed, and return the common error. begun: number of calls that
         this rank has begun but not run."""
         window, me = self._window, self._comm.rank
         assert window is not None
