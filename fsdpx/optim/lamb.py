@@ -85,10 +85,10 @@ def _step_along_direction_loop(p, m, v, unbias1, unbias2, eps, decay, rate):
 class LAMB:
     """u = m / (sqrt(v) + eps) + weight_decay p; p -= lr (|p| / |u|) u, with norms over the full parameter.
 
-    m and v are bias-corrected. The ratio is 1 if one of the norms is 0. Squares are summed in float64 over blocks of
-    1024 elements, and the sums of blocks are added exactly. The result therefore has the same bits as for the full
-    array if shard boundaries coincide with block boundaries; otherwise it agrees up to rounding. Slots: m, v. Each
-    update of a page all-gathers `gathers` numbers per parameter.
+    m and v are bias-corrected. The ratio |p| / |u| is taken as 1 if one of the norms is 0. Squares are summed in
+    float64 over blocks of 1024 elements, and the sums of blocks are added exactly. The result therefore has the same
+    bits as for the full array if shard boundaries coincide with block boundaries; otherwise it agrees up to rounding.
+    Slots: m, v. Each update of a page all-gathers `gathers` numbers per parameter.
 
     Parameters
     ----------

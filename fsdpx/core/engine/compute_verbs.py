@@ -95,8 +95,8 @@ def run_unit_backward_input(
     dvalues: dict[int, Any],
     constant: Container[int] = (),
 ) -> list[Any]:
-    """Run only the first half of backward, the gradients of inputs. Return what `run_unit_backward_params` needs of
-    each node."""
+    """Run only the first half of backward, which computes the gradients of inputs. Return what
+    `run_unit_backward_params` needs of each node."""
     kept: list[Any] = [NO_VALUE] * len(unit.nodes)
     for i in range(len(unit.nodes) - 1, -1, -1):
         node, held, saved[i] = unit.nodes[i], saved[i], None

@@ -15,7 +15,8 @@ __all__ = ["agree_on_slab_plan", "count_scratch_bytes", "find_buffer_lifetimes",
 
 
 def plan_slab_offsets(state: TrainState, program: Program) -> SlabPlan:
-    """Return the offset of each lifetime of each buffer. The lifetimes of a buffer are numbered by start."""
+    """Return the offset of each lifetime of each buffer. The lifetimes of a buffer are numbered in the order in which
+    they start."""
     births: Counter[Hashable] = Counter()
     named = []
     for life in find_buffer_lifetimes(state, program):

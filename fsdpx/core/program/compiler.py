@@ -134,7 +134,7 @@ class ProgramRequest:
 
 @dataclass(frozen=True)
 class Program:
-    """A flat list of actions, the same text on every rank of a stage.
+    """A flat list of actions, whose text is the same on every rank of a stage.
 
     Attributes
     ----------

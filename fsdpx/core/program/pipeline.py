@@ -79,7 +79,7 @@ class Stage:
     edges : all messages between pipeline ranks
     twins : groups of pages that hold the same parameter for units of different stages
     partial : pages for whose gradients each tensor rank computes a summand
-    joined : whether JOIN sums the parts to the complete gradient; otherwise a part is already complete
+    joined : whether JOIN sums the parts into the complete gradient; if not, a part is already complete
     rank : index of this pipeline rank
     has_loss : whether this rank computes the loss
     units_with_statistics : units with running statistics

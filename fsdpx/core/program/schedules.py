@@ -53,8 +53,8 @@ def gpipe(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
 
 
 def one_f_one_b(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
-    """Return a schedule that alternates forwards and backwards: Narayanan et al., PipeDream-flush (ICML 2021), the
-    default of Megatron-LM.
+    """Return a schedule that alternates forwards and backwards, as in PipeDream-flush (Narayanan et al., ICML 2021). It
+    is the default of Megatron-LM.
 
     The bubble is that of gpipe, but at most P - r microbatches are in flight on rank r.
     """
@@ -120,8 +120,8 @@ def build_greedy_schedule(name: str, home: Sequence[int], microbatches: int) -> 
 
 
 def zb_h1(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
-    """Return 1F1B with backward split into two halves, the second of which is delayed to fill the bubble at the end:
-    ZB-H1 of Qi et al. (ICLR 2024), section 2.1.
+    """Return 1F1B with backward split into two halves, the second of which is delayed to fill the bubble at the end.
+    This is ZB-H1 of Qi et al. (ICLR 2024), section 2.1.
 
     At most P - r microbatches wait for I on rank r, as in 1F1B, and r more wait for W: P in total on every rank. The
     idle time is (P - 1)(TF + TI - TW) for m >= P and TW <= TF.
@@ -131,8 +131,8 @@ def zb_h1(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
 
 
 def zb_h2(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
-    """Return zb_h1 with twice the warm-up, which also fills the bubble at the start: ZB-H2 of Qi et al. (ICLR 2024),
-    section 2.2.
+    """Return zb_h1 with twice the warm-up, which also fills the bubble at the start. This is ZB-H2 of Qi et al. (ICLR
+    2024), section 2.2.
 
     At most 2(P - r) - 1 microbatches wait for I on rank r, and 2r more wait for W: 2P - 1 in total on every rank. The
     idle time is max(0, (P - 1)(TF + TI - 2TW)) for m >= 2P - 1 and TW <= TF.

@@ -368,7 +368,7 @@ def simulate_programs(programs: Sequence[Program], machine: ActionTimes) -> list
 
     Raises
     ------
-    ProgramError : a deadlock
+    ProgramError : the programs deadlock
     """
     return [event for row in simulate_programs_by_rank(programs, machine.seconds_of) for event in row]
 

@@ -76,7 +76,8 @@ def parse_actions(text: str) -> tuple[Action, ...]:
 
 
 def format_marked_action(actions: Sequence[Action], index: int) -> str:
-    """Return the text of an action, of the six actions before it and of the six after it, with an arrow below it."""
+    """Return the text of an action, of the six actions before it and of the six after it, with an arrow below the
+    action."""
     start = max(index - 6, 0)
     words = [str(a) for a in actions[start : index + 7]]
     lead = "... " if start else ""

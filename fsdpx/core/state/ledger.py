@@ -93,7 +93,7 @@ class LedgerRow:
     ----------
     key : identity of the row
     span : the elements that it holds, numbered within the page (or the tensor)
-    times : number of such arrays stored consecutively (partial sums)
+    times : number of arrays of this size that are stored one after another, such as partial sums
     inside, at : the row of which this row is a view, and the position of the view's first element in that row
     sharers : number of ranks of this machine that share the memory
     """

@@ -32,7 +32,7 @@ class StateStorage:
         """Reset the counters of transfers."""
 
     def get_transfer_bytes_by_verb(self) -> dict[str, Mapping[tuple[int, int | None], int]]:
-        """Return verb -> (number, microbatch) -> bytes that this storage transfers in a step, as in
+        """Return verb -> (number, microbatch) -> bytes that this storage transfers in a step, in the form of
         `TrafficSizes.amounts`. For activations these are the bytes of the last batch."""
         return {}
 

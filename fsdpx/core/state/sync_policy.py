@@ -108,7 +108,8 @@ class SyncPolicy:
         return EVERY_STEP
 
     def count_steps_of_round(self) -> list[tuple[SyncRules, int]]:
-        """Return (rules, count) for each different kind of step in a round, the last step of the round last."""
+        """Return (rules, count) for each different kind of step in a round, with the last step of the round at the
+        end."""
         return [(EVERY_STEP, 1)]
 
     def is_sync_step(self, step: int) -> bool:

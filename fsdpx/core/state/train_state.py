@@ -78,7 +78,7 @@ class TieGroup:
 
     @property
     def gather_order(self) -> list[int]:
-        """Positions in `pages`, sorted by rank: the order of the gradients after an all-gather."""
+        """The positions in `pages`, sorted by rank. This is the order of the gradients after an all-gather."""
         return sorted(range(len(self.pages)), key=lambda i: self.ranks[i])
 
     @property
@@ -87,8 +87,8 @@ class TieGroup:
         return [self.ranks.count(rank) for rank in sorted(set(self.ranks))]
 
     def count_gathered_elements(self, page_elements: int) -> int:
-        """Return the elements of all gradients after the all-gather. page_elements: elements of one page on this
-        rank."""
+        """Return the number of elements of all gradients after the all-gather. page_elements: elements of one page on
+        this rank."""
         return page_elements * len(self.pages) if self.comm is not None else 0
 
 

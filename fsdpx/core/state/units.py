@@ -53,7 +53,7 @@ class ModelSpread:
 
     Attributes
     ----------
-    starts, home : the first node of each stage, and its pipeline rank
+    starts, home : the first node of each stage, and the pipeline rank of each stage
     rank, width : this rank's index on the tensor axis, and the number of tensor ranks
     partial : parameters for whose gradients each tensor rank computes a summand
     copies_all_ties : whether every layer with a tied parameter gets its own copy, even on the same rank, so that the
@@ -134,8 +134,8 @@ class ModelLayout:
         return {**{name: name for name in self.specs}, **self.aliases}
 
     def match_parameters(self, pattern: str, argument: str) -> frozenset[str]:
-        """Return the canonical names of the trainable parameters of which a name matches a pattern (fnmatch). Raise an
-        error that names `argument` if no parameter matches."""
+        """Return the canonical names of the trainable parameters that have a name that matches a pattern (fnmatch).
+        Raise an error that names `argument` if no parameter matches."""
         require_pattern_matches(argument, [pattern], self.names)
         names = {name for word, name in self.names.items() if fnmatchcase(word, pattern)}
         return frozenset(name for name in names if self.specs[name].trainable)

@@ -1,6 +1,7 @@
 """Trace files: events as JSON for Perfetto and chrome://tracing, in one gzip file per rank and in a merged file.
 
-Times are microseconds. The format is Google's "Trace Event Format"; viewers skip the key "fsdpx", which holds the rest.
+Times are microseconds. The format is Google's "Trace Event Format"; viewers skip the key "fsdpx", which holds all other
+data.
 """
 
 from __future__ import annotations
