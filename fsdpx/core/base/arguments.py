@@ -40,9 +40,9 @@ def wrap_with_argument_check(
     ----------
     function : the function to wrap
     name : name of the call in errors (default: the function's own name)
-    when : when to check the hints. "after": after the function has returned, or has raised an error that is not meant
-        for users; for constructors, whose own checks are more specific. "failed": only after it has raised such an
-        error; for calls with side effects
+    when : when to check the hints. "after", for constructors, whose own checks are more specific: after the function
+        has returned, or has raised an error that is not meant for users. "failed", for calls with side effects: only
+        after the function has raised such an error
     """
     label = name or function.__qualname__.removesuffix(".__init__")
 
@@ -74,7 +74,7 @@ def require_valid_arguments(
 
 
 def wrap_constructor_with_argument_check(cls: type) -> None:
-    """Replace the constructor of a class of fsdpx by one that checks its arguments. Leave classes of users, and
+    """Replace the constructor of a class of fsdpx with one that checks its arguments. Leave classes of users, and
     inherited constructors, unchanged."""
     if "__init__" in vars(cls) and cls.__module__.startswith("fsdpx."):
         cls.__init__ = wrap_with_argument_check(cls.__init__, cls.__name__)  # type: ignore[misc]
@@ -83,7 +83,8 @@ def wrap_constructor_with_argument_check(cls: type) -> None:
 def _refuse_huge_integers(
     function: Callable[..., Any], label: str, given: tuple[Any, ...], options: Mapping[str, Any]
 ) -> None:
-    """Raise ConfigError for an integer of at least `MAX_ARRAY_INTEGER`: a loop over it would not end."""
+    """Raise ConfigError for an integer of at least `MAX_ARRAY_INTEGER`, because a loop up to such a number would not
+    end."""
     for name, value in [*zip(_get_hints_and_positional_names(function)[1], given, strict=False), *options.items()]:
         if type(value) is int and abs(value) >= MAX_ARRAY_INTEGER:
             raise ConfigError(f"{label}({name}={value}): the number is too large")
@@ -98,8 +99,8 @@ def _require_fitting_arguments(
 ) -> None:
     """Raise ConfigError for the first argument that does not fit its hint.
 
-    `error` is the exception that the call has raised, if any. Then one-element arrays do not count as numbers, since
-    not all code accepts them as numbers.
+    `error` is the exception that the call has raised, or None. After an exception, one-element arrays do not count as
+    numbers, since not all code accepts them as numbers.
     """
     hints, positional = _get_hints_and_positional_names(function)
     for name, value in [*zip(positional, given, strict=False), *options.items()]:
@@ -126,8 +127,8 @@ def fits_hint(value: Any, hint: Any, failed: bool = False) -> bool:
     """Return whether a value fits a type hint, leniently: NumPy scalars are numbers, a list may stand for a tuple, and
     True is not a number.
 
-    `failed`: the call has already failed with this value. Then a one-element array does not count as a number, and an
-    object of a user's class does not count as a stand-in for an fsdpx class.
+    `failed`: whether the call has already failed with this value. If so, a one-element array does not count as a
+    number, and an object of a user's class does not count as a stand-in for an fsdpx class.
     """
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, types.UnionType):
@@ -183,7 +184,7 @@ def _is_sequence(value: Any, collection_type: Any) -> bool:
 
 
 def _pair_elements_with_hints(value: Any, inner: tuple[Any, ...]) -> Iterable[tuple[Any, Any]]:
-    """Return pairs of element and hint for a tuple or list; no pairs if it is too long to check."""
+    """Return pairs of element and hint for a tuple or list. Return no pairs if the sequence is too long to check."""
     if not inner or not isinstance(value, _CHECKED_COLLECTIONS) or len(value) > MAX_CHECKED_ELEMENTS:
         return ()
     if len(inner) == 1 or inner[1] is Ellipsis:

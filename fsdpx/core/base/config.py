@@ -1,4 +1,4 @@
-"""Options of users as dataclasses: sharding strategies, precision, traces, and elastic runs.
+"""User options as dataclasses: sharding strategies, precision, traces, and elastic runs.
 
 A sharding strategy consists of the widths of two mesh axes and two lifetimes. The familiar names are presets of these
 (ZeRO: Rajbhandari et al., SC'20; FSDP: Zhao et al., VLDB'23).
@@ -53,7 +53,7 @@ def convert_fields_to_python_numbers(owner: Any) -> None:
 
 
 def get_config_or_make_from_folder(config_class: Callable[..., T], value: Any, prefix: str, other_field: str) -> T:
-    """Return `value` if it is a `config_class`, or `config_class(value)` if it is a folder.
+    """Return `value` itself if it is a `config_class`. If `value` is a folder, return `config_class(value)`.
 
     `prefix` begins the error, as in "trace={}"; `other_field` is another field of the class, named in the error.
     """
@@ -84,7 +84,7 @@ def parse_byte_count(value: Any, what: str) -> int:
 
 
 def normalize_half_name(name: Any) -> Any:
-    """Return the fsdpx name of a 16-bit float format, "float16" or "bf16", for any of its names; return any other value
+    """Return the fsdpx name of a 16-bit float format, "float16" or "bf16", for any of its names. Return any other value
     unchanged."""
     return _HALVES.get(name, name) if isinstance(name, str) else name
 
@@ -137,7 +137,7 @@ PRESETS: dict[str, Sharding] = {
 
 
 PRESETS_BY_MEMORY = tuple({one: name for name, one in PRESETS.items() if one.replica or one.shard}.values())
-"""Presets with one data axis, ordered from the most to the least memory per rank; of identical presets only the last
+"""Presets with one data axis, ordered from the most to the least memory per rank. Of identical presets, only the last
 name is listed."""
 
 
@@ -173,7 +173,7 @@ def resolve_sharding(strategy: str | Sharding, ranks: int) -> Sharding:
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class TraceConfig:
-    """Trace option, as in `distribute(trace=TraceConfig("runs/x/trace", steps=20))`.
+    """Options of a trace, passed as `distribute(trace=TraceConfig("runs/x/trace", steps=20))`.
 
     Parameters
     ----------
@@ -326,7 +326,8 @@ def resolve_precision(choice: str | Precision | None) -> Precision:
 
 @dataclass(frozen=True)
 class ElasticConfig:
-    """Options of an elastic run, as in `distribute(..., elastic=ElasticConfig(...))`; elastic=True takes all defaults.
+    """Options of an elastic run, passed as `distribute(..., elastic=ElasticConfig(...))`. elastic=True takes all
+    defaults.
 
     Parameters
     ----------

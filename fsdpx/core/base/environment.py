@@ -31,7 +31,8 @@ _LAUNCHERS = {
     "mpiexec or srun with PMI": ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "mpiexec of MVAPICH": tuple(f"MV2_COMM_WORLD_{what}" for what in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE")),
 }
-"""Name -> variables of size, rank, local rank and local size. The first launcher whose variables are set applies."""
+"""Variables of size, rank, local rank and local size, by the name of the launcher that sets them. The first launcher
+whose variables are set applies."""
 _NO_TASKS = 0xFFFFFFF0
 """Slurm's step numbers from this value on denote the batch script and the shell of an interactive allocation."""
 
@@ -41,8 +42,8 @@ class RendezvousStore:
     """Rendezvous of ranks without MPI: a host and port, or a file that all ranks can access and that no other job has
     used.
 
-    `served`: a process other than rank 0 already listens at the port, as under torchrun. `start`: distinguishes
-    restarts of a job that use the same store.
+    `served`: whether a process other than rank 0 already listens at the port, as under torchrun. `start`: text that
+    distinguishes restarts of a job that use the same store.
     """
 
     address: str = ""
@@ -124,7 +125,7 @@ class Environment:
     @property
     def shared_settings(self) -> dict[str, str]:
         """The variables that decide which messages ranks exchange, with their values as text. All ranks must have the
-        same."""
+        same values."""
         tune = "again" if self.retune else self.tune
         settings = {
             "CHECK": self.check,
@@ -137,8 +138,8 @@ class Environment:
 
     @property
     def can_share_memory(self) -> bool:
-        """Whether ranks of one host may communicate through shared memory. Not with ULFM, since shared memory does not
-        survive the failure of a rank."""
+        """Whether ranks of one host may communicate through shared memory. They may not with ULFM, since shared memory
+        does not survive the failure of a rank."""
         return self.node and not self.ulfm
 
 
@@ -224,8 +225,8 @@ def list_shared_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
 def require_expected_world_size(size: int, environment: Environment, library: str = "MPI") -> None:
     """Raise LaunchError if MPI's `size` differs from the number of ranks that the launcher started or the user expects.
 
-    It differs from the launcher's if mpiexec or srun and the loaded MPI library do not match: each rank is then alone
-    in its MPI_COMM_WORLD.
+    MPI's size differs from the launcher's if mpiexec or srun does not match the loaded MPI library, because each rank
+    is then alone in its MPI_COMM_WORLD.
     """
     launcher, expected = environment.launcher, environment.expected_size
     if launcher is not None and launcher.size == size != expected:
@@ -234,7 +235,7 @@ def require_expected_world_size(size: int, environment: Environment, library: st
             "ranks, or unset FSDPX_EXPECT_SIZE"
         )
     if expected is None and launcher is not None and (launcher.rank or 0) >= size:
-        expected = (launcher.rank or 0) + 1  # at least
+        expected = (launcher.rank or 0) + 1  # a lower bound
     if launcher is None or expected is None or expected == size:
         return
     beside = Path(sys.executable).with_name("mpiexec")
@@ -271,7 +272,7 @@ def require_single_process_and_get_note(environ: Mapping[str, str] = os.environ)
 
 
 def _find_launcher(environ: Mapping[str, str]) -> LauncherInfo | None:
-    """Return the innermost launcher: another launcher may have started torchrun or `fsdpx run`."""
+    """Return the innermost launcher. For example, another launcher may have started torchrun or `fsdpx run`."""
     without_mpi = _find_launcher_without_mpi(environ)
     inside = without_mpi is not None and ("TORCHELASTIC_RUN_ID" in environ or environ.get("FSDPX_STORE"))
     launcher = without_mpi if inside else _find_mpi_launcher(environ) or without_mpi

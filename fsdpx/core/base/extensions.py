@@ -62,7 +62,7 @@ EXTENSIONS: dict[str, dict[str, str]] = {
         "generate": "fsdpx.models.generation.generate:generate",
     },
 }
-"""Kind -> name -> `module:attribute`. The kind says what the attribute is:
+"""Extensions by kind and name, each as `module:attribute`. The kind says what the attribute is:
 
 codec : a class or function that makes a `Codec` and can be called without arguments
 backend : a function that opens a communicator for a `core.comm.init.CommunicatorRequest`
@@ -73,7 +73,8 @@ device : a `core.array.devices.Device`, by its name in `distribute(device=...)`
 array : a `Device` as well, by the module that defines the class of its arrays
 half : 16-bit arithmetic: the module of matrix products, and the optimizer for parameters held in bfloat16
 strategy : a function that makes a `SyncChoice` for ranks that do not perform every step together
-verbs : the table of verbs to which the module adds its own on import; for tools that read programs of other runs
+verbs : the table of verbs to which the module adds its own verbs on import, so that tools can read programs of other
+    runs
 planner : a strategy that chooses all other options: a function of a recipe, a communicator and the given options
 ranks : the runner of a trainer's calls if the set of ranks may change
 layer : a layer class that a model of `fsdpx.nn` uses if an option requests it
@@ -131,14 +132,14 @@ def load_extension(kind: str, name: str) -> Any:
 
 
 def list_extensions(kind: str) -> list[str]:
-    """Return the names of all extensions of a kind; those that packages of users declare come last."""
+    """Return the names of all extensions of a kind. Names that packages of users declare come last."""
     return [*EXTENSIONS[kind], *_load_entry_points(kind)]
 
 
 @cache
 def _load_entry_points(kind: str) -> Mapping[str, str]:
-    """Return the extensions of this kind that installed packages declare, as name -> `module:attribute`."""
-    from importlib.metadata import entry_points  # slow, as it reads the folders of all packages: import it only here
+    """Return the extensions of this kind that installed packages declare, each as `module:attribute`, by name."""
+    from importlib.metadata import entry_points  # imported only here, since it slowly reads the folders of all packages
 
     return {
         point.name: point.value for point in entry_points(group=f"fsdpx.{kind}") if point.name not in EXTENSIONS[kind]

@@ -1,9 +1,9 @@
 """Hooks and signal handlers that fsdpx installs in the program's process. They also call the program's own hooks and
-handlers, and are removed again.
+handlers, and are removed when they are no longer needed.
 
 Hooks stay installed while an owner holds them: a trainer of several processes, or a communicator that the program has
-opened. They are removed when the last owner releases them. If the program has meanwhile installed a hook on top of
-ours, its hook stays, and ours only passes calls on to the function that it replaced.
+opened. They are removed when the last owner releases them. If the program has since installed a hook on top of ours,
+its hook stays, and ours only passes calls on to the function that it replaced.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Hook:
 class _Holder:
     """An owner that holds the hooks.
 
-    `comm`: weak reference to the communicator that ends all ranks, so that it can be freed with its owner. `end`:
-    finalizer that runs when the owner is garbage-collected.
+    `comm`: weak reference to the communicator that ends all ranks. The reference is weak so that the communicator can
+    be freed with its owner. `end`: finalizer that runs when the owner is garbage-collected.
     """
 
     comm: weakref.ref[Any]
@@ -145,7 +145,8 @@ def _drop_holder_and_unused_hooks(key: int) -> None:
 
 
 def find_communicator_to_abort() -> Any:
-    """Return the communicator of the newest owner of hooks, to end all ranks with; None if there is no owner."""
+    """Return the communicator whose `abort` ends all ranks, that of the newest owner of hooks. Return None if there is
+    no owner."""
     comms = [holder.comm() for holder in list(_holders.values())]
     return next((comm for comm in reversed(comms) if comm is not None), None)
 
@@ -196,13 +197,13 @@ def add_exit_listener(listener: Callable[[int, str], object]) -> None:
 def notify_exit_listeners(status: int, error: str = "") -> None:
     """Call the listeners of `add_exit_listener` with the exit status of this process."""
     for listener in _observers:
-        with suppress(OSError):  # a full disk must not keep the job from its end
+        with suppress(OSError):  # a full disk must not keep the job from ending
             listener(status, error)
 
 
 STOP_SIGNALS = tuple(name for name in ("USR1", "TERM", "HUP", "QUIT") if hasattr(signal, f"SIG{name}"))
-"""Names of the signals that ask a job to stop: sent by launchers and schedulers, by a terminal that closes, and by
-Ctrl-\\."""
+"""Names of the signals that ask a job to stop. They are sent by launchers and schedulers, by a terminal that closes,
+and by Ctrl-\\."""
 MAX_SIGACTION_BYTES = 1024
 """Bytes of a buffer that is large enough for the `struct sigaction` of any system."""
 _sigaction = getattr(ctypes.CDLL(None), "sigaction", None) if os.name == "posix" else None
@@ -213,7 +214,8 @@ class SignalHandler:
     """The current handler of a signal.
 
     `function`: the handler known to Python. `record`: the system's `struct sigaction`, which begins with the address of
-    the handler, since Python does not see handlers set by C code; empty if the system has no `sigaction`.
+    the handler. The record is needed because Python does not see handlers set by C code, and is empty if the system has
+    no `sigaction`.
     """
 
     number: signal.Signals
@@ -227,8 +229,9 @@ class SignalHandler:
         return cls(number, signal.getsignal(number), record.raw if known else b"")
 
     def is_needed_by_program(self) -> bool:
-        """Return whether the program relies on its own handling of the signal: HUP that the program's parent has set to
-        be ignored (nohup), or QUIT handled by C code, such as faulthandler's stack dump."""
+        """Return whether the program relies on its own handling of the signal. This is so for HUP if the program's
+        parent has set HUP to be ignored (nohup), and for QUIT if C code, such as faulthandler's stack dump, handles
+        QUIT."""
         if self.number.name == "SIGHUP":
             return self.function is signal.SIG_IGN
         address = int.from_bytes(self.record[: ctypes.sizeof(ctypes.c_void_p)], sys.byteorder)

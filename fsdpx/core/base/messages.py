@@ -22,7 +22,7 @@ __all__ = [
 ]  # fmt: skip
 
 SILENCE_SECONDS = 1.0
-"""Seconds for which a task may run before it is reported."""
+"""Time in seconds after which a running task is reported."""
 TIMER_NAME = "fsdpx timer"
 """Name of the thread that reports slow tasks."""
 CLEAR_LINE = "\r\x1b[K"
@@ -56,7 +56,7 @@ def log_line(text: str) -> None:
 
 
 def log_on_rank0(who: Any, text: str) -> None:
-    """Log a line if `who`, a trainer's call runner or a communicator, is that of rank 0."""
+    """Log a line if `who`, a trainer's call runner or a communicator, belongs to rank 0."""
     if who.rank == 0:
         log_line(f"fsdpx: {text}")
 
@@ -108,7 +108,7 @@ def reporting_if_slow(enabled: bool, what: str, outcome: Callable[[], str] = str
 
 
 class SlowTaskReporter:
-    """Reporter of a slow task. A timer shows it first; later it is shown again when its progress is updated."""
+    """Reporter of a slow task. A timer shows the task first. Later updates of the progress show the task again."""
 
     def __init__(self, what: str) -> None:
         self.what, self.reached, self.again = what, "", 0.0

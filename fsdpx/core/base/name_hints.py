@@ -110,9 +110,9 @@ _EQUIVALENTS = {
     "trainer.save(folder)": "save",
     "trainer.load(folder)": "load",
 }  # fmt: skip
-"""The equivalent in fsdpx -> names for it in other libraries."""
+"""Names in other libraries, by their equivalent in fsdpx."""
 NAMES_ELSEWHERE: dict[str, str] = {word: ours for ours, words in _EQUIVALENTS.items() for word in words.split()}
-"""Name in another library -> equivalent in fsdpx. Case, dashes and underscores are ignored."""
+"""Equivalents in fsdpx, by their name in another library. Case, dashes and underscores of names are ignored."""
 CALLS_ELSEWHERE: dict[str, str] = {
     "state_dict": "trainer.parameters(), or trainer.save(folder)",
     "load_state_dict": "trainer.load_parameters(values), or trainer.load(folder)",
@@ -124,7 +124,7 @@ CALLS_ELSEWHERE: dict[str, str] = {
     "to": "device= of distribute",
     "cuda": 'device="cuda" of distribute',
 }  # fmt: skip
-"""Method of a model or an engine of another library -> equivalent in fsdpx."""
+"""Equivalents in fsdpx of methods of models and engines of other libraries, by the name of the method."""
 _OPTIONS: dict[str, str] = {
     "learning_rate": "lr", "epsilon": "eps", "beta": "betas", "beta1": "betas", "beta2": "betas", "beta_1": "betas",
     "beta_2": "betas", "b1": "betas", "b2": "betas", "wd": "weight_decay", "decay": "weight_decay",
@@ -132,8 +132,8 @@ _OPTIONS: dict[str, str] = {
     "nproc_per_node": "per_node", "nnodes": "nodes", "num_nodes": "nodes", "nprocs": "ranks", "num_processes": "ranks",
     "world_size": "ranks", "spawn.nprocs": "size", "spawn.world_size": "size", "spawn.nproc_per_node": "size",
 }  # fmt: skip
-"""Option of an optimizer, a schedule or a launcher of another library, or of another call of fsdpx -> option in
-fsdpx."""
+"""Options of fsdpx, by the name of their equivalent. Equivalents are options of optimizers, schedules and launchers of
+other libraries, and options of other calls of fsdpx."""
 _PLAIN = str.maketrans("", "", "-_ ")
 _OTHERS = {word.lower().translate(_PLAIN): ours for word, ours in NAMES_ELSEWHERE.items()}
 
@@ -165,8 +165,8 @@ def require_known_options(call: str, options: Iterable[str], known: Iterable[str
 
 
 def wrap_constructor_with_option_check(cls: type[T]) -> type[T]:
-    """Make the constructor of a dataclass raise ConfigError for an unknown option, with a hint, and for an argument
-    that does not fit its type hint. Return the class."""
+    """Make the constructor of a dataclass raise ConfigError for an argument that does not fit its type hint, and for an
+    unknown option. The error for an unknown option suggests what was probably meant. Return the class."""
     known = [field.name for field in fields(cls) if field.init]  # type: ignore[arg-type]
     checked_init = wrap_with_argument_check(cls.__init__, cls.__name__)
 
@@ -183,8 +183,9 @@ _REST = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
 
 
 def wrap_with_option_check(function: Callable[P, T], when: Literal["after", "failed"] = "after") -> Callable[P, T]:
-    """Wrap a function or an `__init__` to raise ConfigError for an unknown option, with a hint, and for an argument
-    that does not fit its type hint. `when` is the argument of `wrap_with_argument_check`."""
+    """Wrap a function or an `__init__` to raise ConfigError for an argument that does not fit its type hint, and for an
+    unknown option. The error for an unknown option suggests what was probably meant. `when` is the argument of
+    `wrap_with_argument_check`."""
     name, named = function.__qualname__.removesuffix(".__init__"), signature(function).parameters
     taken = [one for one, parameter in named.items() if parameter.kind not in _REST]
     known = [one for one in taken if one not in ("self", "trainer")]

@@ -1,5 +1,5 @@
-"""Checks of options: a field of a dataclass is declared together with its valid values, and checked before the
-dataclass is used."""
+"""Checks of options. A field of a dataclass is declared together with its valid values, and its value is checked before
+the dataclass is used."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Types of options. The stub next to this file declares their values for type checkers and editors.
 
-At run time each type is `str`: packages of users can add names (`fsdpx.core.base.extensions`), and the call that looks
-a name up knows all of them and reports an unknown one better.
+At run time each type is `str`, because packages of users can add names (`fsdpx.core.base.extensions`). The call that
+looks up a name knows all names, so its error for an unknown name is more helpful.
 """
 
 from typing import Any

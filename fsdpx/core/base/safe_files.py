@@ -2,10 +2,10 @@
 created.
 
 There are two kinds of files. *Own* files are caches, records, notes, markers and locks that fsdpx itself wrote. They
-are opened without following links, and must be regular files of this user or of root that no other user can write.
-*Input* files are named by the user, such as a model or a checkpoint. They may belong to another user and be reached
-through links, but must be regular files too. Both kinds have a maximum size. Opening a file never blocks on the other
-end of a pipe.
+are opened without following links, and must be regular files that this user or root owns and that no other user can
+write. *Input* files are named by the user, such as a model or a checkpoint. They may belong to another user and be
+reached through links, but must be regular files too. Both kinds have a maximum size. Opening a file never blocks on the
+other end of a pipe.
 
 A file that breaks these rules raises `Untrusted`. A caller that can recreate the file ignores it with one warning
 (`warn_file_ignored`).
@@ -40,7 +40,8 @@ MAX_JSON_DEPTH = 64
 MAX_JSON_DIGITS = 64
 """Maximum number of digits of an integer in JSON. Tokenizers write an integer of 31 digits to mean "no limit"."""
 PRIVATE, READABLE = 0o600, 0o644
-"""Modes of new files: for this user only, or readable by all users, such as files in a shared cache."""
+"""Modes of new files. `PRIVATE` files are for this user only. `READABLE` files, for example in a shared cache, can be
+read by all users."""
 TEMPORARY_PREFIX = "fsdpx-file-"
 """Prefix of files that are unlinked as soon as all processes have opened them."""
 _POSIX = hasattr(os, "geteuid")
@@ -49,10 +50,10 @@ _AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(o
 _SAFELY = _AT_ONCE | getattr(os, "O_BINARY", 0)
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 _PATH_END = re.compile(r": | (?:is|belongs|can|has|comes) ")
-"""End of the path in an error message about a file."""
+"""Pattern of the text that follows the path in an error message about a file."""
 _warned: set[str] = set()
 _ESCAPES = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|u([dD][89a-fA-F]..)|.)")
-"""Escapes in JSON; the group is a lone surrogate, half of a pair."""
+"""Pattern of an escape in JSON. The group matches a lone surrogate, which is half of a pair."""
 
 
 class Untrusted(OSError):
@@ -252,14 +253,14 @@ def _refuse_deep_nesting(value: Any) -> None:
 
 def make_folder(path: Path, private: bool = True) -> Path:
     """Return the folder; create it and its parents if it does not exist. Raise `Untrusted` if a private folder is not
-    this user's.
+    owned by this user.
 
     Parameters
     ----------
     path : path of the folder
-    private : whether other users may not enter it (mode 0700), as for the folder of a run. If False, they may read it
-        (at most 0755), as for a cache. An existing cache folder is accepted unchecked, since each file in it is checked
-        when it is read
+    private : whether other users are kept out (mode 0700), for example out of the folder of a run. If False, other
+        users may read the folder (at most 0755), for example a cache. An existing cache folder is accepted unchecked,
+        since each file in it is checked when it is read
     """
     missing = [path] if not os.path.lexists(path) else []
     while missing and not missing[-1].parent.exists():
@@ -290,7 +291,7 @@ def is_own_folder(path: Path) -> bool:
 
 def is_owned_by_user(path: Path) -> bool:
     """Return whether this user owns the path; for a link, whether this user owns the link itself."""
-    with suppress(OSError):  # it has just been removed
+    with suppress(OSError):  # the path has just been removed
         return not _POSIX or os.lstat(path).st_uid == os.geteuid()
     return False
 
@@ -370,13 +371,13 @@ def open_lock_file(path: Path) -> int:
 
 def open_for_append(path: Path) -> int:
     """Return the descriptor of a file, open for appending lines; create the file if it is missing. Raise `Untrusted` if
-    it is not this user's."""
+    this user does not own it."""
     return _open_own_file(path, os.O_WRONLY | os.O_APPEND, READABLE)
 
 
 def _open_own_file(path: Path, flags: int, mode: int) -> int:
-    """Open a regular file of this user that has no other hard links, for writing."""
-    for _ in range(100):  # another process of this user may create or remove it at the same time
+    """Open, for writing, a regular file that this user owns and that has no other hard links."""
+    for _ in range(100):  # another process of this user may create or remove the file at the same time
         with suppress(FileExistsError):
             return os.open(path, flags | os.O_CREAT | os.O_EXCL | _SAFELY | _NO_LINK, mode)
         with suppress(FileNotFoundError):
