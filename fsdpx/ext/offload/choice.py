@@ -1,5 +1,5 @@
-"""`OffloadConfig`, the option `offload`: which state is stored on disk between uses, and the slots of programs that it
-belongs to."""
+"""`OffloadConfig`, the option `offload`. It determines which state is stored on disk between uses, and which slots of
+programs hold this state."""
 
 from __future__ import annotations
 

@@ -56,10 +56,11 @@ class DiskRates(NamedTuple):
 
 
 def get_or_measure_disk_rates(folder: Path, direct: bool | None) -> DiskRates | None:
-    """Return the bandwidth of the disk that holds a folder, for transfers in pieces as large as those of rows, from a
-    cache of earlier measurements if possible.
+    """Return the bandwidth of the disk that holds a folder, for transfers in pieces as large as those of rows. An
+    earlier measurement is taken from a cache if possible.
 
-    Return None if it is unknown: the folder is missing or full, or measuring is off (FSDPX_TUNE=0).
+    Return None if the bandwidth is unknown because the folder is missing or full, or because measuring is off
+    (FSDPX_TUNE=0).
     """
     if not folder.is_dir():
         return None
@@ -112,7 +113,7 @@ LOCK_NAME = "fsdpx.lock"
 
 
 class DiskTransfer:
-    """Handle for reads or writes in progress, in pieces; used like the handle of a message."""
+    """Handle for reads or writes that are in progress in pieces. It is used like the handle of a message."""
 
     __slots__ = ("left",)
 
@@ -435,7 +436,7 @@ class DiskStorage(StateStorage):
         return sum(_round_up_to_align(row.nbytes) for row in self._records.get(record, ()))
 
     def get_transfer_bytes_by_verb(self) -> dict[str, Mapping[tuple[int, int | None], int]]:
-        """Return the bytes that are moved with each record, by record number."""
+        """Return the number of bytes of one transfer of each record, by record number and microbatch."""
         numbers = {slot: number for number, slot in enumerate(self._stands)}
         pages: dict[tuple[int, int | None], int] = {
             (n, None): self.get_record_nbytes(slot) for slot, n in numbers.items()
@@ -506,7 +507,7 @@ class DiskStorage(StateStorage):
         return offset
 
     def map_array(self, row: LedgerRow) -> Any:
-        """Return the array of a row, mapped from the file, see `DiskFile.map_array`."""
+        """Return the array of a row, mapped from the file. See `DiskFile.map_array`."""
         if self.file is None:
             return self.xp.empty((row.elements,), dtype=row.dtype)
         return self.file.map_array(self._places[row.key], row.elements, row.dtype)
@@ -522,8 +523,8 @@ class DiskStorage(StateStorage):
 def open_disk_storage(
     placement: Placement, rows: Sequence[LedgerRow], folder: str | os.PathLike[str], direct: bool | None, option: str
 ) -> DiskStorage:
-    """Return storage in `folder` with space for these rows. Raise OffloadError on all ranks if it fails on one of them.
-    Collective.
+    """Return storage in `folder` with space for these rows. Raise OffloadError on all ranks if opening fails on one of
+    them. Collective.
 
     `option`: the user's option as text, for errors.
     """

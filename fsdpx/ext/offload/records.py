@@ -36,7 +36,8 @@ def insert_record_transfers(actions: Actions, request: ProgramRequest) -> Action
     """Insert the actions FETCH, STORE and EVICT, for one kind of record after another.
 
     When an action runs, the records that it needs are in memory, and so are the next `ahead` records of the same kind.
-    At most `ahead` other records are being stored. Activations that no later action of the program needs are not moved.
+    At most `ahead` other records are being stored. Activations that no later action of the program needs are not
+    transferred.
     """
     stage = request.stage
     records = list_records(stage)
@@ -50,9 +51,9 @@ def insert_record_transfers(actions: Actions, request: ProgramRequest) -> Action
 class _RecordCache:
     """The records of one kind that are in memory at each action of a program.
 
-    `numbers`: numbers of the records. `there`: slot -> whether its value differs from the stored one. `leaving`: slots
-    whose values are being written. `stored`: activations that were stored. `last`: slot -> index of the last action
-    that needs it.
+    `numbers`: numbers of the records. `there`: for each slot in memory, whether its value differs from the stored one.
+    `leaving`: slots whose values are being written. `stored`: activations that were stored. `last`: for each slot, the
+    index of the last action that needs it.
     """
 
     def __init__(self, kind: str, numbers: dict[int | None, int], ahead: int) -> None:
@@ -121,8 +122,8 @@ class _RecordCache:
 def _list_slots_needed_in_memory(
     actions: Actions, slots: Sequence[ActionSlots], needs: Sequence[Sequence[Slot]]
 ) -> list[list[Slot]]:
-    """Return the slots that must be in memory during each action: the slots that it needs, and those of transfers in
-    progress, which are read until an action waits for the result of the transfer."""
+    """Return the slots that must be in memory during each action. These are the slots that the action needs, and the
+    slots that transfers in progress read until an action waits for their results."""
     reading: dict[Slot, list[Slot]] = {}  # result of a transfer -> slots that it reads
     found = []
     for action, some, own in zip(actions, slots, needs, strict=True):
@@ -135,7 +136,7 @@ def _list_slots_needed_in_memory(
 
 
 def _find_last_compute_before_need(actions: Actions, needs: Sequence[Sequence[Slot]]) -> int:
-    """Return the index of the last compute action before the first action that needs a record. Fetching begins there,
-    to be complete in time."""
+    """Return the index of the last compute action before the first action that needs a record. Fetching begins at that
+    action, so that it is complete in time."""
     first = next((i for i, slots in enumerate(needs) if slots), 0)
     return max((i for i, action in enumerate(actions[:first]) if VERBS[action.op].lane == "compute"), default=0)
