@@ -59,16 +59,16 @@ HOST = "host"
 
 
 def run_on_all_ranks(world: Communicator, where: str, body: Callable[[], T]) -> list[T]:
-    """Call `body()` on every rank and return the results of all ranks, in rank order. If it raises an error on any
-    rank, all ranks raise CheckpointError with the text of the lowest such rank, so that no rank waits for another.
-    Collective."""
+    """Call `body()` on every rank and return the results of all ranks, in rank order. If the call raises an error on
+    any rank, all ranks raise CheckpointError with the text of the error on the lowest such rank, so that no rank waits
+    for another. Collective."""
     value: Any = None
     problem, cause = None, None
     try:
         value = body()
     except Exception as error:
         problem = error_to_text(error)
-        cause = None if isinstance(error, FsdpxError) else error  # else its text would be shown twice
+        cause = None if isinstance(error, FsdpxError) else error  # otherwise its text would be shown twice
     for rank, (_, text) in enumerate(everyone := all_gather_plain_data(world, (value, problem))):
         if text is not None:
             who = f"rank {rank}: " if world.size > 1 else ""
@@ -94,13 +94,14 @@ def agree_on_path(world: Communicator, call: str, path: Any, **choices: str) -> 
 
 
 def list_path_facts(path: Path) -> dict[str, str]:
-    """Return what ranks compare about a path: its text and, if it is relative, the host and the working folder."""
+    """Return what ranks compare about a path: its text, and for a relative path also the host and the working
+    folder."""
     return {"path": str(path)} | ({} if path.is_absolute() else {HOST: platform.node(), "working folder": os.getcwd()})
 
 
 def agree_on_choices(world: Communicator, where: str, choices: Callable[[], Mapping[str, str]]) -> Mapping[str, str]:
-    """Return `choices()`. Raise CheckpointError on all ranks if that call fails on one rank or ranks differ.
-    Collective."""
+    """Return `choices()`. Raise CheckpointError on all ranks if that call fails on one rank, or if its results differ
+    between ranks. Collective."""
     everyone = run_on_all_ranks(world, where, choices)
     _require_same_choices(where, everyone)
     return everyone[0]
@@ -242,7 +243,7 @@ def resolve_checkpoint_name(name: str) -> str | None:
 
 
 def to_named_path(path: Any) -> Path:
-    """Return `path` as a Path with `~` expanded whose last part is a name, so that siblings can be created next to it.
+    """Return `path` as a Path with `~` expanded. Its last part is a name, so that siblings can be created next to it.
     Raise CheckpointError if `path` is not a str or PathLike, or has no such name."""
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
@@ -264,7 +265,8 @@ def _is_encodable(text: str) -> bool:
 
 
 def follow_link(path: Path) -> Path:
-    """Return `path`, with its last part resolved if that is a symbolic link; the target need not exist.
+    """If the last part of `path` is a symbolic link, return the path to which it leads; otherwise return `path`. The
+    target of the link need not exist.
 
     Links in the parent folders are not resolved, since they may differ between hosts. Raise CheckpointError for
     circular links."""
@@ -278,7 +280,7 @@ def follow_link(path: Path) -> Path:
 
 def resolve_replaceable_folder(path: Path) -> Path:
     """Return the folder that `path` names, with a symbolic link resolved. Raise CheckpointError if a rename cannot
-    replace this folder: it has a reserved name, or is the current folder or a mount point."""
+    replace this folder, because it has a reserved name, or is the current folder or a mount point."""
     folder = follow_link(path)
     if folder.name.lower().startswith(_RESERVED_PREFIX):
         raise CheckpointError(
@@ -305,7 +307,7 @@ def explaining_rename_errors(path: Path) -> Iterator[None]:
 
 
 def resolve_checkpoint(path: Path) -> Path:
-    """Return the folder of the checkpoint `path`. If a job was killed between the two renames of a commit, that is the
+    """Return the folder of the checkpoint `path`. If a job was killed between the two renames of a commit, return the
     folder of the previous version."""
     path = follow_link(path)
     previous = make_sibling_path(path, PREVIOUS)
@@ -313,7 +315,8 @@ def resolve_checkpoint(path: Path) -> Path:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Delete the files of a complete or partial checkpoint, and its folder unless the folder has other files.
+    """Delete the files of a complete or partial checkpoint. Delete its folder as well, unless the folder has other
+    files.
 
     The manifest is deleted first, since a folder without it does not count as a checkpoint. If `folder` is a symbolic
     link, only the link is deleted."""
@@ -324,7 +327,7 @@ def remove_checkpoint(folder: Path) -> None:
     for name in sorted(os.listdir(folder), key=lambda name: name != MANIFEST_NAME):
         if OWN_FILE_PATTERN.fullmatch(name) or name.startswith(CHECKSUM_PREFIX):
             (folder / name).unlink(missing_ok=True)
-    with suppress(OSError):  # the folder is not empty: it has files of other programs
+    with suppress(OSError):  # the folder is not empty, because it has files of other programs
         folder.rmdir()
 
 
@@ -421,10 +424,10 @@ def lock_file(path: Path, busy_text: str) -> int:
                 with suppress(OSError):  # the text is only informative; the save itself reports a full disk
                     safe_files.write_lock_text(fd, json.dumps(text))
                 return fd
-        except BaseException:  # also on Ctrl-C: the process may continue, and would never release the lock
+        except BaseException:  # also on Ctrl-C, because the process may continue and would never release the lock
             os.close(fd)
             raise
-        os.close(fd)  # the previous owner has deleted the file in the meantime: try again
+        os.close(fd)  # the previous owner has deleted this file since it was opened: try again
 
 
 def _is_same_file(fd: int, name: Path) -> bool:

@@ -1,4 +1,4 @@
-"""The file format of a checkpoint: safetensors headers, dtypes, checksums and file names; and functions that read,
+"""The file format of a checkpoint: safetensors headers, dtypes, checksums and file names. Also functions that read,
 write and flush files."""
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ PAGE_OF_ZEROS = memoryview(bytes(4096))  # for up to 4096 zero bytes, zlib is fa
 
 
 class PartialCrc:
-    """The contribution of one rank's parts of a tensor to the CRC-32 of the tensor. Add parts in ascending order."""
+    """The contribution of one rank's parts of a tensor to the CRC-32 of the tensor. Parts must be added in ascending
+    order."""
 
     __slots__ = ("at", "value")
 
@@ -147,7 +148,7 @@ LENGTH_BYTES = 8
 """Size of the field before the JSON header; it holds the length of the header in bytes, little endian."""
 
 MAX_DIMS = 64
-"""Maximum number of dimensions of a tensor, as in NumPy."""
+"""Maximum number of dimensions of a tensor; NumPy has the same limit."""
 
 ITEM_SIZES = {
     "U64": 8, "I64": 8, "F64": 8, "C64": 8, "F32": 4, "U32": 4, "I32": 4, "BF16": 2, "F16": 2, "U16": 2, "I16": 2,
@@ -163,7 +164,7 @@ DTYPE_NAMES = {
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Dtype code, shape and byte range [start, stop) of a tensor in a file. Bytes are counted from the start of the
+    """The dtype code, shape and byte range [start, stop) of a tensor in a file. Bytes are counted from the start of the
     file."""
 
     code: str
@@ -311,7 +312,8 @@ def _require_tiling(entries: Mapping[str, TensorEntry], base: int, size: int, ma
 
 BINARY = getattr(os, "O_BINARY", 0)
 NON_BLOCKING_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
-"""Flags that keep `os.open` from blocking: opening a named pipe would wait for a process at its other end."""
+"""Flags that keep `os.open` from blocking. Without them, opening a named pipe would wait for a process at its other
+end."""
 
 
 def write_at(fd: int, data: Any, offset: int) -> None:
@@ -405,15 +407,16 @@ STATE_KEY = "fsdpx"
 """Metadata key of `STATE_FILE_NAME` under which `RunScalars` are stored, as JSON."""
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
-"""Name -> (dtype code, shape)."""
+"""The dtype code and shape of each tensor, by name."""
 
 
 @dataclass(frozen=True)
 class FileLayout:
     """The files of a checkpoint before they are written.
 
-    files: name -> header. texts: name -> contents of small files. note: description of the run that writes the files
-    (`NOTE_FILE_NAME`). No checksum includes the note, so it may differ between otherwise equal checkpoints."""
+    files: header of each safetensors file, by file name. texts: contents of each small file, by file name. note:
+    description of the run that writes the files (`NOTE_FILE_NAME`). No checksum includes the note, so it may differ
+    between otherwise equal checkpoints."""
 
     files: dict[str, FileHeader]
     texts: dict[str, bytes] = field(default_factory=dict)

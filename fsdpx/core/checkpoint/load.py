@@ -1,4 +1,4 @@
-"""Load checkpoints on any number of ranks; everything is checked before the trainer changes. Weights from other sources
+"""Load checkpoints on any number of ranks. Everything is checked before the trainer changes. Weights from other sources
 are matched to the model by name, and differences are reported."""
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool,
     """Load the full train state from a checkpoint: weights, optimizer state and scalars. Return the scalars.
     Collective.
 
-    loader: its saved position is restored by `load_state_dict`; None: ignore the saved position. convert: allow weights
-    and slots of another dtype. verify: check the checksums of all bytes first. count: counts the bytes that this rank
-    loads. If the checkpoint does not fit, raise CheckpointError on all ranks before anything changes; also raise it if
-    the checkpoint cannot be read."""
+    loader: object whose saved position is restored by `load_state_dict`; None: ignore the saved position. convert:
+    allow weights and slots of another dtype. verify: check the checksums of all bytes first. count: counts the bytes
+    that this rank loads. If the checkpoint does not fit, raise CheckpointError on all ranks before anything changes.
+    Raise the same error if the checkpoint cannot be read."""
     world = state.placement.axes.world
     options = f"convert={convert}, verify={verify}, {'no ' if loader is None else ''}loader"
     path = agree_on_path(world, "load", path, options=options)
@@ -144,7 +144,7 @@ def fill_state(
 
     read: function that fills the arrays of the shards passed to it. replicas: see `iterate_local_shards`."""
     world = state.placement.axes.world
-    world.barrier(what=where).wait()  # other ranks may still read arrays in shared memory
+    world.barrier(what=where).wait()  # other ranks may still be reading arrays in shared memory
     run_on_all_ranks(world, where, lambda: read(iterate_local_shards(state, replicas)))
     state.invalidate_full_parameters()
 
@@ -187,14 +187,15 @@ def _format_slots(slots: tuple[str, ...]) -> str:
 
 
 def _require_same_tensors(wanted: Wanted, found: Tensors, where: str, convert: bool) -> None:
-    """Raise CheckpointError unless both have the same names, and shapes and dtypes pass `require_shapes_and_dtypes`."""
+    """Raise CheckpointError unless `wanted` and `found` have the same names, and `require_shapes_and_dtypes` accepts
+    them."""
     _require_no_names(where, "missing", wanted.keys() - found.keys())
     _require_no_names(where, "not in the model", found.keys() - wanted.keys())
     require_shapes_and_dtypes(wanted, found, where, convert)
 
 
 def require_shapes_and_dtypes(wanted: Wanted, found: Tensors, where: str, convert: bool, remedy: str = "") -> None:
-    """Raise CheckpointError unless the `found` tensors have the shapes and dtypes of the `wanted` ones; with `convert`,
+    """Raise CheckpointError unless the `found` tensors have the shapes and dtypes of the `wanted` ones. With `convert`,
     floats may have another dtype. `found` must have all names in `wanted`. remedy: advice that is appended to the error
     about a wrong shape."""
     shapes = {n: f"{n} is {found[n][1]} instead of {s}" for n, (_, s) in wanted.items() if found[n][1] != s}
@@ -282,9 +283,9 @@ def load_parameters(
     all ranks. Return a report. Collective.
 
     call: name of the public method, for error messages. strict: raise an error if a parameter is missing or a tensor of
-    the source is left over. rename: pattern of names in the source -> name in the model, see `_RenameRules`. convert:
-    allow another dtype. count: counts the bytes that this rank loads. If the weights do not fit, raise CheckpointError
-    on all ranks before anything changes; also raise it if they cannot be read."""
+    the source is left over. rename: dict from pattern of names in the source to names in the model; see `_RenameRules`.
+    convert: allow another dtype. count: counts the bytes that this rank loads. If the weights do not fit, raise
+    CheckpointError on all ranks before anything changes. Raise the same error if the weights cannot be read."""
     world, options = state.placement.axes.world, f"{strict=}, {rename=}, {convert=}"
     given = (_open_dict_source if isinstance(source, Mapping) else _open_file_source)(world, call, source, options)
     where = given.where
@@ -327,8 +328,8 @@ def _open_file_source(world: Communicator, call: str, given: Any, options: str) 
 
 
 def _open_dict_source(world: Communicator, call: str, values: Mapping[str, Any], options: str) -> WeightsSource:
-    """Return a source of full arrays. Raise CheckpointError on all ranks unless all ranks have the same arrays, which
-    they check by a CRC-32 of names, shapes and dtypes and a CRC-32 of the contents. Collective."""
+    """Return a source of full arrays. Raise CheckpointError on all ranks unless all ranks have the same arrays. To
+    check this, ranks compare a CRC-32 of the names, shapes and dtypes, and a CRC-32 of the contents. Collective."""
     arrays: dict[str, np.ndarray] = {}
     tensors: Tensors = {}
 
@@ -394,8 +395,8 @@ def _match_names(
 
 
 class _RenameRules:
-    """Rules that rename tensors: each * of a pattern matches any text, and this text replaces the same * of the new
-    name."""
+    """Rules that rename tensors: each * of a pattern matches any text, and this text replaces the corresponding * of
+    the new name."""
 
     def __init__(self, rename: Mapping[str, str]) -> None:
         self._rules: list[tuple[str, re.Pattern[str], str]] = []
@@ -406,7 +407,7 @@ class _RenameRules:
         self._unused_patterns, self._names = dict.fromkeys(rename), list[str]()
 
     def __call__(self, name: str) -> str:
-        """Return the new name by the first pattern that matches; `name` if no pattern matches."""
+        """Return the new name according to the first pattern that matches; return `name` if no pattern matches."""
         self._names.append(name)
         for old, pattern, new in self._rules:
             if match := pattern.fullmatch(name):
@@ -422,8 +423,8 @@ class _RenameRules:
 
 
 def _map_known_aliases(placement: Placement) -> dict[str, str | None]:
-    """Return a dict from the names that other libraries give to parameters of this model to the names here; the value
-    is None for a tensor without use here."""
+    """Return a dict with a key for each name that other libraries give to a parameter of this model. The value is the
+    name of the parameter in this model, or None for a tensor of which the model has no use."""
     return dict(pair for node in placement.model.nodes for pair in _iterate_aliases(node.path, node.layer))
 
 

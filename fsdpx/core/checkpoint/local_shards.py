@@ -34,7 +34,8 @@ __all__ = [
 ]  # fmt: skip
 
 BLOCK_BYTES = 4 << 20
-"""Number of bytes that are read or written at a time: saving and loading need a few such blocks of extra memory."""
+"""Number of bytes that are read or written at a time. Saving and loading need a few blocks of this size as extra
+memory."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class ByteCounter:
         self.nbytes = 0
 
     def iterate_and_count(self, parts: Iterable[LocalShard]) -> Iterator[LocalShard]:
-        """Yield `parts` unchanged, and add the bytes of each to `nbytes`."""
+        """Yield `parts` unchanged, and add the number of bytes of each part to `nbytes`."""
         for part in parts:
             self.nbytes += int(part.array.size) * int(part.array.dtype.itemsize)
             yield part
@@ -122,7 +123,7 @@ def iterate_local_shards(state: TrainState, replicas: int | None = None) -> Iter
 def iterate_shards_to_write(state: TrainState) -> Iterator[LocalShard]:
     """Yield the shards that this rank writes. Exactly one rank writes each element of each tensor.
 
-    Replicas with equal state write an even part each; if replicas have different states, each writes its own.
+    Replicas with equal state each write an even part of it. Replicas with different states each write their own state.
     Parameters that the tensor axis does not shard are written by the first tensor rank, because on other tensor ranks
     the shards of a page that also has sharded parameters begin at other elements. A tied parameter is written by the
     ranks that hold its first copy, and running statistics by one of the ranks that update them."""
@@ -141,8 +142,8 @@ def iterate_shards_to_write(state: TrainState) -> Iterator[LocalShard]:
 def _iterate_shards_of_row(
     placement: Placement, row: LedgerRow, array: Any, replicas: int | None = None
 ) -> Iterator[LocalShard]:
-    """Yield the shards in a row of the ledger: parts of the parameters of the row's page, or the single tensor of a row
-    without page."""
+    """Yield the shards in a row of the ledger: the parts of the parameters of the row's page, or the only tensor of a
+    row that has no page."""
     layout, (_, p, name) = placement.layout, row.key
     if p is None:
         yield LocalShard(name, array.reshape(-1), 0, layout.specs[name], 0, 1)
@@ -162,9 +163,9 @@ class CodecMemoryName(NamedTuple):
     """The name of a tensor of codec memory in a checkpoint.
 
     axis: axis over which the codec sums, "shard" or "replica". memory: the codec's name for the array. rank_number:
-    number of the rank that holds the array, among all ranks that hold such an array; if the array is equal on all ranks
-    along the axis, number of this group of ranks. tensor: name of the parameter, or of the page if the array does not
-    have one element per element of the page."""
+    number of the rank that holds the array, among all ranks that hold such an array. If the array is equal on all ranks
+    along the axis, it is the number of this group of ranks. tensor: name of the parameter, or of the page if the array
+    does not have one element per element of the page."""
 
     axis: str
     memory: str
@@ -192,8 +193,8 @@ class SavedPart:
 
 
 def iterate_codec_memory(state: TrainState, instead: Mapping[LedgerKey, Any] | None = None) -> Iterator[LocalShard]:
-    """Yield the shards of this rank's codec memory. instead: arrays to use instead of those of the ledger, by key of
-    the row."""
+    """Yield the shards of this rank's codec memory. instead: arrays to use instead of those in the ledger, keyed like
+    its rows."""
     return (part.held for one in _iterate_codec_rows(state, instead or {}) for part in one.iterate_saved_parts())
 
 
@@ -207,8 +208,8 @@ def plan_reads_and_zero_missing(state: TrainState, found: Mapping[str, tuple[int
     """Yield the shards to be filled from a checkpoint for this rank's codec memory, each with the array to which it
     must be added afterwards, or None if it is filled in place.
 
-    found: shapes of the tensors in the checkpoint by name. Memory that the checkpoint lacks is set to zero; tensors
-    that no memory of this rank needs are ignored."""
+    found: shapes of the tensors in the checkpoint by name. Memory that the checkpoint lacks is set to zero. Tensors of
+    the checkpoint that this rank does not need are ignored."""
     layout = state.placement.layout
     fields = {field.name for page in layout.pages for field in page.fields}
     known: dict[tuple[str, str], list[CodecMemoryName]] = defaultdict(list)
@@ -297,7 +298,7 @@ class CodecMemory:
         """Return the number of this rank's memory tensor for a parameter, and the number of such tensors.
 
         The ranks of the tensor axis share the tensor of an unsharded parameter, unless the gradient of the parameter is
-        partial: then each rank has its own tensor."""
+        partial. In that case each rank has its own tensor."""
         axes = self.placement.axes
         rank, size = (axes.data.rank, axes.data.size) if axis == "shard" else (axes.replica.rank, axes.replica.size)
         if spec.cut is None and self.page.partial:

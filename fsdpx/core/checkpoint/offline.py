@@ -58,7 +58,7 @@ class TensorDifference:
 
 def open_source(path: Path) -> CheckpointSource:
     """Open a checkpoint including its training state, or other safetensors files, which have only weights. Check the
-    headers."""
+    headers of all files."""
     source = open_weights(path)
     return source if source.manifest is None else open_checkpoint(path)
 
@@ -107,7 +107,7 @@ def convert_weights(source: Path, target: Path, dtype: str | None, shard_bytes: 
 
     Optimizer state and scalar state of a checkpoint are copied unchanged. dtype: name of the new dtype; None: that of
     the source. shard_bytes: maximum bytes of one file; None: one file. Raise CheckpointError if a checksum of the
-    source does not fit, or if `target` is the source itself, since rounded weights could not be restored."""
+    source does not match, or if `target` is the source itself, since rounded weights could not be restored."""
     verified, wrong = open_and_list_damaged_tensors(source)
     if target.exists() and any(
         os.path.samefile(target, place) for place in (source, verified.folder) if place.exists()

@@ -55,8 +55,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """Safetensors files of a folder whose headers are checked. manifest: None if the files are no checkpoint of
-    fsdpx."""
+    """Safetensors files of a folder whose headers are checked. manifest: manifest of the checkpoint; None if the files
+    are not a checkpoint of fsdpx."""
 
     folder: Path
     files: dict[str, FileHeader]
@@ -191,15 +191,15 @@ def _read_small_file(path: Path) -> bytes:
 
 
 def _describe_nearest_folder(path: Path) -> str:
-    """Return the end of an error message: the newest checkpoint or the contents of the nearest existing parent
-    folder."""
+    """Return the end of an error message, which names the newest checkpoint in the nearest existing parent folder, or
+    else lists the contents of that folder."""
     folder = next(folder for folder in path.absolute().parents if folder.is_dir())
     return _describe_newest_checkpoint(folder) or f"; in {folder} there is {_join_file_names(folder)}"
 
 
 def _describe_newest_checkpoint(folder: Path) -> str:
-    """Return the end of an error message: the newest checkpoint in a folder; "" if that has no number in its name or
-    there is none."""
+    """Return the end of an error message, which names the newest checkpoint in a folder; "" if there is no checkpoint,
+    or if the newest one has no number in its name."""
     newest_folder = find_newest_checkpoint(folder)
     return (
         ""
@@ -214,15 +214,15 @@ def _join_file_names(folder: Path) -> str:
 
 
 MAX_GAP_FACTOR = 8
-"""Several runs are read in one operation, including the gaps between them, as long as they span at most this many times
-the number of their elements."""
+"""Several runs are read in one operation, together with the gaps between them, if the full range is at most this many
+times as long as the runs alone."""
 
 
 def iterate_byte_ranges_of_rank(sizes: Sequence[int], rank: int, ranks: int) -> Iterator[tuple[int, int, int]]:
     """Split the bytes of all tensors evenly over the ranks; yield this rank's byte ranges as (number of the tensor,
     first byte, number of bytes).
 
-    sizes: bytes of each tensor. A range has at most `BLOCK_BYTES`, since that is read at a time."""
+    sizes: bytes of each tensor. A range has at most `BLOCK_BYTES` bytes, because no more are read at a time."""
     ends = np.cumsum([0, *sizes]).tolist()
     everything = [ElementRange(a, b) for a, b in zip(ends, ends[1:], strict=False)]
     own_range = ElementRange(ends[-1] * rank // ranks, ends[-1] * (rank + 1) // ranks)
@@ -334,8 +334,8 @@ def _read_at(source: CheckpointSource, files: SourceFiles, file: str, data: memo
 
 
 class SourceFiles(ExitStack):
-    """Context that holds the descriptors of a source's files. A file is opened when it is first used; raise
-    CheckpointError if its size has changed since its header was read."""
+    """Context that holds the descriptors of a source's files. A file is opened when it is first used. If the size of
+    the file has changed since its header was read, CheckpointError is raised."""
 
     def __init__(self, source: CheckpointSource) -> None:
         super().__init__()

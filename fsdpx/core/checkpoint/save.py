@@ -1,5 +1,5 @@
-"""Save checkpoints: options of a save, description of the run, collective save, and background save, in which a thread
-of each rank writes while training continues."""
+"""Save checkpoints: the options of a save, the description of the run, the collective save, and the background save, in
+which a thread of each rank writes while training continues."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def make_run_note(placement: Placement) -> bytes:
 
 
 def read_note(source: CheckpointSource) -> bytes | None:
-    """Return the contents of `NOTE_FILE_NAME` in a checkpoint; None if `source` is no checkpoint or the file cannot be
-    read."""
+    """Return the contents of `NOTE_FILE_NAME` in a checkpoint; None if `source` is not a checkpoint or the file cannot
+    be read."""
     if source.manifest is None:
         return None
     try:
@@ -228,9 +228,11 @@ def save(
 def prepare_save(
     state: TrainState, path: Any, choices: SaveChoices, loader: Any, fit: Mapping[str, Any] | None
 ) -> PreparedSave:
-    """Agree on path, options and files, create the files, and return the prepared save. No data are written yet.
+    """Agree on path, options and files, create the files, and return the prepared save. This function writes no data
+    yet.
 
-    Raise CheckpointError on all ranks if ranks differ, or if one rank cannot save. Collective."""
+    Raise CheckpointError on all ranks if path or options differ between ranks, or if one rank cannot save.
+    Collective."""
     world = state.placement.axes.world
     path = agree_on_path(world, "save", path, options=repr(choices))
     where, local = f"save to {path}", state.placement.sync_policy.gather_checkpoint_counters(state)
@@ -271,7 +273,7 @@ def _require_savable(state: TrainState, path: Path, choices: SaveChoices, scalar
 def make_file_layout(placement: Placement, choices: SaveChoices, scalars: RunScalars, memory: Shapes) -> FileLayout:
     """Return the layout of the files of a checkpoint; it is the same on every rank.
 
-    memory: shape by name for the codec memory of all ranks."""
+    memory: shapes of the tensors of codec memory of all ranks, by name."""
     specs, asked = placement.layout.specs, None if choices.dtype is None else dtype_to_code(parse_dtype(choices.dtype))
     known = {
         n: (dtype_to_code(get_state_dtype(placement, n)), s.shape) for n, s in list_saved_tensors(placement).items()
@@ -307,9 +309,9 @@ class BackgroundSave:
 
     def __init__(self, state: TrainState, prepared: PreparedSave, count: ByteCounter) -> None:
         self.world, self.prepared = state.placement.axes.world, prepared
-        self._problem: str | None = None  # text of the error of writing or committing
+        self._problem: str | None = None  # text of an error while writing or committing
         self._wrote, self._stopped = threading.Event(), threading.Event()
-        self._running = threading.Lock()  # not Thread.join: Ctrl-C in it marks the thread as ended (Python 3.11)
+        self._running = threading.Lock()  # not Thread.join, in which Ctrl-C marks the thread as ended (Python 3.11)
         try:
             pieces = count.iterate_and_count(prepared.iterate_shards(state))
             self._copies = [replace(piece, array=np.array(to_host(piece.array))) for piece in pieces]

@@ -1,4 +1,5 @@
-"""The scalar part of the train state: number of steps, loss scale, seed, position in the data. It is stored as JSON."""
+"""The scalar part of the train state, for example the number of steps, the loss scale, the seed and the position in the
+data. It is stored as JSON."""
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ class RunScalars:
     steps: number of updates. rows: number of samples since the last update. seed: seed of all random numbers, which
     depend only on it and on the position in training. scale, good, dynamic: value of the loss scale, number of good
     steps since its last change, and whether it is dynamic. slots: names of the optimizer's state arrays. optimizer:
-    name of the optimizer's class. data: `state_dict` of the loader. fit: progress of the training loop. local: for
-    replicas that train independently, their round and how much each has trained on since the last synchronization.
-    missed: number of steps in which a parameter was frozen, by its name. The last four are None if there is nothing to
-    save."""
+    name of the optimizer's class. data: `state_dict` of the loader. fit: progress of the training loop. local: if
+    replicas train independently, their round, and how much data each replica has trained on since the last
+    synchronization. missed: number of steps in which each parameter was frozen, by name. `data`, `fit`, `local` and
+    `missed` are None if there is nothing to save."""
 
     steps: int
     rows: int
@@ -56,7 +57,7 @@ class RunScalars:
 
     @property
     def replica_count(self) -> int | None:
-        """Number of replicas if each has its own state; None if the replicas are equal."""
+        """Number of replicas if each replica has its own state; None if all replicas have the same state."""
         return None if self.local is None else len(self.local["weights"])
 
     def to_json(self) -> str:
@@ -64,7 +65,7 @@ class RunScalars:
         try:
             known = {n: value for n, value in vars(self).items() if value is not None or n not in ("local", "missed")}
             text = json.dumps(known, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-            return text.encode().decode()  # raises for half of a surrogate pair
+            return text.encode().decode()  # raises an error for half of a surrogate pair
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"the state_dict of the loader is not made of numbers and texts: {error}") from None
 

@@ -55,14 +55,14 @@ OWN_FILE_PATTERN = re.compile(
 """Pattern of the names of the files that a checkpoint can have."""
 
 CHECKSUM_PREFIX = ".sums-"
-"""Prefix of the name of a file in the partial folder to which a rank writes its checksums (`BackgroundSave`); the rank
-follows."""
+"""Prefix of the name of the file in the partial folder to which a rank writes its checksums (`BackgroundSave`). The
+number of the rank follows the prefix."""
 
 
 @dataclass(frozen=True)
 class FileRecord:
     """Size in bytes and checksums of a file. header_crc: CRC-32 of its header, or of the full contents of a text file.
-    tensors: name -> CRC-32 of the tensor's bytes."""
+    tensors: CRC-32 of the bytes of each tensor, by name."""
 
     size: int
     header_crc: int
@@ -215,12 +215,12 @@ class Worker:
 
 
 FLUSH_BYTES = 64 << 20
-"""After this many bytes, written data are flushed to disk while more data are written: operating systems would begin
-much later."""
+"""Written data are flushed to disk whenever this many bytes have been written, while more data are being written.
+Operating systems by themselves would begin much later."""
 
 INLINE_WRITE_BYTES = 1 << 16
-"""Blocks of up to this many bytes are not written by a thread: writing them and computing the CRC takes less time than
-waking a thread."""
+"""Blocks of up to this many bytes are not written by a separate thread, because writing a block of that size and
+computing its CRC takes less time than waking a thread."""
 
 
 def write_shards(folder: Path, layout: FileLayout, pieces: Iterable[TensorPiece]) -> np.ndarray:
@@ -259,11 +259,12 @@ def _sync_files(files: Iterable[int]) -> None:
 def _write_tensor_piece(fd: int, piece: TensorPiece, entry: TensorEntry, writer: Worker) -> int:
     """Write a piece into an open file and return its contribution to the CRC-32 of the tensor.
 
-    Each block is converted in one operation; each run of consecutive elements in the file is one write."""
+    Each block is converted in one operation. Each run of elements that are consecutive in the file is written in one
+    operation."""
     total, size = PartialCrc(), entry.itemsize
     for block in iterate_blocks(piece, size):
         data, offset = _to_bytes(block.array, entry), 0
-        aside = len(block.runs) == 1 and len(data) > INLINE_WRITE_BYTES  # else switching threads takes longer
+        aside = len(block.runs) == 1 and len(data) > INLINE_WRITE_BYTES  # otherwise switching threads takes longer
         for start, stop in block.runs:
             part = data[offset : offset + (stop - start) * size]
             task = partial(write_at, fd, part, entry.start + start * size)
