@@ -1,5 +1,5 @@
-"""Fault injection: kill, stop or delay ranks at chosen actions, reproducibly by seed, and check the log of steps of a
-restarted job: each step must count once, and a repeated step must give the same loss to the last bit."""
+"""Fault injection: kill, stop or delay ranks at chosen actions, reproducibly by seed. Check the log of steps of a
+restarted job, in which each step must count once, and a repeated step must give the same loss to the last bit."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ class InjectedFault(RankDied):
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of a rank: "kill", "stop" or "delay" after its action number `action`, counted from 1 in each start of
-    the job.
+    """A fault that occurs on a rank after its action number `action`, counted from 1 in each start of the job.
 
-    start: number of the start of the job, counted from 0. seconds: duration of a delay. `str` returns a text such as
-    "delay 1@30 for 0.5 in 0", which `parse_faults` accepts."""
+    kind: "kill", "stop" or "delay". start: number of the start of the job, counted from 0. seconds: duration of a
+    delay. `str` returns a text such as "delay 1@30 for 0.5 in 0", which `parse_faults` accepts."""
 
     kind: str
     rank: int
@@ -79,8 +78,8 @@ def draw_faults(
 def inject_faults(trainer: Any, faults: Iterable[Fault], start: int = 0, *, threads: bool = False) -> None:
     """Install an observer that injects the faults of this rank in this start of the job.
 
-    A process gets SIGKILL or SIGSTOP. threads: True: ranks are threads; to kill or stop one, `InjectedFault` is raised
-    in it. Raise ConfigError for a fault of an unknown kind."""
+    A process gets SIGKILL or SIGSTOP. threads: True if ranks are threads. To kill or stop a thread, `InjectedFault` is
+    raised in that thread. Raise ConfigError for a fault of an unknown kind."""
     mine: dict[int, list[Fault]] = {}
     for fault in faults:
         if fault.kind not in FAULT_KINDS:
@@ -108,7 +107,7 @@ def _inject_fault(fault: Fault, action: object, threads: bool) -> None:
 
 
 def run_until_survived(run: Callable[[int], T], max_starts: int = 20) -> tuple[T, int]:
-    """Call `run(0)`, `run(1)`, ... until a call raises no `InjectedFault`; return the result and the number of that
+    """Call `run(0)`, `run(1)`, ... until a call raises no `InjectedFault`. Return the result and the number of that
     call.
 
     Raise AssertionError if `max_starts` calls have failed."""
@@ -134,8 +133,8 @@ class StepLog:
             file.write(f"{step} {loss.hex()}\n")
 
     def read_starts(self) -> dict[int, dict[int, list[tuple[int, str]]]]:
-        """Return the log as start -> rank -> list of (step, loss as hexadecimal text). A last line that a kill has
-        truncated is skipped."""
+        """Return the log: for each start a dict that has, for each rank, a list of (step, loss as hexadecimal text). A
+        last line that a kill has truncated is skipped."""
         found: dict[int, dict[int, list[tuple[int, str]]]] = {}
         for path in sorted(self.folder.iterdir()):
             start, rank = map(int, path.name.split("-"))
@@ -147,8 +146,8 @@ class StepLog:
         """Check the log, and return for each of `steps` steps the last start that performed it. Raise AssertionError if
         the log is wrong.
 
-        Each start must continue from a checkpoint of an earlier start: no step is skipped, a repeated step gives the
-        same loss to the last bit, ranks agree, and each step counts exactly once."""
+        Each start must continue from a checkpoint of an earlier start. No step may be skipped, a repeated step must
+        give the same loss to the last bit, ranks must agree, and each step must count exactly once."""
         made: list[int] = []  # for each step, the last start that performed it
         losses: dict[int, str] = {}
         for start, ranks in self.read_starts().items():

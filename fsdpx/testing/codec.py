@@ -21,18 +21,18 @@ REDUCE_CASES = (
     (3, (1, 4, 2), "start"), (4, (0, 0, 0, 1), "elsewhere"), (5, (1, 4, 2, 0, 3), "elsewhere"),
     (5, (12, 12, 12, 12, 13), "start"),
 )  # fmt: skip
-"""Tuples (ranks, elements of each part, where a part arrives): not all combinations of these values, but each pair of
-two values occurs."""
+"""Tuples (ranks, elements of each part, where a part arrives). They are not all combinations of these values, but each
+pair of two values occurs."""
 SHARED_CASES = ((1, 60), (2, 61), (3, 0), (4, 1), (5, 60))
 """Pairs (ranks, elements) of an all-reduce."""
 
 
 class CodecContract:
-    """Tests of a codec: inherit the class and define `make`, which returns the codec to be tested."""
+    """Tests of a codec. Inherit the class and define `make`, which returns the codec to be tested."""
 
     allowed_error: float = 0.0
-    """Allowed error of a sum in the first step, relative to the sum of the absolute values of its terms; twice as much
-    is allowed for `reduce_all`. The rounding error of a sum in `dtype` is allowed in addition."""
+    """Allowed error of a sum in the first step, relative to the sum of the absolute values of its terms. For
+    `reduce_all`, twice this error is allowed. The rounding error of a sum in `dtype` is allowed in addition."""
     dtype: str = "float32"
     """Dtype of the gradients."""
 
@@ -101,8 +101,8 @@ class CodecContract:
         spawn(body, size, timeout=60)
 
     def test_codec_state_is_only_in_memory_arrays(self) -> None:
-        """Check that two codecs that use one memory alternately give the bits of a single codec, so that no state is
-        stored elsewhere."""
+        """Check that two codecs that take turns in using one memory give the same bits as a single codec. This shows
+        that no state is stored elsewhere."""
 
         def body(comm: Communicator, codecs: Sequence[Codec]) -> list[bytes]:
             n, counts = 61, split_evenly(61, comm.size)

@@ -40,10 +40,10 @@ def _on_every_rank(test: Callable[..., None]) -> Callable[..., None]:
 
 
 class CommunicatorContract:
-    """Tests of a communicator: inherit the class and define `run`, which every test calls once."""
+    """Tests of a communicator. Inherit the class and define `run`, which every test calls once."""
 
     def run(self, body: Callable[[Communicator], Any]) -> Any:
-        """Call `body(comm)` on every rank. If it fails, raise the error of one rank. To be overridden.
+        """Call `body(comm)` on every rank. If the call fails, raise the error of one rank. To be overridden.
 
         Parameters
         ----------
@@ -180,7 +180,7 @@ class CommunicatorContract:
             for op in _list_operations(dtype):
                 ours = [_draw_values(dtype, 7, seed=rank) for rank in range(comm.size)]
                 send = ours[comm.rank].copy()
-                recv = np.zeros_like(send) if root % 2 else send  # in place at even roots
+                recv = np.zeros_like(send) if root % 2 else send  # in place if the root is even
                 comm.reduce(send, recv if comm.rank == root else None, op, root).wait()
                 if comm.rank == root:
                     _assert_close(recv, _compute_reduction(ours, op))
@@ -252,7 +252,7 @@ class CommunicatorContract:
 
     @_on_every_rank
     def test_waiting_for_one_transfer_progresses_others(self, comm: Communicator) -> None:
-        # rank 0 completes its reductions before it sends; the others wait for that message first
+        # rank 0 completes its reductions before it sends, but all other ranks wait for that message first
         half, ring, note = np.ones(5, np.float16), np.ones(5), np.zeros(1)
         handles = [comm.all_reduce(half), comm.all_reduce(ring, ReduceOp.SUM, "ring")]
         if comm.rank == 0:

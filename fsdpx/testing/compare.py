@@ -22,10 +22,11 @@ class WorstElement:
     ----------
     tensor : name of its tensor
     index : index of the element in the tensor
-    got, want : actual and expected value of the element
+    got, want : actual and expected values of the element
     relative : absolute difference of the two values, divided by the largest absolute value of the expected tensor
-    beyond, elements : number of elements of the tensor that differ by more than allowed, and number of all its elements
-    tensors : number of tensors with such elements
+    beyond, elements : number of elements of the tensor that differ by more than allowed, and number of all elements of
+        the tensor
+    tensors : number of tensors that have elements that differ by more than allowed
     """
 
     tensor: str

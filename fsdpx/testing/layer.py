@@ -26,8 +26,8 @@ class GradientContract:
     step = 1e-6
     """Step size of the central differences."""
     tolerance = 1e-6
-    """Allowed difference between a gradient and the central difference, relative to the central difference, or absolute
-    if that is below 1."""
+    """Allowed difference between a gradient and the central difference. It is relative to the central difference, but
+    absolute if the central difference is below 1."""
     tolerance32 = 1e-4
     """Allowed difference between float32 and float64 results, both relative and absolute."""
 
@@ -81,8 +81,8 @@ class LayerContract(GradientContract):
         raise TypeError(f"{type(self).__name__} must define make(), which returns the layer to be tested")
 
     def inputs(self) -> Any:
-        """Return inputs of the layer, to be overridden: a float64 or integer array, or a tuple of arrays, each with at
-        least 2 samples in dim 0."""
+        """Return inputs of the layer: a float64 or integer array, or a tuple of arrays, each with at least 2 samples in
+        dim 0. To be overridden."""
         raise TypeError(f"{type(self).__name__} must define inputs(), which returns what the layer is tested on")
 
     def draw_normal(self, *shape: int) -> np.ndarray:
@@ -149,8 +149,8 @@ class LayerContract(GradientContract):
             np.testing.assert_array_equal(got[name], want[name], err_msg=name)
 
     def test_thread_ranks_may_share_one_instance(self) -> None:
-        """Check that forward and backward of one layer give the same bits if two threads run them concurrently, each
-        with its own samples, as if they run in sequence."""
+        """Check that two threads which run forward and backward of one layer concurrently, each on its own samples, get
+        the same bits as if they run in sequence."""
         layer, x, p = self._make_test_case()
         halves = [tuple(part[rows] for part in x) for rows in (slice(None), slice(None, None, -1))]
         wanted = [self._run_forward_backward(self.make(), p, half) for half in halves]
@@ -238,7 +238,7 @@ class LayerContract(GradientContract):
             assert [_get_shape_and_dtype(a) for a in dx_flat] == [_get_shape_and_dtype(a) for a in dx]
 
     def test_integer_inputs_are_declared(self) -> None:
-        """Check that `Layer.takes` declares integer inputs; otherwise a trainer converts them to floats."""
+        """Check that `Layer.takes` declares integer inputs, because a trainer converts all other inputs to floats."""
         layer, x, _ = self._make_test_case()
         takes = resolve_dtype_words(layer, len(x), [frozenset()] * layer.n_outputs)
         wrong = [i for i, part in enumerate(x) if part.dtype.kind in "iub" and takes[i] == {"numbers"}]
@@ -257,7 +257,7 @@ class LayerContract(GradientContract):
         x = _as_tuple(self.inputs())
         assert all(len(part) >= 2 for part in x), "inputs() must give at least 2 samples"
         p = make_initial_values(layer.specs(), seed=1, dtype=np.float64)
-        # moved away from zeros and ones, with which the tests would not notice a missing factor
+        # move parameters away from 0 and 1, with which the tests would not notice a missing factor
         moved = {n: a + 0.1 * np.abs(_draw_direction(11, a)) for n, a in p.items()}
         return layer, x, moved
 
@@ -323,7 +323,7 @@ class LossContract(GradientContract):
         raise TypeError(f"{type(self).__name__} must define make(), which returns the loss to be tested")
 
     def outputs(self) -> Any:
-        """Return outputs of a model, to be overridden: a float64 array of at least 3 samples, or a tuple of arrays."""
+        """Return outputs of a model: a float64 array of at least 3 samples, or a tuple of arrays. To be overridden."""
         raise TypeError(f"{type(self).__name__} must define outputs(), which returns what a model gives")
 
     def target(self) -> np.ndarray:
@@ -374,8 +374,8 @@ class LossContract(GradientContract):
                 np.testing.assert_array_equal(got, wanted)
 
     def test_parts_of_a_batch_add_up(self) -> None:
-        """Check that totals, weights and gradients of the parts of a batch add up to those of the full batch: ranks,
-        microbatches and chunks require this. A part may be empty."""
+        """Check that totals, weights and gradients of the parts of a batch add up to those of the full batch, because
+        ranks, microbatches and chunks require this. A part may be empty."""
         y, target = self._make_test_case()
         n = len(target)
         self._assert_adds_up(y, target, [slice(0, 1), slice(1, n - 1), slice(n - 1, n), slice(n, n)], 0)

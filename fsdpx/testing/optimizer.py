@@ -27,9 +27,9 @@ class OptimizerContract:
             takes_groups = False  # Mine takes no `groups`, or no `weight_decay`
             def make(self, **options): return Mine(**options)
 
-    `make` must take `lr`, a number or a function of the step (counted from 1) that returns a number; with
-    `takes_groups` (the default) also `weight_decay` and `groups`. Each shard is updated in its own thread, so that
-    optimizers can sum the norms of full parameters over shards."""
+    `make` must take `lr`, a number or a function of the step (counted from 1) that returns a number. With
+    `takes_groups` (the default), it must also take `weight_decay` and `groups`. Each shard is updated in its own
+    thread, so that optimizers can sum the norms of full parameters over shards."""
 
     shard_alignment: int = 1
     """1 if results do not depend on where shards begin; 1024 if shards may begin only at multiples of 1024 in each
@@ -123,7 +123,7 @@ class OptimizerContract:
     def test_each_parameter_counts_its_own_updates(self) -> None:
         """Check that a parameter that has missed two updates gets its first update when the other parameters get their
         third."""
-        # without the wrapper for averages, which counts the steps of the trainer
+        # test without the wrapper for averages, because that counts the steps of the trainer
         late, optimizer = ("a.bias", "b.weight"), unwrap_optimizer(self.make(lr=0.01))
         p, g, slots = self._make_state("float64", slice(None), optimizer)
         alone = {n: self._make_state("float64", at, optimizer) for n, at in _compute_parameter_ranges().items()}
@@ -174,8 +174,8 @@ class OptimizerContract:
         (optimizer or self.make(lr=0.01)).update(np, p, g, slots, **options)
 
     def _train_shards(self, dtype: str, cuts: Sequence[int]) -> dict[str, Any]:
-        """Perform three steps on the shards between `cuts`, each shard in its own thread. Return full parameters and
-        slots."""
+        """Perform three steps on the shards between `cuts`, each shard in its own thread. Return the full parameters
+        and slots."""
         bounds = [0, *cuts, TOTAL_SIZE]
         optimizer = self.make(lr=0.01)
 

@@ -79,8 +79,7 @@ class ScheduleContract:
                     assert done in (["B", "F"], ["F", "I", "W"]), f"{made.name}: stage {stage}, microbatch {mb}: {done}"
 
     def test_gradients_are_added_in_the_order_of_microbatches(self) -> None:
-        """Check the order in which gradients are accumulated: with the order of microbatches, all schedules give the
-        same bits."""
+        """Check that gradients are added in the order of microbatches, so that all schedules give the same bits."""
         for made in self._iterate_schedules():
             for row in made.ranks:
                 for stage in {a.unit for a in row}:
@@ -89,7 +88,7 @@ class ScheduleContract:
 
     def test_no_rank_waits_forever(self) -> None:
         """Check, for several costs of forward, backward and messages, that a step takes no longer than all work and all
-        messages in sequence: at every moment a rank computes or a message is in flight."""
+        messages in sequence. This holds if at every moment a rank computes or a message is in flight."""
         for made in self._iterate_schedules():
             for costs in (StageCosts(1, 1, 1), StageCosts(3, 1, 1, 0.5), StageCosts(1, 5, 2), StageCosts(1, 0, 4, 2)):
                 work = sum(costs.cost_of(action) for row in made.ranks for action in row)

@@ -16,8 +16,9 @@ _LIBRARIES = frozenset({"numpy", "numba", "llvmlite", "threading", "importlib", 
 
 
 MAX_VISITS = 1
-"""How often a thread yields at the same bytecode. One visit suffices: objects that are created lazily are created in
-the first visit, and more visits find no more layers that wrongly store data of a call on themselves."""
+"""Number of times that a thread yields at the same bytecode. One visit suffices, because objects that are created
+lazily are created in the first visit. Further visits find no further layers that wrongly store data of a call on
+themselves."""
 
 
 @contextmanager
@@ -25,7 +26,7 @@ def switching_at_every_bytecode() -> Iterator[None]:
     """Within the block, let other threads run at every bytecode that this thread executes.
 
     Frames of NumPy, Numba and the parts of Python's standard library that wrap calls run without switches. So does a
-    bytecode after `MAX_VISITS` visits, as in loops."""
+    bytecode, for example in a loop, after `MAX_VISITS` visits."""
     before, visits = sys.gettrace(), Counter[tuple[CodeType, int]]()
 
     def step(frame: FrameType, event: str, argument: Any) -> Any:

@@ -20,8 +20,8 @@ __all__ = ["VirtualTime"]
 class VirtualTime:
     """A virtual clock that thread ranks share: `distribute(..., comm=virtual.wrap_communicator(comm))`.
 
-    Pulls and updates take no time; the step between them takes the seconds of its rank. If two ranks are at the same
-    time, the lower rank continues first. Ranks compute one at a time.
+    Pulls and updates take no time. The step between a pull and an update takes the `seconds` of its rank. If two ranks
+    are at the same time, the lower rank continues first. Ranks compute one at a time.
 
     Parameters
     ----------
@@ -100,7 +100,8 @@ class VirtualTime:
             self.wake_ready_ranks(rank)
 
     def wake_ready_ranks(self, rank: int) -> None:
-        """Wake the ranks in `wait_until` whose condition is now true; their time becomes at least the time of `rank`.
+        """Wake the ranks in `wait_until` whose condition is now true. Their virtual time becomes at least that of
+        `rank`.
 
         Parameters
         ----------
@@ -223,8 +224,8 @@ class _TimedWindow(Window):
 
 
 def _is_ready(ready: Callable[[], bool]) -> bool:
-    """Return whether `ready()` is true or raises an error; then the waiting rank calls `ready` itself and gets the
-    error."""
+    """Return whether `ready()` is true or raises an error. In case of an error, the waiting rank calls `ready` itself
+    and gets the error."""
     try:
         return ready()
     except Exception:
