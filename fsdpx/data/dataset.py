@@ -39,10 +39,10 @@ __all__ = [
 ]  # fmt: skip
 
 MAX_OPEN_FILES = 64
-"""Maximum number of memory maps that a process keeps open; each one uses a file descriptor."""
+"""Maximum number of memory maps that a process keeps open. Each memory map uses a file descriptor."""
 _PARSER = Lock()
-"""Allows only one thread to parse: some versions of Python count the parser's depth over all threads and raise
-SystemError (CPython gh-106905)."""
+"""Allows only one thread at a time to parse, because some versions of Python count the parser's depth over all threads
+and raise SystemError (CPython gh-106905)."""
 
 
 class OpenFiles:
@@ -64,7 +64,7 @@ class OpenFiles:
 
 
 def make_file_mapper() -> Callable[[Path], np.ndarray]:
-    """Return a function that memory-maps the bytes of a file; the most recently used maps stay open."""
+    """Return a function that memory-maps the bytes of a file. The most recently used maps stay open."""
     return OpenFiles(_map_file)
 
 
@@ -255,11 +255,11 @@ def make_empty_batch(batch: Any) -> Any:
 
 def hash_first_sample(dataset: Any) -> int | None:
     """Return a hash of sample 0, for comparing the datasets of different ranks; None if the sample cannot be read, or
-    has neither numbers nor texts."""
+    if it contains neither numbers nor texts."""
     take = getattr(dataset, "take", None)
     try:
         sample = dataset[0] if take is None else take(np.array([0]))
-    except Exception:  # ignored here: if the loader reads this sample, it raises the error
+    except Exception:  # ignored here, because the loader raises the error when it reads the sample
         return None
     parts = [a for a in map(_to_array_or_none, _iterate_leaves(sample)) if a is not None and a.dtype.kind in "biufcSU"]
     texts = [f"{a.dtype}{a.shape}".encode() + np.ascontiguousarray(a).tobytes() for a in parts]
@@ -278,7 +278,7 @@ def _iterate_leaves(sample: Any) -> Iterator[Any]:
 def _to_array_or_none(value: Any) -> np.ndarray | None:
     try:
         return np.asarray(value)
-    except (TypeError, ValueError, RuntimeError):  # a sample may contain any object; those are left out of the hash
+    except (TypeError, ValueError, RuntimeError):  # a sample may contain any object; such objects are left out
         return None
 
 

@@ -48,24 +48,24 @@ class DistributedSampler:
 
     Iterating yields this rank's indices; `iterate_batches()` yields one array per step. Both advance `epoch` and
     `position`, the number of samples of the global order that have been served. At the end of an epoch, `epoch` is
-    incremented. A new loop after one that was left early restarts the epoch, unless `load_state_dict` is called in
-    between. A loop inside another loop iterates over the full epoch and advances neither `epoch` nor `position`.
+    incremented. If a loop was left early, a new loop restarts the epoch, unless `load_state_dict` is called before it.
+    A loop inside another loop iterates over the full epoch and advances neither `epoch` nor `position`.
 
     Parameters
     ----------
     n : number of samples in the dataset
-    rank, size : this data rank, and the number of data ranks; None: taken from comm. rank=0, size=1 without comm means
-        that the dataset holds only this rank's samples, which are not split again (`presharded`); `batch` then counts
-        this rank's samples. In this case `fit` on several ranks sets `uneven`: ranks may have different numbers of
-        samples, so `state_dict` leaves out `n`
+    rank, size : number of this data rank, and number of data ranks; None: those of comm. rank=0, size=1 without comm
+        means that the dataset holds only this rank's samples, which are not split again (`presharded`); `batch` then
+        counts this rank's samples. In this case `fit` on several ranks sets `uneven`: ranks may have different numbers
+        of samples, so `state_dict` leaves out `n`
     comm : a communicator of the data ranks, or any object with `rank` and `size`; None: the default communicator if one
         exists, else all ranks of this job
     shuffle : whether each epoch has a new random order; False: 0 .. n-1
     seed : seed of the random order
     drop_last : whether to leave out the last global batch if it is shorter than `batch`
     batch : number of samples in a global batch; None: `size`, so that rank r gets order[r::size], as in PyTorch
-    reproducible_chunks : the trainer's option of this name. `batch` must be a multiple of it, each rank gets entire
-        chunks, and a short batch is truncated to a multiple of it
+    reproducible_chunks : the trainer's option of this name. `batch` must be a multiple of this number, each rank gets
+        entire chunks, and a short batch is truncated to a multiple of this number
     """
 
     @wrap_with_option_check
@@ -160,8 +160,8 @@ class DistributedSampler:
             position = after
 
     def begin_pass(self) -> EpochPass:
-        """Begin a pass over the epoch, at the position restored by `load_state_dict` if it was just called, else at the
-        start.
+        """Begin a pass over the epoch. The pass begins at the position that `load_state_dict` has just restored, or
+        otherwise at the start.
 
         If several passes are in progress, only the first one advances `epoch` and `position`; the other passes cover
         the full epoch."""
@@ -322,7 +322,7 @@ def _has_indexed_samples(dataset: Any) -> bool:
 
 
 MAX_PREFETCHED = 1 << 16
-"""Maximum number of batches to read ahead: more than memory can hold, and not too many for a queue's counter."""
+"""Maximum number of batches to read ahead. It is more than memory can hold, and not too large for a queue's counter."""
 POLL_SECONDS = 0.2  # time between checks of `stopped` while the queue is full
 
 
@@ -354,7 +354,7 @@ def _fill_queue(source: Iterator[Any], channel: _Channel) -> None:
 
 
 def _signal_thread_stop(channel: _Channel) -> None:
-    channel.stopped = True  # takes no lock, because garbage collection may call this in any thread
+    channel.stopped = True  # take no lock here, because garbage collection may call this in any thread
 
 
 class Prefetch:
@@ -384,7 +384,7 @@ class Prefetch:
         raise value
 
     def close(self) -> None:
-        """Stop the thread, and wait until it has ended; the thread first finishes reading its current item."""
+        """Stop the thread, and wait until it has ended. The thread finishes reading its current item before it ends."""
         self._finalizer()
         while self._thread.is_alive():
             try:
@@ -410,7 +410,7 @@ class DataLoader:
         of ranks
     comm : a communicator of the data-parallel ranks, or any object with `rank` and `size`; None: the default
         communicator
-    rank, size, shuffle, seed, drop_last, reproducible_chunks : as in `DistributedSampler`. rank=0, size=1 without comm
+    rank, size, shuffle, seed, drop_last, reproducible_chunks : see `DistributedSampler`. rank=0, size=1 without comm
         means that the dataset holds only this rank's samples, and that batch_size counts this rank's samples
     sampler : a sampler that replaces batch_size, comm and the six arguments of `DistributedSampler`
     collate : function from a list of samples to a batch; None: `take` of the dataset if it has one, else stacking
@@ -482,7 +482,7 @@ class DataLoader:
         return self.sampler.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Move to the start of an epoch and end iterations in progress; do nothing if it is the current epoch.
+        """Move to the start of an epoch, and stop iterations in progress. Do nothing if it is the current epoch.
 
         Parameters
         ----------
@@ -514,12 +514,12 @@ class DataLoader:
         return iteration
 
     def state_dict(self) -> dict[str, Any]:
-        """Return epoch and position after the last batch that the loop received, not counting batches read ahead. They
-        are the same on every rank and valid for any number of ranks."""
+        """Return epoch and position after the last batch that the loop received, not counting batches read ahead. Epoch
+        and position are the same on every rank, and valid for any number of ranks."""
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """End iterations in progress, and let the next iteration continue at the position at which `state_dict` was
+        """Stop iterations in progress, and let the next iteration continue at the position at which `state_dict` was
         called.
 
         Parameters
@@ -535,7 +535,7 @@ class DataLoader:
         self.sampler.load_state_dict(state)
 
     def close(self) -> None:
-        """End the iterations in progress, and their threads."""
+        """Stop the iterations in progress and their threads."""
         for running in list(self._running):
             running.close()
 
@@ -557,7 +557,7 @@ class DataLoader:
         batch
             `(x, y)` for the datasets of this package, with k rows
         """
-        several = getattr(self.dataset, "__getitems__", None)  # PyTorch and Hugging Face read batches by it
+        several = getattr(self.dataset, "__getitems__", None)  # PyTorch and Hugging Face datasets read batches with it
         take = getattr(self.dataset, "take", None) if several is None else None
         if take is not None and self.collate is None:
             batch = take(indices)

@@ -1,5 +1,5 @@
-"""Opens files of fields with the library that reads their format, follows links inside HDF5 files, and explains why a
-file cannot be read."""
+"""Open files of fields with the library that reads their format, follow links inside HDF5 files, and explain why a file
+cannot be read."""
 
 from __future__ import annotations
 
@@ -152,8 +152,8 @@ def make_data_error(path: Path, text: str) -> DataError:
 
 
 class ExternalLink(NamedTuple):
-    """Placeholder for a link whose target is not in the file. why: the reason, which completes a sentence in an
-    error."""
+    """Placeholder for a link whose target is not in the file. why: text that says why the target cannot be used, which
+    completes a sentence in an error."""
 
     why: str
 
@@ -162,7 +162,7 @@ def iterate_members(node: Any) -> Iterable[tuple[str, Any]]:
     """Return the members of a group as (name, value). HDF5 links are followed if they stay inside the file."""
     if isinstance(node, dict):
         return node.items()
-    if hasattr(node, "members"):  # sorted, because Zarr lists members in no fixed order
+    if hasattr(node, "members"):  # sort them, because Zarr lists members in no fixed order
         return sorted(node.members())
     return [(name, _follow_link(node, name, _MAX_LINKS)) for name in node]
 

@@ -23,8 +23,8 @@ NETCDF_FILL = {
 few values may be valid data (docs.unidata.ucar.edu/nug/current/fill_values.html)."""
 _SUFFIXES = (".nc", ".nc4", ".netcdf", ".cdf")
 _DIMENSIONS = "_ARRAY_DIMENSIONS"
-"""The attribute in which xarray stores the names of dims in Zarr format 2. In arrays that have it, `fill_value` marks
-missing values."""
+"""The attribute in which xarray stores the names of dims in Zarr format 2. In arrays that have this attribute,
+`fill_value` marks missing values."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class StorageFormat:
     offset: float
 
     def decode(self, stored: np.ndarray) -> np.ndarray:
-        """Return the values of stored numbers as floats, NaN where data is missing."""
+        """Return the values of stored numbers as floats, with NaN where data is missing."""
         stored = stored.view(self.kind)
         absent = np.zeros(stored.shape, bool)
         for value in self.missing:
@@ -66,8 +66,9 @@ def find_storage_format(path: Path, array: Any) -> StorageFormat | None:
     """Return the storage format of an array in a file; None if the stored numbers are the values.
 
     A stored number marks missing data if it equals `_FillValue` or one of `missing_value`, or if it is outside of
-    `valid_range`, or of `valid_min` and `valid_max`. In NetCDF files without `_FillValue`, the library's default fill
-    value also marks missing data. In Zarr format 2 written by xarray, the array's `fill_value` does."""
+    `valid_range`, or outside of the range from `valid_min` to `valid_max`. In NetCDF files without `_FillValue`, the
+    library's default fill value also marks missing data. In Zarr format 2 written by xarray, the array's `fill_value`
+    marks missing data."""
     attributes, stored = getattr(array, "attrs", {}), np.dtype(array.dtype)
     kind = _resolve_integer_dtype(stored, _decode_text(attributes.get("_Unsigned")))
     named = [value for name in ("_FillValue", "missing_value") for value in _parse_number_attribute(attributes, name)]

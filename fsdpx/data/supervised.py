@@ -16,7 +16,7 @@ from fsdpx.errors import ConfigError, DataError
 __all__ = ["SupervisedDataset"]
 
 IGNORED_LABEL = -100
-"""The target of positions outside answers: the default `ignore_index` of `nn.CrossEntropyLoss`."""
+"""The target of positions outside answers. It is the default `ignore_index` of `nn.CrossEntropyLoss`."""
 Pieces = list[tuple[str, bool]]
 """The texts of a conversation in order, each with a flag that says whether it is an answer."""
 Encoded = tuple[Sequence[int], Sequence[bool]]
@@ -53,8 +53,8 @@ class SupervisedDataset:
         `segments=True` (docs: models)
     template : encodes messages: `models.chat_template(folder, tokenizer)`, or a function (role, content) -> (text
         before the message, text of the message); None: "role: " and "content\\n". Lines with prompt and completion do
-        not use it: their two texts are concatenated. The attributes `messages` and `texts` count the lines with
-        messages, and with prompt and completion
+        not use the template, because their two texts are concatenated. The attributes `messages` and `texts` count the
+        lines with messages, and with prompt and completion
     """
 
     def __init__(
