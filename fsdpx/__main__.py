@@ -13,12 +13,13 @@ from fsdpx.core.base.version import __version__
 from fsdpx.errors import FsdpxError
 
 Options = Callable[[argparse.ArgumentParser], None] | str
-"""Function that adds options to the parser of a command, or its "module:function", see `_import_command`."""
+"""Function that adds options to the parser of a command, or a text "module:function" that names this function, see
+`_import_command`."""
 
 
 class Command(NamedTuple):
-    """A command. function: "module:function" of fsdpx/launch, which returns an exit status or text to print. example:
-    arguments after `fsdpx`, or after `mpiexec -n 4 python -m fsdpx` if they begin with `mpiexec`."""
+    """A command. function: "module:function" in fsdpx/launch. The function returns an exit status or text to print.
+    example: arguments after `fsdpx`, or after `mpiexec -n 4 python -m fsdpx` if they begin with `mpiexec`."""
 
     help: str
     function: str
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _has_connected_to_ranks():
             raise
         return 128 + 2  # SIGINT; the user who pressed Ctrl-C needs no message
-    except BrokenPipeError:  # the reader has closed the pipe: nowhere to report an error
+    except BrokenPipeError:  # the reader has closed the pipe, so there is nowhere to report an error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13  # SIGPIPE, which Windows lacks
 
@@ -58,8 +59,8 @@ def _expand_path(text: str) -> Path:
 class CommandParser(argparse.ArgumentParser):
     """Argument parser that reports a mistake in one line, like all other errors, without listing all options.
 
-    options: function that adds the options of a command. It is imported only for the requested command, since a
-    launcher need not import training code."""
+    options: function that adds the options of a command. This function is imported only for the requested command,
+    since a launcher need not import training code."""
 
     def __init__(self, *args: Any, options: Options | None = None, **more: Any) -> None:
         super().__init__(*args, **{**more, "allow_abbrev": False})
@@ -85,8 +86,8 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(_print_error_on_first_rank(line))
 
     def _suggest_option(self, word: str) -> str:
-        """Return the end of a sentence that suggests what a mistyped option may stand for: options that begin with it,
-        or a similar one."""
+        """Return the end of a sentence that suggests what a mistyped option may stand for. It names the options that
+        begin with the mistyped text, or a similar option."""
         from fsdpx.core.base.name_hints import did_you_mean
 
         known = [option for action in self._actions for option in action.option_strings]
@@ -109,7 +110,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _format_commands() -> str:
-    """Return the commands with their help and an example each, by group."""
+    """Return a text that lists the commands by group, each with its help and an example."""
     lines = []
     for group, commands in GROUPS.items():
         lines.append(f"{group}:")
@@ -125,7 +126,7 @@ def _format_example(command: Command) -> str:
 
 
 def _run_command(args: argparse.Namespace) -> int:
-    """Run the requested command and return its exit status; a text is printed."""
+    """Run the requested command and return its exit status. If the command returns a text, print the text."""
     status = _import_command(COMMANDS[args.command].function)(args)
     if isinstance(status, str):
         from fsdpx.core.base.messages import wrap_for_terminal
@@ -143,7 +144,7 @@ def _import_command(function: str) -> Callable[..., Any]:
 
 
 def _has_connected_to_ranks() -> bool:
-    """Return whether this process is a rank that has connected to the others, which may be waiting for it."""
+    """Return whether this process is a rank that has connected to the other ranks, which may be waiting for it."""
     from fsdpx.core.base import environment
     from fsdpx.core.comm import default_communicator
 
@@ -159,7 +160,7 @@ def _print_error_on_first_rank(line: str) -> int:
     if launcher is None or not launcher.rank:
         print(line, file=sys.stderr, flush=True)
     else:
-        time.sleep(1)  # give the first rank time: a launcher ends all ranks when one has ended
+        time.sleep(1)  # give the first rank time, because a launcher ends all ranks when one has ended
     return 2
 
 

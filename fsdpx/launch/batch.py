@@ -1,5 +1,5 @@
-"""`fsdpx run --print-batch`: print a batch file for Slurm, PBS or LSF that starts the same job. Under Slurm, the job is
-requeued when its time limit is reached."""
+"""`fsdpx run --print-batch`: print a batch file with which Slurm, PBS or LSF starts the same job. Under Slurm, the job
+is requeued when its time limit is reached."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from fsdpx.launch.options import LaunchConfig
 __all__ = ["BATCH_TEMPLATES", "NodeCores", "find_node_cores", "make_batch_file"]
 
 _NOTICE_SECONDS = 60
-"""Seconds added to the grace period: Slurm may send the signal up to this many seconds early, but never late."""
+"""Seconds added to the grace period, because Slurm may send the signal up to this many seconds early, but never
+late."""
 _SLURM = """\
 #!/usr/bin/env bash
 #SBATCH --job-name={name}
@@ -74,19 +75,21 @@ _LSF = """\
 exec {python} -m fsdpx {words}
 """
 BATCH_TEMPLATES = {"slurm": (_SLURM, ""), "pbs": (_PBS, "$PBS_NODEFILE"), "lsf": (_LSF, "$LSB_DJOB_HOSTFILE")}
-"""Batch system -> (template of its file, environment variable that holds the path of the job's hostfile)."""
+"""For each batch system, the template of its file, and the environment variable that holds the path of the job's
+hostfile."""
 
 
 @dataclass(frozen=True)
 class NodeCores:
-    """Number of cores of a node. source: where the number comes from, as the end of a sentence."""
+    """Number of cores of a node. source: text that says where the number comes from, used as the end of a sentence."""
 
     cores: int
     source: str
 
 
 def find_node_cores() -> NodeCores:
-    """Return the number of cores per node: of Slurm's smallest node if Slurm is installed, else of this machine."""
+    """Return the number of cores per node. It is that of Slurm's smallest node if Slurm is installed, else that of this
+    machine."""
     if sinfo := shutil.which("sinfo"):
         done = subprocess.run([sinfo, "-h", "-o", "%c"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
         if counts := [int(count) for count in re.findall(r"^(\d+)\+?$", done.stdout, re.M)]:
@@ -125,8 +128,8 @@ def make_batch_file(
 
 
 def _choose_nodes_and_ranks_per_node(config: LaunchConfig, node_cores: NodeCores) -> tuple[int, int]:
-    """Return the number of nodes and the ranks per node: as configured, or the fewest nodes that have a core for each
-    thread."""
+    """Return the number of nodes and the ranks per node. These are the configured numbers, or else those of the fewest
+    nodes that have a core for each thread."""
     if config.backend == "gloo":
         return config.count_hosts_and_ranks_per_host(config.ranks) or (1, config.ranks)
     most = max(1, node_cores.cores // (config.threads or 1))
@@ -135,7 +138,8 @@ def _choose_nodes_and_ranks_per_node(config: LaunchConfig, node_cores: NodeCores
 
 
 def _make_request_comment(nodes: int, per_node: int, cores: int, node_cores: NodeCores) -> str:
-    """Return a comment that states the requested resources, and the number of cores per node that it assumes."""
+    """Return a comment that states the requested resources, and the number of cores per node that the request
+    assumes."""
     asked = f"{per_node} ranks on each of {nodes} nodes, {cores} cores for each"
     more = "" if per_node * cores <= node_cores.cores else f": {per_node * cores} cores, more than a node has"
     return f"# {asked}{more}. A node is taken to have {node_cores.cores} cores, {node_cores.source}.\n"

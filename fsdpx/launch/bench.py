@@ -1,5 +1,5 @@
-"""`bench comm` times the operations of a communicator by message size, inside hosts and between them, and names the
-transport. `bench step` times training steps by strategy."""
+"""`bench comm` times the operations of a communicator for several message sizes, inside hosts and between hosts, and
+names the transport. `bench step` times training steps for several strategies."""
 
 from __future__ import annotations
 
@@ -57,10 +57,9 @@ SUM = ReduceOp.SUM
 
 
 class BenchArrays(NamedTuple):
-    """Arrays of one size.
-
-    shared: this rank's array, in memory that the ranks of its host can access. common: one array for all ranks of the
-    host. plain: private memory. piece: private memory of 1/N of the size, for N ranks."""
+    """Arrays of one size. shared: this rank's array, in memory that the ranks of its host can access. common: an array
+    that all ranks of the host share. plain: an array in private memory. piece: an array in private memory of 1/N of the
+    size, for N ranks."""
 
     shared: Array
     common: Array
@@ -71,9 +70,9 @@ class BenchArrays(NamedTuple):
 class TimedVerb(NamedTuple):
     """An operation of the communicator to time.
 
-    call: starts the operation and returns its handle. bus_share: function from the number of ranks to the least number
-    of bytes that each rank must send or receive, as a fraction of the full array. raw: the same operation by mpi4py,
-    for comparison. message_count: number of messages of one call that are sent one after another."""
+    call: function that starts the operation and returns its handle. bus_share: function from the number of ranks to the
+    least number of bytes that each rank must send or receive, as a fraction of the full array. raw: the same operation
+    by mpi4py, for comparison. message_count: number of messages that one call sends one after another."""
 
     call: Callable[[Communicator, BenchArrays], Handle | None]
     bus_share: Callable[[int], float]
@@ -211,8 +210,8 @@ def _print_and_write_on_rank0(comm: Communicator, text: str, report: dict[str, A
 def measure_verbs(
     comm: Communicator, sizes: Sequence[int], verbs: Sequence[str] = tuple(TIMED_VERBS), seconds: float = 0.05
 ) -> dict[str, Any]:
-    """Return the content of `--json`, identical on all ranks: for each level, the latency and bandwidth of a message,
-    and one row per operation and size. Collective.
+    """Return the content of `--json`, which is identical on all ranks. For each level, it contains the latency and
+    bandwidth of a message, and one row per operation and size. Collective.
 
     sizes: bytes of the full array, rounded up so that all ranks have the same number of elements. seconds: approximate
     time spent on each row."""
@@ -236,7 +235,8 @@ def measure_verbs(
 def _iterate_level_communicators(
     comm: Communicator, hosts: dict[str, list[int]]
 ) -> Iterator[tuple[str, Communicator | None]]:
-    """Yield (level, communicator) for the ranks of this host, the first ranks of all hosts, and all ranks.
+    """Yield (level, communicator) for the three groups that are measured: the ranks of this host, the first ranks of
+    all hosts, and all ranks.
 
     The communicator is None on ranks that are not part of the level. Collective."""
     if len(hosts) > 1:
@@ -249,8 +249,8 @@ def _iterate_level_communicators(
 
 
 class _BenchBuffers:
-    """Buffers for the largest size, allocated as the engine allocates them: in shared windows if the ranks of a host
-    share memory."""
+    """Buffers for the largest size. They are allocated as the engine allocates its buffers, that is, in shared windows
+    if the ranks of a host share memory."""
 
     def __init__(self, comm: Communicator, nbytes: int) -> None:
         self.node = find_node_communicator(comm)
@@ -284,7 +284,7 @@ def _measure_level(
     verbs: Sequence[str],
     seconds: float,
 ) -> dict[str, Any] | None:
-    """Return the measurements of a group of ranks on its first rank, and None on the others. Collective over the
+    """Return the measurements of a group of ranks on its first rank, and None on all other ranks. Collective over the
     group."""
     if comm is None:
         return None
@@ -320,7 +320,8 @@ def _measure_row(name: str, comm: Communicator, arrays: BenchArrays, seconds: fl
 
 
 def _time_call_on_slowest_rank(comm: Communicator, call: Callable[[], object], seconds: float) -> float:
-    """Return the seconds per call: the median over blocks of calls, each timed by its slowest rank. Collective."""
+    """Return the time per call in seconds. It is the median over blocks of calls, where the slowest rank determines the
+    time of a block. Collective."""
     call()
     taken = max(comm.all_gather_data(_average_call_seconds(comm, call, 3)))
     calls = min(max(math.ceil(BLOCK_SECONDS / taken), 1), MAX_COUNT)
@@ -330,7 +331,7 @@ def _time_call_on_slowest_rank(comm: Communicator, call: Callable[[], object], s
 
 
 def _average_call_seconds(comm: Communicator, call: Callable[[], object], calls: int) -> float:
-    """Return the seconds per call on this rank, averaged over a block of calls that starts with a barrier.
+    """Return the time per call on this rank in seconds, averaged over a block of calls that starts with a barrier.
     Collective."""
     comm.barrier(what="bench").wait()
     begin = time.perf_counter()
@@ -340,8 +341,7 @@ def _average_call_seconds(comm: Communicator, call: Callable[[], object], calls:
 
 
 def _wait_and_find_transport(name: str, comm: Communicator, nbytes: int, handle: Handle | None) -> str:
-    """Wait for a call and return the transport that it used, as text; the transport is inferred from the call's
-    handle."""
+    """Wait for a call and return the name of the transport that it used, which is inferred from the call's handle."""
     if handle is not None:
         handle.wait()
     carrier, node = find_message_backend(comm), find_node_communicator(comm)
@@ -393,8 +393,8 @@ WARMUP_STEPS = 3
 
 
 def run_step_bench(args: argparse.Namespace) -> int:
-    """Compare the step times of strategies and print them; return the exit status. Starts the ranks itself if -n is
-    given."""
+    """Compare the step times of strategies and print them; return the exit status. If -n is given, the ranks are
+    started here."""
     strategies: list[Any] = [name.strip() for name in args.strategies.split(",")]
     example = find_model(args.model, args.batch)
     for name in strategies:
@@ -425,10 +425,10 @@ def compare_strategies(
     rounds: int,
     precision: PrecisionName = "float32",
 ) -> dict[str, Any]:
-    """Return the content of `--json`, identical on all ranks. Collective.
+    """Return the content of `--json`, which is identical on all ranks. Collective.
 
-    For each strategy it contains the median and minimum step time of the slowest rank, and the median ratio to the
-    first strategy's time in the same round."""
+    For each strategy it contains the median and minimum step time of the slowest rank, and the median ratio of its time
+    to the first strategy's time in the same round."""
     first, end = (example.batch * n // comm.size for n in (comm.rank, comm.rank + 1))
     specs = example.x(example.batch), example.y(example.batch)
     x, y = (_draw_random_batch(spec, seed)[first:end] for seed, spec in enumerate(specs))

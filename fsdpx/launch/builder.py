@@ -36,8 +36,8 @@ __all__ = ["SECTIONS", "ModelBuilder"]
 SECTIONS = ("model", "loss", "optimizer", "distribute", "data", "validation", "loader", "fit")
 REQUIRED = ("model", "loss", "optimizer")
 PLAIN = str | bytes | int | float | list | tuple | None
-"""Types that are invalid as a section, except that data sections may be lists or tuples. Values of other types that are
-not tables are used as finished objects."""
+"""Types that a section must not have, except that data sections may be lists or tuples. Values that are neither tables
+nor of these types are used as finished objects."""
 NAME_SOURCES: tuple[Any, ...] = (
     nn, models, optim, schedules, data, codecs, int8, topk, powersgd, config, choice, mesh, asynchronous, trace,
 )  # fmt: skip
@@ -48,15 +48,15 @@ class ModelBuilder:
     """Description of a training run, read from a run file or a dict, that builds the model, trainer and loaders.
 
     A table with `make` is a call: `{make = "Linear", args = [8, 3], bias = false}` is `nn.Linear(8, 3, bias=False)`. A
-    table with `use` stands for the named object itself: `{use = "no_decay"}`. A name is one of `fsdpx.nn`,
-    `fsdpx.optim`, its schedules, `fsdpx.data` or the arguments of `distribute` (`Mesh`, `PowerSGD`, ...), or
-    `module:name` for your own objects. Invalid values raise a ConfigError that names the section and key.
+    table with `use` stands for the named object itself: `{use = "no_decay"}`. A name belongs to `fsdpx.nn`,
+    `fsdpx.optim`, its schedules, `fsdpx.data` or the arguments of `distribute` (`Mesh`, `PowerSGD`, ...). For your own
+    objects it is `module:name`. Invalid values raise a ConfigError that names the section and key.
 
     Parameters
     ----------
-    plan : section -> its values. Required: model, loss, optimizer; optional: distribute, data, validation, loader, fit.
-        Model, loss, optimizer and data sets may also be objects, such as `nn.CrossEntropyLoss()`; model and loss may
-        be PyTorch modules
+    plan : the values of each section, by name of the section. Required are model, loss and optimizer; optional are
+        distribute, data, validation, loader and fit. Model, loss, optimizer and data sets may also be objects, such as
+        `nn.CrossEntropyLoss()`; model and loss may be PyTorch modules
     source : name of the origin of `plan`, such as the path of the run file, for error messages
     """
 
@@ -143,10 +143,11 @@ class ModelBuilder:
         return None if rows is None else tuple(((rows, *one.shape), str(one.dtype)) for one in (x, y))
 
     def make_loaders(self, trainer: Trainer) -> tuple[DataLoader, DataLoader | None]:
-        """Return the loaders of training batches, from [data] and [loader], and of held-out batches, from [validation].
+        """Return the loader of training batches, which [data] and [loader] describe, and the loader of held-out
+        batches, which [validation] describes.
 
-        Both split batches over `trainer.data_group`. Training batches are shuffled and a short last one is dropped
-        unless [loader] says otherwise; held-out batches are always in order.
+        Both split batches over `trainer.data_group`. Unless [loader] says otherwise, training batches are shuffled and
+        a short last batch is dropped. Held-out batches are always in order.
 
         Parameters
         ----------
@@ -154,7 +155,7 @@ class ModelBuilder:
 
         Returns
         -------
-        tuple : (training loader, held-out loader), the latter None without [validation]
+        tuple : (training loader, held-out loader); the latter is None if there is no [validation]
 
         Raises
         ------
@@ -178,8 +179,8 @@ class ModelBuilder:
         return self._resolve_section_values("fit")
 
     def _make_section_object(self, section: str) -> Any:
-        """Return the object that a section describes: the result of its `make` call, or the object given instead of a
-        table."""
+        """Return the object that a section describes. This is the result of the section's `make` call, or the object
+        that is given instead of a table."""
         given = self.plan[section]
         if not isinstance(given, Mapping | PLAIN) or (section not in REQUIRED and isinstance(given, list | tuple)):
             return given  # `distribute` and `DataLoader` check these objects

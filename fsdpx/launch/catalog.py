@@ -30,9 +30,9 @@ _BATCH_PATTERN = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
 class CatalogModel:
     """A model with everything that a training step needs.
 
-    about: one line that describes it. model: function that creates the model. x, y: functions from n to the (shape,
-    dtype) of n samples. batch: default number of samples of the global batch. cells: number of cells of a field along
-    each dim; () if samples are not fields."""
+    about: one line that describes the model. model: function that creates the model. x, y: functions that take a number
+    n and return the (shape, dtype) of n samples. batch: default number of samples of the global batch. cells: number of
+    cells of a field along each dim; () if samples are not fields."""
 
     about: str
     model: Callable[[], nn.Layer]
@@ -43,8 +43,8 @@ class CatalogModel:
     cells: tuple[int, ...] = ()
 
     def with_field(self, cells: tuple[int, ...], grid: Grid | None) -> "CatalogModel":
-        """Return the entry with samples that are fields of `cells` cells; with a grid, samples have the shape of this
-        rank's shard, channels last."""
+        """Return the entry with samples that are fields of `cells` cells. With a grid, samples have the shape of this
+        rank's shard, with channels last."""
         if len(cells) != len(self.cells):
             raise ConfigError(f"--field {','.join(map(str, cells))}: this model takes fields of {len(self.cells)} dims")
 
@@ -115,8 +115,8 @@ CATALOG: dict[str, CatalogModel] = {
 
 
 def find_model(name: str, batch: str | None = None) -> CatalogModel:
-    """Return a model of the catalog, or the user's model at "module:name": a layer, a function that returns a layer, or
-    one that returns a layer and its loss.
+    """Return a model of the catalog, or the user's model at "module:name", which may be a layer, a function that
+    returns a layer, or a function that returns a layer and its loss.
 
     batch: number of samples; for a user's model, the shape of the batch: "8x1024", or "8x1024:int64"."""
     if ":" in name:

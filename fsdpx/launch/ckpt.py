@@ -1,4 +1,5 @@
-"""`ckpt`: inspect, verify, compare and convert checkpoints in one process, without MPI and with little memory."""
+"""`ckpt`: inspect, verify, compare and convert checkpoints, in a single process that needs neither MPI nor much
+memory."""
 
 import argparse
 from collections.abc import Iterator
@@ -115,8 +116,8 @@ def print_checkpoint_differences(first: Path, second: Path) -> int:
 
 
 def _print_state_differences(first: dict[str, Any], second: dict[str, Any]) -> int:
-    """Print a line for each value that differs, and return the number of lines. Nested names are joined: "fit.done" is
-    `done` in the dict `fit`."""
+    """Print a line for each value that differs, and return the number of lines. Nested names are joined. For example,
+    "fit.done" is `done` in the dict `fit`."""
     a, b = dict(_iterate_flat_items(first)), dict(_iterate_flat_items(second))
     names = [name for name in sorted({*a, *b}) if a.get(name) != b.get(name)]
     for name in names:
@@ -134,7 +135,7 @@ def _iterate_flat_items(table: dict[str, Any], prefix: str = "") -> Iterator[tup
 
 
 def _format_value(value: Any) -> str:
-    """Return a value as one line; for dicts and lists inside a dict, show only the number of entries."""
+    """Return a value as one line of text, which shows only the number of items for dicts and lists inside a dict."""
     if not isinstance(value, dict):
         return str(value)
     return ", ".join(f"{name} {_format_inner_value(one)}" for name, one in value.items())

@@ -37,10 +37,10 @@ class FirstDifference:
     ----------
     step : step in which the runs first differ, from 1
     written : the tensor that differs, as the first run wrote it
-    by : action and rank that wrote the tensor in the first run, and in the second run
+    by : action and rank that wrote the tensor in the first run, and those that wrote it in the second run
     worst : the element that differs most; for values of samples, its first index counts within the global batch
     ranks : number of ranks of the first and of the second run
-    before : number of earlier values that agree
+    before : number of earlier values, all of which agree
     """
 
     step: int
@@ -70,8 +70,8 @@ def find_first_difference(
 ) -> FirstDifference | None:
     """Return the first difference between the values that all ranks of two runs wrote, or None.
 
-    Runs with identical programs and sharding are compared rank by rank and action by action. Other runs are compared by
-    the elements of full tensors."""
+    Runs with identical programs and sharding are compared rank by rank and action by action. Other runs are compared
+    element by element of the full tensors."""
     same_programs = [(one.cut, one.programs) for one in a] == [(one.cut, one.programs) for one in b]
     agreed = compared = 0
     for step in range(min(len(one.steps) for one in (*a, *b))):
@@ -94,8 +94,9 @@ def find_first_difference(
 def _iterate_written_tensors(
     records: Sequence[RankRecord], step: int, same_programs: bool
 ) -> Iterator[tuple[WrittenTensor, str, tuple[Hashable, int]]]:
-    """Yield the tensors that the ranks wrote in a step, in program order. Each comes with its action and rank as text,
-    and a key that is common to both runs: the tensor, and how often it was written before."""
+    """Yield the tensors that the ranks wrote in a step, in program order. Each tensor comes with its action and rank as
+    text, and with a key that is common to both runs. The key consists of the tensor and of how often it was written
+    before."""
     times: Counter[Hashable] = Counter()
     rows = [(one.at, record.rank, n, one) for record in records for n, one in enumerate(record.steps[step])]
     for _, rank, _, one in sorted(rows, key=lambda row: row[:3]):
@@ -190,7 +191,7 @@ def _print_difference(found: object) -> int:
 
 
 def _find_argument_kind(path: Path) -> str:
-    """Return what an argument stands for: "run", "record", "trace" or "checkpoint"."""
+    """Return the kind of thing that an argument names: "run", "record", "trace" or "checkpoint"."""
     if not path.exists() or path.suffix in (".py", ".toml"):
         return "run"
     if path.is_dir() and any(path.glob("values-*")):
@@ -223,8 +224,8 @@ def _run_and_record(text: str, folder: Path, steps: int) -> Path:
 
 
 def _find_first_differing_action(first: Path, second: Path) -> str | None:
-    """Return a text about the first action that differs between the same ranks of two traced runs, or None. Times are
-    not compared."""
+    """Return a text about the first action that differs between the same ranks of two traced runs, or None if there is
+    none. Times are not compared."""
     for name in list_extensions("verbs"):
         load_extension("verbs", name)
     lanes = {verb.lane for verb in VERBS.values()}

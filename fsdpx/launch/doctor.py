@@ -35,11 +35,12 @@ PACKAGES = ("numpy", "numba", "ml_dtypes", "mpi4py", "torch")
 OPTIONAL = ("torch", "cupy")
 """Packages that are listed only if they are installed."""
 SIZES = (8 << 10, 4 << 20)
-"""Bytes of the all-reduces that are timed."""
+"""Sizes in bytes of the all-reduces that are timed."""
 BUSY_LOAD = 0.5
 """Load average per core above which timings are unreliable."""
 MIN_SHARED_BYTES = 64 << 20
-"""Warn below this many free bytes of shared memory, Docker's default, which the windows of a training soon exceed."""
+"""A warning is printed if fewer bytes of shared memory are free. This number is Docker's default, which the windows of
+a training run soon exceed."""
 
 
 class RankFacts(NamedTuple):
@@ -72,7 +73,8 @@ def doctor(args: argparse.Namespace) -> int:
 
 
 def diagnose_ranks(comm: Communicator) -> tuple[bool, list[tuple[str, str]]]:
-    """Return whether the job is healthy, and the findings as rows of (topic, text), warnings last. Collective."""
+    """Return whether the job is healthy, and the findings as rows of (topic, text) that end with the warnings.
+    Collective."""
     facts: list[RankFacts] = comm.all_gather_data(_collect_rank_facts())
     speed = [_time_and_check_all_reduce(comm, nbytes) for nbytes in SIZES]
     try:
@@ -107,7 +109,8 @@ def _has_host_gpu(facts: RankFacts) -> bool:
 
 
 def _get_versions(facts: RankFacts) -> dict[str, str]:
-    """Return the versions of fsdpx and of the packages that it uses on a rank; optional packages only if installed."""
+    """Return the versions of fsdpx and of the packages that it uses on a rank. Optional packages are included only if
+    they are installed."""
     wanted = {name: v for name, v in facts.versions.items() if name not in OPTIONAL or v != "not installed"}
     return {"fsdpx": __version__, **wanted}
 
@@ -132,8 +135,8 @@ def _collect_rank_facts() -> RankFacts:
 
 
 def _time_and_check_all_reduce(comm: Communicator, nbytes: int) -> tuple[str, bool]:
-    """Return the median time of an all-reduce on the slowest rank, as text, and whether the sum is right on all ranks.
-    Collective."""
+    """Return a text with the median time of an all-reduce on the slowest rank, and whether the sum is right on all
+    ranks. Collective."""
     wanted, times, right = comm.size * (comm.size + 1) / 2, [], True
     buf = np.empty(nbytes // 4, np.float32)
     for _ in range(7):
@@ -185,8 +188,8 @@ def _describe_host_transport(comm: Communicator) -> str:
 
 
 def _describe_gpu_transport(comm: Communicator) -> str:
-    """Return a text that names the transport of GPU arrays without backend='nccl', and the evidence for it.
-    Collective."""
+    """Return a text that names the transport that GPU arrays use without backend='nccl', and the evidence for this
+    transport. Collective."""
     if get_backend_name() not in ("mpi", "node"):
         return "staged through the host"
     found = visible_devices.probe_gpu_awareness(environment.get_gpu_aware_mpi_setting()) if comm.rank == 0 else None

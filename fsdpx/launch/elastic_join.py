@@ -1,8 +1,8 @@
 """`fsdpx run --join FOLDER -n K`: add ranks to a running job.
 
 The requesting process leaves a file in the folder of the job, and the job's launcher answers there. No MPI
-implementation lets processes join a job whose ranks may die, so the running ranks save first, and the next start has
-more ranks."""
+implementation lets processes join a job whose ranks may die. Therefore the running ranks save, and the job is then
+started again with more ranks."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _POLL_SECONDS = 0.5
 
 
 def request_join(folder: Path, ranks: int, seconds: float) -> str:
-    """Ask the launcher of a job for more ranks and return its answer. Raise LaunchError if it refuses or does not
-    answer.
+    """Ask the launcher of a job for more ranks and return its answer. Raise LaunchError if the launcher refuses or does
+    not answer.
 
     folder: the job's --folder. seconds: how long to wait until the ranks of the job are ready to save."""
     if ranks < 1:
@@ -56,7 +56,7 @@ def request_join(folder: Path, ranks: int, seconds: float) -> str:
 
 
 class JoinRequests:
-    """Join requests as a job's launcher handles them. ranks: number of additional ranks that the next start gets."""
+    """Handler of the join requests to a job's launcher. ranks: number of additional ranks that the next start gets."""
 
     def __init__(self, folder: Path, fits: Callable[[int], object]) -> None:
         """Discard old requests in `folder`, the job's --folder. fits: function that raises LaunchError if there are no
@@ -68,8 +68,8 @@ class JoinRequests:
                 left.unlink()
 
     def answer_and_request_save(self, notes: Path) -> None:
-        """Answer new requests and signal the job to save, as soon as one of its ranks is ready to. Cheap enough to be
-        called often.
+        """As soon as one of the job's ranks is ready to save, answer new requests and signal the job to save. Cheap
+        enough to be called often.
 
         notes: folder with the status files of the ranks."""
         now = time.monotonic()
@@ -87,7 +87,7 @@ class JoinRequests:
                 os.kill(listener, signal.SIGUSR1)
 
     def pop_joined_rank_count(self) -> int:
-        """Return the number of ranks that have joined since the last start, and reset it."""
+        """Return the number of ranks that have joined since the last start, and reset this number to 0."""
         came, self.ranks = self.ranks, 0
         return came
 
@@ -100,7 +100,7 @@ class JoinRequests:
     def _answer_request(self, asks: Path) -> None:
         """Answer one request. A request of another user is ignored, with a single warning."""
         text = safe_files.read_if_trusted(asks)
-        if text is None:  # the request was withdrawn, or is another user's
+        if text is None:  # the request was withdrawn, or belongs to another user
             return
         more = int(text) if len(text) < 10 and text.isdigit() else 0
         if not more:
@@ -116,15 +116,15 @@ class JoinRequests:
 
     def _replace_request_by_answer(self, asks: Path, text: str) -> None:
         """Remove a request and write its answer."""
-        with suppress(OSError):  # the folder or the request was removed meanwhile
+        with suppress(OSError):  # the folder or the request has been removed
             asks.unlink()
             safe_files.write_file(asks.with_name(asks.name.replace(_REQUEST_PREFIX, _ANSWER_PREFIX, 1)), text)
 
 
 def _find_listening_process(notes: Path) -> int | None:
-    """Return the process id of a rank on this host that would save on SIGUSR1, as within `Preemption`, or None. The
-    signal would kill any other rank.
+    """Return the process id of a rank on this host that would save on SIGUSR1, because it runs inside `Preemption`, or
+    None. The signal would kill any other rank.
 
-    One rank is enough, because it makes all of them save."""
+    One rank is enough, because that rank makes all ranks save."""
     here = (n for n in read_rank_statuses(notes).values() if n.host == platform.node())
     return next((note.process for note in here if note.listens and note.status is None), None)

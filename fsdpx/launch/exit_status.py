@@ -1,5 +1,5 @@
-"""Decides how one start of a job ended, from the observed deaths and the records of the ranks, and whether the job is
-restarted."""
+"""Decides how one start of a job ended, based on the observed deaths and the records of the ranks, and whether the job
+is restarted."""
 
 from __future__ import annotations
 
@@ -34,11 +34,13 @@ _SECONDARY_ERRORS = ("Aborted", "CommError", "CommTimeout", *_DEATH_ERRORS)
 
 
 class DeathRecorder:
-    """Thread that records the order in which the ranks of this host end: the end of the first makes the others fail.
+    """Thread that records the order in which the ranks of this host end. The order matters because the end of the first
+    rank makes the others fail.
 
-    The thread need not be fast: epoll returns descriptors in the order in which they became ready. A rank's lifeline
-    becomes ready before a launcher can learn of the death and kill the other ranks. The process descriptor, which
-    becomes ready only later, is watched as well: there may be no named pipes, or a child of the rank may hold the pipe.
+    The thread need not be fast, because epoll returns descriptors in the order in which they became ready. A rank's
+    lifeline becomes ready before a launcher can learn of the death and kill the other ranks. The process descriptor,
+    which becomes ready only later, is watched as well, because there may be no named pipes, or a child of the rank may
+    hold the pipe open.
 
     Attributes
     ----------
@@ -67,7 +69,7 @@ class DeathRecorder:
     def _watch_ranks(self) -> None:
         """Record the ends of all ranks of this host until `close`. Runs in the thread."""
         known: set[int] = set()
-        since = math.inf  # when a rank was first seen to wait in vain
+        since = math.inf  # when a rank was first seen waiting in vain
         with select.epoll() as deaths:
             while not self._stop.is_set():
                 notes = read_rank_statuses(self._folder) if len(known) < self._ranks and not self.order else {}
@@ -109,7 +111,7 @@ class JobEnding:
 
     kind: "done", "preempted", "joined" (saved so that more ranks can join), "error" (a Python exception or sys.exit),
     "hung" (ended by a watchdog) or "died". status: exit status of `fsdpx run`. first: rank that ended first and its
-    host, if known. step: last step that any rank had begun. text: the reason, for messages."""
+    host, if known. step: last step that any rank had begun. text: reason for the ending, as shown in messages."""
 
     kind: str
     status: int
@@ -122,8 +124,8 @@ class JobEnding:
 class Evidence:
     """Everything known about one start of a job.
 
-    The methods are the conditions of `EXIT_CASES`. Each returns whether a case applies, or the status of the rank that
-    caused the end.
+    The methods are the conditions of `EXIT_CASES`. Each method returns whether a case applies, or the status of the
+    rank that caused the end.
 
     Parameters
     ----------
@@ -134,10 +136,12 @@ class Evidence:
     waited : ranks that waited in MPI's start when the job ended; empty for a job that had started
     late : whether MPI's start timed out on the waiting ranks, and the launcher ended the others
     ranks : number of ranks
-    elastic : whether ranks may have died earlier. The status of the remaining ranks then counts, because Open MPI
-        returns 0 even if the last rank aborts, and another status for a job that has survived deaths
+    elastic : whether ranks may have died earlier. If so, the status of the remaining ranks counts instead of the
+        launcher's status, because Open MPI returns 0 even if the last rank aborts, and another status for a job that
+        succeeds after deaths
     launcher : name of the launcher
-    killed : name of the signal that killed the launcher although the job was not asked to stop; ranks send no signals
+    killed : name of the signal that killed the launcher although the job was not asked to stop; it was not sent by a
+        rank, because ranks send no signals
     """
 
     status: int
@@ -157,7 +161,7 @@ class Evidence:
         return bool(self.waited) and len(self.waited) == self.ranks and not self.late
 
     def find_rank_ended_before_start(self) -> RankStatus | None:
-        """Return the first rank that ended while others waited for it in MPI's start, or None."""
+        """Return the first rank that ended while other ranks waited for it in MPI's start, or None."""
         if not self.waited or self.have_all_reached_start():
             return None
         return next(
@@ -165,7 +169,7 @@ class Evidence:
         )
 
     def find_rank_failed_before_start(self) -> RankStatus | None:
-        """Return the first rank that ended with a recorded status while others waited for it in MPI's start, or
+        """Return the first rank that ended with a recorded status while other ranks waited for it in MPI's start, or
         None."""
         first = self.find_rank_ended_before_start()
         return None if first is None or first.status is None else first
@@ -254,7 +258,8 @@ class Evidence:
 
 
 class Verdict(NamedTuple):
-    """kind: value of `JobEnding.kind`. restart: when the job is restarted, provided that restarts are left."""
+    """kind: value of `JobEnding.kind`. restart: condition on which the job is restarted, provided that restarts are
+    left."""
 
     kind: str
     restart: str
@@ -270,7 +275,8 @@ DEATH = Verdict("died", ALWAYS)
 _RESTARTS = dict([DONE, SAVED, JOINED, ERROR, HANG, DEATH])
 
 LAUNCHER_STATUS, RANK_STATUS = -1, -2
-"""Values of `Case.status` that stand for the exit status of the launcher, and for that of the rank that ended first."""
+"""Values of `Case.status` that stand for the exit status of the launcher, and for the exit status of the rank that
+ended first."""
 
 
 class Case(NamedTuple):
@@ -304,12 +310,12 @@ EXIT_CASES = (
     Case(Evidence.find_first_dead_rank, DEATH, LAUNCHER_STATUS, "{rank} died (status {status}){where}{more}"),
     Case(lambda evidence: True, DEATH, LAUNCHER_STATUS, "a rank died (status {status}){more}"),
 )  # fmt: skip
-"""The possible endings of a start; the first one whose condition holds applies."""
+"""The possible endings of a start, of which the first one whose condition holds applies."""
 
 
 @dataclass
 class RestartPlan:
-    """Number of ranks of the next start, and the limits on restarts. endings: how each start so far ended."""
+    """Number of ranks of the next start, and the limits on restarts. endings: how each earlier start ended."""
 
     ranks: int
     min_ranks: int
@@ -319,16 +325,16 @@ class RestartPlan:
 
     @property
     def restart_count(self) -> int:
-        """Number of restarts so far; starts after a join do not count."""
+        """Number of restarts so far. Starts after a join do not count."""
         return max(sum(ending.kind != "joined" for ending in self.endings) - 1, 0)
 
 
 def record_and_decide_restart(plan: RestartPlan, ending: JobEnding) -> tuple[str, float | None]:
-    """Record an ending. Return the reason why the job is or is not restarted, and the seconds to wait (None: no
-    restart).
+    """Record an ending. Return the reason why the job is or is not restarted, and the seconds to wait before the
+    restart (None: no restart).
 
     If the same rank on the same host dies twice in a row, the next start has one rank fewer, but at least `min_ranks`.
-    An error that is raised twice at the same step ends the job. The waiting time doubles as long as no start gets
+    An error that is raised twice at the same step ends the job. The waiting time doubles after each start that gets no
     further than the previous one."""
     before, restart = plan.endings[-1] if plan.endings else None, _RESTARTS[ending.kind]
     plan.endings.append(ending)
@@ -352,7 +358,7 @@ def record_and_decide_restart(plan: RestartPlan, ending: JobEnding) -> tuple[str
 
 
 def _count_stuck_starts(endings: Sequence[JobEnding]) -> int:
-    """Return how many consecutive starts did not get further than the one before."""
+    """Return how many of the last consecutive starts did not get further than the start before."""
     count, last = 0, endings[-1].step or 0
     for earlier in reversed(endings[:-1]):
         if (earlier.step or 0) < last:

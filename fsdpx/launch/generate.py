@@ -37,8 +37,8 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
 
 def _require_utf8_text(text: str) -> str:
-    """Return an argument of the command line; raise an argparse error unless it is UTF-8. Python decodes invalid bytes
-    as lone surrogates."""
+    """Return an argument of the command line; raise an argparse error unless the argument is valid UTF-8. Python
+    decodes invalid bytes as lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""`info`: describe this machine and this Python as fsdpx sees them."""
+"""`info`: describe this machine and this Python installation as fsdpx sees them."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def info() -> Info:
 
     Returns
     -------
-    dict : name -> finding; `print` shows a table. `backend` is the one in use, or the one that `init()` would open;
-        `device` is "cuda" if CuPy can use a GPU
+    dict : findings by name, which `print` shows as a table. `backend` is the backend in use, or the one that `init()`
+        would open; `device` is "cuda" if CuPy can use a GPU
     """
     gpu_library, gpus = describe_cupy_and_count_gpus()
     here: dict[str, Any] = get_rank_info()._asdict()
@@ -80,12 +80,14 @@ def info() -> Info:
 
 
 def format_info_or_leftovers(args: argparse.Namespace) -> str:
-    """Return the text that the command prints: the leftover files with --left, else the table of `info`."""
+    """Return the text that the command prints. With --left, it lists the leftover files, else it is the table of
+    `info`."""
     return "\n".join(map(str, find_leftover_files())) if args.left else str(info())
 
 
 def _describe_half_matmul(dtype_name: str) -> str:
-    """Return a text that names the library for matrix products in a 16-bit format, and the instructions it uses."""
+    """Return a text that names the library for matrix products in a 16-bit format, and the instructions that this
+    library uses."""
     able = (
         " and ".join(blas.load_half_matmul().list_half_instructions(dtype_name))
         or "no instructions of the processor: slower than float32"
@@ -158,7 +160,8 @@ def describe_cupy_and_count_gpus() -> tuple[str, int]:
 
 
 def get_free_shared_memory_bytes() -> int | None:
-    """Return the free bytes of shared memory for the windows of this host's ranks; None if it has no separate limit."""
+    """Return the free bytes of shared memory for the windows of this host's ranks; None if shared memory has no
+    separate limit."""
     if not Path("/dev/shm").is_dir():
         return None
     found = os.statvfs("/dev/shm")
@@ -171,7 +174,8 @@ def describe_shared_memory() -> str:
 
 
 def describe_leftover_files() -> str:
-    """Return a text with the size and number of the files that killed jobs, or their MPI, left in /dev/shm."""
+    """Return a text with the size and number of the files that killed jobs, or the MPI libraries of these jobs, left in
+    /dev/shm."""
     found = find_leftover_files()
     if not found:
         return "nothing by killed jobs"

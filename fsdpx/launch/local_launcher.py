@@ -25,7 +25,8 @@ from fsdpx.errors import LaunchError, install_hint
 __all__ = ["make_local_launcher_command"]
 
 _END_TIMEOUT_SECONDS = 5.0
-"""Seconds that the other ranks have to report what they know of a failed rank, and again to end after SIGTERM."""
+"""Seconds that the other ranks have to report what they know about a failed rank. After SIGTERM, they have the same
+time to end."""
 _POLL_SECONDS = 0.02
 
 
@@ -38,8 +39,8 @@ def make_local_launcher_command() -> list[str]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Start the ranks and wait for them; when one fails, end the others. Return the exit status of the first rank that
-    failed, or 0."""
+    """Start the ranks and wait for them. When one rank fails, end the others. Return the exit status of the first rank
+    that failed, or 0."""
     p = argparse.ArgumentParser(allow_abbrev=False)
     p.add_argument("--first", type=int, default=0)
     p.add_argument("--of", type=int)
@@ -66,14 +67,14 @@ def main(words: Sequence[str]) -> int:
 
 
 def _make_rank_variables(rank: int, ranks_here: int, first: int, size: int) -> dict[str, str]:
-    """Return the environment variables of a rank: its rank and local rank, and the number of ranks of the job and the
-    host."""
+    """Return the environment variables of a rank, which contain its rank and local rank, and the number of ranks of the
+    job and of the host."""
     numbers = {"RANK": first + rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks_here}
     return {name: str(number) for name, number in numbers.items()}
 
 
 def _wait_for_ranks_or_end_them(started: list[subprocess.Popen[bytes]]) -> int:
-    """Wait for all ranks; when one fails, end the others. Return the exit status of the first rank that failed, or
+    """Wait for all ranks. When one rank fails, end the others. Return the exit status of the first rank that failed, or
     0."""
     status, due, ends = 0, 0.0, [subprocess.Popen.terminate, subprocess.Popen.kill]
     while living := [rank for rank in started if rank.poll() is None]:
@@ -90,7 +91,8 @@ def _wait_for_ranks_or_end_them(started: list[subprocess.Popen[bytes]]) -> int:
 
 
 def _find_failed_status(started: list[subprocess.Popen[bytes]]) -> int:
-    """Return the exit status of a failed rank as a shell reports it (128 + signal); 0 if none has failed."""
+    """Return the exit status of a failed rank, which is 128 + signal for a killed rank, as in a shell; 0 if no rank has
+    failed."""
     statuses = [rank.returncode for rank in started if rank.returncode]
     return next((status if status > 0 else 128 - status for status in statuses), 0)
 

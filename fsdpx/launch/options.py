@@ -1,5 +1,5 @@
 """Settings of a job for `fsdpx run` and `fsdpx.launch`, which are checked before anything starts, and the hosts of a
-job: those of a hostfile, those of an allocation, or this machine."""
+job, which are the hosts of a hostfile, the hosts of an allocation, or this machine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LaunchConfig:
     Parameters
     ----------
     ranks : number of ranks
-    nodes : number of hosts: the first ones of the hostfile, or any hosts of the allocation
+    nodes : number of hosts, which are the first hosts of the hostfile, or any hosts of the allocation
     per_node : maximum number of ranks per host
     backend : "mpi", or "gloo" for ranks on this host without MPI (docs: backends; on several hosts use
         `fsdpx run --node-rank`)
@@ -54,7 +54,7 @@ class LaunchConfig:
     timeout : seconds that ranks wait for each other while MPI starts (None: 60, or FSDPX_START_TIMEOUT)
     grace : seconds that ranks have to save after a signal
     max_restarts : maximum number of restarts
-    min_ranks : minimum number of ranks of a restart (None: `ranks`, or 1 for an elastic job)
+    min_ranks : minimum number of ranks with which a job is restarted (None: `ranks`, or 1 for an elastic job)
     backoff : seconds before the first restart, doubled for each further one up to 60
     folder : where the records of failed starts are kept (None: a temporary folder)
     logs : folder for the output of each rank, rank-0003.log, and a record of how it ended, rank-0003.json; the
@@ -87,7 +87,7 @@ class LaunchConfig:
 
     @property
     def least_ranks(self) -> int:
-        """Minimum number of ranks of a restart: `min_ranks`, or its default."""
+        """Minimum number of ranks with which the job is restarted, which is `min_ranks` or its default."""
         if self.min_ranks is not None:
             return self.min_ranks
         return 1 if self.elastic else self.ranks
@@ -101,7 +101,8 @@ class LaunchConfig:
 
         Returns
         -------
-        tuple : (hosts, ranks per host), the latter rounded up; None if neither `nodes` nor `per_node` is set
+        tuple : (hosts, ranks per host), where the ranks per host are rounded up; None instead of the tuple if neither
+            `nodes` nor `per_node` is set
         """
         if self.nodes is None and self.per_node is None:
             return None
@@ -237,13 +238,13 @@ class NodeRank:
         return here
 
     def make_local_launcher_options(self, ranks: int) -> list[str]:
-        """Return the options of the local launcher for the `ranks` ranks of this host: number of the first rank, and
-        size of the job."""
+        """Return the options of the local launcher for the `ranks` ranks of this host. They contain the number of the
+        first rank and the size of the job."""
         return ["--first", str(self.number * ranks), "--of", str(self.nodes * ranks)]
 
     def make_environment(self, start: int, ranks: int) -> dict[str, str]:
-        """Return the environment variables with which the ranks find each other. start: number of the start, from 0.
-        ranks: number of ranks on this host."""
+        """Return the environment variables with which the ranks find each other. start: number of the start, counted
+        from 0. ranks: number of ranks on this host."""
         port = self.port + start
         if port >= 1 << 16:
             raise LaunchError(f"--master-port {self.port}: restart {start} would meet at port {port}; take a lower one")
@@ -259,8 +260,8 @@ _FORMS = "write one host in a line, as n1, n1:4, n1 slots=4 or n1 4"
 
 @dataclass(frozen=True)
 class HostSlots:
-    """A host of a hostfile. slots: how many ranks it takes, None if the file does not say. line: number of the first
-    line that names it."""
+    """A host of a hostfile. slots: how many ranks the host takes, or None if the file does not say. line: number of the
+    first line that names the host."""
 
     name: str
     slots: int | None
@@ -295,8 +296,8 @@ def read_hostfile(path: Path) -> list[HostSlots]:
 
 
 def assign_ranks_to_hosts(hosts: Sequence[HostSlots], config: LaunchConfig, ranks: int) -> list[tuple[str, int]]:
-    """Return (host name, number of ranks) for each host that gets ranks, filling hosts in order. Raise LaunchError if
-    there are more ranks than slots."""
+    """Return (host name, number of ranks) for each host that gets ranks. Hosts are filled in order. Raise LaunchError
+    if there are more ranks than slots."""
     if config.nodes is not None and len(hosts) < config.nodes:
         raise LaunchError(f"nodes={config.nodes}: {config.hostfile} names {_format_count(len(hosts), 'host')}")
     chosen = hosts[: config.nodes]
@@ -342,7 +343,8 @@ def find_default_rank_count(
 
 
 def count_ranks_with_slots(hosts: Sequence[HostSlots], config: LaunchConfig, ranks: int) -> int:
-    """Return how many of `ranks` fit into the slots of the hosts; a host without a number of slots takes any number."""
+    """Return how many of `ranks` fit into the slots of the hosts. A host without a number of slots takes any number of
+    ranks."""
     most = config.per_node or ranks
     return min(sum(min(host.slots or most, most) for host in hosts[: config.nodes]), ranks)
 
@@ -356,8 +358,8 @@ def write_hostfile(hosts: Sequence[HostSlots], path: Path) -> Path:
 
 
 def require_resolvable_hosts(hosts: Sequence[HostSlots], path: Path) -> None:
-    """Raise LaunchError if a host name cannot be resolved. A launcher would hang, or report the error over many
-    lines."""
+    """Raise LaunchError if a host name cannot be resolved. Without this check, a launcher would hang, or report the
+    error over many lines."""
     for host in hosts:
         try:
             socket.getaddrinfo(host.name, None)

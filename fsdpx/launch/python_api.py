@@ -49,11 +49,12 @@ def launch(  # type: ignore[misc]  # mypy does not know that *args take any *Ts
     Parameters
     ----------
     what : path of a script, "-m" (then the first of `args` is a module), or a function. A function and its arguments
-        are pickled. A function defined in a script or notebook needs the package cloudpickle; one in a module does not
+        are pickled. A function defined in a script or notebook needs the package cloudpickle, whereas a function
+        defined in a module does not
     args : arguments of the script as text, or arguments of the function
     config, options : a `LaunchConfig`, its fields as keywords (`ranks=4`), or both; keywords take precedence. The
-        default of `ranks` is that of `fsdpx run` without -n. On several hosts a function needs `folder`, on a disk
-        that all hosts share
+        default of `ranks` is the number that `fsdpx run` uses without -n. On several hosts a function needs `folder`,
+        on a disk that all hosts share
 
     Returns
     -------
@@ -61,8 +62,8 @@ def launch(  # type: ignore[misc]  # mypy does not know that *args take any *Ts
 
     Raises
     ------
-    LaunchError : the job failed (the message has the known details) or cannot be started, or its function cannot be
-        pickled
+    LaunchError : the job failed (the message contains the known details) or cannot be started, or its function cannot
+        be pickled
     """
     require_known_options("launch", options, [field.name for field in fields(LaunchConfig)])
     if config is None and "ranks" not in options:
@@ -70,7 +71,7 @@ def launch(  # type: ignore[misc]  # mypy does not know that *args take any *Ts
         options["ranks"], _ = find_default_rank_count(*where)
     config = replace(config, **options) if config is not None else LaunchConfig(**options)
     folder = Path(tempfile.mkdtemp(prefix="fsdpx-launch-", dir=config.folder))
-    if config.logs is None and sys.stdout is not sys.__stdout__:  # ranks' output belongs in the notebook's cell
+    if config.logs is None and sys.stdout is not sys.__stdout__:  # the output of ranks belongs in the notebook's cell
         config = replace(config, logs=folder)
     try:
         if not callable(what):
@@ -130,8 +131,8 @@ def _hash_bytes(data: bytes) -> str:
 
 
 def _read_results_by_rank(folder: Path) -> list[Any]:
-    """Return the results in rank order. The number of ranks is read from rank 0's result, since a restart may have had
-    fewer."""
+    """Return the results in rank order. The number of ranks is read from rank 0's result, since the job may have been
+    restarted with fewer ranks."""
     size = 1
     found: list[Any] = []
     while len(found) < size:
@@ -151,8 +152,8 @@ def _read_trusted_file(path: Path) -> bytes:
 def main(folder: Path, digest: str) -> None:
     """Run the call of `launch` on one rank and write its result.
 
-    digest: hash of the pickled call. It is checked because another user may have replaced the folder of an earlier
-    call."""
+    digest: hash of the pickled call. The hash is checked because another user may have replaced the folder of an
+    earlier call."""
     try:
         packed = _read_trusted_file(folder / _CALL)
     except FileNotFoundError:

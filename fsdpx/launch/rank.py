@@ -1,4 +1,4 @@
-"""One rank under `fsdpx run`: runs the script, and writes a status file when it starts and when it ends."""
+"""One rank under `fsdpx run`. It runs the script, and writes a status file when it starts and when it ends."""
 
 import ctypes
 import importlib.util
@@ -87,10 +87,11 @@ def _run_program() -> None:
 
 
 class RankStatusWriter:
-    """Writer of this rank's status file; several threads may use it.
+    """Writer of this rank's status file, which several threads may use.
 
-    Once this rank has recorded that it ends all other ranks, the status no longer changes: others may be seen to end
-    before this rank does, and its script may still run to completion in another thread."""
+    Once this rank has recorded that it ends all other ranks, the status no longer changes. It must not change, because
+    other ranks may be seen to end before this rank does, and because its script may still run to completion in another
+    thread."""
 
     def __init__(self, begun: RankStatus, folder: Path) -> None:
         self._note, self._folder = begun, folder
@@ -98,8 +99,8 @@ class RankStatusWriter:
         self._lock = threading.RLock()  # reentrant: a signal handler may interrupt a change
 
     def update(self, final: bool = False, **changes: Any) -> None:
-        """Write the status with these changes, unless it is final. Does nothing in a forked child, which is not a
-        rank."""
+        """Write the status with these changes, unless a final status has been written. Does nothing in a forked child,
+        which is not a rank."""
         if os.getpid() == self._note.process:
             with self._lock:
                 if not self._final:
@@ -113,7 +114,8 @@ class RankStatusWriter:
 
 
 def _make_outcome_fields(error: BaseException | None) -> dict[str, Any]:
-    """Return the status fields for a script that ended with this exception, or without one."""
+    """Return the status fields for a script that ended with this exception, or without an exception if `error` is
+    None."""
     if error is None:
         return {"status": 0}
     if not isinstance(error, SystemExit):
@@ -122,7 +124,8 @@ def _make_outcome_fields(error: BaseException | None) -> dict[str, Any]:
 
 
 def _patch_os_exit_to_record(note: RankStatusWriter) -> None:
-    """Patch `os._exit` to record its status, which a launcher may not report before MPI has started."""
+    """Patch `os._exit` to record the exit status, because a launcher may not report the status of a rank that exits
+    before MPI has started."""
     leave = os._exit
 
     def exit_and_record(status: int) -> NoReturn:
@@ -134,8 +137,8 @@ def _patch_os_exit_to_record(note: RankStatusWriter) -> None:
 
 
 def _patch_signal_to_record_handlers(note: RankStatusWriter) -> None:
-    """Patch `signal.signal` to record whether the script handles SIGUSR1. MPI libraries install handlers themselves, so
-    only Python knows."""
+    """Patch `signal.signal` to record whether the script handles SIGUSR1. Only Python knows this, because the operating
+    system also reports handlers that MPI libraries have installed."""
     set_handler, heard = signal.signal, getattr(signal, "SIGUSR1", None)
 
     def set_and_record(number: int, handler: Any, /) -> Any:
@@ -148,7 +151,7 @@ def _patch_signal_to_record_handlers(note: RankStatusWriter) -> None:
 
 
 class _MpiStartFinder(MetaPathFinder):
-    """Import hook for the script's own import of `mpi4py.MPI`: it guards the start of MPI, in which all ranks wait for
+    """Import hook for the script's own import of `mpi4py.MPI`. It guards the start of MPI, in which all ranks wait for
     each other."""
 
     def find_spec(

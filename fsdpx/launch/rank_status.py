@@ -1,5 +1,5 @@
-"""Files that the ranks of a job write for the launcher: their status, their logs, and a named pipe that closes when a
-rank dies."""
+"""Files that the ranks of a job create for the launcher: status files, logs, and named pipes that close when a rank
+dies."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class LogFollower:
         self._thread.start()
 
     def close(self, ends: Mapping[int, str]) -> None:
-        """Stop the thread, print the remaining lines, even unfinished ones, and write how the ranks ended. ends: rank
-        -> JSON text."""
+        """Stop the thread, print the remaining lines, even unfinished ones, and write how the ranks ended. ends: JSON
+        text that describes the end of each rank."""
         self._stop.set()
         self._thread.join()
         self._print_new_lines(complete_only=False)
@@ -107,8 +107,9 @@ _MAX_DESCRIPTOR = 4095
 class RankStatus:
     """Status of one rank.
 
-    process: process id. status: exit status, None while the rank runs or if it was killed. error: type of its
-    exception. listens: whether the script handles SIGUSR1, as within `Preemption`."""
+    process: process id. status: exit status, or None while the rank runs or if it was killed. error: type of the
+    exception with which the rank ended. listens: whether the script handles SIGUSR1, which it does inside
+    `Preemption`."""
 
     rank: int
     process: int
@@ -123,12 +124,12 @@ class RankStatus:
 
     def write_to_folder(self, folder: Path) -> None:
         """Write the status file to the folder of the start."""
-        safe_files.make_folder(folder)  # it may not exist on other hosts
+        safe_files.make_folder(folder)  # the folder may not exist on other hosts
         safe_files.write_file(folder / f"rank-{self.rank:05}.json", self.to_json())
 
 
 def read_rank_statuses(folder: Path) -> dict[int, RankStatus]:
-    """Return rank -> status, for all ranks that have started. Invalid files are skipped, with a single warning."""
+    """Return the status of all ranks that have started, by rank. Invalid files are skipped, with a single warning."""
     notes = {}
     for path in sorted(folder.glob("rank-*.json")):
         try:
@@ -150,8 +151,8 @@ _FIELD_TYPES = {"rank": int, "process": int, "host": str, "status": (int, type(N
 
 
 def create_and_hold_lifeline(folder: Path, rank: int) -> None:
-    """Create and open a named pipe that is never written to. It closes when this process dies, before any other process
-    can know of the death.
+    """Create and open a named pipe that is never written to. The pipe closes when this process dies, before any other
+    process can know about the death.
 
     A dying process closes its files, starting with the highest descriptors, and then the kernel reports its end. The
     pipe has a high descriptor, so it closes before the socket of the process, whose closing makes a launcher kill the
@@ -184,5 +185,5 @@ def _get_lifeline_path(folder: Path, rank: int) -> Path:
 
 
 def _close_descriptor(descriptor: int) -> None:
-    with suppress(OSError):  # the script may have closed it
+    with suppress(OSError):  # the script may have closed the pipe
         os.close(descriptor)

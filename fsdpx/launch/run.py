@@ -112,7 +112,7 @@ def run_job(
     """Run a job, restarting it if necessary, until it is done or must not be restarted; return how it ended.
 
     program: arguments of Python, such as ["train.py", "--fast"] or ["-m", "train"]. variables: additional environment
-    variables of the ranks. node: number of this host, if each host is started by its own launcher; `config` then counts
+    variables of the ranks. node: number of this host, if each host has its own launcher. In that case `config` counts
     only the ranks of this host."""
     plan = RestartPlan(config.ranks, config.least_ranks, config.max_restarts, config.backoff)
     job = LaunchedJob(find_launcher(config), config, program, variables or {}, node)
@@ -157,8 +157,8 @@ def run_job(
 def _choose_job_and_rank_count_of_start(job: LaunchedJob, plan: RestartPlan, folder: Path) -> tuple[LaunchedJob, int]:
     """Return the job and the number of ranks for the next start.
 
-    A restart uses only those hosts of the hostfile that answer, if they have slots for at least `min_ranks`; otherwise
-    it uses all hosts."""
+    If the hosts of the hostfile that answer have slots for at least `min_ranks`, a restart uses only these hosts.
+    Otherwise it uses all hosts."""
     config = job.config
     if config.hostfile is None or not plan.endings:
         return job, plan.ranks
@@ -178,8 +178,8 @@ def _choose_job_and_rank_count_of_start(job: LaunchedJob, plan: RestartPlan, fol
 class LaunchedJob:
     """A job that can be started, repeatedly if necessary.
 
-    found: its launcher. program: arguments of Python. more: additional environment variables of the ranks. node: number
-    of this host, if each host has its own launcher."""
+    found: launcher of the job. program: arguments of Python. more: additional environment variables of the ranks. node:
+    number of this host, if each host has its own launcher."""
 
     found: FoundLauncher
     config: LaunchConfig
@@ -189,7 +189,7 @@ class LaunchedJob:
 
     def make_environment(self, folder: Path, start: int, ranks: int) -> dict[str, str]:
         """Return the environment variables of the ranks. folder: where the ranks leave their records. start: number of
-        the start, from 0."""
+        the start, counted from 0."""
         own = {"FSDPX_RUN": str(folder), "FSDPX_RESTART": str(start), "FSDPX_EXPECT_SIZE": str(ranks)}
         meet = {} if self.node is None else self.node.make_environment(start, ranks)
         return {**own, **self.config.make_environment(), **self.more, **meet}
@@ -207,12 +207,12 @@ class LaunchedJob:
 
 def _choose_temporary_parent_folder(config: LaunchConfig) -> Path:
     """Return the parent folder for a temporary folder. If there may be several hosts, it is the working folder, because
-    $TMPDIR may differ between hosts, while all of them see the scripts."""
+    all hosts can see the scripts there, whereas $TMPDIR may differ between hosts."""
     return Path(tempfile.gettempdir()) if config.hostfile is None and config.nodes is None else Path.cwd()
 
 
 def _make_temporary_folder_and_remove_dead(parent: Path) -> Path:
-    """Remove temporary folders whose process was killed, and return a new one that this process owns."""
+    """Remove temporary folders whose process was killed, and return a new temporary folder that this process owns."""
 
     def is_abandoned(left: Path) -> bool:
         owner = safe_files.read_if_trusted(left / _OWNER_FILE) or b""
@@ -245,7 +245,7 @@ def _recreate_private_folder(own: Path) -> Path:
 
 
 def _require_existing_program(program: Sequence[str]) -> None:
-    """Raise LaunchError if the script or module does not exist, before all ranks fail because of it."""
+    """Raise LaunchError if the script or module does not exist, so that not all ranks have to fail because of this."""
     where, module, script = Path.cwd(), program[0] == "-m", program[1 if program[0] == "-m" else 0]
     if module and not _is_importable(script.partition(".")[0], where):
         raise LaunchError(f"there is no module {script!r} on Python's path or in {where}")
@@ -258,24 +258,22 @@ def _require_existing_program(program: Sequence[str]) -> None:
 def _is_importable(package: str, where: Path) -> bool:
     """Return whether a Python process started in `where` can import the package.
 
-    Either the package is in that folder, or this process finds it. Packages that are installed as links to their
-    sources are on no path; they have a finder in sys.meta_path."""
+    Either the package is in that folder, or this process can find it. Packages that are installed as links to their
+    sources are on no path, but have a finder in sys.meta_path."""
     here = PathFinder.find_spec(package, [str(where)]) is not None
     return here or any(finder.find_spec(package, None) is not None for finder in sys.meta_path)
 
 
 def _log_line(text: str) -> None:
     """Print a message of `fsdpx run` to stderr."""
-    flush_and_write_stderr(f"fsdpx run: {text}\n")  # must not fail: a closing terminal also sends SIGHUP
+    flush_and_write_stderr(f"fsdpx run: {text}\n")  # must not fail, since a closing terminal also sends SIGHUP
 
 
 def _run_once(
     job: LaunchedJob, folder: Path, start: int, ranks: int, signals: _SignalForwarder, guests: JoinRequests
 ) -> JobEnding:
-    """Start the job once, wait until it ends, and return how it ended.
-
-    start: number of the start, from 0. signals: handler that forwards signals to the ranks. guests: requests to
-    join."""
+    """Start the job once, wait until it ends, and return how it ended. start: number of the start, counted from 0.
+    signals: handler that forwards signals to the ranks. guests: requests to join."""
     own = _recreate_private_folder(folder / f"start-{start}")
     logs = None if job.config.logs is None else LogFollower(job.config.logs.absolute())
     if logs is not None:
@@ -309,8 +307,8 @@ def _run_once(
 
 
 def _read_flight_records(folder: Path, notes: dict[int, RankStatus]) -> dict[int, FlightRecord]:
-    """Return rank -> flight record, by the rank as which the process was started; survivors of a death get other ranks
-    later."""
+    """Return the flight records by rank. The rank of a record is that with which its process was started, because
+    survivors of a death get other ranks later."""
     started = {(note.host, note.process): note.rank for note in notes.values()}
     found: dict[int, FlightRecord] = {}
     for flown in sorted(folder.glob("flight-*/"), key=lambda path: path.stat().st_mtime):
@@ -321,9 +319,10 @@ def _read_flight_records(folder: Path, notes: dict[int, RankStatus]) -> dict[int
 
 
 class _SignalForwarder:
-    """Handler of signals to `fsdpx run`: the ranks get SIGUSR1 and `grace` seconds to save, then SIGTERM, then SIGKILL.
+    """Handler of signals to `fsdpx run`. The ranks get SIGUSR1 and `grace` seconds to save, then SIGTERM, and then
+    SIGKILL.
 
-    A second signal, or the first one if no rank handles SIGUSR1, sends SIGTERM at once."""
+    After a second signal, or after the first signal if no rank handles SIGUSR1, SIGTERM is sent at once."""
 
     def __init__(self, grace: float) -> None:
         self.grace = grace
@@ -345,7 +344,8 @@ class _SignalForwarder:
             self._before.pop().restore(self._record_signal)
 
     def wait_for_signal(self, seconds: float) -> bool:
-        """Sleep for at most `seconds`; return True as soon as a signal was received, and False if none was."""
+        """Sleep for at most `seconds`. Return True as soon as a signal has been received, and False if no signal is
+        received."""
         end = time.monotonic() + seconds
         while not self.received and time.monotonic() < end:
             time.sleep(min(0.1, max(end - time.monotonic(), 0)))
@@ -355,10 +355,10 @@ class _SignalForwarder:
         self, job: subprocess.Popen[bytes], in_vain: threading.Event, meanwhile: Callable[[], object],
         listen: Callable[[], bool],
     ) -> None:  # fmt: skip
-        """Wait until the job has ended and forward signals meanwhile, then kill the rest of its process group.
+        """Forward signals until the job has ended, and then kill the rest of its process group.
 
-        in_vain: event that is set when the job must be ended now. meanwhile: called repeatedly as long as the job runs
-        undisturbed. listen: returns whether a rank would save on SIGUSR1."""
+        in_vain: event that is set when the job must be ended now. meanwhile: function that is called repeatedly as long
+        as the job runs undisturbed. listen: function that returns whether a rank would save on SIGUSR1."""
         stage, due = 0, 0.0
         while True:
             with suppress(subprocess.TimeoutExpired):
@@ -387,7 +387,7 @@ class _SignalForwarder:
 
     def _record_signal(self, number: int, frame: FrameType | None) -> None:
         first, self.received = self.received is None, self.received or signal.Signals(number)
-        if first or signal.Signals(number).name != "SIGHUP":  # a shell forwards a SIGHUP that the terminal also sent
+        if first or signal.Signals(number).name != "SIGHUP":  # a shell may repeat the terminal's SIGHUP
             self._times += 1
 
 

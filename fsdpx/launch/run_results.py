@@ -1,4 +1,4 @@
-"""Results of a training: a summary line, and a run folder with the model, the curve and the report."""
+"""Results of a training run: a summary line, and a run folder with the model, the curve and the report."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def save_and_print_results(
 ) -> None:
     """Save the trained model, the curve and the report to the run folder; on rank 0, print the paths. Collective.
 
-    resume: arguments that continue the run, for the printed text."""
+    resume: command-line arguments that continue the run, which are printed."""
     drawn = trainer.call_runner.run_on_rank0(
         f"draw {folder.curve_path}", lambda: folder.draw_curve() or folder.curve_path.exists()
     )

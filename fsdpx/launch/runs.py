@@ -1,4 +1,4 @@
-"""Run folders: `fsdpx train` creates them; `runs`, `report` and `trace` show their content."""
+"""Run folders. `fsdpx train` creates them, and `runs`, `report` and `trace` show their content."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def merge_traces_and_print_path(args: argparse.Namespace) -> int:
 
 
 def print_runs(args: argparse.Namespace) -> int:
-    """Print a table of the named runs, or of all runs, and how the named ones differ; return the exit status."""
+    """Print a table of the named runs, or of all runs, and print how the named runs differ; return the exit status."""
     given = [path if (path / "config.json").exists() else args.folder / path for path in args.run]
     for path in given:
         if not (path / "config.json").exists():

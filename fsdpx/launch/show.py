@@ -65,7 +65,7 @@ __all__ = [
 
 def add_options(p: argparse.ArgumentParser, also: str = "") -> None:
     """Add --mesh, --schedule, --sequence and --recompute. also: text about a further value of --schedule and
-    --sequence, for the help."""
+    --sequence, which the help shows."""
     p.add_argument("--mesh", default=None, help="widths of axes, such as pipe=2,tensor=2; also replica and shard")
     p.add_argument("--schedule", default=None, help=f"pipeline schedule: {', '.join(SCHEDULES)}, a text file{also}")
     p.add_argument("--sequence", default=None, help=f"mode of the tensor axis: parallel, ulysses, ring, samples{also}")
@@ -95,7 +95,7 @@ SCHEDULE_WIDTH_CHARS = 250  # characters per line of the schedule
 DEFAULT_MACHINE = "epyc-100g"
 """Machine on which steps are simulated by default."""
 UNIT_COSTS = StageCosts(forward=1, backward_input=1, backward_params=1)
-LAYER_AXES = ("tensor", "data", "domain")  # axes over which layers communicate, which is not part of the program
+LAYER_AXES = ("tensor", "data", "domain")  # layers communicate over these axes, which is not part of the program
 
 
 def show(args: argparse.Namespace) -> str:
@@ -187,7 +187,7 @@ def _make_dry_run_options(
 
 
 def parse_dims(option: str, text: str | None) -> tuple[int, ...]:
-    """Return the numbers of a text such as "2,2,2" or "2x2x2", and () for None; raise ConfigError for anything else."""
+    """Return the numbers in a text such as "2,2,2" or "2x2x2", or () for None; raise ConfigError for anything else."""
     words = [] if text is None else text.replace("x", ",").split(",")
     if any(not word.strip().isdecimal() or int(word) < 1 for word in words):
         raise ConfigError(f"{option} {text}: a number above 0 for each dim, such as 2,2,2")
@@ -213,8 +213,8 @@ def _choose_field_cells_and_grid(
 
 
 def _grow_batch_to_chunks(example: CatalogModel, batch: str | None, chunks: int | None) -> CatalogModel:
-    """Return the model with a batch that divides into `chunks`. The default batch grows as needed; a given batch must
-    divide."""
+    """Return the model with a batch that divides into `chunks`. The default batch grows as needed, whereas a given
+    batch must be divisible."""
     if chunks is None or chunks < 1 or example.batch % chunks == 0:
         return example
     fits = -(-example.batch // chunks) * chunks
@@ -226,8 +226,8 @@ def _grow_batch_to_chunks(example: CatalogModel, batch: str | None, chunks: int 
 def _choose_rank_and_sample_count(
     args: argparse.Namespace, mesh: Mesh, ranks: int, batch: int, part: int
 ) -> tuple[int, int]:
-    """Return the rank to show and its number of samples: the rank of the command line, or else the first rank that has
-    samples and shard number `part` of the field."""
+    """Return the rank to show and its number of samples. This is the rank that the command line names, or else the
+    first rank that has samples and shard number `part` of the field."""
     if args.rank is not None and not 0 <= args.rank < ranks:
         return args.rank, 1  # the dry run reports the error
     rows = [_count_samples_of_rank(mesh, rank, batch, args.chunks) for rank in range(ranks)]
@@ -240,8 +240,8 @@ def _choose_rank_and_sample_count(
 
 
 def _choose_rank_count(args: argparse.Namespace, mesh: Mesh | None, grid: int) -> int:
-    """Return the number of ranks from the command line. The default is the size of the mesh, with width 1 for open
-    axes; without a mesh it is the size of the grid, or 4."""
+    """Return the number of ranks from the command line. The default is the size of the mesh, where open axes count as
+    width 1. Without a mesh it is the size of the grid, or 4 without a grid."""
     if args.ranks is not None:
         return int(args.ranks)
     if mesh is None or mesh.domain:
@@ -264,7 +264,8 @@ def _format_program(run: DryRun) -> str:
 
 
 def _format_units(run: DryRun) -> str:
-    """Return a table of the units of all stages. "on this rank" is empty for stages of other pipeline ranks."""
+    """Return a table of the units of all stages. The column "on this rank" is empty for stages of other pipeline
+    ranks."""
     layout, state = run.trainer.inspect.placement.layout, run.trainer.inspect.placement.pages
     pipe = run.trainer.inspect.placement.axes.pipe.size > 1
     rows: list[tuple[str, ...]] = [("unit", *["stage"] * pipe, "layers", "parameters", "on this rank", "pages")]
@@ -287,8 +288,8 @@ def _format_units(run: DryRun) -> str:
 
 
 def _count_forward_gathers(run: DryRun) -> int:
-    """Return the number of all-gathers before the first loss, or before the first backward on pipeline ranks without a
-    loss."""
+    """Return the number of all-gathers before the first loss. On pipeline ranks without a loss, count those before the
+    first backward."""
     words = [str(action) for action in run.program.actions]
     end = next(i for i, word in enumerate(words) if word.startswith(("LOSS", "B", "I")))
     moves = run.trainer.inspect.placement.axes.shard.size > 1
@@ -316,7 +317,7 @@ def _format_memory(run: DryRun) -> str:
 
 
 def _format_budget_check(run: DryRun, budget: str | None, helpful: Callable[..., str]) -> str:
-    """Return a text that says whether the expected peak of the process is within the budget, and otherwise which
+    """Return a text that says whether the expected peak of the process is within the budget, and, if it is not, which
     options would help."""
     if budget is None:
         return ""
@@ -330,8 +331,8 @@ def _format_budget_check(run: DryRun, budget: str | None, helpful: Callable[...,
 
 
 def _format_schedule(schedule: PipelineSchedule) -> str:
-    """Return the order of forwards and backwards on all pipeline ranks; each character stands for the time of one F, I
-    or W."""
+    """Return a text that shows the order of forwards and backwards on all pipeline ranks. Each character stands for the
+    time of one F, I or W."""
     idle = compute_bubble(simulate(schedule, UNIT_COSTS), schedule, UNIT_COSTS)
     pairs = ", ".join(map(str, count_in_flight(schedule)))
     numbers = f"{_format_count(schedule.stages, 'stage')}, {_format_count(schedule.microbatches, 'microbatch', 'es')}"
@@ -345,7 +346,7 @@ def _format_count(number: int, word: str, plural: str = "s") -> str:
 
 
 def _draw_and_trace(args: argparse.Namespace, example: CatalogModel, options: dict[str, Any]) -> Iterator[str]:
-    """Draw a step and write its trace, if requested; yield texts about what was written. example: a model whose samples
+    """Draw a step and write its trace, if requested; yield texts about what was written. example: model whose samples
     are entire fields."""
     if not args.png and not args.trace:
         if args.machine is not None:
@@ -365,8 +366,8 @@ def _draw_and_trace(args: argparse.Namespace, example: CatalogModel, options: di
 
 
 MAX_RANKS_SHOWN = 4
-"""Maximum number of ranks with a row each, without pipeline parallelism. Otherwise one rank stands for all that do the
-same."""
+"""Maximum number of ranks that get one row each if there is no pipeline parallelism. Otherwise, one rank stands for all
+ranks that do the same work."""
 
 
 def make_step_lanes(dry: StepDryRuns, found: Prediction, title: str, limit: float | None = None) -> StepLanes:
@@ -396,7 +397,7 @@ def make_step_lanes(dry: StepDryRuns, found: Prediction, title: str, limit: floa
 
 @contextmanager
 def reporting_unwritable(path: Any) -> Iterator[None]:
-    """Return a context in which an error that `path` cannot be written is raised as ConfigError."""
+    """Return a context that raises ConfigError instead of the original error if `path` cannot be written."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -432,7 +433,7 @@ def write_trace(dry: StepDryRuns, found: Prediction, path: str) -> str:
 def _make_simulated_record(
     run: Any, row: Sequence[ActionEvent], alive: Sequence[tuple[float, int]], program: Any
 ) -> ProgramRecord:
-    """Return the simulated events as if a rank had recorded them. The program number is -1, which no recorded program
+    """Return the simulated events as if a rank had recorded them. Their program number is -1, which no recorded program
     has."""
     turn, free = ProgramRecord(-1, 0, program, []), 0.0
     times = [time for time, _ in alive]

@@ -31,7 +31,7 @@ __all__ = ["verify", "verify_on_communicator"]
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
 VOCAB, SEQ_LEN = 61, 12
-FULL_BATCH, LAST_BATCH = 13, 3  # the last batch leaves ranks without samples
+FULL_BATCH, LAST_BATCH = 13, 3  # the last batch is so small that some ranks get no samples
 
 TrainingResult = tuple[list[float], dict[str, Any], str]
 
@@ -58,8 +58,8 @@ class VerifySize:
 
 @dataclass(frozen=True)
 class VerifyCase:
-    """One training to compare. mesh: None means the default mesh of the strategy. recompute: text as on the command
-    line."""
+    """One training run to compare. mesh: None stands for the default mesh of the strategy. recompute: value of
+    --recompute on the command line."""
 
     strategy: Strategy
     precision: PrecisionName
@@ -73,14 +73,14 @@ class VerifyCase:
 
     @property
     def tolerance(self) -> float:
-        """Largest allowed relative difference. It is 0 with chunks, which make results bit-identical unless the tensor
-        axis splits sums."""
+        """Largest allowed relative difference. It is 0 if there are chunks, because chunks make results bit-identical
+        unless the tensor axis splits sums."""
         exact = self.chunks is not None and (self.mesh is None or self.mesh.width_of("tensor") == 1)
         return 0.0 if exact else TOLERANCE[self.precision]
 
     @property
     def single_process_case(self) -> "VerifyCase":
-        """The same training in a single process."""
+        """The case in which a single process does the same training."""
         return VerifyCase("ddp", self.precision, chunks=self.chunks, steps=self.steps)
 
     def __str__(self) -> str:
@@ -133,7 +133,7 @@ def _list_precisions(precision: str) -> list[Any]:
 
 
 def fill_mesh(mesh: Mesh, strategy: Strategy, ranks: int) -> Mesh:
-    """Return the mesh with all widths filled in; for ddp the entire data axis consists of replicas."""
+    """Return the mesh with all widths filled in. For ddp, the entire data axis consists of replicas."""
     full = mesh.fill_from_strategy(DistributionChoices(strategy, mesh).strategy_within_replica(ranks), ranks)
     if strategy in PRESETS and PRESETS[strategy].shard == 1:
         return replace(full, replica=full.width_of("data"), shard=1)
@@ -141,8 +141,7 @@ def fill_mesh(mesh: Mesh, strategy: Strategy, ranks: int) -> Mesh:
 
 
 def _train_and_compare_case(comm: Communicator, case: VerifyCase, size: VerifySize) -> bool:
-    """Train one case and print whether its results agree with those of a single process; return whether they do.
-    Collective."""
+    """Train one case; print and return whether its results agree with the results of a single process. Collective."""
     losses, got, text = _train_case(comm, case, size)
     verdict = None
     if comm.rank == 0:
@@ -187,8 +186,8 @@ def _train_in_one_process(case: VerifyCase, size: VerifySize) -> TrainingResult:
 
 
 def _train_case(comm: Communicator, case: VerifyCase, size: VerifySize) -> TrainingResult:
-    """Train on batches, of which the last is short. Return losses, parameters, and for exact cases a text with a
-    fingerprint. Collective."""
+    """Train on batches, of which the last one is short. Return the losses, the parameters, and, for exact cases, a text
+    with a fingerprint. Collective."""
     trainer = _make_small_gpt_trainer(comm, case, size)
     losses = [
         trainer.step(x, y) for x, y in _iterate_batches(trainer.data_group, case.steps, case.chunks, size.seq_len)
@@ -200,8 +199,8 @@ def _train_case(comm: Communicator, case: VerifyCase, size: VerifySize) -> Train
 
 
 def _make_small_gpt_trainer(comm: Communicator, case: VerifyCase, size: VerifySize) -> Trainer:
-    """Return the trainer of a small GPT with tied weights and gradient clipping; it has dropout unless results must be
-    exact."""
+    """Return the trainer of a small GPT with tied weights and gradient clipping. The model has dropout unless results
+    must be exact."""
     exact = case.chunks is not None
     model = nn.GPT(VOCAB, size.width, size.layers, size.heads, size.seq_len, tie=True, dropout=0.0 if exact else 0.1)
     return model.as_distributed(
@@ -245,8 +244,8 @@ def _iterate_batches(comm: Communicator, steps: int, chunks: int | None, seq_len
 def _compare_tensors(
     want: dict[str, Any], got: dict[str, Any], want_losses: list[float], got_losses: list[float], tolerance: float
 ) -> tuple[bool, str]:
-    """Return whether all tensors agree, relative to the largest element of each, and a line that names the worst
-    tensor."""
+    """Return whether all tensors agree, and a line that names the worst tensor. Differences are relative to the largest
+    element of each tensor."""
     ours = {"the losses": np.array(got_losses), **{name: got[name] for name in want}}
     worst = find_difference(
         ours, {"the losses": np.array(want_losses), **want}, -1.0

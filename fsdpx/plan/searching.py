@@ -84,10 +84,10 @@ def search(
     """Search for the fastest configurations that fit into memory, as predicted by `predict`.
 
     First, each strategy is tried on each mesh, with the microbatches and recomputation that fit. If nothing fits, the
-    configurations that need the least memory are tried with offloaded state. Then each of these configurations is tried
-    with all microbatches, schedules and recomputations, and the fastest three also with other `group_bytes` and codecs.
-    A configuration is not predicted if a lower bound on its step time, which is computed from its layers, exceeds 1.3
-    times the fastest step time.
+    configurations that need the least memory are tried with offloaded state. Then each strategy and mesh that can fit
+    is tried with all microbatches, schedules and recomputations, and the three fastest configurations also with other
+    `group_bytes` and codecs. A configuration is not predicted if a lower bound on its step time, which is computed from
+    its layers, exceeds 1.3 times the fastest step time.
 
     Parameters
     ----------

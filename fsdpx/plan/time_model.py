@@ -154,9 +154,9 @@ class StepTimes:
         three algorithms.
 
         - ring: each step has the largest latency, and bytes move at the speed of the slowest link
-        - tree: log2(ranks) steps that send the full array in each direction; or, by MPI, all pieces received so far
-          (Bruck et al. 1997)
-        - hierarchy: level by level, each with the bytes that the levels inside it have left
+        - tree: for an all-reduce, log2(ranks) steps in each direction that send the full array; for small messages by
+          MPI, log2(ranks) steps that send all pieces received so far (Bruck et al. 1997)
+        - hierarchy: one level after another, each with the bytes that the levels below it have left
 
         A message to a neighbor takes one latency plus the time for its bytes. Receiving it takes no additional time."""
         if axis == "disk":
