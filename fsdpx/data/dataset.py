@@ -291,7 +291,7 @@ Piece = tuple[Path, int, int]
 
 
 def python_stdlib_folder() -> Path:
-    """Return the folder of Python's standard library, tens of MB of source text that every machine has."""
+    """Return the folder of Python's standard library, which holds tens of MB of source text on every machine."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 

@@ -54,7 +54,7 @@ def assert_close(
 
     Parameters
     ----------
-    got, want : an array or a number, or a mapping of names to such, or a sequence of such; both of the same structure
+    got, want : an array, a number, or a mapping or sequence of these; both must have the same structure
     tolerance : allowed difference relative to the largest element of the tensor; 0: equal to the bit
     rank, step : rank and step from which the arrays come, for the error message
     """
@@ -70,7 +70,7 @@ def find_difference(got: Any, want: Any, tolerance: float = 0.0) -> WorstElement
 
     Parameters
     ----------
-    got, want : an array or a number, or a mapping of names to such, or a sequence of such; both of the same structure
+    got, want : an array, a number, or a mapping or sequence of these; both must have the same structure
     tolerance : allowed difference relative to the largest element of the tensor; 0: equal to the bit
 
     Raises

@@ -272,8 +272,8 @@ class LayerContract(GradientContract):
     def _run_forward_backward(
         self, layer: Layer, p: Mapping[str, np.ndarray], x: Arrays, g: dict[str, np.ndarray] | None = None
     ) -> tuple[Arrays, Arrays, Arrays, dict[str, np.ndarray]]:
-        """Run forward and backward with random output gradients. Return the outputs, the gradients of the outputs, of
-        the inputs and of the parameters. g: parameter gradients to which backward adds; None: start with zeros."""
+        """Run forward and backward with random output gradients. Return the outputs, and the gradients of the outputs,
+        of the inputs and of the parameters. g: parameter gradients to which backward adds; None: start with zeros."""
         y, saved = self._forward(layer, p, x)
         dy = tuple(_draw_direction(13, part).astype(part.dtype) for part in y)
         g = self._make_zero_gradients(layer, p) if g is None else g

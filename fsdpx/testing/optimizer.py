@@ -162,7 +162,8 @@ class OptimizerContract:
     def _make_state(
         self, dtype: str, part: slice, optimizer: Optimizer | None = None
     ) -> tuple[Any, Any, dict[str, Any]]:
-        """Return slice `part` of parameters and gradients, which are the same in every run, and zeroed slots for it."""
+        """Return slice `part` of parameters and gradients, which are the same in every run, and zeroed slots for that
+        slice."""
         random = np.random.default_rng(5)
         p, g = (random.standard_normal(TOTAL_SIZE).astype(dtype)[part].copy() for _ in range(2))
         low, high, _ = part.indices(TOTAL_SIZE)

@@ -136,7 +136,7 @@ PREVIOUS, PARTIAL, LOCK, REMOVED = "previous", "partial-", "lock", "removed"
 _RESERVED_PREFIX = ".fsdpx-"
 _SIBLING_PATTERN = re.compile(rf"\.fsdpx-({PREVIOUS}|{PARTIAL}[0-9a-f]{{8}}|{LOCK}|{REMOVED})-(.+)", re.DOTALL)
 MAX_LINKS = 40
-"""Maximum length of a chain of symbolic links that is followed, as in Linux."""
+"""Maximum length of a chain of symbolic links that is followed. Linux has the same limit."""
 IN_PLACE = (
     "this folder cannot be renamed, so no checkpoint can take its place (it is a mount, or a lower layer of an "
     "overlay): name a folder in it"

@@ -145,7 +145,8 @@ MAX_HEADER_BYTES = 100_000_000
 """Maximum size of a header in bytes; the reference reader has the same limit."""
 
 LENGTH_BYTES = 8
-"""Size of the field before the JSON header; it holds the length of the header in bytes, little endian."""
+"""Size in bytes of the field before the JSON header. The field holds the length of the header in bytes, little
+endian."""
 
 MAX_DIMS = 64
 """Maximum number of dimensions of a tensor; NumPy has the same limit."""
@@ -388,7 +389,7 @@ def sync_file(fd: int) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Flush the entries of a folder to disk; do nothing on systems that cannot open folders (Windows)."""
+    """Flush the list of files in a folder to disk. Do nothing on systems that cannot open folders (Windows)."""
     if os.name == "posix":
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -437,9 +438,9 @@ class FileLayout:
 def lay_out_files(weights: Tensors, slots: Tensors | None, state: str | None, shard_bytes: int | None) -> FileLayout:
     """Return the files of a checkpoint.
 
-    weights: tensors in the order of the model. slots, state: tensors of the second file (`STATE_FILE_NAME`), and
-    `RunScalars` as JSON for it; without `state` there is no second file. shard_bytes: maximum bytes of tensors in one
-    file of weights (a larger tensor gets its own file); None: one file."""
+    weights: tensors in the order of the model. slots, state: tensors of the second file (`STATE_FILE_NAME`), and the
+    `RunScalars` that it holds as JSON. Without `state` there is no second file. shard_bytes: maximum bytes of tensors
+    in one file of weights (a larger tensor gets its own file); None: one file."""
     groups = [weights] if shard_bytes is None else split_into_files(weights, shard_bytes)
     count = len(groups)
     numbered = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]

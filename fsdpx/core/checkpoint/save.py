@@ -271,7 +271,7 @@ def _require_savable(state: TrainState, path: Path, choices: SaveChoices, scalar
 
 
 def make_file_layout(placement: Placement, choices: SaveChoices, scalars: RunScalars, memory: Shapes) -> FileLayout:
-    """Return the layout of the files of a checkpoint; it is the same on every rank.
+    """Return the layout of the files of a checkpoint, which is the same on every rank.
 
     memory: shapes of the tensors of codec memory of all ranks, by name."""
     specs, asked = placement.layout.specs, None if choices.dtype is None else dtype_to_code(parse_dtype(choices.dtype))

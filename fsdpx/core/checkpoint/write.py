@@ -182,7 +182,7 @@ class Worker:
         return not self._begun or not self._ends.empty()
 
     def begin_task(self, task: Task) -> None:
-        """Wait for the previous task and raise its error, if it has one; then start `task`."""
+        """Wait for the previous task, and raise its error if it has failed; otherwise start `task`."""
         self.wait_for_task()
         self._begun = True
         self._tasks.put(task)

@@ -316,7 +316,7 @@ def _lay_out_stages_and_pages(
     stages, homes = parse_stages_option(ordered, recipe.distribution.stages, axes.pipe.size)
     assert not isinstance(stages, Mapping), "a list of first layers by now"
     pipe = PipelineChoice(recipe.distribution.schedule, axes.pipe.size, homes)  # type: ignore[arg-type]  # no PathLike here
-    require_enough_layers(ordered, axes.pipe.size, "")  # before a schedule is made for so many ranks
+    require_enough_layers(ordered, axes.pipe.size, "")  # check this before a schedule is made for the ranks
     home = pipe.get_stage_ranks(reducing.microbatches_per_rank)
     starts = split_into_stages(ordered, len(home), stages, recipe.runtime.costs, pipe.explain_stage_count(home))
     bitwise = reducing.accumulation.bitwise

@@ -77,14 +77,14 @@ def fit(
     Parameters
     ----------
     trainer : result of `fsdpx.distribute`; omitted in `trainer.fit(...)`
-    loader : yields the batches of this data rank, such as a `DataLoader(comm=trainer.data_group)`; if it has a method
-        `set_epoch`, that is called before each epoch
+    loader : yields the batches of this data rank, such as a `DataLoader(comm=trainer.data_group)`; if the loader has a
+        method `set_epoch`, that method is called before each epoch
     epochs, steps : number of epochs and of steps after which training ends, whichever comes first; epochs=None: only
         `steps` counts
     validation : batches whose mean loss is computed every `every` steps and at the end
-    metrics : dict from name to a function of (output, target) of a validation batch, NumPy arrays of this rank's
-        samples; it returns an array with one value per sample, or (sum, count), and the mean over the samples of all
-        ranks is recorded. A loss such as `nn.VRMSE()` can also be a metric
+    metrics : dict from name to a function (output, target) of a validation batch, where both are NumPy arrays of this
+        rank's samples. The function returns an array with one value per sample, or (sum, count), and the mean over the
+        samples of all ranks is recorded. A loss such as `nn.VRMSE()` can also be a metric
     every : number of steps between two validations
     patience : end training after this many validations without a new best loss
     restore_best : at the end, restore the weights of the best validation (default: only with patience)

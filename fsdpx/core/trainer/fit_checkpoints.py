@@ -318,7 +318,7 @@ class FitCheckpointer:
         log_on_rank0(self.trainer.call_runner, f"the weights are those of {description}: {path}")
 
     def _make_resume_state(self) -> dict[str, Any]:
-        """Return the state that a later run needs to resume; it is stored in the checkpoint."""
+        """Return the state that a later run needs to resume, which is stored in the checkpoint."""
         history = self.history
         pairs = {name: [list(pair) for pair in values] for name, values in history.metrics.items()}
         return {

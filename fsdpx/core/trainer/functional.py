@@ -132,7 +132,7 @@ def reduce_scatter(x: Any, op: ReduceOp | str = ReduceOp.SUM) -> np.ndarray:
     Parameters
     ----------
     x : array of n rows (dim 0), of the same shape and dtype on every rank
-    op : how values are combined, as in `all_reduce`
+    op : how values are combined; see `all_reduce`
 
     Returns
     -------
@@ -170,7 +170,7 @@ def reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, root: int = 0) -> np.ndarr
     Parameters
     ----------
     x : array, of the same shape and dtype on every rank
-    op : how values are combined, as in `all_reduce`
+    op : how values are combined; see `all_reduce`
     root : rank that receives the result
 
     Returns
@@ -300,8 +300,8 @@ def recv(out: Array, source: int, tag: int = 0) -> np.ndarray:
 
 
 HEADER_BYTES = 32
-"""Bytes of the header that precedes a message between two ranks; it holds dtype, number of elements, and bytes per
-element."""
+"""Size in bytes of the header that precedes a message between two ranks. The header holds the dtype, the number of
+elements, and the number of bytes per element."""
 
 
 def _make_message_header(x: Array) -> Array:

@@ -128,8 +128,8 @@ def all_gather_parameters(state: TrainState, names: Collection[str] | None = Non
 
 
 def all_gather_gradients(state: TrainState) -> dict[str, np.ndarray]:
-    """Return the full accumulated gradients by canonical name, as NumPy arrays on every rank; they are not yet divided
-    by the loss weight. Collective."""
+    """Return the full accumulated gradients by canonical name, as NumPy arrays on every rank. The gradients are not yet
+    divided by the loss weight. Collective."""
 
     def gather_page(page: Page) -> Any:
         p, total = page.index, state.placement.xp.zeros((page.size,), dtype=state.placement.formats.gradients)

@@ -89,7 +89,7 @@ class ExcludedPair(NamedTuple):
 
     Parameters
     ----------
-    choice, other : names of the two choices, as in the table of the docs
+    choice, other : names of the two choices in the table of the docs
     found : function that returns the beginning of an error, which shows the other choice as the user made it; "" if the
         user did not make that choice
     why, remedy : the reason, and what to do instead

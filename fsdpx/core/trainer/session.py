@@ -60,15 +60,15 @@ frozen."""
 
 
 class BatchAgreement(NamedTuple):
-    """How ranks agree on a batch; this is decided before the batch is checked.
+    """How ranks agree on a batch, which is decided before the batch is checked.
 
     Attributes
     ----------
     ranks : the ranks that agree; None if this rank runs the program without agreement
-    can_start_uncoordinated : this rank may start without agreement, as long as all ranks have the same kind of batch as
-        before
-    digests : ranks compare checksums of the samples, since several ranks may have to hold the same samples
-    may_have_duplicates : data ranks, which should have different samples, may have the same samples
+    can_start_uncoordinated : whether this rank may start without agreement, as long as all ranks have the same kind of
+        batch as before
+    digests : whether ranks compare checksums of the samples, since several ranks may have to hold the same samples
+    may_have_duplicates : whether data ranks, which should have different samples, may have the same samples
     """
 
     ranks: Communicator | None
@@ -137,7 +137,7 @@ class Session:
         self._executables: dict[tuple[Any, ...], Executable] = {}
         self._output_shapes: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}  # by shapes of the batch
         self._warned: set[str] = set()
-        self._largest_microbatch: Microbatch | None = None  # of any rank; only with a memory budget
+        self._largest_microbatch: Microbatch | None = None  # the largest of all ranks; only with a memory budget
         self._recomputed: dict[Any, frozenset[int]] = {}  # recomputed units by batch size
         self._stages: dict[tuple[frozenset[str], frozenset[int]], Stage] = {}  # by frozen names, inputs with gradients
         self.explain_memory_error: Callable[[MemoryError, StepInputs], Exception] | None = None
@@ -458,8 +458,8 @@ class Session:
             )
 
     def _warn_of_wrong_sharding(self, x: Any) -> None:
-        """Warn once if samples seem to be sharded wrongly. Collective if all ranks step together; otherwise do
-        nothing."""
+        """Warn once if samples seem to be sharded wrongly. If all ranks step together, this call is collective;
+        otherwise it does nothing."""
         self._warned.add(WRONG_SHARDING)
         axes = self.placement.axes
         if self._get_agreement_group("step") is not axes.world:
@@ -543,8 +543,8 @@ class Session:
         ]
 
     def _choose_recomputed_units(self, microbatches: int) -> frozenset[int]:
-        """Return the units whose forward is recomputed in backward; they are the same in every step with batches of one
-        size. With a memory budget, choosing them takes a forward on shape-only arrays."""
+        """Return the units whose forward is recomputed in backward, which are the same in every step with batches of
+        one size. With a memory budget, a forward on shape-only arrays is needed to choose them."""
         pipe, batch, wanted = self.placement.pipe, self._largest_microbatch, self.placement.options.recompute
         if wanted.budget is None and not wanted.every:
             return frozenset()

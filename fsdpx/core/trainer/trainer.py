@@ -264,8 +264,8 @@ class Trainer:
 
     @run_through_call_runner(KEEPS_FOR_LATER)
     def zero_grad(self) -> None:
-        """Drop the gradients that `accumulate` or `backward` have added up. All ranks call this method; it does not
-        communicate."""
+        """Drop the gradients that `accumulate` or `backward` have added up. All ranks must call this method, although
+        it does not communicate."""
         self._call_runner.require_open("zero_grad")
         self._session.state.zero_grad()
 

@@ -56,7 +56,7 @@ class UncoordinatedPrediction:
         self._agreed_kind: Any = None
         self._inputs: tuple[Any, ...] = ()
         self._epoch = self._count = 0
-        self._failed: list[FsdpxError] = []  # one error for each call that others have begun and this rank has not
+        self._failed: list[FsdpxError] = []  # one error for each call that only other ranks have begun
 
     def record_agreed_batch(self, batch_kind: tuple[str, int], inputs: tuple[Any, ...]) -> None:
         """Record the batch that all ranks have agreed on. Collective. On a backend without one-sided windows nothing is
