@@ -45,15 +45,15 @@ __all__ = [
 COMMON_DTYPE_CHARS = frozenset("dfDFbhilqBHILQ?")
 """dtype.char of the dtypes that communicators transfer, except 16-bit floats."""
 USER_TAG_LIMIT = 16384
-"""User tags are below this limit, the library's own tags at or above it. MPI guarantees tags up to 32767."""
+"""User tags are below this limit, and the library's own tags are at or above it. MPI guarantees tags up to 32767."""
 ALGORITHMS = ("library", "ring")
 
 
 class Backend(Communicator):
     """A communicator that transfers bytes itself. A subclass implements `start_transfer`, `split`, `close` and `abort`.
 
-    `start_transfer` must implement "send" and "recv". It passes any other operation that it cannot do better to
-    `super().start_transfer(call)`, which builds it from messages.
+    `start_transfer` must implement "send" and "recv". For every other operation that the subclass cannot do better, it
+    calls `super().start_transfer(call)`, which builds the operation from messages.
     """
 
     def __init__(self, rank: int, size: int, progress: Progress | None = None) -> None:
@@ -95,8 +95,8 @@ class Backend(Communicator):
         return group
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Gather in two all-gathers, first the sizes, then the bytes. Both are waited for like calls of the user, so
-        that a missing rank is reported."""
+        """Gather with two all-gathers, first of the sizes and then of the bytes. This rank waits for them in the same
+        way as for calls of the user, so that a missing rank is reported."""
         own_bytes = np.frombuffer(data, np.uint8)
         sizes = np.empty(self.size, np.int64)
         self.all_gather(np.array([own_bytes.size]), sizes, what="sizes of objects").wait()
@@ -205,8 +205,8 @@ def require_flat_array(comm: RankGroup, call: Call, name: str, array: Array) -> 
 
 
 def resolve_partition(comm: RankGroup, call: Call, name: str, array: Array, counts: Counts) -> FlatPartition:
-    """Return the partition of `array` over the ranks: by `counts`, or balanced if they are None. Raise ShapeError if
-    `counts` do not fit the array and the number of ranks."""
+    """Return the partition of `array` over the ranks. It is given by `counts`; if `counts` is None, it is balanced.
+    Raise ShapeError if `counts` do not fit the array and the number of ranks."""
     n = array.size
     if counts is None:
         return make_balanced_partition(n, comm.size)
@@ -249,7 +249,7 @@ def check_and_resolve_operation(comm: RankGroup, call: Call) -> None:
 
 
 def _check_and_resolve_wire_dtype(comm: RankGroup, call: Call, dtype: Any) -> None:
-    """Replace `call.wire` by its dtype; raise ConfigError if values of `dtype` cannot be sent in it."""
+    """Replace `call.wire` by its dtype; raise ConfigError if values of `dtype` cannot be sent in that dtype."""
     call.wire = np.dtype(call.wire)
     if get_dtype_kind(dtype) != "float" or not is_half(call.wire):
         raise_call_error(
@@ -279,8 +279,9 @@ def require_valid_subgroup(comm: RankGroup, ranks: Sequence[int]) -> None:
 
 
 def stage_through_host(call: Call, start_on_host: Callable[[Call], Handle]) -> Handle:
-    """Start a call whose arrays may be on any device with `start_on_host`, which supports only host arrays; return the
-    handle. Host arrays are passed without a copy. Scratch: a host copy of each other array."""
+    """Start a call whose arrays may be on any device by passing host arrays to `start_on_host`, which supports no
+    others. Return the handle. Host arrays are passed without a copy. Scratch: a host copy of each array on another
+    device."""
     for array in call.arrays:
         if array is not None and not isinstance(array, np.ndarray):
             return _start_through_host_copies(call, start_on_host)
@@ -308,11 +309,12 @@ def _start_through_host_copies(call: Call, start_on_host: Callable[[Call], Handl
 
 
 class FakeCommunicator(Backend):
-    """One rank of `size`, the others of which do not exist: arguments are checked, and arrays keep their values.
+    """One rank of a job of `size` ranks in which the other ranks do not exist. Arguments are checked, and arrays keep
+    their values.
 
     `all_gather_data`, `all_gather_object` and `all_gather_bytes` return this rank's value once for each rank. `split`
-    raises ConfigError if there are several ranks, because the colors of the other ranks are unknown: use `subgroup`.
-    `abort` raises Aborted on this rank.
+    raises ConfigError if there are several ranks, because the colors of the other ranks are unknown. Use `subgroup`
+    instead. `abort` raises Aborted on this rank.
 
     Parameters
     ----------

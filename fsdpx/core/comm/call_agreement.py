@@ -1,8 +1,8 @@
 """Agreement of ranks on the calls of the functional API.
 
 Before any data of a call is transferred, ranks compare what they call. Inside a host, each rank writes eight bytes to a
-board in shared memory; between hosts, they are sent in one all-reduce. If ranks make different calls, or pass another
-shape, dtype, operation or root, all of them raise an error that names the ranks.
+board in shared memory; between hosts, they are sent in one all-reduce. If ranks make different calls, or pass different
+shapes, dtypes, operations or roots, all of them raise an error that names the ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ QUICK_POLLS = range(64)
 
 
 class CallSignature(str):
-    """The text of what a rank calls. mark: an 8-byte hash of the text; words: the mark as a record of the board."""
+    """The text that describes the call of a rank. mark: an 8-byte hash of the text; words: the mark as a record of the
+    board."""
 
     mark: int
     words: memoryview
@@ -66,7 +67,7 @@ class CallAgreement:
         self.under_way: dict[int, GeneratorHandle] = {}  # asynchronous calls, by number
 
     def agree_on_call(self, call: CallSignature, payload: Array = None) -> list[Array] | None:
-        """Return when all ranks have reached this call; raise DesyncError on all of them if some make another call.
+        """Return when all ranks have reached this call; raise DesyncError on all of them if their calls differ.
         Collective.
 
         payload: the data of the call, if it is a contiguous array on the host. Inside a host, a payload of a few bytes
@@ -107,7 +108,7 @@ class CallAgreement:
         return True
 
     def start_after_agreement(self, call: CallSignature, begin: Callable[[], Handle]) -> Handle:
-        """Return at once a handle; when all ranks have reached this call, `begin` is called to start the transfer on
+        """Return a handle at once. When all ranks have reached this call, `begin` is called to start the transfer on
         `comm`, and the handle completes with that transfer."""
         number = self._take_next_number()
 
@@ -131,8 +132,8 @@ class CallAgreement:
         self.comm.close()
 
     def gather_desync_error(self, call: CallSignature) -> DesyncError:
-        """Return the error that names the call of every rank. Collective: all ranks know that their calls differ, so
-        all of them call this."""
+        """Return the error that names the call of every rank. Collective: all ranks call this method, because all of
+        them know that their calls differ."""
         return make_desync_error(self.turn + 1, self.comm.all_gather_data(str(call)))
 
     def _take_next_number(self) -> int:
@@ -155,12 +156,12 @@ class AgreementStage(ABC):
 
     @abstractmethod
     def poll_agreement(self) -> bool | None:
-        """Return whether all ranks make the same call; None while some have not arrived."""
+        """Return whether all ranks make the same call, or None while some ranks have not arrived."""
 
     def test(self) -> bool:
         if self.error is not None:
             raise self.error
-        # gathering the error's text waits, and waits call this test again
+        # gathering the error's text waits for other ranks, and every wait calls this test again
         alike = None if self.asking else self.poll_agreement()
         if alike is False:
             self.asking = True
@@ -201,7 +202,7 @@ class EarlierCallsStage(AgreementStage):
         while seen < agreement.turn < self.number:  # the caller may never test an earlier call
             seen = agreement.turn
             if (first := agreement.under_way.get(seen)) is not None:
-                with suppress(DesyncError):  # `first` raises it again in its own wait
+                with suppress(DesyncError):  # `first` raises the error again in its own wait
                     first.test()
         return True if agreement.turn >= self.number else None
 

@@ -123,12 +123,13 @@ def split_evenly(n: int, parts: int) -> list[int]:
 class Call:
     """One call of one rank, with everything that a backend needs to run it and a wrapper needs to observe it.
 
-    verb: name of the method. arrays: in the order of its signature; None where only another rank has one. op: of
-    reductions. root: the rank that has or gets the full array, or the peer of a message. counts: one entry for each
-    array that is divided among ranks. what: names the action and the tensor in errors. tag: of the message, or of the
-    messages that a collective is made of. algorithm: of an all-reduce. partitions: `counts` resolved to partitions,
-    once a backend has checked the call. wire: the 16-bit dtype in which summands are sent; None: their own dtype.
-    shape: of the array that the user passed, if it must be the same on all ranks.
+    verb: name of the method. arrays: its arrays, in the order of its signature; None where only another rank has one.
+    op: operation of a reduction. root: the rank that has or gets the full array, or the peer of a message. counts: one
+    entry for each array that is divided among ranks. what: names the action and the tensor in errors. tag: tag of the
+    message, or of all messages that a collective consists of. algorithm: algorithm of an all-reduce. partitions:
+    `counts` resolved to partitions, once a backend has checked the call. wire: the 16-bit dtype in which summands are
+    sent; None: their own dtype. shape: shape of the array that the user passed, if the shape must be the same on all
+    ranks.
     """
 
     verb: str
@@ -215,8 +216,8 @@ def copy_unless_same(target: Array, source: Array) -> None:
 
 
 POLLS_BEFORE_YIELD = 2048
-"""Polls, about a millisecond of them, before a rank with a core of its own yields that core."""
-_SPINS_BEFORE_SLEEP = 4096  # some milliseconds: a rank that waits that long may sleep
+"""Number of polls (about a millisecond) after which a rank with a core of its own yields that core."""
+_SPINS_BEFORE_SLEEP = 4096  # some milliseconds, after which a waiting rank may sleep
 THREAD_POLLS = -_SPINS_BEFORE_SLEEP
 """Patience of thread ranks. It is negative, so that a waiting rank sleeps at once: if it polled, it would keep the
 interpreter from the other ranks for 5 ms at a time."""
@@ -254,8 +255,8 @@ def get_progress(comm: object) -> Progress:
 
 
 class GeneratorHandle:
-    """The handle of a generator that issues transfers in sequence: it yields the handle of each transfer, and is
-    resumed when that is complete."""
+    """The handle of a generator that issues transfers in sequence: the generator yields the handle of each transfer,
+    and is resumed when that transfer is complete."""
 
     __slots__ = ("_current", "_done", "_error", "_generator", "_progress", "_running")
 
@@ -343,8 +344,8 @@ long_waits: dict[int, LongWait] = {}
 def get_stack_frames(thread: int) -> list[tuple[FrameType, int]]:
     """Return the frames of a thread with their current lines, innermost first; an empty list if the thread has ended.
 
-    Garbage collection is disabled meanwhile: a collection may switch to the thread, and CPython 3.11 crashes if the
-    thread then returns from the frame being followed.
+    Garbage collection is disabled during the call, because a collection may switch to the thread, and CPython 3.11
+    crashes if the thread then returns from the frame being followed.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -363,7 +364,7 @@ def get_stack_frames(thread: int) -> list[tuple[FrameType, int]]:
 def spin_until(ready: Callable[[], bool], progress: Progress, timeout: float, patience: int | None = None) -> bool:
     """Poll `ready` until it is true, and return True; return False after `timeout` seconds.
 
-    Advances the transfers of `progress` meanwhile. Yields the core after `patience` polls (default: that of
+    Advances the transfers of `progress` between polls. Yields the core after `patience` polls (default: that of
     `progress`), and sleeps between polls after several thousand more.
     """
     spins, deadline, patience = 0, None, progress.patience if patience is None else patience
@@ -395,9 +396,9 @@ def spin_until(ready: Callable[[], bool], progress: Progress, timeout: float, pa
 class TimedTransfer:
     """A transfer with a result: `wait` completes it and returns the value of `finish`.
 
-    issued_at, completed_at: when the transfer began, and when this rank saw its end. busy_seconds: time in between
-    during which this rank advanced the transfer or waited for it; for the rest, the transfer overlapped with
-    computation.
+    issued_at, completed_at: when the transfer began, and when this rank saw its end. busy_seconds: time between these
+    two during which this rank advanced the transfer or waited for it. During the rest of that time, the transfer
+    overlapped with computation.
     """
 
     __slots__ = ("busy_seconds", "completed_at", "finish", "handle", "issued_at")
@@ -424,7 +425,7 @@ class TimedTransfer:
         return done
 
     def _record_end(self, begin: float) -> bool:
-        """Record the present as the end of the transfer, and the time since `begin` as busy; return whether the
+        """Record the current time as the end of the transfer, and the time since `begin` as busy; return whether the
         transfer was still under way."""
         under_way = self.completed_at == 0.0
         if under_way:

@@ -47,9 +47,9 @@ class CallSpec(NamedTuple):
 
     arrays: names of its arrays. partitioned: those that are divided among the ranks, each by one entry of
     `call.counts`. at_root: the array that only the root has. peer: the meaning of `call.root`. reduces: whether values
-    are combined. same_size: whether arrays have the same number of elements on all ranks. on_one_rank: the effect on a
-    communicator of one rank: "copy" the first array to the second one, "nothing", or "move": pass the call to the
-    backend like any other.
+    are combined. same_size: whether arrays have the same number of elements on all ranks. on_one_rank: what the call
+    does on a communicator of one rank. "copy": the first array is copied to the second one. "nothing": the call has no
+    effect. "move": the call is passed to the backend like any other.
     """
 
     arrays: tuple[str, ...] = ("send", "recv")
@@ -177,8 +177,8 @@ class Communicator(ABC):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        """Close the communicator unless an exception is propagating: then the other ranks would not reach the
-        collective, and the job ends."""
+        """Close the communicator unless an exception is propagating. In that case the other ranks would not reach the
+        collective `close`, and the job ends."""
         if kind is None:
             (self.leave or self.close)()
 
@@ -548,8 +548,8 @@ class Communicator(ABC):
         """Return every rank's `obj`, in rank order, on every rank. Collective, blocking. For small objects, not for
         arrays.
 
-        Objects are pickled, so a rank executes code that another rank has sent: ranks must have authenticated each
-        other.
+        Objects are pickled, so a rank executes code that another rank has sent. Ranks must therefore have authenticated
+        each other.
 
         Parameters
         ----------
@@ -662,9 +662,10 @@ class SurvivorCommunicator(Communicator):
     """A communicator that reports deaths of ranks and outlives them (Bland et al. 2013, user-level failure mitigation).
 
     A call that needs a dead rank raises RankLost, either when it is issued or in `test` and `wait`. Other calls may
-    complete, so ranks learn of a death in different calls. A rank that has learned of a death recovers in these steps:
-    `revoke`, so that ranks that wait for it learn of the death as well; `agree_on_flags`, which ranks that know of no
-    death also reach; `shrink`; then it continues with the new communicator and groups of it.
+    complete, so ranks learn of a death in different calls. A rank that has learned of a death first calls `revoke`, so
+    that the ranks that wait for this rank learn of the death as well. It then calls `agree_on_flags`, which ranks that
+    know of no death also reach, and `shrink`. Finally it continues with the new communicator and groups of that
+    communicator.
     """
 
     survives: bool
@@ -714,8 +715,8 @@ def drain_transfers(handles: Iterable[Handle], seconds: float = 1.0) -> list[Han
     """Test transfers whose result is no longer needed until each has completed or failed, so that their buffers can be
     freed.
 
-    Meant for transfers under way on a revoked communicator: their errors are expected and ignored. Returns the handles
-    that have neither completed nor failed after `seconds`; their buffers must be kept alive.
+    Meant for transfers under way on a revoked communicator, whose errors are expected and therefore ignored. Returns
+    the handles that have neither completed nor failed after `seconds`; their buffers must be kept alive.
     """
     left, deadline = [handle for handle in handles if not _is_complete_or_failed(handle)], time.monotonic() + seconds
     while left and time.monotonic() < deadline:

@@ -98,7 +98,8 @@ def require_valid_intracomm(comm: Any) -> None:
 
 
 def all_gather_plain_data(comm: Any, value: Any) -> list[Any]:
-    """Return the plain value of each rank of `comm`, which may be an mpi4py communicator, by rank. Collective."""
+    """Return the plain value of each rank of `comm`, in rank order. `comm` may be an mpi4py communicator.
+    Collective."""
     return list(comm.all_gather_data(value) if hasattr(comm, "all_gather_data") else comm.allgather(value))
 
 
@@ -121,8 +122,8 @@ def get_rank_info() -> RankInfo:
     """Return the rank and size in the communicator of `fsdpx.init()`. Before `fsdpx.init()`, return those among all MPI
     ranks if MPI is initialized, else among all ranks that the launcher started.
 
-    Raises LaunchError if variables say that this process is one of several but not which one, and ConfigError if the
-    launcher does not set rank and size.
+    Raises LaunchError if environment variables say that this process is one of several ranks but not which one, and
+    ConfigError if the launcher does not set rank and size.
     """
     opened = get_default()
     if opened is not None:
@@ -145,7 +146,7 @@ def get_rank_info() -> RankInfo:
 def get_running_mpi() -> Any:
     """Return `mpi4py.MPI` if it is loaded and initialized but not finalized, else None; never load it."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
-    # hasattr is False while it is being imported
+    # hasattr is False while mpi4py.MPI is being imported
     runs = hasattr(mpi, "Is_finalized") and mpi.Is_initialized() and not mpi.Is_finalized()
     return mpi if runs else None
 

@@ -26,11 +26,11 @@ _FINGERPRINT_TAG = 7
 class CheckedCommunicator(CommunicatorWrapper):
     """A communicator that exchanges a fingerprint of each collective on its own channel before it passes the call on.
 
-    A fingerprint contains the operation, `what`, the dtype, the element count, the reduction and the root, where every
-    rank knows them. If fingerprints differ, every rank raises DesyncError with the call of each rank; if a rank does
-    not arrive within `timeout` seconds, the others raise it with that rank's number. Sends and receives are not
-    checked. The exchange blocks, so calls that would otherwise overlap run one after the other. Costs 256 bytes per
-    peer and call.
+    A fingerprint contains the operation, `what`, the dtype, the element count, the reduction and the root, as far as
+    every rank knows them. If fingerprints differ, every rank raises DesyncError with the call of each rank; if a rank
+    does not arrive within `timeout` seconds, the others raise DesyncError with the number of that rank. Sends and
+    receives are not checked. The exchange blocks, so calls that would otherwise overlap run one after the other. Costs
+    256 bytes per peer and call.
     """
 
     def __init__(self, comm: Communicator, timeout: float = 10.0) -> None:
@@ -118,7 +118,7 @@ def _encode_fingerprint(call: str) -> np.ndarray:
 
 
 def make_desync_error(number: int, calls: Sequence[str]) -> DesyncError:
-    """Return the error for ranks that made different calls. number: which call of the communicator it was. calls: the
+    """Return the error for ranks that made different calls. number: number of the call on its communicator. calls: the
     call of each rank."""
     return DesyncError(
         f"ranks called different collectives (call {number}): {format_calls_by_rank(dict(enumerate(calls)))}"
@@ -147,8 +147,8 @@ def require_same_settings(
     """Raise ConfigError on all ranks if their settings differ; the error names the ranks and only the settings that
     differ. Collective.
 
-    settings: values as text, by name; a rank that lacks one differs. arguments: arguments of the call that this rank
-    makes, as text by name; only arguments that all ranks' calls have are compared.
+    settings: values as text, by name; a rank that lacks a setting differs. arguments: arguments of the call that this
+    rank makes, as text by name; only arguments that all ranks' calls have are compared.
     """
     everyone = comm.all_gather_data((dict(settings), dict(arguments or {})))
     every_setting, every_argument = zip(*everyone, strict=True)

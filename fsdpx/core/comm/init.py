@@ -1,8 +1,9 @@
-"""Open the world: return a communicator by the name of a backend, or around a communicator of the user.
+"""Open the world, that is, the communicator of all ranks. It is made by the backend of a given name, or around a
+communicator of the user.
 
 `BACKENDS` is the registry: a new backend is one more entry. `spawn` runs a function on ranks that are threads. Where
-ranks are processes, a failing rank ends the entire job as long as a communicator opened here, or a trainer, exists: the
-first uncaught exception in any thread is printed, then the job is aborted.
+ranks are processes, a failing rank ends the entire job as long as a communicator opened here, or a trainer, exists. The
+first uncaught exception in any thread is printed before the job is aborted.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def _make_excepthook(former: Callable[..., Any]) -> Callable[..., Any]:
     """Return an excepthook that ends all ranks at the first uncaught exception, after calling the script's own
     excepthook `former`.
 
-    Without it the other ranks would wait forever: Python exits, and MPI_Finalize of the failed rank waits for them.
+    Without this hook all ranks would wait forever, because Python would exit and MPI_Finalize of the failed rank would
+    wait for the other ranks.
     """
     begun, process = threading.Lock(), os.getpid()
 
@@ -72,7 +74,7 @@ def _make_excepthook(former: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _make_thread_excepthook(former: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook for `threading.excepthook` that does the same as the one of `_make_excepthook`."""
+    """Return a hook for `threading.excepthook` that does the same as the hook of `_make_excepthook`."""
     begun, process = threading.Lock(), os.getpid()
 
     def end_all_ranks(args: threading.ExceptHookArgs) -> None:
@@ -98,7 +100,8 @@ def _print_exception_and_end_all_ranks(
     """Print the exception and end all ranks; only the first call does so. script_hook: the script's own excepthook,
     which runs first.
 
-    An error that all ranks raise together is printed once: the other ranks wait for rank 0 to print it and to end them.
+    An error that all ranks raise together is printed once, because the other ranks wait for rank 0 to print the error
+    and to end them.
     """
     comm = hooks.find_communicator_to_abort()
     if not begun.acquire(blocking=False):
@@ -130,8 +133,8 @@ def _run_script_hook(script_hook: Callable[[], object]) -> int:
 
 
 def _is_raised_on_all_ranks(error: BaseException | None) -> bool:
-    """Return whether other ranks are likely to raise the same error: all ranks check, or agree on, options, batches and
-    calls."""
+    """Return whether other ranks are likely to raise the same error. This is so for errors in options, batches and
+    calls, which all ranks check or agree on."""
     return isinstance(error, DesyncError) or (
         isinstance(error, FsdpxError) and not isinstance(error, CommError | OutOfMemory)
     )

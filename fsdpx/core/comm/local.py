@@ -37,7 +37,7 @@ _LONG_POLL_SECONDS = 0.2
 
 class RankDied(BaseException):
     """Raise this in a thread rank to end it like a killed process. With `spawn(survive=True)` the other ranks live on
-    and get RankLost; otherwise it ends them like any other error."""
+    and get RankLost; otherwise the death ends them like any other error."""
 
 
 class ThreadWorld:
@@ -80,7 +80,7 @@ class ThreadWorld:
             raise Aborted(f"another rank failed first: {type(failure).__name__}: {failure}") from failure
 
     def record_death(self, rank: int) -> None:
-        """Record that this rank has died and will not access any array anymore; wake the ranks that wait for it."""
+        """Record that this rank has died and no longer accesses any array; wake the ranks that wait for it."""
         with self.condition:
             self.dead.add(rank)
             self.condition.notify_all()
@@ -374,7 +374,7 @@ def execute_all_to_all(calls: Sequence[Call]) -> None:
 
 
 def execute_barrier(calls: Sequence[Call]) -> None:
-    """Move nothing."""
+    """Transfer no data."""
 
 
 COLLECTIVES: dict[str, Callable[[Sequence[Call]], None]] = {
@@ -482,8 +482,8 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
         return self._group.get_failed_ranks()
 
     def revoke(self) -> None:
-        """Revoke this group and its subgroups, even those that this rank no longer uses: others may be waiting for it
-        there."""
+        """Revoke this group and its subgroups, even those that this rank no longer uses, because others may be waiting
+        there for this rank."""
         self._group.revoke()
         for part in self._parts:
             part.revoke()

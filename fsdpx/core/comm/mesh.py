@@ -307,8 +307,8 @@ class MeshAxes:
 
     data: replica x shard. world: all ranks. group: the ranks that train in lockstep, which are all ranks, or those of
     one replica if replicas train independently (local SGD). parts: the data ranks that hold parts of the same samples.
-    domain: these ranks along each dim that is divided. samples: the data ranks that hold the same part of other
-    samples. groups: the sets of ranks that share samples; None: each data rank has its own undivided samples.
+    domain: for each dim that is divided, the ranks of `parts` along it. samples: the data ranks that hold the same part
+    of other samples. groups: the sets of ranks that share samples; None: each data rank has its own undivided samples.
     """
 
     mesh: Mesh

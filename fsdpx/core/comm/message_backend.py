@@ -46,15 +46,15 @@ def has_gpu_array(arrays: Iterable[Array]) -> bool:
 
 
 def synchronize_devices(arrays: Iterable[Array]) -> None:
-    """Wait until the devices of these arrays have completed everything that this thread has issued: MPI does not know
-    about streams."""
+    """Wait until the devices of these arrays have completed everything that this thread has issued, because MPI does
+    not know about streams."""
     for device in {get_device_of_array(array) for array in arrays}:
         device.synchronize()
 
 
 def is_sent_in_chunks(call: Call) -> bool:
-    """Return whether the GPU arrays of a call are sent as messages in chunks: if an array is larger than one chunk, or
-    if ranks do not know the lengths of all arrays. All ranks get the same answer."""
+    """Return whether the GPU arrays of a call are sent as messages in chunks. This is so if an array is larger than one
+    chunk, or if ranks do not know the lengths of all arrays. All ranks get the same answer."""
     return not CALL_SPECS[call.verb].same_size or any(
         array.nbytes > CHUNK_BYTES for array in call.arrays if array is not None
     )
@@ -151,7 +151,8 @@ class MessageBackend(Backend):
     @property
     @abstractmethod
     def native_verbs(self) -> frozenset[str]:
-        """Operations that the library runs itself, for dtypes that it can add; all others are built from messages."""
+        """Operations that the library runs itself for dtypes that it can add. All other operations are built from
+        messages."""
 
     def start_message(self, call: Call) -> Handle:
         """Start a "send" or a "recv"."""
@@ -160,7 +161,7 @@ class MessageBackend(Backend):
 
     def start_gpu_transfer(self, call: Call, start_on_host: Callable[[Call], Handle]) -> Handle:
         """Start a call of GPU arrays with a library that supports only host memory. Small arrays are copied to the host
-        and passed to `start_on_host`. Large ones are sent as messages in chunks, and sums are computed on the GPU."""
+        and passed to `start_on_host`. Large arrays are sent as messages in chunks, and sums are computed on the GPU."""
         if not is_sent_in_chunks(call):
             return stage_through_host(call, start_on_host)
         return self.start_message(call) if call.verb in ("send", "recv") else super().start_transfer(call)

@@ -54,7 +54,7 @@ def is_summed_in_rank_order(op: ReduceOp, dtype: np.dtype) -> bool:
 
 
 def is_reduction_compilable(dtype: np.dtype, op: ReduceOp) -> bool:
-    """Return whether compiled code can add these values; such sums are most of the traffic of training."""
+    """Return whether compiled code can add these values. Such sums are most of the traffic of training."""
     return dtype.char in "fd" and op in (ReduceOp.SUM, ReduceOp.AVG)
 
 

@@ -41,7 +41,7 @@ def report_call_to_watchdog(comm: Any, call: str) -> None:
 
 
 def detach_watchdog(comm: Any) -> Any:
-    """Stop watching `comm`, on which no rank waits anymore because it is abandoned. Return its watchdog, or None."""
+    """Stop watching `comm`, which is abandoned, so that no rank waits on it anymore. Return its watchdog, or None."""
     base = unwrap_communicator(comm)
     watcher, base.watched_by = base.watched_by, None
     if watcher is not None:

@@ -62,7 +62,7 @@ class Window(ABC):
 
     def check_ranks_and_make_progress(self, missing: Sequence[int] = (), what: str = "") -> None:  # noqa: B027 - most have nothing to look at
         """Raise if the `missing` ranks, for which this rank waits, can never arrive; called between two polls of a
-        wait. Also make progress for other ranks where the library does so only inside its calls."""
+        wait. Also make progress for other ranks if the library makes progress only inside its calls."""
 
     def access_epoch(self, kind: str) -> AbstractContextManager[None]:
         """Return the context manager for a rank's accesses to the parts of all ranks. kind: "pull", "push" or "mix"."""
@@ -73,8 +73,8 @@ class Window(ABC):
         over."""
 
     def wait_until_none_missing(self, missing: Callable[[], Sequence[int]], what: str) -> None:
-        """Wait until `missing()`, which returns the ranks that have yet to act, is empty; it must stay empty then.
-        Raise CommTimeout after `timeout` seconds. what: what this rank waits for, as text."""
+        """Wait until `missing()`, which returns the ranks that have yet to act, is empty. The result must stay empty
+        from then on. Raise CommTimeout after `timeout` seconds. what: what this rank waits for, as text."""
         self.poll_until_none_missing(missing, what)
 
     def wait_for_all_ranks(self, missing: Callable[[], Sequence[int]], what: str) -> None:

@@ -130,7 +130,8 @@ class MpiRequests:
 
     @property
     def active(self) -> bool:
-        """True if MPI may still access a buffer: if one of several requests fails, the others stay under way."""
+        """True if MPI may still access a buffer. If one of several requests fails, the other requests stay under
+        way."""
         return any(request != MPI.REQUEST_NULL for request in self._requests)
 
     def wait(self) -> None:
@@ -443,7 +444,7 @@ class MpiWorld:
     @staticmethod
     def abort(code: int = 1) -> None:
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE and threading.current_thread() is not threading.main_thread():
-            # this thread may not call MPI; the launcher ends the job when a rank exits like this
+            # this thread may not call MPI, but the launcher ends the job when a rank exits like this
             _exit(code)
         if environment.read_environment().ulfm:
             gone = get_failed_ranks(MPI.COMM_WORLD)
@@ -529,16 +530,16 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
         return get_failed_ranks(self.raw)
 
     def revoke(self) -> None:
-        """Revoke this communicator and its groups, even those that this rank no longer uses: others may be waiting for
-        it there."""
+        """Revoke this communicator and its groups, even those that this rank no longer uses, because others may be
+        waiting there for this rank."""
         if self.survives and self.raw != MPI.COMM_NULL and not self.raw.Is_revoked():
             self.raw.Revoke()
         for part in self._parts:
             part.revoke()
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """Return the group when all ranks have theirs: a rank without its group could not revoke it, and others would
-        wait forever."""
+        """Return the group when all ranks have created theirs, because a rank without its group could not revoke it,
+        and others would wait forever."""
         self._parts = [part for part in self._parts if part.raw != MPI.COMM_NULL]
         part = super().split(color, key)
         if isinstance(part, UlfmCommunicator):
@@ -589,8 +590,8 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
             before = shrunk
 
     def close(self) -> None:
-        """Free the communicator, unless a rank has died: then it is kept until the process ends. A rank may die between
-        this call and the end of the process, so MPI_Finalize is made not to wait for it."""
+        """Free the communicator. If a rank has died, keep the communicator until the process ends instead. A rank may
+        die between this call and the end of the process, so MPI_Finalize is made not to wait for it."""
         if self.survives:
             skip_finalize_barrier()
         if self.raw != MPI.COMM_NULL and not (self.survives and (self.raw.Is_revoked() or self.get_failed_ranks())):

@@ -1,5 +1,5 @@
-"""The start of MPI. Each rank waits in it for all others without running Python, so another process must watch the
-time.
+"""The start of MPI. While MPI starts, each rank waits for all others without running Python, so another process must
+watch the time.
 
 The waiting ranks of a host leave marks in a folder, which `fsdpx run` reads. The first rank starts a watchdog process
 (`fsdpx/core/comm/mpi/start_watchdog.py`), which ends the job if the last rank does not arrive. The watchdog's start
@@ -63,7 +63,7 @@ def remove_leftover_files(folder: Path = SHARED_MEMORY_FOLDER, temporary: Path |
     """
     for path in find_leftover_files(folder, _SECONDS_TO_BEGIN):
         if path.name.startswith(_REMOVED):
-            with suppress(OSError):  # the file was removed meanwhile, or the folder is read-only
+            with suppress(OSError):  # another process has removed the file, or the folder is read-only
                 path.unlink()
     temporary = Path(tempfile.gettempdir()) if temporary is None else temporary
     remove_dead_folders(temporary.glob(f"{_SESSION}*"), _has_session_ended)
@@ -159,8 +159,8 @@ def has_start_timed_out(run: Path) -> bool:
 
 
 def remove_dead_folders(folders: Iterable[Path], is_dead: Callable[[Path], bool]) -> None:
-    """Remove those of the folders that belong to this user and to killed jobs. A folder that its own job removes
-    meanwhile is skipped. is_dead: returns whether the job of a folder was killed."""
+    """Remove those of the folders that belong to this user and to killed jobs. A folder that its own job removes at the
+    same time is skipped. is_dead: returns whether the job of a folder was killed."""
     for left in folders:
         with suppress(FileNotFoundError):
             if safe_files.is_own_folder(left) and is_dead(left):

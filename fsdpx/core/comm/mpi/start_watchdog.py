@@ -113,8 +113,8 @@ def _format_ranks(ranks: Iterable[int]) -> str:
 
 
 def wait_for_start_or_timeout(folder: str, seconds: float) -> dict[int, tuple[str, str]]:
-    """Return the ranks that still wait after `seconds`; {} as soon as the start has succeeded or no waiting rank is
-    left."""
+    """Return the ranks that are still waiting after `seconds`; {} as soon as the start has succeeded or no waiting rank
+    is left."""
     due, listens = time.monotonic() + seconds, [0]
     while True:
         ready, _, _ = select.select(listens, [], [], POLL_SECONDS)

@@ -34,8 +34,8 @@ ADDRESS_WORDS = 3
 POSTED, FINISHED, WORDS = 0, 8, 16
 """Byte offsets in a record of a board."""
 LATE, MOVED, HELD, COMPLETE = range(4)
-"""The states of a collective: a rank has not arrived; an array has moved to another address; other ranks still read or
-write; complete."""
+"""The states of a collective: a rank has not arrived; an array has moved to another address; other ranks are still
+reading or writing; the collective is complete."""
 
 
 @intrinsic
@@ -110,7 +110,8 @@ def make_rank_sum_intrinsic(lines: int, streaming: bool = False, through: Any = 
     def add_vectors(
         typingctx: Any, sources: Any, ranks: Any, outs: Any, written: Any, at: Any, divisor: Any, zero: Any
     ) -> Any:
-        """Add at byte `at`. sources, outs: tables of addresses of `ranks` and `written` arrays. zero: of that dtype."""
+        """Add at byte `at`. sources, outs: addresses of `ranks` and `written` arrays. zero: 0 in the dtype of the
+        arrays."""
         itemsize = zero.bitwidth // 8
 
         def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:

@@ -147,8 +147,8 @@ class NodeCommunicator(Backend):
         self.memory.unmap_window(array)
 
     def free_shared_later(self, arrays: list[Array]) -> None:
-        """Free arrays whose owner was garbage-collected: at once, or, if a transfer under way may still use them, at
-        the next allocation. Any thread may call it at any time; it does not communicate."""
+        """Free arrays whose owner was garbage-collected. They are freed at once or, if a transfer under way may still
+        be using them, at the next allocation. Any thread may call it at any time; it does not communicate."""
         self.memory.abandoned += arrays
         self._free_abandoned_arrays()
 
@@ -223,12 +223,12 @@ class NodeCommunicator(Backend):
         return None
 
     def _start_small_all_gather(self, call: Call, group: NodeGroup) -> Handle:
-        """Start an all-gather of a few bytes of each rank, from any memory: they are written to the board, next to the
-        record.
+        """Start an all-gather of a few bytes of each rank, from any memory. The bytes are written to the board, next to
+        the record.
 
-        Calls of a trainer begin with such a gather. If a rank is in another call, it then waits in MPI, where its call
-        never matches this one. That is intended: MPI libraries that confuse the data of two calls may corrupt their own
-        memory (Open MPI's nonblocking collectives do) and hang.
+        Calls of a trainer begin with such a gather. A rank that makes another call instead waits in MPI, where its call
+        never matches this gather. That is intended, because MPI libraries that confuse the data of two calls may
+        corrupt their own memory (Open MPI's nonblocking collectives do) and hang.
         """
         (send, recv), (pieces,) = call.arrays, call.partitions
         number = group.reserve_collective()
@@ -353,7 +353,8 @@ class NodeCommunicator(Backend):
     def _start_and_cache_persistent(
         self, call: Call, made: PersistentCollective, pieces: FlatPartition | None = None
     ) -> Handle:
-        """Start the collective that was just bound, and keep it for later calls under each way to write its counts."""
+        """Start the collective that was just bound, and keep it for later calls. A later call may pass equal counts or,
+        if they are balanced, no counts."""
         if len(self._persistent_calls) >= MAX_PERSISTENT_CALLS:
             self._persistent_calls.clear()
         counts: list[AllCounts] = [call.counts]

@@ -1,8 +1,8 @@
 """Collectives of the ranks of a host, numbered on a board, and lanes between hosts.
 
-A lane is one rank of each host, all with the same position there. The stages of a call wait for the host, so calls in
-flight could reach the network in different orders on different ranks. Tickets keep them in the order of issue, and the
-numbers of all collectives inside the host that a call needs are reserved when the call is issued.
+A lane is one rank of each host, all with the same position there. The stages of a call wait for the ranks of the host,
+so calls in flight could reach the network in different orders on different ranks. Tickets keep them in the order of
+issue, and the numbers of all collectives inside the host that a call needs are reserved when the call is issued.
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ class HostLanes:
 
 
 class LaneTurn:
-    """The handle that is complete when all calls issued before have reached the network."""
+    """The handle that is complete when all earlier calls have reached the network."""
 
     __slots__ = ("_lanes", "_ticket")
 

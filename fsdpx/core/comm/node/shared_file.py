@@ -28,8 +28,8 @@ def map_shared_file(comm: Communicator, nbytes: int, folder: str, preallocate: b
     """Open, map and lock a new file in `folder` on all ranks of `comm`, which must run on this host. Collective.
 
     The file has no name while it holds memory, so that ranks can be killed at any moment without leaving it behind. The
-    other ranks open the file of rank 0 through /proc. If the system denies that, as between containers that do not see
-    each other's processes, the file is empty and has a name until all ranks have opened it.
+    other ranks open the file of rank 0 through /proc. If the system denies that, for example between containers that do
+    not see each other's processes, the file is empty and has a name until all ranks have opened it.
 
     Parameters
     ----------
@@ -106,7 +106,8 @@ class _SharedFileOpening:
             os.close(file)
 
     def _make_unnamed_file(self) -> tuple[int, ...]:
-        """Create the file on rank 0; return its process, descriptor, device and inode there, and () on other ranks."""
+        """Create the file on rank 0; return its process, descriptor, device and inode on rank 0, and () on other
+        ranks."""
         if self.comm.rank:
             return ()
         self.file = safe_files.open_unnamed_file(self.folder)
@@ -152,7 +153,7 @@ class _SharedFileOpening:
 
 def _open_descriptor_of_process(process: int, number: int, *identity: int) -> int:
     """Open descriptor `number` of another process. Return -1 if this process may not open it, or if the descriptor is a
-    different file, as in a container with its own process numbers."""
+    different file, for example in a container with its own process numbers."""
     name = f"/proc/{process}/fd/{number}"
     with suppress(OSError):
         if _get_device_and_inode(os.stat(name)) == identity:

@@ -60,7 +60,7 @@ class SharedMapping:
         starts = [0, *accumulate(-(-n // mmap.PAGESIZE) * mmap.PAGESIZE for n in sizes)]
         self.file, memory = map_shared_file(comm, starts[-1], _find_shared_memory_folder(), preallocate)
         self._end = weakref.finalize(self, os.close, self.file)
-        self._end.atexit = False  # the system closes it at exit
+        self._end.atexit = False  # the system closes the file at exit
         self.parts = [np.frombuffer(memory, np.uint8, n, start) for start, n in zip(starts, sizes, strict=False)]
 
     def close(self) -> None:
@@ -140,7 +140,7 @@ class HostWindow:
     def __init__(self, here: Communicator, nbytes: int) -> None:
         self._mapping = SharedMapping(
             here, nbytes, preallocate=False
-        )  # so each page is placed near the rank that first touches it
+        )  # so that each page is placed near the rank that first touches it
         self.parts: list[Array] = self._mapping.parts
         self.addresses = [get_data_pointer(part) for part in self.parts]
         self.fence = _make_store_fence()
@@ -240,7 +240,7 @@ class NodeMemory:
 
     def close(self) -> None:
         """Free all windows."""
-        while self.windows:  # garbage collection of an old trainer may remove windows meanwhile
+        while self.windows:  # garbage collection of an old trainer may remove windows during the loop
             self.windows.popitem()[1].free_memory()
         self._owners.clear()
         self._cached_addresses.clear()
