@@ -35,7 +35,7 @@ class FirstDifference:
 
     Parameters
     ----------
-    step : step in which the runs first differ, from 1
+    step : step in which the runs first differ, counted from 1
     written : the tensor that differs, as the first run wrote it
     by : action and rank that wrote the tensor in the first run, and those that wrote it in the second run
     worst : the element that differs most; for values of samples, its first index counts within the global batch

@@ -55,7 +55,7 @@ class DeathRecorder:
         self.in_vain = threading.Event()
         self._folder, self._ranks, self._host = folder, ranks, platform.node()
         self._stop = threading.Event()
-        self._living: dict[int, int] = {}  # descriptor of a process or of its lifeline -> rank
+        self._living: dict[int, int] = {}  # ranks by descriptor of their process or lifeline
         self._thread = threading.Thread(target=self._watch_ranks, name="fsdpx run", daemon=True)
         if hasattr(os, "pidfd_open") and hasattr(select, "epoll"):
             self._thread.start()

@@ -41,8 +41,8 @@ class ActionCost:
 class _LayerResult(NamedTuple):
     """Recorded result of one method of a layer.
 
-    plan: how to rebuild the return value. inner: peak bytes during the call in addition to those in use before. flags:
-    which gradients are written after the call."""
+    plan: how to rebuild the return value. inner: peak bytes during the call, in addition to the bytes in use before the
+    call. flags: which gradients are written after the call."""
 
     plan: Any
     work: WorkCount

@@ -30,11 +30,11 @@ class KernelRates:
 
     Parameters
     ----------
-    passes : format -> kernel -> bytes per second of calls that read and write `SHORT` and `LONG` bytes; the entry
-        `WEIGHTS` + kernel is the rate at which a convolution reorders its weights
-    products : format -> kernel that consists of matrix products -> rows of (input channels, output channels, window
-        size in cells, windows per row of results, FLOP per second), measured in the caches. The rows form a full grid,
-        in which rates are interpolated linearly in the logarithms
+    passes : for each format and kernel, the bytes per second of calls that read and write `SHORT` and `LONG` bytes; the
+        key `WEIGHTS` + kernel holds the rate at which a convolution reorders its weights
+    products : for each format and each kernel that consists of matrix products, rows of (input channels, output
+        channels, window size in cells, windows per row of results, FLOP per second), measured in the caches. The rows
+        form a full grid, and the logarithms of rates are interpolated linearly in the logarithms of the other numbers
     """
 
     passes: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)

@@ -55,7 +55,7 @@ ACTIVATION_MEANINGS = {
 """For each kind of slot, a description of its activations. An array in slots of several kinds counts for the first of
 these kinds."""
 UNIT_SLOT_KINDS = ("saved", "held", "kept")
-"""Kinds of slots that are numbered by unit; others are numbered by value."""
+"""Kinds of slots that are numbered by unit. Slots of other kinds are numbered by value."""
 BATCH = "the batch"
 ACTIVATION_BYTES_PER_GAP_BYTE = 16
 """Bytes of activations for which one byte is lost to gaps in the heap at the peak. There are gaps because heap memory

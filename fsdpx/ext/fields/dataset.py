@@ -111,8 +111,8 @@ def list_arrays_by_group(
 def _select_field_names(
     arrays: Mapping[str, tuple[str, Any]], fields: tuple[str, ...] | None, cell_dims: int
 ) -> list[str]:
-    """Return the names of the arrays that are fields: those in `fields`, or, if it is None, all with more than
-    `cell_dims` dims."""
+    """Return the names of the arrays that are fields. These are the names in `fields`, or, if `fields` is None, the
+    names of all arrays with more than `cell_dims` dims."""
     if fields is not None:
         return [name for name in fields if name in arrays]
     sizes = {

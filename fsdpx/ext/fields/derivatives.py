@@ -158,7 +158,7 @@ class _DerivativeLayer(FieldLayer):
 
 
 class FieldDerivative(_DerivativeLayer):
-    """The derivative of each channel along one coordinate: (samples, channels, *cells) to the same shape.
+    """The derivative of each channel of (samples, channels, *cells) along one coordinate.
 
     Errors decrease with the second or fourth power of the spacing, depending on `order`. Near walls the stencils are
     one-sided.
@@ -219,8 +219,8 @@ class FieldGradient(_DerivativeLayer):
 
 
 class FieldDivergence(_DerivativeLayer):
-    """The divergence of vectors: (samples, vectors x dims, *cells) to (samples, vectors, *cells), where the components
-    of a vector are consecutive channels. Parameters as in `FieldDerivative`."""
+    """The divergence of vectors, which maps (samples, vectors x dims, *cells) to (samples, vectors, *cells). The
+    components of a vector are consecutive channels. Parameters as in `FieldDerivative`."""
 
     def _list_terms(self, dims: int) -> list[DerivativeTerm]:
         return [DerivativeTerm(j, slice(j, None, dims), slice(None)) for j in range(dims)]
@@ -236,8 +236,8 @@ class FieldCurl(_DerivativeLayer):
     """The curl of vectors. In two dims this is the scalar dv/dx - du/dy of each (u, v), and in three dims a vector for
     each (u, v, w).
 
-    (samples, vectors x dims, *cells) to (samples, vectors, *cells) in two dims, or (samples, vectors x 3, *cells) in
-    three. x, y and z are the coordinates. Parameters as in `FieldDerivative`."""
+    It maps (samples, vectors x dims, *cells) to (samples, vectors, *cells) in two dims, or to (samples, vectors x 3,
+    *cells) in three dims. x, y and z are the coordinates. Parameters as in `FieldDerivative`."""
 
     def _list_terms(self, dims: int) -> list[DerivativeTerm]:
         if dims == 2:
@@ -263,8 +263,8 @@ def _index_cells_along(d: int, cells: slice) -> tuple[slice, ...]:
 def _split_cells_by_stencil(
     start: int, stop: int, n: int, periodic: bool, scheme: tuple[int, int]
 ) -> list[tuple[int, int, int, Row]]:
-    """Split the cells [start, stop) into ranges with the same stencil; return (first cell, end, offset of the first
-    weight, weights) of each."""
+    """Split the cells [start, stop) into ranges with the same stencil. Return (first cell, end, offset of the first
+    weight, weights) of each range."""
     inner, walls = SCHEMES[scheme]
     half = len(inner) // 2
     if periodic:

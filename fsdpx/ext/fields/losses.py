@@ -102,7 +102,8 @@ class _RootLoss(_FieldLoss):
 
 
 class RelativeL2(_RootLoss):
-    """|y - target| / |target| of each sample, over all its elements, summed; weight: the number of samples.
+    """The sum, over all samples, of |y - target| / |target|, where the norms run over all elements of a sample. The
+    weight is the number of samples.
 
     Output and target are (samples, ...) of the same shape. On a grid of ranks, the sums of a sample run over all its
     parts, with one all-reduce of 24 bytes per sample. This is the usual error measure of neural operators (Li et al.
@@ -149,8 +150,8 @@ class RelativeL2(_RootLoss):
 
 
 class RMSE(_RootLoss):
-    """sqrt(mean((y - target)^2)) over the cells of each channel of a sample, summed; weight: the number of these
-    channels.
+    """The sum, over the channels of all samples, of sqrt(mean((y - target)^2)), where the mean is over the cells of a
+    channel. The weight is the number of these channels.
 
     Output and target are (samples, channels, *cells) of the same shape.
 
@@ -161,8 +162,8 @@ class RMSE(_RootLoss):
 
 
 class VRMSE(_RootLoss):
-    """sqrt(mean((y - target)^2) / (var(target) + eps)) over the cells of each channel of a sample, summed; weight: the
-    number of these channels.
+    """The sum, over the channels of all samples, of sqrt(mean((y - target)^2) / (var(target) + eps)), where mean and
+    variance are over the cells of a channel. The weight is the number of these channels.
 
     Predicting the mean of the target scores 1. As in The Well's code (Ohana et al. 2024), the variance is divided by
     the number of cells minus 1. The variance is merged from the counts, means and sums of squares of the parts, which
@@ -258,8 +259,9 @@ class BandRMSE(_RootLoss):
 
 
 class ConservedRMSE(_FieldLoss):
-    """|mean(y) - mean(target)| over the cells of each channel of a sample, summed; weight: the number of these channels
-    (cRMSE of PDEBench, Takamoto et al. 2022, which takes a root over samples instead).
+    """The sum, over the channels of all samples, of |mean(y) - mean(target)|, where the means are over the cells of a
+    channel. The weight is the number of these channels. This is cRMSE of PDEBench (Takamoto et al. 2022), which takes a
+    root over samples instead.
 
     Parameters
     ----------
@@ -279,8 +281,8 @@ class ConservedRMSE(_FieldLoss):
 
 
 class MaxError(_FieldLoss):
-    """The largest |y - target| of each sample, summed; weight: the number of samples. Elements that share the maximum
-    share its gradient equally.
+    """The sum, over all samples, of the largest |y - target| of a sample. The weight is the number of samples. Elements
+    that share the maximum share its gradient equally.
 
     Parameters
     ----------

@@ -1,5 +1,5 @@
 """Layers for cells without data, such as land in an ocean model. They keep the values of such cells from spreading to
-others."""
+other cells."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["FillNaN", "Mask"]
 
 
 class FillNaN(Layer):
-    """x with NaN replaced by `value`; the gradient of replaced elements is 0.
+    """x with NaN replaced by `value`. The gradient of replaced elements is 0.
 
     Parameters
     ----------
@@ -35,10 +35,10 @@ class FillNaN(Layer):
 
 
 class Mask(Layer):
-    """x where `cells` is True, and `value` elsewhere, even if x is NaN there; the gradient is 0 where `cells` is False.
+    """x where `cells` is True, and `value` elsewhere, even if x is NaN there. The gradient is 0 where `cells` is False.
 
-    x is (samples, channels, *cells). As the last layer of a model, it keeps land cells constant over the steps of a
-    rollout.
+    x is (samples, channels, *cells). As the last layer of a model, this layer keeps land cells constant over the steps
+    of a rollout.
 
     Parameters
     ----------

@@ -18,13 +18,13 @@ Sides = tuple[tuple[int, int], ...]
 
 
 class Pad(FieldLayer):
-    """(samples, channels, *cells) with cells added at its ends, or removed where `padding` is negative.
+    """(samples, channels, *cells) with cells added at the ends of the field, or removed where `padding` is negative.
 
     On a grid of ranks, each rank keeps its cells, and the ranks at the ends hold the added cells.
 
     Parameters
     ----------
-    padding : for each dim, the number of cells added (before, after) the field
+    padding : for each dim, the numbers of cells (before, after) to add at the ends of the field
     mode : values beyond the ends, "zeros", "circular", "reflect" or "replicate", for all dims; default "zeros"
     """
 

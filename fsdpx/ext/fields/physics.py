@@ -19,7 +19,8 @@ __all__ = ["MatchMean", "PhysicsLoss"]
 
 
 class MatchMean(FieldLayer):
-    """y - mean(y) + mean(x) of each channel of a sample, over all cells: the field closest to y that has the mean of x.
+    """y - mean(y) + mean(x), with means over all cells of each channel of a sample. This is the field closest to y that
+    has the mean of x.
 
     Takes two inputs, y and x, (samples, channels, *cells) of the same shape. On a grid of ranks, forward and backward
     each all-reduce 8 bytes per sample and channel."""

@@ -25,8 +25,8 @@ __all__ = ["Rollout"]
 
 
 class Rollout(Layer):
-    """The states after each of `steps` steps of a model, stacked in dim 1: (samples, channels, ...) to (samples, steps
-    x channels, ...). Parameters are those of the model, under its names.
+    """The states after each of `steps` steps of a model, stacked in dim 1. It maps (samples, channels, ...) to
+    (samples, steps x channels, ...), and its parameters are the parameters of the model, under the same names.
 
     Only the states are saved for backward, which recomputes each step, so memory holds all states and the activations
     of one step. If the arrays of a grid have ghost cells, the ghost cells of later states are received from the
@@ -95,8 +95,8 @@ class Rollout(Layer):
         return dx if dinitial is None else dx + dinitial
 
     def _allocate_wall_gradient(self, env: LayerContext, states: Any) -> Array | None:
-        """Return zeros in the shape of the input, to which all steps add the gradient of its ghost cells beyond walls;
-        None if there are no ghost cells."""
+        """Return zeros in the shape of the input, to which all steps add the gradient of the input's ghost cells beyond
+        walls; None if there are no ghost cells."""
         return None if self.parts is None else env.xp.zeros(states[0].shape, dtype=states[0].dtype)
 
     def _recompute_step(self, env: LayerContext, p: Params, states: Any, step: int) -> tuple[LayerContext, Params, Any]:
@@ -108,8 +108,8 @@ class Rollout(Layer):
     def _compute_step_gradient(
         self, env: LayerContext, dy: Array, step: int, dnext: Array | None, dinitial: Array | None
     ) -> Array:
-        """Return the gradient of a step's result: its slice of `dy`, plus `dnext`, the gradient of the next step's
-        input."""
+        """Return the gradient of a step's result, which is the step's slice of `dy` plus `dnext`, the gradient of the
+        next step's input."""
         channels = dy.shape[1] // self.steps
         own = env.xp.ascontiguousarray(dy[:, step * channels : (step + 1) * channels])
         if dnext is not None and self.parts is not None:

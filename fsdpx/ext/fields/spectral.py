@@ -258,8 +258,8 @@ class ChannelScale(Layer):
 
 
 class GridEmbedding(FieldLayer):
-    """(samples, channels, *cells) with the position of each cell appended as channels, one for each dim: i / n for cell
-    i of n, counted in the full field if it is partitioned."""
+    """(samples, channels, *cells) with the position of each cell appended as channels, one for each dim. The position
+    of cell i of n is i / n, counted in the full field if the field is partitioned."""
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         xp, parts = env.xp, self.get_partition(x)

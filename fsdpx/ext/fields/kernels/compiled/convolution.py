@@ -139,7 +139,8 @@ def make_winograd_input_loop(matrix: Matrix, step: int, name: str) -> Any:
 
 def make_winograd_output_loop(matrix: Matrix, step: int, name: str) -> Any:
     """Return the compiled loop that transforms planes to patches: patch = matrix planes[., tile] matrix^T, stored in
-    the image; pixels outside it are dropped. Its arguments are those of the loop of `make_winograd_input_loop`."""
+    the image. Pixels outside the image are dropped. The loop has the same arguments as the loop of
+    `make_winograd_input_loop`."""
     size, rows, combine = len(matrix), len(matrix[0]), make_linear_combination(matrix)
 
     def output_loop(first, last, image, planes, base, edge, down, right):

@@ -422,7 +422,7 @@ def _add_weight_gradient(
     from_plane, to_plane, x, dy, x_steps, y_steps, moves, runs, bounds, channels, sizes, packed, outputs, samples
 ):
     """Add the gradient of the weights at some window offsets of the first two dims to `packed`; the other arguments are
-    those of `_convolve_lines`."""
+    the same as in `_convolve_lines`."""
     use_widest_vectors()
     like, word = packed.dtype.type(0), packed.itemsize
     merged = moves[2, 1] == channels * word
