@@ -52,7 +52,7 @@ _NO_TIMEOUT = timedelta(days=30)
 _SECONDS_TO_RECORD_END = 1.0
 """Time for which a rank that aborts the job tries to record its end in the store."""
 _SECONDS_TO_FINISH = 5.0
-"""Time for which an ending process waits for its threads that wait for messages."""
+"""Time that an ending process waits for its message threads to return."""
 
 
 class GlooCommunicator(MessageBackend):
@@ -220,8 +220,8 @@ class GlooCommunicator(MessageBackend):
     def abort(self, code: int = 1) -> None:
         """End this process. The other ranks learn of it from the store and from their broken connections to this rank.
 
-        The rank that kept the store may have ended, or the store may not answer, so this process waits for it at most
-        _SECONDS_TO_RECORD_END before it ends.
+        The rank that kept the store may have ended, or the store may not answer, so this process waits at most
+        _SECONDS_TO_RECORD_END for the store before it ends.
         """
 
         def report_end() -> None:
@@ -243,8 +243,8 @@ def _make_gloo_device(rendezvous: Rendezvous) -> Any:
 
 
 class SealedStore(dist.Store):
-    """The store through which Gloo exchanges the addresses of ranks. Each value is sealed: otherwise a stranger with
-    access to the store could write its own address and relay the traffic between two ranks."""
+    """The store through which Gloo exchanges the addresses of ranks. Each value is sealed, because otherwise a stranger
+    with access to the store could write its own address and relay the traffic between two ranks."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         super().__init__()
@@ -323,8 +323,8 @@ class WaitedMessages:
             raise self._error
 
     def abandon(self) -> None:
-        """Make the waiting thread return. This makes the wait time out, which fails everything under way in a group of
-        Gloo."""
+        """Make the waiting thread return by letting its wait time out. A timeout in Gloo fails everything under way in
+        the same group."""
         for work in self._works:
             with suppress(RuntimeError):  # the wait times out
                 work.wait(timedelta(milliseconds=1))
@@ -332,7 +332,8 @@ class WaitedMessages:
 
 class _WaitingThreads:
     """One thread for each message to wait for, reused for later messages. The threads do not delay the end of a
-    process, and none still waits when the process ends: a thread that returned to Python then would crash it."""
+    process, and none of them is still waiting when the process ends, because a thread that then returned to Python
+    would crash the process."""
 
     def __init__(self) -> None:
         self._given: SimpleQueue[WaitedMessages] = SimpleQueue()

@@ -37,7 +37,7 @@ _MAX_ARRIVAL_BYTES = 4096
 
 _POLL_SECONDS = 0.02
 _SECONDS_TO_DIE = 1.0
-"""Time, after its connections broke, within which a process of this host is seen to have ended."""
+"""Time after a connection broke within which this rank can see that a process of this host has ended."""
 
 opened_rendezvous: list[Rendezvous] = []
 """The rendezvous of this process, once all ranks have arrived."""
