@@ -62,7 +62,7 @@ class FlightRecorder(Observer):
     """Writes the record of one rank, in half a microsecond per action and without system calls.
 
     thread: the thread that runs the program, whose stack the watchdog reads. serial: number of actions begun. calls:
-    number of calls begun that all ranks make.
+    number of collective calls begun.
     """
 
     __slots__ = ("_at", "_before", "_buffer", "_path", "calls", "ended", "serial", "thread", "timed_out")
@@ -85,7 +85,7 @@ class FlightRecorder(Observer):
         _HEADER.pack_into(self._buffer, 0, _MAGIC, rank, ranks, os.getpid(), clock, encode_label(host, 64))
 
     def on_collective_call(self, call: str) -> None:
-        """Record that a call begins which all ranks make."""
+        """Record that a collective call begins."""
         self.calls += 1
         kept, before = encode_label(call, 56), self._before
         _CALL.pack_into(self._buffer, _CALL_AT, self.calls, kept, before)
@@ -129,7 +129,7 @@ class FlightRecorder(Observer):
     def record_wait(self, since: float, what: str, moved: float = 0.0) -> None:
         """Record what this rank waits for now, inside or outside of an action.
 
-        since: when the wait began; 0 if the rank does not wait, and then `what` is the current line of the script,
+        since: when the wait began; 0 if the rank does not wait. In that case `what` is the current line of the script,
         followed by the stack. moved: when the rank last made progress.
         """
         _NOTE.pack_into(self._buffer, _NOTE_AT, since, moved, _encode_truncated(what, 3056))
@@ -162,9 +162,8 @@ class FlightRecord:
 
     beat: when the watchdog of the rank last polled. moved: when the watchdog last saw the rank make progress. since:
     when the current wait began; 0 if the rank does not wait. what: what the rank waits for, else the current line of
-    its script, followed by the stack. calls, call, before: number of calls begun that all ranks make, the last of these
-    calls, and the one before it. exit_status: the exit status if the script has ended. entries: the actions, oldest
-    first.
+    its script, followed by the stack. calls, call, before: number of collective calls begun, the last of these calls,
+    and the call before that. exit_status: the exit status if the script has ended. entries: the actions, oldest first.
     """
 
     rank: int

@@ -53,9 +53,8 @@ class Preemption:
 
     A signal on one rank is enough. Handlers are installed during the `with` block, or during `fit`. A thread other than
     Python's main thread cannot install any, and only learns of `request_stop` and of requests on other ranks. The
-    program's own handler is called as well, and is restored at the end unless the program has set another one
-    meanwhile. HUP stays ignored under nohup, and a QUIT that dumps stacks (`faulthandler.register`) keeps doing only
-    that.
+    program's own handler is called as well, and is restored at the end unless the program has set another handler
+    since. HUP stays ignored under nohup, and a QUIT that dumps stacks (`faulthandler.register`) keeps doing only that.
 
     Parameters
     ----------

@@ -23,8 +23,8 @@ __all__ = [
 RANK_EXITED = 1
 """Exit status of a job if a rank has ended with status 0 while others waited for it."""
 EARLY_SECONDS, LATE_SECONDS = 1.0, 5.0
-"""Time that a rank waits before it checks whether others have ended; and time after which it ends a wait that all
-living ranks share, when counts of calls do not tell whether the ended rank is needed."""
+"""A rank that has waited for EARLY_SECONDS checks whether other ranks have ended. If the counts of calls do not tell
+whether an ended rank is needed, a wait is in vain when all living ranks have waited for LATE_SECONDS."""
 
 SECONDS_TO_PASS_ON = 0.2
 """Delay before an abort, because a launcher may drop output that it has not yet forwarded."""
@@ -80,8 +80,8 @@ def _wrap_sys_exit(former: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_os_exit(former: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an `os._exit` that first aborts all ranks. `os._exit` runs no exit handlers, and MPICH's mpiexec may take
-    a rank that ends with it with status 0 for the normal end of the job."""
+    """Return an `os._exit` that first aborts all ranks. `os._exit` runs no exit handlers, and MPICH's mpiexec may
+    mistake a rank that calls it with status 0 for the normal end of the job."""
     process = os.getpid()
 
     def exit_and_abort(status: int) -> Any:
@@ -144,9 +144,9 @@ def find_awaited_ended_rank(
     `waited_seconds`; None if there is no such rank.
 
     A rank that ended before it began the call that others are in will never reach that call, and a rank that ended in
-    an action will not finish it. Other reasons to wait cannot be known; but if all living ranks wait, none can help the
-    others. own_record: the record of this rank. other_records: paths of the records of the other ranks of this host.
-    all_ranks_local: whether these are all other ranks.
+    an action will not finish it. In other cases it is unknown whether the ended rank is needed. But if all living ranks
+    wait, none of them can help the others. own_record: the record of this rank. other_records: paths of the records of
+    the other ranks of this host. all_ranks_local: whether these are all other ranks.
     """
     if waited_seconds < EARLY_SECONDS:
         return None

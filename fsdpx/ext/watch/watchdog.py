@@ -55,7 +55,7 @@ __all__ = ["HUNG_STATUS", "Watchdog", "start_watchdog"]
 WAIT_FACTOR = 10.0
 """While a watchdog runs and other ranks make progress, a single wait may last this many times the timeout."""
 SILENT_SECONDS = 0.5
-"""Time without a poll after which a watchdog counts as stopped; four polls, if those take longer."""
+"""Time without a poll after which a watchdog counts as stopped, unless four polls take longer than that."""
 UNHEARD_SECONDS = 3.0
 """Time after which the next rank reports why the job ends, if the rank before it has not ended the job."""
 MAX_STACK_LINES = 12
@@ -91,7 +91,7 @@ def start_watchdog(
             )
         except OSError as error:
             print(f"fsdpx: rank {base.rank} has no watchdog: {error}", file=sys.stderr, flush=True)
-    base.all_gather_data(None)  # wait until all have records: a rank that ended before would count as the last one
+    base.all_gather_data(None)  # wait for all records: a rank that ends earlier would count as the last one
     if watchdog is None:
         return None
     for one in (comm, *other_comms) if extend_waits else ():
@@ -106,8 +106,8 @@ class Watchdog:
     nothing of MPI except abort.
 
     timeout: seconds without progress of any rank of this host after which a waiting rank is considered hung. Progress
-    is the begin or end of an action or of a wait. The lowest waiting rank reports why the job ends; the others follow
-    one after the other, in case it fails to do so.
+    is the begin or end of an action or of a wait. The lowest waiting rank reports why the job ends. If that rank fails
+    to do so, the next waiting rank reports instead, and so on.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Watchdog:
         self._stop.set()
         self.record.record_end(get_sys_exit_status())
         while self._can_others_survive() and not have_all_ranks_ended(self._local_record_paths):
-            # MPI_Finalize may not wait: leave time for ranks that wait for this one to read its record
+            # MPI_Finalize may not wait, so leave time for ranks that wait for this one to read its record
             time.sleep(0.02)
         if have_all_scripts_ended(self._local_record_paths):
             safe_files.remove_own_folder(self.folder)
@@ -247,7 +247,7 @@ class Watchdog:
             self.record, waited_seconds, others, comm is not None and len(self._local_record_paths) == comm.size
         )
         if gone is not None and self._can_others_survive() and not get_process_state(gone.process):
-            gone = None  # MPI reports its death to the waiting ranks
+            gone = None  # MPI reports the death of that rank to the waiting ranks
         calls = (
             find_diverged_calls(self._local_record_paths)
             if waited_seconds >= LATE_SECONDS and not self._can_others_survive()
@@ -289,8 +289,8 @@ class Watchdog:
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     def _end_job_or_kill_ended_rank(self, ended: FlightRecord, what: str) -> None:
-        """End the job, because a rank has ended that others wait for. If ranks outlive others, only kill its
-        process."""
+        """End the job, because a rank that others wait for has ended. If ranks outlive others, only kill the process of
+        the ended rank."""
         waits = f"rank {self.rank} waits for it in call {self.record.calls} for {what}"
         if not self._can_others_survive():
             code = ended.exit_status or RANK_EXITED
@@ -302,8 +302,8 @@ class Watchdog:
             os.kill(ended.process, signal.SIGKILL)
 
     def _end_rank_after_job_end(self) -> None:
-        """End this rank after another rank of this host has ended the job and removed all records, in case neither the
-        launcher nor an error in its wait ends it."""
+        """End this rank after another rank of this host has ended the job and removed all records. This is needed if
+        neither the launcher nor an error in this rank's wait has ended it."""
         if not self._stop.wait(self._poll_seconds):
             self._print_and_abort_job(
                 RANK_EXITED, f"fsdpx watchdog: another rank ended the job, see its report; rank {self.rank} ends\n"
@@ -379,8 +379,8 @@ def _abort_all_ranks(comm: Any, code: int) -> None:
 
 
 def _rename_and_remove_folder(folder: Path) -> None:
-    """Remove a folder to which other ranks may still be writing. It is renamed first, so that they no longer find
-    it."""
+    """Remove a folder to which other ranks may still be writing. The folder is renamed first, so that those ranks no
+    longer find it."""
     gone = folder.with_name(f"{folder.name}.gone")
     with suppress(OSError):
         folder.rename(gone)
