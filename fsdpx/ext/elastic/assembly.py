@@ -91,7 +91,8 @@ def recv_value(comm: Communicator, source: int) -> Any:
 
 
 class GenerationSummary(NamedTuple):
-    """A generation of a state as described to other ranks: step, scalars in JSON, and its parts without arrays."""
+    """The description of a generation that other ranks get: its step, its scalars in JSON, and its parts without
+    arrays."""
 
     step: int
     scalars: str
@@ -161,12 +162,12 @@ class Assembler:
         self, control: SurvivorCommunicator, member: Member, generations: Sequence[StateGeneration], ranks: int | None,
         report: Callable[[str], None], timeout: float | None,
     ) -> Assembly:  # fmt: skip
-        """Return the assembly after a change of ranks. Its state is that of the newest step of which every element is
-        in the memory of some rank. Collective.
+        """Return the assembly after a change of ranks. It has the newest state of which every element is in the memory
+        of some rank. Collective.
 
         Raises StateLost, on all ranks, if there is no such step. Returns when the ranks hold copies of each other's
-        state again. report: called with text about the progress. timeout: timeout of the previous watchdog, because
-        that of a watched communicator is longer.
+        state again. report: called with text about the progress. timeout: timeout of the previous watchdog, because the
+        timeout of a watched communicator is longer.
         """
         mine = [
             GenerationSummary(g.step, g.scalars.to_json(), [describe_shard(part) for part in g.parts])
@@ -233,8 +234,9 @@ def _find_complete_tensors(everyone: list[Member], step: int) -> dict[str, tuple
 
 
 def _find_newest_complete_step(placement: Placement, everyone: list[Member]) -> tuple[int, str] | None:
-    """Return the newest step of which the ranks together hold every element, and its scalars. Return None if only the
-    initial state is available, which needs no memory. Raise StateLost if not even that is."""
+    """Return the newest step for which the ranks together hold every element of the state, and the scalars of that
+    step. Return None if only the initial state is available, which needs no memory. Raise StateLost if not even the
+    initial state is available."""
     wanted = list_saved_tensors(placement)
     lost: dict[int, list[str]] = {}
     for step in sorted({g.step for one in everyone for g in one.generations}, reverse=True):

@@ -236,7 +236,7 @@ class ElasticRunner(CallRunner):
         Returns
         -------
         function
-            without arguments; a collective call
+            function without arguments, which all ranks must call
         """
         values = trainer.parameters()
         return lambda: trainer.load_parameters(values)
@@ -305,7 +305,8 @@ class ElasticRunner(CallRunner):
                 self._resize_if_requested()
 
     def _attempt_step(self, batch: BatchPair) -> None:
-        """Run the step after the last one that counts; raise RankLost if it does not count because a rank was lost."""
+        """Run the step after the last one that counts; raise RankLost if the step does not count because a rank was
+        lost."""
         if self.is_training:
             assert self._train is not None
             self._run_and_send_errors(partial(self._train, *batch))
@@ -329,8 +330,8 @@ class ElasticRunner(CallRunner):
         self.last_update = step
 
     def _resize_if_requested(self) -> None:
-        """Resize if another number of ranks is requested. If a rank is lost meanwhile, the request is handled after the
-        next step."""
+        """Resize if another number of ranks is requested. If a rank is lost during the change, the request is handled
+        after the next step."""
         try:
             wanted = self._coordinator.agree_on_requested_ranks() if self._coordinator.asked else None
             if wanted is not None:

@@ -33,8 +33,8 @@ from fsdpx.ext.watch.watchdog import Watchdog
 __all__ = ["Coordinator", "Recovery"]
 
 NO_LOSS, COPIES_ARRIVED, SIZE_UNCHANGED = 1, 2, 4
-"""Flags that a rank sets at each agreement. If all ranks set them, they mean: no rank was lost; copies under way have
-arrived; no other number of ranks is requested."""
+"""Flags that a rank sets at each agreement. A flag that all ranks set means that no rank was lost, that copies under
+way have arrived, or that no other number of ranks is requested."""
 INTERVAL_SHIFT, MAX_INTERVAL_LOG2 = 3, 10
 """From bit INTERVAL_SHIFT on, each bit stands for an interval: copies every 1, 2, 4, ... 2^MAX_INTERVAL_LOG2 steps are
 cheap enough. The lowest bit that all ranks set is used."""
@@ -86,7 +86,7 @@ class CopyInterval:
         self.restart_timing()
 
     def restart_timing(self) -> None:
-        """Forget all times, because the ranks have changed and with them the speed."""
+        """Forget all times, because the ranks, and with them the speed, have changed."""
         self._last, self._takes = perf_counter(), 0
         self._steps: deque[float] = deque(maxlen=9)  # durations of the last steps in seconds
 
@@ -121,9 +121,9 @@ class StepPosition:
     """The progress of a run.
 
     step: number of the last step that counts. secure_step: newest step that will never be repeated. scalars, before:
-    values, before the next step, of everything that a step changes before parameters and optimizer state; needed
-    because the step may fail then. under_way: step of the copies that have not arrived. updating: whether a step is
-    agreed on but not finished.
+    copies, from before the next step, of everything that a step changes before it changes parameters and optimizer
+    state. They are needed because that step may fail. under_way: step of the copies that have not arrived. updating:
+    whether a step is agreed on but not finished.
     """
 
     step: int
@@ -183,7 +183,7 @@ class Coordinator:
     # -- agreements ----------------------------------------------------------------------------------------------------
 
     def agree_on_step(self) -> None:
-        """Return when all living ranks have arrived; raise RankLost on all of them if one was lost meanwhile.
+        """Return when all living ranks have arrived; raise RankLost on all of them if one was lost before.
         Collective."""
         flags = NO_LOSS | (COPIES_ARRIVED if self.assembly.copies.has_generation_arrived() else 0)
         flags |= SIZE_UNCHANGED if self._read_requested_ranks() in (self.ranks, self._refused) else 0
@@ -331,8 +331,8 @@ class Coordinator:
         self.assembly.control.close()
 
     def resize_to(self, ranks: int | None) -> Recovery:
-        """Train on `ranks` ranks from now on; called between two steps. Raise RankLost if a rank was lost meanwhile.
-        Collective."""
+        """Train on `ranks` ranks from now on; called between two steps. Raise RankLost if a rank was lost since the
+        last step or during this call. Collective."""
         begin, before = perf_counter(), self.last_step
         assembly = self._rebuild_assembly(self.assembly.control, self._list_generations(), ranks)
         self.agree_on_step()
@@ -340,8 +340,8 @@ class Coordinator:
         return self._switch_and_record_recovery(assembly, begin, before, self.assembly.initial_ranks)
 
     def _stop_watching_communicator(self, control: SurvivorCommunicator) -> None:
-        """Stop watching a communicator on which no rank will wait again. A rank may die before it has done so; the next
-        call removes its record."""
+        """Stop watching a communicator on which no rank will wait again. A rank may die before it has stopped watching.
+        In that case, the next call removes the record of that rank."""
         if (watchdog := detach_watchdog(control)) is not None:
             self._abandoned.append((control, watchdog))
         for before, watchdog in self._abandoned:

@@ -74,8 +74,8 @@ def _sort_by_host(hosts: Sequence[str]) -> list[int]:
 
 
 def _spread_over_hosts(ranks: list[int], hosts: Sequence[str]) -> list[int]:
-    """Return the ranks so that neighbors are on different hosts where possible: sorted by host, then interleaving the
-    two halves."""
+    """Return the ranks in an order in which neighbors are on different hosts where possible. The ranks are sorted by
+    host, and then the two halves of that list are interleaved."""
     place = {rank: i for i, rank in enumerate(_sort_by_host(hosts))}
     ordered = sorted(ranks, key=lambda rank: place[rank])
     half = -(-len(ordered) // 2)
@@ -96,8 +96,8 @@ MESSAGE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class StateGeneration:
-    """The state after step number `step` in the memory of this rank: its own state, and that of the ranks whose buddy
-    it is. parts: views that stay valid until `StateCopies.start_copying` has been called twice."""
+    """The state after step number `step` in the memory of this rank: its own state, and the states of the ranks whose
+    buddy this rank is. parts: views that stay valid until `StateCopies.start_copying` has been called twice."""
 
     step: int
     scalars: RunScalars

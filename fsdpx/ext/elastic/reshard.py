@@ -36,8 +36,8 @@ MAX_REPORTED_GAPS = 4
 
 class ShardDescriptor(NamedTuple):
     """A `LocalShard` without its array. It has `size` elements, beginning at `start`, of a flat part of the tensor
-    `name` of shape `shape`: the part that rank `rank` of a tensor axis of `width` ranks holds according to `cut`. cut:
-    None if that part is the full tensor."""
+    `name` of shape `shape`. That part is the one that rank `rank` of a tensor axis of `width` ranks holds according to
+    `cut`. cut: None if that part is the full tensor."""
 
     name: str
     start: int
@@ -50,8 +50,8 @@ class ShardDescriptor(NamedTuple):
 
     @property
     def flat_array_key(self) -> tuple[int, int, ShardSpec | None]:
-        """The key of the flat array in which `start` counts. It is equal for parts of one tensor that are stored in the
-        same flat array."""
+        """The key of the flat array in which `start` counts. Parts of one tensor that are stored in the same flat array
+        have the same key."""
         return self.rank, self.width, self.cut
 
     @property
@@ -100,10 +100,10 @@ def find_element_runs(part: ShardDescriptor) -> ElementRuns:
 
 
 def iterate_current_parts(state: TrainState, before: Mapping[LedgerKey, Any] | None = None) -> Iterator[LocalShard]:
-    """Yield the parts of the train state that are up to date on this rank. Running statistics are so only on their home
-    pipeline rank.
+    """Yield the parts of the train state that are up to date on this rank. Running statistics are up to date only on
+    their home pipeline rank.
 
-    before: arrays to use for some rows instead of the present ones, because an unfinished step has changed them (see
+    before: arrays to use for some rows instead of the present arrays, because an unfinished step has changed them (see
     `iterate_rows_changed_before_commit`).
     """
     home, here = state.placement.statistic_ranks, state.placement.axes.coordinates.pipe
@@ -323,8 +323,8 @@ class ReshardPlan:
 
     @cached_property
     def _holder_offset_by_name(self) -> dict[str, int]:
-        """Tensor name -> offset of the holder that sends the first piece. The offset differs between tensors, which
-        spreads the messages over the holders."""
+        """The offset of the holder that sends the first piece, by tensor name. The offset differs between tensors,
+        which spreads the messages over the holders."""
         return {name: holder_offset for holder_offset, name in enumerate(sorted(self._supplies))}
 
     @cached_property
