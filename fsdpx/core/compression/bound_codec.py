@@ -69,7 +69,7 @@ class BoundCodec(NamedTuple):
 
 
 SAMPLED_ELEMENTS, SPAN_ELEMENTS = 1024, 1 << 14
-"""Of large arrays, only SAMPLED_ELEMENTS elements of each SPAN_ELEMENTS are read."""
+"""In large arrays, only SAMPLED_ELEMENTS of every SPAN_ELEMENTS elements are read."""
 
 
 def _sample_elements(array: Any) -> Any:

@@ -37,8 +37,8 @@ class Codec(ABC):
     feedback: bool = False
     """True if the codec keeps the rounding or truncation error of gradients, and so depends on the loss scale."""
     reshard_rules: Mapping[str, ReshardRule] = {"error": "sum"}
-    """Rule by name of a memory array; names not listed are "reset". A "sum" memory has as many elements as the
-    gradient."""
+    """The rule of each memory array, by name. Arrays that are not listed have the rule "reset". A "sum" memory has as
+    many elements as the gradient."""
 
     def for_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Codec:
         """Return the codec for a gradient that holds tensors of these shapes one after the other; the base class
@@ -61,7 +61,7 @@ class Codec(ABC):
 
         Parameters
         ----------
-        shapes : name of each parameter -> its shape
+        shapes : shape of each parameter, by name
 
         Returns
         -------
@@ -187,13 +187,13 @@ class Codec(ABC):
 
         Returns
         -------
-        Mapping : name of each array -> number of elements, in the dtype of the gradient
+        Mapping : number of elements of each array, in the dtype of the gradient, by name of the array
         """
         return {}
 
     def add_and_clear_kept_error(self, grad: Array, memory: Memory) -> None:
-        """Add the error kept so far to the gradient and clear it, if there is no other rank to reduce with. Only memory
-        whose rule is "sum" is added and cleared.
+        """Add the error kept so far to the gradient and clear the error, if there is no other rank to reduce with. Only
+        memory whose rule is "sum" is added and cleared.
 
         Parameters
         ----------
@@ -235,8 +235,8 @@ class NoCompression(Codec):
 
 class Cast16(Codec):
     """Codec that sends gradients in 16 bits; the owner of a part adds them in float32 in rank order. It sends half the
-    bytes and rounds each contribution once, but not the sum; `reduce_all` also rounds the sum. Within a host nothing is
-    sent: the rank that adds reads the other ranks' gradients from shared memory and rounds them as it reads.
+    bytes. Each contribution is rounded once; the sum is rounded only in `reduce_all`. Within a host nothing is sent,
+    because the rank that adds reads the other ranks' gradients from shared memory and rounds them as it reads.
 
     If all parts are equal, the send and receive buffers reuse the memory of the gradient.
 

@@ -64,9 +64,9 @@ class CodecRoute(NamedTuple):
         return CodecRoute(self.shard.for_shapes(whole), self.replica.for_shapes(mine))
 
     def iterate_memory(self, sizes: Mapping[str, int], single_rank: bool) -> Iterator[CodecAxisMemory]:
-        """Yield the arrays to keep for a gradient. sizes: axis over which the gradient is summed -> its number of
-        elements there. single_rank: whether there is only one rank on these axes; then memory whose rule is "reset" is
-        not kept."""
+        """Yield the arrays to keep for a gradient. sizes: number of elements of the gradient on each axis over which it
+        is summed. single_rank: whether there is only one rank on these axes; then memory whose rule is "reset" is not
+        kept."""
         for axis, size in sizes.items():
             codec: Codec = getattr(self, axis)
             for name, elements in codec.memory_sizes(size).items():
@@ -163,8 +163,8 @@ class CodecRules:
         return [partial(codec.warm_up, dtype) for codec in dict.fromkeys(self)]
 
     def iterate_user_notes(self, shapes: Sequence[tuple[int, Mapping[str, tuple[int, ...]]]]) -> Iterator[str]:
-        """Yield the notes of all codecs for users. shapes: (rule number, name -> shape of the rule's parameters)
-        pairs."""
+        """Yield the notes of all codecs for users. shapes: pairs of a rule number and the shapes of that rule's
+        parameters by name."""
         for codec in dict.fromkeys(self):
             own_shapes = (some for rule, some in shapes if codec in self.get_codec_route(rule))
             if text := codec.get_user_note(dict(pair for some in own_shapes for pair in some.items())):
@@ -186,8 +186,8 @@ def _describe_codec(codec: Codec) -> str:
 
 
 def make_codec(choice: str | Codec | None, reduce: str, compute: str) -> Codec:
-    """Return the codec with this name, the codec itself if `choice` is one, or for None the codec that the precision
-    implies."""
+    """Return `choice` if it is a codec. If it is a name, return the codec with that name; if it is None, return the
+    codec that the precision implies."""
     if choice is None:
         return NoCompression() if parse_dtype(reduce).itemsize >= parse_dtype(compute).itemsize else Cast16(reduce)
     if isinstance(choice, str):

@@ -33,7 +33,7 @@ class CompressedCodec(Codec):
 
     Error feedback (Seide et al. 2014; Karimireddy et al. 2019): the error of packing is kept and added to the rank's
     next gradient, so that everything sent plus everything kept is the sum of all gradients. In `reduce_all`, owners
-    pack their sums as well, and keep the error of that as their own.
+    pack their sums as well, and add the packing error of a sum to their own kept error.
 
     Inf and NaN arrive as NaN wherever a loss scale checks for them, and are not kept in the error.
     """
@@ -49,7 +49,7 @@ class CompressedCodec(Codec):
     @abstractmethod
     def packed_bytes(self, size: int, step: int = MAX_REDUCES) -> int:
         """Return the bytes of a packed part of `size` elements, a multiple of `SIZE_MULTIPLE_BYTES`. step: number of
-        the reduce, where the size depends on it; the first reduce has the largest."""
+        the reduce, on which the size may depend; the size is largest for the first reduce."""
 
     @abstractmethod
     def pack_part(

@@ -15,11 +15,13 @@ __all__ = ["Int8", "dequantize_into", "quantize"]
 
 
 def quantize(xp: Any, x: Any, q: Any, scales: Any, residual: Any | None, numbers: NumberRange | None) -> None:
-    """Quantize blocks of 256 elements to int8: q = x / scale, scale = max |x| / 127. Flat arrays of float32 or float64.
+    """Quantize a flat array of float32 or float64 to int8, in blocks of 256 elements: q = x / scale with scale = max
+    |x| / 127.
 
     scales: one float32 per block; NaN, with q = 0, if the block has Inf or NaN, and 0 if it has only zeros. residual:
-    receives x - q scale, 0 where that is not finite; it may be x. numbers: round element i up with a probability equal
-    to its fractional part, by number i of `numbers.make_16bit_numbers()`; None: round to nearest.
+    receives x - q scale, 0 where that is not finite; it may be x. numbers: random numbers, of which number i of
+    `numbers.make_16bit_numbers()` decides whether element i is rounded up, with a probability equal to its fractional
+    part; None: round to nearest.
     """
     if can_compile(xp):
         from fsdpx.ext.compression.compiled import quantize as body

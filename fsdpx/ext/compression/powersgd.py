@@ -21,7 +21,7 @@ from fsdpx.ext.compression.implementations import can_compile
 __all__ = ["PowerSGD"]
 
 CACHED_ELEMENTS = 1 << 14
-"""Number of elements of a product computed at a time, so that they stay in the cache."""
+"""Number of elements of a matrix product that are computed at a time, so that they stay in the cache."""
 
 
 class ThinFactors(NamedTuple):
@@ -240,8 +240,8 @@ class PowerSGD(Codec):
 
 def write_outer_product_into(xp: Any, p: Array, q: Array, start: int, out: Array, subtract: bool = False) -> None:
     """Write the elements of P Q^T in row-major order, beginning with element number `start`, to `out`, or subtract them
-    from `out` if `subtract` is true. Adds column by column instead of calling matmul, whose last bits may depend on the
-    alignment of its arrays: every rank must get the same result."""
+    from `out` if `subtract` is true. Adds column by column instead of calling matmul, because every rank must get the
+    same result and the last bits of matmul may depend on the alignment of its arrays."""
     if can_compile(xp):
         from fsdpx.ext.compression.compiled import write_outer_product_into as body
 
