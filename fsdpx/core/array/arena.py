@@ -29,10 +29,10 @@ NEVER = -1
 
 def keep_freed_memory() -> bool:
     """Make the C library keep freed memory, instead of returning arrays of more than 128 KiB to the system at once.
-    Return whether this works: only on Linux with glibc, elsewhere nothing changes.
+    Return whether this works. It works only on Linux with glibc; elsewhere nothing changes.
 
-    A new page costs a fault and is zeroed by the kernel, which for 4 KiB takes about as long as filling it. In return,
-    the memory of the process stays at its peak.
+    This saves time, because a new page costs a fault and is zeroed by the kernel, which for 4 KiB takes about as long
+    as filling the page. The price is that the memory of the process stays at its peak.
     """
     library = _load_glibc()
     return library is not None and bool(library.mallopt(MMAP_MAX, 0)) and bool(library.mallopt(TRIM_THRESHOLD, NEVER))
@@ -58,8 +58,8 @@ BLOCK_BYTES = 32 << 20  # bytes of a block from which kept buffers are sliced
 
 @dataclass(frozen=True)
 class BufferLifetime:
-    """A buffer of `nbytes` bytes that is alive from action `start` to action `stop`, both inclusive; `name` identifies
-    it."""
+    """A buffer of `nbytes` bytes that is alive from action `start` to action `stop`, both inclusive. `name` identifies
+    the buffer."""
 
     name: Hashable
     start: int
@@ -69,8 +69,8 @@ class BufferLifetime:
 
 @dataclass(frozen=True)
 class SlabPlan:
-    """Layout of a slab. `offsets`: name -> offset of the buffer in bytes. `nbytes`: size of the slab. `peak`: maximum
-    number of bytes that are alive at the same time."""
+    """Layout of a slab. `offsets`: offset of each buffer in bytes, by the name of the buffer. `nbytes`: size of the
+    slab. `peak`: maximum number of bytes that are alive at the same time."""
 
     offsets: dict[Hashable, int] = field(default_factory=dict)
     nbytes: int = 0
@@ -134,8 +134,8 @@ def _compute_peak_bytes(lives: Sequence[BufferLifetime]) -> int:
 
 
 def _map_zero_pages(nbytes: int) -> Any:
-    """Return `nbytes` zeros mapped from the operating system. Pages that are never written take neither memory nor
-    time, whereas `numpy.zeros` may reuse memory, which the C library must clear."""
+    """Return `nbytes` zero bytes mapped from the operating system. Pages that are never written take neither memory nor
+    time, whereas `numpy.zeros` may get memory that was used before and must first be cleared."""
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}  # not on Windows
     try:
         pages = mmap.mmap(-1, nbytes, **private)
@@ -172,8 +172,8 @@ class WindowMemory(Protocol):
 class Arena:
     """Owner of the buffers of one rank. `xp`: the namespace that allocates them (NumPy, CuPy, or shape-only arrays).
 
-    `memory`: memory shared with other ranks, in which the slab is allocated if there is enough of it. Then all ranks
-    need slab plans of equal size.
+    `memory`: memory shared with other ranks, in which the slab is allocated if there is enough shared memory. Then all
+    ranks need slab plans of equal size.
     """
 
     def __init__(self, xp: Any, memory: WindowMemory | None = None) -> None:
@@ -191,7 +191,7 @@ class Arena:
         self._rest = np.empty(0, np.uint8)  # unused rest of the block from which kept buffers are sliced
 
     def get_or_create_buffer(self, name: Hashable, size: int, dtype: Any, *, temporary: bool = False) -> Any:
-        """Return a zeroed buffer of `size` elements that lives until `drop_buffer`; the same name returns the same
+        """Return a zeroed buffer of `size` elements that lives until `drop_buffer`. The same name returns the same
         buffer.
 
         `temporary`: the buffer will be dropped before other buffers, so it must not share a block with them.
@@ -262,7 +262,7 @@ class Arena:
             self.memory.free_shared(self.blocks.pop())
 
     def view_slab(self, offset: int, size: int, dtype: Any) -> Any:
-        """Return a view of `size` elements of the slab that begins at byte `offset`; the same arguments return the same
+        """Return a view of `size` elements of the slab that begins at byte `offset`. The same arguments return the same
         object."""
         key = (offset, size, np.dtype(dtype))
         if key not in self.views:

@@ -12,8 +12,8 @@ def set_threads_per_rank(ranks_here: int) -> int:
     """Make fsdpx compute on cores / ranks threads (at least 1), or on as many threads as the user has set. Return the
     number.
 
-    Otherwise R ranks on a host would run R x cores threads, which slow each other down. Matrix products of the program
-    itself use the number of threads that the program has chosen.
+    By default R ranks on a host would run R x cores threads, which would slow each other down. Matrix products of the
+    program itself use the number of threads that the program has chosen.
     """
     wanted, threads = environment.read_environment().threads, count_threads_per_rank(ranks_here)
     blas.set_thread_limit(threads if wanted is None else None)

@@ -18,14 +18,14 @@ __all__ = [
 ]  # fmt: skip
 
 DeviceMap = Sequence[int] | Mapping[int, int] | None
-"""Device number of each local rank if a host has several devices; None: assigned in order."""
+"""Device number of each local rank if a host has several devices. None assigns the devices in order."""
 
 
 class Device:
     """Interface of a device, implemented here for the CPU with NumPy arrays. Each class has one instance.
 
-    `name`: as in `distribute(device=...)`. `holds_data`: whether arrays have values. `sums_by_kernel`: whether the
-    device has kernels for sums over rows and channels, which take the numbers per channel in float64.
+    `name`: the name that `distribute(device=...)` accepts. `holds_data`: whether arrays have values. `sums_by_kernel`:
+    whether the device has kernels for sums over rows and channels, which take the numbers per channel in float64.
     """
 
     name, holds_data, sums_by_kernel = "cpu", True, False
@@ -50,11 +50,11 @@ class Device:
         return as_unmasked_array(value)
 
     def to_host(self, array: Any) -> np.ndarray:
-        """Return an array of this device as a NumPy array; a NumPy array is returned unchanged."""
+        """Return an array of this device as a NumPy array. A NumPy array is returned unchanged."""
         return as_unmasked_array(array)
 
     def from_host(self, array: np.ndarray) -> Any:
-        """Return a NumPy array as an array of this device; the CPU returns it unchanged."""
+        """Return a NumPy array as an array of this device. The CPU returns the NumPy array unchanged."""
         return self.xp.asarray(array)
 
     def describe_location(self, array: Any) -> str:
@@ -92,8 +92,8 @@ class Device:
         return None
 
     def multiply_matrices(self, a: Any, b: Any) -> Any | None:
-        """Return the product of two matrices, or of stacks of matrices; None if the device has no implementation of its
-        own for them."""
+        """Return the product of two matrices or of two stacks of matrices. Return None if the device has no
+        implementation of its own for them."""
         return None
 
     def multiply_matrices_into(self, out: Any, a: Any, b: Any, add: bool) -> bool:

@@ -1,7 +1,7 @@
 """Python functions that Numba compiles to machine code.
 
-An extension may store the code on disk (`CodeStore`); then Numba is imported only to compile code, or if the code
-cannot be stored. Without the extension, Numba compiles in each process.
+An extension may store the code on disk (`CodeStore`). With such an extension, Numba is imported only to compile code,
+or if the code cannot be stored. Without the extension, Numba compiles in each process.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def specialize(
     every layout with which it is called.
 
     `arguments`: one word per argument. `i`: int64. `b`: bool. `A2`: an array with two dims in any layout. `C2`: one in
-    C order. These may be followed by h: the bits of 16-bit numbers; by s: float32; and by a final r: only read, so the
-    array may be read-only and unaligned.
+    C order. A word for an array may be followed by `h` for the bits of 16-bit numbers or by `s` for float32. A final
+    `r` means that the array is only read, so that it may be read-only and unaligned.
     """
     compiled = _fixed.get(function)
     if compiled is None:
@@ -62,11 +62,11 @@ class CodeStore(Protocol):
     """Store of the machine code of functions on disk: the extension "disk" of the kind "code"."""
 
     def load_or_compile(self, function: CompiledFunction, kinds: tuple[str, ...]) -> Callable[..., Any] | None:
-        """Return a callable for a function and kinds of arguments, loaded from disk or compiled; None if its code
-        cannot be stored. The callable returns NotImplemented for arguments of other kinds."""
+        """Return a callable for a function and kinds of arguments, loaded from disk or compiled. Return None if its
+        code cannot be stored. The callable returns NotImplemented for arguments of other kinds."""
 
     def enable_disk_cache(self, dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
-        """Store on disk what Numba's dispatcher compiles. `bare`: the code has no entry for Python."""
+        """Store on disk what Numba's dispatcher compiles. `bare`: whether the code lacks an entry point for Python."""
 
     def compile_dispatcher(self, dispatcher: Any, kinds: tuple[str, ...] | None) -> Any:
         """Return the dispatcher, compiled for these kinds of arguments, and for no other kinds if these are
@@ -93,7 +93,8 @@ SCALARS: dict[Any, str] = {
 
 
 def get_argument_kinds(arguments: tuple[Any, ...]) -> tuple[str, ...] | None:
-    """Return the kinds of the arguments of a call; None if no machine code can be stored for one of them."""
+    """Return the kinds of the arguments of a call. Return None if no machine code can be stored for one of the
+    arguments."""
     words = [_format_array_kind(a) if type(a) is np.ndarray else SCALARS.get(type(a)) for a in arguments]
     return None if None in words else tuple(word for word in words if word is not None)
 
@@ -102,7 +103,7 @@ def parse_declared_kinds(
     words: Sequence[str], formats: Sequence[str], arguments: tuple[Any, ...]
 ) -> tuple[str, ...] | None:
     """Return the kinds that a declaration stands for (see `specialize`). Arrays of undeclared dtype take the dtype of
-    the first of them; return None if that is not one of `formats`."""
+    the first such array. Return None if this dtype is not one of `formats`."""
     free = (a for a, word in zip(arguments, words, strict=False) if len(word) > 1 and word[2:3] not in ("h", "s"))
     real = next((a.dtype.name for a in free), formats[0])
     return tuple(_parse_declared_kind(word, real) for word in words) if real in formats else None
@@ -162,7 +163,7 @@ class CompiledFunction:
             return self._dispatcher
 
     def get_bare_dispatcher(self) -> Any:
-        """Return Numba's dispatcher without an entry for Python, for a function that only compiled code calls."""
+        """Return Numba's dispatcher without an entry point for Python, for a function that only compiled code calls."""
         key = self.function, self.freedom
         with _lock:
             if key not in _bare:

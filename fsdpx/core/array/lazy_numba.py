@@ -21,7 +21,7 @@ __all__ = [
 ]  # fmt: skip
 
 BARE: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-"""Options that omit Numba's entries for Python and C, which nobody calls."""
+"""Options that omit Numba's entry points for Python and C, which nobody calls."""
 
 
 class LateName:
@@ -67,7 +67,7 @@ _copies: dict[FunctionType, Any] = {}
 
 
 def register_jitable(function: Any) -> Any:
-    """Mark a function for compilation when compiled code calls it; return it."""
+    """Mark a function for compilation when compiled code calls it, and return the function."""
     _jitable.add(function)
     return function
 
@@ -146,8 +146,8 @@ def _list_used_names(code: CodeType) -> set[str]:
 
 
 def hash_function(function: Any) -> str:
-    """Return a hash of the code of a function and of everything that it refers to: other functions, constants, names of
-    libraries."""
+    """Return a hash of the code of a function and of everything that it refers to, such as other functions, constants
+    and names of libraries."""
     left, texts = [function], {}
     while left:
         pending = left.pop()
@@ -159,8 +159,8 @@ def hash_function(function: Any) -> str:
 
 @functools.cache
 def _describe_function_and_callees(function: FunctionType) -> tuple[str, list[FunctionType]]:
-    """Return a text with everything that the function's machine code may depend on, the same in every process, and the
-    functions that it refers to."""
+    """Return a text and the functions that the function refers to. The text has everything on which the function's
+    machine code may depend, and is the same in every process."""
     reached: list[FunctionType] = []
     if not _may_use_late_names(function):
         return f"{function.__module__}.{function.__qualname__}", reached

@@ -46,7 +46,8 @@ def namespace_of(array: Any) -> Any:
 
 
 def to_host(array: Any) -> np.ndarray:
-    """Return `array` as a NumPy array: unchanged if it is one, copied from a GPU, or zeros if it has no data."""
+    """Return `array` as a NumPy array. A NumPy array is returned unchanged, an array on a GPU is copied, and an array
+    without data becomes zeros."""
     return get_device_of_array(array).to_host(array)
 
 

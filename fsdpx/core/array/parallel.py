@@ -7,8 +7,8 @@ default layer ("workqueue") ends the process when two threads call it at once, a
 on the number of threads.
 
 Processors compute far more slowly with denormals (below 1.2e-38 in float32, 2.2e-308 in float64). Vanishing gradients,
-their squares in an optimizer, and the far tail of a softmax consist largely of them. GPUs and TensorFlow flush them to
-0 as well. They are not flushed on processors other than x86, or without Numba.
+their squares in an optimizer, and the far tail of a softmax consist largely of them. GPUs and TensorFlow flush
+denormals to 0 as well. fsdpx does not flush denormals on processors other than x86, or without Numba.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def _load_control_register() -> Any:
 MIN_PIECE_ELEMENTS = 1 << 16
 """Minimum number of elements of a piece."""
 MIN_PARALLEL_SIZE = 1 << 18
-"""Minimum number of elements for which splitting a call pays off: a pass over that many takes 80 us, and waking a
-thread and getting its answer takes 30 us."""
-PER_THREAD = 4  # pieces per thread: with small pieces, a worker that wakes late or shares its core delays the call less
+"""Minimum number of elements for which splitting a call pays off. A pass over that many elements takes 80 us, whereas
+waking a thread and getting its answer takes 30 us."""
+PER_THREAD = 4  # pieces per thread; a worker that wakes late or shares its core delays the call less with small pieces
 PIECE_ALIGNMENT = 64  # splits fall on multiples of this many elements, so that two threads never write one cache line
 
 _threads = 1
@@ -97,7 +97,7 @@ def split_range(size: int, grain: int = MIN_PIECE_ELEMENTS, line: int = PIECE_AL
 def parallel_for_rows(function: Callable[..., Any], arrays: tuple[Any, ...], *rest: Any, work: int = 0) -> None:
     """Run `function(*arrays, *rest)`, and split the arrays along dim 0 over threads if that pays off.
 
-    `work`: number of elements that the entire call processes; 0: the size of the first array.
+    `work`: number of elements that the entire call processes. 0 means the size of the first array.
     """
     size = arrays[0].shape[0]
     elements = work or arrays[0].size
@@ -119,7 +119,7 @@ def parallel_for_columns(function: Callable[..., Any], rows: Any, *rest: Any) ->
     """Run `function(start, stop, rows, *rest)` for ranges [start, stop) that together cover all columns of the array
     `rows` (n, columns).
 
-    This is for sums over rows: each column is added in the order of the rows, however the columns are split.
+    This is for sums over rows, because each column is added in the order of the rows, however the columns are split.
     """
     size = rows.shape[1]
     if _threads == 1 or rows.size < MIN_PARALLEL_SIZE or size < 2 * PIECE_ALIGNMENT:
@@ -133,8 +133,8 @@ def run_tasks(function: Callable[..., Any], pieces: Sequence[tuple[Any, ...]]) -
     """Run `function(*piece)` for every piece, in any order and on any thread; return when all are done.
 
     The function should be compiled and release the GIL. All pieces are run even if one raises, and the first error is
-    raised at the end. Any thread may call this at any time, even from within a piece: the caller runs pieces of its own
-    call, so it never waits for a worker that is busy with another call.
+    raised at the end. Any thread may call this at any time, even from within a piece, because the caller runs pieces of
+    its own call and never waits for a worker that is busy with another call.
     """
     workers = min(_threads, len(pieces)) - 1
     if workers < 1:
@@ -169,7 +169,7 @@ class _ParallelCall:
         self.finished: SimpleQueue[BaseException | None] = SimpleQueue()
 
     def run_pieces(self) -> Iterator[BaseException | None]:
-        """Run pieces until none is left; yield an error or None for each piece."""
+        """Run pieces until none is left. Yield an error or None for each piece."""
         while True:
             try:
                 piece = self.pieces.popleft()

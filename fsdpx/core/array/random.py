@@ -1,7 +1,7 @@
 """Counter-based random numbers: element i of the stream (seed, name) depends only on seed, name and i.
 
 Any rank can generate any range of any stream on its own, so initialization and dropout do not depend on how work is
-sharded. Generator: Philox 4x64 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11).
+sharded. The generator is Philox 4x64 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def generate_raw_numbers(seed: int, name: str, start: int, stop: int) -> np.ndar
 
 
 def uniform(seed: int, name: str, start: int, stop: int) -> np.ndarray:
-    """Return elements [start, stop) of the stream as float64 in [0, 1): element i consists of the top 53 bits of raw
+    """Return elements [start, stop) of the stream as float64 in [0, 1). Element i consists of the top 53 bits of raw
     number i."""
     return _make_in_pieces(start, stop, np.float64, lambda a, b: _to_fractions(generate_raw_numbers(seed, name, a, b)))
 
@@ -45,8 +45,8 @@ def normal(seed: int, name: str, start: int, stop: int) -> np.ndarray:
     """Return elements [start, stop) of the stream as float64 with mean 0 and variance 1, where element i is computed
     from raw numbers 2i and 2i + 1.
 
-    The formula is sqrt(-2 log u) cos(2 pi v) (Box and Muller, 1958). In some elements the last bits of NumPy and of the
-    compiled code differ, as those of NumPy itself differ between processors.
+    The formula is sqrt(-2 log u) cos(2 pi v) (Box and Muller, 1958). In some elements, the last bits computed by NumPy
+    differ from those of the compiled code. NumPy's own last bits also differ between processors.
     """
     from fsdpx.core.array.kernels.choice import find_compiled_kernel
 
@@ -63,15 +63,15 @@ def normal(seed: int, name: str, start: int, stop: int) -> np.ndarray:
 
 
 def random_permutation(seed: int, name: str, n: int) -> np.ndarray:
-    """Return the numbers 0 to n - 1 in random order as int64: the indices that sort the first n raw numbers of the
-    stream."""
+    """Return the numbers 0 to n - 1 in random order as int64. They are the indices that sort the first n raw numbers of
+    the stream."""
     return np.argsort(generate_raw_numbers(seed, name, 0, n), kind="stable")
 
 
 @dataclass
 class TrainingMoment:
-    """The current step, and the global index of the microbatch's first sample. Mutable: all owners that share it see it
-    advance."""
+    """The current step, and the global index of the microbatch's first sample. It is mutable, so that all owners that
+    share a moment see it advance."""
 
     step: int = 0
     row: int = 0
@@ -99,7 +99,7 @@ class Random:
         return Random(self.seed, path, moment=self.moment)
 
     def get_number_range(self, shape: tuple[int, ...]) -> NumberRange:
-        """Return the numbers for an array of `shape` whose dim 0 is samples: element (i, j) has number `(moment.row +
+        """Return the numbers for an array of `shape` whose dim 0 is samples. Element (i, j) has number `(moment.row +
         i) * prod(shape[1:]) + j` of the stream."""
         width = math.prod(shape[1:])
         start = self.moment.row * width
@@ -109,7 +109,7 @@ class Random:
         """Return the numbers for an array of `shape` that is a part of a larger array. They equal the numbers that
         `get_number_range` returns for that part of the larger array.
 
-        `slices`: dim (not 0) -> (first index of the part, size of the larger array).
+        `slices`: first index of the part and size of the larger array, by dim. Dim 0 is not allowed.
         """
         starts, whole = [0] * len(shape), list(shape)
         for dim, (start, total) in slices.items():
@@ -149,8 +149,8 @@ class NumberRange:
 
     def make_16bit_numbers(self) -> np.ndarray:
         """Return uint32 below 2^16, one per position: the upper bits of mix(mix(position ^ key0) ^ key1), with the
-        32-bit mixing function from C. Wellons' "hash prospector". It is faster than Philox, and random enough for
-        stochastic rounding."""
+        32-bit mixing function from C. Wellons' "hash prospector". This function is faster than Philox, and random
+        enough for stochastic rounding."""
         numbers = np.empty(self.stop - self.start, np.uint32)
         for offset, start, key0, key1 in self.iterate_runs():
             places = np.arange(start, start + (offset.stop - offset.start), dtype=np.uint64).astype(np.uint32)

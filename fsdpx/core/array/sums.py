@@ -14,13 +14,14 @@ __all__ = [
 ]  # fmt: skip
 
 CHUNK_ELEMENTS = 1024
-"""Elements of a block. Shards whose boundaries are multiples of it contain only complete blocks."""
+"""Elements of a block. Shards whose boundaries are multiples of this number contain only complete blocks."""
 EXPANSION_PARTS = 40
-"""Maximum length of an expansion: each number has 53 of the 2,098 bits that a sum of float64 numbers can have."""
+"""Maximum length of an expansion. This suffices, because each number has 53 of the 2,098 bits that a sum of float64
+numbers can have."""
 
 
 def sum_block_squares(xp: Any, x: Any) -> list[float]:
-    """Return sums of squares in float64 over blocks of `CHUNK_ELEMENTS` elements; the last block may be shorter."""
+    """Return sums of squares in float64 over blocks of `CHUNK_ELEMENTS` elements. The last block may be shorter."""
     sums: list[float] = to_host(square_sums(xp, x, CHUNK_ELEMENTS)).tolist()
     return sums
 

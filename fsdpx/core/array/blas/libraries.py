@@ -1,5 +1,5 @@
-"""BLAS libraries of this machine whose functions can be called by address: how each is found and set up, and which of
-them computes the products of this process, a selected one or the default."""
+"""BLAS libraries of this machine whose functions can be called by address. This module finds them, sets them up, and
+chooses the one that computes the matrix products of this process: a selected library, or else the default."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ __all__ = [
 LIBRARY_NAMES = ("mkl", "openblas")
 """Names of the libraries that compute in float32 and float64."""
 WHEELS = {"mkl": "libmkl_rt.so*", "onednn": "libdnnl.so*"}
-"""Library -> pattern of its file in the folder `lib` of Python, where its wheel installs it."""
+"""Pattern of the file of each library, by the name of the library. The wheel of a library installs the file in the
+folder `lib` of Python."""
 
 SEQUENTIAL = 1  # argument of MKL_Set_Threading_Layer that loads no OpenMP runtime
 AUTO, STRICT = 2, 0x10000  # arguments of MKL_CBWR_Set
@@ -58,14 +59,15 @@ def load_library(name: str) -> BlasLibrary | None:
 
 
 def find_preferred_library() -> str | None:
-    """Return the default library: MKL on Intel processors, else NumPy's own OpenBLAS, or the other of the two if it is
-    missing. Return None if neither was found."""
+    """Return the default library. This is MKL on Intel processors and NumPy's own OpenBLAS on others. If the default is
+    missing, return the other of the two; if both are missing, return None."""
     order = LIBRARY_NAMES if is_intel_processor() else LIBRARY_NAMES[::-1]
     return next((name for name in order if load_library(name) is not None), None)
 
 
 def list_library_files(name: str) -> list[Path]:
-    """Return the files that may be "mkl", "openblas" or "onednn"; for wheels, the newest file of each folder first."""
+    """Return the files that may be "mkl", "openblas" or "onednn". For a library from a wheel, the newest file of each
+    folder comes first."""
     if name in WHEELS:
         folders = [Path(prefix, "lib") for prefix in dict.fromkeys((sys.prefix, sys.base_prefix))]
         return [path for folder in folders for path in sorted(folder.glob(WHEELS[name]), reverse=True)]
@@ -75,8 +77,8 @@ def list_library_files(name: str) -> list[Path]:
 
 
 def describe_library_files() -> dict[str, str]:
-    """Return name -> path, size and modification time of each installed library, without loading it. Measured times are
-    valid only for these files."""
+    """Return the path, size and modification time of each installed library by name, without loading the library.
+    Measured times are valid only for these files."""
     first = {name: paths[0] for name in (*LIBRARY_NAMES, "onednn") if (paths := list_library_files(name))}
     return {name: f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for name, path in first.items()}
 
@@ -84,8 +86,8 @@ def describe_library_files() -> dict[str, str]:
 def _load_mkl(path: Path) -> BlasLibrary:
     """Load MKL so that it computes only in the calling thread, and with the same bits in every run.
 
-    Its documentation promises the same bits for every alignment only with STRICT, which slows small products down by a
-    fifth. With AVX-512 the bits were the same at all alignments even without it.
+    The documentation of MKL promises the same bits for every alignment only with STRICT, which slows small products
+    down by a fifth. With AVX-512 the bits were the same at all alignments even without it.
     """
     library = load_shared_library(path)
     if library.MKL_Set_Threading_Layer(SEQUENTIAL) != SEQUENTIAL:
@@ -124,22 +126,22 @@ NUMPY = "numpy"
 """The name of `numpy.matmul`, which is always available, and is the only choice without Numba."""
 MAX_ROWS_WITHOUT_BLAS = 4
 """Maximum number of rows of x for which compiled code computes `x @ weight.T` itself, reading the matrix once. A
-library would first copy the matrix, as it does for many rows."""
+library would copy the matrix first, which pays off only for many rows."""
 
 requested_library: str | None = None  # set by `select_library`
 product_threads = 1  # set by `set_product_threads`
 
 
 def list_available_libraries() -> dict[str, str]:
-    """Return name -> path and version of each library that `select_library` accepts."""
+    """Return the path and version of each library that `select_library` accepts, by name."""
     libraries = [(name, load_library(name)) for name in LIBRARY_NAMES if has_numba()]
     where = {name: f"{one.path} ({one.version})" for name, one in libraries if one is not None}
     return where | {NUMPY: f"numpy.matmul (NumPy {np.__version__})"}
 
 
 def select_library(name: str | None) -> None:
-    """Compute products with library `name` from now on; None: with the default. All ranks of a job must select the
-    same."""
+    """Compute matrix products with library `name` from now on, or with the default if `name` is None. All ranks of a
+    job must select the same library."""
     global requested_library
     if name not in (None, NUMPY) and _find_library(str(name)) is None:
         raise ConfigError(f"BLAS {name!r} is not available: choose one of {', '.join(list_available_libraries())}")
@@ -177,7 +179,7 @@ def _find_library(name: str) -> BlasLibrary | None:
 
 
 class GemmAddresses(dict[str, int]):
-    """Dtype character -> address of the gemm for that dtype, looked up on first use."""
+    """Addresses of the gemm for each dtype, by dtype character. An address is looked up on first use."""
 
     def __missing__(self, char: str) -> int:
         used = _find_library(get_selected_library()) if char in "fd" else None

@@ -13,14 +13,14 @@ from fsdpx.core.base.messages import ProgressCallback
 __all__ = ["measure_library_gflops"]
 
 SHAPES = ((512, 1024, 256), (512, 256, 1024), (64, 256, 64), (64, 32, 32))
-"""(rows, columns, inner) of products: two of a transformer, one of a tile of its attention, and one of a small
-layer."""
+"""(rows, columns, inner) of the measured matrix products: two products of a transformer, one of a tile of its
+attention, and one of a small layer."""
 BUDGET_SECONDS = 0.1  # approximate seconds of `measure_library_gflops`
 ROUNDS = 5
 
 
 def measure_library_gflops(count: ProgressCallback = lambda done, total: None) -> dict[str, float]:
-    """Return the GFLOP/s of each library on one thread; the measurement takes some tenths of a second.
+    """Return the GFLOP/s of each library on one thread. The measurement takes some tenths of a second.
 
     The libraries are measured in alternation, and only the fastest call of each product counts, since other load slows
     some calls down. The result is the harmonic mean over the shapes, so that large products do not hide small ones.
@@ -45,8 +45,8 @@ def measure_library_gflops(count: ProgressCallback = lambda done, total: None) -
 
 
 def _measure_product_seconds(rows: int, columns: int, summed: int, budget: float) -> float:
-    """Return the seconds of the fastest product among those that fit into the time budget, but at least two, since the
-    first call initializes the library."""
+    """Return the time in seconds of the fastest call among those that fit into the time budget, of which at least one
+    is measured. An earlier call, which is not measured, initializes the library."""
     a, b = np.ones((rows, summed), np.float32), np.ones((columns, summed), np.float32)
     out = np.empty((rows, columns), np.float32)
     gemm(out, a, b.T)

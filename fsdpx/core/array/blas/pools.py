@@ -48,15 +48,16 @@ _state.changed = []
 
 
 def set_thread_limit(threads: int | None) -> None:
-    """Limit NumPy's BLAS to `threads` threads while fsdpx computes; None: to as many as the user has set. This also
-    finds libraries that were loaded since the last call."""
+    """Limit NumPy's BLAS to `threads` threads while fsdpx computes, or to as many as the user has set if `threads` is
+    None. This also finds libraries that were loaded since the last call."""
     with _lock:
         _state.most, _state.pools, _state.plan = threads, None, None
 
 
 class limit_threads:  # noqa: N801
-    """Context that limits NumPy's BLAS to the threads of a rank, or to one thread if it is the library whose products
-    fsdpx splits itself. Any thread may enter at any time. The last thread to leave restores the program's numbers."""
+    """Context that limits NumPy's BLAS to the threads of a rank, or to one thread if this BLAS is the library whose
+    matrix products fsdpx itself splits. Any thread may enter at any time. The last thread to leave restores the
+    program's numbers."""
 
     __slots__ = ()
 
@@ -78,7 +79,7 @@ class limit_threads:  # noqa: N801
             _state.inside -= 1
             while _state.changed and not _state.inside:
                 pool, now, before = _state.changed.pop()
-                if pool.get() == now:  # otherwise the program has changed the number meanwhile
+                if pool.get() == now:  # otherwise the program has changed the number inside the block
                     pool.set(before)
 
 

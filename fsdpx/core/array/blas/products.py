@@ -1,4 +1,4 @@
-"""Products of 2-D NumPy arrays, written or added in place.
+"""Matrix products of 2-D NumPy arrays, written or added in place.
 
 For a small layer the Python code in this file takes as long as BLAS, so a call looks up and creates as little as
 possible.
@@ -26,14 +26,12 @@ Array = np.ndarray
 GradientTarget = tuple[Array, bool]
 """Array for a gradient, and whether the gradient is added to its content instead of overwriting it."""
 MIN_PARALLEL_MULTIPLY_ADDS = 1 << 24
-"""Minimum number of multiply-adds of a product that is split over threads: 0.2 ms, seven times as long as waking a
-thread."""
+"""Minimum number of multiply-adds of a product that is split over threads. This many take 0.2 ms, seven times as long
+as waking a thread."""
 MAX_SMALL_MULTIPLY_ADDS = 1 << 20
 """Maximum number of multiply-adds of a product whose 16-bit matrices are converted to float32. This is as fast as other
 libraries, whose calls take microseconds."""
-PIECE_ALIGNMENT = (
-    64  # splits fall on multiples of it: whole tiles of the library's inner kernel, and no shared cache lines
-)
+PIECE_ALIGNMENT = 64  # splits fall on its multiples, so pieces are whole tiles of the library and share no cache lines
 
 
 def gemm(out: Array, a: Array, b: Array, accumulate: bool = False) -> None:
@@ -79,8 +77,8 @@ def linear_forward(out: Array, x: Array, weight: Array, bias: Array | None) -> N
 def linear_backward_params(
     weight_grad: GradientTarget | None, bias_grad: GradientTarget | None, dy: Array, x: Array
 ) -> None:
-    """Compute dy.T @ x into `weight_grad`, and the column sums of dy into `bias_grad`; one that is None is not
-    computed."""
+    """Compute dy.T @ x into `weight_grad`, and the column sums of dy into `bias_grad`. A gradient whose array is None
+    is not computed."""
     gemm_address = ADDRESSES[dy.dtype.char]
     alike = dy.dtype is x.dtype and _has_gradient_dtype(dy.dtype, weight_grad, bias_grad)
     if gemm_address and alike and dy.flags.c_contiguous and (libraries.product_threads == 1 or not _is_large(dy, x)):
@@ -152,7 +150,7 @@ def _multiply_piece_into(out: Array, a: Array, b: Array, accumulate: bool) -> No
         and COMPILED["gemm"](gemm_address, out, a, b, accumulate)
     ):
         return
-    with np.errstate(over="ignore", invalid="ignore"):  # as libraries called by address, which do not warn
+    with np.errstate(over="ignore", invalid="ignore"):  # like libraries called by address, which do not warn
         if accumulate:
             out += np.matmul(a, b)
         else:
@@ -161,7 +159,7 @@ def _multiply_piece_into(out: Array, a: Array, b: Array, accumulate: bool) -> No
 
 def _can_multiply_compiled(gemm_address: int, a: Array) -> bool:
     """Return whether compiled code may be able to multiply by `a`, with the gemm at `gemm_address`, or without BLAS if
-    that is 0."""
+    the address is 0."""
     return gemm_address != 0 or (a.shape[0] <= libraries.MAX_ROWS_WITHOUT_BLAS and a.dtype.char in "fd" and has_numba())
 
 
@@ -171,8 +169,8 @@ def _is_large(a: Array, b: Array) -> bool:
 
 
 def split_product_over_threads(out: Array, a: Array, b: Array) -> list[tuple[Array, Array, Array]]:
-    """Return the pieces (out, a, b) of a product, one per thread, split along the longer dim of `out`; none if it is
-    small.
+    """Return the pieces (out, a, b) of a product, one per thread, split along the longer dim of `out`. Return no pieces
+    if the product is small.
 
     The split changes the last bits of the result, since a library may add long sums in an order that depends on the
     shape.
@@ -186,7 +184,7 @@ def split_product_over_threads(out: Array, a: Array, b: Array) -> list[tuple[Arr
 
 
 class CompiledProducts(dict[str, Callable[..., Any]]):
-    """Name -> compiled function, compiled on first use."""
+    """Compiled functions by name, each compiled on first use."""
 
     def __missing__(self, name: str) -> Callable[..., Any]:
         from fsdpx.core.array.jit import specialize
@@ -215,7 +213,7 @@ ARGUMENTS = {
     "linear_backward": "i A2 A2 C1 C2r A2r A2r b b",
     "multiply_small_bfloat16_into": "i C2 C2hr C2hr C1hr b b b",
 }
-"""Types of the arguments of the compiled functions, see `specialize`."""
+"""Types of the arguments of the compiled functions, in the notation of `specialize`."""
 EMPTY_BITS = np.empty(0, np.uint16)
 EMPTY_VECTORS = {char: np.empty(0, char) for char in "fd"}
 EMPTY_MATRICES = {char: np.empty((0, 0), char) for char in "fd"}

@@ -102,7 +102,7 @@ def _apply_activation(xp: Any, a: Any, form: str) -> Any:
 
 
 CUBIC = 0.044715
-SLOPE = 2.0 * math.sqrt(2.0 / math.pi)  # 1/2 (1 + tanh(u)) = sigmoid(2u): no cancellation for large negative u
+SLOPE = 2.0 * math.sqrt(2.0 / math.pi)  # 1/2 (1 + tanh(u)) = sigmoid(2u), which does not cancel for large negative u
 DENSITY = 1.0 / math.sqrt(2.0 * math.pi)
 
 

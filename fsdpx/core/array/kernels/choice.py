@@ -23,13 +23,14 @@ __all__ = [
 Mode = Literal["default", "plain", "numba"]
 
 Sample = Callable[[Any, Any, Any], Any]
-"""Function that returns the arguments of a sample call, or a list of several. It takes rows (2, 3) and columns (3,) in
-the compute dtype, and columns in the accumulation dtype."""
+"""Function that returns the arguments of a sample call, or a list of the arguments of several calls. The function takes
+rows (2, 3) and columns (3,) in the compute dtype, and columns in the accumulation dtype."""
 
 KERNELS: dict[str, Callable[..., Any]] = {}
 """Kernels whose files are imported, by name."""
 FILES: dict[str, str] = {"normal": "fsdpx.core.array.kernels.compiled.normal"}
-"""Kernel -> module of its compiled code, whether that exists or not. Also has `array.random.normal`."""
+"""Module of the compiled code of each kernel, by name, whether that module exists or not. The table also has an entry
+for `array.random.normal`."""
 COMPILED_KERNELS: dict[str, Callable[..., Any]] = {}
 """Kernels that run as Numba code by default, each justified in the table of `bench/kernels.py`. An entry is added when
 its file is imported, on first use of one of the file's kernels."""
@@ -41,8 +42,8 @@ active_mode: Mode = "default"
 def register_compiled_kernel(sample: Sample | None = None) -> Callable[[Any], Any]:
     """Return a decorator that registers a function as the compiled code of the kernel of the same name.
 
-    `sample`: arguments of a call of that kernel, used to compile or load it before the first step. None: samples of
-    other kernels compile it, or no step needs it.
+    `sample`: arguments of a call of that kernel, with which the kernel is compiled or loaded before the first step. It
+    is None if samples of other kernels compile this kernel, or if no step needs the kernel.
     """
 
     def register(function: Any) -> Any:
@@ -108,7 +109,8 @@ def find_compiled_kernel(name: str) -> Callable[..., Any] | None:
 
 
 def find_device_kernel(name: str, xp: Any, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """Return the implementation of the kernel `name` by the device of `xp` for these arguments, or None."""
+    """Return the implementation of the kernel `name` by the device of `xp` for these arguments, or None if the device
+    has none."""
     return get_device_of_namespace(xp).find_kernel(name, arguments)
 
 
@@ -128,7 +130,7 @@ def _warn_numba_missing() -> None:
 
 def _look_up_compiled_kernel(name: str) -> Callable[..., Any] | None:
     """Return the compiled code of a kernel, or None. The result does not depend on which files have been imported."""
-    # this imports the file of a core kernel; kernels of an extension are imported with its layers
+    # imports the file of a core kernel; kernels of an extension are imported with the layers of the extension
     if name not in FILES:
         getattr(importlib.import_module("fsdpx.core.array.kernels"), name, None)
     return _import_compiled_kernel(name, FILES.get(name))

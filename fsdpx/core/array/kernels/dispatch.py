@@ -24,8 +24,8 @@ def kernel(
     """Return a decorator that makes a plain function `f(xp, array, ...)` a kernel.
 
     16-bit arrays are computed in float32. On NumPy arrays of float32, float64 or bfloat16 (possibly mixed with
-    float32), the compiled function of the same name may run instead; on CuPy arrays, the CUDA C function of that name
-    may.
+    float32), the compiled function of the same name may run instead of the plain function. On CuPy arrays, the CUDA C
+    function of that name may run.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ def kernel(
     def make_kernel(plain: Callable[..., Any]) -> Callable[..., Any]:
         name = plain.__name__
         kept = {place - 1 for place, word in enumerate(inspect.signature(plain).parameters) if word in into}
-        bodies: dict[tuple[Any, ...], Callable[..., Any]] = {}  # by mode and dtypes, looked up once, not in each call
+        bodies: dict[tuple[Any, ...], Callable[..., Any]] = {}  # by mode and dtypes, so each is looked up only once
 
         def call_body(xp: Any, *arguments: Any, **options: Any) -> Any:
             return choose_body(xp, arguments)(xp, *arguments, **options)
@@ -95,7 +95,8 @@ def kernel(
 
 
 def _wrap_to_compute_in_float32(body: Callable[..., Any], kept: set[int], narrow: int) -> Callable[..., Any]:
-    """Return a function that runs `body` on 16-bit arrays: it converts them to float32, and rounds the results."""
+    """Return a function that runs `body` on 16-bit arrays. The function converts the arrays to float32, and rounds the
+    results."""
 
     def run_widened(xp: Any, *arguments: Any, **options: Any) -> Any:
         dtype = arguments[0].dtype

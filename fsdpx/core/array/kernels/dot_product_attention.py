@@ -57,8 +57,10 @@ def attention(
         2023); any strides, S > 0
     causal : whether a position does not attend to later ones
     scale : factor on the scores
-    window : with `causal`, a position attends to itself and the window - 1 positions before it; 0: to all before it
-    segments : (B, T) integers, for k as long as q: a position attends only to positions with the same number
+    window : with `causal`, a position attends to itself and to the window - 1 positions just before; if 0, to itself
+        and to all earlier positions
+    segments : (B, T) integers, allowed only if k is as long as q. A position attends only to positions with the same
+        number
 
     Returns
     -------
@@ -130,11 +132,12 @@ def _attention_backward_of_head(
 
 
 def compute_masked_if_not_finite(xp: Any, compute: Callable[[Any], Any], seen: Any) -> Any:
-    """Return `compute(seen)`, where `compute` multiplies with weights that are 0 for hidden rows; return the cheaper
-    `compute(None)` if that is finite.
+    """Return `compute(seen)`, where `compute` multiplies by weights that are 0 for hidden rows. Return `compute(None)`,
+    which is cheaper, if its result is finite.
 
-    The two differ only if there is NaN or Inf, which a weight of 0 does not remove. For arrays other than NumPy's, only
-    `compute(None)` runs. `seen`: (T, S), False where the weight of a row is 0; None: all rows are visible.
+    The two results differ only if there is NaN or Inf, which a weight of 0 does not remove. For arrays other than
+    NumPy's, only `compute(None)` runs. `seen`: (T, S), False where the weight of a row is 0. None means that all rows
+    are visible.
     """
     mask = compute(None)
     if xp is not np or seen is None:
@@ -156,8 +159,8 @@ def multiply_without_hidden_rows(weights: Any, rows: Any, seen: Any, multiply: C
 
 
 def zero_hidden_weights(x: Any, seen: Any) -> Any:
-    """Return weights (..., T, S) with the weights of hidden rows set to 0, since they are NaN if the row contains
-    NaN."""
+    """Return weights (..., T, S) with the weights of hidden rows set to 0, since the weight of a hidden row is NaN if
+    the row contains NaN."""
     return x if seen is None else np.where(seen, x, x.dtype.type(0))
 
 
@@ -167,15 +170,16 @@ def _compute_scores(xp: Any, q: Any, k: Any, seen: Any, scale: float) -> Any:
 
 
 def _make_causal_mask(xp: Any, q: Any, window: int) -> Any:
-    """Return the mask (T, T) of the positions to which each position attends: itself and earlier positions within its
-    window."""
+    """Return the mask (T, T) of the positions to which each position attends. These are the position itself and earlier
+    positions within the window."""
     time = xp.arange(q.shape[2])
     seen = time[None, :] <= time[:, None]
     return seen & (time[None, :] > time[:, None] - window) if window else seen
 
 
 def _make_sample_mask(earlier: Any, segments: Any, b: int) -> Any:
-    """Return the mask of visible positions in sample b: those in `earlier` that are in the same segment; None: all."""
+    """Return the mask of visible positions in sample b, which are those in `earlier` that are in the same segment.
+    Return None if all positions are visible."""
     if segments is None:
         return earlier
     same = segments[b][None, :] == segments[b][:, None]

@@ -1,4 +1,4 @@
-"""Dropout: whether an element is dropped depends on the random number of its position."""
+"""Dropout. Whether an element is dropped depends on the random number of the position of the element."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ __all__ = ["drop", "drop_backward"]
 
 
 def make_keep_mask(xp: Any, numbers: NumberRange, shape: tuple[int, ...], p: float) -> Any:
-    """Return a mask of the elements to keep, each with probability 1 - p: those whose random number is at least p."""
+    """Return a mask of the elements to keep, each with probability 1 - p. These are the elements whose random number is
+    at least p."""
     return numbers.make_fractions(xp).reshape(shape) >= p
 
 
@@ -35,7 +36,7 @@ def drop_backward(xp: Any, dy: Any, keep: Any, p: float) -> Any:
 
 
 def dropout_scale(p: float) -> float:
-    """Return the factor on kept elements that preserves the mean; 1 if p is 1 and no element is kept."""
+    """Return the factor on kept elements that preserves the mean. Return 1 if p is 1, so that no element is kept."""
     return 1.0 / (1.0 - p) if p < 1.0 else 1.0
 
 

@@ -14,8 +14,8 @@ HALF_FORMATS = ("float16", "bfloat16")
 
 
 def store(xp: Any, x: Any, out: Any) -> None:
-    """Write x to out, which has the same shape, in the dtype of out. Numbers too large for it become Inf, without a
-    warning."""
+    """Write x to out, which has the same shape, in the dtype of out. Numbers that are too large for this dtype become
+    Inf, without a warning."""
     fits = xp is np and x.shape == out.shape and (_can_use_compiled(x, out) or _can_use_compiled(out, x))
     if fits and (body := find_compiled_kernel("store")):
         body(x, out)
@@ -32,7 +32,7 @@ def store(xp: Any, x: Any, out: Any) -> None:
 
 
 def add_widened(xp: Any, x: Any, out: Any) -> None:
-    """Add x (16 bits) to out (float32) in place; both have the same shape."""
+    """Add x (16 bits) to out (float32) in place. Both have the same shape."""
     fits = xp is np and x.shape == out.shape and _can_use_compiled(x, out)
     if fits and (body := find_compiled_kernel("add_widened")):
         body(x, out)
@@ -60,7 +60,7 @@ def round_randomly(xp: Any, x: Any, out: Any, numbers: NumberRange) -> None:
 
 
 def to_float32(xp: Any, x: Any) -> Any:
-    """Return an array of 16-bit floats as float32 (bf16 has kind "V"); return anything else unchanged."""
+    """Return an array of 16-bit floats as float32 (bf16 has kind "V"). Return anything else unchanged."""
     dtype = getattr(x, "dtype", None)
     if dtype is None or dtype.itemsize != 2 or dtype.kind not in "fV":
         return x
@@ -68,7 +68,7 @@ def to_float32(xp: Any, x: Any) -> Any:
 
 
 def cast_float(xp: Any, x: Any, dtype: Any) -> Any:
-    """Return x rounded to `dtype`, 16-bit or float32, with the memory order of x; return x itself if it has that
+    """Return x rounded to `dtype`, 16-bit or float32, with the memory order of x. Return x itself if x has that
     dtype."""
     if x.dtype == dtype:
         return x

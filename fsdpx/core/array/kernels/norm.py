@@ -43,8 +43,8 @@ def layer_norm_backward_input(xp: Any, x: Any, weight: Any, mean: Any, rstd: Any
 
 @kernel(narrow=0, into=("gw", "gb"))
 def layer_norm_backward_params(xp: Any, x: Any, mean: Any, rstd: Any, dy: Any, gw: Any, gb: Any) -> None:
-    """Add the sum of dy n over rows to gw, and the sum of dy to gb, where n is the normalized row. Either may be
-    None."""
+    """Add the sum of dy n over rows to gw, and the sum of dy to gb, where n is the normalized row. Either gw or gb may
+    be None."""
     if gw is not None:
         gw += xp.sum(dy * ((x - mean[:, None]) * rstd[:, None]), axis=0)
     if gb is not None:

@@ -29,7 +29,7 @@ def square_sum(xp: Any, flat: Any) -> float:
 
 @kernel(narrow=0)
 def square_sums(xp: Any, flat: Any, grain: int) -> Any:
-    """Return the sum of squares of each block of `grain` elements of a 1-D array in float64; the last block may be
+    """Return the sum of squares of each block of `grain` elements of a 1-D array in float64. The last block may be
     shorter.
 
     The bits are the same in each implementation and on each processor, whatever the width of its vectors, because the
@@ -42,16 +42,17 @@ def square_sums(xp: Any, flat: Any, grain: int) -> Any:
 
 
 def _iterate_block_starts(xp: Any, size: int, step: int) -> Iterable[int]:
-    """Return the start of each piece of `step` elements, or for shape-only arrays only the first, which counts for
-    all."""
+    """Return the start of each piece of `step` elements, or for shape-only arrays only the first start, which counts
+    for all."""
     if getattr(xp, "holds_no_data", False):
         return iterate_once_counting_all(0, -(-size // step))
     return range(0, size, step)
 
 
 def sum_rows_in_lanes(xp: Any, rows: Any) -> Any:
-    """Return the sum of each row, added in a fixed order. Lane k adds the elements k, k + LANES, k + 2 LANES, ... in
-    turn; then the upper half of the lanes is added to the lower half until one lane is left."""
+    """Return the sum of each row, added in a fixed order. Lane k adds the elements k, k + LANES, k + 2 LANES, ... one
+    after another. After that, the upper half of the lanes is added to the lower half, again and again, until one lane
+    is left."""
     lanes = xp.zeros((rows.shape[0], LANES))
     for start in _iterate_block_starts(xp, rows.shape[1], LANES):
         some = rows[:, start : start + LANES]

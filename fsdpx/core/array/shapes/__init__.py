@@ -1,7 +1,7 @@
 """The namespace of shape-only arrays: NumPy's function names, for arrays without data.
 
-Layers and plain kernels run on it unchanged. This finds the memory, the traffic and the shape errors of a model of any
-size, at almost no cost.
+Layers and plain kernels run unchanged with this namespace. Running them finds the memory, the traffic and the shape
+errors of a model of any size, at almost no cost.
 """
 
 import sys
@@ -116,7 +116,8 @@ def arange(start: Any, stop: Any = None, step: Any = 1, dtype: Any = None) -> Sh
 
 
 def asarray(x: Any, dtype: Any = None, copy: bool | None = None) -> ShapeArray:
-    """Return a ShapeArray with the shape and dtype of `x`: an array of any library, a number or nested lists."""
+    """Return a ShapeArray with the shape and dtype of `x`, which may be an array of any library, a number or nested
+    lists."""
     x = x if hasattr(x, "shape") and hasattr(x, "dtype") else np.asarray(x)
     if not isinstance(x, ShapeArray):
         return ShapeArray(x.shape, x.dtype if dtype is None else dtype)

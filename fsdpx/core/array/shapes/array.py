@@ -55,7 +55,7 @@ def get_indexed_shape(shape: tuple[int, ...], index: Any) -> tuple[int, ...]:
 
 
 def _expand_index(index: tuple[Any, ...], ndim: int) -> list[Any]:
-    """Return the index with one part per dim, in addition to each None: `...` and missing dims become full slices."""
+    """Return the index with one part for each dim and one for each None. `...` and missing dims become full slices."""
     parts = [_to_index_part(part) for part in index]
     used = sum(part is not None and part is not Ellipsis for part in parts)
     dots = [n for n, part in enumerate(parts) if part is Ellipsis]
@@ -130,8 +130,8 @@ def measuring_memory() -> Iterator[MemoryMeter]:
 
 
 def call_without_metering_temporaries(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Run `call`, and measure only the memory alive at its end. On NumPy arrays, compiled code would run instead, whose
-    temporaries are in registers and caches."""
+    """Run `call`, and measure only the memory that is alive at its end. Temporaries do not count, because on NumPy
+    arrays compiled code would run, whose temporaries are in registers and caches."""
     meter = _meters.open[-1] if _meters.open else None
     if meter is None:
         return call(*arguments, **options)
@@ -160,8 +160,8 @@ class Storage:
 
 
 def make_view_function(function: Any) -> Callable[..., ShapeArray]:
-    """Return the shape-only form of a NumPy function that returns a view. The shape of its result is found by calling
-    it on an array whose elements have no bytes."""
+    """Return the shape-only form of a NumPy function that returns a view. The shape of the result is found by calling
+    NumPy's function on an array whose elements have no bytes."""
 
     def view_shape(self: ShapeArray, *arguments: Any, **options: Any) -> ShapeArray:
         return ShapeArray(function(np.empty(self.shape, "V0"), *arguments, **options).shape, self.dtype, self.root)
@@ -170,7 +170,8 @@ def make_view_function(function: Any) -> Callable[..., ShapeArray]:
 
 
 class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
-    """An array with a `shape` and a `dtype`, but without elements. As a number it is 0, as a bool False.
+    """An array with a `shape` and a `dtype`, but without elements. Converted to a number it is 0, and converted to a
+    bool it is False.
 
     Results have the shape and dtype that NumPy returns, and errors have the type that NumPy raises.
     """
@@ -407,7 +408,8 @@ def _normalize_dim(dim: int, ndim: int) -> int:
 
 
 def _is_basic_index(index: Any) -> bool:
-    """Return whether indexing returns a view: slices, numbers, None and Ellipsis do; index arrays make a copy."""
+    """Return whether indexing returns a view. Indexing by slices, numbers, None and Ellipsis does, whereas indexing by
+    arrays makes a copy."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(i is None or i is Ellipsis or isinstance(i, slice | int) for i in parts)
 
@@ -421,8 +423,8 @@ for _name in "sum mean max min prod any all argmax argmin var std".split():
 
 
 def find_storage(array: Any) -> Any:
-    """Return the array that owns the memory of `array`, or the `Storage` of a shape-only array; None if it is not an
-    array."""
+    """Return the array that owns the memory of `array`, or the `Storage` of a shape-only array. Return None if `array`
+    is not an array."""
     if isinstance(array, ShapeArray):
         return array.root
     if not isinstance(array, np.ndarray):

@@ -15,7 +15,7 @@ __all__ = ["SHAPES"]
 
 
 class ShapeDevice(Device):
-    """Device of shape-only arrays. Where an answer depends on values, it is that of a successful step."""
+    """Device of shape-only arrays. An answer that depends on values is the answer of a successful step."""
 
     name, holds_data = "shape", False
 

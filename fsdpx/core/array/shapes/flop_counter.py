@@ -1,5 +1,5 @@
-"""Cost of a computation on shape-only arrays: its matrix products by shape, and its passes over arrays by their bytes.
-Both are recorded where shapes are computed, so layers need not declare their FLOPs."""
+"""Cost of a computation on shape-only arrays. It consists of matrix products, counted by shape, and of passes over
+arrays, counted by their bytes. Both are recorded where shapes are computed, so layers need not declare their FLOPs."""
 
 from __future__ import annotations
 
@@ -73,8 +73,9 @@ class KernelPass(NamedTuple):
 class WorkCount:
     """Counted work. `products`, `passes`: how often each occurred.
 
-    `inner`: by kernel name, bytes that the steps inside the kernel would read and write if each were a separate kernel.
-    They are counted in the dtype of the operands for kernels with products, and in float32 for other kernels.
+    `inner`: number of bytes that the steps inside a kernel would read and write if each step were a separate kernel, by
+    kernel name. The bytes are counted in the dtype of the operands for kernels with products, and in float32 for other
+    kernels.
     """
 
     products: Counter[ProductCount] = field(default_factory=Counter)
@@ -172,8 +173,8 @@ def record_flops(flops: int, itemsize: int, kernel: str) -> None:
 
 
 def iterate_once_counting_all(first: T, times: int) -> Iterator[T]:
-    """Yield only the first item of a loop whose iterations do the same work on shape-only arrays; its products are
-    counted `times` times."""
+    """Yield only the first item of a loop whose iterations do the same work on shape-only arrays. The matrix products
+    of this iteration are counted `times` times."""
     before, _now.times = _now.times, _now.times * times
     try:
         if times:

@@ -159,7 +159,7 @@ def diff(x: Array, n: int = 1, axis: int = -1) -> Any:
 
 
 def _record_sort(x: Array, axis: int | None, result: ShapeArray) -> ShapeArray:
-    """Record one kernel that passes over all elements once for each merge level of a sorted row; return `result`."""
+    """Record one kernel that passes over all elements once for each merge level of a sorted row. Return `result`."""
     row = x.size if axis is None else x.shape[axis]
     record_traffic(*[x, result] * math.ceil(math.log2(max(row, 2))), kernel="sort")
     return result
@@ -188,8 +188,8 @@ cumsum, cumprod = _make_cumulative_function(np.cumsum), _make_cumulative_functio
 
 
 def einsum(subscripts: str, *operands: Array, optimize: Any = False) -> ShapeArray:
-    """Return the result of an Einstein summation. With two operands it is counted as a matrix product; with more, as
-    NumPy computes it, in one loop over all letters."""
+    """Return the result of an Einstein summation. A summation of two operands is counted as a matrix product. A
+    summation of more operands is counted as one loop over all letters, which is how NumPy computes it."""
     terms, result = _parse_terms(subscripts, operands)
     sizes = dict[str, int]()
     for term, operand in zip(terms, operands, strict=True):
@@ -325,7 +325,8 @@ fft = NestedNamespace(
 def _make_matrix_function(name: str, flops: Callable[[int], float], drops: bool = False) -> Callable[..., ShapeArray]:
     """Return the shape-only form of a function of square matrices (..., n, n).
 
-    `flops`: returns the FLOP for a matrix of size n. `drops`: the result is one number per matrix.
+    `flops`: function that returns the FLOP for a matrix of size n. `drops`: whether the result is one number per
+    matrix.
     """
 
     def run_shape(a: Array) -> ShapeArray:

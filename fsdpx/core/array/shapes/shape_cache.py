@@ -1,4 +1,4 @@
-"""Cache of results on shape-only arrays. They depend only on shapes and dtypes, so a function runs once for each
+"""Cache of results on shape-only arrays. The results depend only on shapes and dtypes, so a function runs once for each
 combination of these."""
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def _run_and_count_as_one_kernel(
         places = work.products.total()
         named[product._replace(itemsize=itemsize, kernel=kernel, places=places, windows=windows)] += times
     work.products = named
-    inner = work.inner.total() * (min(itemsize, 4) if work.products else 4) // 4  # other kernels sum in float32
+    # kernels without matrix products sum in float32
+    inner = work.inner.total() * (min(itemsize, 4) if work.products else 4) // 4
     work.inner = Counter({getattr(call, "__name__", ""): inner})
     given = result if isinstance(result, tuple) else (result,)
     nbytes = sum(a.nbytes for a in (*arrays, *given) if isinstance(a, ShapeArray))
@@ -91,7 +92,7 @@ def _make_shape_key(value: Any, arrays: list[ShapeArray]) -> Any:
     kind = type(value)
     if kind is ShapeArray:
         arrays.append(value)
-        # the key says which arrays share memory, since the result may share memory with them as well
+        # the key says which arrays share memory, since the result may share memory with these arrays too
         first = next(n for n, a in enumerate(arrays) if a.root is value.root)
         return value.shape, value.dtype, first, next(n for n, a in enumerate(arrays) if a is value)
     if isinstance(value, tuple):
@@ -109,8 +110,8 @@ def _is_frozen_dataclass(cls: type) -> bool:
 def make_rebuild_plan(
     value: Any, roots: list[Storage], arrays: Sequence[ShapeArray] = (), constants: tuple[type, ...] = ()
 ) -> Any:
-    """Return a plan from which `rebuild_from_plan` builds a value like this one: for an array, its shape, dtype, index
-    of its root and bytes of the root, or its index in `arrays`.
+    """Return a plan from which `rebuild_from_plan` builds a value like this one. For an array, the plan has its index
+    in `arrays`, or its shape, its dtype, and the index and bytes of its root.
 
     New roots are appended to `roots`. `constants`: types of values that are kept as they are, in addition to numbers
     and text. Raises TypeError for other values.

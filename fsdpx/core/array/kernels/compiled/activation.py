@@ -269,7 +269,7 @@ def gelu_recompute(xp: Any, x: np.ndarray, dy: np.ndarray, approximate: str = "n
     return y
 
 
-BLOCK_ROWS = 32  # rows summed before they are added to the total: errors grow with rows / BLOCK_ROWS + BLOCK_ROWS
+BLOCK_ROWS = 32  # rows per partial sum, so that errors grow with rows / BLOCK_ROWS + BLOCK_ROWS
 
 
 @jit

@@ -1,5 +1,5 @@
-"""Attention of bfloat16 arrays in blocks of rows. Its products use the instruction that multiplies pairs (VDPBF16PS of
-AVX512-BF16), so arrays in memory stay 16-bit.
+"""Attention of bfloat16 arrays in blocks of rows. Its matrix products use the instruction that multiplies pairs
+(VDPBF16PS of AVX512-BF16), so arrays in memory stay 16-bit.
 
 As in `dot_product_attention`, softmax is computed on full rows, not online. Scores and sums are float32, and
 probabilities are rounded before they are multiplied. A thread holds the words of one head's keys and values, and a few
@@ -48,8 +48,8 @@ def round_up_to_multiple(size):
 
 @jit
 def multiply_tiles_into(a, down, along, b, b_row, c, c_row, rows, columns, words, add):
-    """Compute c = a b, or c += a b with `add`: float32 c (rows, columns) and b (words, columns of words) are in row
-    order, and a has the strides `down` and `along`.
+    """Compute c = a b, or c += a b with `add`. The float32 array c (rows, columns) and b (words, columns of words) are
+    in row order, and a has the strides `down` and `along`.
 
     `rows` is rounded up to a multiple of ROWS; `columns` must be a multiple of `SIZE_MULTIPLE`.
     """
@@ -232,7 +232,7 @@ def _exponentiate_row_into_and_sum(x, top, p):
 
 @jit
 def _softmax_backward_row_into(s, dp, scale, lse, along, p, ds, seen):
-    """Write p = exp(s scale - lse) and ds = p (dp - along) scale for a row; both are 0 from index `seen` on."""
+    """Write p = exp(s scale - lse) and ds = p (dp - along) scale for a row. Both are 0 from index `seen` on."""
     use_widest_vectors()
     for j in range(p.size):
         e = exp(s[j] * scale - lse)
@@ -252,8 +252,8 @@ def _copy_head_rows_into(x, b, h, start, stop, out):
 
 @jit
 def _write_scaled_head_rows(out, b, h, start, stop, x, factors, block):
-    """Write rows [start, stop) of head h of sample b: row i is row i of x times factors[i], rounded in the buffer
-    `block`."""
+    """Write rows [start, stop) of head h of sample b, where row i is row i of x times factors[i]. The rows are rounded
+    in the buffer `block`."""
     for i in range(factors.size):
         for j in range(x.shape[1]):
             block[i, j] = round_to_dtype_of(block, x[i, j] * factors[i])
@@ -304,7 +304,7 @@ def _attention_backward_into(q, k, v, o, lse, do, dq, dk, dv, factor, causal, fi
     width, length, group = round_up_to_multiple(q.shape[3]), round_up_to_multiple(full), q.shape[1] // k.shape[1]
     plain, ones = np.zeros((length, width), np.uint16), np.ones(length, np.float32)
     keys, values = np.empty((width // 2, length), np.uint32), np.empty((width // 2, length), np.uint32)
-    # the keys, interleaved: score gradients times these are query gradients
+    # the interleaved keys, by which score gradients are multiplied to give query gradients
     ways = np.empty((length // 2, width), np.uint32)
     blocks, scores = np.zeros((3, BLOCK, width), np.uint16), np.empty((2, BLOCK, length), np.float32)
     factors, words = np.zeros((2, BLOCK, length), np.uint16), np.empty((2, BLOCK // 2, width), np.uint32)

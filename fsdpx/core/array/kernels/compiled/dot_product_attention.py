@@ -1,7 +1,7 @@
-"""Attention in blocks of rows: one compiled function for all heads calls BLAS for the products of tiles. Also softmax
-of rows, and rotary positions.
+"""Attention in blocks of rows, softmax of rows, and rotary positions. For attention, one compiled function for all
+heads calls BLAS for the matrix products of tiles.
 
-A thread holds at most a block of scores, BLOCK_ROWS x time (Dao et al. 2022, but with full rows instead of an online
+A thread holds at most one block of scores, BLOCK_ROWS x time (Dao et al. 2022, but with full rows instead of an online
 softmax). A row of softmax stays in cache between its passes.
 """
 
@@ -106,9 +106,9 @@ def rotate(xp: Any, x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarr
 
 BLOCK_ROWS = 64  # rows of scores alive at a time; with `causal`, scores of keys after the block are never computed
 HIDDEN = 60.0
-"""How far below the maximum of its row a masked score is set before exp; afterwards the element is set to 0. So all
-loops over rows have the length of the block. With other lengths, the tail of the vector loop would take as long as the
-rest."""
+"""Distance below the maximum of its row to which a masked score is set before exp. After exp, the element is set to 0.
+Masked scores are kept so that all loops over rows have the length of the block. With other lengths, the tail of the
+vector loop would take as long as the rest."""
 
 
 @jit(fastmath=REORDER)
@@ -156,7 +156,7 @@ def _mask_other_segments(x, names, name, value):
 
 @jit
 def _attention_forward_into(gemm_address, q, k, v, o, lse, scratch, factor, names, causal, window, first, last):
-    """Compute o and lse for the pairs (sample, head) in [first, last); o has time before heads."""
+    """Compute o and lse for the pairs (sample, head) in [first, last). o has time before heads."""
     use_widest_vectors()
     heads, time, width, size = q.shape[1], q.shape[2], q.shape[3], q.itemsize
     full, group, apart = k.shape[2], q.shape[1] // k.shape[1], names.size > 0
@@ -196,8 +196,8 @@ def _attention_forward_into(gemm_address, q, k, v, o, lse, scratch, factor, name
 
 @jit
 def _attention_forward_of_single_queries(q, k, v, o, lse, scratch, factor, first, last):
-    """Compute `_attention_forward_into` for a single query per head that attends to all keys. Its products take less
-    time than a call of BLAS."""
+    """Compute `_attention_forward_into` for a single query per head that attends to all keys. The products of one query
+    take less time than a call of BLAS."""
     use_widest_vectors()
     heads, width, keys = q.shape[1], q.shape[3], k.shape[2]
     group, one = heads // k.shape[1], lse.dtype.type(1)
@@ -285,7 +285,7 @@ def _make_sample_attention_arrays(x: Any) -> tuple[Any, ...]:
 
 
 def _make_sample_calls(x: Any, w: Any, s: Any) -> list[Any]:
-    """Return the arguments of sample calls: for a full sequence, and for a single token after others."""
+    """Return the arguments of two sample calls, one for a full sequence and one for a single token after others."""
     q, k, v, *_ = _make_sample_attention_arrays(x)
     return [(q, k, v, True, 1.0), (q[:, :, :1], k, v, False, 1.0)]
 
@@ -357,14 +357,14 @@ def attention_backward(
 
 
 def _renumber_segments(segments: Any, dtype: Any) -> np.ndarray:
-    """Return the segments, renumbered from 0, in the compute dtype; an empty array for None."""
+    """Return the segments, renumbered from 0, in the compute dtype. Return an empty array for None."""
     if segments is None:
         return np.empty((0, 0), dtype)
     return np.unique(segments, return_inverse=True)[1].reshape(segments.shape).astype(dtype)
 
 
 def _copy_unless_blas_readable(x: np.ndarray) -> np.ndarray:
-    """Return x, or a copy if BLAS cannot read it: rows must be contiguous, with any stride between rows."""
+    """Return x, or a copy if BLAS cannot read x. BLAS needs contiguous rows, with any stride between rows."""
     step, width, size = x.strides[2], x.shape[3], x.itemsize
     fits = x.strides[3] == size and step % size == 0 and step >= width * size
     return x if fits else np.ascontiguousarray(x)

@@ -31,8 +31,8 @@ SIGN, REST = 0x80000000, 0x7FFFFFFF
 
 @intrinsic
 def to_bfloat16_bits(typingctx: Any, x: Any) -> Any:
-    """Return the upper half of the bits of a float32, rounded to nearest: plus one if the lower half is more than a
-    tie, or is a tie and the upper half is odd."""
+    """Return the upper half of the bits of a float32, rounded to nearest. One is added if the lower half is more than a
+    tie, or if the lower half is a tie and the upper half is odd."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         n = builder.bitcast(arguments[0], WORD)
@@ -54,7 +54,7 @@ def from_bfloat16_bits(typingctx: Any, h: Any) -> Any:
 
 
 def to_float(x: Any) -> Any:
-    """Return an element as a number to compute with, which for bfloat16 is float32."""
+    """Return an element as a number to compute with. For bfloat16 this is a float32."""
     raise NotImplementedError("for compiled code")
 
 
@@ -89,8 +89,8 @@ def view_bits_as_bfloat16(array: Any) -> Any:
 
 
 def call_plain_kernel(kernel: Any, xp: Any, *arguments: Any) -> Any:
-    """Call a kernel's plain code with arguments that the compiled code does not support; pass and return bfloat16 as
-    bits."""
+    """Call a kernel's plain code with arguments that the compiled code does not support. Arrays of bfloat16 are passed
+    and returned as bits."""
     result = kernel.fallback(xp, *map(view_bits_as_bfloat16, arguments))
     return tuple(map(_view_bfloat16_as_bits, result)) if isinstance(result, tuple) else _view_bfloat16_as_bits(result)
 

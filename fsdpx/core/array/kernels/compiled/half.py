@@ -1,5 +1,5 @@
 """Casts between float32 and the 16-bit formats by operations on their bits, rounded to nearest (ties to even) or
-stochastically; and sums in float32.
+stochastically. Also sums in float32.
 
 Numbers are loaded and stored as uint32 and uint16, so nothing depends on support for 16-bit floats in the processor or
 in Numba.
@@ -58,8 +58,8 @@ def to_float16_bits(typingctx: Any, x: Any) -> Any:
 
 @intrinsic
 def from_float16_bits(typingctx: Any, h: Any) -> Any:
-    """Return float16 bits as float32: shift exponent and mantissa up, then correct the exponents of Inf and NaN, and
-    those of 0 and subnormals."""
+    """Return float16 bits as float32. Exponent and mantissa are shifted up, and then the exponents of Inf, NaN, 0 and
+    subnormals are corrected."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         n = builder.zext(arguments[0], WORD)
@@ -184,7 +184,7 @@ def _round_stochastically_loop(x, out, start, key0, key1):
 
 @register_compiled_kernel()
 def round_randomly(x: np.ndarray, out: np.ndarray, numbers: NumberRange) -> None:
-    """Compute out = x rounded stochastically, see `kernels.half.round_randomly`."""
+    """Compute out = x rounded stochastically. See `kernels.half.round_randomly`."""
     bits = out.view(np.uint16)
     for offset, start, key0, key1 in numbers.iterate_runs():
         _round_stochastically_loop(x[offset], bits[offset], start, key0, key1)

@@ -33,14 +33,14 @@ def transpose_channels_into(x, out, add):
                         else:
                             out[n, p, c] = x[n, c, p]
                 continue
-            for first in range(0, x.shape[1], RUN):  # since rows a power of two apart map to few cache lines
+            for first in range(0, x.shape[1], RUN):  # short, since rows a power of two apart map to few cache lines
                 for c in range(first, min(first + RUN, x.shape[1])):
                     for p in range(start, stop):
                         out[n, p, c] = x[n, c, p]
 
 
 def view_channels_last(x: np.ndarray) -> np.ndarray:
-    """Return a view (samples, *cells, channels) of x (samples, channels, *cells); it costs less than
+    """Return a view (samples, *cells, channels) of x (samples, channels, *cells). This call costs less than
     `numpy.moveaxis`."""
     return x.transpose(0, *range(2, x.ndim), 1)
 
@@ -72,7 +72,8 @@ def view_rows_channels_first(rows: np.ndarray, shape: tuple[int, ...]) -> np.nda
 
 
 def _flatten_in_memory_order(*arrays: np.ndarray) -> list[np.ndarray] | None:
-    """Return arrays of one shape as 1-D views in memory order; None unless all have the same order, without gaps."""
+    """Return arrays of one shape as 1-D views in memory order. Return None unless all arrays have the same order,
+    without gaps."""
     if all(a.flags.c_contiguous for a in arrays):
         return [a.reshape(-1) for a in arrays]
     strides = arrays[0].strides
@@ -84,8 +85,8 @@ def _flatten_in_memory_order(*arrays: np.ndarray) -> list[np.ndarray] | None:
 
 
 def make_flat_views_and_output(*arrays: np.ndarray) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
-    """Return 1-D views, in one order, of arrays of one shape and of a new array like the first; and the new array
-    itself. If the arrays are stored in different orders, fields are first converted to channels last."""
+    """Return 1-D views, in one order, of arrays of one shape and of a new array like the first of these. Return also
+    the new array itself. If the arrays are stored in different orders, fields are first converted to channels last."""
     out = np.empty_like(arrays[0])
     flat = _flatten_in_memory_order(*arrays, out)
     if flat is None and out.ndim > 2:

@@ -25,7 +25,7 @@ from fsdpx.core.array.kernels.compiled.elements import (
 from fsdpx.core.array.kernels.compiled.memory_order import to_channel_rows, view_rows_channels_first
 from fsdpx.core.array.parallel import parallel_for_columns, parallel_for_rows
 
-# rows summed before they are added to the total: rounding errors grow with rows / BLOCK_ROWS + BLOCK_ROWS
+# rows per partial sum, so that rounding errors grow with rows / BLOCK_ROWS + BLOCK_ROWS
 BLOCK_ROWS = 32
 
 

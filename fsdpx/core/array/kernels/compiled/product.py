@@ -1,9 +1,10 @@
-"""Products by cblas gemm, called by address and fused with adding biases in forward and summing their gradients in
-backward. Small bfloat16 matrices are converted, multiplied by cblas in float32, and rounded in one compiled call.
+"""Matrix products by cblas gemm, which is called by address. Forward adds biases in the same call, and backward sums
+their gradients. Small bfloat16 matrices are converted, multiplied by cblas in float32, and rounded in one compiled
+call.
 
 The address is an argument, because it differs between processes while compiled code is cached on disk. For small
-matrices, a call of another library takes longer than the product; all their arrays are in C order, so that loops run
-through memory in order.
+matrices, a call of another library takes longer than the product. All arrays of small products are in C order, so that
+loops run through memory in order.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ __all__ = [
 
 ROW_MAJOR, PLAIN, TURNED = 101, 111, 112
 PREFETCH_BYTES = 8192
-"""How many bytes ahead of its use a matrix is prefetched. Measured: with fewer bytes it arrives late, with more it is
-evicted before use."""
+"""Number of bytes ahead of its use at which a matrix is prefetched. According to measurements, with fewer bytes the
+matrix arrives late, and with more bytes the matrix is evicted before use."""
 
 
 @intrinsic
@@ -58,7 +59,7 @@ def _find_transpose_flag_and_leading_dim(size, rows, columns, down, across):
     """Return the transpose flag of a matrix for cblas, and its leading dimension, which is 0 if neither dim has unit
     stride.
 
-    Takes numbers instead of an array, so that it is compiled once for all dtypes and layouts.
+    Takes numbers instead of an array, so that this function is compiled once for all dtypes and layouts.
     """
     if (across == size or columns == 1) and down % size == 0 and (down >= columns * size or rows == 1):
         return PLAIN, max(down // size, columns, 1)
@@ -84,7 +85,7 @@ def _multiply_few_rows_into(out, a, b):
 @register_jitable
 def multiply_matrices_into(address, out, a, b, alpha, beta):
     """Compute out = alpha a b + beta out for 2-D arrays. Return False, without effect, if BLAS does not support their
-    shapes or strides, or if it is needed and missing (`address` is 0)."""
+    shapes or strides, or if BLAS is needed and missing (`address` is 0)."""
     m, n, k = out.shape[0], out.shape[1], a.shape[1]
     if a.shape[0] != m or b.shape[0] != k or b.shape[1] != n:
         return False
@@ -128,7 +129,7 @@ def linear_forward(address, out, x, weight, bias):
 
 @jit
 def linear_backward_params(address, dweight, dbias, dy, x, accumulate_weight, accumulate_bias):
-    """Write or add dy^T x to dweight, and the column sums of dy to dbias; empty arrays are skipped. Return False if
+    """Write or add dy^T x to dweight, and the column sums of dy to dbias. Empty arrays are skipped. Return False if
     that is not possible."""
     one, zero = dy.dtype.type(1), dy.dtype.type(0)
     if dbias.size not in (0, dy.shape[1]):
@@ -158,7 +159,7 @@ def _widen_matrix_into(x, out):
 
 @register_jitable
 def _round_total_into(out, total, bias, accumulate):
-    """Compute out = total + bias (an empty bias means none), or out += total; rounded once."""
+    """Compute out = total + bias (an empty bias means none), or out += total. The result is rounded once."""
     for i in range(out.shape[0]):
         row, sums = out[i], total[i]
         if bias.size:

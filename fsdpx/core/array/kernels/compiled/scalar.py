@@ -22,9 +22,9 @@ __all__ = [
 ]  # fmt: skip
 
 FLOATS = {types.float32: (32, 23, 127), types.float64: (64, 52, 1023)}  # bits, bits of the mantissa, bias
-EXP32 = tuple(1.0 / math.factorial(n) for n in range(8))  # Taylor: |r| <= log(2) / 2, error below 1e-8
-EXP64 = tuple(1.0 / math.factorial(n) for n in range(14))  # error below 1e-17
-# log(2) in two parts: n times the first part is exact for every n that occurs (Cody and Waite 1980)
+EXP32 = tuple(1.0 / math.factorial(n) for n in range(8))  # Taylor series, error below 1e-8 for |r| <= log(2) / 2
+EXP64 = tuple(1.0 / math.factorial(n) for n in range(14))  # error below 1e-17 for |r| <= log(2) / 2
+# log(2) in two parts, where n times the first part is exact for every n that occurs (Cody and Waite 1980)
 LOG2_HIGH32, LOG2_LOW32 = 0.693145751953125, 1.428606765330187e-06
 LOG2_HIGH64, LOG2_LOW64 = 0.6931471803691238, 1.9082149292705877e-10
 
@@ -143,7 +143,7 @@ def unnormalized_gaussian_density(x):
 
 @register_jitable
 def gaussian_tail(x, bell):
-    """Return Phi(-|x|), given `bell = unnormalized_gaussian_density(x)`; see `kernels/activation.py`."""
+    """Return Phi(-|x|), given `bell = unnormalized_gaussian_density(x)`. See `kernels/activation.py`."""
     inverse = constant_like(x, 1.0) / (abs(x) + constant_like(x, SHIFT))
     t = fused_multiply_add(constant_like(x, -2.0 * SHIFT), inverse, constant_like(x, 1.0))
     return _tail_quotient(t) * inverse * bell
