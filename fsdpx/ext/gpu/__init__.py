@@ -1,1 +1,1 @@
-"""GPUs: the choice of one for each rank, streams, kernels and matrix products. CuPy is imported when first needed."""
+"""GPUs: the choice of a GPU for each rank, streams, kernels and matrix products. CuPy is imported when first needed."""

@@ -1,4 +1,5 @@
-"""The GPUs that are visible to this process: their number, the choice of one, and the location of arrays."""
+"""The GPUs that are visible to this process: how many there are, which one a rank uses, and which one holds an
+array."""
 
 from __future__ import annotations
 
@@ -54,8 +55,8 @@ def list_gpus() -> tuple[str, ...]:
 
 
 def choose_gpu_number(local_rank: int, count: int, device_map: DeviceMap = None) -> int:
-    """Return which of `count` GPUs a local rank uses: the one in `device_map`, or assigned round-robin if that is None.
-    Raise ConfigError if `device_map` names none that exists."""
+    """Return which of `count` GPUs a local rank uses. This is the GPU given by `device_map`; if `device_map` is None,
+    GPUs are assigned round-robin. Raise ConfigError if `device_map` gives no GPU that exists."""
     if device_map is None:
         return local_rank % count
     named = dict(device_map) if isinstance(device_map, Mapping) else dict(enumerate(device_map))
@@ -86,7 +87,7 @@ def is_on_gpu(array: Any) -> bool:
 
 
 def get_gpu_number(array: Any) -> int | None:
-    """Return the number of the GPU that holds an array; None if the array is in host memory."""
+    """Return the number of the GPU that holds an array. Return None if the array is in host memory."""
     return int(array.device.id) if is_on_gpu(array) else None
 
 
@@ -97,6 +98,7 @@ def use_gpu_of(array: Any) -> AbstractContextManager[Any]:
 
 
 def _describe_visible_gpus() -> str:
-    """Return the set of visible GPUs, if the user or a launcher has restricted it, as text for messages; else ""."""
+    """Return the set of visible GPUs as text for messages, or "" if neither the user nor a launcher has restricted this
+    set."""
     mask = environment.get_visible_gpus()
     return "" if mask is None else f", with CUDA_VISIBLE_DEVICES={mask}"

@@ -45,8 +45,8 @@ class CudaDevice(Device):
         return f"on GPU {get_gpu_number(array)}"
 
     def require_arrays_on_one_device(self, arrays: Sequence[Any]) -> None:
-        """Raise DataError unless all arrays are on one device: on the host, from which they are copied, or on the GPU
-        of this rank."""
+        """Raise DataError unless all arrays are on one device. This is either the host, from which the arrays are
+        copied, or the GPU of this rank."""
         places = [get_device_of_array(array).describe_location(array) for array in arrays]
         own = f"on GPU {get_current_gpu()}"
         if len({*places}) > 1:

@@ -1,8 +1,8 @@
 """Matrix products by cuBLAS into existing arrays. 16-bit matrices are accumulated in float32, and the result is 16-bit
 or float32.
 
-cuBLAS is column-major: it reads a row-major matrix as its transpose. So out = a b is computed as out^T = b^T a^T: the
-operands are swapped, and column-major operands are marked as transposed.
+cuBLAS is column-major, so it reads a row-major matrix as the transpose of that matrix. Therefore out = a b is computed
+as out^T = b^T a^T, where the operands are swapped, and column-major operands are marked as transposed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ DEFAULT_ALGORITHM = -1
 
 
 class GemmCall(NamedTuple):
-    """The arguments of cuBLAS, in its order, for out = a b. `turned`: the call computes the transpose of out, b^T a^T.
-
-    `first`, `second`: whether the first and second operand are transposed. These are b and a, or, if `turned`, a and b.
+    """The arguments of cuBLAS, in its order, for out = a b. `turned`: whether the call computes the transpose of out,
+    b^T a^T. `first`, `second`: whether the first and second operand are transposed. The operands are b and a in this
+    order, or a and b if `turned`.
     """
 
     turned: bool
@@ -43,8 +43,8 @@ class GemmCall(NamedTuple):
 
 @functools.lru_cache(1 << 12)
 def plan_cublas_gemm(out: tuple[Any, Any], a: tuple[Any, Any], b: tuple[Any, Any]) -> GemmCall | None:
-    """Return the cuBLAS call for a product of (m, k) and (k, n) into (m, n), given shapes and strides in elements.
-    Return None if an array has unit stride in neither dim, or has rows that overlap."""
+    """Return the cuBLAS call for a product of (m, k) and (k, n) into (m, n), given their shapes, and their strides in
+    elements. Return None if an array has unit stride in neither dim, or has rows that overlap."""
     found = _find_gemm_layout(*out)
     if found is None:
         return None
@@ -60,7 +60,7 @@ def plan_cublas_gemm(out: tuple[Any, Any], a: tuple[Any, Any], b: tuple[Any, Any
 
 def _find_gemm_layout(shape: tuple[int, int], strides: tuple[int, int]) -> tuple[bool, int] | None:
     """Return whether a matrix is column-major, and the stride between its columns, or between its rows if it is
-    row-major. Return None if it is neither."""
+    row-major. Return None if the matrix is neither."""
     (rows, columns), (down, along) = shape, strides
     if columns == 1 or along == 1:
         step = down if rows > 1 else max(columns, 1)
@@ -78,7 +78,7 @@ def _transpose_layout(layout: tuple[Any, Any]) -> tuple[Any, Any]:
 
 
 def can_cublas_multiply(*arrays: Any) -> bool:
-    """Return whether cuBLAS can multiply these arrays: they must be non-empty matrices of one dtype on a GPU."""
+    """Return whether cuBLAS can multiply these arrays, which must be non-empty matrices of one dtype on a GPU."""
     if not all(is_on_gpu(a) and a.ndim == 2 and a.size for a in arrays):
         return False
     formats = {a.dtype for a in arrays}
@@ -92,7 +92,8 @@ def run_gemm_into(out: Any, a: Any, b: Any, accumulate: bool = False) -> None:
 
 
 def run_batched_gemm_into(out: Any, a: Any, b: Any, scale: float = 1.0, accumulate: bool = False) -> None:
-    """Compute out[i] = scale a[i] @ b[i], or add this to out[i], for 3-D arrays. Otherwise like `run_gemm_into`."""
+    """Compute out[i] = scale a[i] @ b[i], or add this to out[i], for 3-D arrays. Otherwise this function is like
+    `run_gemm_into`."""
     wanted = plan_cublas_gemm(*(_get_matrix_layout(x) for x in (out, a, b)))
     if wanted is None and _find_gemm_layout(*_get_matrix_layout(out)) is None:
         made = import_cupy().zeros(out.shape, dtype=out.dtype)

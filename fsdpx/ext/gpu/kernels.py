@@ -1,6 +1,6 @@
-"""CUDA C kernels (`kernels.cu`, `attention.cu`), launched on CuPy arrays: kernels of `fsdpx.core.array.kernels` and
-`fsdpx.optim` that would need more than one pass over memory as array code. `find_gpu_kernel` selects the kernel for a
-call."""
+"""CUDA C kernels (`kernels.cu`, `attention.cu`), launched on CuPy arrays. They implement those kernels of
+`fsdpx.core.array.kernels` and `fsdpx.optim` that would need more than one pass over memory as array code.
+`find_gpu_kernel` selects the kernel for a call."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ THREADS_PER_BLOCK = 256
 MAX_BLOCKS = 1 << 16
 """Maximum number of blocks of an elementwise kernel. With more elements, each thread processes several."""
 MAX_PARTS, MIN_PART_ROWS = 128, 64
-"""For sums over rows: maximum number of parts, and minimum number of rows of a part."""
+"""Maximum number of parts into which a sum over rows is split, and minimum number of rows of a part."""
 BLOCK = 1 << 14
 """Number of elements of a partial sum of squares."""
 SUM_LANES = 64
-"""Number of threads that sum such a block: one per lane of the host's order of summation."""
+"""Number of threads that sum a block of `BLOCK` elements, one for each lane of the host's order of summation."""
 PART_ELEMENTS = 1 << 13
 """Minimum number of elements of a channel that one block sums."""
 PACK_BYTES = 16
 """Number of bytes that a thread reads or writes at a time, in kernels over packs."""
 OPTIONS = ("--fmad=false", "--std=c++17")
 """Compiler options. Without fused multiply-adds, updates have the same bits as on the host. The first option is omitted
-for bfloat16, for which there are no updates."""
+for bfloat16, because there are no updates in bfloat16."""
 
 Body = Callable[..., Any]
 
@@ -42,7 +42,7 @@ Body = Callable[..., Any]
 @functools.cache
 def load_kernel_module(bits: int, gpu: int) -> Any:
     """Return the kernels for a format (`bits`: 64, 32 or 16 bits), compiled on first use for the current GPU. CuPy
-    caches them on disk."""
+    caches the compiled kernels on disk."""
     return _build_module("kernels.cu", *OPTIONS[bits == 16 :], f"-DKIND={bits}")
 
 
@@ -122,7 +122,7 @@ def _convert_number(kind: Any, value: Any) -> Any:
 
 @functools.cache
 def get_kernel_format(dtype: Any) -> int:
-    """Return the kernel format of a dtype in bits; 0 if no kernel supports it."""
+    """Return the kernel format of a dtype in bits. Return 0 if no kernel supports the dtype."""
     return {"float64": 64, "float32": 32, "bfloat16": 16}.get(np.dtype(dtype).name, 0)
 
 
@@ -132,9 +132,10 @@ GPU_KERNELS: dict[str, tuple[tuple[str, ...], Body]] = {}
 def register_gpu_kernel(roles: str) -> Callable[[Body], Body]:
     """Return a decorator that registers a function as the GPU implementation of the kernel of the same name.
 
-    `roles`: one word for each positional argument. real: an array of the launcher's format. wide: an array of the dtype
-    of sums. sum: either of these. double: float64. index, mask: integers, booleans. These arrays are contiguous. view:
-    like real, with any strides. any: not an array. 0: only 0 or None. A final `?`: may be None.
+    `roles`: one word for each positional argument. `real`: an array of the launcher's format. `wide`: an array of the
+    dtype of sums. `sum`: an array of either dtype. `double`: an array of float64. `index`, `mask`: an array of integers
+    or of booleans. All these arrays are contiguous. `view`: like `real`, but with any strides. `any`: not an array.
+    `0`: only 0 or None. A final `?` means that the argument may be None.
     """
 
     def register(body: Body) -> Body:
@@ -145,8 +146,9 @@ def register_gpu_kernel(roles: str) -> Callable[[Body], Body]:
 
 
 def find_gpu_kernel(name: str, arguments: tuple[Any, ...]) -> Body | None:
-    """Return the GPU implementation of the kernel `name` for these arguments; it is called with the namespace before
-    them. Return None if there is none for arrays of these dtypes, or if an array is empty or not contiguous."""
+    """Return the GPU implementation of the kernel `name` for these arguments. The implementation is called with the
+    namespace, followed by the arguments. Return None if no implementation exists for arrays of these dtypes, or if an
+    array is empty or not contiguous."""
     return _find_kernel_for_dtypes(name, tuple(map(_describe_argument, arguments))) if name in GPU_KERNELS else None
 
 
@@ -165,7 +167,7 @@ def _describe_argument(value: Any) -> Sign:
 def _find_kernel_for_dtypes(name: str, signs: tuple[Sign, ...]) -> Body | None:
     roles, body = GPU_KERNELS[name]
     arrays = [sign for sign in signs if not isinstance(sign, str)]
-    # the narrowest of the floating-point formats; 0 if no kernel supports one of them
+    # the narrowest of the floating-point formats, or 0 if one of the formats has no kernel
     kind = min((get_kernel_format(dtype) for dtype, _, _ in arrays if dtype.kind not in "biu"), default=0)
     wide = 64 if kind == 64 else 32
     if kind == 0 or any(empty for _, _, empty in arrays):
@@ -360,8 +362,8 @@ def cross_entropy_backward(
 # -- attention -------------------------------------------------------------------------------------------------------
 
 WARPS, OWN, SUMS, MAX_HEAD_FEATURES, AMPERE = 4, 64, 8, 128, 80
-"""Constants as in `attention.cu`, where a block computes `SUMS` sums. `AMPERE` is the lowest compute capability with
-matrix products of bfloat16."""
+"""Constants with the values that `attention.cu` uses, where a block computes `SUMS` sums. `AMPERE` is the lowest
+compute capability with matrix products of bfloat16."""
 
 
 @register_gpu_kernel("view view view any any any index?")
@@ -400,8 +402,8 @@ def attention_backward(
 
 
 def _can_use_attention_kernel(launch: KernelLauncher, *matrices: Any) -> bool:
-    """Return whether `attention.cu` supports these arrays (B, H, T, D): bfloat16, with rows that are packs of 16 bytes,
-    on a GPU with matrix products of bfloat16."""
+    """Return whether `attention.cu` supports these arrays (B, H, T, D). They must be bfloat16, have rows that consist
+    of packs of 16 bytes, and be on a GPU with matrix products of bfloat16."""
     if launch.kind != 16 or int(launch.xp.cuda.Device().compute_capability) < AMPERE:
         return False
     d = matrices[0].shape[3]
@@ -442,8 +444,8 @@ def _attention_of_each_sample_into(
     window: int,
     segments: Any,
 ) -> None:
-    """Compute attention by products of entire matrices, one sample at a time, so that only the scores of one sample are
-    in memory."""
+    """Compute attention by matrix products of entire matrices, one sample at a time, so that only the scores of one
+    sample are in memory."""
     xp, (b, h, t, _), (_, shared, n, _) = launch.xp, q.shape, k.shape
     scores, p = xp.empty((h, t, n), dtype=launch.wide), xp.empty((h, t, n), dtype=q.dtype)
     turns = _slice_heads_without_sharing(h, shared)
@@ -547,14 +549,14 @@ def drop_backward(launch: KernelLauncher, dy: Any, keep: Any, p: float) -> Any:
 MAX_COLUMN_ELEMENTS = 1 << 26
 """Maximum number of elements of an im2col matrix, which contains all windows."""
 LONG_SUM_ELEMENTS = 1 << 13
-"""Length from which a sum is faster in a single product than in a batched one (microseconds instead of
+"""Length from which a sum is faster in a single matrix product than in a batched product (microseconds instead of
 milliseconds)."""
 
 
 @register_gpu_kernel("view real real? any any view?")
 def correlate(launch: KernelLauncher, x: Any, weight: Any, bias: Any, strides: Any, sizes: Any, out: Any = None) -> Any:
-    """Compute the correlation by products with the matrix of all windows (im2col, Chellapilla et al. 2006), or of some
-    windows at a time."""
+    """Compute the correlation by matrix products with the matrix of all windows (im2col, Chellapilla et al. 2006). If
+    this matrix is too large, it is made for some windows at a time."""
     made = (x.shape[0], weight.shape[0], *sizes)
     y = launch.xp.empty(made, dtype=x.dtype) if out is None else out
     flat, matrix = _view_by_group(y, strides[4]), _view_by_group(weight, strides[4], 0)
@@ -601,8 +603,8 @@ def correlate_backward_params(launch: KernelLauncher, x: Any, dy: Any, strides: 
 
 
 def _sum_products_over_samples(launch: KernelLauncher, a: Any, b: Any) -> Any:
-    """Return the sum over samples of a @ b, (groups, m, n). cuBLAS splits a long sum over blocks only in a single
-    product, not in a batched one."""
+    """Return the sum over samples of a @ b, (groups, m, n). A long sum for a single group is computed in single
+    products, because cuBLAS does not split a sum over blocks in a batched product."""
     count, groups, m, k = a.shape
     alone = k >= LONG_SUM_ELEMENTS and groups == 1
     made = launch.xp.empty((1 if alone else count, groups, m, b.shape[3]), dtype=launch.wide)
@@ -623,8 +625,8 @@ def _write_or_add_gradient(into: Any, value: Any) -> None:
 
 
 def _view_by_group(a: Any, groups: int, dim: int = 1) -> Any:
-    """Return a view (samples, groups, channels of a group, cells); for weights, which have no samples, (groups,
-    outputs, inputs)."""
+    """Return a view (samples, groups, channels of a group, cells). For weights, which have no samples, return a view
+    (groups, outputs, inputs)."""
     shape = *a.shape[:dim], groups, a.shape[dim] // groups, math.prod(a.shape[dim + 1 :])
     return a.reshape(shape)
 

@@ -49,7 +49,7 @@ NCCL_BOOL_OPERATIONS = {ReduceOp.SUM: MAX, ReduceOp.MAX: MAX, ReduceOp.PROD: MIN
 
 
 def explain_missing_nccl() -> str | None:
-    """Return the reason why CuPy cannot use NCCL in this process; None if it can."""
+    """Return the reason why CuPy cannot use NCCL in this process, or None if CuPy can use NCCL."""
     return None if _import_nccl().available else "CuPy finds no libnccl.so.2: pip install nvidia-nccl-cu13 (or -cu12)"
 
 
@@ -69,8 +69,8 @@ def require_one_gpu_per_rank(rank_gpus: Sequence[RankGpu]) -> None:
 
 
 def open_nccl_communicator(request: CommunicatorRequest) -> Communicator:
-    """Return a communicator on GPUs: ranks connect through MPI, each is assigned a GPU, and NCCL connects the GPUs.
-    Collective."""
+    """Return a communicator on GPUs. Ranks connect through MPI, each rank is assigned a GPU, and NCCL connects the
+    GPUs. Collective."""
     carrier = open_mpi(request)
     require_one_gpu_per_rank(assign_and_select_gpus(carrier, request.device_map))
     return NcclCommunicator(carrier, request.settings.timeout or DEFAULT_TIMEOUT_SECONDS)
@@ -96,8 +96,8 @@ class NcclCommunicator(Backend):
         self.link: Any = self._create_nccl_communicator() if self.size > 1 else None
 
     def _create_nccl_communicator(self) -> Any:
-        """Return NCCL's communicator of these ranks. Collective: rank 0 creates its id, and all ranks receive the id
-        before any of them initializes."""
+        """Return NCCL's communicator of these ranks. Collective, since rank 0 creates the communicator's id, and all
+        ranks receive the id before any of them initializes."""
         name = self.carrier.all_gather_data(self.nccl.get_unique_id() if self.rank == 0 else None)[0]
         self.carrier.barrier(what="NCCL").wait()
         return self.nccl.NcclCommunicator(self.size, name, self.rank)
@@ -132,7 +132,7 @@ class NcclCommunicator(Backend):
         return self._start_on_stream(call, start_exchange)
 
     def _start_on_stream(self, call: Call, body: Callable[[], Iterable[Array]]) -> Handle:
-        """Run `body`, which issues work and returns its scratch arrays, on NCCL's stream; return the handle."""
+        """Run `body`, which issues work and returns its scratch arrays, on NCCL's stream. Return the handle."""
         try:
             with self.side.issuing_on_stream() as event:
                 scratch = body()
@@ -198,7 +198,7 @@ class NcclCommunicator(Backend):
                         )
         self._divide_if_average(call.op, target)
         if not is_in_place(recv, target):
-            recv[...] = target.copy()  # the start of `send` may overlap its own piece
+            recv[...] = target.copy()  # the start of `send` may overlap this rank's piece
         return ()
 
     def _start_all_reduce(self, call: Call) -> Iterable[Array]:

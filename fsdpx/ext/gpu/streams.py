@@ -1,9 +1,9 @@
 """Synchronization between GPU streams. All rules are here.
 
 Layers compute on the current stream of their thread, on which kernels run one after another. Concurrent work, that is
-copies and NCCL, is issued on a `SideStream`: it starts after everything that the thread has issued before, and an event
-marks its end. Memory is passed on to MPI, to a layer or back to a pool only after the host has seen that event. A
-library without streams, such as MPI, gets GPU memory after `synchronize`.
+copies and NCCL, is issued on a `SideStream`. This work starts after everything that the thread has issued before, and
+an event marks the end of the work. Memory is passed on to MPI, to a layer or back to a pool only after the host has
+seen that event. A library without streams, such as MPI, gets GPU memory after `synchronize`.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class SideStream:
         end.record(self.stream)
 
     def start_copy(self, target: Any, source: Any) -> StreamEvent:
-        """Start copying source to target as bytes; one of them is pinned host memory. Neither may be changed or freed
-        until the returned event is complete."""
+        """Start copying source to target as bytes. One of the two is pinned host memory. Neither may be changed or
+        freed until the returned event is complete."""
         down = is_on_gpu(source)
         ends = _get_address(target), _get_address(source)
         with use_gpu_of(source if down else target):
@@ -76,7 +76,8 @@ class StreamEvent:
 
 
 def get_copy_stream_after_current(array: Any) -> SideStream:
-    """Return the copy stream of the GPU that holds `array`. It waits for all work that this thread has issued."""
+    """Return the copy stream of the GPU that holds `array`. The stream first waits for all work that this thread has
+    issued."""
     number = get_gpu_number(array)
     assert number is not None
     with use_gpu_of(array):
@@ -92,7 +93,7 @@ def _make_side_stream(number: int) -> SideStream:
 
 
 def allocate_pinned(nbytes: int) -> np.ndarray:
-    """Return `nbytes` bytes of pinned host memory, for asynchronous copies. CuPy reuses the memory after it is
+    """Return `nbytes` bytes of pinned host memory, for asynchronous copies. CuPy reuses the memory after the array is
     freed."""
     return np.frombuffer(import_cupy().cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
 

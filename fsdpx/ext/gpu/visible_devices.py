@@ -46,16 +46,16 @@ CUDA = 0  # MPIX_GPU_SUPPORT_CUDA
 
 
 class GpuAwareness(NamedTuple):
-    """Whether MPI accepts GPU arrays. `able`: they are passed to MPI; otherwise they are copied through the host.
-    `evidence`: the reasons, as text."""
+    """Whether MPI accepts GPU arrays. `able`: whether GPU arrays are passed to MPI. Otherwise they are copied through
+    the host. `evidence`: the reasons, as text."""
 
     able: bool
     evidence: tuple[str, ...]
 
 
 def agree_on_gpu_awareness(world: Communicator) -> GpuAwareness | None:
-    """Decide for all ranks whether GPU arrays are passed to MPI, and set this for the MPI communicator inside `world`
-    and for groups split from it later. Return None without MPI.
+    """Decide for all ranks whether GPU arrays are passed to MPI, and apply the decision to the MPI communicator inside
+    `world` and to groups split from that communicator later. Return None without MPI.
 
     Collective. Raise ConfigError on all ranks if FSDPX_GPU_AWARE_MPI=1 and the probe fails.
     """
@@ -76,8 +76,8 @@ def agree_on_gpu_awareness(world: Communicator) -> GpuAwareness | None:
 def probe_gpu_awareness(wanted: bool | None) -> GpuAwareness:
     """Return whether the MPI library of this process accepts GPU arrays.
 
-    `wanted`: False: no, without a probe; True: only the probe decides; None: probe only if the library claims to accept
-    them.
+    `wanted`: if False, return False without a probe; if True, only the probe decides; if None, run the probe only if
+    the library claims to accept GPU arrays.
     """
     if wanted is False:
         return GpuAwareness(False, ("FSDPX_GPU_AWARE_MPI=0",))
@@ -90,8 +90,8 @@ def probe_gpu_awareness(wanted: bool | None) -> GpuAwareness:
 
 
 def list_gpu_awareness_claims() -> list[tuple[bool, str]]:
-    """Return what the loaded MPI library says of its support for GPU arrays: for each answer, whether it means yes, and
-    its text."""
+    """Return what the loaded MPI library says of its support for GPU arrays. For each answer, return whether the answer
+    means yes, and the text of the answer."""
     from mpi4py import MPI
 
     found, path = list[tuple[bool, str]](), find_mpi_library_path()
@@ -122,8 +122,8 @@ def find_mpi_library_path() -> str | None:
 def probe_gpu_transfer_in_child(launcher: list[str] | None = None) -> tuple[bool, str]:
     """Run a child job that sends and reduces GPU arrays by MPI. Return whether it succeeded, and the outcome as text.
 
-    `launcher`: the command that starts the job, by default mpiexec with two ranks, or no launcher if there is no
-    mpiexec.
+    `launcher`: the command that starts the job. The default is mpiexec with two ranks, or no launcher if mpiexec is not
+    found.
     """
     if launcher is None:
         beside = Path(sys.executable).with_name("mpiexec")
@@ -162,8 +162,8 @@ class RankGpu(NamedTuple):
 
 
 class _RankFacts(NamedTuple):
-    """What a rank reports of itself. `known`: its number among all ranks of its host, if the communicator has only some
-    of these. `why`: the reason why it cannot use a GPU."""
+    """What a rank reports about itself. `known`: the number of the rank among all ranks of its host, if the
+    communicator has only some of these ranks. `why`: the reason why the rank cannot use a GPU."""
 
     host: str
     process: int
@@ -176,9 +176,9 @@ class _RankFacts(NamedTuple):
 def assign_and_select_gpus(world: Communicator, device_map: DeviceMap = None) -> list[RankGpu]:
     """Select this rank's GPU, and decide how its arrays are passed to MPI. Return the GPUs of all ranks.
 
-    Processes of a host are assigned its GPUs in the order of their ranks in `world`, which is MPI's order; if `world`
-    has only some of the ranks, by the local ranks of the launcher. Threads of a process share its GPU. Collective.
-    Raise ConfigError on all ranks if one of them has no GPU.
+    Processes of a host are assigned its GPUs in the order of their ranks in `world`, which is MPI's order. If `world`
+    has only some of the ranks, GPUs are assigned by the local ranks of the launcher instead. Threads of a process share
+    its GPU. Collective. Raise ConfigError on all ranks if one of them has no GPU.
     """
     found = gather_rank_gpus(world, device_map)
     devices.select_gpu(found[world.rank].gpu)
@@ -198,7 +198,7 @@ def gather_rank_gpus(world: Communicator, device_map: DeviceMap = None) -> list[
 
 
 def find_ranks_sharing_gpus(rank_gpus: list[RankGpu]) -> list[list[int]]:
-    """Return the groups of ranks that share a GPU; empty if each rank has its own."""
+    """Return the groups of ranks that share a GPU. The result is empty if each rank has a GPU of its own."""
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, rank_gpu in enumerate(rank_gpus):
         groups.setdefault((rank_gpu.host, rank_gpu.bus), []).append(rank)
@@ -223,8 +223,8 @@ def _assign_gpu(rank: int, facts: list[_RankFacts]) -> RankGpu:
 
 
 def _find_rank_on_host(size: int) -> int | None:
-    """Return this rank's number on its host among all ranks, or None if it is unknown or the communicator, of `size`
-    ranks, has all of them."""
+    """Return the number of this rank among all ranks of its host. Return None if the number is unknown, or if the
+    communicator, which has `size` ranks, has all ranks of the job."""
     opened = default_communicator.get_default()
     if opened is not None and not opened.of_thread and opened.comm.size > size:
         return opened.local_rank
@@ -236,8 +236,8 @@ def _find_rank_on_host(size: int) -> int | None:
 
 
 def run_transfer_probe() -> int:
-    """Run the child job. It prints `PROBE_OUTPUT`, or ends as the MPI library ends a process that passes it GPU
-    arrays."""
+    """Run the child job. It prints `PROBE_OUTPUT` on success. If the MPI library does not accept GPU arrays, the
+    library may end the process."""
     from mpi4py import MPI
 
     comm, cupy = MPI.COMM_WORLD, devices.import_cupy()
