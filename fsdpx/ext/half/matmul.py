@@ -1,5 +1,5 @@
-"""Products of 16-bit matrices, accumulated in float32: by oneDNN, which uses the processor's 16-bit instructions, or
-after conversion to float32."""
+"""Matrix products of 16-bit matrices, accumulated in float32. They are computed by oneDNN, which uses the processor's
+16-bit instructions, or by the float32 library after conversion to float32."""
 
 from __future__ import annotations
 
@@ -30,26 +30,27 @@ __all__ = [
 ]
 
 WIDENED = "widened"
-"""Name for operands converted to float32 and multiplied by the float32 library. Always available, and the reference."""
+"""Name of the choice to convert operands to float32 and multiply them with the float32 library. This choice is always
+available, and serves as the reference."""
 INSTRUCTIONS = {"bfloat16": ("amx_bf16", "avx512_bf16"), "float16": ("amx_fp16", "avx512_fp16")}
 NEEDED = ("avx512bw", "avx_ne_convert")
 """Instructions of which the processor must have at least one for oneDNN to multiply bfloat16."""
 CHECKED = ((1, 1, 1), (3, 5, 2), (17, 70, 33), (64, 32, 96))
-"""(rows, inner, columns) of the products with which a library is checked."""
+"""(rows, inner, columns) of the matrix products with which a library is checked."""
 
 requested_library: str | None = None  # set by `select_library`
 
 
 def list_available_libraries() -> dict[str, str]:
-    """Return name -> path and version of each library that `select_library` accepts."""
+    """Return the path and version of each library that `select_library` accepts, by name."""
     here = {WIDENED: "float32 products of widened operands"}
     library = onednn.load_onednn() if _has_bfloat16_instructions() else None
     return here if library is None else {"onednn": f"{library.path} ({library.version})", **here}
 
 
 def select_library(name: str | None) -> None:
-    """Compute bfloat16 products with library `name` from now on; None: with the default. All ranks of a job must select
-    the same."""
+    """Compute bfloat16 products with library `name` from now on, or with the default if `name` is None. All ranks of a
+    job must select the same library."""
     global requested_library
     if name is not None and name not in list_available_libraries():
         raise ConfigError(
@@ -59,8 +60,8 @@ def select_library(name: str | None) -> None:
 
 
 def get_selected_library(dtype_name: str = "bfloat16") -> str:
-    """Return the name of the library that multiplies a 16-bit format: by default oneDNN, if the processor has the
-    instructions and its results are correct. `select_library` applies only to bfloat16."""
+    """Return the name of the library that multiplies matrices of a 16-bit format. The default is oneDNN, if the
+    processor has the instructions and the results of oneDNN are correct. `select_library` applies only to bfloat16."""
     return requested_library if requested_library and dtype_name == "bfloat16" else _choose_default_library(dtype_name)
 
 
@@ -81,7 +82,7 @@ def multiply_half_into(
     """Compute out = a @ b + bias, or out += a @ b, for 16-bit a `(m, k)` and b `(k, n)`, into out `(m, n)` of their
     dtype or float32.
 
-    `bias`: `(n,)`, of their dtype; not with `accumulate`.
+    `bias`: `(n,)`, of the dtype of a and b. It is not allowed with `accumulate`.
     """
     if multiply_small_bfloat16_into(out, a, b, accumulate, bias):
         return
@@ -127,8 +128,8 @@ def _has_supported_strides(a: np.ndarray) -> bool:
 
 @functools.cache
 def _choose_default_library(dtype_name: str) -> str:
-    """Return "onednn" if it is installed and its results are correct, else "widened". Warn, once, if its results are
-    wrong."""
+    """Return "onednn" if oneDNN is installed and its results are correct, else "widened". Warn once if the results of
+    oneDNN are wrong."""
     library = (
         onednn.load_onednn()
         if list_half_instructions(dtype_name) and (dtype_name != "bfloat16" or _has_bfloat16_instructions())

@@ -1,7 +1,8 @@
-"""Products of 16-bit matrices by oneDNN, which uses a processor's 16-bit instructions and accumulates in float32.
+"""Matrix products of 16-bit matrices by oneDNN, which uses a processor's 16-bit instructions and accumulates in
+float32.
 
-The library is called through ctypes. oneDNN compiles each product as a *primitive* for its sizes and strides. Each
-thread keeps its own primitives, since they contain the addresses of the operands.
+The library is called through ctypes. oneDNN compiles each matrix product as a *primitive* for certain sizes and
+strides. Each thread keeps its own primitives, since they contain the addresses of the operands.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class OneDNN:
     ) -> None:
         """Compute out = a @ b + bias, or out += a @ b.
 
-        a `(m, k)` and b `(k, n)` are bfloat16 or float16 with unit stride in one of their dims; the rows of out are of
-        their dtype or float32; bias is `(n,)`. Alternatively a and b are int8, and out is float32.
+        a `(m, k)` and b `(k, n)` are bfloat16 or float16 with unit stride in one of their dims. The rows of out have
+        the dtype of a and b, or float32. bias is `(n,)`. Alternatively a and b are int8, and out is float32.
         """
         layouts = (a.shape, b.shape, a.strides, b.strides, out.strides)
         key = (a.dtype.char, out.dtype.char, *layouts, accumulate, bias is not None)

@@ -20,7 +20,8 @@ from fsdpx.optim.segments import ShardSegments
 __all__ = ["RoundedOptimizer"]
 
 BLOCK_ELEMENTS = 1 << 16
-"""Elements that are updated at a time, so that their float32 copies stay in cache."""
+"""Number of elements that are updated at a time. It is small so that the float32 copies of the elements stay in
+cache."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,10 @@ class RoundedOptimizer(WrappedOptimizer):
     """An optimizer whose shard and state are stored in 16 bits. Each step converts them to float32, updates them, and
     rounds them back.
 
-    An update smaller than half of a parameter's last bit would be lost, as most updates are. Stochastic rounding
-    avoids this, since it is unbiased (Gupta et al. 2015). The random numbers depend on parameter, element and step, so
-    the bits do not depend on how parameters are sharded. With Kahan's summation (1965), the slot "lost" keeps the
-    rounding error of each parameter, and only the state is rounded stochastically.
+    An update smaller than half of a parameter's last bit would be lost, as most updates are. Stochastic rounding avoids
+    this loss, since such rounding is unbiased (Gupta et al. 2015). The random numbers depend on parameter, element and
+    step, so the bits do not depend on how parameters are sharded. With Kahan's summation (1965), the slot "lost" keeps
+    the rounding error of each parameter, and only the state is rounded stochastically.
 
     Parameters
     ----------
@@ -50,7 +51,7 @@ class RoundedOptimizer(WrappedOptimizer):
         self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: ShardSegments,
         scale: float = 1.0,
     ) -> None:  # fmt: skip
-        """Update a shard in place, see `Optimizer.update`. p and slots are bfloat16, g is float32."""
+        """Update a shard in place. See `Optimizer.update`. p and slots are bfloat16, g is float32."""
         require_matching_shard(self, p, g, slots, step, segments)
         if not isinstance(unwrap_optimizer(self), Elementwise):
             self._update_block(xp, p, g, slots, segments, lr=lr, step=step, scale=scale)
