@@ -1,1 +1,2 @@
-"""Functions as machine code: compiled by Numba once, stored on disk, and run without Numba from then on."""
+"""Functions as machine code, which Numba compiles once. The code is stored on disk, and runs without Numba from then
+on."""

@@ -1,4 +1,5 @@
-"""Machine code in memory and on disk, by the kinds of its arguments. Loading it needs neither Numba nor LLVM."""
+"""Machine code of functions in memory and on disk, by the kinds of their arguments. Loading the code needs neither
+Numba nor LLVM."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ _kept: list[Any] = []  # machine code that was loaded and must never be unloaded
 
 
 class MachineCode(NamedTuple):
-    """Position-independent code. `start`: offset of its entry. `inside`: offsets of words to which the address of the
-    code itself is added. `outside`: offsets of words to which the address of the named object is added."""
+    """Position-independent code. `start`: offset of the entry point. `inside`: offsets of words to which the address of
+    the code itself is added. `outside`: offsets of words to which the address of the named object is added."""
 
     data: bytes
     start: int
@@ -65,13 +66,15 @@ class PyMethodDef(ctypes.Structure):
 
 @functools.cache
 def can_keep_code() -> bool:
-    """Return whether machine code can be stored on disk: only on Linux, on x86-64, with the usual build of CPython."""
+    """Return whether machine code can be stored on disk. This is possible only on Linux, on x86-64, with the usual
+    build of CPython."""
     usual = platform.python_implementation() == "CPython" and getattr(sys, "_is_gil_enabled", lambda: True)()
     return sys.platform == "linux" and platform.machine() == "x86_64" and usual and has_expected_object_layout()
 
 
 def load_code(function: Callable[..., Any], fastmath: Any, kinds: tuple[str, ...]) -> Callable[..., Any] | None:
-    """Return the stored code of a function for kinds of arguments, as a callable; None if there is none."""
+    """Return the stored code of a function for kinds of arguments, as a callable. Return None if no such code is
+    stored."""
     file = _get_code_path(function, fastmath, kinds)
     code = read_with_digest(file)
     return None if code is None else _load_machine_code(function, *marshal.loads(code))
@@ -80,8 +83,8 @@ def load_code(function: Callable[..., Any], fastmath: Any, kinds: tuple[str, ...
 def store_and_load_code(
     function: Callable[..., Any], fastmath: Any, kinds: tuple[str, ...], code: MachineCode
 ) -> Callable[..., Any] | None:
-    """Load machine code, and store it on disk. Return its entry, or None if it cannot be loaded. Write errors are
-    ignored, since Numba's cache warns about them."""
+    """Load machine code, and store it on disk. Return the entry point, or None if the code cannot be loaded. Write
+    errors are ignored, since Numba's cache warns about them."""
     entry = _load_machine_code(function, *code)
     if entry is not None:
         file = _get_code_path(function, fastmath, kinds)
@@ -93,13 +96,13 @@ def store_and_load_code(
 
 def write_with_digest(file: Path, content: bytes) -> None:
     """Write `content` after its digest. The digest includes the file's name, so that no file can stand in for another
-    one."""
+    file."""
     safe_files.write_file(file, _compute_digest(file, content) + content, safe_files.READABLE)
 
 
 def read_with_digest(file: Path) -> bytes | None:
-    """Return the content that `write_with_digest` has stored. Return None if there is none, or, after one warning, if
-    it is damaged or another user could have written it.
+    """Return the content that `write_with_digest` has stored. Return None if no content is stored. Return None with one
+    warning if the content is damaged, or if another user could have written it.
 
     The content is executed, so it must be exactly what this user or root has compiled.
     """
@@ -137,7 +140,7 @@ def holding_compilation_lock(function: Callable[..., Any], fastmath: Any, kinds:
             time.sleep(0.01)
         yield
     finally:
-        with suppress(OSError):  # another process has removed it
+        with suppress(OSError):  # another process has removed the file
             file.unlink()
         _unlock_and_close_file(descriptor)
 
@@ -164,7 +167,7 @@ def _unlock_and_close_file(descriptor: int) -> None:
 
 
 def _load_machine_code(function: Any, data: bytes, start: int, inside: Any, outside: Any) -> Callable[..., Any] | None:
-    """Return the code as a builtin function of Python; None if it needs a symbol that does not exist."""
+    """Return the code as a builtin function of Python. Return None if the code needs a symbol that does not exist."""
     found = {name: _find_symbol_address(name) for _, name in outside}
     if None in found.values():
         return None
@@ -186,8 +189,8 @@ def _load_machine_code(function: Any, data: bytes, start: int, inside: Any, outs
 
 @functools.cache
 def _find_symbol_address(name: str) -> int | None:
-    """Return the address of a Python object ("builtins.int", "numpy.ndarray", "dtype.float32") or of a C function; None
-    if there is no such function."""
+    """Return the address of a Python object ("builtins.int", "numpy.ndarray", "dtype.float32") or of a C function.
+    Return None if there is no such function."""
     module, _, rest = name.partition(".")
     if module == "dtype":
         return id(np.dtype(rest))
@@ -213,8 +216,8 @@ def _get_code_path(function: Callable[..., Any], fastmath: Any, kinds: tuple[str
 
 @functools.cache
 def hash_function_sources(function: Callable[..., Any]) -> str:
-    """Return a hash of everything from which a function's machine code is compiled. It does not depend on where the
-    sources are installed."""
+    """Return a hash of everything from which a function's machine code is compiled. The hash does not depend on where
+    the sources are installed."""
     return lazy_numba.hash_function(function)
 
 
@@ -255,7 +258,7 @@ def _describe_machine() -> tuple[str, ...]:
 
 
 ARRAY = {"data": 16, "nd": 24, "dims": 32, "strides": 40, "descr": 56, "flags": 64}
-"""Byte offsets of fields in an array object, see PyArrayObject_fields in NumPy's ndarraytypes.h."""
+"""Byte offsets of fields in an array object. See PyArrayObject_fields in NumPy's ndarraytypes.h."""
 NUMBER = 16
 """Byte offset of the value in a NumPy scalar, and in a Python float."""
 
@@ -269,7 +272,7 @@ FLAGS = {
     ("C", "r"): (C, C),
     ("any", "r"): (0, 0),
 }
-"""(layout, access) -> mask of the array flags to check, and their required values."""
+"""Mask of the array flags to check, and the required values of these flags, by (layout, access)."""
 
 
 @functools.cache

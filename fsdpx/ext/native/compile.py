@@ -1,10 +1,10 @@
-"""Machine code for a function and kinds of arguments: the code that Numba compiles, linked with an entry that Python
-can call into one relocatable piece.
+"""Machine code for a function and kinds of arguments. The code that Numba compiles and an entry point that Python can
+call are linked into one relocatable piece.
 
-The entry takes the arguments of a Python call. It compares each argument with the expected kind, and returns
-NotImplemented if one differs. Otherwise it reads numbers and array pointers, releases the GIL, and calls the code that
-Numba has compiled. The compiler's object files are ELF for x86-64 in the large code model. With other versions of
-Python and NumPy, Numba's own cache on disk is used.
+The entry point takes the arguments of a Python call. It compares each argument with the expected kind, and returns
+NotImplemented if an argument differs. Otherwise it reads numbers and array pointers, releases the GIL, and calls the
+code that Numba has compiled. The compiler's object files are ELF for x86-64 in the large code model. With other
+versions of Python and NumPy, Numba's own cache on disk is used.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from fsdpx.ext.native.code_cache import (
 __all__ = ["compile_dispatcher", "compile_to_machine_code", "enable_disk_cache", "link_code"]
 
 ALLOCATED, PROGRAM, SYMBOLS, RELOCATIONS = 0x2, 1, 2, 4
-"""A flag and types of sections, see <elf.h>."""
+"""A flag of sections and types of sections. See <elf.h>."""
 ADDRESS, RELATIVE, DISTANCE, CALL = 1, 2, 24, 4  # R_X86_64_64, _PC32, _PC64, _PLT32
 FUNCTION, COMMON = 2, 0xFFF2
 
@@ -59,7 +59,7 @@ class _Section(NamedTuple):
 
 
 class _Symbol(NamedTuple):
-    """A symbol. `at`: offset from the start of the code; None: no object defines it."""
+    """A symbol. `at`: offset from the start of the code. It is None if no object file defines the symbol."""
 
     name: str
     kind: int
@@ -124,7 +124,7 @@ def _append_object_file(
     content: bytes, data: bytearray, symbols: dict[str, _Symbol], relocations: list[_Relocation]
 ) -> None:
     """Append the sections, symbols and relocations of an object file. If two functions have the same name, the first
-    applies."""
+    function applies."""
     offset, (size, count) = struct.unpack_from("<Q", content, 40)[0], struct.unpack_from("<HH", content, 58)
     sections = [_Section(*struct.unpack_from("<IIQQQQIIQQ", content, offset + n * size)) for n in range(count)]
     begins: dict[int, int] = {}
@@ -156,8 +156,8 @@ def _append_object_file(
 
 
 def enable_disk_cache(dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
-    """Store on disk what the dispatcher of a function, or of a copy of it, compiles. `bare`: the code has no entry for
-    Python."""
+    """Store on disk what the dispatcher of a function, or of a copy of it, compiles. `bare`: whether the code lacks an
+    entry point for Python."""
     try:
         dispatcher._cache = KernelCache(dispatcher.py_func, function, fastmath, bare)
     except RuntimeError as error:
@@ -165,7 +165,8 @@ def enable_disk_cache(dispatcher: Any, function: Callable[..., Any], fastmath: A
 
 
 class KernelCache(FunctionCache):
-    """Numba's cache with one file per function, signature and version of the sources. If the disk fails, it warns.
+    """Numba's cache with one file per function, signature and version of the sources. If the disk fails, the cache
+    warns.
 
     Numba's own cache numbers the signatures of a function, so two ranks that compile at the same time can take the same
     number. It also checks only the kernel's own source file, not those of the functions that the kernel calls.
@@ -178,8 +179,8 @@ class KernelCache(FunctionCache):
         """Loaded object code by signature, since Numba does not keep it."""
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
-        """Return Numba's key without the function's closure. An intrinsic in it is a different object in every process,
-        so each process would compile again. The names of functions distinguish the keys instead."""
+        """Return Numba's key without the function's closure. An intrinsic in the closure is a different object in every
+        process, so that each process would compile again. The names of functions distinguish the keys instead."""
         return sig, codegen.magic_tuple(), self._py_func.__code__.co_code
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
@@ -214,8 +215,8 @@ class KernelCache(FunctionCache):
 
 
 class _DigestedFile:
-    """A file with one object, in place of Numba's index and data files. It is unpickled only if this user or root has
-    written it and its digest is correct."""
+    """A file with one object, in place of Numba's index and data files. The object is unpickled only if this user or
+    root has written the file and its digest is correct."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -264,7 +265,7 @@ RESULTS = {
         "  %wide = fpext float %result to double\n  %out = call ptr @PyFloat_FromDouble(double %wide)",
     ),
 }
-"""Type of a result -> its type in memory, and the code that makes it a Python object."""
+"""For each type of a result, the type in memory, and the code that makes the result a Python object."""
 
 SUPPORT = """
 declare ptr @malloc(i64)
@@ -338,14 +339,14 @@ no:
   ret i32 0
 }
 """
-"""Runtime functions that Numba's code calls. An allocation has a header of 48 bytes, with the reference count in its
-first word and the address of the data in its fourth. The last function computes the strides of a contiguous array in
-another shape."""
+"""Runtime functions that Numba's code calls. An allocation has a header of 48 bytes, with the reference count in the
+first word and the address of the data in the fourth word. The last function computes the strides of a contiguous array
+in another shape."""
 
 
 def compile_to_machine_code(dispatcher: Any, kinds: tuple[str, ...]) -> MachineCode | None:
-    """Return machine code for arguments of these kinds. Return None if the function returns a type, or calls a
-    function, that an entry does not support."""
+    """Return machine code for arguments of these kinds. Return None if an entry point does not support the type that
+    the function returns, or a function that it calls."""
     arguments = tuple(map(_to_numba_type, kinds))
     _compile_without_gc(dispatcher, arguments)
     found = dispatcher.overloads[arguments]
@@ -360,7 +361,8 @@ def compile_to_machine_code(dispatcher: Any, kinds: tuple[str, ...]) -> MachineC
 
 
 def compile_dispatcher(dispatcher: Any, kinds: tuple[str, ...] | None) -> Any:
-    """Return the dispatcher, compiled for arguments of these kinds, and for no other kinds if these are declared."""
+    """Return the dispatcher, compiled for arguments of these kinds, and for no other kinds if these kinds are
+    declared."""
     if kinds is not None:
         _compile_without_gc(dispatcher, tuple(map(_to_numba_type, kinds)))
         if any(kind.endswith((" r", " w")) for kind in kinds):
@@ -395,8 +397,8 @@ def _parse_dtype(name: str) -> Any:
 
 
 def _make_entry_ir(function: str, argument_kinds: tuple[str, ...], result: Any) -> str:
-    """Return the entry as LLVM assembly. The first two arguments of Numba's function are pointers to the result and to
-    an error."""
+    """Return the entry point as LLVM assembly. The first two arguments of Numba's function are pointers to the result
+    and to an error."""
     returned, boxed = RESULTS[result]
     checks, reads, passed = [], [], ["ptr %slot", "ptr %error"]
     for n, word in enumerate(argument_kinds):

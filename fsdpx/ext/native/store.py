@@ -12,7 +12,7 @@ __all__ = ["STORE"]
 
 
 class DiskCodeStore:
-    """Store of the machine code of functions on disk, see `fsdpx.core.array.jit.CodeStore`."""
+    """Store of the machine code of functions on disk. See `fsdpx.core.array.jit.CodeStore`."""
 
     def load_or_compile(self, function: CompiledFunction, kinds: tuple[str, ...]) -> Callable[..., Any] | None:
         if not can_keep_code():
