@@ -118,7 +118,7 @@ class Softmax(Layer):
 
     Parameters
     ----------
-    dim : the dim of the sum; not 0, which is samples
+    dim : the dim to sum over; not 0, because dim 0 is samples
     """
 
     kernel_names = ("softmax", "softmax_backward")
@@ -158,16 +158,15 @@ ACTIVATIONS: dict[str, Callable[[], Layer]] = {
 
 
 def make_activation(owner: object, name: str) -> Layer:
-    """Return the activation layer with this name; raise ConfigError, which names the class of `owner`, if there is
-    none."""
+    """Return the activation layer with this name. If there is none, raise a ConfigError that names the class of
+    `owner`."""
     if name not in ACTIVATIONS:
         raise ConfigError(f"{type(owner).__name__}: activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
     return ACTIVATIONS[name]()
 
 
 class Dropout(Layer):
-    """Keeps each element with probability 1 - p, divided by 1 - p, and sets the other elements to 0 (Srivastava et al.
-    2014).
+    """Sets each element to 0 with probability p, and divides the other elements by 1 - p (Srivastava et al. 2014).
 
     The mask depends on the seed, the layer's path, the step and the index of the element in the global batch, but not
     on how the batch is split over ranks.
@@ -232,8 +231,8 @@ class ShardedDropout(Dropout):
     ----------
     p : probability that an element is set to 0
     dim : the sharded dim
-    total : size of `dim` in the full array; None: `dim` is the sequence, sharded as in `LayerContext.sequence_offset`
-    grain : with `total`, the number of consecutive elements that stay on one rank, as in `ShardSpec`
+    total : size of `dim` in the full array; None: `dim` is the sequence, see `LayerContext.sequence_offset`
+    grain : with `total`, the number of consecutive elements that stay on one rank, see `ShardSpec`
     """
 
     def __init__(self, p: float = 0.5, dim: int = 1, total: int | None = None, grain: int = 1) -> None:
@@ -254,12 +253,12 @@ def make_keep_mask(
     env: LayerContext, shape: tuple[int, ...], drop: float, cuts: Mapping[int, tuple[int, int]] | None = None
 ) -> Array:
     """Return a boolean mask, True where an element is kept; dim 0 of `shape` is samples. cuts: position of this part in
-    the full array, as in `Random.get_number_subarray`."""
+    the full array, in the form of the argument `slices` of `Random.get_number_subarray`."""
     if cuts:
         return env.random.get_number_subarray(tuple(shape), cuts).make_fractions(env.xp) >= drop
     return env.random.uniform(env.xp, tuple(shape)) >= drop
 
 
 def apply_dropout_mask(x: Array, keep: Array, drop: float) -> Array:
-    """Return `x` divided by 1 - drop, which preserves the mean, where `keep` is True, and 0 elsewhere."""
+    """Return `x / (1 - drop)` where `keep` is True, and 0 elsewhere. The division preserves the mean."""
     return kernels.drop_backward(namespace_of(x), x, keep, drop)

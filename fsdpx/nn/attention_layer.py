@@ -1,4 +1,4 @@
-"""Attention with its projections: the base class of such containers, and multi-head attention."""
+"""Containers that combine attention with its projections: their base class, and multi-head attention."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ class MultiHeadAttention(AttentionContainer):
     """softmax(q k^T / sqrt(d_head)) v for each head (Vaswani et al. 2017), as one unit. Input and output have the shape
     `(samples, time, d_model)`.
 
-    A single product computes queries, keys and values. Parameters are `qkv.weight (3 d_model, d_model)`, whose rows
-    have the order of PyTorch's `in_proj_weight`, `qkv.bias`, `out.weight (d_model, d_model)` and `out.bias`. Initial
-    values are those of PyTorch: Xavier's uniform distribution for `qkv.weight`, and 0 for biases. The attention step
-    has an empty name, so it uses the random numbers of this layer.
+    A single matrix product computes queries, keys and values. Parameters are `qkv.weight (3 d_model, d_model)`, whose
+    rows have the order of PyTorch's `in_proj_weight`, `qkv.bias`, `out.weight (d_model, d_model)` and `out.bias`.
+    Initial values are those of PyTorch: Xavier's uniform distribution for `qkv.weight`, and 0 for biases. The attention
+    step has an empty name, so it uses the random numbers of this layer.
 
     Parameters
     ----------
     d_model : number of features of the input and the output
     n_heads : number of heads; d_model must be a multiple of it
     causal : whether a position attends only to itself and to earlier positions
-    dropout : dropout probability of attention weights. If it is not 0, all attention weights are saved, (samples,
-        heads, time, time)
+    dropout : dropout probability of attention weights. If it is not 0, all attention weights are saved, an array
+        (samples, heads, time, time)
     bias : whether the two projections have biases
     init : initializer of `qkv.weight`; None: Xavier's uniform distribution
     out_init : initializer of `out.weight`; None: that of `Linear`
@@ -111,8 +111,8 @@ class MultiHeadAttention(AttentionContainer):
 
 
 def compute_head_features(owner: object, d_model: int, n_heads: int) -> int:
-    """Return d_model / n_heads, the number of features of a head; raise ConfigError, which names the class of `owner`,
-    if it is not an integer."""
+    """Return d_model / n_heads, the number of features of a head. If it is not an integer, raise a ConfigError that
+    names the class of `owner`."""
     if d_model % n_heads:
         raise ConfigError(f"{type(owner).__name__}: d_model {d_model} is not a multiple of n_heads {n_heads}")
     return d_model // n_heads

@@ -132,7 +132,8 @@ def split_heads(merged: Array, count: int, d_head: int) -> list[Array]:
 
 
 def compute_scores(xp: Any, q: Array, k: Array, causal: bool, scale: float) -> Array:
-    """Return the scores, scale q k^T; with `causal`, scores of later positions are -inf."""
+    """Return the attention scores, q k^T multiplied by the scale. With `causal`, the scores of later positions are
+    -inf."""
     scores = matmul_in_dtype(xp, q, k.swapaxes(-1, -2))
     scores *= scale
     seen = make_causal_mask(xp, q, causal)
@@ -140,7 +141,7 @@ def compute_scores(xp: Any, q: Array, k: Array, causal: bool, scale: float) -> A
 
 
 def make_causal_mask(xp: Any, q: Array, causal: bool) -> Array | None:
-    """Return a mask (time, time) that is True where the position of the row attends to that of the column; None if not
-    `causal`."""
+    """Return a mask (time, time) that is True where the position of the row attends to the position of the column.
+    Return None unless `causal`."""
     time = xp.arange(q.shape[-2])
     return time[None, :] <= time[:, None] if causal else None

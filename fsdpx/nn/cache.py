@@ -47,8 +47,8 @@ class KeyValueCache:
 
         path: path of the layer. The other arguments are those of `kernels.attention`.
 
-        The first call may read any number of tokens per text, where shorter texts are padded at the end; each later
-        call reads one token per text."""
+        The first call may read any number of tokens per text, with shorter texts padded at the end. Each later call
+        reads one token per text."""
         time = q.shape[2]
         if path not in self._held:
             self._held[path] = tuple(xp.empty((*a.shape[:2], self.capacity, a.shape[3]), dtype=a.dtype) for a in (k, v))
@@ -69,8 +69,8 @@ class KeyValueCache:
 def _store_and_attend(
     xp: Any, new: tuple[Any, Any, Any], held: tuple[Any, Any], length: int, scale: float, window: int
 ) -> Any:
-    """Store key and value of one new token per row, and return its attention to itself and the `length` tokens before
-    it."""
+    """Store the key and value of one new token per row. Return the attention of each new token to itself and to the
+    `length` tokens before it."""
     (q, k, v), (keys, values) = new, held
     keys[:, :, length], values[:, :, length] = k[:, :, 0], v[:, :, 0]
     seen = slice(max(length + 1 - window, 0) if window else 0, length + 1)

@@ -52,7 +52,7 @@ Shape = tuple[int, ...]
 
 
 class PendingCollective:
-    """A started collective; `wait()` returns its result. sent: an array that must stay alive until then."""
+    """A started collective; `wait()` returns its result. sent: an array that must stay alive until `wait` returns."""
 
     __slots__ = ("_finish", "_handle", "_sent")
 
@@ -66,8 +66,8 @@ class PendingCollective:
 
 
 def mark_separate(xp: Any, comm: AxisRanks, x: Array) -> Array:
-    """Return the replicated `x` itself. It marks the point from which each rank's value is separate, so the adjoint is
-    `all_reduce_sum`."""
+    """Return the replicated `x` itself. The call marks the point from which each rank's value is separate, so the
+    adjoint is `all_reduce_sum`."""
     return x
 
 
@@ -135,8 +135,8 @@ def take_shard(xp: Any, comm: AxisRanks, x: Array, dim: int) -> Array:
 def all_gather_replicated(
     xp: Any, comm: AxisRanks, x: Array, dim: int, total: int | None = None, *, what: str = ""
 ) -> Array:
-    """Return the result of `all_gather_dim`, for layers that use it identically on every rank: the adjoint is
-    `take_shard`. Collective."""
+    """Return the result of `all_gather_dim`, for layers that use it identically on every rank. Every rank then has the
+    same gradient, so the adjoint is `take_shard`. Collective."""
     return all_gather_dim(xp, comm, x, dim, total, what=what)
 
 

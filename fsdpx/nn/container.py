@@ -49,8 +49,8 @@ class ChildCall:
 
 
 class RecomputePlaceholder:
-    """Stands for the result of the cheap step number `step` of `owner` among the saved values of other steps; backward
-    recomputes that result.
+    """Stands for the result of step number `step` of `owner` among the saved values of other steps. The step is cheap,
+    so backward recomputes its result.
 
     y: the result, which is kept alive during forward so that no other array gets its id."""
 
@@ -76,7 +76,7 @@ class Container(Layer):
     its children as nodes."""
 
     fixed = False
-    """Whether `forward` accesses steps by index, so that no steps may be inserted."""
+    """Whether `forward` accesses steps by index, in which case no steps may be inserted."""
 
     initial: Mapping[str, Init] = MappingProxyType({})
     """Initializers, by parameter name, that replace those of the layers, for example to read values from a file; see
@@ -108,8 +108,8 @@ class Container(Layer):
         return {step.name: step.layer for step in self.steps}
 
     def with_steps(self, steps: Sequence[ChildCall], outputs: Sequence[str] | None = None) -> Container:
-        """Return a copy with the given steps. They must have the same parameters, but may shard them differently over
-        the tensor axis."""
+        """Return a copy with the given steps. The new steps must have the same parameters as the old ones, but may
+        shard them differently over the tensor axis."""
         new = copy(self)
         new.steps = tuple(steps)
         new.outputs = self.outputs if outputs is None else tuple(outputs)
@@ -122,8 +122,8 @@ class Container(Layer):
         return new
 
     def with_layers(self, layers: Mapping[str, Layer]) -> Container:
-        """Return a copy in which `layers` replace the layers with the same names. They may have more parameters. Frozen
-        parameters stay frozen."""
+        """Return a copy in which `layers` replace the layers with the same names. The new layers may have more
+        parameters. Frozen parameters stay frozen."""
         new = copy(self)
         new.steps = tuple(replace(step, layer=layers[step.name]) for step in self.steps)
         new.collective = any(step.layer.collective for step in new.steps)
@@ -153,7 +153,7 @@ class Container(Layer):
                 if recomputed and any(id(values[source]) in recomputed for source in sources):
                     held = map_saved(held, lambda part: recomputed.get(id(part), part))
                 saved.append(held)
-                if step.layer.cheap:  # its result can be recomputed from its saved values
+                if step.layer.cheap:  # the layer can recompute its result from its saved values
                     recomputed[id(y)] = RecomputePlaceholder(self, len(saved) - 1, y)
             for name in last:
                 del values[name]
@@ -332,8 +332,7 @@ def chain_layers(
 
 
 def require_name(owner: str, name: object) -> str:
-    """Return `name`; raise ConfigError unless it is a nonempty string without dots, as parts of a dotted path must
-    be."""
+    """Return `name`. Raise ConfigError unless it can be a part of a dotted path: a nonempty string without dots."""
     if not isinstance(name, str) or not name or "." in name:
         raise ConfigError(f"{owner}: {name!r} is no name for a layer; use text that is not empty and has no dot")
     return name
@@ -387,7 +386,7 @@ def _name_layers(owner: str, layers: Sequence[Any]) -> list[tuple[str, Layer]]:
 
 
 def _find_last_reads(steps: Sequence[ChildCall], outputs: Sequence[str]) -> list[list[str]]:
-    """Return, for each step, the values that it reads, no later step reads, and are not outputs."""
+    """Return, for each step, the values of which it is the last reader. Outputs of the container are left out."""
     seen, last = set(outputs), []
     for step in reversed(steps):
         fresh = [name for name in dict.fromkeys(step.sources) if name not in seen]
@@ -397,12 +396,13 @@ def _find_last_reads(steps: Sequence[ChildCall], outputs: Sequence[str]) -> list
 
 
 def map_saved(held: Any, function: Callable[[Any], Any]) -> Any:
-    """Return a layer's saved values, nested tuples, with `function` applied to each element that is not a tuple."""
+    """Return a layer's saved values, which are nested tuples, with `function` applied to each element that is not a
+    tuple."""
     return tuple([map_saved(part, function) for part in held]) if type(held) is tuple else function(held)
 
 
 def unwrap_single(values: Sequence[Any]) -> Any:
-    """Return the only value if there is one, else all values as a tuple."""
+    """Return the value itself if there is exactly one, else all values as a tuple."""
     return values[0] if len(values) == 1 else tuple(values)
 
 
@@ -474,7 +474,7 @@ class ComposeValue:
 class ComposeTrace:
     """Records steps while `compose` runs. named: the layers that are attributes of `owner`.
 
-    A second call of a layer is recorded as another step, whose parameters are tied to those of the first."""
+    A second call of a layer is recorded as another step, whose parameters are tied to those of the first call."""
 
     def __init__(self, owner: str, named: dict[str, Layer], inputs: tuple[str, ...]) -> None:
         self.owner, self.steps, self.ties = owner, list[ChildCall](), dict[str, str]()

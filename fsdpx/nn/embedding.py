@@ -217,15 +217,15 @@ SHARD_ROWS = ShardSpec(0)
 
 
 class VocabParallelEmbedding(Layer):
-    """`Embedding` sharded by rows. Each rank looks up the rows that it holds and takes 0 for all others; the results
-    are summed.
+    """`Embedding` sharded by rows. Each rank gets the full input, looks up the rows that it holds, and takes 0 for all
+    other rows. The results are summed over the ranks.
 
     Forward all-reduces the result, and backward communicates nothing. With `sequence`, forward reduce-scatters the
     result and backward all-gathers its gradient.
 
     Parameters
     ----------
-    num_embeddings, embedding_dim, init : as in `Embedding`; every rank gets the full input
+    num_embeddings, embedding_dim, init : as in `Embedding`
     sequence : whether to shard the result along dim 1
     """
 
@@ -304,9 +304,9 @@ class VocabParallelCrossEntropyLoss(Loss):
     """`CrossEntropyLoss` of logits that are sharded along their last dim: y `(samples, ..., this rank's classes)`.
 
     Every rank has the full target `(samples, ...)`, and gets the total and weight over all classes. Forward performs
-    two all-reduces of a float64 array (positions,): the maximum of the logits of each position, and then the sum of
-    their exponentials. The second array has one more element, or two with label smoothing. Backward communicates
-    nothing.
+    two all-reduces of float64 arrays with one element per position: first the maximum of the position's logits, then
+    the sum of their exponentials. The second array has one additional element, or two with label smoothing. Backward
+    communicates nothing.
 
     Parameters
     ----------

@@ -46,13 +46,14 @@ class BertEmbedding(Composite):
 
 
 class Bert(Container):
-    """BERT (Devlin et al. 2018). The inputs are tokens, token types and an attention mask, each integers
-    `(samples, time)`; the output is logits.
+    """BERT (Devlin et al. 2018). The inputs are tokens, token types and an attention mask, all of them integers
+    `(samples, time)`. The output is logits.
 
     Positions with mask 0 are padding: no position with mask 1 attends to them. Padding positions attend to each other,
-    so their outputs differ from those of other implementations and must be ignored. Children are "embed" and
-    "blocks.0", "blocks.1", ...; then, in the token head, "dense", "activation", "norm" and "head", whose weight is tied
-    to the embedding; or, in the class head, "first", "pooler", "activation" and "head". Initial weights are N(0, 0.02).
+    so their outputs differ from those of other implementations and must be ignored. Children are "embed", "blocks.0",
+    "blocks.1", ..., and those of a head. The token head has "dense", "activation", "norm" and "head", whose weight is
+    tied to the embedding. The class head has "first", "pooler", "activation" and "head". Initial weights are
+    N(0, 0.02).
 
     Parameters
     ----------
@@ -215,7 +216,7 @@ class ViT(Container):
     `(samples, classes)`, computed from the class token.
 
     Children are "embed", "blocks.0", "blocks.1", ..., "norm", "first" and "head". Initial weights are N(0, 0.02), and
-    biases 0.
+    initial biases are 0.
 
     Parameters
     ----------

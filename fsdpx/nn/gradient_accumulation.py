@@ -1,7 +1,7 @@
 """Matrix products and sums that accumulate 16-bit arrays in float32, and the gradient arrays to which they are added.
 
-Products in float32 and float64 call BLAS directly. Layers add to gradient arrays, which are set to zero when they are
-first read."""
+Matrix products in float32 and float64 call BLAS directly. Layers add to gradient arrays, which are set to zero when
+they are first read."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ WRITTEN, BLANK = 0, 1
 
 
 class GradientEntry:
-    """The gradient of one parameter. is_blank: whether nothing was written yet, so that the content of the array is
-    undefined.
+    """The gradient of one parameter. is_blank: whether nothing has been written yet, in which case the content of the
+    array is undefined.
 
     The state is stored as one byte, `flags[at]`. The flags of all gradients in a buffer are contiguous, so that they
     can be checked and changed together."""
@@ -58,7 +58,8 @@ class GradientEntry:
         return self.flags[self.at] == BLANK
 
     def get_array_to_add_into(self) -> Array:
-        """Return the array to which a gradient can be added; if it is blank, set it to zero first."""
+        """Return the array to which a gradient can be added. If nothing has been written yet, set the array to zero
+        first."""
         if self.flags[self.at] == BLANK:
             self.array[...] = 0
             self.flags[self.at] = WRITTEN
@@ -73,11 +74,11 @@ class GradientEntries(dict[str, GradientEntry]):
         super().__init__({name: GradientEntry(array, self.flags, i) for i, (name, array) in enumerate(arrays.items())})
 
     def mark_all_blank(self) -> None:
-        """Mark all gradients as not written."""
+        """Mark all gradients as not yet written."""
         self.flags[:] = bytes((BLANK,)) * len(self)
 
     def zero_unwritten(self) -> Sequence[str]:
-        """Set the gradients that were not written to zero, and return their names."""
+        """Set to zero the gradients that have not been written, and return their names."""
         if BLANK not in self.flags:
             return ()
         blank = [name for name, entry in self.items() if entry.is_blank]
@@ -165,8 +166,8 @@ def as_indices(x: Any) -> Any:
 
 
 def convert_input(array: Any, takes: str, dtype: Any) -> Any:
-    """Return a model input in the dtype that the layers which read it take. takes: a word as in `Layer.takes`. dtype:
-    the dtype in which the model computes, used for "numbers"."""
+    """Return a model input in the dtype in which the layers that read it take their inputs. takes: one of the words of
+    `Layer.takes`. dtype: the dtype in which the model computes, for which "numbers" stands."""
     if not has_integer_dtype(array) or takes == "given":
         return array
     if takes == "numbers":
@@ -175,7 +176,8 @@ def convert_input(array: Any, takes: str, dtype: Any) -> Any:
 
 
 def as_rows(x: Any) -> Any:
-    """Return an array `(..., n)` as `(rows, n)`, so that a product needs one BLAS call instead of one per sample."""
+    """Return an array `(..., n)` as `(rows, n)`, so that a matrix product needs one BLAS call instead of one per
+    sample."""
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
@@ -193,12 +195,12 @@ def matmul_in_dtype(xp: Any, a: Any, b: Any) -> Any:
 
 
 def matmul_along_dim(xp: Any, x: Array, dim: int, table: np.ndarray) -> Array:
-    """Return the product of `x` with the matrix `table`, which contracts dim `dim` of `x` with dim 0 of `table`."""
+    """Return the product of `x` with the matrix `table`, contracting dim `dim` of `x` with dim 0 of `table`."""
     return xp.moveaxis(xp.moveaxis(x, dim, -1) @ xp.asarray(table.astype(x.dtype)), -1, dim)
 
 
 def batched_matmul_in_dtype(xp: Any, a: Any, b: Any) -> Any:
-    """Return `a @ b` for stacks of matrices, in the dtype of `a`; 16-bit products accumulate in float32."""
+    """Return `a @ b` for stacks of matrices, in the dtype of `a`. Products of 16-bit arrays accumulate in float32."""
     if (found := get_device_of_array(a).multiply_matrices(a, b)) is not None:
         return found
     if np.dtype(a.dtype).itemsize != 2:

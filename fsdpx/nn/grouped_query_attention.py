@@ -28,14 +28,15 @@ class GroupedQueryAttention(AttentionContainer, Composite):
     Parameters
     ----------
     d_model : number of features of the input and the output
-    n_heads, kv_heads : number of query heads, and of key and value heads, as in `Attention`
-    rotary : rotary positions of queries and keys; its d_head is that of all heads. None: there are no positions, and
-        d_head is d_model / n_heads
+    n_heads, kv_heads : number of query heads, and number of key and value heads, see `Attention`
+    rotary : the layer that applies rotary positions to queries and keys; all heads have its d_head. None: there are no
+        positions, and d_head is d_model / n_heads
     causal, window, segments : as in `Attention`; segments become a second input
     qk_norm : `eps` of an RMSNorm that is applied to each query and key head before rotary positions (Qwen3); None: no
         norm
     qkv_bias, out_bias : whether the Linear layers q, k and v have biases, and whether the last Linear has one
-    init, out_init : initializers of the weights of q, k and v, and of the last Linear; None: as in `Linear`
+    init, out_init : initializer of the weights of q, k and v, and initializer of the weight of the last Linear; None:
+        as in `Linear`
     """
 
     def __init__(

@@ -19,11 +19,11 @@ POINTS, STEP, TOLERANCE = 64, 1e-6, 1e-5
 
 
 class Lambda(Layer):
-    """Applies a differentiable function to each element, as in `Lambda(np.sin, np.cos)`, or to corresponding elements
-    of several arrays.
+    """Applies a differentiable function to each element, for example `Lambda(np.sin, np.cos)`, or to corresponding
+    elements of several arrays.
 
-    The constructor compares the derivative with central differences at 64 normally distributed numbers, as far as the
-    function is finite there. It raises ConfigError if they differ, if the function does not act on each element
+    The constructor compares the derivative with central differences at 64 normally distributed numbers, except where
+    the differences are not finite. It raises ConfigError if they differ, if the function does not act on each element
     separately, or if it converts float32 to float64.
 
     Parameters

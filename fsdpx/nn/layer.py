@@ -75,8 +75,8 @@ def require_last_dim(layer: object, x: Any, size: int) -> None:
 
 
 def require_time_dim(x: Any) -> None:
-    """Raise ShapeError if `x` has too few dims for dim 1 to be time: integers need 2 dims, and activations, which have
-    features after time, need 3."""
+    """Raise ShapeError if `x` has too few dims for dim 1 to be time. Integers need 2 dims. Activations need 3, because
+    features follow time."""
     least, wanted = (2, "(samples, time, ...)") if has_integer_dtype(x) else (3, "(samples, time, ..., features)")
     if x.ndim < least:
         kind = "whole numbers" if has_integer_dtype(x) else "floats"
@@ -100,7 +100,7 @@ class Pending(Protocol):
 
 
 class AxisRanks(Protocol):
-    """The ranks along one axis of the mesh, with the collectives that layers use: a subset of the communicator
+    """The ranks along one axis of the mesh, with the collectives that layers use. This is a subset of the communicator
     interface."""
 
     @property
@@ -216,9 +216,10 @@ class LayerContext:
     training : whether dropout is active and running statistics are updated
     recompute : names of the activations that layers recompute in backward instead of saving ("attention")
     recomputing : whether this forward repeats an earlier one for backward and so must not update state again
-    time : full length of the sequences that are sharded along dim 1 over the tensor axis; None: their parts are equal
+    time : full length of the sequences that are sharded along dim 1 over the tensor axis; None: the parts of all ranks
+        are equal
     cache : keys and values of the tokens that precede the input; None: the input contains full texts. A forward with a
-        cache has no backward, and containers save nothing in it
+        cache is not followed by a backward, so containers save nothing
     constants : cached arrays that layers need repeatedly, such as tables of cosines, by a key that contains everything
         on which the array depends. All layers of a trainer share the cache, which lives as long as the trainer
     """
@@ -314,7 +315,8 @@ class Layer(ABC):
     """
 
     n_inputs: int | None = 1
-    """Number of input arrays of `forward`, which are passed as a tuple unless it is 1; None: any number."""
+    """Number of input arrays of `forward`, which are passed as a tuple unless there is exactly one; None: any
+    number."""
     n_outputs: int = 1
     """Number of arrays that `forward` returns; only containers may return more than one."""
     cheap: bool = False
@@ -351,7 +353,7 @@ class Layer(ABC):
     compiled before the first step."""
 
     plan: Mapping[str, Any] = {}
-    """The layer's own tensor plan: name of a child, or "" for the layer itself -> its mark (`ColumnParallel`,
+    """The layer's own tensor plan, from the name of a child, or "" for the layer itself, to its mark (`ColumnParallel`,
     `RowParallel`, `VocabParallel`, or `LayerDefault` for a layer that implements its sharding in
     `shard_over_ranks`)."""
 
@@ -359,7 +361,7 @@ class Layer(ABC):
     """Whether the layer routes positions to experts, and counts the choices in `env.mesh.counters`."""
 
     given_values: GivenValues | None = None
-    """Initial values of the parameters that another library created, and that may differ between ranks."""
+    """Initial values that another library gave to the parameters. The values may differ between ranks."""
 
     aliases: ClassVar[Mapping[str, str | None]] = {}
     """Parameter name in another library -> name in `specs`; None: the parameter is not needed."""
@@ -520,8 +522,8 @@ class Layer(ABC):
         Returns
         -------
         ShardedLayer
-            the layer, the sharding of its result, and the names of parameters of whose gradient each rank computes a
-            summand
+            the layer, the sharding of its result, and the names of the parameters for which each rank computes only a
+            summand of the gradient
 
         Raises
         ------
@@ -588,7 +590,7 @@ class Layer(ABC):
 
 
 def find_sequence_length(inputs: Iterable[Array]) -> int | None:
-    """Return the size of dim 1 if all of a model's inputs have the same, for `LayerContext.time`; else None."""
+    """Return the size of dim 1 for `LayerContext.time` if it is the same in all of a model's inputs, else None."""
     lengths = {x.shape[1] if len(x.shape) > 1 else None for x in inputs}
     return lengths.pop() if len(lengths) == 1 else None
 
@@ -655,10 +657,10 @@ def group_by_child(arrays: Params, ties: Mapping[str, str] = NO_TIES) -> Mapping
 
 
 def format_constructor(thing: Any) -> str:
-    """Return a text such as `Linear(64, 128, bias=False)`, from the constructor's signature and the attributes with the
-    names of its arguments.
+    """Return a text such as `Linear(64, 128, bias=False)`, built from the constructor's signature and the attributes
+    that have the names of its arguments.
 
-    If an argument has no attribute, the child layers are listed as well, because they may depend on it."""
+    If an argument has no attribute, the child layers are listed as well, because they may depend on that argument."""
     words, inside = [], {}
     kind: Any = type(thing)
     for name, argument in _list_init_parameters(kind).items():

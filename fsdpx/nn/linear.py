@@ -131,14 +131,14 @@ class Linear(Layer):
         return ShardedLayer(new, outside, partial)
 
     def _make_column_parallel(self, **options: Any) -> tuple[Layer, tuple[str, ...]]:
-        """Return the column-parallel version of this layer, and the names of the parameters of whose gradients each
-        rank computes a summand."""
+        """Return the column-parallel version of this layer, and the names of the parameters for which each rank
+        computes only a summand of the gradient."""
         size = (self.in_features, self.out_features, self.bias)
         return ColumnParallelLinear(*size, **options, init=self.init, bias_init=self.bias_init), ()
 
     def _make_row_parallel(self, sequence: bool, grain: int) -> tuple[Layer, tuple[str, ...]]:
-        """Return the row-parallel version of this layer, and the names of the parameters of whose gradients each rank
-        computes a summand."""
+        """Return the row-parallel version of this layer, and the names of the parameters for which each rank computes
+        only a summand of the gradient."""
         size = (self.in_features, self.out_features, self.bias, sequence, grain)
         partial = ("bias",) if sequence and self.bias else ()
         return RowParallelLinear(*size, init=self.init, bias_init=self.bias_init), partial
@@ -192,8 +192,9 @@ class ShardedLinear(Layer):
 
     The two are the pair of Megatron-LM (Shoeybi et al. 2019): between a ColumnParallelLinear and the following
     RowParallelLinear, activations are sharded along the features, and nothing is communicated. With `sequence`,
-    activations outside of the pair are sharded along dim 1 (Korthikanti et al. 2022). The bytes that each rank sends,
-    where n is the bytes of the full activation outside of the pair and N the size of the axis:
+    activations outside of the pair are sharded along dim 1 (Korthikanti et al. 2022). Each rank sends the following
+    numbers of bytes, where n is the size in bytes of the full activation outside of the pair, and N the size of the
+    axis:
 
                                   forward          backward
         ColumnParallelLinear              0                2n(N-1)/N
@@ -213,12 +214,12 @@ class ShardedLinear(Layer):
         cut.count_grains((linear.out_features, linear.in_features))
 
     def _multiply_shard(self, env: LayerContext, p: Params, x: Array, bias: Array | None) -> Array:
-        """Return the product of x with this rank's shard of the weight, as rows. It is a part of the result
+        """Return the product of x with this rank's shard of the weight, as rows. The product is a part of the result
         (column-parallel) or a summand of it (row-parallel)."""
         return linear_forward(env.xp, as_rows(x), p["weight"], bias)
 
     def _compute_input_gradient_rows(self, env: LayerContext, p: Params, dy: Array) -> Array:
-        """Return this rank's contribution to the input gradient, as rows. It is a summand of the gradient
+        """Return this rank's contribution to the input gradient, as rows. The contribution is a summand of the gradient
         (column-parallel) or a part of it (row-parallel)."""
         return matmul_in_dtype(env.xp, as_rows(dy), p["weight"])
 
@@ -233,7 +234,8 @@ class ColumnParallelLinear(ShardedLinear):
     ----------
     in_features, out_features, bias, init, bias_init : arguments of the full layer, as in `Linear`
     gather_output : whether to all-gather the result, so that every rank has it in full; needs blocks = grain = 1
-    sequence : whether the input is sharded along dim 1; it is then all-gathered for the product, and again in backward
+    sequence : whether the input is sharded along dim 1; it is then all-gathered for the matrix product, and again in
+        backward
     blocks, grain : sharding of `out_features`, see `ShardSpec`
     """
 
@@ -417,8 +419,8 @@ def make_call_label(env: LayerContext, thing: str) -> str:
 
 
 def require_known_length(env: LayerContext, x: Array, what: str) -> None:
-    """Raise ShapeError unless ranks can derive the length of the full sequence from their parts of `x` along dim 1: it
-    is `env.time`, or the parts are equal."""
+    """Raise ShapeError unless a rank can derive the length of the full sequence, of which `x` holds a part along dim 1.
+    The length is `env.time` if that is given; otherwise the parts of all ranks must be equal."""
     if env.time is None:
         collectives.require_divisible_dim(x.shape, 1, env.mesh.tensor.size, what)
     assert env.time in (None, x.shape[1]), f"{what}: a sequence of {x.shape[1]}, not {env.time}"

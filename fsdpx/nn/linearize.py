@@ -42,8 +42,7 @@ TAKES_WORDS = {"numbers", "indices", "given"}
 
 
 class OneRank:
-    """A mesh of one rank, which also represents each of its axes. Its all-reduce changes nothing, because arrays are
-    shape-only."""
+    """A mesh of one rank, and each axis of that mesh. An all-reduce changes nothing, because arrays are shape-only."""
 
     rank, size, counters = 0, 1, None
 
@@ -179,7 +178,7 @@ def _choose_dtype_word(words: frozenset[str]) -> str:
 
 
 class AsNumbers(Layer):
-    """Casts integers to the dtype in which the model computes. It precedes a layer that takes numbers, where another
+    """Casts integers to the dtype in which the model computes. The cast precedes a layer that takes numbers if another
     layer takes the same value as indices."""
 
     takes, acts_on = "given", "element"
@@ -208,8 +207,8 @@ def insert_number_casts(model: Layer, dtype: Any) -> Layer:
 def _insert_casts_in_container(
     layer: Container, whole: set[str], wanted: Sequence[frozenset[str]], dtype: Any
 ) -> tuple[Container, list[bool]]:
-    """Return the container with casts inserted, and for each of its outputs whether it is integers. whole: names of the
-    values that are integers, extended in place."""
+    """Return the container with casts inserted, and a flag for each of its outputs that tells whether it has integers.
+    whole: names of the values that are integers, to which the function adds names."""
     wants, numbered_names, steps = _resolve_container_words(layer, wanted), dict[str, str](), list[ChildCall]()
     for step in layer.steps:
         inner, below, sources = step.layer, [wants[name] for name in step.gives], list(step.sources)

@@ -48,7 +48,7 @@ class Llama(Container):
     window : number of positions to which a position attends: itself and the window - 1 positions before it; None: all
         positions before it
     qk_norm : whether an RMSNorm is applied to each query and key head
-    qkv_bias, bias : whether queries, keys and values have biases; whether all Linear layers of the blocks have biases
+    qkv_bias, bias : whether queries, keys and values have biases, and whether all Linear layers of the blocks have them
     activation : activation of the gate: "silu", "gelu", "gelu_new" or "gelu_pytorch_tanh"
     eps : `eps` of the RMSNorm layers
     tie : whether `head.weight` is `embed.weight`

@@ -31,8 +31,8 @@ class Loss(ABC):
     """The base class of losses, which compare the output `y` of a model with a target. The loss is total / weight,
     where total is a sum in float64 and weight the number of its terms.
 
-    A part of a batch may have weight 0, if it has no samples or all are ignored: only the totals and weights of the
-    full global batch are divided. Your own loss defines `forward`, `backward` and `validate`.
+    A part of a batch may have weight 0 if it has no samples or all of them are ignored, because only the total of the
+    full global batch is divided by its weight. Your own loss defines `forward`, `backward` and `validate`.
 
     Parameters
     ----------
@@ -77,7 +77,8 @@ class Loss(ABC):
         ----------
         env : array namespace and mesh
         saved : third result of `forward`
-        seed : factor of the gradient; for 1 / (weight of the global batch), the result is the gradient of the mean
+        seed : number by which the gradient is multiplied; with 1 / (weight of the global batch), the result is the
+            gradient of the mean loss
 
         Returns
         -------
@@ -307,8 +308,8 @@ class TensorParallelModel:
     model, loss : the model with sharded layers, and a loss that compares the rank's part of the output
     output_dim : the dim along which the model's output is sharded: -1 for classes, 1 for the sequence, 0 for samples;
         None: the output is not sharded
-    partial : names of the parameters of whose gradients each rank computes only a summand, which must be summed over
-        the axis once per step
+    partial : names of the parameters for which each rank computes only a summand of the gradient; the summands must be
+        summed over the axis once per step
     """
 
     model: Layer

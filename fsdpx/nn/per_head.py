@@ -27,18 +27,18 @@ __all__ = ["Attention", "HeadNorm", "PerHead"]
 
 
 class PerHead(Layer):
-    """The base class of layers whose input is the concatenated features of heads, so that they can also run on a part
-    of the heads.
+    """The base class of layers whose input is the concatenated features of heads. Such layers can also run on a part of
+    the heads.
 
-    All heads share the parameters. On a part of the heads, a rank therefore computes a summand of their gradients."""
+    All heads share the parameters, so a rank that runs a part of the heads computes only a summand of each gradient."""
 
     d_head: int
     blocks = 1
     """Number of blocks of heads that are concatenated in one input; 3 for fused queries, keys and values."""
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
-        """Return the layer for a part of the heads or of the sequence; raise ConfigError if the inputs have different
-        heads on a rank."""
+        """Return the layer that runs on some of the heads, or on a part of the sequence. Raise ConfigError if the
+        inputs have different heads on a rank."""
         kinds = request.kinds[:3]  # without segments, which every rank has in full
         cut = [kind for kind in kinds if isinstance(kind, ShardedFeatures)]
         if request.mark is not None or not (cut or any(isinstance(kind, ShardedSequence) for kind in kinds)):
@@ -109,16 +109,16 @@ class Attention(PerHead):
 
     Parameters
     ----------
-    n_heads, kv_heads : number of query heads, and of key and value heads; n_heads is a multiple of kv_heads
+    n_heads, kv_heads : number of query heads, and number of key and value heads; n_heads is a multiple of kv_heads
     d_head : number of features of a head
     causal : whether a position attends only to itself and to earlier positions
     window : with `causal`, number of positions to which a position attends: itself and the window - 1 positions before
         it (Beltagy et al. 2020); None: all positions before it
     segments : whether there is a fourth input, integers (samples, time); a position then attends only to positions with
-        the same number. Each document in a packed sequence has a number, and padding has another
+        the same number. Each document in a packed sequence has its own number, and padding has another one
     fused : whether queries, keys and values are concatenated in one input; they then have equal numbers of heads
     dropout : with `fused`, dropout probability of attention weights. If it is not 0, all attention weights are saved,
-        (samples, heads, time, time)
+        an array (samples, heads, time, time)
     """
 
     def __init__(

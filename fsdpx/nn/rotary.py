@@ -91,7 +91,7 @@ class Rotary(PerHead):
         """
         end, kind = first + count, accumulation_dtype(dtype)
         if self._scaling and self._scaling[0] == "dynamic" and total > self.seq_len:
-            cos, sin = self._make_cos_sin_table(env.xp, total, end, kind)  # not cached: valid for this length only
+            cos, sin = self._make_cos_sin_table(env.xp, total, end, kind)  # valid only for this `total`, so not cached
         else:
             rows = 1 << max(end - 1, 0).bit_length()  # a power of two, so that many lengths share one table
             key = (Rotary, self.d_head, self.theta, self._scaling, self.seq_len, rows, kind)

@@ -33,7 +33,8 @@ class UlyssesAttention:
     """Ulysses attention (Jacobs et al. 2023). An all-to-all redistributes queries, keys and values from all heads of a
     part of the time to the full time of a part of the heads, and a second one redistributes the result back.
 
-    Heads and time need not divide evenly. Of N ranks, each holds 1/N of the activations."""
+    The numbers of heads and positions need not be multiples of the number of ranks. Each of N ranks holds 1/N of the
+    activations."""
 
     def __init__(self, heads: AttentionHeads) -> None:
         self.heads = heads
@@ -71,9 +72,9 @@ class RingAttention:
     keeps its queries.
 
     An online softmax (Milakov and Gimelshein 2018) combines the results of the blocks. No rank ever holds keys, values
-    or scores of the full time: its memory is O(time / N). With `causal`, a rank skips the blocks after its own, so rank
-    0 waits while the last rank computes. Backward draws the random numbers of dropout again instead of saving masks.
-    The next block is received while the current block is computed."""
+    or scores of the full time, so the memory of a rank is O(time / N). With `causal`, a rank skips the blocks after its
+    own, so rank 0 waits while the last rank computes. Backward draws the random numbers of dropout again instead of
+    saving masks. The next block is received while the current block is computed."""
 
     def __init__(self, heads: AttentionHeads) -> None:
         self.heads = heads

@@ -112,7 +112,7 @@ class Concat(Layer):
 
     Parameters
     ----------
-    dim : the dim along which to concatenate; not 0, which is samples
+    dim : the dim along which to concatenate; not 0, because dim 0 is samples
     """
 
     takes = "passed"

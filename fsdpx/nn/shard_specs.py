@@ -41,8 +41,8 @@ def shard_bounds(count: int, rank: int, width: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """The sharding of one dim of an array over n ranks. The dim consists of blocks, and each block of k grains; of each
-    block, rank r holds the grains [floor(k r/n), floor(k (r+1)/n)).
+    """The sharding of one dim of an array over n ranks. The dim consists of blocks, and each block consists of k
+    grains. Of each block, rank r holds the grains [floor(k r/n), floor(k (r+1)/n)).
 
     Parameters
     ----------
@@ -184,8 +184,8 @@ class ShardSpec:
             yield last
 
     def _clip_ranges(self, pieces: list[tuple[int, int]], start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield the parts of the ranges `pieces` that belong to [start, stop) of the concatenation of all ranges. They
-        are given in the coordinates of `pieces`."""
+        """Yield the parts of the ranges `pieces` that belong to [start, stop) of the concatenation of all ranges. The
+        parts are given in the coordinates of `pieces`."""
         offset = 0
         for first, end in pieces:
             a, b = max(start - offset, 0), min(stop - offset, end - first)
@@ -230,7 +230,7 @@ class ShardedFeatures:
     total : size of the last dim of the full value
     blocks, grain : sharding of the last dim, see `ShardSpec`
     source : path of the layer that sharded the value, for errors
-    ends : whether the value may be the output of the model, as logits that are sharded by classes
+    ends : whether the value may be the output of the model, such as logits that are sharded by classes
     """
 
     total: int
@@ -295,8 +295,8 @@ class FieldPartition:
         return FieldPartition(cuts, letters=self.letters)
 
     def join_on_one_rank(self) -> FieldPartition:
-        """Return the partition of the same field on one rank. It keeps the ghost cells that lie beyond the ends of the
-        field along each dim."""
+        """Return the partition of the same field on one rank. The result keeps the ghost cells that lie beyond the ends
+        of the field along each dim."""
         ghosts = []
         for cuts, sides in zip(self.cuts, self.ghosts, strict=False):
             rows = list(zip(cuts, cuts[1:], sides, strict=False))
@@ -344,8 +344,8 @@ Kind = Replicated | ShardedSequence | ShardedBatch | ShardedFeatures | FieldPart
 
 @dataclass(frozen=True)
 class ColumnParallel:
-    """Mark that replaces a Linear by a `ColumnParallelLinear`. Its output is sharded along the features, until a
-    RowParallel sums over them.
+    """Mark that replaces a Linear by a `ColumnParallelLinear`. The output is sharded along the features, until a layer
+    with the mark RowParallel sums over them.
 
     Without options, the mark has the options that the enclosing layer's own plan defines for this Linear.
 

@@ -47,7 +47,7 @@ class ShardingWalk:
 
     Attributes
     ----------
-    partial : names of the parameters of whose gradients each rank computes only a summand
+    partial : names of the parameters for which each rank computes only a summand of the gradient
     ties : alias -> name of tied parameters in the full model
     moves : functions that return the redistributions of inputs before a step; they are applied in order"""
 
@@ -76,7 +76,8 @@ class ShardingWalk:
     def shard_container(self, layer: Container, path: str, kinds: Sequence[Kind]) -> tuple[Container, list[Kind]]:
         """Return the container with its steps replaced, and the sharding of its results.
 
-        A `SplitSequence` is inserted before steps that must read a part of the sequence, or of the samples."""
+        A `SplitSequence` is inserted before steps that must read only a part of the sequence or only some of the
+        samples."""
         values = dict(zip(layer.inputs, kinds, strict=True))
         entered: dict[str, str] = {}
         steps: list[ChildCall] = []
@@ -258,7 +259,8 @@ def _require_shardable_loss(loss: Any, sequence: str | None) -> None:
 
 
 def match_marks(model: Layer, plan: Mapping[str, Any] | None) -> dict[str, Mark]:
-    """Return path -> mark for all layers that match a pattern, or that the own plan of another layer names.
+    """Return the mark of each layer by path, for all layers that match a pattern or that another layer's own plan
+    names.
 
     plan: pattern -> mark, which is a class or an instance. Patterns are matched by fnmatch against dotted paths, where
     `*` also matches dots; the first match wins. None: all layers follow their own plans."""
@@ -280,8 +282,8 @@ def match_marks(model: Layer, plan: Mapping[str, Any] | None) -> dict[str, Mark]
 
 
 def _add_marks_of_layer_plans(layer: Layer, path: str, marks: dict[str, Mark], inside: bool) -> None:
-    """Add the marks that the own plans of `layer` and the layers inside it define to `marks`, in place. inside: whether
-    an enclosing layer is marked as `LayerDefault`."""
+    """Add to `marks`, in place, the marks that `layer` and the layers inside it define in their own plans. inside:
+    whether an enclosing layer is marked as `LayerDefault`."""
     if isinstance(marks.get(path), LayerDefault):
         if not inside and not any(found.plan for _, found in iterate_layers(layer)):
             raise ConfigError(

@@ -66,7 +66,7 @@ class GatedMLP(Composite):
     d_hidden : number of hidden features
     activation : as in `GatedActivation`
     bias : whether the three Linear layers have biases, which are initialized with 0
-    init, out_init : initializers of `gate.weight` and `up.weight`, and of `down.weight`
+    init, out_init : initializer of `gate.weight` and `up.weight`, and initializer of `down.weight`
     """
 
     unit = True
