@@ -248,7 +248,7 @@ class Progress:
 
 
 def get_progress(comm: object) -> Progress:
-    """Return the `Progress` of a communicator, which its waits advance; for a communicator without one, a new
+    """Return the `Progress` of a communicator, which its waits advance; for a communicator without one, return a new
     `Progress` that nothing polls."""
     progress = getattr(comm, "progress", None)
     return progress if isinstance(progress, Progress) else Progress()

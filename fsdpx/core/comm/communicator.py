@@ -203,7 +203,7 @@ class Communicator(ABC):
         Raises
         ------
         ShapeError, ConfigError
-            if this rank's arguments cannot be used; nothing has been sent then
+            if this rank's arguments cannot be used, before anything is sent
         """
 
     def _issue_call(
@@ -231,7 +231,7 @@ class Communicator(ABC):
         Raises
         ------
         ShapeError, ConfigError
-            for a wrong size, dtype or layout; nothing has been sent then
+            for a wrong size, dtype or layout, before anything is sent
         """
         return self._issue_call(
             "all_gather", (send, recv), SUM, 0, EVEN_COUNTS if counts is None else (tuple(counts),), what
@@ -266,7 +266,7 @@ class Communicator(ABC):
         Raises
         ------
         ShapeError, ConfigError
-            for a wrong size, dtype, layout, operation or wire format; nothing has been sent then
+            for a wrong size, dtype, layout, operation or wire format, before anything is sent
         """
         all_counts = EVEN_COUNTS if counts is None else (tuple(counts),)
         return self._issue_call("reduce_scatter", (send, recv), op, 0, all_counts, what, wire=wire)
@@ -283,7 +283,7 @@ class Communicator(ABC):
         algorithm : "library", the backend's own (scratch n for 16-bit arrays), or "ring" (scratch n/N; not for 16-bit
             arrays)
         what : names the action and the tensor in errors
-        wire : as in `reduce_scatter`; the sum is rounded as well
+        wire : see `reduce_scatter`; here the sum is rounded as well
 
         Returns
         -------
@@ -293,7 +293,7 @@ class Communicator(ABC):
         Raises
         ------
         ShapeError, ConfigError
-            for a wrong dtype, layout, operation, algorithm or wire format; nothing has been sent then
+            for a wrong dtype, layout, operation, algorithm or wire format, before anything is sent
         """
         return self._issue_call("all_reduce", (buf,), op, 0, (), what, 0, algorithm, wire)
 
@@ -314,7 +314,7 @@ class Communicator(ABC):
         Raises
         ------
         ShapeError, ConfigError
-            for a wrong dtype, layout or rank number; nothing has been sent then
+            for a wrong dtype, layout or rank number, before anything is sent
         """
         return self._issue_call("broadcast", (buf,), SUM, root, (), what)
 
@@ -337,7 +337,7 @@ class Communicator(ABC):
         Raises
         ------
         ShapeError, ConfigError
-            for a wrong size, dtype, layout, operation or rank number; nothing has been sent then
+            for a wrong size, dtype, layout, operation or rank number, before anything is sent
         """
         return self._issue_call("reduce", (send, recv), op, root, (), what)
 
@@ -363,7 +363,7 @@ class Communicator(ABC):
         Raises
         ------
         ShapeError, ConfigError
-            for a wrong size, dtype, layout or rank number; nothing has been sent then
+            for a wrong size, dtype, layout or rank number, before anything is sent
         """
         return self._issue_call("gather", (send, recv), SUM, root, (_to_counts(counts),), what)
 
@@ -388,7 +388,7 @@ class Communicator(ABC):
         Raises
         ------
         ShapeError, ConfigError
-            for a wrong size, dtype, layout or rank number; nothing has been sent then
+            for a wrong size, dtype, layout or rank number, before anything is sent
         """
         return self._issue_call("scatter", (send, recv), SUM, root, (_to_counts(counts),), what)
 
@@ -415,7 +415,7 @@ class Communicator(ABC):
         Raises
         ------
         ShapeError, ConfigError
-            for a wrong size, dtype or layout; nothing has been sent then
+            for a wrong size, dtype or layout, before anything is sent
         """
         counts = (_to_counts(send_counts), _to_counts(recv_counts))
         return self._issue_call("all_to_all", (send, recv), SUM, 0, counts, what)
@@ -438,7 +438,7 @@ class Communicator(ABC):
         Raises
         ------
         ShapeError, ConfigError
-            for a wrong dtype, layout, rank number or tag; nothing has been sent then
+            for a wrong dtype, layout, rank number or tag, before anything is sent
         """
         return self._issue_call("send", (buf,), SUM, dest, (), what, tag)
 

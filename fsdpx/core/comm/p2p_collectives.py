@@ -240,7 +240,7 @@ def _start_rounded_reduce_to_owners(
 ) -> Handle:
     n, own_count, width = send.size, counts[comm.rank], comm.size
     xp, scratch, arriving = namespace_of(send), send.view(call.wire), own_count * width
-    # received pieces are stored at the end of `send` if they fit behind the data to send, and later behind the sum
+    # if they fit, received pieces are stored in `send`, behind the data to send and later behind the sum
     if arriving <= scratch.size - max(n, own_count * send.itemsize // 2):
         parts = scratch[scratch.size - arriving :]
     else:

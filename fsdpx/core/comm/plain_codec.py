@@ -33,7 +33,7 @@ def pack(value: Any) -> bytes:
     """Return the encoded bytes of a value: numbers, text, bytes, arrays, paths, collections of these, and value classes
     of fsdpx.
 
-    Raises ConfigError for any other object: use `all_gather_object` for objects of users.
+    Raises ConfigError for any other object. Use `all_gather_object` for objects of users.
     """
     buffer = io.BytesIO()
     _write_value(buffer, value, 0)

@@ -451,7 +451,7 @@ class MpiWorld:
             alive = [rank for rank in range(MPI.COMM_WORLD.Get_size()) if rank not in gone]
             if len(alive) == 1:
                 _exit(code)  # Open MPI 5.0 mistakes the abort of the last living rank for success
-            if gone:  # its launcher may hang if several ranks abort at once while another one dies
+            if gone:  # Open MPI's launcher may hang if several ranks abort at once while another one dies
                 time.sleep(SECONDS_BETWEEN_ABORTS * sum(rank < MPI.COMM_WORLD.Get_rank() for rank in alive))
             stuck = threading.Timer(SECONDS_TO_ABORT, _exit, (code,))  # in case the launcher does not answer the abort
             stuck.daemon = True
@@ -514,8 +514,8 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
         return f"UlfmCommunicator(rank={self.rank}, size={self.size}, survives={self.survives})"
 
     def _track_requests(self, call: Call, requests: list[MPI.Request], *buffers: object) -> Handle:
-        """Return the handle of the requests and keep a reference to it, and so to the buffers: when a rank is lost, the
-        caller may drop the handle while other ranks still send."""
+        """Return the handle of the requests and keep a reference to it, and so to the buffers. The reference is needed
+        because, when a rank is lost, the caller may drop the handle while other ranks are still sending."""
         handle = MpiRequests(self, call, requests, buffers)
         if len(self._under_way) >= _MAX_KEPT_HANDLES:
             self._under_way = [kept for kept in self._under_way if kept.active]

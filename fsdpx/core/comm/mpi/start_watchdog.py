@@ -84,7 +84,7 @@ def describe_missing_ranks(
     waiting: dict[int, tuple[str, str]], seconds: float, size: int, local_size: int, known: bool
 ) -> str:
     """Return text that names the ranks that have not arrived, as far as this host can tell. waiting: the ranks that
-    have. known: whether all marks of this host's ranks are in one folder."""
+    have arrived. known: whether all marks of this host's ranks are in one folder."""
     host = platform.node()
     local = {int(where) for _, where in waiting.values() if where.isdecimal()}
     missing = set(range(local_size)) - local
