@@ -165,7 +165,7 @@ class Assembler:
         """Return the assembly after a change of ranks. It has the newest state of which every element is in the memory
         of some rank. Collective.
 
-        Raises StateLost, on all ranks, if there is no such step. Returns when the ranks hold copies of each other's
+        Raises StateLost, on all ranks, if there is no such state. Returns when the ranks hold copies of each other's
         state again. report: called with text about the progress. timeout: timeout of the previous watchdog, because the
         timeout of a watched communicator is longer.
         """

@@ -217,7 +217,7 @@ class Coordinator:
         self._position = at
 
     def _read_requested_ranks(self) -> int | None:
-        """Return the requested number of ranks; only the lowest rank reads the file."""
+        """Return the requested number of ranks; only the lowest rank reads the file with the request."""
         if self.elastic.resize is None or self.assembly.control.rank > 0:
             return self.ranks
         try:

@@ -364,8 +364,8 @@ class ReshardPlan:
         return assign_moves(part, index, dest, supplies, self._holder_offset_by_name[part.name], chunk)
 
     def _pack_rows_into_messages(self, moves: Iterable[ElementMove], sends: bool) -> list[list[ElementRows]]:
-        """Return the rows of each message. All elements are laid out in sequence, each move from a multiple of
-        ALIGN_BYTES on, and divided every `block` bytes. So sender and receiver divide them the same way, and most of a
+        """Return the rows of each message. All elements are laid out in sequence, each move starting at a multiple of
+        ALIGN_BYTES, and divided every `block` bytes. So sender and receiver divide them the same way, and most of a
         long run is sent in messages of its own."""
         found = defaultdict[int, list[ElementRows]](list)
         filled, block = 0, max(self.block // ALIGN_BYTES, 1) * ALIGN_BYTES
@@ -464,9 +464,9 @@ def reshard_arrays(
 
     Every rank may hold and want any elements, or none. Elements that several ranks hold must have equal bits. A rank
     copies the elements that it holds itself; the others come from their holders, which take turns. Arrays of `want` may
-    share memory with those of `have` only for the same elements. Some rank must hold every wanted element: check it
-    with `describe_missing_elements` before. Raises RankLost if a rank dies; `comm` is revoked then, and some of `want`
-    may be filled.
+    share memory with those of `have` only for the same elements. Check first, with `describe_missing_elements`, that
+    some rank holds every wanted element. Raises RankLost if a rank dies; `comm` is revoked then, and some of `want` may
+    be filled.
 
     A rank receives the bytes that it wants and does not hold, in messages of at most `block` bytes. It needs additional
     memory only for elements that are not contiguous, up to MAX_MESSAGES_IN_FLIGHT x block.

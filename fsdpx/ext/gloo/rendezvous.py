@@ -188,8 +188,8 @@ class Rendezvous:
 
     @contextmanager
     def translating_torch_errors(self, action: str) -> Iterator[None]:
-        """Return a context manager that turns an error of torch into RankLost, naming the rank that has ended, or else
-        into CommError. action: what failed, as text."""
+        """Return a context manager that turns an error of torch into RankLost, which names the rank that has ended, or
+        into CommError if no rank is known to have ended. action: what failed, as text."""
         try:
             yield
         except (CommError, ConfigError):

@@ -59,8 +59,8 @@ class Preemption:
     Parameters
     ----------
     save : called on all ranks, together (default: nothing is saved)
-    signals : names of signals. Launchers forward USR1 to the ranks; TERM comes last before KILL; HUP means that a
-        terminal closes; QUIT is Ctrl-\\; INT is Ctrl-C, and a second one ends the job at once
+    signals : names of signals. Launchers forward USR1 to the ranks; TERM is the last signal before KILL; HUP means that
+        a terminal closes; QUIT is Ctrl-\\; INT is Ctrl-C, and a second one ends the job at once
     requeue : whether rank 0 then asks Slurm to start the job again (scontrol requeue)
     """
 
