@@ -38,7 +38,7 @@ def save_adapter(trainer: Trainer, folder: str | PathLike[str], base_model: str 
     PEFT does. Collective.
 
     For a model loaded by `fsdpx.models.from_pretrained`, layers are named as in the folder of the model, so that PEFT
-    can load the adapters together with it. For other models, layers are named as in the model.
+    can load the adapters together with that model. For other models, layers are named as in the model.
 
     Parameters
     ----------
@@ -61,8 +61,8 @@ def save_adapter(trainer: Trainer, folder: str | PathLike[str], base_model: str 
 def load_adapter(trainer: Trainer, folder: str | PathLike[str], convert: bool = False) -> None:
     """Load adapters that `save_adapter` or PEFT wrote for layers with the same names. Collective.
 
-    Raises CheckpointError on all ranks, before anything changes, if the files contain other layers, or another rank or
-    alpha.
+    Raises CheckpointError on all ranks, before anything changes, if the layers, the rank or alpha in the files differ
+    from those of the model.
 
     Parameters
     ----------
@@ -147,7 +147,8 @@ def _map_file_names_and_layout(trainer: Trainer, adapted: dict[str, LoRALinear])
 
 
 def _get_rank_and_alpha(adapted: dict[str, LoRALinear]) -> dict[str, Any]:
-    """Return rank and alpha of the first layer under PEFT's names; `nn.add_lora` makes them equal in all layers."""
+    """Return the rank and alpha of all layers by the names that PEFT gives them. They are read from the first layer,
+    because `nn.add_lora` makes all layers equal."""
     layer = next(iter(adapted.values()))
     return {"r": layer.rank, "lora_alpha": layer.alpha}
 

@@ -131,7 +131,7 @@ class LoRALinear(Linear):
         low = matmul_in_dtype(env.xp, inside, p[ADAPTER_NAMES[0]]).reshape(x.shape)
         mask = self._apply_dropout(env, x)[1]
         dx += low if mask is None else kernels.drop_backward(env.xp, low, mask, self.dropout)
-        return dx, (x, dy, inside, p[ADAPTER_NAMES[0]].copy(), mask)  # parameters may be freed before then
+        return dx, (x, dy, inside, p[ADAPTER_NAMES[0]].copy(), mask)  # a copy, because parameters may be freed
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         x, dy, inside, down, mask = kept
@@ -203,7 +203,7 @@ def add_lora(
     Parameters
     ----------
     model : any model that contains Linear layers; it is not changed
-    rank : inner dim of the product B A
+    rank : inner dim of the matrix product B A
     alpha : the output of adapters is scaled by alpha / rank
     dropout : probability that an element of an adapter's input is dropped
     targets : names of the Linear layers to adapt: full names, their last parts ("attn.qkv", as in PEFT's
