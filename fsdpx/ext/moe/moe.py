@@ -61,9 +61,9 @@ class MoE(Layer):
     `(samples, ..., d_model)`.
 
     At each position, the `active` experts with the largest logits `router x` are chosen; w is the softmax of their
-    logits (Mixtral, Jiang et al. 2024). There is no capacity limit: no position is dropped. The weights are
-    `router (experts, d_model)`, `gate` and `up (experts, d_hidden, d_model)` and `down (experts, d_model, d_hidden)`;
-    every rank holds all experts of the units that it computes. On a tensor axis the layer becomes a `ShardedMoE`, which
+    logits (Mixtral, Jiang et al. 2024). There is no capacity limit, so no position is dropped. The weights are
+    `router (experts, d_model)`, `gate` and `up (experts, d_hidden, d_model)` and `down (experts, d_model, d_hidden)`.
+    Every rank holds all experts of the units that it computes. On a tensor axis the layer becomes a `ShardedMoE`, which
     distributes the experts over the ranks.
 
     Parameters
@@ -75,8 +75,8 @@ class MoE(Layer):
     balance : weight of the load-balancing loss (Fedus et al. 2022), which is experts x the sum over experts e of
         f_e P_e. Here f_e is the number of choices of e per position, and P_e the mean over positions of the softmax
         probability of e among all experts. The loss is computed over the positions of one microbatch, and acts only in
-        backward: reported losses do not include it
-    init, out_init : initializers of `router`, `gate` and `up`, and of `down`; None: N(0, 0.02)
+        backward, so reported losses do not include it
+    init, out_init : initializer of `router`, `gate` and `up`, and initializer of `down`; None: N(0, 0.02)
     """
 
     acts_on = "position"
@@ -199,7 +199,7 @@ def require_valid_input(layer: Layer, x: Array, d_model: int, balance: float) ->
 
 
 def route_rows(xp: Any, rows: Array, weight: Array, active: int) -> RoutingChoice:
-    """Choose the `active` experts of each row by the largest logits, rows weight^T."""
+    """Choose the `active` experts with the largest logits for each row. The logits are rows weight^T."""
     logits = linear_forward(xp, rows, weight, None)
     best = xp.argsort(-logits, axis=1, kind="stable")[:, :active]
     picked = xp.take_along_axis(logits, best, axis=1).astype(accumulation_dtype(rows.dtype), copy=False)
@@ -279,14 +279,14 @@ class ShardedMoE(Layer):
 
     `gate`, `up` and `down` are sharded along dim 0; `router` is replicated. Each rank routes the rows of its shard of
     the input or, if all ranks have the full input, its share of the rows. An all-to-all sends the rows to the ranks
-    that hold their experts, and a second all-to-all returns the results; no row is dropped. Each rank computes a
+    that hold their experts, and a second all-to-all returns the results. No row is dropped. Each rank computes a
     summand of the gradient of `router`. The balancing loss includes the positions of all ranks of the axis.
 
-    Communication per rank: let d be the bytes of a row, w the bytes of a weight, c the number of choices by this rank's
-    rows of experts on other ranks, and c' the number of choices by other ranks' rows of experts on this rank. The rank
-    sends c (d + w) + c' d bytes in forward and c d + c' (d + w) bytes in backward. In addition, the counts of rows are
-    gathered, 8 bytes x experts from each rank; without `sequence`, the result and the gradient of the input are
-    all-gathered.
+    Communication per rank: let d be the bytes of a row, w the bytes of a weight, c the number of times that this rank's
+    rows chose experts on other ranks, and c' the number of times that other ranks' rows chose experts on this rank. The
+    rank sends c (d + w) + c' d bytes in forward and c d + c' (d + w) bytes in backward. In addition, the counts of rows
+    are gathered, for which each rank sends 8 bytes per expert to each other rank. Without `sequence`, the result and
+    the gradient of the input are all-gathered.
 
     Parameters
     ----------
