@@ -45,8 +45,8 @@ class Architecture:
     ----------
     make_model : function from a configuration and the caller's options to the model
     names : parameter name in fsdpx, or a prefix of it that ends in a dot -> the corresponding name in the files; *
-        stands for the number of a block. A name with a # stands for several tensors, named with 0, 1, ... in its place,
-        which are the parts of the parameter along dim 0. The first entry that matches applies
+        stands for the number of a block. A name with a # stands for several tensors, which are named with 0, 1, ... in
+        place of the # and are the parts of the parameter along dim 0. The first entry that matches applies
     base_prefix : prefix of tensor names that is missing in files of a model without its head
     transposed : patterns (fnmatch) of the names in fsdpx of matrices that are stored transposed
     unused : patterns of tensor names in the files that are not needed
@@ -99,8 +99,8 @@ class Architecture:
         return get_valid_fields(values, self.fields, where, parts)
 
     def get_names_in_files(self, name: str, rows: int) -> tuple[str, ...]:
-        """Return the names of the tensors in the files that a parameter consists of: one, or one for each of its
-        `rows`."""
+        """Return the names of the tensors in the files that make up a parameter: a single tensor, or one for each of
+        the `rows` elements of dim 0."""
         found = self._get_name_pattern_in_files(name)
         return tuple(found.replace("#", str(row)) for row in range(rows)) if "#" in found else (found,)
 

@@ -37,8 +37,8 @@ Message = Mapping[str, Any]
 class ChatTemplate:
     """A Jinja2 template for conversations.
 
-    Templates are untrusted. They run in Jinja2's sandbox, in a separate process with limited time and memory, which is
-    started for the first conversation.
+    Templates are untrusted. They run in Jinja2's sandbox, in a separate process with limited time and memory. The
+    process is started for the first conversation.
 
     Parameters
     ----------
@@ -138,8 +138,8 @@ class TemplateProcess:
         self._end = weakref.finalize(self, _kill_process, self._child, self._owner)
 
     def is_alive(self) -> bool:
-        """Return whether the template process is running and was started by this process, not by its parent: a forked
-        child must not use its parent's pipes."""
+        """Return whether the template process is running and was started by this process. A process that its parent
+        started does not count, because a forked child must not use its parent's pipes."""
         return os.getpid() == self._owner and self._child.poll() is None
 
     def request_text(self, request: Mapping[str, Any]) -> str:

@@ -72,7 +72,8 @@ def from_state_dict(source: Mapping[str, Any] | str | PathLike[str], **options: 
 
     Parameters
     ----------
-    source : name -> array, as `module.state_dict()`; or the path of a safetensors file, or of a folder with one
+    source : name -> array, as `module.state_dict()` returns; or the path of a safetensors file, or of a folder that
+        contains one
     options : properties that the weights do not determine. U-Net: `activation="tanh"` (PDEBench, The Well), `padding`,
         and `transposed=True` if the last layer is a ConvTranspose (The Well) with equal numbers of input and output
         channels. neuraloperator's FNO: `positions=False`. PDEBench's FNO: `padding`, the number of cells that are added
@@ -102,7 +103,7 @@ def to_state_dict(
 
     Returns
     -------
-    dict : name -> array; converted to tensors, `module.load_state_dict` loads them. Tensors of `like` that are no
+    dict : name -> array; converted to tensors, `module.load_state_dict` loads them. Tensors of `like` that are not
         parameters of the fsdpx model are unchanged
 
     Raises
@@ -212,7 +213,8 @@ def _build_unet(tensors: Tensors, *, transposed: bool | None = None, **options: 
 
 
 def _compute_last_n_modes(modes: int) -> int:
-    """Return `n_modes` of the last dim, of whose frequencies only the nonnegative ones are stored as `modes`."""
+    """Return `n_modes` of the last dim, for which only the nonnegative frequencies are stored. modes: number of
+    these."""
     return max(2 * (modes - 1), 1)
 
 

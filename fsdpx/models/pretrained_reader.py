@@ -104,8 +104,8 @@ FLOAT_CODES = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class TensorSource:
-    """Initializer that reads a parameter from tensors in files: from one tensor, which is stored transposed if
-    `transposed`, or from several tensors of equal size, which are the parts of the parameter along dim 0."""
+    """Initializer that reads a parameter from tensors in files. It reads either one tensor, which is stored transposed
+    if `transposed`, or several tensors of equal size, which are the parts of the parameter along dim 0."""
 
     source: CheckpointSource = field(repr=False)
     names: tuple[str, ...]
@@ -139,7 +139,7 @@ class TensorSource:
         """Fill an array with the elements from `start` on, without an intermediate copy, and return True. Return False
         if that is impossible.
 
-        It is impossible if the elements are stored in another order, or in a dtype whose values the array's dtype
+        Reading is impossible if the elements are stored in another order, or in a dtype whose values the array's dtype
         cannot represent exactly."""
         if self.transposed or not isinstance(target, np.ndarray):
             return False
@@ -163,7 +163,7 @@ def from_pretrained(folder: str | PathLike[str], **options: Any) -> Container:
     index.
 
     This function reads only the headers of files. If the configuration ties the head to the embedding but the files
-    contain a head, it also compares the two; a head that differs becomes a separate parameter. When `distribute`
+    contain a head, it also compares the two. A head that differs becomes a separate parameter. When `distribute`
     creates the shards, each rank reads the elements that it holds and converts them to the dtype of its parameters.
     `fsdpx.models.save_pretrained` writes such a folder.
 

@@ -191,13 +191,13 @@ def _commit_folder(path: Path, partial: Path, plan: FileLayout, source: Checkpoi
 def _copy_file_if_trusted(file: Path, target: Path) -> None:
     """Copy a file from the folder of the weights, with at most the permissions of the original.
 
-    A link that leaves the folder is not copied, because someone else may have created it to expose a private file of
-    this user. Links into the blobs folder, as the cache of the hub contains them, are copied."""
+    A link that leaves the folder is not copied, because someone else may have created it to expose a private file owned
+    by this user. Links into the blobs folder, such as those in the cache of the hub, are copied."""
     folder = file.parent.resolve()
     blobs = folder.parents[1] / "blobs" if folder.parent.name == "snapshots" else folder
     try:
         with open_file(file, MAX_COPIED_BYTES, ours=False) as found:
-            real = resolve_open_file(found, file)  # the path of the open file: links may have changed since
+            real = resolve_open_file(found, file)  # path of the open file, because links may have changed
             if not (real.is_relative_to(folder) or real.parent == blobs):
                 warn_file_ignored(CheckpointError("this is a link out of its folder, and is not copied"), file)
                 return
@@ -209,7 +209,7 @@ def _copy_file_if_trusted(file: Path, target: Path) -> None:
 
 
 def _make_config(source: CheckpointSource, dtype: str | None) -> bytes:
-    """Return the text of the configuration that was read; if the dtype of the weights changes, with the new dtype."""
+    """Return the text of the configuration that was read, with the new dtype if the dtype of the weights changes."""
     text = read_file(source.folder / CONFIG_NAME, MAX_JSON_BYTES, ours=False)
     if dtype is None:
         return text

@@ -100,8 +100,8 @@ def _make_jinja_environment(rounds: int) -> Any:
 
 
 def _make_sandbox_class(rounds: int) -> Any:
-    """Return a sandboxed environment class that counts loop iterations and calls, and stops a template after
-    `rounds`."""
+    """Return a sandboxed environment class that counts loop iterations and calls, and stops a template after `rounds`
+    of them."""
     from jinja2 import TemplateError, nodes
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

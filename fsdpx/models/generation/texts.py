@@ -28,7 +28,8 @@ NO_TOKEN = -1
 """Placeholder for a token where the logits are NaN or infinite."""
 ROW_STRIDE = 1 << 32  # number of random numbers that are reserved for each row
 DEFAULT_CANDIDATES = 64
-"""The first guess of how many tokens `top_p` keeps: usually fewer tokens hold most of the probability."""
+"""The first guess of how many tokens `top_p` keeps. It is usually enough, because fewer tokens hold most of the
+probability."""
 
 
 @dataclass(frozen=True)
