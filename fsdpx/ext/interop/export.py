@@ -63,7 +63,7 @@ INPUT, RESULT, INNER = "placeholder", "output", "get_attr"
 
 
 class OperationNumber(int):
-    """The number of an earlier operation, as an argument that stands for its result."""
+    """The number of an earlier operation, used as an argument that stands for that operation's result."""
 
 
 @dataclass(frozen=True)
@@ -293,12 +293,12 @@ class UnitFunction(AutogradLayer):
 
     Parameters
     ----------
-    graph : its operations, which take the inputs, then parameters, then constants
+    graph : the unit's operations, which take the inputs, then parameters, then constants
     inputs : number of inputs
     parameters : names in the order of the graph, and their tensors
     constants : buffers and constants, in the order of the graph
     name : name of the unit, for messages
-    shapes : shapes of its inputs and output in the dtype of its parameters; default None: unknown
+    shapes : shapes of the unit's inputs and output in the dtype of its parameters; default None: unknown
     norms : names of parameters of norms
     """
 
@@ -325,8 +325,8 @@ class UnitFunction(AutogradLayer):
         return f"UnitFunction({self.name})"
 
     def forward_shape_only(self, env: LayerContext, p: Params, x: Any) -> Any:
-        """Return the shape-only output, taken from the export if that has its shape: computing shapes in PyTorch
-        imports as many modules as the exporter does."""
+        """Return the shape-only output. Its shape is taken from the export if possible, because computing shapes in
+        PyTorch imports as many modules as the exporter does."""
         found = None
         if self._known is not None and all(p[name].dtype.name == kind for name, kind in self._kinds.items()):
             found = self._known.find_result_shape_and_dtype(x if isinstance(x, tuple) else (x,))
@@ -501,7 +501,7 @@ class _ExportPlan:
 
     def _list_needed_nodes(self, segment: _ExportSegment) -> list[fx.Node]:
         """Return the operations of a segment and those that they read, in order, including earlier operations without
-        parameters; sizes are read from tensors that are inputs anyway."""
+        parameters. Sizes are read from tensors that are inputs anyway."""
         needed, waiting = set[fx.Node](), [segment.result]
         while waiting:
             node = waiting.pop()

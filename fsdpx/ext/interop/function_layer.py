@@ -153,7 +153,7 @@ def _iterate_named_leaves(params: Any, path: str = "") -> Iterator[tuple[str, An
 
 
 def _unflatten_leaves(params: Any, leaves: Iterator[Any]) -> Any:
-    """Return the same nested structure, tuples as lists, with other leaves."""
+    """Return the same nested structure with other leaves, and with lists in place of tuples."""
     if isinstance(params, dict):
         return {key: _unflatten_leaves(value, leaves) for key, value in params.items()}
     if isinstance(params, list | tuple):

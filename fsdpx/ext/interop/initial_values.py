@@ -24,7 +24,7 @@ class InitialValues:
     ----------
     arrays : the values by name
     missing : name -> why a parameter has no values
-    remakers : name -> function that returns the values as long as their owner exists, then None
+    remakers : name -> function that returns the values as long as their owner exists, and None afterwards
     """
 
     def __init__(

@@ -139,8 +139,8 @@ def _to_jax(array: Array) -> jax.Array:
 
 
 def _from_jax(xp: Any, array: jax.Array) -> Array:
-    """Wait until JAX has computed an array, and return it as an array of `xp`. JAX returns arrays earlier, when the
-    engine must not yet reuse the memory of the inputs."""
+    """Wait until JAX has computed an array, and return it as an array of `xp`. JAX returns arrays before they are
+    computed, and until then the engine must not reuse the memory of the inputs."""
     done = jax.block_until_ready(array)
     return np.asarray(done) if xp is np else xp.from_dlpack(done)
 

@@ -64,7 +64,8 @@ class AutogradLayer(Layer):
     device = "meta"
     """PyTorch device of dry runs: "meta", or "cpu", with zeros, for modules that need values."""
     draws = True
-    """Whether its operations may draw random numbers. Intercepting these imports PyTorch's compiler."""
+    """Whether the layer's operations may draw random numbers. If not, nothing is intercepted, because that would
+    import PyTorch's compiler."""
 
     constants: Mapping[str, torch.Tensor]
     """Buffers and constants by name; they keep their dtype."""
@@ -263,7 +264,7 @@ class _BareModule:
         for name, norm in norms:
             self._module = _replace_submodule(self._module, name, GlobalNorm(norm, name))
         if getattr(self._module, "inplace", False):
-            self._module.inplace = False  # the layer before it owns its input
+            self._module.inplace = False  # the input must not be changed, because another layer owns it
         self.constants = {n: b.clone() for n, b in self._module.named_buffers() if n not in floats}
         self._threads = threading.local()
 
@@ -353,7 +354,7 @@ class RecordedForward:
     """The autograd graph of one forward. The arrays saved for backward are in `kept`, and are passed back to
     `backward`.
 
-    Parameters are not among them: their page is gathered again for backward, possibly to another address.
+    Parameters are not in `kept`, because their page is gathered again for backward, possibly at another address.
 
     Parameters
     ----------
@@ -428,7 +429,8 @@ class RecordedForward:
 
 
 class _Inlet(torch.autograd.Function):
-    """Begins a graph at an input without holding it: as a leaf, the input would live as long as the graph."""
+    """Begins a graph at an input without holding the input. If the input were a leaf, it would live as long as the
+    graph."""
 
     @staticmethod
     def forward(ctx: Any, begin: torch.Tensor, x: list[torch.Tensor]) -> torch.Tensor:
@@ -444,8 +446,8 @@ class _Inlet(torch.autograd.Function):
 
 
 class _Outlet(torch.autograd.Function):
-    """Ends a graph in a scalar whose gradient is never needed: for any other result, the shape check of `autograd.grad`
-    imports a computer algebra system."""
+    """Ends a graph in a scalar whose gradient is never needed, because for any other result the shape check of
+    `autograd.grad` imports a computer algebra system."""
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, dy: list[torch.Tensor]) -> torch.Tensor:
@@ -463,7 +465,8 @@ def _get_storage_id(tensor: torch.Tensor) -> int:
 
 
 def _as_arrays(xp: Any, held: Sequence[torch.Tensor], inputs: Sequence[tuple[torch.Tensor, Any]]) -> tuple[Any, ...]:
-    """Return tensors as arrays; in a dry run tensors that share memory become one array, so that it is counted once."""
+    """Return tensors as arrays. In a dry run, tensors that share memory become one array, so that the memory is counted
+    once."""
     if not getattr(xp, "holds_no_data", False):
         return tuple(to_array(xp, tensor) for tensor in held)
     known = {_get_storage_id(tensor): array for tensor, array in inputs}

@@ -72,8 +72,8 @@ class _CounterRandomMode(TorchDispatchMode):
 
 
 def _fill_bernoulli(mode: _CounterRandomMode, x: torch.Tensor, p: float = 0.5, **options: Any) -> torch.Tensor:
-    """Fill x in place with 1 with probability p, else with 0. Dropout passes the probability that an element is
-    kept."""
+    """Set each element of x, in place, to 1 with probability p, and to 0 otherwise. Dropout passes the probability that
+    an element is kept."""
     return x.copy_(mode.draw_uniform(x) >= 1.0 - p)
 
 
