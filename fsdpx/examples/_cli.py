@@ -31,8 +31,8 @@ def nonnegative_int(text: str) -> int:
 def run_main(main: Callable[[], Any]) -> int:
     """Run `main` and return the exit status.
 
-    In a single process, an error of fsdpx is printed as one line, and the status is 2. In a job of several ranks, it is
-    raised like any other uncaught error: it is printed once, and ends all ranks."""
+    In a single process, an error of fsdpx is printed as one line, and the status is 2. In a job of several ranks, the
+    error is raised like any other uncaught error, so it is printed once and ends all ranks."""
     try:
         found = main()
     except FsdpxError as error:

@@ -44,7 +44,7 @@ def add_halo(u):
 
 
 def step_explicitly(u):
-    """Return the next state: SMALL explicit steps of the shallow water equations."""
+    """Return the state after SMALL explicit steps of the shallow water equations."""
     for _ in range(SMALL):
         w = add_halo(u)
         dx, dy = (w[1:-1, 2:] - w[1:-1, :-2]) / 2, (w[2:, 1:-1] - w[:-2, 1:-1]) / 2

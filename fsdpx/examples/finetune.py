@@ -90,8 +90,8 @@ def write_conversations(path: Path, count: int = 400) -> None:
 def load_or_train_model(
     args: argparse.Namespace, tokenizer: Any, comm: Any
 ) -> tuple[Any, dict[str, np.ndarray] | None]:
-    """Return the model of a folder and None; or, without a folder, a small model that is trained here, and its
-    parameters by name. Collective."""
+    """Return the model of a folder and None. Without a folder, train a small model, and return it and its parameters by
+    name. Collective."""
     if args.folder is not None:
         return models.from_pretrained(args.folder), None
     model = nn.Llama(VOCAB, d_model=64, n_layers=2, n_heads=4, seq_len=args.seq_len, kv_heads=2)
@@ -141,7 +141,7 @@ def generate_and_print_answers(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Fine-tune, with answers before and after, and save the adapters; return the exit status."""
+    """Fine-tune, print answers before and after, and save the adapters; return the exit status."""
     args = make_parser().parse_args(argv)
     if (args.folder is None) != (args.data is None):
         raise ConfigError("give a folder and data, or neither of them")

@@ -48,13 +48,13 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     critic = make_mlp(2, 1).as_distributed(**options, seed=2)
     mine, misses = slice(comm.rank, None, comm.size), []
     for step in range(1, args.steps + 1):
-        rng = np.random.default_rng(step)  # the same on all ranks; each takes its samples
+        rng = np.random.default_rng(step)  # the same on all ranks, each of which takes its own samples
         real, noise = sample_circle(rng, args.batch)[mine], rng.standard_normal((args.batch, NOISE), np.float32)[mine]
         fake = generator.forward(noise)
         for points, is_real in ((real, True), (fake, False)):
             critic.backward(compute_logit_gradient(critic.forward(points), is_real, args.batch))
         critic.update()
-        # the generator minimizes the critic's loss with the label "real": the gradient with respect to the points
+        # the generator minimizes the critic's loss with the label "real", so it needs the gradient of the points
         dfake = critic.backward(compute_logit_gradient(critic.forward(fake), True, args.batch))
         critic.zero_grad()  # discard the gradients of the critic's own parameters
         generator.backward(dfake)

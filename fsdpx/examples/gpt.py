@@ -113,7 +113,7 @@ def make_loader_and_batches(args: argparse.Namespace, comm: Any, prints: bool) -
 
 
 def print_sample(trainer: fsdpx.Trainer, count: int, seed: int, cache: bool, prompt: str = "\ndef ") -> None:
-    """Generate `count` bytes of text; rank 0 prints them while they are generated. Collective. cache: as in
+    """Generate `count` bytes of text; rank 0 prints them while they are generated. Collective. cache: see
     `generate`."""
     prints = trainer.call_runner.rank == 0
     printed = TerminalStream(decode_bytes, lambda text: print(text, end="", flush=True) if prints else None)
@@ -150,7 +150,7 @@ In the lines below: loss: of the step's batch, in nats per byte (a model that kn
 bytes of all ranks per second of training, without validation and saving; lr: learning rate of the step; norm: length of
 the whole gradient before it is clipped to {clip:g}"""
 PASSING = ("chaos", "hash", "no_save", "resume", "run", "trace", "verbose")
-"""Arguments that do not describe the run; resuming it does not restore them."""
+"""Arguments that do not describe the run, so resuming the run does not restore them."""
 
 
 def parse_arguments_and_open_run(argv: Sequence[str] | None, comm: Any) -> tuple[argparse.Namespace, RunFolder | None]:
@@ -202,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if folder
             else None,
         )
-    # before generation, which takes more memory
+    # reported before generation, which takes more memory
     report, summary = trainer.report().with_footprint(), trainer.inspect.gather_summary()
     if trainer.call_runner.rank == 0:
         loss = history.validation[-1][1]

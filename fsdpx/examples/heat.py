@@ -27,14 +27,14 @@ def make_random_plate(seed):
 
 
 def fill_halo(u):
-    """Fill the ghost cells from the neighbors, and beyond walls: one wall is kept at 1,
-    the others are insulated."""
+    """Fill the ghost cells with cells of the neighbors. Beyond walls, fill them such
+    that one wall is kept at 1 and the others are insulated."""
     for dim in range(2):
         before, after = cart.Shift(dim, 1)
         v = np.moveaxis(u, dim, 0)  # a view; the second dim also fills the corners
         low, high = v[1].copy(), v[-2].copy()
         if dim == 1 and before == MPI.PROC_NULL:
-            low = 2 - low  # its mean with the cell at the wall is 1
+            low = 2 - low  # the mean of this and the cell at the wall is 1
         cart.Sendrecv(v[-2].copy(), after, recvbuf=low, source=before)
         cart.Sendrecv(v[1].copy(), before, recvbuf=high, source=after)
         v[0], v[-1] = low, high

@@ -1,4 +1,4 @@
-"""Figures of the surrogate tutorial, by Matplotlib (the extra `plot`)."""
+"""Figures of the surrogate tutorial, drawn by Matplotlib (the extra `plot`)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +27,7 @@ def write_figures(folder: Path, grid: fsdpx.Grid, end_states: Sequence[Array], e
     ----------
     folder : where to write; it is created if needed
     grid : how the field is split; 2 dims, of which the second is periodic
-    end_states : last states of the solver and of the network, full fields, (rows, columns, 3)
+    end_states : last states of the solver and of the network, as full fields (rows, columns, 3)
     errors : error of the network's state after each step, relative to the waves
     """
     from matplotlib import rc_context

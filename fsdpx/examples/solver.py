@@ -24,7 +24,7 @@ from fsdpx.examples._cli import run_main
 SIDE = 32  # cells of the field in each direction
 SMALL, STEP, VISCOSITY = 4, 0.0025, 0.02  # small steps per large step, time of a small step, viscosity
 LARGE = 5  # large steps per round
-SCALE = 20.0  # the network's output is this times the change in a large step
+SCALE = 20.0  # the network's output is the change in a large step times this factor
 GOOD = 3e-4  # the loss below which the solver may use the network
 KNOWN, DRAWN, STEPS = 8, 2, 40  # snapshots that trainers keep, snapshots per training step, training steps per round
 Array = np.ndarray
@@ -32,7 +32,8 @@ Part = tuple[tuple[int, int], ...]  # cells of a rank along each dim, (start, st
 
 
 def make_network() -> nn.Layer:
-    """Build the network from the field to its change in a large step; each cell sees 5 x 5 cells, periodically."""
+    """Build the network that maps the field to its change in a large step. Each cell sees 5 x 5 cells of the periodic
+    field."""
     return nn.Sequential(nn.Conv2d(2, 48, 5, padding=2, padding_mode="circular"), nn.Tanh(), nn.Conv2d(48, 2, 1))
 
 
@@ -69,12 +70,12 @@ class PutWindow:
 
 class SnapshotExchange:
     """The cells of this rank's part that ranks with another partition of the field
-    need, and the positions of these cells in their parts.
+    need, and the positions of these cells in the parts of those ranks.
 
     Parameters
     ----------
     mine : this rank's part
-    theirs : rank -> part, of the ranks that receive snapshots
+    theirs : the parts of the ranks that receive snapshots, by rank
     channels : channels of a snapshot
     """
 
@@ -118,8 +119,8 @@ class Solver:
         self.net = make_network().as_distributed(domain=self.grid)
 
     def advance_round(self, learned: bool) -> Array:
-        """Take the large steps of a round, and return a snapshot of the first: the field and how it changed, (4, rows,
-        SIDE)."""
+        """Take the large steps of a round. Return a snapshot of the first one, (4, rows, SIDE): the field before the
+        step, and the scaled change of the field."""
         for k in range(LARGE):
             before = self.velocity
             if learned and k > 0:

@@ -23,7 +23,7 @@ Array = np.ndarray
 
 
 def make_network() -> nn.Layer:
-    """Build the network from a state to the next one, with walls that repeat their cells and periodic columns."""
+    """Build the network that maps a state to the next one. Walls repeat their cells, and columns are periodic."""
     around = ("replicate", "circular")
     return nn.Residual(nn.UNet(3, 3, width=12, depth=1, padding=around, norm=None, activation="tanh"))
 
@@ -58,10 +58,10 @@ def run_solver_and_train(trainer: fsdpx.Trainer, runs: int, steps: int) -> float
 
 
 def compare_with_solver(trainer: fsdpx.Trainer) -> tuple[list[float], list[Array], list[float]]:
-    """Compare with the solver in a run that is not in the training data.
+    """Compare the network with the solver in a run that is not in the training data.
 
     Returns the error of each state relative to the waves, the last states of solver and
-    network, and the seconds per state of each."""
+    network, and the time in seconds that each takes per state."""
     u = make_initial_drops(0)
     v, errors, seconds = compute_waves(u), list[float](), [0.0, 0.0]
     for k in range(STATES):

@@ -60,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def print_results(args: argparse.Namespace, results: list[tuple[int, dict[float, float]]]) -> None:
-    """Print a line for each rate. results: by rank, its group and that group's losses by rate."""
+    """Print a line for each learning rate. results: for each MPI rank, its group, and the group's losses by learning
+    rate."""
     print(f"{args.groups} groups of {len(results)} ranks, {args.steps} steps each")
     print(f"{'rate':>8} {'group':>6} {'ranks':>10} {'validation loss':>16}")
     losses = {rate: loss for _, found in results for rate, loss in found.items()}
