@@ -219,7 +219,7 @@ POLLS_BEFORE_YIELD = 2048
 """Number of polls (about a millisecond) after which a rank with a core of its own yields that core."""
 _SPINS_BEFORE_SLEEP = 4096  # some milliseconds, after which a waiting rank may sleep
 THREAD_POLLS = -_SPINS_BEFORE_SLEEP
-"""Patience of thread ranks. It is negative, so that a waiting rank sleeps at once: if it polled, it would keep the
+"""Patience of thread ranks. It is negative, so that a waiting rank sleeps at once. A rank that polled would keep the
 interpreter from the other ranks for 5 ms at a time."""
 _SPINS_PER_CLOCK = 256
 _NAP_SECONDS = 50e-6
@@ -255,7 +255,7 @@ def get_progress(comm: object) -> Progress:
 
 
 class GeneratorHandle:
-    """The handle of a generator that issues transfers in sequence: the generator yields the handle of each transfer,
+    """The handle of a generator that issues transfers in sequence. The generator yields the handle of each transfer,
     and is resumed when that transfer is complete."""
 
     __slots__ = ("_current", "_done", "_error", "_generator", "_progress", "_running")

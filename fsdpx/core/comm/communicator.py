@@ -598,7 +598,7 @@ class Communicator(ABC):
 
 
 class CommunicatorWrapper(Communicator):
-    """A communicator around another one, `comm`: override `issue` to observe, delay or change its calls.
+    """A communicator around another communicator, `comm`. Override `issue` to observe, delay or change its calls.
 
     Groups get a wrapper of the same type; override `wrap_group` if that takes more than `type(self)(group)`.
     """

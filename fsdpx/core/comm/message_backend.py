@@ -84,7 +84,7 @@ def start_messages_through_host(comm: MessageBackend, call: Call, outgoing: Pair
 
 
 Phase = Callable[[Array, Array], Handle]
-"""Function (pinned buffer, chunk on the GPU) -> handle."""
+"""A function of a pinned buffer and a chunk on the GPU that returns a handle."""
 
 
 class _ChunkPipeline:

@@ -40,7 +40,7 @@ class Window(ABC):
         open meanwhile.
 
         write: changes are stored; if False, other ranks may read at the same time. A rank that opens two parts must
-        open that of the lower rank first.
+        open the part of the lower rank first.
         """
 
     @abstractmethod
@@ -60,7 +60,7 @@ class Window(ABC):
         """Return whether this rank knows that `rank` has died."""
         return False
 
-    def check_ranks_and_make_progress(self, missing: Sequence[int] = (), what: str = "") -> None:  # noqa: B027 - most have nothing to look at
+    def check_ranks_and_make_progress(self, missing: Sequence[int] = (), what: str = "") -> None:  # noqa: B027 - most check nothing
         """Raise if the `missing` ranks, for which this rank waits, can never arrive; called between two polls of a
         wait. Also make progress for other ranks if the library makes progress only inside its calls."""
 
@@ -68,7 +68,7 @@ class Window(ABC):
         """Return the context manager for a rank's accesses to the parts of all ranks. kind: "pull", "push" or "mix"."""
         return nullcontext()
 
-    def stop_accessing(self) -> None:  # noqa: B027 - nothing where time is real
+    def stop_accessing(self) -> None:  # noqa: B027 - does nothing where time is real
         """Announce that this rank enters a synchronization of all ranks and will not access the window until it is
         over."""
 

@@ -225,8 +225,8 @@ def take_largest(
 
 
 def _find_kth_largest(x: np.ndarray, k: int) -> np.int32:
-    """Return the bits of the absolute value of the k-th largest element. If most elements are zero, as in sums of
-    sparse gradients, drop the zeros first, because partitioning many equal elements is slow."""
+    """Return the bits of the absolute value of the k-th largest element. If most elements are zero, for example in sums
+    of sparse gradients, drop the zeros first, because partitioning many equal elements is slow."""
     with np.errstate(over="ignore", under="ignore"):
         sizes = x.astype(np.float32, copy=False).view(np.int32) & np.int32(0x7FFFFFFF)
     if np.count_nonzero(sizes) < x.size // 2:

@@ -162,9 +162,9 @@ class StateCopies:
         self._comm, self._state, self._trains = comm, state, trains
         self.needed = are_copies_needed(comm.size, state.placement.axes.replica.size, copies)
         self.copy_seconds = 0.0
-        """Seconds that the last `start_copying` took to copy the state on this rank."""
+        """Time in seconds that the last `start_copying` took to copy the state on this rank."""
         self.transfer_seconds = 0.0
-        """Seconds from the last `start_copying` to the arrival of all its messages."""
+        """Time in seconds from the last `start_copying` to the arrival of all its messages."""
         self._complete: list[tuple[GenerationBuffers, int, RunScalars]] = []  # newest first
         self._spare: list[GenerationBuffers] = []
         self._under_way: tuple[GenerationBuffers, int, RunScalars] | None = None

@@ -109,7 +109,7 @@ class Rendezvous:
         return compute_hmac(self.secret, f"{self._arrival_text} {key}", value).tobytes()
 
     def compute_seconds_left(self) -> float:
-        """Return the seconds that remain for ranks to arrive, at least 1."""
+        """Return the time in seconds that ranks still have to arrive, at least 1."""
         return max(self._deadline - time.monotonic(), 1.0)
 
     def _announce_rank(self, mine: RankArrival) -> None:
@@ -286,7 +286,7 @@ def _resolve_address(location: RendezvousStore) -> Any:
 
 
 def _wait_until_store_listens(location: RendezvousStore, timeout: float) -> float:
-    """Wait until a process listens at the address of the store; return the seconds that are left. The store of
+    """Wait until a process listens at the address of the store; return the time left in seconds. The store of
     torch.distributed itself would wait for twice its timeout."""
     end = time.monotonic() + timeout
     while True:

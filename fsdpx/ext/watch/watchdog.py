@@ -139,7 +139,7 @@ class Watchdog:
 
     def stop_watching_and_remove_dead_records(self, comm: Any) -> None:
         """Stop watching, because no rank waits on this communicator anymore, and remove the records of dead ranks,
-        which could not do so. `remove_dead_records` can be called again later."""
+        which could not remove their own. `remove_dead_records` can be called again later."""
         self.stop_watching()
         self.remove_dead_records(comm.get_failed_ranks() if hasattr(comm, "get_failed_ranks") else ())
 
