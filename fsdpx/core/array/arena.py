@@ -194,7 +194,7 @@ class Arena:
         """Return a zeroed buffer of `size` elements that lives until `drop_buffer`. The same name returns the same
         buffer.
 
-        `temporary`: the buffer will be dropped before other buffers, so it must not share a block with them.
+        `temporary`: whether the buffer will be dropped before other buffers, so it must not share a block with them.
         """
         if name not in self.kept:
             make = self._allocate_aligned_zeros if self.xp is np and not temporary else self.xp.zeros
@@ -276,7 +276,7 @@ class Arena:
 
 
 def get_data_pointer(array: Any) -> int:
-    """Return the address of an array's first byte, on the host or a GPU; 0 for arrays without data."""
+    """Return the address of an array's first byte, on the host or a GPU. Return 0 for arrays without data."""
     if hasattr(array, "ctypes"):
         return int(array.ctypes.data)
     return int(array.data.ptr) if hasattr(array, "data") else 0

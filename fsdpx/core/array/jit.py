@@ -80,7 +80,8 @@ def _load_code_store() -> CodeStore | None:
 
 
 def format_fastmath_for_file_name(fastmath: Any) -> str:
-    """Return the compiler's freedom to reorder sums as a part of a file name, since it changes the bits of results."""
+    """Return, as a part of a file name, how far the compiler may reorder sums. File names contain this because the
+    order of sums changes the bits of results."""
     return " ".join(sorted(fastmath)) if isinstance(fastmath, set) else str(fastmath)
 
 

@@ -130,7 +130,7 @@ def parallel_for_columns(function: Callable[..., Any], rows: Any, *rest: Any) ->
 
 
 def run_tasks(function: Callable[..., Any], pieces: Sequence[tuple[Any, ...]]) -> None:
-    """Run `function(*piece)` for every piece, in any order and on any thread; return when all are done.
+    """Run `function(*piece)` for every piece, in any order and on any thread. Return when all pieces are done.
 
     The function should be compiled and release the GIL. All pieces are run even if one raises, and the first error is
     raised at the end. Any thread may call this at any time, even from within a piece, because the caller runs pieces of

@@ -94,7 +94,7 @@ class Random:
         object.__setattr__(self, "moment", moment or TrainingMoment(step, row))
 
     def child(self, name: str) -> Random:
-        """Return the random numbers of the child layer `name`; the path of the root layer is empty."""
+        """Return the random numbers of the child layer `name`. The path of the root layer is empty."""
         path = f"{self.path}.{name}" if self.path and name else self.path or name
         return Random(self.seed, path, moment=self.moment)
 

@@ -157,8 +157,8 @@ def get_selected_library() -> str:
 
 
 def get_gemm_address(dtype: np.dtype) -> int:
-    """Return the address of the selected library's gemm for float32 or float64; 0 if `numpy.matmul` is to be called
-    instead."""
+    """Return the address of the selected library's gemm for float32 or float64. Return 0 if `numpy.matmul` is to be
+    called instead."""
     return ADDRESSES[dtype.char] if dtype.isnative else 0
 
 

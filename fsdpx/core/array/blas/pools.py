@@ -30,9 +30,9 @@ class BlasThreads(NamedTuple):
 class _PoolState:
     """State of this module.
 
-    `most`: maximum number of threads of each pool while fsdpx computes; None if the user has set the numbers. `plan`:
-    (pool, threads); None if it must be made. `inside`: number of open `limit_threads` blocks. `changed`: (pool, number
-    of threads now, number before).
+    `most`: maximum number of threads of each pool while fsdpx computes, or None if the user has set the numbers.
+    `plan`: pairs (pool, threads), or None if the plan must be made. `inside`: number of open `limit_threads` blocks.
+    `changed`: (pool, number of threads now, number before).
     """
 
     most: int | None = None

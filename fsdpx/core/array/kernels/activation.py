@@ -195,8 +195,8 @@ def bias_gelu(xp: Any, h: Any, bias: Any, approximate: str = "none") -> Any:
 
 @kernel(narrow=0, into=("out",))
 def sum_rows(xp: Any, rows: Any, out: Any, accumulate: bool = True) -> None:
-    """Add the sum of rows (n, ...) over n to out, or write it to out. 16-bit rows are added in float32, and the sum is
-    rounded once."""
+    """Add the sum of rows (n, ...) over n to out, or write it to out. Rows of 16-bit numbers are added in float32, and
+    the sum is rounded once."""
     total = xp.sum(rows, axis=0)
     if accumulate:
         out += total

@@ -91,7 +91,7 @@ def cross_entropy_backward(
     xp: Any, logits: Any, target: Any, lse: Any, seed: float, ignore_index: int = -100, label_smoothing: float = 0.0,
     classes: int = 0,
 ) -> Any:  # fmt: skip
-    """Return seed (softmax(logits) - wanted), zero in ignored rows; lse is the result of `cross_entropy`.
+    """Return seed (softmax(logits) - wanted), zero in ignored rows. lse is a result of `cross_entropy`.
 
     If logits (n, some) are a slice of all classes, `classes` is the number of all classes (0: some), and a target equal
     to `some` is a class outside the slice.

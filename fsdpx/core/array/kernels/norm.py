@@ -118,8 +118,8 @@ def batch_norm_scales(
 ) -> tuple[Any, Any]:  # fmt: skip
     """Return rstd = 1 / sqrt(var + eps), with var = squares / count, and rstd weight; both are (channels,) float64.
 
-    weight, running_mean, running_var: (channels,) or None. The running statistics are updated in place: they move by
-    the fraction `momentum` towards the mean and the unbiased variance.
+    weight, running_mean, running_var: (channels,) or None. The running statistics are updated in place, which moves
+    them by the fraction `momentum` towards the mean and the unbiased variance.
     """
     var = squares / max(count, 1.0)
     rstd = 1.0 / xp.sqrt(var + eps)

@@ -84,7 +84,7 @@ def _overload_round_to_dtype_of(array, x):
 
 
 def view_bits_as_bfloat16(array: Any) -> Any:
-    """Return an array of bfloat16 bits as a view of bfloat16; return anything else unchanged."""
+    """Return an array of bfloat16 bits as a view of bfloat16. Return anything else unchanged."""
     return array.view(parse_dtype("bf16")) if isinstance(array, np.ndarray) and array.dtype == np.uint16 else array
 
 

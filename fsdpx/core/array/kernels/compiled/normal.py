@@ -89,7 +89,7 @@ def _make_power_series(values: list[float]) -> Any:
 _turn = 2.0 * math.pi
 _cosine = _make_power_series([(-1.0) ** k * _turn ** (2 * k) / math.factorial(2 * k) for k in range(10)])
 _sine = _make_power_series([(-1.0) ** k * _turn ** (2 * k + 1) / math.factorial(2 * k + 1) for k in range(10)])
-_area = _make_power_series([2.0 / (2 * k + 1) for k in range(12)])  # 2 atanh(s) / s in powers of s^2: |s| <= 0.172
+_area = _make_power_series([2.0 / (2 * k + 1) for k in range(12)])  # 2 atanh(s) / s in powers of s^2 if |s| <= 0.172
 
 
 @intrinsic
@@ -186,7 +186,7 @@ def drop(xp: Any, x: np.ndarray, numbers: NumberRange, p: float) -> tuple[np.nda
     rest = (*numbers.keys, np.uint64(dropout_threshold(p)), accumulation_dtype(x.dtype).type(dropout_scale(p)))
     cut = parallel.split_range(
         flat.size, parallel.MIN_PIECE_ELEMENTS // 4
-    )  # since a random number costs as much as a few passes over memory
+    )  # small pieces, since a random number costs as much as a few passes over memory
     parallel.run_tasks(_dropout_loop, [(flat[a:b], keep[a:b], y[a:b], numbers.start + a, *rest) for a, b in cut])
     return y.reshape(x.shape), keep.view(np.bool_).reshape(x.shape)
 

@@ -124,7 +124,7 @@ def _clamp(x, limit):
 
 @register_jitable
 def _exp_clamped(x):
-    """Return e^x for a number that is known to be within the limits of `exp`, or slightly beyond them."""
+    """Return e^x for a number that is known to be within the limits of `exp`, or slightly outside them."""
     n = round_to_even(x * constant_like(x, 1.4426950408889634))
     rest = fused_multiply_add(n, -_log2_low(x), fused_multiply_add(n, -_log2_high(x), x))
     return multiply_by_power_of_two(_exp_of_rest(rest), n)
