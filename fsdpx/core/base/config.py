@@ -1,7 +1,7 @@
 """User options as dataclasses: sharding strategies, precision, traces, and elastic runs.
 
-A sharding strategy consists of the widths of two mesh axes and two lifetimes. The familiar names are presets of these
-(ZeRO: Rajbhandari et al., SC'20; FSDP: Zhao et al., VLDB'23).
+A sharding strategy consists of the widths of two mesh axes and two lifetimes. The familiar strategy names are presets
+of such values (ZeRO: Rajbhandari et al., SC'20; FSDP: Zhao et al., VLDB'23).
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def convert_fields_to_python_numbers(owner: Any) -> None:
 def get_config_or_make_from_folder(config_class: Callable[..., T], value: Any, prefix: str, other_field: str) -> T:
     """Return `value` itself if it is a `config_class`. If `value` is a folder, return `config_class(value)`.
 
-    `prefix` begins the error, as in "trace={}"; `other_field` is another field of the class, named in the error.
+    `prefix`, for example "trace={}", begins the error. `other_field` is another field of the class, which the error
+    names.
     """
     if isinstance(value, str | PathLike):
         return config_class(value)
@@ -178,8 +179,8 @@ class TraceConfig:
     Parameters
     ----------
     folder : folder for the files rank-00000.json.gz and so on, one per rank
-    steps : number of recent programs to keep and write; each step is a program, and so is each accumulation of
-        gradients
+    steps : number of recent programs to keep and write. Each step is a program, and each accumulation of gradients is
+        another program
     """
 
     folder: str | PathLike[str]

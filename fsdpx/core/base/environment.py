@@ -1,4 +1,4 @@
-"""The environment variables of the launcher and the user; no other module reads the environment."""
+"""The environment variables of the launcher and the user. No other module reads the environment."""
 
 import os
 import sys
@@ -86,8 +86,8 @@ class Environment:
     tune : measure to choose options that were not given (FSDPX_TUNE=0: use the defaults)
     retune : measure again even if results are cached (FSDPX_TUNE=again), except after `fsdpx run` has restarted the job
     cache : folder of measurements, plans and compiled kernels (FSDPX_CACHE; default: fsdpx in the user's cache folder)
-    timeout : maximum seconds of a wait for other ranks (FSDPX_TIMEOUT; None: the default)
-    start_timeout : maximum seconds that the ranks of a host wait for its last rank while MPI starts
+    timeout : maximum time in seconds of a wait for other ranks (FSDPX_TIMEOUT; None: the default)
+    start_timeout : maximum time in seconds that the ranks of a host wait for its last rank while MPI starts
         (FSDPX_START_TIMEOUT)
     launcher : the launcher that started this process as one of several ranks, or None
     expected_size : number of ranks that the launcher started (FSDPX_EXPECT_SIZE takes precedence), or None
@@ -325,7 +325,8 @@ def _parse_rendezvous_store(environ: Mapping[str, str]) -> RendezvousStore | Non
 
 
 def read_secret(environ: Mapping[str, str] = os.environ) -> bytes:
-    """Return the secret that only the ranks of a job share (FSDPX_SECRET), as bytes; empty if it is not set.
+    """Return the secret that only the ranks of a job share (FSDPX_SECRET), as bytes. Return empty bytes if the variable
+    is not set.
 
     Raise LaunchError if it has fewer than `MIN_SECRET_CHARS` characters.
     """
@@ -352,7 +353,7 @@ def _list_missing_master_variables(environ: Mapping[str, str]) -> list[str]:
 
 
 def _parse_count_variable(environ: Mapping[str, str], variable: str) -> int | None:
-    """Return a number that a launcher sets; None if the variable is missing or not a number."""
+    """Return a number that a launcher sets. Return None if the variable is missing or not a number."""
     text = environ.get(variable, "").strip()
     return int(text) if text.isdecimal() else None
 
@@ -377,8 +378,8 @@ def _read_positive_number(environ: Mapping[str, str], variable: str) -> int | No
 
 
 def describe_compiler_target(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the processor for which Numba is told to compile (NUMBA_CPU_NAME, NUMBA_CPU_FEATURES, NUMBA_OPT); "" if
-    none is set."""
+    """Return the processor for which Numba is told to compile (NUMBA_CPU_NAME, NUMBA_CPU_FEATURES, NUMBA_OPT). Return
+    "" if none of these variables is set."""
     return " ".join(environ.get(f"NUMBA_{name}", "") for name in ("CPU_NAME", "CPU_FEATURES", "OPT")).strip()
 
 
@@ -401,8 +402,8 @@ def make_recording_environment(folder: Path, steps: int, environ: Mapping[str, s
 
 
 def get_allocated_ranks_and_variable(environ: Mapping[str, str] = os.environ) -> tuple[int, str] | None:
-    """Return the number of ranks for which the scheduler made the allocation, and the variable that says so; None
-    without an allocation.
+    """Return the number of ranks for which the scheduler made the allocation, and the variable that says so. Return
+    None without an allocation.
 
     If Slurm sets no number of tasks, there is one task per node.
     """
@@ -443,13 +444,13 @@ def make_prepended_python_path(first: str, environ: Mapping[str, str] = os.envir
 
 def get_visible_gpus(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return the GPUs that the launcher or the user makes visible to this process (CUDA_VISIBLE_DEVICES, which fsdpx
-    never sets); None: all."""
+    never sets). None means all GPUs."""
     return environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def get_gpu_aware_mpi_setting(environ: Mapping[str, str] = os.environ) -> bool | None:
-    """Return whether GPU arrays are to be passed to MPI (FSDPX_GPU_AWARE_MPI); None: only if a probe shows that MPI
-    accepts them."""
+    """Return whether GPU arrays are to be passed to MPI (FSDPX_GPU_AWARE_MPI). None means that they are passed only if
+    a probe shows that MPI accepts them."""
     text = environ.get("FSDPX_GPU_AWARE_MPI", "auto").strip().lower()
     return None if text == "auto" else _read_boolean(environ, "FSDPX_GPU_AWARE_MPI")
 

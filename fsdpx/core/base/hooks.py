@@ -100,7 +100,7 @@ _visit: ContextVar[list[Any] | None] = ContextVar("fsdpx_visit", default=None)
 
 
 def register_hooks(*hooks: Hook) -> None:
-    """Add hooks that are installed whenever an owner holds the hooks; install them now if one does."""
+    """Add hooks that are installed whenever an owner holds the hooks. Install them now if there is an owner."""
     with _lock:
         _hooks.extend(hooks)
         if _holders:
@@ -112,7 +112,8 @@ def install_hooks_for_owner(owner: Any, comm: Any, beyond_scope: bool = False) -
     """Install all hooks, and keep them until `owner` releases them or is garbage-collected, or until the enclosing
     block of `releasing_hooks_after_block` ends.
 
-    `comm`: the communicator whose `abort` ends all ranks. `beyond_scope`: keep the hooks beyond the end of that block.
+    `comm`: the communicator whose `abort` ends all ranks. `beyond_scope`: whether to keep the hooks after the end of
+    that block.
     """
     with _lock:
         known = id(owner) in _holders

@@ -77,7 +77,7 @@ def flush_and_write_stderr(text: str = "") -> None:
 
 
 def is_stderr_terminal() -> bool:
-    """Return whether standard error is a terminal; False if the process has no standard error."""
+    """Return whether standard error is a terminal. Return False if the process has no standard error."""
     with suppress(Exception):
         return bool(sys.stderr.isatty())
     return False

@@ -139,8 +139,8 @@ _OTHERS = {word.lower().translate(_PLAIN): ours for word, ours in NAMES_ELSEWHER
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return a hint at what an unknown word may mean, as the end of a sentence: its equivalent in fsdpx, or the most
-    similar of the `known` words; "" if there is neither."""
+    """Return a hint at what an unknown word may mean, as the end of a sentence. The hint is the equivalent of the word
+    in fsdpx, or the most similar of the `known` words. Return "" if there is neither."""
     ours = _OTHERS.get(word.rpartition(".")[2].lower().translate(_PLAIN))
     if ours is not None:
         return f"; here that is {ours}"
@@ -200,7 +200,7 @@ def wrap_with_option_check(function: Callable[P, T], when: Literal["after", "fai
 
 
 def parse_patterns(argument: str, given: Any) -> tuple[str, ...]:
-    """Return the name patterns passed for an argument as a tuple; a string is a single pattern. Raise ConfigError for
+    """Return the name patterns passed for an argument as a tuple. A string is a single pattern. Raise ConfigError for
     any other value."""
     if isinstance(given, str):
         return (given,)

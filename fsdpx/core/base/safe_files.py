@@ -290,7 +290,7 @@ def is_own_folder(path: Path) -> bool:
 
 
 def is_owned_by_user(path: Path) -> bool:
-    """Return whether this user owns the path; for a link, whether this user owns the link itself."""
+    """Return whether this user owns the path. For a link, return whether this user owns the link itself."""
     with suppress(OSError):  # the path has just been removed
         return not _POSIX or os.lstat(path).st_uid == os.geteuid()
     return False
