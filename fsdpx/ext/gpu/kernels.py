@@ -83,7 +83,8 @@ class KernelLauncher:
     def compute_partial_sums(self, name: str, rows: int, n: int, arrays: int, *given: Any) -> list[Any]:
         """Return `arrays` arrays of partial sums of n columns, in which each row is the sum over one part of the rows.
 
-        `given`: the kernel's arguments that precede these arrays, followed by a tuple of its last arguments.
+        `given`: the arguments that the kernel takes before these arrays, and then one tuple of the arguments that the
+        kernel takes at the end.
         """
         count = max(min(rows // MIN_PART_ROWS, MAX_PARTS), 1)
         some = -(-rows // count)
@@ -632,8 +633,8 @@ def _view_by_group(a: Any, groups: int, dim: int = 1) -> Any:
 
 
 def _iterate_im2col_slices(rows: int, result: tuple[int, ...]) -> Iterator[tuple[slice, int, int]]:
-    """Yield slices (samples, first row of the result, number of rows) whose im2col matrix, which has `rows` rows, has
-    at most `MAX_COLUMN_ELEMENTS` elements."""
+    """Yield slices (samples, first row of the result, number of rows). The im2col matrix of each slice has `rows` rows,
+    and at most `MAX_COLUMN_ELEMENTS` elements."""
     samples, _, high, *others = result
     line = rows * math.prod(others)
     if not line * high:
@@ -684,7 +685,8 @@ def _multiply_groups_into(out: Any, a: Any, b: Any, accumulate: bool = False) ->
 
 
 def _get_window_table(launch: KernelLauncher, strides: Any, cells: Any, sizes: Any) -> Any:
-    """Return the table that describes to the kernels a window over a field of `cells` with a result of `sizes`."""
+    """Return the table from which the kernels read the properties of a window over a field of shape `cells`, whose
+    result has the shape `sizes`."""
     return _make_window_table(tuple(strides[:4]), tuple(cells), tuple(sizes), launch.xp.cuda.Device().id)
 
 
@@ -816,8 +818,8 @@ UPDATES = ("sgd", "momentum", "adam", "lion", "update_moments", "compute_directi
 
 
 def run_optimizer_kernel(name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
-    """Run the update of `fsdpx.optim` of this name on 1-D arrays of one dtype, to which `numbers` are converted. Return
-    False, without effect, if there is no kernel for these arguments."""
+    """Run the update function of `fsdpx.optim` that has this name on 1-D arrays of one dtype, to which `numbers` are
+    converted. Return False, without effect, if there is no kernel for these arguments."""
     kinds = {get_kernel_format(array.dtype) for array in arrays}
     (kind, *others) = kinds
     if name not in UPDATES or others or kind not in (32, 64) or not all(a.flags.c_contiguous for a in arrays):

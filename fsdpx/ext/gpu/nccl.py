@@ -1,8 +1,8 @@
 """Collectives on GPUs by NCCL. Ranks connect through MPI, which also transfers arrays of the host and single messages.
 
-When a call is issued, NCCL's stream waits for the work that this thread has issued on its own stream before. A handle
-is complete when NCCL's stream has reached its event. The host issues all work of a call at once, so ranks that make the
-same calls in the same order issue work to NCCL in the same order.
+When a call is issued, NCCL's stream waits for the work that this thread has issued before on the stream of the thread.
+A handle is complete when NCCL's stream has reached the event of the handle. The host issues all work of a call at once,
+so ranks that make the same calls in the same order issue work to NCCL in the same order.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ def open_nccl_communicator(request: CommunicatorRequest) -> Communicator:
 class NcclCommunicator(Backend):
     """Communicator of the ranks of `carrier`, each with its own GPU.
 
-    `timeout`: maximum seconds of a wait; after that, NCCL's communicator is aborted and CommTimeout is raised. float16
-    and bfloat16 are sent unconverted, and the owner of a piece adds them in float32 in rank order, with scratch memory
-    for n elements. NCCL itself would round sums at each step.
+    `timeout`: maximum time in seconds of a wait, after which NCCL's communicator is aborted and CommTimeout is raised.
+    float16 and bfloat16 are sent unconverted, and the owner of a piece adds them in float32 in rank order, with scratch
+    memory for n elements. NCCL itself would round sums at each step.
     """
 
     def __init__(self, carrier: Communicator, timeout: float) -> None:
@@ -106,7 +106,7 @@ class NcclCommunicator(Backend):
         return f"NcclCommunicator(rank={self.rank}, size={self.size})"
 
     def set_timeout(self, seconds: float) -> None:
-        """Set the maximum seconds of a single wait from now on."""
+        """Set the maximum time in seconds that a single wait may take from now on."""
         self.timeout = seconds
 
     # -- calls -----------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ class NcclCommunicator(Backend):
         if is_half(send.dtype):
             return self._send_to_owners_and_add(send, recv, partition, call.op)
         own = partition.get_piece(send, self.rank)
-        target = own if is_in_place(send, recv) else recv  # the start of `send` must still be sent
+        target = own if is_in_place(send, recv) else recv  # not the start of `send`, which must still be sent
         op = _get_nccl_operation(call.op, send)
         if partition.even and partition.total:
             self.link.reduceScatter(
@@ -310,8 +310,8 @@ class NcclCommunicator(Backend):
 
 
 class _NcclWork:
-    """Handle for work issued on NCCL's stream. It keeps the arrays alive, since CuPy reuses unreferenced memory at
-    once."""
+    """Handle for work issued on NCCL's stream. The handle keeps the arrays alive, since CuPy reuses unreferenced memory
+    at once."""
 
     __slots__ = ("_arrays", "_comm", "_event", "_where")
 
