@@ -36,7 +36,8 @@ class OffloadConfig(StorageLevelChoice):
     folder : path of an existing folder on a fast local disk, which no other job or trainer uses at the same time
     what : one or several of "optimizer" (its state, including averages; default), "parameters" (the master shard),
         "activations" (saved by forward for backward) and "gradients" (until the update)
-    direct : whether to bypass the system's page cache (O_DIRECT); default None: if the file system supports it
+    direct : whether to bypass the system's page cache (O_DIRECT). The default, None, bypasses the cache if the file
+        system supports this
 
     Raises
     ------

@@ -151,8 +151,8 @@ class Stopwatch:
 class DiskFile:
     """A file of `nbytes` bytes, which are allocated when it is created, so that a full disk is an error at that time.
 
-    `direct`: whether to bypass the page cache; None: if the file system supports it. `watch`: measures the time during
-    which reads or writes are in progress.
+    `direct`: whether to bypass the page cache. None means to bypass it if the file system supports this. `watch`:
+    stopwatch that measures the time during which reads or writes are in progress.
     """
 
     def __init__(self, folder: Path, nbytes: int, direct: bool | None) -> None:
@@ -397,7 +397,7 @@ class DiskStorage(StateStorage):
                 self._records.setdefault(Slot(LEDGER_KINDS[row.key.kind].slot, row.key.page), []).append(row)
         self._places: dict[LedgerKey, int] = {}
         self.spilled: dict[Slot, int] = {}  # bytes of each activation in the last run
-        self._parts: dict[tuple[Slot, int], tuple[int, int]] = {}  # (activation, part) -> offset, reserved bytes
+        self._parts: dict[tuple[Slot, int], tuple[int, int]] = {}  # offset and reserved bytes, by (activation, part)
         self._there: dict[Slot, Any] = {}  # memory of fetched records
         self.nbytes = 0
         mapped = [row for row in rows if row.level == "map" and row.inside is None]

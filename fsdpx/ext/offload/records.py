@@ -124,7 +124,7 @@ def _list_slots_needed_in_memory(
 ) -> list[list[Slot]]:
     """Return the slots that must be in memory during each action. These are the slots that the action needs, and the
     slots that transfers in progress read until an action waits for their results."""
-    reading: dict[Slot, list[Slot]] = {}  # result of a transfer -> slots that it reads
+    reading: dict[Slot, list[Slot]] = {}  # slots that each transfer reads, by its result
     found = []
     for action, some, own in zip(actions, slots, needs, strict=True):
         found.append(list(dict.fromkeys([*own, *(slot for held in reading.values() for slot in held)])))
