@@ -424,7 +424,7 @@ class MpiCommunicator(MessageBackend):
         return get_failed_ranks(self.raw) if is_ulfm_active() else ()
 
     def close(self) -> None:
-        """Free the communicator, unless a rank has died: then it is kept until the process ends."""
+        """Free the communicator. If a rank has died, keep the communicator until the process ends instead."""
         hooks.release_hooks_of_owner(self)
         if self.raw != MPI.COMM_NULL and not self.get_failed_ranks():
             self.raw.Free()
