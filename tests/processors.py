@@ -24,7 +24,7 @@ from fsdpx.core.array import blas
 
 ROOT = Path(__file__).parents[1]
 TESTS = ["tests", "-m", "not world and not jobs", "-q", "-n", "2", "--dist", "worksteal"]
-QUICK = ["tests/optim", "tests/ext/compression", "tests/core/array/test_numerics.py", *TESTS[1:6]]
+QUICK = ["tests/optim/test_kernels.py", "tests/core/array/test_numerics.py", *TESTS[1:6]]
 AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 PROCESSORS = {
     "haswell": ("avx2", "bmi2", "fma"),
