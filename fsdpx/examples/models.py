@@ -45,7 +45,7 @@ def make_mlp(layers: int, width: int, activation: bool = True) -> Sequential:
 
 def make_digits_model() -> Sequential:
     """Build a small convolutional network: images `(samples, 1, 12, 12)` -> logits of ten digits `(samples, 10)`."""
-    from fsdpx.ext.fields.conv import Conv2d  # imported here: other models need no field layers
+    from fsdpx.ext.fields.conv import Conv2d  # imported here, because other models need no field layers
     from fsdpx.ext.fields.pool import MaxPool2d
 
     return Sequential(

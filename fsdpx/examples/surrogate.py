@@ -37,7 +37,7 @@ def run_solver_and_train(trainer: fsdpx.Trainer, runs: int, steps: int) -> float
     """Run the solver, and train after each state on the states so far; return the last
     loss."""
     seen: list[tuple[Array, Array]] = []
-    draw = np.random.default_rng(0)  # the same on all ranks: parts of the same states
+    draw = np.random.default_rng(0)  # the same on all ranks, so that they use parts of the same states
     loss = np.inf
     for run in range(1, runs + 1):
         u = make_initial_drops(run)

@@ -73,8 +73,8 @@ def find_largest_token(folder: Path) -> int:
 
 
 def read_end_tokens(folder: str | PathLike[str]) -> list[int]:
-    """Return the tokens that end a text, as a model's folder defines them; the first is the one to write. The list is
-    empty if the folder does not define any."""
+    """Return the tokens that end a text, as a model's folder defines them. The first is the one to write at the end of
+    a text. The list is empty if the folder does not define any."""
     for name in ("generation_config.json", "config.json"):
         file = expanduser(folder) / name
         found = read_json_object(file).get("eos_token_id") if file.exists() else None

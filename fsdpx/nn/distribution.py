@@ -6,4 +6,4 @@ from typing import Any
 
 def as_distributed(self: Any, **options: Any) -> Any:
     """Return a `fsdpx.Trainer` for this model; the options are those of `fsdpx.distribute`. Collective."""
-    return import_module("fsdpx").distribute(self, **options)  # at runtime: layers must not import the trainer
+    return import_module("fsdpx").distribute(self, **options)  # at runtime, because layers must not import the trainer

@@ -79,8 +79,8 @@ def _require_known_values(steps: Sequence[ChildCall], inputs: Sequence[str], out
 
 
 def _sort_topologically(steps: Sequence[ChildCall], inputs: Sequence[str]) -> list[ChildCall]:
-    """Return the steps in topological order, which keeps the given order as far as possible (Kahn 1962, always taking
-    the first step that is ready)."""
+    """Return the steps in topological order, which keeps the given order as far as possible. The algorithm
+    is that of Kahn (1962), where the first step that is ready is always taken next."""
     waiting, ready, ordered = list(steps), set(inputs), []
     while waiting:
         step = next((s for s in waiting if ready.issuperset(s.sources)), None)

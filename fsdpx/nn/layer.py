@@ -169,7 +169,8 @@ class ParameterSpec:
     shape : shape of the full parameter, as in PyTorch; the parameter is created, saved and compared in this shape
     init : initializer, see `fsdpx.nn.init`
     trainable : whether the parameter has a gradient and is updated
-    state : whether `forward` writes the parameter in training (running statistics); such a parameter is never trainable
+    state : whether `forward` writes the parameter in training, for example running statistics; such a parameter is
+        never trainable
     cut : sharding over the tensor axis; None: every rank holds the full parameter
     norm : whether the parameter scales or shifts the output of a norm; `optim.no_decay` exempts it from weight decay
     """

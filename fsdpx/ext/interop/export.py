@@ -236,7 +236,8 @@ COMPLETE_MARK = b"."  # the last byte of a complete result
 def run_in_child_or_here(work: Callable[[], ModuleLayout]) -> ModuleLayout:
     """Return `work()`, from a child process if forking is safe.
 
-    If the child returns no result for whatever reason, this process does the same work, which then raises the error."""
+    If the child returns no result for whatever reason, this process does the same work, and raises any error
+    itself."""
     return _try_in_child(work) or work()
 
 
@@ -264,7 +265,7 @@ def _write_result_and_exit(writer: int, work: Callable[[], ModuleLayout]) -> Any
     """Run `work` in the forked child. Exits by os._exit to skip the shutdown of Python and libraries."""
     status = 1
     try:
-        torch.set_num_threads(1)  # the parent's threads do not exist here: waiting for them would hang
+        torch.set_num_threads(1)  # the parent's threads do not exist here, so waiting for them would hang
         with os.fdopen(writer, "wb") as out:
             out.write(dump_layout(work()) + COMPLETE_MARK)
         status = 0

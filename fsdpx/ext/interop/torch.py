@@ -36,10 +36,10 @@ def from_torch(
 ) -> Layer:
     """Return a layer, or a container of layers, that computes what `module` does.
 
-    Parameters keep their names; shared ones are tied. Without an example a `torch.nn.Sequential` becomes a `Sequential`
-    of its children, and any other module one `TorchModule`. With an example the module is split: PyTorch exports it
-    (`torch.export`), and every unit becomes a layer that is gathered, computed and freed on its own, and can be placed
-    on a pipeline stage. Units are exported in the dtype of the module.
+    Parameters keep their names, and shared parameters are tied. Without an example a `torch.nn.Sequential` becomes a
+    `Sequential` of its children, and any other module one `TorchModule`. With an example the module is split: PyTorch
+    exports it (`torch.export`), and every unit becomes a layer that is gathered, computed and freed on its own, and can
+    be placed on a pipeline stage. Units are exported in the dtype of the module.
 
     Parameters
     ----------

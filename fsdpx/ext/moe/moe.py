@@ -175,7 +175,7 @@ class MoE(Layer):
 
     def _group_choices_by_expert(self, xp: Any, chosen: Array) -> list[Array]:
         """Return, for each expert, the indices of its choices in the flattened `chosen`. On shape-only arrays, all
-        experts get equally many."""
+        experts get equally many choices."""
         places = chosen.reshape(-1)
         if getattr(xp, "holds_no_data", False):
             return [xp.arange(places.size // self.experts) for _ in range(self.experts)]
