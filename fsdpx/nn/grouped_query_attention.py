@@ -88,7 +88,7 @@ class AttentionBlock(Composite):
     ----------
     attn : the attention layer; if it has segments as a second input, so does the block
     mlp : the layer of the second branch
-    norm : the layer of which norm1 and norm2 are copies
+    norm : a norm layer; norm1 and norm2 are copies of it
     post : whether norms follow the sums, as in BERT: norm1(x + attn(x)), then norm2(x + mlp(x))
     """
 
