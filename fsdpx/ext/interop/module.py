@@ -283,8 +283,8 @@ class _BareModule:
 
 
 def is_norm(module: torch.nn.Module) -> bool:
-    """Return whether a module is a norm. Norms of PyTorch are recognized by their classes, and norms of other libraries
-    by class names such as LlamaRMSNorm."""
+    """Return whether a module is a norm. A norm is recognized by its class name, so that norms of other libraries are
+    found as well, such as LlamaRMSNorm."""
     return "norm" in type(module).__name__.lower() and next(module.children(), None) is None
 
 
