@@ -171,7 +171,7 @@ def strategies(theme: str) -> Any:
         model, chosen = nn.GPT(4096, WIDTH, LAYERS, 8, LONG), {"strategy": "fsdp", **options}
         found = predict_from_runs(dry := dry_run_classes(model, (tokens, tokens), RANKS, gpu=False, **chosen), machine)
         rows[name] = (
-            max(map(_most, dry.make_memory_curves(found.events)), key=lambda held: sum(held.values())),
+            max(map(_most, dry.make_memory_timelines(found.events)), key=lambda held: sum(held.values())),
             _sent(found),
         )
     drawn = _empty(9.25, 4.1, theme)

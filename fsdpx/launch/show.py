@@ -374,7 +374,7 @@ def make_step_lanes(dry: StepDryRuns, found: Prediction, title: str, limit: floa
     """Return the simulated step in the form that `fsdpx.ext.observe.plots.make_figure` draws.
 
     title: "name: about". limit: bytes that a rank may use (default: the machine's capacity)."""
-    mesh, held, pipe = found.mesh, dry.make_memory_curves(found.events), found.mesh.width_of("pipe")
+    mesh, held, pipe = found.mesh, dry.make_memory_timelines(found.events), found.mesh.width_of("pipe")
     places = [mesh.coordinates_of(rank).pipe for rank in range(mesh.size)]
     each = pipe == 1 and mesh.size <= MAX_RANKS_SHOWN
     rows = range(mesh.size) if each else [places.index(stage) for stage in range(pipe)]
@@ -418,7 +418,7 @@ def write_trace(dry: StepDryRuns, found: Prediction, path: str) -> str:
     """Write the simulated step as a trace for Perfetto, with one rank per pipeline stage, and return a text about
     it."""
     ranks = []
-    for stage, (run, held) in enumerate(zip(dry.runs, dry.make_memory_curves(found.events), strict=True)):
+    for stage, (run, held) in enumerate(zip(dry.runs, dry.make_memory_timelines(found.events), strict=True)):
         axes, rank = run.session.state.placement.axes, run.found.rank
         host, place = f"{found.machine.name}, simulated", axes.coordinates._asdict()
         header = TraceHeader(rank, found.mesh.size, str(axes.mesh), place, host, 0.0, [])

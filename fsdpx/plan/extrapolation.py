@@ -107,7 +107,7 @@ class StepDryRuns:
                     traffic[axis, call] = before[0] + calls * times, before[1] + moved * times
         return replace(run.found, peak=run.found.peak.with_larger_batch(nbytes), traffic=traffic)
 
-    def make_memory_curves(self, events: Sequence[ActionEvent]) -> list[dict[str, list[tuple[float, int]]]]:
+    def make_memory_timelines(self, events: Sequence[ActionEvent]) -> list[dict[str, list[tuple[float, int]]]]:
         """Return for each pipeline rank a dict of kind of memory -> [(seconds, bytes in use from that time on)], over
         the events of a prediction.
 

@@ -188,7 +188,7 @@ def disabling_gc() -> Iterator[None]:
 
 def dry_run_classes(model: nn.Layer, batch: tuple[Any, ...], ranks: int, gpu: bool, **options: Any) -> StepDryRuns:
     """Run one rank of each class on shapes; return the dry runs for `predict_from_runs` and
-    `StepDryRuns.make_memory_curves`. gpu: whether ranks are GPUs. options: the options of `predict`."""
+    `StepDryRuns.make_memory_timelines`. gpu: whether ranks are GPUs. options: the options of `predict`."""
     step = make_world_step(model, batch, ranks, gpu, options)
     return StepDryRuns.from_step(step, step.count_simulated_microbatches()[0])
 

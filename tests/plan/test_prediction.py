@@ -381,7 +381,7 @@ def test_many_ranks() -> None:
 def held(strategy: str, **options: Any) -> dict[str, list[int]]:
     """Kind -> bytes of rank 0 over a step of four equal layers with a batch of 8 KiB on two ranks."""
     dry = dry_run_classes(mlp(), rows(32), 2, gpu=False, strategy=strategy, group_bytes=0, **options)
-    found = dry.make_memory_curves(predict_from_runs(dry, FLAT).events)[0]
+    found = dry.make_memory_timelines(predict_from_runs(dry, FLAT).events)[0]
     assert all([time for time, _ in points] == sorted({time for time, _ in points}) for points in found.values())
     return {kind: [nbytes for _, nbytes in points] for kind, points in found.items()}
 

@@ -31,7 +31,7 @@ class StateStorage:
     def reset_counters(self) -> None:
         """Reset the counters of transfers."""
 
-    def get_transfer_bytes_by_verb(self) -> dict[str, Mapping[tuple[int, int | None], int]]:
+    def get_bytes_per_transfer_by_verb(self) -> dict[str, Mapping[tuple[int, int | None], int]]:
         """Return verb -> (number, microbatch) -> bytes that this storage transfers in a step, in the form of
         `TrafficSizes.amounts`. For activations these are the bytes of the last batch."""
         return {}

@@ -435,7 +435,7 @@ class DiskStorage(StateStorage):
         """Return the number of bytes of a record on disk."""
         return sum(_round_up_to_align(row.nbytes) for row in self._records.get(record, ()))
 
-    def get_transfer_bytes_by_verb(self) -> dict[str, Mapping[tuple[int, int | None], int]]:
+    def get_bytes_per_transfer_by_verb(self) -> dict[str, Mapping[tuple[int, int | None], int]]:
         """Return the number of bytes of one transfer of each record, by record number and microbatch."""
         numbers = {slot: number for number, slot in enumerate(self._stands)}
         pages: dict[tuple[int, int | None], int] = {
