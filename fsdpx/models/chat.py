@@ -138,8 +138,8 @@ class TemplateProcess:
         self._end = weakref.finalize(self, _kill_process, self._child, self._owner)
 
     def is_alive(self) -> bool:
-        """Return whether the template process is running and was started by this process. A process that its parent
-        started does not count, because a forked child must not use its parent's pipes."""
+        """Return whether the template process is running and was started by this process. A template process
+        inherited across a fork does not count, because a forked child must not use its parent's pipes."""
         return os.getpid() == self._owner and self._child.poll() is None
 
     def request_text(self, request: Mapping[str, Any]) -> str:

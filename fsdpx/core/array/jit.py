@@ -59,7 +59,7 @@ def specialize(
 
 
 class CodeStore(Protocol):
-    """Store of the machine code of functions on disk: the extension "disk" of the kind "code"."""
+    """On-disk store of the machine code of compiled functions. It is the extension "disk" of the kind "code"."""
 
     def load_or_compile(self, function: CompiledFunction, kinds: tuple[str, ...]) -> Callable[..., Any] | None:
         """Return a callable for a function and kinds of arguments, loaded from disk or compiled. Return None if its

@@ -243,8 +243,8 @@ def _has_reduce(request: ProgramRequest) -> bool:
 
 
 def _make_update_actions(actions: list[Action], request: ProgramRequest) -> list[Action]:
-    """Return the actions that follow backward in a program that updates, starting with the reduces of gradients that
-    earlier programs left."""
+    """Return the actions that follow backward in a program that updates, starting with the gradient reductions that
+    earlier programs left pending."""
     stage, tail, sync = request.stage, list[Action](), request.sync
     if request.kind == "update":
         joins = stage.trained_pages if stage.joined else ()

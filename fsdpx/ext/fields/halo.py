@@ -96,7 +96,7 @@ class HaloSpec:
 
     @property
     def field_ends(self) -> tuple[FieldEnd, FieldEnd]:
-        """The ends of the field, including the ghost cells beyond the field that some rank holds."""
+        """The ends of the field, extended by the ghost cells that ranks hold beyond its boundary."""
         return _find_field_ends(self.cuts, self.ghosts)
 
     @property

@@ -135,7 +135,7 @@ class TrainingLog:
             also = f"CSV and JSON lines; for TensorBoard {install_hint('tensorboard')}"
             log_on_rank0(trainer.call_runner, f"log {self.folder}: {also}")
         else:
-            unguessed = f".{secrets.token_hex(8)}"  # random, as the writer would follow a symlink with a guessed name
+            unguessed = f".{secrets.token_hex(8)}"  # random: nobody can plant a symlink with this name for the writer
             self._board = SummaryWriter(str(self.folder), purge_step=history.steps + 1, filename_suffix=unguessed)
 
     def _write_row(self, trainer: Any, history: FitHistory, values: dict[str, float]) -> None:

@@ -90,8 +90,8 @@ class StepLanes:
 
     @property
     def shown_bytes(self) -> float:
-        """The height of the memory band in bytes. It is the larger one of peak and limit, or the peak if the limit is
-        far above the peak."""
+        """The height of the memory band in bytes: the larger of the peak and the limit, or the peak if the limit is far
+        above it."""
         return (
             max(self.peak_bytes, self.limit or 0.0)
             if (self.limit or 0.0) <= FAR_LIMIT_FACTOR * self.peak_bytes

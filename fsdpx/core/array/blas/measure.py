@@ -1,4 +1,4 @@
-"""Speed of each BLAS library on this machine, from which a tuner chooses a library."""
+"""Measure the speed of each BLAS library on this machine, so that a tuner can choose one."""
 
 import math
 from time import perf_counter
