@@ -6,7 +6,9 @@ PSS is that of a host on which nothing else runs: files that others have mapped 
 of the job alone. A job that compiled kernels or tuned, which takes memory once, is not counted: it runs again.
 """
 
+import contextlib
 import json
+import os
 import sys
 from itertools import product
 from pathlib import Path
@@ -85,12 +87,18 @@ def job(model: str, strategy: str, steps: str) -> int:
     return 0
 
 
-def cached() -> dict[str, int]:
-    """The files that later jobs find, and when they were written."""
+def cached() -> tuple[int, int]:
+    """Number of the files that later jobs find, and the time of the newest. A list of them all would count as memory
+    of the job."""
     from fsdpx.core.base import environment
 
-    files = environment.read_environment().cache.rglob("*.*")
-    return {str(path): path.stat().st_mtime_ns for path in files if path.suffix in (".code", ".json")}
+    number = newest = 0
+    for folder, _, names in os.walk(environment.read_environment().cache):
+        for name in names:
+            if name.endswith((".code", ".json")):
+                with contextlib.suppress(FileNotFoundError):  # of a job that replaces its file now
+                    number, newest = number + 1, max(newest, os.stat(f"{folder}/{name}").st_mtime_ns)
+    return number, newest
 
 
 def alone(ranks: int) -> int:

@@ -245,7 +245,7 @@ def test_killed_while_saving(script: str, kills: int) -> None:
     assert done.returncode == 0, done.stderr
     counted = re.search(rf"{kills} kills in (\d+) saves", done.stdout)
     assert counted
-    assert int(counted[1]) > 2
+    assert int(counted[1]) >= kills
 
 
 @pytest.mark.parametrize(("name", "whom"), [("SIGUSR1", "launcher"), ("SIGTERM", "ranks"), ("SIGINT", "all")])

@@ -48,6 +48,7 @@ def found(trainer: Trainer, path: Path) -> int:
     return n
 
 
+PATIENCE = 60.0
 Kill = Callable[[Trainer, int, random.Random], None]
 """Starts a job that saves from this number on without end, kills it, and returns when nothing of it is left."""
 
@@ -81,18 +82,28 @@ def forked(folder: Path) -> Kill:
     def kill(trainer: Trainer, first: int, chance: random.Random) -> None:
         begin = time.perf_counter()
         trainer.save(folder / "clock")
-        longest = 8 * (time.perf_counter() - begin)  # until the fork is killed: some saves, on any machine
+        seconds = time.perf_counter() - begin
         child = os.fork()
         if child == 0:
             try:
                 save_without_end(trainer, folder, first)
             finally:
                 os._exit(1)
-        time.sleep(chance.random() * longest)
+        wait_for_saves(folder, first, chance, seconds)
         os.kill(child, signal.SIGKILL)
         assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "the fork ended by itself"
 
     return kill
+
+
+def wait_for_saves(folder: Path, first: int, chance: random.Random, seconds: float) -> None:
+    """Return at a random moment of one of the first saves after checkpoint `first` is there, on any machine. seconds:
+    how long a save takes."""
+    last, end = first + chance.randrange(3), time.monotonic() + PATIENCE
+    while max((int(p.name.removeprefix("step-")) for p in folder.glob("step-*")), default=-1) < last:
+        assert time.monotonic() < end, f"no checkpoint {last} in {PATIENCE:.0f} s"
+        time.sleep(0.001)
+    time.sleep(chance.random() * 4 * seconds)
 
 
 def in_words(numbers: list[int]) -> str:

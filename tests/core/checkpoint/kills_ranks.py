@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kills import Kill, fill, in_words, run, save_without_end, small
+from kills import PATIENCE, Kill, fill, in_words, run, save_without_end, small, wait_for_saves
 
 from fsdpx import Trainer, init
 
@@ -23,7 +23,6 @@ from trials import MPIEXEC, environment, none_left
 
 RANKS = 3
 READY = "ready.json"
-PATIENCE = 60.0
 
 
 def save(folder: Path, first: int) -> None:
@@ -51,7 +50,7 @@ def by_rank(folder: Path, jobs: Path) -> Kill:
             stderr=subprocess.STDOUT, text=True,
         ) as job:  # fmt: skip
             facts = _ready(job, jobs / READY)
-            time.sleep(chance.random() * 16 * facts["seconds"])
+            wait_for_saves(folder, first, chance, facts["seconds"])
             segments = _segments(facts["pids"])
             os.kill(chance.choice(facts["pids"]), signal.SIGKILL)
             output, _ = job.communicate(timeout=PATIENCE)
