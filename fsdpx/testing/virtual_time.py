@@ -201,7 +201,7 @@ class _TimedWindow(Window):
     def has_rank_died(self, rank: int) -> bool:
         return self.window.has_rank_died(rank)
 
-    def check_ranks_and_make_progress(self, missing: Sequence[int] = (), what: str = "") -> None:
+    def check_ranks_and_make_progress(self, missing: Callable[[], Sequence[int]] = list, what: str = "") -> None:
         self.window.check_ranks_and_make_progress(missing, what)
 
     @contextmanager

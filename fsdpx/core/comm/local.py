@@ -459,10 +459,13 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
         parts, locks = self._join_collective_and_wait("window", nbytes, allocate_parts)
         world, members = self._group.world, self._group.members
 
-        def check_ranks(missing: Sequence[int], what: str) -> None:
+        def check_ranks(missing: Callable[[], Sequence[int]], what: str) -> None:
             world.raise_if_failed()
-            who = [members[rank] for rank in missing]
-            world.raise_in_all_ranks(world.find_returned_rank_error(who, [members[self.rank]], f"a window for {what}"))
+            # a rank may act and return after one look at who is missing: who returned is read before another look
+            if returned := set(world.returned):
+                gone = returned.intersection(members[rank] for rank in missing())
+                error = world.find_returned_rank_error(gone, [members[self.rank]], f"a window for {what}")
+                world.raise_in_all_ranks(error)
 
         return ThreadWindow(self.rank, parts, locks, world.timeout, check_ranks, lambda r: members[r] in world.dead)
 

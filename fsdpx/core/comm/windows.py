@@ -60,9 +60,9 @@ class Window(ABC):
         """Return whether this rank knows that `rank` has died."""
         return False
 
-    def check_ranks_and_make_progress(self, missing: Sequence[int] = (), what: str = "") -> None:  # noqa: B027 - most check nothing
-        """Raise if the `missing` ranks, for which this rank waits, can never arrive; called between two polls of a
-        wait. Also make progress for other ranks if the library makes progress only inside its calls."""
+    def check_ranks_and_make_progress(self, missing: Callable[[], Sequence[int]] = list, what: str = "") -> None:  # noqa: B027 - most check nothing
+        """Raise if the ranks for which this rank waits, which `missing` returns, can never arrive; called between two
+        polls of a wait. Also make progress for other ranks if the library makes progress only inside its calls."""
 
     def access_epoch(self, kind: str) -> AbstractContextManager[None]:
         """Return the context manager for a rank's accesses to the parts of all ranks. kind: "pull", "push" or "mix"."""
@@ -86,7 +86,7 @@ class Window(ABC):
         """Poll until `missing()` is empty, with growing pauses; raise CommTimeout after `timeout` seconds."""
         end, pause = time.monotonic() + self.timeout, FIRST_PAUSE_SECONDS
         while late := missing():
-            self.check_ranks_and_make_progress(late, what)
+            self.check_ranks_and_make_progress(missing, what)
             if time.monotonic() > end:
                 raise CommTimeout(f"rank {self.rank} waited {self.timeout:g} s for {format_ranks(late)}: {what}")
             time.sleep(pause)
@@ -127,7 +127,7 @@ class ThreadWindow(SharedWindow):
 
     def __init__(
         self, rank: int, parts: list[Array], locks: list[threading.Lock], timeout: float,
-        check: Callable[[Sequence[int], str], None], dead: Callable[[int], bool],
+        check: Callable[[Callable[[], Sequence[int]], str], None], dead: Callable[[int], bool],
     ) -> None:  # fmt: skip
         super().__init__(rank, len(parts), parts[rank], timeout)
         self.parts, self._locks = parts, locks
@@ -139,7 +139,7 @@ class ThreadWindow(SharedWindow):
     def has_rank_died(self, rank: int) -> bool:
         return self._dead(rank)
 
-    def check_ranks_and_make_progress(self, missing: Sequence[int] = (), what: str = "") -> None:
+    def check_ranks_and_make_progress(self, missing: Callable[[], Sequence[int]] = list, what: str = "") -> None:
         self._check(missing, what)
 
     def close(self) -> None:

@@ -443,9 +443,13 @@ class OwnSpeedPolicy(SyncPolicy):
         """Return the rank that must add its gradient before this one, or an empty list if this rank is next. Raise
         DataError if the other rank takes no more steps."""
         turn = self.memory.read_word(rank, page, ADDED)
-        if turn != self.rank and (self.window.read_word(turn, CLOCK) == AWAY_CLOCK or self.window.has_rank_died(turn)):
+        if turn == self.rank:
+            return []
+        away = self.window.read_word(turn, CLOCK) == AWAY_CLOCK or self.window.has_rank_died(turn)
+        # the rank may have added its gradient after the first look, and then taken its last step
+        if away and self.memory.read_word(rank, page, ADDED) == turn:
             raise DataError(f"rank {turn} takes no more steps, and staleness=0 needs all ranks in each")
-        return [] if turn == self.rank else [turn]
+        return [turn]
 
     def mix_page(self, page: int, step: int) -> None:
         """Average a page of this rank's model with the page of another rank, if `step` is a multiple of

@@ -237,6 +237,49 @@ def test_staleness_0_needs_all_ranks() -> None:
         spawn(run, 2)
 
 
+def test_a_rank_that_adds_its_gradient_and_then_stops_is_not_missed() -> None:
+    """The second rank looks whose turn it is, the first adds its gradient, takes its last step and stops, and only then
+    does the second see that it has stopped."""
+
+    def run(comm: Communicator) -> Bits:
+        trainer = make(comm, AsyncSGD(staleness=0))
+        policy = trainer.inspect.placement.sync_policy
+        look = policy.memory.read_word
+
+        def look_and_sleep_until_the_other_stops(rank: int, page: int, index: int) -> int:
+            found = look(rank, page, index)
+            while found == 0 and policy.window.read_word(0, 0) < 1 << 62:
+                pass
+            return found
+
+        if comm.rank == 1:
+            policy.memory.read_word = look_and_sleep_until_the_other_stops
+        return train(trainer, 1)
+
+    assert len(set(spawn(run, 2, timeout=30))) == 1
+
+
+def test_a_rank_that_acts_and_returns_is_not_missed() -> None:
+    """A rank finds the other missing; the other acts and returns; only then does the first look who returned."""
+
+    def run(comm: Communicator) -> None:
+        window = comm.window(8)
+        comm.barrier()
+        if comm.rank == 1:
+            window.write_word(0, 1)
+            return
+        looks = [[1], []]
+
+        def missing() -> list[int]:
+            while len(looks) == 2 and 1 not in comm._group.world.returned:
+                pass
+            return looks.pop(0) if looks else []
+
+        window.wait_until_none_missing(missing, "the word of rank 1")
+
+    spawn(run, 2, timeout=30)
+
+
 PREFIX = r"strategy AsyncSGD\(staleness=0, by_staleness=False\): "
 
 

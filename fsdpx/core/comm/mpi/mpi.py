@@ -215,7 +215,7 @@ class MpiWindow(Window):
         self._win.Fetch_and_op([given, MPI.INT64_T], [before, MPI.INT64_T], self.rank, 8 * word_index, MPI.REPLACE)
         self._win.Unlock(self.rank)
 
-    def check_ranks_and_make_progress(self, missing: Sequence[int] = (), what: str = "") -> None:
+    def check_ranks_and_make_progress(self, missing: Callable[[], Sequence[int]] = list, what: str = "") -> None:
         for _ in range(PROBES_PER_CHECK):
             self._comm.Iprobe()
 
