@@ -20,7 +20,7 @@ from fsdpx.core.array.namespace import parse_dtype
 __all__ = [
     "HALF", "INFINITY_BITS", "REAL", "REST", "SIGN", "WORD", "accumulation_dtype", "accumulation_zero",
     "as_contiguous", "assume_unit_stride", "call_plain_kernel", "dot_product", "exponentiate_in_place", "find_row_max",
-    "from_bfloat16_bits", "prefetch_bytes_after", "round_to_dtype_of", "sum_row", "sum_square_distances",
+    "from_bfloat16_bits", "keep_alive", "prefetch_bytes_after", "round_to_dtype_of", "sum_row", "sum_square_distances",
     "to_bfloat16_bits", "to_float", "view_bits_as_bfloat16", "widen_into",
 ]  # fmt: skip
 
@@ -140,6 +140,12 @@ def _prefetch_line(typingctx: Any, address: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(address), emit_ir
+
+
+@register_jitable
+def keep_alive(*arrays):
+    """Keep arrays allocated until this call. Numba frees an array after the last statement that names it, even if its
+    address is still in use."""
 
 
 @register_jitable

@@ -20,7 +20,7 @@ from fsdpx.core.array import blas, parallel
 from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels import activation
 from fsdpx.core.array.kernels.choice import register_compiled_kernel
-from fsdpx.core.array.kernels.compiled.elements import as_contiguous
+from fsdpx.core.array.kernels.compiled.elements import as_contiguous, keep_alive
 from fsdpx.core.array.kernels.compiled.memory_order import (
     to_channels_last,
     transpose_channels_into,
@@ -133,6 +133,7 @@ def make_winograd_input_loop(matrix: Matrix, step: int, name: str) -> Any:
                     combine(like, at_half + i * rows * lane, lane, row, step_j)
                 for j in range(rows):
                     combine(like, out + j * plane + c * word, rows * plane, at_half + j * lane, rows * lane)
+        keep_alive(patch, half)
 
     return jit(input_loop, name=name)
 
@@ -168,6 +169,7 @@ def make_winograd_output_loop(matrix: Matrix, step: int, name: str) -> Any:
                     for j in range(size):
                         if 0 <= top + i < height and 0 <= left + j < width:
                             _copy(like, row + j * step_j, 0, at_patch + j * lane, 0)
+        keep_alive(patch, half)
 
     return jit(output_loop, name=name)
 
