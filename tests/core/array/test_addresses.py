@@ -51,9 +51,8 @@ def find_allocated_names(node: ast.Assign) -> Iterator[str]:
 
 def find_addressed_name(node: ast.AST) -> str:
     """`name` of the expression `name.ctypes.data`, "" of any other."""
-    if isinstance(node, ast.Attribute) and node.attr == "data" and isinstance(node.value, ast.Attribute):
-        if node.value.attr == "ctypes" and isinstance(node.value.value, ast.Name):
-            return node.value.value.id
+    if isinstance(node, ast.Attribute) and node.attr == "data" and isinstance(holder := node.value, ast.Attribute):
+        return holder.value.id if holder.attr == "ctypes" and isinstance(holder.value, ast.Name) else ""
     return ""
 
 
