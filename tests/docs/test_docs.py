@@ -213,7 +213,7 @@ def test_tables_name_what_there_is() -> None:
         (preset, "") for preset in PRESETS if preset not in ("zero3", "fsdp")
     }
     variables = set(re.findall(r'"(FSDPX_\w+)"', Path(environment.__file__).read_text()))
-    assert variables == set(re.findall(r"^\| `(FSDPX_\w+?)=", (DOCS / "launching.md").read_text(), re.M))
+    assert variables == set(re.findall(r"^\| `(FSDPX_\w+?)=", (DOCS / "reference/environment.md").read_text(), re.M))
 
 
 @pytest.mark.parametrize("script", [*ROOT.glob("launch/**/*.sh"), *ROOT.glob("launch/**/*.sbatch")], ids=name)
