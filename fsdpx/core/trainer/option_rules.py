@@ -30,7 +30,7 @@ __all__ = [
     "STAGES",
     "ChoiceContext",
     "ExcludedPair",
-    "format_exclusion_table",
+    "format_exclusion_lists",
     "has_dynamic_loss_scale",
     "is_collective",
     "make_collective_layer_finder",
@@ -89,7 +89,7 @@ class ExcludedPair(NamedTuple):
 
     Parameters
     ----------
-    choice, other : names of the two choices in the table of the docs
+    choice, other : names of the two choices in the lists of the docs
     found : function that returns the beginning of an error, which shows the other choice as the user made it; "" if the
         user did not make that choice
     why, remedy : the reason, and what to do instead
@@ -136,7 +136,7 @@ def make_collective_layer_finder(text: str) -> Callable[[ChoiceContext], str]:
     )
 
 
-ELASTIC = "elastic ranks"
+ELASTIC = "elastic training"
 CHUNKS, STAGES, SPACE = "`reproducible_chunks`", "`stages`", Domain.excluded
 EXCLUSIONS: list[ExcludedPair] = [
     ExcludedPair(ELASTIC, "`backend`", lambda c:
@@ -146,25 +146,24 @@ EXCLUSIONS: list[ExcludedPair] = [
         make_condition_finder("offload: ", lambda c: c.get_option("offload") is not None),
         "elastic ranks keep copies of each other's state in memory", "leave elastic out"),
     ExcludedPair(ELASTIC, "`trace`", make_condition_finder("trace: ", lambda c: c.get_option("trace") is not None),
-        "elastic ranks change, and a trace is of ranks that stay", "leave trace or elastic out"),
-    ExcludedPair(CHUNKS, "a layer that takes statistics over the global batch",
+        "elastic ranks change, but a trace needs fixed ranks", "leave trace or elastic out"),
+    ExcludedPair(CHUNKS, "layers with statistics over the global batch, such as BatchNorm",
         make_collective_layer_finder("layer {path!r} "),
         "takes statistics over the global batch, so chunks cannot be computed one by one",
         "use LayerNorm or RMSNorm, or leave reproducible_chunks out"),
     ExcludedPair(CHUNKS, "compression (`compression`, or `Precision(reduce=)` of fewer bits)", lambda c:
         f"{c.rounding} " if c.rounding else "",
-        "rounds what travels, which depends on how many ranks there are", "leave the one or the other out"),
+        "rounds gradients before they are sent, so results depend on the number of ranks", "leave one of the two out"),
     ExcludedPair(SPACE, "`reproducible_chunks`",
-        make_given_option_finder("reproducible_chunks", " "), "cuts the batch by samples, of "
-        "which each rank has a part",
-        "leave reproducible_chunks out"),
+        make_given_option_finder("reproducible_chunks", " "),
+        "splits the batch by samples, but each rank has a part of every sample", "leave reproducible_chunks out"),
     ExcludedPair(SPACE, "a `tensor` axis", make_wide_axis_finder("tensor", "a tensor axis of {width} ranks "),
-        "cuts matrices, and layers of fields share none", "use these ranks as further parts of the grid"),
+        "splits matrices, but field layers have none to split", "use these ranks as further parts of the grid"),
     ExcludedPair(ELASTIC, "`domain`", make_condition_finder("domain: ", lambda c: c.get_option("domain") is not None),
-        "the parts of a field are dealt to ranks by the solver", "leave elastic out"),
+        "the solver decides which rank has which part of a field", "leave elastic out"),
     ExcludedPair(STAGES, "`costs`",
         make_condition_finder("stages and costs: ", lambda c: c.get_option("costs") is not None),
-        "the first cuts by hand, the second automatically", "give only one of them"),
+        "stages sets how the model is split, costs computes it", "give only one of them"),
 ]  # fmt: skip
 """All pairs; extensions append their own pairs."""
 
@@ -182,12 +181,19 @@ def is_collective(layer: Layer) -> bool:
     return layer.collective or any(map(is_collective, layer.children().values()))
 
 
-def format_exclusion_table() -> str:
-    """Return the table of excluded pairs in Markdown, including the pairs that strategies add."""
+def format_exclusion_lists() -> str:
+    """Return the excluded pairs in Markdown, one list per choice, including the pairs that strategies add. Remedies
+    that only leave an option out are omitted."""
     for name in list_extensions("strategy"):
         load_extension("strategy", name)
-    rows = [f"| {row.choice} | {row.other} | {row.why or 'it has none'} | {row.remedy} |" for row in EXCLUSIONS]
-    return "\n".join(["| with | there is no | because | what to do |", "|---|---|---|---|", *rows])
+    lists: dict[str, list[str]] = {}
+    for row in EXCLUSIONS:
+        is_omission = row.remedy.startswith("leave ") and row.remedy.endswith(" out")
+        text = "; ".join(filter(None, (row.why, "" if is_omission else row.remedy)))
+        lists.setdefault(row.choice, []).append(f"- {row.other}: {text}" if text else f"- {row.other}")
+    return "\n\n".join(
+        f"**{choice[0].upper()}{choice[1:]}** excludes\n\n" + "\n".join(items) for choice, items in lists.items()
+    )
 
 
 def require_mesh_for_options(mesh: Mesh | None, stages: Any, costs: Any, plan: Any, sequence: Any) -> None:

@@ -183,7 +183,7 @@ class OwnSpeed(SyncChoice):
     which each holds a shard; otherwise each rank has its own model. The other options are those of `AsyncSGD` and
     `GossipSGD`."""
 
-    excluded: ClassVar[str] = "ranks at their own speed"
+    excluded: ClassVar[str] = "asynchronous training"
     sharded: ClassVar[bool] = False
     staleness: int | None = None
     by_staleness: bool = False

@@ -336,7 +336,7 @@ def test_shape_error_is_a_value_error() -> None:
         ({"mesh": 4}, "mesh=4: fsdpx.Mesh(...) is needed"),
         ({"frozen": "0.*"}, "a list of name patterns is needed, ['0.*']"),
         ({"precision": []}, "unknown precision []"),
-        ({"reproducible_chunks": 2, "compression": "bf16"}, "reproducible_chunks=2: codec Cast16 rounds what travels"),
+        ({"reproducible_chunks": 2, "compression": "bf16"}, "reproducible_chunks=2: codec Cast16 rounds gradients"),
     ],
 )
 def test_options_of_the_wrong_kind(options: dict[str, Any], text: str) -> None:

@@ -24,6 +24,6 @@ from fsdpx.errors import ConfigError
     ],
 )
 def test_codecs_are_refused(options: dict[str, Any], name: str) -> None:
-    said = f"reproducible_chunks=4: codec {name} rounds what travels, which depends on how many ranks there are; leave"
+    said = f"reproducible_chunks=4: codec {name} rounds gradients before they are sent, so results depend on"
     with pytest.raises(ConfigError, match=re.escape(said)):
         spawn(lambda comm: make(comm, "mlp", reproducible_chunks=4, **{"precision": "float32", **options}), 2)

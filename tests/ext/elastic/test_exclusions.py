@@ -1,4 +1,4 @@
-"""What does not go together with elastic ranks, and the page that shows the whole table."""
+"""What does not go together with elastic ranks, and the page that lists all pairs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsdpx.core.trainer.option_rules import (
     EXCLUSIONS,
     ChoiceContext,
     ExcludedPair,
-    format_exclusion_table,
+    format_exclusion_lists,
     require_compatible,
 )
 from fsdpx.core.trainer.recipe import DistributionChoices, Recipe, TrainingChoices
@@ -33,9 +33,9 @@ BESIDE = {
 PAGE = Path(__file__).parents[3] / "docs/sharp-bits.md"
 
 
-def test_the_page_shows_the_table() -> None:
+def test_the_page_shows_the_lists() -> None:
     shown = PAGE.read_text().partition("<!-- excluded -->\n")[2].partition("\n<!-- end -->")[0]
-    assert shown == format_exclusion_table()
+    assert shown == format_exclusion_lists()
 
 
 def test_no_pair_stands_twice() -> None:

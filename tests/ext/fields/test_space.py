@@ -417,14 +417,14 @@ def grid_of(comm: Communicator) -> Any:
         ),
         (
             lambda c: nn.ReLU().as_distributed(comm=c, domain=grid_of(c), mesh=fsdpx.Mesh(tensor=2)),
-            "domain: a tensor axis of 2 ranks cuts matrices, and layers of fields share none; use these ranks as",
+            "domain: a tensor axis of 2 ranks splits matrices, but field layers have none to split; use these ranks as",
         ),
         *(
             (lambda c, o=options: nn.ReLU().as_distributed(comm=c, domain=grid_of(c), **o), f"domain: {message}")
             for options, message in (
                 (
                     {"reproducible_chunks": 2},
-                    "reproducible_chunks=2 cuts the batch by samples, of which each rank has a part",
+                    "reproducible_chunks=2 splits the batch by samples, but each rank has a part of every sample",
                 ),
                 ({"strategy": "diloco"}, "strategy='diloco' lets replicas train independently"),
                 ({"strategy": "gossip"}, "strategy='gossip' lets ranks step at their own speed"),
