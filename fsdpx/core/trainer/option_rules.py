@@ -242,7 +242,7 @@ def _suggest_instance(value: Any) -> str:
         if similar:
             return similar[0]
     if isfunction(value):
-        return f"; {page_hint('custom-loss')} makes one of a function"
+        return f"; {page_hint('custom-layer')} shows how to write one"
     return ", one of fsdpx.nn or fsdpx.optim"
 
 

@@ -552,7 +552,7 @@ def test_a_refused_batch_leaves_no_mark(comm: Communicator) -> None:
     ("loss", "text"),
     [
         ("cross_entropy", "loss='cross_entropy': an object is needed, nn.CrossEntropyLoss()"),
-        (lambda y, target: 0, "an object is needed; the page custom-loss of the documentation makes one of a function"),
+        (lambda y, target: 0, "an object is needed; the page custom-layer of the documentation shows how to write one"),
     ],
 )
 def test_a_loss_that_is_no_object(loss: Any, text: str) -> None:
