@@ -147,7 +147,7 @@ EXCLUSIONS: list[ExcludedPair] = [
         "elastic ranks keep copies of each other's state in memory", "leave elastic out"),
     ExcludedPair(ELASTIC, "`trace`", make_condition_finder("trace: ", lambda c: c.get_option("trace") is not None),
         "elastic ranks change, but a trace needs fixed ranks", "leave trace or elastic out"),
-    ExcludedPair(CHUNKS, "layers with statistics over the global batch, such as BatchNorm",
+    ExcludedPair(CHUNKS, "a collective layer, such as BatchNorm",
         make_collective_layer_finder("layer {path!r} "),
         "takes statistics over the global batch, so chunks cannot be computed one by one",
         "use LayerNorm or RMSNorm, or leave reproducible_chunks out"),

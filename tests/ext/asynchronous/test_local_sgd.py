@@ -302,7 +302,7 @@ def test_rounds_that_cannot_be(options: dict[str, Any], message: str) -> None:
     [
         (
             {"reproducible_chunks": 4},
-            "local training with reproducible_chunks=4: its bits depend on the mesh; leave reproducible_chunks out",
+            "local training with reproducible_chunks=4: results depend on the mesh; leave reproducible_chunks out",
         ),
         ({"precision": fsdpx.Precision(loss_scale="dynamic")}, "a dynamic loss scale: replicas would skip different"),
         ({"precision": "bf16-true"}, "local training with 16-bit masters: outer steps are smaller than"),
