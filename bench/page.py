@@ -2,8 +2,8 @@
 
     python bench/page.py
 
-A mark `<!-- name: table -->` is followed by that table of NAME.json, up to `<!-- end -->`; `command` and
-`machine` are what the file says of itself.
+A mark `<!-- name: table -->` is followed by that table of NAME.json, up to `<!-- end -->`. `<!-- name: table of word
+-->` shows only the rows that contain this word. `command` and `machine` come from the file itself.
 """
 
 import importlib
@@ -36,7 +36,9 @@ def _content(name: str, title: str, folder: Path) -> str:
 def _text(name: str, title: str, found: dict[str, Any]) -> str:
     if title in ("command", "machine"):
         return str(found[title])
-    return dict(importlib.import_module(name).tables(found)).get(title, "")
+    title, _, word = title.partition(" of ")
+    head, *rows = dict(importlib.import_module(name).tables(found)).get(title, "").splitlines() or [""]
+    return "\n".join([head, *(row for row in rows if not word or word in row.split())])
 
 
 def main() -> int:

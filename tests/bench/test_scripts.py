@@ -168,6 +168,8 @@ def test_the_page_has_a_table_where_there_are_results_and_says_so_where_not(tmp_
     assert "old" not in made
     assert "not measured yet: python bench/footprint.py" in made
     assert render(made, tmp_path) == made
+    rows = [render(f"<!-- modules: small of {word} -->\n<!-- end -->\n", tmp_path) for word in ("2x1", "4x1")]
+    assert ["too slow" in table for table in rows] == [True, False]
     assert render(PAGE.read_text(), tmp_path).count("<!-- end -->") == PAGE.read_text().count("<!-- end -->")
 
 
