@@ -39,12 +39,14 @@ def _describe_norm_of_sum(c: ChoiceContext) -> str:
     )
 
 
-def _make_format_finder(name: str) -> Callable[[ChoiceContext], str]:
-    def find_given(c: ChoiceContext) -> str:
-        value = getattr(c.formats, name)
-        return "" if value is None else f"{name}={value!r} "
+def _find_model_axis(c: ChoiceContext) -> str:
+    found = (make_wide_axis_finder(axis, f"the {axis} axis of {{width}} ranks ")(c) for axis in ("pipe", "tensor"))
+    return next(filter(None, found), "")
 
-    return find_given
+
+def _find_message_format(c: ChoiceContext) -> str:
+    formats = {name: getattr(c.formats, name) for name in ("param", "reduce")}
+    return next((f"{name}={value!r} " for name, value in formats.items() if value is not None), "")
 
 
 def _make_sync_choice_finder(excluded: str) -> Callable[[ChoiceContext], str]:
@@ -66,11 +68,7 @@ EXCLUSIONS += (
     ExcludedPair(LOCAL, "a collective layer, such as BatchNorm",
         make_collective_layer_finder("layer {path!r}: "),
         "it communicates with all ranks in every step", "take one that does not, such as GroupNorm"),
-    ExcludedPair(OWN, "a `pipe` axis", make_wide_axis_finder("pipe", "the pipe axis of {width} ranks "),
-        "needs ranks that step together", "leave it out"),
-    ExcludedPair(OWN, "a `tensor` axis",
-        make_wide_axis_finder("tensor", "the tensor axis of {width} ranks "), "needs ranks that step together",
-        "leave it out"),
+    ExcludedPair(OWN, "a `pipe` or `tensor` axis", _find_model_axis, "needs ranks that step together", "leave it out"),
     ExcludedPair(OWN, "a second data axis", _describe_other_axis, "", "leave mesh out"),
     ExcludedPair(OWN, "`offload`", make_condition_finder("offload: ", lambda c: c.get_option("offload") is not None),
         "state that several ranks change cannot be on the disk of one rank", "leave offload out"),
@@ -94,8 +92,8 @@ EXCLUSIONS += (
     ExcludedPair(OWN, "16-bit masters",
         make_condition_finder("16-bit masters: ", lambda c: c.formats.master_dtype == "bf16"),
         "parameters that several ranks update are float32 or float64", "use precision='bf16'"),
-    *(ExcludedPair(OWN, f"`Precision({name}=)`", _make_format_finder(name), "is a message format, but no messages are "
-        "sent", "leave it out") for name in ("param", "reduce")),
+    ExcludedPair(OWN, "`Precision(param=)` and `Precision(reduce=)`", _find_message_format,
+        "is a message format, but no messages are sent", "leave it out"),
     ExcludedPair(ELASTIC, LOCAL, lambda c:
         "" if c.sync_choice.excluded != LOCAL else f"strategy={c.get_option('strategy')!r}: ",
         "elastic ranks train together", "leave elastic out, or choose 'hybrid'"),
