@@ -70,7 +70,7 @@ def main():
     mean = cart.allreduce(u[..., 0].sum()) / (ROWS * COLUMNS)
     highest = cart.allreduce(u[..., 0].max(), MPI.MAX)
     if comm.rank == 0:
-        print(f"after {STATES} states: mean {mean:.4f}, highest {highest:.4f}, loss {loss:.2f}")
+        print(f"{STATES} states: mean {mean:.4f}, highest {highest:.4f}, loss {loss:.2f}")
 
 
 if __name__ == "__main__":

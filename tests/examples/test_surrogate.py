@@ -87,7 +87,7 @@ def test_the_changed_solver_prints_what_the_page_says(tmp_path: Path, ranks: int
     (tmp_path / "learn.py").write_text(text)
     done = start(ranks, str(tmp_path / "learn.py"))
     assert done.returncode == 0, done.stderr
-    pattern = r"after 20 states: mean (\S+), highest \S+, loss (\S+)\n"
+    pattern = r"20 states: mean (\S+), highest \S+, loss (\S+)\n"
     (wanted,) = re.findall(pattern, PAGE)
     found = re.fullmatch(pattern, done.stdout)
     assert found, done.stdout
