@@ -10,7 +10,7 @@ import pytest
 import fsdpx
 from fsdpx import models, nn, optim, spawn
 from fsdpx.core.comm import Communicator
-from fsdpx.errors import CheckpointError, ConfigError
+from fsdpx.errors import CheckpointError, ConfigError, ShapeError
 from fsdpx.testing import assert_close
 
 SIZES = {1: (16,), 2: (8, 12), 3: (8, 12, 8)}
@@ -101,6 +101,13 @@ def test_weights_of_a_unet_go_back() -> None:
     theirs.load_state_dict({name: torch.tensor(a) for name, a in trainer.parameters().items()})
     x = noise(2, 3, *SIZES[2])
     assert_close({"y": theirs(torch.tensor(x)).detach().numpy()}, {"y": trainer.predict(x)}, 1e-12)
+
+
+def test_a_unet_names_the_sizes_that_it_takes() -> None:
+    trainer = nn.UNet(1, 1, 2, 4, 3).as_distributed(precision="float64")
+    assert trainer.predict(noise(1, 1, 16, 24)).shape == (1, 1, 16, 24)
+    with pytest.raises(ShapeError, match=r"multiples of 8 .*\(5, 6\) cells, halved and doubled, are \(4, 6\)"):
+        trainer.predict(noise(1, 1, 20, 24))
 
 
 def complex_noise(torch: Any, *shape: int) -> Any:

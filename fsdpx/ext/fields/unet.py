@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdpx.errors import ConfigError
+from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields import conv, pool, resample
 from fsdpx.ext.fields.group_norm import GroupNorm
 from fsdpx.nn.activation import GELU, ReLU, SiLU, Tanh
 from fsdpx.nn.container import Sequential
 from fsdpx.nn.graph import Graph
-from fsdpx.nn.layer import Layer, format_constructor, require_positive
+from fsdpx.nn.layer import Array, Layer, LayerContext, Params, format_constructor, require_positive
 from fsdpx.nn.norm import BatchNorm
 from fsdpx.nn.shape import Concat
 
@@ -19,6 +19,23 @@ __all__ = ["UNet"]
 ACTIVATIONS: dict[str, Any] = {"relu": ReLU, "tanh": Tanh, "gelu": GELU, "silu": SiLU}
 GROUP = 8
 """Channels in each group of `norm="group"`."""
+
+
+class SkipConnection(Concat):
+    """The concatenation of a level's fields on the way up and on the way down."""
+
+    def __init__(self, unet: UNet) -> None:
+        super().__init__(1)
+        self.needs = f"{unet!r} needs fields whose sizes are multiples of {1 << unet.depth} (2 to the power of depth)"
+
+    def __repr__(self) -> str:
+        return "Concat(dim=1)"
+
+    def forward(self, env: LayerContext, p: Params, x: tuple[Array, ...]) -> tuple[Array, Any]:
+        up, down = (tuple(part.shape[2:]) for part in x)
+        if up != down:
+            raise ShapeError(f"{self.needs}: {down} cells, halved and doubled, are {up}")
+        return super().forward(env, p, x)
 
 
 class UNet(Graph):
@@ -77,7 +94,7 @@ class UNet(Graph):
         for level in range(depth, 0, -1):
             many = width << (level - 1)
             nodes[f"upconv{level}"] = rising(2 * many, many, 2, 2), last
-            nodes[f"cat{level}"] = Concat(1), f"upconv{level}", f"encoder{level}"
+            nodes[f"cat{level}"] = SkipConnection(self), f"upconv{level}", f"encoder{level}"
             nodes[f"decoder{level}"] = self._make_block(kind, f"dec{level}", 2 * many, many), f"cat{level}"
             last = f"decoder{level}"
         nodes["conv"] = kind(width, out_channels, 1), last
