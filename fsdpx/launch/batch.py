@@ -140,7 +140,8 @@ def _choose_nodes_and_ranks_per_node(config: LaunchConfig, node_cores: NodeCores
 def _make_request_comment(nodes: int, per_node: int, cores: int, node_cores: NodeCores) -> str:
     """Return a comment that states the requested resources, and the number of cores per node that the request
     assumes."""
-    asked = f"{per_node} ranks on each of {nodes} nodes, {cores} core{'s'[cores == 1 :]} for each"
+    where = "one node" if nodes == 1 else f"each of {nodes} nodes"
+    asked = f"{per_node} ranks on {where}, {cores} core{'s'[cores == 1 :]} for each"
     more = "" if per_node * cores <= node_cores.cores else f": {per_node * cores} cores, more than a node has"
     return f"# {asked}{more}. A node is taken to have {node_cores.cores} cores, {node_cores.source}.\n"
 

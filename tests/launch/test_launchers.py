@@ -334,10 +334,10 @@ def printed(system: str, config: LaunchConfig, cores: int = 64) -> str:
 @pytest.mark.parametrize(
     ("config", "nodes", "per_node", "cores", "about"),
     [
-        (LaunchConfig(512), 8, 64, 1, "64 ranks on each of 8 nodes, 1 cores for each"),
+        (LaunchConfig(512), 8, 64, 1, "64 ranks on each of 8 nodes, 1 core for each"),
         (LaunchConfig(512, threads=8), 64, 8, 8, "8 ranks on each of 64 nodes, 8 cores for each"),
         (LaunchConfig(32, nodes=8), 8, 4, 16, "4 ranks on each of 8 nodes, 16 cores for each"),
-        (LaunchConfig(6), 1, 6, 10, "6 ranks on each of 1 nodes, 10 cores for each"),
+        (LaunchConfig(6), 1, 6, 10, "6 ranks on one node, 10 cores for each"),
         (LaunchConfig(8, per_node=4, threads=32), 2, 4, 32, "32 cores for each: 128 cores, more than a node has"),
     ],
 )
