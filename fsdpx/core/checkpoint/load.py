@@ -88,15 +88,15 @@ def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool,
         source.files[STATE_FILE_NAME].metadata.get(STATE_KEY), str(source.folder / STATE_FILE_NAME)
     )
     _require_same_tensors(get_dtypes_and_shapes(state), source.filter_files(state=False).tensors, where, convert)
-    pace, local = state.placement.sync_policy, scalars.local
-    if (pace.about is None) != (local is None):
+    policy, local = state.placement.sync_policy, scalars.local
+    if (policy.about is None) != (local is None):
         there, here = ("not ", "") if local is None else ("", "not ")
         raise CheckpointError(
             f"{where}: it was {there}saved in local training, and this trainer is {here}one of it: load_parameters "
             "takes only the weights"
         )
     if local is not None:
-        pace.require_resumable(local, where)
+        policy.require_resumable(local, where)
     _require_slots(state, scalars, source, where, convert)
     if loader is not None:
         run_on_all_ranks(world, where, lambda: _require_loader_position(loader, scalars))

@@ -160,7 +160,7 @@ class StepOptions(StepChoices):
     schedule : the pipeline schedule as text
     recompute : units that run forward again before their backward
     storage : the state that is kept in a slower level between uses
-    pace : how ranks synchronize, which differs for strategies in which ranks do not step together
+    sync_choice : how ranks synchronize, which differs for strategies in which ranks do not step together
     planned : text about the choices of a plan
     """
 
@@ -168,7 +168,7 @@ class StepOptions(StepChoices):
     schedule: str | None = None
     recompute: RecomputeChoice = field(default_factory=RecomputeChoice)
     storage: StorageLevelChoice = IN_MEMORY
-    pace: SyncChoice = SYNCHRONOUS
+    sync_choice: SyncChoice = SYNCHRONOUS
     planned: str = ""
 
 
@@ -257,7 +257,7 @@ class Placement:
     @cached_property
     def sync_policy(self) -> SyncPolicy:
         """How ranks synchronize."""
-        return self.options.pace.make_policy(self)
+        return self.options.sync_choice.make_policy(self)
 
     @property
     def keeps_full_parameters(self) -> bool:

@@ -269,15 +269,15 @@ class TrainState:
         samples: int,
         seed: int,
         scale: tuple[float, int] | None,
-        pace: dict[str, Any] | None = None,
+        policy_data: dict[str, Any] | None = None,
         missed: Mapping[str, int] | None = None,
     ) -> None:
         """Continue from a saved position in training. Random numbers use `seed` from then on. scale: (value, good) of
-        the loss scale. pace: data of the `SyncPolicy`. missed: see `count_missed_steps`."""
+        the loss scale. policy_data: data of the `SyncPolicy`. missed: see `count_missed_steps`."""
         self.discard_after_error()
         self.drop_local_gradients()
         self.steps, self.samples, self.seed = steps, samples, seed
-        self.placement.sync_policy.on_resume(self, pace)
+        self.placement.sync_policy.on_resume(self, policy_data)
         each = self.placement.sync_policy.updates_per_step
         self.freezing.resume_at({name: n * each for name, n in (missed or {}).items()}, steps * each)
         if scale is not None:

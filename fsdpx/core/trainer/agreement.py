@@ -40,12 +40,12 @@ def list_choices_to_compare(recipe: Recipe, placement: Placement, microbatches: 
     -------
     dict : choice by name; `agree_on_choices` compares the choices as text
     """
-    training, layout, pace = recipe.training, placement.layout, recipe.distribution.sync_choice
+    training, layout, sync_choice = recipe.training, placement.layout, recipe.distribution.sync_choice
     return {
         "strategy": placement.sharding,  # first, because the mesh depends on it
         "mesh": placement.axes.mesh,
         "precision": placement.formats.precision,
-        "options": replace(placement.options, pace=SYNCHRONOUS, storage=IN_MEMORY),
+        "options": replace(placement.options, sync_choice=SYNCHRONOUS, storage=IN_MEMORY),
         "offload": recipe.distribution.offload,
         "model": layout,
         "layers": placement.model,
@@ -65,8 +65,8 @@ def list_choices_to_compare(recipe: Recipe, placement: Placement, microbatches: 
         "average": training.average,
         "trace": recipe.runtime.get_trace_choice(),
         "the learning rate of step 1": get_scheduled_values(training.optimizer, 1)[0],
-        "pace": pace.description,
-        "outer optimizer": pace.optimizers,
+        "synchronization": sync_choice.description,
+        "outer optimizer": sync_choice.optimizers,
     }
 
 

@@ -144,7 +144,7 @@ class TrainingRanks(NamedTuple):
     axes: MeshAxes
     sharding: Sharding
     tuning: Tuning
-    pace: SyncChoice
+    sync_choice: SyncChoice
 
 
 class RankModel(NamedTuple):
@@ -278,7 +278,7 @@ def _shard_and_linearize_model(recipe: Recipe, ranks: TrainingRanks, formats: Pr
     key = "planned", training.model, training.loss, axes.tensor.size, *cut, dtype
     planned = memoize(key, lambda: _shard_model(training, axes, distribution, dtype, samples))
     ordered = memoize(("sorted", planned.model), lambda: linearize(planned.model))
-    for optimizer in (training.optimizer, *ranks.pace.optimizers):
+    for optimizer in (training.optimizer, *ranks.sync_choice.optimizers):
         require_tensor_axis_support(optimizer, axes.tensor.size)
     return RankModel(planned, ordered, samples)
 
@@ -304,7 +304,7 @@ def _choose_gradient_reduction(recipe: Recipe, ranks: TrainingRanks, formats: Pr
     sums = make_accumulation(training.reproducible_chunks, axes)
     each = sums.count_microbatches(microbatches)
     return ReductionChoices(
-        CodecRules.from_user_choice(choice, formats, ranks.pace.outer_codec), sums, microbatches, each
+        CodecRules.from_user_choice(choice, formats, ranks.sync_choice.outer_codec), sums, microbatches, each
     )
 
 
@@ -342,7 +342,7 @@ def _make_model_layout(
     frozen = ("*",) if still else training.frozen
     layout = lay_out_model(model, dtype.itemsize, group, frozen, spread, reducing.codecs.find_rule)
     require_pattern_matches("compression", reducing.codecs.patterns, layout.names)
-    for optimizer in (training.optimizer, *ranks.pace.optimizers):
+    for optimizer in (training.optimizer, *ranks.sync_choice.optimizers):
         _require_optimizer_patterns_match(optimizer, layout)
     return layout
 
@@ -373,7 +373,7 @@ def _make_step_options(
     distribution.storage_choice.require_something_to_store(training.optimizer, training.average)
     mesh, state, rounding = ranks.axes.mesh, pages.layout.statistic_specs, reducing.codecs.rounding_codec
     chosen = ChoiceContext(recipe, model, formats, mesh, state, ranks.xp, rounding)
-    require_compatible(ranks.pace.excluded, chosen, ranks.pace.message_prefix)
+    require_compatible(ranks.sync_choice.excluded, chosen, ranks.sync_choice.message_prefix)
     if training.reproducible_chunks is not None:
         require_compatible(CHUNKS, chosen, f"reproducible_chunks={training.reproducible_chunks}: ")
     return StepOptions(
@@ -382,7 +382,7 @@ def _make_step_options(
         schedule=schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__),
         recompute=recomputing,
         storage=distribution.storage_choice,
-        pace=ranks.pace,
+        sync_choice=ranks.sync_choice,
         planned=distribution.planned,
     )
 
@@ -419,7 +419,7 @@ def _make_pipeline_stages(
         layout.spread.home,
         layout.twins,
         [page.index for page in layout.pages if page.partial],
-        reducing.accumulation.needs_join and not ranks.pace.replicas,
+        reducing.accumulation.needs_join and not ranks.sync_choice.replicas,
         units_with_statistics=[unit.index for unit in layout.units if list_unit_statistics(layout, unit)],
         pages_with_codec_memory=coded,
         constant=layout.find_constant_values(),

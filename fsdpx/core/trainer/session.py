@@ -489,17 +489,17 @@ class Session:
     ) -> ProgramRequest:
         """Return the compiler's input, made from the placement and from what earlier programs left in the store. fresh:
         True: assume an empty store. local: True: gradients stay on this rank."""
-        place, pace = self.placement, self.placement.sync_policy
+        place, policy = self.placement, self.placement.sync_policy
         holding = (lambda kind: frozenset[int]()) if fresh else self.state.list_indices_of_filled_slots
         steps = kind in ("step", "accumulate", "local")
-        kind = pace.get_program_kind(kind)
+        kind = policy.get_program_kind(kind)
         # all elastic ranks must learn of a gradient that is not finite: an error on a single rank would count as death
         normed = place.options.clip_norm is not None or self.state.scaler.dynamic or self.commit is not None
         return ProgramRequest(
             kind,
             self._get_current_stage(),
             microbatches,
-            keep_full=place.keeps_full_parameters and not pace.own_speed,
+            keep_full=place.keeps_full_parameters and not policy.own_speed,
             reduce_each=place.reduces_each_microbatch and not local,
             ahead=place.sharding.prefetch,
             resident=holding("full"),
@@ -509,7 +509,7 @@ class Session:
             order=place.pipe.get_actions_of_rank(microbatches, place.axes.pipe.rank) if steps else None,
             recompute=self._choose_recomputed_units(microbatches) if steps else frozenset(),
             scales=("NORM" if normed else "SCALE", *(["COMMIT"] if self.commit is not None else [])),
-            sync=pace.get_sync_rules(self.state.steps + 1) if PROGRAM_KINDS[kind].updates else SyncRules(),
+            sync=policy.get_sync_rules(self.state.steps + 1) if PROGRAM_KINDS[kind].updates else SyncRules(),
             choices=place.step_choices,
         )
 

@@ -429,16 +429,16 @@ class Trainer:
             if names is not None:
                 names = parse_patterns("names", names)
                 require_pattern_matches("parameters(names=)", names, self._placement.layout.specs, fits=operator.eq)
-        pace_parameters = self._placement.sync_policy.read_common_parameters() if weights == "parameters" else None
-        if pace_parameters is None:
+        parameters = self._placement.sync_policy.read_common_parameters() if weights == "parameters" else None
+        if parameters is None:
             self._call_runner.agree_on_call("parameters" if names is None else f"parameters(names={sorted(names)})")
             with self._call_runner.using_weights(weights):
                 from fsdpx.core.trainer.gather_full import all_gather_parameters, all_gather_statistics
 
-                pace_parameters = all_gather_parameters(self._session.state, names) | all_gather_statistics(
+                parameters = all_gather_parameters(self._session.state, names) | all_gather_statistics(
                     self._session.state
                 )
-        return {n: pace_parameters[n] for n in self._placement.layout.specs if names is None or n in names}
+        return {n: parameters[n] for n in self._placement.layout.specs if names is None or n in names}
 
     @run_through_call_runner(KEEPS_FOR_LATER)
     def gradients(self) -> dict[str, np.ndarray]:

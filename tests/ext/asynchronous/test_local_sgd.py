@@ -336,7 +336,7 @@ def test_bad_calls_are_named(comm: Communicator) -> None:
     ):
         make(comm, "norms", "diloco")
     with pytest.raises(
-        ConfigError, match=r"ranks differ in pace: rank 0 has sync_every=8, .*, rank 1 has sync_every=9, "
+        ConfigError, match=r"ranks differ in synchronization: rank 0 has sync_every=8, .*, rank 1 has sync_every=9, "
     ):
         make(comm, "mlp", LocalSGD(sync_every=8 + comm.rank))
     trainer = make(comm, "mlp", LocalSGD(sync_every=2, outer_optimizer=MEAN))
