@@ -199,4 +199,4 @@ links: docs
 	$(BIN)/sphinx-build -W -q -b linkcheck docs docs/_build/links
 
 clean:
-	rm -rf .venv .venv-* build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .grimp_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-* build dist docs/_build docs/reference/api *.egg-info .pytest_cache .mypy_cache .ruff_cache .grimp_cache .import_linter_cache .hypothesis

@@ -16,6 +16,7 @@ import pytest
 
 import fsdpx
 from fsdpx import data, nn, optim, testing
+from fsdpx.__main__ import COMMANDS
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 PAGES = sorted(path for path in REFERENCE.glob("*.md") if path.name != "index.md")
@@ -25,6 +26,7 @@ DIRECTIVE = re.compile(
     r"(?:   :members:(?P<members>.*\n(?:    .*\n)*))?",
     re.M,
 )
+apipages: Any = importlib.import_module("apipages")
 INNER = {
     nn: "Container",
     optim: "ParamGroups LearningRate HyperparameterSpan ShardSegment get_learning_rate",
@@ -183,3 +185,38 @@ def test_public_names_are_in_the_reference(module: Any) -> None:
     things = {name: getattr(module, name) for name in module.__all__ if name != "__version__"}
     missing = [name for name, thing in things.items() if id(thing) not in known and not isinstance(thing, ModuleType)]
     assert sorted(missing) == sorted(INNER[module].split())
+
+
+def test_each_class_and_function_has_a_page_with_its_methods() -> None:
+    pages = apipages.make_pages(apipages.read_entries(REFERENCE))
+    entries = [entry for page in PAGES for section in sections(page) for entry in section.entries]
+    assert len({name.lower() for name in pages}) == len(pages)  # some file systems take both for one
+    documented = {entry.name for entry in entries if entry.kind in ("class", "function", "data")}
+    assert documented == set(pages)
+    members = [entry.name for entry in entries if entry.kind in ("method", "property")]
+    assert [name for name in members if f":: {name}\n" not in pages[name.rpartition(".")[0]]] == []
+
+
+def test_the_pages_of_the_reference_link_what_they_declare() -> None:
+    for page in PAGES:
+        linked = apipages.link_pages(page.stem, page.read_text(), str)
+        for section in sections(page):
+            for entry in section.entries:
+                written = f".. autoexception:: {entry.name}" if entry.kind == "exception" else f" <{entry.name}>`"
+                assert written in linked
+    assert apipages.summarize("fsdpx.nn.Linear").endswith((".", ")"))
+
+
+def test_the_page_of_the_command_line_has_each_command_and_option() -> None:
+    text = apipages.describe_commands()
+    for name, command in COMMANDS.items():
+        assert f"### fsdpx {name}\n\n{command.help[0].upper()}" in text
+    for option in (
+        "`--max-restarts N`",
+        "`--np`",
+        "#### fsdpx ckpt convert\n",
+        "](../elastic.md)",
+        "`--backend {mpi,gloo}`",
+    ):
+        assert option in text
+    assert "% commands\n" in (REFERENCE / "command-line.md").read_text()
