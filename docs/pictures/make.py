@@ -10,12 +10,14 @@ import sys
 import textwrap
 import tomllib
 import zlib
+from contextlib import redirect_stdout
 from dataclasses import replace
 from hashlib import blake2b
-from io import BytesIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -443,9 +445,116 @@ def collectives(theme: str) -> Any:
     return drawn
 
 
+# -- examples ----------------------------------------------------------------------------------------------------------
+
+
+def heat(theme: str) -> Any:
+    """A plate of `fsdpx.examples.heat` at first and later, with the borders of four ranks."""
+    from fsdpx.examples import heat as example
+
+    u, panels = example.make_random_plate(0), {}
+    for state in range(301):
+        if state in (0, 10, 300):
+            panels["at first" if state == 0 else f"after {state} states"] = u[1:-1, 1:-1].copy()
+        u = example.step_explicitly(u)
+    borders = [([0, example.COLUMNS], [example.ROWS / 2] * 2), ([example.COLUMNS / 2] * 2, [0, example.ROWS])]
+    title = "A plate over 2 x 2 ranks, with one warm wall: the states from which the network learns"
+    return _draw_fields(panels, [borders] * 3, title, "inferno", theme)
+
+
+def solver(theme: str) -> Any:
+    """The flow of `fsdpx.examples.solver`, by rows on the ranks that solve and by columns on those that train."""
+    from mpi4py import MPI
+
+    from fsdpx.examples import solver as example
+
+    made, side = example.Solver(MPI.COMM_SELF), example.SIDE
+    speed = np.hypot(*made.velocity)
+    for _ in range(6):
+        made.advance_round(learned=False)
+    later = np.hypot(*made.velocity)
+    halves = [([0, side], [side / 2] * 2)], [([side / 2] * 2, [0, side])]
+    panels = {"at first": speed, "solved: rows of 2 ranks": later, "learned: columns of 2 ranks": later}
+    title = "A flow that two ranks solve while two others train on its snapshots"
+    return _draw_fields(panels, [[], *halves], title, "viridis", theme)
+
+
+def _draw_fields(panels: dict[str, Any], borders: Any, title: str, colors: str, theme: str) -> Any:
+    """Draw fields side by side, each with lines between the parts of ranks."""
+    high, wide = next(iter(panels.values())).shape
+    width = 8.95 / len(panels) - 0.2
+    drawn = _empty(9.25, width * high / wide + 0.75, theme)
+    share = width * high / wide / drawn.get_figheight()
+    limits = {"vmin": min(u.min() for u in panels.values()), "vmax": max(u.max() for u in panels.values())}
+    for at, ((name, u), lines) in enumerate(zip(panels.items(), borders, strict=True)):
+        axes = drawn.add_axes(((0.15 + at * (width + 0.2)) / 9.25, 0.02, width / 9.25, share))
+        axes.axis("off")
+        axes.imshow(u, extent=(0, wide, 0, high), cmap=colors, **limits)
+        for x, y in lines:
+            axes.plot(x, y, color="white", linewidth=1.5, linestyle="--")
+        axes.text(0, 1.03, name, color=get_color("ink", theme), fontsize=9.5, transform=axes.transAxes)
+    drawn.text(0.01, 1 - 0.2 / drawn.get_figheight(), title, color=get_color("ink", theme), fontsize=11, weight="bold",
+               va="center")  # fmt: skip
+    return drawn
+
+
+def digits(theme: str) -> Any:
+    """The first images of `fsdpx.examples.digits`, with their labels."""
+    from fsdpx.examples import digits as example
+
+    images, labels = example.draw_digits(36, seed=2)
+    drawn = _empty(9.25, 2.75, theme)
+    for at, (image, label) in enumerate(zip(images[:, 0], labels, strict=True)):
+        row, column = divmod(at, 12)
+        axes = drawn.add_axes((0.012 + 0.0815 * column, 0.6 - 0.29 * row, 0.075, 0.25))
+        axes.axis("off")
+        axes.imshow(image, cmap="gray" if theme == "dark" else "gray_r", vmin=-0.5, vmax=1.25)
+        axes.text(0, -1, str(label), color=get_color("forward", theme), fontsize=9, weight="bold")
+    title = "Noisy digits at random positions, and their labels"
+    drawn.text(0.01, 0.95, title, color=get_color("ink", theme), fontsize=11, weight="bold", va="center")
+    return drawn
+
+
+def gan(theme: str) -> Any:
+    """Points that the generator of `fsdpx.examples.gan` makes, and points of the circle that it learns."""
+    from fsdpx.examples import gan as example
+
+    noise = np.random.default_rng(0).standard_normal((400, example.NOISE), np.float32)
+    circle, drawn = example.sample_circle(np.random.default_rng(1), 400), _empty(9.25, 2.9, theme)
+    for at, steps in enumerate((0, 100, 300, 600)):
+        axes = drawn.add_axes((0.01 + 0.247 * at, 0.02, 0.235, 0.75), xlim=(-1.5, 1.5), ylim=(-1.5, 1.5))
+        axes.axis("off")
+        axes.set_aspect("equal")
+        points = _train_generator(example, steps).predict(noise)
+        axes.scatter(*circle.T, s=4, color=get_color("faint", theme), linewidths=0)
+        axes.scatter(*np.asarray(points).T, s=5, color=get_color("backward", theme), linewidths=0)
+        axes.text(0, 1.45, f"after {steps} steps", color=get_color("ink", theme), fontsize=9.5, ha="center")
+    title = "Points that the generator makes (colored), and points of the circle (gray)"
+    drawn.text(0.01, 0.94, title, color=get_color("ink", theme), fontsize=11, weight="bold", va="center")
+    return drawn
+
+
+def _train_generator(example: Any, steps: int) -> Any:
+    """Run the example, and return its first trainer."""
+    trainers: list[Any] = []
+
+    def distribute(model: Any, **options: Any) -> Any:
+        trainers.append(fsdpx.distribute(model, **options))
+        return trainers[-1]
+
+    with patch.object(nn.Sequential, "as_distributed", distribute), redirect_stdout(StringIO()):
+        example.main([f"--steps={steps}"])
+    return trainers[0]
+
+
 PICTURES = {
-    made.__name__: made for made in (step, schedules, field, strategies, floors, trace, pytorch, bf16, collectives)
-}
+    made.__name__: made
+    for made in (
+        step, schedules, field, strategies, floors, trace, pytorch, bf16, collectives, heat, solver, digits, gan
+    )
+}  # fmt: skip
+TRAINED = {"gan"}
+"""Pictures of trained networks, whose last digits differ between processors."""
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -483,7 +592,7 @@ def _numbers(values: Any) -> str:
 
 
 def write(name: str, theme: str) -> Path:
-    """Write one picture, in 64 colors."""
+    """Write one picture, in 64 colors, or in 256 if it shows fields."""
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 
@@ -491,7 +600,8 @@ def write(name: str, theme: str) -> Path:
     save_figure(drawn, content)
     info = PngInfo()
     info.add_text("digest", digest(drawn))
-    image = Image.open(content).convert("RGB").quantize(64, dither=Image.Dither.NONE)
+    colors = 256 if any(axes.images for axes in drawn.axes) else 64
+    image = Image.open(content).convert("RGB").quantize(colors, dither=Image.Dither.NONE)
     image.save(path, optimize=True, pnginfo=info)
     return path
 
