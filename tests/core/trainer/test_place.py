@@ -287,7 +287,7 @@ GIVEN: dict[str, Any] = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.1)}
     [
         ({"stratgy": "ddp"}, r"distribute\(stratgy=\.\.\.\): no such option; did you mean 'strategy'\?"),
         ({"find_unused_parameters": True}, "here that is nothing: parameters without a gradient are found"),
-        ({"micro_batch_size": 4}, "here that is microbatches=, their number, not their size"),
+        ({"micro_batch_size": 4}, "here that is microbatches=, the number of microbatches, not their size"),
         ({"qqqq": 1}, r"distribute\(qqqq=\.\.\.\): no such option: model, loss, optimizer"),
         ({"strategy": "FULL_SHARD"}, "unknown strategy 'FULL_SHARD': .*; here that is strategy=\"fsdp\""),
         ({"strategy": "ZeRO-3"}, 'here that is strategy="zero3"'),
