@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except FsdpxError as error:
         if _has_connected_to_ranks():
-            raise  # the excepthook of the MPI job prints it once and ends all ranks
+            raise error.with_traceback(None) from None  # the excepthook of the job prints it and ends all ranks
         return _print_error_on_first_rank(f"fsdpx {args.command}: {error}")
     except KeyboardInterrupt:
         if _has_connected_to_ranks():
@@ -82,6 +83,10 @@ class CommandParser(argparse.ArgumentParser):
         found = [word.partition("=")[0].rstrip(":") for word in message.split()]
         words = [word for word in found if word.startswith("-") and "/" not in word]
         message += next(filter(None, map(self._suggest_option, words)), "")
+        if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            from fsdpx.core.base.name_hints import did_you_mean
+
+            message += did_you_mean(choice[1], re.findall(r"[\w-]+", choice[2]))
         line = f"{self.prog.removeprefix('python -m ')}: {message}; {self.prog} --help lists what there is"
         self.exit(_print_error_on_first_rank(line))
 
@@ -131,7 +136,7 @@ def _run_command(args: argparse.Namespace) -> int:
     if isinstance(status, str):
         from fsdpx.core.base.messages import wrap_for_terminal
 
-        print(wrap_for_terminal(status))
+        print(status if getattr(args, "json", False) else wrap_for_terminal(status))
         return 0
     return int(status)
 
@@ -155,10 +160,11 @@ def _print_error_on_first_rank(line: str) -> int:
     """Print an error and return status 2. If ranks that have not connected yet would all report the same error, only
     the first rank prints it."""
     from fsdpx.core.base import environment
+    from fsdpx.core.base.messages import wrap_for_terminal
 
     launcher = environment.read_environment().launcher
     if launcher is None or not launcher.rank:
-        print(line, file=sys.stderr, flush=True)
+        print(wrap_for_terminal(line, sys.stderr), file=sys.stderr, flush=True)
     else:
         time.sleep(1)  # give the first rank time, because a launcher ends all ranks when one has ended
     return 2
@@ -182,7 +188,7 @@ def _add_runs_options(p: argparse.ArgumentParser) -> None:
 
 
 def _add_trace_options(p: argparse.ArgumentParser) -> None:
-    merge = p.add_subparsers(dest="action", required=True).add_parser(
+    merge = p.add_subparsers(dest="action", required=True, metavar="merge").add_parser(
         "merge", help="write trace.json.gz next to the files"
     )
     merge.add_argument("folder", type=_expand_path, help="folder of distribute(trace=...), --trace or FSDPX_TRACE")
@@ -249,13 +255,13 @@ def _add_show_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--microbatches", type=int, default=None, help="default: 1; with a pipeline, 4 per pipeline rank")
     p.add_argument("--domain", default=None, help="ranks along each dim of a field, such as 2,2,2 for unet3d")
     p.add_argument("--field", default=None, help="cells of the full field along each dim: 512,512,512")
-    p.add_argument("--chunks", type=int, default=None)
-    p.add_argument("--precision", default="float32")
+    p.add_argument("--chunks", type=int, default=None, help="reproducible chunks of the batch (docs: reproducibility)")
+    p.add_argument("--precision", default="float32", help="float64, float32 (default), bf16, bf16-true or fp16")
     p.add_argument("--group-bytes", default=None, help="group small layers up to this many bytes of parameters: 1MiB")
     p.add_argument("--prefetch", type=int, default=None, help="pages gathered ahead of use")
     p.add_argument("--offload", default=None, metavar="WHAT,...",
         help="on disk: optimizer, parameters, activations, gradients")
-    p.add_argument("--optimizer", default="adamw", choices=("adamw", "sgd"))
+    p.add_argument("--optimizer", default="adamw", choices=("adamw", "sgd"), help="default: adamw")
     p.add_argument("--lower", action="store_true", help="list single changes that lower the peak (ten more dry runs)")
     p.add_argument("--grid", action="store_true", help="show the schedule of all pipeline ranks, and its bubble")
     p.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -270,7 +276,7 @@ def _add_verify_options(p: argparse.ArgumentParser) -> None:
     _import_command("show:add_options")(p, also=", or `all`")
     p.add_argument("--microbatches", type=int, default=None, help="default: 2; with a pipeline, 2 per pipeline rank")
     p.add_argument("--chunks", type=int, default=None, help="make results bit-identical; batches must divide by it")
-    p.add_argument("--steps", type=int, default=6)
+    p.add_argument("--steps", type=int, default=6, help="steps to compare (default: 6)")
     p.add_argument("--no-node", action="store_true", help="use MPI messages instead of shared memory inside a host")
 
 
@@ -300,8 +306,8 @@ GROUPS: dict[str, dict[str, Command]] = {
             "run -n 4 train.py"),
         "train": Command("train the model of a run file", "runs:train_run_file", _add_train_options,
             "mpiexec train launch/run.toml"),
-        "generate": Command("continue a text with a trained model", "generate:generate", "generate:add_options",
-            "generate runs/gpt/model --prompt 'def main'"),
+        "generate": Command("continue a text with a pretrained model", "generate:generate", "generate:add_options",
+            "generate Qwen2-0.5B --prompt 'Once upon a time'"),
     },
     "look at results": {
         "runs": Command("list or compare run folders", "runs:print_runs", _add_runs_options, "runs gpt-a gpt-b"),

@@ -16,6 +16,7 @@ from typing import Any
 import fsdpx
 from fsdpx import CheckpointConfig, data, nn, optim
 from fsdpx.core.base import environment
+from fsdpx.core.base.messages import format_count
 from fsdpx.errors import ConfigError
 from fsdpx.examples._cli import nonnegative_int, positive_int, run_main
 from fsdpx.examples.models import SIZES, make_gpt
@@ -182,8 +183,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if comm.rank == 0:
         placed = trainer.inspect.placement
         count, on = placed.layout.size, f" ({placed.axes.mesh})" if args.mesh else ""
+        ranks = format_count(comm.size, "rank")
         print(
-            f"model: {args.size}, {count:,} parameters; {args.strategy} on {comm.size} ranks{on}, {args.dtype}\n"
+            f"model: {args.size}, {count:,} parameters; {args.strategy} on {ranks}{on}, {args.dtype}\n"
             f"chosen: {placed.tuning}\n{MEANING.format(clip=args.clip)}",
             flush=True,
         )

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from fsdpx.core.base import environment
+from fsdpx.core.base.messages import format_count
 from fsdpx.errors import LaunchError
 from fsdpx.launch.options import LaunchConfig
 
@@ -37,8 +38,9 @@ _SLURM = """\
 {environment}# Newer versions of srun do not take it from sbatch.
 export SRUN_CPUS_PER_TASK=${{SLURM_CPUS_PER_TASK:-{cores}}}
 
-# Slurm sends USR1 to this shell {notice} s before the time limit, and TERM when it cancels the job or needs its nodes.
-# The ranks save, and the job ends with 85. After USR1 it is queued again here, after TERM by Slurm if it is to be.
+# Slurm sends USR1 to this shell {notice} s before the time limit, and TERM when it
+# cancels the job or needs its nodes. The ranks save, and the job ends with 85.
+# After USR1 it is queued again here, after TERM by Slurm if it is to be.
 requeue=
 trap 'requeue=yes; heard=yes; kill -USR1 $!' USR1
 trap 'heard=yes; kill -USR1 $!' TERM
@@ -58,7 +60,8 @@ _PBS = """\
 
 # PBS starts a job in the home folder.
 cd "$PBS_O_WORKDIR"
-{environment}# At qdel and at the time limit ranks get TERM and save, as far as PBS waits (kill_delay).
+{environment}# At qdel and at the time limit ranks get TERM, and save if PBS waits long enough
+# (kill_delay).
 exec {python} -m fsdpx {words}
 """
 _LSF = """\
@@ -71,7 +74,8 @@ _LSF = """\
 #BSUB -o {name}-%J.out
 {about}set -euo pipefail
 
-{environment}# LSF sends USR1 {minutes} minutes before the time limit: the ranks save. Start with: bsub < this file
+{environment}# LSF sends USR1 {minutes} min before the time limit, and the ranks save.
+# Submit with: bsub < this file
 exec {python} -m fsdpx {words}
 """
 BATCH_TEMPLATES = {"slurm": (_SLURM, ""), "pbs": (_PBS, "$PBS_NODEFILE"), "lsf": (_LSF, "$LSB_DJOB_HOSTFILE")}
@@ -141,9 +145,9 @@ def _make_request_comment(nodes: int, per_node: int, cores: int, node_cores: Nod
     """Return a comment that states the requested resources, and the number of cores per node that the request
     assumes."""
     where = "one node" if nodes == 1 else f"each of {nodes} nodes"
-    asked = f"{per_node} ranks on {where}, {cores} core{'s'[cores == 1 :]} for each"
+    asked = f"{format_count(per_node, 'rank')} on {where}, with {format_count(cores, 'core')} per rank"
     more = "" if per_node * cores <= node_cores.cores else f": {per_node * cores} cores, more than a node has"
-    return f"# {asked}{more}. A node is taken to have {node_cores.cores} cores, {node_cores.source}.\n"
+    return f"# {asked}{more}.\n# Assumed: {format_count(node_cores.cores, 'core')} per node, {node_cores.source}.\n"
 
 
 def _iterate_environment_lines(variables: Mapping[str, str]) -> Iterator[str]:

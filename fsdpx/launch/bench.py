@@ -21,7 +21,14 @@ import numpy as np
 from fsdpx import optim
 from fsdpx.core.base import environment
 from fsdpx.core.base.config import parse_byte_count, resolve_sharding
-from fsdpx.core.base.messages import format_ranks, format_table
+from fsdpx.core.base.messages import (
+    ProgressCallback,
+    format_count,
+    format_ranks,
+    format_table,
+    reporting_if_slow,
+    wrap_for_terminal,
+)
 from fsdpx.core.base.option_names import PrecisionName, Strategy
 from fsdpx.core.base.safe_files import expanduser
 from fsdpx.core.base.version import __version__
@@ -149,7 +156,7 @@ TIMED_VERBS = {
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
-    actions = p.add_subparsers(dest="action", required=True)
+    actions = p.add_subparsers(dest="action", required=True, metavar="step|comm")
     step = actions.add_parser("step", help="compare the step times of a model by strategy")
     step.add_argument("model", help="as for `show`: gpt-tiny, ..., or your function mymodule:make_model")
     step.add_argument("--strategies", default="ddp,fsdp", help="strategies to compare with the first one")
@@ -182,7 +189,8 @@ def bench(args: argparse.Namespace) -> int:
         _require_writable_on_rank0(comm, args.json)
         if comm.size == 1:
             raise LaunchError("one rank has no other to talk to: mpiexec -n 2 python -m fsdpx bench comm")
-        report = measure_verbs(comm, sizes, verbs, args.seconds)
+        with reporting_if_slow(comm.rank == 0, "measuring", None) as count:
+            report = measure_verbs(comm, sizes, verbs, args.seconds, count)
         _print_and_write_on_rank0(comm, _format_report(report), report, args.json)
     return 0
 
@@ -202,13 +210,17 @@ def _require_writable_on_rank0(comm: Communicator, path: Path | None) -> None:
 def _print_and_write_on_rank0(comm: Communicator, text: str, report: dict[str, Any], path: Path | None) -> None:
     """On rank 0, print the text and write the report as JSON."""
     if comm.rank == 0:
-        print(text)
+        print(wrap_for_terminal(text))
         if path is not None:
             path.write_text(json.dumps(report, indent=1))
 
 
 def measure_verbs(
-    comm: Communicator, sizes: Sequence[int], verbs: Sequence[str] = tuple(TIMED_VERBS), seconds: float = 0.05
+    comm: Communicator,
+    sizes: Sequence[int],
+    verbs: Sequence[str] = tuple(TIMED_VERBS),
+    seconds: float = 0.05,
+    count: ProgressCallback = lambda done, total: None,
 ) -> dict[str, Any]:
     """Return the content of `--json`, which is identical on all ranks. For each level, it contains the latency and
     bandwidth of a message, and one row per operation and size. Collective.
@@ -219,7 +231,7 @@ def measure_verbs(
     hosts = {host: [rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)}
     buffers = _BenchBuffers(comm, max(sizes) + 4 * comm.size)
     groups = _iterate_level_communicators(comm, hosts)
-    levels = [_measure_level(name, group, buffers, sizes, verbs, seconds) for name, group in groups]
+    levels = [_measure_level(name, group, buffers, sizes, verbs, seconds, count) for name, group in groups]
     own = [level for level in levels if level is not None]
     buffers.free_arrays()
     everyone: list[list[dict[str, Any]]] = comm.all_gather_data(own)
@@ -283,16 +295,18 @@ def _measure_level(
     sizes: Sequence[int],
     verbs: Sequence[str],
     seconds: float,
+    count: ProgressCallback,
 ) -> dict[str, Any] | None:
     """Return the measurements of a group of ranks on its first rank, and None on all other ranks. Collective over the
     group."""
     if comm is None:
         return None
     rows: list[dict[str, Any]] = []
-    for verb in verbs:
-        for size in sizes if verb != "barrier" else (0,):
-            elements = comm.size * max(math.ceil(size / (4 * comm.size)), 1)
-            rows.append(_measure_row(verb, comm, buffers.get_arrays(elements, comm.size), seconds))
+    cases = [(verb, size) for verb in verbs for size in (sizes if verb != "barrier" else (0,))]
+    for verb, size in cases:
+        count(len(rows), len(cases))
+        elements = comm.size * max(math.ceil(size / (4 * comm.size)), 1)
+        rows.append(_measure_row(verb, comm, buffers.get_arrays(elements, comm.size), seconds))
     if comm.rank:
         return None
     sends = [row for row in rows if row["verb"] == "send"]
@@ -368,14 +382,20 @@ def _format_report(report: dict[str, Any]) -> str:
     lines = [f"{by}; {hosts}"]
     for level in report["levels"]:
         where = f" of {level['host']}" if level["level"] == LEVEL_NAMES[0] else ""
-        lines.append(f"\n{level['level']}{where}, {level['ranks']} ranks{_format_latency_and_bandwidth(level)}")
-        rows = [("verb", "bytes", "us", "GB/s", "bus GB/s", "raw MPI us", "by")]
+        ranks = format_count(level["ranks"], "rank")
+        lines.append(f"\n{level['level']}{where}, {ranks}{_format_latency_and_bandwidth(level)}")
+        rows = [("verb", "bytes", "us", "GB/s", "bus GB/s", "MPI us", "by")]
         for row in level["rows"]:
             raw = "" if row["raw_seconds"] is None else f"{1e6 * row['raw_seconds']:.1f}"
             rates = (f"{1e-9 * row[name]:.3f}" if row["bytes"] else "" for name in ("bandwidth", "bus_bandwidth"))
-            rows.append((row["verb"], f"{row['bytes']:,}", f"{1e6 * row['seconds']:.1f}", *rates, raw, row["by"]))
-        lines.append(format_table(rows))
-    lines.append("\nfloat32; bytes of the full array; the slowest rank's time in the median of blocks of calls")
+            by = row["by"].replace("shared memory, compiled", "compiled").replace("shared memory", "memory")
+            by = by.replace("ring of ", "").replace(" between hosts", "")
+            rows.append((row["verb"], f"{row['bytes']:,}", f"{1e6 * row['seconds']:.1f}", *rates, raw, by))
+        lines.append(format_table(rows, text=True))
+    lines.append(
+        "\nfloat32; bytes of the full array; median over blocks of calls, of the slowest rank; MPI us: the same call "
+        "of mpi4py; by: memory that ranks share, compiled code on it, MPI's own collective, or messages"
+    )
     return "\n".join(lines)
 
 
@@ -412,7 +432,8 @@ def run_step_bench(args: argparse.Namespace) -> int:
         if args.ranks not in (None, comm.size):
             raise LaunchError(f"-n {args.ranks}: the launcher has started {comm.size} ranks; leave -n out under it")
         _require_writable_on_rank0(comm, args.json)
-        report = compare_strategies(comm, example, strategies, args.rounds, args.precision)
+        with reporting_if_slow(comm.rank == 0, "timing rounds", None) as count:
+            report = compare_strategies(comm, example, strategies, args.rounds, args.precision, count)
         text = _format_step_report(args.model, report)
         _print_and_write_on_rank0(comm, text, {"model": args.model, **report}, args.json)
     return 0
@@ -424,6 +445,7 @@ def compare_strategies(
     strategies: Sequence[Strategy],
     rounds: int,
     precision: PrecisionName = "float32",
+    count: ProgressCallback = lambda done, total: None,
 ) -> dict[str, Any]:
     """Return the content of `--json`, which is identical on all ranks. Collective.
 
@@ -444,6 +466,7 @@ def compare_strategies(
             for name in strategies
         ]  # fmt: skip
         for n in range(-WARMUP_STEPS, rounds):
+            count(n + WARMUP_STEPS, rounds + WARMUP_STEPS)
             row = [0.0] * len(trainers)
             for k in range(len(trainers)):
                 at = (k + n) % len(trainers)  # each strategy goes first equally often
@@ -475,14 +498,15 @@ def _draw_random_batch(spec: tuple[tuple[int, ...], str], seed: int) -> np.ndarr
 
 
 def _format_step_report(name: str, report: dict[str, Any]) -> str:
-    rows = [("strategy", "ms a step", "least ms", f"beside {report['strategies'][0]['strategy']}")]
+    rows = [("strategy", "ms per step", "min ms", f"relative to {report['strategies'][0]['strategy']}")]
     rows += [
         (one["strategy"], f"{1e3 * one['seconds']:.2f}", f"{1e3 * one['least']:.2f}", f"{one['ratio']:.3f}")
         for one in report["strategies"]
     ]
-    head = f"{name}: {report['about']}; batch {report['batch']}, {report['precision']}, {report['ranks']} ranks"
+    ranks = format_count(report["ranks"], "rank")
+    head = f"{name}: {report['about']}; batch {report['batch']}, {report['precision']}, {ranks}"
     return (
-        f"{head} on {', '.join(report['hosts'])}\n{format_table(rows)}\nmedians of {report['rounds']} rounds, in "
-        "which each "
-        "strategy makes one step; the slowest rank counts; ratios are of steps of the same round"
+        f"{head} on {', '.join(report['hosts'])}\n{format_table(rows)}\nmedians of "
+        f"{format_count(report['rounds'], 'round')}, in which each strategy makes one step; times are those of the "
+        "slowest rank, and ratios compare steps of the same round"
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpx.core.base.config import parse_byte_count
+from fsdpx.core.base.messages import format_count, wrap_for_terminal
 from fsdpx.core.base.safe_files import expanduser
 from fsdpx.core.checkpoint import offline
 from fsdpx.core.checkpoint.atomic_commit import error_to_text
@@ -17,22 +18,23 @@ from fsdpx.core.checkpoint.write import is_checkpoint
 from fsdpx.core.trainer.fit_checkpoints import CheckpointConfig
 from fsdpx.errors import CheckpointError, ConfigError, escape_control
 
-__all__ = ["add_options", "ckpt", "print_checkpoint_differences"]
+__all__ = ["add_options", "ckpt", "iterate_flat_items", "print_checkpoint_differences"]
 
 DTYPES = ("float64", "float32", "float16", "fp16", "bf16", "bfloat16")
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
-    actions = p.add_subparsers(dest="action", required=True)
+    actions = p.add_subparsers(dest="action", required=True, metavar="inspect|verify|diff|convert")
     inspect = actions.add_parser("inspect", help="show files, tensors and the training state")
     verify = actions.add_parser("verify", help="check headers, sizes and digests; exit status 1 if damaged")
     diff = actions.add_parser("diff", help="compare names, shapes, formats and values; exit status 1 if any differ")
     convert = actions.add_parser("convert", help="write the weights in another format, to one file or several")
     for one in (inspect, verify, diff, convert):
         one.add_argument("path", type=expanduser, help="a checkpoint, a safetensors file, or a folder with such files")
-    diff.add_argument("other", type=expanduser)
+    diff.add_argument("other", type=expanduser, help="what to compare it with")
     convert.add_argument("target", type=expanduser, help="the folder to write")
-    convert.add_argument("--dtype", default=None, choices=DTYPES)
+    formats = f"number format of the weights: {', '.join(DTYPES)}"
+    convert.add_argument("--dtype", default=None, choices=DTYPES, metavar="FORMAT", help=formats)
     convert.add_argument("--shard-bytes", default=None, help="maximum bytes of one file: a number, or 500MB, 5GB, 2GiB")
 
 
@@ -48,7 +50,7 @@ def ckpt(args: argparse.Namespace) -> int:
 def _run_and_print_action(args: argparse.Namespace) -> int:
     if args.action == "inspect":
         source = offline.open_source(_find_and_print_newest_checkpoint(args.path))
-        print(escape_control(_format_checkpoint_contents(source)))
+        print(wrap_for_terminal(_format_checkpoint_contents(source)))
         return 0
     if args.action == "verify":
         return _verify_and_print_digests(_find_and_print_newest_checkpoint(args.path))
@@ -56,7 +58,7 @@ def _run_and_print_action(args: argparse.Namespace) -> int:
         return print_checkpoint_differences(args.path, args.other)
     made = offline.convert_weights(args.path, args.target, args.dtype, _parse_shard_bytes(args.shard_bytes))
     for name, contents in made.files.items():
-        print(f"{args.target / name}: {len(contents.tensors)} tensors, {_format_size(contents.size)}")
+        print(f"{args.target / name}: {format_count(len(contents.tensors), 'tensor')}, {_format_size(contents.size)}")
     return 0
 
 
@@ -71,65 +73,65 @@ def _find_and_print_newest_checkpoint(path: Path) -> Path:
 
 
 def _format_checkpoint_contents(source: CheckpointSource) -> str:
-    lines = []
-    for file, contents in source.files.items():
-        lines.append(f"{source.folder / file}: {len(contents.tensors)} tensors, {_format_size(contents.size)}")
-        lines += [f"  {name}  {e.code} {list(e.shape)}" for name, e in contents.tensors.items()]
-        lines += [f"  {key} = {value}" for key, value in contents.metadata.items() if file != STATE_FILE_NAME]
     weights = source.filter_files(state=False).locations.values()
-    lines.append(f"{sum(entry.elements for _, entry in weights):,} elements of weights")
-    state = offline.read_state(source)
+    lines = [f"{sum(entry.elements for _, entry in weights):,} elements of weights"]
     if source.manifest is not None:
         lines.append(f"written by: {format_note(read_note(source))}")
+    state = offline.read_state(source)
     lines += [f"{key}: {_format_value(value)}" for key, value in state.items() if value is not None]
+    for file, contents in source.files.items():
+        tensors = format_count(len(contents.tensors), "tensor")
+        lines.append(f"{source.folder / file}: {tensors}, {_format_size(contents.size)}")
+        lines += [f"  {name}  {e.code} {list(e.shape)}" for name, e in contents.tensors.items()]
+        lines += [f"  {key} = {value}" for key, value in contents.metadata.items() if file != STATE_FILE_NAME]
     return "\n".join(lines)
 
 
 def _verify_and_print_digests(path: Path) -> int:
     """Verify the digests of a checkpoint and print the result; return 1 if one is wrong, else 0."""
     source, wrong = offline.open_and_list_damaged_tensors(path)
-    count = len(source.locations)
+    count = format_count(len(source.locations), "tensor")
     size = _format_size(sum(contents.size for contents in source.files.values()))
     if source.manifest is None:
-        print(f"{source.folder}: {count} tensors, {size}: headers and sizes are good; there are no digests to check")
+        print(f"{source.folder}: {count}, {size}: headers and sizes are good; there are no digests to check")
         return 0
     for name in wrong:
         print(
             f"{source.folder / source.locations[name][0]}: {escape_control(name)} is damaged: its digest does not fit"
         )
     if not wrong:
-        print(f"{source.folder}: {count} tensors, {size}: intact")
+        print(f"{source.folder}: {count}, {size}: intact")
     return 1 if wrong else 0
 
 
 def print_checkpoint_differences(first: Path, second: Path) -> int:
     """Print the differences between two checkpoints; return 1 if there are any, else 0."""
     a, b = offline.open_source(first), offline.open_source(second)
-    count = 0
+    lines = []
     for found in offline.compare_sources(a, b):
-        count += 1
         largest = "" if found.largest is None else f", largest difference {found.largest:.6g}"
-        print(escape_control(f"{found.name}: {found.what}{largest}"))
-    count += _print_state_differences(offline.read_state(a), offline.read_state(b))
-    print(f"{count} differences" if count else f"the same: {len(a.locations)} tensors")
-    return 1 if count else 0
+        lines.append(f"{found.name}: {found.what}{largest}")
+    lines += _iterate_state_differences(offline.read_state(a), offline.read_state(b))
+    same = f"the same: {format_count(len(a.locations), 'tensor')}"
+    print(wrap_for_terminal("\n".join([format_count(len(lines), "difference") if lines else same, *lines])))
+    return 1 if lines else 0
 
 
-def _print_state_differences(first: dict[str, Any], second: dict[str, Any]) -> int:
-    """Print a line for each value that differs, and return the number of lines. Nested names are joined. For example,
-    "fit.done" is `done` in the dict `fit`."""
-    a, b = dict(_iterate_flat_items(first)), dict(_iterate_flat_items(second))
+def _iterate_state_differences(first: dict[str, Any], second: dict[str, Any]) -> Iterator[str]:
+    """Yield a line for each value that differs. Nested names are joined. For example, "fit.done" is `done` in the dict
+    `fit`."""
+    a, b = dict(iterate_flat_items(first)), dict(iterate_flat_items(second))
     names = [name for name in sorted({*a, *b}) if a.get(name) != b.get(name)]
     for name in names:
         one, other = _format_inner_value(a.get(name)), _format_inner_value(b.get(name))
-        print(escape_control(f"{name}: {one} and {other}" if one != other else f"{name}: {one}, of other values"))
-    return len(names)
+        yield f"{name}: {one} and {other}" if one != other else f"{name}: {one}, of other values"
 
 
-def _iterate_flat_items(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def iterate_flat_items(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the items of nested dicts, with joined names such as "fit.steps"."""
     for name, value in table.items():
         if isinstance(value, dict):
-            yield from _iterate_flat_items(value, f"{prefix}{name}.")
+            yield from iterate_flat_items(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from fsdpx.core.array import parallel
 from fsdpx.core.base import environment
-from fsdpx.core.base.messages import format_bytes, format_ranks, wrap_for_terminal
+from fsdpx.core.base.messages import format_bytes, format_count, format_ranks, wrap_for_terminal
 from fsdpx.core.base.version import __version__
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.init import find_node_communicator, get_backend_name, parse_mpi_library_name
@@ -88,8 +88,8 @@ def diagnose_ranks(comm: Communicator) -> tuple[bool, list[tuple[str, str]]]:
         ("MPI", _describe_mpi(threads)),
         ("launcher", info.describe_launcher()),
         ("ranks", f"{comm.size}: {', '.join(f'{format_ranks(ranks)} on {host}' for host, ranks in hosts.items())}"),
-        ("cores", f"{', '.join(str(len(one.cores)) for one in facts)} by rank; {_describe_core_binding(facts)}"),
-        ("threads", f"{', '.join(str(one.threads) for one in facts)} by rank"),
+        ("cores", f"{_format_by_rank([len(one.cores) for one in facts])}; {_describe_core_binding(facts)}"),
+        ("threads", _format_by_rank([one.threads for one in facts])),
         *(("GPU", f"rank {r}: GPU {seat.gpu} ({seat.bus}) of {seat.host}") for r, seat in enumerate(seats)),
         *([("GPUs", why_not if any(map(_has_host_gpu, facts)) else "none")] if why_not else []),
         ("host arrays", _describe_host_transport(comm)),
@@ -100,7 +100,14 @@ def diagnose_ranks(comm: Communicator) -> tuple[bool, list[tuple[str, str]]]:
     if environment.read_environment().launcher is None and comm.size == 1 and (why := explain_launcher_failure()):
         notes.append(why)
     healthy = all(right for _, right in speed) and not (why_not and any(one.gpus for one in facts))
-    return healthy, [*rows, *(("warning", text) for text in notes)]
+    verdict = "all-reduces are right" if healthy else "NOT healthy: look at all-reduce and GPUs"
+    result = ("result", f"{verdict}; {format_count(len(notes), 'warning') if notes else 'no warnings'}")
+    return healthy, [result, *rows, *(("warning", text) for text in notes)]
+
+
+def _format_by_rank(numbers: Sequence[int]) -> str:
+    """Return "2 per rank", or all numbers if they differ."""
+    return f"{numbers[0]} per rank" if len(set(numbers)) == 1 else f"{', '.join(map(str, numbers))} by rank"
 
 
 def _has_host_gpu(facts: RankFacts) -> bool:
@@ -212,7 +219,7 @@ def list_warnings(facts: Sequence[RankFacts], sharing: Sequence[Sequence[int]]) 
             notes.append(f"{host}: {running} threads of {len(here)} ranks on {able} cores: set OMP_NUM_THREADS to "
                         f"{max(able // len(here), 1)}, or start at most {able} ranks")  # fmt: skip
         if (busy := max(one.load for one in here)) >= BUSY_LOAD:
-            notes.append(f"{host}: {busy:.1f} processes per core want to run: what was timed here is not to be trusted")
+            notes.append(f"{host}: {busy:.1f} processes per core want to run: times measured now are unreliable")
         free = here[0].free
         if free is not None and free < MIN_SHARED_BYTES and len(here) > 1:
             notes.append(

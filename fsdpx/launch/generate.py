@@ -21,7 +21,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
         "folder", type=expanduser, help="config.json, safetensors and tokenizer.json, as transformers writes them"
     )
     p.add_argument("--prompt", required=True, type=_require_utf8_text, help="the text to continue")
-    p.add_argument("--max-new-tokens", type=int, default=128)
+    p.add_argument("--max-new-tokens", type=int, default=128, help="maximum length of the continuation (default: 128)")
     p.add_argument("--temperature", type=float, default=0.0, help="0 (default): always take the most likely token")
     p.add_argument("--top-k", type=int, help="sample only from this many of the most likely tokens")
     p.add_argument("--top-p", type=float, help="sample from the most likely tokens that reach this probability")

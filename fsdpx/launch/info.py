@@ -14,7 +14,7 @@ from typing import Any
 from fsdpx.core.array import blas
 from fsdpx.core.array.cores import count_usable_cores
 from fsdpx.core.base import config, environment
-from fsdpx.core.base.messages import format_bytes
+from fsdpx.core.base.messages import format_bytes, format_count
 from fsdpx.core.base.version import __version__
 from fsdpx.core.comm.default_communicator import get_rank_info
 from fsdpx.core.comm.init import get_backend_name, parse_mpi_library_name
@@ -76,7 +76,7 @@ def info() -> Info:
         (f"{config.normalize_half_name(kind)} in use", _describe_half_matmul(kind)) for kind in ("bfloat16", "float16")
     ]
     rows += _list_tuning_rows()
-    return Info(here | dict(rows))
+    return Info(dict(rows) | here)
 
 
 def format_info_or_leftovers(args: argparse.Namespace) -> str:
@@ -129,7 +129,7 @@ def describe_python() -> str:
 
 
 def describe_machine() -> str:
-    return f"{platform.system()} {platform.machine()}, {count_usable_cores()} cores for this process"
+    return f"{platform.system()} {platform.machine()}, {format_count(count_usable_cores(), 'core')} for this process"
 
 
 def describe_mpi() -> str:
@@ -143,7 +143,7 @@ def describe_launcher() -> str:
     if settings.launcher is None:
         return "none: this process is alone"
     meet = "" if settings.launcher.mpi else f", who meet at {settings.launcher.store}"
-    return f"{settings.launcher.name}, {settings.expected_size} ranks{meet}"
+    return f"{settings.launcher.name}, {format_count(settings.expected_size or 1, 'rank')}{meet}"
 
 
 def describe_cupy_and_count_gpus() -> tuple[str, int]:
@@ -156,7 +156,7 @@ def describe_cupy_and_count_gpus() -> tuple[str, int]:
         count = int(cupy.cuda.runtime.getDeviceCount())
     except Exception as error:
         return f"{cupy.__version__}, but no GPU ({type(error).__name__})", 0
-    return f"{cupy.__version__}, {count} GPUs", count
+    return f"{cupy.__version__}, {format_count(count, 'GPU')}", count
 
 
 def get_free_shared_memory_bytes() -> int | None:
@@ -178,9 +178,10 @@ def describe_leftover_files() -> str:
     /dev/shm."""
     found = find_leftover_files()
     if not found:
-        return "nothing by killed jobs"
+        return "nothing of killed jobs"
     size = format_bytes(sum(path.stat().st_size for path in found if path.exists()))
-    return f"{size} in {len(found)} files by killed jobs; to remove them: {LEFTOVERS_COMMAND} | xargs rm"
+    files = format_count(len(found), "file")
+    return f"{size} in {files} of killed jobs; to remove them: {LEFTOVERS_COMMAND} | xargs rm"
 
 
 def describe_numpy_blas() -> str:

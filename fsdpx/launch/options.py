@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal, TypedDict
 
 from fsdpx.core.base import environment, safe_files
+from fsdpx.core.base.messages import format_count
 from fsdpx.core.base.name_hints import wrap_constructor_with_option_check
 from fsdpx.errors import LaunchError
 
@@ -299,15 +300,15 @@ def assign_ranks_to_hosts(hosts: Sequence[HostSlots], config: LaunchConfig, rank
     """Return (host name, number of ranks) for each host that gets ranks. Hosts are filled in order. Raise LaunchError
     if there are more ranks than slots."""
     if config.nodes is not None and len(hosts) < config.nodes:
-        raise LaunchError(f"nodes={config.nodes}: {config.hostfile} names {_format_count(len(hosts), 'host')}")
+        raise LaunchError(f"nodes={config.nodes}: {config.hostfile} names {format_count(len(hosts), 'host')}")
     chosen = hosts[: config.nodes]
     evenly = config.per_node or -(-ranks // len(chosen))
     fits = [min(host.slots or evenly, config.per_node or ranks) for host in chosen]
     if sum(fits) < ranks:
         each = ", ".join(f"{host.name}:{slots}" for host, slots in zip(chosen, fits, strict=True))
         raise LaunchError(
-            f"ranks={ranks}: {config.hostfile} has {_format_count(sum(fits), 'slot')} on "
-            f"{_format_count(len(chosen), 'host')} "
+            f"ranks={ranks}: {config.hostfile} has {format_count(sum(fits), 'slot')} on "
+            f"{format_count(len(chosen), 'host')} "
             f"({each}); start fewer ranks, or name more hosts or slots"
         )
     shared, left = [], ranks
@@ -339,7 +340,7 @@ def find_default_rank_count(
     if nodes is not None and nodes > 1:
         raise LaunchError(f"how many ranks on {nodes} hosts? Say -n or --nproc-per-node")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // (threads or 1)), f"the {_format_count(cores, 'core')} that this process may use"
+    return max(1, cores // (threads or 1)), f"the {format_count(cores, 'core')} that this process may use"
 
 
 def count_ranks_with_slots(hosts: Sequence[HostSlots], config: LaunchConfig, ranks: int) -> int:
@@ -369,7 +370,3 @@ def require_resolvable_hosts(hosts: Sequence[HostSlots], path: Path) -> None:
                 f"{path}:{host.line}: host {host.name!r} is unknown here ({why}): correct its name, or add "
                 "it to /etc/hosts"
             ) from None
-
-
-def _format_count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

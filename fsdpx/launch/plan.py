@@ -10,6 +10,7 @@ from typing import Any
 
 from fsdpx import plan
 from fsdpx.core.base import environment
+from fsdpx.core.base.messages import reporting_if_slow
 from fsdpx.core.base.safe_files import READABLE, expanduser, write_file
 from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.core.comm.mesh import Mesh
@@ -70,12 +71,15 @@ def plan_job(args: argparse.Namespace) -> str:
     if example.batch < 1:
         raise ConfigError(f"--batch {example.batch}: at least one sample")
     codecs = [word for word in args.codecs.split(",") if word]
-    found = plan.search(
-        example.model(), batch=(example.x(example.batch), example.y(example.batch)), ranks=args.ranks,
-        hosts=args.hosts, machine=args.machine, memory=args.memory, most=args.most, loss=example.loss,
-        domain=space, codecs=codecs,
-        say=lambda line: print(line, file=sys.stderr, flush=True), **fixed,
-    )  # fmt: skip
+    with reporting_if_slow(True, "searching:", None) as count:
+        found = plan.search(
+            example.model(), batch=(example.x(example.batch), example.y(example.batch)), ranks=args.ranks,
+            hosts=args.hosts, machine=args.machine, memory=args.memory, most=args.most, loss=example.loss,
+            domain=space, codecs=codecs, say=count, **fixed,
+        )  # fmt: skip
+        best = found.best_candidate.prediction
+        count("what would lower the memory")
+        changes = best.list_lowering_changes()
     if args.png is not None:
         batch = example.x(example.batch), example.y(example.batch)
         options = {**fixed, **found.best_candidate.options, "loss": example.loss}
@@ -89,13 +93,11 @@ def plan_job(args: argparse.Namespace) -> str:
         with reporting_unwritable(args.ranks_png):
             drawn = draw_scaling(title, rows, found.memory)
             print(f"drawn: {save_figure(drawn, args.ranks_png)}", file=sys.stderr)
-    best = found.best_candidate.prediction
-    changes = best.list_lowering_changes()
     if args.json:
         more = {"peak": best.peak.to_json(), "lower": [one.to_json() for one in changes]}
         return json.dumps(found.to_json() | more, indent=1)
     explained = f"{best.peak}\n\n{format_changes(changes, best.seconds)}"
-    return f"{found.format_plan(f'{args.example}: {example.about}')}\n\nof the quickest\n{explained}"
+    return f"{found.format_plan(f'{args.example}: {example.about}')}\n\nmemory of the fastest\n{explained}"
 
 
 def _choose_field_and_domain(args: argparse.Namespace, example: CatalogModel) -> tuple[CatalogModel, Any]:
@@ -114,13 +116,14 @@ def add_measure_options(p: argparse.ArgumentParser) -> None:
 
 
 def measure_and_write_machine(args: argparse.Namespace) -> str:
-    """Measure the machine, write the machine file on rank 0, and return its text. Collective if started under
-    mpiexec."""
+    """Measure the machine, write the machine file on rank 0, and return the text of its first sections. Collective if
+    started under mpiexec."""
     comm = init() if environment.read_environment().launcher is not None else make_single_rank_communicator()
-    found = measure_this_machine(args.name, comm, args.device)
+    with reporting_if_slow(comm.rank == 0, "measuring: timing", None) as count:
+        found = measure_this_machine(args.name, comm, args.device, count)
     if comm.rank:
         return ""
     text = format_machine_file(found)
     with reporting_unwritable(args.output):
         write_file(args.output, text, READABLE)
-    return f"{text}\nwritten: {args.output}"
+    return f"written: {args.output}; it begins with\n\n{text.partition('[kernels')[0].rstrip()}"

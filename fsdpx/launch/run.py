@@ -21,7 +21,7 @@ from types import FrameType
 
 from fsdpx.core.base import environment, safe_files
 from fsdpx.core.base.hooks import STOP_SIGNALS, SignalHandler
-from fsdpx.core.base.messages import flush_and_write_stderr
+from fsdpx.core.base.messages import flush_and_write_stderr, format_count
 from fsdpx.core.comm.mpi.start import (
     find_waiting_ranks,
     has_start_timed_out,
@@ -86,7 +86,7 @@ def main(args: argparse.Namespace) -> int:
             f"{name}={shlex.quote(value)}"
             for name, value in job.make_environment(folder / "start-0", 0, config.ranks).items()
         ]
-        print(*named, shlex.join(job.make_command(config.ranks)))
+        print(*named, shlex.join(job.make_command(config.ranks)), sep=" \\\n  " if sys.stdout.isatty() else " ")
     else:
         return run_job(config, program, variables, node).status
     return 0
@@ -101,7 +101,7 @@ def _choose_and_print_rank_count(args: argparse.Namespace) -> int:
     if elsewhere:
         raise LaunchError("how many ranks? -n 4; a batch file also takes --nodes and --nproc-per-node")
     ranks, source = find_default_rank_count(args.nodes, args.per_node, args.hostfile, args.threads)
-    _log_line(f"{ranks} rank{'' if ranks == 1 else 's'}, by {source}")
+    _log_line(f"{format_count(ranks, 'rank')}, by {source}")
     return ranks
 
 
@@ -168,7 +168,8 @@ def _choose_job_and_rank_count_of_start(job: LaunchedJob, plan: RestartPlan, fol
     ranks = count_ranks_with_slots(left, config, plan.ranks)
     if not gone or ranks < plan.min_ranks:
         return job, plan.ranks
-    _log_line(f"{', '.join(gone)} cannot be reached: {ranks} ranks on {', '.join(host.name for host in left)}")
+    names = ", ".join(host.name for host in left)
+    _log_line(f"{', '.join(gone)} cannot be reached: {format_count(ranks, 'rank')} on {names}")
     nodes = None if config.nodes is None else min(config.nodes, len(left))
     fewer = replace(config, hostfile=write_hostfile(left, folder / "hosts"), nodes=nodes, ranks=ranks, min_ranks=None)
     return replace(job, config=fewer), ranks

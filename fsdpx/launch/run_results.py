@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fsdpx.core.base.messages import format_count, wrap_for_terminal
 from fsdpx.core.trainer.fit_checkpoints import FitHistory
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import install_hint
@@ -17,7 +18,8 @@ def format_summary_line(history: FitHistory, unit: str) -> str:
     parts = []
     if history.losses:
         rate = history.samples_seen / history.seconds
-        parts = [f"{len(history.losses)} steps", f"{rate:,.0f} {unit}/s", f"training loss {history.losses[-1]:.4f}"]
+        steps = format_count(len(history.losses), "step")
+        parts = [steps, f"{rate:,.0f} {unit}/s", f"training loss {history.losses[-1]:.4f}"]
     if history.validation:
         parts.append(f"validation loss {history.validation[-1][1]:.4f}")
     return ", ".join(parts)
@@ -40,8 +42,9 @@ def save_and_print_results(
         folder.write_report(str(summary), summary.to_json())
         write_report_page(folder)
         curve = "curve.png" if drawn else f"no curve.png ({install_hint('plot')})"
-        print(
-            f"run folder: {folder.path}: config.json, metrics.csv, metrics.jsonl, {curve}, report.html, report.txt, "
-            "log.txt, checkpoints/, model/"
+        text = (
+            f"run folder: {folder.path}\n    config.json, metrics.csv, metrics.jsonl, {curve}, report.html, "
+            "report.txt, log.txt, checkpoints/, model/\n"
+            f"weights: {folder.model_folder / 'model.safetensors'}\nto continue: {resume}"
         )
-        print(f"weights: {folder.model_folder / 'model.safetensors'}; to go on: {resume}", flush=True)
+        print(wrap_for_terminal(text), flush=True)

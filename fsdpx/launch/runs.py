@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fsdpx.core.base.messages import format_table
+from fsdpx.core.base.messages import format_count, format_table, wrap_for_terminal
 from fsdpx.core.trainer.fit_checkpoints import CheckpointConfig
 from fsdpx.core.trainer.initialize import init
 from fsdpx.errors import ConfigError
@@ -16,6 +16,7 @@ from fsdpx.ext.observe.folder import RunFolder, agree_on_run_folder, reporting_u
 from fsdpx.ext.observe.page import write_report_page
 from fsdpx.ext.observe.plots import explain_missing_matplotlib
 from fsdpx.launch.builder import ModelBuilder
+from fsdpx.launch.ckpt import iterate_flat_items
 from fsdpx.launch.run_results import format_summary_line, save_and_print_results
 
 __all__ = ["merge_traces_and_print_path", "print_and_write_report", "print_runs", "train_run_file"]
@@ -24,7 +25,7 @@ __all__ = ["merge_traces_and_print_path", "print_and_write_report", "print_runs"
 def print_and_write_report(args: argparse.Namespace) -> int:
     """Print the report as text, write it as an HTML page, and print the path of the page; return the exit status."""
     folder = RunFolder(args.run)
-    print(write_report_page(folder))
+    print(wrap_for_terminal(write_report_page(folder)))
     print(f"\n{folder.page_path}")
     if why := explain_missing_matplotlib():
         print(f"it has no pictures: {why}")
@@ -88,7 +89,8 @@ def _format_number(value: float | None) -> str:
 def _format_argument_differences(folders: list[RunFolder]) -> str:
     """Return a table of the arguments that differ between the runs."""
     given: list[dict[str, Any]] = [
-        {"ranks": f.read_json("config.json").get("ranks"), **f.read_arguments()} for f in folders
+        dict(iterate_flat_items({"ranks": f.read_json("config.json").get("ranks"), **f.read_arguments()}))
+        for f in folders
     ]
     names = [n for n in dict.fromkeys(n for one in given for n in one) if len({str(one.get(n)) for one in given}) > 1]
     rows = [("differ in", *(folder.path.name for folder in folders))]
@@ -114,7 +116,8 @@ def train_run_file(args: argparse.Namespace) -> int:
         folder.write_config(dict(builder.plan), comm.size)
         placed = trainer.inspect.placement
         size, chosen = placed.layout.size, placed.tuning
-        print(f"{args.file}: {size:,} parameters on {comm.size} ranks; chosen: {chosen}", flush=True)
+        ranks = format_count(comm.size, "rank")
+        print(wrap_for_terminal(f"{args.file}: {size:,} parameters on {ranks}; chosen: {chosen}"), flush=True)
     trainer.inspect.reset_counters()  # so that the report covers only the training
     checkpoints = CheckpointConfig(folder.checkpoint_folder, every=options.get("every", 50), keep=2)
     with train_on:

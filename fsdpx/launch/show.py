@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import shutil
+import sys
 import textwrap
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +19,14 @@ from typing import Any
 
 from fsdpx import optim
 from fsdpx.core.base.config import parse_byte_count
-from fsdpx.core.base.messages import format_bytes, format_table
+from fsdpx.core.base.messages import (
+    COLUMNS,
+    ProgressCallback,
+    format_bytes,
+    format_count,
+    format_table,
+    reporting_if_slow,
+)
 from fsdpx.core.base.safe_files import describe_read_error
 from fsdpx.core.comm.mesh import AXES, Mesh
 from fsdpx.core.program import (
@@ -46,7 +56,6 @@ from fsdpx.plan.extrapolation import StepDryRuns
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.peak import OptionChange, format_changes, list_lowering_changes
 from fsdpx.plan.prediction import Prediction, dry_run_classes, predict_from_runs
-from fsdpx.plan.printed import COLUMNS
 
 __all__ = [
     "add_options",
@@ -100,6 +109,12 @@ LAYER_AXES = ("tensor", "data", "domain")  # layers communicate over these axes,
 
 def show(args: argparse.Namespace) -> str:
     """Return the text that `show` prints for these options of the command line."""
+    with reporting_if_slow(True, "simulating step", None) as count:
+        return _format_step(args, count)
+
+
+def _format_step(args: argparse.Namespace, count: ProgressCallback) -> str:
+    """Return the text of `show`. count: function that is called with the number of dry runs so far."""
     if args.png is not None:
         require_drawable("--png", args.png)
     example = _grow_batch_to_chunks(find_model(args.example, args.batch), args.batch, args.chunks)
@@ -119,7 +134,10 @@ def show(args: argparse.Namespace) -> str:
     example, whole = (example.with_field(cells, one) if cells else example for one in (space, None))
     options = _make_dry_run_options(args, example, full, ranks, rank) | {"domain": space}
 
+    numbers = itertools.count(1)
+
     def run_dry(changes: Mapping[str, Any]) -> DryRun:
+        count(next(numbers))
         return dry_run(example.model(), example.x(rows), example.y(rows), **{**options, **changes})
 
     run = run_dry({})
@@ -137,9 +155,10 @@ def show(args: argparse.Namespace) -> str:
     head = f"{args.example}: {example.about}; {args.strategy}{where}, rank {rank} of {ranks}, batch {batch}"
     if space is not None:
         head += f", with {' x '.join(map(str, space.parts.local_shape(space.coords)))} cells of {space}"
-    parts = [head, _format_program(run), _format_units(run), _format_traffic(run), _format_memory(run)]
+    parts = [f"{head}\n{_format_answer(run)}{budget}"]
+    parts += [_format_program(run), _format_units(run), _format_traffic(run), _format_memory(run)]
     parts += [str(run.peak), *([] if changes is None else [format_changes(changes)])]
-    parts += [f"{run.footprint}{budget}"]
+    parts += [str(run.footprint)]
     schedule = run.trainer.inspect.placement.pipe.get_schedule(run.program.microbatches)
     parts += [_format_schedule(schedule)] if args.grid else []
     parts += simulated
@@ -255,6 +274,14 @@ def _count_samples_of_rank(mesh: Mesh, rank: int, batch: int, chunks: int | None
     return count_rows_of_rank(batch, mesh.data_rank_of(rank) // grid, mesh.width_of("data") // grid, chunks)
 
 
+def _format_answer(run: DryRun) -> str:
+    """Return a line with the memory and traffic of the rank."""
+    moved = sum(one.bytes for (axis, _), one in run.report.traffic.items() if axis != "disk")
+    held = f"{format_bytes(run.peak.nbytes)} at its peak, {format_bytes(run.footprint.pss)} with the process"
+    rank = run.trainer.inspect.placement.axes.world.rank
+    return f"rank {rank} holds {held}, and moves {format_bytes(moved)} per step"
+
+
 def _format_program(run: DryRun) -> str:
     count = len(run.program.actions)
     lines = textwrap.wrap(str(run.program), COLUMNS - 2, break_long_words=False)
@@ -283,8 +310,8 @@ def _format_units(run: DryRun) -> str:
         )
     if len(rows) > 40:
         rows = [*rows[:20], ("...", *[""] * (len(rows[0]) - 1)), *rows[-19:]]
-    gathers = f"{_count_forward_gathers(run)} all-gathers in the first forward"
-    return format_table(rows) + f"\n{len(layout.units)} units; {gathers}"
+    gathers = f"{format_count(_count_forward_gathers(run), 'all-gather')} in the first forward"
+    return format_table(rows, text=True) + f"\n{format_count(len(layout.units), 'unit')}; {gathers}"
 
 
 def _count_forward_gathers(run: DryRun) -> int:
@@ -300,12 +327,12 @@ def _format_traffic(run: DryRun) -> str:
     rows: list[tuple[str, ...]] = [("this rank moves per step", "calls", "bytes", "from the program")]
     for (axis, call), count in sorted(run.report.traffic.items()):
         predicted = run.report.predicted.get((axis, call))
-        check = f"{predicted.calls:,} calls, {format_bytes(predicted.bytes)}" if predicted else ""
+        check = f"{format_count(predicted.calls, 'call')}, {format_bytes(predicted.bytes)}" if predicted else ""
         layers = axis in LAYER_AXES and (predicted is None or predicted.calls < count.calls)
         more = "(in layers)" if layers else "" if predicted else "(control)"
         words = " ".join(filter(None, (check, more)))
         rows.append((format_transfer(axis, call), f"{count.calls:,}", format_bytes(count.bytes), words))
-    return format_table(rows if len(rows) > 1 else [*rows, ("nothing", "", "", "")])
+    return format_table(rows if len(rows) > 1 else [*rows, ("nothing", "", "", "")], text=True)
 
 
 def _format_memory(run: DryRun) -> str:
@@ -322,8 +349,8 @@ def _format_budget_check(run: DryRun, budget: str | None, helpful: Callable[...,
     if budget is None:
         return ""
     found = run.footprint
-    limit, least = parse_byte_count(budget, "--memory"), "PSS: what a rank shares counts in part"
-    compared = f"{format_bytes(found.pss)} of {format_bytes(limit)} per rank ({least})"
+    limit = parse_byte_count(budget, "--memory")
+    compared = f"{format_bytes(found.pss)} of {format_bytes(limit)} per rank, where shared memory counts in part (PSS)"
     if found.is_within(limit):
         return f"\nbudget kept: {compared}"
     over = format_bytes(found.pss - limit)
@@ -335,14 +362,11 @@ def _format_schedule(schedule: PipelineSchedule) -> str:
     time of one F, I or W."""
     idle = compute_bubble(simulate(schedule, UNIT_COSTS), schedule, UNIT_COSTS)
     pairs = ", ".join(map(str, count_in_flight(schedule)))
-    numbers = f"{_format_count(schedule.stages, 'stage')}, {_format_count(schedule.microbatches, 'microbatch', 'es')}"
-    head = f"schedule {schedule.name}: {numbers}; F, I and W as long as a step"
+    numbers = f"{format_count(schedule.stages, 'stage')}, {format_count(schedule.microbatches, 'microbatch', 'es')}"
+    head = f"schedule {schedule.name}: {numbers}; F, I and W take one time step each, B two"
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else SCHEDULE_WIDTH_CHARS
     found = f"bubble {idle:.1%} (simulated, messages take no time); in flight by rank: {pairs}"
-    return f"{head}\n{draw_schedule(schedule, SCHEDULE_WIDTH_CHARS)}\n{found}"
-
-
-def _format_count(number: int, word: str, plural: str = "s") -> str:
-    return f"{number} {word}{plural * (number != 1)}"
+    return f"{head}\n{draw_schedule(schedule, width)}\n{found}"
 
 
 def _draw_and_trace(args: argparse.Namespace, example: CatalogModel, options: dict[str, Any]) -> Iterator[str]:
@@ -410,7 +434,7 @@ def draw_step_to_file(dry: StepDryRuns, found: Prediction, title: str, path: str
     of = f", {drawn} of {found.microbatches} microbatches" if drawn < found.microbatches else ""
     with reporting_unwritable(path):
         save_figure(make_figure([make_step_lanes(dry, found, title + of, limit)]), Path(path))
-    ranks = f"{found.mesh.size} rank{'s' * (found.mesh.size > 1)}"
+    ranks = format_count(found.mesh.size, "rank")
     return f"drawn: {path}, a step of {ranks} of {found.machine.name}{of}: {found}"
 
 
@@ -427,7 +451,7 @@ def write_trace(dry: StepDryRuns, found: Prediction, path: str) -> str:
         ranks.append((header, turn, TraceGroups.from_axes(axes)))
     with reporting_unwritable(path):
         write_simulated_trace(Path(path), ranks)
-    return f"traced: {path}, {len(ranks)} of {found.mesh.size} ranks of {found.machine.name}, simulated"
+    return f"traced: {path}, {len(ranks)} of {format_count(found.mesh.size, 'rank')} of {found.machine.name}, simulated"
 
 
 def _make_simulated_record(

@@ -11,6 +11,7 @@ import numpy as np
 
 from fsdpx import nn, optim
 from fsdpx.core.base.config import PRESETS, resolve_sharding
+from fsdpx.core.base.messages import format_count, reporting_if_slow, wrap_for_terminal
 from fsdpx.core.base.option_names import PrecisionName, ScheduleName, SequenceMode, Strategy
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.local import make_single_rank_communicator
@@ -103,8 +104,9 @@ def verify(args: argparse.Namespace) -> int:
 def verify_on_communicator(comm: Communicator, args: argparse.Namespace) -> int:
     """Run `verify` on the ranks of `comm`; return the exit status. Collective."""
     good = True
-    for case in list_cases(args, comm.size):
-        good &= _train_and_compare_case(comm, case, VerifySize.for_mesh(case.mesh))
+    cases = list_cases(args, comm.size)
+    for number, case in enumerate(cases, 1):
+        good &= _train_and_compare_case(comm, case, VerifySize.for_mesh(case.mesh), f"{number}/{len(cases)}")
     return 0 if good else 1
 
 
@@ -140,16 +142,21 @@ def fill_mesh(mesh: Mesh, strategy: Strategy, ranks: int) -> Mesh:
     return full
 
 
-def _train_and_compare_case(comm: Communicator, case: VerifyCase, size: VerifySize) -> bool:
-    """Train one case; print and return whether its results agree with the results of a single process. Collective."""
-    losses, got, text = _train_case(comm, case, size)
-    verdict = None
+def _train_and_compare_case(comm: Communicator, case: VerifyCase, size: VerifySize, number: str) -> bool:
+    """Train one case; print and return whether its results agree with the results of a single process. number: the
+    case and the number of cases, such as "1/6". Collective."""
+    verdict, printed = None, ""
+    with reporting_if_slow(comm.rank == 0, f"training case {number}", None) as count:
+        count("with all ranks")
+        losses, got, text = _train_case(comm, case, size)
+        if comm.rank == 0:
+            count("in one process")
+            one_losses, want, _ = _train_in_one_process(case.single_process_case, size)
+            verdict = _compare_tensors(want, got, one_losses, losses, case.tolerance)
+            what = f"{case.strategy} {case.precision}, {format_count(comm.size, 'rank')}{case}{text}"
+            printed = f"{'OK' if verdict[0] else 'DIFFERS'}  {what}: {verdict[1]}"
     if comm.rank == 0:
-        one_losses, want, _ = _train_in_one_process(case.single_process_case, size)
-        verdict = _compare_tensors(want, got, one_losses, losses, case.tolerance)
-        good, line = verdict
-        what = f"{case.strategy} {case.precision}, {comm.size} ranks{case}{text}"
-        print(f"{'OK' if good else 'DIFFERS'}  {what}: {line}", flush=True)
+        print(wrap_for_terminal(printed), flush=True)
     good = bool(comm.all_gather_data(verdict)[0][0])
     if not good:
         _retrain_and_print_first_difference(comm, case, size)

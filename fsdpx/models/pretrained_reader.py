@@ -208,7 +208,8 @@ def _read_config(path: Path) -> Config:
     try:
         return read_json_object(path / CONFIG_NAME)
     except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no {CONFIG_NAME}; a folder as transformers writes it has one") from None
+        who = "fsdpx.models.save_pretrained and transformers write one"
+        raise ConfigError(f"{path}: there is no {CONFIG_NAME}; {who}") from None
 
 
 def _find_architecture(path: Path, config: Config) -> Architecture:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpx.core.base.config import parse_byte_count
-from fsdpx.core.base.messages import format_bytes, log_line
+from fsdpx.core.base.messages import format_bytes, format_count, log_line, reporting_if_slow
 from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.init import find_message_backend, find_node_communicator
@@ -72,10 +72,11 @@ def plan_recipe(
         try:
             fixed = _get_fixed_options(recipe)
             where, source = _find_machine_and_source(machine, world, recipe.runtime.device)
-            made = search(
-                recipe.training.model, batch=shapes, ranks=world.size, machine=where, memory=limit, say=log_line,
-                **fixed,
-            )  # fmt: skip
+            model = recipe.training.model
+            with reporting_if_slow(not imagined, "searching:", None) as count:
+                made = search(
+                    model, batch=shapes, ranks=world.size, machine=where, memory=limit, say=count, **fixed
+                )
             chosen = {name: value for name, value in made.best_candidate.options.items() if name not in fixed}
             found = chosen, _describe_plan(made, source)
         except FsdpxError as error:
@@ -144,13 +145,13 @@ def _find_machine_and_source(
 def _describe_plan(found: Plan, source: str) -> str:
     """Return a text with the chosen options and their predicted time and memory."""
     best = found.best_candidate
-    limit = "" if found.memory is None else f" within {format_bytes(found.memory)} of a rank"
+    limit = "" if found.memory is None else f" within {format_bytes(found.memory)} per rank"
     others = [one for kind, one in found.best_by_kind.items() if kind != best.summary]
     second = min(others, key=lambda one: one.prediction.seconds, default=None)
     after = "" if second is None else f"; next {second.summary}, {second.prediction.seconds:.4g} s"
     return (
-        f"{best.python_text}; predicted are {best.prediction.seconds:.4g} s a step and "
-        f"{format_bytes(best.prediction.memory)} "
-        f"of a rank, for a batch of {found.samples} on {found.rank_count} ranks of {source}; the quickest of "
+        f"{best.python_text}; predicted: {best.prediction.seconds:.4g} s per step and "
+        f"{format_bytes(best.prediction.memory)} per rank, for a batch of {found.samples} on "
+        f"{format_count(found.rank_count, 'rank')} of {source}; the fastest of "
         f"{len(found.candidates)} configurations{limit}{after}"
     )

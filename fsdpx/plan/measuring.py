@@ -22,6 +22,7 @@ from fsdpx.core.array.cores import count_threads_per_rank, count_usable_cores, s
 from fsdpx.core.array.kernels import relu
 from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.array.shapes.flop_counter import WorkCount, counting_work
+from fsdpx.core.base.messages import ProgressCallback
 from fsdpx.core.comm.communicator import Communicator, ReduceOp
 from fsdpx.core.comm.init import find_node_communicator
 from fsdpx.core.comm.local import make_single_rank_communicator
@@ -46,11 +47,15 @@ ALL_REDUCE_ELEMENTS = (8, 1 << 20)
 LAYER_COUNTS = (4, 16)
 
 
-def measure_this_machine(name: str, comm: Communicator, device: str = "cpu") -> Machine:
+def measure_this_machine(
+    name: str, comm: Communicator, device: str = "cpu", count: ProgressCallback = lambda done: None
+) -> Machine:
     """Measure the machine of these ranks and return it, identical on all of them. Collective.
 
-    device: "cpu" if ranks compute on cores, "cuda" if on GPUs."""
+    device: "cpu" if ranks compute on cores, "cuda" if on GPUs. count: function that is called with the number of
+    timings so far."""
     of = Processors() if device == "cpu" else Gpus()
+    of.count = count
     set_threads_per_rank(comm.all_gather_data(platform.node()).count(platform.node()))  # as in training
     compute, known = _measure_compute(comm, of), ("compute", "links")[: 1 + (comm.size > 1)]
     return Machine(name, _measure_network_levels(comm, of, compute), compute, _measure_disk_on_rank0(comm), known)
@@ -73,7 +78,8 @@ class Processors:
     not reach it. basis: format whose small products determine `Compute.half`. block: a number of float32 elements that
     exceeds all caches."""
 
-    gpu, xp = False, np
+    gpu, xp, timings = False, np, 0
+    count: ProgressCallback = staticmethod(lambda done: None)
     capacity: float | None = None
     formats, basis = ("float32", "float64", "bf16", "float16"), "float32"
     large, small, block = 768, 96, 1 << 24
@@ -104,6 +110,8 @@ def _average_call_seconds(
 
     Each round of calls ends with a barrier, so that ranks that share a core all wait for the slowest rank, as they do
     in a step. A round is timed from the end of the previous round, because a rank may be asleep when others begin."""
+    device.timings += 1
+    device.count(device.timings)
     call()
     first = min(comm.all_gather_data(_time_calls(call, device, 1)))
     calls = ceil((ROUND_SECONDS if round_seconds is None else round_seconds) / first)

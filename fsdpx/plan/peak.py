@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from fsdpx.core.array.arena import BufferLifetime
-from fsdpx.core.base.messages import format_bytes
+from fsdpx.core.base.messages import format_bytes, format_table, wrap_lines
 from fsdpx.core.comm.mesh import AXES, Mesh
 from fsdpx.core.engine.activations import HeapRecorder
 from fsdpx.core.engine.engine import Engine
@@ -25,7 +25,6 @@ from fsdpx.core.trainer.out_of_memory import FITTING_SHARE, iterate_cheaper_opti
 from fsdpx.errors import FsdpxError
 from fsdpx.ext.fields.grid import Grid
 from fsdpx.ext.offload.choice import OffloadConfig
-from fsdpx.plan.printed import format_narrow_table, wrap_prose
 
 __all__ = [
     "ACTIVATION_BYTES_PER_GAP_BYTE",
@@ -113,12 +112,12 @@ class MemoryPeak:
     def __str__(self) -> str:
         head = f"the peak, {format_bytes(self.nbytes)}, is in {self.action} ({self.about}), "
         kinds = list(self.memory)
-        rows = [
+        rows = [("held then", "bytes", "by unit")]
+        rows += [
             (f"{one.kind}: {one.what}", format_bytes(one.nbytes), _format_units(one.units))
             for one in sorted(self.holdings, key=lambda one: (kinds.index(one.kind), -one.nbytes))
         ]
-        text = format_narrow_table(("held then", "bytes", "by unit"), rows, wrap=True)
-        return f"{wrap_prose(f'{head}action {self.number} of {self.actions}', '  ')}\n{text}"
+        return f"{wrap_lines(f'{head}action {self.number} of {self.actions}')}\n{format_table(rows, text=True)}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the peak as a dict of plain values."""
@@ -296,9 +295,8 @@ def format_changes(changes: Sequence[OptionChange], seconds: float | None = None
     """Return a table of the changes. seconds: step time without a change, or None to leave out the column of times."""
     if not changes:
         return "no other single choice lowers it by more than 1 %"
-    rows = list[tuple[str, ...]]()
+    rows = [("lowered to", *(["step"] if seconds is not None else []), "by this alone")]
     for one in changes:
         step = "not known" if seconds is None or one.seconds is None else f"{one.seconds / seconds - 1:+.1%}"
         rows.append((format_bytes(one.nbytes), *([step] if seconds is not None else []), one.python_text))
-    head = "lowered to", *(["step"] if seconds is not None else []), "by this alone"
-    return format_narrow_table(head, rows, wrap=True)
+    return format_table(rows, text=True)

@@ -120,7 +120,7 @@ class Prediction:
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {seconds:.4g}" for name, seconds in self.parts.items() if seconds)
-        return f"{self.seconds:.4g} s ({parts}), {self.memory / 2**30:.2f} GiB of a rank at most"
+        return f"{self.seconds:.4g} s ({parts}), at most {self.memory / 2**30:.2f} GiB per rank"
 
 
 def predict(

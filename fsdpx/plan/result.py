@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdpx.core.base.messages import format_bytes
+from fsdpx.core.base.messages import format_bytes, format_count, format_table, wrap_lines
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.ext.fields.grid import LETTERS
 from fsdpx.plan.grounds import list_unmeasured
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.peak import format_mesh_arguments, format_option, format_options
 from fsdpx.plan.prediction import Prediction
-from fsdpx.plan.printed import format_narrow_table, wrap_prose, wrap_python_call
+from fsdpx.plan.printed import wrap_python_call
 
 __all__ = ["MAX_SHOWN", "Candidate", "Plan", "can_split_evenly"]
 
@@ -182,13 +182,13 @@ class Plan:
     @property
     def answer_text(self) -> str:
         """One line about the fastest configuration, its step time and its memory."""
-        best, ranks = self.best_candidate.prediction, f"{self.rank_count} rank{'s' * (self.rank_count > 1)}"
+        best, ranks = self.best_candidate.prediction, format_count(self.rank_count, "rank")
         label = ranks if self.best_candidate.label == ranks else f"{self.best_candidate.label} on {ranks}"
         held = format_bytes(best.memory)
-        fits = f"{held} a rank, whose memory {self.machine.name} does not say"
+        fits = f"{held} per rank (the memory of {self.machine.name} is not known)"
         if self.memory is not None:
-            fits = f"{held} of {format_bytes(self.memory)} a rank: it fits"
-        return f"{label}: {best.seconds:.3g} s a step, {fits}"
+            fits = f"{held} of {format_bytes(self.memory)} per rank: it fits"
+        return f"{label}: {best.seconds:.3g} s per step, {fits}"
 
     def __str__(self) -> str:
         return self.format_plan()
@@ -206,21 +206,22 @@ class Plan:
         """
         close = [one.label for one in self._list_fastest_of_each_kind() if self._is_as_fast_as_best(one)]
         first = [
-            wrap_prose(self.answer_text),
-            *(wrap_prose(f"not measured: {why}", "  ") for why in list_unmeasured(self.best_candidate.prediction)),
+            self.answer_text,
+            *(f"not measured: {why}" for why in list_unmeasured(self.best_candidate.prediction)),
+            *([f"as fast within {CLOSE_TIME_FACTOR - 1:.0%}: {', '.join(close)}"] if close else []),
         ]
-        first += [wrap_prose(f"as quick within {CLOSE_TIME_FACTOR - 1:.0%}: {', '.join(close)}", "  ")] if close else []
-        what = f"{about}; " * bool(about) + f"batch {self.samples} on {self.rank_count} ranks of {self.machine.name}"
+        samples, ranks = format_count(self.samples, "sample"), format_count(self.rank_count, "rank")
+        what = f"{about}; " * bool(about) + f"batch of {samples} on {ranks} of {self.machine.name}"
         rows = self.candidates[:MAX_SHOWN], self._list_fastest_of_each_kind()
-        tables = (format_narrow_table(HEAD, [one.format_row(self.memory) for one in some], wrap=True) for some in rows)
-        quickest, kinds = tables
+        tables = (format_table([HEAD, *(one.format_row(self.memory) for one in some)], text=True) for some in rows)
+        fastest, kinds = tables
         parts = [
-            "\n".join(first), wrap_prose(what), f"the quickest, with what a rank holds and sends\n{quickest}",
-            f"the quickest of each kind\n{kinds}", wrap_python_call(self.python_line), self.distribute_section_text,
-            self._format_largest_that_fit(),
+            wrap_lines("\n".join(first)), wrap_python_call(self.python_line), self.distribute_section_text,
+            wrap_lines(what), f"the fastest, with what a rank holds and sends\n{fastest}",
+            f"the fastest of each kind\n{kinds}", self._format_largest_that_fit(),
             f"on other numbers of ranks, with the same global batch\n{self._format_scaling_table()}",
             *self._list_search_paragraphs(),
-            wrap_prose(f"where the time goes: {self.best_candidate.prediction}", "  ") + self._format_process_memory(),
+            wrap_lines(f"where the time goes: {self.best_candidate.prediction}") + self._format_process_memory(),
         ]  # fmt: skip
         return "\n\n".join(parts)
 
@@ -251,19 +252,19 @@ class Plan:
         reasons: dict[str, list[str]] = {}
         for words, why in self.rejected:
             reasons.setdefault(why.splitlines()[0], []).append(words)
-        refused = [wrap_prose(f"  {len(some)}: {why}; such as {some[0]}", "    ") for why, some in reasons.items()]
+        refused = [wrap_lines(f"  {len(some)}: {why}; such as {some[0]}") for why, some in reasons.items()]
         slow = min(self.slow, key=lambda one: one[1], default=None)
-        found = [wrap_prose(f"searched {self.search_space}", "  ")]
+        found = [wrap_lines(f"searched {self.search_space}")]
         found += ["refused\n" + "\n".join(refused[:MAX_SHOWN])] if refused else []
         ruled = f"ruled out, since their layers alone take longer: {len(self.slow)}, such as"
-        return found if slow is None else [*found, wrap_prose(f"{ruled} {slow[0]}, at least {slow[1]:.4g} s", "  ")]
+        return found if slow is None else [*found, wrap_lines(f"{ruled} {slow[0]}, at least {slow[1]:.4g} s")]
 
     def _format_process_memory(self) -> str:
         """Return a line about the memory of a rank's process; "" for GPUs."""
         nbytes = self.best_candidate.prediction.process_bytes
         more = f", more than the {format_bytes(self.memory or 0)} there are" * (nbytes > (self.memory or nbytes))
         words = f"with interpreter, libraries and MPI a process takes {format_bytes(nbytes)}{more}"
-        return "" if self.machine.compute.gpu else f"\n{wrap_prose(words, '  ')}"
+        return "" if self.machine.compute.gpu else f"\n{wrap_lines(words)}"
 
     def _format_largest_that_fit(self) -> str:
         """Return lines about the largest batch, size and depth that fit, with the options that are needed to fit
@@ -271,30 +272,29 @@ class Plan:
         what = "sequences" if len(self.longest) == 1 else "fields"
         layers, count = self.deepest
         most = {
-            "batch": f"a global batch of {self.largest_batch} samples",
+            "batch": f"a global batch of {format_count(self.largest_batch, 'sample')}",
             "size": f"{what} of {' x '.join(map(str, self.longest))}" * bool(self.longest),
-            "depth": f"{layers} blocks of this width, {count:,} parameters in all," * (layers > 0),
+            "depth": f"{layers} blocks of this width ({count:,} parameters)" * (layers > 0),
         }
         lines = [
             (words, self.limits.get(name, self.best_candidate.python_text)) for name, words in most.items() if words
         ]
-        same = [words.rstrip(",") for words, by in lines if by == self.best_candidate.python_text]
-        others = [
-            wrap_prose(f"  {words} with {by}", "    ") for words, by in lines if by != self.best_candidate.python_text
-        ]
-        parts = [wrap_prose(f"with these options {', or '.join(same)} still fits")] if same else []
-        return "\n".join([*parts, *(["the largest that fit with others", *others] if others else [])])
+        same = [words for words, by in lines if by == self.best_candidate.python_text]
+        others = [f"  {words}, with {by}" for words, by in lines if by != self.best_candidate.python_text]
+        parts = [f"the largest that fits with these options: {', or '.join(same)}"] if same else []
+        parts += ["the largest that fits with other options:", *others] if others else []
+        return wrap_lines("\n".join(parts))
 
     def _format_scaling_table(self) -> str:
         """Return a table of predictions for other numbers of ranks."""
-        rows: list[tuple[str, ...]] = []
+        rows: list[tuple[str, ...]] = [("ranks", "step", "samples/s", "efficiency", "memory", "fits", "sends")]
         first = self.scaling[0]
         for one in self.scaling:
             sent, share = sum(one.bytes_sent.values()), first.seconds * first.mesh.size / one.seconds / one.mesh.size
             rate = f"{one.seconds:.4g} s", f"{self.samples / one.seconds:,.4g}", f"{share:.0%}"
             held = format_bytes(one.memory), _format_whether_fits(one.memory, self.memory)
             rows.append((str(one.mesh.size), *rate, *held, format_bytes(sent)))
-        return format_narrow_table(("ranks", "step", "samples/s", "efficiency", "memory", "fits", "sends"), rows)
+        return format_table(rows)
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as a dict of plain values."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from fsdpx import nn
 from fsdpx.core.base.config import PRESETS_BY_MEMORY, parse_byte_count
-from fsdpx.core.base.messages import format_bytes
+from fsdpx.core.base.messages import format_bytes, format_count
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.compression import CodecRules, make_codec
 from fsdpx.core.program import SCHEDULES
@@ -98,7 +98,7 @@ def search(
     memory : bytes that a rank may use, such as "16GiB" (default: the machine's capacity)
     codecs : lossy gradient codecs to try in addition to no codec, such as `("bf16", "int8")`
     most : maximum number of configurations that are predicted
-    say : function that is called with a line of text from time to time to report progress (default: none)
+    say : function that is called with a line of text after each prediction, to report progress (default: none)
     options : options of `predict`, such as `precision="bf16"` or `mesh=...`, which are fixed instead of searched; with
         `domain="any"`, all grids over which the fields of the batch can be split are tried
 
@@ -334,8 +334,8 @@ class _Search:
             self.refused[words] = str(error)
             return None
         self.seen[words] = True
-        if self.say is not None and self.predicted_count % 20 == 0:
-            self.say(f"{len(self.seen)} configurations, {self.predicted_count} predicted, {len(self.found)} fit")
+        if self.say is not None:
+            self.say(f"{format_count(self.predicted_count, 'configuration')} predicted, {len(self.found)} fit")
         one = Candidate(_make_summary(made.mesh, options), _drop_none(options), made)
         if self.limit is not None and made.memory > self.limit:
             self.refused[words] = f"more memory than {format_bytes(self.limit)} of a rank"

@@ -41,7 +41,7 @@ def test_strategies_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (reports[0]["ranks"], reports[0]["batch"]) == (2, 5)
     text = bench._format_step_report("small", reports[0])
     assert text.startswith("small: small; batch 5, float32, 2 ranks on ")
-    assert "beside ddp" in text
+    assert "relative to ddp" in text
 
 
 def test_it_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

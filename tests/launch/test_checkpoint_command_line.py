@@ -143,11 +143,11 @@ def test_diff(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     safetensors.numpy.save_file(y, made / "y")
     assert main(["ckpt", "diff", str(made / "x"), str(made / "y")]) == 1
     assert capsys.readouterr().out.splitlines() == [
+        "4 differences",
         "a: F32 and F64, largest difference 0",
         "b: shape [2, 2] and [4]",
         "c: F64, largest difference nan",
         f"e: only in {made}",
-        "4 differences",
     ]
 
 
@@ -217,10 +217,10 @@ def test_the_state_of_fit_is_short_and_compared_by_its_keys(tmp_path: Path, caps
     spawn(body, 1)
     assert main(["ckpt", "diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
     assert capsys.readouterr().out.splitlines() == [
+        "3 differences",
         "fit.done: 0 and 4",
         "fit.settings.loss: CrossEntropyLoss() and MSELoss()",
         "fit.validation: (0 entries) and (2 entries)",
-        "3 differences",
     ]
     assert main(["ckpt", "inspect", str(tmp_path / "b")]) == 0
     lines = capsys.readouterr().out.splitlines()

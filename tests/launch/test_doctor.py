@@ -70,7 +70,7 @@ def test_a_launcher_that_starts_nothing_is_quoted(
 
 
 def test_times_of_a_busy_machine_are_not_to_be_trusted() -> None:
-    said = "n1: 4.2 processes per core want to run: what was timed here is not to be trusted"
+    said = "n1: 4.2 processes per core want to run: times measured now are unreliable"
     assert list_warnings([GOOD, GOOD._replace(load=4.2)], []) == [said]
     assert list_warnings([GOOD._replace(load=0.4)], []) == []
 

@@ -334,11 +334,11 @@ def printed(system: str, config: LaunchConfig, cores: int = 64) -> str:
 @pytest.mark.parametrize(
     ("config", "nodes", "per_node", "cores", "about"),
     [
-        (LaunchConfig(512), 8, 64, 1, "64 ranks on each of 8 nodes, 1 core for each"),
-        (LaunchConfig(512, threads=8), 64, 8, 8, "8 ranks on each of 64 nodes, 8 cores for each"),
-        (LaunchConfig(32, nodes=8), 8, 4, 16, "4 ranks on each of 8 nodes, 16 cores for each"),
-        (LaunchConfig(6), 1, 6, 10, "6 ranks on one node, 10 cores for each"),
-        (LaunchConfig(8, per_node=4, threads=32), 2, 4, 32, "32 cores for each: 128 cores, more than a node has"),
+        (LaunchConfig(512), 8, 64, 1, "64 ranks on each of 8 nodes, with 1 core per rank"),
+        (LaunchConfig(512, threads=8), 64, 8, 8, "8 ranks on each of 64 nodes, with 8 cores per rank"),
+        (LaunchConfig(32, nodes=8), 8, 4, 16, "4 ranks on each of 8 nodes, with 16 cores per rank"),
+        (LaunchConfig(6), 1, 6, 10, "6 ranks on one node, with 10 cores per rank"),
+        (LaunchConfig(8, per_node=4, threads=32), 2, 4, 32, "32 cores per rank: 128 cores, more than a node has"),
     ],
 )
 def test_a_batch_file_asks_for_the_nodes_and_the_cores_that_ranks_need(
@@ -353,7 +353,7 @@ def test_a_batch_file_asks_for_the_nodes_and_the_cores_that_ranks_need(
     assert ('--hostfile "$PBS_NODEFILE" train.py\n' in pbs) == ('"$LSB_DJOB_HOSTFILE"' in lsf) == (nodes > 1)
     for text in (slurm, pbs, lsf):
         assert about in text
-        assert "A node is taken to have 64 cores, so it is said.\n" in text
+        assert "Assumed: 64 cores per node, so it is said.\n" in text
         assert "\nexport FSDPX_TUNE=again\n" in text
         subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
@@ -372,7 +372,7 @@ def test_a_batch_file_takes_the_environment_and_the_cores_of_nodes(
     said = capsys.readouterr()
     assert f"\nsource '{site}/my env/bin/activate'\n" in said.out
     assert f"\n'{site}/my env/bin/python' -m fsdpx run --ranks 8 --nodes 2 train.py &\n" in said.out
-    assert "48 cores, as Slurm's smallest node has (sinfo).\n" in said.out
+    assert "48 cores per node, as Slurm's smallest node has (sinfo).\n" in said.out
     assert "\n#SBATCH --cpus-per-task=12\n" in said.out
     assert said.err == "fsdpx run: 8 ranks, by --nodes and --nproc-per-node\n"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fsdpx.__main__ import COMMANDS, GROUPS, main, make_parser
-from fsdpx.core.base.messages import wrap_for_terminal
+from fsdpx.core.base.messages import SlowTaskReporter, format_table, wrap_for_terminal
 
 COLUMNS = 80
 
@@ -43,6 +43,21 @@ def require_narrow(text: str) -> None:
         assert len(line) <= COLUMNS, line
 
 
+ACTIONS = ["bench comm", "bench step", "trace merge", "ckpt inspect", "ckpt verify", "ckpt diff", "ckpt convert"]
+
+
+@pytest.mark.parametrize("words", ACTIONS)
+def test_help_of_actions_fits(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_narrow(show([*words.split(), "--help"], monkeypatch))
+
+
+@pytest.mark.parametrize("name", [*(name for name in COMMANDS if name not in ("bench", "trace", "ckpt")), *ACTIONS])
+def test_every_option_has_a_help(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = show([*name.split(), "--help"], monkeypatch)
+    listed = re.findall(r"^  (\S.*(?:\n {10,}\S.*)*)", shown, re.M)
+    assert [one for one in listed if not re.search(r"\S(?:  +|\n +)\S", one)] == []
+
+
 @pytest.mark.parametrize("name", ["", *COMMANDS])
 def test_help_fits_and_has_an_example(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = show([*filter(None, [name]), "--help"], monkeypatch)
@@ -57,9 +72,18 @@ def test_examples_are_understood(name: str) -> None:
     assert make_parser().parse_args(words[words[0] == "mpiexec" :]).command == name
 
 
-@pytest.mark.parametrize("line", ["info", "doctor", "show gpt-tiny --ranks 2", "show mlp --mesh pipe=2 --grid"])
+LINES = ["info", "doctor", "show gpt-tiny --ranks 2", "show mlp --mesh pipe=2 --grid --memory 1GiB"]
+LINES += ["verify --strategy ddp --precision float32 --steps 2"]
+
+
+@pytest.mark.parametrize("line", LINES)
 def test_lines_fit(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     require_narrow(show(line.split(), monkeypatch))
+
+
+def test_a_command_to_copy_goes_on_in_the_next_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = show("run -n 2 --dry-run -m fsdpx.examples.gpt".split(), monkeypatch)
+    assert re.fullmatch(r"FSDPX_RUN=\S+ \\\n  FSDPX_RESTART=0 \\\n  FSDPX_EXPECT_SIZE=2 \\\n  \S+ .*\n", shown)
 
 
 def test_runs_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,8 +107,49 @@ def test_a_real_terminal_is_asked_for_its_width() -> None:
     assert all(line.startswith(" " * 7 + "value") for line in lines[1:]), lines
 
 
-def test_a_file_gets_whole_lines() -> None:
-    assert wrap_for_terminal("key  " + "x" * 200) == "key  " + "x" * 200
+def test_a_file_gets_whole_lines_and_a_launcher_those_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank writes into a pipe of its launcher, which most often shows it in a terminal."""
+    text = "key  " + " ".join(["value"] * 30)
+    assert wrap_for_terminal(text) == text
+    for name, value in (("PMI_RANK", "0"), ("PMI_SIZE", "2"), ("COLUMNS", str(COLUMNS))):
+        monkeypatch.setenv(name, value)
+    require_narrow(wrap_for_terminal(text))
+
+
+@pytest.mark.parametrize("line", ["inf", "bench", "plan gpt-tiny", "compile", "plan gpt-tiny --ranks 4"])
+def test_errors_fit(line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", str(COLUMNS))
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = main(line.split())
+    except SystemExit as end:
+        status = end.code
+    assert status == 2
+    require_narrow(terminal.getvalue())
+    said = " ".join(terminal.getvalue().split())
+    assert said.startswith("fsdpx")
+    assert "required: action" not in said
+    assert ("did you mean 'info'?" in said) == (line == "inf")
+
+
+def test_a_text_column_is_aligned_at_its_left_and_goes_below_rows_that_are_too_long() -> None:
+    rows = [("verb", "us", "by"), ("send", "1.5", "MPI"), ("reduce", "12.0", "memory")]
+    assert format_table(rows, text=True).splitlines() == [
+        "verb      us  by", "--------------------", "send     1.5  MPI", "reduce  12.0  memory"
+    ]  # fmt: skip
+    require_narrow(format_table([*rows, ("gather", "1.0", " ".join(["words"] * 30))], text=True))
+
+
+def test_a_result_follows_progress_on_a_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    shown = SlowTaskReporter("searching:")
+    shown.show_progress()
+    shown.update_progress("3 configurations predicted, 2 fit")
+    shown.report_end(None)
+    assert terminal.getvalue().endswith("fsdpx: searching: 3 configurations predicted, 2 fit ...\r\x1b[K")
 
 
 def test_groups_have_all_commands_once() -> None:

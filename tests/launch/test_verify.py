@@ -270,7 +270,7 @@ def test_records_on_disk_and_the_command(tmp_path, capsys):
     for rank in (1, 0):
         for path in (tmp_path / "calm").glob(f"values-0000{rank}-*"):
             path.unlink()
-        with pytest.raises(ConfigError, match="there are values of ranks"):
+        with pytest.raises(ConfigError, match=r"there are values of ranks|nothing was recorded"):
             read_records(tmp_path / "calm")
 
 

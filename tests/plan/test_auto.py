@@ -68,9 +68,9 @@ def test_ranks_take_what_the_plan_finds_and_train(capsys: pytest.CaptureFixture[
     assert len({words for words, _ in reports}) == 1
     words, losses = reports[0]
     best = found.best_candidate
-    assert words.startswith(f"{best.python_text}; predicted are {best.prediction.seconds:.4g} s a step and ")
+    assert words.startswith(f"{best.python_text}; predicted: {best.prediction.seconds:.4g} s per step and ")
     assert (
-        f"on 3 ranks of ethernet-10g; the quickest of {len(found.candidates)} configurations within 1.00 GiB" in words
+        f"on 3 ranks of ethernet-10g; the fastest of {len(found.candidates)} configurations within 1.00 GiB" in words
     )
     assert capsys.readouterr().err.count(f"fsdpx: strategy='auto': {words}\n") == 1
     alone = spawn(lambda comm: stepped(auto(comm, strategy="ddp", **PLAIN)), 1)
@@ -123,15 +123,15 @@ def test_measure_machine_writes_where_plans_look(
     found = Machine.load(MACHINE_FILE)
     assert found.name == "ours"
     assert found.disk is not None
-    assert capsys.readouterr().out.endswith("written: machine.toml\n")
-    assert spawn(lambda comm: auto(comm).report().planned, 1)[0].count("on 1 ranks of ours (machine.toml)") == 1
+    assert capsys.readouterr().out.startswith("written: machine.toml; it begins with\n\n# Measured on ")
+    assert spawn(lambda comm: auto(comm).report().planned, 1)[0].count("on 1 rank of ours (machine.toml)") == 1
 
 
 def test_without_a_limit_the_free_memory_of_the_host_is_it() -> None:
     def body(comm: Communicator) -> str:
         return auto(comm, memory=None).report().planned
 
-    assert all("GiB of a rank" in words.partition("; the quickest of")[2] for words in spawn(body, 2))
+    assert all("GiB per rank" in words.partition("; the fastest of")[2] for words in spawn(body, 2))
 
 
 def test_the_same_error_on_all_ranks_where_nothing_fits() -> None:

@@ -14,6 +14,7 @@ import pytest
 import fsdpx
 from fsdpx import nn
 from fsdpx.__main__ import COMMANDS, main
+from fsdpx.core.base.messages import COLUMNS, format_table
 from fsdpx.errors import ConfigError
 from fsdpx.ext.observe import plots
 from fsdpx.launch.show import make_step_lanes
@@ -21,7 +22,7 @@ from fsdpx.plan import Machine, Plan, predict
 from fsdpx.plan.grounds import list_unmeasured
 from fsdpx.plan.kernels import KernelRates
 from fsdpx.plan.prediction import dry_run_classes, predict_from_runs
-from fsdpx.plan.printed import COLUMNS, format_narrow_table, wrap_python_call
+from fsdpx.plan.printed import wrap_python_call
 
 X = ((16, 8), "int64")
 FIELD = ((8, 3, 16, 16), "float32")
@@ -77,12 +78,12 @@ def test_the_answer_stands_first(plans: list[Plan]) -> None:
         best = plan.best_candidate.prediction
         first = " ".join(str(plan).split("\nnot measured: ")[0].split())
         assert first.startswith(
-            f"{plan.best_candidate.label} on {plan.rank_count} ranks: {best.seconds:.3g} s a step, "
+            f"{plan.best_candidate.label} on {plan.rank_count} ranks: {best.seconds:.3g} s per step, "
         )
-        assert first.endswith(" a rank: it fits")
+        assert first.endswith(" per rank: it fits")
         assert plan.to_json()["answer"] == first
     unknown = replace(plans[0], memory=None)
-    assert unknown.answer_text.endswith(" a rank, whose memory a100-dgx-200g does not say")
+    assert unknown.answer_text.endswith(" per rank (the memory of a100-dgx-200g is not known)")
 
 
 def test_what_does_not_fit_is_marked(plans: list[Plan]) -> None:
@@ -93,7 +94,7 @@ def test_what_does_not_fit_is_marked(plans: list[Plan]) -> None:
     fits = {int(line.split()[0]): "NO" not in line for line in scaling}
     assert fits == {one.mesh.size: one.memory <= 900 << 10 for one in plan.scaling}
     assert set(fits.values()) == {True, False}
-    rows = text[text.index("the quickest of each kind") :].split("\n\n")[0].splitlines()
+    rows = text[text.index("the fastest of each kind") :].split("\n\n")[0].splitlines()
     large = {one.label for one in plan.large} - {one.label for one in plan.candidates}
     assert all(any(row.startswith(label) and " NO " in row for row in rows) for label in large)
 
@@ -105,11 +106,11 @@ def test_the_line_of_python_is_the_same_in_several_lines(plans: list[Plan]) -> N
 
 
 def test_words_of_a_table_go_below_rows_where_they_are_too_long() -> None:
-    assert format_narrow_table(("a", "b", "with"), [("x", "1", "few"), ("yy", "10", "")], wrap=True).splitlines() == [
+    assert format_table([("a", "b", "with"), ("x", "1", "few"), ("yy", "10", "")], text=True).splitlines() == [
         "a    b  with", "------------", "x    1  few", "yy  10",
     ]  # fmt: skip
     long = " ".join(["words"] * 20)
-    found = format_narrow_table(("a", "b", "with"), [("x", "1", long), ("yy", "10", "few")], wrap=True).splitlines()
+    found = format_table([("a", "b", "with"), ("x", "1", long), ("yy", "10", "few")], text=True).splitlines()
     rows = [line.split() for line in found if not line.startswith("    ")]
     assert rows == [["a", "b"], ["------"], ["x", "1"], ["yy", "10"]]
     assert max(map(len, found)) <= COLUMNS

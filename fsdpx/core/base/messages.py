@@ -13,13 +13,17 @@ from contextlib import contextmanager, suppress
 from time import perf_counter
 from typing import Any, TextIO
 
+from fsdpx.core.base import environment
 from fsdpx.errors import escape_control
 
 __all__ = [
-    "LOGGER", "SILENCE_SECONDS", "TIMER_NAME", "ProgressCallback", "SlowTaskReporter", "flush_and_write_stderr",
-    "format_bytes", "format_ranks", "format_table", "is_stderr_terminal", "log_line", "log_on_rank0",
-    "reporting_if_slow", "shorten_value", "wrap_for_terminal",
+    "COLUMNS", "LOGGER", "SILENCE_SECONDS", "TIMER_NAME", "ProgressCallback", "SlowTaskReporter",
+    "flush_and_write_stderr", "format_bytes", "format_count", "format_ranks", "format_table", "is_stderr_terminal",
+    "log_line", "log_on_rank0", "reporting_if_slow", "shorten_value", "wrap_for_terminal", "wrap_lines",
 ]  # fmt: skip
+
+COLUMNS = 80
+"""Width of a terminal that reports no other width."""
 
 SILENCE_SECONDS = 1.0
 """Time in seconds after which a running task is reported."""
@@ -27,8 +31,9 @@ TIMER_NAME = "fsdpx timer"
 """Name of the thread that reports slow tasks."""
 CLEAR_LINE = "\r\x1b[K"
 """Terminal sequence that clears the current line."""
-ProgressCallback = Callable[[int, int], None]
-"""Function that is called with the number of items done and the total."""
+ProgressCallback = Callable[..., None]
+"""Function that is called with the number of items done and the total, or with the number or a text if there is no
+total."""
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
@@ -40,6 +45,10 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
     @property
     def stream(self) -> TextIO:  # type: ignore[override]
         return sys.stderr
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return wrap_lines(text, shutil.get_terminal_size().columns) if is_stderr_terminal() else text
 
 
 LOGGER = logging.getLogger("fsdpx")
@@ -84,17 +93,19 @@ def is_stderr_terminal() -> bool:
 
 
 @contextmanager
-def reporting_if_slow(enabled: bool, what: str, outcome: Callable[[], str] = str) -> Iterator[ProgressCallback]:
+def reporting_if_slow(
+    enabled: bool, what: str, outcome: Callable[[], str] | None = str
+) -> Iterator[ProgressCallback]:
     """Report the block if it takes longer than `SILENCE_SECONDS`: first the task, and at the end how long it took.
 
     `enabled`: if False, report nothing and start no thread, since a simulated rank may lack the memory for one.
-    `outcome()` is appended to the last line.
+    `outcome()` is appended to the last line; None: there is no last line, because a result follows.
 
     Yields a function (done, total) by which the block reports its progress. On a terminal, the progress is updated in
     place; elsewhere it is printed as a few lines, at intervals that triple each time.
     """
     if not enabled:
-        yield lambda done, total: None
+        yield lambda *reached: None
         return
     shown = SlowTaskReporter(what)
     timer = threading.Timer(SILENCE_SECONDS, shown.show_progress)
@@ -123,17 +134,19 @@ class SlowTaskReporter:
                 log_line(f"fsdpx: {self.what}{self.reached} ...")
             self.again = 3 * (perf_counter() - self.begin)
 
-    def update_progress(self, done: int, total: int) -> None:
-        self.reached = f" {done}/{total}"
+    def update_progress(self, *reached: object) -> None:
+        self.reached = f" {'/'.join(map(str, reached))}"
         if self.again and (is_stderr_terminal() or perf_counter() - self.begin > self.again):
             self.show_progress()
 
-    def report_end(self, outcome: Callable[[], str]) -> None:
+    def report_end(self, outcome: Callable[[], str] | None) -> None:
         with self.lock:
             if self.again:
                 if is_stderr_terminal():
                     sys.stderr.write(CLEAR_LINE)
-                log_line(f"fsdpx: {self.what} took {perf_counter() - self.begin:.0f} s{outcome()}")
+                    sys.stderr.flush()
+                if outcome is not None:
+                    log_line(f"fsdpx: {self.what} took {perf_counter() - self.begin:.0f} s{outcome()}")
 
 
 def format_bytes(n: float) -> str:
@@ -144,25 +157,48 @@ def format_bytes(n: float) -> str:
     raise AssertionError
 
 
-def format_table(rows: Sequence[tuple[str, ...]]) -> str:
+def format_count(number: int, word: str, plural: str = "s") -> str:
+    """Return "1 rank" or "2 ranks"."""
+    return f"{number:,} {word}{plural * (number != 1)}"
+
+
+def format_table(rows: Sequence[tuple[str, ...]], text: bool = False) -> str:
     """Return the rows as text, with a rule below the first row. The first column is left-aligned, the other columns are
-    right-aligned."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [_format_row(row, widths) for row in rows]
-    return escape_control("\n".join([lines[0].rstrip(), "-" * len(lines[0]), *(line.rstrip() for line in lines[1:])]))
+    right-aligned.
+
+    text: whether the last column is left-aligned text. If the table would then exceed `COLUMNS`, this text is placed
+    below each row, so that no cell is broken."""
+    cut = len(rows[0]) - text
+    widths = [max(len(row[i]) for row in rows) for i in range(cut)]
+    lines = [_format_row(row[:cut], widths) for row in rows]
+    wide = len(lines[0])
+    if text:
+        beside = [f"{line}  {row[-1]}".rstrip() for line, row in zip(lines, rows, strict=True)]
+        if (most := max(map(len, beside))) <= COLUMNS:
+            lines, wide = beside, most
+        else:
+            below = zip(lines[1:], rows[1:], strict=True)
+            lines[1:] = [wrap_lines(f"{line.rstrip()}\n    {row[-1]}".rstrip()) for line, row in below]
+    return escape_control("\n".join([lines[0].rstrip(), "-" * wide, *(line.rstrip() for line in lines[1:])]))
 
 
-def wrap_for_terminal(text: str) -> str:
-    """Return the text with lines that fit into the terminal, if standard output is one. A longer line continues below
-    the column in which its value begins."""
-    if not sys.stdout.isatty():
-        return text
-    columns, lines = shutil.get_terminal_size().columns, []
-    for line in text.splitlines():
+def wrap_lines(text: str, columns: int = COLUMNS) -> str:
+    """Return the text with lines of at most `columns` characters. A longer line continues below the column in which its
+    value begins."""
+    lines = []
+    for line in escape_control(text).splitlines():
         label = re.match(r"\s*\S+(?: \S+)*\s{2,}", line)
         indent = label.end() if label and label.end() < columns // 2 else 4
         lines += textwrap.wrap(line, columns, subsequent_indent=" " * indent, break_on_hyphens=False) or [""]
     return "\n".join(lines)
+
+
+def wrap_for_terminal(text: str, stream: TextIO | None = None) -> str:
+    """Return the text with lines that fit into the terminal if `stream` (default: standard output) is one, or a rank's
+    pipe to the terminal of its launcher."""
+    if (stream or sys.stdout).isatty() or environment.read_environment().launcher is not None:
+        return wrap_lines(text, shutil.get_terminal_size().columns)
+    return text
 
 
 def _format_row(cells: tuple[str, ...], widths: list[int]) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.namespace import to_host
+from fsdpx.core.base.messages import ProgressCallback
 from fsdpx.core.base.name_hints import require_pattern_matches
 from fsdpx.core.checkpoint.atomic_commit import (
     agree_on_choices,
@@ -115,10 +116,10 @@ def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool,
     return scalars
 
 
-def list_damaged_tensors(source: CheckpointSource) -> list[str]:
+def list_damaged_tensors(source: CheckpointSource, count: ProgressCallback) -> list[str]:
     """Read all tensors on this rank; return the names of those whose checksums differ from the manifest."""
     assert source.manifest is not None
-    return source.manifest.list_damaged_tensors(source.files, compute_partial_crcs(source, 0, 1).tolist())
+    return source.manifest.list_damaged_tensors(source.files, compute_partial_crcs(source, 0, 1, count).tolist())
 
 
 def require_intact(world: Communicator, source: CheckpointSource, where: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.namespace import parse_dtype
+from fsdpx.core.base.messages import ProgressCallback, reporting_if_slow
 from fsdpx.core.base.safe_files import open_file
 from fsdpx.core.checkpoint.atomic_commit import SaveTarget
 from fsdpx.core.checkpoint.format import (
@@ -78,12 +79,24 @@ def read_state(source: CheckpointSource) -> dict[str, Any]:
 def open_and_list_damaged_tensors(path: Path) -> tuple[CheckpointSource, list[str]]:
     """Open a source; return it and the names of its damaged tensors. Without a manifest the list is empty."""
     source = open_source(path)
-    return source, list_damaged_tensors(source) if source.manifest is not None else []
+    if source.manifest is None:
+        return source, []
+    with reporting_if_slow(True, f"checking blocks of {path}", None) as count:
+        return source, list_damaged_tensors(source, count)
 
 
 def compare_sources(a: CheckpointSource, b: CheckpointSource) -> Iterator[TensorDifference]:
     """Yield the tensors that differ between two sources, sorted by name."""
-    for name in sorted(a.locations.keys() | b.locations.keys()):
+    with reporting_if_slow(True, "comparing tensors", None) as count:
+        yield from _iterate_differences(a, b, count)
+
+
+def _iterate_differences(
+    a: CheckpointSource, b: CheckpointSource, count: ProgressCallback
+) -> Iterator[TensorDifference]:
+    names = sorted(a.locations.keys() | b.locations.keys())
+    for done, name in enumerate(names):
+        count(done, len(names))
         if name not in a.locations or name not in b.locations:
             yield TensorDifference(name, f"only in {(a if name in a.locations else b).folder}")
             continue
@@ -127,7 +140,8 @@ def convert_weights(source: Path, target: Path, dtype: str | None, shard_bytes: 
     layout = replace(layout, note=read_note(verified))
     opened = SaveTarget.lock_and_create_files(target, secrets.token_hex(4), layout)
     try:
-        sums = write_shards(opened.partial, layout, _iterate_shards(verified))
+        with reporting_if_slow(True, "writing tensors", None) as count:
+            sums = write_shards(opened.partial, layout, _iterate_shards(verified, count))
         opened.commit(layout, Manifest.from_layout(layout, sums.tolist()))
     except BaseException:
         opened.abandon()
@@ -135,8 +149,9 @@ def convert_weights(source: Path, target: Path, dtype: str | None, shard_bytes: 
     return layout
 
 
-def _iterate_shards(source: CheckpointSource) -> Iterator[LocalShard]:
-    for name, (_, entry) in source.locations.items():
+def _iterate_shards(source: CheckpointSource, count: ProgressCallback) -> Iterator[LocalShard]:
+    for done, (name, (_, entry)) in enumerate(source.locations.items()):
+        count(done, len(source.locations))
         yield LocalShard(name, _memory_map_tensor(source, name), 0, ParameterSpec(entry.shape), 0, 1)
 
 

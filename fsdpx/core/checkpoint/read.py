@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.namespace import from_host
+from fsdpx.core.base.messages import ProgressCallback
 from fsdpx.core.base.safe_files import parse_json
 from fsdpx.core.checkpoint.atomic_commit import resolve_checkpoint
 from fsdpx.core.checkpoint.format import (
@@ -231,7 +232,9 @@ def iterate_byte_ranges_of_rank(sizes: Sequence[int], rank: int, ranks: int) -> 
             yield piece.have, offset - ends[piece.have], min(BLOCK_BYTES, piece.stop - offset)
 
 
-def compute_partial_crcs(source: CheckpointSource, rank: int, ranks: int) -> np.ndarray:
+def compute_partial_crcs(
+    source: CheckpointSource, rank: int, ranks: int, count: ProgressCallback = lambda done, total: None
+) -> np.ndarray:
     """Read this rank's even part of all bytes, and return its contribution to the CRC-32 of each tensor.
 
     The result is a uint64 array in the order of `FileLayout.iterate_tensors`. `combine_crc` takes the xor of the
@@ -240,9 +243,11 @@ def compute_partial_crcs(source: CheckpointSource, rank: int, ranks: int) -> np.
     totals: dict[int, PartialCrc] = defaultdict(PartialCrc)
     buffer = memoryview(bytearray(BLOCK_BYTES))
     with SourceFiles(source) as files:
-        for number, first, count in iterate_byte_ranges_of_rank([entry.nbytes for _, _, entry in tensors], rank, ranks):
-            (file, _, entry), part = tensors[number], buffer[:count]
-            advise_read_ahead(files[file], entry.start + first + count, 2 * BLOCK_BYTES)  # while the CRC is computed
+        ranges = list(iterate_byte_ranges_of_rank([entry.nbytes for _, _, entry in tensors], rank, ranks))
+        for done, (number, first, size) in enumerate(ranges):
+            count(done, len(ranges))
+            (file, _, entry), part = tensors[number], buffer[:size]
+            advise_read_ahead(files[file], entry.start + first + size, 2 * BLOCK_BYTES)  # while the CRC is computed
             _read_at(source, files, file, part, entry.start + first)
             totals[number].add_bytes(first, part)
     checksums = [totals[n].get_crc_share(entry.nbytes) if n in totals else 0 for n, (_, _, entry) in enumerate(tensors)]

@@ -174,7 +174,10 @@ class Mesh:
         is_open = None in self._get_axis_widths()
         if remainder or rest == 0 or (not is_open and rest != 1):
             needs = f"a multiple of {known} ranks" if is_open else f"{known} ranks"
-            raise MeshError(f"mesh {self} needs {needs}, but the world has {world_size}")
+            widths_by_axis = zip(AXES, self._get_axis_widths(), strict=True)
+            given = ", ".join(f"{axis}={width}" for axis, width in widths_by_axis if width not in (None, 1))
+            remedy = "change the mesh or the number of ranks"
+            raise MeshError(f"mesh {given or self} needs {needs}, but the world has {world_size}: {remedy}")
         widths = (rest if width is None else width for width in self._get_axis_widths())
         filled: dict[str, Any] = dict(zip(AXES, widths, strict=True))
         return replace(self, **filled)

@@ -17,7 +17,7 @@ import numpy as np
 
 from fsdpx.core.array import blas, cores, parallel
 from fsdpx.core.base import environment, safe_files
-from fsdpx.core.base.messages import ProgressCallback
+from fsdpx.core.base.messages import ProgressCallback, format_bytes, format_count
 from fsdpx.core.base.processor import read_cpuinfo_field
 from fsdpx.core.base.safe_files import require_json_fields
 from fsdpx.core.base.version import __version__
@@ -129,6 +129,10 @@ class Tuning:
     blas: str
     threads: int = 1
     group_bytes: int = GROUP_BYTES
+
+    def __str__(self) -> str:
+        threads = format_count(self.threads, "thread")
+        return f"BLAS {self.blas}, {threads} per rank, units of {format_bytes(self.group_bytes)}"
 
 
 def agree_on_tuning(

@@ -257,5 +257,7 @@ def read_records(folder: Path) -> list[RankRecord]:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path}: no record of values can be read there: {error!r}") from error
     if not found or set(found) != set(range(len(found))) or next(iter(found.values())).ranks != len(found):
-        raise ConfigError(f"{folder}: there are values of ranks {sorted(found)}, not of all; set FSDPX_RECORD for all")
+        few = f"there are values of ranks {sorted(found)}, not of all; set FSDPX_RECORD for all"
+        none = "nothing was recorded: no trainer made a step with FSDPX_RECORD set"
+        raise ConfigError(f"{folder}: {few if found else none}")
     return [found[rank] for rank in sorted(found)]

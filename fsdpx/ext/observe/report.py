@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -29,9 +30,10 @@ __all__ = ["Report", "ReportSummary", "format_transfer", "gather_summary", "get_
 
 NO_TIMINGS = VerbTimings()
 COLUMN_MEANINGS = """\
-calls and bytes of all ranks; seconds in the actions of a verb, by rank; max/min: how unequal ranks are; waited: seconds
-that a rank waited before these actions, on average; GB/s: bytes of a rank over the time that its transfers were
-pending; hidden: share of that time in which the rank computed."""
+calls and bytes of all ranks; seconds per rank in the actions of a verb, as mean
+and maximum over ranks; waited: mean seconds that a rank waited before these
+actions; GB/s: bytes of a rank over the time that its transfers were pending;
+hidden: share of that time in which the rank computed."""
 
 
 ROUTING_MEANINGS = """\
@@ -122,12 +124,11 @@ class ReportSummary:
     def _format_verbs(self) -> str:
         verbs = {verb for report in self.reports for verb in report.times}
         rows: list[tuple[str, ...]] = [
-            ("verb", "calls", "seconds mean", "min", "max", "max/min", "waited", "bytes", "GB/s", "hidden")
+            ("verb", "calls", "mean s", "max s", "waited", "bytes", "GB/s", "hidden")
         ]
         for verb in sorted(verbs, key=self._sort_key):
             spent = self.list_timings(verb)
             seconds = [one.seconds for one in spent]
-            least, most = min(seconds), max(seconds)
             moved, rate, hidden = (
                 sum(one.nbytes for one in spent),
                 self.compute_bandwidth(verb),
@@ -135,9 +136,8 @@ class ReportSummary:
             )
             rows.append(
                 (
-                    verb, f"{sum(one.calls for one in spent):,}",
-                    f"{np.mean(seconds):.3f}", f"{least:.3f}", f"{most:.3f}",
-                    f"{most / least:.2f}" if least else "", f"{np.mean([one.waited for one in spent]):.3f}",
+                    re.sub(r":.*\)", ")", verb), f"{sum(one.calls for one in spent):,}", f"{np.mean(seconds):.3f}",
+                    f"{max(seconds):.3f}", f"{np.mean([one.waited for one in spent]):.3f}",
                     format_bytes(moved) if moved else "", f"{rate / 1e9:.3f}" if rate else "",
                     "" if hidden is None else f"{100 * hidden:.0f} %",
                 )

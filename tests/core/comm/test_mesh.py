@@ -64,8 +64,8 @@ def test_the_open_axis_fills_the_world(mesh, world, want):
 @pytest.mark.parametrize(
     ("mesh", "world", "words"),
     [
-        (Mesh(shard=4), 6, "pipe=1 x replica=1 x shard=4 x tensor=1 needs 4 ranks, but the world has 6"),
-        (Mesh(replica=4), 6, "shard=None x tensor=1 needs a multiple of 4 ranks, but the world has 6"),
+        (Mesh(shard=4), 6, "^mesh shard=4 needs 4 ranks, but the world has 6: change the mesh or the number of ranks$"),
+        (Mesh(replica=4), 6, "^mesh replica=4 needs a multiple of 4 ranks, but the world has 6: "),
         (Mesh(shard=8), 4, "needs 8 ranks, but the world has 4"),
         (Mesh(replica=8), 4, "needs a multiple of 8 ranks, but the world has 4"),
     ],

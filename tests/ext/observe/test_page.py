@@ -83,7 +83,7 @@ WORDS = (
     "idle",
     "reduce-scatter, shard",
     "for 3",
-    "seconds mean",
+    "mean s",
     "in addition to",
     "rank 3  ",
 )
