@@ -186,7 +186,9 @@ def make_side_bar(tree: str, group: str, entries: list[Entry], folder: str) -> s
     declares them. folder: where they are, from the page that shows this."""
     back = "../" if not folder else ""
     names = {entry.name: entry.shown for entry in entries if entry.page == group and entry.owner == entry.name}
-    inner = "\n".join(f'{_ITEM.format(3)}{folder}{name}.html">{shown}</a></li>' for name, shown in names.items())
+    inner = "\n".join(
+        f'{_ITEM.format(3)}{folder}{name}.html">{shown.rpartition(".")[2]}</a></li>' for name, shown in names.items()
+    )
     index = f'{back}index.html">'
     tree = tree.replace(_ITEM.format(1) + index, _ITEM.format("1 current") + index)
     items = {

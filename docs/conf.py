@@ -48,6 +48,8 @@ def plain(app, what, name, obj, options, lines):
             found.append("")
         elif entry:
             found.append(f"- {_code(entry[1])}: {_escaped(entry[2], owner)}")
+        elif section and after.startswith("    ") and line and not line.startswith(" "):  # its text is in the next line
+            found.append(f"- {_code(line)}:")
         elif section and line.startswith("    "):  # an entry goes on
             found.append("  " + _escaped(line.strip(), owner))
         else:
