@@ -16,6 +16,7 @@ import numpy as np
 
 from fsdpx.core.base import environment
 from fsdpx.core.base.extensions import list_extensions, load_extension
+from fsdpx.core.base.messages import format_count
 from fsdpx.core.program import VERBS
 from fsdpx.errors import ConfigError, LaunchError, escape_control
 from fsdpx.ext.observe import chrome
@@ -56,7 +57,8 @@ class FirstDifference:
         also = "" if self.by[0] == self.by[1] else f" ({self.by[1]})"
         why = ""
         if one.kind in ("total", "mean") and first != second:
-            why = f"\nThe first run sums over {first} ranks and the second over {second}, in another order."
+            ranks = format_count(first, "rank")
+            why = f"\nThe first run sums over {ranks} and the second over {second}, in another order."
         return (
             f"step {self.step}, action {self.by[0]}, {one.about}:\n{KIND_NAMES[one.kind]}, {one.tensor}{at}, is "
             f"{worst.want!s} in the first run and {worst.got!s} in the second{also}:\n{worst.relative:.3g} of the "

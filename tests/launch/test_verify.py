@@ -218,7 +218,7 @@ def test_the_first_sum_that_rounds_otherwise_at_another_number_of_ranks(other):
     sums = {("mean", "MEAN"), ("total", "REDUCE0")}  # whose last bit is another first depends on the processor
     assert (found.written.kind, found.written.action) in sums
     assert 0 < found.worst.relative < 1e-14
-    assert f"The first run sums over 1 ranks and the second over {other[0]}, in another order." in str(found)
+    assert f"The first run sums over 1 rank and the second over {other[0]}, in another order." in str(found)
 
 
 @pytest.mark.parametrize(("size", "strategy"), [(1, "ddp"), (2, "zero1"), (4, "fsdp")])

@@ -149,7 +149,7 @@ def test_ranks_of_a_grid_plan_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     words = fsdpx.spawn(run, 2)
     assert words[0] == words[1]
-    assert re.match(r"strategy='\w+', domain=grid, microbatches=1; predicted are ", words[0])
+    assert re.match(r"strategy='\w+', domain=grid, microbatches=1; predicted: ", words[0])
 
 
 def test_what_is_no_field_is_named() -> None:
