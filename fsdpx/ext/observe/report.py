@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.core.base.messages import format_bytes, format_table
+from fsdpx.core.base.messages import format_bytes, format_count, format_table
 from fsdpx.core.comm.communicator import split_evenly
 from fsdpx.core.compression import CodecRoute, NoCompression
 from fsdpx.core.engine.clock import VerbTimings
@@ -54,9 +54,10 @@ class ReportSummary:
 
     def __str__(self) -> str:
         one = self.reports[0]
-        model = f"{one.parameters:,} parameters in {one.units} units"
+        model = f"{one.parameters:,} parameters in {format_count(one.units, 'unit')}"
         seconds = max(report.seconds for report in self.reports)
-        head = f"{len(self.reports)} ranks: {model}, {one.steps} steps, {seconds:.1f} s{_format_plan(one)}"
+        ranks, steps = format_count(len(self.reports), "rank"), format_count(one.steps, "step")
+        head = f"{ranks}: {model}, {steps}, {seconds:.1f} s{_format_plan(one)}"
         routed = [f"{text}\n{ROUTING_MEANINGS}" for text in format_expert_load(self.expert_load, all_ranks=True)]
         parts = (
             f"{self._format_verbs()}\n{COLUMN_MEANINGS}",
@@ -244,7 +245,7 @@ class TrafficReport:
         rows: list[tuple[str, ...]] = [("moved by this rank", "calls", "bytes", f"predicted per {self.per}")]
         for (axis, call), count in sorted(self.traffic.items()):
             one = self.predicted.get((axis, call))
-            expected = f"{one.calls} calls, {format_bytes(one.bytes)}" if one else ""
+            expected = f"{format_count(one.calls, 'call')}, {format_bytes(one.bytes)}" if one else ""
             rows.append((format_transfer(axis, call), f"{count.calls:,}", format_bytes(count.bytes), expected))
         return format_table(rows if len(rows) > 1 else [*rows, ("nothing: one rank", "", "", "")])
 
@@ -317,8 +318,8 @@ class Report(TrafficReport):
         return {**self.__dict__, "footprint": self.footprint}
 
     def __str__(self) -> str:
-        model = f"{self.parameters:,} parameters in {self.units} units"
-        head = f"rank {self.rank} of {self.ranks}: {model}, {self.steps} steps{_format_plan(self)}"
+        model = f"{self.parameters:,} parameters in {format_count(self.units, 'unit')}"
+        head = f"rank {self.rank} of {self.ranks}: {model}, {format_count(self.steps, 'step')}{_format_plan(self)}"
         layers = format_slowest_layers({path: {self.rank: one} for path, one in self.layers.items()})
         parts = (
             self._format_traffic(),
@@ -379,7 +380,7 @@ def format_slowest_layers(layers: Mapping[str, Mapping[int, LayerTime]]) -> Iter
             f"{100 * sum_seconds(one) / total:.1f} %",
         )
         rows.append((path, str(rank), *times))
-    yield f"{format_table(rows)}\n{len(layers)} layers; share: of the time of all of them"
+    yield f"{format_table(rows)}\n{format_count(len(layers), 'layer')}; share: of the time of all of them"
 
 
 def format_transfer(axis: str, call: str) -> str:
