@@ -441,9 +441,10 @@ class ShardingContext:
         if any(other != kind for other in self.kinds):
             got = ", ".join(map(str, self.kinds))
             if all(isinstance(other, FieldPartition) for other in self.kinds):
+                strides = "along each dim take a multiple of the product of the strides before it"
                 raise ConfigError(
-                    f"{self.path!r} {layer!r} reads {got} together, which must have as many cells: along each dim take "
-                    "a multiple of the product of the strides before it, such as 2**depth for a UNet"
+                    f"{self.path!r} {layer!r} reads {got} together, which must have as many cells: "
+                    f"{getattr(layer, 'needs', strides)}"
                 )
             raise ConfigError(
                 f"{self.path!r} {layer!r} reads {got} together: close features that are cut with a RowParallel first, "

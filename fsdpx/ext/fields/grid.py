@@ -19,7 +19,7 @@ from fsdpx.core.comm.mesh import Mesh, MeshAxes, SampleGroups
 from fsdpx.core.state.sample_layout import Domain
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.ext.fields.over_parts import partition_model
-from fsdpx.ext.fields.overlaps import digest_part_ends, find_overlaps, make_overlap_warning
+from fsdpx.ext.fields.overlaps import describe_padding_mistake, digest_part_ends, find_overlaps, make_overlap_warning
 from fsdpx.ext.fields.sample_groups import make_sample_groups
 from fsdpx.ext.fields.tiling import find_tiling
 from fsdpx.nn.layer import Layer
@@ -316,7 +316,8 @@ class Grid(Domain):
         -------
         FieldSamples
         """
-        return FieldSamples(self, self.shard_model(model)[1], axes)
+        mistake = describe_padding_mistake(model, self._dim_letters, self.periods, self.ghosts)
+        return FieldSamples(self, self.shard_model(model)[1], axes, mistake)
 
     def all_gather_sample_groups(self, mesh: Mesh, world: Communicator) -> SampleGroups:
         """Return the groups of data ranks that hold parts of the same fields. Collective.
@@ -510,6 +511,7 @@ class Grid(Domain):
             raise DataError(
                 f"{name} has shape {tuple(array.shape)}, but this rank's part{ghosts}, in layout {letters!r}, is "
                 f"({wanted}), or has a dim of samples before these{self._explain_staggered(array.shape, cells)}"
+                f"{self._explain_other_size(parts)}"
             )
         whole = array if array.ndim > len(letters) else array[None]
         if "c" not in letters:
@@ -596,6 +598,16 @@ class Grid(Domain):
                 f"{self.layout!r}{self._explain_staggered(shape, cells)}{hint}"
             )
 
+    def _explain_other_size(self, parts: FieldPartition) -> str:
+        """Return why outputs have other sizes than the field; "" if they have the same."""
+        output, field = (" x ".join(str(cuts[-1]) for cuts in one.cuts) for one in (parts, self.parts))
+        if output == field:
+            return ""
+        return (
+            f". The model's output has {output} cells, the field {field}; a convolution of 3 cells keeps the size with "
+            "padding=1, also next to ghost cells, which replace the padded values"
+        )
+
     def _explain_staggered(self, shape: Sequence[int], cells: Sequence[int]) -> str:
         """Return advice for an array that has one value more than the field has cells along some dims, which is typical
         of a staggered grid; "" for any other array."""
@@ -615,11 +627,12 @@ class Grid(Domain):
 @dataclass(frozen=True)
 class FieldSamples:
     """The sample layout in which samples are fields and each rank holds a part of each field. outputs: partition of the
-    model's output."""
+    model's output. padding_mistake: see `describe_padding_mistake`."""
 
     grid: Grid
     outputs: FieldPartition
     axes: MeshAxes
+    padding_mistake: str
 
     has_complete_samples: ClassVar = False
 
@@ -648,7 +661,8 @@ class FieldSamples:
         return f"{array.dtype} of {array.shape[1]} channels"
 
     def describe_sharding_mistake(self, x: Any) -> str:
-        """Return a warning if the parts of the field seem to overlap, else "". Collective."""
+        """Return a warning if the parts of the field seem to overlap, or if a layer pads a periodic dim as if it had
+        ends, or the other way around; else "". Collective."""
         grid, groups = self.grid, self.axes.groups
         assert groups is not None
         if getattr(x, "holds_no_data", False):
@@ -656,7 +670,7 @@ class FieldSamples:
         ends = self.axes.uncounted_world.all_gather_data(digest_part_ends(grid.local_shape, grid.ghosts, x))
         letters = grid.layout.replace("c", "")
         shared = find_overlaps(grid.dims, letters, grid.periods, [ends[rank] for rank in groups.own_ranks])
-        return make_overlap_warning(shared) if shared else ""
+        return make_overlap_warning(shared) if shared else self.padding_mistake
 
     def full_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the full field, with the ghost cells beyond its ends."""

@@ -1,4 +1,5 @@
-"""Detection of overlapping parts of a field, for example if arrays have ghost cells that were not passed to `Grid`."""
+"""Detection of mistakes in how a field is described: parts that overlap, for example because of ghost cells that were
+not passed to `Grid`, and layers whose padding contradicts the periods of the grid."""
 
 from __future__ import annotations
 
@@ -9,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.namespace import to_host
+from fsdpx.nn.layer import Layer, iterate_layers
 from fsdpx.nn.shard_specs import GhostWidths
 
-__all__ = ["digest_part_ends", "find_overlaps", "make_overlap_warning"]
+__all__ = ["describe_padding_mistake", "digest_part_ends", "find_overlaps", "make_overlap_warning"]
 
 WIDTHS = range(2, 7)
 """Numbers of shared rows that are searched for, which result from one to three ghost cells on each side. A single row
@@ -84,3 +86,21 @@ def make_overlap_warning(shared: dict[str, int]) -> str:
         "ghost cells that were not passed to the grid, and that count twice. Pass only the cells of the part as shape, "
         f"and the others as ghosts: fsdpx.Grid(comm, interior_shape, ghosts={each})"
     )
+
+
+def describe_padding_mistake(
+    model: Layer, letters: Sequence[str], periods: Sequence[bool], ghosts: Sequence[GhostWidths]
+) -> str:
+    """Return a warning about the first layer whose padding contradicts the periods of the grid; "" if there is none, or
+    if no dim is periodic, since then the periods may be unknown. Along dims with ghost cells, which replace the padding
+    of the first layer, that layer is left out."""
+    windows = [(path, getattr(layer, "window", None)) for path, layer in iterate_layers(model) if any(periods)]
+    windows = [(path, window) for path, window in windows if hasattr(window, "modes")]
+    for number, (path, window) in enumerate(windows):
+        for dim, (letter, periodic, mode) in enumerate(zip(letters, periods, window.modes, strict=False)):
+            replaced = number == 0 and any(ghosts[dim])
+            if window.low[dim] + window.high[dim] > 0 and not replaced and (mode == "circular") != periodic:
+                is_periodic = f"dim {letter} is {'' if periodic else 'not '}periodic"
+                remedy = "'circular'" if periodic else "'zeros', 'reflect' or 'replicate'"
+                return f"fsdpx: {is_periodic}, but layer {path!r} pads it with {mode!r}: choose {remedy} for this dim"
+    return ""

@@ -408,6 +408,10 @@ def grid_of(comm: Communicator) -> Any:
             "which must have as many cells: along each dim take a multiple of the product of the strides before it",
         ),
         (
+            lambda c: nn.UNet(1, 1, 2, 4, 2).as_distributed(comm=c, domain=fsdpx.Grid(c, (6, 8), dims=(1, 2))),
+            "UNet(1, 1, width=4, depth=2) needs fields whose sizes are multiples of 4 (2 to the power of depth)",
+        ),
+        (
             lambda c: nn.Conv3d(1, 1, 3).as_distributed(comm=c, domain=grid_of(c)),
             "has windows of 3 dims and reads a part of a field of 4 x 12 cells",
         ),

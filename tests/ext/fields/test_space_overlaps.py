@@ -11,6 +11,7 @@ from grids import bounds, even, place_of
 import fsdpx
 from fsdpx import nn, optim, spawn
 from fsdpx.core.comm import Communicator
+from fsdpx.errors import DataError
 
 SHAPE = (24, 32)
 
@@ -75,6 +76,42 @@ def test_corners_that_a_solver_does_not_fill_do_not_hide_it() -> None:
 def test_a_periodic_field_of_one_rank_meets_itself() -> None:
     assert told(waves(), (1, 1), [(1, 1)] * 2, periods=(False, True)).startswith("fsdpx: along dim x (2 rows) the")
     assert not told(waves(), (1, 1), [(1, 1)] * 2)
+
+
+@pytest.mark.parametrize(
+    ("padding", "ghosts", "expected"),
+    [
+        (("zeros", "circular"), 0, ""),
+        (("circular", "circular"), 0, "dim y is not periodic, but layer 'encoder1.enc1conv1' pads it with 'circular'"),
+        ("zeros", 0, "dim x is periodic, but layer 'encoder1.enc1conv1' pads it with 'zeros': choose 'circular'"),
+        ("zeros", 1, "dim x is periodic, but layer 'encoder1.enc1conv2' pads it with 'zeros': choose 'circular'"),
+    ],
+)  # fmt: skip
+def test_padding_that_contradicts_the_periods_is_told_of(padding: Any, ghosts: int, expected: str) -> None:
+    noise = np.random.default_rng(0).standard_normal((8 + 2 * ghosts, 8 + 2 * ghosts))
+
+    def run(comm: Communicator) -> None:
+        grid = fsdpx.Grid(comm, (8, 8), dims=(1, 1), layout="yx", periods=(False, True), ghosts=ghosts)
+        net = nn.UNet(1, 1, 2, 4, 1, padding)
+        trainer = net.as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, domain=grid)
+        trainer.step(noise, noise[ghosts : 8 + ghosts, ghosts : 8 + ghosts])
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        spawn(run, 1)
+    texts = [str(one.message) for one in found if "periodic" in str(one.message)]
+    assert len(texts) == bool(expected)
+    assert not texts or texts[0].startswith(f"fsdpx: {expected}")
+
+
+def test_a_target_larger_than_what_a_window_without_padding_leaves_names_the_padding() -> None:
+    def run(comm: Communicator) -> None:
+        grid = fsdpx.Grid(comm, (8, 8), dims=(1, 1), layout="yx", ghosts=1)
+        trainer = nn.Conv2d(1, 1, 3).as_distributed(loss=nn.MSELoss(), comm=comm, domain=grid)
+        trainer.evaluate(np.zeros((10, 10)), np.zeros((8, 8)))
+
+    with pytest.raises(DataError, match=r"output has 6 x 6 cells, the field 8 x 8; .* with padding=1, also"):
+        spawn(run, 1)
 
 
 FIELDS = {
