@@ -94,8 +94,8 @@ def describe_padding_mistake(
     """Return a warning about the first layer whose padding contradicts the periods of the grid; "" if there is none, or
     if no dim is periodic, since then the periods may be unknown. Along dims with ghost cells, which replace the padding
     of the first layer, that layer is left out."""
-    windows = [(path, getattr(layer, "window", None)) for path, layer in iterate_layers(model) if any(periods)]
-    windows = [(path, window) for path, window in windows if hasattr(window, "modes")]
+    windows: list[tuple[str, Any]] = [(path, getattr(layer, "window", None)) for path, layer in iterate_layers(model)]
+    windows = [(path, window) for path, window in windows if any(periods) and hasattr(window, "modes")]
     for number, (path, window) in enumerate(windows):
         for dim, (letter, periodic, mode) in enumerate(zip(letters, periods, window.modes, strict=False)):
             replaced = number == 0 and any(ghosts[dim])
