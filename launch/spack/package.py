@@ -48,6 +48,7 @@ class Fsdpx(PythonPackage):
 
         depends_on("py-cupy@13:+cuda", when="+cuda")
         depends_on("py-torch@2.6:", when="+torch")
+        depends_on("py-safetensors@0.4.3:", when="+torch")
         depends_on("py-torch@2.6:+gloo", when="+gloo")
         depends_on("py-matplotlib@3.8:", when="+plot")
         depends_on("py-tokenizers@0.20:", when="+text")
