@@ -132,7 +132,7 @@ def depends(app, doctree):
 def aligned(app, doctree):
     """Text in columns keeps its lines; other code is wrapped where the screen is narrower (fsdpx.css)."""
     for block in doctree.findall(nodes.literal_block):
-        if block.get("language") == "text" and re.search(r"\S {2,}\S", block.astext()):
+        if block.get("language") == "text" and re.search(r"\S {2,}\S|\n {8,}\S", block.astext()):
             block["classes"].append("aligned")
 
 
