@@ -32,6 +32,7 @@ class Fsdpx(PythonPackage):
     variant("text", default=False, description="Tokenizers and chat templates of pretrained models")
     variant("h5py", default=False, description="Fields in HDF5 and NetCDF files")
     variant("zarr", default=False, description="Fields in Zarr folders")
+    variant("tensorboard", default=False, description="Logs for TensorBoard")
     variant("notebook", default=False, description="Start ranks from a notebook")
 
     depends_on("py-setuptools@77:", type="build")
@@ -55,4 +56,5 @@ class Fsdpx(PythonPackage):
         depends_on("py-jinja2@3.1.6:", when="+text")
         depends_on("py-h5py@3.10:", when="+h5py")
         depends_on("py-zarr@3:", when="+zarr")
+        depends_on("py-tensorboardx@2.6:", when="+tensorboard")
         depends_on("py-cloudpickle@3:", when="+notebook")

@@ -20,7 +20,6 @@ VARIANTS = {"cuda12": "cuda", "cuda13": None}
 NO_VARIANTS = {
     "mpich", "openmpi",  # of py-mpi4py: ^mpich
     "mkl", "onednn",  # wheels, which fsdpx finds next to Python
-    "tensorboard",  # not in Spack
     "test", "dev", "docs",
 }  # fmt: skip
 
