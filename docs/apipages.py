@@ -107,6 +107,8 @@ def write_pages(folder: Path, pages: dict[str, str]) -> None:
 def link_pages(page: str, text: str, escape: Any) -> str:
     """Return a page of the reference with a table instead of each block, and a label at each section. escape: makes
     reStructuredText of a line of a docstring."""
+    if not list(list_entries(page, text)):
+        return text
 
     def replace(block: re.Match[str]) -> str:
         if block["heading"]:
