@@ -21,14 +21,7 @@ import numpy as np
 from fsdpx import optim
 from fsdpx.core.base import environment
 from fsdpx.core.base.config import parse_byte_count, resolve_sharding
-from fsdpx.core.base.messages import (
-    ProgressCallback,
-    format_count,
-    format_ranks,
-    format_table,
-    reporting_if_slow,
-    wrap_for_terminal,
-)
+from fsdpx.core.base.messages import format_count, format_ranks, format_table, reporting_if_slow, wrap_for_terminal
 from fsdpx.core.base.option_names import PrecisionName, Strategy
 from fsdpx.core.base.safe_files import expanduser
 from fsdpx.core.base.version import __version__
@@ -216,12 +209,9 @@ def _print_and_write_on_rank0(comm: Communicator, text: str, report: dict[str, A
 
 
 def measure_verbs(
-    comm: Communicator,
-    sizes: Sequence[int],
-    verbs: Sequence[str] = tuple(TIMED_VERBS),
-    seconds: float = 0.05,
-    count: ProgressCallback = lambda done, total: None,
-) -> dict[str, Any]:
+    comm: Communicator, sizes: Sequence[int], verbs: Sequence[str] = tuple(TIMED_VERBS), seconds: float = 0.05,
+    count: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Any]:  # fmt: skip
     """Return the content of `--json`, which is identical on all ranks. For each level, it contains the latency and
     bandwidth of a message, and one row per operation and size. Collective.
 
@@ -289,14 +279,9 @@ class _BenchBuffers:
 
 
 def _measure_level(
-    name: str,
-    comm: Communicator | None,
-    buffers: _BenchBuffers,
-    sizes: Sequence[int],
-    verbs: Sequence[str],
-    seconds: float,
-    count: ProgressCallback,
-) -> dict[str, Any] | None:
+    name: str, comm: Communicator | None, buffers: _BenchBuffers, sizes: Sequence[int], verbs: Sequence[str],
+    seconds: float, count: Callable[[int, int], None],
+) -> dict[str, Any] | None:  # fmt: skip
     """Return the measurements of a group of ranks on its first rank, and None on all other ranks. Collective over the
     group."""
     if comm is None:
@@ -445,7 +430,7 @@ def compare_strategies(
     strategies: Sequence[Strategy],
     rounds: int,
     precision: PrecisionName = "float32",
-    count: ProgressCallback = lambda done, total: None,
+    count: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
     """Return the content of `--json`, which is identical on all ranks. Collective.
 

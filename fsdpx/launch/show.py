@@ -19,14 +19,7 @@ from typing import Any
 
 from fsdpx import optim
 from fsdpx.core.base.config import parse_byte_count
-from fsdpx.core.base.messages import (
-    COLUMNS,
-    ProgressCallback,
-    format_bytes,
-    format_count,
-    format_table,
-    reporting_if_slow,
-)
+from fsdpx.core.base.messages import COLUMNS, format_bytes, format_count, format_table, reporting_if_slow
 from fsdpx.core.base.safe_files import describe_read_error
 from fsdpx.core.comm.mesh import AXES, Mesh
 from fsdpx.core.program import (
@@ -113,7 +106,7 @@ def show(args: argparse.Namespace) -> str:
         return _format_step(args, count)
 
 
-def _format_step(args: argparse.Namespace, count: ProgressCallback) -> str:
+def _format_step(args: argparse.Namespace, count: Callable[[int], None]) -> str:
     """Return the text of `show`. count: function that is called with the number of dry runs so far."""
     if args.png is not None:
         require_drawable("--png", args.png)

@@ -87,31 +87,25 @@ def open_and_list_damaged_tensors(path: Path) -> tuple[CheckpointSource, list[st
 
 def compare_sources(a: CheckpointSource, b: CheckpointSource) -> Iterator[TensorDifference]:
     """Yield the tensors that differ between two sources, sorted by name."""
-    with reporting_if_slow(True, "comparing tensors", None) as count:
-        yield from _iterate_differences(a, b, count)
-
-
-def _iterate_differences(
-    a: CheckpointSource, b: CheckpointSource, count: ProgressCallback
-) -> Iterator[TensorDifference]:
     names = sorted(a.locations.keys() | b.locations.keys())
-    for done, name in enumerate(names):
-        count(done, len(names))
-        if name not in a.locations or name not in b.locations:
-            yield TensorDifference(name, f"only in {(a if name in a.locations else b).folder}")
-            continue
-        first, second = a.locations[name][1], b.locations[name][1]
-        if first.shape != second.shape:
-            yield TensorDifference(name, f"shape {list(first.shape)} and {list(second.shape)}")
-            continue
-        largest = _find_largest_difference(_memory_map_tensor(a, name), _memory_map_tensor(b, name))
-        if first.code != second.code:
-            yield TensorDifference(name, f"{first.code} and {second.code}", largest)
-        elif largest != 0 or any(
-            (x.view(np.uint8) != y.view(np.uint8)).any()
-            for x, y in _iterate_block_pairs(_memory_map_tensor(a, name), _memory_map_tensor(b, name))
-        ):
-            yield TensorDifference(name, first.code, largest)
+    with reporting_if_slow(True, "comparing tensors", None) as count:
+        for done, name in enumerate(names):
+            count(done, len(names))
+            if name not in a.locations or name not in b.locations:
+                yield TensorDifference(name, f"only in {(a if name in a.locations else b).folder}")
+                continue
+            first, second = a.locations[name][1], b.locations[name][1]
+            if first.shape != second.shape:
+                yield TensorDifference(name, f"shape {list(first.shape)} and {list(second.shape)}")
+                continue
+            largest = _find_largest_difference(_memory_map_tensor(a, name), _memory_map_tensor(b, name))
+            if first.code != second.code:
+                yield TensorDifference(name, f"{first.code} and {second.code}", largest)
+            elif largest != 0 or any(
+                (x.view(np.uint8) != y.view(np.uint8)).any()
+                for x, y in _iterate_block_pairs(_memory_map_tensor(a, name), _memory_map_tensor(b, name))
+            ):
+                yield TensorDifference(name, first.code, largest)
 
 
 def convert_weights(source: Path, target: Path, dtype: str | None, shard_bytes: int | None) -> FileLayout:
