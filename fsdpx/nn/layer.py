@@ -48,6 +48,7 @@ __all__ = [
     "list_kernels",
     "require_fraction",
     "require_last_dim",
+    "require_pair",
     "require_positive",
     "require_time_dim",
     "store_init_args",
@@ -183,6 +184,8 @@ class ParameterSpec:
     norm: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.shape, int):
+            raise ConfigError(f"ParameterSpec({self.shape}): the shape must be a tuple: ({self.shape},)")
         object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
         object.__setattr__(self, "trainable", self.trainable and not self.state)
 
@@ -294,6 +297,14 @@ class ShardedLayer:
     layer: Layer
     kind: Kind
     partial: Iterable[str] = ()
+
+
+def require_pair(found: Any, method: str = "backward_input", wanted: str = "(dx, kept)") -> tuple[Any, Any]:
+    """Return the result of a layer's method; raise ShapeError if it is not a tuple of two. wanted: its parts, for the
+    message."""
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise ShapeError(f"{method} gives {'an array' if hasattr(found, 'dtype') else found}, not {wanted}")
+    return found
 
 
 class Layer(ABC):
@@ -435,13 +446,7 @@ class Layer(ABC):
         ShapeError
             if `forward` does not return a pair
         """
-        forward_result = self.forward(env, p, x)
-        if not isinstance(forward_result, tuple) or len(forward_result) != 2:
-            raise ShapeError(
-                f"forward gives {'an array' if hasattr(forward_result, 'dtype') else forward_result}, not (result, "
-                "saved)"
-            )
-        return forward_result[0]
+        return require_pair(self.forward(env, p, x), "forward", "(result, saved)")[0]
 
     @abstractmethod
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Any) -> tuple[Any, Any]:
@@ -489,7 +494,7 @@ class Layer(ABC):
         array
             dx, the gradient of the input, or a tuple of gradients for several inputs
         """
-        dx, kept = self.backward_input(env, p, saved, dy)
+        dx, kept = require_pair(self.backward_input(env, p, saved, dy))
         if g:
             self.backward_params(env, g, kept)
         return dx

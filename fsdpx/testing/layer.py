@@ -106,7 +106,7 @@ class LayerContract(GradientContract):
             near = [_shift_along_directions(x, directions, s) for s in (self.step, -self.step)]
             want = self._compute_central_difference([_compute_dot(self._forward(layer, p, z)[0], dy) for z in near])
             got = sum(float(np.sum(dx[i] * directions[i])) for i in moving)
-            self._assert_close(got, want, "d input")
+            self._assert_close(got, want, "d input along a random direction")
 
     def test_the_gradient_of_each_parameter_is_the_derivative(self) -> None:
         layer, x, p = self._make_test_case()
@@ -116,7 +116,7 @@ class LayerContract(GradientContract):
                 direction = _draw_direction(seed, p[name])
                 near = [{**p, name: p[name] + s * direction} for s in (self.step, -self.step)]
                 want = self._compute_central_difference([_compute_dot(self._forward(layer, q, x)[0], dy) for q in near])
-                self._assert_close(float(np.sum(g[name] * direction)), want, f"d {name}")
+                self._assert_close(float(np.sum(g[name] * direction)), want, f"d {name} along a random direction")
 
     def test_backward_adds_to_the_gradients(self) -> None:
         layer, x, p = self._make_test_case()
@@ -352,7 +352,7 @@ class LossContract(GradientContract):
             along = tuple(_draw_direction(seed, part) for part in y)
             near = [tuple(p + s * d for p, d in zip(y, along, strict=True)) for s in (self.step, -self.step)]
             want = self._compute_central_difference([self._forward(moved, target)[0] for moved in near])
-            self._assert_close(_compute_dot(dy, along), want, "d outputs")
+            self._assert_close(_compute_dot(dy, along), want, "d outputs along a random direction")
 
     def test_seed_multiplies_the_gradient(self) -> None:
         y, target = self._make_test_case()

@@ -194,8 +194,12 @@ class WrongContract(LayerContract):
 @pytest.mark.parametrize(
     ("wrong", "test", "message"),
     [
-        ("dx", "test_the_gradient_of_the_input_is_the_derivative", "d input: backward gives"),
-        ("dw", "test_the_gradient_of_each_parameter_is_the_derivative", "d weight: backward gives"),
+        ("dx", "test_the_gradient_of_the_input_is_the_derivative", "d input along a random direction: backward gives"),
+        (
+            "dw",
+            "test_the_gradient_of_each_parameter_is_the_derivative",
+            "d weight along a random direction: backward gives",
+        ),
         ("dw", "test_empty_batch_gives_empty_results", "no samples, but a gradient of weight"),
         ("overwrites", "test_backward_adds_to_the_gradients", "weight"),
         ("frozen", "test_freezing_one_parameter_leaves_other_gradients", "weight"),

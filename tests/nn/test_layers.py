@@ -64,6 +64,12 @@ def test_a_layer_that_forgets_its_gradients_is_told():
         layer.backward(env(), {}, {"weight": np.zeros(3)}, (), np.ones((2, 3)))
 
 
+def test_the_shape_of_a_parameter_is_a_tuple():
+    with pytest.raises(ConfigError, match=r"ParameterSpec\(3\): the shape must be a tuple: \(3,\)"):
+        nn.ParameterSpec(3)
+    assert nn.ParameterSpec([3, 2]).shape == (3, 2)
+
+
 HALVES = {
     "linear": (nn.Linear(6, 4), lambda: normal(3, 5, 6)),
     "batch norm": (nn.BatchNorm(3), lambda: normal(6, 3)),

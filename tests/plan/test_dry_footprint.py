@@ -45,6 +45,10 @@ def test_full_parameters_are_on_a_host_once_and_gradients_are_read_by_all():
     windows, slab = run.footprint.parts["shared windows"], run.report.memory["working set"]
     assert windows.pss == pytest.approx(PARAMETERS / 4 + slab, rel=0.01)
     assert windows.rss == pytest.approx(PARAMETERS + slab * 1.75, rel=0.01)
+    assert run.report.shared_parameters == (PARAMETERS, 4)
+    told = "4 ranks of this host share the full parameters, 2.01 MiB; each counts 1/4"
+    assert told in str(run.report)
+    assert "ranks of this host share" not in str(dry(4, 1, "fsdp").report)
     ddp = dry(4, 4, "ddp").footprint.parts["shared windows"]
     assert ddp.pss == pytest.approx(PARAMETERS, rel=0.01)
     assert ddp.rss == pytest.approx(PARAMETERS * 1.75, rel=0.01)

@@ -226,7 +226,9 @@ def test_pictures_have_the_line_of_the_memory_that_there_is() -> None:
         (axes,) = plots.make_figure([make_step_lanes(dry, found, "fsdp: a GPT", limit)]).axes
         assert [line.get_gid() for line in axes.lines].count(plots.LIMIT_COLOR) == lines
         assert [text.get_gid() for text in axes.texts].count(plots.LIMIT_COLOR) == 1
-    (axes,) = plots.make_figure([make_step_lanes(dry, found, "fsdp: a GPT")]).axes  # what the machine says
+    figure = plots.make_figure([make_step_lanes(dry, found, "fsdp: a GPT")])  # what the machine says
+    (axes,) = figure.axes
+    assert [text.get_text() for text in figure.legends[1].texts] == list(plots.MEMORY)
     assert plots.LIMIT_COLOR in [text.get_gid() for text in axes.texts]
     rows = [(1, 2.0, 3e9), (2, 1.0, 2e9)]
     _, memory = plots.draw_scaling("a GPT", rows, 2.0**31).axes

@@ -14,7 +14,7 @@ from fsdpx.core.program import VERBS, Action
 
 __all__ = ["BATCHES", "PROGRESS", "EngineClock", "VerbTimings"]
 
-PROGRESS = "(moving transfers on)"
+PROGRESS = "(progress of transfers between actions)"
 """Row of the clock for the progress of transfers between actions."""
 BATCHES = "(batches: checked, and agreed on by all ranks)"
 """Row of the clock for batches. It includes the time for which the first ranks wait for the last one."""

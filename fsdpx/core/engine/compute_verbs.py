@@ -15,7 +15,7 @@ from fsdpx.core.state.gradients import Gradient
 from fsdpx.core.state.units import Unit
 from fsdpx.errors import ConfigError
 from fsdpx.nn.gradient_accumulation import GradientEntries
-from fsdpx.nn.layer import LayerContext
+from fsdpx.nn.layer import LayerContext, require_pair
 from fsdpx.nn.linearize import CALLS_NUMPY, UNKNOWN, Node, is_missing_function_error, is_numpy_call_error
 
 __all__ = [
@@ -104,7 +104,7 @@ def run_unit_backward_input(
         if dy is None:
             continue
         try:
-            dx, late = node.layer.backward_input(envs[i], params[i], held, dy)
+            dx, late = require_pair(node.layer.backward_input(envs[i], params[i], held, dy))
             kept[i] = late if unit.trains[i] else NO_VALUE
         except Exception as error:
             _annotate_layer_error(error, "backward", node)

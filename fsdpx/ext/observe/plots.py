@@ -197,7 +197,7 @@ def make_figure(panels: Sequence[StepLanes], theme: str = "light") -> Any:
     if why := explain_missing_matplotlib():
         raise ConfigError(f"draw: {why}")
     heights = [TITLE + sum(map(panel.compute_row_height, range(len(panel.names)))) for panel in panels]
-    legend = LEGEND * (1 + (len(_list_color_names(panels)) > 7))
+    legend = LEGEND * (1 + (len(_list_color_names(panels)) > 7) + any(held for panel in panels for held in panel.held))
     found = _make_blank_figure(WIDTH, whole := legend + sum(heights) + FOOT)
     found.set_facecolor(get_color("page", theme))
     last, most = max(panel.end_time for panel in panels), max(panel.shown_bytes for panel in panels)
@@ -247,8 +247,13 @@ def _draw_legend(figure: Any, panels: Sequence[StepLanes], theme: str) -> None:
     if any(shade < 1 for panel in panels for shade in _assign_shades(panel).values()):
         boxes.append(Patch(facecolor=_darken_color(get_color("other", theme), LATER), label=DARKER))
     look = {"frameon": False, "fontsize": 9.5, "handlelength": 1.0, "handleheight": 0.9, "columnspacing": 1.5}
-    place = {"loc": "upper left", "ncols": 7, "bbox_to_anchor": (0.0, 1.0), "borderaxespad": 0.4, "handletextpad": 0.5}
-    figure.legend(handles=boxes, labelcolor=get_color("ink", theme), **look, **place)
+    place, ink = {"loc": "upper left", "ncols": 7, "borderaxespad": 0.4, "handletextpad": 0.5}, get_color("ink", theme)
+    figure.legend(handles=boxes, bbox_to_anchor=(0.0, 1.0), labelcolor=ink, **look, **place)
+    kinds = {kind for panel in panels for held in panel.held for kind in held}
+    if areas := [Patch(facecolor=get_color(MEMORY[k], theme), alpha=0.5, label=k) for k in MEMORY if k in kinds]:
+        top, height = LEGEND * (1 + (len(boxes) > 7)), figure.get_figheight()
+        figure.legend(handles=areas, bbox_to_anchor=(LEFT / WIDTH, 1 - top / height), labelcolor=ink, **look, **place)
+        figure.text(0.06 / WIDTH, 1 - (top + 0.16) / height, "memory", fontsize=9.5, va="center", color=ink)
 
 
 def _iterate_idle_gaps(panel: StepLanes) -> Iterator[tuple[int, float, float]]:

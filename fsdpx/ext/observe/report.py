@@ -54,10 +54,8 @@ class ReportSummary:
 
     def __str__(self) -> str:
         one = self.reports[0]
-        model = f"{one.parameters:,} parameters in {format_count(one.units, 'unit')}"
         seconds = max(report.seconds for report in self.reports)
-        ranks, steps = format_count(len(self.reports), "rank"), format_count(one.steps, "step")
-        head = f"{ranks}: {model}, {steps}, {seconds:.1f} s{_format_plan(one)}"
+        head = f"{format_count(len(self.reports), 'rank')}: {_format_model(one, f', {seconds:.1f} s')}"
         routed = [f"{text}\n{ROUTING_MEANINGS}" for text in format_expert_load(self.expert_load, all_ranks=True)]
         parts = (
             f"{self._format_verbs()}\n{COLUMN_MEANINGS}",
@@ -124,9 +122,7 @@ class ReportSummary:
 
     def _format_verbs(self) -> str:
         verbs = {verb for report in self.reports for verb in report.times}
-        rows: list[tuple[str, ...]] = [
-            ("verb", "calls", "mean s", "max s", "waited", "bytes", "GB/s", "hidden")
-        ]
+        rows: list[tuple[str, ...]] = [("verb", "calls", "mean s", "max s", "waited", "bytes", "GB/s", "hidden")]
         for verb in sorted(verbs, key=self._sort_key):
             spent = self.list_timings(verb)
             seconds = [one.seconds for one in spent]
@@ -179,8 +175,10 @@ class ReportSummary:
         return [_report_to_dict(report) for report in self.reports]
 
 
-def _format_plan(report: Report) -> str:
-    return f"\nplanned: {report.planned}" if report.planned else ""
+def _format_model(report: Report, more: str = "") -> str:
+    units, steps = format_count(report.units, "unit"), format_count(report.steps, "step")
+    notes = f"\n{ONE_UNIT}" * report.gathers_whole_model + f"\nplanned: {report.planned}" * bool(report.planned)
+    return f"{report.parameters:,} parameters in {units}, {steps}{more}{notes}"
 
 
 def _report_to_dict(report: Report) -> dict[str, Any]:
@@ -194,6 +192,8 @@ def _report_to_dict(report: Report) -> dict[str, Any]:
     }
 
 
+ONE_UNIT = "one unit: all layers are gathered and reduced at once\n(group_bytes=0 makes each layer a unit)"
+PARTS = "arena: large buffers of fsdpx; windows: memory that ranks of a host share,\nwhich PSS divides among them"
 OUTSIDE_MEANINGS = "outside of programs: reading data, printing, callbacks, and Python between two programs"
 
 
@@ -232,6 +232,8 @@ class TrafficReport:
     per : text that says which steps `predicted` covers
     routing : path -> load, for layers with experts, counted on this rank's positions
     planned : text about the choice of strategy="auto" and its reason
+    gathers_whole_model : whether parameters are sharded, but all layers of the model form one unit
+    shared_parameters : bytes of full parameters that ranks of the host store together, and the number of these ranks
     """
 
     traffic: dict[tuple[str, str], Traffic]
@@ -240,9 +242,11 @@ class TrafficReport:
     per: str = "step"
     routing: dict[str, ExpertLoad] = field(default_factory=dict)
     planned: str = ""
+    gathers_whole_model: bool = False
+    shared_parameters: tuple[int, int] = (0, 1)
 
     def _format_traffic(self) -> str:
-        rows: list[tuple[str, ...]] = [("moved by this rank", "calls", "bytes", f"predicted per {self.per}")]
+        rows: list[tuple[str, ...]] = [("moved by this rank", "calls", "bytes in total", f"predicted per {self.per}")]
         for (axis, call), count in sorted(self.traffic.items()):
             one = self.predicted.get((axis, call))
             expected = f"{format_count(one.calls, 'call')}, {format_bytes(one.bytes)}" if one else ""
@@ -318,8 +322,7 @@ class Report(TrafficReport):
         return {**self.__dict__, "footprint": self.footprint}
 
     def __str__(self) -> str:
-        model = f"{self.parameters:,} parameters in {format_count(self.units, 'unit')}"
-        head = f"rank {self.rank} of {self.ranks}: {model}, {format_count(self.steps, 'step')}{_format_plan(self)}"
+        head = f"rank {self.rank} of {self.ranks}: {_format_model(self)}"
         layers = format_slowest_layers({path: {self.rank: one} for path, one in self.layers.items()})
         parts = (
             self._format_traffic(),
@@ -344,8 +347,11 @@ class Report(TrafficReport):
         rows += [("in all", format_bytes(sum(self.memory.values())))]
         rows += [(f"on disk: {kind}", format_bytes(n)) for kind, n in sorted(self.disk.items())]
         now = self.footprint
-        process, peak = ([], self.peak_rss) if now is None else ([str(now)], max(self.peak_rss, now.rss))
-        return "\n\n".join([format_table(rows), *process, f"peak of the process (RSS): {format_bytes(peak)}"])
+        process, peak = ([], self.peak_rss) if now is None else ([f"{now}\n{PARTS}"], max(self.peak_rss, now.rss))
+        nbytes, n = self.shared_parameters
+        shared = f"\n{n} ranks of this host share the full parameters, {format_bytes(nbytes)}; each counts 1/{n}"
+        process += [f"peak of the process (RSS): {format_bytes(peak)}"]
+        return "\n\n".join([format_table(rows) + shared * (n > 1), *process])
 
     def _format_timings(self) -> str:
         rows = [("time by verb", "count", "seconds", "waited", "share")]
@@ -393,6 +399,7 @@ def make_report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Repo
     of steps."""
     clock, state, place = engine.clock, engine.state, engine.placement
     counted = {(axis, verb): Traffic(calls, nbytes) for axis, verb, calls, nbytes in place.axes.counters}
+    shared = [row for row in state.ledger if row.key.kind == "full" and row.sharers > 1]
     predicted, traced = _predict_traffic(engine, programs), find_timeline_recorder(engine)
     return Report(
         rank=place.axes.world.rank,
@@ -418,8 +425,16 @@ def make_report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Repo
             **({"activations": (None, traced.activations.peak_bytes)} if traced else {}),
         },
         planned=place.options.planned,
+        gathers_whole_model=not place.keeps_full_parameters and _is_one_unit(place),
+        shared_parameters=(sum(row.nbytes for row in shared), shared[0].sharers if shared else 1),
         read_footprint=make_footprint_reader(state) if place.device.holds_data else None,
     )
+
+
+def _is_one_unit(place: Placement) -> bool:
+    """Return whether several layers with parameters form the only unit, and ranks shard it."""
+    layers = {field.source.rpartition(".")[0] for page in place.layout.pages for field in page.fields}
+    return len(place.layout.units) == 1 < len(layers) and place.axes.shard.size > 1
 
 
 def gather_summary(host: CallRunner) -> ReportSummary:

@@ -234,6 +234,8 @@ class Twice(nn.Layer):
         return x * (np.float64(2) if self.way == "a number of numpy" else 2.0), ()
 
     def backward_input(self, env: Any, p: Any, saved: Any, dy: Any) -> Any:
+        if self.way == "no pair in backward":
+            return dy
         return dy * (np.float64(2) if self.way == "a number of numpy in backward" else 2.0), ()
 
 
@@ -271,6 +273,19 @@ def test_a_layer_whose_forward_gives_something_else_is_named(way: str, text: str
         trainer.step(np.ones((2, 4)), np.ones((2, 4)))
 
     assert f"Error: rank 0: layer '1' Twice({way!r}) {text}" in alike(2, act)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zb-h1"])
+def test_a_backward_that_gives_no_pair_is_named(strategy: str) -> None:
+    def run(comm: Communicator) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), Twice("no pair in backward"), nn.LayerNorm(4))
+        pipe = {} if strategy == "ddp" else {"mesh": Mesh(pipe=2), "schedule": strategy, "stages": [2, 1]}
+        trainer = model.as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=1), comm=comm, **pipe)
+        trainer.step(np.ones((8, 4)), np.ones((8, 4)))
+
+    with pytest.raises(ShapeError, match=r"backward_input gives an array, not \(dx, kept\)") as caught:
+        spawn(run, 2, timeout=20)
+    assert "layer '1' Twice" in str(caught.value.__notes__)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zb-h1"])

@@ -260,7 +260,7 @@ def test_a_report_tells_what_the_process_holds():
     assert report.footprint.rss == pytest.approx(now, rel=0.02)
     assert 0.98 * now <= report.peak_rss  # the system counts peaks now and then
     text = str(report)
-    for word in ("memory of the process", "RSS", "PSS", "code of libraries", "arena", "in all"):
+    for word in ("memory of the process", "RSS", "PSS", "code of libraries", "arena: large buffers", "in all"):
         assert word in text, word
 
 

@@ -313,11 +313,26 @@ def test_report_says_what_was_moved_held_and_spent() -> None:
         "optimizer",
         "GATHER",
         "UPDATE",
+        "bytes in total",
         "predicted per step",
     ):
         assert word in text
     assert report.times["F"][2] == 3
     assert report.memory["optimizer"] > 0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "group_bytes", "told"), [("fsdp", 1 << 20, True), ("fsdp", 0, False), ("ddp", 1 << 20, False)]
+)
+def test_report_says_that_one_unit_is_gathered_at_once(strategy: str, group_bytes: int, told: bool) -> None:
+    def run(comm: Communicator) -> str:
+        trainer = make(comm, "mlp", strategy, group_bytes=group_bytes)
+        trainer.step(*CASES["mlp"].batch(np.random.default_rng(0), 4))
+        return str(trainer.report())
+
+    text = spawn(run, 2)[0]
+    assert ("one unit: all layers are gathered and reduced at once" in text) == told
+    assert (" parameters in 1 unit, 1 step\n" in text) == (group_bytes > 0)
 
 
 def test_program_is_the_step_in_words() -> None:
