@@ -172,7 +172,8 @@ class Machine:
         try:
             found = tomllib.loads(read_file(path, ours=False).decode())
         except FileNotFoundError:
-            remedy = f"python -m fsdpx measure-machine writes one, and known names are {', '.join(cls.list_names())}"
+            remedy = "write it with `mpiexec -n N python -m fsdpx measure-machine`, or name one of "
+            remedy += ", ".join(cls.list_names())
             raise ConfigError(f"machine file {path}: there is no such file; {remedy}") from None
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"machine file {path}: {error}") from None

@@ -130,8 +130,8 @@ class MeshOnMachine:
         last, size = self.machine.levels[-1], self.mesh.size
         if size > last.ranks:
             raise ConfigError(
-                f"machine {self.machine.name!r}: its last level, {last.name}, holds {last.ranks:g} ranks, and the mesh "
-                f"{self.mesh} has {size}: add a level, or leave out its ranks"
+                f"machine {self.machine.name!r}: its last level, {last.name}, holds {last.ranks:g} ranks, and the job "
+                f"has {size}: run measure-machine on two hosts or more, or add a [[levels]] section"
             )
 
     @cached_property

@@ -26,6 +26,7 @@ from fsdpx.core.program import PASSES, VERBS
 from fsdpx.core.trainer.call_runner import CallRunner
 from fsdpx.core.trainer.inspect import Inspection
 from fsdpx.ext.elastic.call_runner import ElasticRunner
+from fsdpx.plan import Machine
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -182,7 +183,9 @@ def module_lines() -> dict[str, tuple[str, list[str]]]:
 
 @pytest.mark.parametrize("line", module_lines())
 def test_command_lines_parse(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(*_: Any, **__: Any) -> None:
+    def stop(args: Any = None, **_: Any) -> None:
+        if getattr(args, "command", None) == "plan":
+            Machine.load(args.machine)  # it comes with fsdpx: readers have no machine.toml yet
         raise Parsed
 
     monkeypatch.setattr("fsdpx.__main__._run_command", stop)  # what runs after parsing

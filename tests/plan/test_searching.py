@@ -317,6 +317,14 @@ def test_ranks_that_no_mesh_fills() -> None:
         fsdpx.plan(gpt(), batch=(x, x), ranks=11, machine="ethernet-10g")
 
 
+def test_a_machine_with_too_few_ranks_is_reported_once() -> None:
+    flat = replace(Machine.load("ethernet-10g"), name="flat", levels=(NetworkLevel("host", 1e-6, 1e9, ranks=2),))
+    x = ((64, 8), "int64")
+    with pytest.raises(ConfigError) as error:
+        fsdpx.plan(gpt(), batch=(x, x), ranks=16, machine=flat, most=8)
+    assert str(error.value).count("holds 2 ranks, and the job has 16: run measure-machine on two hosts") == 1
+
+
 def test_numbers_that_are_none() -> None:
     with pytest.raises(ConfigError, match="ranks=2, hosts=1: say one of them"):
         fsdpx.plan(gpt(), batch=(X, X), ranks=2, hosts=1, machine="laptop")
