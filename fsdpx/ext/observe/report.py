@@ -175,10 +175,9 @@ class ReportSummary:
         return [_report_to_dict(report) for report in self.reports]
 
 
-def _format_model(report: Report, more: str = "") -> str:
-    units, steps = format_count(report.units, "unit"), format_count(report.steps, "step")
-    notes = f"\n{ONE_UNIT}" * report.gathers_whole_model + f"\nplanned: {report.planned}" * bool(report.planned)
-    return f"{report.parameters:,} parameters in {units}, {steps}{more}{notes}"
+def _format_model(one: Report, end: str = "") -> str:
+    end += f"\n{ONE_UNIT}" * one.gathers_whole_model + f"\nplanned: {one.planned}" * bool(one.planned)
+    return f"{one.parameters:,} parameters in {format_count(one.units, 'unit')}, {format_count(one.steps, 'step')}{end}"
 
 
 def _report_to_dict(report: Report) -> dict[str, Any]:
@@ -348,10 +347,9 @@ class Report(TrafficReport):
         rows += [(f"on disk: {kind}", format_bytes(n)) for kind, n in sorted(self.disk.items())]
         now = self.footprint
         process, peak = ([], self.peak_rss) if now is None else ([f"{now}\n{PARTS}"], max(self.peak_rss, now.rss))
-        nbytes, n = self.shared_parameters
+        table, (nbytes, n) = format_table(rows), self.shared_parameters
         shared = f"\n{n} ranks of this host share the full parameters, {format_bytes(nbytes)}; each counts 1/{n}"
-        process += [f"peak of the process (RSS): {format_bytes(peak)}"]
-        return "\n\n".join([format_table(rows) + shared * (n > 1), *process])
+        return "\n\n".join([table + shared * (n > 1), *process, f"peak of the process (RSS): {format_bytes(peak)}"])
 
     def _format_timings(self) -> str:
         rows = [("time by verb", "count", "seconds", "waited", "share")]
