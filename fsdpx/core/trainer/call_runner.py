@@ -139,13 +139,13 @@ class LastUpdate:
     loss : global mean loss
     norm : global gradient norm, which a step computes for clipping, a dynamic loss scale, or elastic ranks; otherwise
         nan
-    rate : learning rate
+    lr : learning rate
     skipped : True if the update was skipped
     """
 
     loss: float
     norm: float
-    rate: float
+    lr: float
     skipped: bool
 
     @classmethod

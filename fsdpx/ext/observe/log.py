@@ -77,7 +77,7 @@ class TrainingLog:
     def on_step_end(self, trainer: Any, history: FitHistory) -> None:
         values = (
             history.losses[-1],
-            trainer.inspect.last_update.rate,
+            trainer.inspect.last_update.lr,
             trainer.inspect.last_update.norm,
             self._rate.measure_rate(history),
         )

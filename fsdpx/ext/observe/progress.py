@@ -77,7 +77,7 @@ class ProgressBar:
         last, rate = trainer.inspect.last_update, self._rate.measure_rate(history)
         words = [f"loss {history.losses[-1]:.4f}"]
         words += [f"{rate:,.0f} {self.unit}/s"] if history.steps > self._first else []
-        words += [f"lr {last.rate:.3g}"]
+        words += [f"lr {last.lr:.3g}"]
         words += [] if math.isnan(last.norm) else [f"norm {last.norm:.3g}"]
         return "  ".join(words)
 

@@ -166,7 +166,7 @@ def test_callbacks_are_called_on_all_ranks() -> None:
         trainer, notes, rates = make(comm, "mlp"), Notes(), []
         trainer.fit(
             loader(trainer, 16), epochs=2, validation=held(trainer), every=3, progress=False,
-            callbacks=[notes, lambda t, history: rates.append((t.inspect.last_update.rate, t.parameters() != {}))],
+            callbacks=[notes, lambda t, history: rates.append((t.inspect.last_update.lr, t.parameters() != {}))],
         )  # fmt: skip
         return notes.seen, rates
 

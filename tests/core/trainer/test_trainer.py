@@ -275,7 +275,7 @@ def test_lr_is_the_rate_of_the_next_update() -> None:
         before = trainer.inspect.lr
         trainer.step(*CASES["mlp"].batch(np.random.default_rng(comm.rank), 4))
         assert trainer.inspect.last_update is not None
-        return [before, trainer.inspect.last_update.rate, trainer.inspect.lr]
+        return [before, trainer.inspect.last_update.lr, trainer.inspect.lr]
 
     assert spawn(run, 2) == [[0.5, 0.5, 0.25]] * 2
 
