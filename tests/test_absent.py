@@ -21,6 +21,7 @@ SAID = [
     (nn, "ModuleList", "nn.Sequential"),
     (nn, "Module", "nn.Composite, or a torch.nn.Module"),
     (nn, "BCELoss", "nn.BCEWithLogitsLoss, without the sigmoid before it"),
+    (optim.schedules, "CosineAnnealingLR", "optim.schedules.Cosine"),
     (optim, "lr_scheduler", "optimizer=optim.AdamW(lr=optim.schedules.Cosine(...))"),
     (data, "TensorDataset", "data.ArrayDataset"),
     (fsdpx, "FSDP", 'strategy="fsdp"'),

@@ -7,16 +7,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fsdpx.core.base.config import convert_fields_to_python_numbers
-from fsdpx.core.base.name_hints import wrap_constructor_with_option_check
+from fsdpx.core.base.name_hints import make_attribute_error, wrap_constructor_with_option_check
 from fsdpx.errors import ConfigError
 from fsdpx.optim.optimizer import require_number_in_range
 
 __all__ = ["Constant", "Cosine", "InverseSquareRoot", "Linear", "Step", "WarmUp"]
 
 
+def __getattr__(name: str) -> object:
+    raise make_attribute_error(__name__, name, __all__)
+
+
 class Schedule:
     """The base class of these schedules. It raises ConfigError unless rates are finite numbers >= 0 and numbers of
     steps are at least 1."""
+
+    _compute_rate: Callable[[int], float]
 
     def __post_init__(self) -> None:
         convert_fields_to_python_numbers(self)
@@ -27,6 +33,21 @@ class Schedule:
             elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 given = f"{type(self).__name__}({name}={value!r})"
                 raise ConfigError(f"{given}: a whole number of steps, 1 or more, is needed")
+
+    def __call__(self, step: int) -> float:
+        """Return the learning rate of a step.
+
+        Parameters
+        ----------
+        step : number of the update, from 1
+
+        Raises
+        ------
+        ConfigError : for a step before the first
+        """
+        if step < 1:
+            raise ConfigError(f"{self!r}: there is no step {step}; pass the number of the update, which starts at 1")
+        return self._compute_rate(step)
 
 
 @wrap_constructor_with_option_check
@@ -41,7 +62,7 @@ class Constant(Schedule):
 
     lr: float
 
-    def __call__(self, step: int) -> float:
+    def _compute_rate(self, step: int) -> float:
         return self.lr
 
 
@@ -61,7 +82,7 @@ class Linear(Schedule):
     steps: int
     final: float = 0.0
 
-    def __call__(self, step: int) -> float:
+    def _compute_rate(self, step: int) -> float:
         done = min((step - 1) / self.steps, 1.0)
         return self.lr + (self.final - self.lr) * done
 
@@ -81,7 +102,7 @@ class Cosine(Schedule):
     steps: int
     final: float = 0.0
 
-    def __call__(self, step: int) -> float:
+    def _compute_rate(self, step: int) -> float:
         done = min((step - 1) / self.steps, 1.0)
         return self.final + (self.lr - self.final) * 0.5 * (1.0 + math.cos(math.pi * done))
 
@@ -103,7 +124,7 @@ class InverseSquareRoot(Schedule):
     lr: float
     steps: int
 
-    def __call__(self, step: int) -> float:
+    def _compute_rate(self, step: int) -> float:
         return self.lr * math.sqrt(self.steps / (self.steps + step - 1))
 
 
@@ -123,7 +144,7 @@ class Step(Schedule):
     every: int
     factor: float = 0.1
 
-    def __call__(self, step: int) -> float:
+    def _compute_rate(self, step: int) -> float:
         return self.lr * self.factor ** ((step - 1) // self.every)
 
 
@@ -142,7 +163,7 @@ class WarmUp(Schedule):
     steps: int
     schedule: Callable[[int], float] | float
 
-    def __call__(self, step: int) -> float:
+    def _compute_rate(self, step: int) -> float:
         after = max(step - self.steps, 1)
         rate = self.schedule(after) if callable(self.schedule) else self.schedule
         return rate * min(step / self.steps, 1.0)

@@ -62,6 +62,10 @@ from fsdpx.testing.optimizer import OptimizerContract
         (lambda: schedules.InverseSquareRoot(0.1, -1), r"InverseSquareRoot\(steps=-1\)"),
         (lambda: schedules.WarmUp(0, 0.1), r"WarmUp\(steps=0\)"),
         (lambda: schedules.WarmUp(1, "x"), r"WarmUp\(schedule='x'\): a finite number"),
+        (lambda: schedules.Cosine(0.1, 9)(0), r"Cosine\(lr=0.1, .*: there is no step 0; pass the number of the update"),
+        (lambda: schedules.WarmUp(2, 0.1)(-1), r"WarmUp\(.*: there is no step -1"),
+        (lambda: optim.SGD([np.ones(3)], 0.1), r"SGD\(parameters, ...\): leave out the parameters"),
+        (lambda: optim.AdamW(iter([np.ones(3)]), lr=0.1), r"AdamW\(parameters, ...\): .*: the trainer passes them"),
     ],
 )
 def test_bad_options(make, text):

@@ -1,6 +1,6 @@
 """Names from other libraries and their equivalents in fsdpx: one table for all errors about unknown names."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -166,13 +166,16 @@ def require_known_options(call: str, options: Iterable[str], known: Iterable[str
 
 def wrap_constructor_with_option_check(cls: type[T]) -> type[T]:
     """Make the constructor of a dataclass raise ConfigError for an argument that does not fit its type hint, and for an
-    unknown option. The error for an unknown option suggests what was probably meant. Return the class."""
+    unknown option. The error for an unknown option suggests what was probably meant, and so does the error for
+    parameters that an optimizer is given as in PyTorch. Return the class."""
     known = [field.name for field in fields(cls) if field.init]  # type: ignore[arg-type]
     checked_init = wrap_with_argument_check(cls.__init__, cls.__name__)
 
     @wraps(checked_init)
     def check_and_init(self: Any, *given: Any, **options: Any) -> None:
         require_known_options(type(self).__name__, options, known)
+        if given and hasattr(cls, "update") and isinstance(given[0], Iterator | list):
+            raise ConfigError(f"{cls.__name__}(parameters, ...): leave out the parameters: the trainer passes them")
         checked_init(self, *given, **options)
 
     cls.__init__ = check_and_init  # type: ignore[method-assign]
