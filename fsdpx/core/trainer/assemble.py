@@ -344,6 +344,10 @@ def _make_model_layout(
     require_pattern_matches("compression", reducing.codecs.patterns, layout.names)
     for optimizer in (training.optimizer, *ranks.sync_choice.optimizers):
         _require_optimizer_patterns_match(optimizer, layout)
+    gathers_parts = ranks.sharding.full_params == "use" and ranks.axes.mesh.shard != 1
+    hint = getattr(training.model, "split_hint", "")
+    if hint and gathers_parts and ranks.axes.world.rank == 0 and layout.size * dtype.itemsize > group:
+        warn(hint)
     return layout
 
 

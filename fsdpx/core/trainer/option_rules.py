@@ -220,7 +220,7 @@ def require_valid_model_parts(model: Any, loss: Any, optimizer: Any, mesh: Any, 
         if isinstance(value, type) or not all(hasattr(value, method) for method in methods):
             raise ConfigError(
                 suggest_for_torch_object(value)
-                or f"{name}={shorten_value(value)}: an object is needed{_suggest_instance(value)}"
+                or f"{name}={shorten_value(value)}: an object is needed{_suggest_instance(name, value)}"
             )
     if mesh is not None and not isinstance(mesh, Mesh):
         parsed = f", such as fsdpx.Mesh.parse({mesh!r})" if isinstance(mesh, str) else ""
@@ -230,8 +230,9 @@ def require_valid_model_parts(model: Any, loss: Any, optimizer: Any, mesh: Any, 
     parse_patterns("frozen", frozen)
 
 
-def _suggest_instance(value: Any) -> str:
-    """Return the end of an error, which suggests an object to pass instead of a class, a name or a function."""
+def _suggest_instance(name: str, value: Any) -> str:
+    """Return the end of an error, which suggests an object to pass instead of a class, a name or a function. name: the
+    argument."""
     if isinstance(value, type):
         return f", {value.__name__}(...)"
     if isinstance(value, str):
@@ -241,8 +242,9 @@ def _suggest_instance(value: Any) -> str:
         similar += [f", nn.{name}()" for name in losses.__all__ if name.lower().removesuffix("loss") == short]
         if similar:
             return similar[0]
-    if isfunction(value):
-        return f"; {page_hint('custom-layer')} shows how to write one"
+    if isfunction(value) and name == "loss":
+        own = f"; {page_hint('custom-layer')} shows how to write one"
+        return f"{own}; wrap a function of PyTorch in a torch.nn.Module with forward(output, target)"
     return ", one of fsdpx.nn or fsdpx.optim"
 
 

@@ -164,6 +164,8 @@ class TorchModule(AutogradLayer):
     """
 
     given_values: InitialValues
+    split_hint = ""
+    """How to split the module, for a warning; "" if it has fewer than two submodules with parameters, or options."""
 
     def __init__(
         self, module: torch.nn.Module, inputs: Sequence[str] | None = None, output: str | int | None = None
@@ -176,6 +178,10 @@ class TorchModule(AutogradLayer):
         self.trained, self.constants = self._bare.trained, self._bare.constants
         self.collective = self._bare.norms
         self.aliases = dict.fromkeys(self._bare.counts)  # type: ignore[misc]
+        owners = [m for m in module.modules() if next(m.parameters(recurse=False), None) is not None]
+        if len(owners) > 1 and inputs is None and output is None:
+            how = "to split it, pass fsdpx.ext.interop.torch.from_torch(net, example_inputs)"
+            self.split_hint = f"fsdpx: {self!r} is one unit, which each rank gathers whole; {how}"
 
     def specs(self) -> dict[str, ParameterSpec]:
         return self.given_values.make_parameter_specs(

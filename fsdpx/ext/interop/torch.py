@@ -166,9 +166,11 @@ class TorchLoss(Loss):
         wanted = (output[:1] + output[2:]) if whole else output
         if np.dtype(target.dtype).kind == "b" or tuple(target.shape) != wanted:
             kind = "labels" if whole else "probabilities"
+            is_last = len(output) > 2 and whole and tuple(target.shape) == output[:-1]
+            remedy = "; if the classes are the last dim, use fsdpx.nn.CrossEntropyLoss" if is_last else ""
             raise DataError(
                 f"{self!r}: {kind} for an output of shape {output} have the shape {wanted}, got {tuple(target.shape)} "
-                f"of {target.dtype}"
+                f"of {target.dtype}{remedy}"
             )
         ignored = self.function.ignore_index  # type: ignore[attr-defined]
         if whole and bool((wrong := ((target < 0) | (target >= output[1])) & (target != ignored)).any()):

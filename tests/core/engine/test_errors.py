@@ -329,6 +329,7 @@ def test_shape_error_is_a_value_error() -> None:
     [
         ({"optimizer": optim.AdamW}, "an object is needed, AdamW(...)"),
         ({"optimizer": "adamw"}, "optimizer='adamw': an object is needed, optim.AdamW(lr=...)"),
+        ({"optimizer": lambda p: p}, "an object is needed, one of fsdpx.nn or fsdpx.optim"),
         ({"optimizer": "adam_v"}, "an object is needed, one of fsdpx.nn or fsdpx.optim"),
         ({"mesh": "pipe=2"}, "mesh='pipe=2': fsdpx.Mesh(...) is needed, such as fsdpx.Mesh.parse('pipe=2')"),
         ({"clip_norm": "1"}, "clip_norm='1': a positive number"),
@@ -568,6 +569,7 @@ def test_a_refused_batch_leaves_no_mark(comm: Communicator) -> None:
     [
         ("cross_entropy", "loss='cross_entropy': an object is needed, nn.CrossEntropyLoss()"),
         (lambda y, target: 0, "an object is needed; the page custom-layer of the documentation shows how to write one"),
+        (lambda y, target: 0, "wrap a function of PyTorch in a torch.nn.Module with forward(output, target)"),
     ],
 )
 def test_a_loss_that_is_no_object(loss: Any, text: str) -> None:

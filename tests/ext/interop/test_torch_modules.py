@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
+import warnings
 from functools import cache
 from typing import Any
 
@@ -373,6 +375,7 @@ TARGETS: dict[str, tuple[Any, Any, tuple[int, ...], str]] = {
     "function": (tnn.functional.mse_loss, np.zeros(6, FLOAT), (6, 1), r"got \(6,\): PyTorch would repeat one"),
     "divergence": (tnn.KLDivLoss(), np.zeros((6, 1), FLOAT), EACH, r"shape \(6, 4\), got \(6, 1\)"),
     "labels": (tnn.CrossEntropyLoss(), np.zeros((6, 1), int), EACH, r"labels for .* the shape \(6,\), got \(6, 1\)"),
+    "classes": (tnn.CrossEntropyLoss(), np.zeros((6, 2), int), (6, 2, 4), "the last dim, use fsdpx.nn.CrossEntropy"),
     "flags": (tnn.CrossEntropyLoss(), np.zeros(6, bool), EACH, r"probabilities for .* got \(6,\) of bool"),
     "range": (tnn.NLLLoss(), np.full(6, 4), EACH, "label 4 is out of range: it must be from 0 to 3, or ignore_index"),
 }  # fmt: skip
@@ -546,6 +549,25 @@ def test_what_a_module_may_not_do_is_named(what: str) -> None:
     with pytest.raises(ConfigError) as caught:
         trainer.step(x, x)
     assert ERRORS[what] in str(caught.value)
+
+
+def test_a_module_that_fsdp_gathers_whole_is_said_on_rank_0() -> None:
+    def warn_of(net: Any, **options: Any) -> list[str]:
+        given = {"strategy": "fsdp", "group_bytes": 64, **options}
+
+        def make(comm: Communicator) -> None:
+            fsdpx.distribute(net, loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, **given)
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            spawn(make, 2)
+        return [str(one.message) for one in caught]
+
+    (said,) = warn_of(Language())
+    assert re.match(r"fsdpx: TorchModule\(Language, .*is one unit, .* whole; to split it, pass .*from_torch\(", said)
+    assert warn_of(Language(), strategy="zero2") == warn_of(Language(), group_bytes="1MiB") == []
+    split = from_torch(Language(), *(a[:4] for a in text()[0]))
+    assert [warn_of(net) for net in (split, tnn.Linear(9, 9), image_net())] == [[], [], []]
 
 
 def test_other_wrong_choices_are_named() -> None:
