@@ -99,7 +99,8 @@ class CommandParser(argparse.ArgumentParser):
         if word in known:
             return ""
         begun = [option for option in known if word.startswith("--") and option.startswith(word)]
-        return f"; did you mean {' or '.join(map(repr, begun))}?" if begun else did_you_mean(word, known)
+        hint = did_you_mean(word, known)
+        return f"; did you mean {' or '.join(map(repr, begun))}?" if begun and "sbatch" not in hint else hint
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -136,7 +137,8 @@ def _run_command(args: argparse.Namespace) -> int:
     if isinstance(status, str):
         from fsdpx.core.base.messages import wrap_for_terminal
 
-        print(status if getattr(args, "json", False) else wrap_for_terminal(status))
+        text = status if getattr(args, "json", False) else wrap_for_terminal(status)
+        print(text, end="\n" if text else "")
         return 0
     return int(status)
 
@@ -213,7 +215,7 @@ def _add_run_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--max-restarts", type=int, default=3, help="maximum number of restarts (default: 3)")
     p.add_argument("--min-ranks", type=int, default=None, help="minimum ranks of a restart (default: -n, elastic: 1)")
     p.add_argument("--backoff", type=float, default=1.0, help="seconds before the first restart; doubles up to 60")
-    p.add_argument("--grace", type=float, default=60.0, help="seconds that ranks have to save after a signal")
+    p.add_argument("--grace", type=float, default=60.0, help="seconds for saving after a signal (default: 60)")
     p.add_argument("--folder", type=_expand_path, default=None,
         help="folder of the job, which keeps records of failed starts; see --join")
     p.add_argument("--join", type=_expand_path, metavar="FOLDER",

@@ -33,6 +33,7 @@ _SLURM = """\
 #SBATCH --time=01:00:00
 #SBATCH --output=%x-%j.out --open-mode=append
 #SBATCH --signal=B:USR1@{notice} --requeue
+##SBATCH --account=... --partition=... --mem=...
 {about}set -uo pipefail
 
 {environment}# Newer versions of srun do not take it from sbatch.

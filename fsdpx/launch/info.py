@@ -181,7 +181,7 @@ def describe_leftover_files() -> str:
         return "nothing of killed jobs"
     size = format_bytes(sum(path.stat().st_size for path in found if path.exists()))
     files = format_count(len(found), "file")
-    return f"{size} in {files} of killed jobs; to remove them: {LEFTOVERS_COMMAND} | xargs rm"
+    return f"{size} in {files} of killed jobs; to remove them: {LEFTOVERS_COMMAND} | xargs -r rm"
 
 
 def describe_numpy_blas() -> str:

@@ -347,6 +347,7 @@ def test_a_batch_file_asks_for_the_nodes_and_the_cores_that_ranks_need(
     slurm, pbs, lsf = (printed(system, config) for system in BATCH_TEMPLATES)
     for line in (f"--nodes={nodes}", f"--ntasks-per-node={per_node}", f"--cpus-per-task={cores}"):
         assert f"\n#SBATCH {line}\n" in slurm
+    assert "\n##SBATCH --account=... --partition=... --mem=...\n" in slurm  # Slurm ignores it until it is filled in
     assert f" --nodes {nodes} " in slurm
     assert f"\n#PBS -l select={nodes}:ncpus={per_node * cores}:mpiprocs={per_node}\n" in pbs
     assert f'\n#BSUB -n {config.ranks}\n#BSUB -R "span[ptile={per_node}] affinity[core({cores})]"\n' in lsf
@@ -453,6 +454,7 @@ def test_the_number_of_ranks_has_the_spellings_of_launchers(
         ("run --node 3 x.py", "unrecognized arguments: --node; did you mean '--nodes' or '--node-rank'?"),
         ("run --max_restarts 3 x.py", "unrecognized arguments: --max_restarts; did you mean '--max-restarts'?"),
         ("run --hostfle=h x.py", "unrecognized arguments: --hostfle=h; did you mean '--hostfile'?"),
+        ("run --time 1:00 x.py", "--time; here that is an #SBATCH line in the file of --print-batch slurm, or an"),
         ("show --strat ddp", "fsdpx show: unrecognized arguments: --strat; did you mean '--strategy'?"),
         ("ckpt convert a b --form x", "fsdpx ckpt convert: unrecognized arguments: --form x"),
         ("--versio", "unrecognized arguments: --versio; did you mean '--version'?"),

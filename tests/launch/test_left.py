@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from trials import MPIEXEC, STEPS, TRAINER, alive_in, environment, job, none_left
 
+from fsdpx.__main__ import main
 from fsdpx.core.base import safe_files
 from fsdpx.core.comm.mpi.start import find_leftover_files, identify_process, is_process_alive, remove_leftover_files
 from fsdpx.ext.watch.flight_recorder import FlightRecorder
@@ -152,6 +153,15 @@ def test_names_of_windows_are_listed_and_the_next_start_removes_them(tmp_path: P
     assert find_leftover_files(tmp_path) == [killed]
     remove_leftover_files(tmp_path, tmp_path)
     assert set(tmp_path.iterdir()) == {new, other}
+
+
+def test_nothing_is_printed_where_nothing_is_left(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty line would be a name for xargs."""
+    monkeypatch.setattr("fsdpx.launch.info.find_leftover_files", list)
+    assert main(["info", "--left"]) == 0
+    assert capsys.readouterr().out == ""
 
 
 def test_what_is_mpis_may_go_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

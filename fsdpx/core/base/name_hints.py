@@ -35,6 +35,7 @@ _EQUIVALENTS = {
     "mpiexec -n, or fsdpx run -n: the launcher decides": "world_size nprocs num_processes",
     "fsdpx run --nproc-per-node: the launcher decides": "nproc_per_node",
     "fsdpx run --nodes: the launcher decides": "nnodes num_nodes num_machines",
+    "an #SBATCH line in the file of --print-batch slurm, or an option of sbatch": "time account partition qos walltime",
     "nothing: the launcher brings ranks together; leave it out": "rdzv_endpoint rdzv_backend rdzv_id",
     "nothing: without a hostfile, all ranks are on this host; leave it out": "standalone",
     "comm=": "process_group group",
