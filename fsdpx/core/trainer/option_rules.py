@@ -141,12 +141,12 @@ CHUNKS, STAGES, SPACE = "`reproducible_chunks`", "`stages`", Domain.excluded
 EXCLUSIONS: list[ExcludedPair] = [
     ExcludedPair(ELASTIC, "`backend`", lambda c:
         "" if c.get_option("backend") in (None, "mpi") else f"backend={c.get_option('backend')!r}: ",
-        "elastic ranks exchange messages", "leave backend out"),
+        "elastic ranks use MPI messages only", "leave backend out"),
     ExcludedPair(ELASTIC, "`offload`",
         make_condition_finder("offload: ", lambda c: c.get_option("offload") is not None),
         "elastic ranks keep copies of each other's state in memory", "leave elastic out"),
     ExcludedPair(ELASTIC, "`trace`", make_condition_finder("trace: ", lambda c: c.get_option("trace") is not None),
-        "elastic ranks change, but a trace needs fixed ranks", "leave trace or elastic out"),
+        "elastic ranks come and go, but a trace needs fixed ranks", "leave trace or elastic out"),
     ExcludedPair(CHUNKS, "a collective layer, such as BatchNorm",
         make_collective_layer_finder("layer {path!r} "),
         "takes statistics over the global batch, so chunks cannot be computed one by one",
@@ -160,10 +160,10 @@ EXCLUSIONS: list[ExcludedPair] = [
     ExcludedPair(SPACE, "a `tensor` axis", make_wide_axis_finder("tensor", "a tensor axis of {width} ranks "),
         "splits matrices, but field layers have none to split", "use these ranks as further parts of the grid"),
     ExcludedPair(ELASTIC, "`domain`", make_condition_finder("domain: ", lambda c: c.get_option("domain") is not None),
-        "the solver decides which rank has which part of a field", "leave elastic out"),
+        "the solver decides which rank has which part of a field, so the ranks cannot change", "leave elastic out"),
     ExcludedPair(STAGES, "`costs`",
         make_condition_finder("stages and costs: ", lambda c: c.get_option("costs") is not None),
-        "stages sets how the model is split, costs computes it", "give only one of them"),
+        "stages sets how the model is split, but costs computes the split", "give only one of them"),
 ]  # fmt: skip
 """All pairs; extensions append their own pairs."""
 
@@ -192,7 +192,8 @@ def format_exclusion_lists() -> str:
         text = "; ".join(filter(None, (row.why, "" if is_omission else row.remedy)))
         lists.setdefault(row.choice, []).append(f"- {row.other}: {text}" if text else f"- {row.other}")
     return "\n\n".join(
-        f"**{choice[0].upper()}{choice[1:]}** excludes\n\n" + "\n".join(items) for choice, items in lists.items()
+        f"**{choice[0].upper()}{choice[1:]}** cannot be combined with\n\n" + "\n".join(items)
+        for choice, items in lists.items()
     )
 
 

@@ -307,7 +307,7 @@ def test_rounds_that_cannot_be(options: dict[str, Any], message: str) -> None:
         ({"precision": fsdpx.Precision(loss_scale="dynamic")}, "a dynamic loss scale: replicas would skip different"),
         ({"precision": "bf16-true"}, "local training with 16-bit masters: outer steps are smaller than"),
         ({"average": fsdpx.EMA()}, r"local training with average=EMA\(decay=0.999\): outer parameters are a mean"),
-        ({"elastic": True}, "elastic ranks train together; leave elastic out, or choose 'hybrid'"),
+        ({"elastic": True}, "elastic ranks take every step together; leave elastic out, or choose 'hybrid'"),
         (
             {"strategy": LocalSGD(fragments=9)},
             r"LocalSGD\(fragments=9\): the model has 2 pages of parameters; a smaller gro",

@@ -295,17 +295,18 @@ PREFIX = r"strategy AsyncSGD\(staleness=0, by_staleness=False\): "
         (
             {"reproducible_chunks": 4},
             PREFIX
-            + "reproducible_chunks=4 adds the gradients of all ranks along a tree; leave reproducible_chunks out",
+            + "reproducible_chunks=4 adds the gradients of all ranks in each step; leave reproducible_chunks out",
         ),
         (
             {"compression": "int8"},
-            PREFIX + "compression='int8' compresses sums over ranks, which do not exist here; leave compression out",
+            PREFIX
+            + "compression='int8' compresses sums over ranks, which are not computed here; leave compression out",
         ),
         ({"clip_norm": 1.0}, PREFIX + "clip_norm=1.0: no rank knows the norm of the sum before it updates"),
         ({"precision": "fp16"}, PREFIX + "loss_scale='dynamic' needs all ranks to step together; use a number"),
         ({"precision": "bf16-true"}, PREFIX + "16-bit masters: parameters that several ranks update are float32"),
-        ({"precision": fsdpx.Precision(reduce="bf16")}, PREFIX + "reduce='bf16' is a message format"),
-        ({"elastic": True}, PREFIX.replace(": ", "") + ": elastic ranks step together; leave elastic out"),
+        ({"precision": fsdpx.Precision(reduce="bf16")}, PREFIX + "reduce='bf16' sets a message format"),
+        ({"elastic": True}, PREFIX.replace(": ", "") + ": elastic ranks take every step together; leave elastic out"),
     ],
 )
 @on_ranks(2)

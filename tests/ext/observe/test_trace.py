@@ -410,7 +410,7 @@ def test_choices_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         TraceConfig(tmp_path, steps=0)
     with pytest.raises(ConfigError, match=r"trace=3: a folder, or fsdpx\.Trace"):
         spawn(lambda comm: make(comm, "mlp", trace=3), 1)
-    with pytest.raises(ConfigError, match="elastic ranks change, but a trace needs fixed ranks"):
+    with pytest.raises(ConfigError, match="elastic ranks come and go, but a trace needs fixed ranks"):
         spawn(lambda comm: make(comm, "mlp", trace=tmp_path, elastic=ElasticConfig()), 1)
     with pytest.raises(ConfigError, match="ranks differ in trace: rank 0 has None, rank 1 has"):
         spawn(lambda comm: make(comm, "mlp", trace=tmp_path if comm.rank else None), 2)
