@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -22,6 +21,7 @@ from fsdpx.core.base.config import Precision
 from fsdpx.core.base.extensions import list_extensions
 from fsdpx.core.base.messages import reporting_if_slow
 from fsdpx.core.base.processor import read_cpuinfo_field
+from fsdpx.core.base.safe_files import can_write_folder
 from fsdpx.core.comm.node.persistent import compile_collective_kernels
 from fsdpx.core.compression import make_codec
 from fsdpx.core.engine.warmup import list_kernel_names, list_warm_up_calls, run_warm_up_calls
@@ -77,8 +77,7 @@ def _require_writable_code_folder() -> Path:
     if not choice.has_numba():
         raise ConfigError("Numba is not installed, so nothing is compiled: pip install numba")
     cache = environment.read_environment().cache
-    there = next(f for f in (cache, *cache.parents) if f.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
+    if not can_write_folder(cache):
         raise ConfigError(f"{cache} cannot be written: set FSDPX_CACHE to a folder that the jobs can read")
     return cache / "code"
 

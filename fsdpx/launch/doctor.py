@@ -19,6 +19,7 @@ import numpy as np
 from fsdpx.core.array import parallel
 from fsdpx.core.base import environment
 from fsdpx.core.base.messages import format_bytes, format_count, format_ranks, wrap_for_terminal
+from fsdpx.core.base.safe_files import can_write_folder
 from fsdpx.core.base.version import __version__
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.init import find_node_communicator, get_backend_name, parse_mpi_library_name
@@ -130,13 +131,12 @@ def _collect_rank_facts() -> RankFacts:
     except ConfigError:
         gpus = ()
     affinity = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
-    folder = next(f for f in (settings.cache, *settings.cache.parents) if f.exists())  # the cache may not exist yet
     versions = {name: info.describe_version(name) for name in PACKAGES} | {
         "cupy": re.split("[:,]", info.describe_cupy_and_count_gpus()[0])[0]
     }
     return RankFacts(
         platform.node(), versions, affinity, parallel.get_threads(),
-        info.get_free_shared_memory_bytes(), str(settings.cache), os.access(folder, os.W_OK), gpus,
+        info.get_free_shared_memory_bytes(), str(settings.cache), can_write_folder(settings.cache), gpus,
         os.path.exists("/dev/nvidiactl"), _get_load_per_core(),
     )  # fmt: skip
 

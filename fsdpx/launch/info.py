@@ -15,6 +15,7 @@ from fsdpx.core.array import blas
 from fsdpx.core.array.cores import count_usable_cores
 from fsdpx.core.base import config, environment
 from fsdpx.core.base.messages import format_bytes, format_count
+from fsdpx.core.base.safe_files import can_write_folder
 from fsdpx.core.base.version import __version__
 from fsdpx.core.comm.default_communicator import get_rank_info
 from fsdpx.core.comm.init import get_backend_name, parse_mpi_library_name
@@ -68,7 +69,7 @@ def info() -> Info:
     ]
     rows += [("mpi4py", describe_version("mpi4py")), ("MPI library", describe_mpi()), ("launcher", describe_launcher())]
     rows += [("CuPy", gpu_library), ("PyTorch", describe_version("torch")), ("shared memory", describe_shared_memory())]
-    rows += [("left in /dev/shm", describe_leftover_files())]
+    rows += [("left in /dev/shm", describe_leftover_files()), ("cache", _describe_cache())]
     rows += [(f"BLAS {name}", where) for name, where in blas.list_available_libraries().items()]
     rows += [(f"bf16 by {name}", where) for name, where in blas.load_half_matmul().list_available_libraries().items()]
     rows += [("BLAS in use", blas.get_selected_library())]
@@ -95,13 +96,19 @@ def _describe_half_matmul(dtype_name: str) -> str:
     return f"{blas.load_half_matmul().get_selected_library(dtype_name)} ({able})"
 
 
+def _describe_cache() -> str:
+    """Return a text with the cache folder, whether it can be written, and the number and size of its files."""
+    folder = environment.read_environment().cache
+    sizes = [Path(at, name).lstat().st_size for at, _, names in os.walk(folder) for name in names]
+    unwritable = "" if can_write_folder(folder) else ", which this user cannot write"
+    return f"{folder}{unwritable}; {format_count(len(sizes), 'file')}, {format_bytes(sum(sizes))}"
+
+
 def _list_tuning_rows() -> list[tuple[str, str]]:
     """Return table rows about what earlier jobs measured on this machine."""
     found = load_blas_measurement()
     if found is None:
-        return [
-            ("tuned", f"nothing yet: the first job measures, and keeps it in {environment.read_environment().cache}")
-        ]
+        return [("tuned", "nothing yet: the first job measures, and keeps it in the cache")]
     when = f"{found.date[:16].replace('T', ' ')} UTC"
     rates = ", ".join(f"{name} {rate:.0f}" for name, rate in found.value["rates"].items())
     return [("tuned", f"BLAS {found.value['library']}; measured {when}"), ("  GFLOP/s per thread", rates)]

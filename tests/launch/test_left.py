@@ -21,6 +21,7 @@ from fsdpx.core.base import safe_files
 from fsdpx.core.comm.mpi.start import find_leftover_files, identify_process, is_process_alive, remove_leftover_files
 from fsdpx.ext.watch.flight_recorder import FlightRecorder
 from fsdpx.ext.watch.watchdog import _choose_record_folder
+from fsdpx.launch.info import _describe_cache
 from fsdpx.launch.run import _make_temporary_folder_and_remove_dead
 
 WAITS = """
@@ -162,6 +163,16 @@ def test_nothing_is_printed_where_nothing_is_left(
     monkeypatch.setattr("fsdpx.launch.info.find_leftover_files", list)
     assert main(["info", "--left"]) == 0
     assert capsys.readouterr().out == ""
+
+
+def test_info_describes_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDPX_CACHE", str(tmp_path))
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "x.code").write_bytes(bytes(2048))
+    assert _describe_cache() == f"{tmp_path}; 1 file, 2.00 KiB"
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FSDPX_CACHE", str(tmp_path / "file" / "below"))
+    assert _describe_cache() == f"{tmp_path / 'file' / 'below'}, which this user cannot write; 0 files, 0 B"
 
 
 def test_what_is_mpis_may_go_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,11 +26,11 @@ from typing import Any, BinaryIO
 from fsdpx.errors import ConfigError, warn
 
 __all__ = [
-    "MAX_RECORD_BYTES", "READABLE", "TEMPORARY_PREFIX", "Untrusted", "create_file", "create_marker",
-    "describe_json_error", "describe_read_error", "expanduser", "is_own_folder", "is_owned_by_user", "make_folder",
-    "make_temporary_path", "open_file", "open_for_append", "open_lock_file", "open_unnamed_file", "parse_json",
-    "read_file", "read_if_trusted", "read_json", "remove_own_folder", "require_json_fields", "require_private_folder",
-    "resolve_open_file", "warn_file_ignored", "write_file", "write_lock_text",
+    "MAX_RECORD_BYTES", "READABLE", "TEMPORARY_PREFIX", "Untrusted", "can_write_folder", "create_file",
+    "create_marker", "describe_json_error", "describe_read_error", "expanduser", "is_own_folder", "is_owned_by_user",
+    "make_folder", "make_temporary_path", "open_file", "open_for_append", "open_lock_file", "open_unnamed_file",
+    "parse_json", "read_file", "read_if_trusted", "read_json", "remove_own_folder", "require_json_fields",
+    "require_private_folder", "resolve_open_file", "warn_file_ignored", "write_file", "write_lock_text",
 ]  # fmt: skip
 
 MAX_RECORD_BYTES = 1 << 20
@@ -249,6 +249,12 @@ def _refuse_deep_nesting(value: Any) -> None:
 
 
 # -- folders ---------------------------------------------------------------------------------------------------------
+
+
+def can_write_folder(path: Path) -> bool:
+    """Return whether files can be created in a folder, which need not exist yet."""
+    nearest = next(folder for folder in (path, *path.parents) if os.path.exists(folder))
+    return nearest.is_dir() and os.access(nearest, os.W_OK)
 
 
 def make_folder(path: Path, private: bool = True) -> Path:

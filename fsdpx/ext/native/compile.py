@@ -234,9 +234,10 @@ _warned = False
 
 
 def _warn_cannot_cache(error: Exception) -> None:
-    """Warn once per process that compiled kernels cannot be stored."""
+    """Warn that compiled kernels cannot be stored, once per process, and only on the first rank of a host."""
     global _warned
-    if not _warned:
+    launcher = environment.read_environment().launcher
+    if not _warned and not (launcher and launcher.local_rank):
         _warned = True
         warn(
             f"fsdpx: compiled kernels cannot be kept on disk ({error}), so every process compiles them again "

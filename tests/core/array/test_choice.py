@@ -3,6 +3,7 @@
 import errno
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -108,6 +109,17 @@ def test_no_folder_for_the_cache_warns_once(cache, monkeypatch):
         first, second = dispatcher(lambda x: x + 1), dispatcher(lambda x: x + 2)
     assert len(caught) == 1
     assert (first(1), second(1)) == (2, 3)
+
+
+@pytest.mark.parametrize(("local_rank", "count"), [("0", 1), ("1", 0)])
+def test_only_the_first_rank_of_a_host_warns_of_it(cache, monkeypatch, local_rank, count):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", local_rank)
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", local_rank)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cache._warn_cannot_cache(OSError("no folder"))
+    assert len(caught) == count
 
 
 @in_full
