@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import secrets
 import shlex
 import signal
@@ -78,7 +79,9 @@ def main(args: argparse.Namespace) -> int:
     variables = {"FSDPX_TUNE": "again"} if args.retune else {}
     if args.print_batch:
         _require_existing_program(program)
-        print(make_batch_file(args.print_batch, config, program, find_node_cores(), variables), end="")
+        print(text := make_batch_file(args.print_batch, config, program, find_node_cores(), variables), end="")
+        if found := re.search(r"^# (.* more than a node has\.)\n#( .*)", text, re.M):
+            _log_line(found[1] + found[2])
     elif args.dry_run:
         folder = config.folder or Path(tempfile.gettempdir(), f"{_FOLDER_PREFIX}{secrets.token_hex(8)}")
         job = LaunchedJob(find_launcher(config), config, program, variables, node)

@@ -208,7 +208,7 @@ def _read_config(path: Path) -> Config:
     try:
         return read_json_object(path / CONFIG_NAME)
     except FileNotFoundError:
-        who = "fsdpx.models.save_pretrained and transformers write one"
+        who = "fsdpx.models.save_pretrained and transformers write one, trainer.save and `fsdpx train` do not"
         raise ConfigError(f"{path}: there is no {CONFIG_NAME}; {who}") from None
 
 

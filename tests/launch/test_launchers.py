@@ -376,6 +376,9 @@ def test_a_batch_file_takes_the_environment_and_the_cores_of_nodes(
     assert "48 cores per node, as Slurm's smallest node has (sinfo).\n" in said.out
     assert "\n#SBATCH --cpus-per-task=12\n" in said.out
     assert said.err == "fsdpx run: 8 ranks, by --nodes and --nproc-per-node\n"
+    assert main("run -n 8 --nodes 2 --threads 24 --print-batch slurm train.py".split()) == 0
+    many = "4 ranks on each of 2 nodes, with 24 cores per rank: 96 cores, more than a node has."
+    assert f"{many} Assumed: 48 cores per node, as Slurm's" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
