@@ -52,6 +52,17 @@ def test_a_script_for_torchrun_and_its_port_print_the_same_losses(
         assert (value - net.state_dict()[name]).abs().max() < 1e-5, name
 
 
+def test_the_page_on_torchrun_shows_parts_of_its_scripts() -> None:
+    """GitHub shows no literalinclude, so the page repeats what differs between the scripts."""
+    page = (TUTORIAL / "torchrun.md").read_text()
+    sections = {"## The PyTorch script": "ddp.py", "## The fsdpx script": "ported.py"}
+    for heading, script in sections.items():
+        text = page.partition(heading)[2]
+        (shown,) = re.findall(r"^```py\n# not run.*?\n(.*?)^```", text.partition("\n## ")[0], re.S | re.M)
+        assert f"[{script}]({script})" in text
+        assert shown in (TUTORIAL / script).read_text()
+
+
 def test_the_notebook_of_the_course_is_made_of_its_page() -> None:
     """`python docs/tutorial/notebook.py` makes it; each program of the page is a cell."""
     spec = importlib.util.spec_from_file_location("notebook", TUTORIAL / "notebook.py")
