@@ -1,1 +1,1 @@
-"""The trainer: the object that a user holds, a model being trained on all ranks."""
+"""The trainer: the object through which a user trains, evaluates, saves and loads a distributed model."""

@@ -1,4 +1,4 @@
-"""Compare the choices of all ranks before any data is sent."""
+"""Check at startup that all ranks passed the same model and options, before they exchange any other data."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ __all__ = ["agree_on_choices", "list_choices_to_compare"]
 
 
 def list_choices_to_compare(recipe: Recipe, placement: Placement, microbatches: int, library: str) -> dict[str, Any]:
-    """Return the choices that must be the same on all ranks, keyed by the names that errors use.
+    """Return the choices that must be the same on all ranks, keyed by the names that error messages use.
 
     Parameters
     ----------
-    recipe : the choices that the user passed on this rank
-    placement : the placement made from the recipe
+    recipe : the model and options that the user passed on this rank
+    placement : the placement (mesh, layout, number formats, options) made from the recipe
     microbatches : configured number of microbatches per step
     library : name of the library that multiplies 16-bit matrices
 
@@ -42,7 +42,7 @@ def list_choices_to_compare(recipe: Recipe, placement: Placement, microbatches: 
     """
     training, layout, sync_choice = recipe.training, placement.layout, recipe.distribution.sync_choice
     return {
-        "strategy": placement.sharding,  # first, because the mesh depends on it
+        "strategy": placement.sharding,  # compared first: a different strategy also gives a different mesh
         "mesh": placement.axes.mesh,
         "precision": placement.formats.precision,
         "options": replace(placement.options, sync_choice=SYNCHRONOUS, storage=IN_MEMORY),
@@ -71,8 +71,8 @@ def list_choices_to_compare(recipe: Recipe, placement: Placement, microbatches: 
 
 
 def _checksum_arrays_of_layers(layer_or_loss: Any) -> str:
-    """Return one line with a checksum for each layer or loss that holds arrays, such as masks, because a repr does not
-    show arrays."""
+    """Return one line with a checksum for each layer or loss that has array attributes, such as masks, whose values
+    its repr does not show."""
     held = [getattr(value, "array", value) for value in getattr(layer_or_loss, "__dict__", {}).values()]
     held = [one for one in held if isinstance(one, np.ndarray) and one.dtype.kind != "O"]
     lines = [f"{layer_or_loss!r} with arrays of sum {checksum_arrays(held):08x}"] if held else []
@@ -81,13 +81,13 @@ def _checksum_arrays_of_layers(layer_or_loss: Any) -> str:
 
 
 def agree_on_choices(world: Communicator, choices: Mapping[str, Any]) -> None:
-    """Raise ConfigError on all ranks if their choices differ. The error names two ranks and the first difference.
-    Collective.
+    """Raise ConfigError on all ranks if their choices differ. The error names rank 0, the first rank that differs from
+    it, and the first differing choice. Collective.
 
     Parameters
     ----------
-    world : all ranks
-    choices : dict from the name that errors use to the choice; the names and their order are the same on every rank
+    world : communicator of all ranks
+    choices : dict from the name shown in errors to the choice; the names and their order are the same on every rank
     """
     everyone = world.all_gather_data([_choice_to_text(choice) for choice in choices.values()])
     for rank, texts in enumerate(everyone):
@@ -99,8 +99,8 @@ def agree_on_choices(world: Communicator, choices: Mapping[str, Any]) -> None:
 
 
 def _describe_difference(name: str, first: str, rank: int, other: str) -> str:
-    """Return the error text for two choices that differ. For "options", show every line that differs. For every other
-    choice, show only the first such line."""
+    """Return the error text for a choice that differs between rank 0 (`first`) and `rank` (`other`). The text shows
+    every differing line if `name` is "options", and only the first differing line otherwise."""
     lines = zip_longest(first.splitlines(), other.splitlines(), fillvalue="nothing")
     pairs = [(a, b) for a, b in lines if a != b]
     here, there = (", ".join(some) for some in zip(*(pairs if name == "options" else pairs[:1]), strict=True))
@@ -108,7 +108,7 @@ def _describe_difference(name: str, first: str, rank: int, other: str) -> str:
 
 
 def _choice_to_text(choice: Any) -> str:
-    """Return a choice as text, which is the same on two ranks if their choices are equal."""
+    """Convert a choice to text. Equal choices give the same text on every rank."""
     if isinstance(choice, str):
         return choice
     if isinstance(choice, StepOptions):
@@ -121,6 +121,7 @@ def _choice_to_text(choice: Any) -> str:
         return f"a model of {choice.size} parameters, digest {hashlib.sha256(repr(facts).encode()).hexdigest()[:12]}"
     try:
         text = repr(choice)
-    except RecursionError:  # a layer that contains itself
+    except RecursionError:  # a layer that contains itself has no finite repr
         return type(choice).__name__
-    return re.sub("(<function) .*? at 0x[0-9a-f]+| at 0x[0-9a-f]+", r"\1", text)  # addresses differ between ranks
+    # remove memory addresses, which differ between ranks
+    return re.sub("(<function) .*? at 0x[0-9a-f]+| at 0x[0-9a-f]+", r"\1", text)

@@ -1,4 +1,5 @@
-"""Make a session from a recipe and a communicator. All ranks compare every choice before any data is sent."""
+"""Make a session from a recipe and a communicator. All ranks compare their choices before they exchange any other
+data."""
 
 from __future__ import annotations
 
@@ -76,16 +77,17 @@ def assemble_session(
     commit: Commit | None = None,
     watch: Watch | None = None,
 ) -> Session:
-    """Return the session of this rank of `world`. Ranks compare their recipes first. Collective.
+    """Return this rank's session, which runs the training programs of the model. Ranks first compare their recipes.
+    Collective.
 
     Parameters
     ----------
-    recipe : the model and all choices
-    world : all ranks of the trainer
-    tuning : machine-dependent choices made before (default: measure them, or read them from disk)
+    recipe : the model and all options
+    world : communicator of all ranks of the trainer
+    tuning : machine-dependent choices made earlier (default: measure them, or read them from disk)
     initial : True: initialize the parameters; False: the caller sets them
     commit : see `StepInputs`
-    watch : starts the watchdog of this rank and returns its observer (default: no watchdog)
+    watch : function that starts the watchdog of this rank and returns its observer (default: no watchdog)
     """
     place, model, microbatches = assemble_placement_and_model(recipe, world, tuning)
     training = recipe.training
@@ -101,7 +103,8 @@ def assemble_session(
                 place.formats.gradients
             )
             run_warm_up_calls(calls, _get_local_rank_and_size(world), count)
-    state = allocate_state(place, initial and place.device.holds_data)  # a dry run skips random numbers
+    # in a dry run, arrays hold no data, so no random numbers are drawn
+    state = allocate_state(place, initial and place.device.holds_data)
     observer = None if watch is None else watch(place.axes)
     shapes = [(page.rule, {f.name: f.shape for f in page.fields}) for page in place.layout.pages if page.trainable]
     for text in place.codecs.iterate_user_notes(shapes):
@@ -113,7 +116,7 @@ def assemble_session(
 
 
 def _make_single_process_model(recipe: Recipe, placement: Placement) -> LayerList:
-    """Return the unsharded model, as it would run on a single process, with its layers in the order of execution."""
+    """Return the unsharded model as a list of layers in the order of execution, as it would run on a single process."""
     model, samples, dtype = recipe.training.model, recipe.distribution.sample_partition, placement.formats.compute
     return memoize(
         ("ordered", model, samples.joined_partition, dtype),
@@ -122,14 +125,14 @@ def _make_single_process_model(recipe: Recipe, placement: Placement) -> LayerLis
 
 
 def _is_printing_rank(world: Communicator) -> bool:
-    """Return whether this rank prints messages: only rank 0 of the job does, even if each rank has its own trainer.
-    Fake ranks never print."""
+    """Return whether this rank prints messages. Only rank 0 of the job does, even if each rank has its own trainer;
+    ranks of the "fake" backend never print."""
     launcher = environment.read_environment().launcher
     return world.rank == 0 and not (launcher and launcher.rank) and not isinstance(world, FakeCommunicator)
 
 
 def _get_local_rank_and_size(world: Communicator) -> tuple[int, int]:
-    """Return the local rank of this process on its host, and the number of ranks there."""
+    """Return this process's rank among the ranks of its host, and the number of ranks on that host."""
     launcher = None if isinstance(world, FakeCommunicator) else environment.read_environment().launcher
     if launcher is None or launcher.local_rank is None or not launcher.local_size:
         return 0, 1
@@ -137,7 +140,7 @@ def _get_local_rank_and_size(world: Communicator) -> tuple[int, int]:
 
 
 class TrainingRanks(NamedTuple):
-    """Everything that depends on which ranks train: array namespace, mesh axes, sharding, machine-dependent choices,
+    """The ranks that train and what depends on them: array namespace, mesh axes, sharding, machine-dependent choices,
     and synchronization policy."""
 
     xp: Any
@@ -148,8 +151,8 @@ class TrainingRanks(NamedTuple):
 
 
 class RankModel(NamedTuple):
-    """The model that this tensor rank runs on its part of the samples (`planned`), the list of its layers in the order
-    of execution (`ordered`), and the layout of samples."""
+    """The model as this rank runs it after tensor parallelism (`planned`), its layers in the order of execution
+    (`ordered`), and the layout of samples."""
 
     planned: TensorParallelModel
     ordered: LayerList
@@ -174,7 +177,8 @@ class ReductionChoices(NamedTuple):
 
 
 class LaidOutModel(NamedTuple):
-    """The pipeline schedule, and the layout of the parameters in stages, units and pages."""
+    """The pipeline schedule, and the layout of the parameters in pipeline stages, FSDP units and pages (flat parameter
+    buffers)."""
 
     pipe: PipelineChoice
     layout: ModelLayout
@@ -186,8 +190,9 @@ def assemble_placement_and_model(
     """Return this rank's placement, the model that this tensor rank runs, and the configured number of microbatches
     per step. Collective.
 
-    The parts of the placement are made in this order: ranks, number formats, model, gradient reduction, pages. Each
-    part needs only the parts before it. At the end all ranks compare their choices, before any data is sent."""
+    The placement is made in this order: ranks, number formats, model, gradient reduction, pages (flat parameter
+    buffers). Each of these needs only those before it. At the end all ranks compare their choices, before they
+    exchange any other data."""
     ranks = _set_up_device_and_mesh(recipe, world, tuning)
     with sharing_errors(world, "distribute", agree_at_end=True):
         formats = _resolve_precision(recipe.training.precision, ranks.xp)
@@ -219,7 +224,8 @@ def assemble_placement_and_model(
 
 
 def _set_up_device_and_mesh(recipe: Recipe, world: Communicator, tuning: Tuning | None) -> TrainingRanks:
-    """Select this rank's device, measure or load the tuning, and connect the mesh axes. Collective."""
+    """Select this rank's device, measure or load the machine-dependent tuning, and set up the communicators of the
+    mesh axes. Collective."""
     distribution, runtime, settings = recipe.distribution, recipe.runtime, environment.read_environment()
     xp = _select_device_and_get_namespace(runtime, world)
     guard = settings.check and not isinstance(world, CheckedCommunicator) if runtime.check is None else runtime.check
@@ -230,7 +236,7 @@ def _set_up_device_and_mesh(recipe: Recipe, world: Communicator, tuning: Tuning 
 
 
 def _select_device_and_get_namespace(runtime: RuntimeOptions, world: Communicator) -> Any:
-    """Select the device of this rank, and return the namespace of its arrays, such as `numpy`. Collective."""
+    """Select this rank's device and return the array module for it, such as `numpy` or `cupy`. Collective."""
     device = load_device(runtime.device)
     for remark in device.select_for_rank(world, runtime.device_map):
         log_on_rank0(world, remark)
@@ -239,7 +245,7 @@ def _select_device_and_get_namespace(runtime: RuntimeOptions, world: Communicato
 
 
 def _connect_axes_and_resolve_sharding(recipe: Recipe, world: Communicator, check: bool) -> tuple[MeshAxes, Sharding]:
-    """Connect the mesh axes of this rank; return them and the sharding. Collective."""
+    """Create the communicators of this rank's mesh axes; return the axes and the sharding. Collective."""
     distribution, ahead = recipe.distribution, recipe.runtime.prefetch
     with sharing_errors(world, "distribute", agree_at_end=True):
         strategy = distribution.strategy_within_replica(world.size)
@@ -257,8 +263,8 @@ def _connect_axes_and_resolve_sharding(recipe: Recipe, world: Communicator, chec
 
 
 def _resolve_precision(choice: str | Precision | None, xp: Any) -> Precision:
-    """Return the number formats of the option `precision`. "fp16" computes in 16 bits only if the processor has
-    instructions for float16."""
+    """Return the number formats selected by the option `precision`. "fp16" computes in 16 bits only if the processor
+    has float16 instructions."""
     formats = config.resolve_precision(choice)
     if (
         config.normalize_half_name(choice) == "float16"
@@ -270,7 +276,8 @@ def _resolve_precision(choice: str | Precision | None, xp: Any) -> Precision:
 
 
 def _shard_and_linearize_model(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> RankModel:
-    """Return the model that this rank runs, sharded over the tensor axis, and the list of its layers."""
+    """Return the model that this rank runs, sharded over the tensor axis, and its layers as a list in the order of
+    execution."""
     training, axes = recipe.training, ranks.axes
     distribution, dtype = recipe.distribution, parse_dtype(formats.compute)
     samples = distribution.sample_partition.make_sample_layout(training.model, axes)
@@ -286,19 +293,20 @@ def _shard_and_linearize_model(recipe: Recipe, ranks: TrainingRanks, formats: Pr
 def _shard_model(
     training: TrainingChoices, axes: MeshAxes, distribution: DistributionChoices, dtype: np.dtype, samples: SampleLayout
 ) -> TensorParallelModel:
-    """Return the model that this tensor rank runs on its part of the samples, or the model itself if there is no tensor
-    axis. dtype: the compute dtype."""
+    """Return the model that this rank runs, sharded over the tensor axis if there is one, with casts to the compute
+    dtype `dtype`."""
     model, _ = distribution.sample_partition.shard_model(insert_number_casts(training.model, dtype))
     loss, plan, sequence = samples.bind_loss(training.loss), distribution.tensor_plan, distribution.sequence
     if axes.tensor.size == 1 and plan is None and sequence is None:
         return TensorParallelModel(model, loss, None, frozenset())
-    from fsdpx.nn.tensor_plan import parallelize  # slow import: it loads sequence-parallel attention
+    # imported late because it loads sequence-parallel attention, which is slow
+    from fsdpx.nn.tensor_plan import parallelize
 
     return parallelize(model, loss, axes.tensor.size, plan, sequence)
 
 
 def _choose_gradient_reduction(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> ReductionChoices:
-    """Return the codecs of the gradients, the order in which gradients are added, and the number of microbatches."""
+    """Return how gradients are reduced: compression codecs, order of accumulation, and number of microbatches."""
     training, axes, choice = recipe.training, ranks.axes, recipe.distribution.compression
     microbatches = choose_microbatch_count(training.microbatches, training.reproducible_chunks, axes.mesh)
     sums = make_accumulation(training.reproducible_chunks, axes)
@@ -311,12 +319,14 @@ def _choose_gradient_reduction(recipe: Recipe, ranks: TrainingRanks, formats: Pr
 def _lay_out_stages_and_pages(
     recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: RankModel, reducing: ReductionChoices
 ) -> LaidOutModel:
-    """Return the pipeline schedule, and the layout of the model in stages, units and pages."""
+    """Return the pipeline schedule, and the layout of the parameters in pipeline stages, FSDP units and flat buffers
+    (pages)."""
     axes, ordered = ranks.axes, model.ordered
     stages, homes = parse_stages_option(ordered, recipe.distribution.stages, axes.pipe.size)
     assert not isinstance(stages, Mapping), "a list of first layers by now"
     pipe = PipelineChoice(recipe.distribution.schedule, axes.pipe.size, homes)  # type: ignore[arg-type]  # no PathLike here
-    require_enough_layers(ordered, axes.pipe.size, "")  # check this before a schedule is made for the ranks
+    # checked first, because no schedule can be made with too few layers
+    require_enough_layers(ordered, axes.pipe.size, "")
     home = pipe.get_stage_ranks(reducing.microbatches_per_rank)
     starts = split_into_stages(ordered, len(home), stages, recipe.runtime.costs, pipe.explain_stage_count(home))
     bitwise = reducing.accumulation.bitwise
@@ -332,8 +342,8 @@ def _make_model_layout(
     spread: ModelSpread,
     reducing: ReductionChoices,
 ) -> ModelLayout:
-    """Return the layout of the model in units and pages. Raise ConfigError for a name pattern that matches no
-    parameter."""
+    """Return the layout of the parameters in FSDP units and flat buffers (pages). Raise ConfigError for a name pattern
+    that matches no parameter."""
     training = recipe.training
     wanted = recipe.runtime.group_bytes
     group = ranks.tuning.group_bytes if wanted is None else config.parse_byte_count(wanted, "group_bytes")
@@ -352,8 +362,8 @@ def _make_model_layout(
 
 
 def _require_optimizer_patterns_match(optimizer: Any, layout: ModelLayout) -> None:
-    """Raise ConfigError if a name pattern of an optimizer matches no parameter. A default pattern, which is made for
-    every model, may match no parameter."""
+    """Raise ConfigError if a name pattern that the user gave to an optimizer matches no parameter. Default patterns,
+    which are meant for any model, may match none."""
     names = [name for name, spec in layout.specs.items() if not spec.state]
     for argument, common in (("groups", no_decay), ("exclude", getattr(type(optimizer), "exclude", ()))):
         given = [pattern for pattern in getattr(optimizer, argument, ()) if pattern not in common]
@@ -368,7 +378,7 @@ def _make_step_options(
     reducing: ReductionChoices,
     pages: LaidOutModel,
 ) -> StepOptions:
-    """Return the options of a step. Raise ConfigError if two options exclude each other."""
+    """Return the options that a training step depends on. Raise ConfigError if two options exclude each other."""
     training, distribution, runtime = recipe.training, recipe.distribution, recipe.runtime
     recomputing, schedule = parse_recompute(training.recompute), distribution.schedule
     every, count = recomputing.every, len(pages.layout.units)
@@ -392,8 +402,8 @@ def _make_step_options(
 
 
 def _wrap_optimizer(training: TrainingChoices, formats: Precision) -> Any:
-    """Wrap the optimizer as the options require, so that it rounds for a 16-bit shard and averages the parameters.
-    Return the result."""
+    """Return the optimizer, wrapped as the options require: with rounding for 16-bit parameters, and with averaging of
+    the parameters over time."""
     optimizer, narrow = training.optimizer, formats.master_dtype != formats.gradient_dtype
     if narrow:
         optimizer = load_extension("half", "rounded")(optimizer, formats.rounding == "kahan")
@@ -407,7 +417,7 @@ def _wrap_optimizer(training: TrainingChoices, formats: Precision) -> Any:
 def _make_pipeline_stages(
     layout: ModelLayout, reducing: ReductionChoices, ranks: TrainingRanks, optimizer: Any, storage: StorageLevelChoice
 ) -> tuple[Stage, ...]:
-    """Return the stage of each pipeline rank."""
+    """Return the pipeline stages of all pipeline ranks, in the order of the ranks."""
     sizes, alone = dict.fromkeys(ranks.axes.reduction_axes, 1), ranks.axes.data.size == 1
     trained = [page for page in layout.pages if page.trainable]
     coded = [
@@ -432,7 +442,7 @@ def _make_pipeline_stages(
 
 
 def _make_number_formats(formats: Precision) -> NumberFormats:
-    """Return the dtype of each role, such as gradients or statistics."""
+    """Return the dtype of each kind of array, such as gradients or running statistics."""
     p = formats
     compute, wire = parse_dtype(p.compute), parse_dtype(p.parameter_wire_dtype)
     master, gradients, statistics = map(parse_dtype, (p.master_dtype, p.gradient_dtype, p.statistics_dtype))
@@ -440,8 +450,8 @@ def _make_number_formats(formats: Precision) -> NumberFormats:
 
 
 def _choose_half_matmul_library(world: Communicator, formats: Precision, xp: Any) -> str:
-    """Return the name of the library that multiplies 16-bit matrices, since results depend on it; "" if none is used.
-    Warn once if 16 bits are computed as float32, which is slower."""
+    """Return the name of the library that multiplies 16-bit matrices, because results depend on it; "" if none is
+    used. Warn once if 16-bit numbers are computed as float32, which is slower."""
     if formats.compute == formats.gradient_dtype or xp is not np:
         return ""
     name = parse_dtype(formats.compute).name

@@ -1,5 +1,6 @@
-"""Agreement of ranks on calls and batches. Every call of a trainer begins with one exchange in which ranks compare
-which call they make. A batch is checked, agreed on with the other ranks, and split into microbatches."""
+"""Agreement of ranks on calls and batches. Every collective call of a trainer begins with a small all-gather in which
+ranks compare which method they call. A batch is checked on each rank, compared with the batches of the other ranks,
+and split into microbatches."""
 
 from __future__ import annotations
 
@@ -58,8 +59,8 @@ VALUE_COUNT = len(VALUE_COLUMNS)
 
 
 class CallRecord(NamedTuple):
-    """The call of a rank, a text about its arguments, and the class and text of the error that the rank met, if any.
-    From these records all ranks raise the same error."""
+    """What a rank reports about its call: the name of the call, a description of its arguments, and the class and text
+    of an error, if it met one. From these records all ranks raise the same error."""
 
     call: str
     features: str = ""
@@ -68,8 +69,8 @@ class CallRecord(NamedTuple):
 
 
 def all_gather_row(comm: Communicator, row: Sequence[int], what: str) -> np.ndarray:
-    """Return the rows of all ranks as int64 of shape (ranks, 4), in one all-gather of 32 bytes per rank. A rank without
-    peers gets only its own row. Collective."""
+    """Gather four integers of each rank, and return them as an int64 array of shape (ranks, 4). Collective: one
+    all-gather of 32 bytes per rank; a single rank gets only its own integers."""
     if not comm.has_peers:
         return np.array([row], np.int64)
     table = np.zeros((comm.size, WIDTH), np.int64)
@@ -80,8 +81,8 @@ def all_gather_row(comm: Communicator, row: Sequence[int], what: str) -> np.ndar
 
 
 def agree_on_call(comm: Communicator, call: str, values: Mapping[str, str] | None = None) -> None:
-    """Return when all ranks have reached `call`. Raise DesyncError on all ranks if some make another call, and
-    ConfigError if some pass other `values`. Collective."""
+    """Wait until all ranks have reached `call`. Raise DesyncError on all ranks if some make another call, and
+    ConfigError if `values`, the arguments to compare, differ between ranks. Collective."""
     values_number = 0 if values is None else hash_text(str(sorted(values.items())))
     table = _all_gather_rows_of_call(comm, call, [values_number] * VALUE_COUNT)
     if values is not None and (table[:, 0] != values_number).any():
@@ -91,9 +92,11 @@ def agree_on_call(comm: Communicator, call: str, values: Mapping[str, str] | Non
 @contextmanager
 def sharing_errors(comm: Communicator, call: str, agree_at_end: bool = False) -> Iterator[None]:
     """Raise an FsdpxError on all ranks if any rank raises one in the block. The block must not communicate.
+    Collective.
 
-    Other ranks learn of the error in the exchange at the beginning of `call`, so a call without an error sends no extra
-    message. agree_at_end: True: end the block with such an exchange, because no `call` follows. Collective."""
+    `call` is the name of the collective call that follows. Ranks without an error learn of it when that call begins,
+    so no message is sent if there is no error. With `agree_at_end`, for blocks that no call follows, the ranks compare
+    at the end of the block instead."""
     if not comm.has_peers:
         yield
         return
@@ -104,7 +107,7 @@ def sharing_errors(comm: Communicator, call: str, agree_at_end: bool = False) ->
         own_record = CallRecord(call, "", type(error), str(error))
         everyone = comm.all_gather_data(own_record)
         if all(one == own_record for one in everyone):
-            raise  # all ranks have met the same error
+            raise  # if all ranks have met the same error, it needs no rank number
         raise_first_error(everyone)
     else:
         if agree_at_end:
@@ -112,8 +115,8 @@ def sharing_errors(comm: Communicator, call: str, agree_at_end: bool = False) ->
 
 
 def all_reduce_max(comm: Communicator, call: str, values: np.ndarray) -> np.ndarray:
-    """Agree on `call` as `agree_on_call` does, and return the elementwise maximum of `values` over all ranks. Up to
-    three values travel in the same exchange. values: 1-d array of an 8-byte dtype. Collective."""
+    """Return the elementwise maximum of `values`, a 1-d array of an 8-byte dtype, over all ranks. Ranks also compare
+    their calls as in `agree_on_call`, and up to three values need no further message. Collective."""
     if values.size > VALUE_COUNT:
         agree_on_call(comm, call)
         maxima = np.array(values)
@@ -126,8 +129,8 @@ def all_reduce_max(comm: Communicator, call: str, values: np.ndarray) -> np.ndar
 
 
 def _all_gather_rows_of_call(comm: Communicator, call: str, values: Sequence[int]) -> np.ndarray:
-    """Return the rows of all ranks for `call`; raise DesyncError on all ranks if some make another call. values:
-    values of the call."""
+    """Gather the integers `values` of all ranks, together with a hash of `call`. Raise DesyncError on all ranks if
+    some make another call."""
     table = all_gather_row(comm, [*values[:CALL], hash_text(call), *values[CALL:]], call)
     if (table[:, CALL] != table[0, CALL]).any():
         all_gather_and_check_call_records(comm, CallRecord(call))
@@ -135,8 +138,8 @@ def _all_gather_rows_of_call(comm: Communicator, call: str, values: Sequence[int
 
 
 def all_gather_and_check_call_records(comm: Communicator, own_record: CallRecord) -> list[CallRecord]:
-    """Return the records of all ranks if all make the same call and none has met an error. Otherwise raise the same
-    error on all ranks. Collective; call it after an exchange that showed a difference."""
+    """Return the call records of all ranks if all make the same call without an error. Otherwise raise the same error
+    on all ranks. Collective; called once a cheaper comparison of hashes has shown a difference."""
     everyone: list[CallRecord] = comm.all_gather_data(own_record)
     raise_first_error(everyone)
     if any(one.call != own_record.call for one in everyone):
@@ -145,7 +148,8 @@ def all_gather_and_check_call_records(comm: Communicator, own_record: CallRecord
 
 
 def raise_first_error(records: Sequence[CallRecord]) -> None:
-    """Raise the error of the lowest rank that has met one, prefixed with the number of that rank."""
+    """Raise the error of the lowest rank that reports one, with "rank N: " in front of its text. Do nothing without
+    errors."""
     for rank, record in enumerate(records):
         if record.kind is not None:
             raise add_rank_to_error(record.kind(record.text), rank)
@@ -158,7 +162,7 @@ def add_rank_to_error(error: FsdpxError, rank: int) -> FsdpxError:
 
 
 def describe_different_calls(calls: dict[int, str]) -> str:
-    """Return the error text for ranks that make different calls. calls: name of the call by rank."""
+    """Return the error text for ranks that make different calls. `calls` holds the name of the call for each rank."""
     called = format_calls_by_rank(calls)
     return f"ranks called different methods: {called}. All ranks make the same calls, in the same order"
 
@@ -174,11 +178,11 @@ chance."""
 
 
 class DuplicateBatchDetector:
-    """Warn if data ranks train on the same samples. The detector stops as soon as samples have differed or it has
-    warned.
+    """Warns if all data ranks train on the same samples, which is usually a mistake in sharding the data. The detector
+    stops checking after its warning, or as soon as samples differ between data ranks.
 
-    Empty batches and batches whose samples are all equal to each other do not count, because they may be intended or
-    come from an idle rank.
+    Empty batches, and batches in which all samples are equal, are ignored: they may be intended, or come from an idle
+    rank.
 
     Attributes
     ----------
@@ -190,10 +194,10 @@ class DuplicateBatchDetector:
         self.may_have_duplicates, self._same = self._size > 1, 0
 
     def count_duplicates_and_warn(self, equal_on_all_ranks: bool, arrays: Sequence[Any]) -> None:
-        """If a batch is equal on all data ranks, add its samples to the count, and warn if the count is too high.
+        """Count the samples of a batch that is equal on all data ranks, and warn once there are too many.
 
-        equal_on_all_ranks: True if the batch is equal on all data ranks. Ranks agree on this value, so that all make
-        the same decision."""
+        `equal_on_all_ranks` says whether the batch is equal on all data ranks. It must be the same on every rank, so
+        that all ranks make the same decision."""
         if not equal_on_all_ranks:
             self.may_have_duplicates = False
         elif any(bool((a != a[:1]).any()) for a in arrays):
@@ -213,12 +217,12 @@ class DuplicateBatchDetector:
 
 @dataclass(frozen=True)
 class LocalBatch:
-    """This rank's samples.
+    """This rank's samples of the global batch.
 
     Attributes
     ----------
-    inputs, target : arrays; dim 0 is samples
-    rows : number of samples of every data rank
+    inputs, target : arrays whose dim 0 is samples
+    rows : number of samples of each data rank, in rank order
     row : index of this rank's first sample in the global batch
     """
 
@@ -229,13 +233,13 @@ class LocalBatch:
 
     @property
     def size(self) -> int:
-        """Number of samples."""
+        """Number of samples of this rank."""
         return int(self.inputs[0].shape[0])
 
 
 def prepare_inputs(placement: Placement, x: Any) -> tuple[Any, ...]:
-    """Return the model's inputs in order, from an array, a tuple or a dict by name. Floats, and integers that are not
-    indices, are converted to the compute dtype."""
+    """Return the model's inputs as a tuple of arrays on this rank's device. `x` is an array, a tuple, or a dict by
+    input name. Floats are converted to the compute dtype, and so are integers unless the model uses them as indices."""
     names = placement.layout.inputs
     given = [
         to_device_array(placement, a, name) for name, a in zip(names, list_inputs_in_order(placement, x), strict=True)
@@ -251,7 +255,8 @@ def prepare_inputs(placement: Placement, x: Any) -> tuple[Any, ...]:
 
 
 def list_inputs_in_order(placement: Placement, x: Any) -> list[Any]:
-    """Return the caller's values for the model's inputs, in order."""
+    """Return the arrays that the caller passed as `x`, in the order of the model's inputs. Raise DataError if their
+    number or names do not match."""
     names = placement.layout.inputs
     if isinstance(x, Mapping):
         if set(x) != set(names):
@@ -264,8 +269,8 @@ def list_inputs_in_order(placement: Placement, x: Any) -> list[Any]:
 
 
 def _prepare_input(placement: Placement, name: str, array: Any, takes: str) -> Any:
-    """Return an input in the dtype that the layers reading it take. Raise DataError if the model computes in float16
-    and an integer is outside the range of float16."""
+    """Convert an input to the dtype that the layers which read it expect. Raise DataError if the model computes in
+    float16 and an integer is too large for it."""
     narrow = takes == "numbers" and placement.formats.compute == np.float16
     if narrow and array.dtype.kind in "iu" and array.size and max(-int(array.min()), int(array.max())) > MAX_FLOAT16:
         raise DataError(
@@ -275,8 +280,8 @@ def _prepare_input(placement: Placement, name: str, array: Any, takes: str) -> A
 
 
 def prepare_target(placement: Placement, y: Any, samples: int) -> Any:
-    """Return the target on this rank's device and in the layout of the model's output. Raise DataError unless it has as
-    many samples as the inputs."""
+    """Return the target on this rank's device, split like the model's output. Raise DataError unless it has `samples`
+    samples, as many as the inputs."""
     layout = placement.sample_layout
     target = layout.to_model_output(layout.drop_target_of_other_ranks(to_device_array(placement, y, TARGET)), TARGET)
     if target.ndim == 0 or target.shape[0] != samples:
@@ -289,13 +294,13 @@ TARGET = "the target"
 
 
 def _format_array_name(name: str) -> str:
-    """Return how an error names an array of the batch."""
+    """Return the phrase for an array of the batch in an error message, such as "input 'x'"."""
     return name if name == TARGET else f"input {name!r}" if name else "an array of the batch"
 
 
 def add_given_dtype_to_error(problem: FsdpxError, x: Any, y: Any) -> FsdpxError:
-    """Return an error about a dtype. If the array was converted before the check, add the dtype that the caller
-    passed."""
+    """Return the error `problem` about a dtype. If `x` or `y` was converted before the check, add the dtype that the
+    caller passed."""
     text, _, dtype = str(problem).rpartition("whole numbers, got ")
     given = getattr(y if "labels" in text else x, "dtype", None)
     known = not text or given is None or str(given) == dtype
@@ -303,10 +308,10 @@ def add_given_dtype_to_error(problem: FsdpxError, x: Any, y: Any) -> FsdpxError:
 
 
 def to_device_array(placement: Placement, value: Any, name: str = "") -> Any:
-    """Return an array on the engine's device in native byte order, with floats converted to the compute dtype. name:
-    name of the input, or TARGET, for errors."""
+    """Return `value` as an array on this rank's device, in native byte order and with floats converted to the compute
+    dtype. Error messages call it `name`, which is the name of an input, or TARGET."""
     compute = placement.formats.compute
-    if value.__class__ is np.ndarray and placement.xp is np:  # the common case
+    if value.__class__ is np.ndarray and placement.xp is np:  # fast path: the array can be used as it is
         dtype = value.dtype
         if dtype is compute or (dtype.kind in "iub" and dtype.isnative):
             return value
@@ -334,7 +339,7 @@ def to_device_array(placement: Placement, value: Any, name: str = "") -> Any:
 
 
 def require_batch_usable_on_device(placement: Placement, x: Any, y: Any) -> None:
-    """Raise DataError unless this rank's device can take the arrays of a batch."""
+    """Raise DataError unless this rank's device can use the arrays of the batch where they are."""
     if placement.device is CPU:
         return
     inputs = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple) else [x]
@@ -349,16 +354,18 @@ MAX_FLOAT16 = 65504
 def agree_on_batch(
     axes: MeshAxes, call: str, features: str, rows: int, error: FsdpxError | None, comm: Communicator | None = None
 ) -> tuple[tuple[int, ...], bool]:
-    """Agree on `call` and its batch; return the number of samples of every data rank, and whether the digest is the
-    same on all data ranks. Raise the same error on all ranks if a rank has met an error or the features differ.
-    Collective: one all-gather of 32 bytes per rank; texts are sent only for an error.
+    """Check that all ranks make the same call with matching batches. Return the number of samples of each data rank,
+    and whether the checksum of the samples is the same on all data ranks. Raise the same error on all ranks if one of
+    them met an error or if the descriptions of their batches differ. Collective: one all-gather of 32 bytes per rank;
+    texts are sent only for an error.
 
     Parameters
     ----------
     axes : the mesh axes of this rank
     call : name of the call
-    features : text about the batch. It must be the same on ranks with the same data rank, and up to DIGEST_SEPARATOR on
-        all ranks. LOADER_ENDED means that this rank has no batch
+    features : description of the batch (shapes, dtypes), and after DIGEST_SEPARATOR a checksum of its samples. The
+        description must be the same on all ranks, the checksum only on ranks with the same data rank. LOADER_ENDED
+        means that this rank has no batch
     rows : number of samples of this rank
     error : error that this rank met in its batch, or None
     comm : the ranks that agree (default: all ranks). If replicas train independently, these are the ranks of one
@@ -384,8 +391,8 @@ def agree_on_batch(
 
 
 def _make_disagreement_error(features: list[str], lines: list[int]) -> DataError:
-    """Return the error about batches that differ, which is the same on every rank. features: text about the batch of
-    each rank. lines: data rank of each rank."""
+    """Return the error for batches that differ between ranks, with the same text on every rank. `features` describes
+    the batch of each rank; `lines` holds the data rank of each rank."""
     if len(set(features)) == 1:
         return DataError(
             "ranks of one line of the pipe or tensor axis have different samples: give each rank the part of its data "
@@ -407,9 +414,9 @@ def checksum_arrays(arrays: Iterable[Any]) -> int:
 def split_into_microbatches(
     placement: Placement, batch: LocalBatch, microbatches: int, evenly: bool = False
 ) -> list[Microbatch | None]:
-    """Split this rank's samples into microbatches, in the order in which their gradients are added. The number is the
-    same on every rank; a microbatch without samples is None. evenly: True: split as evenly as possible; False: split as
-    the order of gradient accumulation requires."""
+    """Split this rank's samples into microbatches, in the order in which their gradients are added. Every rank gets
+    the same number of microbatches; those without samples are None. The split is as even as possible if `evenly` is
+    True, and otherwise follows the order of gradient accumulation."""
     bounds = [batch.size * m // microbatches for m in range(microbatches + 1)]
     if not evenly:
         sums, rank = placement.accumulation, placement.axes.data.rank
@@ -425,6 +432,6 @@ def split_into_microbatches(
 def make_largest_microbatch_shapes(
     placement: Placement, inputs: Sequence[Any], rows: tuple[int, ...], microbatches: int
 ) -> Microbatch:
-    """Return a microbatch of shape-only arrays with as many samples as the largest microbatch of any rank."""
+    """Return a microbatch of arrays without data, with as many samples as the largest microbatch of any rank."""
     most = placement.accumulation.count_rows_of_largest_microbatch(rows, microbatches)
     return Microbatch(tuple(ShapeArray((most, *a.shape[1:]), a.dtype) for a in inputs), None, 0)

@@ -1,5 +1,5 @@
-"""Call runners: which ranks run the calls of a trainer, what they agree on between calls, and the state that outlasts a
-session."""
+"""Call runners: they run the methods of a trainer on the ranks that take part, and compare calls and arguments between
+ranks. A call runner also holds state that must survive a change of ranks, such as a background save."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 def run_through_call_runner(
     effect: str, name: str = ""
 ) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
-    """Return a decorator for methods of a trainer: each call of the method goes through the trainer's call runner.
+    """Return a decorator for trainer methods that routes each call through the trainer's call runner.
 
     Parameters
     ----------
@@ -80,7 +80,7 @@ def run_through_call_runner(
         @wraps(method)
         def run_call(self: Any, *given: P.args, **options: P.kwargs) -> T:
             call_runner = self._call_runner
-            if call_runner.fixed:  # the common case: skip `run_call`
+            if call_runner.fixed:  # fast path for fixed ranks: `run_call` would only call the method
                 return method(self, *given, **options)
             result: T = call_runner.run_call(effect, called, partial(method, self), *given, **options)
             return result
@@ -119,8 +119,8 @@ def raise_argument_errors_on_all_ranks(
 
 
 def raise_option_name_errors_on_all_ranks(method: F) -> F:
-    """Wrap a method as `raise_argument_errors_on_all_ranks` does, but check only the names of its arguments, because
-    the method checks their values itself."""
+    """Wrap a method as `raise_argument_errors_on_all_ranks` does, but check only the names of its keyword arguments,
+    because the method checks the values itself."""
     return cast(F, raise_argument_errors_on_all_ranks(method, hints=False))
 
 
@@ -132,7 +132,7 @@ def require_valid_weights_choice(weights: Any) -> None:
 
 @dataclass(frozen=True)
 class LastUpdate:
-    """Record of the last update.
+    """Loss, gradient norm and learning rate of the last update.
 
     Attributes
     ----------
@@ -150,14 +150,14 @@ class LastUpdate:
 
     @classmethod
     def from_loss_and_scale(cls, loss: float, scale: GradientScale) -> LastUpdate:
-        """Return the record of an update. loss: global mean loss. scale: the gradient scale that the program
+        """Make the record from the global mean loss and from `scale`, the scaling of the gradients that the program
         computed."""
         return cls(loss, scale.norm, scale.rate, scale.skip)
 
 
 class CallRunner(ABC):
-    """The ranks that call a trainer, with their communicators and everything that they do together besides training. A
-    trainer has its call runner as `trainer.call_runner`.
+    """Runs the methods of a trainer on its ranks. It owns the communicators of these ranks and everything that they do
+    together besides training. A trainer has its call runner as `trainer.call_runner`.
 
     Parameters
     ----------
@@ -166,8 +166,8 @@ class CallRunner(ABC):
     Attributes
     ----------
     last_update : record of the last update; None before the first update
-    loss_weight : denominator of the mean loss of the last `evaluate`, which is the number of samples or of whatever
-        else the loss counts
+    loss_weight : denominator of the mean loss of the last `evaluate`: the number of samples, or of tokens or cells if
+        the loss counts these
     background_save : the background save in progress, or None
     closed : True once the trainer is closed and can no longer be used
     """
@@ -183,12 +183,10 @@ class CallRunner(ABC):
         self.background_save: BackgroundSave | None = None
         self.closed = False
 
-    # -- ranks ---------------------------------------------------------------------------------------------------------
-
     @property
     @abstractmethod
     def world(self) -> Communicator:
-        """Communicator of all ranks that call this trainer."""
+        """Communicator of all ranks of this trainer."""
 
     @property
     @abstractmethod
@@ -207,7 +205,7 @@ class CallRunner(ABC):
 
     @property
     def batch_part_count(self) -> int:
-        """Number of parts of the global batch: one per data rank."""
+        """Number of ranks or groups of ranks over which the global batch is split: the number of data ranks."""
         return self.data_group.size
 
     @property
@@ -217,7 +215,7 @@ class CallRunner(ABC):
 
     @property
     def has_own_speed(self) -> bool:
-        """True if each rank steps at its own speed, so that `step` is not collective."""
+        """True in asynchronous training, where each rank steps at its own speed, so that `step` is not collective."""
         return self.placement.sync_policy.own_speed
 
     @property
@@ -225,16 +223,14 @@ class CallRunner(ABC):
         """True if the last step synchronized all ranks; in local training only some steps do."""
         return self.placement.sync_policy.is_sync_step(self.session.state.steps)
 
-    # -- calls ---------------------------------------------------------------------------------------------------------
-
     @abstractmethod
     def run_call(self, effect: str, name: str, function: Callable[..., T], *given: Any, **options: Any) -> T:
-        """Run a call of the trainer and return its result.
+        """Run a call of the trainer on the ranks that take part in it, and return its result.
 
         Parameters
         ----------
         effect : effect of the call: STEP, READS_STATE, REPLACES_STATE, KEEPS_FOR_LATER or ON_EVERY_RANK
-        name : name of the call, for agreement and errors
+        name : name of the call, which ranks compare and errors show
         function : makes the call on this rank
         given, options : arguments of `function`
 
@@ -245,8 +241,7 @@ class CallRunner(ABC):
 
     @abstractmethod
     def agree_on_batch_and_split(self, x: Any, y: Any, kind: str, training: bool = True) -> StepInputs:
-        """Check a batch, agree on it with the other ranks, and return it split into this rank's microbatches.
-        Collective.
+        """Check this rank's batch, compare it with the other ranks, and return it split into microbatches. Collective.
 
         Parameters
         ----------
@@ -266,7 +261,8 @@ class CallRunner(ABC):
 
     @abstractmethod
     def all_gather_output_if_elastic(self, output: Any) -> Any:
-        """Return the model's output as the caller expects it, given the output on this rank's samples. Collective.
+        """Return the model's output for the samples that the caller passed. With elastic ranks, each rank passes the
+        global batch but computes only a part of it, so the output is gathered. Collective.
 
         Parameters
         ----------
@@ -307,7 +303,8 @@ class CallRunner(ABC):
 
     @abstractmethod
     def agree_on_end_of_batches(self) -> None:
-        """Tell the other ranks that this rank has no more batches. Collective, in place of `step`.
+        """Tell the other ranks that this rank's data loader has no more batches. Collective: called in place of
+        `step`.
 
         Raises
         ------
@@ -330,7 +327,7 @@ class CallRunner(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Free the resources shared with other ranks. Collective."""
+        """Free shared memory and communicators of this trainer. Collective."""
 
     def require_open(self, call: str) -> None:
         """Raise ConfigError if the trainer is closed.
@@ -343,18 +340,19 @@ class CallRunner(ABC):
             raise ConfigError(f"{call}: this trainer is closed")
 
     def sharing_errors(self, call: str) -> AbstractContextManager[None]:
-        """Return a context in which an error about the arguments of one rank is raised on all ranks, as
-        `batch.sharing_errors` does. With elastic ranks, or if ranks step at their own speed, the context does nothing.
+        """Return a context manager that raises an error about the arguments of one rank on all ranks, as
+        `batch.sharing_errors` does. With elastic ranks, or if each rank steps at its own speed, the context manager
+        does nothing.
 
         Parameters
         ----------
-        call : name of the call that follows
+        call : name of the collective call that follows
         """
         return batches.sharing_errors(self.world, call) if self.fixed and not self.has_own_speed else nullcontext()
 
     def agree_on_arguments(self, call: str, arguments: Mapping[str, Any]) -> None:
-        """Raise ConfigError on all ranks if ranks pass different arguments. Collective. Do nothing with elastic ranks
-        and if ranks step at their own speed.
+        """Raise ConfigError on all ranks if ranks pass different arguments. Collective, but does nothing with elastic
+        ranks or if each rank steps at its own speed.
 
         Parameters
         ----------
@@ -365,7 +363,7 @@ class CallRunner(ABC):
             batches.agree_on_call(self.world, call, {name: str(value) for name, value in arguments.items()})
 
     def agree_on_call(self, call: str) -> None:
-        """Return when all ranks have reached this call. Collective.
+        """Wait until all ranks have reached this call. Collective.
 
         Parameters
         ----------
@@ -379,8 +377,8 @@ class CallRunner(ABC):
         self.session.agree_on_call(call)
 
     def wait_for_last_step(self) -> None:
-        """If ranks step at their own speed, wait until all ranks have finished their last step; otherwise return at
-        once. `fit` ends with this wait, and collective calls begin with it. Dead ranks are not waited for."""
+        """In asynchronous training, wait until all ranks have finished their last step; otherwise return at once.
+        `fit` ends with this wait, and collective calls begin with it. It does not wait for dead ranks."""
         self.require_open("wait_for_last_step")
         self.session.wait_for_last_step()
 
@@ -406,7 +404,7 @@ class CallRunner(ABC):
         def save_on_training_ranks() -> None:
             self.agree_on_call("save" + ", in the background" * background)
             self.wait_for_save_within_call()
-            # replicas that train independently save their own parameters, because they resume from these
+            # replicas that train independently save their own parameters, so that they resume with them
             state, plain = self.session.state, choices.weights == "parameters" and not self.has_own_speed
             put = nullcontext() if plain else self.using_weights(choices.weights)
             with (
@@ -430,12 +428,12 @@ class CallRunner(ABC):
         ----------
         path : folder of the checkpoint
         loader : a `data.DataLoader` that is set to the saved position, or None
-        convert : True: round or widen numbers that were saved in another format
+        convert : True: convert numbers that were saved in another dtype; False: raise an error instead
         verify : True: check the digests of all bytes first
 
         Returns
         -------
-        RunScalars : the scalars in the checkpoint
+        RunScalars : the scalars in the checkpoint, such as the number of steps
         """
 
         def load_on_training_ranks() -> RunScalars:
@@ -466,22 +464,23 @@ class CallRunner(ABC):
         self.run_call(READS_STATE, WAIT, wait_on_training_ranks)
 
     def wait_for_save_within_call(self) -> None:
-        """Wait for the background save, if there is one, within a call that the training ranks have agreed on."""
+        """Wait for the background save, if there is one. Only for use inside a call that the training ranks have
+        agreed on."""
         if self.background_save is None:
             return
         try:
             with reporting_block_time(self.session.engine, WAITING):
                 self.background_save.wait()
         except RankLost:
-            raise  # the code that recovers from the loss of a rank decides what becomes of the save
+            raise  # keep the save: the code that recovers from the loss of a rank decides what to do with it
         except BaseException:
             self.background_save = None
             raise
         self.background_save = None
 
     def using_weights(self, weights: str) -> AbstractContextManager[None]:
-        """Return a context in which the parameters are replaced by the requested weights. Collective on entry and on
-        exit; after an error each rank restores its parameters without communication.
+        """Return a context manager that temporarily replaces the parameters by the requested weights. Collective on
+        entry and on exit; after an error each rank restores its parameters without communication.
 
         Parameters
         ----------
@@ -497,8 +496,8 @@ class CallRunner(ABC):
 
 @contextmanager
 def reporting_block_time(engine: Engine, activity: str) -> Iterator[ByteCounter]:
-    """Time the block, and report its duration and bytes to the engine's observers. The block adds its bytes to the
-    yielded counter."""
+    """Time a `with` block, and report its duration and number of bytes to the engine's observers under the name
+    `activity`. The block adds the bytes it moves to the yielded counter."""
     begin, count = perf_counter(), ByteCounter()
     try:
         yield count
@@ -507,7 +506,8 @@ def reporting_block_time(engine: Engine, activity: str) -> Iterator[ByteCounter]
 
 
 class FixedRanks(CallRunner):
-    """The call runner of fixed ranks: all ranks that called `fsdpx.distribute` make each call, once."""
+    """The call runner of a trainer whose ranks never change: all ranks that called `fsdpx.distribute` take part in
+    each call."""
 
     __slots__ = ()
     fixed = True

@@ -29,7 +29,7 @@ array with one value per sample, which is averaged, or (sum, count)."""
 
 
 class MetricSums:
-    """Sums of metrics over the batches of one validation.
+    """Accumulates each metric over the batches of one validation.
 
     Parameters
     ----------
@@ -40,12 +40,12 @@ class MetricSums:
 
     def __init__(self, functions: Mapping[str, Metric], placement: Placement) -> None:
         self.functions, self._placement, self._layout = functions, placement, placement.sample_layout
-        self._sums = np.zeros((len(functions), 2))  # sum and count
+        self._sums = np.zeros((len(functions), 2))  # columns: sum and count of each metric
         self._problem: tuple[str, Exception] | None = None
 
     def add_batch(self, output: Any, target: Any) -> None:
-        """Add one batch. If a metric raises an error, keep it; `all_gather_means` raises it on all ranks. Collective if
-        a metric is a loss and fields are partitioned (`domain`)."""
+        """Add the metrics of one batch. If a metric raises an error, keep the error; `all_gather_means` raises it on
+        all ranks. Collective if a metric is a loss and fields are partitioned (`domain`)."""
         if not self._layout.has_complete_samples:
             target = self._layout.drop_target_of_other_ranks(np.asarray(to_host(target)))
         for k, (name, function) in enumerate(self.functions.items()):
@@ -60,8 +60,8 @@ class MetricSums:
                 self._problem = self._problem or (f"metric {name!r}: {error}", error)
 
     def _compute_loss_sum_and_weight(self, loss: Loss, output: Any, target: Any) -> tuple[float, float]:
-        """Return (sum, weight) of a loss. With `domain`, ranks first check together that the loss accepts the arrays of
-        every rank."""
+        """Return the summed loss of a batch and its weight, which is the number of samples or whatever else the loss
+        counts. With `domain`, ranks first check together that the loss accepts the arrays of every rank."""
         placement, problem = self._placement, None
         y, t = (to_device_array(placement, a) for a in (output, target))
         loss = self._layout.bind_loss(loss)
@@ -78,8 +78,8 @@ class MetricSums:
         return loss.forward(LayerContext(placement.xp, placement.axes, Random(0), training=False), y, t)[:2]
 
     def all_gather_means(self, data: Communicator) -> dict[str, float]:
-        """Return the mean of each metric by name, over the samples of all ranks; every rank gets the same values.
-        Collective.
+        """Return the mean of each metric over the samples of all ranks, as a dict by name; every rank gets the same
+        values. Collective.
 
         Parameters
         ----------
@@ -103,13 +103,13 @@ class MetricSums:
 
 
 def to_host_output(output: Any) -> Any:
-    """Return the model's output on the host: a NumPy array, or a tuple of NumPy arrays."""
+    """Copy the model's output to the host: to a NumPy array, or a tuple of NumPy arrays."""
     return tuple(map(to_host, output)) if isinstance(output, tuple) else to_host(output)
 
 
 def _convert_to_sum_and_count(value: Any, is_sharded: bool) -> tuple[float, float]:
-    """Return (sum, count) for the value that a metric returned. is_sharded: True with `domain`, where the metric must
-    return (sum, count)."""
+    """Return (sum, count) for the `value` that a metric function returned: an array with one value per sample, or
+    (sum, count) itself. With `is_sharded`, which is True with `domain`, only (sum, count) is allowed."""
     if isinstance(value, tuple) and len(value) == 2:
         return float(value[0]), float(value[1])
     if is_sharded:
@@ -131,13 +131,13 @@ EVENTS = ("on_train_begin", "on_step_end", "on_validation_end", "on_save", "on_e
 
 
 class CallbackList:
-    """The listeners of a run: the loggers of `fit` and the user's callbacks. On every rank, each event calls all
-    listeners in order. on_train_end is called even after an error.
+    """Calls the callbacks of one run of `fit`: the loggers of `fit` itself and the callbacks of the user. Each event
+    calls all of them in order, on every rank. `on_train_end` is called even after an error.
 
     Parameters
     ----------
     trainer, history : arguments of every call
-    own : listeners of `fit` itself, which are called first
+    own : loggers of `fit`, which are called first
     given : callback of the user, or several of them
     """
 
@@ -160,7 +160,7 @@ class CallbackList:
         self._ends.__exit__(kind, error, trace)
 
     def call_listeners(self, event: str) -> None:
-        """Call the method `event` of every listener that has it."""
+        """Call the method named `event`, such as "on_step_end", of every callback that has one."""
         for listener in self._listeners:
             self._call_listener(listener, event)
 
@@ -171,8 +171,8 @@ class CallbackList:
 
 
 def _check_callback(callback: Any) -> Any:
-    """Return the callback as an object with methods; a function becomes its `on_step_end`. Raise ConfigError if the
-    callback would never be called."""
+    """Return a callback of the user as an object with methods; a function becomes the method `on_step_end`. Raise
+    ConfigError if the callback would never be called."""
     methods = [name for name in dir(callback) if name.startswith("on_")]
     unknown = [name for name in methods if name not in EVENTS]
     if unknown or not (methods or callable(callback)):
@@ -186,8 +186,8 @@ STEPS, EPOCHS, PATIENCE, STOP = "steps", "epochs", "patience", "stop"
 
 @dataclass(frozen=True)
 class FitLimits:
-    """Stopping criteria of a run, as passed to `fit`. The reason why a run ends is one of STEPS, EPOCHS, PATIENCE and
-    STOP; "" means that the run goes on."""
+    """The stopping criteria passed to `fit`. A run ends for one of the reasons STEPS, EPOCHS, PATIENCE and STOP; the
+    reason "" means that it goes on."""
 
     epochs: int | None
     steps: int | None
@@ -196,7 +196,7 @@ class FitLimits:
     stop: Callable[[FitHistory], bool] | None
 
     def require_valid(self, validation: Any, metrics: Any, restore_best: bool | None) -> None:
-        """Raise ConfigError if a number is too small, or if an option needs `validation` and there is none."""
+        """Raise ConfigError if a limit is too small, or if an option needs validation batches and there are none."""
         for name in ("epochs", "steps", "every", "patience"):
             number = getattr(self, name)
             if (number is not None or name == "every") and not (isinstance(number, int) and number >= 1):
@@ -212,9 +212,11 @@ class FitLimits:
             raise ConfigError("fit: metrics and restore_best are about validation=..., and none is given")
 
     def find_end_reason_of_earlier_run(self, history: FitHistory, epochs: int, earlier_reason: str) -> str:
-        """Return why a resumed run ends without another step; "" if training continues. history: the history of the
-        earlier run. epochs: number of epochs that it has completed. earlier_reason: why it ended; "" if it was
-        interrupted, so that its last validation may be missing."""
+        """Return the reason if a resumed run ends without another step; "" if training continues.
+
+        `history` is the history of the earlier run, `epochs` the number of epochs that it completed, and
+        `earlier_reason` why it ended. The latter is "" if that run was interrupted, so that its last validation may be
+        missing."""
         if self.steps is not None and history.steps >= self.steps:
             return STEPS
         if earlier_reason and self.epochs is not None and epochs >= self.epochs:
@@ -224,13 +226,14 @@ class FitLimits:
         return STOP if earlier_reason == STOP and self.stop is not None else ""
 
     def is_validation_step(self, history: FitHistory) -> bool:
-        """Return whether to validate after this step: after every `every` steps and after the last step."""
+        """Return whether validation is due after the current step. It is due after every `every` steps and after the
+        last step."""
         return history.steps % self.every == 0 or history.steps == self.steps
 
     def agree_on_end_reason(self, call_runner: CallRunner, history: FitHistory) -> str:
-        """Return, after a validation step, why the run ends; "" if it goes on. The result is the same on all ranks.
-        Collective, unless ranks step at their own speed and there is neither `patience` nor `stop`."""
-        # without patience and stop there is nothing to agree on
+        """Return why the run ends after this validation step, or "" if it goes on. All ranks get the same result.
+        Collective, except in asynchronous training without `patience` and `stop`."""
+        # without `patience` and `stop`, every rank ends after the same number of steps, so no message is needed
         if call_runner.has_own_speed and self.patience is None and self.stop is None:
             return STEPS if history.steps == self.steps else ""
         asked = self.stop is not None and self.stop(history)
@@ -242,7 +245,7 @@ class FitLimits:
         return STEPS if history.steps == self.steps else ""
 
     def describe_end_reason(self, end: str) -> str:
-        """Return a text that says why the run ended, for messages and `FitHistory.reason`."""
+        """Return a sentence that says why the run ended, for messages and `FitHistory.reason`."""
         return {
             STEPS: f"{self.steps} steps done",
             EPOCHS: "all epochs done",

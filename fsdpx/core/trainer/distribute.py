@@ -1,4 +1,5 @@
-"""`distribute`: make a trainer from a model and its choices. All ranks compare every choice before any data is sent."""
+"""`distribute`: make a trainer from a model and its options. All ranks compare their options before they exchange any
+other data."""
 
 from __future__ import annotations
 
@@ -158,7 +159,8 @@ def distribute(
 
 for _name, _values in (("strategies", PRESETS), ("codecs", list_codec_names()), ("schedules", SCHEDULES)):
     _text = ", ".join(f'"{value}"' for value in _values)
-    distribute.__doc__ = (distribute.__doc__ or "").replace(f"{{{_name}}}", _text)  # so that each list is written once
+    # generated, so that the docstring lists the names that exist
+    distribute.__doc__ = (distribute.__doc__ or "").replace(f"{{{_name}}}", _text)
 
 PLAN_OPTIONS = ("batch", "memory", "machine")
 OPTIONS = [*signature(distribute).parameters][:-1] + [field.name for field in fields(RuntimeOptions)] + [*PLAN_OPTIONS]
@@ -166,12 +168,12 @@ OPTIONS = [*signature(distribute).parameters][:-1] + [field.name for field in fi
 
 
 def _select_options(recipe_part: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that are fields of `recipe_part`, one of the parts of the recipe."""
+    """Return those of the `options` that are fields of `recipe_part`, a dataclass such as `TrainingChoices`."""
     return {field.name: options[field.name] for field in fields(recipe_part) if field.name in options}
 
 
 def _find_planner(strategy: Any) -> Callable[..., Recipe] | None:
-    """Return the function that plans all other options if `strategy` names a planner, such as "auto"; else None."""
+    """Return the function that chooses the options if `strategy` names a planner, such as "auto"; otherwise None."""
     by_name = isinstance(strategy, str) and strategy not in PRESETS
     planner: Callable[..., Recipe] | None = find_extension("planner", strategy) if by_name else None
     return planner
@@ -180,8 +182,8 @@ def _find_planner(strategy: Any) -> Callable[..., Recipe] | None:
 def _apply_plan(
     recipe: Recipe, world: Communicator, plan: Callable[..., Recipe] | None, plan_options: Mapping[str, Any]
 ) -> Recipe:
-    """Return the recipe with the choices of the plan, if there is one. Raise ConfigError for options of a plan if
-    there is none. Collective."""
+    """Return the recipe with the options that the planner chose, or unchanged without a planner. Raise ConfigError for
+    planner options if there is no planner. Collective."""
     if plan is not None:
         return plan(recipe, world, **plan_options)
     for name, value in plan_options.items():
@@ -190,7 +192,7 @@ def _apply_plan(
 
 
 def _make_trainer(recipe: Recipe, world: Communicator) -> Trainer:
-    """Return a trainer for fixed ranks. Collective."""
+    """Return a trainer for ranks that stay the same during the whole run. Collective."""
     has_values = load_device(recipe.runtime.device).holds_data
     if has_values:
         broadcast_given_values(recipe.training.model, world)
@@ -202,14 +204,14 @@ def _make_trainer(recipe: Recipe, world: Communicator) -> Trainer:
 
 
 def make_session(recipe: Recipe, world: Communicator, tuning: Tuning | None = None, **options: Any) -> Session:
-    """Return the session of a recipe. If memory is too small, now or in a later step, OutOfMemory is raised with a list
-    of options that need less. Collective.
+    """Return the session that runs a recipe on this rank. If memory is too small, now or in a later step, raise
+    OutOfMemory with a list of options that need less. Collective.
 
     Parameters
     ----------
-    recipe : the model and all choices
-    world : all ranks of the trainer
-    tuning : machine-dependent choices made before (default: measure them, or read them from disk)
+    recipe : the model and all options
+    world : communicator of all ranks of the trainer
+    tuning : machine-dependent choices made earlier (default: measure them, or read them from disk)
     options : further arguments of `assemble_session`
     """
     try:
@@ -222,14 +224,14 @@ def make_session(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
 
 
 def _explain_memory_error(recipe: Recipe, world: Communicator, *about: Any) -> OutOfMemory:
-    """Import `explain_memory_error` only when it is needed, and return its result."""
+    """Call `explain_memory_error`, which is imported only once an error has occurred."""
     from fsdpx.core.trainer.out_of_memory import explain_memory_error
 
     return explain_memory_error(recipe, world, *about)
 
 
 def _add_observers(engine: Engine, runtime: RuntimeOptions) -> None:
-    """Add the observers that options and environment variables request, such as a trace. Collective."""
+    """Add the observers, such as a trace, that the options and environment variables ask for. Collective."""
     if (trace := runtime.get_trace_choice()) is not None:
         load_extension("observer", "trace")(engine, trace)
     if (wanted := environment.get_record_folder_and_steps()) is not None:
@@ -237,14 +239,15 @@ def _add_observers(engine: Engine, runtime: RuntimeOptions) -> None:
 
 
 def _end_all_ranks_on_exception(trainer: Trainer, world: Any) -> Trainer:
-    """Return the trainer. As long as it exists, an uncaught exception ends all ranks that are processes."""
+    """Make an uncaught exception on this rank end all ranks that are processes, as long as the trainer exists. Return
+    the trainer."""
     if (carrier := find_message_backend(world)) is not None:
         hooks.install_hooks_for_owner(trainer, carrier, beyond_scope=True)
     return trainer
 
 
 def _make_elastic_trainer(recipe: Recipe, world: Any, choice: ElasticConfig) -> Trainer:
-    """Return a trainer for elastic ranks. Collective."""
+    """Return a trainer whose ranks may die, leave and join during training. Collective."""
     run_calls = load_extension("ranks", "elastic")
     require_compatible(ELASTIC, ChoiceContext(recipe))
     trainer = Trainer(run_calls(recipe, world, choice))
@@ -266,8 +269,9 @@ def _open_world_and_agree_on_arguments(
     """Return the communicator of the trainer's ranks, once all of them have called `distribute` with the same
     arguments.
 
-    Ranks agree over `open_comm`. If it is None, they agree in the first message on the new communicator. In both cases
-    they agree before choices are checked, so that an error on all ranks is printed only once."""
+    Ranks compare the arguments over `open_comm`, or if it is None in the first message on the new communicator. In
+    both cases they compare them before the arguments are checked, so that an error on all ranks is printed only once.
+    """
     words = "distribute" if device == "cpu" else f"distribute(device={device!r})"
     if open_comm is not None:
         report_call_to_watchdog(open_comm, "distribute")
@@ -282,24 +286,24 @@ def _open_world_and_agree_on_arguments(
 
 
 def _merge_runtime_options(runtime: Any, rarely: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `runtime`, replaced by options that were passed by name. Raise ConfigError for values of a
-    wrong type."""
+    """Return the fields of `runtime` as a dict, overridden by the options in `rarely`. Raise ConfigError for a value
+    of the wrong type."""
     if not isinstance(runtime, RuntimeOptions | None):
         raise ConfigError(f"runtime={runtime!r}: say fsdpx.RuntimeOptions(...)")
     runtime_options = {
         name: rarely[name] for name in ("backend", "device", "device_map") if name in rarely
-    }  # needed to open the world
+    }  # checked early, because opening the communicator needs them
     require_valid_arguments(RuntimeOptions.__init__, (None,), runtime_options, "distribute")
     return vars(runtime or RuntimeOptions()) | {k: v for k, v in rarely.items() if k not in PLAN_OPTIONS}
 
 
 def _find_open_communicator(comm: Any) -> Communicator | None:
-    """Return a communicator that is open already and on which ranks can agree; None if there is none, or if some of its
+    """Return an open communicator on which ranks can compare their arguments; None if there is none, or if some of its
     ranks may have died.
 
-    A communicator with as many ranks as were started has the same ranks as the default communicator. In that case ranks
-    agree on the default communicator, even if only some of them pass a communicator."""
-    if isinstance(comm, FakeCommunicator):  # a fake rank has no other ranks to agree with
+    If `comm` has as many ranks as were started, it has the ranks of the default communicator. Ranks then use the
+    default communicator, even if only some of them pass a communicator."""
+    if isinstance(comm, FakeCommunicator):  # a fake communicator has no other processes to compare with
         return None
     opened, size = defaults.get_default(), None if comm is None else getattr(comm, "size", None)
     if opened is not None and (
@@ -311,7 +315,8 @@ def _find_open_communicator(comm: Any) -> Communicator | None:
 
 
 def _adopt_or_open_comm(comm: Any, backend: str | None, device: str, device_map: DeviceMap) -> Communicator:
-    """Return the communicator of the trainer's ranks: adopt `comm`, or open a new one. Collective."""
+    """Return the communicator of the trainer's ranks: `comm` itself if the caller passed one, or else a new one.
+    Collective."""
     if backend == "nccl" and device != "cuda":
         raise ConfigError(f"backend='nccl' is of arrays of GPUs, and device={device!r}: say device='cuda'")
     if comm is not None:

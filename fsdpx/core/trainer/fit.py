@@ -1,4 +1,4 @@
-"""`fit`: its arguments, and the loop over epochs."""
+"""The training loop `fit`: its arguments, epochs, validation and batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fsdpx.nn.layer import iterate_layers
 
 __all__ = ["fit"]
 
-_END = object()  # not None, because a loader that yields None is an error and not the end
+_END = object()  # not None: a loader that yields None is an error, not the end of an epoch
 
 
 COUNT_ARGUMENTS = ("epochs", "steps", "every", "patience")
@@ -38,16 +38,15 @@ TYPE_CHECKED_ONLY = (
 
 @runtime_checkable
 class StopRequest(Protocol):
-    """Context manager that ends a run between two steps on request, for example after a signal, as `fsdpx.Preemption`
-    does."""
+    """Context manager that can end a run between two steps, for example after a signal. `fsdpx.Preemption` is one."""
 
     def __enter__(self) -> Any: ...
 
     def __exit__(self, *exc: Any) -> None: ...
 
     def check(self, trainer: Any, also: Callable[[], object] | None = None) -> None:
-        """Do nothing if training is to continue. Otherwise call `also`, and raise the exception that ends the run.
-        `fit` calls this method between two steps on all ranks. Collective."""
+        """Do nothing if training is to continue; otherwise call `also` and raise the exception that ends the run.
+        Collective: `fit` calls it on all ranks between two steps."""
 
 
 @raise_option_name_errors_on_all_ranks
@@ -149,8 +148,8 @@ def fit(
 
 
 def _agree_on_arguments(call_runner: CallRunner, given: Mapping[str, Any]) -> tuple[FitLimits, CheckpointConfig | None]:
-    """Return the stopping criteria and the checkpoint settings. Raise the same ConfigError on all ranks for arguments
-    that are invalid or differ between ranks. given: the arguments of `fit`. Collective."""
+    """Check the arguments of `fit` (`given`), and return the stopping criteria and the checkpoint settings. Raise the
+    same ConfigError on all ranks if arguments are invalid or differ between ranks. Collective."""
     with call_runner.sharing_errors("fit"):
         require_valid_arguments(fit, (), {name: given[name] for name in TYPE_CHECKED_ONLY}, "fit")
         require_loss_and_optimizer("fit", call_runner.session.loss, call_runner.placement.optimizer)
@@ -184,7 +183,7 @@ class _FitLoop:
     preempt: StopRequest | None
 
     def run_epochs(self) -> FitHistory:
-        """Train, unless an earlier run has finished, and return the history. Collective."""
+        """Train, unless an earlier run has already finished, and return the history. Collective."""
         history, saves, limits = self.history, self.saves, self.limits
         ended = limits.find_end_reason_of_earlier_run(
             history, getattr(self.loader, "epoch", 0) - saves.first_epoch, saves.finished
@@ -196,7 +195,7 @@ class _FitLoop:
                 f"finished: {limits.describe_end_reason(ended)} at {checkpoint_step}; nothing is trained or saved",
             )
         else:
-            with self.events:  # opens the log, which then also gets the messages
+            with self.events:  # opens the log, so that messages are also written there
                 saves.print_resume_point()
                 ended = self._train_epochs_until_end()
                 self.trainer.call_runner.wait_for_last_step()
@@ -208,7 +207,7 @@ class _FitLoop:
         return history
 
     def _train_epochs_until_end(self) -> str:
-        """Train until the run ends, and return why it ended."""
+        """Train epoch after epoch until a stopping criterion is met, and return the reason."""
         epochs, first = self.limits.epochs, getattr(self.loader, "epoch", 0)
         epoch = first
         while epochs is None or epoch < self.saves.first_epoch + epochs:
@@ -230,8 +229,8 @@ class _FitLoop:
         return EPOCHS
 
     def _iterate_batches(self) -> Iterator[Any]:
-        """Yield batches until all ranks have none left. Raise DataError on all ranks if only some ranks have another
-        batch."""
+        """Yield the batches of one epoch. Raise DataError on all ranks if some ranks run out of batches before the
+        other ranks do."""
         batches = iter(self.loader)
         while True:
             begin = perf_counter()
@@ -246,8 +245,8 @@ class _FitLoop:
             yield pair
 
     def _train_on_batch(self, x: Any, y: Any) -> None:
-        """Train on one batch; record its loss, time and number of samples. Raise NumericsError if the loss is not
-        finite."""
+        """Train on one batch, and record its loss, time and number of samples. Raise NumericsError if the loss is NaN
+        or Inf."""
         begin = perf_counter()
         loss = self.trainer.step(x, y)
         self.history.seconds += perf_counter() - begin
@@ -260,8 +259,8 @@ class _FitLoop:
         self.history.samples_seen += self.count(x) * self.trainer.call_runner.batch_part_count
 
     def _validate_and_save_if_due(self) -> str:
-        """Call listeners, and validate and save if they are due after this step. Return why the run ends after this
-        step; "" if it goes on."""
+        """Call the callbacks of this step, then validate and save if due. Return why the run ends after this step, or
+        "" if it goes on."""
         history, ended, better = self.history, "", False
         self.events.call_listeners("on_step_end")
         if self.limits.is_validation_step(history):
@@ -279,7 +278,7 @@ class _FitLoop:
 
 @dataclass(frozen=True)
 class _Validation:
-    """The validation of one call of `fit`."""
+    """Computes the validation loss and metrics in one call of `fit`."""
 
     trainer: Any
     batches: Any
@@ -290,7 +289,7 @@ class _Validation:
 
     def run_validation(self) -> bool:
         """Record the mean loss of the validation batches, weighted by their loss weights, and the mean of each metric,
-        including those of experts. Return False if there are no validation batches or this step was validated
+        including the load of experts. Return False if there are no validation batches, or if this step is validated
         already."""
         history, metrics = self.history, MetricSums(self.metrics, self.trainer.call_runner.placement)
         if self.batches is None or (history.validation and history.validation[-1][0] == history.steps):
@@ -318,7 +317,8 @@ class _Validation:
 
 
 def _require_xy_pair(which: str, batch: Any) -> Any:
-    """Return the batch. Raise DataError unless it is a pair (x, y). which: "validation " or "", for the error."""
+    """Return the batch. Raise DataError unless it is a pair (x, y). `which`, "validation " or "", names the batch in
+    the error."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         several = isinstance(batch, tuple | list)
         description = f"{len(batch)} values" if several else "None" if batch is None else type(batch).__name__
@@ -327,13 +327,13 @@ def _require_xy_pair(which: str, batch: Any) -> Any:
 
 
 def _has_experts(placement: Placement) -> bool:
-    """Return whether a layer of the model routes positions to experts, so that `trainer.inspect.gather_expert_load` has
-    results."""
+    """Return whether the model has a mixture-of-experts layer, whose load `trainer.inspect.gather_expert_load`
+    reports."""
     return any(layer.routes for node in placement.model.nodes for _, layer in iterate_layers(node.layer))
 
 
 def _count_total_steps(loader: Any, limits: FitLimits) -> int | None:
-    """Return the number of steps after which the run ends, counted from the start of the first run; None if that is not
+    """Return the number of steps at which the run ends, counted from the start of the first run; None if it is not
     known beforehand."""
     totals = [] if limits.steps is None else [limits.steps]
     if limits.epochs is not None and hasattr(loader, "__len__"):

@@ -1,5 +1,5 @@
-"""History and checkpoints of `fit`: record a run, save it when a checkpoint is due, resume it, and restore the best
-weights."""
+"""History and checkpoints of `fit`: record losses, save a checkpoint when it is due, resume a run, and restore the
+best weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Values = list[tuple[int, float]]
 
 @dataclass
 class FitHistory:
-    """The history of a run.
+    """Losses, validations and progress of a run of `fit`.
 
     Attributes
     ----------
@@ -83,7 +83,7 @@ FOLDER_PREFIX = "step-"
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The point at which a run resumes.
+    """The checkpoint from which a run resumes, and where the earlier run was.
 
     Attributes
     ----------
@@ -100,8 +100,8 @@ class ResumePoint:
 
     @classmethod
     def from_fit_state_and_fill_history(cls, path: Path, fit: Mapping[str, Any], history: FitHistory) -> ResumePoint:
-        """Return the resume point for a state that `CheckpointConfig.save` wrote, and fill `history` with the saved
-        history."""
+        """Make the resume point from the state `fit` that `CheckpointConfig.save` wrote, and load the saved history
+        into `history`."""
         history.earlier_steps, history.checkpoint = int(fit["done"]), path
         history.validation.extend((int(step), float(loss)) for step, loss in fit["validation"])
         for name, pairs in fit.get("metrics", {}).items():
@@ -208,14 +208,14 @@ class CheckpointConfig:
     def save(
         self, call_runner: CallRunner, loader: Any, fit: Mapping[str, Any], background: bool, best: Path | None
     ) -> Path:
-        """Write the checkpoint of this step and return its path. Collective.
+        """Write the checkpoint of the current step and return its path. Collective.
 
         Parameters
         ----------
         call_runner : the trainer's call runner
         loader : a `data.DataLoader`, whose position is saved
         fit : state that `fit` needs to resume; `fit["done"]` is the number of steps
-        background : write a copy of the state in a thread
+        background : copy the state, and write the copy in a thread
         best : path of a checkpoint that is kept however old it is, or None
         """
         path = self.path_of(fit["done"])
@@ -269,8 +269,9 @@ class FitCheckpointer:
             log_on_rank0(self.trainer.call_runner, f"changed since {path}: {'; '.join(changed)}")
 
     def save_if_due(self, better: bool = False) -> bool:
-        """Save a checkpoint if one is due at this step, or if this step has the best validation so far. Return whether
-        a checkpoint was saved. Without checkpoints, keep a copy of the weights of the best step in memory."""
+        """Save a checkpoint if one is due at this step, or if this step has the best validation loss so far
+        (`better`). Return whether a checkpoint was saved. Without checkpoints, keep a copy of the best weights in
+        memory."""
         if better and self.best and self.checkpoints is None:
             self._best_copy = (self.history.steps, self.trainer.call_runner.copy_weights_to_restore(self.trainer))
         if self.checkpoints is None or (self._written or {}).get("done") == self.history.steps:
@@ -281,8 +282,8 @@ class FitCheckpointer:
         return True
 
     def save_last_step_and_wait(self, ended: str = "") -> bool:
-        """Save the last step, unless it is saved already, and wait until all checkpoints are complete. Return whether a
-        checkpoint was saved. ended: why the run ended; "" if it is to be resumed."""
+        """Save the last step, unless it is saved already, and wait until all checkpoints are complete. Return whether
+        a checkpoint was saved. `ended` says why the run ended; "" if it is to be resumed."""
         if self.checkpoints is None:
             return False
         state = self._make_resume_state() | {"finished": ended}
@@ -292,11 +293,11 @@ class FitCheckpointer:
         try:
             self.trainer.call_runner.wait_for_background_save()
         except CheckpointError:
-            self._save_checkpoint(state, background=False)  # raises again unless the cause has disappeared
+            self._save_checkpoint(state, background=False)  # try once more: raises again unless the cause is gone
         return new
 
     def restore_best_weights(self) -> None:
-        """Restore the weights of the best validation, if they are kept, and print which weights the trainer has.
+        """Restore the weights of the best validation, if they were kept, and print which weights the trainer has now.
         Collective."""
         step = self.history.best_step
         if not self.best or step is None or step == self.history.steps:
@@ -318,7 +319,7 @@ class FitCheckpointer:
         log_on_rank0(self.trainer.call_runner, f"the weights are those of {description}: {path}")
 
     def _make_resume_state(self) -> dict[str, Any]:
-        """Return the state that a later run needs to resume, which is stored in the checkpoint."""
+        """Return the state of `fit` that the checkpoint stores, from which a later run can resume."""
         history = self.history
         pairs = {name: [list(pair) for pair in values] for name, values in history.metrics.items()}
         return {
@@ -343,5 +344,5 @@ class FitCheckpointer:
 
 
 def _list_changed_settings(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return one line for each setting that both runs have with different values."""
+    """Return one line for each setting that has different values in the two runs."""
     return [f"{name} {before[name]} -> {text}" for name, text in now.items() if before.get(name, text) != text]

@@ -1,6 +1,6 @@
 """The functional API: collectives on arrays of any shape over the default communicator.
 
-Results are new arrays. Arguments are not modified, except `out`."""
+Results are new arrays, and arguments are not modified. The exception is `out`, which receives the result."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ __all__ = [
 
 
 class Future:
-    """Result of a call with `async_op=True`: `wait()` returns the array, `test()` returns whether the call is
-    complete."""
+    """Handle of an asynchronous collective (`async_op=True`). `wait()` returns the resulting array; `test()` returns
+    whether the call is complete."""
 
     __slots__ = ("_handle", "_result")
 
@@ -60,7 +60,8 @@ def barrier() -> None:
     if opened.agreement is None:
         opened.comm.barrier().wait()
     else:
-        _agree_on_signature(opened, make_signature("barrier"))  # the agreement is itself a barrier
+        # comparing the calls waits for all ranks, so no further barrier is needed
+        _agree_on_signature(opened, make_signature("barrier"))
 
 
 @overload
@@ -230,7 +231,8 @@ def scatter(x: Any = None, root: int = 0) -> np.ndarray:
 
 
 def all_to_all(x: Any) -> np.ndarray:
-    """Send row block r of `x` to rank r, and return the blocks received, in rank order. Collective.
+    """Split `x` into one block of rows per rank, send block r to rank r, and return the received blocks in rank order.
+    Collective.
 
     Parameters
     ----------
@@ -254,7 +256,7 @@ def all_to_all(x: Any) -> np.ndarray:
 
 
 def send(x: Any, dest: int, tag: int = 0) -> None:
-    """Send `x` to rank `dest`, and return when `x` may be changed again.
+    """Send `x` to rank `dest`. Return as soon as `x` may be overwritten, perhaps before the message arrives.
 
     Parameters
     ----------
@@ -287,7 +289,8 @@ def recv(out: Array, source: int, tag: int = 0) -> np.ndarray:
     """
     comm, into = default_communicator(), _as_flat_output(out)
     get_dtype_kind(into.dtype)
-    if find_message_backend(comm) is not None:  # thread ranks compare messages themselves
+    # only between processes: for thread ranks, the backend compares size and dtype
+    if find_message_backend(comm) is not None:
         head = np.empty(HEADER_BYTES, np.uint8)
         comm.recv(head, source, tag).wait()
         if head.tobytes() != _make_message_header(into).tobytes():
@@ -309,7 +312,7 @@ def _make_message_header(x: Array) -> Array:
 
 
 def _record_call_and_get_communicator(verb: str) -> defaults.DefaultCommunicator:
-    """Return the default communicator, after recording on it that this rank makes the call `verb`."""
+    """Return the default communicator, after reporting to its watchdog that this rank makes the call `verb`."""
     comm = default_communicator()
     report_call_to_watchdog(comm, verb)
     opened = defaults.get_default()
@@ -322,8 +325,8 @@ NO_ROOT: Any = object()
 
 
 def _get_agreed_comm(verb: str, x: Array = None, op: ReduceOp | str | None = None, root: int = NO_ROOT) -> Communicator:
-    """Return the default communicator once all ranks have agreed that they make the same call. If they do not, every
-    rank raises the same error."""
+    """Return the default communicator once all ranks have confirmed that they make the same call with matching
+    arguments. If they do not, every rank raises the same error."""
     opened = _record_call_and_get_communicator(verb)
     _agree_on_signature(opened, _make_call_signature(verb, x, op, root))
     if root is not NO_ROOT and (isinstance(root, bool) or not isinstance(root, int | np.integer)):
@@ -340,8 +343,8 @@ def _agree_on_signature(
 
 
 def _start_async_call(opened: defaults.DefaultCommunicator, call: CallSignature, whole: Call) -> Handle:
-    """Start an asynchronous call on a separate communicator, because on this rank it may start later than on other
-    ranks, and between other calls. With NCCL, which has only one communicator, ranks agree before the call starts."""
+    """Start an asynchronous collective on a communicator of its own, because other ranks may start it at another time,
+    between other calls. With NCCL, which has only one communicator, ranks compare their calls before it starts."""
     agreement = opened.agreement
     if agreement is None:
         return opened.comm.issue(whole)
@@ -353,7 +356,8 @@ def _start_async_call(opened: defaults.DefaultCommunicator, call: CallSignature,
 
 def _make_call_signature(verb: str, x: Array, op: ReduceOp | str | None = None, root: Any = NO_ROOT) -> CallSignature:
     name = op.name if isinstance(op, ReduceOp) else None if op is None else _get_op_name(op)
-    root = None if root is NO_ROOT else root if type(root) is int else repr(root)  # other types are rejected later
+    # a root of another type raises an error after the ranks have compared their calls
+    root = None if root is NO_ROOT else root if type(root) is int else repr(root)
     if x is None:
         return make_signature(verb, root=root)
     return make_signature(verb, x.dtype, x.shape, name, root)
@@ -362,7 +366,7 @@ def _make_call_signature(verb: str, x: Array, op: ReduceOp | str | None = None, 
 def _get_op_name(op: str) -> str:
     try:
         return ReduceOp.from_name(op).name
-    except ConfigError:  # raised again after ranks agree
+    except ConfigError:  # the same error is raised once the ranks have compared their calls
         return repr(op)
 
 
@@ -370,12 +374,12 @@ def _run_call(
     comm: Communicator, verb: str, arrays: Arrays, x: Array, op: ReduceOp | str = ReduceOp.SUM, root: int = 0,
     counts: AllCounts = (),
 ) -> None:  # fmt: skip
-    """Run a collective on flat arrays and wait for it. x: the user's array; errors show its shape."""
+    """Run a collective on flat arrays and wait for it. Errors show the shape of `x`, the array that the user passed."""
     comm.issue(Call(verb, arrays, ReduceOp.from_name(op), root, counts, shape=x.shape)).wait()
 
 
 def _as_contiguous_array(x: Any) -> Array:
-    """Return `x` as a contiguous array in native byte order; copy only if needed."""
+    """Return `x` as a contiguous array in native byte order, copied only if it is not one already."""
     x = x if type(x) is np.ndarray or hasattr(x, "__cuda_array_interface__") else as_unmasked_array(x)
     if not x.dtype.isnative:
         return x.astype(x.dtype.newbyteorder("="), order="C")
@@ -387,17 +391,18 @@ def _empty_like(like: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _as_flat_output(out: Array) -> Array:
-    """Return the flat view of an output array. Raise ShapeError unless the array is contiguous, and ConfigError if it
-    is read-only."""
+    """Return a flat view of an output array. Raise ShapeError unless the array is contiguous, and ConfigError if it is
+    read-only."""
     if not out.flags.c_contiguous:
         raise ShapeError("out is not contiguous: pass a contiguous array")
-    if not getattr(out.flags, "writeable", True):  # GPU arrays are always writable
+    if not getattr(out.flags, "writeable", True):  # GPU arrays have no such flag: they are always writable
         raise ConfigError("out is read-only: pass an array that can be written, such as out.copy()")
     return out.reshape(-1)
 
 
 def _partition_rows_and_elements(verb: str, shape: tuple[int, ...], size: int) -> tuple[FlatPartition, FlatPartition]:
-    """Return the even partition of dim 0 over `size` ranks, once in rows and once in elements."""
+    """Divide dim 0 of an array of this shape evenly among `size` ranks. Return the partition in rows and the same
+    partition in elements."""
     if not shape:
         raise ShapeError(f"{verb}: x has no dimension to split")
     rows, width = make_balanced_partition(shape[0], size), prod(shape[1:])

@@ -1,4 +1,5 @@
-"""Gather full arrays on every rank: outputs of a model, parameters, gradients and running statistics."""
+"""Gather full arrays on every rank from their shards: outputs of a model, parameters, gradients and running
+statistics."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def all_gather_outputs_of_batch(
 
 
 def take_output_gradient_shard(placement: Placement, dy: Any) -> Any:
-    """Return this tensor rank's shard of `dy`, the gradient of a full output."""
+    """Return this tensor rank's shard of `dy`, which is the gradient with respect to a full output."""
     dim = placement.output_dim
     return dy if dim is None else collectives.take_shard(placement.xp, placement.axes.tensor, dy, dim)
 
@@ -64,13 +65,14 @@ def take_output_gradient_shard(placement: Placement, dy: Any) -> Any:
 def all_reduce_input_gradients(
     placement: Placement, found: Mapping[Slot, Any], batch: Microbatch, scale: float
 ) -> list[Any]:
-    """Return the gradient of each model input on every rank that works on the same samples; None for an integer input.
-    Collective over the pipeline.
+    """Return the gradient with respect to each model input, on every rank that works on the same samples; None for an
+    integer input. Collective over the pipeline.
 
     Parameters
     ----------
     placement : placement of this rank
-    found : gradients of the inputs that the stages of this rank read, by slot; they are summed over the pipeline ranks
+    found : gradients of the inputs that the stages of this rank read, by slot (name of a value in a program); they are
+        summed over the pipeline ranks
     batch : the microbatch
     scale : loss scale; the gradients are divided by it
     """
@@ -90,7 +92,7 @@ def all_reduce_input_gradients(
 
 
 def _all_gather_output_over_tensor(placement: Placement, own: Any, shape: tuple[int, ...]) -> Any:
-    """Gather and return the full output from the shards of the tensor ranks. Collective over the tensor axis."""
+    """Return the full output, gathered from the shards `own` of the tensor ranks. Collective over the tensor axis."""
     dim = placement.output_dim
     if dim is None:
         return own
@@ -100,7 +102,8 @@ def _all_gather_output_over_tensor(placement: Placement, own: Any, shape: tuple[
 def _broadcast_last_stage_output(
     placement: Placement, whole: Any, value: int, shape: tuple[int, ...], batch: Microbatch
 ) -> Any:
-    """Return the output of the last stage on every pipeline rank. Collective over the pipeline."""
+    """Broadcast an output from the rank of the last pipeline stage, and return it on every pipeline rank. Collective
+    over the pipeline."""
     xp = placement.xp
     dtype = placement.value_shapes.shape_of(value, batch).dtype
     flat = xp.empty((prod(shape),), dtype=dtype) if whole is None else xp.ascontiguousarray(whole).reshape(-1)
@@ -118,7 +121,8 @@ def all_gather_parameters(state: TrainState, names: Collection[str] | None = Non
     Parameters
     ----------
     state : train state of this rank
-    names : names of the parameters that are needed; pages that hold none of them are skipped (default: all)
+    names : names of the parameters to return; pages (flat parameter buffers) that hold none of them are not sent
+        (default: all)
     """
 
     def gather_page(page: Page) -> Any:
@@ -128,8 +132,8 @@ def all_gather_parameters(state: TrainState, names: Collection[str] | None = Non
 
 
 def all_gather_gradients(state: TrainState) -> dict[str, np.ndarray]:
-    """Return the full accumulated gradients by canonical name, as NumPy arrays on every rank. The gradients are not yet
-    divided by the loss weight. Collective."""
+    """Return the full accumulated gradients by canonical name, as NumPy arrays on every rank. They are gradients of
+    the summed loss, not yet divided by the loss weight. Collective."""
 
     def gather_page(page: Page) -> Any:
         p, total = page.index, state.placement.xp.zeros((page.size,), dtype=state.placement.formats.gradients)
@@ -148,8 +152,8 @@ def all_gather_gradients(state: TrainState) -> dict[str, np.ndarray]:
 
 
 def all_gather_statistics(state: TrainState) -> dict[str, np.ndarray]:
-    """Return the running statistics by name on every rank. Each comes from the pipeline rank whose layer updates it.
-    Collective."""
+    """Return the running statistics (such as those of BatchNorm) by name on every rank. The pipeline rank that runs a
+    layer provides the layer's statistics. Collective."""
     state_arrays = {}
     for name in state.placement.layout.statistic_specs:
         flat = np.array(to_host(state.view_running_statistic(name).reshape(-1)))
@@ -159,10 +163,10 @@ def all_gather_statistics(state: TrainState) -> dict[str, np.ndarray]:
 
 
 def copy_weights_to_restore(state: TrainState) -> Callable[[], None]:
-    """Copy this rank's parameters and statistics, and return a function that restores them.
+    """Copy this rank's parameters and running statistics, and return a function that restores them.
 
-    Synchronize all ranks before the copy and before the restore, since other ranks may still be reading this rank's
-    arrays in shared memory."""
+    The caller must synchronize all ranks before the copy and before the restore, because other ranks may still be
+    reading this rank's arrays in shared memory."""
     state.wait_for_transfers()
     kinds = ("master", "outer", "statistic")
     copies = [(array, array.copy()) for row, array in state.ledger.iterate_saved_rows() if row.key.kind in kinds]
@@ -176,9 +180,9 @@ def copy_weights_to_restore(state: TrainState) -> Callable[[], None]:
 
 
 def replace_parameters_by_averages(state: TrainState) -> Callable[[], None]:
-    """Replace the parameters by the averages that the optimizer keeps, and return a function that restores the
-    parameters. Synchronize all ranks before the replacement and before the restore. Raise ConfigError if no average is
-    kept."""
+    """Replace the parameters by their averages over time, and return a function that restores the parameters. Raise
+    ConfigError if the optimizer keeps no averages. The caller must synchronize all ranks before the replacement and
+    before the restore."""
     place = state.placement
     if AVERAGE_SLOT not in place.slot_formats:
         raise ConfigError("weights='average': no average is kept; say distribute(..., average=fsdpx.EMA(0.999))")
@@ -198,15 +202,15 @@ def replace_parameters_by_averages(state: TrainState) -> Callable[[], None]:
 def _all_gather_full_arrays(
     state: TrainState, gather_page: Callable[[Page], Any], gradients: bool, names: Collection[str] | None = None
 ) -> dict[str, np.ndarray]:
-    """Return full arrays by canonical name on every rank. Collective.
+    """Return full parameters or gradients by canonical name on every rank. Collective.
 
     Parameters
     ----------
     state : train state of this rank
-    gather_page : returns the elements of a page, as this tensor rank holds them; called for the pages of this pipeline
-        rank
+    gather_page : returns the elements of a page (flat parameter buffer), as this tensor rank holds them; called for the
+        pages of this pipeline rank
     gradients : True: gather the gradients of trainable pages, summed over tied copies; False: gather parameters
-    names : names of the parameters that are needed; pages that hold none of them are skipped (default: all)
+    names : names of the parameters to return; pages that hold none of them are not sent (default: all)
     """
     arrays: dict[str, np.ndarray] = {}
     dtype = state.placement.formats.gradients if gradients else state.placement.formats.master
@@ -227,7 +231,8 @@ def _all_gather_full_arrays(
 
 
 def _all_gather_page_over_shards(state: TrainState, page: Page, shard: Any) -> Any:
-    """Gather the shards of a page and return all of its elements as a flat array. Collective over the shard axis."""
+    """All-gather a page (flat parameter buffer) from the ranks of the shard axis, and return all of its elements.
+    Collective over the shard axis."""
     place, here = state.placement, state.placement.pages[page.index]
     full = place.xp.empty((page.size,), dtype=shard.dtype)
     own_part = full[here.own_range.start : here.own_range.stop]
@@ -237,11 +242,10 @@ def _all_gather_page_over_shards(state: TrainState, page: Page, shard: Any) -> A
 
 
 def _all_gather_tensor_shards(state: TrainState, name: str, local: np.ndarray | None, dtype: np.dtype) -> np.ndarray:
-    """Gather a parameter from the shards of the tensor ranks and return the full array. Collective over the tensor
-    axis.
+    """Return the full parameter `name`, gathered from the shards of the tensor ranks. Collective over the tensor axis.
 
-    local: this rank's shard; None on pipeline ranks without the parameter, which get an uninitialized array of the full
-    shape."""
+    `local` is this rank's shard. It is None on pipeline ranks without the parameter, which get an uninitialized array
+    of the full shape."""
     spec, tensor = state.placement.layout.specs[name], state.placement.axes.tensor
     if local is None:
         return np.empty(spec.shape, dtype)

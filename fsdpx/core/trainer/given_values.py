@@ -1,5 +1,5 @@
-"""Initial parameter values from another library, such as those of a PyTorch model: broadcast them to all ranks, and
-release them afterwards."""
+"""Initial parameter values that come from another library, such as from a PyTorch model. They are broadcast to all
+ranks, and released once each rank has copied its shard."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ __all__ = ["broadcast_given_values", "release_given_values"]
 
 
 def broadcast_given_values(model: Layer, comm: Communicator) -> None:
-    """Broadcast the given values from rank 0, because each process has its own random numbers in the other library.
-    Collective."""
+    """Broadcast the values that another library gave to the parameters from rank 0, because each process has
+    initialized its own copy of the model with other random numbers. Collective."""
     for values in _find_given_values(model):
         values.broadcast_from_rank0(comm)
 
 
 def release_given_values(model: Layer, comm: Communicator) -> None:
-    """Release the given values, which the other library keeps as well, once each rank has copied its part.
-    Collective."""
+    """Drop the references to arrays of another library, once each rank has copied its shard, so that their memory can
+    be freed. Collective."""
     if not (given_values := _find_given_values(model)):
         return
-    comm.barrier(what="first values").wait()  # thread ranks may share the layers
+    comm.barrier(what="first values").wait()  # wait, because thread ranks may share one model and still read the values
     for values in given_values:
         values.release_reproducible_values()
-    gc.collect()  # reference cycles from PyTorch's conversion keep the parameters alive
+    gc.collect()  # the conversion from PyTorch leaves reference cycles that keep the parameters alive
     trim_heap()
 
 
 def _find_given_values(layer: Layer) -> list[GivenValues]:
-    """Return the given values of a layer and of all its child layers."""
+    """Return the initial values that another library gave to the parameters of a layer and of all its child layers."""
     own_values = [] if layer.given_values is None else [layer.given_values]
     return own_values + [one for child in layer.children().values() for one in _find_given_values(child)]

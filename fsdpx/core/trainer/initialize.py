@@ -1,4 +1,4 @@
-"""The default communicator of a process: open and close it, and return this process's rank, local rank and world
+"""The default communicator of a process: open and close it, and look up this process's rank, local rank and world
 size."""
 
 from __future__ import annotations
@@ -74,13 +74,14 @@ def init(
 def _open_default_communicator(
     backend: str | None, comm: Any, rank: int | None, size: int | None
 ) -> defaults.DefaultCommunicator:
-    """Open the communicator for `init`, and find the local rank. Collective."""
+    """Open the communicator for `init`, and determine this process's local rank. Collective."""
     base = open_world(backend, comm, rank=rank, size=size)
     opened = () if base is comm else (base,)
     launcher = environment.read_environment().launcher
     hosts = base.all_gather_data((platform.node(), None if launcher is None else launcher.local_rank))
     local_rank = _find_local_rank(base.rank, hosts)
-    start_watching(base, extend_waits=False)  # outside a program, the progress of other ranks is not visible
+    # do not extend timeouts: other ranks show their progress only while they run a program
+    start_watching(base, extend_waits=False)
     if not environment.read_environment().check or base.size == 1:
         return defaults.DefaultCommunicator(base, local_rank, opened, agreement=_make_call_agreement(base))
     guarded = CheckedCommunicator(base)
@@ -88,8 +89,8 @@ def _open_default_communicator(
 
 
 def _make_call_agreement(comm: Communicator) -> CallAgreement | None:
-    """Return the object that compares calls between ranks. Return None if it is not needed, because thread ranks
-    compare calls themselves, and a single rank or fake ranks have nothing to compare."""
+    """Return the object with which ranks compare their calls. Return None if it is not needed: thread ranks compare
+    calls themselves, and a single rank or fake ranks have nothing to compare."""
     carrier, node = find_message_backend(comm), find_node_communicator(comm)
     if carrier is None or carrier.size == 1:
         return None
@@ -101,9 +102,9 @@ def _make_call_agreement(comm: Communicator) -> CallAgreement | None:
 
 
 def _find_local_rank(rank: int, hosts: list[tuple[str, int | None]]) -> int:
-    """Return the local rank of `rank` on its host. Use the launcher's local ranks if those of the n ranks on the host
-    are 0 to n - 1; otherwise number the ranks on the host in rank order. hosts: host name and launcher's local rank of
-    each rank."""
+    """Return the number of `rank` among the n ranks on its host. Use the launcher's local ranks if they are 0 to n -
+    1; otherwise number the ranks of the host in rank order. `hosts` holds the host name and the launcher's local rank
+    of each rank."""
     here = [(other, reported) for other, (host, reported) in enumerate(hosts) if host == hosts[rank][0]]
     ranks, numbers = zip(*here, strict=True)
     local = numbers if {*numbers} == {*range(len(here))} else range(len(here))
@@ -121,8 +122,9 @@ def finalize() -> None:
     opened = defaults.get_default()
     if opened is not None and not opened.of_thread:
         defaults.set_default(None)
-        if not environment.read_environment().ulfm:  # with ULFM, ranks may have died without MPI noticing
-            agree_on_call(opened.made[-1] if opened.made else opened.comm, "finalize")  # its error names the calls
+        if not environment.read_environment().ulfm:  # with ULFM, do not wait: ranks may have died unnoticed
+            # a DesyncError of this call names what each rank called
+            agree_on_call(opened.made[-1] if opened.made else opened.comm, "finalize")
         detach_watchdog(opened.comm)
         if opened.agreement is not None:
             opened.agreement.close()
@@ -160,8 +162,8 @@ def local_rank() -> int:
 
 
 def _get_rank_info_and_warn(name: str) -> RankInfo:
-    """Return rank, size and local rank of this process. If the script also has a trainer on a communicator of another
-    size, print once, on one rank, to which of the two communicators the result refers."""
+    """Return rank, size and local rank of this process for the function `name`. If the script also has a trainer on a
+    communicator of another size, print once, on one rank, which communicator the result refers to."""
     rank_info, other = get_rank_info(), defaults.pop_script_rank_and_size()
     if other is not None and other[1] != rank_info.size and other[0] == 0:
         print(

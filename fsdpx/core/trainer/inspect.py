@@ -1,4 +1,4 @@
-"""`trainer.inspect`: engine and placement, measurements, and the settings on which results depend."""
+"""`trainer.inspect`: access to the engine and placement, measurements, and the settings on which results depend."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 class Inspection:
-    """Read access to a trainer, as `trainer.inspect`: its engine and placement, its last update, and measurements."""
+    """Read access to the internals of a trainer, as `trainer.inspect`: its engine and placement, its last update, and
+    measurements."""
 
     __slots__ = ("_call_runner", "_parameters", "_step")
 
@@ -41,7 +42,7 @@ class Inspection:
 
     @property
     def placement(self) -> Placement:
-        """This rank's placement: layout, mesh, formats, options."""
+        """This rank's placement: layout of the parameters, mesh, number formats and options."""
         return self._call_runner.placement
 
     @property
@@ -51,8 +52,8 @@ class Inspection:
 
     @property
     def loss_weight(self) -> float:
-        """Denominator of the mean loss of the last `evaluate`, which is the number of samples or of whatever else the
-        loss counts."""
+        """Denominator of the mean loss of the last `evaluate`: the number of samples, or of whatever else the loss
+        counts, such as tokens."""
         return self._call_runner.loss_weight
 
     @property
@@ -81,8 +82,8 @@ class Inspection:
         return settings_by_name | {"optimizer": type(optimizer).__name__}
 
     def compute_fingerprint(self) -> str:
-        """Return the SHA-256 of names, dtypes, shapes and bytes of all parameters: equal fingerprints mean equal bits.
-        Collective."""
+        """Return a SHA-256 digest of the names, dtypes, shapes and bytes of all parameters. Equal fingerprints mean
+        bit-identical parameters. Collective."""
         digest = hashlib.sha256()
         for name, array in sorted(self._parameters().items()):
             digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
@@ -90,23 +91,22 @@ class Inspection:
         return digest.hexdigest()
 
     def gather_summary(self) -> Any:
-        """Return statistics over the reports of all ranks as a `ReportSummary`, the same on every rank: time by
-        operation, bandwidth, overlap, imbalance, and peak memory compared with the plan. It prints as a table.
-        Collective."""
+        """Return a `ReportSummary` with statistics over all ranks, the same on every rank: time by operation,
+        bandwidth, overlap, imbalance, and peak memory compared with the plan. It prints as a table. Collective."""
         return self._call_runner.run_call(
             ON_EVERY_RANK, "gather_summary", lambda: load_extension("trainer", "summary")(self._call_runner)
         )
 
     def gather_expert_load(self) -> dict[str, Any]:
-        """Return the load of the experts in training since the last `reset_counters`, over all ranks. The result has an
-        `ExpertLoad` for each layer with experts, by the path of the layer. Collective."""
+        """Return the load of the experts in training since the last `reset_counters`, summed over all ranks, as a dict
+        from the path of each mixture-of-experts layer to its `ExpertLoad`. Collective."""
         return self._call_runner.run_call(
             ON_EVERY_RANK, "gather_expert_load", lambda: load_extension("trainer", "routing")(self._call_runner)
         )
 
     def measure(self, x: Any, y: Any, steps: int = 5) -> Any:
-        """Train some steps and return the measured time of every action on all pipeline ranks; see
-        `fsdpx.ext.observe.measure`. Collective.
+        """Train some steps and return the measured time of each action (such as the forward of one layer group) on all
+        pipeline ranks; see `fsdpx.ext.observe.measure`. Collective.
 
         Parameters
         ----------
@@ -131,10 +131,10 @@ class Inspection:
             self._call_runner.session.save_trace()
 
     def reset_counters(self) -> None:
-        """Reset the counters of traffic and time."""
+        """Set the counters of traffic and time to zero."""
         self.engine.reset_counters()
 
 
 def _repr_without_addresses(value: Any) -> str:
-    """Return the repr without memory addresses, which differ on each run."""
+    """Return the repr of `value` without memory addresses, which differ from run to run."""
     return _ADDRESS.sub("", repr(value))

@@ -1,4 +1,4 @@
-"""Check that the loaders of all ranks shard the same dataset in the same way, as loaders of `fsdpx.data` do."""
+"""Check that the data loaders of all ranks shard the same dataset in the same way."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOT_KNOWN = -(2**62)
 
 @runtime_checkable
 class ShardingLoader(Protocol):
-    """A loader whose ranks take their parts of one dataset, such as `data.DataLoader`."""
+    """A loader that yields this rank's share of a dataset, such as `data.DataLoader`."""
 
     dataset: Any
     sampler: Any
@@ -38,9 +38,8 @@ class ShardingLoader(Protocol):
 
 
 def require_same_sharding(call_runner: CallRunner, *loaders: Any) -> None:
-    """Raise an error on all ranks if a DataLoader shards batches over other ranks than the trainer's data ranks, or if
-    the datasets of the ranks differ in length or order. Warn if the datasets differ only in the first sample.
-    Collective."""
+    """Raise an error on all ranks if a DataLoader is sharded over other ranks than the trainer's data ranks, or if the
+    ranks' datasets differ in length or order. Warn if only the first samples of the datasets differ. Collective."""
     place = call_runner.data_group.rank, call_runner.data_group.size
     # with `domain`, ranks hold different parts of a sample, so their hashes differ
     compared = call_runner.world.size > 1 and call_runner.placement.sample_layout.has_complete_samples
@@ -74,27 +73,28 @@ def require_same_sharding(call_runner: CallRunner, *loaders: Any) -> None:
 
 
 def _encode_min_and_max(value: int | None) -> list[int]:
-    """Return two numbers whose maxima over all ranks are the largest value and the negated smallest value. value: None
-    if this rank does not know it."""
+    """Return `[value, -value]`. Maximized over all ranks, they give the maximum and the negated minimum of the value.
+    Ranks on which it is None do not count."""
     return [NOT_KNOWN, NOT_KNOWN] if value is None else [value, -value]
 
 
 def _encode_sample_or_batch_count(loader: Any, size: int) -> int | None:
-    """Return a number that must be equal on all ranks. If the loader shards a dataset, it is twice the number of
-    samples. If each rank has sharded its dataset itself, it is twice the number of batches plus 1."""
+    """Return a number that must be equal on all ranks: twice the number of samples if the loader shards a common
+    dataset, or twice the number of batches plus 1 if each rank brings its own part of the data. None if the loader is
+    of another kind."""
     if not isinstance(loader, ShardingLoader):
         return None
     return 2 * len(loader) + 1 if loader.sampler.presharded and size > 1 else 2 * len(loader.dataset)
 
 
 def _get_first_sample_hash(loader: Any) -> int | None:
-    """Return the hash of the first sample of a dataset that the loader shards; None if the hash is not known."""
+    """Return the hash of the first sample if the loader shards a common dataset; None if the hash is not known."""
     return loader.hash_first_sample() if isinstance(loader, ShardingLoader) and not loader.sampler.presharded else None
 
 
 def _hash_sample_order(loader: Any, size: int) -> int | None:
-    """Return a hash of the settings that determine the order of samples. The hash must be the same on all ranks. Return
-    None if each rank has sharded its dataset itself."""
+    """Return a hash of the settings that determine the order of samples, such as seed and batch size. It must be the
+    same on all ranks. Return None if each rank brings its own part of the data."""
     if not isinstance(loader, ShardingLoader) or (loader.sampler.presharded and size > 1):
         return None
     s = loader.sampler
@@ -102,7 +102,7 @@ def _hash_sample_order(loader: Any, size: int) -> int | None:
 
 
 def _raise_length_error(call_runner: CallRunner, loader: Any) -> None:
-    """Raise DataError with the lengths of all ranks. Collective."""
+    """Raise a DataError that shows the length of the dataset on every rank. Collective."""
     everyone = np.zeros(call_runner.world.size, np.int64)
     everyone[call_runner.rank] = _encode_sample_or_batch_count(loader, call_runner.data_group.size) or 0
     lengths = call_runner.all_reduce_max(everyone, "fit").tolist()
@@ -116,7 +116,8 @@ def _raise_length_error(call_runner: CallRunner, loader: Any) -> None:
 
 
 def _warn_of_different_first_samples(call_runner: CallRunner, loader: Any) -> None:
-    """Warn on rank 0 that the first samples differ, unless a sample changes each time it is read. Collective."""
+    """Warn on rank 0 that the first sample differs between ranks, unless it changes each time it is read, as with
+    random augmentation. Collective."""
     changes = _get_first_sample_hash(loader) != _get_first_sample_hash(loader)
     if not call_runner.all_reduce_max(np.array([int(changes)]), "fit")[0] and call_runner.rank == 0:
         warn(

@@ -1,5 +1,5 @@
-"""Checks of single options of a trainer, and the table of options that exclude each other. Errors and a page of the
-docs are made from the table, which gives a reason and a remedy for each pair."""
+"""Checks of the options of a trainer, and the table of options that exclude each other. For each excluded pair the
+table has a reason and a remedy, from which error messages and a page of the docs are made."""
 
 from __future__ import annotations
 
@@ -46,17 +46,18 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ChoiceContext:
-    """The choices that rows of the table inspect, as far as they are known.
+    """What the checks for excluded options look at: the user's options, and the model, mesh and number formats as far
+    as they are known.
 
     Parameters
     ----------
-    recipe : all choices of the user
+    recipe : all options of the user
     model : the layers of the model in the order in which they run
-    formats : number formats by role, a `Precision`
+    formats : number formats of parameters, gradients and so on, as a `Precision`
     mesh : the mesh, with the widths of all axes
     state : names of the running statistics
-    xp : the namespace of arrays
-    rounding : name of the codec or format that rounds gradients when they are sent; "" if they are not rounded
+    xp : array module, such as `numpy`
+    rounding : name of the codec or number format that rounds gradients when they are sent; "" if they are not rounded
     """
 
     recipe: Any
@@ -69,30 +70,32 @@ class ChoiceContext:
 
     @property
     def collective_layer(self) -> Any:
-        """The first node of the model whose layer communicates in each step; None if there is none."""
+        """The first node of the model whose layer communicates in each step, such as BatchNorm; None if no layer does.
+        """
         nodes = () if self.model is None else self.model.nodes
         return next((node for node in nodes if is_collective(node.layer)), None)
 
     @property
     def sync_choice(self) -> Any:
-        """The synchronization policy of the strategy."""
+        """The synchronization policy selected by the option `strategy`."""
         return self.recipe.distribution.sync_choice
 
     def get_option(self, name: str) -> Any:
-        """Return the value of an option of the recipe."""
+        """Return the value of the option `name` in the recipe."""
         parts = self.recipe.training, self.recipe.distribution, self.recipe.runtime
         return next(getattr(part, name) for part in parts if hasattr(part, name))
 
 
 class ExcludedPair(NamedTuple):
-    """A choice that excludes another one.
+    """Two options that cannot be used together.
 
     Parameters
     ----------
-    choice, other : names of the two choices in the lists of the docs
-    found : function that returns the beginning of an error, which shows the other choice as the user made it; "" if the
-        user did not make that choice
-    why, remedy : the reason, and what to do instead
+    choice, other : names of the two options in the docs
+    found : function of a `ChoiceContext` that returns the beginning of the error message if the user set `other`, such
+        as "reproducible_chunks=4 ", and otherwise ""
+    why : why the two options exclude each other
+    remedy : what to do instead
     """
 
     choice: str
@@ -103,14 +106,14 @@ class ExcludedPair(NamedTuple):
 
 
 def make_given_option_finder(name: str, end: str = ": ") -> Callable[[ChoiceContext], str]:
-    """Return a function `found` for an option that counts as given unless it is None. The function returns "name=value"
-    followed by `end`."""
+    """Return a function for `ExcludedPair.found` that detects an option which is not None, and describes it as
+    "name=value" followed by `end`."""
     return lambda c: "" if c.get_option(name) is None else f"{name}={c.get_option(name)!r}{end}"
 
 
 def make_wide_axis_finder(axis: str, text: str) -> Callable[[ChoiceContext], str]:
-    """Return a function `found` for a mesh axis of several ranks. text: what the function returns; may contain {width}
-    and {mesh}."""
+    """Return a function for `ExcludedPair.found` that detects a mesh axis of more than one rank, and describes it by
+    `text`, in which {width} and {mesh} are replaced."""
 
     def find_wide(c: ChoiceContext) -> str:
         return text.format(width=c.mesh.width_of(axis), mesh=c.mesh) if c.mesh.width_of(axis) > 1 else ""
@@ -119,7 +122,7 @@ def make_wide_axis_finder(axis: str, text: str) -> Callable[[ChoiceContext], str
 
 
 def make_condition_finder(text: str, condition: Callable[[ChoiceContext], bool]) -> Callable[[ChoiceContext], str]:
-    """Return a function `found` that returns `text` if `condition` holds for the choices."""
+    """Return a function for `ExcludedPair.found` that returns `text` if `condition` is true of the user's options."""
     return lambda c: text if condition(c) else ""
 
 
@@ -129,8 +132,8 @@ def has_dynamic_loss_scale(c: ChoiceContext) -> bool:
 
 
 def make_collective_layer_finder(text: str) -> Callable[[ChoiceContext], str]:
-    """Return a function `found` for a model with a layer that communicates. text: what the function returns; may
-    contain {path} and {layer}."""
+    """Return a function for `ExcludedPair.found` that detects a layer which communicates in each step, and describes
+    it by `text`, in which {path} and {layer} are replaced."""
     return lambda c: (
         "" if c.collective_layer is None else text.format(path=c.collective_layer.path, layer=c.collective_layer.layer)
     )
@@ -169,8 +172,8 @@ EXCLUSIONS: list[ExcludedPair] = [
 
 
 def require_compatible(choice: str, chosen: ChoiceContext, prefix: str = "") -> None:
-    """Raise ConfigError if the user has made a choice that `choice` excludes. The error is the same on all ranks, and
-    names the first such choice in the table. prefix: beginning of the error."""
+    """Raise ConfigError if the user has set an option that `choice` excludes. The error begins with `prefix`, names
+    the first such option in the table, and is the same on all ranks."""
     for row in EXCLUSIONS:
         if row.choice == choice and (conflict := row.found(chosen)):
             raise ConfigError(f"{prefix}{conflict}{row.why}; {row.remedy}")
@@ -182,8 +185,8 @@ def is_collective(layer: Layer) -> bool:
 
 
 def format_exclusion_lists() -> str:
-    """Return the excluded pairs in Markdown, one list per choice, including the pairs that strategies add. Remedies
-    that only leave an option out are omitted."""
+    """Return the excluded pairs of options in Markdown, one list per option, including the pairs that strategies add.
+    Omit remedies that only say to leave an option out."""
     for name in list_extensions("strategy"):
         load_extension("strategy", name)
     lists: dict[str, list[str]] = {}
@@ -198,8 +201,8 @@ def format_exclusion_lists() -> str:
 
 
 def require_mesh_for_options(mesh: Mesh | None, stages: Any, costs: Any, plan: Any, sequence: Any) -> None:
-    """Raise ConfigError for an option of a mesh axis if no mesh is given. On an axis of one rank such an option is
-    allowed and has no effect."""
+    """Raise ConfigError if an option that needs a mesh axis is set but no mesh is given. With a mesh whose axis has
+    one rank, such an option is allowed and has no effect."""
     for name, given, axis in (
         ("stages", stages, "pipe"),
         ("costs", costs, "pipe"),
@@ -211,7 +214,8 @@ def require_mesh_for_options(mesh: Mesh | None, stages: Any, costs: Any, plan: A
 
 
 def require_valid_model_parts(model: Any, loss: Any, optimizer: Any, mesh: Any, frozen: Any) -> None:
-    """Raise ConfigError unless model, loss, optimizer, mesh and name patterns have the right types."""
+    """Raise ConfigError unless model, loss, optimizer, mesh and the name patterns of frozen parameters have the right
+    types."""
     if not isinstance(model, Layer):
         raise ConfigError(f"the model is {model!r}: a layer such as nn.Sequential(...) is needed")
     for name, value, methods in (
@@ -232,8 +236,8 @@ def require_valid_model_parts(model: Any, loss: Any, optimizer: Any, mesh: Any, 
 
 
 def _suggest_instance(name: str, value: Any) -> str:
-    """Return the end of an error, which suggests an object to pass instead of a class, a name or a function. name: the
-    argument."""
+    """Return the end of an error message, which suggests an object to pass for the argument `name` instead of a class,
+    a name or a function."""
     if isinstance(value, type):
         return f", {value.__name__}(...)"
     if isinstance(value, str):
@@ -256,8 +260,8 @@ def _list_optimizers() -> list[str]:
 
 
 def suggest_for_torch_object(value: Any) -> str:
-    """Return a line that names the counterpart in fsdpx if the value is an optimizer or schedule of PyTorch or the
-    class of one; "" for every other value."""
+    """Return an error line that names the counterpart in fsdpx if `value` is a PyTorch optimizer or learning rate
+    schedule, or the class of one; "" for every other value."""
     kind = value if isinstance(value, type) else type(value)
     if not kind.__module__.startswith("torch.optim"):
         return ""
@@ -278,7 +282,7 @@ def suggest_for_torch_object(value: Any) -> str:
 
 
 def require_tensor_axis_support(optimizer: Any, tensor_size: int) -> None:
-    """Raise ConfigError if the optimizer needs full parameters but a tensor axis shards them."""
+    """Raise ConfigError if the optimizer needs full parameters but the mesh has a tensor axis, which shards them."""
     if tensor_size > 1 and needs_full_parameters(optimizer):
         description = f"{type(optimizer).__name__} needs full parameters"
         raise ConfigError(f"{description}, the tensor axis of {tensor_size} ranks shards them; use optim.AdamW")

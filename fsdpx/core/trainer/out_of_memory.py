@@ -1,4 +1,4 @@
-"""Errors about too little memory: they list the planned memory by kind, and options that need less."""
+"""Out-of-memory errors that show the planned memory by kind and suggest options that need less."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ FITTING_SHARE = 0.99
 def format_cheaper_options(
     options: Mapping[str, Any], count_bytes: Callable[[dict[str, Any]], int], limit: int | None, rows: int = 0
 ) -> str:
-    """Return a table of options that need less memory. Each row also includes the options of the rows above; the last
-    row is the first one that fits into memory.
+    """Return a table of options that need less memory. Each row adds one option to those of the row above; the table
+    ends with the first row that fits into memory.
 
     Parameters
     ----------
     options : the current options; `strategy`, `recompute`, `microbatches` and `precision` are used
-    count_bytes : function that returns the planned bytes after a change of these options
+    count_bytes : function from a dict of changed options to the planned bytes
     limit : bytes that fit into memory; None if unknown
     rows : number of samples of a rank; 0 if unknown
     """
@@ -46,7 +46,7 @@ def format_cheaper_options(
     for name, value in iterate_cheaper_options(options, rows):
         try:
             nbytes = count_bytes({**changed, name: value})
-        except FsdpxError:  # this value does not fit the model or the number of ranks
+        except FsdpxError:  # skip values that are invalid for this model or number of ranks
             continue
         if nbytes < FITTING_SHARE * least:
             changed, least = {**changed, name: value}, nbytes
@@ -61,8 +61,8 @@ def format_cheaper_options(
 
 
 def iterate_cheaper_options(options: Mapping[str, Any], rows: int) -> Iterator[tuple[str, Any]]:
-    """Yield (option, value) pairs that may need less memory than the current options. An option may occur several
-    times."""
+    """Yield (option, value) pairs that may need less memory than the current options. The same option may occur with
+    several values."""
     strategy = options.get("strategy")
     chains = PRESETS_BY_MEMORY, ("hybrid", "fsdp"), (strategy,)
     strategies = next(chain for chain in chains if strategy in chain)
@@ -80,17 +80,17 @@ def iterate_cheaper_options(options: Mapping[str, Any], rows: int) -> Iterator[t
 def explain_memory_error(
     recipe: Recipe, world: Communicator, session: Session | None, error: MemoryError, feed: StepInputs | None
 ) -> OutOfMemory:
-    """Return an error that describes the planned memory and options that need less.
+    """Make an OutOfMemory error that shows the planned memory and options that need less.
 
     Parameters
     ----------
     recipe : the recipe of the trainer
-    world : all ranks
+    world : communicator of all ranks
     session : session of the trainer; None if it is not made yet
     error : the MemoryError that was raised
     feed : inputs of the step in which it was raised, or None
     """
-    clear_frames(error.__traceback__)  # the frames keep arrays alive that were allocated before the error
+    clear_frames(error.__traceback__)  # frees the arrays that the failed frames still hold
     trim_heap()
     node = find_node_communicator(world)
     held = 0 if session is None else sum(session.state.count_bytes_by_kind().values())
@@ -125,8 +125,8 @@ def _format_plan_and_remedies(recipe: Recipe, fake: Communicator, feed: StepInpu
 
 
 def _count_planned_bytes(recipe: Recipe, fake: Communicator, feed: StepInputs | None) -> dict[str, int]:
-    """Return the planned bytes by kind for a step on the batch of `feed`. Without a batch, count only what a rank holds
-    between steps and what a step needs for any batch."""
+    """Return the planned bytes of this rank by kind of memory, for a step on the batch of `feed`. Without a batch,
+    count only what does not depend on the batch."""
     with measuring_memory() as meter:
         batch = _get_batch_shapes(feed)
         session = assemble_session(recipe, fake, initial=False)
@@ -142,7 +142,7 @@ def _count_planned_bytes(recipe: Recipe, fake: Communicator, feed: StepInputs | 
 
 
 def _get_batch_shapes(feed: StepInputs | None) -> tuple[Any, Any] | None:
-    """Return the batch of a step as shape-only arrays; None if it is not known."""
+    """Return the batch of a step as arrays with shapes and no data; None if it is not known."""
     microbatches = [] if feed is None else [batch for batch in feed.batch if batch is not None]
     if not microbatches or microbatches[0].target is None:
         return None

@@ -1,5 +1,5 @@
-"""The recipe of a trainer: a model and every choice about it. A session can be made from a recipe on any communicator,
-and made again on another one.
+"""The recipe of a trainer: the model and all options of `distribute`. A session can be made from it on any
+communicator, and again on another one when the ranks change.
 
 If no loss or no optimizer was given, a stand-in takes its place: the trainer can predict but not train."""
 
@@ -54,7 +54,7 @@ __all__ = [
 class NoLoss(Loss):
     """Stand-in for a loss that was not given."""
 
-    acts_on = "position"  # compatible with every sharding, since nothing is compared
+    acts_on = "position"  # without a loss, any sharding of the output is allowed
 
     def forward(self, env: Any, y: Any, target: Any) -> NoReturn:
         raise AssertionError("there is no loss")
@@ -63,7 +63,7 @@ class NoLoss(Loss):
         raise AssertionError("there is no loss")
 
     def validate(self, shape: tuple[int, ...], target: Any) -> None:
-        """Accept anything: nothing is compared."""
+        """Accept any output and target, because no loss is computed."""
 
     def __repr__(self) -> str:
         return "no loss"
@@ -92,8 +92,8 @@ def is_loss_or_optimizer_missing(loss: Any, optimizer: Any) -> bool:
 
 
 def require_loss_and_optimizer(call: str, loss: Any = None, optimizer: Any = None) -> None:
-    """Raise ConfigError if `loss` or `optimizer` is a stand-in. Leave out the argument that the current call does not
-    need."""
+    """Raise ConfigError if the trainer was made without a loss or an optimizer that `call` needs. Pass only those of
+    the two that it needs."""
     without = ["loss"] if isinstance(loss, NoLoss) else []
     without += ["optimizer"] if isinstance(unwrap_optimizer(optimizer), NoOptimizer) else []
     if without:
@@ -105,7 +105,7 @@ def require_loss_and_optimizer(call: str, loss: Any = None, optimizer: Any = Non
 
 @dataclass(frozen=True)
 class TrainingChoices(StepChoices):
-    """The model to train, and how a training step is computed. `fsdpx.distribute` explains the choices."""
+    """The options that say what is trained and how a step is computed. `fsdpx.distribute` explains them."""
 
     model: Layer
     loss: Any = None  # a Loss; NoLoss if none was given
@@ -129,8 +129,8 @@ class TrainingChoices(StepChoices):
 
 @dataclass(frozen=True)
 class DistributionChoices:
-    """How the model and its state are distributed over the ranks, and what ranks send each other. planned: with
-    strategy="auto", a text that says what the plan chose and why."""
+    """The options that say how the model and its state are distributed over the ranks, and what ranks send each other.
+    With strategy="auto", the field `planned` is a text that says what the planner chose and why."""
 
     strategy: Strategy | Sharding | SyncChoice = "fsdp"
     mesh: Mesh | None = None
@@ -157,22 +157,23 @@ class DistributionChoices:
 
     @property
     def sync_choice(self) -> SyncChoice:
-        """The synchronization policy of the strategy."""
+        """The synchronization policy selected by the option `strategy`."""
         return get_sync_choice(self.strategy)
 
     @property
     def sample_partition(self) -> Domain:
-        """The partition of samples over ranks: `domain`, or the default, in which each rank has complete samples."""
+        """How samples are partitioned over ranks: `domain`, or by default none, so that each rank has complete
+        samples."""
         return self.domain or UNSHARDED
 
     @property
     def storage_choice(self) -> StorageLevelChoice:
-        """What is kept on disk instead of in memory: `offload`, or the default, in which nothing is."""
+        """Which state is kept on disk instead of in memory: `offload`, or by default none."""
         return self.offload or IN_MEMORY
 
     def strategy_within_replica(self, ranks: int) -> str | Sharding:
-        """Return the strategy of the ranks that train synchronously: the ranks of one replica in local training,
-        otherwise all `ranks`."""
+        """Return the sharding strategy of the ranks that train synchronously. These are the ranks of one replica in
+        local training, and otherwise all `ranks`."""
         return self.sync_choice.strategy_within_replica(self.mesh, ranks) or self.strategy  # type: ignore[return-value]
 
 
@@ -221,7 +222,7 @@ class RuntimeOptions:
             raise ConfigError(f"device_map={self.device_map!r} is of device='cuda', and device={self.device!r}")
 
     def get_trace_choice(self) -> TraceConfig | None:
-        """Return the trace settings requested by the option or by FSDPX_TRACE; None if no trace is requested."""
+        """Return the trace settings from the option `trace` or from FSDPX_TRACE; None if no trace is requested."""
         wanted = environment.get_trace_folder() if self.trace is None else self.trace
         return None if wanted is None else TraceConfig.from_argument(wanted)
 
@@ -236,8 +237,8 @@ OPTIONS = [
 
 
 def adapt_foreign_model(model: Any, loss: Any) -> tuple[Any, Any]:
-    """Convert a model and a loss of another library, such as PyTorch, to those of fsdpx. Return a model and a loss of
-    fsdpx unchanged."""
+    """Convert a model and a loss of another library, such as PyTorch, to fsdpx. A model or loss of fsdpx is returned
+    unchanged."""
     foreign = [one for one in (model, loss) if not isinstance(one, Layer | Loss | None)]
     for library in dict.fromkeys(kind.__module__.partition(".")[0] for one in foreign for kind in type(one).__mro__):
         if (adapt := find_extension("library", library)) is not None:
@@ -247,7 +248,7 @@ def adapt_foreign_model(model: Any, loss: Any) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The arguments of `fsdpx.distribute`, checked as far as possible without other ranks."""
+    """The arguments of `fsdpx.distribute`, checked as far as one rank can check them alone."""
 
     training: TrainingChoices
     distribution: DistributionChoices = field(default_factory=DistributionChoices)
@@ -265,7 +266,7 @@ class Recipe:
         require_valid_model_parts(t.model, t.loss, t.optimizer, d.mesh, t.frozen)
 
     def with_options(self, changes: Mapping[str, Any]) -> Recipe:
-        """Return the recipe with other values for some options. changes: new values by name."""
+        """Return a copy of the recipe in which the options in `changes` have new values."""
 
         def replace_fields(of: Any) -> Any:
             return replace(of, **{field.name: changes[field.name] for field in fields(of) if field.name in changes})
@@ -273,9 +274,9 @@ class Recipe:
         return Recipe(*map(replace_fields, (self.training, self.distribution, self.runtime)))
 
     def with_mesh(self, mesh: Mesh) -> Recipe:
-        """Return the recipe on another mesh."""
+        """Return a copy of the recipe with another mesh."""
         return replace(self, distribution=replace(self.distribution, mesh=mesh))
 
     def without_data(self) -> Recipe:
-        """Return the recipe for a dry run, in which arrays have shapes and no data."""
+        """Return a copy of the recipe for a dry run, in which arrays have shapes but no data."""
         return replace(self, runtime=replace(self.runtime, device="shape", device_map=None))

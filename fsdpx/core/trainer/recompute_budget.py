@@ -1,4 +1,5 @@
-"""Choose the units whose forward is recomputed in backward, so that the memory kept for backward fits a budget."""
+"""Activation checkpointing within a memory budget: choose the units (groups of layers) whose forward is recomputed in
+backward."""
 
 from __future__ import annotations
 
@@ -21,12 +22,13 @@ __all__ = ["choose_recomputed_units"]
 def choose_recomputed_units(
     placement: Placement, orders: Sequence[Sequence[Action]], batch: Microbatch | None
 ) -> frozenset[int]:
-    """Return the numbers of the units of the full model whose forward is recomputed in backward.
+    """Return the numbers of the units (groups of layers) whose forward is recomputed in backward, numbered over the
+    full model.
 
     Parameters
     ----------
     placement : placement of this rank
-    orders : order of the actions of a step, for each pipeline rank
+    orders : order of the actions (forward or backward of a unit) in a step, for each pipeline rank
     batch : a microbatch as large as the largest of any rank, so that all ranks make the same choice; None if no batch
         is known
     """
@@ -40,13 +42,13 @@ def choose_recomputed_units(
 
 
 def _list_backward_units(stage: Stage) -> list[int]:
-    """Return the numbers of the units of a stage that keep arrays for backward."""
+    """Return the numbers of the units of this pipeline rank that keep activations for backward."""
     return [u for u in stage.own_units if u in stage.backward_units]
 
 
 @dataclass(frozen=True)
 class UnitBytes:
-    """Bytes that a unit keeps for one microbatch.
+    """Activation memory of a unit (group of layers) for one microbatch, in bytes.
 
     Attributes
     ----------
@@ -63,8 +65,9 @@ class UnitBytes:
 def _choose_units_within_budget(
     budget: int, placement: Placement, stage: Stage, order: Sequence[Action], batch: Microbatch
 ) -> frozenset[int]:
-    """Return the units of one pipeline rank that are to be recomputed. Choose as few as the budget allows, beginning
-    with those that save the most bytes. Raise ConfigError if recomputing all units does not fit the budget."""
+    """Return the units of one pipeline rank to recompute so that their activations fit into `budget` bytes. Choose as
+    few as possible, beginning with those that save the most bytes. Raise ConfigError if recomputing all of them is not
+    enough."""
     sizes = {u: count_max_kept_bytes(placement, stage, u, batch) for u in _list_backward_units(stage)}
     chosen: set[int] = set()
     for u in sorted(sizes, key=lambda u: sizes[u].kept_if_recomputed - sizes[u].kept):
@@ -84,8 +87,8 @@ def _choose_units_within_budget(
 def _compute_peak_bytes(
     stage: Stage, order: Sequence[Action], sizes: Mapping[int, UnitBytes], chosen: Collection[int]
 ) -> int:
-    """Return the peak of the bytes that the units of one pipeline rank keep at the same time, in a step with this order
-    of actions. chosen: units that are recomputed."""
+    """Return the peak of the activation bytes of one pipeline rank in a step with this order of actions, if the units
+    in `chosen` are recomputed."""
     parts = dict(stage.own_stages)
     kept = {u: size.kept_if_recomputed if u in chosen else size.kept for u, size in sizes.items()}
     now = most = 0
@@ -105,8 +108,8 @@ def _compute_peak_bytes(
 
 
 def count_max_kept_bytes(placement: Placement, stage: Stage, unit: int, batch: Microbatch) -> UnitBytes:
-    """Return the bytes that a unit keeps, as the maximum over the tensor ranks, so that all of them choose the same
-    units."""
+    """Return the activation bytes that a unit keeps, as the maximum over the tensor ranks, so that all tensor ranks
+    choose the same units to recompute."""
     bytes_by_tensor_rank = [
         _count_kept_bytes_on_tensor_rank(placement, stage, unit, batch, tensor)
         for tensor in range(placement.axes.tensor.size)
@@ -117,8 +120,8 @@ def count_max_kept_bytes(placement: Placement, stage: Stage, unit: int, batch: M
 def _count_kept_bytes_on_tensor_rank(
     placement: Placement, stage: Stage, unit: int, batch: Microbatch, tensor: int
 ) -> UnitBytes:
-    """Return the bytes that a unit keeps on one tensor rank. They are counted in forward and the input-gradient half of
-    backward, run on shape-only arrays."""
+    """Return the activation bytes that a unit keeps on the tensor rank `tensor`, found by running forward and the
+    input-gradient half of backward on arrays without data."""
     recomputed_unit, row = placement.layout.units[unit], stage.units[unit]
     spread = replace(placement.layout.spread, rank=tensor)
     values = {v: xp.ShapeArray(*placement.value_shapes.shape_of(v, batch, tensor)) for v in (*row.takes, *row.reads)}
@@ -141,5 +144,6 @@ def _count_kept_bytes_on_tensor_rank(
 
 
 def _sum_storage_bytes(storages: Iterable[tuple[int, int]], excluded: set[int]) -> int:
-    """Return the total bytes of distinct storages. storages: pairs (key, bytes). excluded: keys that do not count."""
+    """Return the total size in bytes of the `storages`, which are (key, bytes) pairs. Count each key once, and none
+    that is in `excluded`."""
     return sum(nbytes for key, nbytes in dict(storages).items() if key not in excluded)

@@ -1,5 +1,5 @@
-"""A session: a model on one placement. It makes programs for batches and runs them. A trainer has one session; an
-elastic trainer gets a new one after every change of ranks."""
+"""A session runs a model on fixed ranks: it checks batches, compiles programs for them, and runs the programs. A
+trainer has one session; an elastic trainer gets a new one after every change of ranks."""
 
 from __future__ import annotations
 
@@ -60,15 +60,16 @@ frozen."""
 
 
 class BatchAgreement(NamedTuple):
-    """How ranks agree on a batch, which is decided before the batch is checked.
+    """How ranks compare their batches before a program; decided before the batch is checked.
 
     Attributes
     ----------
-    ranks : the ranks that agree; None if this rank runs the program without agreement
-    can_start_uncoordinated : whether this rank may start without agreement, as long as all ranks have the same kind of
-        batch as before
-    digests : whether ranks compare checksums of the samples, since several ranks may have to hold the same samples
-    may_have_duplicates : whether data ranks, which should have different samples, may have the same samples
+    ranks : communicator of the ranks that compare batches; None if this rank runs the program without comparing
+    can_start_uncoordinated : whether this rank may start without comparing, as long as all ranks have batches of the
+        same shape and dtype as before
+    digests : whether ranks also compare checksums of the samples, because several ranks may have to hold the same
+        samples
+    may_have_duplicates : whether data ranks, which should have different samples, may by mistake have the same samples
     """
 
     ranks: Communicator | None
@@ -100,12 +101,13 @@ class CheckedBatch:
 
     @property
     def arrays(self) -> list[Any]:
-        """Inputs and target."""
+        """The arrays of the batch: all inputs, then the target if there is one."""
         return [*self.inputs, *([] if self.target is None else [self.target])]
 
 
 class Session:
-    """A model on the placement of an engine. It checks batches, makes programs for them, and runs the programs.
+    """Runs the model of one placement (layout, mesh, number formats): checks batches, compiles programs for them, and
+    runs the programs.
 
     Parameters
     ----------
@@ -125,21 +127,23 @@ class Session:
     ) -> None:
         self.engine = engine
         self.commit = commit
-        self._microbatch_counts = microbatches, microbatches  # configured number, number for the last batch
+        self._microbatch_counts = microbatches, microbatches  # (configured number, number used for the last batch)
         self.model, self.loss = model, loss
         self._duplicates = DuplicateBatchDetector(self.placement.axes)
-        # if all ranks hold parts of the same samples, a rank in predict waits only for its neighbors, not for all ranks
+        # if all ranks hold parts of the same samples, `predict` need not wait for all ranks, only for neighbors
         together = self.placement.sample_layout.has_one_group
         self._uncoordinated = (
             UncoordinatedPrediction(self.placement.axes.world, self._predict_on_zeros) if together else None
         )
-        # keys: the request and the programs that ran before; for READ_ONLY_KINDS the facts on which the request depends
+        # keyed by program request and the kinds that have run; for READ_ONLY_KINDS by what determines the request
         self._executables: dict[tuple[Any, ...], Executable] = {}
-        self._output_shapes: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}  # by shapes of the batch
+        self._output_shapes: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}  # keyed by the shapes of the batch
         self._warned: set[str] = set()
-        self._largest_microbatch: Microbatch | None = None  # the largest of all ranks; only with a memory budget
-        self._recomputed: dict[Any, frozenset[int]] = {}  # recomputed units by batch size
-        self._stages: dict[tuple[frozenset[str], frozenset[int]], Stage] = {}  # by frozen names, inputs with gradients
+        # largest microbatch of any rank; set only if `recompute` is a memory budget
+        self._largest_microbatch: Microbatch | None = None
+        self._recomputed: dict[Any, frozenset[int]] = {}  # keyed by batch size
+        # keyed by (names of frozen parameters, indices of inputs that get gradients)
+        self._stages: dict[tuple[frozenset[str], frozenset[int]], Stage] = {}
         self.explain_memory_error: Callable[[MemoryError, StepInputs], Exception] | None = None
 
     @property
@@ -149,14 +153,12 @@ class Session:
 
     @property
     def state(self) -> TrainState:
-        """Parameters, optimizer state, statistics and counters: the state that lasts from step to step."""
+        """Parameters, optimizer state, running statistics and counters, which last from step to step."""
         return self.engine.state
 
-    # -- how calls begin -----------------------------------------------------------------------------------------------
-
     def record_call_and_raise_pending_error(self, call: str) -> None:
-        """Record in this rank's flight record that it makes `call`. Raise the error, if there is one, that another rank
-        met in `predict` and passed to this rank."""
+        """Write to this rank's flight record that it makes `call`. If another rank met an error in `predict` and
+        passed it to this rank, raise it."""
         for enter in self.engine.hooks.on_collective_call:
             enter(call)
         if (
@@ -168,19 +170,20 @@ class Session:
             raise error
 
     def agree_on_call(self, call: str) -> None:
-        """Return when all ranks have reached `call`. Raise DesyncError on all ranks if some make another call. If
-        replicas train independently, a call outside a step also waits for all pending transfers. Collective."""
+        """Wait until all ranks have reached `call`. Raise DesyncError on all ranks if some make another call. If
+        replicas train independently, a call outside a step also waits for pending transfers between them. Collective.
+        """
         self.record_call_and_raise_pending_error(call)
         self.wait_for_last_step()
         if call == "close" and self.placement.sync_policy.get_failed_ranks():
-            return  # dead ranks cannot agree, and the other ranks no longer need anything from each other
+            return  # do not wait for dead ranks; the remaining ranks can close on their own
         batches.agree_on_call(self._get_agreement_group(call), call)
         if call not in STEP_KINDS:
             self.state.wait_for_transfers()
 
     def _get_agreement_group(self, call: str) -> Communicator:
-        """Return the ranks that make `call` together: all ranks, or in steps without synchronization the ranks of one
-        replica."""
+        """Return the communicator of the ranks that make `call` together: all ranks, or the ranks of one replica in a
+        step that does not synchronize replicas."""
         axes = self.placement.axes
         if axes.group is axes.world or call not in STEP_KINDS:
             return axes.world
@@ -191,32 +194,33 @@ class Session:
         )
 
     def wait_for_last_step(self) -> None:
-        """If ranks step at their own speed, wait until all ranks have finished their last step, because until then
-        other ranks may read and change what this rank holds. Waiting does not delay other ranks."""
+        """In asynchronous training, wait until all ranks have finished their last step, because other ranks may read
+        and change this rank's parameters until then. Waiting does not delay other ranks."""
         self.placement.sync_policy.wait_for_last_step()
 
     def announce_parameters_are_set(self) -> None:
-        """Announce that the parameters and the number of steps were set on this rank. If ranks step at their own speed,
-        this call is collective: it also waits until they are set on all ranks, since no rank may read values that
-        another rank has not set yet."""
+        """Tell the synchronization policy that parameters and step number were set on this rank, for example from a
+        checkpoint. In asynchronous training this is collective and waits for all ranks, so that no rank reads values
+        that another rank has not set yet."""
         self.placement.sync_policy.on_parameters_set(self.state.steps)
         if self.placement.sync_policy.own_speed:
             self.agree_on_call("begin to step apart")
 
     def swapping_in_common_parameters(self, *kinds: str) -> AbstractContextManager[None]:
-        """If ranks hold different parameters, return a context in which each rank has the parameters that are common to
-        all ranks; otherwise return an empty context. kinds: kinds of ledger rows to replace."""
+        """Return a context manager in which each rank has the parameters common to all ranks, if ranks otherwise train
+        different ones; the context manager does nothing if they do not. `kinds` are the kinds of arrays to replace,
+        such as "master"."""
         put = self.placement.sync_policy.read_state_to_swap(self.state, kinds)
         return nullcontext() if put is None else self.swapping_parameters(put, "the common model")
 
     @contextmanager
     def swapping_parameters(self, set_parameters: Callable[[], Callable[[], None]], what: str) -> Iterator[None]:
-        """Replace the parameters within the block. Collective on entry and on exit.
+        """Return a context manager that replaces the parameters within its block. Collective on entry and on exit.
 
         Parameters
         ----------
-        set_parameters : function that sets the temporary parameters, and returns a function that restores those of this
-            rank
+        set_parameters : function that sets the temporary parameters, and returns a function that restores the
+            parameters of this rank
         what : name of the temporary parameters, for errors
         """
         self.agree_on_call(f"with {what}")
@@ -229,16 +233,14 @@ class Session:
             put_back()
             self.state.invalidate_full_parameters()
 
-    # -- batches -------------------------------------------------------------------------------------------------------
-
     def agree_on_batch_and_split(self, x: Any, y: Any, kind: str, training: bool, also: str = "") -> StepInputs:
-        """Check a batch, agree on it with the other ranks, and return it split into microbatches. If the batch of one
-        rank is invalid, all ranks raise the same error. Collective.
+        """Check this rank's batch, compare it with the other ranks, and return it split into microbatches. If the
+        batch of one rank is invalid, all ranks raise the same error. Collective.
 
         Parameters
         ----------
         x, y : inputs and target, as the caller passed them
-        kind : kind of the program
+        kind : kind of the program, such as "step" or "predict"
         training : run layers such as dropout in training mode
         also : further text that must be the same on all ranks
         """
@@ -255,7 +257,7 @@ class Session:
         return StepInputs(microbatches, training, self.commit, batched=checked.batched)
 
     def _choose_agreement(self, kind: str) -> BatchAgreement:
-        """Return how ranks agree on a batch for a program of this kind."""
+        """Return how ranks compare their batches before a program of this kind, such as "step" or "predict"."""
         axes, own_speed = self.placement.axes, self.placement.sync_policy.own_speed and kind == "step"
         doubted = (
             kind in TRAINS
@@ -270,8 +272,8 @@ class Session:
         )
 
     def _check_and_describe(self, x: Any, y: Any, kind: str, agreement: BatchAgreement, also: str) -> CheckedBatch:
-        """Check this rank's batch as far as possible without other ranks. Return it, with an error if it is invalid,
-        and with the text that must be the same on other ranks, to which `also` is appended."""
+        """Check this rank's batch as far as possible without other ranks. Return the batch, its error if it is
+        invalid, and a description (ending with `also`) that must be the same on other ranks."""
         place, checked = self.placement, CheckedBatch()
         layout = place.sample_layout
         try:
@@ -293,8 +295,8 @@ class Session:
         return checked
 
     def _agree_on_batch_rows(self, agreement: BatchAgreement, checked: CheckedBatch, kind: str) -> tuple[int, ...]:
-        """Return the number of samples of every data rank. If the batch of one rank is invalid, raise the same error on
-        all ranks that agree. Also warn if data ranks train on the same samples."""
+        """Return the number of samples of each data rank. If the batch of one rank is invalid, raise the same error on
+        all ranks that compare batches. Warn if data ranks train on the same samples."""
         place, about = self.placement, (checked.features, checked.rows)
         if agreement.ranks is None:
             if checked.error is not None:
@@ -328,8 +330,8 @@ class Session:
     def _split_and_count_samples(
         self, inputs: tuple[Any, ...], target: Any, rows: tuple[int, ...], kind: str
     ) -> list[Microbatch | None]:
-        """Split this rank's samples into microbatches, and count the samples trained on since the last update. rows:
-        number of samples of every data rank."""
+        """Split this rank's samples into microbatches, and count the samples trained on since the last update. `rows`
+        holds the number of samples of each data rank."""
         place, state, whole = self.placement, self.state, kind in ("forward", "predict")
         if kind == "predict":
             return [Microbatch(inputs, None, sum(place.list_rows_of_earlier_groups(rows)))]
@@ -352,22 +354,24 @@ class Session:
         return self._microbatch_counts[0]
 
     def _choose_microbatch_count(self, rows: Sequence[int]) -> int:
-        """Return the number of microbatches for a batch, and store it. It is the configured number, but at most the
-        largest number of samples of a data rank, rounded up to a multiple of the number of pipeline ranks. More
-        microbatches would be empty and only lengthen the program. rows: number of samples of every data rank."""
+        """Return the number of microbatches for a batch, and store it. `rows` holds the number of samples of each data
+        rank.
+
+        It is the configured number, but not more than the largest number of samples of a data rank, rounded up to a
+        multiple of the number of pipeline ranks: further microbatches would be empty."""
         width = self.placement.axes.pipe.size
         self._microbatch_counts = self.microbatches, min(self.microbatches, max(-(-max(rows) // width), 1) * width)
         return self._microbatch_counts[1]
 
     def _validate_batch(self, inputs: tuple[Any, ...], target: Any) -> None:
-        """Run the checks that need no communication: shapes through the full model, labels, finite inputs. Store the
-        output shapes."""
+        """Check a batch without communication: shapes through the full model, labels, and optionally that inputs are
+        finite. Store the output shapes."""
         place, key = self.placement, _get_shapes_and_dtypes(inputs)
         shapes = self._output_shapes.get(key)
         if shapes is None:
             given = [ShapeArray(place.sample_layout.full_shape(a.shape), a.dtype) for a in inputs]
             outputs = output_shapes(self.model, given, place.formats.compute, make_single_rank_axes())
-            if place.axes.tensor.size > 1:  # raises if sharded dims are not divisible
+            if place.axes.tensor.size > 1:  # raises an error if the tensor axis cannot divide a dimension
                 largest = batches.make_largest_microbatch_shapes(place, inputs, (inputs[0].shape[0],), 1)
                 place.value_shapes.shape_of(0, largest)
             shapes = self._output_shapes[key] = [place.sample_layout.part_shape(o.shape) for o in outputs]
@@ -378,8 +382,8 @@ class Session:
                 require_finite(place, array, f"input {name!r}")
 
     def require_logits_and_get_vocab_size(self, tokens: Any) -> int:
-        """Return the size of the model's vocabulary. Raise ConfigError unless the model returns one row of logits for
-        each token."""
+        """Return the vocabulary size of a language model. Raise ConfigError unless the model returns one row of logits
+        for each token."""
         inputs = batches.prepare_inputs(self.placement, tokens)
         self._validate_batch(inputs, None)
         shape, *more = self._output_shapes[_get_shapes_and_dtypes(inputs)]
@@ -389,7 +393,7 @@ class Session:
         return shape[2]
 
     def freeze(self, patterns: Sequence[str], undo: bool = False) -> None:
-        """Freeze the parameters that match the patterns; with `undo`, unfreeze them. Collective: ranks compare the
+        """Freeze the parameters that match the patterns, or unfreeze them with `undo`. Collective: ranks compare the
         patterns."""
         call = "unfreeze" if undo else "freeze"
         if self.state.adding:
@@ -400,17 +404,15 @@ class Session:
         names = frozenset[str]().union(*(self.placement.layout.match_parameters(pattern, call) for pattern in patterns))
         (self.state.freezing.unfreeze if undo else self.state.freezing.freeze)(names)
 
-    # -- programs ------------------------------------------------------------------------------------------------------
-
     def run_program(self, kind: str, feed: StepInputs, local: bool = False) -> dict[Slot, Any]:
-        """Run a program and return its results. local: True: gradients stay on this rank, whatever the placement
-        says."""
+        """Run a program and return its results by slot (name of a value in the program). With `local`, gradients are
+        not reduced over ranks."""
         try:
             executable = self._get_or_prepare_executable(kind, feed, local)
             self.state.ran.add(kind)
             results = self.engine.run_program(executable, feed)
             if kind == "predict" and self._uncoordinated is not None:
-                # prepare the next call while all ranks are in this one: the next call waits only for neighbors
+                # prepare the next `predict` now, while all ranks take part: it will wait only for neighbors
                 self._get_or_prepare_executable(kind, feed, local)
         except MemoryError as error:
             if self.explain_memory_error is None:
@@ -421,7 +423,7 @@ class Session:
         return results
 
     def _get_or_prepare_executable(self, kind: str, feed: StepInputs, local: bool) -> Executable:
-        """Return the prepared program for the inputs `feed`; prepare it if needed."""
+        """Return the compiled program for the inputs `feed`; compile it on first use."""
         if kind in READ_ONLY_KINDS:
             state = self.state
             key = kind, len(feed.batch), state.frozen, frozenset(state.store), frozenset(state.ran)
@@ -446,7 +448,7 @@ class Session:
         return self._executables[key]
 
     def _warn_of_parameters_without_gradient(self) -> None:
-        """Warn once of parameters without a gradient, on the first data and tensor rank that has them."""
+        """Warn once of parameters that no gradient reaches. Only the first data and tensor rank warns."""
         names, axes = list(self.state.idle), self.placement.axes
         self._warned.add(NO_GRADIENT)
         if axes.data.rank == axes.tensor.rank == 0:
@@ -458,8 +460,8 @@ class Session:
             )
 
     def _warn_of_wrong_sharding(self, x: Any) -> None:
-        """Warn once if samples seem to be sharded wrongly. If all ranks step together, this call is collective;
-        otherwise it does nothing."""
+        """Warn once if the first input `x` looks wrongly partitioned, for example if the ranks' parts of a field
+        overlap. Collective if all ranks step together; otherwise it does nothing."""
         self._warned.add(WRONG_SHARDING)
         axes = self.placement.axes
         if self._get_agreement_group("step") is not axes.world:
@@ -469,13 +471,13 @@ class Session:
             warn(text)
 
     def finish_update(self, mean: LossMean, scale: GradientScale) -> None:
-        """Update counters and loss scale after an update, and drop views of old parameters."""
+        """Update step counters and loss scale after an update, and drop cached views of the old parameters."""
         self.state.finish_update(scale.skip, scale.scaler, mean.shared)
         self.engine.drop_stale_views()
 
     @contextmanager
     def hiding_accumulated_gradients(self) -> Iterator[None]:
-        """Within the block, hide accumulated gradients from the programs that run."""
+        """Return a context manager in which programs run as if no gradients had been accumulated."""
         state, adding = self.state, self.state.adding
         kept = state.pop_values_of_earlier_programs()
         try:
@@ -487,8 +489,9 @@ class Session:
     def make_program_request(
         self, kind: str, microbatches: int, local: bool = False, fresh: bool = False
     ) -> ProgramRequest:
-        """Return the compiler's input, made from the placement and from what earlier programs left in the store. fresh:
-        True: assume an empty store. local: True: gradients stay on this rank."""
+        """Return the compiler's input for a program of this kind: the placement's options, and which values earlier
+        programs left in the store. With `fresh`, assume an empty store. With `local`, gradients are not reduced over
+        ranks."""
         place, policy = self.placement, self.placement.sync_policy
         holding = (lambda kind: frozenset[int]()) if fresh else self.state.list_indices_of_filled_slots
         steps = kind in ("step", "accumulate", "local")
@@ -514,8 +517,8 @@ class Session:
         )
 
     def _get_current_stage(self, batch: Microbatch | None = None) -> Stage:
-        """Return the stage of this pipeline rank with the parameters that are frozen now. batch: a microbatch whose
-        floating-point inputs get gradients as results of the program; None if inputs get no gradients."""
+        """Return the pipeline stage of this rank, with the parameters that are frozen now. If `batch` is not None,
+        gradients of its floating-point inputs are also computed."""
         place, frozen = self.placement, self.state.frozen
         inputs = () if batch is None else batch.inputs
         key = (frozen, frozenset(v for v, x in enumerate(inputs) if not has_integer_dtype(x)))
@@ -526,14 +529,14 @@ class Session:
 
     @property
     def program(self) -> Program:
-        """The program of a step that starts from an empty store. In local training it is the program of the step at the
-        end of a round."""
+        """The program of a step without accumulated gradients or gathered parameters. In local training it is the
+        program of the last step of a round, which synchronizes replicas."""
         return self.round_programs[-1][0]
 
     @property
     def round_programs(self) -> list[tuple[Program, int]]:
-        """Pairs (program of a step, number of times that it runs). There is one pair, or in local training one pair for
-        each different step of a round."""
+        """Pairs (program of a step, number of times that it runs). There is one pair, or in local training one pair
+        for each different step between two synchronizations."""
         request = self.make_program_request(
             "step", self.placement.accumulation.count_microbatches(self._microbatch_counts[1]), fresh=True
         )
@@ -543,8 +546,8 @@ class Session:
         ]
 
     def _choose_recomputed_units(self, microbatches: int) -> frozenset[int]:
-        """Return the units whose forward is recomputed in backward, which are the same in every step with batches of
-        one size. With a memory budget, a forward on shape-only arrays is needed to choose them."""
+        """Return the numbers of the units (groups of layers) whose forward is recomputed in backward. The choice is
+        the same for all batches of one size. A memory budget needs a forward on arrays without data."""
         pipe, batch, wanted = self.placement.pipe, self._largest_microbatch, self.placement.options.recompute
         if wanted.budget is None and not wanted.every:
             return frozenset()
@@ -559,7 +562,8 @@ class Session:
         return self._recomputed[key]
 
     def predict(self, x: Any, feed: StepInputs) -> tuple[Any, ...]:
-        """Return the outputs for the inputs `feed`. x: the batch as the caller passed it."""
+        """Run the model on the prepared inputs `feed` and return its outputs. `x` is the batch as the caller passed
+        it."""
         outputs = self.all_gather_outputs_of_batch(self.run_program("predict", feed), feed)
         if self._uncoordinated is not None:
             self._uncoordinated.finish_prediction()
@@ -574,20 +578,20 @@ class Session:
         return self.to_caller_arrays(outputs, feed)
 
     def _predict_on_zeros(self, shapes: tuple[Any, ...]) -> None:
-        """Run a prediction on zeros so that other ranks can finish their predictions. shapes: shapes and dtypes of the
-        inputs."""
+        """Run a prediction on zeros of these shapes and dtypes, so that other ranks can finish their predictions after
+        an error."""
         zeros = tuple(self.placement.xp.zeros(shape, dtype=dtype) for shape, dtype in shapes)
         with self.hiding_accumulated_gradients():
             self.run_program("predict", StepInputs([Microbatch(zeros, None, 0)], False, self.commit))
 
     def to_caller_arrays(self, arrays: Sequence[Any], feed: StepInputs) -> tuple[Any, ...]:
-        """Convert arrays of the model to the layout in which the caller passed the batch."""
+        """Convert output arrays of the model to the layout in which the caller passed the batch."""
         leave = self.placement.sample_layout.to_caller_layout
         return tuple([None if a is None else leave(a, feed.batched) for a in arrays])
 
     def try_predict_directly(self, x: Any) -> tuple[Any, ...] | None:
-        """Return the outputs for `x` by calling the layers directly. Return None unless a batch of this shape and dtype
-        was predicted before and nothing but layers has to run."""
+        """Return the outputs for `x` by calling the layers without a program, which is faster. Return None unless a
+        batch of this shape and dtype was predicted before and prediction needs no communication."""
         known = self.engine.direct.get((x.shape, x.dtype)) if type(x) is np.ndarray else None
         return None if known is None else known(x)
 
@@ -605,12 +609,12 @@ class Session:
         return all_gather_outputs_of_batch(self.placement, values, shapes, batch)
 
     def save_trace(self) -> None:
-        """Let the observers write their files, such as a trace. Collective."""
+        """Write the files of all observers, such as a trace. Collective."""
         for write in self.engine.hooks.write_files:
             write()
 
     def close(self) -> None:
-        """Free the resources of the engine. Collective."""
+        """Write the files of the observers, and free shared memory and communicators of the engine. Collective."""
         self.save_trace()
         self._executables.clear()
         if self._uncoordinated is not None:

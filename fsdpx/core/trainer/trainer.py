@@ -1,5 +1,5 @@
-"""The trainer: the object with which a user trains. Every call runs one program; strategies differ only in their
-programs."""
+"""The trainer, the object that `fsdpx.distribute` returns. Each training call runs one program (list of operations);
+strategies such as DDP and FSDP differ only in their programs."""
 
 from __future__ import annotations
 
@@ -75,14 +75,15 @@ class Trainer:
     def __init__(self, call_runner: CallRunner) -> None:
         self._call_runner = call_runner
         self._is_incomplete = is_loss_or_optimizer_missing(call_runner.session.loss, call_runner.placement.optimizer)
-        self._forward_inputs: StepInputs | None = None  # the batch of the last `forward`
-        self._output_shapes: list[tuple[int, ...]] = []  # shapes of the outputs of that batch
+        self._forward_inputs: StepInputs | None = None  # inputs of the last `forward`
+        self._output_shapes: list[tuple[int, ...]] = []  # shapes of the outputs of the last `forward`
         self._local = False
         self._finite = True  # whether the loss of the last step was finite
 
     @property
     def call_runner(self) -> CallRunner:
-        """The ranks that call this trainer, and what they do together besides training."""
+        """The object that runs this trainer's calls: its ranks and communicators, and what they do together besides
+        training."""
         return self._call_runner
 
     @property
@@ -99,8 +100,6 @@ class Trainer:
     @property
     def _placement(self) -> Placement:
         return self._call_runner.session.placement
-
-    # -- training ----------------------------------------------------------------------------------------------------
 
     @run_through_call_runner(STEP)
     def step(self, x: Any, y: Any) -> float:
@@ -137,8 +136,8 @@ class Trainer:
 
     @run_through_call_runner(KEEPS_FOR_LATER)
     def accumulate(self, x: Any, y: Any) -> float:
-        """Run forward and backward, add the gradients to the accumulated ones that the next `step` or `update` uses,
-        and return the mean loss of this batch. Collective.
+        """Run forward and backward, and return the mean loss of this batch. Add the gradients to those accumulated so
+        far, which the next `step` or `update` uses. Collective.
 
         Parameters
         ----------
@@ -163,8 +162,8 @@ class Trainer:
     @run_through_call_runner(KEEPS_FOR_LATER)
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Return a context in which `accumulate` and `backward` keep full gradients on each rank, so that they do not
-        communicate but need more memory."""
+        """Return a context manager in which `accumulate` and `backward` do not communicate gradients. Each rank keeps
+        its full local gradients until the next `step` or `update`, which needs more memory."""
         before, self._local = self._local, True
         try:
             yield
@@ -200,8 +199,7 @@ class Trainer:
 
     @run_through_call_runner(KEEPS_FOR_LATER)
     def backward(self, dy: Any) -> np.ndarray:
-        """Run backward from the gradient of the last `forward`'s output, and return the gradient of its input.
-        Collective.
+        """Run backward through the last `forward`, and return the gradient with respect to its inputs. Collective.
 
         If several pairs of forward and backward run before one `update`, their parameter gradients add up. Pass the
         returned gradient to whatever computed the inputs: another trainer's `backward`, or a solver.
@@ -306,7 +304,8 @@ class Trainer:
 
     @run_through_call_runner(READS_STATE)
     def evaluate(self, x: Any, y: Any, weights: WeightsChoice = "parameters") -> float:
-        """Return the mean loss of the global batch without dropout, and change nothing. Collective.
+        """Return the mean loss of the global batch without dropout. The state of the trainer does not change.
+        Collective.
 
         Parameters
         ----------
@@ -403,8 +402,6 @@ class Trainer:
     else:
         fit = LazyMethod("fsdpx.core.trainer.fit:fit")
 
-    # -- parameters --------------------------------------------------------------------------------------------------
-
     @run_through_call_runner(READS_STATE)
     @raise_argument_errors_on_all_ranks
     def parameters(
@@ -455,8 +452,6 @@ class Trainer:
 
         gathered_gradients = all_gather_gradients(state)
         return {name: gathered_gradients[name] * scale for name in place.layout.specs if name in gathered_gradients}
-
-    # -- checkpoints -------------------------------------------------------------------------------------------------
 
     @partial(raise_argument_errors_on_all_ranks, hints=False)
     def save(
@@ -573,12 +568,10 @@ class Trainer:
         self._session.announce_parameters_are_set()
         return report
 
-    # -- inspection --------------------------------------------------------------------------------------------------
-
     @property
     def program(self) -> Program:
-        """The program of a step that starts from an empty store; `print(trainer.program)` shows it as text. In local
-        training it is the program of the step at the end of a round."""
+        """The program of a step without accumulated gradients; `print(trainer.program)` shows it as text. In local
+        training it is the program of the last step of a round, which synchronizes replicas."""
         return self._session.program
 
     @property
@@ -593,14 +586,14 @@ class Trainer:
 
     @property
     def domain_group(self) -> Communicator:
-        """Communicator of the ranks that hold parts of the same samples. Without `domain` it contains only this
-        rank."""
+        """Communicator of the ranks that hold parts of the same samples (spatial domain decomposition). Without
+        `domain` it contains only this rank."""
         return self._session.placement.axes.parts
 
     @property
     def output_grid(self) -> Domain:
-        """The partition of the model's output, with `domain`. It is the partition of the input if both have the same
-        number of cells.
+        """The partition of the model's output over ranks, with `domain`. It is the partition of the input if both have
+        the same number of cells.
 
         Its `offsets`, `local_shape`, `take_local` and `gather` apply to outputs and targets. It is derived from the
         layers, so it is known before the first prediction.
@@ -640,14 +633,12 @@ class Trainer:
             self._call_runner.close()
             hooks.release_hooks_of_owner(self)
 
-    # -- internals ---------------------------------------------------------------------------------------------------
-
     @run_through_call_runner(READS_STATE, "close")
     def _agree_on_close_and_wait_for_save(self) -> None:
         self._call_runner.agree_on_call("close")
         self._call_runner.wait_for_save_within_call()
 
-    if not TYPE_CHECKING:  # otherwise a type checker would accept any attribute
+    if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any attribute
 
         def __getattr__(self, name: str) -> Any:
             hint = f"; use {CALLS_ELSEWHERE[name]}" if name in CALLS_ELSEWHERE else ""
@@ -660,8 +651,8 @@ class Trainer:
         return loss
 
     def _warn_of_skipped_update(self, loss: float) -> None:
-        """Warn on rank 0 if the loss of a skipped step is NaN or Inf, but only at the first of consecutive losses of
-        that kind."""
+        """Warn on rank 0 if the loss of a skipped step is NaN or Inf. Of consecutive losses that are NaN or Inf, only
+        the first causes a warning."""
         before, self._finite = self._finite, math.isfinite(loss)
         if before and not self._finite and self._placement.axes.world.rank == 0:
             assert self._call_runner.last_update is not None
@@ -672,8 +663,8 @@ class Trainer:
             )
 
     def _require_one_gradient_source(self, source: str) -> None:
-        """Raise ConfigError if gradients from `accumulate` and gradients from `backward` would enter one update, since
-        they are weighted differently. source: the call that adds gradients now."""
+        """Raise ConfigError if one update would mix gradients from `accumulate` and from `backward`, which are
+        weighted differently. `source` is the call that adds gradients now."""
         if self._session.state.adding not in ("", source):
             raise ConfigError(
                 "accumulate (or step) and backward before one update: use one of them; call update between, or "

@@ -1,13 +1,13 @@
-"""Predictions within a solver: ranks whose batch is of the same kind as before start without agreement, and an error on
-one rank still reaches all ranks.
+"""Predictions inside a solver that start without waiting for all ranks. While batches keep their shapes and dtypes,
+ranks do not compare them, and an error on one rank still reaches all ranks.
 
-Each rank counts its calls of `predict` in a window that other ranks read without its help. A rank whose batch is
-invalid or of another kind than the previous one waits until all other ranks have begun the same call. If the batches of
-all ranks are of another kind, the ranks agree on them as in the first call. If some ranks have started already, the
-lowest of the differing ranks writes the error into the windows of all ranks, together with the number of calls that
-have begun. Each rank runs the calls that it has missed on a batch of zeros, so that no message is left over and no rank
-waits for another. All ranks raise the error in every call up to the last call in which a rank can learn of it. Ranks
-that continue after the error are then in the same call again."""
+Each rank counts its calls of `predict` in a window (shared memory) that other ranks can read at any time. A rank whose
+batch is invalid, or differs in shape or dtype from the previous one, waits until all other ranks have begun the same
+call. If the batches of all ranks differ from the previous ones, the ranks compare them as in the first call. If only
+some do, the lowest of these ranks writes an error into the windows of all ranks, together with the number of calls
+that have begun. Each rank then runs the calls that it has missed on a batch of zeros, so that no message is left over
+and no rank waits for another. All ranks raise the error in every call up to the last call in which a rank can learn of
+it. Ranks that continue after the error are then in the same call again."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ CALLS = 1 << 32
 
 
 class UncoordinatedPrediction:
-    """Predictions that start without agreement while batches are of the same kind.
+    """Lets each rank start `predict` without waiting for other ranks, as long as batches keep their shapes and dtypes.
 
     Parameters
     ----------
     comm : communicator of the ranks that hold the parts of the field
-    run_on_zeros : function of the shapes and dtypes of inputs that runs a prediction on zeros
+    run_on_zeros : function that runs a prediction on zeros, given the shapes and dtypes of the inputs
     """
 
     def __init__(self, comm: Communicator, run_on_zeros: Callable[[tuple[Any, ...]], None]) -> None:
@@ -56,11 +56,11 @@ class UncoordinatedPrediction:
         self._agreed_kind: Any = None
         self._inputs: tuple[Any, ...] = ()
         self._epoch = self._count = 0
-        self._failed: list[FsdpxError] = []  # one error for each call that only other ranks have begun
+        self._failed: list[FsdpxError] = []  # one error for each call that other ranks have begun and this rank has not
 
     def record_agreed_batch(self, batch_kind: tuple[str, int], inputs: tuple[Any, ...]) -> None:
-        """Record the batch that all ranks have agreed on. Collective. On a backend without one-sided windows nothing is
-        recorded, because there ranks agree in every call.
+        """Record the batch that all ranks have just compared. Collective. On a backend without one-sided windows
+        nothing is recorded, because ranks then compare their batches in every call.
 
         Parameters
         ----------
@@ -79,9 +79,9 @@ class UncoordinatedPrediction:
         self._agreed_kind, self._inputs = batch_kind if self._has_windows else None, inputs
 
     def try_start_without_agreement(self, batch_kind: tuple[str, int], error: FsdpxError | None) -> bool:
-        """Return True if this rank may predict at once, and False if all ranks must agree on the batch first. Raise the
-        common error if this rank's batch differs and other ranks have started, or if another rank has stopped this
-        rank."""
+        """Return True if this rank may predict at once, and False if all ranks must compare their batches first. If
+        ranks no longer match (this rank's batch differs while other ranks have started, or another rank has reported
+        an error), raise the error that all ranks raise."""
         if self._failed:
             raise self._failed.pop()
         if self._agreed_kind is None or self._window is None:
@@ -106,7 +106,7 @@ class UncoordinatedPrediction:
             raise error or timeout from timeout
 
     def finish_prediction(self) -> None:
-        """Mark the call as returned. Raise the common error, if there is one."""
+        """Mark this rank's call as returned. If another rank has reported an error meanwhile, raise it."""
         if self._agreed_kind is None or self._window is None:
             return
         with self._window.open_part(self._comm.rank, 0, HEAD) as head:
@@ -118,8 +118,9 @@ class UncoordinatedPrediction:
             raise self._run_missed_calls_and_get_error(0)
 
     def take_pending_error(self) -> FsdpxError | None:
-        """Return the error that this rank has to raise in a call other than `predict`; None if there is none. Run the
-        predictions that this rank has missed, so that the other ranks do not wait for it."""
+        """Return the error that another rank reported since the last `predict`, for a call other than `predict`; None
+        if there is none. First run the predictions that this rank has missed, so that other ranks do not wait for it.
+        """
         self._failed.clear()
         window = self._window
         if self._agreed_kind is None or window is None or window.read_word(self._comm.rank, STOP) != self._epoch:
@@ -129,18 +130,19 @@ class UncoordinatedPrediction:
         return error
 
     def close(self) -> None:
-        """Free the window. Collective."""
+        """Free the window (shared memory). Collective."""
         if self._window is not None:
             self._window.close()
         self._window = self._agreed_kind = None
 
     def _encode_call_state(self, state: int) -> int:
-        """Return this rank's call as one number that increases with the epoch, the call, and the state in the call."""
+        """Encode epoch, call number and `state` (STARTED, WAITING or RETURNED) as one integer that increases with each
+        of the three."""
         return 4 * (self._epoch * CALLS + self._count) + state
 
     def _agree_that_all_batches_differ(self, window: Window) -> bool:
-        """Wait for the other ranks to begin this call. Return False if the batches of all ranks differ from the
-        previous one, so that ranks can agree on them; otherwise raise the common error."""
+        """Wait until the other ranks have begun this call. Return False if the batches of all ranks differ from the
+        previous ones, so that ranks can compare them; otherwise raise the error that all ranks raise."""
         me, own_call = self._comm.rank, self._encode_call_state(WAITING)
 
         def find_late_ranks() -> list[int]:
@@ -158,7 +160,7 @@ class UncoordinatedPrediction:
         raise self._run_missed_calls_and_get_error(1)
 
     def _write_error_to_all_ranks(self, window: Window, differing: Sequence[int]) -> None:
-        """Stop all ranks and pass them the error of the `differing` ranks."""
+        """Write the error about the ranks in `differing` into the window of every rank, which makes all ranks stop."""
         begun = fails = self._count
         for rank in self._others:
             with window.open_part(rank, 0, HEAD) as head:
@@ -166,7 +168,7 @@ class UncoordinatedPrediction:
                 words[STOP] = self._epoch
                 call, state = divmod(int(words[CALL]), 4)
                 call -= self._epoch * CALLS
-                # a rank that has returned learns only in its next call that it has to stop
+                # a rank that has returned from its call sees the error only in its next call
                 begun, fails = max(begun, call), max(fails, call + (state == RETURNED))
         texts = {}
         for rank in differing:
@@ -180,8 +182,8 @@ class UncoordinatedPrediction:
                 words[BEGUN], words[FAILS], words[STOP], words[READY] = begun, fails, self._epoch, self._epoch
 
     def _run_missed_calls_and_get_error(self, begun: int) -> FsdpxError:
-        """Run on zeros the calls that this rank has missed, and return the common error. begun: number of calls that
-        this rank has begun but not run."""
+        """Run the predictions that this rank has missed on zeros, and return the error that all ranks raise. `begun`
+        is the number of calls (0 or 1) that this rank has begun but not run."""
         window, me = self._window, self._comm.rank
         assert window is not None
         window.poll_until_none_missing(
@@ -197,14 +199,16 @@ class UncoordinatedPrediction:
 
 
 def _describe_batch(batch_kind: tuple[str, int]) -> str:
-    """Return the number of samples and the description of a batch."""
+    """Return a phrase with the number of samples and the description of a batch."""
     features, rows = batch_kind
     return f"{rows} sample{'s' * (rows != 1)} of {features}"
 
 
 def _choose_common_error(texts: dict[int, list[str]], agreed: str) -> tuple[str, str]:
-    """Return class name and text of the common error. texts: class name and text for each differing rank; the class
-    name is empty for a valid batch. agreed: description of the batch of the other ranks."""
+    """Return class name and text of the error that all ranks raise.
+
+    `texts` holds, for each rank with another batch than before, the class name and text of its error; the class name
+    is empty for a valid batch. `agreed` describes the batch of the remaining ranks."""
     for rank, (kind, text) in texts.items():
         if kind:
             return kind, f"rank {rank}: {text}"
@@ -213,7 +217,8 @@ def _choose_common_error(texts: dict[int, list[str]], agreed: str) -> tuple[str,
 
 
 def _pack_error(kind: str, text: str) -> bytes:
-    """Return class name and text as JSON that fits into the window; a text that is too long is truncated."""
+    """Return class name and text of an error as JSON bytes that fit into the window. A text that is too long is cut
+    off."""
     while len(data := json.dumps([kind, text]).encode()) > TEXT - 8:
         text = text[: len(text) - max(1, (len(data) - TEXT + 8) // 6)]
     return data
