@@ -223,8 +223,6 @@ class Engine:
                 waits(self._producers.get(slot, "an earlier program"))
         return value.wait()
 
-    # -- without a program ---------------------------------------------------------------------------------------------
-
     @property
     def has_observers_or_transfers(self) -> bool:
         """True if observers were added, or if transfers are pending."""
@@ -237,8 +235,6 @@ class Engine:
         before. held: the values of the unit's pages and statistics."""
         assert self._views is not None
         return self._contexts.get_contexts(False, False, inputs)[1][unit], self._views.view_unit_parameters(unit, held)
-
-    # -- outside programs ----------------------------------------------------------------------------------------------
 
     def record_outside_program(self, what: str, begin: float, nbytes: int = 0) -> None:
         """Report to observers that work outside programs began at `begin` and ends now. nbytes: bytes that this rank

@@ -69,8 +69,6 @@ class SequentialAccumulation:
     def __repr__(self) -> str:
         return "in order"
 
-    # -- batches -------------------------------------------------------------------------------------------------------
-
     def count_microbatches(self, wanted: int) -> int:
         """Return the number of microbatches that each rank runs. wanted: number that was asked for."""
         return wanted
@@ -98,8 +96,6 @@ class SequentialAccumulation:
 
     def require_partial_batch_support(self, what: str, why: str) -> None:
         """Raise ConfigError if training on a part of a global batch is not possible."""
-
-    # -- gradients -----------------------------------------------------------------------------------------------------
 
     def create_gradient(self, buffer: Any, split: Callable[[Any], list[Any]], keep_offset: bool) -> Gradient:
         """Return a gradient backed by `buffer`, to which nothing has been added yet."""
@@ -160,8 +156,6 @@ class TreeAccumulation:
     def __repr__(self) -> str:
         return f"in {self.total} chunks"
 
-    # -- batches -------------------------------------------------------------------------------------------------------
-
     def count_microbatches(self, wanted: int) -> int:
         return max(len(get_chunks_of_rank(self.total, r, self.ranks)) for r in range(self.ranks))
 
@@ -204,8 +198,6 @@ class TreeAccumulation:
 
     def _count_rows_by_rank(self, total: int) -> list[int]:
         return [total // self.total * len(get_chunks_of_rank(self.total, r, self.ranks)) for r in range(self.ranks)]
-
-    # -- gradients -----------------------------------------------------------------------------------------------------
 
     def create_gradient(self, buffer: Any, split: Callable[[Any], list[Any]], keep_offset: bool) -> Gradient:
         return ChunkGradients(split(buffer), self.mine, self.total, self._nodes_of_shard_ranks)

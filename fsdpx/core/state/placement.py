@@ -221,8 +221,6 @@ class Placement:
         samples of each data rank."""
         return self.sample_layout.count_rows_per_group(rows)[: self.axes.samples.rank]
 
-    # -- this rank -----------------------------------------------------------------------------------------------------
-
     @cached_property
     def stage(self) -> Stage:
         return self.stages[self.axes.pipe.rank]
@@ -389,8 +387,6 @@ class Placement:
     def _page_names(self) -> list[str]:
         ends = [(page.fields[0].name, page.fields[-1].name) for page in self.layout.pages]
         return [first if first == last else f"{first}..{last}" for first, last in ends]
-
-    # -- communication -------------------------------------------------------------------------------------------------
 
     def all_gather_numbers(self, values: list[float], what: str, comm: Communicator | None = None) -> list[list[float]]:
         """Return the float64 numbers `values` of every rank of `comm` (default: all ranks), in rank order.

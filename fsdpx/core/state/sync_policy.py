@@ -97,8 +97,6 @@ class SyncPolicy:
     def __init__(self, placement: Any) -> None:
         self.placement = placement
 
-    # -- programs ------------------------------------------------------------------------------------------------------
-
     def get_program_kind(self, kind: str) -> str:
         """Return the kind of program that runs when a trainer asks for `kind`. Raise ConfigError if there is none."""
         return kind
@@ -120,8 +118,6 @@ class SyncPolicy:
         """Return the loss of a finished step."""
         return float(results[MEAN].value)
 
-    # -- what a rank holds ---------------------------------------------------------------------------------------------
-
     def open_shared_memory(self) -> Iterator[tuple[Any, Any]]:
         """Allocate memory that all ranks can access, and yield (key of a row, its array in this memory). Collective."""
         return iter(())
@@ -134,8 +130,6 @@ class SyncPolicy:
         """Return the prefixes of the names of all tensors that checkpoints hold for a trained parameter. replicas:
         number of replicas, if each has its own state; None: the number in the mesh."""
         return list(self.placement.slot_formats)
-
-    # -- changes of the state; each gets the `TrainState` --------------------------------------------------------------
 
     def on_created(self, state: Any) -> None:
         """Fill slots of a new state."""
@@ -164,8 +158,6 @@ class SyncPolicy:
     def require_common_parameters(self, steps: int) -> None:
         """Raise ConfigError if ranks have different parameters after `steps` steps, for callers that need common
         parameters."""
-
-    # -- begin and end of calls ----------------------------------------------------------------------------------------
 
     def wait_for_last_step(self) -> None:
         """Wait until all ranks have made their last step, if ranks run asynchronously."""

@@ -202,8 +202,6 @@ class TrainState:
         """The random numbers of layers, which depend on the seed and the position in training."""
         return Random(self.seed, moment=self.moment)
 
-    # -- programs ------------------------------------------------------------------------------------------------------
-
     def list_indices_of_filled_slots(self, kind: str) -> frozenset[int]:
         """Return the numbers of the pages, units or values for which a slot of this kind is filled."""
         return frozenset(slot.at for slot in self.store if slot.kind == kind and slot.at is not None)
@@ -299,8 +297,6 @@ class TrainState:
         self.adding = ""
         self.ran.clear()
         self.pop_values_of_earlier_programs(keep=())
-
-    # -- memory --------------------------------------------------------------------------------------------------------
 
     def get_or_allocate_until_update(self, key: LedgerKey) -> Any:
         """Return the array of a row with lifetime "pass". It is allocated at the first call and kept until the next

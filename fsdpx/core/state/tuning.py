@@ -110,9 +110,6 @@ def _get_record_path(kind: str, key: dict[str, Any]) -> Path:
     return environment.read_environment().cache / f"measured-{kind}-{digest}.json"
 
 
-# -- the BLAS library --------------------------------------------------------------------------------------------------
-
-
 T = TypeVar("T")
 
 MIN_SPEEDUP = 1.25
