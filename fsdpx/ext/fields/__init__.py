@@ -1,1 +1,1 @@
-"""Fields of solvers: each sample is partitioned over the ranks that hold its parts."""
+"""Training on fields of PDE solvers, where each sample is partitioned over ranks by domain decomposition."""

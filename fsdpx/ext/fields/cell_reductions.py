@@ -13,8 +13,8 @@ __all__ = ["all_reduce_moments", "all_reduce_over_parts"]
 
 
 def all_reduce_over_parts(env: LayerContext, values: Array, what: str, op: str = "sum") -> Array:
-    """Reduce `values` in place by `op` over all ranks that hold parts of the field, and return them. Communicates only
-    if the field is partitioned."""
+    """All-reduce `values` in place by `op` over the ranks that share each field, and return `values`. Without a
+    partitioned field, this does nothing."""
     if env.mesh.parts.size > 1:
         env.mesh.parts.all_reduce(values.reshape(-1), op, what=what).wait()
     return values
@@ -23,11 +23,12 @@ def all_reduce_over_parts(env: LayerContext, values: Array, what: str, op: str =
 def all_reduce_moments(
     env: LayerContext, x: Array, dims: tuple[int, ...], what: str, weights: Array | None = None
 ) -> Array:
-    """Return the count, mean and sum of squared deviations over `dims` of all parts, stacked in a float64 array. `dims`
-    must be the last dims.
+    """Return the count, mean and sum of squared deviations of a field over `dims`, merged over ranks, as a float64
+    array of these three rows.
 
-    The ranks' moments are merged in rank order by the rule of Chan et al. (1979). weights: weight of each element, or
-    None if all weights are 1. Communicates only if the field is partitioned."""
+    `dims` must be the last dims of `x`. `weights` holds the weight of each element; None gives all elements weight 1.
+    The moments of the ranks are merged in rank order by the rule of Chan et al. (1979). Communicates only if the field
+    is partitioned."""
     xp, ranks, size = env.xp, env.mesh.parts, float(math.prod(x.shape[d] for d in dims))
     mean = (x if weights is None else weights * x).sum(axis=dims, dtype=np.float64)
     count = xp.full(mean.shape, size, dtype=np.float64)

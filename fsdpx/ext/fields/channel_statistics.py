@@ -17,8 +17,8 @@ __all__ = ["ChannelStatistics", "gather_channel_statistics"]
 
 
 class ChannelStatistics(NamedTuple):
-    """The mean and standard deviation of each channel, which are the first two arguments of `nn.Standardize`. std is 1
-    for a constant channel."""
+    """The mean and standard deviation of each channel, in the order in which `nn.Standardize` takes them. The standard
+    deviation of a constant channel is given as 1, so that dividing by it is safe."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -66,12 +66,13 @@ def gather_channel_statistics(
 
 
 def _merge_batch_moments(moments: np.ndarray | None, batch: np.ndarray, skipna: bool) -> np.ndarray:
-    """Merge `moments`, (3, channels) or None, with the moments of a batch (channels, ...), and return the result."""
+    """Merge the moments (count, mean, squared deviations) of a batch (channels, ...) into `moments`, (3, channels) or
+    None."""
     rows = batch.reshape(len(batch), int(np.prod(batch.shape[1:]))).astype(np.float64)
     counted = ~np.isnan(rows) if skipna else np.ones(rows.shape, bool)
     count = counted.sum(axis=1).astype(np.float64)
     lowest = np.where(count > 0, rows.min(axis=1, where=counted, initial=np.inf), 0.0)
-    above = np.where(counted, rows - lowest[:, None], 0.0)  # exactly 0 if the channel is constant
+    above = np.where(counted, rows - lowest[:, None], 0.0)  # a constant channel gives exact zeros
     mean = above.sum(axis=1) / np.maximum(count, 1.0)
     apart = np.where(counted, above - mean[:, None], 0.0)
     new = np.stack([count, lowest + mean, (apart * apart).sum(axis=1)])
@@ -83,8 +84,8 @@ def _merge_batch_moments(moments: np.ndarray | None, batch: np.ndarray, skipna: 
 
 
 def _all_gather_statistics(comm: Any, moments: np.ndarray | None, error_text: str) -> ChannelStatistics:
-    """All-gather the moments, merge them in rank order, and return the statistics; raise DataError on all ranks if one
-    passes an `error_text`."""
+    """All-gather and merge the moments of all ranks, and return the mean and standard deviation. If any rank passes a
+    nonempty `error_text`, raise DataError on all ranks. Collective."""
     mine = (error_text, None if moments is None else moments.tolist())
     everyone, whole = [mine], None
     if comm is not None:

@@ -1,4 +1,4 @@
-"""Convolutions over fields of one to three dims, and the windows that convolutions and pools share."""
+"""Convolutions over fields of one to three dims, and the sliding windows that convolutions and pools share."""
 
 from __future__ import annotations
 
@@ -49,9 +49,14 @@ Sizes = int | tuple[int, ...]
 
 @dataclass(frozen=True)
 class ConvWindow:
-    """The window of a convolution or pool: along each dim its size, stride, padding before (`low`) and after (`high`),
-    dilation and padding mode. ceil_mode: whether windows that begin inside the field and reach beyond its end also
-    produce outputs."""
+    """The sliding window of a convolution or pool, with one value per dim for each attribute.
+
+    Attributes
+    ----------
+    kernel, stride, dilation : size of the window, step between windows, and distance between its cells
+    low, high : number of padding cells before and after the field
+    modes : padding mode, such as "zeros" or "circular"
+    ceil_mode : whether a window that reaches beyond the end of the field also produces an output, as in PyTorch"""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -66,7 +71,7 @@ class ConvWindow:
         cls, layer: Layer, dims: int, kernel: Any, stride: Any, padding: Any, dilation: Any, mode: Any,
         ceil_mode: bool = False,
     ) -> ConvWindow:  # fmt: skip
-        """Return the window for the arguments of a layer; raise ConfigError for invalid ones."""
+        """Return the window for PyTorch-style arguments of `layer`; raise ConfigError if an argument is invalid."""
         sizes = [
             expand_to_dims(layer, name, value, dims, 1)
             for name, value in (("kernel_size", kernel), ("stride", stride), ("dilation", dilation))
@@ -81,12 +86,13 @@ class ConvWindow:
 
     @property
     def spans(self) -> tuple[int, ...]:
-        """Number of cells from the first to the last one under the window, along each dim."""
+        """Number of cells that the dilated window covers along each dim: dilation * (kernel - 1) + 1."""
         return tuple(d * (k - 1) + 1 for k, d in zip(self.kernel, self.dilation, strict=True))
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
-        """Return the partition of the outputs: each output belongs to the rank that owns the cell where its window
-        begins, not counting padding."""
+        """Return how the outputs are partitioned over the ranks.
+
+        An output belongs to the rank that owns the first cell under its window, not counting padding."""
         made = []
         for cuts, s, a, b, span in zip(parts.cuts, self.stride, self.low, self.high, self.spans, strict=True):
             made.append(
@@ -95,7 +101,6 @@ class ConvWindow:
         return parts.with_cuts(tuple(made))
 
     def _count_outputs(self, n: int, stride: int, low: int, high: int, span: int) -> int:
-        """Return the number of outputs along a dim of n cells."""
         steps = n + low + high - span
         count = (-(-steps // stride) if self.ceil_mode else steps // stride) + 1
         if self.ceil_mode and (count - 1) * stride >= n + low:
@@ -103,22 +108,25 @@ class ConvWindow:
         return max(count, 0)
 
     def count_zeros_padded_by_kernel(self, parts: FieldPartition) -> tuple[int, ...]:
-        """Return, for each dim, how many padding zeros the kernel itself adds at the start of the field: 0 for dims
-        that are partitioned, have ghost cells or are not padded with zeros."""
+        """Return, for each dim, the number of zeros that the convolution kernel itself pads before the field.
+
+        It is 0 for a dim that is partitioned, has ghost cells, or uses another padding mode, because the halo exchange
+        then provides the padding."""
         if parts.ghosts:
             return (0,) * len(parts.cuts)
         rows = zip(parts.cuts, self.low, self.modes, strict=True)
         return tuple(pad if len(cuts) == 2 and mode == "zeros" else 0 for cuts, pad, mode in rows)
 
     def make_window_strides(self, first: tuple[int, ...], groups: int = 1) -> WindowStrides:
-        """Return the window in the form that kernels take. first: the cell where the window of output 0 begins, along
-        each dim."""
+        """Return the window in the form that the convolution kernels take. `first` is, for each dim, the cell where
+        the window of output 0 begins."""
         return WindowStrides(self.kernel, self.stride, self.dilation, first, groups)
 
     def find_halos(self, parts: FieldPartition) -> tuple[HaloSpec, ...]:
-        """Return, for each dim, the cells that each rank needs; raise ShapeError if the field is too small for the
-        padding. Zeros at the ends of dims that are not partitioned are not included, because the kernel adds these
-        zeros."""
+        """Return one halo spec per dim: the range of input cells that each rank needs for its outputs.
+
+        Padding zeros that the convolution kernel itself adds are not part of the halo. Raises ShapeError if the field
+        is too small for the padding."""
         rows = zip(self.stride, self.low, self.spans, strict=True)
         found = list(
             find_halo_specs(parts, [(s, -a, span) for s, a, span in rows], self.partition_outputs(parts), self.modes)
@@ -132,8 +140,8 @@ class ConvWindow:
 
 
 def expand_to_dims(layer: Layer, name: str, value: Any, dims: int, minimum: int) -> tuple[int, ...]:
-    """Return `value`, such as `3` or `(3, 5)`, as one integer for each dim; raise ConfigError unless all are integers
-    of at least `minimum`."""
+    """Return `value`, such as `3` or `(3, 5)`, as one integer per dim; raise ConfigError if one is not an integer or
+    is below `minimum`."""
     each = (value,) * dims if hasattr(value, "__index__") else value
     if not isinstance(each, tuple | list) or len(each) != dims:
         many = {1: "one", 2: "one whole number or two", 3: "one whole number or three"}[dims]
@@ -154,7 +162,7 @@ def require_divisible_channels(layer: Layer, in_channels: int, out_channels: int
 
 
 def make_conv_specs(layer: Any, shape: tuple[int, ...]) -> dict[str, ParameterSpec]:
-    """Return the parameter specs of a convolution: a weight of `shape`, and the bias if the layer has one, with
+    """Return the parameter specs of a convolution: a weight of `shape` and, if the layer has one, a bias. Both have
     PyTorch's initial values."""
     default = uniform(1.0 / math.sqrt(math.prod(shape[1:])))
     specs = {"weight": ParameterSpec(shape, layer.init or default)}
@@ -194,12 +202,12 @@ def _plan_window(
 
 
 def get_local_shape(env: LayerContext, parts: FieldPartition) -> tuple[int, ...]:
-    """Return the number of cells of this rank's part along each dim."""
+    """Return the number of cells that this rank owns along each dim."""
     return parts.shape if parts.is_on_one_rank else parts.local_shape([line.rank for line in env.mesh.domain])
 
 
 class WindowLayer(FieldLayer):
-    """The base of layers that compute each output from the cells under a window, `window`."""
+    """The base of convolutions and pools, which compute each output from the cells under a sliding window."""
 
     window: ConvWindow
 
@@ -207,8 +215,10 @@ class WindowLayer(FieldLayer):
         return self.plan_on_field(parts)[0]
 
     def plan_on_field(self, parts: FieldPartition) -> tuple[FieldPartition, tuple[HaloSpec, ...], tuple[int, ...]]:
-        """Return the partition of the outputs, the halos that this layer exchanges, and the number of zeros that the
-        kernel adds at the start of each dim. Raises ShapeError, naming the layer, if the field is too small."""
+        """Return what this layer needs to run on a partitioned field: the partition of its outputs, the halo to
+        exchange along each dim, and the number of zeros that the kernel pads before each dim.
+
+        Raises ShapeError, naming the layer, if the field is too small."""
         try:
             found = _plan_window(self.window, parts)
         except ShapeError as error:
@@ -318,21 +328,21 @@ class Conv(WindowLayer):
             weight, bias = None if weight is None else (weight[0], True), None
 
     def _make_box_strides(self, kernel_padding: tuple[int, ...], box: HaloBox) -> WindowStrides:
-        """Return the window relative to the cells of `box`, in the form that kernels take."""
+        """Return the window relative to the first cell of `box`, in the form that the convolution kernels take."""
         first = tuple(-pad - offset for pad, offset in zip(kernel_padding, box.offset, strict=True))
         return self.window.make_window_strides(first, self.groups)
 
 
 class Conv1d(Conv, dims=1):
-    """`Conv` of (samples, in_channels, length)."""
+    """Convolution over (samples, in_channels, length), with the parameters of `Conv`."""
 
 
 class Conv2d(Conv, dims=2):
-    """`Conv` of (samples, in_channels, height, width).
+    """Convolution over (samples, in_channels, height, width), with the parameters of `Conv`.
 
     On CPUs, 3 x 3 windows with stride 1 and multiples of 16 channels use Winograd's F(4 x 4, 3 x 3), which needs a
     quarter of the multiplications and has errors of a few 1e-6 in float32."""
 
 
 class Conv3d(Conv, dims=3):
-    """`Conv` of (samples, in_channels, depth, height, width)."""
+    """Convolution over (samples, in_channels, depth, height, width), with the parameters of `Conv`."""

@@ -1,4 +1,5 @@
-"""`FieldDataset`: time windows of fields that are stored in files, of which each rank reads only its own part."""
+"""`FieldDataset`: time windows of simulation data in HDF5, NetCDF, Zarr or NumPy files. Each rank reads only its own
+part."""
 
 from __future__ import annotations
 
@@ -44,8 +45,15 @@ WELL_GROUPS = ("t0_fields", "t1_fields", "t2_fields")
 
 @dataclass(frozen=True)
 class FieldVariable:
-    """A field in a file. path: path of its array in the file. dims: one letter for each dim. storage: how packed
-    numbers are decoded; None: the numbers are not packed."""
+    """A field stored as an array in a file.
+
+    Attributes
+    ----------
+    name : name of the field
+    path : path of its array in the file
+    dims : the dims of the array, one letter each
+    shape : size of the array along each dim
+    storage : how packed numbers are decoded; None if numbers are stored as they are"""
 
     name: str
     path: str
@@ -64,9 +72,15 @@ class FieldVariable:
 
 @dataclass(frozen=True)
 class TrajectoryFile:
-    """A file, or a group in a file, with trajectories of the same length. names: the names of its fields, as text; ""
-    if the file is a single unnamed array. count: number of trajectories. windows: number of time windows in each
-    trajectory."""
+    """A file, or a group in a file, that holds trajectories of equal length.
+
+    Attributes
+    ----------
+    file, group : path of the file and name of the group in it
+    variables : the fields to read
+    names : names of the fields as text, for comparison between files; "" if the file is a single unnamed array
+    count : number of trajectories
+    windows : number of time windows in each trajectory"""
 
     file: Path
     group: str
@@ -81,8 +95,7 @@ def _format_names(names: Iterable[str]) -> str:
 
 
 def _list_arrays(node: Any, prefix: str = "") -> dict[str, tuple[str, Any]]:
-    """Return a dict of name -> (path, array) with the arrays of a group and those of The Well's groups inside that
-    group."""
+    """Return the arrays of a group, including those in The Well's subgroups, as a dict of name -> (path, array)."""
     found: dict[str, tuple[str, Any]] = {}
     for name, child in iterate_members(node):
         if not prefix and name in WELL_GROUPS and hasattr(child, "keys"):
@@ -95,8 +108,10 @@ def _list_arrays(node: Any, prefix: str = "") -> dict[str, tuple[str, Any]]:
 def list_arrays_by_group(
     root: Any, fields: tuple[str, ...] | None, cell_dims: int
 ) -> dict[str, dict[str, tuple[str, Any]]]:
-    """Return the arrays of each group that has fields. This is only the root ("") if the root itself has fields or if
-    no group has fields; otherwise these are the groups in the root."""
+    """Return the arrays of each group that contains fields, as a dict of group name -> {name: (path, array)}.
+
+    If the root contains fields, or no group does, the only key is "", the root. Otherwise the keys are the groups in
+    the root."""
     inner = {"": _list_arrays(root)}
     if not _select_field_names(inner[""], fields, cell_dims):
         children = {
@@ -111,8 +126,8 @@ def list_arrays_by_group(
 def _select_field_names(
     arrays: Mapping[str, tuple[str, Any]], fields: tuple[str, ...] | None, cell_dims: int
 ) -> list[str]:
-    """Return the names of the arrays that are fields. These are the names in `fields`, or, if `fields` is None, the
-    names of all arrays with more than `cell_dims` dims."""
+    """Return the names of the arrays to read as fields: those in `fields` or, if it is None, all arrays with more than
+    `cell_dims` dims."""
     if fields is not None:
         return [name for name in fields if name in arrays]
     sizes = {
@@ -122,7 +137,7 @@ def _select_field_names(
 
 
 def find_cell_letters(path: Path, root: Any, dims: str | None, letters: str | None) -> str:
-    """Return the letters of the cell dims, in the order of the file."""
+    """Return the letters of the cell dims, such as "yx", in the order in which the file stores them."""
     if dims is not None:
         cells = "".join(letter for letter in dims if letter not in "ntc")
         if len(set(dims.rstrip("c"))) != len(dims.rstrip("c")) or (letters and sorted(cells) != sorted(letters)):
@@ -148,7 +163,7 @@ def find_variables(
     if missing or not names:
         what = f"no {_format_names(missing)}" if missing else "no field"
         raise make_data_error(path, f"there is {what} in {group or 'it'}, but {_format_names(arrays)}")
-    one_run = group[-1:].isdigit()  # PDEBench can have one group for each trajectory
+    one_run = group[-1:].isdigit()  # PDEBench names the group of each trajectory by a number
     return tuple(_make_variable(path, name, *arrays[name], cell_letters, dims, one_run) for name in names)
 
 
@@ -179,14 +194,16 @@ def _make_variable(
 def find_dim_sizes(
     path: Path, variables: Sequence[FieldVariable], cells: str, known: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return a dict of letter -> size, with the number of trajectories as "n", the number of steps as "t", and the
-    number of cells along each dim. Raises DataError if fields differ from each other or from `known`, such as the cells
-    of the grid."""
+    """Return a dict of dim letter -> size. The letter "n" stands for trajectories, "t" for time steps, and the others
+    for cell dims.
+
+    `known` gives sizes that are already fixed, such as the number of cells of the grid. Raises DataError if a field
+    has another size along a dim than `known` or another field."""
     sizes = dict(known)
     for v in variables:
         for letter in f"nt{cells}":
             n = v.size_along(letter)
-            if n is None or (n == 1 and letter in cells and v.path.startswith(WELL_GROUPS)):  # constant along this dim
+            if n is None or (n == 1 and letter in cells and v.path.startswith(WELL_GROUPS)):  # constant along it
                 continue
             if sizes.setdefault(letter, n) != n:
                 raise make_data_error(
@@ -204,7 +221,7 @@ Name = str | os.PathLike[str]
 
 
 class GridLike(Protocol):
-    """The attributes of `fsdpx.Grid` that reading needs."""
+    """Protocol of the attributes of `fsdpx.Grid` that `FieldDataset` uses."""
 
     layout: str
     coords: tuple[int, ...]
@@ -216,7 +233,8 @@ class GridLike(Protocol):
 
 
 def _has_ghosts_beyond_walls(grid: GridLike) -> bool:
-    """Return whether this rank has ghost cells beyond the ends of a dim that is not periodic."""
+    """Return whether this rank's arrays have ghost cells outside the domain, at the end of a dim that is not periodic.
+    """
     dims = zip(grid.parts.cuts, grid.coords, grid.ghosts, grid.periods, strict=True)
     return any(
         not periodic and (cuts[r] < low or cuts[r + 1] + high > cuts[-1]) for cuts, r, (low, high), periodic in dims
@@ -228,17 +246,17 @@ class FieldDataset:
 
     In sample i, `x` has `inputs` states stacked along the channels, and `y` the `targets` states that follow. Both are
     this rank's part, in the grid's layout. Each field is read in one block: the cells of this rank at all steps of the
-    window. Nothing else is read, and files stay open. If the grid has ghost cells, these are read together with the
-    part, except that files contain no ghost cells beyond walls. Fields without a time dim, such as a mask, are appended
-    once to `x`, after its states, and are not in `y`.
+    window. Nothing else is read, and files stay open. If the grid has ghost cells, these are read as well, except for
+    ghost cells beyond walls, which files do not contain. Fields without a time dim, such as a mask, are appended once
+    to `x`, after its states, and are not in `y`.
 
     Reads HDF5 (The Well's groups, and PDEBench's datasets, all in one group or in one group per trajectory) and
     NetCDF-4 with h5py, Zarr folders that hold a group or an array, and `.npy` files. Arrays that an HDF5 file takes
     from other files, by external links or virtual datasets, raise DataError. Missing values become NaN and packed
     numbers are unpacked, as in netCDF4 and xarray.
 
-    Can be pickled, for example for spawned workers of a PyTorch DataLoader. The copy reads the same part, but has no
-    grid.
+    A dataset can be pickled, for example for spawned workers of a PyTorch DataLoader. The copy reads the same part,
+    but has no grid.
 
     Parameters
     ----------
@@ -258,8 +276,7 @@ class FieldDataset:
     Raises
     ------
     DataError : on all ranks, naming the file, if it cannot be read, a dataset is missing or is not a field of real
-        numbers, or its cells differ from the grid's
-    """
+        numbers, or its cells differ from the grid's"""
 
     def __init__(
         self,
@@ -344,8 +361,10 @@ class FieldDataset:
         self._ends = list(accumulate(source.count * source.windows for source in self.sources))
 
     def _with_window_count(self, source: TrajectoryFile, steps: int) -> TrajectoryFile:
-        """Return `source` with its number of windows set; raise DataError if it has no window, or if its channels
-        differ from those of the first source."""
+        """Return a copy of `source` with its number of time windows, given its number of steps.
+
+        Raises DataError if it is too short for one window, or if its fields or channels differ from those of the first
+        file."""
         span = (self.inputs + self.targets - 1) * self.stride + 1
         if source.count == 0:
             raise make_data_error(source.file, f"{source.group or 'it'} has no trajectories")
@@ -378,7 +397,7 @@ class FieldDataset:
         return f"FieldDataset({len(self)} windows of {self.channels} channels on {size} cells)"
 
     def read_samples(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return this rank's part of the samples at `indices`. Communicates nothing.
+        """Return this rank's part of the samples at `indices`, as a batch. Communicates nothing.
 
         Parameters
         ----------
@@ -391,8 +410,7 @@ class FieldDataset:
 
         Raises
         ------
-        DataError : if a file cannot be read
-        """
+        DataError : if a file cannot be read"""
         x = self._allocate_samples(len(indices), self.inputs * self.channels + self.constants)
         y = self._allocate_samples(len(indices), self.targets * self.channels)
         for row, i in enumerate(indices):
@@ -404,19 +422,19 @@ class FieldDataset:
         return np.empty((rows, *(sizes[letter] for letter in self.layout)), self.dtype)
 
     def _view_channels_first(self, array: np.ndarray) -> np.ndarray:
-        """Return a view of `array`, which is in the dataset's layout, as (channels, *cells)."""
+        """Return a view of `array`, which is in the grid's layout, as (channels, *cells)."""
         return np.moveaxis(array, self.layout.index("c"), 0) if "c" in self.layout else array[None]
 
     def _find_local_bounds(self) -> dict[str, tuple[int, int]]:
-        """Return a dict of dim letter -> (start, stop), the range of this rank's cells along that dim, including its
-        ghost cells."""
+        """Return a dict of dim letter -> (start, stop): the cells that this rank reads along the dim, including ghost
+        cells."""
         if self.grid is None:
             return {letter: (0, n) for letter, n in zip(self._letters, self.shape, strict=True)}
         cuts = zip(self._letters, self.grid.parts.cuts, self.grid.coords, self.grid.ghosts, strict=True)
         return {letter: (edges[r] - low, edges[r + 1] + high) for letter, edges, r, (low, high) in cuts}
 
     def _read_sample_into(self, x: np.ndarray, y: np.ndarray, i: int) -> None:
-        """Read sample i into the arrays x and y, both (channels, *cells)."""
+        """Read sample `i` into the arrays `x` and `y`, both (channels, *cells)."""
         k = int(np.searchsorted(self._ends, i, "right"))
         source = self.sources[k]
         trajectory, window = divmod(i - (self._ends[k - 1] if k else 0), source.windows)
@@ -436,8 +454,8 @@ class FieldDataset:
     def _iterate_states(
         self, source: TrajectoryFile, variable: FieldVariable, trajectory: int, first_step: int
     ) -> Iterator[np.ndarray]:
-        """Yield the states of a window, each (channels, *cells). If the steps are consecutive, all states are read in
-        one block."""
+        """Yield the states of a time window in order, each (channels, *cells). Consecutive steps are read in one
+        block."""
         count = self.inputs + self.targets
         if self.stride == 1:
             yield from self._read_field(source, variable, trajectory, slice(first_step, first_step + count))
@@ -446,8 +464,9 @@ class FieldDataset:
             yield from self._read_field(source, variable, trajectory, slice(step, step + 1))
 
     def _read_field(self, source: TrajectoryFile, variable: FieldVariable, trajectory: int, steps: slice) -> np.ndarray:
-        """Read this rank's part of a field, and return it as (steps, channels, *cells), with size 1 along dims that the
-        field does not have."""
+        """Read this rank's part of a field at the given steps, as (steps, channels, *cells).
+
+        Dims that the field does not have get size 1."""
         known: dict[str, list[Any]] = {"n": [trajectory], "t": [steps]}
         bounds, runs = self._bounds, []
         for letter, n in zip(variable.dims, variable.shape, strict=True):
@@ -467,7 +486,8 @@ class FieldDataset:
 
 
 def _split_periodic_range(start: int, stop: int, n: int) -> list[slice]:
-    """Return the range [start, stop) of a periodic dim of n cells as consecutive slices of [0, n)."""
+    """Split the range [start, stop) of a periodic dim into consecutive slices of its n cells, wrapping around at the
+    ends."""
     found, at = [], start
     while at < stop:
         end = min(at + n - at % n, stop)
@@ -477,9 +497,9 @@ def _split_periodic_range(start: int, stop: int, n: int) -> list[slice]:
 
 
 def _read_block(array: Any, index_prefix: tuple[Any, ...], slices_per_dim: Sequence[Sequence[Any]]) -> np.ndarray:
-    """Read the elements of an array at all combinations of the slices along each dim, and return them as one array.
+    """Read the elements at all combinations of the slices along each dim, and return them as one array.
 
-    index_prefix: index along the dims before those of `slices_per_dim`."""
+    `index_prefix` is the index along the dims before those of `slices_per_dim`."""
     if not slices_per_dim:
         return np.asarray(array[index_prefix])
     found = [_read_block(array, (*index_prefix, one), slices_per_dim[1:]) for one in slices_per_dim[0]]

@@ -38,7 +38,7 @@ at a wall, the weights of a one-sided stencil that begins at the wall (Fornberg 
 
 
 class StencilTap(NamedTuple):
-    """One term of a stencil along one dim: y[out] += weight * x[cells]."""
+    """One term of a finite-difference stencil along one dim: y[out] += weight * x[cells]."""
 
     out: slice
     cells: slice
@@ -46,8 +46,10 @@ class StencilTap(NamedTuple):
 
 
 class DerivativeTerm(NamedTuple):
-    """A derivative of the input channels `taken` along one coordinate, which is multiplied by `sign` and added to the
-    output channels `given`."""
+    """One derivative that a layer sums into its output, such as dv/dx in a curl.
+
+    The input channels `taken` are derived along one coordinate, multiplied by `sign`, and added to the output channels
+    `given`."""
 
     coordinate: int
     taken: slice
@@ -57,19 +59,20 @@ class DerivativeTerm(NamedTuple):
 
 
 def _to_tuple_unless_scalar(value: Any) -> Any:
-    """Return a sequence or array of one value per dim as a tuple, and a single value for all dims unchanged."""
+    """Return a sequence or an array of values as a tuple, and a single value unchanged."""
     is_one = isinstance(value, str) or not isinstance(value, Sequence | np.ndarray) or getattr(value, "ndim", 1) == 0
     return value if is_one else tuple(value)
 
 
 def _is_permutation(dims: Any) -> bool:
-    """Return whether `dims` is a tuple that contains each of 0 to len(dims) - 1 exactly once."""
+    """Return whether `dims` is a tuple that contains each integer from 0 to len(dims) - 1 exactly once."""
     whole = isinstance(dims, tuple) and all(isinstance(d, Integral) for d in dims)
     return whole and sorted(dims) == list(range(len(dims)))
 
 
 class _DerivativeLayer(FieldLayer):
-    """The base of layers whose output is a sum of derivatives, which `_list_terms` returns."""
+    """The base of layers that sum finite-difference derivatives of their input. Subclasses list these in
+    `_list_terms`."""
 
     def __init__(
         self,
@@ -88,8 +91,8 @@ class _DerivativeLayer(FieldLayer):
             raise ConfigError(f"{type(self).__name__}: along={along!r}: name each dim of cells once, as (1, 0)")
 
     def _require_valid_per_dim(self, name: str, is_valid: Callable[[Any], bool], expected: str) -> None:
-        """Raise ConfigError unless the argument `name` is one valid value for all cell dims, or a tuple of valid
-        values."""
+        """Raise ConfigError if the attribute `name`, one value or a tuple of one value per dim, contains an invalid
+        value."""
         given = getattr(self, name)
         for value in given if isinstance(given, tuple) else (given,):
             if not is_valid(value):
@@ -100,8 +103,7 @@ class _DerivativeLayer(FieldLayer):
         raise NotImplementedError
 
     def _count_output_channels(self, channels: int, dims: int) -> int:
-        """Return the number of output channels; 0 if the layer does not support this number of input channels or
-        dims."""
+        """Return the number of output channels, or 0 if the layer cannot take this number of input channels or dims."""
         return channels
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
@@ -132,7 +134,8 @@ class _DerivativeLayer(FieldLayer):
     def _find_halo_taps_and_dim(
         self, env: LayerContext, term: DerivativeTerm, x: Array
     ) -> tuple[HaloSpec, list[StencilTap], int]:
-        """Return the halo that a term needs, the taps of its stencil for this rank's cells, and its cell dim."""
+        """Return what is needed to compute one derivative: the halo, the stencil taps for this rank's cells, and the
+        cell dim."""
         dims = x.ndim - 2
         d = term.coordinate if self.along is None else self._expand_to_dims("along", self.along, dims)[term.coordinate]
         periodic, h = (self._expand_to_dims(name, getattr(self, name), dims)[d] for name in ("periodic", "spacing"))
@@ -158,7 +161,7 @@ class _DerivativeLayer(FieldLayer):
 
 
 class FieldDerivative(_DerivativeLayer):
-    """The derivative of each channel of (samples, channels, *cells) along one coordinate.
+    """Finite-difference derivative of each channel of (samples, channels, *cells) along one coordinate.
 
     Errors decrease with the second or fourth power of the spacing, depending on `order`. Near walls the stencils are
     one-sided.
@@ -171,8 +174,7 @@ class FieldDerivative(_DerivativeLayer):
     periodic : whether the field is periodic, for all dims or for each; else its ends are walls. Default False
     order : order of accuracy, 2 or 4; default 2
     along : the cell dim of each coordinate, such as (1, 0) if arrays are (y, x) and vectors (u, v) are along x and y.
-        Default: coordinate i is cell dim i
-    """
+        Default: coordinate i is cell dim i"""
 
     def __init__(
         self,
@@ -201,15 +203,19 @@ class FieldDerivative(_DerivativeLayer):
 
 
 class FieldLaplacian(_DerivativeLayer):
-    """The sum of the second derivatives of each channel. Parameters as in `FieldDerivative`."""
+    """Finite-difference Laplacian of each channel of (samples, channels, *cells). Parameters as in `FieldDerivative`.
+    """
 
     def _list_terms(self, dims: int) -> list[DerivativeTerm]:
         return [DerivativeTerm(j, slice(None), slice(None), 2) for j in range(dims)]
 
 
 class FieldGradient(_DerivativeLayer):
-    """The derivatives of each channel along all coordinates, in their order: (samples, channels x dims, *cells).
-    Parameters as in `FieldDerivative`."""
+    """Finite-difference gradient of each channel: maps (samples, channels, *cells) to (samples, channels x dims,
+    *cells).
+
+    The derivatives of a channel along all coordinates are consecutive output channels. Parameters as in
+    `FieldDerivative`."""
 
     def _list_terms(self, dims: int) -> list[DerivativeTerm]:
         return [DerivativeTerm(j, slice(None), slice(j, None, dims)) for j in range(dims)]
@@ -219,8 +225,9 @@ class FieldGradient(_DerivativeLayer):
 
 
 class FieldDivergence(_DerivativeLayer):
-    """The divergence of vectors, which maps (samples, vectors x dims, *cells) to (samples, vectors, *cells). The
-    components of a vector are consecutive channels. Parameters as in `FieldDerivative`."""
+    """Finite-difference divergence of vectors: maps (samples, vectors x dims, *cells) to (samples, vectors, *cells).
+
+    The components of a vector are consecutive channels. Parameters as in `FieldDerivative`."""
 
     def _list_terms(self, dims: int) -> list[DerivativeTerm]:
         return [DerivativeTerm(j, slice(j, None, dims), slice(None)) for j in range(dims)]
@@ -233,11 +240,11 @@ class FieldDivergence(_DerivativeLayer):
 
 
 class FieldCurl(_DerivativeLayer):
-    """The curl of vectors. In two dims this is the scalar dv/dx - du/dy of each (u, v), and in three dims a vector for
-    each (u, v, w).
+    """Finite-difference curl of vectors, whose components are consecutive channels.
 
-    It maps (samples, vectors x dims, *cells) to (samples, vectors, *cells) in two dims, or to (samples, vectors x 3,
-    *cells) in three dims. x, y and z are the coordinates. Parameters as in `FieldDerivative`."""
+    In two dims, it maps (samples, vectors x 2, *cells) to (samples, vectors, *cells), the scalar dv/dx - du/dy of each
+    vector (u, v). In three dims, it maps (samples, vectors x 3, *cells) to the same shape. x, y and z are the
+    coordinates. Parameters as in `FieldDerivative`."""
 
     def _list_terms(self, dims: int) -> list[DerivativeTerm]:
         if dims == 2:
@@ -263,8 +270,9 @@ def _index_cells_along(d: int, cells: slice) -> tuple[slice, ...]:
 def _split_cells_by_stencil(
     start: int, stop: int, n: int, periodic: bool, scheme: tuple[int, int]
 ) -> list[tuple[int, int, int, Row]]:
-    """Split the cells [start, stop) into ranges with the same stencil. Return (first cell, end, offset of the first
-    weight, weights) of each range."""
+    """Split the cells [start, stop) into ranges that use the same stencil, because stencils near walls are one-sided.
+
+    Returns (first cell, end, offset of the first weight, weights) of each range."""
     inner, walls = SCHEMES[scheme]
     half = len(inner) // 2
     if periodic:
@@ -292,8 +300,8 @@ def _find_stencil_halo(dim: int, cuts: Cuts, periodic: bool, scheme: tuple[int, 
 
 @lru_cache(1 << 10)
 def _find_stencil_taps(halo: HaloSpec, rank: int, periodic: bool, scheme: tuple[int, int]) -> tuple[StencilTap, ...]:
-    """Return the stencil taps of a rank: `out` is a slice of its own cells, `cells` a slice of the cells that it
-    needs."""
+    """Return the stencil taps of a rank. In each, `out` indexes the rank's own cells, and `cells` these cells with
+    their halo."""
     start, stop, first = halo.cuts[rank], halo.cuts[rank + 1], halo.needs[rank][0]
     found = []
     for a, b, offset, row in _split_cells_by_stencil(start, stop, halo.cuts[-1], periodic, scheme):

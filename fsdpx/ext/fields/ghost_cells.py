@@ -1,4 +1,5 @@
-"""Exchange of the ghost cells of a solver's arrays, which the first layers use instead of padding."""
+"""Exchange of ghost cells: the rim of neighbors' cells around a solver's local arrays, which the first layers of a
+model read instead of padding."""
 
 from __future__ import annotations
 
@@ -14,11 +15,13 @@ __all__ = ["exchange_ghost_cells", "exchange_ghost_cells_backward"]
 
 
 def exchange_ghost_cells(env: LayerContext, y: Array, initial: Array, parts: FieldPartition) -> Array:
-    """Return the state `y` with ghost cells, as the input of the next step. Communicates with the neighboring ranks.
+    """Return the state `y` surrounded by ghost cells, as the input of the next time step. Communicates with
+    neighboring ranks.
 
     Ghost cells are received from the ranks that own these cells, also across the ends of periodic dims. Ghost cells
-    beyond walls are copied from `initial`. y: this rank's part without ghost cells, (samples, channels, *cells).
-    initial: the first input, with ghost cells. parts: partition with ghost cells and periods."""
+    beyond walls are copied from `initial`, the first input of the rollout. `y` is this rank's part without ghost
+    cells, (samples, channels, *cells). `parts` is the partition of the field, with widths of ghost cells and periods.
+    """
     state = exchange_halo(env, y, _find_ghost_halos(parts))
     for cells in _list_indices_beyond_walls(env, parts):
         state[cells] = initial[cells]
@@ -26,9 +29,9 @@ def exchange_ghost_cells(env: LayerContext, y: Array, initial: Array, parts: Fie
 
 
 def exchange_ghost_cells_backward(env: LayerContext, dstate: Array, dinitial: Array, parts: FieldPartition) -> Array:
-    """Return the gradient of `y`, and add that of `initial` to `dinitial`: the adjoint of `exchange_ghost_cells`.
+    """Return the gradient of `y` in `exchange_ghost_cells`, and add the gradient of `initial` to `dinitial`.
 
-    Overwrites `dstate`. Communicates with the neighboring ranks."""
+    Overwrites `dstate`. Communicates with neighboring ranks."""
     for cells in _list_indices_beyond_walls(env, parts):
         dinitial[cells] += dstate[cells]
         dstate[cells] = 0  # a corner cell is beyond two walls, and must be added once
@@ -48,8 +51,8 @@ def _find_ghost_halos(parts: FieldPartition) -> tuple[HaloSpec, ...]:
 
 
 def _list_indices_beyond_walls(env: LayerContext, parts: FieldPartition) -> list[tuple[Any, ...]]:
-    """Return the indices of this rank's ghost cells beyond walls, that is, beyond the ends of dims that are not
-    periodic. Cells at corners occur in two of these indices."""
+    """Return array indices of this rank's ghost cells beyond walls, which are the ends of dims that are not periodic.
+    A corner cell is covered by one index for each wall."""
     found = []
     for d, (cuts, sides, periodic) in enumerate(zip(parts.cuts, parts.ghosts, parts.periods, strict=True)):
         (start, stop), (low, high) = get_local_range(env, cuts, d), sides[get_rank_along(env, cuts, d)]

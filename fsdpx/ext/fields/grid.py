@@ -1,4 +1,4 @@
-"""`Grid`: the part of a field that each rank of a Cartesian communicator holds, in the solver's own decomposition."""
+"""`Grid`: the domain decomposition of a solver, given by the part of the field that each rank holds."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ Ghosts = int | Sequence[int | Sequence[int]]
 
 
 class GridArguments(NamedTuple):
-    """The arguments that one rank passes to `Grid`, in the form in which ranks exchange them.
+    """The arguments that one rank passes to `Grid`, in a form that ranks can exchange and compare.
 
-    own: number of cells of the rank's part along each dim. dims: number of ranks along each dim, or () if it is derived
-    from offsets. coords: the rank's coordinates on a Cartesian communicator. error: a description of the error in the
-    rank's arguments, or "" if there is no error."""
+    `own` is the number of cells of the rank's part along each dim. `dims` is the number of ranks along each dim, or ()
+    if it is derived from offsets. `coords` are the rank's coordinates on a Cartesian communicator. `error` describes
+    what is wrong with the rank's arguments, or is ""."""
 
     own: tuple[int, ...]
     layout: str
@@ -51,17 +51,18 @@ class GridArguments(NamedTuple):
 
     @property
     def dim_letters(self) -> str:
-        """The letters of the cell dims, without the letter of the channels."""
+        """Letters of the cell dims in the layout, such as "yx"; the letter "c" of the channels is left out."""
         return self.layout.replace("c", "")
 
 
 class Grid(Domain):
-    """A field partitioned over a Cartesian grid of ranks. Collective.
+    """Domain decomposition: a field partitioned over a Cartesian grid of ranks. Collective.
 
     Parts may have any size and may be empty; each rank passes the size of its own part, and the ranks exchange these
-    sizes. With `offsets`, each rank also passes the first cell of its part in the full field, and ranks may be numbered
-    in any order. If the number of ranks of the communicator is a multiple of the number in `dims`, there are several
-    fields, the members of an ensemble. The first ranks of the communicator then hold the parts of the first member.
+    sizes. With `offsets`, each rank also passes the first cell of its part in the full field, and ranks may be
+    numbered in any order. If the number of ranks of the communicator is a multiple of the number in `dims`, there are
+    several fields, the members of an ensemble. The first ranks of the communicator then hold the parts of the first
+    member.
 
     Parameters
     ----------
@@ -86,8 +87,7 @@ class Grid(Domain):
     Raises
     ------
     ConfigError : on all ranks, if the parts overlap, leave a gap or form no rectangle, if offsets contradict `dims` or
-        a Cartesian `comm`, or if ranks pass contradicting arguments
-    """
+        a Cartesian `comm`, or if ranks pass contradicting arguments"""
 
     _source: Grid | None = None
     """For a grid made by `with_partition`, the grid that owns the communicator. This reference keeps the communicator
@@ -140,8 +140,8 @@ class Grid(Domain):
         ghosts: Ghosts = 0,
         periods: Sequence[bool] | None = None,
     ) -> Grid:
-        """Return the grid of a field of `shape` cells, partitioned as evenly as possible, as one rank of an imagined
-        job would see it. It is meant for `fsdpx.dry_run(domain=)`.
+        """Return the grid of a field of `shape` cells, partitioned as evenly as possible over imagined ranks, for
+        `fsdpx.dry_run(domain=)`.
 
         Parameters
         ----------
@@ -158,8 +158,7 @@ class Grid(Domain):
 
         Raises
         ------
-        ConfigError : if `shape` and `dims` differ in length, or a number is below 1
-        """
+        ConfigError : if `shape` and `dims` differ in length, or a number is below 1"""
         one = (1,) * len(dims)
         if len(shape) != len(dims) or min((*dims, *shape), default=0) < 1:
             raise ConfigError(f"{tuple(shape)} cells over {tuple(dims)} ranks: give a number above 0 for each dim")
@@ -180,14 +179,16 @@ class Grid(Domain):
 
     @property
     def comm(self) -> Any:
-        """The grid's own duplicate of mpi4py's communicator, or the communicator passed if it cannot be duplicated;
-        None in a dry run. Raises ConfigError after `close`."""
+        """The communicator of the grid's ranks: a duplicate of the one passed, if that can be duplicated. None in a
+        dry run.
+
+        Raises ConfigError after `close`."""
         if self._free is not None and not self._free.alive:
             raise ConfigError(f"{self} is closed: call close() of a grid when nothing needs its communicator any more")
         return self._comm
 
     def as_rank(self, rank: int) -> Grid:
-        """Return this grid as another rank would see it, without a communicator. It is meant for dry runs.
+        """Return this grid as another rank would see it, without a communicator, for dry runs.
 
         Parameters
         ----------
@@ -195,14 +196,13 @@ class Grid(Domain):
 
         Returns
         -------
-        Grid
-        """
+        Grid"""
         made = copy(self)
         made._comm, made._free, made.coords = None, None, _unravel_rank(rank % prod(self.dims), self.dims)
         return made
 
     def with_partition(self, parts: FieldPartition) -> Grid:
-        """Return the grid of another field that the same ranks hold, such as the output of a model.
+        """Return a grid for another field on the same ranks, such as the output of a model.
 
         Parameters
         ----------
@@ -211,8 +211,7 @@ class Grid(Domain):
         Returns
         -------
         Grid
-            on the same communicator, without ghost cells
-        """
+            on the same communicator, without ghost cells"""
         made = copy(self)
         made.parts, made._sides = parts, tuple(((0, 0),) * width for width in self.dims)
         made._own = [None] * len(self._own)  # parts of other ensemble members are unknown here
@@ -223,8 +222,10 @@ class Grid(Domain):
 
     @property
     def busiest_ranks(self) -> tuple[int, ...]:
-        """Number in the grid (C order) of a rank with the most cells along each dim, and number of a rank with the most
-        neighbors if that is a different rank."""
+        """Grid positions of the ranks whose memory and traffic a dry run reports.
+
+        The first is a rank with the most cells along each dim. The second is a rank with the most neighbors, given
+        only if it is another rank. Positions are counted in C order."""
         most: list[list[int]] = [[], []]
         for cuts, width, closed in zip(self.parts.cuts, self.dims, self.periods, strict=True):
             sizes = [(cuts[r + 1] - cuts[r], closed or 0 < r < width - 1) for r in range(width)]
@@ -233,7 +234,7 @@ class Grid(Domain):
         return tuple(dict.fromkeys(int(np.ravel_multi_index(place, self.dims)) for place in most))
 
     def local_array_shape(self, shape: Sequence[int], ghosts: bool = False) -> tuple[int, ...]:
-        """Return the shape of this rank's part of an array of the full field.
+        """Return the shape of this rank's part of an array, given the shape of the array for the full field.
 
         Parameters
         ----------
@@ -243,15 +244,14 @@ class Grid(Domain):
 
         Returns
         -------
-        tuple of int
-        """
-        if len(shape) < len(self.layout):  # not an array of the field
+        tuple of int"""
+        if len(shape) < len(self.layout):  # too few dims for a field, so it is not partitioned
             return tuple(shape)
         return self._with_cell_sizes(_add_ghosts(self.local_shape, self.ghosts) if ghosts else self.local_shape, shape)
 
     def __repr__(self) -> str:
         each = ["|".join(map(str, dict.fromkeys(_simplify_ghosts(sides)))) for sides in self._sides]
-        ghosts = f", ghosts=({', '.join(each)})" if self.input_partition.ghosts else ""  # ranks compare this text
+        ghosts = f", ghosts=({', '.join(each)})" if self.input_partition.ghosts else ""  # must be equal on all ranks
         return f"Grid({self.shape} cells over {self.dims} ranks, layout={self.layout!r}{ghosts})"
 
     @property
@@ -271,23 +271,24 @@ class Grid(Domain):
 
     @property
     def ghosts(self) -> tuple[GhostWidths, ...]:
-        """(before, after) ghost cells that this rank's arrays have around its part, along each dim."""
+        """Widths (before, after) of the ghost cells around this rank's part, along each dim."""
         return tuple(sides[r] for sides, r in zip(self._sides, self.coords, strict=True))
 
     @property
     def input_partition(self) -> FieldPartition:
-        """Partition of the model's inputs, including ghost cells in the caller's arrays."""
+        """Partition of the model's input over the ranks, with the ghost cells of the caller's arrays."""
         some = any(any(side) for sides in self._sides for side in sides)
         return replace(self.parts, ghosts=self._sides, periods=self.periods) if some else self.parts
 
     @property
     def joined_partition(self) -> FieldPartition | None:
-        """Partition of the inputs as a single process would hold them, with the ghost cells beyond the ends of the
-        field; None if the grid has no ghost cells."""
+        """Partition of the model's input if one process held the full field, with ghost cells only outside the domain;
+        None if the grid has no ghost cells."""
         return self.input_partition.join_on_one_rank() if self.input_partition.ghosts else None
 
     def shard_model(self, model: Layer, parts: FieldPartition | None = None) -> tuple[Layer, FieldPartition]:
-        """Return the model that each rank runs on its part, and the partition of its output. Communicates nothing.
+        """Return the model that each rank runs on its part of the field, and the partition of the model's output.
+        Communicates nothing.
 
         Parameters
         ----------
@@ -300,12 +301,11 @@ class Grid(Domain):
 
         Raises
         ------
-        ConfigError : for a layer that cannot run on a part, with its path
-        """
+        ConfigError : for a layer that cannot run on a part, with its path"""
         return partition_model(model, self.input_partition if parts is None else parts)
 
     def make_sample_layout(self, model: Layer, axes: MeshAxes) -> FieldSamples:
-        """Return how fields and the outputs of `model` are distributed over the ranks of a mesh. Communicates nothing.
+        """Return how inputs and outputs of `model` are distributed over the ranks of a mesh. Communicates nothing.
 
         Parameters
         ----------
@@ -314,13 +314,12 @@ class Grid(Domain):
 
         Returns
         -------
-        FieldSamples
-        """
+        FieldSamples"""
         mistake = describe_padding_mistake(model, self._dim_letters, self.periods, self.ghosts)
         return FieldSamples(self, self.shard_model(model)[1], axes, mistake)
 
     def all_gather_sample_groups(self, mesh: Mesh, world: Communicator) -> SampleGroups:
-        """Return the groups of data ranks that hold parts of the same fields. Collective.
+        """Return the groups of data-parallel ranks that hold parts of the same fields. Collective.
 
         Parameters
         ----------
@@ -335,8 +334,7 @@ class Grid(Domain):
         Raises
         ------
         ConfigError : if `mesh.domain` is not () and differs from the ranks of this grid
-        MeshError : if the ranks of a grid are not on one data axis, or their order differs between pipeline stages
-        """
+        MeshError : if the ranks of a grid are not on one data axis, or their order differs between pipeline stages"""
         if mesh.domain not in ((), self.dims):
             wrong = f"Mesh(domain={mesh.domain}): the grid has {self.dims} ranks; leave the one or the other out"
             raise ConfigError(wrong)
@@ -345,8 +343,10 @@ class Grid(Domain):
         return make_sample_groups(mesh, world.rank, self.dims, grids)
 
     def gather_ranks(self, rank: int) -> tuple[int, ...] | None:
-        """Gather the `rank` that each rank of this field passes, and return them in the order of the grid. Collective
-        over `comm`.
+        """All-gather a number from each rank of this field, and return the numbers in the order of the grid.
+        Collective over `comm`.
+
+        This translates positions in the grid to ranks of another communicator, such as the world.
 
         Parameters
         ----------
@@ -355,8 +355,7 @@ class Grid(Domain):
         Returns
         -------
         tuple of int, or None
-            None in a dry run
-        """
+            None in a dry run"""
         if self.comm is None:
             return None
         theirs = self.all_gather_data(rank)
@@ -410,7 +409,7 @@ class Grid(Domain):
         return tuple(found)
 
     def all_gather_data(self, value: Any) -> list[Any]:
-        """Return the values of all ranks of `comm` on every rank. Collective.
+        """Gather a Python value from each rank of `comm`, and return the list on every rank. Collective.
 
         Parameters
         ----------
@@ -419,13 +418,11 @@ class Grid(Domain):
         Returns
         -------
         list
-            by rank
-        """
+            by rank"""
         return all_gather_plain_data(self.comm, value)
 
     def gather(self, array: Any) -> Any:
-        """Gather a field or a mask from the parts of all its ranks, and return it on every rank. Collective over
-        `comm`.
+        """Gather the parts of a field or mask, and return the full array on every rank. Collective over `comm`.
 
         Every rank allocates the full field, so use it for small arrays only.
 
@@ -441,8 +438,7 @@ class Grid(Domain):
         Raises
         ------
         DataError : on all ranks, if the array of a rank does not have the shape of its part, or dtypes or other dims
-            differ between ranks
-        """
+            differ between ranks"""
         array = self.without_ghosts(np.asarray(array))
         everyone = [(tuple(shape), dtype) for shape, dtype in self.all_gather_data((array.shape, array.dtype.str))]
         shapes = []
@@ -519,7 +515,8 @@ class Grid(Domain):
         return whole.transpose(0, 1 + letters.index("c"), *(1 + letters.index(letter) for letter in self._dim_letters))
 
     def from_model_layout(self, array: Any, batched: bool) -> Any:
-        """Return a view of an array (samples, channels, *cells) in the grid's layout: the inverse of `to_model_layout`.
+        """Return a view of an array (samples, channels, *cells) in the grid's layout. This is the inverse of
+        `to_model_layout`.
 
         Parameters
         ----------
@@ -532,8 +529,7 @@ class Grid(Domain):
 
         Raises
         ------
-        DataError : if the array has several channels and the layout has no channels
-        """
+        DataError : if the array has several channels and the layout has no channels"""
         if "c" not in self.layout:
             if array.shape[1] != 1:
                 raise DataError(
@@ -564,11 +560,11 @@ class Grid(Domain):
         return self.layout.replace("c", "")
 
     def _has_cells(self, array: Any, cells: Sequence[int]) -> bool:
-        """Return whether an array in the grid's layout has `cells` cells along each dim."""
+        """Return whether the cell dims of an array in the grid's layout have the sizes `cells`."""
         return array.ndim >= len(self.layout) and self._with_cell_sizes(cells, array.shape) == tuple(array.shape)
 
     def _make_part_index(self, coords: Sequence[int], ndim: int) -> tuple[slice, ...]:
-        """Return the index of the part at coordinates `coords` in an array of the full field with `ndim` dims."""
+        """Return the index that selects the part of the rank at `coords` from a full array with `ndim` dims."""
         index = [slice(None)] * ndim
         for cuts, dim, r in zip(self.parts.cuts, self._find_cell_dims(ndim), coords, strict=True):
             index[dim] = slice(cuts[r], cuts[r + 1])
@@ -582,15 +578,15 @@ class Grid(Domain):
         return tuple(found)
 
     def _find_cell_dims(self, ndim: int) -> list[int]:
-        """Return the cell dims of an array with `ndim` dims, in the order of the grid. An array with fewer dims than
-        the layout is assumed to have no channels."""
+        """Return the positions of the cell dims in an array with `ndim` dims, in the order of the grid. An array with
+        fewer dims than the layout is taken to have no channels."""
         letters = self._dim_letters if ndim < len(self.layout) else self.layout
         return [ndim - len(letters) + letters.index(letter) for letter in self._dim_letters]
 
     def _require_cell_shape(
         self, method: str, shape: tuple[int, ...], cells: Sequence[int], expected: str, hint: str = ""
     ) -> None:
-        """Raise DataError unless an array of `shape` has `cells` cells along each dim."""
+        """Raise DataError if the cell dims of an array of `shape` do not have the sizes `cells`."""
         if len(shape) < len(cells) or self._with_cell_sizes(cells, shape) != shape:
             sizes = dict(zip(self._dim_letters, cells, strict=True))
             raise DataError(
@@ -599,7 +595,7 @@ class Grid(Domain):
             )
 
     def _explain_other_size(self, parts: FieldPartition) -> str:
-        """Return why outputs have other sizes than the field; "" if they have the same."""
+        """Return a sentence for error messages if the model's output has other sizes than its input field, else ""."""
         output, field = (" x ".join(str(cuts[-1]) for cuts in one.cuts) for one in (parts, self.parts))
         if output == field:
             return ""
@@ -609,8 +605,8 @@ class Grid(Domain):
         )
 
     def _explain_staggered(self, shape: Sequence[int], cells: Sequence[int]) -> str:
-        """Return advice for an array that has one value more than the field has cells along some dims, which is typical
-        of a staggered grid; "" for any other array."""
+        """Return advice for error messages if an array seems to come from a staggered grid, with one value more than
+        cells along some dims, else ""."""
         if len(shape) < len(self._dim_letters):
             return ""
         dims = self._find_cell_dims(len(shape))
@@ -626,8 +622,15 @@ class Grid(Domain):
 
 @dataclass(frozen=True)
 class FieldSamples:
-    """The sample layout in which samples are fields and each rank holds a part of each field. outputs: partition of the
-    model's output. padding_mistake: see `describe_padding_mistake`."""
+    """The sample layout in which every sample is a field and each rank holds a part of it.
+
+    Attributes
+    ----------
+    grid : the domain decomposition of the input
+    outputs : partition of the model's output
+    axes : the communicators of the mesh on this rank
+    padding_mistake : warning about a layer whose padding contradicts the periods of the grid, or ""
+    """
 
     grid: Grid
     outputs: FieldPartition
@@ -656,13 +659,13 @@ class FieldSamples:
                 )
 
     def describe_array(self, array: Any) -> str:
-        """Return the dtype and the number of channels as text, for comparison between ranks. The numbers of samples and
-        cells are left out, since they may differ."""
+        """Return dtype and number of channels as text, which must be equal on all ranks. The numbers of samples and
+        cells may differ and are left out."""
         return f"{array.dtype} of {array.shape[1]} channels"
 
     def describe_sharding_mistake(self, x: Any) -> str:
-        """Return a warning if the parts of the field seem to overlap, or if a layer pads a periodic dim as if it had
-        ends, or the other way around; else "". Collective."""
+        """Return a warning if the parts of neighboring ranks seem to overlap, or if a layer's padding contradicts the
+        periods of the grid, else "". Collective."""
         grid, groups = self.grid, self.axes.groups
         assert groups is not None
         if getattr(x, "holds_no_data", False):
@@ -673,7 +676,8 @@ class FieldSamples:
         return make_overlap_warning(shared) if shared else self.padding_mistake
 
     def full_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the full field, with the ghost cells beyond its ends."""
+        """Return the shape of the full field, including ghost cells outside the domain, given the shape of this rank's
+        part."""
         joined = self.grid.input_partition.join_on_one_rank()
         around = [sum(joined.ghosts[d][0]) if joined.ghosts else 0 for d in range(len(joined.cuts))]
         return (*shape[:2], *(n + g for n, g in zip(joined.shape, around, strict=True)))
@@ -695,7 +699,7 @@ class FieldSamples:
         return self.grid.from_model_layout(array, batched)
 
     def drop_target_of_other_ranks(self, y: Any) -> Any:
-        """Return the target without ghost cells, if it has any."""
+        """Return the target `y` without its ghost cells."""
         return self.grid.without_ghosts(y) if self.outputs == self.grid.parts else y
 
     def bind_loss(self, loss: Loss) -> Loss:
@@ -711,11 +715,10 @@ it may run in any thread and must not call MPI."""
 
 
 def _duplicate_communicator(grid: Grid, comm: Any) -> tuple[Any, Any]:
-    """Return the communicator that a grid uses, and the finalizer that records it for freeing.
+    """Duplicate an mpi4py communicator for a grid, and return the duplicate and a finalizer that marks it for freeing.
 
-    An mpi4py communicator is duplicated, because the solver may free its own communicator. Other communicators are used
-    unchanged, without a finalizer (None). Also frees the communicators of grids that were garbage-collected. At exit,
-    MPI frees the duplicate."""
+    The grid needs its own, because the solver may free `comm`. A communicator without `Dup` is returned unchanged,
+    with None. Also frees the communicators of grids that were garbage-collected. At exit, MPI frees the duplicate."""
     while _UNFREED_COMMUNICATORS:
         _UNFREED_COMMUNICATORS.pop().Free()
     if not hasattr(comm, "Dup"):
@@ -727,12 +730,13 @@ def _duplicate_communicator(grid: Grid, comm: Any) -> tuple[Any, Any]:
 
 
 def _add_ghosts(cells: Sequence[int], ghosts: Sequence[GhostWidths]) -> tuple[int, ...]:
-    """Return the cells along each dim including the ghost cells on both sides."""
+    """Return the number of cells along each dim, with the ghost cells on both sides added to `cells`."""
     return tuple(low + n + high for n, (low, high) in zip(cells, ghosts, strict=True))
 
 
 def _simplify_ghosts(ghosts: Sequence[Any]) -> tuple[Any, ...]:
-    """Return, for each dim, one number if both sides have the same number of ghost cells, else (low, high)."""
+    """Return one number for each dim that has equally many ghost cells on both sides, and (low, high) for the others.
+    """
     return tuple(sides[0] if len(set(sides)) == 1 else sides for sides in ghosts)
 
 
@@ -742,7 +746,7 @@ def _unravel_rank(rank: int, dims: Sequence[int]) -> tuple[int, ...]:
 
 
 def _require_integers(numbers: Sequence[int]) -> tuple[int, ...]:
-    """Return the numbers as ints; raise TypeError for one that is not an integer."""
+    """Return the numbers as a tuple of ints; raise TypeError if one is not an integer."""
     for n in numbers:
         if isinstance(n, bool):
             raise TypeError(f"{n} is no whole number")
@@ -752,7 +756,7 @@ def _require_integers(numbers: Sequence[int]) -> tuple[int, ...]:
 def _parse_arguments(
     comm: Any, size: int, shape: Any, layout: Any, dims: Any, offsets: Any, ghosts: Any, periods: Any
 ) -> GridArguments:
-    """Return the arguments of this rank as `GridArguments`; raise TypeError or ValueError for invalid ones."""
+    """Return this rank's arguments of `Grid` as `GridArguments`; raise TypeError or ValueError if one is invalid."""
     at = None
     if hasattr(comm, "Get_cart_rank"):
         ranks, closed, at = comm.Get_topo()
@@ -775,7 +779,7 @@ def _parse_arguments(
 
 
 def _find_argument_error(args: GridArguments, size: int) -> str:
-    """Return a description of the error in this rank's arguments, or "" if they are valid."""
+    """Return what is wrong with the arguments of one rank, as text, or "" if they are valid."""
     width, layout, count = args.dims, args.layout, len(args.dims or args.own)
     if not 1 <= count <= 3:
         return f"a grid of {count} dims: 1 to 3 are taken"
@@ -800,7 +804,7 @@ def _find_argument_error(args: GridArguments, size: int) -> str:
 
 
 def _require_consistent_arguments(all_args: Sequence[GridArguments]) -> None:
-    """Raise ConfigError if a rank has invalid arguments, or ranks contradict each other."""
+    """Raise ConfigError if any rank has invalid arguments, or if the arguments of ranks contradict each other."""
     for rank, fact in enumerate(all_args):
         if fact.error:
             raise ConfigError(f"Grid: rank {rank}: {fact.error}")
@@ -821,8 +825,13 @@ def _require_consistent_arguments(all_args: Sequence[GridArguments]) -> None:
 
 
 class FieldCuts(NamedTuple):
-    """The partition of one field. ranks: ranks of the communicator, in the order of the grid. cuts: bounds of the slabs
-    along each dim. sides: ghost cells of the ranks of each slab, along each dim."""
+    """The partition of one field over its ranks.
+
+    Attributes
+    ----------
+    ranks : ranks of the communicator, in the order of the grid
+    cuts : for each dim, the first cell of each slab, followed by the number of cells of the field
+    sides : for each dim and slab, the widths (before, after) of ghost cells"""
 
     dims: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -831,8 +840,10 @@ class FieldCuts(NamedTuple):
 
 
 def _find_field_cuts(all_args: Sequence[GridArguments], rank0: int) -> FieldCuts:
-    """Return the partition of one field, given the arguments of its ranks; raise ConfigError if the parts do not form a
-    rectangle. rank0: number of the field's first rank in the communicator."""
+    """Derive the partition of one field from the arguments of its ranks; raise ConfigError if the parts form no
+    rectangle.
+
+    `rank0` is the communicator rank that holds the first part of the field."""
     dims, ranks = _find_dims_and_ranks(all_args, rank0)
     cuts, sides = [], []
     for d, letter in enumerate(all_args[0].dim_letters):
@@ -856,15 +867,16 @@ def _find_field_cuts(all_args: Sequence[GridArguments], rank0: int) -> FieldCuts
 
 
 def _describe_part_along(args: GridArguments, d: int, quantity: str) -> str:
-    """Return the number of cells, or of ghost cells, of a rank along dim d, as text."""
+    """Return the number of cells or ghost cells (`quantity`) of a rank along dim `d`, as text for error messages."""
     if quantity == "cells":
         return f"{args.own[d]} cells"
     return "{} ghost cells before and {} after".format(*args.ghosts[d])
 
 
 def _find_dims_and_ranks(all_args: Sequence[GridArguments], rank0: int) -> tuple[tuple[int, ...], Sequence[int]]:
-    """Return the number of ranks along each dim, and the rank at each grid position; raise ConfigError if offsets
-    contradict `dims` or the Cartesian communicator."""
+    """Return the number of ranks along each dim, and the rank at each position of the grid.
+
+    Raises ConfigError if the offsets contradict `dims` or the Cartesian communicator."""
     said, letters = all_args[0].dims, all_args[0].dim_letters
     if all_args[0].offsets is None:
         return said, range(len(all_args))

@@ -1,4 +1,4 @@
-"""Group and instance norm of each sample over all cells, for fields that may be partitioned."""
+"""Group norm and instance norm, whose statistics cover all cells of a field that may be partitioned over ranks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ __all__ = ["GroupNorm", "InstanceNorm"]
 
 
 class GroupNorm(Layer):
-    """(x - mean) / sqrt(var + eps) * weight + bias, with the mean and biased variance of each sample's groups of
-    channels over all cells (Wu and He 2018): (samples, num_channels, *cells).
+    """Group normalization of (samples, num_channels, *cells) (Wu and He 2018): (x - mean) / sqrt(var + eps) * weight +
+    bias.
 
-    On a grid of ranks, the counts, means and sums of squares of the parts are merged in float64 by the rule of Chan et
-    al. (1979), which avoids cancellation. For each sample and group, forward all-gathers 24 bytes, and backward
+    Mean and biased variance are taken over the channels of a group and all cells, separately for each sample. On a
+    grid of ranks, the counts, means and sums of squares of the parts are merged in float64 by the rule of Chan et al.
+    (1979), which avoids cancellation. For each sample and group, forward all-gathers 24 bytes, and backward
     all-reduces 16 bytes. A batch of one sample with one value per group raises DataError, as in PyTorch.
 
     Parameters
@@ -30,8 +31,7 @@ class GroupNorm(Layer):
     num_channels : size of dim 1
     eps : added to the variance; default 1e-5
     affine : whether the layer has `weight` (initially ones) and `bias` (initially zeros), both `(num_channels,)`;
-        default True
-    """
+        default True"""
 
     fields = True
 
@@ -83,8 +83,7 @@ class GroupNorm(Layer):
             add_sum_into(env.xp, g["bias"], dy, dims)
 
     def _refuses_single_values(self, env: LayerContext, x: Array) -> bool:
-        """Return whether groups of one value raise DataError. As in PyTorch, they do so only for a batch of one
-        sample."""
+        """Return whether groups with a single value raise DataError: as in PyTorch, only if the batch is one sample."""
         return x.shape[0] == 1 and env.mesh.data.size == 1 and not getattr(env.xp, "holds_no_data", False)
 
     def _split_into_groups(self, x: Array) -> Array:
@@ -94,14 +93,15 @@ class GroupNorm(Layer):
 
 
 class InstanceNorm(GroupNorm):
-    """`GroupNorm` with each channel as a group (Ulyanov et al. 2016), like PyTorch's InstanceNorm1d, 2d and 3d without
-    running statistics. A field of one cell raises DataError for any number of samples.
+    """Instance normalization (Ulyanov et al. 2016): `GroupNorm` with one channel per group.
+
+    Like PyTorch's InstanceNorm1d, 2d and 3d without running statistics. A field of one cell raises DataError for any
+    number of samples.
 
     Parameters
     ----------
     num_features : size of dim 1
-    eps, affine : as in `GroupNorm`; affine is False by default
-    """
+    eps, affine : as in `GroupNorm`; affine is False by default"""
 
     def __init__(self, num_features: int, eps: float = 1e-5, *, affine: bool = False) -> None:
         super().__init__(num_features, num_features, eps, affine)

@@ -1,8 +1,8 @@
-"""Fields partitioned over a grid of ranks: the halo cells that each rank needs, and the ranks that own them.
+"""Halo specifications: which cells of other ranks each rank needs along each dim of a partitioned field.
 
-An activation of a field is (samples, channels, *cells). Along each cell dim, the ranks of one line of the grid hold
-consecutive intervals of any size, possibly empty. The halo of a layer follows from the bounds of these intervals. All
-ranks know these few integers, so nothing is negotiated at run time."""
+An activation of a field is (samples, channels, *cells). Along each cell dim, the ranks of one line of the grid own
+consecutive intervals of cells, of any size and possibly empty. The halo of a layer follows from the bounds of these
+intervals, which all ranks know, so ranks negotiate nothing at run time."""
 
 from __future__ import annotations
 
@@ -38,19 +38,22 @@ CellInterval = tuple[int, int]
 
 
 class FieldEnd(NamedTuple):
-    """An end of the field including ghost cells. cell: the first cell, or one past the last. rank: the rank that holds
-    it."""
+    """One end of the field, including ghost cells beyond the domain: `cell` is the first cell or one past the last,
+    and `rank` the rank that holds it."""
 
     cell: int
     rank: int
 
 
 class HaloPiece(NamedTuple):
-    """Cells of a line that rank `needs` needs and rank `owner` holds.
+    """Halo cells along one dim that rank `needs` receives from rank `owner`.
 
-    into: indices of these cells among the needed cells. cells: indices of these cells among the cells that the owner
-    provides. `into` and `cells` are slices, or index arrays if the indices are not consecutive. length: number of
-    cells."""
+    Attributes
+    ----------
+    needs, owner : numbers of the two ranks along the dim
+    into : where these cells go among the cells that rank `needs` needs; a slice, or an index array if not consecutive
+    cells : where these cells are among the cells that rank `owner` provides; a slice or an index array
+    length : number of cells"""
 
     needs: int
     owner: int
@@ -61,7 +64,7 @@ class HaloPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class HaloSpec:
-    """The cells that the ranks of one line need along one dim.
+    """The range of cells that each rank along one dim needs, and the rules for cells beyond the ends of the field.
 
     Parameters
     ----------
@@ -70,8 +73,7 @@ class HaloSpec:
     needs : [start, stop) for each rank, possibly beyond the ends of the field
     mode : padding beyond the ends, one of `MODES`
     ghosts : (before, after) ghost cells that each rank already holds around its own cells and therefore does not
-        request; () if there are no ghost cells
-    """
+        request; () if there are no ghost cells"""
 
     dim: int
     cuts: Cuts
@@ -81,14 +83,15 @@ class HaloSpec:
 
     @property
     def is_local(self) -> bool:
-        """True if each rank needs exactly the cells that it owns."""
+        """True if each rank needs exactly the cells that it owns, so that nothing is exchanged."""
         return not self.ghosts and all(
             need == (a, b) for need, a, b in zip(self.needs, self.cuts, self.cuts[1:], strict=False)
         )
 
     @property
     def is_covered_by_ghosts(self) -> bool:
-        """True if each rank finds all cells that it needs among its own cells and its ghost cells."""
+        """True if each rank already holds all cells that it needs, as own or ghost cells, so that nothing is
+        exchanged."""
         if not self.ghosts:
             return False
         pairs = zip(self.needs, self.available_intervals, strict=True)
@@ -96,19 +99,22 @@ class HaloSpec:
 
     @property
     def field_ends(self) -> tuple[FieldEnd, FieldEnd]:
-        """The ends of the field, extended by the ghost cells that ranks hold beyond its boundary."""
+        """The first and the last end of the field, moved outward by the ghost cells that ranks hold beyond the domain.
+        """
         return _find_field_ends(self.cuts, self.ghosts)
 
     @property
     def needed_extent(self) -> CellInterval:
-        """The first cell that any rank needs, and one past the last."""
+        """The interval [start, stop) that encloses the cells that any rank needs."""
         some = [need for need in self.needs if need[1] > need[0]]
         return min((start for start, _ in some), default=0), max((stop for _, stop in some), default=0)
 
     @property
     def available_intervals(self) -> tuple[CellInterval, ...]:
-        """The cells that each rank provides: its own cells, the ghost cells that it needs itself, and, at the ends of
-        the field, the ghost cells that other ranks need."""
+        """The interval [start, stop) of cells that each rank provides to the exchange.
+
+        It covers the rank's own cells and the ghost cells that the rank needs itself. Ranks at the ends of the field
+        also provide ghost cells that other ranks need."""
         own = zip(self.cuts, self.cuts[1:], strict=False)
         if not self.ghosts:
             return tuple(own)
@@ -125,19 +131,19 @@ class HaloSpec:
         return tuple(found)
 
     def get_read_slice(self, rank: int) -> slice:
-        """Return the slice that a layer or the exchange reads from a rank's array, which includes the rank's ghost
-        cells."""
+        """Return the slice of a rank's array, which includes ghost cells, that is passed on to the halo exchange or
+        the layer."""
         first = self.cuts[rank] - self.ghosts[rank][0]
         start, stop = (self.needs if self.is_covered_by_ghosts else self.available_intervals)[rank]
         return slice(start - first, stop - first)
 
     def count_needed_cells(self, rank: int) -> int:
-        """Return the number of cells that a rank needs."""
+        """Return the number of cells along this dim that a rank needs, own cells included."""
         start, stop = self.needs[rank]
         return max(stop - start, 0)
 
     def list_pieces(self) -> tuple[HaloPiece, ...]:
-        """Return the pieces of all ranks, in the same order on every rank."""
+        """Return all transfers of halo cells between pairs of ranks along this dim, in the same order on every rank."""
         return _list_pieces(self)
 
 
@@ -174,7 +180,7 @@ def _iterate_pieces_of_rank(rank: int, halo: HaloSpec) -> Iterator[HaloPiece]:
 
 
 def _map_padding_to_cells(cells: np.ndarray, n: int, mode: str) -> np.ndarray:
-    """Map indices of cells beyond the ends of the field to the cells whose values pad them; with "zeros", return the
+    """Map indices beyond the ends of a field of n cells to the cells whose values pad it. In mode "zeros", return the
     indices unchanged."""
     if mode == "circular":
         return cells % n
@@ -187,7 +193,7 @@ def _map_padding_to_cells(cells: np.ndarray, n: int, mode: str) -> np.ndarray:
 
 
 def simplify_index(indices: np.ndarray) -> Any:
-    """Return a slice if the indices are consecutive, else the index array."""
+    """Return a slice for consecutive indices, and the index array unchanged otherwise."""
     first, last = int(indices[0]), int(indices[-1])
     if last - first == indices.size - 1 and (np.diff(indices) == 1).all():
         return slice(first, last + 1)
@@ -197,10 +203,10 @@ def simplify_index(indices: np.ndarray) -> Any:
 def find_halo_specs(
     parts: FieldPartition, windows: Sequence[tuple[int, int, int]], outputs: FieldPartition, modes: Sequence[str]
 ) -> tuple[HaloSpec, ...]:
-    """Return the cells that each rank needs to compute its part of the outputs, one spec for each dim.
+    """Return one halo spec per dim: the range of input cells that each rank needs to compute its outputs.
 
-    parts: partition of the input. windows: for each dim the stride, the first cell of the window of output 0 (below 0
-    with padding), and the span of a window. outputs: partition of the output."""
+    `parts` and `outputs` are the partitions of input and output. `windows` gives, for each dim, the stride, the first
+    cell under the window of output 0 (negative with padding), and the number of cells that a window spans."""
     made = []
     for dim, (cuts, (stride, first, span), out, mode) in enumerate(
         zip(parts.cuts, windows, outputs.cuts, modes, strict=True)
@@ -214,10 +220,11 @@ def find_halo_specs(
 
 
 def require_halo_fits_field(halo: HaloSpec, parts: FieldPartition) -> None:
-    """Raise ShapeError if the field is too small for the padding, or arrays have too few ghost cells beyond its ends.
+    """Raise ShapeError if the field is too small for the padding, or if windows reach beyond the ghost cells outside
+    the domain.
 
-    Inside the field, windows may reach any distance, because the owners send the cells. parts: partition that names the
-    dim."""
+    Inside the domain, windows may reach any distance, because the owners send the cells. `parts` gives the name of the
+    dim for the message."""
     n, name, (low, high) = halo.cuts[-1], parts.get_dim_name(halo.dim - 2), halo.field_ends
     start, stop = halo.needed_extent
     pads = 0
@@ -237,16 +244,16 @@ def require_halo_fits_field(halo: HaloSpec, parts: FieldPartition) -> None:
 
 
 def make_output_cuts(cuts: Cuts, bounds: Sequence[int], total: int) -> Cuts:
-    """Return the bounds of all ranks' intervals of `total` outputs.
+    """Return the bounds of the ranks' intervals of `total` outputs along one dim.
 
-    bounds: for each bound in `cuts`, the first output of the part that begins there. Outputs beyond the last cell
-    belong to the last part that has cells."""
+    `bounds` gives, for each bound in `cuts`, the first output of the part that begins there. Outputs beyond the last
+    cell belong to the last part that has cells."""
     last = max((r for r in range(len(cuts) - 1) if cuts[r + 1] > cuts[r]), default=0)
     return tuple(total if r > last else min(bound, total) for r, bound in enumerate(bounds))
 
 
 class FieldLayer(Layer):
-    """The base of layers that know how the field that they read is partitioned."""
+    """The base of layers that need to know how their input field is partitioned over ranks."""
 
     parts: FieldPartition | None = None
     """Partition of the input; None: this rank holds the full field."""
@@ -259,11 +266,12 @@ class FieldLayer(Layer):
             cls.dims = dims
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
-        """Return the partition of the outputs for inputs with partition `parts`; by default the same partition."""
+        """Return the partition of the output, given the partition `parts` of the input. By default they are the same.
+        """
         return parts
 
     def get_partition(self, x: Array) -> FieldPartition:
-        """Return the partition of the input `x`."""
+        """Return the partition of the input `x` over ranks, which is a single part if the field is not partitioned."""
         return self.parts or FieldPartition.on_one_rank(x.shape[2:])
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
@@ -275,12 +283,12 @@ class FieldLayer(Layer):
 
 
 def get_rank_along(env: LayerContext, cuts: Cuts, d: int) -> int:
-    """Return this rank's coordinate along cell dim d; 0 if the dim is not partitioned."""
+    """Return this rank's coordinate in the grid along cell dim `d`, or 0 if the dim is not partitioned."""
     return 0 if len(cuts) == 2 else env.mesh.domain[d].rank
 
 
 def get_local_range(env: LayerContext, cuts: Cuts, d: int) -> tuple[int, int]:
-    """Return the range [start, stop) of cells that this rank owns along cell dim d."""
+    """Return the range [start, stop) of cells that this rank owns along cell dim `d`."""
     rank = get_rank_along(env, cuts, d)
     return cuts[rank], cuts[rank + 1]
 

@@ -1,8 +1,8 @@
-"""The plan of a halo exchange, which consists of slabs, messages and copies. It is made once for each shape of a rank's
-part.
+"""The plan of a halo exchange: which messages a rank sends and receives, and which cells it copies. Plans are cached.
 
-Dims are exchanged one after another. A slab along a dim covers all needed cells along the dims before it, and only the
-rank's own cells along the dims after it, so that corner cells are received with the slabs."""
+A slab is the block of halo cells on one side of a rank's part. Dims are exchanged one after another. A slab along a
+dim also covers the halo along the dims exchanged before it, so that corner cells arrive without messages between
+diagonal neighbors."""
 
 from __future__ import annotations
 
@@ -31,8 +31,13 @@ Shape = tuple[int, ...]
 
 
 class CellCopy(NamedTuple):
-    """A copy of cells between a local box and a message or slab. box: number of the box. there: index of the cells in
-    the message or slab. here: index of the cells in the box."""
+    """A copy of cells from a local box, which is the rank's own part or a received slab, into a message or slab.
+
+    Attributes
+    ----------
+    box : number of the box; 0 is the rank's own part
+    there : index of the cells in the message or slab
+    here : index of the cells in the box"""
 
     box: int
     there: Index
@@ -40,17 +45,17 @@ class CellCopy(NamedTuple):
 
 
 class OwnCells(NamedTuple):
-    """The cells that a slab or a message copies from local boxes.
+    """Local cells that are copied into a slab or message in forward, and to which gradients are added in backward.
 
-    copies: the copies to make. adds: the same cells, for adding their gradients back. A cell that is copied n times
-    occurs in n entries of `adds`, so that its gradients are summed."""
+    `copies` are the copies of forward. `adds` covers the same cells for backward: a cell that is copied n times occurs
+    in n entries, so that all of its gradients are summed."""
 
     copies: tuple[CellCopy, ...]
     adds: tuple[CellCopy, ...]
 
 
 class SendMessage(NamedTuple):
-    """A message to a rank along the line."""
+    """A message with halo cells that this rank sends to `rank`, its number along the exchanged dim."""
 
     rank: int
     shape: Shape
@@ -58,8 +63,10 @@ class SendMessage(NamedTuple):
 
 
 class RecvMessage(NamedTuple):
-    """A message from a rank along the line. parts: for each slab, (number of the slab, index in the slab, index in the
-    message)."""
+    """A message with halo cells that this rank receives from `rank`, its number along the exchanged dim.
+
+    `parts` says how the message is split: one (number of the slab, index in the slab, index in the message) per slab.
+    """
 
     rank: int
     shape: Shape
@@ -67,10 +74,15 @@ class RecvMessage(NamedTuple):
 
 
 class HaloLine(NamedTuple):
-    """The exchange along one dim.
+    """The halo exchange along one dim.
 
-    dim: dim of the array. whole: shape of the needed cells after this exchange. slabs: (offset, shape) of each slab.
-    own: (number of the slab, cells) that slabs copy from local boxes, such as the other end of a periodic field."""
+    Attributes
+    ----------
+    dim : the dim of the array
+    whole : shape of own cells and halo together after this exchange
+    slabs : (offset, shape) of each slab of halo cells
+    own : (number of the slab, cells) of slabs filled from local cells, such as the other end of a periodic field
+    arriving, leaving : the messages that this rank receives and sends"""
 
     dim: int
     whole: Shape
@@ -81,17 +93,25 @@ class HaloLine(NamedTuple):
 
 
 class HaloPlan(NamedTuple):
-    """A rank's halo exchange. offset: index of the rank's first own cell among the needed cells, along each cell dim.
-    lines: the exchange along each dim, in order."""
+    """The halo exchange of one rank, dim by dim.
+
+    `offset` is the position of the rank's first own cell in the array of own cells and halo, along each cell dim.
+    `lines` are the exchanges along single dims, in the order in which they run."""
 
     offset: Shape
     lines: tuple[HaloLine, ...]
 
 
 class _LineNeeds(NamedTuple):
-    """The cells that a rank needs along one dim. rank: the rank's coordinate. offset: index of the rank's first own
-    cell among the needed cells. size: number of needed cells. slabs: (start, stop) of each slab among the needed
-    cells."""
+    """The cells that a rank needs along one dim: its own cells and its halo.
+
+    Attributes
+    ----------
+    halo : the ranges of cells that all ranks need along the dim
+    rank : this rank's coordinate along the dim
+    offset : position of the rank's first own cell among the needed cells
+    size : number of needed cells
+    slabs : (start, stop) of each slab of halo cells among the needed cells"""
 
     halo: HaloSpec
     rank: int
@@ -107,8 +127,9 @@ class _Box(NamedTuple):
 
 @lru_cache(1 << 10)
 def make_halo_plan(xp: Any, halos: tuple[HaloSpec, ...], shape: Shape, coords: tuple[int, ...]) -> HaloPlan:
-    """Return the plan of the halo exchange for the rank at coordinates `coords`, whose part is (samples, channels,
-    *cells) of `shape`."""
+    """Return the plan of a halo exchange for one rank.
+
+    `shape` is the shape (samples, channels, *cells) of the rank's part, and `coords` its coordinates in the grid."""
     all_needs = [
         _find_line_needs(halo, coords[halo.dim - 2] if len(halo.cuts) > 2 else 0) for halo in halos if not halo.is_local
     ]
@@ -145,8 +166,10 @@ def _plan_line_exchange(
     boxes: Sequence[_Box],
     exchanged: Sequence[_LineNeeds],
 ) -> HaloLine:
-    """Return the exchange along one dim. sizes: shape of the boxes before this exchange. boxes: the boxes that this
-    rank holds before this exchange. exchanged: the needs along the dims already exchanged."""
+    """Return the plan of the exchange along one dim.
+
+    `boxes` are the blocks of cells that this rank already holds, and `sizes` is the shape of all of them together.
+    `exchanged` are the needs along the dims that were exchanged before."""
     dim, own = needs.halo.dim, list[tuple[int, OwnCells]]()
     arriving, leaving = list[RecvMessage](), list[SendMessage]()
 
@@ -175,7 +198,8 @@ def _plan_line_exchange(
 
 
 def _iterate_slab_overlaps(needs: _LineNeeds, piece: HaloPiece) -> Iterator[tuple[int, Any, np.ndarray]]:
-    """Yield (slab, index in the slab, indices in the piece) for the cells of a piece that fall into slabs."""
+    """Yield (number of the slab, index in the slab, indices in the piece) for each slab that receives cells of
+    `piece`."""
     into = _as_indices(piece.into)
     for number, (a, b) in enumerate(needs.slabs):
         some = np.flatnonzero((into >= a) & (into < b))
@@ -190,7 +214,7 @@ def _as_indices(cells: Any) -> np.ndarray:
 def _plan_local_copies(
     xp: Any, dim: int, boxes: Sequence[_Box], exchanged: Sequence[_LineNeeds], cells: Any, into: Any
 ) -> OwnCells:
-    """Return the copies of the cells with index `cells` along `dim`, in all boxes, to index `into`."""
+    """Return the copies that bring the cells with index `cells` along `dim`, from all local boxes, to index `into`."""
     pairs = [(cells, into)]
     if not isinstance(cells, slice):
         places = _as_indices(into)
@@ -212,8 +236,8 @@ def _iterate_copies(
 
 
 def find_overlap(offset: int, count: int, size: int) -> tuple[slice, slice]:
-    """Intersect [offset, offset + count) with [0, size); return the intersection as a slice of [0, size), and as a
-    slice of the `count` cells."""
+    """Intersect the cells [offset, offset + count) with [0, size), and return the overlap as two slices: one of [0,
+    size), and one of the `count` cells."""
     a = max(offset, 0)
     b = max(min(offset + count, size), a)
     return slice(a, b), slice(a - offset, b - offset)
@@ -224,6 +248,6 @@ def slice_dim(xp: Any, dim: int, cells: Any) -> Index:
 
 
 def to_device_index(xp: Any, cells: Any) -> Any:
-    """Return a slice unchanged, and an index array as an array of `xp`."""
+    """Return a slice unchanged, and convert an index array to an array of the module `xp`."""
     plain = isinstance(cells, slice) or xp is np or getattr(xp, "holds_no_data", False)
     return cells if plain else xp.asarray(cells)

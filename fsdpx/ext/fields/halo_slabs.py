@@ -1,5 +1,7 @@
-"""The halo exchange. Halo cells are either kept as slabs next to a rank's part, so that the part need not be copied, or
-joined with the part in one array. Messages are in flight while a layer computes on the rank's own cells."""
+"""Halo exchange of a partitioned field, forward and backward, overlapped with computing on the rank's own cells.
+
+A layer can take the halo as separate slabs, blocks of cells next to the rank's part, so that the part is not copied,
+or joined with the part in one array."""
 
 from __future__ import annotations
 
@@ -28,29 +30,32 @@ HALO, HALO_GRADIENT = 2, 3
 
 
 class HaloBox(NamedTuple):
-    """A block of cells. offset: index of its first cell among the needed cells, along each cell dim."""
+    """A block of cells. `offset` is the position of its first cell in the array of own cells and halo, along each cell
+    dim."""
 
     offset: tuple[int, ...]
     cells: Array
 
 
 def _get_halo_plan(env: LayerContext, halos: Sequence[HaloSpec], shape: Sequence[int]) -> HaloPlan:
-    """Return the plan of this rank's halo exchange for a part of `shape`."""
+    """Return the cached plan of this rank's halo exchange for a part of `shape`."""
     return make_halo_plan(env.xp, tuple(halos), tuple(shape), tuple([line.rank for line in env.mesh.domain]))
 
 
 def _intersect_box(offset: Sequence[int], shape: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[slice, ...], ...]:
-    """Intersect a box with the needed cells; return the index of the intersection among the needed cells, and in the
-    box."""
+    """Intersect a box with the array of own cells and halo, whose shape is `sizes`. Return the index of the overlap in
+    the array, and its index in the box."""
     rows = [find_overlap(*row) for row in zip(offset, shape[2:], sizes[2:], strict=True)]
     return tuple((slice(None), slice(None), *one) for one in zip(*rows, strict=True))
 
 
 class HaloSlabs:
-    """A halo exchange; its constructor starts the first messages.
+    """A halo exchange in progress. The constructor starts the messages along the first dim.
 
-    plan: plan of the exchange. boxes: own cells, then the slabs received so far. padding_value: value of cells beyond
-    the ends of the field in mode "zeros"."""
+    Attributes
+    ----------
+    plan : plan of the exchange
+    boxes : this rank's own cells, followed by the slabs of halo cells received so far"""
 
     def __init__(self, env: LayerContext, x: Array, halos: Sequence[HaloSpec], padding_value: float = 0.0) -> None:
         self._env, self._padding_value, self._done = env, padding_value, 0
@@ -59,15 +64,14 @@ class HaloSlabs:
         self._begun = self._start_next_exchange()
 
     def wait_for_slabs(self) -> list[HaloBox]:
-        """Wait for the neighbors that send the slabs, and return the slabs."""
+        """Finish the exchange along all dims, and return the slabs of halo cells."""
         while self._begun is not None:
             self._finish_exchange(*self._begun)
             self._begun = self._start_next_exchange()
         return self.boxes[1:]
 
     def _start_next_exchange(self) -> Any:
-        """Start the messages along the next dim, and allocate this rank's slabs; return (slabs, receives, sends), or
-        None after the last dim."""
+        """Start the messages along the next dim, and return (slabs, receives, sends), or None after the last dim."""
         if self._done == len(self.plan.lines):
             return None
         line, what = self.plan.lines[self._done], self._env.random.path
@@ -98,11 +102,11 @@ class HaloSlabs:
     def _make_buffer(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
         flat, cells = _make_message_buffer(self._env.xp, shape, self.boxes[0].cells.dtype)
         if self._done:
-            flat[...] = self._padding_value  # no message fills the cells beyond the ends of earlier dims
+            flat[...] = self._padding_value  # no message fills corner cells beyond the ends of the field
         return flat, cells
 
     def _copy_to_message(self, message: Array, own: OwnCells) -> None:
-        """Copy cells of local boxes into a message or a slab."""
+        """Copy local cells into a message or slab, as the plan `own` says."""
         for number, there, here in own.copies:
             message[there] = self.boxes[number].cells[here]
 
@@ -110,10 +114,11 @@ class HaloSlabs:
 def exchange_slab_gradients(
     env: LayerContext, halos: Sequence[HaloSpec], boxes: list[HaloBox], compute_own: Callable[[], Array]
 ) -> Array:
-    """Send the gradients of halo slabs to the owners of the cells, and return the gradient of this rank's part.
+    """Send the gradients of halo cells to the ranks that own these cells, and return the gradient of this rank's part.
 
-    boxes: the box of own cells, then boxes with the gradients of all slabs. compute_own: function that computes the
-    gradient of own cells while messages are in flight. Owners add the gradients that they receive in rank order."""
+    `boxes` are the box of own cells, followed by boxes with the gradients of all slabs. `compute_own` is called while
+    messages are in flight, and returns the gradient of own cells. Owners add the gradients that they receive in rank
+    order."""
     lines, found, boxes = _get_halo_plan(env, halos, boxes[0].cells.shape).lines, None, list(boxes)
     for line in reversed(lines):
         kept = len(boxes) - len(line.slabs)
@@ -135,8 +140,9 @@ def exchange_slab_gradients(
 def _start_gradient_exchange(
     env: LayerContext, line: HaloLine, dtype: Any, slabs: list[Array]
 ) -> tuple[list[Any], list[Any]]:
-    """Start the messages that carry gradients along one dim; return (handle, cells, buffer) of each receive, and the
-    handles of the sends."""
+    """Start the messages with gradients of halo cells along one dim.
+
+    Returns (handle, cells, buffer) of each receive, and the handles of the sends."""
     xp, what, arriving, leaving = env.xp, env.random.path, [], []
     for message in line.leaving:
         flat, cells = _make_message_buffer(xp, message.shape, dtype)
@@ -151,17 +157,17 @@ def _start_gradient_exchange(
 
 
 def _add_message_gradients(boxes: list[HaloBox], own: OwnCells, message: Array) -> None:
-    """Add the gradients in a message or a slab to the cells that it was copied from."""
+    """Add the gradients in a message or slab to the local cells from which it was copied in forward."""
     for number, there, here in own.adds:
         out = boxes[number].cells[here]
         out += message[there]
 
 
 def exchange_halo(env: LayerContext, x: Array, halos: Sequence[HaloSpec], padding_value: float = 0.0) -> Array:
-    """Return this rank's part `x` of a field, joined with the halo cells that `halos` asks for.
+    """Return this rank's part `x` of a field with its halo around it, in one array. Communicates with the ranks that
+    own the halo cells.
 
-    padding_value: value of cells beyond the ends of the field in mode "zeros". Communicates with the ranks that own
-    the halo cells."""
+    `padding_value` is the value of cells beyond the ends of the field in mode "zeros"."""
     for halo in halos:
         if halo.ghosts:
             x = x[slice_dim(env.xp, halo.dim, halo.get_read_slice(get_rank_along(env, halo.cuts, halo.dim - 2)))]
@@ -179,8 +185,10 @@ def exchange_halo(env: LayerContext, x: Array, halos: Sequence[HaloSpec], paddin
 
 
 def exchange_halo_backward(env: LayerContext, dy: Array, halos: Sequence[HaloSpec]) -> Array:
-    """Return the gradient of this rank's part, given the gradient `dy` of the needed cells: the adjoint of
-    `exchange_halo`. The gradient of each halo cell is sent to the owner of the cell."""
+    """Return the gradient of this rank's part, given the gradient `dy` of the part with its halo.
+
+    This is the adjoint of `exchange_halo`: the gradient of each halo cell is sent to the owner of the cell and added
+    there."""
     shape, mine = list(dy.shape), [halo for halo in halos if not halo.is_covered_by_ghosts]
     for halo in mine:
         start, stop = halo.available_intervals[get_rank_along(env, halo.cuts, halo.dim - 2)]
@@ -206,26 +214,27 @@ def exchange_halo_backward(env: LayerContext, dy: Array, halos: Sequence[HaloSpe
 
 
 def _make_message_buffer(xp: Any, shape: Sequence[int], dtype: Any) -> tuple[Array, Array]:
-    """Allocate a message; return it as a flat array, and as a view of `shape` with channels last in memory, as in most
-    kernels."""
+    """Allocate a message buffer, and return it as a flat array and as a view of `shape`, whose channels are last in
+    memory."""
     flat = xp.empty((math.prod(shape),), dtype=dtype)
     cells = flat.reshape(shape[0], *shape[2:], shape[1])
     return flat, cells.transpose(0, cells.ndim - 1, *range(1, cells.ndim - 1))
 
 
 def _empty_like(xp: Any, x: Array, shape: Sequence[int]) -> Array:
-    """Return an uninitialized array of another shape, with channels last in memory if x has channels last in memory."""
+    """Return an uninitialized array of `shape` with the dtype of `x`, and channels last in memory if `x` has them
+    last."""
     last = xp is np and x.shape[1] > 1 and x.strides[1] == x.itemsize
     return _make_message_buffer(xp, shape, x.dtype)[1] if last else xp.empty(tuple(shape), dtype=x.dtype)
 
 
 class RepartitionField(Layer):
-    """Transfers a field from one partition to another, and drops its ghost cells.
+    """Moves a field from one partition over the ranks to another, and drops its ghost cells.
 
     Parameters
     ----------
-    parts, wanted : partition before and after
-    """
+    parts : partition of the input
+    wanted : partition of the output, which has the same number of cells"""
 
     takes = "passed"
 

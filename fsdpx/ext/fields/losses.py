@@ -1,7 +1,7 @@
-"""Losses of fields that may be partitioned over ranks, computed from sums over all parts of each sample.
+"""Losses and error metrics for fields, such as VRMSE, computed over the full field even if it is partitioned over
+ranks.
 
-These losses serve for training, and as metrics, for example in `fit(metrics={"vrmse": nn.VRMSE()})`. Their gradients
-are the gradients of the loss of the full field."""
+They serve for training, and as metrics, for example in `fit(metrics={"vrmse": nn.VRMSE()})`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ __all__ = ["RMSE", "VRMSE", "BandRMSE", "BoundaryRMSE", "ConservedRMSE", "MaxErr
 
 
 class _FieldLoss(Loss):
-    """The base of losses whose output and target have the same shape, (samples, channels, *cells), with optional
-    weights of cells. parts: partition of the fields."""
+    """The base of losses that compare fields (samples, channels, *cells) with targets of the same shape, with optional
+    weights of cells."""
 
     parts: FieldPartition | None = None
 
@@ -41,8 +41,10 @@ class _FieldLoss(Loss):
     def _all_reduce_weighted_sums(
         self, env: LayerContext, dims: tuple[int, ...], weights: Array | None, *values: Array
     ) -> Array:
-        """Return the number of elements, or the sum of their weights, and the weighted sum of each of `values`, over
-        `dims` of all parts, stacked in float64. Communicates only if the field is partitioned."""
+        """Return the sum of weights and the weighted sum of each of `values`, over `dims` and all parts of the field,
+        stacked in float64.
+
+        Without weights, the first is the number of elements. Communicates only if the field is partitioned."""
         xp = env.xp
         shape = tuple(n for d, n in enumerate(values[0].shape) if d not in dims)
         if weights is None:
@@ -53,21 +55,24 @@ class _FieldLoss(Loss):
         return all_reduce_over_parts(env, xp.stack([many, *found]), type(self).__name__)
 
     def _get_cuts(self, y: Array) -> tuple[Cuts, ...]:
-        """Return the bounds of all ranks' cells along each dim."""
+        """Return, for each dim, the first cell of each rank, followed by the number of cells of the field."""
         return (self.parts or FieldPartition.on_one_rank(y.shape[2:])).cuts
 
     def _compute_rank_share(self, env: LayerContext, values: Array, counts: Array) -> tuple[float, float]:
-        """Return this rank's share of the (total, weight) of a loss. The total is the sum of `values` over the groups
-        with a count above 0, and the weight is the number of these groups. All ranks of a field hold the same values,
-        so each rank returns an equal share."""
+        """Return (total, weight) of the loss, divided by the number of ranks that share a field.
+
+        The total is the sum of `values` where `counts` is above 0, and the weight their number. All ranks of a field
+        hold the same values, so each reports an equal share."""
         xp, ranks = env.xp, env.mesh.parts.size
         counted = counts > 0
         return float(xp.where(counted, values, 0.0).sum()) / ranks, float(counted.sum(dtype=np.float64)) / ranks
 
 
 class _RootLoss(_FieldLoss):
-    """The base of losses sqrt(sum(w e^2) / below) of each group, where e = y - target. A group consists of the elements
-    along the dims that `_get_reduced_dims` returns."""
+    """The base of losses that are sqrt(sum(w error^2) / denominator) of each group of elements, such as each channel
+    of a sample.
+
+    A group consists of the elements along the dims that `_get_reduced_dims` returns."""
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
         xp, dims = env.xp, self._get_reduced_dims(y)
@@ -89,25 +94,24 @@ class _RootLoss(_FieldLoss):
         return compute_masked_error(env, y, target, self.weights, self.skipna)
 
     def _get_reduced_dims(self, y: Array) -> tuple[int, ...]:
-        """Return the dims over which sums run. In this class they are the cell dims, so that each channel of a sample
-        is a group."""
+        """Return the dims that are summed for each value of the loss. By default these are the cell dims."""
         return tuple(range(2, y.ndim))
 
     def _all_reduce_error_sums(
         self, env: LayerContext, dims: tuple[int, ...], weights: Array | None, error: Array, target: Array
     ) -> tuple[Array, Array, Array]:
-        """Return (count, sum(w e^2), below) of each group, over all parts."""
+        """Return (count, sum(w error^2), denominator) of each group of elements, over all parts of the field."""
         count, squares = self._all_reduce_weighted_sums(env, dims, weights, error * error)
         return count, squares, count
 
 
 class RelativeL2(_RootLoss):
-    """The sum, over all samples, of |y - target| / |target|, where the norms run over all elements of a sample. The
-    weight is the number of samples.
+    """Relative L2 error |y - target| / |target| of each sample, averaged over samples.
 
-    Output and target are (samples, ...) of the same shape. On a grid of ranks, the sums of a sample run over all its
-    parts, with one all-reduce of 24 bytes per sample. This is the usual error measure of neural operators (Li et al.
-    2021). Without `eps`, a target of zeros raises DataError, because the relative error is undefined.
+    Output and target are (samples, ...) of the same shape, and the norms run over all elements of a sample. On a grid
+    of ranks, one all-reduce of 24 bytes per sample sums over the parts of the field. This is the usual error measure
+    of neural operators (Li et al. 2021). Without `eps`, a target of zeros raises DataError, because the relative error
+    is undefined.
 
     Parameters
     ----------
@@ -116,8 +120,7 @@ class RelativeL2(_RootLoss):
         (channels, *cells); bools are a mask. An element of weight 0 may be NaN and gets no gradient. Default None: all
         1
     skipna : whether to leave out elements whose target is NaN, as in xarray, so that each batch can have its own mask;
-        default False
-    """
+        default False"""
 
     def __init__(self, eps: float = 0.0, weights: Any = None, skipna: bool = False) -> None:
         super().__init__(weights, skipna)
@@ -140,7 +143,7 @@ class RelativeL2(_RootLoss):
             self._require_nonzero_targets(~target.reshape(len(target), -1).any(axis=1))
 
     def _require_nonzero_targets(self, is_zero: Array) -> None:
-        """Raise DataError if the target of a sample is all zeros. is_zero: one bool for each sample."""
+        """Raise DataError if the target of any sample is all zeros. `is_zero` has one bool per sample."""
         if getattr(is_zero, "holds_no_data", False) or not bool(is_zero.any()):
             return
         raise DataError(
@@ -150,30 +153,27 @@ class RelativeL2(_RootLoss):
 
 
 class RMSE(_RootLoss):
-    """The sum, over the channels of all samples, of sqrt(mean((y - target)^2)), where the mean is over the cells of a
-    channel. The weight is the number of these channels.
+    """Root mean squared error over the cells of each channel, averaged over channels and samples.
 
     Output and target are (samples, channels, *cells) of the same shape.
 
     Parameters
     ----------
-    weights, skipna : as in `RelativeL2`
-    """
+    weights, skipna : as in `RelativeL2`"""
 
 
 class VRMSE(_RootLoss):
-    """The sum, over the channels of all samples, of sqrt(mean((y - target)^2) / (var(target) + eps)), where mean and
-    variance are over the cells of a channel. The weight is the number of these channels.
+    """Variance-scaled RMSE of each channel, sqrt(mean((y - target)^2) / (var(target) + eps)), averaged over channels
+    and samples.
 
-    Predicting the mean of the target scores 1. As in The Well's code (Ohana et al. 2024), the variance is divided by
-    the number of cells minus 1. The variance is merged from the counts, means and sums of squares of the parts, which
-    avoids cancellation.
+    Mean and variance are over the cells of a channel. Predicting the mean of the target scores 1. As in The Well's
+    code (Ohana et al. 2024), the variance is divided by the number of cells minus 1. The variance is merged from the
+    counts, means and sums of squares of the parts, which avoids cancellation.
 
     Parameters
     ----------
     eps : added to the variance; default 1e-7
-    weights, skipna : as in `RelativeL2`
-    """
+    weights, skipna : as in `RelativeL2`"""
 
     def __init__(self, eps: float = 1e-7, weights: Any = None, skipna: bool = False) -> None:
         super().__init__(weights, skipna)
@@ -188,8 +188,9 @@ class VRMSE(_RootLoss):
 
 
 class BoundaryRMSE(_RootLoss):
-    """`RMSE` over the cells at the ends of the field (bRMSE of PDEBench, Takamoto et al. 2022). A cell at several ends
-    is counted once for each end."""
+    """`RMSE` over the cells at the boundary of the domain (bRMSE of PDEBench, Takamoto et al. 2022).
+
+    A cell at an edge or corner is counted once for each boundary that it belongs to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,17 +207,16 @@ class BoundaryRMSE(_RootLoss):
 
 class BandRMSE(_RootLoss):
     """`RMSE` of the part of the error whose wavenumbers |k| are in [low, high) (fRMSE of PDEBench, Takamoto et al.
-    2022, which uses the bands from 0 to 4, from 4 to 12, and from 12 on).
+    2022).
 
-    k is the number of waves in the full field along each dim, and |k| the length of (k1, k2, ...). The squared losses
-    of bands that together cover all wavenumbers add up to the square of `RMSE`. PDEBench instead sums a quarter of the
-    modes and averages over shells. Only the modes below `high` are communicated, or the modes below `low` if `high` is
-    None.
+    k is the number of waves in the full field along each dim, and |k| the length of (k1, k2, ...). PDEBench uses the
+    bands from 0 to 4, from 4 to 12, and from 12 on; it sums a quarter of the modes and averages over shells. Here, the
+    squared losses of bands that together cover all wavenumbers add up to the square of `RMSE`. Only the modes below
+    `high` are communicated, or the modes below `low` if `high` is None.
 
     Parameters
     ----------
-    low, high : bounds of the band; high=None (default): all wavenumbers from low on
-    """
+    low, high : bounds of the band; high=None (default): all wavenumbers from low on"""
 
     def __init__(self, low: float, high: float | None = None) -> None:
         super().__init__()
@@ -229,13 +229,13 @@ class BandRMSE(_RootLoss):
         if getattr(env.xp, "holds_no_data", False):
             return apart, target, None
         if self.high is None and self.low**2 > sum((cuts[-1] // 2) ** 2 for cuts in self._get_cuts(y)):
-            return apart * 0, target, None  # no wave is that short, so the rest of the error would be rounding noise
+            return apart * 0, target, None  # no wave of the grid is that short: only rounding noise would remain
         last = self.low if self.high is None else self.high
         inside = self._filter_band(env, apart.astype(np.float64), last)
         return (inside if self.high is not None else apart - inside).astype(apart.dtype), target, None
 
     def _filter_band(self, env: LayerContext, error: Array, stop: float) -> Array:
-        """Return the part of the error in modes whose wavenumbers are below `stop` and, if `high` is given, at least
+        """Return the error with all modes removed whose wavenumber is at least `stop` or, if `high` is given, below
         `low`."""
         xp, cuts_of = env.xp, self._get_cuts(error)
         waves, tables, cells = [], [], math.prod(cuts[-1] for cuts in cuts_of)
@@ -246,7 +246,7 @@ class BandRMSE(_RootLoss):
             waves.append(k)
             tables.append(xp.asarray(np.exp(-1j * turns)))
         modes = error
-        for table in tables:  # replaces the first dim of cells by a dim of modes at the end
+        for table in tables:  # each pass replaces the first cell dim by a mode dim at the end
             modes = xp.tensordot(modes, table, axes=([2], [0]))
         modes = xp.ascontiguousarray(modes)
         all_reduce_over_parts(env, modes.view(np.float64), "BandRMSE")
@@ -259,14 +259,14 @@ class BandRMSE(_RootLoss):
 
 
 class ConservedRMSE(_FieldLoss):
-    """The sum, over the channels of all samples, of |mean(y) - mean(target)|, where the means are over the cells of a
-    channel. The weight is the number of these channels. This is cRMSE of PDEBench (Takamoto et al. 2022), which takes a
-    root over samples instead.
+    """Error of conserved means: |mean(y) - mean(target)| over the cells of each channel, averaged over channels and
+    samples.
+
+    This is cRMSE of PDEBench (Takamoto et al. 2022), which takes a root over samples instead.
 
     Parameters
     ----------
-    weights, skipna : as in `RelativeL2`; weights may be cell volumes
-    """
+    weights, skipna : as in `RelativeL2`; weights may be cell volumes"""
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
         apart, _, w = compute_masked_error(env, y, target, self.weights, self.skipna)
@@ -281,13 +281,12 @@ class ConservedRMSE(_FieldLoss):
 
 
 class MaxError(_FieldLoss):
-    """The sum, over all samples, of the largest |y - target| of a sample. The weight is the number of samples. Elements
-    that share the maximum share its gradient equally.
+    """Largest |y - target| of each sample, averaged over samples. Elements that share the maximum share its gradient
+    equally.
 
     Parameters
     ----------
-    weights, skipna : as in `RelativeL2`; weights are used as a mask
-    """
+    weights, skipna : as in `RelativeL2`; weights are used as a mask"""
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
         xp, dims = env.xp, tuple(range(1, y.ndim))

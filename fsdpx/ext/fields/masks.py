@@ -1,5 +1,5 @@
-"""Layers for cells without data, such as land in an ocean model. They keep the values of such cells from spreading to
-other cells."""
+"""Layers for cells without data, such as land in an ocean model, which keep the values of these cells out of other
+cells."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ __all__ = ["FillNaN", "Mask"]
 
 
 class FillNaN(Layer):
-    """x with NaN replaced by `value`. The gradient of replaced elements is 0.
+    """Replaces NaN in the input by `value`, with gradient 0 there.
 
     Parameters
     ----------
-    value : replaces NaN; default 0
-    """
+    value : the number that replaces NaN; default 0"""
 
     acts_on = "element"
 
@@ -35,16 +34,16 @@ class FillNaN(Layer):
 
 
 class Mask(Layer):
-    """x where `cells` is True, and `value` elsewhere, even if x is NaN there. The gradient is 0 where `cells` is False.
+    """Keeps the input where `cells` is True, and replaces it by `value` elsewhere, even where it is NaN. Replaced
+    elements have gradient 0.
 
-    x is (samples, channels, *cells). As the last layer of a model, this layer keeps land cells constant over the steps
-    of a rollout.
+    The input is (samples, channels, *cells). As the last layer of a model, this layer keeps land cells constant over
+    the steps of a rollout.
 
     Parameters
     ----------
     cells : bools of this rank's part of the field, as the solver holds it, (*cells)
-    value : output where `cells` is False; default 0
-    """
+    value : output where `cells` is False; default 0"""
 
     fields = True
 
@@ -52,7 +51,7 @@ class Mask(Layer):
         self.cells, self.value = np.asarray(cells, bool), float(value)
 
     def __repr__(self) -> str:
-        """Return text that is the same on all ranks, because ranks compare it."""
+        """Return text without the mask, which differs between ranks, because ranks compare the text."""
         return f"Mask({self.value})"
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:

@@ -1,4 +1,4 @@
-"""Standardization of channels by fixed means and standard deviations, and its inverse."""
+"""Standardization of channels by fixed means and standard deviations, and the inverse."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ROUNDING = 2.0**-50
 
 
 class Standardize(Layer):
-    """(x - mean) / std of each channel of (samples, channels, ...), computed in float64.
+    """Standardizes each channel of (samples, channels, ...) as (x - mean) / std, computed in float64.
+
     `fsdpx.data.gather_channel_statistics` returns mean and std.
 
     Parameters
     ----------
-    mean, std : one number for each channel
-    """
+    mean, std : one number for each channel"""
 
     fields = takes_ghosts = True
 
@@ -64,7 +64,7 @@ class Standardize(Layer):
 
 
 class Destandardize(Standardize):
-    """x std + mean: the inverse of `Standardize`."""
+    """The inverse of `Standardize`: x * std + mean of each channel. Parameters as in `Standardize`."""
 
     def _apply_statistics(self, x: Array, mean: Any, std: Array) -> Array:
         return x * std + mean

@@ -1,5 +1,5 @@
-"""The model that ranks run on their parts of each field. Its layers are sharded, and layers that transfer fields
-between partitions are inserted."""
+"""Conversion of a model of full fields into the model that each rank runs on its part, with halo exchanges and
+repartitioning where needed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ __all__ = ["partition_model"]
 
 
 def partition_model(model: Layer, parts: FieldPartition) -> tuple[Layer, FieldPartition]:
-    """Return `model` for ranks that hold parts of each field, and the partition of its output. Communicates nothing.
+    """Return `model` as ranks run it on their parts of each field, and the partition of its output. Communicates
+    nothing.
 
-    parts: partition of the inputs; an output with the same number of cells gets the same partition. Raises ConfigError,
-    naming the path of the layer, if a layer cannot run on a part."""
+    `parts` is the partition of the input; an output with the same number of cells gets the same partition. Raises
+    ConfigError with the path of the first layer that cannot run on a part."""
     takes = isinstance(model, Container) or _can_take_ghosts(model)
     frame = RepartitionField(parts, parts.without_ghosts()) if parts.ghosts and not takes else None
     inputs = [parts if frame is None else parts.without_ghosts()] * len(list_input_names(model))
@@ -40,8 +41,9 @@ def partition_model(model: Layer, parts: FieldPartition) -> tuple[Layer, FieldPa
 
 
 def _plan_ghost_drops(reader: Layer, kinds: Sequence[Kind]) -> list[Redistribution | None]:
-    """Return for each input the redistribution that drops its ghost cells, or None. Ghost cells are dropped if `reader`
-    cannot use ghost cells, or if the inputs of `reader` have different partitions."""
+    """Return, for each input of `reader`, the layer that drops its ghost cells, or None if they may stay.
+
+    Ghost cells are dropped if `reader` cannot use them, or if its inputs have different partitions."""
     takes = isinstance(reader, Container) or (_can_take_ghosts(reader) and len({*kinds}) == 1)
     return [
         Redistribution("interior", RepartitionField(kind, kind.without_ghosts()), kind.without_ghosts())
@@ -52,10 +54,11 @@ def _plan_ghost_drops(reader: Layer, kinds: Sequence[Kind]) -> list[Redistributi
 
 
 def _plan_alignment(reader: Layer, kinds: Sequence[Kind]) -> list[Redistribution | None]:
-    """Return for each input the redistribution to a common partition, or None.
+    """Return, for each input of `reader`, the move to a partition that all inputs share, or None if it has that
+    partition.
 
     Fields of the same shape can have different partitions, for example after odd strides. The common partition is the
-    one whose largest part is smallest. If there are several of these, it is the first one."""
+    one whose largest part is smallest, or the first of several such."""
     first = min(
         (kind for kind in kinds if isinstance(kind, FieldPartition)),
         key=lambda kind: kind.largest_part_cells,
@@ -70,6 +73,6 @@ def _plan_alignment(reader: Layer, kinds: Sequence[Kind]) -> list[Redistribution
 
 
 def _can_take_ghosts(layer: Layer) -> bool:
-    """Return whether a layer can take ghost cells, either because it reads them or because it acts on each element
-    separately and passes them on."""
+    """Return whether a layer accepts inputs with ghost cells: it reads them, or acts on each element separately and
+    passes them on."""
     return layer.takes_ghosts or layer.acts_on == "element"

@@ -1,5 +1,5 @@
-"""Detection of mistakes in how a field is described: parts that overlap, for example because of ghost cells that were
-not passed to `Grid`, and layers whose padding contradicts the periods of the grid."""
+"""Warnings about likely mistakes in a `Grid`: parts that overlap, for example by ghost cells not passed as such, and
+layers whose padding contradicts the periods of the grid."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ uniform to compare."""
 
 
 def digest_part_ends(local_shape: Sequence[int], ghosts: Sequence[GhostWidths], x: Any) -> Ends:
-    """Return digests of the ends of this rank's part of the first sample of an input, (samples, channels, *cells).
+    """Return hashes of the first and last rows of this rank's part along each dim, so that neighbors can compare them.
 
-    local_shape: cells of the part. ghosts: ghost cells around the part in the input."""
+    `x` is an input (samples, channels, *cells), whose first sample is hashed. `local_shape` is the number of cells of
+    the part, and `ghosts` the widths of ghost cells around the part in `x`."""
     found: Ends = []
     for dim in range(len(local_shape)):
         found.append([])
         for width in WIDTHS:
             cells: list[Any] = [slice(None)]
             for d, (n, (before, _)) in enumerate(zip(local_shape, ghosts, strict=True)):
-                edge = width if d != dim and n > 2 * width else 0  # corners of ghost cells may be unfilled
+                edge = width if d != dim and n > 2 * width else 0  # solvers may leave corner ghost cells unfilled
                 cells.append(slice(before + edge, before + n - edge))
             part = x[0][tuple(cells)] if x.shape[0] else x
             enough = part.ndim == len(cells) and min(part.shape) > 0 and local_shape[dim] >= 2 * width
@@ -44,8 +45,10 @@ def digest_part_ends(local_shape: Sequence[int], ghosts: Sequence[GhostWidths], 
 
 
 def _digest_rows(part: Any, dim: int, width: int, end: int) -> str | None:
-    """Return a digest of the first (end = 1) or last (end = -1) `width` rows along `dim`; None if two neighboring rows
-    are equal, or if the rows are equal to the next `width` rows inward."""
+    """Return a hash of the first (`end` = 1) or last (`end` = -1) `width` rows along `dim`.
+
+    Returns None if the rows are too uniform to compare: two neighboring rows are equal, or all equal the next `width`
+    rows inward."""
     first, last = (0, 2 * width) if end > 0 else (part.shape[dim] - 2 * width, part.shape[dim])
     rows = np.moveaxis(np.asarray(to_host(part[(slice(None),) * dim + (slice(first, last),)])), dim, 0)
     rows = np.where(np.isnan(rows), 0.5, rows + 0.0) if rows.dtype.kind == "f" else rows
@@ -57,10 +60,12 @@ def _digest_rows(part: Any, dim: int, width: int, end: int) -> str | None:
 
 
 def find_overlaps(dims: Sequence[int], letters: str, periods: Sequence[bool], ends: Sequence[Ends]) -> dict[str, int]:
-    """Return the number of rows that neighboring parts share, for each dim along which all comparable pairs share rows.
+    """Return the number of rows that neighboring parts have in common along each dim, as a dict without the dims that
+    do not overlap.
 
-    dims, letters, periods: for each dim the number of ranks, its name, and whether it is periodic. ends: digests from
-    all ranks of the field, in the order of the grid."""
+    A dim overlaps if this holds for all pairs of neighbors that can be compared. `dims`, `letters` and `periods` give,
+    for each dim, the number of ranks, its name, and whether it is periodic. `ends` are the hashes of all ranks of the
+    field, in the order of the grid."""
     found: dict[str, int] = {}
     places = np.arange(len(ends)).reshape(tuple(dims))
     for dim, letter in enumerate(letters):
@@ -77,7 +82,7 @@ def find_overlaps(dims: Sequence[int], letters: str, periods: Sequence[bool], en
 
 
 def make_overlap_warning(shared: dict[str, int]) -> str:
-    """Return a warning about shared rows that says how to avoid them."""
+    """Return the warning that parts overlap, with advice, given the number of shared rows along each dim."""
     rows = ", ".join(f"{letter} ({width} rows)" for letter, width in shared.items())
     widths = set(shared.values())
     each = f"{widths.pop() // 2}" if len(widths) == 1 and not min(widths) % 2 else "((low, high), ...)"
@@ -91,9 +96,10 @@ def make_overlap_warning(shared: dict[str, int]) -> str:
 def describe_padding_mistake(
     model: Layer, letters: Sequence[str], periods: Sequence[bool], ghosts: Sequence[GhostWidths]
 ) -> str:
-    """Return a warning about the first layer whose padding contradicts the periods of the grid; "" if there is none, or
-    if no dim is periodic, since then the periods may be unknown. Along dims with ghost cells, which replace the padding
-    of the first layer, that layer is left out."""
+    """Return a warning about the first layer whose padding contradicts the periods of the grid, or "".
+
+    If no dim is periodic, nothing is reported, because the periods may be unknown. The first layer is not checked
+    along dims with ghost cells, which replace its padding."""
     windows: list[tuple[str, Any]] = [(path, getattr(layer, "window", None)) for path, layer in iterate_layers(model)]
     windows = [(path, window) for path, window in windows if any(periods) and hasattr(window, "modes")]
     for number, (path, window) in enumerate(windows):

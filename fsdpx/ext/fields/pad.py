@@ -1,4 +1,4 @@
-"""`Pad`: adds cells at the ends of a field that may be partitioned, or removes cells there."""
+"""`Pad`: adds cells at the boundary of a field that may be partitioned over ranks, or removes cells there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Sides = tuple[tuple[int, int], ...]
 
 
 class Pad(FieldLayer):
-    """(samples, channels, *cells) with cells added at the ends of the field, or removed where `padding` is negative.
+    """Pads (samples, channels, *cells) at the ends of the field, or crops it where `padding` is negative.
 
     On a grid of ranks, each rank keeps its cells, and the ranks at the ends hold the added cells.
 
@@ -60,7 +60,8 @@ class Pad(FieldLayer):
 
 @lru_cache(1 << 10)
 def _plan_padding(parts: FieldPartition, padding: Sides, mode: str) -> tuple[FieldPartition, tuple[HaloSpec, ...]]:
-    """Return the partition of the output, and the cells that each rank needs for its part."""
+    """Return the partition of the padded field, and one halo spec per dim with the cells that each rank needs for its
+    part."""
     made, halos = [], []
     for d, (cuts, (low, high)) in enumerate(zip(parts.cuts, padding, strict=True)):
         total = cuts[-1] + low + high

@@ -1,4 +1,4 @@
-"""Physical constraints on fields: conserved means, and residuals of equations as a loss."""
+"""Physical constraints on fields: conservation of means, and residuals of differential equations as a loss."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["MatchMean", "PhysicsLoss"]
 
 
 class MatchMean(FieldLayer):
-    """y - mean(y) + mean(x), with means over all cells of each channel of a sample. This is the field closest to y that
-    has the mean of x.
+    """Shifts y so that its mean over all cells equals the mean of x, for each channel and sample: y - mean(y) +
+    mean(x).
 
-    Takes two inputs, y and x, (samples, channels, *cells) of the same shape. On a grid of ranks, forward and backward
-    each all-reduce 8 bytes per sample and channel."""
+    Takes two inputs, y and x, (samples, channels, *cells) of the same shape. The result is the field closest to y that
+    has the mean of x. On a grid of ranks, forward and backward each all-reduce 8 bytes per sample and channel."""
 
     n_inputs = 2
 
@@ -46,18 +46,17 @@ class MatchMean(FieldLayer):
 
 
 class PhysicsLoss(Loss):
-    """loss + weight x mean(residual(y)^2), where the mean is over all elements of the residual of the full field.
+    """Physics-informed loss: loss + weight * mean(residual(y)^2), where the mean is over all elements of the residual.
 
     The residual is a layer without parameters that returns 0 where the output satisfies an equation, such as
-    `FieldDivergence` for incompressible flow (Raissi et al. 2019). On a partitioned field it exchanges halos, like
-    any layer of a model.
+    `FieldDivergence` for incompressible flow (Raissi et al. 2019). On a partitioned field it exchanges halos, like any
+    layer of a model.
 
     Parameters
     ----------
     loss : loss of outputs and targets
     residual : layer that is applied to the output, with one input, one output and no parameters
-    weight : multiplier of the mean squared residual; default 1
-    """
+    weight : multiplier of the mean squared residual; default 1"""
 
     def __init__(self, loss: Loss, residual: Layer, weight: float = 1.0) -> None:
         if not isinstance(loss, Loss) or not isinstance(residual, Layer):

@@ -26,7 +26,7 @@ __all__ = [
 
 
 class Pool(WindowLayer):
-    """The base of pools: a window over (samples, channels, *cells). Partitioned fields are treated as in `Conv`."""
+    """The base of pools over the cells under a sliding window. Partitioned fields are treated as in `Conv`."""
 
     padding_value: ClassVar[float] = 0.0
     """Value beyond the ends of a field."""
@@ -45,8 +45,10 @@ class Pool(WindowLayer):
             raise ConfigError(f"{name}: padding {padding!r} must be at most half of kernel_size {kernel_size!r}")
 
     def exchange_window_halo(self, env: LayerContext, x: Array) -> tuple[Array, Any, WindowStrides, tuple[int, ...]]:
-        """Exchange the halo of this rank's windows; return the cells under the windows, the halos, the windows, and the
-        number of outputs along each dim. Raises ShapeError if no window fits. Communicates with neighboring ranks."""
+        """Exchange the halo that this rank's windows need. Communicates with neighboring ranks.
+
+        Returns the cells under the windows, the halo specs, the windows, and the number of outputs along each dim.
+        Raises ShapeError if no window fits into the field."""
         require_field_shape(self, x, self.dims)
         outputs, halos, kernel_padding = self.plan_on_field(self.get_partition(x))
         strides = self.window.make_window_strides(tuple(-pad for pad in kernel_padding))
@@ -54,8 +56,8 @@ class Pool(WindowLayer):
 
 
 class MaxPool(Pool):
-    """The base of `MaxPool1d`, `MaxPool2d` and `MaxPool3d`: the maximum under each window of (samples, channels,
-    *cells).
+    """Max pooling: the maximum under each window of (samples, channels, *cells). Base of `MaxPool1d`, `MaxPool2d` and
+    `MaxPool3d`.
 
     If cells are equal, the first gets the gradient. NaN counts as larger than any number.
 
@@ -91,14 +93,14 @@ class MaxPool(Pool):
 
 
 class AvgPool(Pool):
-    """The base of `AvgPool1d`, `AvgPool2d` and `AvgPool3d`: the mean under each window of (samples, channels, *cells).
+    """Average pooling: the mean under each window of (samples, channels, *cells). Base of `AvgPool1d`, `AvgPool2d` and
+    `AvgPool3d`.
 
     Parameters
     ----------
     kernel_size, stride, padding, ceil_mode : as in `MaxPool`; padding cells are 0
     count_include_pad : whether padding cells count in the mean; default True
-    divisor_override : divisor of the sums, instead of the number of cells; default None
-    """
+    divisor_override : divisor of the sums, instead of the number of cells; default None"""
 
     kernel_names = ("avg_pool", "avg_pool_backward")
 
@@ -127,8 +129,8 @@ class AvgPool(Pool):
         return 1 if shares is not None else self.divisor_override or math.prod(self.window.kernel)
 
     def _compute_reciprocal_counts(self, env: LayerContext, parts: FieldPartition, dtype: Any) -> Array | None:
-        """Return 1 / (number of cells that count) for each output of this rank, or None if all outputs have the same
-        divisor."""
+        """Return 1 / (number of cells that the mean counts) for each output of this rank, or None if all outputs have
+        the same divisor."""
         all_count = not self.ceil_mode and (self.count_include_pad or not any(self.window.low))
         if self.divisor_override is not None or all_count:
             return None
@@ -142,50 +144,47 @@ class AvgPool(Pool):
 
 
 class MaxPool1d(MaxPool, dims=1):
-    """`MaxPool` of (samples, channels, length)."""
+    """Max pooling over (samples, channels, length), with the parameters of `MaxPool`."""
 
 
 class MaxPool2d(MaxPool, dims=2):
-    """`MaxPool` of (samples, channels, height, width)."""
+    """Max pooling over (samples, channels, height, width), with the parameters of `MaxPool`."""
 
 
 class MaxPool3d(MaxPool, dims=3):
-    """`MaxPool` of (samples, channels, depth, height, width)."""
+    """Max pooling over (samples, channels, depth, height, width), with the parameters of `MaxPool`."""
 
 
 class AvgPool1d(AvgPool, dims=1):
-    """`AvgPool` of (samples, channels, length)."""
+    """Average pooling over (samples, channels, length), with the parameters of `AvgPool`."""
 
 
 class AvgPool2d(AvgPool, dims=2):
-    """`AvgPool` of (samples, channels, height, width)."""
+    """Average pooling over (samples, channels, height, width), with the parameters of `AvgPool`."""
 
 
 class AvgPool3d(AvgPool, dims=3):
-    """`AvgPool` of (samples, channels, depth, height, width)."""
+    """Average pooling over (samples, channels, depth, height, width), with the parameters of `AvgPool`."""
 
 
 class AdaptiveAvgPool(FieldLayer):
-    """The base of `AdaptiveAvgPool1d`, `AdaptiveAvgPool2d` and `AdaptiveAvgPool3d`: means of (samples, channels,
-    *cells) over windows chosen such that the result is (samples, channels, *output_size), as in PyTorch.
+    """Average pooling of (samples, channels, *cells) to a given output size, with windows chosen as in PyTorch. Base
+    of `AdaptiveAvgPool1d`, `AdaptiveAvgPool2d` and `AdaptiveAvgPool3d`.
 
-    Result i of o along a dim of n cells is the mean of the cells from floor(i n / o) to ceil((i + 1) n / o). On a grid
-    of ranks, each rank sums over its own cells, and one all-reduce of the results adds these sums, in forward and in
-    backward. The result is a field partitioned over the same ranks; with output_size 1, the first rank with cells holds
-    it.
+    Along a dim of n cells, output i of o is the mean of the cells from floor(i n / o) to ceil((i + 1) n / o). On a
+    grid of ranks, each rank sums over its own cells, and one all-reduce, in forward and in backward, adds these sums.
+    The output is a field partitioned over the same ranks; with output_size 1, the first rank with cells holds it.
 
     Parameters
     ----------
-    output_size : cells of the result: one number for all dims or one for each; 1 is the mean over the full field
-    """
+    output_size : cells of the result: one number for all dims or one for each; 1 is the mean over the full field"""
 
     def __init__(self, output_size: Sizes) -> None:
         self.output_size = output_size
         self._many = expand_to_dims(self, "output_size", output_size, self.dims, 1)
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
-        """Return the partition of the outputs: each output belongs to the rank that owns the first cell of its
-        window."""
+        """Return how the outputs are partitioned: each belongs to the rank that owns the first cell of its window."""
         rows = zip(parts.cuts, self._many, strict=True)
         return parts.with_cuts(
             tuple(make_output_cuts(cuts, [-(-cut * many // cuts[-1]) for cut in cuts], many) for cuts, many in rows)
@@ -211,12 +210,13 @@ class AdaptiveAvgPool(FieldLayer):
         return kernels.cast_float(env.xp, env.xp.ascontiguousarray(dx), dy.dtype), ()
 
     def _get_local_result_index(self, env: LayerContext, parts: FieldPartition) -> tuple[slice, ...]:
-        """Return the index of this rank's results in the array of all results."""
+        """Return the index that selects this rank's outputs from the array of all outputs."""
         cells = (slice(*get_local_range(env, cuts, d)) for d, cuts in enumerate(self.partition_outputs(parts).cuts))
         return (slice(None), slice(None), *cells)
 
     def _make_averaging_matrices(self, env: LayerContext, parts: FieldPartition) -> list[np.ndarray]:
-        """Return, for each dim, the weight of each of this rank's cells in each result, (cells, results)."""
+        """Return one matrix (cells, outputs) per dim, which holds the weight of each of this rank's cells in each
+        output."""
         found = []
         for d, (cuts, many) in enumerate(zip(parts.cuts, self._many, strict=True)):
             at, i = np.arange(*get_local_range(env, cuts, d))[:, None], np.arange(many)
@@ -226,12 +226,13 @@ class AdaptiveAvgPool(FieldLayer):
 
 
 class AdaptiveAvgPool1d(AdaptiveAvgPool, dims=1):
-    """`AdaptiveAvgPool` of (samples, channels, length)."""
+    """Adaptive average pooling over (samples, channels, length), with the parameters of `AdaptiveAvgPool`."""
 
 
 class AdaptiveAvgPool2d(AdaptiveAvgPool, dims=2):
-    """`AdaptiveAvgPool` of (samples, channels, height, width)."""
+    """Adaptive average pooling over (samples, channels, height, width), with the parameters of `AdaptiveAvgPool`."""
 
 
 class AdaptiveAvgPool3d(AdaptiveAvgPool, dims=3):
-    """`AdaptiveAvgPool` of (samples, channels, depth, height, width)."""
+    """Adaptive average pooling over (samples, channels, depth, height, width), with the parameters of
+    `AdaptiveAvgPool`."""

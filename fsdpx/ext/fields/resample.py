@@ -32,13 +32,13 @@ __all__ = ["ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "Upsample"]
 
 
 class ConvTranspose(FieldLayer):
-    """The base of `ConvTranspose1d`, `ConvTranspose2d` and `ConvTranspose3d`: the gradient of a convolution with
-    respect to its input, applied to (samples, in_channels, *cells), plus a bias. Arguments and results are those of
-    PyTorch.
+    """Transposed convolution of (samples, in_channels, *cells), with PyTorch's arguments and results. Base of
+    `ConvTranspose1d`, `ConvTranspose2d` and `ConvTranspose3d`.
 
-    The parameters are `weight (in_channels, out_channels / groups, *kernel_size)` and `bias (out_channels,)`,
-    initialized from U(-k, k) with k = 1/sqrt(out_channels / groups * prod(kernel_size)). A dim of n cells becomes (n -
-    1) stride - 2 padding + dilation (kernel_size - 1) + output_padding + 1.
+    The result is the gradient of a convolution with respect to its input, plus a bias. The parameters are `weight
+    (in_channels, out_channels / groups, *kernel_size)` and `bias (out_channels,)`, initialized from U(-k, k) with k =
+    1/sqrt(out_channels / groups * prod(kernel_size)). A dim of n cells becomes (n - 1) stride - 2 padding + dilation
+    (kernel_size - 1) + output_padding + 1.
 
     Parameters
     ----------
@@ -51,8 +51,7 @@ class ConvTranspose(FieldLayer):
     groups : number of groups of channels; the outputs of a group depend only on its own input channels. Default 1
     bias : whether there is a bias; default True
     dilation : distance between the cells of a window; default 1
-    init : initial values of `weight`; default None: the uniform distribution
-    """
+    init : initial values of `weight`; default None: the uniform distribution"""
 
     kernel_names = ("correlate", "correlate_backward_input", "correlate_backward_params")
 
@@ -103,8 +102,8 @@ class ConvTranspose(FieldLayer):
             add_sum_into(env.xp, g["bias"], dy, (0, *range(2, dy.ndim)))
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
-        """Return the partition of the outputs: output i * stride belongs to the rank that owns cell i, not counting
-        padding."""
+        """Return how the outputs are partitioned: output i * stride, before cropping by `padding`, belongs to the rank
+        that owns input cell i."""
         made = []
         for d, cuts in enumerate(parts.cuts):
             s, p = self.window.stride[d], self.window.low[d]
@@ -113,7 +112,7 @@ class ConvTranspose(FieldLayer):
         return parts.with_cuts(tuple(made))
 
     def _find_halos(self, parts: FieldPartition, outputs: FieldPartition) -> tuple[HaloSpec, ...]:
-        """Return the input cells whose windows reach each rank's outputs."""
+        """Return one halo spec per dim: the input cells that contribute to each rank's outputs."""
         made = []
         for d, (cuts, out) in enumerate(zip(parts.cuts, outputs.cuts, strict=True)):
             s, p, span = self.window.stride[d], self.window.low[d], self.window.spans[d]
@@ -127,8 +126,8 @@ class ConvTranspose(FieldLayer):
     def _make_strides_and_sizes(
         self, env: LayerContext, halos: tuple[HaloSpec, ...], outputs: FieldPartition
     ) -> tuple[WindowStrides, tuple[int, ...]]:
-        """Return the window of the convolution whose gradient this layer computes, relative to this rank's outputs, and
-        the number of these outputs along each dim."""
+        """Return the window of the underlying convolution, relative to this rank's outputs, and the number of these
+        outputs along each dim."""
         window, firsts, sizes = self.window, [], []
         for d, (halo, out) in enumerate(zip(halos, outputs.cuts, strict=True)):
             start, stop = get_local_range(env, out, d)
@@ -139,15 +138,16 @@ class ConvTranspose(FieldLayer):
 
 
 class ConvTranspose1d(ConvTranspose, dims=1):
-    """`ConvTranspose` of (samples, in_channels, length)."""
+    """Transposed convolution over (samples, in_channels, length), with the parameters of `ConvTranspose`."""
 
 
 class ConvTranspose2d(ConvTranspose, dims=2):
-    """`ConvTranspose` of (samples, in_channels, height, width)."""
+    """Transposed convolution over (samples, in_channels, height, width), with the parameters of `ConvTranspose`."""
 
 
 class ConvTranspose3d(ConvTranspose, dims=3):
-    """`ConvTranspose` of (samples, in_channels, depth, height, width)."""
+    """Transposed convolution over (samples, in_channels, depth, height, width), with the parameters of
+    `ConvTranspose`."""
 
 
 UPSAMPLE = ("nearest", "nearest-exact", "linear", "bilinear", "bicubic", "trilinear")
@@ -155,7 +155,7 @@ DIMS = {"linear": 1, "bilinear": 2, "bicubic": 2, "trilinear": 3}
 
 
 class Upsample(FieldLayer):
-    """(samples, channels, *cells) at another resolution, like PyTorch's Upsample.
+    """Interpolates (samples, channels, *cells) to another resolution, like PyTorch's Upsample.
 
     Nearest cells are computed with integers: output o of N is cell floor(o n / N) of n. PyTorch selects the same cells
     in float64. In float32, PyTorch's rounding selects the previous cell for some sizes.
@@ -167,8 +167,7 @@ class Upsample(FieldLayer):
         each
     mode : "nearest" (default), "nearest-exact", "linear" (1 dim), "bilinear", "bicubic" (2) or "trilinear" (3)
     align_corners : for the last four modes, whether the centers of the first and last cells of input and output
-        coincide; default None: False
-    """
+        coincide; default None: False"""
 
     def __init__(
         self, size: Any = None, scale_factor: Any = None, mode: str = "nearest", align_corners: bool | None = None
@@ -220,8 +219,8 @@ class Upsample(FieldLayer):
         return exchange_halo_backward(env, dy, halos), ()
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
-        """Return the partition of the result: output o of N belongs to the rank that owns input cell floor(o n / N) of
-        n.
+        """Return how the outputs are partitioned: output o of N belongs to the rank that owns input cell floor(o n /
+        N) of n.
 
         Parameters
         ----------
@@ -229,16 +228,14 @@ class Upsample(FieldLayer):
 
         Returns
         -------
-        FieldPartition
-        """
+        FieldPartition"""
         made = []
         for cuts, (total, _) in zip(parts.cuts, self._find_sizes_and_ratios(parts.shape), strict=True):
             made.append(make_output_cuts(cuts, [-(-cut * total // cuts[-1]) for cut in cuts], total))
         return parts.with_cuts(tuple(made))
 
     def _find_sizes_and_ratios(self, shape: tuple[int, ...]) -> list[tuple[int, Fraction]]:
-        """Return, for each dim, the number of cells of the result, and the number of input cells per cell of the
-        result."""
+        """Return, for each dim, the number of output cells, and the exact ratio of input to output cells."""
         each = self._each if isinstance(self._each, tuple) else (self._each,) * len(shape)
         if len(each) != len(shape):
             raise ShapeError(f"{self!r} is of {len(each)} dims, and the field has {len(shape)}")
@@ -256,8 +253,7 @@ LARGEST_DENOMINATOR = 10**6
 
 
 def _to_simplest_fraction(factor: float) -> Fraction:
-    """Return the ratio of integers that a factor stands for. For example, it is 11 / 10 for 1.1, whose float is
-    slightly larger."""
+    """Return the fraction of small integers that a float scale factor stands for, such as 11 / 10 for 1.1."""
     return Fraction(factor).limit_denominator(LARGEST_DENOMINATOR) or Fraction(factor)
 
 
@@ -265,9 +261,10 @@ def _to_simplest_fraction(factor: float) -> Fraction:
 def _make_interpolation_table(
     mode: str, n: int, total: int, ratio: Fraction, align_corners: bool, dims: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the input cells of each output, and their weights, both (taps, outputs).
+    """Return, for each output along a dim, the input cells that it interpolates, and their weights, both (taps,
+    outputs).
 
-    If the output has as many cells as the input, or twice as many, some modes ignore the ratio, as in PyTorch."""
+    If the output has as many cells as the input, or twice as many, some modes ignore `ratio`, as in PyTorch."""
     o = np.arange(total)
     if total in (n, 2 * n) and mode == "nearest" and dims == 2:
         return (o // (total // n))[None], np.ones((1, total))

@@ -1,4 +1,4 @@
-"""`Rollout`: a model applied repeatedly to its own output, and trained through all steps."""
+"""`Rollout`: autoregressive training, where a model is applied repeatedly to its own output."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ __all__ = ["Rollout"]
 
 
 class Rollout(Layer):
-    """The states after each of `steps` steps of a model, stacked in dim 1. It maps (samples, channels, ...) to
-    (samples, steps x channels, ...), and its parameters are the parameters of the model, under the same names.
+    """Applies a model `steps` times to its own output, and returns all states stacked in dim 1.
 
-    Only the states are saved for backward, which recomputes each step, so memory holds all states and the activations
-    of one step. If the arrays of a grid have ghost cells, the ghost cells of later states are received from the
-    neighboring ranks, also across periodic dims. Ghost cells beyond walls keep the values of the input. The layout of
-    the grid must have channels ("c") even for a net of one channel, because the states are stacked along the channels.
+    It maps (samples, channels, ...) to (samples, steps x channels, ...), and has the parameters of the model, under
+    the same names. Only the states are saved for backward, which recomputes each step, so memory holds all states and
+    the activations of one step.
+
+    If the arrays of a grid have ghost cells, the ghost cells of later states are received from the neighboring ranks,
+    also across periodic dims. Ghost cells beyond walls keep the values of the input. The layout of the grid must have
+    channels ("c") even for a net of one channel, because the states are stacked along the channels.
 
     Parameters
     ----------
     net : model with one input and one output of the same shape
-    steps : number of times that the model is applied
-    """
+    steps : number of times that the model is applied"""
 
     takes_ghosts = True
 
@@ -46,7 +47,7 @@ class Rollout(Layer):
         if not isinstance(net, Layer) or (net.n_inputs, net.n_outputs) != (1, 1):
             raise ConfigError(f"Rollout: a model of one input and one output is needed, got {net!r}")
         self.net, self.steps = net, steps
-        self.parts: FieldPartition | None = None  # with ghost cells
+        self.parts: FieldPartition | None = None  # includes ghost cells
         self.collective, self.kernel_names = net.collective, list_kernels(net)
 
     def specs(self) -> dict[str, ParameterSpec]:
@@ -95,21 +96,21 @@ class Rollout(Layer):
         return dx if dinitial is None else dx + dinitial
 
     def _allocate_wall_gradient(self, env: LayerContext, states: Any) -> Array | None:
-        """Return zeros in the shape of the input, to which all steps add the gradient of the input's ghost cells beyond
-        walls; None if there are no ghost cells."""
+        """Return zeros to which all steps add the gradient of the input's ghost cells beyond walls, or None if there
+        are no ghost cells."""
         return None if self.parts is None else env.xp.zeros(states[0].shape, dtype=states[0].dtype)
 
     def _recompute_step(self, env: LayerContext, p: Params, states: Any, step: int) -> tuple[LayerContext, Params, Any]:
-        """Run the forward of a step again on its state; return the context, the parameters and the saved arrays of the
-        step."""
+        """Run the forward of one step again from its saved state, and return the context, parameters and saved arrays
+        that its backward needs."""
         at = env.child(f"step{step}")
         return at, p, self.net.forward(replace(at, recomputing=True), p, states[step])[1]
 
     def _compute_step_gradient(
         self, env: LayerContext, dy: Array, step: int, dnext: Array | None, dinitial: Array | None
     ) -> Array:
-        """Return the gradient of a step's result, which is the step's slice of `dy` plus `dnext`, the gradient of the
-        next step's input."""
+        """Return the gradient of the output of one step: its slice of `dy` plus `dnext`, the gradient of the next
+        step's input."""
         channels = dy.shape[1] // self.steps
         own = env.xp.ascontiguousarray(dy[:, step * channels : (step + 1) * channels])
         if dnext is not None and self.parts is not None:

@@ -1,5 +1,4 @@
-"""Groups of data ranks that hold parts of the same fields. A group consists of the ranks of a grid, or of consecutive
-ranks."""
+"""Groups of data-parallel ranks that share samples, because each holds another part of the same fields."""
 
 from __future__ import annotations
 
@@ -14,15 +13,15 @@ __all__ = ["make_sample_groups"]
 
 
 def make_sample_groups(mesh: Mesh, rank: int, dims: Sequence[int], grids: Sequence[Any]) -> SampleGroups:
-    """Return the sample groups of a rank's data axis, given the grids of all ranks.
+    """Return the groups of ranks that share samples on a rank's data axis, given the grids of all ranks.
 
     Parameters
     ----------
     mesh : mesh with the width of each axis
     rank : number of the rank in the world
     dims : number of ranks along each dim of a field
-    grids : for each rank, the ranks of its field, in the order of its grid. If the elements are None, groups are
-        consecutive data ranks
+    grids : for each world rank, the ranks of its field, in the order of its grid; or None for each, in which case a group
+        consists of consecutive data ranks
 
     Returns
     -------
@@ -31,8 +30,7 @@ def make_sample_groups(mesh: Mesh, rank: int, dims: Sequence[int], grids: Sequen
     Raises
     ------
     MeshError : if the size of the data axis is not a multiple of the number of ranks of a field, or the ranks of a grid
-        are not on one data axis
-    """
+        are not on one data axis"""
     data = _list_data_axis_ranks(mesh, rank)
     width = prod(dims)
     if len(data) % width:
@@ -49,7 +47,7 @@ def make_sample_groups(mesh: Mesh, rank: int, dims: Sequence[int], grids: Sequen
 
 
 def _require_grids_on_data_axes(mesh: Mesh, grids: Sequence[Any]) -> None:
-    """Raise MeshError unless the ranks of each grid are on one data axis, in the same order on all pipeline stages."""
+    """Raise MeshError if the ranks of a grid are on several data axes, or in another order on some pipeline stage."""
     places: dict[int, list[int]] = {}
     for r, grid in enumerate(grids):
         line = _list_data_axis_ranks(mesh, r)

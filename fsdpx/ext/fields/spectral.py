@@ -1,8 +1,8 @@
-"""Layers that use Fourier modes of fields that may be partitioned.
+"""Spectral layers and the Fourier neural operator, for fields that may be partitioned over ranks.
 
-Mode k of n cells along a dim is the sum of x_j e^(-2 pi i j k / n). Each rank computes the partial sum over its own
-cells with one matmul for each dim, and a reduction over the ranks then adds the partial sums. Ranks send only the bytes
-of the modes, however large the field is. Lingsch et al. (2024) use the same sums on one device, for arbitrary
+Mode k of n cells along a dim is the sum of x_j e^(-2 pi i j k / n). Each rank computes its partial sum over its own
+cells with one matmul per dim, and a reduction over the ranks adds the partial sums. The traffic depends only on the
+number of modes, however large the field is. Lingsch et al. (2024) use the same sums on one device, for arbitrary
 points."""
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ __all__ = ["FNO", "ChannelScale", "GridEmbedding", "PointwiseConv", "SpectralCon
 
 
 class SpectralConv(FieldLayer):
-    """The lowest Fourier modes of (samples, in_channels, *cells), each multiplied by its own complex matrix (Li et al.
-    2021). As in neuraloperator, modes are means over the cells.
+    """Spectral convolution: the lowest Fourier modes of (samples, in_channels, *cells), each multiplied by its own
+    complex matrix (Li et al. 2021).
 
-    The parameters are `weight` of shape (in_channels, out_channels, *modes, 2), real and imaginary parts, and `bias` of
-    shape (out_channels,). `modes` equals n_modes, except in the last dim, where it is n_modes[-1] // 2 + 1. The real
-    and imaginary parts of the weight are initialized from a normal distribution with standard deviation sqrt(2 / (in +
-    out)) / sqrt(2). Index w along a dim stands for the frequency w - modes // 2, or, along the last dim, for the
+    The parameters are `weight` of shape (in_channels, out_channels, *modes, 2), real and imaginary parts, and `bias`
+    of shape (out_channels,). `modes` equals n_modes, except in the last dim, where it is n_modes[-1] // 2 + 1. The
+    real and imaginary parts of the weight are initialized from a normal distribution with standard deviation sqrt(2 /
+    (in + out)) / sqrt(2). Index w along a dim stands for the frequency w - modes // 2, or, along the last dim, for the
     frequency w.
 
-    On a grid of ranks, the partial sums of modes are reduce-scattered, each rank multiplies its share of the modes, and
-    the results are all-gathered: two collectives in forward and two in backward. The weight is not partitioned by
+    On a grid of ranks, the partial sums of modes are reduce-scattered, each rank multiplies its share of the modes,
+    and the results are all-gathered: two collectives in forward and two in backward. The weight is not partitioned by
     modes: with "ddp" each rank holds the full weight, whose gradients are summed like all others; "fsdp" shards the
     weight like other parameters, and gathers it before use.
 
@@ -53,8 +53,7 @@ class SpectralConv(FieldLayer):
     in_channels, out_channels : size of dim 1 of the input and of the output
     n_modes : number of modes kept along each dim: one number for a field of one dim, else one for each dim; modes that
         a small field does not have are 0
-    bias : whether there is a bias; default True
-    """
+    bias : whether there is a bias; default True"""
 
     def __init__(self, in_channels: int, out_channels: int, n_modes: int | tuple[int, ...], bias: bool = True) -> None:
         require_positive(self, in_channels=in_channels, out_channels=out_channels)
@@ -124,25 +123,27 @@ class SpectralConv(FieldLayer):
             add_sum_into(env.xp, g["bias"], dy, (0, *range(2, dy.ndim)))
 
     def _get_own_mode_bounds(self, env: LayerContext) -> tuple[int, int]:
-        """Return [start, stop) of the flattened modes that this rank multiplies."""
+        """Return the range [start, stop) of modes, in flattened order, that this rank multiplies."""
         ranks, count = self._get_field_communicator(env), math.prod(self.modes)
         return (0, count) if ranks is None else shard_bounds(count, ranks.rank, ranks.size)
 
     def _get_field_communicator(self, env: LayerContext) -> Any:
-        """Return the communicator of all ranks that hold a part of the field, or None if this rank holds the full
-        field."""
+        """Return the communicator of the ranks that share the field, or None if this rank holds the full field."""
         return None if self.parts is None or self.parts.is_on_one_rank else env.mesh.parts
 
     def _select_weights_of_own_modes(self, env: LayerContext, weight: Array) -> Array:
-        """Return the weights of this rank's modes, (modes, in, 2 out), with real and imaginary parts interleaved."""
+        """Return the weights of the modes that this rank multiplies, as (modes, in, 2 out) with real and imaginary
+        parts interleaved."""
         start, stop = self._get_own_mode_bounds(env)
         flat = weight.reshape(self.in_channels, self.out_channels, math.prod(self.modes), 2)
         own = kernels.to_float32(env.xp, flat[:, :, start:stop].transpose(2, 0, 1, 3))
         return own.reshape(stop - start, self.in_channels, 2 * self.out_channels)
 
     def _get_fourier_matrices(self, env: LayerContext, parts: FieldPartition, dtype: Any) -> list[tuple[Array, Array]]:
-        """Return, for each dim, the matrices that transform this rank's cells to modes and modes to cells, in float32
-        for 16-bit fields. The context caches them."""
+        """Return, for each dim, the matrices that transform this rank's cells to Fourier modes and back, cached per
+        context.
+
+        They are float32 for 16-bit fields."""
         found, dtype = [], accumulation_dtype(dtype)
         for d, (cuts, k) in enumerate(zip(parts.cuts, self.modes, strict=True)):
             last = d == len(self.modes) - 1
@@ -155,15 +156,15 @@ class SpectralConv(FieldLayer):
         return found
 
     def _reduce_scatter_modes(self, env: LayerContext, modes: Array) -> Array:
-        """Sum the ranks' partial sums (samples, channels, *modes, 2), and return this rank's modes, (own modes,
-        samples, channels, 2)."""
+        """Reduce-scatter the ranks' partial sums (samples, channels, *modes, 2), and return the modes that this rank
+        multiplies as (own modes, samples, channels, 2)."""
         ranks = self._get_field_communicator(env)
         rows = modes.reshape(*modes.shape[:2], math.prod(self.modes), 2).transpose(2, 0, 1, 3)
         return rows if ranks is None else collectives.reduce_scatter_dim(env.xp, ranks, rows, 0, what=env.random.path)
 
     def _all_gather_modes(self, env: LayerContext, mine: Array) -> Array:
-        """Gather each rank's own modes (own modes, samples, channels, 2), and return all modes, (samples, channels,
-        *modes, 2)."""
+        """All-gather the modes that each rank multiplied, (own modes, samples, channels, 2), and return all modes as
+        (samples, channels, *modes, 2)."""
         ranks, count, rows = self._get_field_communicator(env), math.prod(self.modes), mine
         if ranks is not None:
             rows = collectives.all_gather_dim(env.xp, ranks, mine, 0, count, what=env.random.path)
@@ -171,16 +172,16 @@ class SpectralConv(FieldLayer):
 
 
 class PointwiseConv(Layer):
-    """The channels of each cell of (samples, in_channels, *cells), multiplied by one matrix, plus a bias.
+    """Convolution with a window of one cell: multiplies the channels of each cell of (samples, in_channels, *cells) by
+    one matrix, plus a bias.
 
-    The parameters `weight (out_channels, in_channels, 1)` and `bias (out_channels,)` and their initial values are those
-    of PyTorch's Conv1d with kernel_size 1.
+    The parameters `weight (out_channels, in_channels, 1)` and `bias (out_channels,)` and their initial values are
+    those of PyTorch's Conv1d with kernel_size 1.
 
     Parameters
     ----------
     in_channels, out_channels : size of dim 1 of the input and of the output
-    bias : whether there is a bias; default True
-    """
+    bias : whether there is a bias; default True"""
 
     fields = True
     init = None
@@ -223,18 +224,18 @@ class PointwiseConv(Layer):
 
 
 def _flatten_cells(x: Array) -> Array:
-    """Reshape (samples, channels, *cells) so that all cells are in one dim."""
+    """Reshape (samples, channels, *cells) to (samples, channels, cells)."""
     return x.reshape(*x.shape[:2], math.prod(x.shape[2:]))
 
 
 class ChannelScale(Layer):
-    """Each channel of (samples, channels, *cells) times its own factor, `weight (1, channels, 1, ...)`, initially ones.
+    """Multiplies each channel of (samples, channels, *cells) by a learned factor, `weight (1, channels, 1, ...)`,
+    initially 1.
 
     Parameters
     ----------
     channels : size of dim 1
-    dims : number of cell dims
-    """
+    dims : number of cell dims"""
 
     fields = True
 
@@ -258,8 +259,9 @@ class ChannelScale(Layer):
 
 
 class GridEmbedding(FieldLayer):
-    """(samples, channels, *cells) with the position of each cell appended as channels, one for each dim. The position
-    of cell i of n is i / n, counted in the full field if the field is partitioned."""
+    """Appends the position of each cell to its channels, one channel per dim of (samples, channels, *cells).
+
+    The position of cell i of n is i / n, counted in the full field if the field is partitioned."""
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         xp, parts = env.xp, self.get_partition(x)
@@ -278,7 +280,8 @@ class GridEmbedding(FieldLayer):
 
 
 class FNO(Graph):
-    """The Fourier neural operator over (samples, in_channels, *cells) (Li et al. 2021), as in neuraloperator.
+    """Fourier neural operator over (samples, in_channels, *cells) (Li et al. 2021), with the architecture of
+    neuraloperator.
 
     First, positions and channels are lifted to `width` channels. Then each block adds a `SpectralConv` and a
     `PointwiseConv` of its input, and adds a two-layer pointwise MLP of this sum to a `ChannelScale` of the input.
@@ -292,8 +295,7 @@ class FNO(Graph):
     layers : number of blocks; default 4
     lifting, projection : hidden channels of the lifting and projection MLPs; default None: 2 width
     hidden : hidden channels of the MLPs of the blocks; default None: width / 2
-    positions : whether the positions of cells are input channels; default True
-    """
+    positions : whether the positions of cells are input channels; default True"""
 
     def __init__(
         self,
@@ -344,11 +346,11 @@ def _make_pointwise_mlp(channels: int, hidden: int, out_channels: int) -> Sequen
 
 @lru_cache(256)
 def _make_fourier_matrices(start: int, stop: int, n: int, k: int, is_last_dim: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return the matrices from cells to modes and back, with real and imaginary parts interleaved, and zeros for modes
-    that n cells do not have.
+    """Return the matrices that transform cells [start, stop) of n to k Fourier modes along one dim, and back.
 
-    is_last_dim: whether the input of this dim is real, so that modes above 0 also stand for their complex conjugates.
-    For this dim the matrix from cells to modes is (cells, 2 modes), and for other dims it is (2 cells, 2 modes)."""
+    Real and imaginary parts are interleaved, and modes that n cells do not have are zeros. `is_last_dim` says that the
+    input along this dim is real, so that positive modes also stand for their complex conjugates. The first matrix is
+    then (cells, 2 modes), and (2 cells, 2 modes) otherwise."""
     modes = np.arange(k) - (0 if is_last_dim else k // 2)
     turns = np.outer(np.arange(start, stop), modes) % n * (2 * np.pi / n)
     there = modes <= n // 2 if is_last_dim else (-(n // 2) <= modes) & (modes <= (n - 1) // 2)
@@ -358,7 +360,7 @@ def _make_fourier_matrices(start: int, stop: int, n: int, k: int, is_last_dim: b
         to = np.stack([cosine, -sine], axis=-1).reshape(stop - start, 2 * k) / n
         back = np.stack([cosine * twice, -sine * twice], axis=-1).reshape(stop - start, 2 * k)
         return to, back.T
-    to = np.stack([np.stack([cosine, -sine], -1), np.stack([sine, cosine], -1)], axis=1) / n  # cells, 2, modes, 2
+    to = np.stack([np.stack([cosine, -sine], -1), np.stack([sine, cosine], -1)], axis=1) / n  # (cells, 2, modes, 2)
     back = np.stack([np.stack([cosine, sine], -1), np.stack([-sine, cosine], -1)], axis=1)
     return to.reshape(2 * (stop - start), 2 * k), back.transpose(2, 1, 0, 3).reshape(2 * k, -1)
 
@@ -380,8 +382,8 @@ def _transform_to_cells(xp: Any, modes: Array, tables: list[Array]) -> Array:
 
 
 def _multiply_dim_by_matrix(xp: Any, y: Array, dim: int, matrix: Array, result_parts: int) -> Array:
-    """Multiply `dim` and the last dim (real and imaginary parts) of y, flattened together, by `matrix`. The last dim of
-    the result has size `result_parts`: 2, or 1 for real results."""
+    """Multiply `dim` and the last dim of y, flattened together, by `matrix`. The last dim holds real and imaginary
+    parts; in the result it has size `result_parts`, 2 or, for real results, 1."""
     turned = xp.moveaxis(y, dim, -2)
     shape = turned.shape[:-2]
     product = turned.reshape(math.prod(shape), matrix.shape[0]) @ matrix
@@ -389,8 +391,8 @@ def _multiply_dim_by_matrix(xp: Any, y: Array, dim: int, matrix: Array, result_p
 
 
 def _multiply_complex(xp: Any, rows: Array, w: Array) -> Array:
-    """Return the complex product of rows from `_stack_complex_rows` and w (modes, in, 2 out), as (modes, samples, out,
-    2): a w + i (b w) for rows a + i b."""
+    """Return the complex product of each mode with its weights: `rows` from `_stack_complex_rows` times `w` (modes,
+    in, 2 out), as (modes, samples, out, 2)."""
     made = batched_matmul_in_dtype(xp, rows, w)
     real, imaginary = xp.split(made.reshape(*made.shape[:2], made.shape[2] // 2, 2), 2, axis=1)
     real[..., 0] -= imaginary[..., 1]
@@ -399,12 +401,13 @@ def _multiply_complex(xp: Any, rows: Array, w: Array) -> Array:
 
 
 def _stack_complex_rows(xp: Any, x: Array) -> Array:
-    """Return (modes, samples, channels, 2) as (modes, 2 samples, channels), with real parts before imaginary parts."""
+    """Reshape (modes, samples, channels, 2) to (modes, 2 samples, channels), with all real parts before all imaginary
+    parts."""
     return xp.concatenate([x[..., 0], x[..., 1]], axis=1)
 
 
 def _stack_gradient_rows(xp: Any, dy: Array) -> Array:
-    """Return the gradients of results as (modes, 2 samples, 2 channels). The rows that multiply the real parts of the
-    inputs come before the rows that multiply the imaginary parts."""
+    """Return the gradients of complex results as (modes, 2 samples, 2 channels). The first half of the rows multiplies
+    the real parts of the inputs, and the second half the imaginary parts."""
     other = xp.stack([dy[..., 1], -dy[..., 0]], axis=-1)
     return xp.concatenate([dy, other], axis=1).reshape(len(dy), 2 * dy.shape[1], 2 * dy.shape[2])

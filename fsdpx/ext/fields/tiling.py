@@ -1,5 +1,5 @@
-"""The position of each rank on a Cartesian grid, derived from the cells of all parts. Ranks may be numbered in any
-order."""
+"""Reconstruction of the Cartesian grid of ranks from the cells that each rank holds, for ranks numbered in any order.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ Part = tuple[Interval, ...]
 
 
 class Tiling(NamedTuple):
-    """A Cartesian grid of ranks. dims: number of ranks along each dim. ranks: the rank at each position; the last dim
-    varies fastest."""
+    """A Cartesian grid of ranks: the number of ranks along each dim, and the rank at each position in C order."""
 
     dims: tuple[int, ...]
     ranks: tuple[int, ...]
 
 
 def find_tiling(parts: Sequence[Part], letters: str, rank0: int = 0) -> Tiling:
-    """Return the Cartesian grid that the parts form.
+    """Return the Cartesian grid of ranks that the parts of a field form.
 
     Parameters
     ----------
@@ -40,8 +39,7 @@ def find_tiling(parts: Sequence[Part], letters: str, rank0: int = 0) -> Tiling:
 
     Raises
     ------
-    ConfigError : if parts overlap, leave a gap, or are not the slabs of a grid
-    """
+    ConfigError : if parts overlap, leave a gap, or are not the slabs of a grid"""
     _require_distinct_parts(parts, letters, rank0)
     lines = [_find_slabs(parts, dim, letters, rank0) for dim in range(len(letters))]
     dims = tuple(map(len, lines))
@@ -59,8 +57,10 @@ def find_tiling(parts: Sequence[Part], letters: str, rank0: int = 0) -> Tiling:
 
 
 def _find_slabs(parts: Sequence[Part], dim: int, letters: str, rank0: int) -> list[Interval]:
-    """Return the consecutive slabs along a dim; raise ConfigError if they leave a gap or overlap. All slabs have the
-    same number of ranks. Several slabs without cells may be at the same position."""
+    """Return the intervals [start, stop) into which the ranks divide a dim, in order; raise ConfigError if they leave
+    a gap or overlap.
+
+    All slabs have the same number of ranks. Several slabs without cells may be at the same position."""
     counts, stop, before = Counter(part[dim] for part in parts), 0, None
     for interval in sorted(counts):
         if interval[0] != stop:
@@ -88,7 +88,7 @@ def _require_distinct_parts(parts: Sequence[Part], letters: str, rank0: int) -> 
 def _raise_bound_error(
     parts: Sequence[Part], dim: int, before: Interval | None, after: Interval, letters: str, rank0: int
 ) -> None:
-    """Raise ConfigError for a slab that does not begin where the one before it ends."""
+    """Raise ConfigError because slab `after` does not begin where slab `before` ends."""
     later, along = [r for r, part in enumerate(parts) if part[dim] == after], f"along dim {letters[dim]}"
     if after[0] < 0:
         raise ConfigError(
@@ -113,7 +113,7 @@ def _raise_bound_error(
 
 
 def _raise_slab_error(parts: Sequence[Part], letters: str, rank0: int) -> None:
-    """Raise ConfigError for parts that form no grid, naming two ranks whose slabs do not fit."""
+    """Raise ConfigError because the parts form no grid, naming two ranks whose slabs do not fit."""
     for dim, letter in enumerate(letters):
         ends = sorted((part[dim], rank) for rank, part in enumerate(parts))
         for ((_, stop), one), (after, other) in zip(ends, ends[1:], strict=False):

@@ -22,7 +22,7 @@ GROUP = 8
 
 
 class SkipConnection(Concat):
-    """The concatenation of a level's fields on the way up and on the way down."""
+    """Skip connection of a U-Net: concatenates the decoder's field with the encoder's field of the same level."""
 
     def __init__(self, unet: UNet) -> None:
         super().__init__(1)
@@ -39,8 +39,8 @@ class SkipConnection(Concat):
 
 
 class UNet(Graph):
-    """A U-Net over (samples, in_channels, *cells), with the parameter names of the common PyTorch implementation, so
-    that it can load weights of that implementation.
+    """U-Net over (samples, in_channels, *cells), with the parameter names of the common PyTorch implementation, so
+    that it can load its weights.
 
     Each level has two convolutions with windows of 3 cells and no bias, each followed by a norm and an activation. Max
     pools of 2 cells lead down, and transposed convolutions of 2 cells lead up. Field sizes must be multiples of

@@ -1,4 +1,4 @@
-"""Kernels of fields: convolutions and pools, in plain array code and compiled."""
+"""Convolution and pooling kernels for fields, as plain array code and as compiled code."""
 
 from fsdpx.ext.fields.kernels.convolution import WindowStrides as WindowStrides
 from fsdpx.ext.fields.kernels.convolution import correlate as correlate

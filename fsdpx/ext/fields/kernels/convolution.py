@@ -1,5 +1,4 @@
-"""Convolutions of fields of any number of dims in plain array code: one matmul per window offset, with stride, dilation
-and groups."""
+"""Convolutions of fields in plain array code, for any number of dims: one matmul per window offset."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ GradientTarget = tuple[Any, bool] | None
 
 
 def write_or_add_gradient(target: Any, value: Any) -> None:
-    """Write a gradient to its target array, or add it if the target says so."""
+    """Write `value` to a gradient array, or add it, as the pair `target` of (array, whether to add) says."""
     out, add = target
     if add:
         out += value.astype(out.dtype, copy=False)
@@ -26,8 +25,8 @@ def write_or_add_gradient(target: Any, value: Any) -> None:
 
 
 class WindowStrides(NamedTuple):
-    """A window that moves over cells: along each dim, output i reads the cells i * stride + offset * dilation + first,
-    for all window offsets from 0 to kernel - 1. Cells outside the field count as zeros."""
+    """A sliding window: along each dim, output i reads the cells i * stride + offset * dilation + first, for all
+    window offsets from 0 to kernel - 1. Cells outside the field count as zeros."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -38,8 +37,10 @@ class WindowStrides(NamedTuple):
     def iterate_window_offsets(
         self, sizes: Sequence[int], cells: Sequence[int]
     ) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...], tuple[slice, ...]]]:
-        """Yield each window offset, the index of the outputs (of `sizes`) for which it is inside the field, and the
-        index of the cells that these outputs read at this offset."""
+        """Yield each window offset with the index of the outputs for which it lies inside the field, and the index of
+        the cells that these outputs read.
+
+        `sizes` and `cells` are the numbers of outputs and of input cells along each dim."""
         for offset in product(*map(range, self.kernel)):
             outputs, met = [slice(None)] * 2, [slice(None)] * 2
             for i, s, d, first, size, n in zip(offset, *self[1:4], sizes, cells, strict=True):
@@ -73,7 +74,8 @@ group."""
 
 
 def suits_winograd(shape: Sequence[int], weight: Sequence[int], strides: WindowStrides, sizes: Sequence[int]) -> bool:
-    """Return whether Winograd's algorithm applies to images and weights of these shapes, and is faster."""
+    """Return whether Winograd's algorithm applies to images and weights of these shapes, and is expected to be faster.
+    """
     same = strides.first[0] == strides.first[-1] and -2 <= strides.first[0] <= 0
     if strides[:3] != ((3, 3), (1, 1), (1, 1)) or not same or strides.groups != 1:
         return False
@@ -85,13 +87,12 @@ def suits_winograd(shape: Sequence[int], weight: Sequence[int], strides: WindowS
 
 
 def count_tiles(size: int) -> int:
-    """Return the number of tiles along a dim of `size` results."""
+    """Return the number of Winograd tiles along a dim of `size` outputs."""
     return -(-size // TILE)
 
 
 def is_matmul(strides: WindowStrides, cells: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Return whether the convolution is a single matmul, which BLAS can compute. This is so for a window of one cell
-    with stride 1 over the full field."""
+    """Return whether the convolution is a single matmul: its window is one cell, with stride 1, over the full field."""
     one = {*strides.kernel, *strides.stride} == {1} and not any(strides.first) and strides.groups == 1
     return one and tuple(cells) == tuple(sizes)
 
@@ -99,10 +100,12 @@ def is_matmul(strides: WindowStrides, cells: Sequence[int], sizes: Sequence[int]
 def _choose_algorithm(
     strides: WindowStrides, cells: Sequence[int], weight: Sequence[int], sizes: Sequence[int], overwrites: bool = True
 ) -> tuple[str, float]:
-    """Return the algorithm that compiled convolutions use for a field of shape `cells`, and the length of a row of
-    outputs, in units of the window's length. Timing depends on this length, because windows at the ends of a row have
-    fewer cells inside the field. For one-cell windows, the number of all windows is returned instead. overwrites: the
-    result is written, not added to an array."""
+    """Return the name of the algorithm that compiled code uses for this convolution, and a size on which its speed
+    depends.
+
+    For one-cell windows, the size is the number of windows. Otherwise it is the length of a row of outputs divided by
+    the length of the window, because windows at the ends of a row have fewer cells inside the field. `overwrites` is
+    False if the result is added to an array."""
     if strides.groups >= MANY_GROUPS:
         return "by place", 1.0
     if overwrites and is_matmul(strides, cells[2:], sizes):
@@ -137,8 +140,8 @@ def correlate(
 ) -> Any:
     """Return y[b, o] = sum over c and window offsets of weight[o, c, offset] x[b, c, window at offset] + bias[o].
 
-    x: (samples, channels, *cells); weight: (outputs, channels / groups, *kernel); y: (samples, outputs, *sizes), summed
-    in the order of offsets. out: array to which y is added, without a bias."""
+    Shapes are x (samples, channels, *cells), weight (outputs, channels / groups, *kernel) and y (samples, outputs,
+    *sizes). If `out` is given, the result is added to it, and there is no bias."""
     y = xp.zeros((x.shape[0], weight.shape[0], *sizes), dtype=x.dtype) if out is None else out
     groups = strides.groups
     for offset, outputs, cells in strides.iterate_window_offsets(sizes, x.shape[2:]):
@@ -154,7 +157,8 @@ def correlate(
 def correlate_backward_input(
     xp: Any, weight: Any, dy: Any, strides: WindowStrides, shape: Sequence[int], bias: Any | None = None
 ) -> Any:
-    """Return the gradient of x, which has `shape`, plus bias (channels,)."""
+    """Return the gradient of the input, which has `shape`, given the gradient `dy` of the output. `bias` (channels,)
+    is added to it."""
     groups, sizes = strides.groups, dy.shape[2:]
     dx = xp.zeros(tuple(shape), dtype=dy.dtype)
     for offset, outputs, cells in strides.iterate_window_offsets(sizes, shape[2:]):
@@ -170,7 +174,7 @@ def correlate_backward_input(
 def correlate_backward_params(
     xp: Any, x: Any, dy: Any, strides: WindowStrides, weight: GradientTarget, bias: GradientTarget
 ) -> None:
-    """Write or add the gradients of weight and bias to their targets."""
+    """Write the gradients of weight and bias to their target arrays, or add them, as the targets say."""
     sizes, groups = dy.shape[2:], strides.groups
     if weight is not None:
         out, add = weight

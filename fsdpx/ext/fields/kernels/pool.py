@@ -14,7 +14,9 @@ __all__ = ["avg_pool", "avg_pool_backward", "max_pool", "max_pool_backward"]
 
 @kernel(bits=False)
 def max_pool(xp: Any, x: Any, strides: WindowStrides, sizes: Sequence[int]) -> tuple[Any, Any]:
-    """Return the maximum under each window of x (samples, channels, *cells), and its flat offset in the window, int32.
+    """Return the maximum under each window of x (samples, channels, *cells), and the window offset of that maximum as
+    a flat int32 index.
+
     NaN counts as larger than any number; of equal cells, the first is the maximum."""
     y = xp.full((*x.shape[:2], *sizes), -math.inf, dtype=x.dtype)
     winner = xp.zeros(y.shape, dtype="int32")
@@ -28,7 +30,8 @@ def max_pool(xp: Any, x: Any, strides: WindowStrides, sizes: Sequence[int]) -> t
 
 @kernel(bits=False)
 def max_pool_backward(xp: Any, dy: Any, winner: Any, strides: WindowStrides, shape: Sequence[int]) -> Any:
-    """Return the gradient of a field of `shape`: each dy goes to the cell that was the maximum."""
+    """Return the gradient of a field of `shape`: each element of `dy` goes to the cell that was the maximum, given by
+    `winner`."""
     dx, nothing = xp.zeros(tuple(shape), dtype=dy.dtype), xp.zeros((), dtype=dy.dtype)
     for offset, outputs, cells in strides.iterate_window_offsets(dy.shape[2:], shape[2:]):
         into = dx[cells]
@@ -49,7 +52,8 @@ def avg_pool(xp: Any, x: Any, strides: WindowStrides, sizes: Sequence[int], divi
 
 @kernel(bits=False)
 def avg_pool_backward(xp: Any, dy: Any, strides: WindowStrides, shape: Sequence[int], divisor: int) -> Any:
-    """Return the gradient of a field of `shape`: each dy / divisor goes to all cells of its window."""
+    """Return the gradient of a field of `shape`: each element of `dy`, divided by `divisor`, is added to all cells
+    under its window."""
     dx, share = xp.zeros(tuple(shape), dtype=dy.dtype), dy / divisor
     for _, outputs, cells in strides.iterate_window_offsets(dy.shape[2:], shape[2:]):
         into = dx[cells]

@@ -1,1 +1,1 @@
-"""Kernels of fields as Numba code, with the names and signatures of the plain ones."""
+"""Convolution and pooling kernels compiled with Numba, with the names and signatures of the plain ones."""

@@ -1,12 +1,12 @@
-"""Compiled convolutions. Windows of one cell are computed by BLAS, 3 x 3 windows with stride 1 and many channels by
-Winograd's F(4 x 4, 3 x 3), which needs a quarter of the multiplications (Lavin, Gray 2016), and all other windows by
-strips of outputs.
+"""Compiled convolutions, which choose an algorithm by the window.
 
-A tile of 4 x 4 results is a bilinear function of its 6 x 6 pixels and the window, A [(G w G^T) * (B d B^T)] A^T with
-constant matrices. Summed over channels, each of the 36 elementwise products is a matmul, which is computed by strips,
-or by BLAS for the gradient of the weights. Before and after these matmuls, linear maps transform square patches, 16
-channels at a time. The gradients use the same formula transposed. Rounding grows with the numbers in A and B (docs:
-speed)."""
+Windows of one cell are computed by BLAS. Windows of 3 x 3 with stride 1 and many channels use Winograd's F(4 x 4, 3 x
+3), which needs a quarter of the multiplications (Lavin and Gray 2016). All others use direct convolution.
+
+In Winograd's algorithm, a tile of 4 x 4 results is a bilinear function of the 6 x 6 pixels d under it and the window
+w: A [(G w G^T) * (B d B^T)] A^T with constant matrices A, B and G. Summed over channels, each of the 36 elementwise
+products is a matmul over all tiles. Its operands, called planes, are made by linear maps of square patches, 16
+channels at a time. The gradients use the transposed formula. Rounding errors grow with the numbers in A and B."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ Matrix = Sequence[Sequence[float]]
 
 
 def make_linear_combination(matrix: Matrix) -> Any:
-    """Return a compiled function that computes to[i] = sum over j of matrix[i][j] * source[j], where each element is
-    LANES numbers.
+    """Return a compiled function that computes to[i] = sum over j of matrix[i][j] * source[j] for vectors of LANES
+    numbers.
 
-    All elements are read before any is written. Addresses and steps are in bytes."""
+    It reads all vectors before it writes any. Its arguments are addresses and steps in bytes."""
 
     @intrinsic
     def combine_lanes(typingctx: Any, like: Any, to: Any, to_step: Any, source: Any, source_step: Any) -> Any:
@@ -99,12 +99,12 @@ _copy = make_linear_combination([[1]])
 
 
 def make_winograd_input_loop(matrix: Matrix, step: int, name: str) -> Any:
-    """Return the compiled loop that transforms patches of (samples, height, width, channels): planes[i k + j, tile] =
-    (matrix patch matrix^T)[i, j], with k rows of the matrix.
+    """Return a compiled loop that transforms image patches to planes, the operands of Winograd's matmuls.
 
-    The patch of each tile begins `step` pixels after that of the previous tile, the first one at `edge`; pixels outside
-    the image are 0. first, last: range of tiles, counted over all samples. base: the first tile in the planes. down,
-    right: number of tiles of a sample along each dim."""
+    For an image (samples, height, width, channels) and a matrix of k rows, it computes planes[i k + j, tile] = (matrix
+    patch matrix^T)[i, j]. The patch of the first tile begins at pixel `edge`, and the patch of each next tile `step`
+    pixels further. Pixels outside the image are 0. The loop handles the tiles from `first` to `last`, counted over all
+    samples; `base` is the tile stored first in the planes, and each sample has `down` x `right` tiles."""
     rows, size, combine = len(matrix), len(matrix[0]), make_linear_combination(matrix)
 
     def input_loop(first, last, image, planes, base, edge, down, right):
@@ -139,9 +139,10 @@ def make_winograd_input_loop(matrix: Matrix, step: int, name: str) -> Any:
 
 
 def make_winograd_output_loop(matrix: Matrix, step: int, name: str) -> Any:
-    """Return the compiled loop that transforms planes to patches: patch = matrix planes[., tile] matrix^T, stored in
-    the image. Pixels outside the image are dropped. The loop has the same arguments as the loop of
-    `make_winograd_input_loop`."""
+    """Return a compiled loop that transforms planes, the results of Winograd's matmuls, to patches of an image.
+
+    It computes patch = matrix planes[., tile] matrix^T, and drops pixels outside the image. Its arguments are those of
+    the loop from `make_winograd_input_loop`."""
     size, rows, combine = len(matrix), len(matrix[0]), make_linear_combination(matrix)
 
     def output_loop(first, last, image, planes, base, edge, down, right):
@@ -208,7 +209,7 @@ _to_weight = make_winograd_output_loop(_transpose(G), TILE, "to_weight")
 
 @jit
 def _multiply_planes(first, last, gemm_address, out, a, b, m, n, k, accumulate):
-    """Compute out[t] (+)= a[t]^T b[t] for the planes from `first` to `last`."""
+    """Compute out[t] = a[t]^T b[t] by BLAS for the planes `first` to `last`, or add it to out[t] if `accumulate`."""
     one = out.dtype.type(1)
     beta = one if accumulate else out.dtype.type(0)
     for t in range(first, last):
@@ -218,10 +219,10 @@ def _multiply_planes(first, last, gemm_address, out, a, b, m, n, k, accumulate):
 
 @jit
 def _convolve_winograd_tiles(first, last, x, y, u, block, row, start, edge, down, right):
-    """Compute the results of the tiles from `first` to `last`.
+    """Compute the outputs of the tiles `first` to `last` by Winograd's algorithm.
 
-    u: planes of weights, in rows of LANES outputs. block: distance to the next LANES outputs. row: distance to the next
-    channel. start: added to each output, (outputs,)."""
+    `u` are the transformed weights, in rows of LANES outputs: `block` is the distance to the next LANES outputs, and
+    `row` the distance to the next channel. `start`, (outputs,), is the bias."""
     use_widest_vectors()
     like, word, inner, outer = y.dtype.type(0), y.itemsize, x.shape[3], y.shape[3]
     v = np.empty((PLANES, TILES_PER_STEP * inner + LANES), y.dtype)
@@ -244,10 +245,10 @@ def _convolve_winograd_tiles(first, last, x, y, u, block, row, start, edge, down
 
 
 def convolve_winograd(x: np.ndarray, weight: np.ndarray, bias: Any, padding: int, backward: bool = False) -> np.ndarray:
-    """Return y (samples, height, width, out) of x (samples, height, width, in) and weight (out, in, 3, 3).
+    """Return the convolution of x (samples, height, width, in) with weight (out, in, 3, 3), by Winograd's algorithm.
 
-    backward: x is the gradient of the output and y the gradient of the input; `padding` is then 2 minus the padding of
-    the convolution."""
+    If `backward`, x is the gradient of the output, the result is the gradient of the input, and `padding` is 2 minus
+    the padding of the convolution."""
     (n, height, width, inner), outer = x.shape, weight.shape[1 if backward else 0]
     y = np.empty((n, height + 2 * padding - 2, width + 2 * padding - 2, outer), x.dtype)
     down, right = count_tiles(y.shape[1]), count_tiles(y.shape[2])
@@ -261,7 +262,7 @@ def convolve_winograd(x: np.ndarray, weight: np.ndarray, bias: Any, padding: int
 
 
 def winograd_backward_weight(gemm_address: int, x: np.ndarray, dy: np.ndarray, padding: int) -> np.ndarray:
-    """Return the gradient of the weight with channels last, (out, 3, 3, in)."""
+    """Return the gradient of the weight as (out, 3, 3, in), by Winograd's algorithm."""
     inner, outer = x.shape[3], dy.shape[3]
     down, right = count_tiles(dy.shape[1]), count_tiles(dy.shape[2])
     du, dw = _allocate_planes(x, outer * inner), np.zeros((outer, 3, 3, inner), x.dtype)
@@ -276,7 +277,7 @@ def winograd_backward_weight(gemm_address: int, x: np.ndarray, dy: np.ndarray, p
 
 
 def _run_in_threads(function: Callable[..., Any], start: int, stop: int, *rest: Any) -> None:
-    """Call `function(first, last, *rest)` on equal ranges from `start` to `stop`, one for each thread."""
+    """Split the range [start, stop) evenly over threads, and call `function(first, last, *rest)` in each."""
     threads = parallel.get_threads()
     if threads == 1:
         function(start, stop, *rest)
@@ -286,14 +287,14 @@ def _run_in_threads(function: Callable[..., Any], start: int, stop: int, *rest: 
 
 
 def _split_tiles_into_blocks(tiles: int, channels: int, itemsize: int) -> list[tuple[int, int]]:
-    """Return (first tile, end) of each block; blocks do not depend on the number of threads."""
+    """Split `tiles` into ranges (first, end) whose planes fit into the cache, independent of the number of threads."""
     count = max(TILE_BLOCK // (PLANES * channels * itemsize), TILES_PER_STEP)
     return [(a, min(a + count, tiles)) for a in range(0, tiles, count)]
 
 
 def _allocate_planes(like: np.ndarray, size: int) -> np.ndarray:
-    """Return 36 uninitialized planes whose distance is not a power of two, which would make their elements compete for
-    a few cache lines."""
+    """Return uninitialized planes, padded so that they are not a power of two apart and do not compete for cache
+    lines."""
     return np.empty((PLANES, size + LANES), like.dtype)
 
 
@@ -301,7 +302,7 @@ TWO_CELL_WINDOW, ONE_CELL_WINDOW = (WindowStrides((cells,), (1,), (1,), (0,), 1)
 
 
 def _make_example_field(x: Any) -> tuple[Any, Any]:
-    """Return a field of one dim, channels last in memory, and the weights of a window."""
+    """Return a one-dim field with channels last in memory, and matching weights, for compiling a kernel."""
     return np.zeros((2, 2, 3), x.dtype).transpose(0, 2, 1), np.zeros((3, 3, 2), x.dtype)
 
 
@@ -309,7 +310,8 @@ IMAGE = WindowStrides((3, 3), (1, 1), (1, 1), (-1, -1), 1)
 
 
 def _make_example_images(x: Any, cells: int = TILE) -> Any:
-    """Return images, or weights if `cells` is 3, to which Winograd's algorithm applies."""
+    """Return images for which Winograd's algorithm is chosen, or matching weights if `cells` is 3, for compiling a
+    kernel."""
     return np.zeros((MIN_TILES, LANES, cells, cells), x.dtype)
 
 
@@ -418,7 +420,8 @@ def correlate_backward_params(
 def _iterate_group_slices(
     strides: WindowStrides, x: np.ndarray, y: np.ndarray, weight: np.ndarray
 ) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield the slices of each group: its channels, its outputs, and its rows of the weights."""
+    """Yield, for each group of a grouped convolution, the slices of its input channels, output channels and weight
+    rows."""
     inner, outer = x.shape[-1] // strides.groups, y.shape[-1] // strides.groups
     for g in range(strides.groups):
         outputs = slice(g * outer, (g + 1) * outer)
@@ -431,7 +434,7 @@ def _has_channels_last(x: np.ndarray) -> bool:
 
 
 def _as_channels_last(x: np.ndarray) -> np.ndarray:
-    """Return (samples, channels, *cells) with channels last, copied unless the channels of a cell are contiguous."""
+    """Return (samples, channels, *cells) as (samples, *cells, channels), copied only if channels are not contiguous."""
     return view_channels_last(x) if _has_channels_last(x) else to_channels_last(x)
 
 
@@ -444,7 +447,7 @@ def _as_matrix(kernel: np.ndarray) -> np.ndarray:
 
 
 def write_or_add_channels_first(target: Any, cells: np.ndarray) -> None:
-    """Write or add an array with channels last to a gradient target with channels first."""
+    """Write a gradient with channels last to a target array with channels first, or add it."""
     out, add = target
     n, channels, size = cells.shape[0], cells.shape[-1], math.prod(cells.shape[1:-1])
     if out.dtype == cells.dtype and out.flags.c_contiguous and out.flags.aligned:

@@ -1,10 +1,10 @@
-"""Direct convolutions of one to three dims with channels last: windows are read in place, without an im2col copy.
+"""Direct convolutions of one to three dims with channels last, which read windows in place, without an im2col copy.
 
-A strip of neighboring outputs, each with some lanes of channels, stays in registers while the loop runs over the cells
-under the windows of these outputs and multiplies each number of a cell by a row of weights. Where windows reach beyond
-the field, only the window offsets inside it are computed. If there are few output channels, lanes are channels of the
-field instead, and are summed at the end. The gradient of the weights keeps some rows of weights in registers while the
-loop runs over outputs."""
+A strip is a run of neighboring outputs whose sums stay in registers while the loop multiplies the cells under their
+windows by rows of weights; each lane of a vector register is one output channel. Where windows reach beyond the field,
+only the window offsets inside it are computed. With few output channels, lanes are input channels instead, and are
+summed at the end. The gradient of the weights keeps some rows of weights in registers while the loop runs over
+outputs."""
 
 from __future__ import annotations
 
@@ -48,8 +48,10 @@ cache."""
 
 
 def make_strip_loop(nbytes: int, max_rows: int) -> Any:
-    """Return the compiled loop of a strip: y[b] = start[b] + the sum over offsets (i, j, k) and r of x[b + offset, r]
-    w[offset, r], where each w is a row of `nbytes`. Addresses and steps are in bytes."""
+    """Return a compiled loop that computes a strip of outputs: y[b] = start[b] + the sum over window offsets and
+    channels r of x[b + offset, r] w[offset, r].
+
+    Each y[b], start[b] and w[offset, r] is a vector of `nbytes`. Addresses and steps are in bytes."""
 
     @intrinsic
     def run_strip(typingctx: Any, like: Any, rows: Any, y: Any, y_step: Any, start: Any, start_step: Any, x: Any,
@@ -88,8 +90,10 @@ def make_strip_loop(nbytes: int, max_rows: int) -> Any:
 
 
 def make_dot_product_loop(outputs: int, max_rows: int) -> Any:
-    """Return the compiled loop of a strip of few outputs: y[b, o] = start[b, o] + the sum over offsets (i, j, k) and r
-    of x[b + offset, r] w[o, offset, r], for `run` rows of NARROW bytes. Addresses and steps are in bytes."""
+    """Return a compiled loop that computes a strip with few output channels: y[b, o] = start[b, o] + the sum over
+    window offsets and channels r of x[b + offset, r] w[o, offset, r].
+
+    Channels are multiplied in `run` vectors of NARROW bytes. Addresses and steps are in bytes."""
 
     @intrinsic
     def run_dots(typingctx: Any, like: Any, rows: Any, y: Any, y_step: Any, start: Any, start_step: Any, x: Any,
@@ -128,7 +132,7 @@ def make_dot_product_loop(outputs: int, max_rows: int) -> Any:
 
 
 def emit_row_sum(builder: Any, row: Any) -> Any:
-    """Emit the sum of a row, adding its halves repeatedly."""
+    """Emit LLVM code that sums the lanes of the vector `row`, by adding its halves repeatedly."""
     index = ir.IntType(32)
     while (half := row.type.count // 2) > 0:
         none, kind = ir.Constant(row.type, ir.Undefined), ir.VectorType(index, half)
@@ -139,8 +143,10 @@ def emit_row_sum(builder: Any, row: Any) -> Any:
 
 
 def make_outer_product_loop(nbytes: int, max_rows: int) -> Any:
-    """Return the compiled loop of some rows of a gradient: w[b] += the sum over outputs (i, j) of x[i, j, b] dy[i, j],
-    where each w and dy is a row of `nbytes`."""
+    """Return a compiled loop for the gradient of some rows of weights: w[b] += the sum over outputs (i, j) of x[i, j,
+    b] dy[i, j].
+
+    Each w[b] and dy[i, j] is a vector of `nbytes`."""
 
     @intrinsic
     def run_outer_product(typingctx: Any, like: Any, rows: Any, w: Any, x: Any, dy: Any, counts: Any, x_steps: Any,
@@ -175,7 +181,7 @@ def make_outer_product_loop(nbytes: int, max_rows: int) -> Any:
 
 
 def get_vector_and_itemsize(like: Any, nbytes: int) -> tuple[Any, int]:
-    """Return the LLVM type of a row of numbers, and the bytes of one number."""
+    """Return the LLVM type of a vector of `nbytes`, and the bytes of one number in it."""
     word = 4 if like.type == ir.FloatType() else 8
     return ir.VectorType(like.type, nbytes // word), word
 
@@ -194,7 +200,7 @@ def emit_load(builder: Any, element_type: Any, base: Any, step: Any, n: int) -> 
 
 
 def emit_fma(builder: Any, into: Any, number: Any, row: Any) -> None:
-    """Emit into += number row, where `number` is a scalar for all lanes or a row."""
+    """Emit LLVM code for into += number * row, where `number` is a vector or a scalar for all lanes."""
     if number.type != row.type:
         none, index = ir.Constant(row.type, ir.Undefined), ir.IntType(32)
         zeros = ir.Constant(ir.VectorType(index, row.type.count), [0] * row.type.count)
@@ -210,7 +216,8 @@ def emit_address(builder: Any, base: Any, indices: Sequence[Any], steps: Sequenc
 
 
 def emit_switch_on_size(builder: Any, rows: Any, max_size: int, body: Any) -> None:
-    """Emit `body(n)` for each n from 1 to `max_size`, and a switch to the one that equals `rows`."""
+    """Emit LLVM code that runs `body(n)` for the n from 1 to `max_size` that equals `rows`, with the loops of each
+    unrolled."""
     end = builder.append_basic_block("sized")
     switch = builder.switch(rows, end)
     for n in range(1, max_size + 1):
@@ -229,8 +236,8 @@ _wide_outer, _narrow_outer = make_outer_product_loop(WIDE, 6), make_outer_produc
 
 @register_jitable
 def _can_use_dot_loop(outputs, nbytes):
-    """Return whether lanes can be channels of the field, which requires few outputs, and channels that fill entire
-    rows. nbytes: bytes of the channels of a cell."""
+    """Return whether vector lanes can be input channels: there are few outputs, and the `nbytes` of a cell's channels
+    fill whole vectors."""
     return outputs <= len(FEW_OUTPUTS) and nbytes % NARROW == 0
 
 
@@ -239,8 +246,8 @@ def _pack_weights(weight, packed, places, swapped, unpack):
     """Copy weights into blocks of lanes: packed[block, offset, c, lane] = weight[o, c, offset]. For few outputs, the
     order is packed[block, lane, offset, c].
 
-    places (3 dims, 3): number of window offsets, the first, and the step to the next. swapped: the weight has channels
-    and outputs swapped. unpack: add `packed` to `weight` instead."""
+    `places`, (3 dims, 3), gives the number of window offsets, the first, and the step to the next. If `swapped`, the
+    weight has its channels and outputs swapped. If `unpack`, add `packed` to `weight` instead."""
     outer, inner = (weight.shape[1], weight.shape[0]) if swapped else (weight.shape[0], weight.shape[1])
     word, first, base = weight.itemsize, 0, 0
     while first < outer:
@@ -267,14 +274,14 @@ def _pack_weights(weight, packed, places, swapped, unpack):
 
 @register_jitable
 def _choose_strip_rows(rows, limit):
-    """Return the number of outputs in the next strip of a line that has `rows` outputs left. The last two strips have
-    about the same size, instead of a full strip and a small rest."""
+    """Return the number of outputs in the next strip, at most `limit`, if `rows` outputs are left in the line. The
+    last two strips get similar sizes."""
     return limit if rows >= 2 * limit or rows == limit else min(rows, limit) if rows <= limit else (rows + 1) // 2
 
 
 @register_jitable
 def _load_lanes(scratch, rows, valid, address, step):
-    """Load the first `valid` lanes of rows into `scratch`."""
+    """Copy the first `valid` lanes of each row at `address` to `scratch`, so that full vectors can be used there."""
     for r in range(rows):
         for v in range(valid):
             scratch[r, v] = _load_scalar(scratch.dtype.type(0), address + r * step + v * scratch.itemsize)
@@ -301,8 +308,8 @@ def _store_scalar(typingctx: Any, value: Any, address: Any) -> Any:
 def run_strips_of_line(
     like, wide, length, x, x_step, y, y_step, start, add, valid, scratch, w, counts, x_steps, w_steps, run
 ):
-    """Compute a line of outputs, strip by strip. valid: number of lanes in use; an incomplete last row of channels is
-    computed in `scratch`."""
+    """Compute a line of outputs, strip by strip. If only `valid` lanes of a vector are in use, it is computed in
+    `scratch`."""
     at, most, word = 0, WIDE_ROWS if wide else NARROW_ROWS, scratch.itemsize
     partial = valid * word < (WIDE if wide else NARROW)
     while at < length:
@@ -329,7 +336,8 @@ def run_strips_of_line(
 def _run_dots_of_line(
     like, outputs, length, x, x_step, y, y_step, start, add, w, w_step, counts, x_steps, w_steps, run
 ):
-    """Compute a line of outputs with few channels, strip by strip. run: bytes to multiply at each window offset."""
+    """Compute a line of outputs with few channels, strip by strip. `run` is the number of bytes to multiply at each
+    window offset."""
     at, most, run = 0, FEW_OUTPUTS[outputs - 1], run // NARROW
     while at < length:
         rows = _choose_strip_rows(length - at, most)
@@ -348,8 +356,8 @@ def _run_dots_of_line(
 
 @register_jitable
 def _locate_line_in_runs(line, runs):
-    """Return a line's sample, its run of outputs with the same window offsets, and its output index along the first
-    dim."""
+    """Return the sample of a line of outputs, the number of its run, and its output index along the first dim. The
+    outputs of a run have the same window offsets inside the field."""
     lines, a = 0, 0
     for run in range(runs.shape[0]):
         lines += runs[run, 1] - runs[run, 0]
@@ -364,13 +372,15 @@ def _locate_line_in_runs(line, runs):
 def _convolve_lines(
     from_line, to_line, x, y, x_steps, y_steps, moves, runs, bounds, channels, sizes, packed, start, add
 ):
-    """Compute the outputs of some lines (indices along the first dim, counted over all samples), strip by strip.
+    """Compute the lines of outputs `from_line` to `to_line`, strip by strip. A line is an output index along the first
+    dim, counted over all samples.
 
-    x, y: addresses of the first cell of the field and of the first output. x_steps, y_steps: bytes from sample to
-    sample, followed by the bytes from cell to cell along each dim. moves (3 dims, 3): bytes in x from an output to the
-    next, from a window offset to the next, and before the first. runs: (start, stop, first offset, end of offsets) of
-    outputs with the same window offsets, bounds[d] of them for dim d. sizes: number of window offsets along each dim.
-    start: initial value of outputs, unless `add`."""
+    `x` and `y` are addresses of the first cell and the first output. `x_steps` and `y_steps` give the bytes from
+    sample to sample, then from cell to cell along each dim. `moves`, (3 dims, 3), gives the bytes in x from the cell
+    of one output to that of the next, from one window offset to the next, and from the first cell to the first that
+    output 0 reads. `runs` holds, for each dim d, bounds[d] runs (start, stop, first offset, end of offsets) of outputs
+    with the same window offsets. `sizes` is the number of window offsets along each dim. Outputs begin with `start`,
+    or with their old value if `add`."""
     use_widest_vectors()
     like, word = packed.dtype.type(0), packed.itemsize
     places = sizes[0] * sizes[1] * sizes[2]
@@ -421,8 +431,8 @@ def _convolve_lines(
 def _add_weight_gradient(
     from_plane, to_plane, x, dy, x_steps, y_steps, moves, runs, bounds, channels, sizes, packed, outputs, samples
 ):
-    """Add the gradient of the weights at some window offsets of the first two dims to `packed`; the other arguments are
-    the same as in `_convolve_lines`."""
+    """Add the gradient of the weights to `packed`, for the window offsets `from_plane` to `to_plane` of the first two
+    dims. Other arguments are as in `_convolve_lines`."""
     use_widest_vectors()
     like, word = packed.dtype.type(0), packed.itemsize
     merged = moves[2, 1] == channels * word
@@ -470,10 +480,10 @@ def _add_weight_gradient(
 def convolve_direct(
     x: np.ndarray, weight: np.ndarray, bias: Any, strides: WindowStrides, y: np.ndarray, add: bool, places: Any = None
 ) -> None:
-    """Convolve x with `weight`; add the sums to y if `add`, else write the sums plus `bias` (outputs,) to y.
+    """Convolve x with `weight`, and write the result plus `bias` (outputs,) to y, or add the result to y if `add`.
 
-    x and y have channels last. places: for each dim, (number, first, step) of the window offsets to use; the outputs of
-    the weight are then channels of x, and its channels are outputs of y."""
+    x and y have channels last. If `places` is given, it selects the window offsets to use, as (number, first, step)
+    for each dim, and input and output channels of the weight are swapped."""
     if not y.size:
         return
     turned, kernel = places is not None, _reshape_to_three_dims(weight)
@@ -501,7 +511,7 @@ def convolve_direct(
 def direct_backward_input(
     weight: np.ndarray, dy: np.ndarray, strides: WindowStrides, dx: np.ndarray, bias: Any
 ) -> None:
-    """Compute dx = the gradient of the field, plus `bias` (channels,).
+    """Write the gradient of the input, plus `bias` (channels,), to `dx`.
 
     The gradient of a cell is a sum over the outputs whose windows cover the cell. Among cells that are one stride
     apart, neighboring cells use neighboring outputs, so each phase of the stride is a direct convolution of dy."""
@@ -524,7 +534,7 @@ def direct_backward_input(
 
 
 def direct_add_weight_gradient(x: np.ndarray, dy: np.ndarray, strides: WindowStrides, dw: np.ndarray) -> None:
-    """Compute dw (outputs, channels, *kernel) += the gradient of the weights."""
+    """Add the gradient of the weights to `dw`, (outputs, channels, *kernel)."""
     runs = _find_output_runs(strides, dy.shape[1:-1], x.shape[1:-1], True)
     if runs is None or not dy.size:
         return
@@ -548,7 +558,7 @@ def direct_add_weight_gradient(x: np.ndarray, dy: np.ndarray, strides: WindowStr
 
 
 def _round_up_to_lanes(outputs: int, dtype: Any) -> int:
-    """Return the number of outputs, rounded up to full narrow rows."""
+    """Return `outputs` rounded up to a multiple of the lanes in a narrow vector."""
     narrow = NARROW // dtype.itemsize
     return -(-outputs // narrow) * narrow
 
@@ -559,17 +569,22 @@ def _reshape_to_three_dims(weight: np.ndarray) -> np.ndarray:
 
 
 def _get_address_and_byte_strides(x: np.ndarray) -> tuple[int, np.ndarray]:
-    """Return the address of a field with channels last, and the bytes from sample to sample and along each of three
-    dims."""
+    """Return the address of a field with channels last, and the bytes from sample to sample and from cell to cell
+    along each of three dims."""
     steps = [x.strides[0], *(0,) * (5 - x.ndim), *x.strides[1:-1]]
     return x.__array_interface__["data"][0], np.array(steps)
 
 
 class _OutputRuns(NamedTuple):
-    """Runs of outputs with the same window offsets inside the field, as `_convolve_lines` takes them.
+    """Runs of outputs that have the same window offsets inside the field, in the form that `_convolve_lines` takes.
 
-    met: the range of window offsets that any output uses. `table` and `moves`, which are in cells, count from the
-    beginning of this range. lines: number of outputs along the first dim."""
+    Attributes
+    ----------
+    table : (start, stop, first offset, end of offsets) of each run, for each dim
+    bounds : number of runs along each dim
+    moves : as in `_convolve_lines`, but in cells
+    met : range of window offsets that any output uses, for each dim; `table` and `moves` count from its beginning
+    lines : number of outputs along the first dim"""
 
     table: np.ndarray
     bounds: np.ndarray
@@ -582,8 +597,9 @@ class _OutputRuns(NamedTuple):
 def _find_output_runs(
     strides: WindowStrides, sizes: tuple[int, ...], cells: tuple[int, ...], add: bool
 ) -> _OutputRuns | None:
-    """Return the runs of outputs, or None if there are no outputs. add: leave out outputs that no window offset
-    contributes to."""
+    """Return the runs of outputs with the same window offsets inside the field, or None if there are no outputs.
+
+    If `add`, outputs to which no window offset contributes are left out."""
     rows = [*zip(strides.kernel, strides.stride, strides.dilation, strides.first, sizes, cells, strict=True)]
     rows = [(1, 1, 1, 0, 1, 1)] * (3 - len(rows)) + rows
     found, met, moves = [], [], []

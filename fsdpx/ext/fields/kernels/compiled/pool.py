@@ -1,4 +1,4 @@
-"""Max and average pooling of fields of one to three dims in Numba, parallel over samples."""
+"""Max and average pooling of fields of one to three dims, compiled with Numba and parallel over samples."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from fsdpx.ext.fields.kernels.convolution import WindowStrides
 
 @register_jitable
 def _locate_window(window, d, output, size):
-    """Return, for `output` along dim d of `size` cells: the cell of window offset 0, the distance between offsets, and
-    the range [from, to) of offsets inside the field."""
+    """Return where the window of an output lies along dim `d`: the cell of window offset 0, the distance between
+    offsets, and the range [from, to) of offsets inside the field."""
     many, step, apart, first = window[d]
     first += output * step
     return first, apart, max(-(first // apart), 0), min((size - 1 - first) // apart + 1, many)
@@ -164,7 +164,7 @@ def avg_pool_backward(
 
 
 def _make_window_table(strides: WindowStrides) -> np.ndarray:
-    """Return kernel size, stride, dilation and first cell of each dim as an array (3 dims, 4)."""
+    """Return kernel size, stride, dilation and first cell as an array (3 dims, 4)."""
     rows = [*zip(*strides[:4], strict=True)]
     return np.array([(1, 1, 1, 0)] * (3 - len(rows)) + rows)
 
