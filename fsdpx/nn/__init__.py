@@ -1,4 +1,5 @@
-"""Layers, containers, losses and models. `nn.sharding` has the classes for sharding them over the tensor axis."""
+"""Neural-network layers, containers, losses and models. `nn.sharding` has the classes that shard them over the tensor
+axis."""
 
 from typing import TYPE_CHECKING
 

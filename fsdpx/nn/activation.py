@@ -34,21 +34,22 @@ __all__ = [
 
 
 class ReLU(Layer):
-    """max(x, 0); the gradient at 0 is 0."""
+    """Rectified linear unit: max(x, 0) of each element, with gradient 0 at x = 0."""
 
     acts_on = "element"
     kernel_names = ("relu", "relu_backward")
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         y = kernels.relu(env.xp, x)
-        return y, (y,)  # saving the result costs no memory, because the next layer saves it as well
+        return y, (y,)  # saving y costs no memory: the next layer saves the same array as its input
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         return kernels.relu_backward(env.xp, saved[0], dy), ()
 
 
 class GELU(Layer):
-    """x Phi(x), where Phi is the distribution function of N(0, 1) (Hendrycks and Gimpel 2016).
+    """Gaussian error linear unit: x Phi(x) of each element, where Phi is the cumulative distribution function of N(0,
+    1) (Hendrycks and Gimpel 2016).
 
     Parameters
     ----------
@@ -72,7 +73,7 @@ class GELU(Layer):
 
 
 class SiLU(Layer):
-    """x sigmoid(x), also called swish."""
+    """Sigmoid linear unit, also called swish: x sigmoid(x) of each element."""
 
     acts_on = "element"
     kernel_names = ("silu", "silu_backward")
@@ -85,7 +86,7 @@ class SiLU(Layer):
 
 
 class Tanh(Layer):
-    """The hyperbolic tangent."""
+    """Hyperbolic tangent of each element."""
 
     acts_on = "element"
 
@@ -99,7 +100,7 @@ class Tanh(Layer):
 
 
 class Sigmoid(Layer):
-    """1 / (1 + exp(-x)), computed without overflow."""
+    """Logistic sigmoid of each element, 1 / (1 + exp(-x)), computed without overflow."""
 
     acts_on = "element"
     kernel_names = ("sigmoid",)
@@ -114,11 +115,11 @@ class Sigmoid(Layer):
 
 
 class Softmax(Layer):
-    """exp(x) / sum exp(x) over one dim.
+    """Softmax along one dim: exp(x) divided by the sum of exp(x) over the dim.
 
     Parameters
     ----------
-    dim : the dim to sum over; not 0, because dim 0 is samples
+    dim : the dim along which the results sum to 1; not 0, because dim 0 is samples
     """
 
     kernel_names = ("softmax", "softmax_backward")
@@ -137,7 +138,8 @@ class Softmax(Layer):
         return self._apply_kernel_by_rows(env, kernels.softmax_backward, saved[0], dy), ()
 
     def _apply_kernel_by_rows(self, env: LayerContext, kernel: Any, *arrays: Array) -> Array:
-        """Apply `kernel` to the arrays as rows: `self.dim` is moved to the end, and all other dims are flattened."""
+        """Apply a kernel that works on the rows of a matrix: move `self.dim` to the end, flatten all other dims, and
+        restore the shape of the result."""
         if self.dim == -arrays[0].ndim:
             raise ShapeError(f"{self!r}: dim {self.dim} of {-self.dim} dims is samples; choose a dim within one sample")
         turned = [env.xp.moveaxis(a, self.dim, -1) for a in arrays]
@@ -158,8 +160,8 @@ ACTIVATIONS: dict[str, Callable[[], Layer]] = {
 
 
 def make_activation(owner: object, name: str) -> Layer:
-    """Return the activation layer with this name. If there is none, raise a ConfigError that names the class of
-    `owner`."""
+    """Return a new activation layer by its name in model configurations, such as "gelu". Raise ConfigError for an
+    unknown name; its message names the class of `owner`."""
     if name not in ACTIVATIONS:
         raise ConfigError(f"{type(owner).__name__}: activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
     return ACTIVATIONS[name]()
@@ -168,8 +170,8 @@ def make_activation(owner: object, name: str) -> Layer:
 class Dropout(Layer):
     """Sets each element to 0 with probability p, and divides the other elements by 1 - p (Srivastava et al. 2014).
 
-    The mask depends on the seed, the layer's path, the step and the index of the element in the global batch, but not
-    on how the batch is split over ranks.
+    The mask depends on the seed, the layer's path, the step and the index of the element in the global batch. It does
+    not depend on how the batch is split over ranks.
 
     Parameters
     ----------
@@ -177,7 +179,7 @@ class Dropout(Layer):
     """
 
     kernel_names = ("drop", "drop_backward")
-    caches = True  # generation does not train, so it has no dropout
+    caches = True  # text generation with a cache never trains, so dropout does nothing there
     parts: FieldPartition | None = None
 
     def __init__(self, p: float = 0.5) -> None:
@@ -212,20 +214,22 @@ class Dropout(Layer):
         return (kernels.drop_backward(env.xp, dy, saved[0], self.p) if saved else dy), ()
 
     def _drop_elements(self, env: LayerContext, x: Array) -> tuple[Array, Array]:
-        """Return the result and the mask of kept elements. The mask is this rank's part of the mask that a single rank
-        would use."""
+        """Return x after dropout, and the boolean mask of kept elements. If x is sharded, the mask is this rank's
+        slice of the mask for the full array."""
         if not (places := self._get_sharded_dims(env, x)):
             return kernels.drop(env.xp, x, env.random.get_number_range(x.shape), self.p)
         keep = make_keep_mask(env, x.shape, self.p, places)
         return apply_dropout_mask(x, keep, self.p), keep
 
     def _get_sharded_dims(self, env: LayerContext, x: Array) -> dict[int, tuple[int, int]]:
-        """Return, for each sharded dim, the index of this rank's first element and the size of the full dim."""
+        """Return {dim: (index of this rank's first element, size of the dim in the full array)} for each sharded dim
+        of x."""
         return {} if self.parts is None else self.parts.locate_shard(env.mesh.domain)
 
 
 class ShardedDropout(Dropout):
-    """`Dropout` of an array that is sharded over the tensor axis, with the mask that a single rank would use.
+    """`Dropout` of an array that is sharded over the tensor axis. Each rank uses its slice of the mask for the full
+    array, so results do not depend on the number of ranks.
 
     Parameters
     ----------
@@ -252,13 +256,16 @@ class ShardedDropout(Dropout):
 def make_keep_mask(
     env: LayerContext, shape: tuple[int, ...], drop: float, cuts: Mapping[int, tuple[int, int]] | None = None
 ) -> Array:
-    """Return a boolean mask, True where an element is kept; dim 0 of `shape` is samples. cuts: position of this part in
-    the full array, in the form of the argument `slices` of `Random.get_number_subarray`."""
+    """Return a random boolean mask of the given shape, which is False with probability `drop`. Dim 0 of `shape` is
+    samples.
+
+    If the array is sharded, `cuts` gives this rank's range along each sharded dim, as {dim: (first index, size of the
+    full dim)}."""
     if cuts:
         return env.random.get_number_subarray(tuple(shape), cuts).make_fractions(env.xp) >= drop
     return env.random.uniform(env.xp, tuple(shape)) >= drop
 
 
 def apply_dropout_mask(x: Array, keep: Array, drop: float) -> Array:
-    """Return `x / (1 - drop)` where `keep` is True, and 0 elsewhere. The division preserves the mean."""
+    """Return `x / (1 - drop)` where `keep` is True, and 0 elsewhere. The division preserves the expected value."""
     return kernels.drop_backward(namespace_of(x), x, keep, drop)

@@ -1,4 +1,4 @@
-"""Containers that combine attention with its projections: their base class, and multi-head attention."""
+"""Multi-head attention with its projections, and the base class of attention containers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["AttentionContainer", "MultiHeadAttention", "compute_head_features"]
 
 
 class AttentionContainer(Container):
-    """The base class of containers whose last two steps are an `Attention` and the Linear that reads its result. The
-    container is one unit.
+    """The base class of containers whose last two steps are an `Attention` and a Linear output projection. The
+    parameters of the container are gathered together, as one FSDP unit.
 
     With "attention" in `env.recompute`, only the input of the `Attention` is saved, and backward recomputes its
     result."""
@@ -53,13 +53,13 @@ class AttentionContainer(Container):
 
 
 class MultiHeadAttention(AttentionContainer):
-    """softmax(q k^T / sqrt(d_head)) v for each head (Vaswani et al. 2017), as one unit. Input and output have the shape
-    `(samples, time, d_model)`.
+    """Multi-head attention (Vaswani et al. 2017): softmax(q k^T / sqrt(d_head)) v for each head, as one FSDP unit.
+    Input and output have the shape `(samples, time, d_model)`.
 
     A single matrix product computes queries, keys and values. Parameters are `qkv.weight (3 d_model, d_model)`, whose
-    rows have the order of PyTorch's `in_proj_weight`, `qkv.bias`, `out.weight (d_model, d_model)` and `out.bias`.
-    Initial values are those of PyTorch: Xavier's uniform distribution for `qkv.weight`, and 0 for biases. The attention
-    step has an empty name, so it uses the random numbers of this layer.
+    rows have the order of PyTorch's `in_proj_weight`, `qkv.bias (3 d_model,)`, `out.weight (d_model, d_model)` and
+    `out.bias (d_model,)`. As in PyTorch, `qkv.weight` is initialized from Xavier's uniform distribution, and biases
+    with 0.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ class MultiHeadAttention(AttentionContainer):
         (samples, heads, time, time)
     bias : whether the two projections have biases
     init : initializer of `qkv.weight`; None: Xavier's uniform distribution
-    out_init : initializer of `out.weight`; None: that of `Linear`
+    out_init : initializer of `out.weight`; None: the default initializer of `Linear`
     """
 
     aliases: ClassVar = {
@@ -111,8 +111,8 @@ class MultiHeadAttention(AttentionContainer):
 
 
 def compute_head_features(owner: object, d_model: int, n_heads: int) -> int:
-    """Return d_model / n_heads, the number of features of a head. If it is not an integer, raise a ConfigError that
-    names the class of `owner`."""
+    """Return d_model / n_heads, the number of features per head. Raise ConfigError if d_model is not a multiple of
+    n_heads; the message names the class of `owner`."""
     if d_model % n_heads:
         raise ConfigError(f"{type(owner).__name__}: d_model {d_model} is not a multiple of n_heads {n_heads}")
     return d_model // n_heads

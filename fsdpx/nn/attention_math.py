@@ -1,4 +1,4 @@
-"""Computes attention for all heads, or for the heads of one rank."""
+"""Attention with forward and backward, for all heads or for the heads of one tensor rank."""
 
 from __future__ import annotations
 
@@ -21,22 +21,24 @@ __all__ = ["AttentionCore", "AttentionHeads", "compute_scores", "make_causal_mas
 
 
 class AttentionCore(Protocol):
-    """The protocol of attention on fused queries, keys and values, which are concatenated along the features."""
+    """Protocol of attention implementations that take queries, keys and values in one array, concatenated along the
+    features."""
 
     def forward(self, env: LayerContext, qkv: Array) -> tuple[Array, Any]:
-        """Return the attention of all heads, `(samples, time, 3 width)` -> `(samples, time, width)`, and a tuple of
-        values for backward."""
+        """Return the attention of all heads, and the values that `backward` needs. The shapes are `(samples, time, 3
+        width)` -> `(samples, time, width)`."""
         ...
 
     def backward(self, env: LayerContext, kept: Any, dmerged: Array) -> Array:
-        """Return the gradient of `qkv`."""
+        """Return the gradient of `qkv`, given the values `kept` by `forward` and the gradient `dmerged` of its result.
+        """
         ...
 
 
 class AttentionHeads:
-    """Attention of all heads, or of the heads of this tensor rank, over the full time.
+    """Attention of all heads, or of the heads of this tensor rank, over the full sequence.
 
-    On a part of the heads, dropout uses the part of the mask that a single rank would use.
+    If this rank has only some of the heads, dropout uses the rank's slice of the mask for all heads.
 
     Parameters
     ----------
@@ -61,10 +63,11 @@ class AttentionHeads:
     def attend(
         self, env: LayerContext, q: Array, k: Array, v: Array, *, segments: Array | None = None
     ) -> tuple[Array, Any]:
-        """Return the attention of all heads, merged to (samples, time, heads x d_head), and a tuple of further values
-        for backward.
+        """Return the attention of all heads, merged to (samples, time, heads x d_head), and a tuple of the values that
+        `attend_backward` needs in addition.
 
-        q, k, v: (samples, heads, time, d_head). segments: integers (samples, time), see `Attention`."""
+        `q`, `k` and `v` have the shape (samples, heads, time, d_head). `segments` are integers (samples, time) that
+        separate packed documents, see `Attention`."""
         rest: tuple[Array, ...] = ()
         if env.cache is not None:
             o = env.cache.store_and_attend(env.xp, env.random.path, q, k, v, self.scale, self.window)
@@ -87,8 +90,8 @@ class AttentionHeads:
         self, env: LayerContext, merged: Array, rest: Any, dmerged: Array, q: Array, k: Array, v: Array,
         *, segments: Array | None = None,
     ) -> Any:  # fmt: skip
-        """Return the gradients of q, k and v, stacked in one array if the three shapes are equal, else as three
-        arrays."""
+        """Return the gradients of q, k and v, stacked in one array if the three shapes are equal, else as a tuple of
+        three arrays."""
         (o,), (do,) = split_heads(merged, 1, self.d_head), split_heads(dmerged, 1, self.d_head)
         if len(rest) == 1:
             form = self.causal, self.scale, self.window, segments
@@ -99,8 +102,8 @@ class AttentionHeads:
     def _attend_backward_with_dropout(
         self, xp: Any, q: Array, k: Array, v: Array, do: Array, weights: Array, keep: Array, seen: Array | None
     ) -> Array:
-        """Return the gradients of q, k and v for attention with dropout, (3, samples, heads, time, d_head). seen: the
-        causal mask, or None."""
+        """Return the gradients of q, k and v for attention with dropout, stacked to (3, samples, heads, time, d_head).
+        `seen` is the causal mask, or None without `causal`."""
         multiply, seeing = partial(matmul_in_dtype, xp), None if seen is None else seen.T
         dweights = zero_hidden_weights(apply_dropout_mask(multiply(do, v.swapaxes(-1, -2)), keep, self.dropout), seen)
         rows = (-1, weights.shape[-1])
@@ -132,8 +135,7 @@ def split_heads(merged: Array, count: int, d_head: int) -> list[Array]:
 
 
 def compute_scores(xp: Any, q: Array, k: Array, causal: bool, scale: float) -> Array:
-    """Return the attention scores, q k^T multiplied by the scale. With `causal`, the scores of later positions are
-    -inf."""
+    """Return the attention scores scale * q k^T. With `causal`, the scores of later positions are -inf."""
     scores = matmul_in_dtype(xp, q, k.swapaxes(-1, -2))
     scores *= scale
     seen = make_causal_mask(xp, q, causal)
@@ -141,7 +143,7 @@ def compute_scores(xp: Any, q: Array, k: Array, causal: bool, scale: float) -> A
 
 
 def make_causal_mask(xp: Any, q: Array, causal: bool) -> Array | None:
-    """Return a mask (time, time) that is True where the position of the row attends to the position of the column.
-    Return None unless `causal`."""
+    """Return a boolean mask (time, time) that is True where the query position (row) may attend to the key position
+    (column). Return None if `causal` is False."""
     time = xp.arange(q.shape[-2])
     return time[None, :] <= time[:, None] if causal else None

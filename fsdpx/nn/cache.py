@@ -1,4 +1,4 @@
-"""Key-value cache for text generation, with which a model reads each token only once."""
+"""Key-value cache for text generation, so that a model processes each token only once."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ __all__ = ["KeyValueCache"]
 
 
 class KeyValueCache:
-    """Keys and values that attention layers keep between calls of forward, by path of the layer. Layers get the cache
-    as `LayerContext.cache`.
+    """Key-value cache of a batch of texts: keys and values of earlier tokens, stored by the path of the attention
+    layer. Layers access it as `LayerContext.cache`.
 
     Row i of an input contains the tokens of text i from position `lengths[i]` on. The caller sets all `lengths` before
     each forward, so a text can also be read again from an earlier position.
@@ -38,17 +38,17 @@ class KeyValueCache:
         self._alike = bool((lengths == lengths[:1]).all())
 
     def get_input_positions(self, time: int) -> np.ndarray:
-        """Return the position of each token of an input in its text, (rows, time) int64, for `time` tokens per row."""
+        """Return the position in its text of each token of an input with `time` tokens per text, as int64 (rows,
+        time)."""
         return np.asarray(self.lengths[:, None] + np.arange(time))
 
     def store_and_attend(self, xp: Any, path: str, q: Any, k: Any, v: Any, scale: float, window: int = 0) -> Any:
-        """Store keys and values of new tokens, and return the causal attention of these tokens to themselves and all
-        earlier ones, (rows, heads, time, d_head).
+        """Store the keys and values of new tokens, and return the causal attention of these tokens to themselves and
+        all earlier ones, (rows, heads, time, d_head).
 
-        path: path of the layer. The other arguments are those of `kernels.attention`.
-
-        The first call may read any number of tokens per text, with shorter texts padded at the end. Each later call
-        reads one token per text."""
+        `path` is the path of the attention layer; the other arguments are those of `kernels.attention`. The first call
+        may read any number of tokens per text, with shorter texts padded at the end. Each later call reads one token
+        per text."""
         time = q.shape[2]
         if path not in self._held:
             self._held[path] = tuple(xp.empty((*a.shape[:2], self.capacity, a.shape[3]), dtype=a.dtype) for a in (k, v))
@@ -69,8 +69,8 @@ class KeyValueCache:
 def _store_and_attend(
     xp: Any, new: tuple[Any, Any, Any], held: tuple[Any, Any], length: int, scale: float, window: int
 ) -> Any:
-    """Store the key and value of one new token per row. Return the attention of each new token to itself and to the
-    `length` tokens before it."""
+    """Store the key and value of one new token per text in the cached arrays `held`, and return the attention of each
+    new token to itself and to the `length` tokens before it."""
     (q, k, v), (keys, values) = new, held
     keys[:, :, length], values[:, :, length] = k[:, :, 0], v[:, :, 0]
     seen = slice(max(length + 1 - window, 0) if window else 0, length + 1)

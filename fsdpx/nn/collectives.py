@@ -1,9 +1,9 @@
-"""Differentiable collectives for layers, in adjoint pairs.
+"""Differentiable collectives for layers: functions in pairs, each the adjoint (backward) of the other.
 
 A value on an axis of N ranks is in one of three states:
 
     replicated   every rank holds the same value, which counts once
-    sharded      every rank holds a part along one dim; the parts together are one value
+    sharded      every rank holds a shard along one dim; the shards together are one value
     separate     every rank holds a different value
 
     function                from         to           forward          adjoint
@@ -52,7 +52,8 @@ Shape = tuple[int, ...]
 
 
 class PendingCollective:
-    """A started collective; `wait()` returns its result. sent: an array that must stay alive until `wait` returns."""
+    """A collective that was started; `wait()` returns its result. The argument `sent` is the send buffer, which must
+    stay alive until then."""
 
     __slots__ = ("_finish", "_handle", "_sent")
 
@@ -66,14 +67,13 @@ class PendingCollective:
 
 
 def mark_separate(xp: Any, comm: AxisRanks, x: Array) -> Array:
-    """Return the replicated `x` itself. The call marks the point from which each rank's value is separate, so the
-    adjoint is `all_reduce_sum`."""
+    """Return the replicated `x` unchanged. Call it where each rank starts to compute something different from `x`: the
+    adjoint, `all_reduce_sum`, then sums the gradients of all ranks."""
     return x
 
 
 def all_reduce_sum(xp: Any, comm: AxisRanks, x: Array, *, fresh: bool = False, what: str = "") -> Array:
-    """Return the sum of `x` over the ranks, on every rank. fresh: whether `x` may be overwritten with the sum.
-    Collective."""
+    """Return the sum of `x` over the ranks, on every rank. With `fresh`, the sum may overwrite `x`. Collective."""
     return start_all_reduce_sum(xp, comm, x, fresh=fresh, what=what).wait()
 
 
@@ -90,8 +90,8 @@ def start_all_reduce_sum(
 
 
 def all_gather_dim(xp: Any, comm: AxisRanks, x: Array, dim: int, total: int | None = None, *, what: str = "") -> Array:
-    """Return the parts of all ranks concatenated along `dim`. total: size of the full dim; None: the parts are equal.
-    Collective."""
+    """Return the shards of all ranks concatenated along `dim`. `total` is the size of the full dim; None means that
+    all shards have equal sizes. Collective."""
     return start_all_gather_dim(xp, comm, x, dim, total, what=what).wait()
 
 
@@ -111,7 +111,7 @@ def start_all_gather_dim(
 
 
 def reduce_scatter_dim(xp: Any, comm: AxisRanks, x: Array, dim: int, *, what: str = "") -> Array:
-    """Return this rank's part, along `dim`, of the sum of `x` over the ranks. Collective."""
+    """Return this rank's shard, along `dim`, of the sum of `x` over the ranks. Collective."""
     return start_reduce_scatter_dim(xp, comm, x, dim, what=what).wait()
 
 
@@ -128,24 +128,29 @@ def start_reduce_scatter_dim(xp: Any, comm: AxisRanks, x: Array, dim: int, *, wh
 
 
 def take_shard(xp: Any, comm: AxisRanks, x: Array, dim: int) -> Array:
-    """Return this rank's part of the replicated `x` along `dim`, as a view."""
+    """Return this rank's shard of the replicated `x` along `dim`, as a view."""
     return slice_dim(x, dim, *shard_bounds(x.shape[dim], comm.rank, comm.size))
 
 
 def all_gather_replicated(
     xp: Any, comm: AxisRanks, x: Array, dim: int, total: int | None = None, *, what: str = ""
 ) -> Array:
-    """Return the result of `all_gather_dim`, for layers that use it identically on every rank. Every rank then has the
-    same gradient, so the adjoint is `take_shard`. Collective."""
+    """Return the shards of all ranks concatenated along `dim`, for use in the same computation on every rank.
+    Collective.
+
+    All ranks then have equal gradients, so the adjoint is `take_shard`, which communicates nothing. The arguments are
+    those of `all_gather_dim`."""
     return all_gather_dim(xp, comm, x, dim, total, what=what)
 
 
 def all_to_all_dims(
     xp: Any, comm: AxisRanks, x: Array, split: int, merge: int, total: int | None = None, *, what: str = ""
 ) -> Array:
-    """Redistribute a value that is sharded along `merge`, so that it is sharded along `split`. Collective.
+    """Redistribute a value that is sharded along the dim `merge`, so that it is sharded along the dim `split`.
+    Collective.
 
-    total: size of the full dim `merge`; None: the parts are equal. The adjoint swaps `split` and `merge`."""
+    `total` is the size of the full dim `merge`; None means that all shards have equal sizes. The adjoint swaps `split`
+    and `merge`."""
     if comm.size == 1:
         return x
     split, merge = split % x.ndim, merge % x.ndim
@@ -164,7 +169,8 @@ def all_to_all_rows(
     """Send the rows of `x`, ordered by destination rank, and return the received rows, ordered by source rank.
     Collective.
 
-    send_counts, recv_counts: number of rows sent to, and received from, each rank. The adjoint swaps them."""
+    `send_counts` and `recv_counts` are the numbers of rows sent to, and received from, each rank. The adjoint swaps
+    them."""
     if comm.size == 1:
         return x
     row = math.prod(x.shape[1:])
@@ -180,7 +186,7 @@ def slice_dim(x: Array, dim: int, start: int, stop: int) -> Array:
 
 
 def require_divisible_dim(shape: Sequence[int], dim: int, size: int, what: str = "") -> None:
-    """Raise ShapeError unless the size of `dim` is a multiple of `size` ranks."""
+    """Raise ShapeError unless the dim can be divided evenly among `size` ranks."""
     if shape[dim] % size:
         raise ShapeError(
             f"{f'{what}: ' if what else ''}dim {dim} of an array of shape {tuple(shape)} is {shape[dim]}, which is not "
@@ -190,7 +196,7 @@ def require_divisible_dim(shape: Sequence[int], dim: int, size: int, what: str =
 
 
 def _list_part_shapes(shape: Sequence[int], dim: int, total: int, comm: AxisRanks) -> list[Shape]:
-    """Return the shape of every rank's part of `total` elements along `dim`."""
+    """Return the shape of each rank's shard if `total` elements along `dim` are sharded over the ranks of `comm`."""
     shapes = []
     for rank in range(comm.size):
         start, stop = shard_bounds(total, rank, comm.size)
@@ -199,7 +205,8 @@ def _list_part_shapes(shape: Sequence[int], dim: int, total: int, comm: AxisRank
 
 
 def _pack_parts(xp: Any, x: Array, shapes: Sequence[Shape], dim: int) -> Array:
-    """Return the parts of `x` along `dim` flattened and concatenated, without a copy if they are contiguous."""
+    """Split `x` along `dim` into parts of the given shapes, and return them flattened and concatenated in one 1-D
+    buffer. Return a view if the parts are contiguous."""
     if math.prod(x.shape[:dim]) == 1:
         return _flatten_contiguous(xp, x)
     flat = xp.empty((x.size,), dtype=x.dtype)
@@ -209,7 +216,8 @@ def _pack_parts(xp: Any, x: Array, shapes: Sequence[Shape], dim: int) -> Array:
 
 
 def _unpack_parts(xp: Any, flat: Array, shapes: Sequence[Shape], dim: int) -> Array:
-    """Return the array whose parts along `dim` are concatenated in `flat`; inverts `_pack_parts`."""
+    """Return the array whose flattened parts along `dim` are concatenated in the 1-D buffer `flat`; the inverse of
+    `_pack_parts`."""
     first = shapes[0]
     whole = (*first[:dim], builtins.sum(shape[dim] for shape in shapes), *first[dim + 1 :])
     if math.prod(first[:dim]) == 1:
@@ -221,7 +229,8 @@ def _unpack_parts(xp: Any, flat: Array, shapes: Sequence[Shape], dim: int) -> Ar
 
 
 def _iterate_parts(x: Array, flat: Array, shapes: Sequence[Shape], dim: int) -> Iterator[tuple[Array, Array]]:
-    """Yield, for each part of `x` along `dim`, a view of the part and a view of its range in `flat`."""
+    """Yield, for each part of `x` along `dim`, a view of the part and a view, with the same shape, of its range in the
+    1-D buffer `flat`."""
     offset = start = 0
     for shape in shapes:
         size = math.prod(shape)

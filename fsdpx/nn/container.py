@@ -1,4 +1,4 @@
-"""Layers that contain layers: containers of steps, sequences, residuals, and composites defined by calls."""
+"""Layers that contain other layers: Sequential, Residual, and Composite, whose subclasses define a graph of calls."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ChildCall:
-    """One step of a container: the layer `layer` reads the values named `sources` and returns the values named
+    """One step of a container: a call of `layer` on the values named `sources`, which returns the values named
     `gives`."""
 
     name: str
@@ -49,10 +49,10 @@ class ChildCall:
 
 
 class RecomputePlaceholder:
-    """Stands for the result of step number `step` of `owner` among the saved values of other steps. The step is cheap,
-    so backward recomputes its result.
+    """Replaces the result of a cheap step among the values saved for backward, which recomputes the result instead.
 
-    y: the result, which is kept alive during forward so that no other array gets its id."""
+    The result is that of step number `step` of the container `owner`. During forward, `y` keeps it alive, so that no
+    other array gets the same id."""
 
     __slots__ = ("owner", "step", "y")
 
@@ -61,7 +61,8 @@ class RecomputePlaceholder:
 
 
 class Container(Layer):
-    """The base class of layers that contain layers: steps in execution order, which read and return named values.
+    """The base class of layers that contain layers. A container is a list of steps in execution order, which read and
+    return named values.
 
     Parameters
     ----------
@@ -108,8 +109,8 @@ class Container(Layer):
         return {step.name: step.layer for step in self.steps}
 
     def with_steps(self, steps: Sequence[ChildCall], outputs: Sequence[str] | None = None) -> Container:
-        """Return a copy with the given steps. The new steps must have the same parameters as the old ones, but may
-        shard them differently over the tensor axis."""
+        """Return a copy of the container with the given steps. The new steps must have the same parameters as the old
+        ones, but may shard them differently over the tensor axis."""
         new = copy(self)
         new.steps = tuple(steps)
         new.outputs = self.outputs if outputs is None else tuple(outputs)
@@ -122,8 +123,8 @@ class Container(Layer):
         return new
 
     def with_layers(self, layers: Mapping[str, Layer]) -> Container:
-        """Return a copy in which `layers` replace the layers with the same names. The new layers may have more
-        parameters. Frozen parameters stay frozen."""
+        """Return a copy of the container in which each step runs the layer that `layers` has for its name. The new
+        layers may have additional parameters. Frozen parameters stay frozen."""
         new = copy(self)
         new.steps = tuple(replace(step, layer=layers[step.name]) for step in self.steps)
         new.collective = any(step.layer.collective for step in new.steps)
@@ -135,7 +136,8 @@ class Container(Layer):
         return new
 
     def with_frozen_except(self, trained: tuple[str, ...]) -> Container:
-        """Return a copy that trains only the parameters whose names end in one of `trained`."""
+        """Return a copy of the container in which only the parameters whose names end in one of `trained` are trained.
+        """
         new = copy(self)
         new._specs = {n: s if n.endswith(trained) else replace(s, trainable=False) for n, s in self._specs.items()}
         return new
@@ -153,11 +155,11 @@ class Container(Layer):
                 if recomputed and any(id(values[source]) in recomputed for source in sources):
                     held = map_saved(held, lambda part: recomputed.get(id(part), part))
                 saved.append(held)
-                if step.layer.cheap:  # the layer can recompute its result from its saved values
+                if step.layer.cheap:  # later steps save a placeholder instead of y, which backward recomputes
                     recomputed[id(y)] = RecomputePlaceholder(self, len(saved) - 1, y)
             for name in last:
                 del values[name]
-            if len(gives) == 1 and y.__class__ is not tuple:  # a faster path for the common case
+            if len(gives) == 1 and y.__class__ is not tuple:  # a fast path, since most layers return one array
                 values[gives[0]] = y
             else:
                 values.update(zip(gives, _as_tuple(y, len(gives)), strict=True))
@@ -166,8 +168,8 @@ class Container(Layer):
         return unwrap_single([values[name] for name in self.outputs]), tuple(saved)
 
     def backward(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Any) -> Any:
-        """Call `backward` of one step at a time, so that the values for its `backward_params` are freed as early as
-        possible."""
+        """Run `Layer.backward` of the steps in reverse order. Values that a step needs for its parameter gradients are
+        freed before the next step runs."""
         parts, into = self._split_by_child(p), self._split_by_child(g)
 
         def backward_step(step: ChildCall, held: Any, dy: Any) -> Any:
@@ -177,8 +179,8 @@ class Container(Layer):
         return self._backward_steps(env, parts, backward_step, saved, dy)
 
     def backward_leaf(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Any) -> None:
-        """Skip the steps before the first trained one, and call `backward_leaf` of trained steps that read only
-        constants."""
+        """Run backward only as far back as trained parameters need it: the steps before the first trained one are
+        skipped, and a trained step whose inputs need no gradient runs `backward_leaf`."""
         parts, into = self._split_by_child(p), self._split_by_child(g)
         constant = find_constant_values(
             (((step.name,), step.sources, step.gives) for step in self.steps), into, self.inputs
@@ -218,11 +220,12 @@ class Container(Layer):
         dy: Any,
         constant: Collection[str] = (),
     ) -> Any:
-        """Run backward through the steps and return the gradients of the inputs; None for an input on which nothing
-        trained depends.
+        """Run backward through the steps in reverse order, and return the gradients of the container's inputs. The
+        gradient is None for an input to which no gradient flows.
 
         `backward_step(step, saved, dy)` returns the gradients of a step's inputs. A step is skipped if no output
-        depends on its results, or if all of its results are `constant`."""
+        depends on its results, or if all of its results are in `constant`, the names of values that need no gradient.
+        """
         whole = partial(self._resolve_placeholder, env, parts, saved)
         given_here = zip(self.outputs, _as_tuple(dy, len(self.outputs)), strict=True)
         grads = {name: part for name, part in given_here if name not in constant}
@@ -237,7 +240,7 @@ class Container(Layer):
         return unwrap_single([grads.get(name) for name in self.inputs])
 
     def _resolve_placeholder(self, env: LayerContext, parts: Mapping[str, Any], saved: Any, part: Any) -> Any:
-        """Return `part`, or the recomputed value if `part` is a placeholder.
+        """Return `part` itself, or the recomputed result if `part` is a `RecomputePlaceholder` of this container.
 
         This is a method, because a closure that calls itself would be a reference cycle and would keep `saved` alive
         until the garbage collector runs."""
@@ -264,10 +267,11 @@ class Container(Layer):
 
 
 class Sequential(Container):
-    """Layers that run in order, each on the result of the previous one, like `torch.nn.Sequential`.
+    """Runs layers in order, each on the result of the previous one, like `torch.nn.Sequential`.
 
     A layer that is passed twice becomes two layers with separate parameters, unless they are tied. Raises ConfigError
-    for an invalid or duplicate name, a wrong number of inputs, and a tie or pattern that matches nothing.
+    for an invalid or duplicate name, for a layer with a wrong number of inputs, and for a tie or a frozen pattern that
+    matches no parameter.
 
     Parameters
     ----------
@@ -299,7 +303,7 @@ class Sequential(Container):
 
 
 class Residual(Container):
-    """y = x + body(x) (He et al. 2015), as one unit.
+    """Residual connection: y = x + body(x) (He et al. 2015), as one FSDP unit.
 
     Parameters
     ----------
@@ -320,10 +324,11 @@ class Residual(Container):
 def chain_layers(
     layers: Mapping[str, Layer], source: str = "x", shared: Sequence[str] = ()
 ) -> tuple[list[ChildCall], tuple[str, ...], tuple[str, ...]]:
-    """Chain `layers`, starting at the value `source`; return the steps, the names of the inputs, and the name of the
-    final value.
+    """Connect `layers` in a chain that starts at the value `source`. Return the steps, the names of the chain's
+    inputs, and the name of the last layer's result.
 
-    shared: names of extra values that layers with several inputs read after the chained value."""
+    `shared` are the names of extra inputs, such as an attention mask, that each layer with several inputs reads after
+    the previous layer's result."""
     steps, value = [], source
     for name, layer in layers.items():
         steps.append(ChildCall(name, layer, (value, *(shared if layer.n_inputs != 1 else ())), (name,)))
@@ -348,7 +353,7 @@ def require_layer(owner: str, name: str, layer: object) -> Layer:
 
 
 def make_unused_name(layer: Container, name: str) -> str:
-    """Return `name`, with as many underscores appended as needed to differ from all names in the container."""
+    """Return `name`, with underscores appended until it differs from all names of steps and values in the container."""
     taken = {*layer.inputs, *(word for step in layer.steps for word in (step.name, *step.gives))}
     while name in taken:
         name += "_"
@@ -356,7 +361,8 @@ def make_unused_name(layer: Container, name: str) -> str:
 
 
 def list_input_names(layer: Layer) -> tuple[str, ...]:
-    """Return the names of a model's inputs: those that a container defines, or else "x", or "x0", "x1", ..."""
+    """Return the names of a model's inputs. If the model is not a container, they are "x" for one input, or "x0",
+    "x1", ... for several."""
     if isinstance(layer, Container):
         return layer.inputs
     if layer.n_inputs is None:
@@ -365,8 +371,8 @@ def list_input_names(layer: Layer) -> tuple[str, ...]:
 
 
 def list_output_names(name: str, layer: Layer) -> tuple[str, ...]:
-    """Return the names of the values that the child `name` returns: `name`, or `name.output` for each output if there
-    are several."""
+    """Return the names of the values that the child layer `name` returns: `name` itself, or `name.output` for each of
+    several outputs."""
     if layer.n_outputs == 1:
         return (name,)
     assert isinstance(layer, Container), f"{layer!r}: only containers give several outputs"
@@ -386,7 +392,8 @@ def _name_layers(owner: str, layers: Sequence[Any]) -> list[tuple[str, Layer]]:
 
 
 def _find_last_reads(steps: Sequence[ChildCall], outputs: Sequence[str]) -> list[list[str]]:
-    """Return, for each step, the values of which it is the last reader. Outputs of the container are left out."""
+    """Return, for each step, the names of the values that no later step reads, so that they can be freed after it.
+    Outputs of the container are never among them."""
     seen, last = set(outputs), []
     for step in reversed(steps):
         fresh = [name for name in dict.fromkeys(step.sources) if name not in seen]
@@ -396,13 +403,12 @@ def _find_last_reads(steps: Sequence[ChildCall], outputs: Sequence[str]) -> list
 
 
 def map_saved(held: Any, function: Callable[[Any], Any]) -> Any:
-    """Return a layer's saved values, which are nested tuples, with `function` applied to each element that is not a
-    tuple."""
+    """Apply `function` to each element of a layer's saved values, and return the results in the same nested tuples."""
     return tuple([map_saved(part, function) for part in held]) if type(held) is tuple else function(held)
 
 
 def unwrap_single(values: Sequence[Any]) -> Any:
-    """Return the value itself if there is exactly one, else all values as a tuple."""
+    """Return the value itself if there is exactly one, else a tuple of all values."""
     return values[0] if len(values) == 1 else tuple(values)
 
 
@@ -418,7 +424,8 @@ WORKS = "compose works on its arguments and on what layers give"
 
 
 def _make_unsupported(sign: str) -> Any:
-    """Return a method that raises ConfigError, for an operator that values do not support."""
+    """Return a method for an operator such as "-" that raises ConfigError, because symbolic values do not support it.
+    """
 
     def refuse_operator(self: ComposeValue, *others: Any) -> Any:
         raise self.make_unsupported_error(f"has no {sign}")
@@ -445,7 +452,7 @@ class ComposeValue:
     def __mul__(self, other: Any) -> Any:
         return Multiply()(self, other)
 
-    __radd__, __rmul__ = __add__, __mul__  # called if the left operand is a number, which Add and Multiply reject
+    __radd__, __rmul__ = __add__, __mul__  # the left operand may be a number, which Add and Multiply reject
     __sub__ = __rsub__ = __neg__ = _make_unsupported("-")
     __truediv__ = __rtruediv__ = _make_unsupported("/")
     __pow__ = __rpow__ = _make_unsupported("**")
@@ -454,7 +461,7 @@ class ComposeValue:
     __getitem__, __iter__, __len__ = _make_unsupported("[]"), _make_unsupported("parts"), _make_unsupported("length")
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # Python or a library probes for a protocol
+        if name.startswith("_"):  # Python and libraries look up protocol methods such as `__array__`
             raise AttributeError(name)
         raise self.make_unsupported_error(f"has no {name}")
 
@@ -472,9 +479,10 @@ class ComposeValue:
 
 
 class ComposeTrace:
-    """Records steps while `compose` runs. named: the layers that are attributes of `owner`.
+    """Records the layer calls that `Composite.compose` makes, as the steps of a container.
 
-    A second call of a layer is recorded as another step, whose parameters are tied to those of the first call."""
+    `named` are the layers that are attributes of `owner`. A second call of a layer is recorded as another step, whose
+    parameters are tied to those of the first call."""
 
     def __init__(self, owner: str, named: dict[str, Layer], inputs: tuple[str, ...]) -> None:
         self.owner, self.steps, self.ties = owner, list[ChildCall](), dict[str, str]()
@@ -482,7 +490,8 @@ class ComposeTrace:
         self._named, self._taken = named, {*named, *inputs}
 
     def record_layer_call(self, layer: Layer, x: tuple[Any, ...]) -> Any:
-        """Record a call of `layer` on the values `x`, and return its result, a symbolic value or a tuple of them."""
+        """Record a call of `layer` on the symbolic values `x`, and return its result as a symbolic value, or a tuple
+        of them."""
         for value in x:
             self.get_value_name(value, f"{layer!r} gets")
         if layer.n_inputs not in (None, len(x)):
@@ -494,7 +503,8 @@ class ComposeTrace:
         return values[0] if len(values) == 1 else values
 
     def get_value_name(self, value: Any, who: str) -> str:
-        """Return the name of a value; raise ConfigError unless it belongs to this trace."""
+        """Return the name of a symbolic value. Raise ConfigError if `value` comes from the `compose` of another layer
+        or is not symbolic."""
         if not isinstance(value, ComposeValue) or value.tracing is not self:
             raise ConfigError(
                 f"{self.owner}: {who} {value!r}; {WORKS}: for a number or a function of numpy use nn.Lambda"
@@ -525,7 +535,8 @@ class ComposeTrace:
 
 
 class ComposingMeta(ABCMeta):
-    """Metaclass that runs `compose` after `__init__` of the class that is instantiated, which may be a subclass."""
+    """Metaclass of `Composite`: runs `compose` once the constructor of the instantiated class, which may be a
+    subclass, has finished."""
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
         layer = super().__call__(*args, **options)

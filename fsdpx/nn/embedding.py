@@ -1,4 +1,5 @@
-"""Embeddings, replicated or sharded over the tensor axis, and the cross-entropy loss of sharded logits."""
+"""Token embeddings, replicated or sharded by vocabulary over the tensor axis, and the cross-entropy loss of sharded
+logits."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ __all__ = [
 
 
 class Embedding(Layer):
-    """Looks up rows of `weight`: integers `(samples, ...)` -> `(samples, ..., embedding_dim)`.
+    """Embedding table, which looks up rows of `weight`: integers `(samples, ...)` -> `(samples, ..., embedding_dim)`.
 
     Raises DataError for numbers outside of [0, num_embeddings).
 
@@ -83,11 +84,11 @@ class Embedding(Layer):
 
 
 class TokenEmbeddingBase(Layer):
-    """The base class of token embeddings: weight[token] + position[time].
+    """The base class of token embeddings with learned positions: weight[token] + position[time].
 
     Subclasses define which shape of tokens they accept (`_require_token_shape`) and the positions of the tokens
-    (`_get_positions`). If a rank does not hold all rows of `weight`, they also define how rows are looked up and how
-    their gradients are added (`_look_up_rows`, `_add_row_gradients`)."""
+    (`_get_positions`). If a rank holds only a shard of `weight`, they also define how rows are looked up and how their
+    gradients are added (`_look_up_rows`, `_add_row_gradients`)."""
 
     takes = "indices"
     kernel_names = ("embedding_backward", "add_bias", "sum_rows")
@@ -140,7 +141,8 @@ class TokenEmbeddingBase(Layer):
 
 
 class TokenEmbedding(TokenEmbeddingBase):
-    """weight[token] + position[time]: tokens `(samples, time)` -> `(samples, time, d_model)`.
+    """Token embedding with learned positions, weight[token] + position[time]: tokens `(samples, time)` -> `(samples,
+    time, d_model)`.
 
     Parameters
     ----------
@@ -154,7 +156,7 @@ class TokenEmbedding(TokenEmbeddingBase):
     looks_up = True
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
-        if type(self) is not TokenEmbedding:  # a subclass may compute something else
+        if type(self) is not TokenEmbedding:  # a subclass may compute a different embedding
             return super().shard_over_ranks(request)
         size, inits = (self.vocab, self.d_model, self.seq_len), dict[str, Any](init=self.init)
         inits["position_init"] = self.position_init
@@ -174,9 +176,10 @@ class TokenEmbedding(TokenEmbeddingBase):
 
 
 class SequenceParallelTokenEmbedding(TokenEmbeddingBase):
-    """`TokenEmbedding` of this tensor rank's shard of the tokens, which are sharded along dim 1.
+    """`TokenEmbedding` whose input is sharded along the sequence (dim 1) over the tensor axis.
 
-    Positions are counted from the start of the full sequence. Each rank computes a summand of the gradients.
+    Positions are counted from the start of the full sequence. Each rank computes a summand of the parameter gradients,
+    from its own tokens.
 
     Parameters
     ----------
@@ -196,8 +199,8 @@ class SequenceParallelTokenEmbedding(TokenEmbeddingBase):
 
 
 def require_valid_indices(layer: Layer, x: Array, count: int) -> None:
-    """Raise DataError unless `x` contains integers from 0 to count - 1. Without this check, NumPy would accept -1 as
-    the last row, and CuPy would wrap invalid numbers around."""
+    """Raise DataError unless all elements of `x` are integers in [0, count). Without this check, NumPy would take -1
+    as the last row, and CuPy would wrap invalid indices around."""
     if not has_integer_dtype(x):
         raise DataError(f"{layer!r} wants whole numbers, got {x.dtype}")
     if x.size and (float(x.min()) < 0 or float(x.max()) >= count):
@@ -217,8 +220,8 @@ SHARD_ROWS = ShardSpec(0)
 
 
 class VocabParallelEmbedding(Layer):
-    """`Embedding` sharded by rows. Each rank gets the full input, looks up the rows that it holds, and takes 0 for all
-    other rows. The results are summed over the ranks.
+    """`Embedding` sharded by rows over the tensor axis. Each rank gets the full input, looks up the rows that it
+    holds, and takes 0 for all other rows. The results are summed over the ranks.
 
     Forward all-reduces the result, and backward communicates nothing. With `sequence`, forward reduce-scatters the
     result and backward all-gathers its gradient.
@@ -260,8 +263,8 @@ class VocabParallelEmbedding(Layer):
 
 
 class VocabParallelTokenEmbedding(TokenEmbeddingBase):
-    """`TokenEmbedding` whose `weight` is sharded by rows. Every rank holds the full `position`, which is added to the
-    summed rows.
+    """`TokenEmbedding` whose `weight` is sharded by rows over the tensor axis. Every rank holds the full `position`,
+    which is added after the looked-up rows have been summed over the ranks.
 
     Parameters
     ----------
@@ -289,7 +292,7 @@ class VocabParallelTokenEmbedding(TokenEmbeddingBase):
         return specs | {"weight": replace(specs["weight"], cut=SHARD_ROWS)}
 
     def _get_positions(self, env: LayerContext, x: Array) -> slice:
-        """Return the positions for which this rank returns results."""
+        """Return the slice of sequence positions whose embeddings this rank returns."""
         comm = env.mesh.tensor
         return slice(*shard_bounds(x.shape[1], comm.rank, comm.size)) if self.sequence else slice(x.shape[1])
 
@@ -301,7 +304,8 @@ class VocabParallelTokenEmbedding(TokenEmbeddingBase):
 
 
 class VocabParallelCrossEntropyLoss(Loss):
-    """`CrossEntropyLoss` of logits that are sharded along their last dim: y `(samples, ..., this rank's classes)`.
+    """`CrossEntropyLoss` of logits that are sharded by classes, their last dim: y `(samples, ..., classes of this
+    rank)`.
 
     Every rank has the full target `(samples, ...)`, and gets the total and weight over all classes. Forward performs
     two all-reduces of float64 arrays with one element per position: first the maximum of the position's logits, then
@@ -353,8 +357,8 @@ class VocabParallelCrossEntropyLoss(Loss):
         return kernels.cross_entropy_backward(env.xp, logits, here, lse, *given).reshape(y.shape)
 
     def _localize_labels(self, env: LayerContext, labels: Array, missing_label: int) -> Array:
-        """Return each label as an index into this rank's classes; `missing_label` where another rank holds the class or
-        the label is ignored."""
+        """Return each label as an index into this rank's classes. The index is `missing_label` if another rank holds
+        the class, or if the label is ignored."""
         inside, index = _localize_index(env, labels, self.classes)
         return env.xp.where(inside & (labels != self.ignore_index), index, missing_label)
 
@@ -363,16 +367,16 @@ class VocabParallelCrossEntropyLoss(Loss):
 
 
 def _localize_index(env: LayerContext, index: Array, total: int) -> tuple[Array, Array]:
-    """Convert global row numbers, out of `total`, to row numbers of this rank. Return a mask of the elements whose rows
-    this rank holds, and the local row numbers, which are 0 where the mask is False."""
+    """Convert row numbers of a table with `total` rows to row numbers of this rank's shard. Return a mask that is True
+    where this rank holds the row, and the local row numbers, which are 0 elsewhere."""
     start, stop = shard_bounds(total, env.mesh.tensor.rank, env.mesh.tensor.size)
     inside = (index >= start) & (index < stop)
     return inside, env.xp.where(inside, index - start, 0)
 
 
 def _look_up_sharded_rows(env: LayerContext, weight: Array, x: Array, total: int, sequence: bool) -> Array:
-    """Return rows `x` of a table with `total` rows that is sharded over the ranks; `weight` is this rank's part. With
-    `sequence`, the result is sharded along dim 1. Collective."""
+    """Return the rows `x` of a table with `total` rows that is sharded over the ranks; `weight` is this rank's shard.
+    With `sequence`, the result is sharded along dim 1. Collective."""
     comm = env.mesh.tensor
     if comm.size == 1:
         return weight[x]
@@ -387,7 +391,7 @@ def _look_up_sharded_rows(env: LayerContext, weight: Array, x: Array, total: int
 
 
 def _add_sharded_row_gradients(env: LayerContext, gw: Array, x: Array, dy: Array, total: int, sequence: bool) -> None:
-    """Add to `gw` the gradient of this rank's part of the table, given the gradient `dy` of the result of
+    """Add to `gw` the gradient of this rank's shard of the table; `dy` is the gradient of the result of
     `_look_up_sharded_rows`. Collective if `sequence`."""
     xp, comm = env.xp, env.mesh.tensor
     if sequence:
@@ -395,7 +399,7 @@ def _add_sharded_row_gradients(env: LayerContext, gw: Array, x: Array, dy: Array
     index, rows = x.reshape(-1), dy.reshape(-1, dy.shape[-1])
     if comm.size > 1:
         inside, index = _localize_index(env, index, total)
-        if not getattr(xp, "holds_no_data", False):  # selecting rows needs data
+        if not getattr(xp, "holds_no_data", False):  # shape-only arrays have no values that could select rows
             own_rows = xp.flatnonzero(inside)
             index, rows = index[own_rows], rows[own_rows]
     kernels.embedding_backward(xp, gw, index, rows)

@@ -23,8 +23,8 @@ __all__ = ["Bert", "BertEmbedding", "PatchEmbedding", "ViT"]
 
 
 class BertEmbedding(Composite):
-    """norm(tokens.weight[token] + tokens.position[time] + types.weight[type]). The two inputs are tokens and token
-    types, both `(samples, time)`.
+    """BERT's embedding: the LayerNorm of the sum of token, position and token-type embeddings. The two inputs are
+    tokens and token types, both `(samples, time)`.
 
     Parameters
     ----------
@@ -46,14 +46,14 @@ class BertEmbedding(Composite):
 
 
 class Bert(Container):
-    """BERT (Devlin et al. 2018). The inputs are tokens, token types and an attention mask, all of them integers
-    `(samples, time)`. The output is logits.
+    """BERT (Devlin et al. 2018): tokens, token types and an attention mask, all of them integers `(samples, time)` ->
+    logits.
 
     Positions with mask 0 are padding: no position with mask 1 attends to them. Padding positions attend to each other,
     so their outputs differ from those of other implementations and must be ignored. Children are "embed", "blocks.0",
     "blocks.1", ..., and those of a head. The token head has "dense", "activation", "norm" and "head", whose weight is
-    tied to the embedding. The class head has "first", "pooler", "activation" and "head". Initial weights are
-    N(0, 0.02).
+    tied to the embedding. The class head has "first", "pooler", "activation" and "head". Initial weights are N(0,
+    0.02).
 
     Parameters
     ----------
@@ -137,11 +137,11 @@ def _make_class_head(d_model: int, classes: int, dropout: float) -> dict[str, La
 
 
 class PatchEmbedding(Layer):
-    """Converts images `(samples, channels, size, size)` to a class token and one token per patch, and adds positions.
+    """ViT's embedding: converts images `(samples, channels, size, size)` to a class token and one token per patch, and
+    adds learned positions.
 
-    The result is `(samples, 1 + patches, d_model)`; patches are ordered row by row. Parameters are
-    `weight (d_model, channels, patch, patch)`, `bias (d_model,)`, `token (d_model,)` and
-    `position (1 + patches, d_model)`.
+    The result is `(samples, 1 + patches, d_model)`; patches are ordered row by row. Parameters are `weight (d_model,
+    channels, patch, patch)`, `bias (d_model,)`, `token (d_model,)` and `position (1 + patches, d_model)`.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
-"""Matrix products and sums that accumulate 16-bit arrays in float32, and the gradient arrays to which they are added.
+"""Accumulates gradients: gradient arrays that are zeroed only when needed, and matrix products and sums that add to
+them.
 
-Matrix products in float32 and float64 call BLAS directly. Layers add to gradient arrays, which are set to zero when
-they are first read."""
+Products and sums of 16-bit arrays accumulate in float32. Matrix products in float32 and float64 call BLAS directly."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ WRITTEN, BLANK = 0, 1
 
 
 class GradientEntry:
-    """The gradient of one parameter. is_blank: whether nothing has been written yet, in which case the content of the
-    array is undefined.
+    """The gradient array of one parameter, with a flag that tells whether it has been written since the last reset.
+    Before that, its content is undefined (`is_blank`).
 
-    The state is stored as one byte, `flags[at]`. The flags of all gradients in a buffer are contiguous, so that they
-    can be checked and changed together."""
+    The flag is one byte, `flags[at]`. The flags of all gradients in a buffer are contiguous, so that they can be
+    checked and changed together."""
 
     __slots__ = ("array", "at", "flags")
 
@@ -58,7 +58,7 @@ class GradientEntry:
         return self.flags[self.at] == BLANK
 
     def get_array_to_add_into(self) -> Array:
-        """Return the array to which a gradient can be added. If nothing has been written yet, set the array to zero
+        """Return the gradient array for adding to it in place. If nothing has been written to it yet, set it to zero
         first."""
         if self.flags[self.at] == BLANK:
             self.array[...] = 0
@@ -67,7 +67,7 @@ class GradientEntry:
 
 
 class GradientEntries(dict[str, GradientEntry]):
-    """The gradients in one buffer by name, in the order in which they are stored."""
+    """The gradients of one flat buffer, by parameter name, in the order in which the buffer stores them."""
 
     def __init__(self, arrays: Mapping[str, Array]) -> None:
         self.flags = bytearray(len(arrays))
@@ -89,7 +89,7 @@ class GradientEntries(dict[str, GradientEntry]):
 
 class Gradients(Mapping[str, Array]):
     """Gradients by parameter name. Layers add to them by `g["weight"] += d`; `claim_gradient` is faster, because it
-    avoids setting the array to zero.
+    avoids setting the array to zero first.
 
     Tied parameters share one `GradientEntry` under several names."""
 
@@ -103,7 +103,8 @@ class Gradients(Mapping[str, Array]):
         return self.entries[name].get_array_to_add_into()
 
     def __setitem__(self, name: str, array: Array) -> None:
-        """Store a gradient. Python calls this at the end of `g[name] += d`, after the addition in place."""
+        """Accept `array` as the gradient `name`. Python calls this at the end of `g[name] += d`, after the addition in
+        place."""
         entry = self.entries[name]
         if array is not entry.array:
             entry.array[...] = array
@@ -119,10 +120,10 @@ class Gradients(Mapping[str, Array]):
         return len(self.entries)
 
     def group_by_child(self, aliases: Mapping[str, str]) -> dict[str, Gradients]:
-        """Return the gradients grouped by the first part of their dotted names, as `fsdpx.nn.layer.group_by_child`
-        does. The result is cached.
+        """Return the gradients grouped by child layer, the first part of their dotted names, as
+        `fsdpx.nn.layer.group_by_child` does. The result is cached.
 
-        aliases: alias -> name of tied parameters."""
+        `aliases` maps the aliases of tied parameters to their canonical names."""
         if self._branches is None or self._branches[0] is not aliases:
             self._branches = (aliases, self._group_entries(aliases))
         return self._branches[1]
@@ -137,8 +138,8 @@ class Gradients(Mapping[str, Array]):
 
 
 def claim_gradient(g: Mapping[str, Array], name: str) -> tuple[Array, bool] | None:
-    """Return the array for a gradient, and whether the caller must add to its content instead of overwriting it. Return
-    None if the parameter is frozen.
+    """Return the gradient array of a parameter, and whether the caller must add to its content (True) or overwrite it
+    (False). Return None if the parameter is frozen.
 
     The gradient is marked as written, so the caller must write every element."""
     if type(g) is not Gradients:
@@ -151,7 +152,7 @@ def claim_gradient(g: Mapping[str, Array], name: str) -> tuple[Array, bool] | No
 
 
 def accumulation_dtype(dtype: Any) -> np.dtype:
-    """Return the dtype in which values of `dtype` are summed: float32 for 16-bit floats, else `dtype`."""
+    """Return the dtype in which to sum values of `dtype`: float32 for 16-bit floats, else `dtype` itself."""
     return np.dtype(np.float32) if np.dtype(dtype).itemsize == 2 else np.dtype(dtype)
 
 
@@ -161,13 +162,15 @@ def has_integer_dtype(x: Any) -> bool:
 
 
 def as_indices(x: Any) -> Any:
-    """Return an array of integers or booleans as int32 or int64, the dtypes that kernels accept."""
+    """Return an integer or boolean array as int32 or int64, the index dtypes that kernels accept."""
     return x if np.dtype(x.dtype) in (np.int32, np.int64) else x.astype(np.int64)
 
 
 def convert_input(array: Any, takes: str, dtype: Any) -> Any:
-    """Return a model input in the dtype in which the layers that read it take their inputs. takes: one of the words of
-    `Layer.takes`. dtype: the dtype in which the model computes, for which "numbers" stands."""
+    """Return a model input cast to the dtype that the layers reading it expect.
+
+    `takes` is a word of `Layer.takes`: "numbers", "indices" or "given". `dtype` is the dtype in which the model
+    computes, to which inputs that are "numbers" are cast."""
     if not has_integer_dtype(array) or takes == "given":
         return array
     if takes == "numbers":
@@ -176,8 +179,8 @@ def convert_input(array: Any, takes: str, dtype: Any) -> Any:
 
 
 def as_rows(x: Any) -> Any:
-    """Return an array `(..., n)` as `(rows, n)`, so that a matrix product needs one BLAS call instead of one per
-    sample."""
+    """Return an array `(..., n)` as a matrix `(rows, n)`, so that a matrix product needs one BLAS call instead of one
+    per sample."""
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
@@ -195,7 +198,8 @@ def matmul_in_dtype(xp: Any, a: Any, b: Any) -> Any:
 
 
 def matmul_along_dim(xp: Any, x: Array, dim: int, table: np.ndarray) -> Array:
-    """Return the product of `x` with the matrix `table`, contracting dim `dim` of `x` with dim 0 of `table`."""
+    """Multiply along one dim: contract dim `dim` of `x` with dim 0 of the matrix `table`, whose columns become the new
+    dim `dim`."""
     return xp.moveaxis(xp.moveaxis(x, dim, -1) @ xp.asarray(table.astype(x.dtype)), -1, dim)
 
 
@@ -229,8 +233,8 @@ def linear_forward(xp: Any, x: Any, weight: Any, bias: Any | None) -> Any:
 
 
 def add_linear_gradients(xp: Any, g: Mapping[str, Any], dy: Any, x: Any) -> None:
-    """Add the parameter gradients of `linear_forward` for dy `(rows, m)` and x `(rows, n)`: dy^T x to `g["weight"]`,
-    and the column sums of dy to `g["bias"]`."""
+    """Add the parameter gradients of `linear_forward`: dy^T x to `g["weight"]`, and the column sums of dy to
+    `g["bias"]`, for dy `(rows, m)` and x `(rows, n)`."""
     if _can_use_blas(xp, dy, x):
         blas.linear_backward_params(claim_gradient(g, "weight"), claim_gradient(g, "bias"), dy, x)
         return
@@ -244,7 +248,7 @@ def add_linear_gradients(xp: Any, g: Mapping[str, Any], dy: Any, x: Any) -> None
 
 
 def linear_backward(xp: Any, g: Mapping[str, Any], weight: Any, dy: Any, x: Any) -> Any:
-    """Return the gradient of x, and add the gradients of the parameters as `add_linear_gradients` does."""
+    """Return the gradient of the input x of `linear_forward`, and add the gradients of its weight and bias to `g`."""
     dtype = dy.dtype
     if xp is np and dtype is x.dtype and dtype.char in "fd":
         dx = np.empty(x.shape, dtype)
@@ -255,7 +259,8 @@ def linear_backward(xp: Any, g: Mapping[str, Any], weight: Any, dy: Any, x: Any)
 
 
 def add_matmul_gradient(xp: Any, g: Mapping[str, Any], name: str, a: Any, b: Any) -> None:
-    """Add the 2-D product `a @ b` to the gradient `name`, unless the parameter is frozen; the sum is rounded once."""
+    """Add the matrix product `a @ b` to the gradient `name`, unless the parameter is frozen. The sum is rounded only
+    once."""
     into = claim_gradient(g, name)
     if into is None:
         return
@@ -280,10 +285,10 @@ def _matmul_into(xp: Any, out: Any, add: bool, a: Any, b: Any) -> None:
 
 
 def add_sum_into(xp: Any, out: Any, a: Any, dim: int | tuple[int, ...]) -> None:
-    """Add `a.sum(dim)` to `out` in place; the sum is rounded once."""
+    """Add `a.sum(dim)` to `out` in place. The sum is rounded only once."""
     if (
         a.ndim > 2 and dim == (0, *range(2, a.ndim)) and get_device_of_array(a).sums_by_kernel
-    ):  # a kernel, because array code is slow on devices
+    ):  # one kernel is faster than several array operations on such devices
         out += kernels.channel_sums(xp, a)
         return
     out += xp.sum(a, axis=dim, dtype=accumulation_dtype(a.dtype))

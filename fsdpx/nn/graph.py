@@ -1,4 +1,4 @@
-"""Graph: layers wired as a directed acyclic graph, with several inputs and outputs."""
+"""A container whose layers form a directed acyclic graph, with several inputs and outputs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,13 +10,13 @@ __all__ = ["Graph"]
 
 
 class Graph(Container):
-    """A directed acyclic graph of layers, such as
-    `Graph({"up": (Linear(8, 16), "x"), "sum": (Add(), "up", "z")}, inputs=("x", "z"), outputs=("sum",))`.
+    """A directed acyclic graph of layers, such as `Graph({"up": (Linear(8, 16), "x"), "sum": (Add(), "up", "z")},
+    inputs=("x", "z"), outputs=("sum",))`.
 
-    Nodes run in the given order as far as possible. Several inputs are passed, and several outputs returned, as a
-    tuple. If a nested Graph has several outputs, they are read as `"name.output"`. Raises ConfigError for a cycle, and
-    for an unknown or duplicate name. A node whose result is not read also runs, and its parameters are trained with a
-    gradient of zero.
+    Nodes run in the given order as far as their inputs allow. Several inputs are passed as a tuple, and several
+    outputs are returned as a tuple. If a nested Graph has several outputs, they are read as `"name.output"`. A node
+    whose result is not read also runs, and its parameters are trained with a gradient of zero. Raises ConfigError for
+    a cycle, and for an unknown or duplicate name.
 
     Parameters
     ----------
@@ -79,8 +79,8 @@ def _require_known_values(steps: Sequence[ChildCall], inputs: Sequence[str], out
 
 
 def _sort_topologically(steps: Sequence[ChildCall], inputs: Sequence[str]) -> list[ChildCall]:
-    """Return the steps in topological order, which keeps the given order as far as possible. The algorithm
-    is that of Kahn (1962), where the first step that is ready is always taken next."""
+    """Return the steps in topological order, by Kahn's algorithm (1962). Of the steps whose inputs are available, the
+    first in the given order is always taken next."""
     waiting, ready, ordered = list(steps), set(inputs), []
     while waiting:
         step = next((s for s in waiting if ready.issuperset(s.sources)), None)

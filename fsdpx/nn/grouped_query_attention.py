@@ -1,4 +1,4 @@
-"""Grouped-query attention, and a transformer block with it."""
+"""Grouped-query attention, and a transformer block that can use any attention layer, MLP and norm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["AttentionBlock", "GroupedQueryAttention"]
 
 
 class GroupedQueryAttention(AttentionContainer, Composite):
-    """The attention of Llama and similar models, as one unit. Input and output have the shape
+    """Grouped-query attention as in Llama and similar models, as one FSDP unit. Input and output have the shape
     `(samples, time, d_model)`.
 
     Weights are `q.weight (n_heads d_head, d_model)`, `k.weight` and `v.weight (kv_heads d_head, d_model)`, and
@@ -81,15 +81,15 @@ class GroupedQueryAttention(AttentionContainer, Composite):
 
 
 class AttentionBlock(Composite):
-    """x + attn(norm1(x)), then x + mlp(norm2(x)), as one unit. Input and output have the shape
+    """Transformer block, as one FSDP unit: x + attn(norm1(x)), then x + mlp(norm2(x)). Input and output have the shape
     `(samples, time, d_model)`.
 
     Parameters
     ----------
     attn : the attention layer; if it has segments as a second input, so does the block
-    mlp : the layer of the second branch
+    mlp : the feed-forward layer, such as a GatedMLP
     norm : a norm layer; norm1 and norm2 are copies of it
-    post : whether norms follow the sums, as in BERT: norm1(x + attn(x)), then norm2(x + mlp(x))
+    post : whether to use post-norm, as in BERT: norm1(x + attn(x)), then norm2(x + mlp(x))
     """
 
     unit = True

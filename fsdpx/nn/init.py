@@ -1,5 +1,5 @@
-"""Initializers of parameters. They are functions of a seed, a name and a range, so that any rank can compute any part
-without communication."""
+"""Parameter initializers. Each value depends only on the seed, the parameter's name and the index of the element, so
+any rank can compute any shard without communication."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -90,8 +90,8 @@ ones = Constant(1.0)
 
 
 def make_initial_values(specs: Mapping[str, Any], seed: int = 0, dtype: Any = np.float32) -> dict[str, np.ndarray]:
-    """Return the full initial parameters for `specs` (name -> `ParameterSpec`) as NumPy arrays. The initial shards of
-    any sharding are slices of these arrays."""
+    """Return the full initial parameters for `specs` (name -> `ParameterSpec`) as NumPy arrays. Ranks that initialize
+    only their shards get slices of the same arrays, whatever the sharding."""
     return {
         name: spec.init(seed, name, 0, spec.size, spec.shape).astype(dtype).reshape(spec.shape)
         for name, spec in specs.items()

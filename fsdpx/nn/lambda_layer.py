@@ -1,4 +1,4 @@
-"""Lambda: a layer that applies an elementwise NumPy function, with a derivative that is checked."""
+"""Lambda: a layer that applies a NumPy function to each element, with a derivative that is checked numerically."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Lambda(Layer):
     def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Array, Any]:
         inputs = self._as_inputs(x)
         require_equal_shapes(self, inputs)
-        if getattr(env.xp, "holds_no_data", False):  # the result of an elementwise function has this shape and dtype
+        if getattr(env.xp, "holds_no_data", False):  # an elementwise function preserves shape and dtype
             return env.xp.empty_like(inputs[0]), inputs
         return self.function(*inputs), inputs
 
@@ -86,7 +86,8 @@ class Lambda(Layer):
             self._require_matching_derivative(x, i, by, y)
 
     def _require_matching_derivative(self, x: list[np.ndarray], i: int, by: Function, y: np.ndarray) -> None:
-        """Raise ConfigError unless the derivative with respect to input i agrees with central differences."""
+        """Raise ConfigError unless the derivative `by` with respect to input number `i` agrees with central
+        differences."""
         sides = [self.function(*x[:i], x[i] + step, *x[i + 1 :]) for step in (STEP, -STEP)]
         want, got = (sides[0] - sides[1]) / (2 * STEP), np.broadcast_to(by(*x), y.shape)
         finite = np.isfinite(want)
@@ -105,12 +106,12 @@ class Lambda(Layer):
 
 
 def _accepts_argument_count(function: Function, inputs: int) -> bool:
-    """Return whether a function accepts this number of arguments; True if Python cannot tell."""
+    """Return whether the function can be called with `inputs` positional arguments; True if Python cannot tell."""
     if isinstance(function, np.ufunc):
         return function.nin == inputs
     try:
         expects = signature(function)
-    except (TypeError, ValueError):  # a compiled function that has no signature
+    except (TypeError, ValueError):  # compiled functions may lack a signature
         return True
     try:
         expects.bind(*range(inputs))

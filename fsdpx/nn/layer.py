@@ -1,4 +1,5 @@
-"""The layer interface: parameters, forward and backward, the context of a call, and the text form of a layer."""
+"""The interface of layers: the base class `Layer`, its parameters, and the context in which forward and backward are
+called."""
 
 from __future__ import annotations
 
@@ -56,28 +57,30 @@ __all__ = [
 
 
 def require_positive(owner: object, **values: Any) -> None:
-    """Raise ConfigError unless each value is an integer of at least 1."""
+    """Raise ConfigError unless each value is an integer of at least 1. Values are passed by the names of constructor
+    arguments."""
     for name, value in values.items():
         if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
             raise ConfigError(f"{type(owner).__name__}: {name} must be a whole number >= 1, got {value!r}")
 
 
 def require_fraction(owner: object, **values: Any) -> None:
-    """Raise ConfigError unless each value is a number from 0 to 1."""
+    """Raise ConfigError unless each value is a number from 0 to 1. Values are passed by the names of constructor
+    arguments."""
     for name, value in values.items():
         if not isinstance(value, (int, float)) or not 0 <= value <= 1:
             raise ConfigError(f"{type(owner).__name__}: {name} must be between 0 and 1, got {value!r}")
 
 
 def require_last_dim(layer: object, x: Any, size: int) -> None:
-    """Raise ShapeError unless the last dim of `x` has the given size and at least one dim, samples, precedes it."""
+    """Raise ShapeError unless `x` has the shape (samples, ..., size)."""
     if x.ndim < 2 or x.shape[-1] != size:
         raise ShapeError(f"{layer!r} wants an input of shape (samples, ..., {size}), got {tuple(x.shape)}")
 
 
 def require_time_dim(x: Any) -> None:
-    """Raise ShapeError if `x` has too few dims for dim 1 to be time. Integers need 2 dims. Activations need 3, because
-    features follow time."""
+    """Raise ShapeError if `x` has no time dim: integers must be (samples, time, ...), and activations (samples, time,
+    ..., features)."""
     least, wanted = (2, "(samples, time, ...)") if has_integer_dtype(x) else (3, "(samples, time, ..., features)")
     if x.ndim < least:
         kind = "whole numbers" if has_integer_dtype(x) else "floats"
@@ -95,14 +98,14 @@ Params = Mapping[str, Array]
 
 
 class Pending(Protocol):
-    """A transfer in progress, which owns its arrays until `wait` returns."""
+    """Handle of a transfer in progress. It keeps the buffers alive until `wait` returns."""
 
     def wait(self) -> None: ...
 
 
 class AxisRanks(Protocol):
-    """The ranks along one axis of the mesh, with the collectives that layers use. This is a subset of the communicator
-    interface."""
+    """Protocol of the ranks along one axis of the mesh, with the collectives that layers use. It is a subset of the
+    communicator interface."""
 
     @property
     def rank(self) -> int: ...
@@ -130,10 +133,16 @@ class AxisRanks(Protocol):
 
 
 class LayerAxes(Protocol):
-    """The axes of the connected mesh that layers use.
+    """The mesh axes over which layers communicate.
 
-    tensor: ranks over which layers are sharded. data: ranks over which samples are split. parts: all ranks that hold
-    parts of the same fields. domain: for each dim of a field, the ranks along it. counters: counters of the step."""
+    Attributes
+    ----------
+    tensor : ranks over which layers are sharded
+    data : ranks over which the samples of a batch are split
+    parts : all ranks that hold parts of the same fields
+    domain : for each dim of a field, the ranks along that dim
+    counters : counters of the current step, to which layers add
+    """
 
     @property
     def tensor(self) -> AxisRanks: ...
@@ -152,18 +161,19 @@ class LayerAxes(Protocol):
 
 
 class GivenValues(Protocol):
-    """Initial values of a layer's parameters, which are kept until the ranks have taken their shards."""
+    """Initial parameter values that another library gave to a layer. They are kept until all ranks have taken their
+    shards."""
 
     def broadcast_from_rank0(self, comm: Any) -> None:
-        """Replace the values by the values of rank 0. Collective."""
+        """Replace the values on every rank by those of rank 0. Collective."""
 
     def release_reproducible_values(self) -> None:
-        """Release the values, once all ranks have taken their shards."""
+        """Free the memory of the values, once all ranks have taken their shards."""
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """The specification of one parameter of a layer.
+    """Shape, initializer and sharding of one parameter of a layer.
 
     Parameters
     ----------
@@ -210,7 +220,8 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """The context in which a layer is called; immutable.
+    """What a layer needs for one call besides parameters and inputs: array namespace, mesh, random numbers and modes.
+    Immutable.
 
     Parameters
     ----------
@@ -220,12 +231,12 @@ class LayerContext:
     training : whether dropout is active and running statistics are updated
     recompute : names of the activations that layers recompute in backward instead of saving ("attention")
     recomputing : whether this forward repeats an earlier one for backward and so must not update state again
-    time : full length of the sequences that are sharded along dim 1 over the tensor axis; None: the parts of all ranks
-        are equal
+    time : full length of the sequences that are sharded along dim 1 over the tensor axis; None: the shards of all
+        ranks have equal lengths
     cache : keys and values of the tokens that precede the input; None: the input contains full texts. A forward with a
         cache is not followed by a backward, so containers save nothing
-    constants : cached arrays that layers need repeatedly, such as tables of cosines, by a key that contains everything
-        on which the array depends. All layers of a trainer share the cache, which lives as long as the trainer
+    constants : cached arrays that layers need repeatedly, such as tables of cosines. The key must contain everything on
+        which the array depends. All layers of a trainer share the cache, which lives as long as the trainer
     """
 
     xp: Any
@@ -239,7 +250,7 @@ class LayerContext:
     constants: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     _below: dict[str, LayerContext] = field(
         default_factory=dict, init=False, repr=False, compare=False
-    )  # the contexts of child layers by name
+    )  # cached contexts of the child layers, by name
 
     def child(self, name: str) -> LayerContext:
         """Return the context of a child layer, which differs from this one only in its random numbers.
@@ -259,8 +270,8 @@ class LayerContext:
         return child
 
     def sequence_offset(self, part: int) -> tuple[int, int]:
-        """Return the position of this rank's part in a sequence that is sharded over the tensor axis, for
-        `random.get_number_subarray`.
+        """Return where this rank's part starts in a sequence that is sharded over the tensor axis, and the length of
+        the full sequence.
 
         Parameters
         ----------
@@ -282,8 +293,8 @@ class LayerContext:
 
 @dataclass(frozen=True)
 class ShardedLayer:
-    """The layer that each rank of the tensor axis runs instead of the full layer: the result of
-    `Layer.shard_over_ranks`.
+    """The result of `Layer.shard_over_ranks`: the layer that each rank of the tensor axis runs instead of the full
+    layer.
 
     Parameters
     ----------
@@ -300,8 +311,8 @@ class ShardedLayer:
 
 
 def require_pair(found: Any, method: str = "backward_input", wanted: str = "(dx, kept)") -> tuple[Any, Any]:
-    """Return the result of a layer's method; raise ShapeError if it is not a tuple of two. wanted: its parts, for the
-    message."""
+    """Return what a layer's method returned. Raise ShapeError unless it is a tuple of two elements; the message
+    describes them by `wanted`."""
     if not isinstance(found, tuple) or len(found) != 2:
         raise ShapeError(f"{method} gives {'an array' if hasattr(found, 'dtype') else found}, not {wanted}")
     return found
@@ -311,7 +322,7 @@ class Layer(ABC):
     """The base class of layers. A layer is a computation with its configuration. It holds no arrays, so one layer can
     be used in several places of a model.
 
-    Your own layer defines `specs`, `forward`, `backward_input` and, if it has parameters, `backward_params`;
+    A subclass defines `specs`, `forward`, `backward_input` and, if it has parameters, `backward_params`;
     `fsdpx.testing.LayerContract` tests it. The methods that compute take these arguments:
 
     Parameters
@@ -382,11 +393,12 @@ class Layer(ABC):
         wrap_constructor_with_argument_check(cls)
 
     def specs(self) -> dict[str, ParameterSpec]:
-        """Return the `ParameterSpec` of every parameter by name; parameters of children have dotted names."""
+        """Return the `ParameterSpec` of every parameter by name. Parameters of child layers have dotted names, such as
+        "head.weight"."""
         return {}
 
     def children(self) -> dict[str, Layer]:
-        """Return the child layers by name."""
+        """Return the child layers by name; {} for a layer that is not a container."""
         return {}
 
     def recompute(self, env: LayerContext, p: Params, saved: Any) -> Array:
@@ -407,7 +419,7 @@ class Layer(ABC):
 
     @abstractmethod
     def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Any, Any]:
-        """Return the result, and the values that backward needs.
+        """Compute the layer's result, and return it together with the values that backward needs.
 
         Parameters
         ----------
@@ -427,8 +439,8 @@ class Layer(ABC):
         """
 
     def forward_shape_only(self, env: LayerContext, p: Params, x: Any) -> Any:
-        """Return the result of `forward` on shape-only arrays. Override this if the shape is known without running
-        `forward`.
+        """Return the result of `forward` as an array without data, which has only a shape and a dtype. Override this
+        if the shape is known without running `forward`.
 
         Parameters
         ----------
@@ -450,7 +462,7 @@ class Layer(ABC):
 
     @abstractmethod
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Any) -> tuple[Any, Any]:
-        """Return the gradient of the input, and the values that `backward_params` needs.
+        """Compute the gradient of the input, and return it together with the values that `backward_params` needs.
 
         Parameters
         ----------
@@ -479,7 +491,8 @@ class Layer(ABC):
             raise ConfigError(f"{self!r} has parameters ({', '.join(g)}) but does not define backward_params")
 
     def backward(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Any) -> Any:
-        """Run `backward_input` and `backward_params`. Override this if the two together can be computed faster.
+        """Run `backward_input`, then `backward_params`. Override this if computing the gradients of input and
+        parameters together is faster.
 
         Parameters
         ----------
@@ -500,9 +513,10 @@ class Layer(ABC):
         return dx
 
     def backward_leaf(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Any) -> None:
-        """Run `backward` without returning dx, which is not needed if x depends only on data and frozen parameters.
+        """Compute only the gradients of the parameters. This is called if the gradient of the input is not needed,
+        because the input depends only on data and frozen parameters.
 
-        Override this if computing dx is expensive.
+        Override this if computing the gradient of the input is expensive.
 
         Parameters
         ----------
@@ -517,13 +531,13 @@ class Layer(ABC):
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
         """Return the layer that each rank of a tensor axis runs instead of this one, given the sharding of its inputs.
 
-        By default, this is the layer itself, which runs on the rank's part of the inputs: the full inputs, some of the
-        samples, or a part that `acts_on` allows. A layer that supports more overrides this method, and calls the base
-        method for all other requests.
+        By default, this is the layer itself, which each rank runs on its shard of the inputs. The inputs may be
+        replicated, sharded by samples, or sharded in a way that `acts_on` allows. A layer that supports more overrides
+        this method, and calls the base method for all other requests.
 
         Parameters
         ----------
-        request : sharding of the inputs, and the plan's mark for the layer
+        request : sharding of the inputs, and the tensor plan's mark for this layer, such as `ColumnParallel`
 
         Returns
         -------
@@ -564,12 +578,12 @@ class Layer(ABC):
         raise ConfigError(f"{location} reads {kind}, {reason}: {remedy}")
 
     def needs_full_input(self, input_index: int, mark: Any) -> bool:
-        """Return whether the layer needs an input in full, not sharded along the sequence.
+        """Return whether each rank needs the full sequence of an input, instead of a shard of it along the sequence.
 
         Parameters
         ----------
         input_index : index of the input
-        mark : the plan's mark for the layer; None: the layer has no mark
+        mark : the tensor plan's mark for the layer; None: the layer has no mark
 
         Returns
         -------
@@ -596,14 +610,14 @@ class Layer(ABC):
 
 
 def find_sequence_length(inputs: Iterable[Array]) -> int | None:
-    """Return the size of dim 1 for `LayerContext.time` if it is the same in all of a model's inputs, else None."""
+    """Return the common size of dim 1 of a model's inputs, for `LayerContext.time`. Return None if the sizes differ."""
     lengths = {x.shape[1] if len(x.shape) > 1 else None for x in inputs}
     return lengths.pop() if len(lengths) == 1 else None
 
 
 def list_kernels(layer: Layer) -> tuple[str, ...]:
-    """Return the names of the kernels that a layer and the layers inside it run, without duplicates, in a fixed
-    order."""
+    """Return the names of the compiled kernels that a layer and the layers inside it run, without duplicates, in a
+    fixed order."""
     names: dict[str, None] = {}
     seen: set[int] = set()
 
@@ -619,24 +633,25 @@ def list_kernels(layer: Layer) -> tuple[str, ...]:
 
 
 def join_path(path: str, name: str) -> str:
-    """Return the dotted path of `name` below `path`; the path of the root is empty."""
+    """Return the dotted path "path.name", or just `name` if `path` is empty, as it is for the root."""
     return f"{path}.{name}" if path and name else path or name
 
 
 def iterate_layers(layer: Layer, path: str = "") -> Iterator[tuple[str, Layer]]:
-    """Yield a layer and all layers inside it as (dotted path, layer)."""
+    """Yield (dotted path, layer) for a layer and all layers inside it."""
     yield path, layer
     for name, child in layer.children().items():
         yield from iterate_layers(child, join_path(path, name))
 
 
 def collect_specs(children: Iterable[tuple[str, Layer]]) -> dict[str, ParameterSpec]:
-    """Return the specs of all children, with each parameter name prefixed by the name of its child."""
+    """Return the parameter specs of all child layers, with names prefixed by the child's name, such as "head.weight".
+    """
     return {join_path(name, leaf): spec for name, layer in children for leaf, spec in layer.specs().items()}
 
 
 class Parameters(dict[str, Array]):
-    """Parameters by name. The set of names does not change, so that the grouping by child can be cached."""
+    """Parameter arrays by name. The set of names does not change, so the grouping by child layer can be cached."""
 
     _branches: tuple[Mapping[str, str], Mapping[str, Params]] | None = None
 
@@ -648,10 +663,11 @@ class Parameters(dict[str, Array]):
 
 
 def group_by_child(arrays: Params, ties: Mapping[str, str] = NO_TIES) -> Mapping[str, Params]:
-    """Return arrays grouped by the first part of their dotted names: `{"attn.qkv.weight": a}` becomes
-    `{"attn": {"qkv.weight": a}}`.
+    """Group arrays by child layer, the first part of their dotted names: `{"attn.qkv.weight": a}` becomes `{"attn":
+    {"qkv.weight": a}}`.
 
-    ties: alias -> name of tied parameters."""
+    `ties` maps the aliases of tied parameters to their canonical names; each array is returned under its aliases, too.
+    """
     if isinstance(arrays, Gradients | Parameters):
         return arrays.group_by_child(ties)
     aliases = {alias: arrays[name] for alias, name in ties.items() if name in arrays}
@@ -663,8 +679,8 @@ def group_by_child(arrays: Params, ties: Mapping[str, str] = NO_TIES) -> Mapping
 
 
 def format_constructor(thing: Any) -> str:
-    """Return a text such as `Linear(64, 128, bias=False)`, built from the constructor's signature and the attributes
-    that have the names of its arguments.
+    """Return a repr such as `Linear(64, 128, bias=False)`, built from the constructor's signature and the attributes
+    with the same names as its arguments.
 
     If an argument has no attribute, the child layers are listed as well, because they may depend on that argument."""
     words, inside = [], {}
@@ -683,13 +699,13 @@ def format_constructor(thing: Any) -> str:
 
 
 def store_init_args(thing: Any, given: Mapping[str, Any]) -> None:
-    """Store the arguments of a constructor as attributes with the same names, for `format_constructor`. given: the
-    constructor's `locals()`."""
+    """Store the arguments of a constructor as attributes with the same names, for `format_constructor`. `given` are
+    the constructor's `locals()`."""
     kind: Any = type(thing)
     vars(thing).update({name: given[name] for name in _list_init_parameters(kind)})
 
 
 @functools.cache
 def _list_init_parameters(kind: Any) -> Mapping[str, inspect.Parameter]:
-    _, *arguments = inspect.signature(kind.__init__).parameters.items()  # leaves out self
+    _, *arguments = inspect.signature(kind.__init__).parameters.items()  # the first parameter is self
     return dict(arguments)

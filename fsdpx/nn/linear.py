@@ -1,4 +1,4 @@
-"""Linear layers, replicated or sharded over the tensor axis."""
+"""Linear layers, replicated or tensor-parallel (column-parallel and row-parallel)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ __all__ = [
 
 
 class Linear(Layer):
-    """y = x weight^T + bias: `(samples, ..., in_features)` -> `(samples, ..., out_features)`.
+    """Fully connected layer, y = x weight^T + bias: `(samples, ..., in_features)` -> `(samples, ..., out_features)`.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ class Linear(Layer):
         return specs
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
-        if type(self) is not Linear:  # a subclass may compute something else
+        if type(self) is not Linear:  # a subclass may compute a different product
             return super().shard_over_ranks(request)
         return self._shard_by_mark(request)
 
@@ -162,7 +162,7 @@ class Linear(Layer):
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         bias = p["bias"] if self.bias else None
-        if x.ndim == 2 and x.shape[1] == self.in_features:  # avoids reshapes, which slow down small layers
+        if x.ndim == 2 and x.shape[1] == self.in_features:  # skips reshapes, which take noticeable time in small layers
             return linear_forward(env.xp, x, p["weight"], bias), (x,)
         require_last_dim(self, x, self.in_features)
         return linear_forward(env.xp, as_rows(x), p["weight"], bias).reshape(*x.shape[:-1], self.out_features), (x,)
@@ -190,7 +190,7 @@ class ShardedLinear(Layer):
     """The base class of ColumnParallelLinear and RowParallelLinear, with the options of the full Linear and its
     sharding.
 
-    The two are the pair of Megatron-LM (Shoeybi et al. 2019): between a ColumnParallelLinear and the following
+    The pair is that of Megatron-LM (Shoeybi et al. 2019): between a ColumnParallelLinear and the following
     RowParallelLinear, activations are sharded along the features, and nothing is communicated. With `sequence`,
     activations outside of the pair are sharded along dim 1 (Korthikanti et al. 2022). Each rank sends the following
     numbers of bytes, where n is the size in bytes of the full activation outside of the pair, and N the size of the
@@ -200,8 +200,7 @@ class ShardedLinear(Layer):
         ColumnParallelLinear              0                2n(N-1)/N
         RowParallelLinear                 2n(N-1)/N        0
         ColumnParallelLinear, sequence     n(N-1)/N         n(N-1)/N, and n(N-1)/N to gather its input once more
-        RowParallelLinear, sequence        n(N-1)/N         n(N-1)/N
-    """
+        RowParallelLinear, sequence        n(N-1)/N         n(N-1)/N"""
 
     kernel_names = ("linear",)
 
@@ -214,21 +213,21 @@ class ShardedLinear(Layer):
         cut.count_grains((linear.out_features, linear.in_features))
 
     def _multiply_shard(self, env: LayerContext, p: Params, x: Array, bias: Array | None) -> Array:
-        """Return the product of x with this rank's shard of the weight, as rows. The product is a part of the result
-        (column-parallel) or a summand of it (row-parallel)."""
+        """Return the product of x with this rank's shard of the weight, as a matrix (rows, features). It is a shard of
+        the result (column-parallel) or a summand of it (row-parallel)."""
         return linear_forward(env.xp, as_rows(x), p["weight"], bias)
 
     def _compute_input_gradient_rows(self, env: LayerContext, p: Params, dy: Array) -> Array:
-        """Return this rank's contribution to the input gradient, as rows. The contribution is a summand of the gradient
-        (column-parallel) or a part of it (row-parallel)."""
+        """Return this rank's contribution to the input gradient, as a matrix (rows, features). It is a summand of the
+        gradient (column-parallel) or a shard of it (row-parallel)."""
         return matmul_in_dtype(env.xp, as_rows(dy), p["weight"])
 
 
 class ColumnParallelLinear(ShardedLinear):
-    """Column-parallel `Linear`: `(samples, ..., in_features)` -> `(samples, ..., this rank's part of out_features)`.
+    """`Linear` whose `weight` and `bias` are sharded along dim 0: `(samples, ..., in_features)` -> `(samples, ...,
+    this rank's shard of out_features)`.
 
-    `weight` and `bias` are those of `Linear`, sharded along dim 0. Backward all-reduces the gradient of the input while
-    it computes the gradient of the weight.
+    Backward all-reduces the gradient of the input while it computes the gradient of the weight.
 
     Parameters
     ----------
@@ -264,7 +263,7 @@ class ColumnParallelLinear(ShardedLinear):
         return {name: replace(spec, cut=self._cut) for name, spec in self._linear.specs().items()}
 
     def forward_without_bias(self, env: LayerContext, p: Params, x: Array) -> Array:
-        """Return this rank's part of x weight^T, without the bias. Collective if `sequence`.
+        """Return this rank's features of x weight^T, without the bias. Collective if `sequence`.
 
         Parameters
         ----------
@@ -314,14 +313,14 @@ class ColumnParallelLinear(ShardedLinear):
         _add_gradients(env, g, dy, self._all_gather_input(env, x) if "weight" in g else x)
 
     def _all_gather_input(self, env: LayerContext, x: Array) -> Array:
-        """Return the input with all positions along dim 1. Collective if `sequence`."""
+        """Return the input with the full sequence along dim 1. Collective if `sequence`."""
         require_last_dim(self, x, self.in_features)
         if not self.sequence:
             return x
         return collectives.all_gather_dim(env.xp, env.mesh.tensor, x, 1, env.time, what=make_call_label(env, "input"))
 
     def _take_gradient_shard(self, env: LayerContext, dy: Array) -> Array:
-        """Return the part of the gradient that belongs to this rank's features."""
+        """Return the gradient of this rank's features, given the gradient `dy` of the layer's result."""
         return collectives.take_shard(env.xp, env.mesh.tensor, dy, -1) if self.gather_output else dy
 
     def _start_reducing_input_gradient(self, env: LayerContext, p: Params, dy: Array) -> collectives.PendingCollective:
@@ -333,10 +332,10 @@ class ColumnParallelLinear(ShardedLinear):
 
 
 class RowParallelLinear(ShardedLinear):
-    """Row-parallel `Linear`: `(samples, ..., this rank's part of in_features)` -> `(samples, ..., out_features)`.
+    """`Linear` whose `weight` is sharded along dim 1: `(samples, ..., this rank's shard of in_features)` -> `(samples,
+    ..., out_features)`.
 
-    `weight` is that of `Linear`, sharded along dim 1. Every rank holds the full `bias`, which is added after the sum
-    over the axis.
+    Products are summed over the tensor axis. Every rank holds the full `bias`, which is added after the sum.
 
     Parameters
     ----------
@@ -387,7 +386,7 @@ class RowParallelLinear(ShardedLinear):
         self.backward_params(env, g, (*saved, self._all_gather_gradient(env, dy), dy))
 
     def _all_gather_gradient(self, env: LayerContext, dy: Array) -> Array:
-        """Return the gradient of the result with all positions along dim 1. Collective if `sequence`."""
+        """Return the gradient of the result with the full sequence along dim 1. Collective if `sequence`."""
         if not self.sequence:
             return dy
         return collectives.all_gather_dim(
@@ -405,8 +404,8 @@ class RowParallelLinear(ShardedLinear):
 
 
 def _add_gradients(env: LayerContext, g: Params, dy: Array, x: Array) -> None:
-    """Add the gradients of weight and bias. If the weight is frozen, `x` was not gathered, and only the gradient of the
-    bias is added."""
+    """Add the gradients of weight and bias to `g`. If the weight is frozen, only the gradient of the bias is added,
+    and `x` need not have the full sequence."""
     if x.shape[:-1] == dy.shape[:-1]:
         add_linear_gradients(env.xp, g, as_rows(dy), as_rows(x))
     elif "bias" in g:
@@ -414,13 +413,14 @@ def _add_gradients(env: LayerContext, g: Params, dy: Array, x: Array) -> None:
 
 
 def make_call_label(env: LayerContext, thing: str) -> str:
-    """Return the label of a communication call for errors: the path of the layer, and what is communicated."""
+    """Return the label of a collective for error messages: the path of the layer, and the kind of array that is
+    communicated."""
     return f"{env.random.path} {thing}" if env.random.path else thing
 
 
 def require_known_length(env: LayerContext, x: Array, what: str) -> None:
-    """Raise ShapeError unless a rank can derive the length of the full sequence, of which `x` holds a part along dim 1.
-    The length is `env.time` if that is given; otherwise the parts of all ranks must be equal."""
+    """Raise ShapeError unless the length of the full sequence, of which `x` holds a shard along dim 1, can be derived.
+    It is `env.time` if given; otherwise the shards of all ranks must have equal lengths."""
     if env.time is None:
         collectives.require_divisible_dim(x.shape, 1, env.mesh.tensor.size, what)
     assert env.time in (None, x.shape[1]), f"{what}: a sequence of {x.shape[1]}, not {env.time}"

@@ -1,4 +1,5 @@
-"""Linearization: converts a model to a list of its leaf layers in execution order, from which programs are compiled."""
+"""Converts a model to a list of its leaf layers in execution order, from which training steps are compiled, and
+computes the shapes of all values without data."""
 
 import threading
 from collections import defaultdict
@@ -42,7 +43,8 @@ TAKES_WORDS = {"numbers", "indices", "given"}
 
 
 class OneRank:
-    """A mesh of one rank, and each axis of that mesh. An all-reduce changes nothing, because arrays are shape-only."""
+    """A mesh of one rank for shape-only forwards; it also stands for each axis of that mesh. An all-reduce changes
+    nothing, because arrays have no data."""
 
     rank, size, counters = 0, 1, None
 
@@ -62,12 +64,12 @@ class OneRank:
 
 @dataclass(frozen=True)
 class Node:
-    """One leaf of a `LayerList`.
+    """One layer in a `LayerList`.
 
     Parameters
     ----------
     path : dotted path of the layer; its parameters are named `path.name`
-    layer : a leaf layer, or a container that is one unit
+    layer : a leaf layer, or a container whose parameters are gathered together (an FSDP unit)
     inputs : numbers of the values that the layer reads
     output : number of the value that the layer returns
     """
@@ -80,17 +82,18 @@ class Node:
 
 @dataclass(frozen=True)
 class LayerList:
-    """The leaves of a model in execution order. Values are numbered: first the model's inputs, then one value per node.
+    """The leaf layers of a model in execution order. Values are numbered: first the model's inputs, then one value per
+    node.
 
     Parameters
     ----------
-    nodes : the leaves
+    nodes : the leaf layers
     inputs : names of the model's inputs
     outputs : numbers of the values that the model returns
     ties : alias -> canonical name of tied parameters
     frozen : canonical names of the parameters that containers freeze
     initial : initializers with which containers override those of layers, by canonical name
-    takes : the dtype word of each input, see `Layer.takes`
+    takes : for each input, the word that says in which dtype the model takes it, see `Layer.takes`
     """
 
     nodes: tuple[Node, ...]
@@ -103,10 +106,11 @@ class LayerList:
 
 
 def linearize(model: Layer, at: str = "", units: bool = False) -> LayerList:
-    """Return the leaves of `model`. Containers are replaced by their children, unless they are a `unit`; a model that
-    is a single layer becomes one node with the path "".
+    """Return the leaf layers of `model` in execution order. A container is replaced by its children, unless its class
+    sets `unit`. A model that is a single layer becomes one node with the path "".
 
-    at: path of `model`. units: whether units are replaced by their children as well."""
+    `at` is the path of `model`, which prefixes all paths. With `units`, containers that set `unit` are replaced by
+    their children, too."""
     inputs = list_input_names(model)
     nodes: list[Node] = []
     ties: dict[str, str] = {}
@@ -135,10 +139,10 @@ def linearize(model: Layer, at: str = "", units: bool = False) -> LayerList:
 
 
 def resolve_dtype_words(layer: Layer, count: int, wanted: Sequence[frozenset[str]]) -> list[frozenset[str]]:
-    """Return the dtype words of `Layer.takes` for each of a layer's `count` inputs. An input of a container has several
-    words if the layers that read it differ.
+    """Return, for each of a layer's `count` inputs, the words of `Layer.takes` that say in which dtype it is read. An
+    input of a container has several words if the layers that read it differ.
 
-    wanted: the dtype words for each result of the layer."""
+    `wanted` are the words with which each result of the layer is read. They replace the word "passed"."""
     if isinstance(layer, Container):
         wants = _resolve_container_words(layer, wanted)
         return [wants[name] for name in layer.inputs]
@@ -158,10 +162,10 @@ def _resolve_words(
     outputs: Sequence[Any],
     wanted: Sequence[frozenset[str]] = (),
 ) -> dict[Any, frozenset[str]]:
-    """Return the dtype words of `Layer.takes` for each value.
+    """Return, for each value, the words of `Layer.takes` with which layers read it.
 
-    steps: (layer, values read, values returned), from the last layer to the first. wanted: the dtype words for each
-    output."""
+    `steps` are (layer, values read, values returned), from the last layer to the first. `wanted` are the words with
+    which each output is read."""
     wants: dict[Any, frozenset[str]] = defaultdict(frozenset)
     for name, words in zip(outputs, wanted or [NUMBERS] * len(outputs), strict=True):
         wants[name] |= words
@@ -178,8 +182,8 @@ def _choose_dtype_word(words: frozenset[str]) -> str:
 
 
 class AsNumbers(Layer):
-    """Casts integers to the dtype in which the model computes. The cast precedes a layer that takes numbers if another
-    layer takes the same value as indices."""
+    """Casts integers to the dtype in which the model computes. It is inserted before a layer that computes with a
+    value that another layer reads as indices."""
 
     takes, acts_on = "given", "element"
 
@@ -194,8 +198,8 @@ class AsNumbers(Layer):
 
 
 def insert_number_casts(model: Layer, dtype: Any) -> Layer:
-    """Return `model` with casts inserted before layers that take an input as numbers, if other layers take the same
-    input as indices."""
+    """Return `model` with casts to `dtype` inserted where layers compute with an integer input that other layers read
+    as indices."""
     if not isinstance(model, Container):
         return model
     wanted = [NUMBERS] * len(model.outputs)
@@ -207,8 +211,9 @@ def insert_number_casts(model: Layer, dtype: Any) -> Layer:
 def _insert_casts_in_container(
     layer: Container, whole: set[str], wanted: Sequence[frozenset[str]], dtype: Any
 ) -> tuple[Container, list[bool]]:
-    """Return the container with casts inserted, and a flag for each of its outputs that tells whether it has integers.
-    whole: names of the values that are integers, to which the function adds names."""
+    """Return the container with casts to `dtype` inserted, and for each of its outputs whether it has integers.
+
+    `whole` are the names of the values that are integers; the function adds the names of results to it."""
     wants, numbered_names, steps = _resolve_container_words(layer, wanted), dict[str, str](), list[ChildCall]()
     for step in layer.steps:
         inner, below, sources = step.layer, [wants[name] for name in step.gives], list(step.sources)
@@ -233,8 +238,8 @@ def _insert_casts_in_container(
 
 
 def parameter_specs(model: LayerList) -> dict[str, ParameterSpec]:
-    """Return the `ParameterSpec` of every parameter by canonical dotted name, in execution order, without aliases.
-    Specs of frozen parameters are not trainable."""
+    """Return the `ParameterSpec` of every parameter by canonical dotted name, in execution order, without aliases. The
+    specs of frozen parameters have `trainable=False`."""
     specs = {}
     for node in model.nodes:
         for name, spec in node.layer.specs().items():
@@ -249,12 +254,12 @@ def parameter_specs(model: LayerList) -> dict[str, ParameterSpec]:
 def output_shapes(
     model: LayerList, inputs: Sequence[Any], dtype: Any = "float32", axes: LayerAxes | None = None
 ) -> list[Any]:
-    """Return the outputs of a model on this rank as shape-only arrays. inputs: one shape-only array per input.
+    """Return the outputs of a model on this rank as shape-only arrays, given one shape-only array per input.
 
-    dtype: dtype of the parameters. axes: the connected mesh of this rank, for models that are sharded over a tensor
-    axis; None: one rank. Raises ShapeError if an input of a layer does not fit; the error contains the path of the
-    layer, its inputs and their sources, and the shape that it needs. Raises ConfigError, with the path of the layer, if
-    a layer calls numpy directly or returns another dtype."""
+    `dtype` is the dtype of the parameters. `axes` is the connected mesh of this rank, for models that are sharded over
+    a tensor axis; None means one rank. Raises ShapeError if an input of a layer does not fit; the message contains the
+    path of the layer, its inputs and their sources, and the shape that it needs. Raises ConfigError, with the path of
+    the layer, if a layer calls numpy directly or returns another dtype."""
     values = value_shapes(model, inputs, dtype, axes=axes)
     return [values[i] for i in model.outputs]
 
@@ -266,8 +271,8 @@ def value_shapes(
     training: bool = True,
     axes: LayerAxes | None = None,
 ) -> list[Any]:
-    """Return all values of a model as shape-only arrays, in the order of their numbers. Arguments and errors are those
-    of `output_shapes`."""
+    """Return all values of a model (inputs, then the result of each node) as shape-only arrays. Arguments and errors
+    are those of `output_shapes`."""
     if len(inputs) != len(model.inputs):
         raise ShapeError(f"the model takes {len(model.inputs)} inputs ({', '.join(model.inputs)}), got {len(inputs)}")
     axes, real = axes or OneRank(), parse_dtype(dtype) if isinstance(dtype, str) else dtype
@@ -284,7 +289,7 @@ def _infer_shapes(model: LayerList, inputs: Sequence[Any], real: Any, training: 
     values, known = list(inputs), dict[Any, tuple[Any, Any]]()
     for node in model.nodes:
         key = (id(node.layer), *((values[i].shape, values[i].dtype) for i in node.inputs))
-        if key in known:  # the same layer has run with the same shapes
+        if key in known:  # a layer that occurs several times runs once per combination of shapes
             values.append(xp.ShapeArray(*known[key]))
             continue
         p = {
@@ -298,7 +303,7 @@ def _infer_shapes(model: LayerList, inputs: Sequence[Any], real: Any, training: 
             hint = f". As indices: {TAKES}" if isinstance(error, IndexError) else ""
             raise ShapeError(_describe_misfit(model, node, values, error) + hint) from error
         if wrong:
-            if isinstance(node.layer, Container):  # raises an error that names the layer inside
+            if isinstance(node.layer, Container):  # its children run one by one, so that the error names the wrong one
                 value_shapes(linearize(node.layer, node.path, units=True), x, real, training, axes)
             raise ConfigError(f"layer {node.path!r} {node.layer!r} {wrong}") from cause
         if isinstance(y, xp.ShapeArray):
@@ -310,8 +315,8 @@ def _infer_shapes(model: LayerList, inputs: Sequence[Any], real: Any, training: 
 def _run_node_on_shapes(
     env: LayerContext, node: Node, p: Params, x: Sequence[Any], dtype: Any
 ) -> tuple[Any, str, Exception | None]:
-    """Run a node on shape-only arrays. Return its result, a description of the problem ("" if there is none), and the
-    exception that caused the problem."""
+    """Run a layer on shape-only arrays. Return its result, a description of what is wrong with the layer ("" for
+    nothing), and the exception that caused it."""
     try:
         y = node.layer.forward_shape_only(env.child(node.path), p, x[0] if len(x) == 1 else tuple(x))
     except Exception as error:
@@ -345,7 +350,7 @@ UNKNOWN = "write it with functions that they know, or give env.xp.empty of the s
 
 
 def is_missing_function_error(error: Exception) -> bool:
-    """Return whether an exception was raised because the namespace of shape-only arrays lacks a function."""
+    """Return whether an exception was raised because shape-only arrays lack a NumPy function that was called."""
     return isinstance(error, AttributeError) and getattr(error.obj, "holds_no_data", False) is True
 
 
@@ -367,8 +372,8 @@ def _describe_value_source(model: LayerList, value: int) -> str:
 
 
 class _MemoizedResults(threading.local):
-    """The memoized results of this thread: key -> (result, objects that must stay alive because their ids are part of
-    the key)."""
+    """The results that `memoize` has stored in this thread, by key. Each entry also holds the objects whose ids are
+    part of the key, so that no new object gets the same id."""
 
     results: dict[Any, tuple[Any, list[Any]]] | None = None
 
@@ -378,8 +383,8 @@ _kept = _MemoizedResults()
 
 @contextmanager
 def memoizing() -> Iterator[None]:
-    """Inside the context, let `memoize` store its results. This saves repeated work if one model has several dry
-    runs."""
+    """Context manager inside of which `memoize` stores its results. This saves repeated work if one model has several
+    dry runs."""
     before = _kept.results
     _kept.results = {} if before is None else before
     try:
@@ -389,11 +394,11 @@ def memoizing() -> Iterator[None]:
 
 
 def memoize(key: tuple[Any, ...], find: Callable[[], T]) -> T:
-    """Return `find()`. Inside `memoizing`, return the memoized result if there is one for an equal key. Callers must
+    """Return `find()`, or, inside `memoizing`, the stored result of an earlier call with an equal key. Callers must
     not change the result.
 
-    key: everything on which the result depends. Shape-only arrays are compared by shape and dtype, and other objects,
-    such as models, by identity."""
+    `key` must contain everything on which the result depends. Shape-only arrays in it are compared by shape and dtype,
+    and other objects, such as models, by identity."""
     if _kept.results is None:
         return find()
     held: list[Any] = []

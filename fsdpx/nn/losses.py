@@ -1,5 +1,5 @@
-"""Losses. Each returns (total, weight), two sums over samples that add up over parts of a batch. The mean loss is
-total / weight."""
+"""Loss functions. Each returns (total, weight), which are summed over samples, microbatches and ranks; the mean loss
+is total / weight."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -28,11 +28,11 @@ __all__ = [
 
 
 class Loss(ABC):
-    """The base class of losses, which compare the output `y` of a model with a target. The loss is total / weight,
-    where total is a sum in float64 and weight the number of its terms.
+    """The base class of losses, which compare the output `y` of a model with a target. The mean loss is total /
+    weight, where total is a sum of errors in float64, and weight the number of summands.
 
-    A part of a batch may have weight 0 if it has no samples or all of them are ignored, because only the total of the
-    full global batch is divided by its weight. Your own loss defines `forward`, `backward` and `validate`.
+    The total of the whole global batch is divided by its weight once. So a rank or microbatch may have weight 0, if it
+    has no samples or all of them are ignored. A subclass defines `forward`, `backward` and `validate`.
 
     Parameters
     ----------
@@ -102,7 +102,8 @@ class Loss(ABC):
         """
 
     def bind_partition(self, parts: FieldPartition) -> "Loss":
-        """Return the loss to use if each rank holds one part of the output field; by default the loss itself.
+        """Return the loss to use if each rank holds one part of the output field (domain decomposition). By default,
+        this is the loss itself.
 
         Parameters
         ----------
@@ -120,7 +121,8 @@ class Loss(ABC):
 
 
 class CrossEntropyLoss(Loss):
-    """-log softmax(y)[target] for y `(samples, ..., classes)` and integer targets `(samples, ...)`, as in PyTorch.
+    """Cross-entropy of logits and class labels, as in PyTorch: -log softmax(y)[target] for y `(samples, ..., classes)`
+    and integer targets `(samples, ...)`.
 
     The weight is the number of targets that are not ignored.
 
@@ -167,8 +169,8 @@ class CrossEntropyLoss(Loss):
 
 
 class _Elementwise(Loss):
-    """The base class of losses with one term per element: y and target have equal shapes, and the weight is the number
-    of elements."""
+    """The base class of losses that sum one error per element: y and target have equal shapes, and the weight is the
+    number of elements."""
 
     acts_on = "position"
 
@@ -177,7 +179,7 @@ class _Elementwise(Loss):
 
 
 class CellWeights:
-    """Weights of cells in a loss, for this rank's part of a field.
+    """Weights of the cells of a field in a loss. The array covers this rank's part of the field.
 
     Parameters
     ----------
@@ -194,7 +196,8 @@ class CellWeights:
             raise ConfigError(f"{owner}: weights must be numbers >= 0, or bools")
 
     def __repr__(self) -> str:
-        """Return a text that is the same on all ranks, because ranks compare it."""
+        """Return a text without this rank's values. Ranks compare the repr of the loss, so it must be the same on all
+        of them."""
         return "<an array>"
 
     def broadcast_to_output(self, env: LayerContext, y: Array) -> Array:
@@ -206,7 +209,7 @@ class CellWeights:
         return env.constants[key]
 
     def require_fit(self, owner: object, shape: tuple[int, ...]) -> None:
-        """Raise DataError unless the weights fit an output of `shape`."""
+        """Raise DataError unless the weights can be broadcast to an output of `shape` (samples, channels, *cells)."""
         if self.array.shape not in (shape[2:], shape[1:], (1, *shape[2:])):
             raise DataError(
                 f"{owner!r}: weights of shape {self.array.shape} do not fit: this rank's part of the output is "
@@ -217,10 +220,10 @@ class CellWeights:
 def compute_masked_error(
     env: LayerContext, y: Array, target: Array, weights: CellWeights | None, skipna: bool
 ) -> tuple[Array, Array, Array | None]:
-    """Return y - target, the target, and the weights of elements, which broadcast to y; the weights are None if all are
-    1.
+    """Return y - target, the target, and the weight of each element, broadcastable to y. The weights are None if all
+    are 1.
 
-    In the first two results, elements with weight 0 are set to 0, even if they were NaN. skipna: whether elements whose
+    Where the weight is 0, the first two results are set to 0, even if they were NaN. With `skipna`, elements whose
     target is NaN get weight 0."""
     xp = env.xp
     y, target = (a.astype(accumulation_dtype(y.dtype), copy=False) for a in (y, target))
@@ -234,8 +237,8 @@ def compute_masked_error(
 
 
 class MSELoss(_Elementwise):
-    """The sum of (y - target)^2 for y and target of equal shape. The weight is the number of elements, or the sum of
-    their weights.
+    """Squared error: the sum of (y - target)^2 for y and target of equal shape. The weight is the number of elements,
+    or the sum of their weights.
 
     Parameters
     ----------
@@ -271,10 +274,9 @@ class MSELoss(_Elementwise):
 
 
 class BCEWithLogitsLoss(_Elementwise):
-    """Binary cross entropy of sigmoid(y): max(y, 0) - y target + log(1 + exp(-|y|)). The weight is the number of
-    elements.
+    """Binary cross-entropy of sigmoid(y) with targets from 0 to 1, or bools. The weight is the number of elements.
 
-    Targets are numbers from 0 to 1, or bools."""
+    It is computed without overflow, as max(y, 0) - y target + log(1 + exp(-|y|))."""
 
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
         super().validate(shape, target)
@@ -301,11 +303,12 @@ def require_target_shape(loss: Loss, wanted: tuple[int, ...], target: Array, wha
 
 @dataclass(frozen=True)
 class TensorParallelModel:
-    """The result of `parallelize`: the model and the loss that all ranks of the tensor axis run on the same batch.
+    """The result of `parallelize`: the sharded model and the loss that all ranks of the tensor axis run on the same
+    batch.
 
     Parameters
     ----------
-    model, loss : the model with sharded layers, and a loss that compares the rank's part of the output
+    model, loss : the model with sharded layers, and a loss that takes this rank's shard of the output
     output_dim : the dim along which the model's output is sharded: -1 for classes, 1 for the sequence, 0 for samples;
         None: the output is not sharded
     partial : names of the parameters for which each rank computes only a summand of the gradient; the summands must be

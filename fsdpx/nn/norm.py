@@ -1,4 +1,4 @@
-"""Norms: LayerNorm, RMSNorm and BatchNorm."""
+"""Normalization layers: LayerNorm, RMSNorm and BatchNorm."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ __all__ = ["BatchNorm", "LayerNorm", "RMSNorm", "make_affine_specs"]
 
 
 class _RowNorm(Layer):
-    """The base class of LayerNorm and RMSNorm, which normalize over the last dims. Backward recomputes their result."""
+    """The base class of LayerNorm and RMSNorm, which normalize over the last dims. Their results are not saved for
+    backward, but recomputed."""
 
     cheap = True
 
@@ -34,7 +35,7 @@ class _RowNorm(Layer):
 
 
 class LayerNorm(_RowNorm):
-    """(x - mean) / sqrt(var + eps) * weight + bias over the last dims (Ba et al. 2016).
+    """Layer normalization over the last dims: (x - mean) / sqrt(var + eps) * weight + bias (Ba et al. 2016).
 
     Parameters
     ----------
@@ -81,7 +82,7 @@ class LayerNorm(_RowNorm):
 
 
 class RMSNorm(_RowNorm):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dims (Zhang and Sennrich 2019).
+    """Root-mean-square normalization over the last dims: x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019).
 
     Parameters
     ----------
@@ -130,7 +131,7 @@ class RMSNorm(_RowNorm):
             return weight
         return (
             weight.astype(accumulation_dtype(weight.dtype), copy=False) + 1.0
-        )  # float32, because a 16-bit sum 1 + weight would lose most bits of weight
+        )  # in float32, because a 16-bit sum 1 + weight would lose most bits of weight
 
 
 def _as_shape_tuple(layer: Layer, shape: int | Sequence[int]) -> tuple[int, ...]:
@@ -142,7 +143,7 @@ def _as_shape_tuple(layer: Layer, shape: int | Sequence[int]) -> tuple[int, ...]
 
 
 def make_affine_specs(shape: tuple[int, ...], bias: bool = True) -> dict[str, ParameterSpec]:
-    """Return the specs of the weight and, if `bias`, the bias of a norm."""
+    """Return the parameter specs of a norm's weight (ones) and, if `bias`, of its bias (zeros)."""
     return {"weight": ParameterSpec(shape, ones, norm=True)} | (
         {"bias": ParameterSpec(shape, zeros, norm=True)} if bias else {}
     )
@@ -160,15 +161,16 @@ def _flatten_parameter(arrays: Params, name: str) -> Array | None:
 
 
 class BatchNorm(Layer):
-    """(x - mean) / sqrt(var + eps) * weight + bias for each channel, dim 1 (Ioffe and Szegedy 2015).
+    """Batch normalization of each channel (dim 1): (x - mean) / sqrt(var + eps) * weight + bias (Ioffe and Szegedy
+    2015).
 
-    The input is `(samples, num_features, ...)` with any number of dims. In training, mean and variance are those of the
-    global batch. Forward performs two all-reduces over the data axis: the sums for the mean, 8 (num_features + 1)
+    The input is `(samples, num_features, ...)` with any number of dims. In training, mean and variance are those of
+    the global batch. Forward performs two all-reduces over the data axis: the sums for the mean, 8 (num_features + 1)
     bytes, and then the squares of the deviations from the mean, 8 num_features bytes, which avoids cancellation.
     Backward performs one all-reduce of 16 num_features bytes. Ranks may hold different numbers of samples, or none.
-    Evaluation uses the state `running_mean` and `running_var` (unbiased). A forward in training updates this state,
-    unless it is a recomputation. As in PyTorch, DataError is raised in training if the global batch has only one value
-    per channel.
+    Evaluation uses the running statistics `running_mean` and `running_var` (unbiased). A forward in training updates
+    them, unless it is a recomputation. As in PyTorch, DataError is raised in training if the global batch has only one
+    value per channel.
 
     Parameters
     ----------
@@ -245,8 +247,8 @@ class BatchNorm(Layer):
             g["weight"][...] += sums[self.num_features :].astype(g["weight"].dtype)
 
     def _all_reduce_statistics(self, env: LayerContext, x: Array) -> tuple[Array, Array, float]:
-        """Return, for each channel of the global batch, the mean and the sum of squared deviations from it, in float64,
-        and the number of elements per channel. Collective."""
+        """Return (mean, squares, count) of the global batch: for each channel, the mean and the sum of squared
+        deviations from it, in float64, and the number of elements per channel. Collective."""
         ranks, count = env.mesh.data, float(x.shape[0] * math.prod(x.shape[2:]))
         sums = kernels.channel_sums(env.xp, x)
         if ranks.size > 1:
@@ -261,7 +263,7 @@ class BatchNorm(Layer):
 
 
 def _cast_channel_arrays(x: Array, *channels: Array) -> tuple[Array, ...]:
-    """Return arrays with one value per channel, cast to the dtype in which kernels combine them with x: float64 on
-    devices that sum by kernels, else the accumulation dtype of x."""
+    """Cast arrays with one value per channel to the dtype in which kernels combine them with x: float64 on devices
+    that sum by kernels, else the accumulation dtype of x."""
     dtype = np.dtype(np.float64) if get_device_of_array(x).sums_by_kernel else accumulation_dtype(x.dtype)
     return tuple(a if a.dtype == dtype else a.astype(dtype) for a in channels)

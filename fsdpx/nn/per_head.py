@@ -27,19 +27,19 @@ __all__ = ["Attention", "HeadNorm", "PerHead"]
 
 
 class PerHead(Layer):
-    """The base class of layers whose input is the concatenated features of heads. Such layers can also run on a part of
-    the heads.
+    """The base class of layers that treat each attention head separately, so that a tensor rank can run them on its
+    own heads. Inputs are the concatenated features of all heads.
 
-    All heads share the parameters, so a rank that runs a part of the heads computes only a summand of each gradient."""
+    All heads share the parameters, so a rank that runs only some heads computes a summand of each gradient."""
 
     d_head: int
     blocks = 1
     """Number of blocks of heads that are concatenated in one input; 3 for fused queries, keys and values."""
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
-        """Return the layer that runs on some of the heads, or on a part of the sequence. Raise ConfigError if the
-        inputs have different heads on a rank."""
-        kinds = request.kinds[:3]  # without segments, which every rank has in full
+        """Return the layer that a rank runs on its own heads, or on its part of the sequence. Raise ConfigError if a
+        rank would get different heads of different inputs."""
+        kinds = request.kinds[:3]  # leave out a fourth input, the segments, which every rank has in full
         cut = [kind for kind in kinds if isinstance(kind, ShardedFeatures)]
         if request.mark is not None or not (cut or any(isinstance(kind, ShardedSequence) for kind in kinds)):
             return super().shard_over_ranks(replace(request, kinds=kinds))
@@ -57,7 +57,8 @@ class PerHead(Layer):
         return ShardedLayer(self, ShardedFeatures(cut[0].total // self.blocks, 1, grain, cut[0].source), self.specs())
 
     def bind_sequence_shard(self, request: ShardingContext) -> Layer:
-        """Return the layer that processes all heads of a part of the sequence; by default the layer itself."""
+        """Return the layer that processes all heads of this rank's part of the sequence. By default, this is the layer
+        itself."""
         return self
 
 
@@ -101,10 +102,11 @@ class HeadNorm(PerHead):
 
 
 class Attention(PerHead):
-    """softmax(q k^T / sqrt(d_head)) v for each head, with queries, keys and values as three inputs.
+    """Scaled dot-product attention with queries, keys and values as three inputs: softmax(q k^T / sqrt(d_head)) v for
+    each head.
 
-    Queries are `(samples, time, n_heads x d_head)`, keys and values `(samples, time, kv_heads x d_head)`. Each group of
-    n_heads / kv_heads consecutive query heads shares one head of keys and values (Ainslie et al. 2023). With
+    Queries are `(samples, time, n_heads x d_head)`, keys and values `(samples, time, kv_heads x d_head)`. Each group
+    of n_heads / kv_heads consecutive query heads shares one head of keys and values (Ainslie et al. 2023). With
     "attention" in `env.recompute`, the enclosing layer saves only the inputs; see `AttentionContainer`.
 
     Parameters
@@ -180,7 +182,7 @@ class Attention(PerHead):
                 f"{path!r}: attention within {within} works on whole sequences: use a tensor plan, or "
                 f"sequence='parallel', instead of {sequence!r}"
             )
-        from fsdpx.nn.sequence_attention import RingAttention, UlyssesAttention  # imported only for sharded sequences
+        from fsdpx.nn.sequence_attention import RingAttention, UlyssesAttention  # needed only if sequences are sharded
 
         new = copy(self)
         new.core = RingAttention(self._heads) if sequence == "ring" else UlyssesAttention(self._heads)
@@ -223,7 +225,8 @@ class Attention(PerHead):
             raise DataError(f"{self!r} wants whole numbers as segments, got {segments[0].dtype}")
 
     def _get_segments(self, env: LayerContext, x: tuple[Array, ...]) -> Array | None:
-        """Return the segments in the dtype that the kernel takes; None if there is no such input."""
+        """Return the input that numbers the documents of packed sequences, in the dtype that the kernel takes. Return
+        None if the layer has no such input."""
         return x[3].astype(env.xp.int64, copy=False) if self.segments else None
 
     def _split_into_heads(self, x: tuple[Array, ...]) -> list[Array]:
@@ -231,14 +234,15 @@ class Attention(PerHead):
         return [split_heads(a, 1, self.d_head)[0] for a in x]
 
     def _repeat_and_fuse_heads(self, env: LayerContext, q: Array, k: Array, v: Array) -> Array:
-        """Return queries, keys and values concatenated along the features, with heads of keys and values repeated so
-        that there are as many as query heads."""
+        """Repeat the heads of keys and values until there are as many as query heads, and return queries, keys and
+        values concatenated along the features."""
         shape = (*q.shape[:2], self.kv_heads, self.n_heads // self.kv_heads, self.d_head)
         more = [env.xp.broadcast_to(a.reshape(*shape[:3], 1, self.d_head), shape).reshape(q.shape) for a in (k, v)]
         return concatenate_on_device(env.xp, (q, *more), 2)
 
     def _sum_repeated_heads(self, env: LayerContext, d: Array) -> tuple[Array, ...]:
-        """Return the gradients of q, k and v, given the gradient `d` of the result of `_repeat_and_fuse_heads`."""
+        """Return the gradients of q, k and v, given the gradient `d` of the result of `_repeat_and_fuse_heads`.
+        Gradients of repeated heads are summed."""
         width = self.n_heads * self.d_head
         dq, *rest = (d[:, :, i * width : (i + 1) * width] for i in range(3))
         shape = (*d.shape[:2], self.kv_heads, self.n_heads // self.kv_heads, self.d_head)

@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys, and scaling of positions for longer sequences."""
+"""Rotary position embeddings (RoPE) of queries and keys, and their scaling for longer sequences."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ SCALING_OPTIONS = {
 
 
 class Rotary(PerHead):
-    """Applies rotary positions to queries or keys `(samples, time, heads x d_head)`. In each head, features i and i +
-    d_head / 2 are rotated as a pair by the angle position x frequency (Su et al. 2021, in the feature order of Llama).
+    """Rotary position embedding (RoPE) of queries or keys `(samples, time, heads x d_head)`. In each head, features i
+    and i + d_head / 2 are rotated as a pair by the angle position x frequency (Su et al. 2021, in the feature order of
+    Llama).
 
     Parameters
     ----------
     d_head : number of features of a head, which must be even
-    theta : frequency i is theta^(-2 i / d_head)
+    theta : base of the frequencies; frequency i is theta^(-2 i / d_head)
     rope_scaling : None, or a mapping as in transformers, with "rope_type" ("linear", "dynamic", "llama3" or "yarn"),
         "factor" and the other options of that type. Raises ConfigError if an option is missing, or for "dynamic" with
         d_head=2
@@ -91,9 +92,9 @@ class Rotary(PerHead):
         """
         end, kind = first + count, accumulation_dtype(dtype)
         if self._scaling and self._scaling[0] == "dynamic" and total > self.seq_len:
-            cos, sin = self._make_cos_sin_table(env.xp, total, end, kind)  # valid only for this `total`, so not cached
+            cos, sin = self._make_cos_sin_table(env.xp, total, end, kind)  # not cached, since it depends on `total`
         else:
-            rows = 1 << max(end - 1, 0).bit_length()  # a power of two, so that many lengths share one table
+            rows = 1 << max(end - 1, 0).bit_length()  # a power of two, so that texts of many lengths share one table
             key = (Rotary, self.d_head, self.theta, self._scaling, self.seq_len, rows, kind)
             if key not in env.constants:
                 env.constants[key] = self._make_cos_sin_table(env.xp, self.seq_len, rows, kind)
@@ -105,7 +106,8 @@ class Rotary(PerHead):
         return xp.asarray(cos.astype(kind)), xp.asarray(sin.astype(kind))
 
     def _rotate_by_positions(self, env: LayerContext, positions: np.ndarray, longest: int, x: Array) -> Array:
-        """Return x with each token rotated by its position. positions: (samples, time), all less than `longest`."""
+        """Return x with each token rotated by its own position. `positions` is (samples, time), and all positions are
+        less than `longest`."""
         if self._scaling and self._scaling[0] == "dynamic":
             raise ConfigError(f"{self!r}: the angles of all tokens change with the length of the text: use cache=False")
         cos, sin = self.get_cos_sin(env, 0, longest, longest, x.dtype)
@@ -122,10 +124,11 @@ class Rotary(PerHead):
 def compute_frequencies(
     d_head: int, theta: float, scaling: Mapping[str, Any] | None = None, seq_len: int = 2048, time: int = 0
 ) -> tuple[np.ndarray, float]:
-    """Return the angle per position for each pair of features, (d_head / 2,) in float64, and the factor by which
-    cosines and sines are multiplied.
+    """Return the rotation angle per position of each pair of features, (d_head / 2,) in float64, and the factor by
+    which cosines and sines are multiplied.
 
-    time: length of the current sequence, on which "dynamic" depends. The other arguments are those of `Rotary`."""
+    `time` is the length of the current sequence, on which "dynamic" scaling depends. The other arguments are those of
+    `Rotary`."""
     checked = _parse_scaling(scaling, d_head)
     steps = np.arange(0, d_head, 2) / d_head
     if checked is None:
@@ -141,8 +144,8 @@ def compute_frequencies(
 
 
 def _scale_llama3(plain: np.ndarray, d_head: int, theta: float, options: Mapping[str, Any]) -> tuple[np.ndarray, float]:
-    """Return frequencies scaled as in Llama 3, and 1.0, the factor of cosines and sines. Low frequencies are divided by
-    "factor", high ones are kept, and those in between are interpolated."""
+    """Return frequencies scaled as in Llama 3, and 1.0 as the factor of cosines and sines. Low frequencies are divided
+    by "factor", high ones are kept, and those in between are interpolated."""
     factor, low, high = options["factor"], options["low_freq_factor"], options["high_freq_factor"]
     turns = options["original_max_position_embeddings"] * plain / (2 * math.pi)
     part = np.clip((turns - low) / (high - low), 0.0, 1.0)
@@ -150,9 +153,10 @@ def _scale_llama3(plain: np.ndarray, d_head: int, theta: float, options: Mapping
 
 
 def _scale_yarn(plain: np.ndarray, d_head: int, theta: float, options: Mapping[str, Any]) -> tuple[np.ndarray, float]:
-    """Return frequencies scaled by YaRN (Peng et al. 2023), and the factor of cosines and sines. Frequencies that make
-    more than `beta_fast` turns in the original length are kept, those with less than `beta_slow` are divided by the
-    factor, and a linear ramp over the features connects the two."""
+    """Return frequencies scaled by YaRN (Peng et al. 2023), and the factor of cosines and sines.
+
+    Frequencies that make more than `beta_fast` turns in the original length are kept, and those that make less than
+    `beta_slow` turns are divided by "factor". In between, a linear ramp over the features interpolates."""
     factor, length = options["factor"], options["original_max_position_embeddings"]
 
     def find_feature(turns: float) -> float:
@@ -179,8 +183,8 @@ def _compute_yarn_attention_factor(factor: float, options: Mapping[str, Any]) ->
 
 
 def _parse_scaling(scaling: Mapping[str, Any] | None, d_head: int) -> tuple[Any, ...] | None:
-    """Return the scaling type followed by (name, value) pairs of its options; None if positions are not scaled. Raise
-    ConfigError for an unknown type or a missing option."""
+    """Return `rope_scaling` as a hashable tuple: the scaling type, then a (name, value) pair for each option. Return
+    None if positions are not scaled. Raise ConfigError for an unknown type or a missing option."""
     if not scaling:
         return None
     way = scaling.get("rope_type", scaling.get("type"))
@@ -199,8 +203,8 @@ def _parse_scaling(scaling: Mapping[str, Any] | None, d_head: int) -> tuple[Any,
 def _compute_cos_sin(
     d_head: int, theta: float, scaling: tuple[Any, ...] | None, seq_len: int, time: int, count: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the cosines and sines for the first `count` positions in float64, multiplied by the factor of the
-    scaling."""
+    """Return the cosines and sines of the rotation angles of the first `count` positions, each (count, d_head / 2) in
+    float64, multiplied by the factor of the scaling."""
     options = {"rope_type": scaling[0], **dict(scaling[1:])} if scaling else None
     turns, size = compute_frequencies(d_head, theta, options, seq_len, time)
     angles = np.arange(count)[:, None] * turns[None, :]

@@ -1,4 +1,5 @@
-"""Sequence parallelism: layers that shard inputs and gather outputs, and losses of sharded outputs."""
+"""Sequence parallelism: layers that shard the model's input and all-gather its output, and losses of sharded outputs.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ __all__ = ["AllGatherFeatures", "ShardedBatchLoss", "ShardedSequenceLoss", "Spli
 
 
 class SplitSequence(Layer):
-    """Takes this rank's part of a full array, along the sequence (dim 1) or the samples (dim 0).
+    """Takes this rank's shard of a replicated array, along the sequence (dim 1) or the samples (dim 0).
 
     Backward all-gathers the gradient, for which a rank sends n(N-1)/N bytes for an array of n bytes on N ranks.
     Integers have no gradient.
@@ -50,8 +51,8 @@ class SplitSequence(Layer):
 
 
 class AllGatherFeatures(Layer):
-    """All-gathers the last dim, whose full size is `total`, so that every rank has the full array. A rank sends
-    n(N-1)/N bytes for an array of n bytes on N ranks."""
+    """All-gathers an array along its last dim, whose full size is `total`, so that every rank has the full array. A
+    rank sends n(N-1)/N bytes for an array of n bytes on N ranks."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -66,8 +67,8 @@ class AllGatherFeatures(Layer):
 
 
 class WithInputOutput(Layer):
-    """A model that consists of one layer, with optional layers before and after it. Unlike a `Sequential`, it keeps the
-    names of parameters."""
+    """Wraps a model with an optional layer before it and one after it. Unlike in a `Sequential`, the names of
+    parameters do not change."""
 
     def __init__(self, layer: Layer, enter: Layer | None = None, leave: Layer | None = None) -> None:
         self.layer, self.enter, self.leave = layer, enter, leave
@@ -110,9 +111,10 @@ class WithInputOutput(Layer):
 
 
 class ShardedBatchLoss(Loss):
-    """Computes `loss` for an output that is sharded along dim 0 over the tensor axis. All ranks have the full target.
+    """Computes `loss` for an output that is sharded by samples (dim 0) over the tensor axis. All ranks have the full
+    target.
 
-    Total and weight cover this rank's samples. Nothing is communicated."""
+    Total and weight are those of this rank's samples. Nothing is communicated."""
 
     partial = True
 
@@ -131,10 +133,10 @@ class ShardedBatchLoss(Loss):
 
 
 class ShardedSequenceLoss(Loss):
-    """Computes `loss` for an output that is sharded along dim 1 over a tensor axis of `width` ranks. All ranks have the
-    full target.
+    """Computes `loss` for an output that is sharded by positions (dim 1) over a tensor axis of `width` ranks. All
+    ranks have the full target.
 
-    Total and weight cover this rank's part of the sequence. Nothing is communicated."""
+    Total and weight are those of this rank's positions. Nothing is communicated."""
 
     acts_on = "position"
     partial = True
@@ -160,6 +162,6 @@ class ShardedSequenceLoss(Loss):
         if len(shape) < 2:
             raise DataError(f"{self!r}: an output of shape {tuple(shape)} has no dim 1 to be cut along")
         time = target.shape[1] if target.ndim > 1 else 0
-        if shape[1] not in (time // self.width, -(-time // self.width)):  # does not fit: let `validate` raise
+        if shape[1] not in (time // self.width, -(-time // self.width)):  # a wrong length, so that `validate` raises
             time = shape[1] * self.width
         self.loss.validate((shape[0], time, *shape[2:]), target)

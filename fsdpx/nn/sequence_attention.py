@@ -1,4 +1,4 @@
-"""Attention over a sequence that is sharded over ranks: Ulysses attention and ring attention."""
+"""Attention over sequences that are sharded over ranks (context parallelism): Ulysses attention and ring attention."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ KEYS_VALUES, GRADIENTS = 0, 1
 
 
 class UlyssesAttention:
-    """Ulysses attention (Jacobs et al. 2023). An all-to-all redistributes queries, keys and values from all heads of a
-    part of the time to the full time of a part of the heads, and a second one redistributes the result back.
+    """Ulysses attention (Jacobs et al. 2023). An all-to-all redistributes queries, keys and values from sequence
+    shards with all heads to full sequences with some of the heads. A second all-to-all redistributes the result back.
 
     The numbers of heads and positions need not be multiples of the number of ranks. Each of N ranks holds 1/N of the
     activations."""
@@ -48,8 +48,8 @@ class UlyssesAttention:
         return self._all_to_all_heads_to_time(env, dqkv, 3, "gradient of q, k, v")
 
     def _all_to_all_time_to_heads(self, env: LayerContext, x: Array, count: int, thing: str) -> Array:
-        """Redistribute an array from `(samples, part of time, count x all heads)` to `(samples, time, count x part of
-        heads)`. Collective."""
+        """Redistribute an array from sequence shards to head shards: `(samples, this rank's time, count x all heads)`
+        -> `(samples, time, count x this rank's heads)`. Collective."""
         apart = x.reshape(*x.shape[:2], count, self.heads.n_heads, self.heads.d_head)
         y = collectives.all_to_all_dims(
             env.xp, env.mesh.tensor, apart, 3, 1, env.time, what=make_call_label(env, thing)
@@ -57,7 +57,7 @@ class UlyssesAttention:
         return y.reshape(*y.shape[:2], count * y.shape[3] * y.shape[4])
 
     def _all_to_all_heads_to_time(self, env: LayerContext, x: Array, count: int, thing: str) -> Array:
-        """Redistribute an array back to a part of the time and all heads; inverts `_all_to_all_time_to_heads`.
+        """Redistribute an array from head shards back to sequence shards; the inverse of `_all_to_all_time_to_heads`.
         Collective."""
         width = x.shape[2] // (count * self.heads.d_head)
         apart = x.reshape(*x.shape[:2], count, width, self.heads.d_head)
@@ -72,9 +72,9 @@ class RingAttention:
     keeps its queries.
 
     An online softmax (Milakov and Gimelshein 2018) combines the results of the blocks. No rank ever holds keys, values
-    or scores of the full time, so the memory of a rank is O(time / N). With `causal`, a rank skips the blocks after its
-    own, so rank 0 waits while the last rank computes. Backward draws the random numbers of dropout again instead of
-    saving masks. The next block is received while the current block is computed."""
+    or scores of the full sequence, so the memory of a rank is O(time / N). With `causal`, a rank skips the blocks
+    after its own, so rank 0 waits while the last rank computes. Backward draws the random numbers of dropout again
+    instead of saving masks. The next block is received while the current block is computed."""
 
     def __init__(self, heads: AttentionHeads) -> None:
         self.heads = heads
@@ -126,12 +126,12 @@ class RingAttention:
         return heads.reshape(qkv.shape).astype(qkv.dtype, copy=False)
 
     def _is_block_visible(self, rank: int, block: int, q: Array, kv: Array) -> bool:
-        """Return whether queries of `rank` attend to keys of `block`. They do not if either is empty, which happens for
-        short sequences."""
+        """Return whether the queries of `rank` attend to any key of rank `block`. They do not if either rank has no
+        positions, which happens for short sequences."""
         return (not self.heads.causal or block <= rank) and q.shape[2] > 0 and kv.shape[3] > 0
 
     def _attend_block(self, env: LayerContext, q: Array, k: Array, v: Array, block: int) -> tuple[Array, Array]:
-        """Return the attention to the keys of one block, and the log-sum-exp of its scores."""
+        """Return the attention of this rank's queries to the keys of one block, and the log-sum-exp of the scores."""
         causal, heads = self.heads.causal and block == env.mesh.tensor.rank, self.heads
         if not self._is_dropping(env):
             return kernels.attention(env.xp, q, k, v, causal, heads.scale)
@@ -149,8 +149,8 @@ class RingAttention:
     def _attend_block_backward(
         self, env: LayerContext, q: Array, k: Array, v: Array, o: Array, lse: Array, do: Array, block: int
     ) -> Sequence[Array]:
-        """Return one block's contribution to the gradients of q, k and v, given the result over all blocks and its
-        log-sum-exp (Dao et al. 2022)."""
+        """Return one block's contribution to the gradients of q, k and v (Dao et al. 2022). `o` and `lse` are the
+        result over all blocks and its log-sum-exp."""
         causal, heads, xp = self.heads.causal and block == env.mesh.tensor.rank, self.heads, env.xp
         if not self._is_dropping(env):
             return kernels.attention_backward(xp, q, k, v, o, lse, do, causal, heads.scale)
@@ -161,7 +161,7 @@ class RingAttention:
     def _dropout_block_backward(
         self, env: LayerContext, weights: Array, heads: tuple[Array, ...], block: int, seen: Array | None
     ) -> tuple[Array, ...]:
-        """Return one block's contribution to the gradients of q, k and v, for attention with dropout."""
+        """Return one block's contribution to the gradients of q, k and v, if attention weights have dropout."""
         (q, k, v, o, do), xp, drop = heads, env.xp, self.heads.dropout
         multiply, seeing = partial(matmul_in_dtype, xp), None if seen is None else seen.T
         weights, keep = zero_hidden_weights(weights, seen), self._make_keep_mask(env, weights.shape, block)
@@ -178,7 +178,7 @@ class RingAttention:
         return env.training and self.heads.dropout > 0.0
 
     def _make_keep_mask(self, env: LayerContext, shape: tuple[int, ...], block: int) -> Array:
-        """Return the part of the full dropout mask (samples, heads, time, time) for this rank's queries and the keys of
+        """Return the slice of the dropout mask (samples, heads, time, time) for this rank's queries and the keys of
         `block`."""
         own_position = _, time = env.sequence_offset(shape[2])
         cuts = {2: own_position, 3: (shard_bounds(time, block, env.mesh.tensor.size)[0], time)}
@@ -188,10 +188,10 @@ class RingAttention:
 def _start_shift(
     env: LayerContext, array: Array, time: int, block: int, tag: int, thing: str
 ) -> collectives.PendingCollective:
-    """Start to send the array of `block` to the next rank of the ring, and to receive the array of the preceding block
-    from the previous rank. The result is the received array. Collective.
+    """Start to send `array`, the keys and values of `block` or their gradients, to the next rank of the ring, and to
+    receive that of the preceding block from the previous rank. Return the pending receive. Collective.
 
-    array: (2, samples, heads, the block's part of `time`, d_head)."""
+    `array` has the shape (2, samples, heads, positions of the block, d_head)."""
     comm, description = env.mesh.tensor, make_call_label(env, thing)
     start, stop = shard_bounds(time, (block - 1) % comm.size, comm.size)
     shape = (*array.shape[:3], stop - start, array.shape[4])
@@ -208,8 +208,8 @@ def _start_shift(
 
 
 def _merge_attention(xp: Any, o: Array, lse: Array, part: Array, part_lse: Array) -> tuple[Array, Array]:
-    """Combine attention over two sets of keys. Return the attention over both sets and its log-sum-exp, given the
-    normalized attention over each set and its log-sum-exp."""
+    """Combine the attention over two sets of keys to the attention over all of them. Each is a normalized result with
+    the log-sum-exp of its scores, and so is the return value."""
     top = xp.maximum(lse, part_lse)
     total = top + xp.log(xp.exp(lse - top) + xp.exp(part_lse - top))
     o = o * xp.exp(lse - total)[..., None]

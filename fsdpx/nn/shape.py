@@ -12,7 +12,7 @@ __all__ = ["Add", "Concat", "FirstToken", "Flatten", "Multiply", "Scale", "requi
 
 
 class Flatten(Layer):
-    """Merges the dims of `(samples, ...)` from `start_dim` on into one dim.
+    """Flattens `(samples, ...)` from dim `start_dim` on into one dim.
 
     Parameters
     ----------
@@ -26,7 +26,7 @@ class Flatten(Layer):
         self.start_dim = start_dim
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
-        # explicit, because reshape cannot infer -1 if there are 0 samples
+        # reshape(-1) cannot infer the size if there are 0 samples
         size = math.prod(x.shape[self.start_dim :])
         return x.reshape(*x.shape[: self.start_dim], size), tuple(x.shape)
 
@@ -65,7 +65,7 @@ class Multiply(Layer):
         return math.prod(x[1:], start=x[0]), tuple(x)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[tuple[Array, ...], Any]:
-        # multiplies the other factors instead of dividing y by x, because x may be 0
+        # the derivative by a factor is the product of the other factors; y / x would fail for x = 0
         return tuple(math.prod((*saved[:i], *saved[i + 1 :]), start=dy) for i in range(len(saved))), ()
 
 
@@ -94,7 +94,7 @@ class Scale(Layer):
 
 
 class FirstToken(Layer):
-    """The first position of each sample: `(samples, time, ...)` -> `(samples, ...)`."""
+    """Selects the first position of each sample: `(samples, time, ...)` -> `(samples, ...)`."""
 
     takes = "passed"
 
@@ -108,7 +108,7 @@ class FirstToken(Layer):
 
 
 class Concat(Layer):
-    """Concatenates several arrays.
+    """Concatenates several arrays along one dim.
 
     Parameters
     ----------
@@ -122,7 +122,7 @@ class Concat(Layer):
         if dim == 0:
             raise ConfigError("Concat: dim 0 is samples; choose a dim that lies within one sample")
         self.dim = dim
-        self.acts_on = "position" if dim == -1 or dim > 1 else "sample"  # a negative dim other than -1 may be dim 1
+        self.acts_on = "position" if dim == -1 or dim > 1 else "sample"  # other negative dims may be dim 1
         self.fields = dim == 1
 
     def forward(self, env: LayerContext, p: Params, x: tuple[Array, ...]) -> tuple[Array, Any]:

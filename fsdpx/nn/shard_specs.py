@@ -1,4 +1,4 @@
-"""Sharding over the tensor axis: sharding of parameters, sharding of values, and the marks of a tensor plan."""
+"""How parameters and values are sharded over the tensor axis, and the marks with which a tensor plan shards layers."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ __all__ = [
 
 
 def shard_bounds(count: int, rank: int, width: int) -> tuple[int, int]:
-    """Return (start, stop) of the part of `count` items that belongs to `rank` out of `width` ranks. For rank r of n,
-    start is floor(count r / n) and stop is floor(count (r + 1) / n)."""
+    """Return the range (start, stop) of `rank` if `count` items are divided among `width` ranks in order. Rank r gets
+    the items from floor(count r / width) up to, but not including, floor(count (r + 1) / width)."""
     return count * rank // width, count * (rank + 1) // width
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """The sharding of one dim of an array over n ranks. The dim consists of blocks, and each block consists of k
-    grains. Of each block, rank r holds the grains [floor(k r/n), floor(k (r+1)/n)).
+    """The sharding of one dim of an array over n ranks. The dim consists of equal blocks, and each block of k grains,
+    which are never split. Of each block, rank r holds the grains [floor(k r/n), floor(k (r+1)/n)).
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ class ShardSpec:
         return [(b * size + self.grain * start, b * size + self.grain * stop) for b in range(self.blocks)]
 
     def count_grains(self, shape: tuple[int, ...]) -> int:
-        """Return the number of grains in each block of dim `dim`.
+        """Return the number of grains (groups of elements that stay on one rank) in each block of dim `dim`.
 
         Parameters
         ----------
@@ -150,7 +150,7 @@ class ShardSpec:
     def iterate_full_intervals(
         self, shape: tuple[int, ...], rank: int, width: int, start: int, stop: int
     ) -> Iterator[tuple[int, int]]:
-        """Yield the flat intervals of the full array that correspond to flat elements [start, stop) of a rank's shard.
+        """Map a flat range of a rank's shard to flat ranges of the full array, and yield these.
 
         Adjacent intervals are merged. For a shard along dim 1, there is one interval per row.
 
@@ -184,8 +184,8 @@ class ShardSpec:
             yield last
 
     def _clip_ranges(self, pieces: list[tuple[int, int]], start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield the parts of the ranges `pieces` that belong to [start, stop) of the concatenation of all ranges. The
-        parts are given in the coordinates of `pieces`."""
+        """Concatenate the ranges `pieces`, take [start, stop) of the concatenation, and yield the remaining subranges
+        in the coordinates of `pieces`."""
         offset = 0
         for first, end in pieces:
             a, b = max(start - offset, 0), min(stop - offset, end - first)
@@ -199,7 +199,7 @@ class ShardSpec:
 
 @dataclass(frozen=True)
 class Replicated:
-    """A value that every rank holds in full."""
+    """Marks a value that every rank holds in full."""
 
     def __str__(self) -> str:
         return "a whole input"
@@ -207,7 +207,7 @@ class Replicated:
 
 @dataclass(frozen=True)
 class ShardedSequence:
-    """A value that is sharded along dim 1, the sequence: each rank holds some positions."""
+    """Marks a value that is sharded along the sequence (dim 1): each rank holds some positions."""
 
     def __str__(self) -> str:
         return "a part of the sequence"
@@ -215,7 +215,7 @@ class ShardedSequence:
 
 @dataclass(frozen=True)
 class ShardedBatch:
-    """A value that is sharded along dim 0: each rank holds some samples."""
+    """Marks a value that is sharded along the samples (dim 0): each rank holds some samples."""
 
     def __str__(self) -> str:
         return "a part of the samples"
@@ -223,7 +223,7 @@ class ShardedBatch:
 
 @dataclass(frozen=True)
 class ShardedFeatures:
-    """A value that is sharded along its last dim: each rank holds some features.
+    """Marks a value that is sharded along its last dim: each rank holds some features.
 
     Parameters
     ----------
@@ -251,7 +251,8 @@ GhostWidths = tuple[int, int]
 
 @dataclass(frozen=True)
 class FieldPartition:
-    """The partition of a field over a grid of ranks. Along each dim, rank r holds the cells [cuts[r], cuts[r + 1]).
+    """Domain decomposition of a field over a grid of ranks. Along each dim, rank r holds the cells [cuts[r], cuts[r +
+    1]).
 
     Parameters
     ----------
@@ -287,7 +288,7 @@ class FieldPartition:
 
     @cached_property
     def largest_part_cells(self) -> int:
-        """Number of cells in the largest part."""
+        """Number of cells that the rank with the largest part holds."""
         return math.prod(max(b - a for a, b in zip(cuts, cuts[1:], strict=False)) for cuts in self.cuts)
 
     def with_cuts(self, cuts: tuple[Cuts, ...]) -> FieldPartition:
@@ -295,8 +296,8 @@ class FieldPartition:
         return FieldPartition(cuts, letters=self.letters)
 
     def join_on_one_rank(self) -> FieldPartition:
-        """Return the partition of the same field on one rank. The result keeps the ghost cells that lie beyond the ends
-        of the field along each dim."""
+        """Return the partition of the same field on one rank. Of the ghost cells, only those beyond the ends of the
+        field remain."""
         ghosts = []
         for cuts, sides in zip(self.cuts, self.ghosts, strict=False):
             rows = list(zip(cuts, cuts[1:], sides, strict=False))
@@ -309,30 +310,32 @@ class FieldPartition:
         return replace(self, ghosts=(), periods=())
 
     def locate_shard(self, lines: Sequence[Any]) -> dict[int, tuple[int, int]]:
-        """Return, for each partitioned dim of (samples, channels, *cells), this rank's first cell and the number of
-        cells of the full field.
+        """Return {dim: (this rank's first cell, number of cells of the full field)} for each partitioned dim of an
+        array (samples, channels, *cells).
 
-        lines: for each dim of cells, the ranks along that dim."""
+        `lines` has one entry per dim of cells: the ranks along that dim."""
         return {2 + d: (cuts[lines[d].rank], cuts[-1]) for d, cuts in enumerate(self.cuts) if len(cuts) > 2}
 
     def get_dim_name(self, dim: int) -> str:
-        """Return the name of a dim of cells for errors: its letter or, if there are no letters, its index in (samples,
-        channels, *cells)."""
+        """Return the name of a dim of cells for error messages: "dim x" with its letter, or its index in (samples,
+        channels, *cells) if letters are not given."""
         return f"dim {self.letters[dim]}" if self.letters else f"dim {dim + 2}"
 
     def get_ghosts_along(self, dim: int) -> tuple[GhostWidths, ...]:
-        """Return the numbers of ghost cells (before, after) along a dim for each rank; () if no rank has any."""
+        """Return, for each rank along a dim, its numbers of ghost cells (before, after) its part. Return () if no rank
+        has ghost cells."""
         ghosts = self.ghosts[dim] if self.ghosts else ()
         return ghosts if any(map(any, ghosts)) else ()
 
     def local_shape(self, place: Sequence[int]) -> tuple[int, ...]:
-        """Return the number of cells along each dim of the part at the coordinates `place` in the grid of ranks."""
+        """Return the number of cells along each dim that the rank with grid coordinates `place` holds, without ghost
+        cells."""
         return tuple(cuts[r + 1] - cuts[r] for cuts, r in zip(self.cuts, place, strict=True))
 
 
 def bind_partition(owner: Any, parts: FieldPartition) -> Any:
-    """Return a copy of a layer or loss with its attribute `parts` set, so that it runs on this rank's part of a field
-    with this partition."""
+    """Return a copy of a layer or loss that runs on this rank's part of a partitioned field. The partition is stored
+    in its attribute `parts`."""
     clone = copy(owner)
     clone.parts = parts
     return clone
@@ -344,8 +347,8 @@ Kind = Replicated | ShardedSequence | ShardedBatch | ShardedFeatures | FieldPart
 
 @dataclass(frozen=True)
 class ColumnParallel:
-    """Mark that replaces a Linear by a `ColumnParallelLinear`. The output is sharded along the features, until a layer
-    with the mark RowParallel sums over them.
+    """Mark in a tensor plan that replaces a Linear by a `ColumnParallelLinear`. The output is sharded along the
+    features, until a layer with the mark RowParallel sums over them.
 
     Without options, the mark has the options that the enclosing layer's own plan defines for this Linear.
 
@@ -363,20 +366,22 @@ class ColumnParallel:
 
 @dataclass(frozen=True)
 class RowParallel:
-    """Mark that replaces a Linear by a `RowParallelLinear`; the input must be sharded along the features."""
+    """Mark in a tensor plan that replaces a Linear by a `RowParallelLinear`. The input must be sharded along the
+    features."""
 
 
 @dataclass(frozen=True)
 class VocabParallel:
-    """Mark that shards an Embedding or TokenEmbedding by rows. If the last layer of the model is a Linear with this
-    mark, its logits are sharded by classes for `CrossEntropyLoss`, and all-gathered for other losses."""
+    """Mark in a tensor plan that shards an Embedding or TokenEmbedding by rows. If the last layer of the model is a
+    Linear with this mark, its logits are sharded by classes for `CrossEntropyLoss`, and all-gathered for other losses.
+    """
 
 
 @dataclass(frozen=True)
 class LayerDefault:
-    """Mark that applies the plans of the marked layer and of all layers inside it: MultiHeadAttention is sharded by
-    heads, MLP by hidden features, and MoE by experts. In a GPT, the embedding and the head are also sharded by
-    vocabulary."""
+    """Mark in a tensor plan that applies the built-in plans of a layer and of all layers inside it: MultiHeadAttention
+    is sharded by heads, MLP by hidden features, and MoE by experts. In a GPT, the embedding and the head are also
+    sharded by vocabulary."""
 
 
 Mark = ColumnParallel | RowParallel | VocabParallel | LayerDefault
@@ -384,14 +389,15 @@ Mark = ColumnParallel | RowParallel | VocabParallel | LayerDefault
 
 @dataclass(frozen=True)
 class ShardingContext:
-    """The argument of `Layer.shard_over_ranks`: the sharding of the layer's inputs, and the plan's mark for the layer.
+    """The argument of `Layer.shard_over_ranks`: the sharding of the layer's inputs, and the tensor plan's mark for the
+    layer.
 
     Parameters
     ----------
     path : dotted path of the layer in the model, for errors
     kinds : sharding of each input, in order
     width : number of ranks on the tensor axis
-    mark : the plan's mark for this layer; None: the layer has no mark
+    mark : the tensor plan's mark for this layer, such as `ColumnParallel`; None: the layer has no mark
     sequence : the argument `sequence` of `parallelize`
     """
 
@@ -403,11 +409,12 @@ class ShardingContext:
 
     @property
     def unsharded_kind(self) -> Replicated | ShardedSequence:
-        """Sharding of a value whose features are not sharded."""
+        """Sharding of a value whose features are not sharded: along the sequence if `sequence` is set, else
+        replicated."""
         return Replicated() if self.sequence is None else ShardedSequence()
 
     def require_no_mark(self, layer: object) -> None:
-        """Raise ConfigError if the plan has a mark for this layer.
+        """Raise ConfigError if the tensor plan has a mark for this layer, because the layer supports none.
 
         Parameters
         ----------

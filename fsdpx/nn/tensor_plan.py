@@ -1,4 +1,4 @@
-"""Tensor parallelism: replaces the layers of a model, and its loss, by sharded ones."""
+"""Tensor parallelism: replaces the layers of a model, and its loss, by versions sharded over the tensor axis."""
 
 from __future__ import annotations
 
@@ -30,8 +30,14 @@ __all__ = ["SEQUENCES", "Redistribution", "ShardingWalk", "match_marks", "parall
 
 
 class Redistribution(NamedTuple):
-    """A layer that redistributes a value before another layer reads it. name: prefix of the step's name. layer: the
-    redistributing layer. kind: sharding of its result."""
+    """A layer that changes the sharding of a value before another layer reads it.
+
+    Attributes
+    ----------
+    name : prefix of the name of the inserted step
+    layer : the layer that changes the sharding
+    kind : sharding of its result
+    """
 
     name: str
     layer: Layer
@@ -43,13 +49,14 @@ RedistributionFunction = Callable[[Layer, Sequence[Kind]], Sequence[Redistributi
 
 
 class ShardingWalk:
-    """Walks over a model, replaces each layer by the layer that ranks run, and tracks the sharding of results.
+    """Traverses a model, replaces each layer by its sharded version, and tracks how each value is sharded.
 
     Attributes
     ----------
     partial : names of the parameters for which each rank computes only a summand of the gradient
     ties : alias -> name of tied parameters in the full model
-    moves : functions that return the redistributions of inputs before a step; they are applied in order"""
+    moves : functions that return the redistributions of inputs before a step; they are applied in order
+    """
 
     def __init__(
         self, width: int, sequence: str | None, marks: Mapping[str, Mark], moves: Sequence[RedistributionFunction] = ()
@@ -60,7 +67,8 @@ class ShardingWalk:
         self.ties: dict[str, str] = {}
 
     def shard_layer(self, layer: Layer, path: str, kinds: Sequence[Kind]) -> tuple[Layer, list[Kind]]:
-        """Return the layer that replaces `layer`, and the sharding of its results."""
+        """Return the sharded version of `layer`, whose inputs have the shardings `kinds`, and the sharding of each
+        result."""
         mark = self.marks.get(path)
         if not isinstance(layer, Container):
             portion = layer.shard_over_ranks(ShardingContext(path, kinds, self.width, mark, self.sequence))
@@ -74,7 +82,7 @@ class ShardingWalk:
         return self.shard_container(layer, path, kinds)
 
     def shard_container(self, layer: Container, path: str, kinds: Sequence[Kind]) -> tuple[Container, list[Kind]]:
-        """Return the container with its steps replaced, and the sharding of its results.
+        """Return the container with sharded steps, and the sharding of each of its results.
 
         A `SplitSequence` is inserted before steps that must read only a part of the sequence or only some of the
         samples."""
@@ -102,8 +110,8 @@ class ShardingWalk:
     def _insert_redistributions(
         self, layer: Container, reader: Layer, sources: list[str], steps: list[ChildCall], values: dict[str, Kind]
     ) -> list[str]:
-        """Append the redistributions that `reader` needs to `steps`, and return the names of the values that `reader`
-        must read instead of `sources`."""
+        """Append to `steps` the layers that change the sharding of `sources` as `reader` needs it. Return the names of
+        the values that `reader` must read instead of `sources`."""
         for move in self.moves:
             moved_layers = []
             for source, moved in zip(sources, move(reader, [values[source] for source in sources]), strict=True):
@@ -117,18 +125,18 @@ class ShardingWalk:
         return sources
 
     def make_split_layer(self) -> SplitSequence:
-        """Return the layer that shards a replicated value along the dim of `self.cut`."""
+        """Return a layer that shards a replicated value by samples or by sequence, as `self.cut` says."""
         return SplitSequence(0 if isinstance(self.cut, ShardedBatch) else 1)
 
     def needs_split(self, kind: Kind, layer: Layer, path: str, input_index: int) -> bool:
-        """Return whether a value with this sharding must be split before `layer` reads it."""
+        """Return whether a value with the sharding `kind` must be split over the ranks before `layer` reads it."""
         if self.sequence is None or not isinstance(kind, Replicated):
             return False
         return isinstance(self.cut, ShardedBatch) or not self._needs_full_input(layer, path, input_index)
 
     def _needs_full_input(self, layer: Layer, path: str, input_index: int) -> bool:
-        """Return `Layer.needs_full_input`; for a container, return whether a step that reads the input needs it in
-        full."""
+        """Return whether a layer needs the full sequence of an input (`Layer.needs_full_input`). A container does if
+        any step that reads the input does."""
         if not isinstance(layer, Container):
             return layer.needs_full_input(input_index, self.marks.get(path))
         name = layer.inputs[input_index]
@@ -136,7 +144,8 @@ class ShardingWalk:
         return any(self._needs_full_input(s.layer, join_path(path, s.name), i) for s, i in readers)
 
     def _record_and_require_equal_ties(self, layer: Container, path: str, steps: Sequence[ChildCall]) -> None:
-        """Record the ties of a container; raise ConfigError unless tied parameters have the same sharding."""
+        """Record the tied parameters of a container. Raise ConfigError if two tied parameters are sharded differently.
+        """
         specs = collect_specs((step.name, step.layer) for step in steps)
         for alias, name in layer.ties.items():
             self.ties[join_path(path, alias)] = join_path(path, name)
@@ -164,11 +173,11 @@ def parallelize(
 
     Parameters
     ----------
-    model : any layer; attention, MLPs, MoE, GPT, Llama, Bert and ViT have their own plans (`Layer.plan`)
+    model : any layer; attention, MLPs, MoE, GPT, Llama, Bert and ViT have built-in plans (`Layer.plan`)
     loss : needs `acts_on = "position"` if the model's output is sharded along dim 1 by `sequence`
     width : number of ranks on the tensor axis
     plan : name pattern (fnmatch) -> `ColumnParallel`, `RowParallel`, `VocabParallel` or `LayerDefault`; None: the
-        layers' own plans
+        layers' built-in plans
     sequence : None, "parallel", "ulysses", "ring" or "samples", see below
 
     With "parallel", activations between sharded layers are sharded along dim 1 (Korthikanti et al. 2022); with None,
@@ -203,8 +212,8 @@ def _get_shard_specs(model: Layer) -> dict[str, Any]:
 
 
 def _parallelize_root(walk: ShardingWalk, model: Layer, loss: Loss, inputs: list[Kind]) -> TensorParallelModel:
-    """Return the sharded model and loss. If necessary, layers are added that shard the input of the model, and gather
-    an output that the loss cannot take sharded."""
+    """Return the sharded model and loss. Where needed, layers are added that shard the model's input, and that
+    all-gather an output which the loss cannot take sharded."""
     enter = None
     if not (isinstance(model, Container) and not model.fixed) and walk.needs_split(inputs[0], model, "", 0):
         enter, inputs = walk.make_split_layer(), [walk.cut]
@@ -241,8 +250,8 @@ def _parallelize_root(walk: ShardingWalk, model: Layer, loss: Loss, inputs: list
 
 
 def _require_shardable_loss(loss: Any, sequence: str | None) -> None:
-    """Raise ConfigError unless the loss adds up over parts of the sequence. A loss that does not derive from `Loss` may
-    have no `acts_on`, which then counts as "sample"."""
+    """Raise ConfigError unless the loss can be computed on shards of the sequence, which needs `acts_on = "position"`.
+    A loss without the attribute counts as "sample"."""
     acts_on = getattr(loss, "acts_on", "sample")
     if acts_on == "position":
         return
@@ -259,11 +268,11 @@ def _require_shardable_loss(loss: Any, sequence: str | None) -> None:
 
 
 def match_marks(model: Layer, plan: Mapping[str, Any] | None) -> dict[str, Mark]:
-    """Return the mark of each layer by path, for all layers that match a pattern or that another layer's own plan
-    names.
+    """Return {path of a layer: its mark} for a tensor plan. Marks come from the first pattern that matches the path,
+    and from the built-in plans of layers that are marked as `LayerDefault`.
 
-    plan: pattern -> mark, which is a class or an instance. Patterns are matched by fnmatch against dotted paths, where
-    `*` also matches dots; the first match wins. None: all layers follow their own plans."""
+    `plan` maps patterns to marks, which are classes or instances. Patterns are matched by fnmatch against dotted
+    paths, where `*` also matches dots. With None, all layers follow their built-in plans."""
     if plan is not None and not isinstance(plan, Mapping):
         raise ConfigError(
             f"tensor_plan={plan!r}: give a dict of path patterns and marks, for example "
@@ -282,8 +291,8 @@ def match_marks(model: Layer, plan: Mapping[str, Any] | None) -> dict[str, Mark]
 
 
 def _add_marks_of_layer_plans(layer: Layer, path: str, marks: dict[str, Mark], inside: bool) -> None:
-    """Add to `marks`, in place, the marks that `layer` and the layers inside it define in their own plans. inside:
-    whether an enclosing layer is marked as `LayerDefault`."""
+    """Add to `marks`, in place, the marks that the built-in plans of `layer` and of the layers inside it define.
+    `inside` says whether an enclosing layer follows its built-in plan."""
     if isinstance(marks.get(path), LayerDefault):
         if not inside and not any(found.plan for _, found in iterate_layers(layer)):
             raise ConfigError(

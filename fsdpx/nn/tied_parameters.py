@@ -9,8 +9,8 @@ __all__ = ["resolve_alias", "resolve_ties"]
 
 
 def resolve_ties(owner: str, ties: Mapping[str, str], specs: Mapping[str, Any]) -> dict[str, str]:
-    """Return `ties` with chains of aliases resolved to the final name. Raise ConfigError unless both names of each tie
-    exist and have the same shape."""
+    """Return `ties` with every alias mapped to its canonical name, even if it is an alias of an alias. Raise
+    ConfigError unless both names of each tie exist and have the same shape."""
     for name in [*ties, *ties.values()]:
         if name not in specs:
             raise ConfigError(f"{owner}: tie names {name!r}, which is no parameter; there are {', '.join(specs)}")
@@ -25,7 +25,7 @@ def resolve_ties(owner: str, ties: Mapping[str, str], specs: Mapping[str, Any]) 
 
 
 def resolve_alias(ties: Mapping[str, str], name: str) -> str:
-    """Return the name at the end of a chain of aliases."""
+    """Return the canonical name of a parameter: follow `ties` until a name is no alias."""
     while name in ties:
         name = ties[name]
     return name

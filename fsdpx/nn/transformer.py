@@ -1,4 +1,4 @@
-"""The parts of a transformer: MLP, GatedMLP and TransformerBlock, each of which is one unit."""
+"""The building blocks of a transformer: MLP, GatedMLP and TransformerBlock."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ GATED_FORMS = {"silu": "silu", "gelu": "gelu", "gelu_new": "gelu tanh", "gelu_py
 
 
 class GatedActivation(Layer):
-    """activation(a) b for two arrays of equal shape. Backward recomputes the result, which is not saved.
+    """Gated activation of two inputs of equal shape: activation(a) * b. Backward recomputes the result, which is not
+    saved.
 
     Parameters
     ----------
@@ -57,8 +58,8 @@ class GatedActivation(Layer):
 
 
 class GatedMLP(Composite):
-    """down(activation(gate(x)) up(x)) (Shazeer 2020), as one unit. Input and output have the shape
-    `(samples, ..., d_model)`.
+    """Gated feed-forward layer, as one FSDP unit: down(activation(gate(x)) * up(x)) (Shazeer 2020). Input and output
+    have the shape `(samples, ..., d_model)`.
 
     Parameters
     ----------
@@ -93,7 +94,8 @@ class GatedMLP(Composite):
 
 
 class MLP(Container):
-    """down(activation(up(x))), followed by dropout. Input and output have the shape `(samples, ..., d_model)`.
+    """Feed-forward layer: down(activation(up(x))), followed by dropout. Input and output have the shape `(samples,
+    ..., d_model)`.
 
     The parameters are those of two Linear layers, `up.*` and `down.*`. Backward recomputes the result of a GELU, which
     is not saved.
@@ -171,7 +173,8 @@ class MLP(Container):
             up.backward_leaf(env, parts["up"], into["up"], saved[0], dh)
 
     def _backward_to_up(self, env: LayerContext, parts: Params, into: Params, saved: Any, dy: Array) -> Array:
-        """Return the gradient of the result of `up`, and add the gradients of the parameters of `down` to `into`."""
+        """Return the gradient of the result of `up`, and add the gradients of the parameters of `down` to `into`,
+        which is grouped by child layer."""
         dh, kept_down = self._compute_gelu_input_gradient(env, parts["down"], saved, dy)
         if "down" in into:
             self._get_up_activation_down()[2].backward_params(env, into["down"], kept_down)
@@ -204,7 +207,8 @@ class MLP(Container):
 
 
 class TransformerBlock(Container):
-    """x + attn(norm1(x)), then x + mlp(norm2(x)): the pre-norm block of GPT-2 (Radford et al. 2019), as one unit.
+    """Pre-norm transformer block of GPT-2 (Radford et al. 2019), as one FSDP unit: x + attn(norm1(x)), then x +
+    mlp(norm2(x)).
 
     Input and output have the shape `(samples, time, d_model)`.
 
@@ -251,6 +255,7 @@ class TransformerBlock(Container):
 
 
 def _make_residual_branch(name: str, source: str, layers: dict[str, Layer]) -> list[ChildCall]:
-    """Return the steps of `name = source + layers(source)`."""
+    """Return the container steps that run `layers` in order on `source`, and add `source` to the result; the sum is
+    named `name`."""
     steps, _, (end,) = chain_layers(layers, source)
     return [*steps, ChildCall(name, Add(), (source, end), (name,))]
