@@ -56,7 +56,8 @@ class ConvWindow:
     kernel, stride, dilation : size of the window, step between windows, and distance between its cells
     low, high : number of padding cells before and after the field
     modes : padding mode, such as "zeros" or "circular"
-    ceil_mode : whether a window that reaches beyond the end of the field also produces an output, as in PyTorch"""
+    ceil_mode : whether a window that reaches beyond the end of the field also produces an output, as in PyTorch
+    """
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]

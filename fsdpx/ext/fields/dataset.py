@@ -53,7 +53,8 @@ class FieldVariable:
     path : path of its array in the file
     dims : the dims of the array, one letter each
     shape : size of the array along each dim
-    storage : how packed numbers are decoded; None if numbers are stored as they are"""
+    storage : how packed numbers are decoded; None if numbers are stored as they are
+    """
 
     name: str
     path: str
@@ -80,7 +81,8 @@ class TrajectoryFile:
     variables : the fields to read
     names : names of the fields as text, for comparison between files; "" if the file is a single unnamed array
     count : number of trajectories
-    windows : number of time windows in each trajectory"""
+    windows : number of time windows in each trajectory
+    """
 
     file: Path
     group: str
@@ -233,8 +235,7 @@ class GridLike(Protocol):
 
 
 def _has_ghosts_beyond_walls(grid: GridLike) -> bool:
-    """Return whether this rank's arrays have ghost cells outside the domain, at the end of a dim that is not periodic.
-    """
+    """Return whether this rank's arrays have ghost cells beyond a wall, the end of a dim that is not periodic."""
     dims = zip(grid.parts.cuts, grid.coords, grid.ghosts, grid.periods, strict=True)
     return any(
         not periodic and (cuts[r] < low or cuts[r + 1] + high > cuts[-1]) for cuts, r, (low, high), periodic in dims
@@ -276,7 +277,8 @@ class FieldDataset:
     Raises
     ------
     DataError : on all ranks, naming the file, if it cannot be read, a dataset is missing or is not a field of real
-        numbers, or its cells differ from the grid's"""
+        numbers, or its cells differ from the grid's
+    """
 
     def __init__(
         self,
@@ -410,7 +412,8 @@ class FieldDataset:
 
         Raises
         ------
-        DataError : if a file cannot be read"""
+        DataError : if a file cannot be read
+        """
         x = self._allocate_samples(len(indices), self.inputs * self.channels + self.constants)
         y = self._allocate_samples(len(indices), self.targets * self.channels)
         for row, i in enumerate(indices):

@@ -174,7 +174,8 @@ class FieldDerivative(_DerivativeLayer):
     periodic : whether the field is periodic, for all dims or for each; else its ends are walls. Default False
     order : order of accuracy, 2 or 4; default 2
     along : the cell dim of each coordinate, such as (1, 0) if arrays are (y, x) and vectors (u, v) are along x and y.
-        Default: coordinate i is cell dim i"""
+        Default: coordinate i is cell dim i
+    """
 
     def __init__(
         self,
@@ -203,8 +204,9 @@ class FieldDerivative(_DerivativeLayer):
 
 
 class FieldLaplacian(_DerivativeLayer):
-    """Finite-difference Laplacian of each channel of (samples, channels, *cells). Parameters as in `FieldDerivative`.
-    """
+    """Finite-difference Laplacian of each channel of (samples, channels, *cells).
+
+    Parameters as in `FieldDerivative`."""
 
     def _list_terms(self, dims: int) -> list[DerivativeTerm]:
         return [DerivativeTerm(j, slice(None), slice(None), 2) for j in range(dims)]

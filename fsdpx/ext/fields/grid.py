@@ -87,7 +87,8 @@ class Grid(Domain):
     Raises
     ------
     ConfigError : on all ranks, if the parts overlap, leave a gap or form no rectangle, if offsets contradict `dims` or
-        a Cartesian `comm`, or if ranks pass contradicting arguments"""
+        a Cartesian `comm`, or if ranks pass contradicting arguments
+    """
 
     _source: Grid | None = None
     """For a grid made by `with_partition`, the grid that owns the communicator. This reference keeps the communicator
@@ -158,7 +159,8 @@ class Grid(Domain):
 
         Raises
         ------
-        ConfigError : if `shape` and `dims` differ in length, or a number is below 1"""
+        ConfigError : if `shape` and `dims` differ in length, or a number is below 1
+        """
         one = (1,) * len(dims)
         if len(shape) != len(dims) or min((*dims, *shape), default=0) < 1:
             raise ConfigError(f"{tuple(shape)} cells over {tuple(dims)} ranks: give a number above 0 for each dim")
@@ -196,7 +198,8 @@ class Grid(Domain):
 
         Returns
         -------
-        Grid"""
+        Grid
+        """
         made = copy(self)
         made._comm, made._free, made.coords = None, None, _unravel_rank(rank % prod(self.dims), self.dims)
         return made
@@ -211,7 +214,8 @@ class Grid(Domain):
         Returns
         -------
         Grid
-            on the same communicator, without ghost cells"""
+            on the same communicator, without ghost cells
+        """
         made = copy(self)
         made.parts, made._sides = parts, tuple(((0, 0),) * width for width in self.dims)
         made._own = [None] * len(self._own)  # parts of other ensemble members are unknown here
@@ -244,7 +248,8 @@ class Grid(Domain):
 
         Returns
         -------
-        tuple of int"""
+        tuple of int
+        """
         if len(shape) < len(self.layout):  # too few dims for a field, so it is not partitioned
             return tuple(shape)
         return self._with_cell_sizes(_add_ghosts(self.local_shape, self.ghosts) if ghosts else self.local_shape, shape)
@@ -301,7 +306,8 @@ class Grid(Domain):
 
         Raises
         ------
-        ConfigError : for a layer that cannot run on a part, with its path"""
+        ConfigError : for a layer that cannot run on a part, with its path
+        """
         return partition_model(model, self.input_partition if parts is None else parts)
 
     def make_sample_layout(self, model: Layer, axes: MeshAxes) -> FieldSamples:
@@ -314,7 +320,8 @@ class Grid(Domain):
 
         Returns
         -------
-        FieldSamples"""
+        FieldSamples
+        """
         mistake = describe_padding_mistake(model, self._dim_letters, self.periods, self.ghosts)
         return FieldSamples(self, self.shard_model(model)[1], axes, mistake)
 
@@ -334,7 +341,8 @@ class Grid(Domain):
         Raises
         ------
         ConfigError : if `mesh.domain` is not () and differs from the ranks of this grid
-        MeshError : if the ranks of a grid are not on one data axis, or their order differs between pipeline stages"""
+        MeshError : if the ranks of a grid are not on one data axis, or their order differs between pipeline stages
+        """
         if mesh.domain not in ((), self.dims):
             wrong = f"Mesh(domain={mesh.domain}): the grid has {self.dims} ranks; leave the one or the other out"
             raise ConfigError(wrong)
@@ -355,7 +363,8 @@ class Grid(Domain):
         Returns
         -------
         tuple of int, or None
-            None in a dry run"""
+            None in a dry run
+        """
         if self.comm is None:
             return None
         theirs = self.all_gather_data(rank)
@@ -418,7 +427,8 @@ class Grid(Domain):
         Returns
         -------
         list
-            by rank"""
+            by rank
+        """
         return all_gather_plain_data(self.comm, value)
 
     def gather(self, array: Any) -> Any:
@@ -438,7 +448,8 @@ class Grid(Domain):
         Raises
         ------
         DataError : on all ranks, if the array of a rank does not have the shape of its part, or dtypes or other dims
-            differ between ranks"""
+            differ between ranks
+        """
         array = self.without_ghosts(np.asarray(array))
         everyone = [(tuple(shape), dtype) for shape, dtype in self.all_gather_data((array.shape, array.dtype.str))]
         shapes = []
@@ -529,7 +540,8 @@ class Grid(Domain):
 
         Raises
         ------
-        DataError : if the array has several channels and the layout has no channels"""
+        DataError : if the array has several channels and the layout has no channels
+        """
         if "c" not in self.layout:
             if array.shape[1] != 1:
                 raise DataError(
@@ -735,8 +747,7 @@ def _add_ghosts(cells: Sequence[int], ghosts: Sequence[GhostWidths]) -> tuple[in
 
 
 def _simplify_ghosts(ghosts: Sequence[Any]) -> tuple[Any, ...]:
-    """Return one number for each dim that has equally many ghost cells on both sides, and (low, high) for the others.
-    """
+    """Return one number for each dim with equally many ghost cells on both sides, and (low, high) for the others."""
     return tuple(sides[0] if len(set(sides)) == 1 else sides for sides in ghosts)
 
 
@@ -831,7 +842,8 @@ class FieldCuts(NamedTuple):
     ----------
     ranks : ranks of the communicator, in the order of the grid
     cuts : for each dim, the first cell of each slab, followed by the number of cells of the field
-    sides : for each dim and slab, the widths (before, after) of ghost cells"""
+    sides : for each dim and slab, the widths (before, after) of ghost cells
+    """
 
     dims: tuple[int, ...]
     ranks: tuple[int, ...]

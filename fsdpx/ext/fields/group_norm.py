@@ -31,7 +31,8 @@ class GroupNorm(Layer):
     num_channels : size of dim 1
     eps : added to the variance; default 1e-5
     affine : whether the layer has `weight` (initially ones) and `bias` (initially zeros), both `(num_channels,)`;
-        default True"""
+        default True
+    """
 
     fields = True
 
@@ -101,7 +102,8 @@ class InstanceNorm(GroupNorm):
     Parameters
     ----------
     num_features : size of dim 1
-    eps, affine : as in `GroupNorm`; affine is False by default"""
+    eps, affine : as in `GroupNorm`; affine is False by default
+    """
 
     def __init__(self, num_features: int, eps: float = 1e-5, *, affine: bool = False) -> None:
         super().__init__(num_features, num_features, eps, affine)

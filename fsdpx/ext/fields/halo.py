@@ -53,7 +53,8 @@ class HaloPiece(NamedTuple):
     needs, owner : numbers of the two ranks along the dim
     into : where these cells go among the cells that rank `needs` needs; a slice, or an index array if not consecutive
     cells : where these cells are among the cells that rank `owner` provides; a slice or an index array
-    length : number of cells"""
+    length : number of cells
+    """
 
     needs: int
     owner: int
@@ -73,7 +74,8 @@ class HaloSpec:
     needs : [start, stop) for each rank, possibly beyond the ends of the field
     mode : padding beyond the ends, one of `MODES`
     ghosts : (before, after) ghost cells that each rank already holds around its own cells and therefore does not
-        request; () if there are no ghost cells"""
+        request; () if there are no ghost cells
+    """
 
     dim: int
     cuts: Cuts
@@ -99,8 +101,7 @@ class HaloSpec:
 
     @property
     def field_ends(self) -> tuple[FieldEnd, FieldEnd]:
-        """The first and the last end of the field, moved outward by the ghost cells that ranks hold beyond the domain.
-        """
+        """The first and the last end of the field, moved outward by ghost cells that ranks hold beyond the domain."""
         return _find_field_ends(self.cuts, self.ghosts)
 
     @property
@@ -266,8 +267,7 @@ class FieldLayer(Layer):
             cls.dims = dims
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
-        """Return the partition of the output, given the partition `parts` of the input. By default they are the same.
-        """
+        """Return the partition of the output for input partition `parts`; by default they are the same."""
         return parts
 
     def get_partition(self, x: Array) -> FieldPartition:

@@ -37,7 +37,8 @@ class CellCopy(NamedTuple):
     ----------
     box : number of the box; 0 is the rank's own part
     there : index of the cells in the message or slab
-    here : index of the cells in the box"""
+    here : index of the cells in the box
+    """
 
     box: int
     there: Index
@@ -82,7 +83,8 @@ class HaloLine(NamedTuple):
     whole : shape of own cells and halo together after this exchange
     slabs : (offset, shape) of each slab of halo cells
     own : (number of the slab, cells) of slabs filled from local cells, such as the other end of a periodic field
-    arriving, leaving : the messages that this rank receives and sends"""
+    arriving, leaving : the messages that this rank receives and sends
+    """
 
     dim: int
     whole: Shape
@@ -111,7 +113,8 @@ class _LineNeeds(NamedTuple):
     rank : this rank's coordinate along the dim
     offset : position of the rank's first own cell among the needed cells
     size : number of needed cells
-    slabs : (start, stop) of each slab of halo cells among the needed cells"""
+    slabs : (start, stop) of each slab of halo cells among the needed cells
+    """
 
     halo: HaloSpec
     rank: int

@@ -55,7 +55,8 @@ class HaloSlabs:
     Attributes
     ----------
     plan : plan of the exchange
-    boxes : this rank's own cells, followed by the slabs of halo cells received so far"""
+    boxes : this rank's own cells, followed by the slabs of halo cells received so far
+    """
 
     def __init__(self, env: LayerContext, x: Array, halos: Sequence[HaloSpec], padding_value: float = 0.0) -> None:
         self._env, self._padding_value, self._done = env, padding_value, 0
@@ -234,7 +235,8 @@ class RepartitionField(Layer):
     Parameters
     ----------
     parts : partition of the input
-    wanted : partition of the output, which has the same number of cells"""
+    wanted : partition of the output, which has the same number of cells
+    """
 
     takes = "passed"
 

@@ -120,7 +120,8 @@ class RelativeL2(_RootLoss):
         (channels, *cells); bools are a mask. An element of weight 0 may be NaN and gets no gradient. Default None: all
         1
     skipna : whether to leave out elements whose target is NaN, as in xarray, so that each batch can have its own mask;
-        default False"""
+        default False
+    """
 
     def __init__(self, eps: float = 0.0, weights: Any = None, skipna: bool = False) -> None:
         super().__init__(weights, skipna)
@@ -159,7 +160,8 @@ class RMSE(_RootLoss):
 
     Parameters
     ----------
-    weights, skipna : as in `RelativeL2`"""
+    weights, skipna : as in `RelativeL2`
+    """
 
 
 class VRMSE(_RootLoss):
@@ -173,7 +175,8 @@ class VRMSE(_RootLoss):
     Parameters
     ----------
     eps : added to the variance; default 1e-7
-    weights, skipna : as in `RelativeL2`"""
+    weights, skipna : as in `RelativeL2`
+    """
 
     def __init__(self, eps: float = 1e-7, weights: Any = None, skipna: bool = False) -> None:
         super().__init__(weights, skipna)
@@ -216,7 +219,8 @@ class BandRMSE(_RootLoss):
 
     Parameters
     ----------
-    low, high : bounds of the band; high=None (default): all wavenumbers from low on"""
+    low, high : bounds of the band; high=None (default): all wavenumbers from low on
+    """
 
     def __init__(self, low: float, high: float | None = None) -> None:
         super().__init__()
@@ -266,7 +270,8 @@ class ConservedRMSE(_FieldLoss):
 
     Parameters
     ----------
-    weights, skipna : as in `RelativeL2`; weights may be cell volumes"""
+    weights, skipna : as in `RelativeL2`; weights may be cell volumes
+    """
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
         apart, _, w = compute_masked_error(env, y, target, self.weights, self.skipna)
@@ -286,7 +291,8 @@ class MaxError(_FieldLoss):
 
     Parameters
     ----------
-    weights, skipna : as in `RelativeL2`; weights are used as a mask"""
+    weights, skipna : as in `RelativeL2`; weights are used as a mask
+    """
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
         xp, dims = env.xp, tuple(range(1, y.ndim))

@@ -18,7 +18,8 @@ class FillNaN(Layer):
 
     Parameters
     ----------
-    value : the number that replaces NaN; default 0"""
+    value : the number that replaces NaN; default 0
+    """
 
     acts_on = "element"
 
@@ -43,7 +44,8 @@ class Mask(Layer):
     Parameters
     ----------
     cells : bools of this rank's part of the field, as the solver holds it, (*cells)
-    value : output where `cells` is False; default 0"""
+    value : output where `cells` is False; default 0
+    """
 
     fields = True
 

@@ -24,7 +24,8 @@ class Standardize(Layer):
 
     Parameters
     ----------
-    mean, std : one number for each channel"""
+    mean, std : one number for each channel
+    """
 
     fields = takes_ghosts = True
 

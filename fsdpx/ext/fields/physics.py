@@ -56,7 +56,8 @@ class PhysicsLoss(Loss):
     ----------
     loss : loss of outputs and targets
     residual : layer that is applied to the output, with one input, one output and no parameters
-    weight : multiplier of the mean squared residual; default 1"""
+    weight : multiplier of the mean squared residual; default 1
+    """
 
     def __init__(self, loss: Loss, residual: Layer, weight: float = 1.0) -> None:
         if not isinstance(loss, Loss) or not isinstance(residual, Layer):

@@ -100,7 +100,8 @@ class AvgPool(Pool):
     ----------
     kernel_size, stride, padding, ceil_mode : as in `MaxPool`; padding cells are 0
     count_include_pad : whether padding cells count in the mean; default True
-    divisor_override : divisor of the sums, instead of the number of cells; default None"""
+    divisor_override : divisor of the sums, instead of the number of cells; default None
+    """
 
     kernel_names = ("avg_pool", "avg_pool_backward")
 
@@ -177,7 +178,8 @@ class AdaptiveAvgPool(FieldLayer):
 
     Parameters
     ----------
-    output_size : cells of the result: one number for all dims or one for each; 1 is the mean over the full field"""
+    output_size : cells of the result: one number for all dims or one for each; 1 is the mean over the full field
+    """
 
     def __init__(self, output_size: Sizes) -> None:
         self.output_size = output_size

@@ -51,7 +51,8 @@ class ConvTranspose(FieldLayer):
     groups : number of groups of channels; the outputs of a group depend only on its own input channels. Default 1
     bias : whether there is a bias; default True
     dilation : distance between the cells of a window; default 1
-    init : initial values of `weight`; default None: the uniform distribution"""
+    init : initial values of `weight`; default None: the uniform distribution
+    """
 
     kernel_names = ("correlate", "correlate_backward_input", "correlate_backward_params")
 
@@ -167,7 +168,8 @@ class Upsample(FieldLayer):
         each
     mode : "nearest" (default), "nearest-exact", "linear" (1 dim), "bilinear", "bicubic" (2) or "trilinear" (3)
     align_corners : for the last four modes, whether the centers of the first and last cells of input and output
-        coincide; default None: False"""
+        coincide; default None: False
+    """
 
     def __init__(
         self, size: Any = None, scale_factor: Any = None, mode: str = "nearest", align_corners: bool | None = None
@@ -228,7 +230,8 @@ class Upsample(FieldLayer):
 
         Returns
         -------
-        FieldPartition"""
+        FieldPartition
+        """
         made = []
         for cuts, (total, _) in zip(parts.cuts, self._find_sizes_and_ratios(parts.shape), strict=True):
             made.append(make_output_cuts(cuts, [-(-cut * total // cuts[-1]) for cut in cuts], total))

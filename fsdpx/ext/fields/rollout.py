@@ -38,7 +38,8 @@ class Rollout(Layer):
     Parameters
     ----------
     net : model with one input and one output of the same shape
-    steps : number of times that the model is applied"""
+    steps : number of times that the model is applied
+    """
 
     takes_ghosts = True
 

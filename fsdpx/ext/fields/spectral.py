@@ -53,7 +53,8 @@ class SpectralConv(FieldLayer):
     in_channels, out_channels : size of dim 1 of the input and of the output
     n_modes : number of modes kept along each dim: one number for a field of one dim, else one for each dim; modes that
         a small field does not have are 0
-    bias : whether there is a bias; default True"""
+    bias : whether there is a bias; default True
+    """
 
     def __init__(self, in_channels: int, out_channels: int, n_modes: int | tuple[int, ...], bias: bool = True) -> None:
         require_positive(self, in_channels=in_channels, out_channels=out_channels)
@@ -181,7 +182,8 @@ class PointwiseConv(Layer):
     Parameters
     ----------
     in_channels, out_channels : size of dim 1 of the input and of the output
-    bias : whether there is a bias; default True"""
+    bias : whether there is a bias; default True
+    """
 
     fields = True
     init = None
@@ -235,7 +237,8 @@ class ChannelScale(Layer):
     Parameters
     ----------
     channels : size of dim 1
-    dims : number of cell dims"""
+    dims : number of cell dims
+    """
 
     fields = True
 
@@ -295,7 +298,8 @@ class FNO(Graph):
     layers : number of blocks; default 4
     lifting, projection : hidden channels of the lifting and projection MLPs; default None: 2 width
     hidden : hidden channels of the MLPs of the blocks; default None: width / 2
-    positions : whether the positions of cells are input channels; default True"""
+    positions : whether the positions of cells are input channels; default True
+    """
 
     def __init__(
         self,

@@ -1,5 +1,4 @@
-"""Reconstruction of the Cartesian grid of ranks from the cells that each rank holds, for ranks numbered in any order.
-"""
+"""Reconstruction of the Cartesian grid of ranks from the cells of each rank, for ranks numbered in any order."""
 
 from __future__ import annotations
 
@@ -39,7 +38,8 @@ def find_tiling(parts: Sequence[Part], letters: str, rank0: int = 0) -> Tiling:
 
     Raises
     ------
-    ConfigError : if parts overlap, leave a gap, or are not the slabs of a grid"""
+    ConfigError : if parts overlap, leave a gap, or are not the slabs of a grid
+    """
     _require_distinct_parts(parts, letters, rank0)
     lines = [_find_slabs(parts, dim, letters, rank0) for dim in range(len(letters))]
     dims = tuple(map(len, lines))

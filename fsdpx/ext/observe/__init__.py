@@ -1,1 +1,1 @@
-"""Observation of a run: traces, clocks, reports, the folder of a run, and pages that describe it."""
+"""Observability: traces, logs, progress, reports of traffic, memory and time, and the folder of a run."""

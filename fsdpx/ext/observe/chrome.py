@@ -1,8 +1,7 @@
-"""Trace files: events as JSON for Perfetto and chrome://tracing, in one gzip file per rank and in a merged file.
+"""Trace files for Perfetto and chrome://tracing: JSON events in one gzip file per rank, and in a merged file.
 
-Times are microseconds. The format is Google's "Trace Event Format"; viewers skip the key "fsdpx", which holds all other
-data.
-"""
+The format is Google's "Trace Event Format", with times in microseconds. Viewers ignore the key "fsdpx", under which
+the files store what the format has no place for."""
 
 from __future__ import annotations
 
@@ -47,8 +46,9 @@ MIN_SLICE_SECONDS = 1e-6
 
 @dataclass(frozen=True)
 class TraceGroups:
-    """A rank and the groups of ranks with which it communicates. groups: lane of a verb -> name of the group, which is
-    equal on all its ranks."""
+    """The process groups of a rank, named so that all members of a group give it the same name.
+
+    `groups` maps a lane, such as "shard" or "world", to the name of the group whose ranks communicate there."""
 
     rank: int
     groups: dict[str, str]
@@ -61,8 +61,10 @@ class TraceGroups:
         return cls(axes.world.rank, {**groups, "world": together})
 
     def make_transfer_key(self, record: ProgramRecord, action: Action, time: int) -> Hashable:
-        """Return a key of a transfer that is equal on all ranks that take part in it; None if no other rank takes part.
-        time: 1-based number of the repetition of the action in the program."""
+        """Return a key that all ranks of a transfer give it, so that their events can be matched; None if no other
+        rank takes part.
+
+        `time` is 1 for the first occurrence of the action in its program, 2 for the second, and so on."""
         verb = VERBS[action.op]
         if verb.lane not in self.groups:
             return None
@@ -71,10 +73,10 @@ class TraceGroups:
 
 
 def list_action_events(record: ProgramRecord, place: TraceGroups) -> list[ActionEvent]:
-    """Return one event per action, in program order.
+    """Return one event per action of a recorded program, in program order.
 
-    Events begin when the action had all its inputs. A computing action ends with its call; a transfer that overlaps
-    computation ends when this rank saw that it was complete."""
+    An event begins when the inputs of the action are available. A computation ends with its call, and a transfer that
+    overlaps computation ends when this rank found it complete."""
     flights: dict[Action, list[TransferSpan]] = defaultdict(list)
     for flight in record.transfers:
         flights[flight.action].append(flight)
@@ -89,19 +91,19 @@ def list_action_events(record: ProgramRecord, place: TraceGroups) -> list[Action
 
 
 def _find_action_span(one: ActionSpan, flights: Sequence[TransferSpan]) -> tuple[float, float]:
-    """Return the time when an action had all its inputs, and the time when the last transfer that it issued was
-    complete; if it issued none, the time when the action ended.
+    """Return when the inputs of an action were available, and when the last transfer that it issued was complete.
 
-    On a busy machine a message may be complete before the call that sent it returns."""
+    If it issued no transfer, the second time is the end of the action. On a busy machine, a message may be complete
+    before the call that sent it returns."""
     landed = [flight.landed for flight in flights if one.ready <= flight.issued <= one.end]
     return one.ready, max(landed, default=one.end)
 
 
 def list_wait_events(record: ProgramRecord, events: Sequence[ActionEvent]) -> list[ActionEvent]:
-    """Return the waits of a rank before actions that were the first to need a transfer.
+    """Return the times when a rank was blocked because an action needed a transfer that was not complete.
 
-    The action and key of a wait are those of the transfer that completed last; if none is known, the action is the one
-    that waited. events: the events of `record`."""
+    The event of such a wait has the action and key of the transfer that ended it, or the action that waited if the
+    transfer is unknown. `events` are the events of `record`."""
     moving = [event for event in events if VERBS[event.action.op].moves]
     found = []
     for one, event in zip(record.actions, events, strict=True):
@@ -132,12 +134,19 @@ JSON = dict[str, Any]
 
 @dataclass
 class TraceHeader:
-    """The content of a trace file except its events.
+    """What the trace file of a rank holds in addition to its events.
 
-    origin: zero of the times in the file, in seconds of the rank's clock. clock: readings of this clock relative to
-    rank 0's. place: mesh axis -> coordinate. shown: number of the representative run. simulated: (action, start, end)
-    of this rank in the representative run if messages took no time. alive: (seconds, bytes of activations) in this run.
-    memory: kind of memory -> bytes that the rank holds in addition to activations.
+    Attributes
+    ----------
+    rank, ranks : this rank, and the number of ranks
+    mesh, host : the mesh of ranks as text, and the name of the machine
+    place : mesh axis -> coordinate of the rank
+    origin : the time that is 0 in the file, in seconds of the rank's clock
+    clock : offsets of this clock from rank 0's clock, measured at the beginning and at the end
+    shown : number of the representative run, of which reports show the timeline; None if there is none
+    simulated : (action, start, end) of the rank in that run, simulated with messages that take no time
+    alive : (seconds, bytes of activations) during that run
+    memory : kind of memory -> bytes that the rank holds in addition to activations
     """
 
     rank: int
@@ -156,19 +165,19 @@ class TraceHeader:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """The content of one rank's trace file. events: the events as in the file."""
+    """The parsed trace file of one rank: its header, and its events in the trace format."""
 
     header: TraceHeader
     events: list[JSON]
 
     def to_rank0_clock(self, seconds: float) -> float:
-        """Convert a time of this rank to seconds of rank 0's clock. seconds: time since the file's origin."""
+        """Convert a time of this rank, in seconds since the origin of its file, to seconds of rank 0's clock."""
         at = self.header.origin + seconds
         return at - interpolate_offset(self.header.clock, at)
 
     @property
     def clock_error(self) -> float:
-        """Maximum error of times on rank 0's clock, in seconds."""
+        """Upper bound, in seconds, of the error in converting times of this rank to rank 0's clock."""
         return max(reading.error for reading in self.header.clock)
 
 
@@ -183,7 +192,7 @@ def write_trace(
     place: TraceGroups,
     after: Iterable[OutsideSpan] = (),
 ) -> Path:
-    """Write the trace file of one rank and return its path. after: spans outside programs since the last run."""
+    """Write the trace file of one rank, and return its path. `after` holds the spans of work since the last program."""
     path = folder / get_trace_file_name(header.rank)
     _write_gzip_json(
         path,
@@ -197,7 +206,7 @@ def write_trace(
 
 
 def write_simulated_trace(path: Path, ranks: Sequence[tuple[TraceHeader, ProgramRecord, TraceGroups]]) -> None:
-    """Write one simulated step of the given ranks to a single file, in the format of a recorded trace."""
+    """Write the simulated timeline of one step of several ranks to one file, in the format of a recorded trace."""
     events = [
         {**event, "pid": event["pid"] + SIMULATED_PID_OFFSET}
         for one in ranks
@@ -209,8 +218,8 @@ def write_simulated_trace(path: Path, ranks: Sequence[tuple[TraceHeader, Program
 def list_trace_events(
     header: TraceHeader, records: Sequence[ProgramRecord], place: TraceGroups, after: Iterable[OutsideSpan] = ()
 ) -> list[JSON]:
-    """Return the events of one rank: steps, actions, layers, waits and transfers as slices, messages as arrows,
-    activations as a curve."""
+    """Return the trace events of one rank. Steps, actions, layers, waits and transfers are slices, messages are
+    arrows, and the bytes of activations are a counter."""
     lanes = _TraceLanes(header)
     for record in records:
         if not record.actions:
@@ -230,8 +239,10 @@ def list_trace_events(
 
 
 class _TraceLanes:
-    """The trace events of one rank. Slices of a thread may be nested but must not overlap, so a transfer that overlaps
-    another one on its axis gets an additional thread."""
+    """Builds the trace events of one rank, and assigns them to threads of the viewer.
+
+    Slices of a thread may be nested but must not overlap, so a transfer that overlaps another one on its mesh axis
+    gets an additional thread."""
 
     def __init__(self, header: TraceHeader) -> None:
         self.header = header
@@ -258,7 +269,7 @@ class _TraceLanes:
         self.found.append({**common, "ts": begin, "dur": round(self._to_microseconds(end) - begin, 3), "args": args})
 
     def add_outside_spans(self, spans: Iterable[OutsideSpan], run_number: int) -> None:
-        """Add the spans outside programs that precede a run."""
+        """Add the spans of work between two programs, such as agreeing on a batch, before run `run_number`."""
         for what, begin, end, nbytes in spans:
             args: JSON = {"bytes": nbytes} if nbytes else {}
             self.add_slice(COMPUTE_THREAD, what, "outside", begin, end, key=f"{run_number}", stops=True, **args)
@@ -273,7 +284,7 @@ class _TraceLanes:
         )
 
     def add_action(self, event: ActionEvent, stops: bool) -> None:
-        """Add an action. stops: whether the rank was blocked during the action."""
+        """Add an action as a slice. `stops` says whether the rank was blocked during the action."""
         verb = VERBS[event.action.op]
         occupies = verb.lane in ("compute", "host")
         tid = COMPUTE_THREAD if occupies else self._choose_thread(verb.lane, event)
@@ -295,7 +306,7 @@ class _TraceLanes:
         return self._threads.setdefault((lane, n), FIRST_TRANSFER_THREAD + len(self._threads))
 
     def _add_arrow(self, tid: int, event: ActionEvent, sends: bool) -> None:
-        """Add one end of the arrow that leads from the beginning of a send to the end of its receive."""
+        """Add one end of an arrow that leads from the beginning of a send to the end of its receive."""
         number = int.from_bytes(blake2b(repr(event.key).encode(), digest_size=6).digest(), "big")
         common = {"name": "message", "cat": "message", "id": number, "pid": self.header.rank, "tid": tid}
         if sends:
@@ -310,16 +321,12 @@ class _TraceLanes:
 
 
 def _format_key(event: ActionEvent) -> str:
-    """Return the key of a transfer as text, which is equal on all ranks that take part; "" without a key."""
+    """Return the key of a transfer as text, which is equal on all ranks that take part, or "" if it has none."""
     return "" if event.key is None else repr(event.key)
 
 
-# -- reading -----------------------------------------------------------------------------------------------------------
-
-
 def read_traces(folder: Path) -> list[RankTrace]:
-    """Return the traces of all ranks, in rank order. Raise ConfigError if there are none, or if some are missing or
-    damaged."""
+    """Read the trace files of all ranks in a folder, in rank order; raise ConfigError if any is missing or damaged."""
     paths = sorted(folder.glob("rank-*.json.gz"))
     if not paths:
         raise ConfigError(
@@ -354,10 +361,10 @@ def _read_trace(path: Path) -> RankTrace:
 
 
 def merge_traces(folder: Path) -> tuple[Path, float, int]:
-    """Merge the traces of all ranks in a folder into one file, on the clock of rank 0.
+    """Merge the trace files of all ranks in a folder into one file, with all times on the clock of rank 0.
 
-    Return the path of the file, an upper bound in seconds on the clock error between any two ranks, and the number of
-    messages of which both ends are present. A simulated step, if there is one, begins at the same time as the
+    Returns the path of the file, an upper bound in seconds on the clock error between any two ranks, and the number of
+    messages whose two ends are both present. If the folder has a simulated step, it begins at the same time as the
     representative measured step."""
     ranks = read_traces(folder)
     zero = min(one.to_rank0_clock(0.0) for one in ranks)
@@ -383,8 +390,7 @@ def merge_traces(folder: Path) -> tuple[Path, float, int]:
 
 
 def _read_simulated_events(first: RankTrace, folder: Path, zero: float) -> list[JSON]:
-    """Read the events of the simulated step in the folder, and shift them to the beginning of the representative step
-    on rank 0."""
+    """Read the events of the simulated step in a folder, shifted to begin with the representative step on rank 0."""
     path = folder / SIMULATED
     if not path.exists():
         return []

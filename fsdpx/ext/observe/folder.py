@@ -1,5 +1,5 @@
-"""The folder of a run, with its configuration, environment, metrics, log, traces, report, checkpoints and trained
-model.
+"""The folder of a run, which holds its configuration, environment, metrics, log, traces, report, checkpoints and
+trained model.
 
 `fsdpx runs`, `fsdpx report` and a resumed run read this folder."""
 
@@ -57,17 +57,17 @@ class RunFolder:
 
     @property
     def begin_time(self) -> datetime:
-        """The time of the first `write_config`. Raise ConfigError if the configuration does not record it."""
+        """Time when the run first began, from the first `write_config`. Raises ConfigError if it is not recorded."""
         return self._read_time("begun")
 
     @property
     def start_time(self) -> datetime:
-        """The time of the last `write_config`, when the run began or was last resumed. Raise ConfigError if the
-        configuration does not record it."""
+        """Time when the run began or was last resumed, from the last `write_config`. Raises ConfigError if it is not
+        recorded."""
         return self._read_time("resumed", "begun")
 
     def _read_time(self, *keys: str) -> datetime:
-        """Return the time in config.json under the first of these keys that it has."""
+        """Return the time stored in config.json under the first of `keys` that is present."""
         config = self.read_json(self.config_path.name)
         try:
             return datetime.fromisoformat(config[next((key for key in keys if key in config), keys[-1])]).astimezone()
@@ -76,7 +76,8 @@ class RunFolder:
 
     @property
     def has_steps(self) -> bool:
-        """True if the run has metrics or a checkpoint, so that it can be resumed or inspected."""
+        """True if the run has metrics or a checkpoint, so that it can be resumed or inspected; False if it failed
+        before."""
         return bool(self.read_metrics()) or find_newest_checkpoint(self.checkpoint_folder) is not None
 
     def belongs_to(self, jobs: Sequence[str]) -> bool:
@@ -106,7 +107,7 @@ class RunFolder:
 
     @property
     def trace_folder(self) -> Path:
-        """The folder of traces. It is this folder itself if this folder holds only traces."""
+        """Folder with the trace files of the run. It is this folder itself if nothing but traces was written."""
         alone = not self.config_path.exists() and any(self.path.glob("rank-*.json.gz"))
         return self.path if alone else self.path / "trace"
 
@@ -115,7 +116,7 @@ class RunFolder:
         return self.path / "report.html"
 
     def read_arguments(self) -> dict[str, Any]:
-        """Return the `arguments` of the last `write_config`. Raise ConfigError if they cannot be read."""
+        """Return the `arguments` that the last `write_config` stored; raise ConfigError if they cannot be read."""
         try:
             found: dict[str, Any] = safe_files.read_json(self.config_path, MAX_FILE_BYTES, ours=False)["arguments"]
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -197,13 +198,14 @@ class RunFolder:
         return found
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Return the rows of metrics.jsonl. Skip the last line if it is incomplete, because the run is in progress or
+        """Return the rows of metrics.jsonl. An incomplete last line is skipped, since the run may be in progress or
         was killed."""
         path = self.path / "metrics.jsonl"
         return list(iterate_json_lines(path)) if path.exists() else []
 
     def draw_curve(self) -> bool:
-        """Draw losses and throughput by step into curve.png. Return False without Matplotlib. Call this on one rank."""
+        """Plot losses and throughput over steps into curve.png, and return False if Matplotlib is missing. Call this
+        on one rank."""
         if explain_missing_matplotlib():
             return False
         draw_training_curves(self.read_metrics()).savefig(self.curve_path, dpi=120)
@@ -212,8 +214,7 @@ class RunFolder:
 
 @contextmanager
 def reporting_unreadable_files(path: Path) -> Iterator[None]:
-    """Convert errors inside the context, caused by files with unexpected content, to a ConfigError that names the
-    folder."""
+    """Within this context, raise errors caused by unexpected file contents as a ConfigError that names the folder."""
     try:
         yield
     except ConfigError:
@@ -223,7 +224,7 @@ def reporting_unreadable_files(path: Path) -> Iterator[None]:
 
 
 def iterate_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects in a file of JSON lines, and skip incomplete lines."""
+    """Yield the objects of a JSON Lines file, and skip lines that are incomplete."""
     with safe_files.open_file(path, ours=False) as file:
         for line in file:
             try:
@@ -235,11 +236,12 @@ def iterate_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def agree_on_run_folder(name: str, given: str | None, resume: bool, comm: Any) -> tuple[RunFolder, dict[str, Any]]:
-    """Return the folder of a run, and the arguments with which the run was last started, {} for a new run. Rank 0
-    decides. Collective.
+    """Choose the folder of a run on rank 0, and return it on all ranks with the arguments of the run's last start, {}
+    for a new run. Collective.
 
-    given: path of the folder; None: a new folder named after the time, or with `resume` the latest run with this name
-    that has steps. A restarted job resumes the run that it began earlier, if there is one."""
+    `given` is the path of the folder. If it is None, a new folder is named after the time; with `resume`, the folder
+    is that of the latest run with this name that has made steps. A restarted job resumes the run that it began
+    earlier, if there is one."""
 
     def choose_on_rank0() -> tuple[RunFolder, dict[str, Any]]:
         job, known = (
@@ -257,7 +259,7 @@ def agree_on_run_folder(name: str, given: str | None, resume: bool, comm: Any) -
             return folder, {}
         if not given and not known:
             raise ConfigError(f"--resume: there is no {RUNS}/{name}-*: start without it first, or name a --run")
-        known = [one for one in known if one.has_steps] or known  # skips runs that failed before their first step
+        known = [one for one in known if one.has_steps] or known  # runs that failed before their first step are skipped
         folder = RunFolder(Path(given)) if given else max(known, key=lambda one: (one.start_time, one.path))
         return folder, folder.read_arguments()
 

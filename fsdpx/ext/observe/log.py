@@ -1,4 +1,5 @@
-"""The log of `fit`: metrics.csv, metrics.jsonl, TensorBoard events and messages in one folder, which rank 0 writes."""
+"""The training log of `fit`: metrics.csv, metrics.jsonl, log.txt and TensorBoard events in one folder, written by rank
+0."""
 
 from __future__ import annotations
 
@@ -28,25 +29,26 @@ STEP_COLUMNS = ("loss", "learning_rate", "gradient_norm", "rate")
 
 
 class ThroughputMeter:
-    """Meter of the training throughput in samples (or other units) per second."""
+    """Measures the training throughput in samples, or other units, per second."""
 
     def __init__(self) -> None:
         self._seen, self._seconds = 0, 0.0
 
     def measure_rate(self, history: FitHistory) -> float:
-        """Return the samples per second since the last call."""
+        """Return the throughput since the last call, per second."""
         seen, seconds = history.samples_seen - self._seen, history.seconds - self._seconds
         self._seen, self._seconds = history.samples_seen, history.seconds
         return seen / max(seconds, 1e-9)
 
 
 class TrainingLog:
-    """A callback of `fit` that logs a row after each step and each validation. A run that resumes from a checkpoint
-    keeps the rows up to this checkpoint. Any other run starts new files."""
+    """A `fit` callback that logs one row after each step and each validation.
+
+    A run that resumes from a checkpoint keeps the rows up to this checkpoint. Any other run starts new files."""
 
     def __init__(self, folder: str | PathLike[str], metrics: tuple[str, ...], tensorboard: bool | None = None) -> None:
-        """tensorboard: whether to write TensorBoard events. True raises ConfigError if the package is not installed.
-        None writes events only if the package is installed."""
+        """If `tensorboard` is None, TensorBoard events are written only if tensorboardX is installed. True requires
+        it, and raises ConfigError otherwise."""
         self.folder, self._tensorboard = safe_files.expanduser(folder), tensorboard
         if tensorboard and find_spec("tensorboardX") is None:
             raise ConfigError(
@@ -58,10 +60,10 @@ class TrainingLog:
                 f"fit(metrics=...): the log has columns named {', '.join(map(repr, taken))}: choose other names"
             )
         self._columns = (*own, *metrics)
-        self._lock: int | None = None  # on rank 0: lock that keeps other jobs out
+        self._lock: int | None = None  # held by rank 0, to keep other jobs out of the folder
         self._rate = ThroughputMeter()
         self._files: tuple[TextIO, ...] | None = None
-        self._board: Any = None  # a tensorboardX.SummaryWriter
+        self._board: Any = None  # a tensorboardX.SummaryWriter, if enabled
         self._text_log: logging.StreamHandler[TextIO] | None = None
 
     def on_train_begin(self, trainer: Any, history: FitHistory) -> None:
@@ -102,7 +104,7 @@ class TrainingLog:
             self._board.close()
 
     def _lock_and_truncate(self, before: int) -> None:
-        """Lock the folder, and rewrite the files so that they hold only the rows up to step `before`."""
+        """Lock the log folder against other jobs, and drop the rows after step `before` from its files."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = lock_file(self.folder / LOCK_NAME, f"{self.folder}: another job is writing its log there")
         table, lines = self.folder / "metrics.csv", self.folder / "metrics.jsonl"
@@ -117,7 +119,7 @@ class TrainingLog:
             safe_files.write_file(self.folder / "log.txt", "", safe_files.READABLE)
 
     def _open_files(self, trainer: Any, history: FitHistory) -> None:
-        """Open the files for appending, on the rank that writes. In elastic training this rank may change."""
+        """Open the log files for appending. In elastic training, this runs again on another rank if rank 0 leaves."""
         with ExitStack() as opened:
             table, lines, text = (
                 opened.enter_context(os.fdopen(safe_files.open_for_append(self.folder / name), "a", 1, newline=newline))
@@ -135,7 +137,7 @@ class TrainingLog:
             also = f"CSV and JSON lines; for TensorBoard {install_hint('tensorboard')}"
             log_on_rank0(trainer.call_runner, f"log {self.folder}: {also}")
         else:
-            unguessed = f".{secrets.token_hex(8)}"  # random: nobody can plant a symlink with this name for the writer
+            unguessed = f".{secrets.token_hex(8)}"  # an attacker cannot guess the name and plant a symlink
             self._board = SummaryWriter(str(self.folder), purge_step=history.steps + 1, filename_suffix=unguessed)
 
     def _write_row(self, trainer: Any, history: FitHistory, values: dict[str, float]) -> None:

@@ -1,5 +1,5 @@
-"""Time measurement: clock offsets between ranks, the timeline of a real step, and durations for simulating other
-steps."""
+"""Timing across ranks: clock offsets, the timeline of a real step, and measured durations with which other schedules
+are simulated."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ Timeline = list[tuple[Action, float, float]]
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """The timeline of a measured step on all pipeline ranks.
+    """The timeline of one measured training step on all pipeline ranks.
 
     Attributes
     ----------
     events : events of the fastest step, in seconds since its first action
-    programs : the programs that the pipeline ranks ran
+    programs : the program (list of actions) of each pipeline rank
     machine : the duration of each action in this step; for actions of other programs, the median duration of the same
         verb and unit
     """
@@ -50,14 +50,15 @@ class MeasuredStep:
 
     @property
     def idle_share(self) -> float:
-        """The share of the measured step during which ranks did not compute."""
+        """Share of the measured step, from 0 to 1, in which ranks did not compute."""
         return compute_idle_share(self.events)
 
     @property
     def stage_costs(self) -> StageCosts:
-        """The seconds of one microbatch in each stage, averaged over all microbatches, for simulating other schedules.
+        """Seconds per microbatch that each pipeline stage computes, averaged over microbatches, for simulating other
+        schedules.
 
-        If both halves of backward ran as one action (B), its time counts as that of the first half."""
+        If backward ran as one action (B) instead of two, all of its time counts as that of the input gradients."""
         homes = {u: stage for program in self.programs for stage, units in program.stage.own_stages for u in units}
         spent: dict[str, list[float]] = {op: [0.0] * (1 + max(homes.values())) for op in "FBIWCR"}
         for event in self.events:
@@ -71,15 +72,14 @@ class MeasuredStep:
         return StageCosts(mean_seconds("FC"), mean_seconds("RBI"), mean_seconds("W"))
 
     def simulate_again(self) -> list[ActionEvent]:
-        """Simulate the same programs with the measured durations and with messages that take no time, and return the
-        events."""
+        """Simulate the measured programs with their measured durations and instant messages, and return the events."""
         return simulate_programs(self.programs, self.machine)
 
 
 def measure_fastest_step(engine: Engine, step: Callable[[], object], steps: int = 5) -> MeasuredStep:
     """Run a warm-up step and `steps` further steps, and return the timeline of the fastest one. Collective.
 
-    The steps train, so the parameters change."""
+    These are training steps, so the parameters change."""
     step()
     axes = engine.placement.axes
     before, timelines = find_timeline_recorder(engine), list[Timeline]()
@@ -89,7 +89,7 @@ def measure_fastest_step(engine: Engine, step: Callable[[], object], steps: int 
     try:
         for _ in range(steps):
             axes.world.barrier(what="measure").wait()
-            origin = perf_counter()  # clocks of hosts have different origins
+            origin = perf_counter()  # the clocks of hosts do not start at the same time
             step()
             acted = recording.records[-1].actions
             timelines.append([(one.action, one.ready - origin, one.end - origin) for one in acted])
@@ -110,8 +110,9 @@ def measure_fastest_step(engine: Engine, step: Callable[[], object], steps: int 
 
 
 def make_action_times(lines: list[Timeline]) -> ActionTimes:
-    """Return the durations of computing actions. They are 0 for transfers, whose duration cannot be measured by the
-    clock of one rank."""
+    """Return a lookup of measured durations of computing actions, for simulation.
+
+    Transfers have duration 0, because the clock of one rank cannot measure how long they take."""
     exact = {(rank, action): end - start for rank, line in enumerate(lines) for action, start, end in line}
     alike: dict[tuple[str, int | None], list[float]] = defaultdict(list)
     for (_, action), took in exact.items():
@@ -134,8 +135,8 @@ CLOCK_TAG = 7
 
 
 class ClockReading(NamedTuple):
-    """A reading of this rank's clock: at time `at` it was `offset` seconds ahead of rank 0's clock, with an error of at
-    most `error` seconds."""
+    """A comparison with rank 0's clock: at time `at`, this rank's clock was `offset` seconds ahead, up to `error`
+    seconds."""
 
     at: float
     offset: float
@@ -143,11 +144,10 @@ class ClockReading(NamedTuple):
 
 
 def measure_clock_offset(comm: Communicator) -> ClockReading:
-    """Return the offset of this rank's clock, `time.perf_counter`, from rank 0's clock. Collective; rank 0 asks one
-    rank after another.
+    """Measure how far this rank's clock, `time.perf_counter`, is ahead of rank 0's clock. Collective.
 
-    Rank 0 asks each rank for its time repeatedly and uses the fastest answer. An answer that took t seconds has an
-    error of at most t/2, whichever direction was slow (Cristian 1989)."""
+    Rank 0 asks one rank after another for its time, repeatedly, and uses the fastest reply. A reply that took t
+    seconds has an error of at most t/2, whichever direction was slow (Cristian 1989)."""
     if comm.rank == 0:
         for rank in range(1, comm.size):
             offset, error = _measure_clock_offset_and_error(comm, rank)
@@ -161,11 +161,12 @@ def measure_clock_offset(comm: Communicator) -> ClockReading:
 
 
 def _measure_clock_offset_and_error(comm: Communicator, rank: int) -> tuple[float, float]:
-    """Return offset and error of a rank's clock, from its fastest answer."""
+    """Return the offset of a rank's clock from rank 0's and the error of this offset in seconds, both from its fastest
+    reply."""
     best, asked, start = (0.0, float("inf")), 0, perf_counter()
     while True:
         begin = perf_counter()
-        _send_clock(comm, rank, 0.0, 0.0)  # error 0 marks a question
+        _send_clock(comm, rank, 0.0, 0.0)  # an error of 0 marks a request
         theirs, _ = _recv_clock(comm, rank)
         end = perf_counter()
         best, asked = min(best, (theirs - (begin + end) / 2, (end - begin) / 2), key=lambda one: one[1]), asked + 1
@@ -184,7 +185,7 @@ def _recv_clock(comm: Communicator, rank: int) -> tuple[float, float]:
 
 
 def interpolate_offset(readings: list[ClockReading], at: float) -> float:
-    """Return the offset at time `at` of this rank's clock, interpolated linearly between the first and the last
+    """Return by how many seconds this rank's clock is ahead at time `at`, interpolated between the first and the last
     reading."""
     first, last = readings[0], readings[-1]
     if last.at <= first.at:

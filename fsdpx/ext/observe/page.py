@@ -1,5 +1,4 @@
-"""The report of a run as text and as an HTML page with embedded pictures, which shows where time is spent and which
-ranks wait for which."""
+"""The report of a run, as text and as an HTML page with plots: where the time goes, and which ranks wait for which."""
 
 from __future__ import annotations
 
@@ -25,8 +24,14 @@ __all__ = ["RankSpans", "WaitMatrix", "compute_wait_matrix", "iterate_page_secti
 
 @dataclass(frozen=True)
 class RankSpans:
-    """Time in seconds that one rank spent in the steps of a trace: in total, computing, and waiting for transfers that
-    all ranks had entered."""
+    """How one rank spent the steps of a trace, in seconds.
+
+    Attributes
+    ----------
+    whole : total time of the steps
+    computing : time in computing actions
+    moving : time blocked in transfers that all ranks had entered, so that data was moving
+    """
 
     whole: float
     computing: float
@@ -35,8 +40,14 @@ class RankSpans:
 
 @dataclass(frozen=True)
 class WaitMatrix:
-    """Waiting times between ranks. matrix: seconds by [waiting rank][rank waited for]. spans: spans of each rank.
-    steps: number of steps in the traces."""
+    """How long ranks waited for each other.
+
+    Attributes
+    ----------
+    matrix : seconds, indexed by [waiting rank][rank that came last]
+    spans : how each rank spent its time
+    steps : number of steps in the traces
+    """
 
     matrix: list[list[float]]
     spans: list[RankSpans]
@@ -44,8 +55,8 @@ class WaitMatrix:
 
 
 def compute_wait_matrix(ranks: Sequence[RankTrace]) -> WaitMatrix:
-    """Return the waiting times, summed over all steps in the traces."""
-    come: dict[str, list[tuple[float, int]]] = defaultdict(list)  # key -> (time of entry, rank) of each rank
+    """Return how long each rank waited for each other rank, in seconds over all steps of the traces."""
+    come: dict[str, list[tuple[float, int]]] = defaultdict(list)  # transfer key -> when each rank entered it
     for n, one in enumerate(ranks):
         for key, begin, _, _ in _iterate_transfers(one):
             come[key].append((begin, n))
@@ -68,8 +79,8 @@ def compute_wait_matrix(ranks: Sequence[RankTrace]) -> WaitMatrix:
 
 
 def _iterate_transfers(one: RankTrace) -> Iterator[tuple[str, float, float, bool]]:
-    """Yield (key, begin, end, whether this rank was blocked) of the transfers in which other ranks take part, on rank
-    0's clock."""
+    """Yield (key, begin, end, whether the rank was blocked) of each transfer with other ranks, in seconds of rank 0's
+    clock."""
     for event in one.events:
         key = event.get("args", {}).get("key")
         if event["ph"] == "X" and event["cat"] != "wait" and key:
@@ -77,8 +88,10 @@ def _iterate_transfers(one: RankTrace) -> Iterator[tuple[str, float, float, bool
 
 
 def _iterate_waits(one: RankTrace) -> Iterator[tuple[str, float, float, bool]]:
-    """Yield (key, begin, end, whether the wait was within the transfer) for the times when the rank was blocked, within
-    transfers and before actions that need one."""
+    """Yield the times when a rank was blocked, as (key of the transfer, begin, end, whether it was blocked inside the
+    transfer).
+
+    Times outside a transfer are those before an action that needs the result of the transfer."""
     for key, begin, end, stops in _iterate_transfers(one):
         if stops:
             yield key, begin, end, True
@@ -105,8 +118,9 @@ MAX_SHOWN_ROWS = 10
 
 
 def write_report_page(folder: RunFolder) -> str:
-    """Write report.html into the folder of a run, or of traces alone, and return the text of the report. Raise
-    ConfigError if the folder holds neither. Without Matplotlib the page has no pictures."""
+    """Write report.html for the folder of a run, or a folder with traces only, and return the report as text.
+
+    Raises ConfigError if the folder holds neither. Without Matplotlib, the page has no plots."""
     traces = read_traces(folder.trace_folder) if folder.trace_folder.exists() else []
     with reporting_unreadable_files(folder.path):
         texts, name = dict(iterate_page_sections(folder, traces)), escape(folder.path.resolve().name)
@@ -124,7 +138,7 @@ def write_report_page(folder: RunFolder) -> str:
 
 
 def iterate_page_sections(folder: RunFolder, traces: Sequence[RankTrace]) -> Iterator[tuple[str, str]]:
-    """Yield (title, text) of each section of the page."""
+    """Yield (title, text) of each section of the report."""
     of_a_run = folder.config_path.exists()
     if not of_a_run and not traces:
         raise ConfigError(
@@ -202,7 +216,8 @@ def _format_step_times(traces: Sequence[RankTrace]) -> str:
 
 
 def _list_measured_events(traces: Sequence[RankTrace]) -> list[ActionEvent]:
-    """Return the actions of the representative step, on rank 0's clock, in milliseconds since the first action."""
+    """Return the actions of the representative step of all ranks, in milliseconds since the first action, on rank 0's
+    clock."""
     found = []
     for n, one in enumerate(traces):
         shown = [e for e in one.events if e.get("cat") == "step" and e["args"]["run"] == one.header.shown]
@@ -218,7 +233,7 @@ def _list_measured_events(traces: Sequence[RankTrace]) -> list[ActionEvent]:
 
 
 def _list_simulated_events(traces: Sequence[RankTrace]) -> list[ActionEvent]:
-    """Return the simulated actions of the representative step with messages that take no time, in milliseconds."""
+    """Return the representative step as simulated with instant messages, as events with times in milliseconds."""
     return [
         ActionEvent(n, parse_actions(name)[0], 1e3 * start, 1e3 * end)
         for n, one in enumerate(traces)
@@ -262,7 +277,7 @@ def _format_wait_matrix(found: WaitMatrix) -> str:
 
 
 def _format_layers(traces: Sequence[RankTrace]) -> str:
-    """Return the table of the slowest layers, with the time of each on its slowest rank."""
+    """Return a table of the slowest layers, each with the time on its slowest rank."""
     spent: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(traces))
     for one in traces:
         for event in one.events:

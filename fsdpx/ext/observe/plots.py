@@ -1,5 +1,4 @@
-"""Pictures drawn with Matplotlib (the extra `plot`): timelines and memory of the ranks in a step, and the curves of a
-run."""
+"""Plots with Matplotlib (the extra `plot`): step timelines of ranks with their memory, and training curves."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ __all__ = [
     "save_figure",
 ]
 
-COLORS = {  # (on a light page, on a dark page)
+COLORS = {  # name -> (color in the light theme, color in the dark theme)
     "forward": ("#4a86c9", "#5b9be0"), "recompute": ("#a3c4e6", "#3f6a98"), "backward": ("#2f9a78", "#37ab86"),
     "gradients of weights": ("#8fc9a0", "#6f9c7d"), "update": ("#8c6bb8", "#a183cf"), "gather": ("#e3a32f", "#e0a83f"),
     "reduce": ("#d2605a", "#dd6d66"), "message": ("#6c7a89", "#93a1b0"), "disk": ("#a1785a", "#b98d6d"),
@@ -56,11 +55,11 @@ MIN_GAP_SHARE = 0.004
 
 @dataclass(frozen=True)
 class StepLanes:
-    """A step of some ranks, as `make_figure` draws it.
+    """One panel of `make_figure`: the timeline of a step, with one row per rank.
 
     Parameters
     ----------
-    title : title above the step
+    title : title above the panel
     events : events of the step; their `rank` is the number of a row
     names : name of each row
     held : for each row, kind of memory -> (time, bytes from then on); {}: draw no memory for this row; default (): draw
@@ -80,18 +79,18 @@ class StepLanes:
 
     @property
     def end_time(self) -> float:
-        """The time when the last event ends."""
+        """Time at which the last event ends."""
         return max(event.end for event in self.events)
 
     @property
     def peak_bytes(self) -> float:
-        """The peak memory of any row, in bytes."""
+        """Peak memory over all rows, in bytes."""
         return max((max(_stack_memory(held)[1][-1][1]) for held in self.held if held), default=0.0)
 
     @property
     def shown_bytes(self) -> float:
-        """The height of the memory band in bytes: the larger of the peak and the limit, or the peak if the limit is far
-        above it."""
+        """Number of bytes at the top of the memory scale: the larger of peak and limit, or the peak if the limit is
+        far above it."""
         return (
             max(self.peak_bytes, self.limit or 0.0)
             if (self.limit or 0.0) <= FAR_LIMIT_FACTOR * self.peak_bytes
@@ -100,11 +99,11 @@ class StepLanes:
 
     @property
     def has_equal_rows(self) -> bool:
-        """True if all rows hold the same memory, which is then drawn only once."""
+        """True if all rows have the same memory curve, which is then drawn only once."""
         return all(held == self.held[0] for held in self.held)
 
     def list_transfer_lanes(self, row: int) -> list[str]:
-        """Return the lanes on which a row has transfers."""
+        """Return the names of the lanes, such as mesh axes, on which a row has transfers. Each is drawn as a strip."""
         return sorted(
             {VERBS[event.action.op].lane for event in self.events if event.rank == row and _is_transfer(event)}
         )
@@ -116,8 +115,8 @@ class StepLanes:
 
 
 def _is_transfer(event: ActionEvent) -> bool:
-    """Return whether an event is drawn as a transfer, in a strip. Barriers and receives are not, because they only wait
-    for other ranks."""
+    """Return whether an event is drawn as a transfer. Barriers and receives are not, because they only wait for other
+    ranks."""
     verb = VERBS[event.action.op]
     return bool(verb.moves) and not verb.is_synchronizing and not verb.is_receive and event.end > event.start
 
@@ -127,7 +126,7 @@ def _is_compute(event: ActionEvent) -> bool:
 
 
 def explain_missing_matplotlib() -> str:
-    """Return the reason why nothing can be drawn; "" if Matplotlib is installed."""
+    """Return why plots cannot be drawn, with a hint how to install Matplotlib, or "" if it is installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -136,10 +135,11 @@ def explain_missing_matplotlib() -> str:
 
 
 def require_drawable(option: str, path: str | Path) -> None:
-    """Raise ConfigError if no picture can be written to `path`, the value of the option `option`. Call this before long
-    work.
+    """Raise ConfigError if no picture can be written to `path`, so that a long job fails before its work rather than
+    after it.
 
-    The function checks Matplotlib, the picture format, the folder, and the permission to write."""
+    Checks that Matplotlib is installed, the picture format is known, and the folder exists and is writable. `option`
+    is the name of the command-line option, for the message."""
     path = expanduser(path)
     if why := explain_missing_matplotlib():
         raise ConfigError(f"{option} {path}: {why}")
@@ -155,7 +155,7 @@ def require_drawable(option: str, path: str | Path) -> None:
 
 
 def draw_steps(events: Sequence[ActionEvent], path: str | Path, title: str = "") -> Path:
-    """Write a picture of some steps with one row per rank.
+    """Save a picture of the timeline of one or more steps, with one row per rank.
 
     A box in a row is a computation, with the number of its microbatch if the box is wide enough. Transfers are drawn
     below the boxes, and an arrow leads from the transfer that ended a wait to the end of the wait. If a rank has
@@ -184,16 +184,16 @@ def draw_steps(events: Sequence[ActionEvent], path: str | Path, title: str = "")
 
 
 def save_figure(drawn: Any, path: Any) -> Any:
-    """Write a figure to a path or file object, and return this path or file object."""
+    """Save a Matplotlib figure to a path or file object, and return that path or file object."""
     drawn.savefig(path, dpi=160, facecolor=drawn.get_facecolor())
     return path
 
 
 def make_figure(panels: Sequence[StepLanes], theme: str = "light") -> Any:
-    """Return a figure with one panel per step, stacked vertically, with a common time axis and a common memory scale.
+    """Return a Matplotlib figure with one panel per step, stacked vertically on the same time axis and memory scale.
 
-    Each row shows computations, transfers below them, and memory by kind. An arrow leads from the transfer that ended a
-    wait to the end of the wait. Raise ConfigError without Matplotlib."""
+    Each row shows computations, the transfers below them, and memory by kind. An arrow leads from the transfer that
+    ended a wait to the end of the wait. Raises ConfigError without Matplotlib."""
     if why := explain_missing_matplotlib():
         raise ConfigError(f"draw: {why}")
     heights = [TITLE + sum(map(panel.compute_row_height, range(len(panel.names)))) for panel in panels]
@@ -213,7 +213,7 @@ def make_figure(panels: Sequence[StepLanes], theme: str = "light") -> Any:
 
 
 def _make_blank_figure(width: float, height: float, **options: Any) -> Any:
-    """Return a figure that is not registered in Matplotlib's global state."""
+    """Return an empty figure that is not registered in pyplot's global state."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), **options)
@@ -229,7 +229,7 @@ def _get_color_name(event: ActionEvent) -> str:
 
 
 def _list_color_names(panels: Sequence[StepLanes]) -> list[str]:
-    """Return the color names of the boxes in these panels, in the order of `COLORS`."""
+    """Return the names of the colors that boxes of these panels use, in the order of `COLORS`, for the legend."""
     found = {
         _get_color_name(event)
         for panel in panels
@@ -257,7 +257,7 @@ def _draw_legend(figure: Any, panels: Sequence[StepLanes], theme: str) -> None:
 
 
 def _iterate_idle_gaps(panel: StepLanes) -> Iterator[tuple[int, float, float]]:
-    """Yield (row, start, end) of the idle gaps between the computations of each row."""
+    """Yield (row, start, end) of each gap between two computations of a row."""
     for row in range(len(panel.names)):
         own = sorted((e.start, e.end) for e in panel.events if e.rank == row and _is_compute(e))
         free = 0.0
@@ -270,8 +270,10 @@ def _iterate_idle_gaps(panel: StepLanes) -> Iterator[tuple[int, float, float]]:
 def _stack_memory(
     held: Mapping[str, Sequence[tuple[float, float]]],
 ) -> tuple[list[float], list[tuple[str, list[float]]]]:
-    """Return the times at which memory changes and, for each kind from bottom to top, its name and the stacked bytes up
-    to and including this kind at each of these times."""
+    """Return the data of a stacked area chart of memory: the times at which it changes, and (kind, stacked bytes) from
+    bottom to top.
+
+    The stacked bytes of a kind include all kinds below it, with one value for each time."""
     times = sorted({time for points in held.values() for time, _ in points})
     below, found = [0.0] * len(times), list[tuple[str, list[float]]]()
     for kind in sorted(held, key=lambda kind: [*MEMORY, kind].index(kind)):
@@ -290,7 +292,8 @@ LIMIT_COLOR = "limit"
 
 @dataclass
 class _PanelDrawing:
-    """The drawing of one step. last: end of the time axis. most: bytes that fill the memory band."""
+    """Draws the panel of one step. `last` is the end of the time axis, and `most` the number of bytes at the top of
+    the memory scale."""
 
     axes: Any
     panel: StepLanes
@@ -323,17 +326,17 @@ class _PanelDrawing:
         )
 
     def draw_text(self, time: float, y: float, words: str, x: float = 0.0, **options: Any) -> Any:
-        """Draw text next to a time. x: distance to the right of the time, in inches."""
+        """Draw text `x` inches to the right of a point in time."""
         look: dict[str, Any] = {"color": get_color("ink", self.theme), "va": "center", "clip_on": False}
         return self.axes.text(time + x / self.inches_per_unit, y, words, **(look | options))
 
     @property
     def inches_per_unit(self) -> float:
-        """The length of a unit of time, in inches."""
+        """Length of one unit of time on the page, in inches."""
         return (WIDTH - LEFT - RIGHT) / self.last
 
     def draw_row(self, row: int, top: float) -> None:
-        """Draw the computations of a row, with its transfers below them."""
+        """Draw the computations of a row, and its transfers below them."""
         panel, strips = self.panel, self.panel.list_transfer_lanes(row)
         for _, start, end in (gap for gap in _iterate_idle_gaps(panel) if gap[0] == row):
             self.axes.broken_barh(
@@ -349,7 +352,7 @@ class _PanelDrawing:
             )
 
     def draw_box(self, event: ActionEvent, top: float, height: float, size: float) -> None:
-        """Draw the box of an event, with its number if the number fits."""
+        """Draw the box of a computation, with its microbatch or unit number if the box is wide enough."""
         look = {"edgecolors": get_color("page", self.theme), "linewidth": 0.5}
         fill = _darken_color(
             get_color(_get_color_name(event), self.theme), self.shade.get((event.rank, event.action.unit), 1.0)
@@ -363,8 +366,9 @@ class _PanelDrawing:
             self.draw_text(middle, top - height / 2 - 0.005, str(number), ha="center", color="white", fontsize=size)
 
     def draw_arrow(self, row: int, end: float, tops: Sequence[float]) -> None:
-        """Draw an arrow to the end of a wait. The arrow begins at the transfer that ended the wait, which is a transfer
-        of this rank or a message of another rank."""
+        """Draw an arrow from the transfer that ended a wait to the end of the wait at time `end`.
+
+        The transfer is one of this rank, or a message from another rank."""
         near = MIN_GAP_SHARE * self.panel.end_time / 4
         for event in self.panel.events:
             if event.rank != row or abs(event.end - end) > near:
@@ -385,7 +389,7 @@ class _PanelDrawing:
             return
 
     def draw_memory(self, held: Mapping[str, Sequence[tuple[float, float]]], bottom: float) -> None:
-        """Draw the memory of a row by kind, with names where they fit, and the peak."""
+        """Draw the memory of a row by kind, with the names of kinds where they fit, and the peak."""
         scale = BAND / self.most
         times, stack = _stack_memory(held)
         times, below = [*times, self.panel.end_time], [0.0] * len(times)
@@ -405,8 +409,8 @@ class _PanelDrawing:
         self.draw_text(0, bottom + 0.09, "memory", x=0.06 - LEFT, fontsize=9.5)
 
     def draw_limit(self, bottom: float, scale: float, peak: float) -> None:
-        """Draw the line of available memory. If it is far above the band, write the limit below the label of the peak.
-        peak: height of the peak's label."""
+        """Draw a line at the available memory. If it is far above the scale, write it as text below the label of the
+        peak, whose height is `peak`."""
         limit = self.panel.limit
         if limit is None:
             return
@@ -421,8 +425,8 @@ class _PanelDrawing:
     def find_free_label_position(
         self, times: list[float], low: list[float], high: list[float], letters: int
     ) -> tuple[float, float] | None:
-        """Return (time, height) of the first position where a word fits between two curves without crossing an arrow;
-        None if there is none."""
+        """Return the first (time, height) at which a word of `letters` letters fits between two curves without
+        crossing an arrow, or None."""
         for n, time in enumerate(times):
             end = time + (letters * 0.062 + 0.1) / self.inches_per_unit
             until = bisect_right(times, end)
@@ -433,7 +437,7 @@ class _PanelDrawing:
 
 
 def _merge_events(events: Sequence[ActionEvent]) -> list[ActionEvent]:
-    """Return the events, with adjacent events of the same verb and microbatch merged."""
+    """Return the events with adjacent ones of the same verb and microbatch merged into one."""
     found = list[ActionEvent]()
     for event in sorted(events, key=lambda event: event.start):
         last = found[-1] if found else event
@@ -446,8 +450,9 @@ def _merge_events(events: Sequence[ActionEvent]) -> list[ActionEvent]:
 
 
 def _assign_shades(panel: StepLanes) -> dict[tuple[int, int | None], float]:
-    """Return (row, unit) -> brightness from 0 to 1, which is lower for later stages of a rank; {} if this is not a
-    pipeline schedule."""
+    """Return a brightness from 0 to 1 for each (row, unit), so that later pipeline stages of a rank are darker.
+
+    Returns {} if the schedule is not a pipeline."""
     computed = [e for e in panel.events if _is_compute(e) and e.action.unit is not None]
     if panel.numbered == "unit" or any(_is_transfer(event) for event in panel.events):
         return {}
@@ -479,7 +484,7 @@ def _draw_time_axis(all_axes: Sequence[Any], second: float, last: float, theme: 
 
 
 def _choose_time_unit(longest: float, second: float) -> tuple[str, float]:
-    """Return the unit for times up to `longest`, as text to append to a number, and its length in the unit of the
+    """Return a readable unit for times up to `longest`: its suffix, such as " ms", and its length in the unit of the
     times."""
     if not second:
         return "", 1.0
@@ -500,8 +505,9 @@ def _format_bytes(nbytes: float) -> str:
 
 
 def draw_scaling(title: str, rows: Sequence[tuple[int, float, float]], limit: float | None = None) -> Any:
-    """Return a figure of time and memory over the number of ranks. rows: (ranks, seconds of a step, bytes of a rank).
-    limit: available bytes of a rank."""
+    """Return a figure of step time and memory over the number of ranks.
+
+    Each row is (ranks, seconds per step, bytes per rank). `limit` is the available memory of a rank in bytes."""
     figure = _make_blank_figure(9, 3.6, layout="constrained")
     figure.suptitle(title, fontsize=9)
     times, memory = figure.subplots(1, 2)
@@ -520,12 +526,12 @@ def draw_scaling(title: str, rows: Sequence[tuple[int, float, float]], limit: fl
 
 
 def draw_training_curves(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """Return a figure of the losses and the throughput of a run by step. rows: the rows of metrics.jsonl."""
+    """Return a figure of losses and throughput over steps. `rows` are the rows of metrics.jsonl."""
     figure = _make_blank_figure(11, 3.6, layout="constrained")
     losses, rates = figure.subplots(1, 2)
     for axes, name, style in ((losses, "loss", "-"), (losses, "validation_loss", "o-"), (rates, "rate", "-")):
         points = [(row["step"], row[name]) for row in rows if name in row]
-        points = points[1:] if name == "rate" else points  # the time of the first step includes the start-up
+        points = points[1:] if name == "rate" else points  # the first step includes the start-up
         if points:
             axes.plot(*zip(*points, strict=True), style, label=name.replace("_", " "), linewidth=1, markersize=4)
     for axes, words in ((losses, "loss"), (rates, "per second")):

@@ -1,4 +1,4 @@
-"""The progress of `fit` on rank 0: a bar on a terminal, otherwise a line every few seconds."""
+"""The progress display of `fit` on rank 0: a bar on a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ REFRESH_SECONDS = 0.2
 
 
 class ProgressBar:
-    """A callback of `fit` that prints its progress. total: number of the last step, counted from the start of training;
-    None: unknown. epochs: total number of epochs; None: unknown."""
+    """A `fit` callback that prints the progress of training on rank 0.
+
+    `total` is the number of the last step, counted from the start of training, and `epochs` the number of epochs. Both
+    are None if unknown."""
 
     def __init__(self, unit: str, total: int | None, epochs: int | None, history: FitHistory) -> None:
         self.unit, self.total, self.epochs = unit, total, epochs
@@ -72,8 +74,8 @@ class ProgressBar:
         return f"epoch {number}" if self.epochs is None else f"epoch {min(number, self.epochs)}/{self.epochs}"
 
     def _format_values(self, trainer: Any, history: FitHistory) -> str:
-        """Return text with loss, throughput, learning rate and gradient norm, leaving out unknown ones. The throughput
-        of the first step is left out, because its time includes the start-up."""
+        """Return loss, throughput, learning rate and gradient norm as text, without those that are unknown. The
+        throughput of the first step is left out, because its time includes the start-up."""
         last, rate = trainer.inspect.last_update, self._rate.measure_rate(history)
         words = [f"loss {history.losses[-1]:.4f}"]
         words += [f"{rate:,.0f} {self.unit}/s"] if history.steps > self._first else []

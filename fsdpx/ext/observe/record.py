@@ -1,4 +1,4 @@
-"""A record of the tensors that each action of the first steps wrote, for `fsdpx diff`.
+"""Recording of all tensors that each action of the first steps writes, so that `fsdpx diff` can compare two runs.
 
 Each value is stored with the position of its elements in the full tensor, so that runs on different numbers of ranks
 can be compared. The recorder is an observer of the engine; steps without it have no overhead."""
@@ -45,18 +45,18 @@ WAITING_KINDS = ("shard", "replica")
 
 
 class WrittenTensor(NamedTuple):
-    """A part of a tensor that an action wrote.
+    """The elements of one tensor that an action wrote on one rank.
 
     Parameters
     ----------
     at : position of the action in the program of its rank
-    action, about : text of the action, such as "REDUCE3", and of the unit or page on which it works
-    kind : kind of the slot, a key of `KIND_NAMES`
+    action, about : the action as text, such as "REDUCE3", and its unit or page (flat parameter buffer) as text
+    kind : kind of value, a key of `KIND_NAMES`
     tensor : name of the tensor
-    whole : whether every split of the batch gives the same values, up to rounding
-    shape : shape of the full tensor; in the runs of activations, samples are numbered in the global batch
+    whole : whether the values are the same, up to rounding, however the batch is split over ranks
+    shape : shape of the full tensor; samples of activations are numbered in the global batch
     runs : ranges [start, stop) of elements of the full tensor, in C order
-    values : the elements of all runs, concatenated
+    values : the elements of all ranges, concatenated
     """
 
     at: int
@@ -72,8 +72,15 @@ class WrittenTensor(NamedTuple):
 
 @dataclass
 class RankRecord:
-    """The tensors that one rank wrote. cut: text about the mesh and the split of the batch. programs: the programs of
-    the recorded steps, as text."""
+    """The tensors that one rank wrote in the recorded steps.
+
+    Attributes
+    ----------
+    rank, ranks : this rank, and the number of ranks
+    cut : the mesh and the split of the batch, as text
+    programs : the program (list of actions) of each recorded step, as text
+    steps : the tensors written in each recorded step
+    """
 
     rank: int
     ranks: int
@@ -82,7 +89,7 @@ class RankRecord:
     steps: list[list[WrittenTensor]] = field(default_factory=list)
 
     def write_last_step(self, folder: Path) -> None:
-        """Write the last step to a separate file: a line of JSON, then the bytes of all values."""
+        """Write the last recorded step to its own file: one line of JSON, then the bytes of all values."""
         rows = self.steps[-1]
         index = [[*row[:-1], str(row.values.dtype), row.values.size] for row in rows]
         head = {"rank": self.rank, "ranks": self.ranks, "cut": self.cut, "program": self.programs[-1], "written": index}
@@ -92,8 +99,9 @@ class RankRecord:
 
 
 class ValueRecorder(Observer):
-    """Record the tensors that the next `steps` training programs write, and write them to `folder` if one is given.
-    Either all ranks of a trainer have such a recorder or none."""
+    """Records the tensors that the next `steps` training programs write, and saves them to `folder` if one is given.
+
+    All ranks of a trainer need such a recorder, or none."""
 
     def __init__(self, engine: Engine, steps: int, folder: Path | None = None) -> None:
         self.engine, self.most, self.folder = engine, steps, folder
@@ -133,7 +141,7 @@ class ValueRecorder(Observer):
             self.kept.write_last_step(self.folder)
 
     def _begin_program(self, program: Program) -> None:
-        """Start recording a program, even after a program that was interrupted."""
+        """Start recording a program from its first action, and drop what is left over from an interrupted program."""
         trains = program.kind not in ("evaluate", "predict") and len(self.kept.steps) < self.most
         self._program, self._at = program if trains else None, 0
         self._later.clear()
@@ -152,13 +160,15 @@ class ValueRecorder(Observer):
         words = describe_action_target(place, action, self._program.kind)
         for tensor, shape, runs, array, known in self._values.iterate_parts(slot, value, action):
             values = np.array(to_host(array)).reshape(-1)
-            values = values.astype(np.float32) if values.dtype.itemsize < 4 else values  # exact for 16-bit floats
+            values = values.astype(np.float32) if values.dtype.itemsize < 4 else values  # loses no bits
             row = WrittenTensor(at, str(action), words, kind, tensor, whole and known, shape, runs, values)
             self.kept.steps[-1].append(row)
 
     def _is_complete_gradient(self, at: int, slot: Slot, value: Any) -> bool:
-        """Return whether a value is the complete gradient of a page in a program without JOIN. That is the part after
-        the page's last SETTLE, or the sum of the page's only REDUCE."""
+        """Return whether a value is the final gradient of a page (flat parameter buffer) in a program without a
+        replica axis.
+
+        This is the accumulated gradient after the page's last SETTLE, or the result of the page's only REDUCE."""
         assert self._program is not None
         program = self._program
         later = [a.op for a in program.actions[at:] if a.unit == slot.at]
@@ -174,7 +184,7 @@ Part = tuple[str, tuple[int, ...], tuple[tuple[int, int], ...], Any, bool]
 
 
 class _SlotTensors:
-    """Find the tensors in slots, and the positions of their elements in the full tensors."""
+    """Finds the tensors inside the values that actions write, and where their elements lie in the full tensors."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, layout = engine, engine.placement.layout
@@ -182,7 +192,8 @@ class _SlotTensors:
         self.names = {**{v: f"input {name}" for v, name in enumerate(layout.inputs)}, **outputs}
 
     def iterate_parts(self, slot: Slot, value: Any, action: Action) -> Iterator[Part]:
-        """Yield the parts of tensors in the value of a slot."""
+        """Yield, for each tensor in the value of a slot (a named place for one value), its elements and their
+        positions."""
         place = self.engine.placement
         if slot.kind in ("mean", "scale"):
             yield from self._iterate_numbers(value)
@@ -208,7 +219,7 @@ class _SlotTensors:
             yield "factor of all gradients", (), ((0, 1),), np.float64(value.factor), True
 
     def _iterate_activation(self, slot: Slot, value: Any) -> Iterator[Part]:
-        """Yield an activation, of which this rank has a part of the samples."""
+        """Yield an activation, with the positions of this rank's samples in the global batch."""
         place, batch = self.engine.placement, self.engine.batch
         own = batch[slot.mb or 0] if slot.mb is not None and slot.mb < len(batch) else None
         if own is None or not hasattr(value, "shape") or not value.size:
@@ -220,8 +231,8 @@ class _SlotTensors:
         yield name, tuple(value.shape), ((first, first + value.size),), value, known
 
     def _iterate_fields(self, slot: Slot, flat: Any, span: ElementRange, more: str = "") -> Iterator[Part]:
-        """Yield the parts of a page's parameters in a flat array. Yield nothing for other values, such as partial
-        sums."""
+        """Yield each parameter in a flat array that covers the elements `span` of a page (flat parameter buffer).
+        Yield nothing for other values, such as partial sums."""
         page = self.engine.placement.layout.pages[slot.at or 0]
         if getattr(flat, "ndim", 0) == 1 and flat.size >= span.size:
             for f, start, part in page.iterate_fields(flat, span):
@@ -236,7 +247,7 @@ class _SlotTensors:
 
 
 def read_records(folder: Path) -> list[RankRecord]:
-    """Return the records of all ranks in a folder, in rank order. Raise ConfigError if there are none, or if some are
+    """Read the records of all ranks in a folder, in rank order; raise ConfigError if there are none, or a rank's is
     missing."""
     found: dict[int, RankRecord] = {}
     for path in sorted(folder.glob("values-*")):

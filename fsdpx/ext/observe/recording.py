@@ -1,4 +1,5 @@
-"""The timeline of a rank: the actions, waits, transfers and activations of its last programs."""
+"""Recording of a rank's timeline: the actions, waits, transfers, layer calls and activation bytes of its last
+programs."""
 
 from __future__ import annotations
 
@@ -32,8 +33,10 @@ __all__ = [
 
 
 class ActionSpan(NamedTuple):
-    """The times when an action began, had all its inputs, and ended. nbytes: bytes that this rank sent or received in
-    the action. alive: bytes of activations after the action."""
+    """When an action began, when its inputs were available, and when it ended, in seconds of the rank's clock.
+
+    `nbytes` counts the bytes that this rank sent or received in the action, and `alive` the bytes of activations after
+    it."""
 
     action: Action
     begin: float
@@ -44,7 +47,7 @@ class ActionSpan(NamedTuple):
 
 
 class TransferSpan(NamedTuple):
-    """The times when a transfer was issued and when it was complete. action: the action that issued it."""
+    """When a transfer was issued by `action` and when it was complete, in seconds of the rank's clock."""
 
     action: Action
     issued: float
@@ -52,7 +55,7 @@ class TransferSpan(NamedTuple):
 
 
 class LayerSpan(NamedTuple):
-    """The times of one call of a layer in an action. what: "forward", or the name of the called backward method."""
+    """When a layer was called and when it returned. `what` is "forward" or the name of the backward method."""
 
     path: str
     what: str
@@ -61,7 +64,8 @@ class LayerSpan(NamedTuple):
 
 
 class LayerTime(NamedTuple):
-    """Seconds of one layer on one rank. forwards: number of forward calls, including recomputation."""
+    """Total seconds of one layer on one rank, in forward and in backward. `forwards` counts forward calls, including
+    recomputation."""
 
     forwards: int = 0
     forward: float = 0.0
@@ -69,7 +73,8 @@ class LayerTime(NamedTuple):
 
 
 class OutsideSpan(NamedTuple):
-    """The times of work outside programs, such as agreeing on a batch. nbytes: bytes that this rank read or wrote."""
+    """When a rank did work between programs, such as agreeing on a batch. `nbytes` counts the bytes that it read or
+    wrote."""
 
     what: str
     begin: float
@@ -84,11 +89,16 @@ batch."""
 
 @dataclass
 class ProgramRecord:
-    """One run of a program.
+    """The timeline of one run of a program (the list of actions of a step).
 
-    number: index among the runs of this trainer, equal on all ranks that run programs together. steps: number of
-    updates before the run. before: spans outside programs since the previous run. transfers: transfers that completed
-    during the run. layers: calls of layers during the run."""
+    Attributes
+    ----------
+    number : index among the runs of this trainer, equal on all ranks that run programs together
+    steps : number of optimizer updates before the run
+    program : the program that ran
+    before : work since the previous run
+    actions, transfers, layers : the actions, completed transfers and calls of layers during the run
+    """
 
     number: int
     steps: int
@@ -100,15 +110,21 @@ class ProgramRecord:
 
     @property
     def is_complete(self) -> bool:
-        """True if all actions have ended."""
+        """True if the run ended: all actions of the program were recorded."""
         return len(self.actions) == len(self.program.actions)
 
 
 class TimelineRecorder(Observer):
-    """Record the last `keep` training programs. Evaluation and prediction are not recorded.
+    """An engine observer that records the last `keep` training programs. Evaluation and prediction are not recorded.
 
-    layers: path of a layer -> its time since the beginning or the last `reset_counts`. after: spans outside programs
-    since the last run. written: whether all runs have been written to files."""
+    Attributes
+    ----------
+    records : the recorded runs, oldest first
+    activations : counter of the bytes of activations
+    layers : path of a layer -> its time since the beginning or the last `reset_counts`
+    after : work since the last run
+    written : whether all recorded runs have been written to files
+    """
 
     def __init__(self, keep: int) -> None:
         self.records: deque[ProgramRecord] = deque(maxlen=keep)
@@ -131,7 +147,7 @@ class TimelineRecorder(Observer):
             self.activations.exclude_arena(state.arena)
 
     def wrap_units(self, units: Sequence[Unit]) -> Sequence[Unit]:
-        """Return the same units with layers that record their calls."""
+        """Return the units (groups of layers) with each layer wrapped to record its calls."""
         if len(self._units) < len(units):
             self._units = [
                 replace(
@@ -143,7 +159,7 @@ class TimelineRecorder(Observer):
         return self._units
 
     def _record_call(self, path: str, what: str, begin: float) -> None:
-        """Record a call of a layer's method `what`, which began at `begin` and ends now."""
+        """Record a call of a layer's method `what`, which began at time `begin` and has just returned."""
         if self._now is None:
             return
         end = perf_counter()
@@ -175,12 +191,12 @@ class TimelineRecorder(Observer):
             self._now.transfers.append(TransferSpan(action, transfer.issued_at, transfer.completed_at))
 
     def reset_counts(self) -> None:
-        """Reset the times of layers."""
+        """Forget the accumulated times of layers."""
         self.layers.clear()
 
 
 def find_timeline_recorder(engine: Engine) -> TimelineRecorder | None:
-    """Return the timeline recorder among an engine's observers; None if there is none."""
+    """Return the timeline recorder that observes `engine`, or None."""
     return next((one for one in engine.observers if isinstance(one, TimelineRecorder)), None)
 
 
@@ -188,7 +204,7 @@ LAYER_METHODS = ("forward", "backward", "backward_leaf", "backward_input", "back
 
 
 class _TimedLayer:
-    """The layer of a node, wrapped so that each call of its methods is recorded."""
+    """A wrapper around a layer that records the time of each call of its methods."""
 
     def __init__(self, node: Node, note: Callable[[str, str, float], None]) -> None:
         self._layer = node.layer

@@ -1,4 +1,4 @@
-"""Reports about the bytes, memory and time of a trainer, and the summary over all ranks."""
+"""Reports of a trainer's traffic, memory and time, for one rank and as a summary over all ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if all are chosen equally often, 0 if only one is; dropped: choices that no expe
 
 @dataclass(frozen=True)
 class ReportSummary:
-    """The reports of all ranks. Its text consists of tables over all ranks.
+    """The reports of all ranks. `str` gives tables over all ranks.
 
     Attributes
     ----------
@@ -68,12 +68,11 @@ class ReportSummary:
 
     @property
     def expert_load(self) -> dict[str, ExpertLoad]:
-        """The load of each layer with experts, by the path of the layer. It counts the choices of all positions, and
-        the rows that each rank's experts computed."""
+        """Load of the experts of each mixture-of-experts layer, by the path of the layer, over all ranks."""
         return sum_expert_load(report.routing for report in self.reports)
 
     def list_timings(self, verb: str) -> list[VerbTimings]:
-        """Return the timings of a verb on each rank.
+        """Return the timings of one kind of action, such as all-gathers, on each rank.
 
         Parameters
         ----------
@@ -87,7 +86,7 @@ class ReportSummary:
         return [report.times.get(verb, NO_TIMINGS) for report in self.reports]
 
     def compute_bandwidth(self, verb: str) -> float | None:
-        """Return the bandwidth of a rank while its transfers are pending, averaged over the ranks.
+        """Return the bandwidth that a kind of transfer reaches while it is pending, averaged over the ranks.
 
         Parameters
         ----------
@@ -103,7 +102,8 @@ class ReportSummary:
         return moved / seconds if moved and seconds else None
 
     def compute_hidden_share(self, verb: str) -> float | None:
-        """Return the share of the time with pending transfers during which ranks computed.
+        """Return how much of a kind of transfer is overlapped with computation, as a share of the time in which it is
+        pending.
 
         Parameters
         ----------
@@ -151,14 +151,14 @@ class ReportSummary:
         return format_table(rows if len(rows) > 1 else [*rows, ("nothing: one rank", "", "", "", "")])
 
     def _format_layers(self) -> Iterator[str]:
-        """Yield the table of the slowest layers, if ranks record traces."""
+        """Yield a table of the slowest layers, if the ranks record traces."""
         paths = dict.fromkeys(path for report in self.reports for path in report.layers)
         return format_slowest_layers(
             {path: {r.rank: r.layers[path] for r in self.reports if path in r.layers} for path in paths}
         )
 
     def _format_memory(self) -> str:
-        """Return the table of memory, with the rank that holds most of each kind."""
+        """Return a table of memory by kind, with the rank that holds most of each kind."""
         kinds = sorted({kind for report in self.reports for kind in report.high_water})
         rows: list[tuple[str, ...]] = [("peak memory of a rank", "planned", "held", "rank")]
         for kind in kinds:
@@ -171,7 +171,7 @@ class ReportSummary:
         return format_table(rows)
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return the reports in rank order as plain data, for files and pages."""
+        """Return the reports in rank order as plain data, for JSON files and report pages."""
         return [_report_to_dict(report) for report in self.reports]
 
 
@@ -205,11 +205,17 @@ MAX_SHOWN_LAYERS = 10
 
 
 class ReduceReport(NamedTuple):
-    """The compression of a page's gradient in its reduction over an axis.
+    """How much a codec compresses the reduction of one page's gradient over a mesh axis. A page is a flat parameter
+    buffer.
 
-    sent: bytes that this rank sends in each reduce. plain: bytes that it would send uncompressed. error: relative error
-    of this rank's last reduce, that is the norm of the error-feedback buffer after the reduce, divided by the norm of
-    gradient plus buffer before the reduce; NaN without a buffer."""
+    Attributes
+    ----------
+    page, axis, codec : names of the page, the mesh axis and the codec
+    sent : bytes that this rank sends in each reduction
+    plain : bytes that it would send uncompressed
+    error : relative error of this rank's last reduction: the norm of the error-feedback buffer after it, divided by the
+        norm of gradient plus buffer before it; NaN without a buffer
+    """
 
     page: str
     axis: str
@@ -221,16 +227,16 @@ class ReduceReport(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TrafficReport:
-    """The traffic of a rank.
+    """The communication of one rank.
 
     Attributes
     ----------
-    traffic : (axis, collective) -> counted calls and bytes
-    predicted : the same, predicted from the programs of the steps in `per`
+    traffic : (axis, collective) -> number of calls and bytes, as counted
+    predicted : (axis, collective) -> number of calls and bytes, as predicted from the program for the steps in `per`
     reduces : the compressed reductions of gradients
-    per : text that says which steps `predicted` covers
+    per : which steps `predicted` covers, as text
     routing : path -> load, for layers with experts, counted on this rank's positions
-    planned : text about the choice of strategy="auto" and its reason
+    planned : the choice of strategy="auto" and its reason, as text
     gathers_whole_model : whether parameters are sharded, but all layers of the model form one unit
     shared_parameters : bytes of full parameters that ranks of the host store together, and the number of these ranks
     """
@@ -253,7 +259,7 @@ class TrafficReport:
         return format_table(rows if len(rows) > 1 else [*rows, ("nothing: one rank", "", "", "")])
 
     def _format_reduces(self) -> Iterator[str]:
-        """Yield a table of the reduces that send most, with totals. Yield nothing if no reduce is compressed."""
+        """Yield a table of the compressed reductions that send most, with totals, or nothing if none is compressed."""
         if not self.reduces:
             return
         rows: list[tuple[str, ...]] = [("compressed", "over", "codec", "bytes each time", "saved", "relative error")]
@@ -269,18 +275,18 @@ class TrafficReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Report(TrafficReport):
-    """The report of one rank. Its text consists of tables.
+    """The report of one rank on its traffic, memory and time. `str` gives tables.
 
     Attributes
     ----------
     rank, ranks : this rank, and the number of ranks
-    steps : number of updates
+    steps : number of optimizer updates
     parameters : number of elements of the full model
-    units : number of units of the full model
+    units : number of units (groups of layers that are gathered together) of the full model
     memory : kind of memory -> bytes that this rank holds
     disk : kind of memory -> bytes on disk
     peak_rss : peak resident memory of the process in bytes
-    times : verb -> its timings
+    times : verb (kind of action) -> its timings
     overlap : mesh axis -> share of the time with pending transfers during which this rank computed
     seconds : seconds since the trainer was made or its counters were reset
     disk_seconds : seconds with pending reads or writes; None if nothing is stored on disk
@@ -308,16 +314,16 @@ class Report(TrafficReport):
 
     @cached_property
     def footprint(self) -> Footprint | None:
-        """The memory of the process, read at the first access; None if the system does not report it."""
+        """Memory of this rank's process, read at the first access; None if the system does not report it."""
         return self.read_footprint() if callable(self.read_footprint) else self.read_footprint
 
     def with_footprint(self) -> Report:
-        """Return a copy whose footprint is read now, so that it consists of plain data and can be sent to other
+        """Return a copy that holds the current memory of this process as plain data, so that it can be sent to other
         ranks."""
         return replace(self, read_footprint=self.footprint)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Read the footprint now, so that it describes this rank's process even if another rank prints the report."""
+        """Read the memory of this process before pickling, because another process may print the report."""
         return {**self.__dict__, "footprint": self.footprint}
 
     def __str__(self) -> str:
@@ -335,12 +341,12 @@ class Report(TrafficReport):
 
     @property
     def routing_text(self) -> list[str]:
-        """The table of experts, as a list that is empty without experts."""
+        """Table of the load of experts as a list of one string, or an empty list without experts."""
         return format_expert_load(self.routing, all_ranks=self.ranks == 1)
 
     @property
     def memory_text(self) -> str:
-        """The table of memory."""
+        """Table of this rank's memory by kind."""
         rows = [("memory of this rank", "bytes")]
         rows += [(kind, format_bytes(n)) for kind, n in sorted(self.memory.items())]
         rows += [("in all", format_bytes(sum(self.memory.values())))]
@@ -365,8 +371,9 @@ class Report(TrafficReport):
 
 
 def format_slowest_layers(layers: Mapping[str, Mapping[int, LayerTime]]) -> Iterator[str]:
-    """Yield a table of the slowest layers, with the time of each on its slowest rank. Yield nothing without layers.
-    layers: path -> rank -> time."""
+    """Yield a table of the slowest layers, each with the time on its slowest rank. Yield nothing without layers.
+
+    `layers` maps the path of a layer to the time on each rank."""
 
     def sum_seconds(one: LayerTime) -> float:
         return one.forward + one.backward
@@ -388,13 +395,14 @@ def format_slowest_layers(layers: Mapping[str, Mapping[int, LayerTime]]) -> Iter
 
 
 def format_transfer(axis: str, call: str) -> str:
-    """Return the name of a transfer as text, such as "all-gather over shard" or "read, disk"."""
+    """Return a readable name of a transfer, such as "all-gather over shard" or "read, disk"."""
     return f"{call}, {axis}" if axis == "disk" else f"{call.replace('_', '-')} over {axis}"
 
 
 def make_report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Report:
-    """Return the report of this rank. programs: (program, number of its runs), for the programs of a step or of a round
-    of steps."""
+    """Return the report of this rank.
+
+    `programs` lists (program, number of runs) for the programs of a step, or of a round of local steps."""
     clock, state, place = engine.clock, engine.state, engine.placement
     counted = {(axis, verb): Traffic(calls, nbytes) for axis, verb, calls, nbytes in place.axes.counters}
     shared = [row for row in state.ledger if row.key.kind == "full" and row.sharers > 1]
@@ -430,13 +438,14 @@ def make_report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Repo
 
 
 def _is_one_unit(place: Placement) -> bool:
-    """Return whether several layers with parameters form the only unit, and ranks shard it."""
+    """Return whether sharding saves little memory, because all layers with parameters form a single unit that is
+    gathered at once."""
     layers = {field.source.rpartition(".")[0] for page in place.layout.pages for field in page.fields}
     return len(place.layout.units) == 1 < len(layers) and place.axes.shard.size > 1
 
 
 def gather_summary(host: CallRunner) -> ReportSummary:
-    """Return the reports of all ranks, as `trainer.inspect.gather_summary` does. Collective."""
+    """Gather the reports of all ranks, for `trainer.inspect.gather_summary`. Collective."""
     host.agree_on_call("gather_summary")
     mine = make_report(host.session.engine, host.session.round_programs).with_footprint()
     return ReportSummary(tuple(host.world.all_gather_data(mine)))
@@ -456,7 +465,7 @@ def _format_saved_share(sent: int, plain: int) -> str:
 
 
 def _iterate_compressed_reduces(engine: Engine) -> Iterator[ReduceReport]:
-    """Yield the report of each compressed reduction of a gradient."""
+    """Yield a report on each gradient reduction that a codec compresses."""
     place, plain = engine.placement, CodecRoute(NoCompression(), NoCompression())
     itemsize = place.formats.gradients.itemsize
     for p in place.stage.trained_pages:
@@ -474,7 +483,7 @@ def _iterate_compressed_reduces(engine: Engine) -> Iterator[ReduceReport]:
 
 
 def get_traffic_sizes(engine: Engine) -> TrafficSizes:
-    """Return the sizes from which this rank's traffic is predicted."""
+    """Return the sizes of pages, messages and mesh axes from which this rank's traffic is predicted."""
     place = engine.placement
     itemsize = place.formats.gradients.itemsize
     moves = {
@@ -503,14 +512,15 @@ def get_traffic_sizes(engine: Engine) -> TrafficSizes:
 
 
 def _list_outer_transfers(place: Placement, page: int) -> Transfers:
-    """Return the collectives that reduce a page's outer gradient, with the bytes that this rank sends in each."""
+    """Return the collectives that reduce the outer gradient (the change of a round of local steps) of a page, with the
+    bytes that this rank sends in each."""
     replica = place.axes.replica
     counts = split_evenly(place.pages[page].own_range.size, replica.size)
     return place.get_codec_route(page).replica.predict_transfers(counts, replica.rank, place.formats.gradients.itemsize)
 
 
 def _iterate_tie_transfers(place: Placement, tie: TieGroup) -> Iterator[tuple[str, str, int]]:
-    """Yield (axis, collective, elements) of the transfers that sum the gradients of tied pages."""
+    """Yield (axis, collective, elements) of each transfer that sums the gradients of tied parameters."""
     here = [p for p in tie.pages if p in place.pages]
     n = place.pages[here[0]].own_range.size
     if tie.partial:
@@ -522,7 +532,8 @@ def _iterate_tie_transfers(place: Placement, tie: TieGroup) -> Iterator[tuple[st
 
 
 def _count_edge_bytes(engine: Engine) -> dict[tuple[int, int | None], int]:
-    """Return (edge, microbatch) -> bytes of the message, for the shapes of the last batch."""
+    """Return the bytes of each message between pipeline stages, as (edge, microbatch) -> bytes, for the shapes of the
+    last batch."""
     found: dict[tuple[int, int | None], int] = {}
     for edge in engine.placement.stage.edges:
         for mb, batch in enumerate(engine.batch):

@@ -1,4 +1,4 @@
-"""The load of experts: how layers distribute positions over their experts, as counted by these layers."""
+"""Expert load of mixture-of-experts layers: how evenly routers distribute positions over experts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ METRICS = ("expert_imbalance", "expert_dropped")
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """The distribution of one layer's positions over its experts, in training steps since the last `reset_counters`.
+    """How often a layer's router chose each expert, in the training steps since the last `reset_counters`.
 
     Attributes
     ----------
@@ -38,30 +38,31 @@ class ExpertLoad:
 
     @property
     def imbalance(self) -> float:
-        """The number of choices of the most chosen expert, divided by the mean. It is 1 if the load is even, and at
-        most the number of experts."""
+        """Load of the most chosen expert, divided by the mean load. It is 1 if the load is even, and at most the
+        number of experts."""
         return max(self.chosen) / self._mean_choices if self._mean_choices else nan
 
     @property
     def entropy(self) -> float:
-        """The entropy of the load, divided by the logarithm of the number of experts. It is 0 if one expert is always
-        chosen, and 1 if all are chosen equally often."""
+        """Entropy of the load, divided by the logarithm of the number of experts. It is 0 if one expert gets all
+        choices, and 1 if the load is even."""
         shares = [n / sum(self.chosen) for n in self.chosen if n]
         return -sum(share * log(share) for share in shares) / log(len(self.chosen)) if len(self.chosen) > 1 else 1.0
 
     @property
     def dropped_choices(self) -> int:
-        """The number of choices that no expert computed. If the counts are those of only one of several ranks, this
-        number includes the choices that other ranks computed."""
+        """Number of choices that no expert computed, for lack of capacity.
+
+        If this load counts only one of several ranks, choices computed on other ranks are included."""
         return sum(self.chosen) - sum(self.computed)
 
     @property
     def rank_imbalance(self) -> float:
-        """The number of rows of the rank that computed most, divided by the mean of all ranks."""
+        """Number of choices that the busiest rank computed, divided by the mean over the ranks."""
         return max(self.computed) * len(self.computed) / sum(self.computed) if sum(self.computed) else nan
 
     def counts_since(self, earlier: ExpertLoad | None) -> ExpertLoad:
-        """Return the counts added since an earlier reading.
+        """Return the load since an earlier reading, as the difference of the counts.
 
         Parameters
         ----------
@@ -83,13 +84,15 @@ class ExpertLoad:
 
 
 def collect_expert_load(tallies: Mapping[str, Sequence[int]]) -> dict[str, ExpertLoad]:
-    """Return path -> load. tallies: path -> numbers that the layer counted on one rank. They are the choices of each
-    expert, followed by the number of rows computed."""
+    """Return the load of each layer from its counters on one rank.
+
+    `tallies` maps the path of a layer to the number of choices of each expert, followed by the number of choices
+    computed."""
     return {path: ExpertLoad(tuple(chosen), (computed,)) for path, (*chosen, computed) in tallies.items()}
 
 
 def sum_expert_load(ranks: Iterable[Mapping[str, ExpertLoad]]) -> dict[str, ExpertLoad]:
-    """Return path -> load, with the counts of all ranks added."""
+    """Add the loads of all ranks, and return the total of each layer by its path."""
     found: dict[str, ExpertLoad] = {}
     for each in ranks:
         for path, one in each.items():
@@ -100,7 +103,7 @@ def sum_expert_load(ranks: Iterable[Mapping[str, ExpertLoad]]) -> dict[str, Expe
 
 
 class ExpertLoadMetrics:
-    """The metrics of experts between two validations. metrics: their names."""
+    """Metrics of expert load for the log of `fit`, computed between two validations. `metrics` are their names."""
 
     metrics = METRICS
 
@@ -108,8 +111,8 @@ class ExpertLoadMetrics:
         self._before: dict[str, ExpertLoad] = {}
 
     def compute_metrics_since_last_call(self, routing: Mapping[str, ExpertLoad]) -> dict[str, float]:
-        """Return the values of `METRICS` for the steps since the last call: the largest imbalance of any layer, and the
-        dropped choices of all layers."""
+        """Return the largest imbalance of any layer and the dropped choices of all layers since the last call, by
+        name."""
         before, self._before = self._before, dict(routing)
         new = [one.counts_since(before.get(path)) for path, one in routing.items()]
         values = max((one.imbalance for one in new), default=nan), float(sum(one.dropped_choices for one in new))
@@ -117,8 +120,9 @@ class ExpertLoadMetrics:
 
 
 def format_expert_load(routing: Mapping[str, ExpertLoad], all_ranks: bool) -> list[str]:
-    """Return the table of expert load, as a list that is empty without experts. all_ranks: whether the load is over all
-    ranks, so that dropped choices can be counted."""
+    """Return a table of the load of experts as a list of one string, or an empty list without experts.
+
+    `all_ranks` says whether the load covers all ranks; only then are dropped choices known."""
     if not routing:
         return []
     ends = ("dropped", "busiest rank/mean") if all_ranks else ("computed here",)
@@ -131,6 +135,6 @@ def format_expert_load(routing: Mapping[str, ExpertLoad], all_ranks: bool) -> li
 
 
 def gather_expert_load(host: CallRunner) -> dict[str, ExpertLoad]:
-    """Return the load over all ranks, as `trainer.inspect.gather_expert_load` does. Collective."""
+    """Gather the load of experts over all ranks, for `trainer.inspect.gather_expert_load`. Collective."""
     host.agree_on_call("gather_expert_load")
     return sum_expert_load(host.world.all_gather_data(collect_expert_load(host.placement.axes.counters.tallies)))

@@ -1,4 +1,4 @@
-"""A trace of training: the events of the last steps, in one file per rank."""
+"""Tracing of training: writes the timeline of the last steps to one file per rank."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ __all__ = ["TraceWriter"]
 
 
 class TraceWriter(Observer):
-    """Record a trace of an engine. The constructor is collective: it reads the clocks of all ranks and makes the
-    folder."""
+    """Records the timeline of an engine and writes it to trace files. The constructor is collective: it compares the
+    clocks of all ranks and makes the folder."""
 
     def __init__(self, engine: Engine, trace: TraceConfig) -> None:
         self.folder, self._state, self._axes = expanduser(trace.folder), engine.state, engine.placement.axes
@@ -38,7 +38,7 @@ class TraceWriter(Observer):
             weakref.finalize(self, _print_if_trace_lost, self._recording, self.folder)
 
     def write_files(self) -> None:
-        """Write the recorded steps of each rank to its own file. Raise ConfigError on all ranks if one of them fails.
+        """Write the recorded steps of each rank to its own trace file; raise ConfigError on all ranks if one fails.
         Collective."""
         records = list(self._recording.records)
         header = self._gather_header(records)
@@ -49,7 +49,7 @@ class TraceWriter(Observer):
         self._recording.written = True
 
     def _make_folder(self) -> None:
-        """Make the folder and test that it can be written, so that errors appear before training rather than after
+        """Make the trace folder and test that it is writable, so that errors appear before training rather than after
         it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         mine = self.folder / get_trace_file_name(self._axes.world.rank)
@@ -90,8 +90,10 @@ class TraceWriter(Observer):
         return header
 
     def _agree_on_shown_step(self, records: list[ProgramRecord]) -> ProgramRecord | None:
-        """Return the representative step, which has the median time among the steps that all ranks recorded completely.
-        Return None if there is no such step, or if ranks train asynchronously. Collective."""
+        """Return the representative step, of which reports show the timeline: the one of median time. Collective.
+
+        Only steps that all ranks recorded completely count. Returns None if there is none, or if ranks train
+        asynchronously."""
         own = {one.number: one.actions[-1].end - one.actions[0].begin for one in records if one.is_complete}
         everyone = self._axes.world.all_gather_data(own)
         common = sorted(set.intersection(*map(set, everyone)), key=lambda number: max(row[number] for row in everyone))
@@ -101,8 +103,9 @@ class TraceWriter(Observer):
 
 
 def _print_if_trace_lost(recording: TimelineRecorder, folder: Path) -> None:
-    """Print that a trace was not written, when its trainer is garbage-collected or the process ends. The trace cannot
-    be written at that time, because this needs the clocks of all ranks."""
+    """Print a warning if recorded steps were not written when the trainer is garbage-collected or the process ends.
+
+    They cannot be written then, because this needs the clocks of all ranks."""
     if recording.records and not recording.written:
         print(
             f"fsdpx: the trace of {len(recording.records)} programs was not written to {folder}: call trainer.close() "

@@ -74,8 +74,7 @@ group."""
 
 
 def suits_winograd(shape: Sequence[int], weight: Sequence[int], strides: WindowStrides, sizes: Sequence[int]) -> bool:
-    """Return whether Winograd's algorithm applies to images and weights of these shapes, and is expected to be faster.
-    """
+    """Return whether Winograd's algorithm applies to images and weights of these shapes and should be faster."""
     same = strides.first[0] == strides.first[-1] and -2 <= strides.first[0] <= 0
     if strides[:3] != ((3, 3), (1, 1), (1, 1)) or not same or strides.groups != 1:
         return False

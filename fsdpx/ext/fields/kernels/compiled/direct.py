@@ -584,7 +584,8 @@ class _OutputRuns(NamedTuple):
     bounds : number of runs along each dim
     moves : as in `_convolve_lines`, but in cells
     met : range of window offsets that any output uses, for each dim; `table` and `moves` count from its beginning
-    lines : number of outputs along the first dim"""
+    lines : number of outputs along the first dim
+    """
 
     table: np.ndarray
     bounds: np.ndarray
