@@ -1,1 +1,2 @@
-"""The state of one rank: its placement, its ledger of arrays, its parameters and optimizer state."""
+"""The training state of one rank: its placement, parameters, gradients and optimizer state, and the table of all its
+arrays."""

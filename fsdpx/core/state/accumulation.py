@@ -1,8 +1,9 @@
-"""Gradient accumulation: in the order of microbatches and ranks, or along a fixed tree over chunks of the batch.
+"""Gradient accumulation over microbatches and ranks: either in the order in which they arrive, or along a fixed binary
+tree over chunks of the batch, which gives the same bits on any number of ranks.
 
-The `Accumulation` of a placement decides everything that depends on this choice: how a batch is split, how many partial
-sums are alive at once, which buffers and transfers reduces need, and whether sums may depend on how pages are sharded.
-"""
+The `Accumulation` of a placement decides everything that depends on this choice: how a batch is split, how many
+partial sums are alive at once, which buffers and transfers a gradient reduction needs, and whether sums may depend on
+how parameters are sharded."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def require_valid_chunks(chunks: int | None, microbatches: int | None) -> None:
 
 
 class SequentialAccumulation:
-    """Accumulation in the order in which microbatches run and in which collectives add the contributions of ranks."""
+    """Adds gradients in the order in which microbatches run and in which collectives add the contributions of ranks."""
 
     bitwise = False
     """True if results must not depend on the number of ranks and on how pages are sharded."""
@@ -70,57 +71,63 @@ class SequentialAccumulation:
         return "in order"
 
     def count_microbatches(self, wanted: int) -> int:
-        """Return the number of microbatches that each rank runs. wanted: number that was asked for."""
+        """Return the number of microbatches that each rank runs per step. `wanted` is the configured number."""
         return wanted
 
     def find_microbatch_bounds(self, rows: Sequence[int], rank: int, microbatches: int) -> list[int]:
-        """Return the bounds of the microbatches within the samples of a rank. rows: number of samples of each data
-        rank."""
+        """Return the first sample of each microbatch of a rank, and as the last element the rank's number of samples.
+        `rows` holds the number of samples of each data rank."""
         return [rows[rank] * m // microbatches for m in range(microbatches + 1)]
 
     def count_rows_of_largest_microbatch(self, rows: Sequence[int], microbatches: int) -> int:
-        """Return the number of samples in the largest microbatch of any rank."""
+        """Return the number of samples in the largest microbatch of any rank. `rows` holds the number of samples of
+        each data rank."""
         return -(-max(rows) // microbatches)
 
     def can_split_batch(self, rows: Sequence[int]) -> bool:
-        """Return whether a batch of evaluate or predict can be split like those of training."""
+        """Return whether a batch for evaluation or prediction can be split like a training batch. `rows` holds the
+        number of samples of each data rank."""
         return True
 
     def guess_rows_of_all_ranks(self, rows: int) -> tuple[int, ...]:
-        """Return the number of samples of each data rank, assuming that this rank's number `rows` is typical."""
+        """Estimate the number of samples of each data rank from this rank's number of samples."""
         return (rows,) * self.ranks
 
     def get_rows_of_rank(self, rows: int, rank: int) -> range:
-        """Return which samples of a global batch of `rows` samples belong to a data rank."""
+        """Return the indices of the samples that data rank `rank` gets from a global batch of `rows` samples."""
         return range(rows * rank // self.ranks, rows * (rank + 1) // self.ranks)
 
     def require_partial_batch_support(self, what: str, why: str) -> None:
-        """Raise ConfigError if training on a part of a global batch is not possible."""
+        """Raise ConfigError if ranks cannot train on less than a full global batch. The error begins with `what`, and
+        `why` says why a partial batch is needed."""
 
     def create_gradient(self, buffer: Any, split: Callable[[Any], list[Any]], keep_offset: bool) -> Gradient:
-        """Return a gradient backed by `buffer`, to which nothing has been added yet."""
+        """Return an empty gradient accumulator that stores its values in `buffer`."""
         return FullGradient(buffer, keep_offset)
 
     def add_reduced_sum(self, total: Any, part: Any) -> Any:
-        """Add a reduced sum to the part, unless the reduce wrote directly into the part."""
+        """Add the result of a reduce-scatter to `part`, this rank's shard of the accumulated gradient, and return
+        `part`. Do nothing if the result is already in the memory of `part`."""
         if not has_same_address(total, part):
             part += total
         return part
 
     @property
     def needs_join(self) -> bool:
-        """True if the parts still have to be summed over replicas after the last reduce is settled."""
+        """True if gradient shards must also be summed over replicas, after all reduce-scatters of a step."""
         return self.axes.replica.size > 1
 
     def start_all_reduce_over_replicas(self, part: Any, reduction: Reduction) -> TimedTransfer:
-        """Start to sum a part over the replica axis, in place."""
+        """Start to sum a gradient shard over the replica axis, in place."""
         handle = reduction.carrier.start_all_reduce(part)
         if reduction.carrier.scratch.size:
-            handle.wait()  # wait, because the scratch memory is free again after this action
+            handle.wait()  # wait here: the scratch memory is reused as soon as this function returns
         return TimedTransfer(handle, lambda: part)
 
     def count_scratch_bytes(self, kind: str, route: CodecRoute, page: ShardedPage, itemsize: int) -> int:
-        """Return the bytes of the scratch memory for a page's reduce ("carry" or "trade") or join ("join")."""
+        """Return the bytes of temporary memory for reducing the gradient of a page (flat parameter buffer). `kind` is
+        the purpose: "carry" for the codec and "trade" for partial sums in a reduce-scatter, or "join" in an all-reduce
+        over replicas."""
         if kind == "trade":
             return 0
         shard, replica = self.axes.shard.size, self.axes.replica.size
@@ -131,8 +138,8 @@ class SequentialAccumulation:
     def predict_transfers(
         self, route: CodecRoute, page: ShardedPage, own: int, itemsize: int
     ) -> tuple[Transfers, Transfers]:
-        """Return the collectives of a page's reduce and of its join, with the bytes that this rank sends in each. own:
-        number of elements of this rank's shard that the rank owns in an all-reduce over replicas."""
+        """Return the collectives of a gradient's reduce-scatter, and of its all-reduce over replicas, with the bytes
+        that this rank sends in each. `own` is the number of elements that this rank owns in that all-reduce."""
         shard, replica = self.axes.shard, self.axes.replica
         return (
             route.shard.predict_transfers(page.counts, shard.rank, itemsize),
@@ -141,9 +148,9 @@ class SequentialAccumulation:
 
 
 class TreeAccumulation:
-    """Accumulation of equal chunks of the global batch along one binary tree over chunk numbers, which gives the same
-    bits on any number of ranks. A reduce waits for all partial sums of a rank, because reducing them together sends
-    fewer bytes."""
+    """Adds the gradients of equal chunks of the global batch along one binary tree over chunk numbers, which gives the
+    same bits on any number of ranks. A rank first adds its own chunks as far as the tree allows, and reduces these
+    partial sums together, because this sends fewer bytes than one reduction per chunk."""
 
     bitwise = True
 
@@ -203,7 +210,7 @@ class TreeAccumulation:
         return ChunkGradients(split(buffer), self.mine, self.total, self._nodes_of_shard_ranks)
 
     def add_reduced_sum(self, total: Any, part: Any) -> Any:
-        """Return the partial sums unchanged, because they are added only when all of them have arrived."""
+        """Return the partial sums unchanged, because they are added only once all of them have arrived."""
         return total
 
     def start_all_reduce_over_replicas(self, part: PartialSums, reduction: Reduction) -> TimedTransfer:
@@ -212,8 +219,8 @@ class TreeAccumulation:
         return TimedTransfer(COMPLETED, lambda: total)
 
     def count_scratch_bytes(self, kind: str, route: CodecRoute, page: ShardedPage, itemsize: int) -> int:
-        """Return the bytes of the partial sums that this rank receives. Partial sums received over the shard axis are
-        kept until the replicas have exchanged their sums."""
+        """Return the bytes of memory for the partial sums that this rank receives. Partial sums received over the
+        shard axis are kept until replicas have exchanged theirs."""
         if kind != "trade":
             return 0
         own_elements = page.own_range.size
@@ -227,26 +234,27 @@ class TreeAccumulation:
     def predict_transfers(
         self, route: CodecRoute, page: ShardedPage, own: int, itemsize: int
     ) -> tuple[Transfers, Transfers]:
-        """Return the exchanges of partial sums. There are as many as the rank with the most partial sums needs. Each
-        rank sends only its own sums."""
+        """Return the exchanges of partial sums over the shard axis and over replicas, with the bytes that this rank
+        sends in each. Their number is that of the rank with the most partial sums; a rank with fewer sends nothing in
+        the last ones."""
         foreign, rest = (page.size - page.own_range.size) * itemsize, (page.own_range.size - own) * itemsize
         trades = _predict_exchanges(self._nodes_of_replicas, self.replica[0], rest)
         return _predict_exchanges(self._nodes_of_shard_ranks, self.shard[0], foreign), (*trades, ("all_gather", rest))
 
     @property
     def needs_join(self) -> bool:
-        """Always True: partial sums remain to be added, on this rank or on others."""
+        """Always True, because partial sums remain to be added after a reduce-scatter."""
         return True
 
     @property
     def _nodes_of_shard_ranks(self) -> list[tuple[TreeNode, ...]]:
-        """For each rank of this shard axis, the tree nodes that cover its chunks."""
+        """The tree nodes that cover the chunks of each rank on this rank's shard axis."""
         base = self.replica[0] * self.shard[1]
         return [self._cover_chunks_of_ranks(range(base + s, base + s + 1)) for s in range(self.shard[1])]
 
     @property
     def _nodes_of_replicas(self) -> list[tuple[TreeNode, ...]]:
-        """For each replica, the tree nodes that cover the chunks of its ranks."""
+        """The tree nodes that cover the chunks of each replica."""
         width = self.shard[1]
         return [self._cover_chunks_of_ranks(range(r * width, (r + 1) * width)) for r in range(self.replica[1])]
 
@@ -263,8 +271,8 @@ def make_accumulation(chunks: int | None, axes: MeshAxes) -> Accumulation:
 
 
 def choose_microbatch_count(wanted: int | None, chunks: int | None, mesh: Mesh) -> int:
-    """Return the number of microbatches that was asked for. The default is 1, or 4 per pipeline rank if there are
-    several pipeline ranks and no chunks."""
+    """Return `wanted`, the number of microbatches per step that the user asked for, or a default: 4 per pipeline rank
+    in a pipeline without `reproducible_chunks`, and otherwise 1."""
     if wanted is not None:
         return wanted
     return 1 if mesh.width_of("pipe") == 1 or chunks is not None else 4 * mesh.width_of("pipe")

@@ -1,4 +1,4 @@
-"""Allocate the memory of the train state, private or in windows shared within a host, and initialize it."""
+"""Allocate and initialize the training state of a rank, in private memory or in memory shared by ranks of a host."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ __all__ = [
 
 
 def choose_shared_memory(world: Communicator, xp: Any) -> WindowMemory | None:
-    """Return the memory that ranks can share, if it can hold arrays of `xp` and at least one machine has several ranks.
-    Otherwise return None on all ranks."""
+    """Return an allocator for memory that the ranks of a host share, if it can hold arrays of the namespace `xp` and a
+    host has several ranks. Otherwise return None on all ranks."""
     node = find_node_communicator(world)
     if node is None or node.xp is not xp or max(map(len, node.ranks_by_host)) == 1:
         return None
@@ -41,12 +41,11 @@ def choose_shared_memory(world: Communicator, xp: Any) -> WindowMemory | None:
 
 
 def agree_on_sharer_count(placement: Placement, arena: Arena) -> int:
-    """Return how many ranks of this machine can share their full parameters; 0 if they cannot. Each rank's shard is
-    then a view of the shared array, so that a gather transfers nothing within the machine.
+    """Return how many ranks of this host can share their full parameters; 0 if they cannot. If they can, each rank's
+    shard is a view of the shared array, so an all-gather moves no data within the host.
 
-    Ranks can share full parameters if the ranks of each shard axis are on one machine, or if full parameters are kept
-    anyway. Collective.
-    """
+    Ranks can share full parameters if the ranks of each shard axis are on one host, or if full parameters are kept
+    anyway. Collective."""
     if arena.memory is None or not _are_rows_in_memory(placement, "master"):
         return 0
     node, own_format = find_node_communicator(placement.axes.shard), placement.formats.wire is None
@@ -64,9 +63,9 @@ def agree_on_sharer_count(placement: Placement, arena: Arena) -> int:
 def allocate_rows_in_windows(
     placement: Placement, arena: Arena, rows: Sequence[LedgerRow], what: str, together: bool
 ) -> bool:
-    """Allocate these rows in one block of shared memory. together: whether all ranks of a machine share one block;
-    otherwise each rank has a block, which the others can read. Return False after a warning if a machine has too little
-    shared memory. Collective."""
+    """Allocate the arrays of these ledger rows in shared memory. If `together` is True, all ranks of a host share one
+    block; otherwise each rank has its own block, which other ranks can read. If a host has too little shared memory,
+    warn that it lacks memory for `what`, and return False. Collective."""
     nbytes, node, block = (
         sum(map(_count_aligned_bytes, rows)) + ALIGN,
         find_node_communicator(placement.axes.shard),
@@ -80,7 +79,7 @@ def allocate_rows_in_windows(
         _warn_on_rank0_of_little_shared_memory(placement, what)
         return False
     arena.blocks.append(block)
-    start = -get_data_pointer(block) % ALIGN  # each row starts at a cache line
+    start = -get_data_pointer(block) % ALIGN  # align the first row to a cache line
     for row in rows:
         arena.register_buffer(row.key, block[start : start + row.nbytes].view(row.dtype))
         start += _count_aligned_bytes(row)
@@ -92,7 +91,6 @@ def _count_aligned_bytes(row: LedgerRow) -> int:
 
 
 def _warn_on_rank0_of_little_shared_memory(placement: Placement, what: str) -> None:
-    """Warn on rank 0 that a machine has too little shared memory."""
     if placement.axes.world.rank == 0:
         warn(
             f"fsdpx: a machine has too little shared memory (/dev/shm) for the {what}, so they are sent as MPI "
@@ -106,11 +104,11 @@ than the elements."""
 
 
 def allocate_state(placement: Placement, initial: bool = True) -> TrainState:
-    """Allocate the train state of this rank. initial: whether to initialize the parameters; otherwise the caller must
-    fill them. Collective."""
+    """Allocate the training state of this rank. Initialize the parameters if `initial` is True; otherwise the caller
+    must fill them. Collective."""
     world, xp = placement.axes.world, placement.xp
     common = list(placement.sync_policy.open_shared_memory())
-    # allocating shared memory is collective, and asynchronous ranks do not wait for each other
+    # no shared memory for asynchronous training: allocating it makes ranks wait for each other
     arena = Arena(xp, choose_shared_memory(world, xp) if placement.sync_policy.is_synchronous else None)
     rows = _list_rows_and_allocate_shared(placement, arena)
     for key, array in common:
@@ -128,7 +126,7 @@ def allocate_state(placement: Placement, initial: bool = True) -> TrainState:
 
 
 def _list_rows_and_allocate_shared(placement: Placement, arena: Arena) -> list[LedgerRow]:
-    """Return the rows of this rank, and allocate those that ranks share in shared memory. Collective."""
+    """Return this rank's ledger rows (one per array), and allocate the arrays that ranks share. Collective."""
     sharers = agree_on_sharer_count(placement, arena)
     rows = list(list_ledger_rows(placement, arena.memory is not None, sharers))
     if sharers:
@@ -142,8 +140,8 @@ def _list_rows_and_allocate_shared(placement: Placement, arena: Arena) -> list[L
 
 
 def _are_rows_in_memory(placement: Placement, kind: str) -> bool:
-    """Return whether rows of this kind are stored in memory. The answer is equal on all ranks, even on those without
-    such a row."""
+    """Return whether arrays of this kind, such as "master" or "grad", are stored in memory. The result is the same on
+    all ranks, even on those without such an array."""
     row = LedgerRow(LedgerKey(kind, 0), placement.formats.gradients, ElementRange(0, 0), lifetime="step")
     return bool(placement.options.storage.assign_row_level(row).level == "device")
 
@@ -165,7 +163,8 @@ def _fill_initial_statistics(placement: Placement, ledger: Ledger) -> None:
 
 
 def initialize_parameters(state: TrainState) -> None:
-    """Initialize this rank's shards. The values depend only on seed, parameter name and element, not on the layout."""
+    """Initialize this rank's parameter shards. A value depends only on the seed, the parameter name and the element's
+    index in the full parameter, not on sharding."""
     layout, seed = state.placement.layout, state.seed
     spread = layout.spread
 
@@ -183,8 +182,8 @@ def initialize_parameters(state: TrainState) -> None:
         )
 
     def read_values_into(name: str, start: int, target: Any) -> bool:
-        """Read the values from a file directly into `target`. Return False if the parameter is not initialized from a
-        file."""
+        """Read initial values from a file directly into `target`. Return False if the parameter is not initialized
+        from a file."""
         spec = layout.specs[name]
         into = getattr(spec.init, "read_into", None) if spec.cut is None or spread.width == 1 else None
         return into is not None and into(target, start)
@@ -199,9 +198,11 @@ def fill_parameter_shards(
     max_elements: int = sys.maxsize,
     read_into: Callable[[str, int, Any], bool] | None = None,
 ) -> None:
-    """Set this rank's shards from `values(parameter name, start, stop)`, whose elements are numbered within this tensor
-    rank's part of the parameter. max_elements: largest number of elements per call. read_into: function (name, start,
-    array) that fills the array itself, or returns False to have `values` called."""
+    """Set this rank's parameter shards from `values`, a function of (parameter name, start, stop).
+
+    Elements are numbered within this tensor rank's part of the parameter. One call asks for at most `max_elements`
+    elements. `read_into` is an optional function of (name, start, array) that fills the array itself, or returns False
+    to have `values` called."""
     for p, page in state.placement.pages.items():
         for field, first, own_array in page.page.iterate_fields(state.ledger.get_array("master", p), page.own_range):
             size = int(own_array.size)
@@ -220,7 +221,8 @@ def _draw_initial_values(spec: ParameterSpec, seed: int, name: str, runs: Sequen
 
 
 def _connect_tie_groups(placement: Placement) -> dict[int, TieGroup]:
-    """Return first page -> group for the groups of tied pages on this rank. Collective."""
+    """Create the communicators for tied parameters, and return the tie groups of this rank, keyed by the number of
+    their first page. Collective."""
     layout, axes, place = placement.layout, placement.axes, placement.axes.coordinates
     home = {p: stage.rank for stage in reversed(placement.stages) for p in stage.pages}
     ties: dict[int, TieGroup] = {}
@@ -237,8 +239,8 @@ def _connect_tie_groups(placement: Placement) -> dict[int, TieGroup]:
 
 
 def _make_pipe_subgroup(axes: MeshAxes, ranks: Sequence[int]) -> Communicator:
-    """Return a communicator of the given pipeline ranks of this pipeline; on other ranks, a communicator of only the
-    rank itself. Collective."""
+    """Return a communicator of the given pipeline ranks of this pipeline. On other ranks, return a communicator that
+    contains only the rank itself. Collective."""
     place = axes.coordinates
     line = [axes.mesh.rank_of(place._replace(pipe=rank)) for rank in ranks]
     return axes.subgroup("peers", line if place.pipe in ranks else [axes.world.rank])

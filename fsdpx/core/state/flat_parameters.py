@@ -1,4 +1,4 @@
-"""Pages: flat arrays of parameters, ranges of their elements, and their shards."""
+"""Pages: flat buffers that hold several parameters (as FSDP's FlatParameter does), and how they are sharded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class ElementRange:
-    """Elements [start, stop) of a logical array."""
+    """Elements [start, stop) of a flat array."""
 
     start: int
     stop: int
@@ -43,7 +43,7 @@ class ElementRange:
 
 @dataclass(frozen=True)
 class OverlapPiece:
-    """Elements [start, stop) that are both in have[`have`] and in want[`want`]."""
+    """The overlap [start, stop) of two element ranges: number `have` of one list and number `want` of another."""
 
     have: int
     want: int
@@ -55,8 +55,7 @@ def find_overlaps(have: Sequence[ElementRange], want: Sequence[ElementRange]) ->
     """Return all non-empty overlaps between two lists of ranges, each of which is sorted and disjoint. Takes O(n + m)
     time.
 
-    Used to load and reshard checkpoints, to find the segments of the optimizer, and to slice checkpoints.
-    """
+    Used to load and reshard checkpoints, and to find the parameters in a shard."""
     pieces = []
     h = w = 0
     while h < len(have) and w < len(want):
@@ -72,10 +71,15 @@ def find_overlaps(have: Sequence[ElementRange], want: Sequence[ElementRange]) ->
 
 @dataclass(frozen=True)
 class PageField:
-    """The position of a parameter in a page: elements [offset, offset + size) hold it in C order.
+    """Where a parameter is stored in a page (flat parameter buffer): in elements [offset, offset + size), in C order.
 
-    shape: shape of this tensor rank's part. source: the parameter whose values the field holds; it differs from `name`
-    for a copy of a parameter that is tied across ranks.
+    Attributes
+    ----------
+    name : name of the parameter
+    shape : shape of this tensor rank's part of the parameter
+    offset, size : first element in the page, and number of elements
+    source : name of the parameter whose values are stored here; it differs from `name` only for a copy of a parameter
+        that is tied across ranks
     """
 
     name: str
@@ -87,10 +91,16 @@ class PageField:
 
 @dataclass(frozen=True)
 class Page:
-    """A flat array of `size` elements that holds `fields` without gaps.
+    """A flat buffer of `size` elements that holds the parameters in `fields` without gaps.
 
-    partial: whether each tensor rank computes only a summand of the gradient. rule: number of the rule in `CodecRules`
-    that chooses the codecs of the gradient.
+    Attributes
+    ----------
+    index : number of the page in the model
+    fields : the parameters, in the order of their elements
+    size : number of elements
+    trainable : whether the parameters have gradients
+    partial : whether each tensor rank computes only a summand of the gradient
+    rule : number of the rule in `CodecRules` that chooses the compression of the gradient
     """
 
     index: int
@@ -110,8 +120,8 @@ class Page:
         sources: Mapping[str, str] | None = None,
         rule: int = 0,
     ) -> Page:
-        """Build a page of parameters in the order of `shapes`. sources: name -> source for fields whose source differs
-        from the name."""
+        """Make a page with the parameters in `shapes`, which are (name, shape) pairs, in this order. `sources` maps
+        the name of a tied copy to the name of the parameter that it copies."""
         sizes = [prod(shape) for _, shape in shapes]
         offsets = [0, *accumulate(sizes)]
         known = sources or {}
@@ -122,24 +132,25 @@ class Page:
         return cls(index, fields, offsets[-1], trainable, partial, rule)
 
     def view_parameters_by_name(self, flat: Any) -> dict[str, Any]:
-        """Return parameter name -> view of its elements in `flat`, a flat array of the page, with the shape of the
-        parameter."""
+        """Return views of `flat`, which holds the elements of the page, as a dict from parameter name to an array with
+        the parameter's shape."""
         return {f.name: flat[f.offset : f.offset + f.size].reshape(f.shape) for f in self.fields}
 
     def iterate_fields(self, flat: Any, elements: ElementRange) -> Iterator[tuple[PageField, int, Any]]:
-        """Yield the fields that overlap a range of elements of the page, as (field, offset of the overlap within the
-        field, flat view of its elements). `flat` holds the values of the range."""
+        """Yield the parameters that overlap a range of elements of the page, as (field, offset of the overlap within
+        the parameter, flat view of its elements). `flat` holds the values of the range."""
         for piece in self.find_field_overlaps(elements):
             field = self.fields[piece.have]
             yield field, piece.start - field.offset, flat[piece.start - elements.start : piece.stop - elements.start]
 
     def find_field_overlaps(self, shard: ElementRange) -> list[OverlapPiece]:
-        """Return the overlaps of fields (`have`) with a shard of this page, in elements of the page."""
+        """Return which parameters overlap a shard of this page: one `OverlapPiece` for each, with `have` as the field
+        number."""
         return find_overlaps([ElementRange(f.offset, f.offset + f.size) for f in self.fields], [shard])
 
     def list_tensor_shapes_in_range(self, elements: ElementRange) -> list[tuple[int, ...]]:
         """Return the shapes of the tensors in a range of elements, in order. A tensor that is only partly in the range
-        is represented by its complete rows, and by vectors for the incomplete rows before and after them."""
+        is given as its complete rows, plus a vector for an incomplete row before and after them."""
         tensor_shapes: list[tuple[int, ...]] = []
         for piece in self.find_field_overlaps(elements):
             field = self.fields[piece.have]
@@ -154,18 +165,18 @@ class Page:
         return [shape for shape in tensor_shapes if prod(shape)]
 
     def list_block_edges(self) -> list[int]:
-        """Return the positions at which a shard may begin without changing blockwise sums: the block edges, counted
-        from the start of each field."""
+        """Return the elements at which a shard may begin without changing blockwise sums, which are computed over
+        fixed blocks of each parameter."""
         edges = [edge for f in self.fields for edge in range(f.offset, f.offset + f.size, CHUNK_ELEMENTS)]
         return edges + [self.size]
 
 
 def shard_page(page: Page, ranks: int, align_to_blocks: bool = False) -> tuple[ElementRange, ...]:
-    """Split a page into `ranks` shards: rank r holds [floor(n r / ranks), floor(n (r+1) / ranks)), without padding.
+    """Split a page into `ranks` shards without padding: rank r holds [floor(n r / ranks), floor(n (r+1) / ranks)) of n
+    elements.
 
-    align_to_blocks: whether to move each bound to the nearest block edge, so that blockwise sums do not depend on the
-    number of shards.
-    """
+    With `align_to_blocks`, each bound moves to the nearest block edge, so that blockwise sums do not depend on the
+    number of shards."""
     bounds = [page.size * r // ranks for r in range(ranks + 1)]
     if align_to_blocks and ranks > 1:
         edges = page.list_block_edges()
@@ -174,8 +185,8 @@ def shard_page(page: Page, ranks: int, align_to_blocks: bool = False) -> tuple[E
 
 
 def coalesce_runs(runs: Iterable[Interval], max_size: int, max_sparsity: float = math.inf) -> Iterator[list[Interval]]:
-    """Group consecutive runs such that a group spans at most `max_size` elements, and at most `max_sparsity` times the
-    elements of its runs. One call per group is cheaper than one call per run."""
+    """Merge neighboring (start, stop) runs into groups, because one call per group is cheaper than one call per run. A
+    group spans at most `max_size` elements, and at most `max_sparsity` times the elements of its runs."""
     group: list[Interval] = []
     inside = 0
     for run in runs:
@@ -198,8 +209,14 @@ def _find_nearest_edge(edges: list[int], value: int) -> int:
 
 @dataclass(frozen=True)
 class ShardedPage:
-    """A page that is sharded over the shard axis. shards: the shard of each rank. rank: this rank's index on the
-    axis."""
+    """A page (flat parameter buffer) that is sharded over the shard axis.
+
+    Attributes
+    ----------
+    page : the full page
+    shards : the elements that each rank of the axis holds
+    rank : this rank's index on the axis
+    """
 
     page: Page
     shards: tuple[ElementRange, ...]

@@ -1,4 +1,4 @@
-"""The memory of a rank's process: its arena, windows shared by the ranks of a host, and everything else."""
+"""Memory use of a rank's process: its arena, memory shared with other ranks of the host, and everything else."""
 
 from __future__ import annotations
 
@@ -25,8 +25,13 @@ __all__ = [
 
 
 class ProcessBytes(NamedTuple):
-    """Bytes of memory. rss: resident memory, in which shared pages count in full for every rank. pss: resident memory,
-    in which shared pages are divided by the number of their sharers."""
+    """Bytes of memory in a process.
+
+    Attributes
+    ----------
+    rss : resident bytes; memory shared by several ranks counts in full for each of them
+    pss : resident bytes; memory shared by several ranks is divided by their number
+    """
 
     rss: int
     pss: int
@@ -34,11 +39,11 @@ class ProcessBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory of one rank's process, by part.
+    """Memory use of one rank's process, split into its parts.
 
     Parameters
     ----------
-    parts : name -> bytes of this part of the memory; together they are the memory of the process
+    parts : bytes by name of the part, such as "arena"; together they are the memory of the process
     ranks_here : number of ranks on the host; None if unknown
     """
 
@@ -47,23 +52,23 @@ class Footprint:
 
     @property
     def rss(self) -> int:
-        """Resident bytes of this rank."""
+        """Resident bytes of this rank's process, in which memory shared with other ranks counts in full."""
         return sum(part.rss for part in self.parts.values())
 
     @property
     def pss(self) -> int:
-        """Bytes of this rank, with shared pages divided by their sharers. The sum of `pss` over the ranks of a host is
-        the memory that they use there."""
+        """Resident bytes of this rank's process, in which memory shared by several ranks is divided by their number.
+        Summed over the ranks of a host, it is the memory that they use there."""
         return sum(part.pss for part in self.parts.values())
 
     @property
     def host_bytes(self) -> int | None:
-        """Bytes of all ranks of the host, assuming that each takes as much as this one; None if their number is
+        """Bytes of all ranks on the host, assuming that each uses as much as this one; None if the number of ranks is
         unknown."""
         return None if self.ranks_here is None else self.ranks_here * self.pss
 
     def __str__(self) -> str:
-        """Return a table of the parts, their sum, and the sum over the ranks of the host."""
+        """Format the parts, their sum, and the sum over the ranks of the host as a table."""
         rows: list[tuple[str, ...]] = [("memory of the process", "RSS", "PSS")]
         rows += [(name, format_bytes(part.rss), format_bytes(part.pss)) for name, part in self.parts.items()]
         rows += [("in all", format_bytes(self.rss), format_bytes(self.pss))]
@@ -72,7 +77,7 @@ class Footprint:
         return format_table(rows)
 
     def is_within(self, budget: int | str) -> bool:
-        """Return whether the rank takes at most `budget` bytes of its host's memory, counted as `pss`.
+        """Return whether this rank uses at most `budget` bytes of its host's memory, counted as `pss`.
 
         Parameters
         ----------
@@ -86,17 +91,16 @@ class Footprint:
 
 
 def count_arena_and_window_bytes(state: TrainState, ranks_here: int) -> dict[str, ProcessBytes]:
-    """Return the bytes of a rank's arena and shared windows.
+    """Return the resident bytes of a rank's arena and of its shared memory, as planned.
 
-    To sum gradients, each rank reads its part from the windows of the other ranks, so that these bytes are resident as
-    well.
-    """
+    To sum gradients, each rank reads its shard from the shared memory of the other ranks, so that these bytes are
+    resident in its process as well."""
     arena, total = state.arena, sum(state.count_bytes_by_kind().values())
     shared = [row for row in state.ledger if row.is_kept and row.inside is None and row.sharers > 1]
     common, share = sum(row.nbytes for row in shared), sum(row.nbytes // row.sharers for row in shared)
     private_bytes = max(sum(block.nbytes for block in arena.blocks) - common, 0)
     read = private_bytes * (ranks_here - 1) // ranks_here
-    # rows freed by an update are allocated where activations were, so they do not add to the arena
+    # arrays freed by each update reuse the memory of activations, so they do not add to the arena
     private = max(total - share - private_bytes - state.ledger.count_bytes_freed_by_update(), 0)
     parts = {
         "arena": ProcessBytes(private, private),
@@ -106,11 +110,9 @@ def count_arena_and_window_bytes(state: TrainState, ranks_here: int) -> dict[str
 
 
 def make_footprint_reader(state: TrainState) -> partial[Footprint | None]:
-    """Return a function that reads the current memory of this process from Linux, and that returns None on other
-    systems.
+    """Return a function that measures the memory of this process on Linux, and returns None on other systems.
 
-    Call the function only on request, because Linux walks all memory pages of the process.
-    """
+    Call that function only on request, because Linux walks all memory pages of the process."""
     node, world = find_node_communicator(state.placement.axes.world), state.placement.axes.world
     here = len(node.ranks_on_host) if node else 1 if world.size == 1 else None
     return partial(
@@ -135,9 +137,9 @@ def _measure_footprint(arena: int, ranks_here: int | None) -> Footprint | None:
 
 
 def get_peak_rss() -> int:
-    """Return the peak resident bytes of this process."""
+    """Return the peak of the resident memory of this process, in bytes."""
     try:
-        # getrusage would include the peak of the parent process
+        # read /proc, because getrusage would include the peak of the parent process
         return 1024 * _parse_kilobyte_lines(Path("/proc/self/status"))["VmHWM"]
     except (OSError, KeyError):
         import resource
@@ -150,16 +152,17 @@ PROCESS_LIMITS = (("RLIMIT_AS", "VmSize", "ulimit -v"), ("RLIMIT_DATA", "VmData"
 
 
 def find_memory_budget(held: int, ranks_here: int) -> tuple[str, int | None]:
-    """Return text about the available memory, and the bytes that the plan of each rank may take; None if unknown.
+    """Return a text about the available memory, and the number of bytes that each rank may plan to use; None if
+    unknown.
 
-    held: bytes that this rank's plan has already allocated. ranks_here: number of ranks that share the machine.
-    """
+    `held` is the number of bytes that this rank has already allocated of its plan, and `ranks_here` the number of
+    ranks on this host."""
     try:
         machine, process_status = (_parse_kilobyte_lines(Path("/proc", name)) for name in ("meminfo", "self/status"))
         total, free = 1024 * machine["MemTotal"], 1024 * machine["MemAvailable"]
         used = [1024 * process_status[name] for _, name, _ in PROCESS_LIMITS]
         groups = [*_find_control_group_limits(Path("/proc/self/cgroup").read_text())]
-    except (OSError, KeyError):  # not Linux
+    except (OSError, KeyError):  # /proc exists only on Linux
         return "unknown on this system", None
     import resource
 
@@ -175,8 +178,8 @@ def find_memory_budget(held: int, ranks_here: int) -> tuple[str, int | None]:
 
 
 def _find_control_group_limits(text: str, root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
-    """Yield the memory limits of a process's control groups and of their parents. text: content of /proc/self/cgroup,
-    for cgroups of version 2 or 1."""
+    """Yield the memory limits, in bytes, of the Linux control groups (cgroups, version 1 or 2) that a process is in.
+    `text` is the content of /proc/self/cgroup."""
     for _, controllers, path in (line.split(":", 2) for line in text.splitlines()):
         if controllers and "memory" not in controllers.split(","):
             continue
@@ -190,6 +193,6 @@ def _find_control_group_limits(text: str, root: Path = Path("/sys/fs/cgroup")) -
 
 
 def _parse_kilobyte_lines(file: Path) -> dict[str, int]:
-    """Parse the lines "name: number kB" of a file."""
+    """Return the numbers in a file of lines "name: number kB", as a dict by name."""
     words = (line.split() for line in file.read_text().splitlines())
     return {w[0].rstrip(":"): int(w[1]) for w in words if len(w) == 3 and w[2] == "kB"}

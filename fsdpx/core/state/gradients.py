@@ -1,8 +1,8 @@
-"""Gradients of pages, full or by chunk, and the fixed binary tree along which the gradients of chunks are summed.
+"""Accumulated gradients of flat parameter buffers (pages), either as one sum or per chunk of the batch, and the fixed
+binary tree along which the gradients of chunks are added.
 
 Node (level, index) of the tree is the sum of chunks [index * 2**level, (index + 1) * 2**level), clipped to the number
-of chunks. All sums follow this tree, so their bits do not depend on which rank computes which chunks, or when.
-"""
+of chunks. All sums follow this tree, so their bits do not depend on which rank computes which chunks, or when."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class TreeNode:
 
 
 def get_chunks_of_rank(chunks: int, rank: int, ranks: int) -> range:
-    """Return the chunks that data rank `rank` of `ranks` computes: floor(S r / n) to floor(S (r + 1) / n) - 1 of S
-    chunks on n ranks."""
+    """Return the chunks of the batch that data rank `rank` of `ranks` computes: from floor(chunks * rank / ranks) up
+    to, but not including, floor(chunks * (rank + 1) / ranks)."""
     return range(chunks * rank // ranks, chunks * (rank + 1) // ranks)
 
 
 def count_rows_of_rank(samples: int, rank: int, ranks: int, chunks: int | None) -> int:
-    """Return how many samples of a global batch `DataLoader` assigns to data rank `rank` of `ranks`."""
+    """Return how many of the `samples` samples of a global batch `DataLoader` assigns to data rank `rank`."""
     if chunks is not None:
         return samples // chunks * len(get_chunks_of_rank(chunks, rank, ranks))
     return samples * (rank + 1) // ranks - samples * rank // ranks
@@ -62,18 +62,17 @@ def get_root_node(chunks: int) -> TreeNode:
 
 
 class PairwiseSumStack(Generic[T]):
-    """Partial sums of adjacent nodes. Two siblings are added as soon as both are on the stack, as in a binary counter.
+    """Sums values in the order of a binary tree. Two siblings are added as soon as both are on the stack, as in a
+    binary counter, so it holds at most log2(chunks) + 1 partial sums.
 
-    add: function (left, right) -> sum, which may work in place on `left`. The stack holds at most log2(chunks) + 1
-    partial sums.
-    """
+    `add` is a function (left, right) -> sum, which may work in place on `left`."""
 
     def __init__(self, chunks: int, add: Callable[[T, T], T]) -> None:
         self.chunks, self.add = chunks, add
         self.entries: list[tuple[TreeNode, T]] = []
 
     def push_node(self, node: TreeNode, value: T) -> None:
-        """Push a node. Nodes must be pushed from left to right without gaps."""
+        """Push the value of a tree node. Nodes must be pushed from left to right without gaps."""
         self.entries.append((self._find_highest_equal_ancestor(node), value))
         while len(self.entries) > 1 and self._has_siblings_on_top():
             (left, a), (_, b) = self.entries[-2:]
@@ -86,8 +85,8 @@ class PairwiseSumStack(Generic[T]):
         return left.level == right.level and left.index % 2 == 0 and right.index == left.index + 1
 
     def _find_highest_equal_ancestor(self, node: TreeNode) -> TreeNode:
-        """Return the highest node with the same sum. A left child has the same sum as its parent if its right sibling
-        is after the last chunk."""
+        """Return the highest tree node that sums the same chunks as `node`. A left child equals its parent if its
+        right sibling would begin after the last chunk."""
         top = get_root_node(self.chunks).level
         while node.level < top and node.index % 2 == 0 and (node.index + 1) << node.level >= self.chunks:
             node = TreeNode(node.level + 1, node.index // 2)
@@ -95,8 +94,8 @@ class PairwiseSumStack(Generic[T]):
 
 
 def cover_chunks_with_nodes(chunks: int, run: range) -> tuple[TreeNode, ...]:
-    """Return the fewest nodes that cover a run of chunks. They are the nodes on a `PairwiseSumStack` after all chunks
-    have been pushed."""
+    """Return the smallest set of tree nodes that together sum the chunks in `run`. A `PairwiseSumStack` holds these
+    nodes once the chunks have been pushed."""
     stack: PairwiseSumStack[None] = PairwiseSumStack(chunks, lambda a, b: None)
     for c in run:
         stack.push_node(TreeNode(0, c), None)
@@ -104,7 +103,8 @@ def cover_chunks_with_nodes(chunks: int, run: range) -> tuple[TreeNode, ...]:
 
 
 def count_live_partial_sums(chunks: int, run: range) -> int:
-    """Return the largest number of partial sums that are alive at once while a run of chunks is pushed, at least 1."""
+    """Return the largest number of partial sums (at least 1) that a rank stores at once while it adds the chunks in
+    `run`."""
     stack: PairwiseSumStack[None] = PairwiseSumStack(chunks, lambda a, b: None)
     most = 1
     for c in run:
@@ -114,8 +114,16 @@ def count_live_partial_sums(chunks: int, run: range) -> int:
 
 
 class Reduction(NamedTuple):
-    """The arguments of the sum of a page's gradient over one mesh axis. part: array that receives this rank's sum.
-    first: whether the part is still empty. scratch: temporary memory for a sum along the tree."""
+    """The arguments for reducing the gradient of a page (flat parameter buffer) over one mesh axis.
+
+    Attributes
+    ----------
+    carrier : codec and communicator that send the gradient
+    page : the page and its shards
+    part : array that receives this rank's shard of the sum
+    first : whether nothing has been added to `part` yet
+    scratch : temporary memory for a sum along the tree
+    """
 
     carrier: BoundCodec
     page: ShardedPage
@@ -125,14 +133,17 @@ class Reduction(NamedTuple):
 
 
 class FullGradient:
-    """A full gradient, to which microbatches are added in the order in which they run.
+    """An unsharded gradient on this rank, to which microbatches are added in the order in which they run.
 
-    is_blank: whether nothing has been written yet; the first action that writes must write every element.
+    Attributes
+    ----------
+    is_blank : whether nothing has been written yet, so that the first write must set every element
     """
 
     def __init__(self, buffer: Any, keep_offset: bool) -> None:
-        """Start with an unwritten buffer. keep_offset: whether a reduced part is stored at its own offset, because
-        other ranks may be reading the rest of the buffer; otherwise it is stored at the front."""
+        """Use `buffer` as memory, whose values are undefined so far. `keep_offset` says where this rank's shard of the
+        sum is stored: True: at its own offset in the buffer, because other ranks may be reading the rest; False: at
+        the front."""
         self.buffer, self.keep_offset = buffer, keep_offset
         self.is_blank = True
 
@@ -140,16 +151,17 @@ class FullGradient:
         return self.buffer
 
     def add_empty_microbatch(self) -> None:
-        """Write zeros for a microbatch without samples, if no earlier microbatch has written."""
+        """Account for a microbatch without samples: set the gradient to zero if nothing has been written yet."""
         if self.is_blank:
             self.buffer[...] = 0
             self.is_blank = False
 
     def start_reduce_scatter(self, reduction: Reduction) -> TimedTransfer:
-        """Start to sum over the shard axis. Waiting for the transfer returns this rank's part. Collective.
+        """Start the reduce-scatter over the shard axis. Waiting for the transfer returns this rank's shard of the sum.
+        Collective.
 
-        The first sum is written directly into the part; later sums are written into the gradient's own memory.
-        """
+        The first sum of a step is written directly into the accumulated shard; later sums are written into the memory
+        of this gradient."""
         full, r = self.buffer, reduction
         if r.carrier.comm.size == 1:
             r.carrier.add_and_clear_kept_error(full)
@@ -163,24 +175,28 @@ class FullGradient:
 
 
 class ChunkGradients:
-    """Gradients of chunks, summed along the tree. leaves: as many buffers as partial sums are alive at once.
+    """The gradients of chunks of the batch, added along the tree as soon as two siblings are complete. `leaves` are
+    buffers, as many as partial sums are stored at once.
 
-    is_blank: whether nothing has been written into the current leaf yet, as in `FullGradient`.
+    Attributes
+    ----------
+    is_blank : whether nothing has been written for the current chunk yet, as in `FullGradient`
     """
 
     is_blank = False
 
     def __init__(self, leaves: list[Any], chunks: range, total: int, held: Sequence[Sequence[TreeNode]]) -> None:
-        """Start with no chunk. chunks: the chunks of this rank. total: number of chunks of the global batch. held: for
-        each rank of the shard axis, the nodes that it holds after backward."""
+        """Start without gradients. `chunks` are the chunks that this rank computes, and `total` is the number of
+        chunks of the global batch. `held` lists, for each rank of the shard axis, the tree nodes whose sums it has
+        after backward."""
         self.free = leaves[::-1]
         self.chunks, self.held = chunks, held
         self.stack: PairwiseSumStack[Any] = PairwiseSumStack(total, self._add_partial_sums)
         self.current: tuple[int, Any] | None = None
 
     def get_microbatch_buffer(self, microbatch: int) -> Any:
-        """Return the leaf of the chunk that runs as `microbatch`. If it is a new chunk, complete the leaf of the
-        previous one."""
+        """Return the buffer for the gradient of the chunk that runs as `microbatch`. If this chunk is new, add the
+        gradient of the previous chunk to the tree."""
         if self.current is None or self.current[0] != microbatch:
             self._push_current_chunk()
             self.current = (microbatch, self.free.pop())
@@ -188,14 +204,14 @@ class ChunkGradients:
         return self.current[1]
 
     def add_empty_microbatch(self) -> None:
-        """Do nothing, since a microbatch without samples is not a chunk."""
+        """Do nothing, because a microbatch without samples is not a chunk."""
 
     def start_reduce_scatter(self, reduction: Reduction) -> TimedTransfer:
-        """Start to send the partial sums to the owners of their elements, which add them along the tree. Collective.
+        """Start to send this rank's partial sums to the owners of their elements, who add them along the tree.
+        Collective.
 
-        Each rank sends nodes x (n - n/N) elements, where nodes is the number of subtrees that its chunks form: 1 if the
-        number of ranks is a power of two that divides the number of chunks.
-        """
+        Each rank sends nodes x (n - n/N) elements, where nodes is the number of subtrees that its chunks form: 1 if
+        the number of ranks is a power of two that divides the number of chunks."""
         self._push_current_chunk()
         r, (_, comm, *_, what) = reduction, reduction.carrier
         trade = PartialSumExchange(
@@ -222,8 +238,14 @@ Gradient = FullGradient | ChunkGradients
 
 @dataclass(frozen=True)
 class PartialSums:
-    """This rank's elements of partial sums that are not yet added up, with the remaining scratch memory and the total
-    number of chunks."""
+    """This rank's shard of partial sums that are still to be added over replicas.
+
+    Attributes
+    ----------
+    entries : pairs (tree node, values)
+    scratch : remaining temporary memory
+    total : number of chunks of the global batch
+    """
 
     entries: list[tuple[TreeNode, Any]]
     scratch: Any
@@ -232,9 +254,8 @@ class PartialSums:
     def all_reduce_over_replicas(
         self, replica: Communicator, groups: Sequence[Sequence[TreeNode]], out: Any, what: str
     ) -> Any:
-        """Write the sum over the replica axis into `out` and return it. groups: for each replica, the nodes of its
-        ranks. The call blocks, because the memory of the partial sums is free again when this action ends.
-        Collective."""
+        """Write the sum over the replica axis into `out` and return it. `groups` lists, for each replica, the tree
+        nodes of its ranks. Collective; blocks, because the memory of the partial sums is reused afterwards."""
         if replica.size == 1:
             out[...] = self.entries[0][1]
             return out
@@ -247,8 +268,8 @@ class PartialSums:
 
 
 class PartialSumExchange:
-    """An exchange of partial sums: each rank receives its elements of every node of the group, and adds them as far as
-    the tree allows. held: for each rank, its nodes. scratch: array in the dtype of gradients that receives the
+    """An all-to-all of partial sums, in which each rank receives its shard of the sums of all ranks and adds them
+    along the tree. `held` lists, for each rank, the tree nodes whose sums it has. `scratch` is memory for the received
     elements."""
 
     def __init__(
@@ -279,7 +300,8 @@ class PartialSumExchange:
                 ]
 
     def test(self) -> bool:
-        done = [handle.test() for handle in self.handles]  # test all of them, so that all make progress
+        # test every handle, because testing is what makes MPI progress
+        done = [handle.test() for handle in self.handles]
         return all(done)
 
     def wait(self) -> None:
@@ -300,7 +322,7 @@ def _add_in_place(left: Any, right: Any) -> Any:
 
 
 def has_same_address(a: Any, b: Any) -> bool:
-    """Return whether two flat views start at the same byte."""
+    """Return whether two arrays start at the same memory address."""
     return a is b or (
         hasattr(a, "__array_interface__") and a.__array_interface__["data"] == b.__array_interface__["data"]
     )

@@ -1,4 +1,4 @@
-"""The ledger: a table of all arrays that a rank holds, and of the storage level of each."""
+"""The ledger: a table with one row for each array that a rank holds, and where that array is stored."""
 
 from __future__ import annotations
 
@@ -34,10 +34,16 @@ __all__ = [
 
 @dataclass(frozen=True)
 class LedgerKind:
-    """A kind of row. memory: the heading under which reports count it. slot: the kind of slot through which programs
-    use it, "" if they do not. saved: whether it belongs to the train state, so that checkpoints hold it, resharding
-    moves it and recovery keeps copies of it; all other rows can be computed from saved ones. prefix: prefix of its name
-    in checkpoints."""
+    """A kind of array, such as master parameters or gradients.
+
+    Attributes
+    ----------
+    memory : the heading under which memory reports count it
+    slot : the kind of slot (named value) through which programs use it; "" if they do not
+    saved : whether checkpoints store it, resharding moves it and recovery keeps copies of it; other arrays can be
+        computed from saved ones
+    prefix : prefix of its name in checkpoints
+    """
 
     memory: str
     slot: str = ""
@@ -46,16 +52,19 @@ class LedgerKind:
 
 
 LEDGER_KINDS = {
-    "master": LedgerKind("parameters", "shard", saved=True),  # the parameters that the optimizer updates
-    "full": LedgerKind("parameters"),  # gathered, in the dtype of layers
-    "grad": LedgerKind("gradients"),  # of full pages; backward adds into them
-    "part": LedgerKind("gradients"),  # summed over ranks
-    "slot": LedgerKind("optimizer", "slots", saved=True),  # state of the optimizer
-    "memory": LedgerKind("codec memory", "memory", saved=True),  # of a codec, such as error feedback
-    "trace": LedgerKind("codec memory", "memory"),  # memory of a codec that is zeroed after a load and by resharding
-    "statistic": LedgerKind("state", saved=True),  # running statistics of layers
-    "average": LedgerKind("averages", "slots", saved=True),  # of parameters over time, updated by the optimizer
-    "copy": LedgerKind("copies for recovery"),  # of other ranks' saved rows, and of this rank's at earlier steps
+    "master": LedgerKind("parameters", "shard", saved=True),  # parameter shards that the optimizer updates
+    "full": LedgerKind("parameters"),  # gathered parameters, in the dtype in which layers compute
+    "grad": LedgerKind("gradients"),  # unsharded gradients, to which backward adds
+    "part": LedgerKind("gradients"),  # gradient shards, summed over ranks
+    "slot": LedgerKind("optimizer", "slots", saved=True),  # optimizer state, such as Adam's moments
+    # only compression codecs keep this: error-feedback residuals
+    "memory": LedgerKind("codec memory", "memory", saved=True),
+    "trace": LedgerKind("codec memory", "memory"),  # like "memory", but set to zero after a load or a resharding
+    "statistic": LedgerKind("state", saved=True),  # running statistics of layers such as BatchNorm
+    # averages of parameters over time (EMA, SWA), updated by the optimizer
+    "average": LedgerKind("averages", "slots", saved=True),
+    # copies of other ranks' state, and of this rank's state at earlier steps, for elastic training
+    "copy": LedgerKind("copies for recovery"),
 }
 """Kinds by name. The strategies of `fsdpx.ext.asynchronous` add their own."""
 
@@ -77,8 +86,14 @@ the memory is allocated at the first use, when activations no longer need it, an
 
 
 class LedgerKey(NamedTuple):
-    """The identity of a row. page: number of the page; None for a tensor outside pages. name: name of the optimizer
-    slot or of the tensor."""
+    """The identity of a ledger row.
+
+    Attributes
+    ----------
+    kind : name of its `LedgerKind`, such as "master" or "grad"
+    page : number of the page (flat parameter buffer); None for a tensor that is in no page
+    name : name of the optimizer slot, such as "m", or of the tensor
+    """
 
     kind: str
     page: int | None
@@ -87,15 +102,15 @@ class LedgerKey(NamedTuple):
 
 @dataclass(frozen=True)
 class LedgerRow:
-    """One array of a rank.
+    """Description of one array of a rank: its elements, dtype and storage.
 
     Attributes
     ----------
     key : identity of the row
-    span : the elements that it holds, numbered within the page (or the tensor)
+    span : the elements that the array holds, numbered within the page (flat parameter buffer) or the tensor
     times : number of arrays of this size that are stored one after another, such as partial sums
-    inside, at : the row of which this row is a view, and the position of the view's first element in that row
-    sharers : number of ranks of this machine that share the memory
+    inside, at : if the array is a view, the key of the row that owns the memory, and the offset in its elements
+    sharers : number of ranks of this host that share the memory
     """
 
     key: LedgerKey
@@ -119,12 +134,12 @@ class LedgerRow:
 
     @property
     def is_kept(self) -> bool:
-        """True if the row keeps its memory between programs, once allocated."""
+        """True if the array keeps its memory between programs, once allocated."""
         return self.lifetime != "use" and self.level != "slow"
 
     @property
     def is_freed_by_update(self) -> bool:
-        """True if the memory of the row is freed by an update."""
+        """True if each update frees the memory of the array."""
         return self.lifetime == "pass"
 
     @property
@@ -133,10 +148,18 @@ class LedgerRow:
 
 
 class Ledger:
-    """Rows in the order in which they were added, and the array of each row that is kept.
+    """Table of the arrays of a rank: the rows in the order in which they were added, and the memory of those that are
+    kept.
 
-    slower: function from a row in a slower level to its array, which is valid as long as it is referenced.
-    planned_bytes: kind of memory -> bytes of the initial rows. peak_bytes: kind of memory -> peak bytes so far.
+    Attributes
+    ----------
+    planned_bytes : bytes of the initial rows, by kind of memory
+    peak_bytes : peak bytes so far, by kind of memory
+
+    Parameters
+    ----------
+    rows : the initial rows
+    slower : function that loads the array of a row that is stored on disk; the array is valid while it is referenced
     """
 
     def __init__(self, rows: Iterable[LedgerRow] = (), slower: Callable[[LedgerRow], Any] | None = None) -> None:
@@ -168,12 +191,12 @@ class Ledger:
             self.peak_bytes[kind] = max(self.peak_bytes[kind], self._now[kind])
 
     def get_array(self, kind: str, page: int | None, name: str = "") -> Any:
-        """Return the array of a row; None if there is no such row, or if programs plan its memory."""
+        """Return the array of a row; None if there is no such row, or if its memory is managed by programs."""
         row = self.rows.get(LedgerKey(kind, page, name))
         return None if row is None else self._get_row_array(row)
 
     def iterate_saved_rows(self) -> Iterator[tuple[LedgerRow, Any]]:
-        """Yield the rows of the train state with their arrays."""
+        """Yield (row, array) for all arrays that checkpoints store."""
         return ((row, self._get_row_array(row)) for row in self if row.is_saved)
 
     def _get_row_array(self, row: LedgerRow) -> Any:
@@ -182,8 +205,8 @@ class Ledger:
         return self.arrays.get(row.key)
 
     def count_bytes_by_kind(self) -> dict[str, int]:
-        """Return kind of memory -> bytes of all rows that have their own memory. Shared memory is divided by the number
-        of sharers."""
+        """Return the bytes of all arrays with memory of their own, as a dict by kind of memory. Shared memory is
+        divided by the number of ranks that share it."""
         total: Counter[str] = Counter()
         for row in self:
             if row.is_kept and row.inside is None and row.level != "map":
@@ -191,12 +214,12 @@ class Ledger:
         return dict(total)
 
     def count_bytes_freed_by_update(self, now: bool = False) -> int:
-        """Return the bytes of the rows whose memory an update frees. This memory is never part of the arena's kept
-        memory. now: count only rows that are allocated now."""
+        """Return the bytes of the arrays that each update frees, which the arena never keeps. With `now`, count only
+        arrays that are allocated at the moment."""
         return sum(row.nbytes for row in self if row.is_freed_by_update and (not now or row.key in self.arrays))
 
     def count_bytes_in_slow_level(self) -> dict[str, int]:
-        """Return kind of memory -> bytes of all rows in a slower level."""
+        """Return the bytes of all arrays that are offloaded, for example to disk, as a dict by kind of memory."""
         total: Counter[str] = Counter()
         for row in self:
             if row.level in ("slow", "map") and row.inside is None:
@@ -209,13 +232,13 @@ class Ledger:
 
 
 def list_ledger_rows(placement: Placement, windows: bool, sharers: int) -> Iterator[LedgerRow]:
-    """Yield all rows of this rank. windows: whether the ranks of a machine share memory. sharers: number of ranks of
-    this machine that share their full parameters, 0 if none do."""
+    """Yield the ledger rows of all arrays of this rank. `windows` says whether the ranks of a host share memory, and
+    `sharers` is the number of ranks that share their full parameters (0 if none do)."""
     return map(placement.options.storage.assign_row_level, _list_memory_rows(placement, windows, sharers))
 
 
 def _list_memory_rows(placement: Placement, windows: bool, sharers: int) -> Iterator[LedgerRow]:
-    """Yield all rows of this rank, as if all of them were stored in memory."""
+    """Yield the ledger rows of all arrays of this rank, as if none were offloaded."""
     formats, owner = placement.formats, placement.sync_policy.owner
     for page in placement.pages.values():
         yield from _list_parameter_rows(placement, page, sharers)
@@ -232,8 +255,8 @@ def _list_memory_rows(placement: Placement, windows: bool, sharers: int) -> Iter
 
 
 def _list_parameter_rows(placement: Placement, page: ShardedPage, sharers: int) -> Iterator[LedgerRow]:
-    """Yield the rows of a page's parameters. The shard is a view of the full parameters if they are kept in the same
-    dtype."""
+    """Yield the rows of the full parameters and of the parameter shard of a page. The shard is a view of the full
+    parameters if these are kept in the same dtype."""
     p = page.page.index
     dtype, gathered = placement.formats.master, placement.formats.compute
     kept = placement.keeps_full_parameters or sharers > 0
@@ -254,8 +277,9 @@ def _list_parameter_rows(placement: Placement, page: ShardedPage, sharers: int) 
 
 
 def _list_gradient_rows(placement: Placement, page: ShardedPage, windows: bool) -> Iterator[LedgerRow]:
-    """Yield the rows of a page's gradient. If the full gradient is kept, the reduced part is a view of it. In windows
-    this view is at the part's own offset, because other ranks may be reading the rest. Otherwise it is at the front."""
+    """Yield the rows of the full gradient and of the reduced gradient shard of a page. If the full gradient is kept,
+    the shard is a view of it: in shared memory at the shard's own offset, because other ranks may be reading the rest,
+    and otherwise at the front."""
     p, dtype, kept = page.page.index, placement.formats.gradients, placement.keeps_full_gradients
     lifetime: Lifetime = "step" if kept else "use"
     times = placement.accumulation.times
@@ -269,7 +293,7 @@ def _list_gradient_rows(placement: Placement, page: ShardedPage, windows: bool) 
 
 
 def _list_codec_rows(placement: Placement, page: ShardedPage) -> Iterator[LedgerRow]:
-    """Yield the rows of the memory of a gradient's codecs."""
+    """Yield the rows of arrays that compression codecs keep for a page's gradient, such as error-feedback residuals."""
     p, axes, spans = page.page.index, placement.axes, {"shard": ElementRange(0, page.size), "replica": page.own_range}
     sizes = {axis: spans[axis].size for axis in axes.reduction_axes}
     for kept in placement.get_codec_route(p).iterate_memory(sizes, single_rank=axes.data.size == 1):
@@ -279,8 +303,8 @@ def _list_codec_rows(placement: Placement, page: ShardedPage) -> Iterator[Ledger
 
 
 def make_local_gradient_row(placement: Placement, page: int) -> LedgerRow:
-    """Return the row of a full gradient that stays on this rank until the update (`no_sync`), for placements whose full
-    gradients otherwise live only while they are used."""
+    """Return the row of a full gradient that is kept on this rank until the update (`no_sync`), for shardings that
+    otherwise free full gradients after use."""
     span, times = ElementRange(0, placement.pages[page].size), placement.accumulation.times
     return LedgerRow(
         LedgerKey("grad", page, "local"), placement.formats.gradients, span, "private", "step", times=times
@@ -288,28 +312,29 @@ def make_local_gradient_row(placement: Placement, page: int) -> LedgerRow:
 
 
 def get_tensor_name(slot: str, parameter: str) -> str:
-    """Return the name of a tensor of the train state: "m/0.weight" for optimizer slot "m", "0.weight" for the parameter
-    itself (slot "")."""
+    """Return the checkpoint name of a tensor: "m/0.weight" for the optimizer slot "m" of "0.weight", or "0.weight" for
+    the parameter itself (slot "")."""
     return f"{slot}/{parameter}" if slot else parameter
 
 
 def get_saved_name_prefix(row: LedgerRow, replica: int) -> str:
-    """Return the part of a saved tensor's name before the parameter: "m", or "replica1/m" for a row that each replica
-    has separately."""
+    """Return what precedes the parameter's name in the checkpoint name of an array: "m", or "replica1/m" if each
+    replica has its own array."""
     name = LEDGER_KINDS[row.key.kind].prefix + row.key.name
     return add_replica_prefix(name, replica) if row.owner == "replica" else name
 
 
 def add_replica_prefix(name: str, replica: int) -> str:
-    """Return the first part of a saved tensor's name with the prefix of a replica in front, such as "replica1/m" for
-    "m"."""
+    """Prefix a checkpoint name with the number of a replica: "replica1/m" for "m"."""
     return f"replica{replica}/{name}" if name else f"replica{replica}"
 
 
 def list_saved_tensors(placement: Placement, replicas: int | None = None) -> dict[str, ParameterSpec]:
-    """Return name -> spec of every tensor of the full model's train state, which is equal on all ranks: parameters and
-    running statistics, then the optimizer state of the trained parameters. replicas: number of replicas that have their
-    own state, if they train independently; None: the number in the mesh."""
+    """Return the specs of all tensors that a checkpoint of the full model stores, by name and in the same order on all
+    ranks: parameters and running statistics, then the optimizer state of trained parameters.
+
+    `replicas` is the number of replicas with a state of their own, if they train independently; None: the number in
+    the mesh."""
     specs = placement.layout.specs
     trained = {name: spec for name, spec in specs.items() if spec.trainable}
     specs_by_name = {
@@ -321,9 +346,10 @@ def list_saved_tensors(placement: Placement, replicas: int | None = None) -> dic
 
 
 def get_state_dtype(placement: Placement, name: str) -> np.dtype:
-    """Return the dtype in which ranks hold a tensor of the train state."""
+    """Return the dtype in which ranks hold the checkpoint tensor `name`."""
     formats = placement.formats
     if "/" in name and name not in placement.layout.specs:
-        slots = [word for word in name.split("/")[:2] if word in placement.slot_formats]  # "m/...", or "replica1/m/..."
+        # names are "m/PARAMETER", or "replica1/m/PARAMETER" if each replica has its own state
+        slots = [word for word in name.split("/")[:2] if word in placement.slot_formats]
         return placement.get_slot_dtype(slots[0]) if slots else formats.master
     return formats.statistics if name in placement.layout.statistic_specs else formats.master

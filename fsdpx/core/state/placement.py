@@ -1,5 +1,5 @@
-"""The placement of one rank, which is fixed as long as the set of ranks is: model, layout, mesh, dtypes, options and
-synchronization policy."""
+"""The placement of one rank: everything that is fixed as long as the set of ranks is (model, parameter layout, mesh,
+dtypes, options, synchronization policy)."""
 
 from __future__ import annotations
 
@@ -58,8 +58,14 @@ __all__ = [
 
 @dataclass
 class PipelineChoice:
-    """The choice of a pipeline schedule. choice: its name, function or file. width: number of pipeline ranks. stages:
-    the number of stages, or the rank of each stage, if given."""
+    """The pipeline schedule that the user chose, and the schedules made from it for each number of microbatches.
+
+    Attributes
+    ----------
+    choice : name of the schedule, a function, or the path of a file
+    width : number of pipeline ranks
+    stages : number of stages, or the pipeline rank of each stage; None: the schedule decides
+    """
 
     choice: str | Callable[..., Any]
     width: int = 1
@@ -68,7 +74,8 @@ class PipelineChoice:
     _proved: set[ProgramRequest] = field(default_factory=set)
 
     def get_schedule(self, microbatches: int) -> PipelineSchedule:
-        """Return the schedule for this number of microbatches. Raise ConfigError if it needs more microbatches."""
+        """Return the schedule for this number of microbatches. Raise ConfigError if the schedule needs more
+        microbatches."""
         if microbatches not in self._schedules:
             numbers = self.choice, self.width, microbatches
             pipeline_schedule = (
@@ -78,13 +85,13 @@ class PipelineChoice:
         return self._schedules[microbatches]
 
     def get_stage_ranks(self, microbatches: int) -> tuple[int, ...]:
-        """Return the rank of each stage. A single pipeline rank runs the model as one stage."""
+        """Return the pipeline rank of each stage. With a single pipeline rank, the model is one stage."""
         home = self.get_schedule(microbatches).home if self.width > 1 or isinstance(self.choice, str) else ()
         return home if self.width > 1 else (0,)
 
     def explain_stage_count(self, home: tuple[int, ...]) -> str:
-        """Return text for errors that explains the number of stages if the schedule chose more stages than ranks;
-        otherwise ""."""
+        """Return a phrase for errors that says how many stages the schedule puts on each rank, if it chose more stages
+        than ranks; otherwise ""."""
         if self.stages is not None or len(home) <= self.width:
             return ""
         name = self.choice if isinstance(self.choice, str) else getattr(self.choice, "__name__", "of your own")
@@ -95,13 +102,13 @@ class PipelineChoice:
         return str(self.get_schedule(microbatches)) if self.width > 1 else ""
 
     def get_actions_of_rank(self, microbatches: int, rank: int) -> tuple[Action, ...] | None:
-        """Return the forwards and backwards of one rank in order; None without a pipeline, where microbatches run one
-        after another."""
+        """Return the forwards and backwards of a pipeline rank in the order in which it runs them. None without a
+        pipeline, where microbatches run one after another."""
         return None if self.width == 1 else self.get_schedule(microbatches).ranks[rank]
 
     def require_no_deadlock(self, request: ProgramRequest, stages: tuple[Stage, ...]) -> None:
-        """Compile the programs of all pipeline ranks for this kind of request, and raise ProgramError if they deadlock.
-        Raise ConfigError if MPI has too few message tags for them."""
+        """Compile the programs of all pipeline ranks for a request, and raise ProgramError if they would deadlock.
+        Raise ConfigError if they need more message tags than MPI has."""
         bare = replace(request, resident=frozenset(), grads=frozenset(), parts=frozenset(), has_loss_weight=False)
         if self.width == 1 or bare in self._proved:
             return
@@ -122,9 +129,14 @@ class PipelineChoice:
 
 @dataclass(frozen=True)
 class RecomputeChoice:
-    """The option `recompute`. every: k to recompute every k-th unit, 0 for none. budget: bytes that activations saved
-    for backward may take on a rank; None: no limit. cores: kinds of layers that save fewer activations and recompute
-    the remaining ones themselves."""
+    """The option `recompute` (activation checkpointing).
+
+    Attributes
+    ----------
+    every : recompute every k-th unit (group of layers); 0: none
+    budget : bytes that activations saved for backward may take on a rank; None: no limit
+    cores : kinds of layers that save fewer activations and recompute the remaining ones themselves
+    """
 
     every: int = 0
     budget: int | None = None
@@ -152,16 +164,16 @@ def parse_recompute(choice: Any) -> RecomputeChoice:
 
 @dataclass(frozen=True)
 class StepOptions(StepChoices):
-    """Options of a step that are not part of `StepChoices`.
+    """Options of a step in addition to `StepChoices`, on which compiled programs depend.
 
     Attributes
     ----------
-    check_finite : whether to check the values of every unit for NaN and Inf
+    check_finite : whether to check the results of every unit (group of layers) for NaN and Inf
     schedule : the pipeline schedule as text
-    recompute : units that run forward again before their backward
-    storage : the state that is kept in a slower level between uses
-    sync_choice : how ranks synchronize, which differs for strategies in which ranks do not step together
-    planned : text about the choices of a plan
+    recompute : which units run forward again before their backward
+    storage : which state is offloaded, for example to disk, between uses
+    sync_choice : how ranks synchronize; not every step in strategies such as local SGD
+    planned : text that says what strategy="auto" chose and why
     """
 
     check_finite: bool = False
@@ -174,7 +186,7 @@ class StepOptions(StepChoices):
 
 @dataclass(frozen=True)
 class NumberFormats:
-    """Dtypes by role.
+    """The dtypes of parameters, gradients, statistics, computation and communication.
 
     Attributes
     ----------
@@ -196,9 +208,17 @@ class NumberFormats:
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """The fixed data of one rank. stages: the stage of each pipeline rank. model: layers in execution order, as this
-    tensor rank runs them. output_dim: dim of the model's output that is sharded over the tensor axis; None if none is.
-    pipe: the choice of a pipeline schedule."""
+    """The fixed data of one rank: model, layout, mesh, dtypes and options.
+
+    Attributes
+    ----------
+    xp : array module, such as `numpy`
+    model : layers in the order of execution, as this tensor rank runs them
+    layout : layout of the parameters in units (layers gathered together) and pages (flat buffers)
+    stages : the pipeline stages of each pipeline rank
+    pipe : the choice of a pipeline schedule
+    output_dim : dimension of the model's output that is sharded over the tensor axis; None: not sharded
+    """
 
     xp: Any
     model: LayerList
@@ -217,8 +237,8 @@ class Placement:
     sample_layout: SampleLayout = field(default_factory=CompleteSamples)
 
     def list_rows_of_earlier_groups(self, rows: Sequence[int]) -> Sequence[int]:
-        """Return the number of samples of each group of data ranks that precedes this rank's group. rows: number of
-        samples of each data rank."""
+        """Return the numbers of samples of the groups of data ranks before this rank's group, from which the index of
+        this rank's first sample follows. `rows` holds the number of samples of each data rank."""
         return self.sample_layout.count_rows_per_group(rows)[: self.axes.samples.rank]
 
     @cached_property
@@ -227,12 +247,12 @@ class Placement:
 
     @cached_property
     def device(self) -> Device:
-        """The device that holds the arrays and computes on them."""
+        """The device on which arrays are stored and computed."""
         return get_device_of_namespace(self.xp)
 
     @cached_property
     def pages(self) -> dict[int, ShardedPage]:
-        """The pages of this pipeline rank, by page number."""
+        """The pages (flat parameter buffers) of this pipeline rank with their shards, by page number."""
         shard, snap = self.axes.shard, self.accumulation.bitwise
         pages = (self.layout.pages[p] for p in self.stage.pages)
         return {page.index: ShardedPage(page, shard_page(page, shard.size, snap), shard.rank) for page in pages}
@@ -244,79 +264,79 @@ class Placement:
 
     @cached_property
     def has_resident_shards(self) -> bool:
-        """True if the shards of parameters stay in memory between programs."""
+        """True if parameter shards stay in memory between programs, False if they are offloaded."""
         return all(slot.kind != "shard" for slot, _ in self.stage.stored_slots)
 
     @cached_property
     def step_choices(self) -> StepChoices:
-        """The options on which programs may depend."""
+        """The options on which compiled programs depend."""
         return StepChoices(**get_field_values(StepChoices, self.options))
 
     @cached_property
     def sync_policy(self) -> SyncPolicy:
-        """How ranks synchronize."""
+        """How and when ranks synchronize."""
         return self.options.sync_choice.make_policy(self)
 
     @property
     def keeps_full_parameters(self) -> bool:
-        """True if full parameters are kept until the update. This is so if the sharding keeps them or the shard is the
-        full page, unless shards are stored in a slower level."""
+        """True if gathered parameters are kept until the update. This is so if the sharding says so or there is only
+        one shard, unless shards are offloaded."""
         kept = self.sharding.full_params == "step" or self.axes.shard.size == 1
         return kept and self.has_resident_shards
 
     @property
     def keeps_full_gradients(self) -> bool:
-        """True if full gradients have their own memory."""
+        """True if unsharded gradients are kept until the update, in memory of their own."""
         return self.sharding.full_grads == "step" or self.axes.shard.size == 1
 
     @property
     def reduces_each_microbatch(self) -> bool:
-        """True if the gradients of each microbatch are reduced immediately. False with reproducible chunks, because
-        reducing all partial sums together sends fewer bytes."""
+        """True if gradients are reduced after each microbatch. False with reproducible chunks, because reducing all
+        partial sums together sends fewer bytes."""
         return self.sharding.full_grads == "use" and self.axes.shard.size > 1 and not self.accumulation.bitwise
 
     @property
     def product_threads(self) -> int:
-        """The number of threads for matrix products. It is 1 for bitwise reproducible results, whose last bits would
-        depend on the number of threads."""
+        """The number of threads for matrix products. It is 1 if results must be bitwise reproducible, because rounding
+        depends on the number of threads."""
         return 1 if self.accumulation.bitwise else self.tuning.threads
 
     @property
     def counts_loss(self) -> bool:
-        """True if the loss computed on this rank counts. All tensor ranks compute the same loss, so only the first one
-        counts, unless each computes a part of the loss."""
+        """True if this rank's loss enters the global mean. If all tensor ranks compute the same loss, only that of the
+        first one does."""
         return getattr(self.loss, "partial", False) or self.axes.tensor.rank == 0
 
     def get_sample_offset_on_tensor_axis(self, batch: Microbatch) -> int:
-        """Return the index within a microbatch of the first sample that this rank's layers see. It can differ from 0
-        only if the tensor axis shards samples."""
+        """Return the index of this tensor rank's first sample within a microbatch. It is 0 unless the tensor axis
+        shards samples."""
         tensor = self.axes.tensor
         return shard_bounds(batch.inputs[0].shape[0], tensor.rank, tensor.size)[0] if self.output_dim == 0 else 0
 
     @cached_property
     def statistics(self) -> dict[int, tuple[str, ...]]:
-        """The names of the running statistics that the layers of each unit update, by unit. Only units of this rank
-        that have statistics are listed."""
+        """The names of the running statistics that the layers of a unit update, by number of the unit. Only units of
+        this rank that have statistics are listed."""
         units = (self.layout.units[u] for u in self.stage.own_units)
         statistics_by_unit = {unit.index: list_unit_statistics(self.layout, unit) for unit in units}
         return {unit: names for unit, names in statistics_by_unit.items() if names}
 
     @cached_property
     def statistic_ranks(self) -> dict[str, int]:
-        """The pipeline rank that updates each running statistic, by name of the statistic."""
+        """The pipeline rank that updates a running statistic, by name of the statistic."""
         spread, layout = self.layout.spread, self.layout
         users = ((join_path(n.path, local), i) for i, n in enumerate(self.model.nodes) for local in n.layer.specs())
         names = ((layout.canonical_name(name), i) for name, i in users)
         return {name: spread.rank_of(i) for name, i in names if name in layout.statistic_specs}
 
     def get_codec_route(self, page: int) -> CodecRoute:
-        """Return the codecs of a page's gradient. Between replicas that train independently, this is the outer
-        codec."""
+        """Return the compression codecs for the gradient of a page (flat parameter buffer). Between replicas that
+        train independently, they compress the change of the parameters instead."""
         return self._codec_routes[page]
 
     @cached_property
     def _codec_routes(self) -> dict[int, CodecRoute]:
-        """The codecs of each page's gradient, by page number, bound to the shapes of the page's tensors."""
+        """The compression codecs for the gradient of each page, by page number, bound to the shapes of its tensors."""
         routes = {}
         for p, page in self.pages.items():
             whole, own_shapes = (
@@ -328,7 +348,7 @@ class Placement:
 
     @cached_property
     def segments(self) -> dict[int, ShardSegments]:
-        """The parameters in this rank's shard of each page, by page number, as segments for the optimizer."""
+        """For each page (flat parameter buffer), the parameters in this rank's shard, as the optimizer updates them."""
         alone = self.axes.shard.size == self.axes.tensor.size == 1
         return {
             p: self.make_shard_segments(p, self.axes.shard, self.pages[p].shards, alone)
@@ -338,8 +358,8 @@ class Placement:
     def make_shard_segments(
         self, page: int, comm: Communicator, parts: Sequence[ElementRange], alone: bool
     ) -> ShardSegments:
-        """Return the segments of this rank's part of a page. parts: the part of each rank of `comm`. alone: whether no
-        other rank holds a part of these parameters."""
+        """Return the parameters in this rank's part of a page, as segments that the optimizer updates. `parts` holds
+        the elements of each rank of `comm`. `alone` says whether this rank holds these parameters in full."""
         of, specs = self.pages[page].page, self.layout.specs
         exchange = None if alone else partial(_all_gather_per_parameter, self, page, comm)
 
@@ -350,8 +370,8 @@ class Placement:
         return ShardSegments(make_segments(of, parts[comm.rank], specs), exchange, None if comm.size == 1 else peers)
 
     def list_optimizer_transfers(self, page: int) -> tuple[tuple[str, str, int], ...]:
-        """Return the transfers, as (axis, collective, bytes), that the optimizer makes when it updates this rank's part
-        of a page and needs data of ranks with other parts of the parameters."""
+        """Return the collectives that an optimizer needs to update this rank's shard of a page, as (axis, collective,
+        bytes that this rank sends). Most optimizers need none."""
         optimizer = unwrap_optimizer(self.optimizer)
         if gathers := getattr(optimizer, "gathers", 0):
             nbytes, shard, tensor = (
@@ -367,16 +387,16 @@ class Placement:
 
     @cached_property
     def slot_formats(self) -> dict[str, SlotFormat]:
-        """The format of each slot of the optimizer, by name."""
+        """The number format of each optimizer slot (state array such as Adam's "m"), by name."""
         return get_slot_formats(self.optimizer)
 
     def get_slot_dtype(self, slot: str) -> np.dtype:
-        """Return the dtype of a slot of the optimizer."""
+        """Return the dtype of an optimizer slot (state array such as Adam's "m")."""
         slot_dtype: np.dtype = self.slot_formats[slot].get_dtype(self.formats.master)
         return slot_dtype
 
     def format_page_name(self, page: int) -> str:
-        """Return text that names a page in errors by its first and last parameter."""
+        """Return a name for a page in errors: its first and last parameter, as in "0.weight..2.bias"."""
         return self._page_names[page]
 
     def list_parameters_of_page(self, page: int) -> list[str]:
@@ -397,8 +417,8 @@ class Placement:
     def start_all_gather_numbers(
         self, values: list[float], what: str, use: Callable[[list[list[float]]], Any], comm: Communicator | None = None
     ) -> TimedTransfer:
-        """Start to gather the numbers of all ranks. Waiting for the returned transfer returns `use(rows)`.
-        Collective."""
+        """Start to gather `values` from all ranks of `comm` (default: all ranks). Waiting for the transfer returns the
+        result of `use`, which gets the values of each rank. Collective."""
         comm, n = comm or self.axes.world, len(values)
         if comm.size == 1:
             return TimedTransfer(COMPLETED, lambda: use([values]))
@@ -406,17 +426,17 @@ class Placement:
         own_rows = table[comm.rank * n : (comm.rank + 1) * n]
         own_rows[:] = values
         handle = comm.all_gather(own_rows, table, what=what)
-        if not comm.has_peers:  # a million simulated ranks cost no more than one
+        if not comm.has_peers:  # simulated ranks all have the same values, so no table of all ranks is converted
             return TimedTransfer(handle, lambda: use([values] * comm.size))
         return TimedTransfer(handle, lambda: use(table.reshape(comm.size, n).tolist()))
 
     @cached_property
     def value_shapes(self) -> ValueShapes:
-        """The shapes of the model's values."""
+        """The shapes of the model's activations, for any microbatch and tensor rank."""
         return ValueShapes(self.model, self.axes, self.formats.compute)
 
     def count_replica_owned_elements(self, page: int) -> int:
-        """Return how many elements of its shard of a page this rank owns in an all-reduce over replicas."""
+        """Return how many elements of its shard of a page this rank reduces itself in an all-reduce over replicas."""
         replica = self.axes.replica
         return split_evenly(self.pages[page].own_range.size, replica.size)[replica.rank]
 
@@ -428,7 +448,7 @@ def list_unit_statistics(layout: ModelLayout, unit: Unit) -> tuple[str, ...]:
 
 
 def make_segments(page: Page, span: ElementRange, specs: Mapping[str, ParameterSpec]) -> tuple[ShardSegment, ...]:
-    """Return the parameters in a range of a page's elements, as segments for the optimizer."""
+    """Return the parameters in a range of a page's elements, as segments that the optimizer updates."""
     items, start = [], span.start
     for piece in page.find_field_overlaps(span):
         f = page.fields[piece.have]
@@ -440,8 +460,9 @@ def make_segments(page: Page, span: ElementRange, specs: Mapping[str, ParameterS
 def _all_gather_per_parameter(
     placement: Placement, page: int, holders: Communicator, mine: Mapping[str, Sequence[float]], width: int
 ) -> dict[str, list[list[float]]]:
-    """Return for each parameter of a page, by name, `width` numbers from each rank that may hold a part of it. For a
-    parameter that all tensor ranks hold in full, only the numbers of the first tensor rank count. Collective."""
+    """Gather `width` numbers for each parameter of a page from every rank that may hold a part of it. Return one list
+    per rank by parameter name; for a parameter that all tensor ranks hold in full, only the first tensor rank counts.
+    Collective."""
     layout, tensor, row = placement.layout, placement.axes.tensor, list[float]()
     names, description = placement.list_parameters_of_page(page), f"UPDATE{page} ({placement.format_page_name(page)})"
     for name in names:

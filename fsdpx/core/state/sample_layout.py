@@ -1,4 +1,5 @@
-"""The distribution of samples over ranks: each sample is on one data rank, unless a `domain` shards it over several."""
+"""How samples are distributed over ranks: each sample is on one data rank, unless a `domain` splits every sample over
+several ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ Shape = tuple[int, ...]
 
 
 class SampleLayout(Protocol):
-    """The interface through which a placement handles samples that may be sharded over ranks."""
+    """Converts batches between the caller's layout and the model's. Samples may be split over several ranks."""
 
     @property
     def has_complete_samples(self) -> bool:
@@ -28,52 +29,52 @@ class SampleLayout(Protocol):
 
     @property
     def has_one_group(self) -> bool:
-        """True if all ranks work on the same samples. If so, a rank in predict waits only for the ranks with the other
-        parts of its samples."""
+        """True if all ranks work on the same samples. If so, a rank in `predict` waits only for its neighbors, not for
+        all ranks."""
 
     def has_sample_dim(self, given: Any) -> bool:
-        """Return whether an array that a caller passes has a samples dim."""
+        """Return whether an array that the caller passed has a sample dimension."""
 
     def count_rows_per_group(self, rows: Sequence[int]) -> Sequence[int]:
-        """Return the number of samples of each group of data ranks that work on the same samples. rows: number of
-        samples of each data rank."""
+        """Return the number of samples of each group of data ranks that work on the same samples. `rows` holds the
+        number of samples of each data rank."""
 
     def require_equal_sample_counts(self, rows: Sequence[int]) -> None:
         """Raise DataError unless data ranks that work on the same samples have the same number of samples."""
 
     def describe_array(self, array: Any) -> str:
-        """Return text with the properties of a batch array that must be equal on all ranks."""
+        """Return a description (such as shape and dtype) of an array of the batch, which must be the same on all
+        ranks."""
 
     def describe_sharding_mistake(self, x: Any) -> str:
-        """Return text that says how the samples seem to be sharded wrongly, judged by the first input `x`; "" if no
-        mistake is found. May be collective."""
+        """Return a warning if the first input `x` looks wrongly split over ranks; "" if no mistake is found. May be
+        collective."""
 
     def full_shape(self, shape: Shape) -> Shape:
-        """Return the shape that an input would have in one process."""
+        """Return the shape of an unsplit input, given the shape of this rank's part."""
 
     def part_shape(self, shape: Shape) -> Shape:
-        """Return the shape of this rank's part of an output, given its shape in one process."""
+        """Return the shape of this rank's part of an output, given the shape of the unsplit output."""
 
     def to_model_inputs(self, arrays: Sequence[Any], names: Sequence[str]) -> Sequence[Any]:
-        """Convert the caller's inputs to the inputs that the model reads. Raise DataError if they do not have the shape
-        of this rank's part."""
+        """Convert the caller's inputs to the arrays that the model reads. Raise DataError if they do not have the
+        shape of this rank's part."""
 
     def to_model_output(self, array: Any, name: str) -> Any:
-        """Convert an array of the caller that belongs to the model's output, such as a target or an output gradient, to
-        the layout of that output."""
+        """Convert an array of the caller, such as a target or output gradient, to the layout of the model's output."""
 
     def to_caller_layout(self, array: Any, batched: bool) -> Any:
-        """Convert an array of the model to the caller's layout. batched: whether the caller's arrays have a samples
-        dim."""
+        """Convert an array of the model to the layout of the caller's arrays. `batched` says whether these have a
+        sample dimension."""
 
     def drop_target_of_other_ranks(self, y: Any) -> Any:
-        """Return the caller's target without the part that belongs to other ranks."""
+        """Return only the part of the caller's target that belongs to this rank."""
 
     def bind_loss(self, loss: Loss) -> Loss:
-        """Return the loss for outputs in this layout."""
+        """Return the loss adapted to outputs that are split over ranks."""
 
     def get_output_domain(self) -> Domain:
-        """Return the domain that shards the model's output. Raise ConfigError if the output is not sharded."""
+        """Return how the model's output is split over ranks. Raise ConfigError if it is not split."""
 
 
 @dataclass(frozen=True)
@@ -124,12 +125,12 @@ class CompleteSamples:
 
 
 class Domain(ABC):
-    """Base class for descriptions of how each sample is sharded over ranks, for the argument `domain` of `distribute`.
+    """Base class for descriptions of how each sample is split over ranks, for the argument `domain` of `distribute`.
     `fsdpx.Grid` is such a class. Ranks compare the `repr` of their domains.
 
     Attributes
     ----------
-    dims : number of ranks along each sharded dim
+    dims : number of ranks along each split dimension
     excluded : the name under which the table in core/trainer/option_rules.py lists the options that cannot be combined
         with this domain
     """
@@ -140,58 +141,56 @@ class Domain(ABC):
     @property
     @abstractmethod
     def comm(self) -> Any:
-        """The communicator of the ranks of the domain; None in a dry run."""
+        """The communicator of the ranks that hold parts of a sample; None in a dry run."""
 
     @property
     @abstractmethod
     def local_shape(self) -> tuple[int, ...]:
-        """The number of cells of this rank's part along each dim."""
+        """The number of cells in this rank's part, along each dimension."""
 
     @property
     @abstractmethod
     def offsets(self) -> tuple[int, ...]:
-        """The index of this rank's first cell in the full sample, along each dim."""
+        """The index of this rank's first cell in the full sample, along each dimension."""
 
     @property
     @abstractmethod
     def joined_partition(self) -> FieldPartition | None:
-        """The partition for one process, if its model differs from that of a rank; otherwise None."""
+        """The partition of samples in a single process, if its model differs from a rank's model; otherwise None."""
 
     @abstractmethod
     def take_local(self, array: Any) -> Any:
-        """Return this rank's part of an array of full samples."""
+        """Return this rank's part of an array of unsplit samples."""
 
     @abstractmethod
     def gather(self, array: Any) -> Any:
-        """Return the full array from the parts of all ranks, on every rank. Collective."""
+        """Gather the parts of all ranks, and return the unsplit array on every rank. Collective."""
 
     def all_gather_sample_groups(self, mesh: Mesh, world: Communicator) -> SampleGroups | None:
-        """Return which data ranks have parts of the same samples; None if each has its own complete samples.
+        """Determine which data ranks hold parts of the same samples; None if each has complete samples of its own.
         Collective.
 
-        Raise ConfigError or MeshError if these groups do not fit the mesh.
-        """
+        Raise ConfigError or MeshError if these groups do not fit the mesh."""
         return None
 
     @abstractmethod
     def shard_model(self, model: Layer, parts: FieldPartition | None = None) -> tuple[Layer, FieldPartition]:
-        """Return the model that each rank runs, and the partition of its output. parts: partition of the inputs; None:
-        the partition of this domain.
+        """Return the model that each rank runs on its part of a sample, and the partition of its output. `parts` is
+        the partition of the inputs (None: that of this domain).
 
-        Raise ConfigError for layers that cannot work on a part of a sample.
-        """
+        Raise ConfigError for layers that cannot work on a part of a sample."""
 
     def make_unsharded_model(self, model: Layer) -> Layer:
-        """Return the model that one process would run."""
+        """Return the model that a single process would run on unsplit samples."""
         return model if self.joined_partition is None else self.shard_model(model, self.joined_partition)[0]
 
     @abstractmethod
     def make_sample_layout(self, model: Layer, axes: MeshAxes) -> SampleLayout:
-        """Return how samples of this model are distributed over the ranks of a mesh."""
+        """Return the layout of this model's samples over the ranks of a mesh."""
 
 
 class UnshardedDomain(Domain):
-    """The domain that is used without the option `domain`: samples are not sharded."""
+    """The default without the option `domain`: samples are not split."""
 
     dims, excluded, local_shape, offsets, comm, joined_partition = (), "nothing", (), (), None, None
 

@@ -1,4 +1,4 @@
-"""The inputs of a program, that is its microbatches, and the shapes of the values between units."""
+"""The inputs of a program (its microbatches), and the shapes of the activations that they lead to."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Microbatch", "StepInputs", "ValueShape", "ValueShapes"]
 
 @dataclass(frozen=True)
 class Microbatch:
-    """The samples of one forward on this rank. row: index of their first sample in the global batch."""
+    """The samples that one forward computes on this rank. `row` is the index of the first one in the global batch."""
 
     inputs: tuple[Any, ...]
     target: Any
@@ -36,9 +36,9 @@ class StepInputs:
     ----------
     batch : the microbatches of this rank; None for a microbatch without samples
     training : whether layers such as dropout are in training mode
-    commit : function that is called with the mean loss and the update scale of a step before the step updates
+    commit : function that is called before the update, with the mean loss and the update scale of the step
     cache : the key-value cache of `LayerContext`
-    batched : whether the caller's arrays have a samples dim
+    batched : whether the caller's arrays have a sample dimension
     """
 
     batch: list[Microbatch | None] = field(default_factory=list)
@@ -49,14 +49,14 @@ class StepInputs:
 
 
 class ValueShape(NamedTuple):
-    """The shape and dtype of a value of the model on one rank."""
+    """Shape and dtype of an activation on one rank."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
 
     @property
     def size(self) -> int:
-        """The number of elements."""
+        """The number of elements of the activation."""
         return prod(self.shape)
 
     @property
@@ -65,7 +65,8 @@ class ValueShape(NamedTuple):
 
 
 class ValueShapes:
-    """The shapes of all values of a model in one dtype, on any tensor rank. They are computed once per batch shape."""
+    """The shapes of all inputs, activations and outputs of a model, on any tensor rank. They are computed once per
+    batch shape."""
 
     def __init__(self, model: LayerList, axes: MeshAxes, dtype: Any) -> None:
         self._model, self._axes, self._dtype = model, axes, dtype
@@ -73,19 +74,20 @@ class ValueShapes:
         self._imagined: dict[int, MeshAxes] = {}
 
     def shape_of(self, value: int, batch: Microbatch, tensor: int | None = None) -> ValueShape:
-        """Return the shape of a value for a microbatch, on tensor rank `tensor` (default: this rank)."""
+        """Return the shape of value number `value` (an input or activation) for a microbatch, on tensor rank `tensor`
+        (default: this rank)."""
         rank = self._axes.tensor.rank if tensor is None else tensor
         key = (rank, *((tuple(a.shape), str(a.dtype)) for a in batch.inputs))
         if key not in self._found:
-            with measuring_memory():  # a dry run must not count these shape-only arrays as memory
+            with measuring_memory():  # keep these arrays without data out of the memory count of a dry run
                 inputs = [ShapeArray(tuple(a.shape), a.dtype) for a in batch.inputs]
                 shapes = value_shapes(self._model, inputs, self._dtype, axes=self.make_fake_axes_of_tensor_rank(rank))
                 self._found[key] = [ValueShape(tuple(one.shape), one.dtype) for one in shapes]
         return self._found[key][value]
 
     def make_fake_axes_of_tensor_rank(self, tensor: int) -> MeshAxes:
-        """Return the mesh axes as seen from tensor rank `tensor`, with fake communicators, to ask layers for their
-        shapes."""
+        """Return mesh axes with fake communicators, as tensor rank `tensor` has them. With these, layers compute their
+        output shapes without communication."""
         if tensor not in self._imagined:
             mesh, place = self._axes.mesh, self._axes.coordinates._replace(tensor=tensor)
             fake = FakeCommunicator(mesh.rank_of(place), mesh.size)

@@ -1,5 +1,5 @@
-"""The interface to state that is stored in a slower level than memory (offload). Extensions implement the levels and
-transfer the data."""
+"""The interface for offloading state to a storage level that is slower than memory, such as a disk. Extensions
+implement the levels and transfer the data."""
 
 from __future__ import annotations
 
@@ -18,54 +18,56 @@ that time."""
 
 
 class StateStorage:
-    """A rank's rows in a slower level. The base class has no rows.
+    """The offloaded state of a rank. The base class offloads nothing.
 
-    busy_seconds: seconds during which transfers ran since the last `reset_counters`; None: nothing is ever transferred.
+    Attributes
+    ----------
+    busy_seconds : seconds of data transfer since the last `reset_counters`; None if nothing is ever transferred
     """
 
     busy_seconds: float | None = None
 
     def fill_slots(self, state: Any) -> None:
-        """Fill the slots of a new `TrainState`."""
+        """Put placeholders for offloaded arrays into the store of a new `TrainState`."""
 
     def reset_counters(self) -> None:
-        """Reset the counters of transfers."""
+        """Set the counters of transfers to zero."""
 
     def get_bytes_per_transfer_by_verb(self) -> dict[str, Mapping[tuple[int, int | None], int]]:
-        """Return verb -> (number, microbatch) -> bytes that this storage transfers in a step, in the form of
-        `TrafficSizes.amounts`. For activations these are the bytes of the last batch."""
+        """Return the bytes of each transfer to or from this storage in a step. The result maps a verb (kind of
+        transfer) to a dict from (page or unit number, microbatch) to bytes, as `TrafficSizes.amounts` does. For
+        activations these are the bytes of the last batch."""
         return {}
 
     def get_buffer_nbytes(self, slot: Slot) -> int | None:
-        """Return the bytes of memory that a slot needs while its value is in memory; None if the value is always in
-        memory."""
+        """Return the bytes of memory that an offloaded value needs while it is loaded; None if the value is never
+        offloaded."""
         return None
 
     def map_array(self, row: Any) -> Any:
-        """Return the array of a row. The array is valid as long as it is referenced."""
+        """Return the array of a ledger row that is offloaded. It is valid as long as it is referenced."""
         raise AssertionError(f"{row} is in memory")
 
     def close(self) -> None:
-        """Release the level's files and buffers. Collective."""
+        """Release files and buffers. Collective."""
 
 
 class StorageLevelChoice(ABC):
-    """The choice of the state that is kept in a slower level between uses. Derive from this class to write such a
-    level."""
+    """Base class for offload options: which state is kept in slower storage than memory between uses."""
 
     @abstractmethod
     def require_something_to_store(self, optimizer: Any, average: Any) -> None:
-        """Raise ConfigError if there is nothing that this level could store."""
+        """Raise ConfigError if nothing would be offloaded, for example because the optimizer has no state."""
 
     @abstractmethod
     def pair_slots_with_stand_ins(self, pages: Mapping[int, bool], units: int, slots: bool) -> StoredSlots:
-        """Return the slots whose values are in the level between programs, paired with the slots that stand in for
-        them.
+        """Return which program slots (named values) are offloaded between programs, each paired with the slot that
+        holds a placeholder in the meantime.
 
         Parameters
         ----------
-        pages : number of each page -> whether it is trained
-        units : number of units
+        pages : whether a page (flat parameter buffer) is trained, by page number
+        units : number of units (groups of layers)
         slots : whether the optimizer has state
 
         Returns
@@ -75,16 +77,17 @@ class StorageLevelChoice(ABC):
 
     @abstractmethod
     def assign_row_level(self, row: Any) -> Any:
-        """Return a row of the ledger with the level in which it is stored. row: the row as laid out for memory."""
+        """Return the ledger row of an array with the storage level where the array is kept. `row` describes the array
+        as it would be in memory."""
 
     @abstractmethod
     def open_storage(self, placement: Any, rows: Sequence[Any]) -> StateStorage:
-        """Return the storage of this rank with space for these rows. Collective."""
+        """Open this rank's storage, with space for the arrays of these ledger rows. Collective."""
 
 
 @dataclass(frozen=True)
 class Memory(StorageLevelChoice):
-    """The choice to keep everything in memory."""
+    """The default option: everything is kept in memory, and nothing is offloaded."""
 
     def require_something_to_store(self, optimizer: Any, average: Any) -> None:
         return

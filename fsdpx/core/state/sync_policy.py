@@ -1,5 +1,5 @@
-"""Synchronization policies: hooks through which strategies change how ranks synchronize, for strategies in which ranks
-do not step together."""
+"""Synchronization policies: hooks that strategies such as local SGD or asynchronous SGD override, because their ranks
+do not synchronize in every step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEAN, EVERY_STEP = Slot("mean"), SyncRules()
 
 
 class SyncChoice:
-    """The synchronization of a strategy, as a user chooses it. In the base class ranks step together.
+    """The way of synchronizing that a strategy implies. In the base class, ranks synchronize in every step.
 
     Attributes
     ----------
@@ -28,8 +28,8 @@ class SyncChoice:
         with this strategy
     replicas : whether replicas train independently, so that the ranks of one replica form a group
     optimizers : optimizers in addition to the one that updates in each step
-    outer_codec : the codec between replicas, if it differs from the codec within them
-    description : text that must be equal on all ranks
+    outer_codec : compression codec between replicas, if it differs from the codec within them
+    description : text that must be the same on all ranks
     message_prefix : beginning of error messages about excluded options
     """
 
@@ -53,11 +53,12 @@ class SyncChoice:
         return f"{self.excluded} with "
 
     def strategy_within_replica(self, mesh: Mesh | None, ranks: int) -> str | Sharding:
-        """Return the sharding strategy of the ranks that step together; "": the strategy that the user chose."""
+        """Return the sharding strategy of the ranks that synchronize in every step; "" for the strategy that the user
+        chose."""
         return ""
 
     def make_policy(self, placement: Any) -> SyncPolicy:
-        """Return the policy for a placement."""
+        """Make the synchronization policy for a placement."""
         return SyncPolicy(placement)
 
 
@@ -65,7 +66,7 @@ SYNCHRONOUS = SyncChoice()
 
 
 def get_sync_choice(strategy: Any) -> SyncChoice:
-    """Return the synchronization that a strategy or its name implies."""
+    """Return the way of synchronizing that a strategy, or the strategy of that name, implies."""
     if isinstance(strategy, SyncChoice):
         return strategy
     return SYNCHRONOUS if not isinstance(strategy, str) or strategy in PRESETS else _make_sync_choice(strategy)
@@ -78,15 +79,16 @@ def _make_sync_choice(name: str) -> SyncChoice:
 
 
 class SyncPolicy:
-    """How the ranks of a placement synchronize. By default they make every step together. Strategies override hooks.
+    """Decides how and when the ranks of a placement synchronize. The base class does so in every step; strategies
+    override its methods.
 
     Attributes
     ----------
     is_synchronous : whether all ranks make each step together
-    own_speed : whether ranks run asynchronously, and wait for each other only where they must
-    owner : which ranks hold the same trained parameters and optimizer state, an `Owner` of the ledger
-    lasting : kinds of slots that stay filled from program to program
-    about : text about the policy in the note of a checkpoint; None: no note
+    own_speed : whether each rank steps at its own speed (asynchronous training)
+    owner : which ranks hold the same trained parameters and optimizer state, as in `LedgerRow.owner`
+    lasting : kinds of slots (named values) that programs leave filled for later programs
+    about : text about the policy for the description of the run in a checkpoint; None: no text
     """
 
     is_synchronous, own_speed = True, False
@@ -98,16 +100,17 @@ class SyncPolicy:
         self.placement = placement
 
     def get_program_kind(self, kind: str) -> str:
-        """Return the kind of program that runs when a trainer asks for `kind`. Raise ConfigError if there is none."""
+        """Return the kind of program to run when the trainer asks for `kind`, such as "step". Raise ConfigError if the
+        policy does not support it."""
         return kind
 
     def get_sync_rules(self, step: int) -> SyncRules:
-        """Return how ranks synchronize in step `step`, counted from 1."""
+        """Return what ranks synchronize in step `step`, counted from 1."""
         return EVERY_STEP
 
     def count_steps_of_round(self) -> list[tuple[SyncRules, int]]:
-        """Return (rules, count) for each different kind of step in a round, with the last step of the round at the
-        end."""
+        """Return the different kinds of step between two synchronizations, as (rules, number of such steps). The step
+        that synchronizes comes last."""
         return [(EVERY_STEP, 1)]
 
     def is_sync_step(self, step: int) -> bool:
@@ -115,90 +118,95 @@ class SyncPolicy:
         return True
 
     def get_loss(self, results: Mapping[Slot, Any]) -> float:
-        """Return the loss of a finished step."""
+        """Return the loss of a finished step from the results of its program."""
         return float(results[MEAN].value)
 
     def open_shared_memory(self) -> Iterator[tuple[Any, Any]]:
-        """Allocate memory that all ranks can access, and yield (key of a row, its array in this memory). Collective."""
+        """Allocate memory that all ranks can access, and yield (key of a ledger row, its array in this memory).
+        Collective."""
         return iter(())
 
     def list_policy_rows(self, page: ShardedPage) -> Iterator[Any]:
-        """Yield additional rows of the ledger for a trained page."""
+        """Yield the ledger rows of the arrays that this policy needs for a trained page (flat parameter buffer)."""
         return iter(())
 
     def list_saved_name_prefixes(self, replicas: int | None) -> list[str]:
-        """Return the prefixes of the names of all tensors that checkpoints hold for a trained parameter. replicas:
-        number of replicas, if each has its own state; None: the number in the mesh."""
+        """Return the name prefixes, such as "m", under which checkpoints store the optimizer state of a parameter.
+        `replicas` is the number of replicas with a state of their own; None: the number in the mesh."""
         return list(self.placement.slot_formats)
 
     def on_created(self, state: Any) -> None:
-        """Fill slots of a new state."""
+        """Fill the slots (named values) of this policy in a new state."""
 
     def on_initialized(self, state: Any) -> None:
-        """Called after the parameters got their initial values."""
+        """Called after parameters have got their initial values."""
 
     def on_loaded(self, state: Any) -> None:
-        """Called after the parameters were set from outside, for example by a load."""
+        """Called after parameters were set from outside the training step, for example from a checkpoint."""
 
     def on_step(self, state: Any, weight: float) -> None:
-        """Called after a step. weight: loss weight of its samples."""
+        """Called after a step. `weight` is the loss weight of its samples."""
 
     def on_resume(self, state: Any, saved: Mapping[str, Any] | None) -> None:
-        """Called after a saved state was loaded. saved: data of the checkpoint, see `gather_checkpoint_counters`."""
+        """Called after a checkpoint was loaded. `saved` is what `gather_checkpoint_counters` returned when it was
+        saved."""
 
     def gather_checkpoint_counters(self, state: Any) -> dict[str, Any] | None:
-        """Return the data of this policy that a checkpoint holds in addition to its arrays; None if there is none.
+        """Return the counters of this policy that a checkpoint stores besides arrays; None if there are none.
         Collective."""
         return None
 
     def require_resumable(self, saved: Mapping[str, Any], where: str) -> None:
-        """Raise CheckpointError unless training can resume from this data of a checkpoint. where: the checkpoint, for
-        errors."""
+        """Raise CheckpointError unless training can resume from `saved`, the counters of this policy in the checkpoint
+        `where`."""
 
     def require_common_parameters(self, steps: int) -> None:
-        """Raise ConfigError if ranks have different parameters after `steps` steps, for callers that need common
+        """Raise ConfigError if ranks have different parameters after `steps` steps. For calls that need common
         parameters."""
 
     def wait_for_last_step(self) -> None:
-        """Wait until all ranks have made their last step, if ranks run asynchronously."""
+        """In asynchronous training, wait until all ranks have finished their last step; otherwise do nothing."""
 
     def count_updates(self, name: str, steps: int) -> int:
-        """Return how many updates the page of parameter `name` has had after `steps` steps of the trainer."""
+        """Return the number of updates that the page (flat buffer) of parameter `name` gets in the first `steps`
+        trainer steps."""
         return steps
 
     @property
     def updates_per_step(self) -> int:
-        """The number of updates that a page gets in one step of all ranks."""
+        """The number of updates of a parameter while all ranks make one step."""
         return 1
 
     def on_parameters_set(self, steps: int) -> None:
-        """Called after all parameters were set. steps: number of steps of the trainer so far."""
+        """Called after all parameters were set. `steps` is the number of steps of the trainer so far."""
 
     def get_failed_ranks(self) -> list[int]:
-        """Return the ranks that are known to have died, if training continues without them."""
+        """Return the ranks that have died, if training continues without them."""
         return []
 
     def read_common_parameters(self) -> dict[str, Any] | None:
-        """Return the parameters common to all ranks, if one rank can read them without the others; otherwise None."""
+        """Return the parameters common to all ranks, by name, if a single rank can read them; otherwise None."""
         return None
 
     def read_state_to_swap(self, state: Any, kinds: Sequence[str]) -> Callable[[], Callable[[], None]] | None:
-        """Read the state that is common to all ranks, for these kinds of rows, if each rank has its own state as well.
-        Return a function to call once all ranks have read. That function sets the rows to the common state, and returns
-        a function that restores the rank's own state. Return None if there is no common state."""
+        """Read the state common to all ranks, for the given kinds of arrays. Return None if ranks have no state that
+        differs from it.
+
+        The returned function is to be called once all ranks have read. It sets this rank's arrays to the common state,
+        and returns a function that restores the rank's own state."""
         return None
 
     def copy_parameters_to_restore(self) -> Callable[[], None] | None:
-        """Copy the parameters that this rank holds, if all ranks change them, and return a function that restores them;
+        """Copy this rank's parameters, if other ranks can change them, and return a function that restores them;
         otherwise return None."""
         return None
 
     def close(self) -> None:
-        """Free memory that all ranks can access. Collective."""
+        """Free the memory shared by all ranks. Collective."""
 
 
 def set_arrays_returning_undo(values: Sequence[tuple[Any, Any]]) -> Callable[[], None]:
-    """Set arrays to values, from (array, value) pairs. Return a function that restores the previous values."""
+    """Set arrays to new values, given as (array, value) pairs. Return a function that restores the old values."""
     before = [(array, array.copy()) for array, _ in values]
     for array, value in values:
         array[...] = value

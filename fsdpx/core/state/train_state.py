@@ -1,4 +1,4 @@
-"""The state that persists between steps: parameters, optimizer state and loss scale."""
+"""The state of a rank that lasts from step to step: parameters, optimizer state, accumulated gradients and counters."""
 
 from __future__ import annotations
 
@@ -24,8 +24,16 @@ SMALLEST_LOSS_SCALE = 2.0**-40
 
 @dataclass(frozen=True)
 class LossScaler:
-    """The loss scale. value: factor on the loss. good: number of steps since the scale last changed. A dynamic scale is
-    halved on overflow, and doubled after `growth_interval` steps without overflow."""
+    """The loss scale for training in 16 bits. A dynamic scale is halved on overflow, and doubled after
+    `growth_interval` steps without overflow.
+
+    Attributes
+    ----------
+    value : factor by which the loss is multiplied
+    dynamic : whether the scale changes during training
+    growth_interval : number of steps without overflow after which the scale is doubled
+    good : number of steps since the scale last changed
+    """
 
     value: float
     dynamic: bool
@@ -39,8 +47,8 @@ class LossScaler:
         return cls(value, dynamic, precision.growth_interval)
 
     def compute_next_scale(self, finite: bool) -> LossScaler:
-        """Return the loss scale for the next step. finite: whether all gradients were finite; every rank passes the
-        same flag. Raise NumericsError if the scale becomes too small."""
+        """Return the loss scale for the next step. `finite` says whether all gradients were finite, and must be the
+        same on every rank. Raise NumericsError if the scale becomes too small."""
         if not self.dynamic:
             return self
         if finite:
@@ -54,18 +62,18 @@ class LossScaler:
         return replace(self, value=self.value / 2, good=0)
 
     def restore_scale(self, value: float, good: int) -> LossScaler:
-        """Return the loss scale with the value of a checkpoint. A fixed scale stays unchanged."""
+        """Return the scaler with the value and step count of a checkpoint. A fixed scale stays unchanged."""
         return replace(self, value=value, good=good) if self.dynamic else self
 
 
 @dataclass(frozen=True)
 class TieGroup:
-    """Pages whose gradients must be summed because several ranks compute parts of them: copies of a tied parameter on
-    several pipeline ranks, and summands on tensor ranks.
+    """Pages (flat parameter buffers) whose gradients must be summed before the update, because several ranks compute
+    parts of them: copies of a tied parameter on several pipeline ranks, or summands on several tensor ranks.
 
     Attributes
     ----------
-    pages : pages with copies of one parameter, starting with that of its first user; or a single page
+    pages : pages with copies of one parameter, beginning with the one of the first layer that uses it; or a single page
     ranks : pipeline rank of each page
     comm : communicator of the pipeline ranks that have a copy; None if only one does
     partial : whether to sum over the tensor axis as well
@@ -78,57 +86,64 @@ class TieGroup:
 
     @property
     def gather_order(self) -> list[int]:
-        """The positions in `pages`, sorted by rank. This is the order of the gradients after an all-gather."""
+        """Indices into `pages`, sorted by pipeline rank: the order in which an all-gather returns the gradients."""
         return sorted(range(len(self.pages)), key=lambda i: self.ranks[i])
 
     @property
     def pages_per_rank(self) -> list[int]:
-        """The number of pages on each rank, in rank order."""
+        """The number of pages on each pipeline rank, in rank order."""
         return [self.ranks.count(rank) for rank in sorted(set(self.ranks))]
 
     def count_gathered_elements(self, page_elements: int) -> int:
-        """Return the number of elements of all gradients after the all-gather. page_elements: elements of one page on
-        this rank."""
+        """Return the number of elements that an all-gather of all copies of the gradient returns; 0 if no all-gather
+        is needed. `page_elements` is the number of elements of one copy on this rank."""
         return page_elements * len(self.pages) if self.comm is not None else 0
 
 
 class FrozenParameters:
-    """Bookkeeping of frozen parameters. frozen: parameters that currently get no gradient and no update. missed:
-    parameter -> number of updates of its page that it missed while frozen, until it was last unfrozen. The parameter
-    itself has had that many fewer updates than its page."""
+    """Keeps track of frozen parameters, and of the updates that they miss.
+
+    Attributes
+    ----------
+    frozen : names of the parameters that currently get no gradient and no update
+    missed : number of updates that a parameter had missed when it was last unfrozen, by name. The parameter has had
+        this many fewer updates than other parameters in its page (flat buffer)
+    """
 
     def __init__(self, updates: Callable[[str], int]) -> None:
-        """Start without frozen parameters. updates: function from a parameter to the number of updates of its page so
-        far."""
+        """Start without frozen parameters. `updates` is a function that returns the number of updates so far, from the
+        name of a parameter that was never frozen."""
         self.frozen: frozenset[str] = frozenset()
         self.missed: dict[str, int] = {}
         self._updates = updates
-        self._updates_when_frozen: dict[str, int] = {}  # frozen parameter -> updates of its page when frozen
+        # number of updates before the freeze, by name of the frozen parameter
+        self._updates_when_frozen: dict[str, int] = {}
 
     def freeze(self, names: Iterable[str]) -> None:
-        """Freeze parameters from now on. All ranks must freeze the same ones."""
+        """Exclude parameters from training from now on. All ranks must freeze the same parameters."""
         self._updates_when_frozen |= {name: self._updates(name) for name in names if name not in self.frozen}
         self.frozen = frozenset(self._updates_when_frozen)
 
     def unfreeze(self, names: Iterable[str]) -> None:
-        """Train parameters again."""
+        """Train these parameters again, and add up the updates that they missed."""
         self.missed = self.count_missed_updates()
         self._updates_when_frozen = {name: self._updates(name) for name in self.frozen.difference(names)}
         self.frozen = frozenset(self._updates_when_frozen)
 
     def count_missed_updates(self) -> dict[str, int]:
-        """Return parameter -> number of updates that it has missed so far, including parameters that are frozen now."""
+        """Return the number of updates that each parameter has missed so far, by name, including parameters that are
+        frozen now."""
         now = {name: self._updates(name) - before for name, before in self._updates_when_frozen.items()}
         return {name: self.missed.get(name, 0) + now.get(name, 0) for name in sorted({**self.missed, **now})}
 
     def resume_at(self, missed: dict[str, int], updates: int) -> None:
-        """Resume after `updates` updates of each page. missed: parameter -> number of updates that it has missed.
-        Frozen parameters stay frozen."""
+        """Continue from a checkpoint in which parameters have had `updates` updates and missed those in `missed`
+        (number by name). Parameters that are frozen now stay frozen."""
         self.missed, self._updates_when_frozen = missed, dict.fromkeys(self.frozen, updates)
 
 
 def restore_from_copies(pairs: Iterable[tuple[Any, Any]]) -> None:
-    """Copy saved values back into arrays, from (array, copy) pairs."""
+    """Copy saved values back into arrays, given as (array, copy) pairs."""
     for array, before in pairs:
         array[...] = before
 
@@ -139,17 +154,17 @@ have more."""
 
 
 class TrainState:
-    """The state of a rank that persists between steps.
+    """The state of a rank that lasts from step to step.
 
     Attributes
     ----------
-    store : slot -> value, for all filled slots
+    store : the values that programs read and write, by slot (name of a value, such as the gradient of page 3)
     steps : number of updates made so far
     samples : number of samples of global batches since the last update
     adding : the call that computed the gradients in the store, "accumulate" or "backward"; "" without gradients
-    ran : kinds of programs that ran since the last update, equal on all ranks
+    ran : kinds of programs that ran since the last update, the same on all ranks
     idle : parameters that got no gradient in some backward
-    storage : the storage of the rows in a slower level
+    storage : the storage of offloaded arrays
     """
 
     def __init__(
@@ -169,8 +184,7 @@ class TrainState:
         self._fill_initial_slots()
 
     def _fill_initial_slots(self) -> None:
-        """Fill the slots that every program expects, each with an array of the ledger or with a dict of a page's arrays
-        of one kind."""
+        """Put the arrays that every program expects, such as parameter shards and optimizer state, into the store."""
         place, store = self.placement, self.store
         store |= {Slot("slots", p): {} for p in place.stage.trained_pages}
         for row in self.ledger:
@@ -187,34 +201,35 @@ class TrainState:
         self.storage.fill_slots(self)
 
     def view_running_statistic(self, name: str) -> Any:
-        """Return a view of a running statistic with its shape."""
+        """Return a view of a running statistic in its own shape."""
         return self.ledger.get_array("statistic", None, name).reshape(self.placement.layout.specs[name].shape)
 
     def copy_running_statistics(self) -> list[tuple[Any, Any]]:
-        """Return (array, copy) of each running statistic that this rank updates, so that `restore_from_copies` can undo
-        a failed step."""
+        """Copy the running statistics that this rank updates, as (array, copy) pairs, from which `restore_from_copies`
+        can undo a failed step."""
         names = {name for names in self.placement.statistics.values() for name in names}
         arrays = [self.ledger.get_array("statistic", None, name) for name in sorted(names)]
         return [(array, array.copy()) for array in arrays]
 
     @property
     def random(self) -> Random:
-        """The random numbers of layers, which depend on the seed and the position in training."""
+        """The random number generator for layers, which depends on the seed and the position in training."""
         return Random(self.seed, moment=self.moment)
 
     def list_indices_of_filled_slots(self, kind: str) -> frozenset[int]:
-        """Return the numbers of the pages, units or values for which a slot of this kind is filled."""
+        """Return the numbers of all pages, units or activations of which the store has a value of this kind, such as
+        "grad"."""
         return frozenset(slot.at for slot in self.store if slot.kind == kind and slot.at is not None)
 
     def clear_slots(self, kinds: Iterable[str]) -> None:
-        """Empty all slots of the given kinds."""
+        """Remove all values of the given kinds, such as "grad", from the store."""
         unwanted = set(kinds)
         for slot in [slot for slot in self.store if slot.kind in unwanted]:
             del self.store[slot]
 
     def pop_values_of_earlier_programs(self, keep: Iterable[str] = ("full",)) -> dict[Slot, Any]:
-        """Remove from the store the values that earlier programs left, except for the kinds of slots in `keep`, and
-        return these values. `store.update` puts them back."""
+        """Remove from the store the values that earlier programs left, such as gradients, and return them. Values of
+        the kinds in `keep` stay. `store.update` puts the returned values back."""
         stored_slots = dict(self.placement.stage.stored_slots)
         stands = {stand.kind for stand in stored_slots.values()}
         stay = LASTING_SLOT_KINDS | self.placement.sync_policy.lasting | stands | set(keep)
@@ -223,8 +238,8 @@ class TrainState:
         return {slot: self.store.pop(slot) for slot in gone}
 
     def finish_update(self, skipped: bool, scaler: LossScaler, weight: float = 0.0) -> None:
-        """Update the counters after an update. skipped: whether gradients overflowed and nothing was changed. weight:
-        loss weight of the samples of the step."""
+        """Count an update and free the gradients. `skipped` says whether gradients overflowed, so that nothing was
+        updated, and `weight` is the loss weight of the step's samples."""
         self.steps += not skipped
         self.placement.sync_policy.on_step(self, weight)
         self.scaler = scaler
@@ -241,8 +256,8 @@ class TrainState:
         return self.freezing.frozen
 
     def count_missed_steps(self) -> dict[str, int]:
-        """Return parameter -> number of trainer steps in which it was not updated, for parameters that missed a
-        step."""
+        """Return the number of trainer steps in which a parameter was not updated, by name, for all parameters that
+        missed any."""
         each = self.placement.sync_policy.updates_per_step
         missed = self.freezing.count_missed_updates().items()
         steps = {name: self.steps - (self._count_updates(name) - n) // each for name, n in missed}
@@ -252,11 +267,12 @@ class TrainState:
         return self.placement.sync_policy.count_updates(name, self.steps)
 
     def set_counters_from_other_ranks(self, steps: int, value: float, good: int) -> None:
-        """Set the counters to those after an update that other ranks have made. value, good: as in `LossScaler`."""
+        """Set step count and loss scale to those after an update that only other ranks have made. `value` and `good`
+        are the fields of `LossScaler`."""
         self.steps, self.scaler = steps, self.scaler.restore_scale(value, good)
 
     def wait_for_transfers(self) -> None:
-        """Wait for transfers that are pending between programs."""
+        """Wait for transfers that programs have started and left pending."""
         for slot, value in self.store.items():
             if slot.kind in self.placement.sync_policy.lasting and isinstance(value, TimedTransfer):
                 self.store[slot] = value.wait()
@@ -270,8 +286,10 @@ class TrainState:
         policy_data: dict[str, Any] | None = None,
         missed: Mapping[str, int] | None = None,
     ) -> None:
-        """Continue from a saved position in training. Random numbers use `seed` from then on. scale: (value, good) of
-        the loss scale. policy_data: data of the `SyncPolicy`. missed: see `count_missed_steps`."""
+        """Continue from the position in training that a checkpoint holds. Random numbers use `seed` from then on.
+
+        `scale` holds value and step count of the loss scale, `policy_data` the counters of the `SyncPolicy`, and
+        `missed` the result of `count_missed_steps` when the checkpoint was saved."""
         self.discard_after_error()
         self.drop_local_gradients()
         self.steps, self.samples, self.seed = steps, samples, seed
@@ -282,56 +300,56 @@ class TrainState:
             self.scaler = self.scaler.restore_scale(*scale)
 
     def zero_grad(self) -> None:
-        """Discard accumulated gradients. The activations of a forward that waits for its backward are kept."""
+        """Discard accumulated gradients. Activations kept by a `forward` for its `backward` stay."""
         self.clear_slots(["grad", "part", "weight"])
         self.samples, self.adding = 0, ""
         self.drop_local_gradients()
 
     def invalidate_full_parameters(self) -> None:
-        """Discard gathered parameters because parameters have changed. Every rank must call this."""
+        """Discard gathered parameters, because parameters have changed. Every rank must call this."""
         self.clear_slots(["full"])
         self.ran.discard("updated")
 
     def discard_after_error(self) -> None:
-        """Discard the values that a failed program left in slots, including gradients. Parameters are intact."""
+        """Discard everything that a failed program left in the store, including gradients. Parameters are intact."""
         self.adding = ""
         self.ran.clear()
         self.pop_values_of_earlier_programs(keep=())
 
     def get_or_allocate_until_update(self, key: LedgerKey) -> Any:
-        """Return the array of a row with lifetime "pass". It is allocated at the first call and kept until the next
-        update is finished, because after an error a transfer may still write into it."""
+        """Return an array that each update frees, and allocate it on first use. It is kept until the update is
+        finished, because after an error a transfer may still write into it."""
         if key not in self.ledger.arrays:
             row = self.ledger.rows[key]
             self.ledger.arrays[key] = self.arena.allocate(row.elements, row.dtype)
         return self.ledger.arrays[key]
 
     def get_or_create_local_gradient(self, row: LedgerRow) -> Any:
-        """Return the memory of a full gradient that stays on this rank until the update, for `no_sync`. Allocate it at
-        the first call."""
+        """Return the memory of a full gradient that is kept on this rank until the update (`no_sync`). Allocate it on
+        first use."""
         if row.key not in self.ledger.arrays:
             self.ledger.add_row(row, self.arena.get_or_create_buffer(row.key, row.elements, row.dtype, temporary=True))
         return self.ledger.arrays[row.key]
 
     def drop_local_gradients(self) -> None:
-        """Free the gradients of `no_sync`."""
+        """Free the full gradients that `no_sync` kept on this rank."""
         for key in [row.key for row in self.ledger if row.key.name == "local" and row.key.kind == "grad"]:
             self.ledger.drop_row(key)
             self.arena.drop_buffer(key)
 
     def count_bytes_by_kind(self) -> dict[str, int]:
-        """Return kind of memory -> bytes that this rank holds now."""
+        """Return the bytes that this rank holds now, as a dict by kind of memory."""
         bytes_by_kind = self.ledger.count_bytes_by_kind()
         return bytes_by_kind | ({"working set": self.arena.slab_nbytes} if self.arena.slab_nbytes else {})
 
     def get_planned_and_peak_bytes(self) -> dict[str, tuple[int, int]]:
-        """Return kind of memory -> (bytes that the placement plans, peak bytes so far)."""
+        """Return (planned bytes, peak bytes so far) for each kind of memory."""
         ledger, slab = self.ledger, self.arena.slab_nbytes
         planned_and_most = {kind: (ledger.planned_bytes.get(kind, 0), most) for kind, most in ledger.peak_bytes.items()}
         return planned_and_most | ({"working set": (slab, slab)} if slab else {})
 
     def close(self) -> None:
-        """Free shared memory and the communicators of ties. Collective."""
+        """Free shared memory and communicators. Collective."""
         self.store.clear()
         self.ledger.clear()
         self.storage.close()

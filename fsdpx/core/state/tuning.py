@@ -1,5 +1,4 @@
-"""Measurements of a machine that are kept in a cache folder: records of any kind, and the choice of the BLAS
-library."""
+"""Measurements of a machine that are cached on disk, and the choice of the fastest BLAS library."""
 
 from __future__ import annotations
 
@@ -44,7 +43,14 @@ _refused: set[Path] = set()
 
 
 class Measurement(NamedTuple):
-    """A record. key: everything on which the value depends. date: when it was measured, in UTC."""
+    """A cached measurement.
+
+    Attributes
+    ----------
+    key : everything on which the value depends, such as the processor
+    value : the result
+    date : when it was measured, in UTC
+    """
 
     key: dict[str, Any]
     value: dict[str, Any]
@@ -52,11 +58,11 @@ class Measurement(NamedTuple):
 
 
 def load_record(kind: str, key: dict[str, Any], decode: Callable[[dict[str, Any]], Record]) -> Record | None:
-    """Return the value of a record, decoded by `decode`. Return None if there is no record. Return None after one
-    warning if its file is damaged or not trusted, so that the caller measures again.
+    """Return a cached measurement, decoded by `decode`; None if there is none. If the file is damaged or not trusted,
+    warn once and return None, so that the caller measures again.
 
-    decode: function from the stored value to the result; it must raise ValueError or TypeError for an invalid value.
-    """
+    `decode` is a function from the stored value to the result, which must raise ValueError or TypeError for an invalid
+    value."""
     file = _get_record_path(kind, key)
     try:
         record = _read_record(file)
@@ -71,8 +77,8 @@ def load_record(kind: str, key: dict[str, Any], decode: Callable[[dict[str, Any]
 
 
 def write_record(kind: str, key: dict[str, Any], value: dict[str, Any]) -> None:
-    """Write a record atomically. If the folder cannot be written, warn once; the next start of a trainer measures
-    again."""
+    """Write a measurement to the cache, atomically. If the folder cannot be written, warn once; the next start of a
+    trainer measures again."""
     file, date = _get_record_path(kind, key), datetime.now(UTC).isoformat(timespec="minutes")
     text = json.dumps({"key": key, "date": date, "value": value}, indent=1)
     try:
@@ -83,8 +89,7 @@ def write_record(kind: str, key: dict[str, Any], value: dict[str, Any]) -> None:
 
 
 def describe_cache() -> str:
-    """Return text that says where measurements are kept, to append to a line. Return "" after a warning that they
-    cannot be kept."""
+    """Return a phrase that says where measurements are cached, to append to a message; "" if they cannot be cached."""
     folder = environment.read_environment().cache
     return "" if folder in _refused else f"; the result is kept in {folder}"
 
@@ -99,8 +104,8 @@ def _warn_cannot_cache(folder: Path, error: OSError) -> None:
 
 
 def _read_record(file: Path) -> Measurement | None:
-    """Return the record in a file; None if the file does not exist or is not trusted. Raise ValueError if the content
-    is not a record."""
+    """Return the measurement in a file; None if the file does not exist or is not trusted. Raise ValueError if the
+    content is not a measurement."""
     data = safe_files.read_if_trusted(file)
     return None if data is None else Measurement(**require_json_fields(safe_files.parse_json(data), _KINDS))
 
@@ -120,8 +125,14 @@ MULTI_RANK_GROUP_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Tuning:
-    """Choices that depend on the machine. blas: library for matrix products. threads: number of threads per rank.
-    group_bytes: minimum bytes of a unit."""
+    """Choices that depend on the machine.
+
+    Attributes
+    ----------
+    blas : library for matrix products
+    threads : number of threads per rank
+    group_bytes : minimum bytes of parameters in a unit (layers gathered together)
+    """
 
     blas: str
     threads: int = 1
@@ -135,15 +146,17 @@ class Tuning:
 def agree_on_tuning(
     world: Communicator, wanted: bool, xp: Any, count: ProgressCallback = lambda done, total: None
 ) -> Tuning:
-    """Return the choices for a job, from an earlier or a new measurement on this machine. Collective.
+    """Return the machine-dependent choices for a job, from a cached or a new measurement. Collective.
 
-    The library is selected for the process. Jobs of all sizes use the same library, so that they give the same bits.
+    The BLAS library is selected for the whole process. Jobs of all sizes use the same library, so that they give the
+    same bits.
 
     Parameters
     ----------
-    world : all ranks. Ranks that are threads do not measure; simulated ranks use the measurement of real ones
+    world : communicator of all ranks. Ranks that are threads do not measure; simulated ranks use the measurement of
+        real ranks
     wanted : whether to measure; otherwise return the defaults. With FSDPX_TUNE=again each process measures once more
-    xp : the namespace of arrays
+    xp : array module, such as `numpy`
     count : progress callback (measurements done, total)
     """
     imagined = isinstance(world, FakeCommunicator)
@@ -171,8 +184,8 @@ _remeasured: set[str] = set()
 
 
 def load_blas_measurement() -> Measurement | None:
-    """Return the measurement of this machine, with the chosen BLAS library and each library's GFLOP/s of one thread;
-    None if nothing was measured."""
+    """Return the cached measurement of this machine: the chosen BLAS library, and the GFLOP/s of each library on one
+    thread. None if nothing was measured."""
     key = _make_tuning_key()
     with suppress(ValueError, TypeError):
         record = _read_record(_get_record_path("blas", key))
@@ -183,8 +196,8 @@ def load_blas_measurement() -> Measurement | None:
 
 
 def _agree_on_blas_library(world: Communicator, count: ProgressCallback) -> str:
-    """Return the library that rank 0 has measured, or now measures, to be fastest. Only rank 0 decides, because ranks
-    would measure different times. Collective."""
+    """Return the BLAS library that rank 0 measured to be fastest, earlier or now. Only rank 0 decides, because
+    measured times differ between ranks. Collective."""
     key = _make_tuning_key()
     anyway = environment.read_environment().retune and str(key) not in _remeasured
     known = None if anyway or world.rank else load_record("blas", key, _parse_library_record)
@@ -199,7 +212,8 @@ def _agree_on_blas_library(world: Communicator, count: ProgressCallback) -> str:
 
 
 def _choose_fastest_library(rates: dict[str, float], usual: str) -> str:
-    """Return the default library `usual` unless another one is clearly faster."""
+    """Return the fastest library, or the default `usual` unless another one is clearly faster. `rates` holds the
+    GFLOP/s of each library."""
     best = max(rates, key=lambda name: rates[name])
     return best if rates[best] > MIN_SPEEDUP * rates.get(usual, 0.0) else usual
 
@@ -210,7 +224,7 @@ def _broadcast_from_rank_0(world: Communicator, own: T) -> T:
 
 
 def _make_tuning_key() -> dict[str, Any]:
-    """Return everything on which the choice depends."""
+    """Return everything on which the fastest BLAS library depends, as the key of the cached measurement."""
     return {
         "machine": platform.node(),
         "processor": read_cpuinfo_field("model name") or platform.processor(),
@@ -220,7 +234,7 @@ def _make_tuning_key() -> dict[str, Any]:
 
 
 def _parse_library_record(value: dict[str, Any]) -> str:
-    """Return the chosen library from the value of a record. Raise ValueError if no measurement writes such a value."""
+    """Return the chosen library from a cached value. Raise ValueError for a value that no measurement writes."""
     library, rates = require_json_fields(value, {"library": str, "rates": dict}).values()
     if library not in {"numpy", *blas.describe_library_files()} or not all(
         type(rate) is float for rate in rates.values()

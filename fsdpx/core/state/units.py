@@ -1,6 +1,6 @@
-"""The layout of a model: units, whose layers are computed, gathered and reduced together; pages, which hold the
-parameters of units; and pipeline stages, either chosen by the user or balanced so that the most expensive stage is as
-cheap as possible."""
+"""The layout of a model's parameters: units (layers that are gathered, computed and reduced together, as an FSDP unit
+is), pages (flat buffers that hold the parameters of a unit), and pipeline stages, which the user chooses or which are
+balanced by cost."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ModelSpread:
     ----------
     starts, home : the first node of each stage, and the pipeline rank of each stage
     rank, width : this rank's index on the tensor axis, and the number of tensor ranks
-    partial : parameters for whose gradients each tensor rank computes a summand
+    partial : names of the parameters of whose gradients each tensor rank computes only a summand
     copies_all_ties : whether every layer with a tied parameter gets its own copy, even on the same rank, so that the
         gradients are added in the same order for every split of the model
     """
@@ -71,7 +71,7 @@ class ModelSpread:
         return bisect_right(self.starts, node) - 1
 
     def rank_of(self, node: int) -> int:
-        """Return the pipeline rank that runs a node."""
+        """Return the pipeline rank that runs a node (layer call) of the model."""
         return self.home[self.stage_of(node)]
 
     def local_shape_of(self, spec: ParameterSpec) -> tuple[int, ...]:
@@ -81,12 +81,18 @@ class ModelSpread:
 
 @dataclass(frozen=True)
 class Unit:
-    """Consecutive nodes that run as one action. Values are numbered as in `LayerList`. stage: the pipeline stage.
-    trains: for each node, whether it has trainable parameters."""
+    """Consecutive nodes (layer calls) that run together, with one gather and one reduction. Inputs and outputs are
+    numbers of activations, as in `LayerList`.
+
+    Attributes
+    ----------
+    stage : number of the pipeline stage
+    trains : for each node, whether it has trainable parameters
+    """
 
     index: int
     nodes: tuple[Node, ...]
-    pages: tuple[int, ...]  # own pages first, then those of tied parameters
+    pages: tuple[int, ...]  # numbers of its pages
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     stage: int = 0
@@ -100,15 +106,16 @@ class Unit:
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """The model as data: units in execution order and their pages.
+    """Layout of the parameters: units (layers gathered together) in the order of execution, and pages (flat buffers).
 
     Attributes
     ----------
-    specs : canonical name -> spec of the full parameter
-    ties : alias -> the name under which the pages hold it
-    aliases : alias -> canonical name in the model
-    inputs, outputs : names of the model's inputs, and numbers of the values that are its outputs
-    twins : groups of pages with copies of the same tied parameter, the page of its first user first
+    specs : specs of the full parameters, by canonical name
+    ties : the name under which a page stores a tied parameter, by alias
+    aliases : canonical name in the model, by alias
+    inputs, outputs : names of the model's inputs, and numbers of the activations that are its outputs
+    twins : groups of pages with copies of the same tied parameter, beginning with the page of the first layer that uses
+        it
     """
 
     units: tuple[Unit, ...]
@@ -125,29 +132,29 @@ class ModelLayout:
         return self.aliases.get(name, name)
 
     def page_name(self, name: str) -> str:
-        """Return the name under which pages hold a parameter of a layer."""
+        """Return the name under which pages (flat buffers) store the parameter `name`."""
         return self.ties.get(name, name)
 
     @property
     def names(self) -> dict[str, str]:
-        """The canonical name for every name of a parameter."""
+        """The canonical name of a parameter, by each of its names."""
         return {**{name: name for name in self.specs}, **self.aliases}
 
     def match_parameters(self, pattern: str, argument: str) -> frozenset[str]:
-        """Return the canonical names of the trainable parameters that have a name that matches a pattern (fnmatch).
-        Raise an error that names `argument` if no parameter matches."""
+        """Return the canonical names of the trainable parameters of which any name matches a pattern (fnmatch). Raise
+        ConfigError about the argument `argument` if no parameter matches."""
         require_pattern_matches(argument, [pattern], self.names)
         names = {name for word, name in self.names.items() if fnmatchcase(word, pattern)}
         return frozenset(name for name in names if self.specs[name].trainable)
 
     def list_trainable_flags(self, frozen: Container[str] = ()) -> tuple[bool, ...]:
-        """Return for each page whether it has a parameter that is trained. frozen: canonical names of the currently
-        frozen parameters."""
+        """Return for each page (flat parameter buffer) whether it has a parameter that is trained. `frozen` holds the
+        canonical names of the parameters that are frozen now."""
         return tuple(p.trainable and any(f.source not in frozen for f in p.fields) for p in self.pages)
 
     def find_constant_values(self, frozen: Container[str] = (), wanted: Container[int] = ()) -> frozenset[int]:
-        """Return the values whose gradient is not needed, as `fsdpx.core.program.find_constant_values` does. frozen:
-        canonical names of the currently frozen parameters. wanted: inputs whose gradient a caller asks for."""
+        """Return the numbers of the activations that need no gradient. `frozen` holds the canonical names of the
+        parameters that are frozen now, and `wanted` the numbers of the inputs whose gradient the caller wants."""
         trained = {name for name, spec in self.specs.items() if spec.trainable and name not in frozen}
         nodes = [node for unit in self.units for node in unit.nodes]
         named = zip(_list_node_parameters(nodes, self.aliases), nodes, strict=True)
@@ -161,12 +168,12 @@ class ModelLayout:
 
     @cached_property
     def tied_copy_pages(self) -> frozenset[int]:
-        """The pages that hold copies of tied parameters of an earlier page."""
+        """The numbers of the pages that hold copies of a tied parameter of an earlier page."""
         return frozenset(p for group in self.twins for p in group[1:])
 
     @property
     def size(self) -> int:
-        """The number of elements of all full parameters, with tied ones counted once."""
+        """The number of elements of all full parameters; tied parameters count once."""
         return sum(spec.size for spec in self.specs.values() if not spec.state)
 
 
@@ -178,12 +185,11 @@ def lay_out_model(
     spread: ModelSpread,
     codec_rule: CodecRuleFunction,
 ) -> ModelLayout:
-    """Group the nodes of a model into units, and lay out the pages of their parameters. itemsize: bytes per element.
+    """Group the layers of a model into units, and lay out their parameters in pages (flat buffers).
 
-    group_bytes: consecutive nodes are grouped until a unit has this many bytes of parameters. frozen: name patterns
-    (fnmatch) of parameters that are not trained; they get separate pages. codec_rule: function that returns the codec
-    rule of a parameter, see `CodecRuleFunction`.
-    """
+    Layers are grouped until a unit has `group_bytes` bytes of parameters, with `itemsize` bytes per element.
+    Parameters that match a name pattern (fnmatch) in `frozen` are not trained and get separate pages. `codec_rule`
+    returns the compression rule of a parameter, see `CodecRuleFunction`."""
     if group_bytes < 0:
         raise ConfigError(f"group_bytes={group_bytes}: a number of bytes, 0 or more")
     specs = _make_specs_with_frozen(model, frozen)
@@ -197,13 +203,12 @@ def lay_out_model(
     rules = {name: codec_rule(names) for name, names in _group_names_by_parameter(model, specs).items()}
 
     def kind_of(name: str) -> PageKind:
-        """Return the kind of page for a parameter: (not trainable, partial, its name if it needs its own page, codec
-        rule, whether it must be separate from sharded parameters).
+        """Return the properties that parameters in one page must share: (not trainable, gradient is a summand, name if
+        it needs its own page, compression rule, whether it must be separate from sharded parameters).
 
         A tied parameter that several units use has its own page. The page is gathered for each of these units, and its
         full gradient lives from the first of them to the last. Other parameters in the same page would have to live as
-        long.
-        """
+        long."""
         canonical_name, spec = copies.get(name, name), held[name]
         rule, together = rules.get(canonical_name, (0, False))
         apart = together and spread.width > 1 and spec.cut is None
@@ -230,13 +235,14 @@ def lay_out_model(
 
 
 def _count_local_elements(spec: ParameterSpec, spread: ModelSpread) -> int:
-    """Return the number of elements of a parameter on a tensor rank, rounded up so that it is equal on all ranks."""
+    """Return the number of elements of a parameter on a tensor rank, rounded up so that it is the same on all tensor
+    ranks."""
     return spec.size if spec.cut is None else -(-spec.size // spread.width)
 
 
 def _split_shared_and_copied_ties(model: LayerList, spread: ModelSpread) -> tuple[dict[str, str], dict[str, str]]:
-    """Return two dicts alias -> name. The first is for the aliases that share the page of their parameter, the second
-    for the aliases that get a copy of the parameter."""
+    """Return two dicts from the alias of a tied parameter to its name: one for aliases that use the same page as the
+    parameter, and one for aliases that get a copy of it."""
     user = {join_path(node.path, local): i for i, node in enumerate(model.nodes) for local in node.layer.specs()}
     shared: dict[str, str] = {}
     copies: dict[str, str] = {}
@@ -247,7 +253,7 @@ def _split_shared_and_copied_ties(model: LayerList, spread: ModelSpread) -> tupl
 
 
 def _find_ties_across_units(model: LayerList, groups: Sequence[Sequence[int]]) -> set[str]:
-    """Return the tied parameters that several units use."""
+    """Return the names of the tied parameters that more than one unit uses."""
     used = _list_node_parameters(model.nodes, model.ties)
     units = [{name for i in group for name in used[i]} for group in groups]
     return {name for name in model.ties.values() if sum(name in unit for unit in units) > 1}
@@ -256,7 +262,7 @@ def _find_ties_across_units(model: LayerList, groups: Sequence[Sequence[int]]) -
 def _group_parameters_by_page_kind(
     names: Iterable[str], kind: Callable[[str], PageKind]
 ) -> list[tuple[PageKind, list[str]]]:
-    """Return (kind of page, names) for each page of a unit's parameters, sorted by kind."""
+    """Split the parameters of a unit into pages, as sorted pairs (properties that its parameters share, names)."""
     pages: dict[PageKind, list[str]] = {}
     for name in names:
         pages.setdefault(kind(name), []).append(name)
@@ -264,7 +270,7 @@ def _group_parameters_by_page_kind(
 
 
 def _group_names_by_parameter(model: LayerList, specs: Iterable[str]) -> dict[str, list[str]]:
-    """Return canonical name -> all names of the parameter."""
+    """Return all names of each parameter (its own and its aliases), by canonical name."""
     return {name: [name, *(a for a, n in model.ties.items() if n == name)] for name in specs}
 
 
@@ -285,7 +291,7 @@ def _list_node_parameters(nodes: Iterable[Node], aliases: Mapping[str, str]) -> 
 
 
 def _list_new_parameters(model: LayerList, ties: dict[str, str], specs: dict[str, ParameterSpec]) -> list[list[str]]:
-    """Return for each node the parameters that no earlier node uses, without running statistics."""
+    """Return for each node the names of the parameters that no earlier node uses, without running statistics."""
     seen: set[str] = set()
     owned = []
     for node in model.nodes:
@@ -297,8 +303,8 @@ def _list_new_parameters(model: LayerList, ties: dict[str, str], specs: dict[str
 
 
 def _group_nodes(weights: list[int], limit: int, start: int) -> list[list[int]]:
-    """Group consecutive nodes, numbered from `start`, into runs whose weights reach `limit`. A smaller remainder is
-    added to the last run."""
+    """Group consecutive nodes, numbered from `start`, until the weights of a group reach `limit`. A smaller rest is
+    added to the last group."""
     groups: list[list[int]] = []
     current: list[int] = []
     total = 0
@@ -316,7 +322,8 @@ def _group_nodes(weights: list[int], limit: int, start: int) -> list[list[int]]:
 
 
 def _find_last_readers(model: LayerList) -> dict[int, int]:
-    """Return value -> position of the last node that reads it. Model outputs count as read after all nodes."""
+    """Return the index of the last node that reads an activation, by number of the activation. Model outputs count as
+    read after all nodes."""
     uses = {v: i for i, node in enumerate(model.nodes) for v in node.inputs}
     return uses | dict.fromkeys(model.outputs, len(model.nodes))
 
@@ -352,12 +359,11 @@ Stages = Sequence[str | int] | Mapping[str, int]
 def parse_stages_option(
     model: LayerList, stages: Stages | None, ranks: int
 ) -> tuple[Sequence[str | int] | None, int | tuple[int, ...] | None]:
-    """Return (the stages as a list, their number). If `stages` is a mapping, return the pipeline rank of each stage
-    instead of the number. Return (None, None) if no stages are given.
+    """Parse the option `stages`. Return (stages as a list, their number), or for a mapping (stages as a list, pipeline
+    rank of each stage). Return (None, None) if the option is not set.
 
     A layer that no pattern of a mapping matches is on the rank of the layer before it. A single pipeline rank always
-    has one stage.
-    """
+    has one stage."""
     if stages is None or (ranks == 1 and isinstance(stages, Mapping | list | tuple)):
         return None, None
     if isinstance(stages, Mapping):
@@ -406,7 +412,7 @@ def _parse_stage_mapping(
 
 
 def _is_in_layer(node: Node, pattern: str) -> bool:
-    """Return whether a pattern matches the layer of a node, or a layer that contains it."""
+    """Return whether a pattern matches the path of a node's layer, or of a layer that contains it."""
     return fnmatchcase(node.path, pattern) or fnmatchcase(node.path, f"{pattern}.*")
 
 
@@ -417,12 +423,12 @@ def split_into_stages(
     costs: LayerCosts | None,
     why: str,
 ) -> tuple[int, ...]:
-    """Return the index of the first node of each of `count` stages. why: reason for this number, for errors.
+    """Return the index of the first node of each of `count` pipeline stages. Errors give `why` as the reason for this
+    number.
 
-    stages: the path of the first layer of each stage, or the number of layers of each stage; None: automatic split.
-    costs: costs of layers for the automatic split; the cost of a layer that no pattern matches is the number of
-    elements of its weight matrices.
-    """
+    `stages` holds the path of the first layer of each stage, or the number of layers of each stage; None: split so
+    that costs are balanced. `costs` holds the costs of layers by path pattern; the cost of a layer that no pattern
+    matches is the number of elements of its weight matrices."""
     nodes = model.nodes
     require_enough_layers(model, count, why)
     if stages is None:
@@ -443,7 +449,8 @@ def split_into_stages(
 
 
 def require_enough_layers(model: LayerList, count: int, why: str) -> None:
-    """Raise ConfigError if the model has fewer layers than `count` stages. why: reason for this number, for errors."""
+    """Raise ConfigError if the model has fewer layers than `count`, the number of pipeline stages. The error gives
+    `why` as the reason for this number."""
     nodes = model.nodes
     if count > len(nodes):
         layers = "1 layer" if len(nodes) == 1 else f"{len(nodes)} layers"
@@ -454,17 +461,17 @@ def require_enough_layers(model: LayerList, count: int, why: str) -> None:
 
 
 def split_into_balanced_runs(costs: Sequence[float], count: int) -> tuple[int, ...]:
-    """Return the start of each of `count` non-empty runs, such that the largest cost of a run is minimal.
+    """Split a sequence of costs into `count` non-empty runs, so that the most expensive run is as cheap as possible.
+    Return the start index of each run.
 
-    The method is a bisection over this cost, with runs filled from the left (chains-on-chains partitioning, Pinar and
-    Aykanat 2004).
-    """
+    The method is a bisection over the cost of that run, with runs filled from the left (chains-on-chains partitioning,
+    Pinar and Aykanat 2004)."""
     low, high = max(costs), max(sum(costs), max(costs))
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (low, middle) if len(_find_run_starts(costs, middle)) <= count else (middle, high)
     starts = _find_run_starts(costs, high)
-    while len(starts) < count:  # fewer runs were enough: split the most expensive one
+    while len(starts) < count:  # if fewer runs are enough, split the most expensive one
         ends = [*starts[1:], len(costs)]
         long = [i for i in range(len(starts)) if ends[i] - starts[i] > 1]
         i = max(long, key=lambda i: sum(costs[starts[i] : ends[i]]))
@@ -473,7 +480,7 @@ def split_into_balanced_runs(costs: Sequence[float], count: int) -> tuple[int, .
 
 
 def _find_run_starts(costs: Sequence[float], limit: float) -> list[int]:
-    """Return the starts of runs that cost at most `limit` each, filled from the left."""
+    """Return the start indices of runs that cost at most `limit` each, filled from the left."""
     starts, total = [0], 0.0
     for i, cost in enumerate(costs):
         if total + cost > limit * (1 + 1e-12) and i > starts[-1]:
@@ -484,7 +491,7 @@ def _find_run_starts(costs: Sequence[float], limit: float) -> list[int]:
 
 
 def _are_layer_counts(stages: Sequence[str | int]) -> bool:
-    """Return whether stages are given as numbers of layers instead of names. Raise ConfigError for a mix of both."""
+    """Return whether `stages` holds numbers of layers rather than layer paths. Raise ConfigError for a mix of both."""
     kinds = {type(stage) for stage in stages}
     if kinds not in ({int}, {str}):
         raise ConfigError(f"stages={list(stages)}: name the first layers of all stages, or give numbers of layers")
