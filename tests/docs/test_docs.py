@@ -175,7 +175,7 @@ def module_lines() -> dict[str, tuple[str, list[str]]]:
     found = {}
     for page in PAGES:
         code = [*shell(page), *re.findall(r"`([^`\n]*python -m fsdpx[^`\n]*)`", page.read_text())]
-        for match in (re.search(r"python -m (fsdpx[\w.]*)( .*)?$", line) for line in code):
+        for match in (re.search(r"python -m (fsdpx[\w.]*)( [^|]*)?", line) for line in code):
             if match and match[0] not in ("python -m fsdpx", "python -m fsdpx COMMAND"):
                 found[match[0]] = (match[1], shlex.split(match[2] or ""))
     return found

@@ -319,7 +319,7 @@ def test_fit_knows_them_too() -> None:
         ),
         (
             lambda: data.DataLoader([], 2, num_workers=4),
-            r"^DataLoader\(num_workers=...\): no such option; here that is prefetch=, batches that a thread",
+            r"^DataLoader\(num_workers=...\): no such option; here that is prefetch=, the number of batches",
         ),
         (
             lambda: fsdpx.Precision(param_dtype="bf16"),
@@ -333,7 +333,7 @@ def test_fit_knows_them_too() -> None:
         (lambda: fsdpx.Mesh(tp=2), r"^Mesh\(tp=...\): no such option; here that is mesh=fsdpx.Mesh\(tensor=...\)$"),
         (
             lambda: fsdpx.Mesh(2, dp=2),
-            r"^Mesh\(dp=...\): no such option; here that is mesh=fsdpx.Mesh\(replica=...\) for copies, shard=... for",
+            r"^Mesh\(dp=...\): no such option; here that is mesh=fsdpx.Mesh\(replica=...\) to replicate the",
         ),
         (lambda: fsdpx.Mesh(pip=2), r"^Mesh\(pip=...\): no such option; did you mean 'pipe'\?$"),
         (lambda: fsdpx.Mesh.parse("pp=2"), r"^--mesh pp=2: the axes are .*; here that is mesh=fsdpx.Mesh\(pipe=...\)$"),
