@@ -1,4 +1,7 @@
-"""Communication between ranks: communicators, their backends and the mesh. Importing this package loads no MPI."""
+"""Communication between ranks: communicators, their backends and the device mesh.
+
+Importing this package does not load MPI.
+"""
 
 from fsdpx.core.comm.backend import Backend, FakeCommunicator
 from fsdpx.core.comm.calls import COMPLETED, Call, CompletedHandle, Handle, ReduceOp, split_evenly

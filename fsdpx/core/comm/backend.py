@@ -1,8 +1,8 @@
-"""The base class of every backend. It checks calls, executes them locally if there is only one rank, and leaves the
-rest to the backend.
+"""The base class of communication backends. It validates each call, executes it locally if there is only one rank, and
+passes all other calls on to the subclass.
 
-Arguments are checked before anything is sent, so that a bad call never hangs. `FakeCommunicator` is a backend that
-transfers nothing.
+Arguments are checked before anything is sent, so that an invalid call raises an error and never hangs.
+`FakeCommunicator` is a backend that transfers nothing.
 """
 
 from __future__ import annotations
@@ -50,10 +50,11 @@ ALGORITHMS = ("library", "ring")
 
 
 class Backend(Communicator):
-    """A communicator that transfers bytes itself. A subclass implements `start_transfer`, `split`, `close` and `abort`.
+    """Base class of communicators that transfer bytes themselves. A subclass implements `start_transfer`, `split`,
+    `close` and `abort`.
 
-    `start_transfer` must implement "send" and "recv". For every other operation that the subclass cannot do better, it
-    calls `super().start_transfer(call)`, which builds the operation from messages.
+    `start_transfer` must implement "send" and "recv". For any other operation that the subclass does not implement, it
+    calls `super().start_transfer(call)`, which builds the operation from point-to-point messages.
     """
 
     def __init__(self, rank: int, size: int, progress: Progress | None = None) -> None:
@@ -65,7 +66,7 @@ class Backend(Communicator):
     def issue(self, call: Call) -> Handle:
         check_and_resolve_call(self, call)
         if self.size == 1 and (effect := CALL_SPECS[call.verb].on_one_rank) != "move":
-            if effect == "copy":  # a no-op where recv is the same memory as send
+            if effect == "copy":  # copies nothing if recv is the same memory as send
                 copy_unless_same(call.arrays[1], call.arrays[0])
             return COMPLETED
         if call.algorithm == "ring":
@@ -73,17 +74,18 @@ class Backend(Communicator):
         return self.start_transfer(call) if call.wire is None else self.start_rounded_sum(call)
 
     def start_transfer(self, call: Call) -> Handle:
-        """Start a call that has been checked. The communicator has at least two ranks, or one if the row of the
-        operation in `CALL_SPECS` says "move". A message may be to this rank itself."""
+        """Start a call whose arguments have been checked. The communicator has at least two ranks, except for
+        operations that `CALL_SPECS` marks as "move" on one rank. A rank may send a message to itself."""
         call.tag = self._take_next_tag()
         return COLLECTIVES[call.verb](self, call)
 
     def start_rounded_sum(self, call: Call) -> Handle:
-        """Start a sum, already checked, whose summands are rounded to `call.wire` for transport."""
+        """Start a sum whose summands are sent in the 16-bit dtype `call.wire`. The arguments have been checked."""
         return ROUNDED_COLLECTIVES[call.verb](self, call)
 
     def start_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
-        """Send and receive the messages of one call under the call's tag; return one handle for all of them."""
+        """Start all sends and receives of one call and return a single handle for them. All messages carry the tag of
+        `call`."""
         messages = [("recv", *pair) for pair in incoming] + [("send", *pair) for pair in outgoing]
         calls = [Call(verb, (part,), call.op, rank, (), call.what, call.tag) for verb, rank, part in messages]
         return GeneratorHandle(iter([self.start_transfer(message) for message in calls]), self.progress)
@@ -95,8 +97,10 @@ class Backend(Communicator):
         return group
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Gather with two all-gathers, first of the sizes and then of the bytes. This rank waits for them in the same
-        way as for calls of the user, so that a missing rank is reported."""
+        """Gather the bytes of every rank with two all-gathers: first the sizes, then the data. Collective.
+
+        The waits are those of user calls, so that a rank that never arrives is reported.
+        """
         own_bytes = np.frombuffer(data, np.uint8)
         sizes = np.empty(self.size, np.int64)
         self.all_gather(np.array([own_bytes.size]), sizes, what="sizes of objects").wait()
@@ -115,18 +119,15 @@ class Backend(Communicator):
         return GeneratorHandle(iterate_ring_all_reduce(self.start_transfer, self.rank, self.size, call), self.progress)
 
     def _take_next_tag(self) -> int:
-        """Return the next of the library's own tags. It is the same on every rank, because all ranks issue the same
+        """Return the next tag reserved for the library. All ranks get the same tag, because they issue the same
         collectives in the same order."""
         self._tags = (self._tags + 1) % (32767 - USER_TAG_LIMIT)
         return USER_TAG_LIMIT + self._tags
 
 
-# -- checks ------------------------------------------------------------------------------------------------------------
-
-
 def check_and_resolve_call(comm: RankGroup, call: Call) -> None:
-    """Raise ShapeError or ConfigError if an argument is invalid; otherwise resolve `call.op`, `call.partitions` and
-    `call.wire` in place."""
+    """Validate the arguments of a call and fill in `call.op`, `call.partitions` and `call.wire` in place. Raise
+    ShapeError or ConfigError if an argument is invalid."""
     verb = CALL_SPECS[call.verb]
     if verb.peer:
         require_existing_peer(comm, call, verb.peer, call.root)
@@ -180,13 +181,13 @@ def _resolve_partitions(comm: RankGroup, call: Call, verb: CallSpec, whole_here:
 
 
 def raise_call_error(kind: type[ConfigError], comm: RankGroup, call: Call, message: str) -> NoReturn:
-    """Raise an error of class `kind` that begins with the name of the call and the rank, like every communication
-    error."""
+    """Raise an error of class `kind` whose message begins with the name of the call and the rank, as all communication
+    errors do."""
     raise kind(f"{call.name} on rank {comm.rank}: {message}")
 
 
 def require_flat_array(comm: RankGroup, call: Call, name: str, array: Array) -> None:
-    """Raise unless `array` is one-dimensional, contiguous and of a dtype that communicators transfer."""
+    """Raise an error unless `array` is one-dimensional, contiguous and of a dtype that communicators transfer."""
     if type(array) is np.ndarray and array.ndim == 1 and array.flags.c_contiguous:
         dtype = array.dtype
         if dtype.char in COMMON_DTYPE_CHARS and dtype.isnative:  # fast path with the same result as the checks below
@@ -205,8 +206,8 @@ def require_flat_array(comm: RankGroup, call: Call, name: str, array: Array) -> 
 
 
 def resolve_partition(comm: RankGroup, call: Call, name: str, array: Array, counts: Counts) -> FlatPartition:
-    """Return the partition of `array` over the ranks. It is given by `counts`; if `counts` is None, it is balanced.
-    Raise ShapeError if `counts` do not fit the array and the number of ranks."""
+    """Return the partition of `array` over the ranks: the one with these `counts`, or the balanced partition if
+    `counts` is None. Raise ShapeError if `counts` do not fit the array and the number of ranks."""
     n = array.size
     if counts is None:
         return make_balanced_partition(n, comm.size)
@@ -220,20 +221,20 @@ def resolve_partition(comm: RankGroup, call: Call, name: str, array: Array, coun
 
 
 def require_count_per_rank(comm: RankGroup, call: Call, counts: tuple[int, ...]) -> None:
-    """Raise ShapeError unless there is one count for each rank."""
+    """Raise ShapeError unless `counts` has one entry for each rank."""
     if len(counts) != comm.size:
         raise_call_error(ShapeError, comm, call, f"{len(counts)} counts for {comm.size} ranks")
 
 
 def require_piece_size(comm: RankGroup, call: Call, name: str, array: Array, count: int) -> None:
-    """Raise ShapeError unless `array` has exactly the number of elements that belong to this rank."""
+    """Raise ShapeError unless `array` has exactly `count` elements, the size of this rank's piece."""
     if array.size != count:
         raise_call_error(ShapeError, comm, call, f"{name} has {array.size} elements, but {count} belong to this rank")
 
 
 def check_and_resolve_operation(comm: RankGroup, call: Call) -> None:
-    """Resolve `call.op` and `call.wire` in place. Raise ConfigError unless the operation exists, is defined for the
-    dtype and is supported by the algorithm."""
+    """Replace `call.op` and `call.wire` in place by a `ReduceOp` and a dtype. Raise ConfigError if the reduction is
+    unknown, undefined for the dtype, or not supported by the algorithm."""
     dtype = call.arrays[0].dtype
     call.op = ReduceOp.from_name(call.op)
     why_not = explain_undefined_reduction(call.op, dtype)
@@ -249,7 +250,8 @@ def check_and_resolve_operation(comm: RankGroup, call: Call) -> None:
 
 
 def _check_and_resolve_wire_dtype(comm: RankGroup, call: Call, dtype: Any) -> None:
-    """Replace `call.wire` by its dtype; raise ConfigError if values of `dtype` cannot be sent in that dtype."""
+    """Replace the name in `call.wire` by its dtype. Raise ConfigError if values of `dtype` cannot be sent in that
+    dtype."""
     call.wire = np.dtype(call.wire)
     if get_dtype_kind(dtype) != "float" or not is_half(call.wire):
         raise_call_error(
@@ -267,7 +269,7 @@ def require_existing_peer(comm: RankGroup, call: Call, name: str, other: int) ->
 
 
 def require_valid_subgroup(comm: RankGroup, ranks: Sequence[int]) -> None:
-    """Raise ConfigError unless `ranks` can be a subgroup that contains this rank."""
+    """Raise ConfigError unless `ranks` are distinct ranks of `comm` that include this rank."""
     call = Call("subgroup")
     for other in ranks:
         require_existing_peer(comm, call, "ranks", other)
@@ -275,13 +277,12 @@ def require_valid_subgroup(comm: RankGroup, ranks: Sequence[int]) -> None:
         raise_call_error(ConfigError, comm, call, f"ranks={list(ranks)} must name this rank, and no rank twice")
 
 
-# -- arrays of other devices -------------------------------------------------------------------------------------------
-
-
 def stage_through_host(call: Call, start_on_host: Callable[[Call], Handle]) -> Handle:
-    """Start a call whose arrays may be on any device by passing host arrays to `start_on_host`, which supports no
-    others. Return the handle. Host arrays are passed without a copy. Scratch: a host copy of each array on another
-    device."""
+    """Start a call on GPU or CPU arrays by copying GPU arrays to the host and passing the host arrays to
+    `start_on_host`. Return the handle.
+
+    Arrays that are already on the host are passed without a copy. Scratch: one host copy of each GPU array.
+    """
     for array in call.arrays:
         if array is not None and not isinstance(array, np.ndarray):
             return _start_through_host_copies(call, start_on_host)
@@ -309,8 +310,8 @@ def _start_through_host_copies(call: Call, start_on_host: Callable[[Call], Handl
 
 
 class FakeCommunicator(Backend):
-    """One rank of a job of `size` ranks in which the other ranks do not exist. Arguments are checked, and arrays keep
-    their values.
+    """One rank of a job of `size` ranks in which the other ranks do not exist. Arguments are checked, but nothing is
+    transferred and arrays keep their values.
 
     `all_gather_data`, `all_gather_object` and `all_gather_bytes` return this rank's value once for each rank. `split`
     raises ConfigError if there are several ranks, because the colors of the other ranks are unknown. Use `subgroup`
@@ -373,8 +374,15 @@ class FakeCommunicator(Backend):
 
 
 class FakeNodeCommunicator(FakeCommunicator):
-    """One rank on hosts with shared memory; the other ranks do not exist. Code that plans a layout gets the same
-    answers as from `NodeCommunicator`. hosts: the number of the host of each rank."""
+    """A fake communicator of ranks on hosts with shared memory. Code that plans a memory layout gets the same answers
+    from it as from `NodeCommunicator`.
+
+    Parameters
+    ----------
+    rank : number of this rank
+    size : number of ranks
+    hosts : number of the host of each rank
+    """
 
     def __init__(self, rank: int, hosts: Sequence[int]) -> None:
         super().__init__(rank, len(hosts))
@@ -389,12 +397,12 @@ class FakeNodeCommunicator(FakeCommunicator):
         return FakeNodeCommunicator(list(ranks).index(self.rank), [self.hosts[rank] for rank in ranks])
 
     def allocate_shared(self, nbytes: int) -> Array:
-        """Return a shape-only array of `nbytes` bytes, in place of memory shared by the ranks of the host."""
+        """Return an array of `nbytes` bytes that has a shape but no memory, in place of an array in shared memory."""
         return shapes.empty(nbytes, dtype="uint8")
 
     allocate_node_buffer = allocate_shared
 
     def free_shared(self, array: Any) -> None:
-        """Do nothing: shape-only arrays hold no memory."""
+        """Do nothing: the arrays of this communicator have no memory."""
 
     free_shared_later = free_shared

@@ -1,8 +1,9 @@
-"""Agreement of ranks on the calls of the functional API.
+"""Check that all ranks make the same call of the functional API, such as `fsdpx.all_reduce`, before data is
+transferred.
 
-Before any data of a call is transferred, ranks compare what they call. Inside a host, each rank writes eight bytes to a
-board in shared memory; between hosts, they are sent in one all-reduce. If ranks make different calls, or pass different
-shapes, dtypes, operations or roots, all of them raise an error that names the ranks.
+Inside a host, each rank writes an eight-byte hash of its call to shared memory; between hosts, the hashes are compared
+by one all-reduce. If ranks make different calls, or pass different shapes, dtypes, operations or roots, all of them
+raise an error that names the ranks.
 """
 
 from __future__ import annotations
@@ -29,18 +30,23 @@ QUICK_POLLS = range(64)
 
 
 class CallSignature(str):
-    """The text that describes the call of a rank. mark: an 8-byte hash of the text; words: the mark as a record of the
-    board."""
+    """Text that describes the call of one rank, with a hash of the text.
+
+    Attributes
+    ----------
+    mark : 8-byte hash of the text
+    words : the hash as 64-bit words, in the form that is posted in shared memory
+    """
 
     mark: int
     words: memoryview
 
 
-@lru_cache(maxsize=1024, typed=True)  # roots 0, 0.0 and False differ
+@lru_cache(maxsize=1024, typed=True)  # typed: the roots 0, 0.0 and False need different signatures
 def make_signature(
     verb: str, dtype: Any = None, shape: Any = None, op: str = "", root: int | None = None
 ) -> CallSignature:
-    """Return the signature of the arguments that must be equal on all ranks."""
+    """Return a signature of the name of a call and of its arguments that must be equal on all ranks."""
     parts = {"dtype": dtype, "shape": shape if shape is None else list(shape), "op": op or None, "root": root}
     call_signature = CallSignature(
         verb + "".join(f", {name} {part}" for name, part in parts.items() if part is not None)
@@ -53,10 +59,16 @@ def make_signature(
 class CallAgreement:
     """Compares the calls of all ranks before they start. Creating one is collective.
 
-    base: the communicator whose calls are compared. comm: a communicator of the same ranks, used only for the
-    comparison and for the data of asynchronous calls; closed with this object. single_host: whether all ranks run on
-    one host with shared memory. turn: number of the call whose signature may be posted now. Calls are posted in the
-    same order on every rank, so that all ranks have read a record before the record after the next one is written.
+    Calls are compared in the order in which they are issued, one after the other, which is the same order on all
+    ranks. A record in shared memory is therefore read by all ranks before it is overwritten.
+
+    Attributes
+    ----------
+    base : communicator whose calls are compared
+    comm : second communicator of the same ranks, used for the comparison and for the data of asynchronous calls; it is
+        closed with this object
+    single_host : whether all ranks run on one host with shared memory
+    turn : number of the call that is to be compared next
     """
 
     def __init__(self, base: MessageBackend, comm: MessageBackend, single_host: bool) -> None:
@@ -64,14 +76,14 @@ class CallAgreement:
         self.board = CollectiveBoard(comm) if single_host else None
         self.others = [rank for rank in range(comm.size) if rank != comm.rank]
         self.turn = self.calls = 0
-        self.under_way: dict[int, GeneratorHandle] = {}  # asynchronous calls, by number
+        self.under_way: dict[int, GeneratorHandle] = {}  # handles of asynchronous calls, by call number
 
     def agree_on_call(self, call: CallSignature, payload: Array = None) -> list[Array] | None:
-        """Return when all ranks have reached this call; raise DesyncError on all of them if their calls differ.
+        """Wait until all ranks have reached this call; raise DesyncError on all ranks if their calls differ.
         Collective.
 
-        payload: the data of the call, if it is a contiguous array on the host. Inside a host, a payload of a few bytes
-        is exchanged along with the signature. The result is then the list of all ranks' arrays, by rank, valid until
+        On a single host, a `payload` (contiguous host array with the data of the call) of at most MAX_PAYLOAD_BYTES is
+        exchanged at the same time. In this case the result is the list of all ranks' payloads, by rank, valid until
         the next call; otherwise it is None.
         """
         if self.turn != self.calls:
@@ -92,13 +104,13 @@ class CallAgreement:
         ]
 
     def pass_turn_to_next_call(self) -> None:
-        """Let the next call post its signature."""
+        """Allow the next call to be compared."""
         self.under_way.pop(self.turn, None)
         self.turn += 1
 
     def _agree_within_few_polls(self, number: int, call: CallSignature, board: CollectiveBoard) -> bool:
-        """Return whether all ranks arrive at the same call within a few polls. This is the usual case, and it needs no
-        handle."""
+        """Return whether all ranks post the same call within a few polls, which is the usual case and is tested
+        without creating a handle."""
         board.post_record(number + 1, call.words)
         for other in self.others:
             if not any(board.has_posted(other, number + 1) for _ in QUICK_POLLS):
@@ -108,8 +120,8 @@ class CallAgreement:
         return True
 
     def start_after_agreement(self, call: CallSignature, begin: Callable[[], Handle]) -> Handle:
-        """Return a handle at once. When all ranks have reached this call, `begin` is called to start the transfer on
-        `comm`, and the handle completes with that transfer."""
+        """Return a handle at once; call `begin` to start the transfer as soon as all ranks have reached this call. The
+        handle completes with that transfer."""
         number = self._take_next_number()
 
         def issue_in_turn() -> Iterator[Handle]:
@@ -132,8 +144,8 @@ class CallAgreement:
         self.comm.close()
 
     def gather_desync_error(self, call: CallSignature) -> DesyncError:
-        """Return the error that names the call of every rank. Collective: all ranks call this method, because all of
-        them know that their calls differ."""
+        """Return the error that lists the call of every rank. Collective: all ranks know that their calls differ, so
+        all of them call this method."""
         return make_desync_error(self.turn + 1, self.comm.all_gather_data(str(call)))
 
     def _take_next_number(self) -> int:
@@ -147,7 +159,10 @@ class CallAgreement:
 
 
 class AgreementStage(ABC):
-    """The handle of one stage of an agreement. A wait polls a few times before it also advances other transfers."""
+    """Base class of the handles that wait for one step in comparing a call between ranks.
+
+    `wait` polls a few times before it also advances other transfers.
+    """
 
     def __init__(self, agreement: CallAgreement, number: int, call: CallSignature) -> None:
         self.agreement, self.number, self.call = agreement, number, call
@@ -161,7 +176,7 @@ class AgreementStage(ABC):
     def test(self) -> bool:
         if self.error is not None:
             raise self.error
-        # gathering the error's text waits for other ranks, and every wait calls this test again
+        # creating the error waits for other ranks, and every wait calls this test again
         alike = None if self.asking else self.poll_agreement()
         if alike is False:
             self.asking = True
@@ -171,7 +186,7 @@ class AgreementStage(ABC):
         return alike is True
 
     def is_complete_or_failed(self) -> bool:
-        """Return whether the stage is complete or has failed; the next call of `test` raises the error."""
+        """Return whether waiting can stop. If the comparison has failed, the next call of `test` raises its error."""
         try:
             return self.test()
         except DesyncError:
@@ -187,7 +202,7 @@ class AgreementStage(ABC):
             )
 
     def describe_missing_ranks(self) -> str:
-        """Return text that names the ranks that have not arrived, if they are known."""
+        """Return text for error messages that names the ranks that have not arrived, if they are known."""
         return "a peer did not call or has ended"
 
     def __str__(self) -> str:
@@ -195,11 +210,11 @@ class AgreementStage(ABC):
 
 
 class EarlierCallsStage(AgreementStage):
-    """The stage that is complete when all earlier calls have started."""
+    """Handle that is complete when all calls issued before this one have been compared."""
 
     def poll_agreement(self) -> bool | None:
         agreement, seen = self.agreement, -1
-        while seen < agreement.turn < self.number:  # the caller may never test an earlier call
+        while seen < agreement.turn < self.number:  # test earlier calls here, since the caller may never do so
             seen = agreement.turn
             if (first := agreement.under_way.get(seen)) is not None:
                 with suppress(DesyncError):  # `first` raises the error again in its own wait
@@ -208,7 +223,7 @@ class EarlierCallsStage(AgreementStage):
 
 
 class AgreementByAllReduce(AgreementStage):
-    """The comparison by an all-reduce: the marks are equal if their maximum equals their minimum."""
+    """Handle of a comparison by all-reduce: calls are equal if the maximum of their hashes equals the minimum."""
 
     def __init__(self, agreement: CallAgreement, number: int, call: CallSignature) -> None:
         super().__init__(agreement, number, call)
@@ -220,10 +235,10 @@ class AgreementByAllReduce(AgreementStage):
 
 
 class AgreementInSharedMemory(AgreementStage):
-    """The comparison by the records that all ranks post on the board."""
+    """Handle of a comparison of the hashes that all ranks have posted in shared memory."""
 
     def __init__(self, agreement: CallAgreement, number: int, call: CallSignature, board: CollectiveBoard) -> None:
-        super().__init__(agreement, number + 1, call)  # 0 would match the board's initial zeros
+        super().__init__(agreement, number + 1, call)  # numbers start at 1, because records are initially 0
         self.board, self.same = board, True
         self.others = list(agreement.others)
         board.post_record(number + 1, call.words)

@@ -1,8 +1,8 @@
-"""Calls as values (the call, its reduction, the partition of its arrays), handles of transfers, and waits for them.
+"""Data types of communication: calls, reduction operations, partitions of flat arrays, and handles of transfers.
 
-A transfer that may not be complete is a `Handle`; a `TimedTransfer` also returns a value. A transfer of several steps
-is a `GeneratorHandle`, one with a final local action a `HandleWithCallback`. Every wait advances all transfers under
-way.
+Operations return a `Handle`, since their transfer may not be complete yet. A `TimedTransfer` also returns a value, a
+`GeneratorHandle` runs a sequence of transfers, and a `HandleWithCallback` calls a function at the end. Every wait
+advances all transfers that are under way.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ AllCounts = tuple[Counts, ...]
 
 
 class ReduceOp(enum.Enum):
-    """The operation that combines the values of all ranks. For bool, SUM and MAX are `or`, PROD and MIN are `and`."""
+    """The operation that combines the values of all ranks. For bool arrays, SUM and MAX mean `or`, PROD and MIN mean
+    `and`."""
 
     SUM = "sum"
     AVG = "avg"
@@ -55,7 +56,7 @@ class ReduceOp(enum.Enum):
 
     @classmethod
     def from_name(cls, op: ReduceOp | str) -> ReduceOp:
-        """Return `op` itself, or the operation of that name.
+        """Return the operation with this name; return `op` itself if it is a `ReduceOp`.
 
         Parameters
         ----------
@@ -82,8 +83,16 @@ class ReduceOp(enum.Enum):
 
 
 class FlatPartition(NamedTuple):
-    """A flat array of `total` elements divided into one piece per rank: piece r is `[displs[r], displs[r] +
-    counts[r])`. even: whether all counts are equal."""
+    """The division of a flat array into one contiguous piece per rank. Piece r is `array[displs[r] : displs[r] +
+    counts[r]]`.
+
+    Attributes
+    ----------
+    counts : number of elements of each piece
+    displs : index of the first element of each piece
+    total : number of elements of the array
+    even : whether all counts are equal
+    """
 
     counts: tuple[int, ...]
     displs: tuple[int, ...]
@@ -98,7 +107,7 @@ class FlatPartition(NamedTuple):
 
 @lru_cache(maxsize=512)
 def make_partition_from_counts(counts: tuple[int, ...]) -> FlatPartition:
-    """Return the partition with these counts and no gaps between the pieces."""
+    """Return the partition whose piece r has `counts[r]` elements and begins where piece r - 1 ends."""
     displs, total = [], 0
     for count in counts:
         displs.append(total)
@@ -108,28 +117,34 @@ def make_partition_from_counts(counts: tuple[int, ...]) -> FlatPartition:
 
 @lru_cache(maxsize=512)
 def make_balanced_partition(n: int, parts: int) -> FlatPartition:
-    """Return the balanced partition of n elements: piece r starts at floor(n r / parts)."""
+    """Divide n elements into pieces of nearly equal size: piece r starts at element floor(n r / parts)."""
     edges = [n * r // parts for r in range(parts + 1)]
     return make_partition_from_counts(tuple(stop - start for start, stop in pairwise(edges)))
 
 
 def split_evenly(n: int, parts: int) -> list[int]:
-    """Return the counts of the balanced partition of n elements: piece r has floor(n (r+1) / parts) - floor(n r /
-    parts) elements."""
+    """Return the number of elements of each piece if n elements are divided into pieces of nearly equal size: piece r
+    has floor(n (r+1) / parts) - floor(n r / parts) elements."""
     return list(make_balanced_partition(n, parts).counts)
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One call of one rank, with everything that a backend needs to run it and a wrapper needs to observe it.
+    """The arguments of one communication call on one rank.
 
-    verb: name of the method. arrays: its arrays, in the order of its signature; None where only another rank has one.
-    op: operation of a reduction. root: the rank that has or gets the full array, or the peer of a message. counts: one
-    entry for each array that is divided among ranks. what: names the action and the tensor in errors. tag: tag of the
-    message, or of all messages that a collective consists of. algorithm: algorithm of an all-reduce. partitions:
-    `counts` resolved to partitions, once a backend has checked the call. wire: the 16-bit dtype in which summands are
-    sent; None: their own dtype. shape: shape of the array that the user passed, if the shape must be the same on all
-    ranks.
+    Attributes
+    ----------
+    verb : name of the method, such as "all_reduce"
+    arrays : arrays in the order of the method's signature; None for an array that only another rank passes
+    op : operation of a reduction
+    root : rank that has or gets the full array, or the other rank of a send or receive
+    counts : for each array that is divided among ranks, the number of elements of each rank
+    what : text that names the action and the tensor in errors
+    tag : tag of the message, or of all messages that the collective is built from
+    algorithm : algorithm of an all-reduce
+    partitions : `counts` as `FlatPartition` objects, set when a backend has checked the call
+    wire : 16-bit dtype in which summands are sent; None: their own dtype
+    shape : shape of the array that the user passed, if the shape must be the same on all ranks
     """
 
     verb: str
@@ -145,7 +160,7 @@ class Call:
     shape: tuple[int, ...] | None = None
 
     def with_arrays(self, arrays: Arrays, partitions: tuple[FlatPartition, ...] | None = None) -> Call:
-        """Return this call with other arrays, and with `partitions` unless that is None."""
+        """Return a copy of this call with other arrays and, unless `partitions` is None, other partitions."""
         partitions = self.partitions if partitions is None else partitions
         return replace(self, arrays=arrays, partitions=partitions)
 
@@ -156,13 +171,13 @@ class Call:
 
 
 def format_call_label(verb: str, what: str) -> str:
-    """Return the name of a call for errors."""
+    """Return the name of a call for error messages, such as "all_reduce of the loss"."""
     return f"{verb} of {what}" if what else verb
 
 
 @runtime_checkable
 class Handle(Protocol):
-    """A transfer that was issued. It owns the buffers until `test` returns True or `wait` returns."""
+    """A transfer that has been started. It owns its buffers until `test` returns True or `wait` returns."""
 
     def test(self) -> bool:
         """Advance the transfer if it is incomplete, and return whether it is complete. Never blocks."""
@@ -187,14 +202,15 @@ COMPLETED = CompletedHandle()
 
 
 class RankGroup(Protocol):
-    """The attributes of a communicator that the checks of its calls need."""
+    """The attributes of a communicator that are needed to check a call."""
 
     rank: int
     size: int
 
 
 def get_data_pointer(array: Array) -> int:
-    """Return the address of the first element; for arrays without memory, the id of the object."""
+    """Return the memory address of the first element. For an array without memory, return the id of the Python object.
+    """
     if isinstance(array, np.ndarray):
         return array.__array_interface__["data"][0]
     interface = getattr(array, "__cuda_array_interface__", None)
@@ -202,9 +218,9 @@ def get_data_pointer(array: Array) -> int:
 
 
 def is_in_place(a: Array, b: Array) -> bool:
-    """Return whether both arrays start at the same address, so that the call is in place."""
+    """Return whether both arrays start at the same address, in which case the call works in place."""
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and a.size and b.size:
-        # may_share_memory is a cheap test that most pairs fail
+        # may_share_memory is a cheap test, which is false for most pairs
         return a is b or (np.may_share_memory(a, b) and get_data_pointer(a) == get_data_pointer(b))
     return a is b or get_data_pointer(a) == get_data_pointer(b)
 
@@ -217,7 +233,7 @@ def copy_unless_same(target: Array, source: Array) -> None:
 
 POLLS_BEFORE_YIELD = 2048
 """Number of polls (about a millisecond) after which a rank with a core of its own yields that core."""
-_SPINS_BEFORE_SLEEP = 4096  # some milliseconds, after which a waiting rank may sleep
+_SPINS_BEFORE_SLEEP = 4096  # these polls take some milliseconds; a longer wait sleeps between polls
 THREAD_POLLS = -_SPINS_BEFORE_SLEEP
 """Patience of thread ranks. It is negative, so that a waiting rank sleeps at once. A rank that polled would keep the
 interpreter from the other ranks for 5 ms at a time."""
@@ -228,11 +244,14 @@ yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0
 
 
 class Progress:
-    """The transfers of one rank that are under way. Every wait advances all of them, so that no peer waits for a step
-    that this rank has yet to take.
+    """The pending transfers of one rank. Every wait advances all of them, so that no peer waits for a step that this
+    rank has yet to take.
 
-    patience: number of polls before a wait yields the core. It is small where ranks outnumber cores, and large where
-    each rank has its own core, because another process that got the core would keep it for milliseconds.
+    Attributes
+    ----------
+    pending : transfers under way
+    patience : number of polls before a wait yields the CPU core. It is small if ranks outnumber cores. It is large if
+        each rank has its own core, because another process that got the core would keep it for milliseconds
     """
 
     __slots__ = ("patience", "pending")
@@ -248,15 +267,15 @@ class Progress:
 
 
 def get_progress(comm: object) -> Progress:
-    """Return the `Progress` of a communicator, which its waits advance; for a communicator without one, return a new
-    `Progress` that nothing polls."""
+    """Return the `Progress` object that the waits of a communicator advance. For a communicator without one, return a
+    new `Progress` without transfers."""
     progress = getattr(comm, "progress", None)
     return progress if isinstance(progress, Progress) else Progress()
 
 
 class GeneratorHandle:
-    """The handle of a generator that issues transfers in sequence. The generator yields the handle of each transfer,
-    and is resumed when that transfer is complete."""
+    """Handle of transfers that a generator starts one after the other. The generator yields the handle of each
+    transfer and is resumed when that transfer is complete."""
 
     __slots__ = ("_current", "_done", "_error", "_generator", "_progress", "_running")
 
@@ -272,7 +291,7 @@ class GeneratorHandle:
     def test(self) -> bool:
         if self._error is not None:
             raise self._error
-        if self._running:  # a step that waits advances all pending transfers, this one included
+        if self._running:  # a transfer that waits inside its generator advances all pending transfers, including itself
             return False
         self._running = True
         try:
@@ -295,8 +314,7 @@ class GeneratorHandle:
 
 
 class HandleWithCallback:
-    """The handle of a transfer that is followed by a callback. It is complete when the callback `last` has run, once,
-    on this rank only."""
+    """Handle that calls `last` once when the wrapped transfer is complete, and is itself complete after that."""
 
     __slots__ = ("_handle", "_last")
 
@@ -321,7 +339,7 @@ class HandleWithCallback:
 
 
 class LongWait:
-    """A wait of `spin_until` that has lasted a while, registered for the watchdog. Its text is the name of the
+    """A call of `spin_until` that has lasted so long that it is reported to the watchdog. Its text names the awaited
     condition."""
 
     __slots__ = ("_ready",)
@@ -333,7 +351,7 @@ class LongWait:
         owner = getattr(self._ready, "__self__", None)
         if type(owner).__str__ is not object.__str__ and owner is not None:
             return str(owner)
-        inner = getattr(self._ready, "func", self._ready)  # unwrap a `partial`
+        inner = getattr(self._ready, "func", self._ready)  # a `partial` has no name, but its function does
         return str(inner.__qualname__).partition(".<locals>")[0]
 
 
@@ -342,10 +360,11 @@ long_waits: dict[int, LongWait] = {}
 
 
 def get_stack_frames(thread: int) -> list[tuple[FrameType, int]]:
-    """Return the frames of a thread with their current lines, innermost first; an empty list if the thread has ended.
+    """Return the stack frames of a thread with their current line numbers, innermost first; an empty list if the
+    thread has ended.
 
-    Garbage collection is disabled during the call, because a collection may switch to the thread, and CPython 3.11
-    crashes if the thread then returns from the frame being followed.
+    Garbage collection is disabled during the call: a collection may switch to the other thread, and CPython 3.11
+    crashes if that thread returns from a frame that is being read.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -362,10 +381,10 @@ def get_stack_frames(thread: int) -> list[tuple[FrameType, int]]:
 
 
 def spin_until(ready: Callable[[], bool], progress: Progress, timeout: float, patience: int | None = None) -> bool:
-    """Poll `ready` until it is true, and return True; return False after `timeout` seconds.
+    """Poll `ready` until it returns True; return False if that takes more than `timeout` seconds.
 
-    Advances the transfers of `progress` between polls. Yields the core after `patience` polls (default: that of
-    `progress`), and sleeps between polls after several thousand more.
+    Advances the transfers of `progress` between polls. Yields the CPU core after `patience` polls (default:
+    `progress.patience`), and sleeps between polls after several thousand more.
     """
     spins, deadline, patience = 0, None, progress.patience if patience is None else patience
     thread, outer = 0, None
@@ -387,7 +406,7 @@ def spin_until(ready: Callable[[], bool], progress: Progress, timeout: float, pa
                     return False
         return True
     finally:
-        if deadline is not None and outer is not None:  # the enclosing wait continues
+        if deadline is not None and outer is not None:  # this wait was nested in another one, which continues
             long_waits[thread] = outer
         elif deadline is not None:
             long_waits.pop(thread, None)
@@ -396,9 +415,11 @@ def spin_until(ready: Callable[[], bool], progress: Progress, timeout: float, pa
 class TimedTransfer:
     """A transfer with a result: `wait` completes it and returns the value of `finish`.
 
-    issued_at, completed_at: when the transfer began, and when this rank saw its end. busy_seconds: time between these
-    two during which this rank advanced the transfer or waited for it. During the rest of that time, the transfer
-    overlapped with computation.
+    Attributes
+    ----------
+    issued_at, completed_at : times at which the transfer began and at which this rank saw its end
+    busy_seconds : part of that time in which this rank advanced the transfer or waited for it; during the rest, the
+        transfer overlapped with computation
     """
 
     __slots__ = ("busy_seconds", "completed_at", "finish", "handle", "issued_at")
@@ -417,7 +438,7 @@ class TimedTransfer:
         return self.finish()
 
     def test(self) -> bool:
-        """Advance the transfer; return whether it is complete."""
+        """Advance the transfer and return whether it is complete."""
         begin = perf_counter()
         done = self.handle.test()
         if self._record_end(begin) and not done:
@@ -425,8 +446,8 @@ class TimedTransfer:
         return done
 
     def _record_end(self, begin: float) -> bool:
-        """Record the current time as the end of the transfer, and the time since `begin` as busy; return whether the
-        transfer was still under way."""
+        """Record that the transfer ends now, and count the time since `begin` as busy. Return False if the end was
+        recorded before."""
         under_way = self.completed_at == 0.0
         if under_way:
             self.completed_at = perf_counter()

@@ -1,7 +1,7 @@
-"""The `Communicator` interface that every backend implements, and wrappers around it.
+"""The `Communicator` interface, which every backend implements, and wrappers around communicators.
 
-Each operation makes a `Call` and issues it. The table `CALL_SPECS` describes the arguments of each operation; calls are
-checked, counted and compared between ranks according to it.
+Each operation creates a `Call` and issues it. The table `CALL_SPECS` describes the arguments of each operation; it is
+used to check calls, to count their bytes and to compare them between ranks.
 """
 
 from __future__ import annotations
@@ -43,13 +43,18 @@ __all__ = [
 
 
 class CallSpec(NamedTuple):
-    """The arguments of a communication method.
+    """Description of the arguments of one communication method.
 
-    arrays: names of its arrays. partitioned: those that are divided among the ranks, each by one entry of
-    `call.counts`. at_root: the array that only the root has. peer: the meaning of `call.root`. reduces: whether values
-    are combined. same_size: whether arrays have the same number of elements on all ranks. on_one_rank: what the call
-    does on a communicator of one rank. "copy": the first array is copied to the second one. "nothing": the call has no
-    effect. "move": the call is passed to the backend like any other.
+    Attributes
+    ----------
+    arrays : names of the arrays
+    partitioned : names of the arrays that are divided among the ranks, one for each entry of `call.counts`
+    at_root : name of the array that only the root passes
+    peer : meaning of `call.root`
+    reduces : whether values of the ranks are combined
+    same_size : whether arrays have the same number of elements on all ranks
+    on_one_rank : what the call does if there is a single rank: "copy" the first array to the second, "nothing", or
+        "move": the call is passed to the backend like any other
     """
 
     arrays: tuple[str, ...] = ("send", "recv")
@@ -62,12 +67,12 @@ class CallSpec(NamedTuple):
 
     @property
     def read_positions(self) -> tuple[int, ...]:
-        """Positions of the arrays that the operation reads."""
+        """Indices in `call.arrays` of the arrays that the operation reads."""
         return tuple(i for i, name in enumerate(self.arrays) if name != "recv" and self.peer != "source")
 
     @property
     def write_positions(self) -> tuple[int, ...]:
-        """Positions of the arrays that the operation writes."""
+        """Indices in `call.arrays` of the arrays that the operation writes."""
         return tuple(i for i, name in enumerate(self.arrays) if name != "send" and self.peer != "dest")
 
 
@@ -89,12 +94,17 @@ CALL_SPECS = {
 
 
 def count_moved_bytes(comm: RankGroup, call: Call) -> int:
-    """Return the bytes that this rank must send or receive with an optimal algorithm, whatever the backend does.
+    """Return the number of bytes that this rank sends or receives in a call if the algorithm is optimal.
 
-    With n = bytes of the full array and own = this rank's piece: all_gather, reduce_scatter: n - own. all_reduce: 2 (n
-    - own), for a piece of the balanced partition. broadcast, reduce: n. gather, scatter: n - own at the root, own
-    elsewhere. all_to_all: n - own. send, recv: n. barrier: 0. A single rank: 0. Elements of sums are counted in the
-    dtype in which they are sent.
+    Let n be the size of the full array in bytes, and own the size of this rank's piece:
+
+    - all_gather, reduce_scatter, all_to_all: n - own
+    - all_reduce: 2 (n - own), where own is a piece of the balanced partition
+    - broadcast, reduce, send, recv: n
+    - gather, scatter: n - own at the root, own elsewhere
+    - barrier, and any call on a single rank: 0
+
+    The elements of a sum are counted in the dtype in which they are sent.
     """
     verb, arrays = CALL_SPECS[call.verb], call.arrays
     if comm.size == 1 or not arrays:
@@ -113,8 +123,8 @@ def count_moved_bytes(comm: RankGroup, call: Call) -> int:
 
 
 def get_common_arguments(call: Call) -> dict[str, Any]:
-    """Return the arguments of a call that must be equal on all ranks, by name. Counts are returned as given, or as
-    `check_and_resolve_call` has resolved them."""
+    """Return the arguments of a call that must be equal on all ranks, by name. Element counts are those of
+    `call.partitions` if the call has been checked, else those that the caller passed."""
     verb, terms_by_name = CALL_SPECS[call.verb], dict[str, Any]()
     if verb.arrays:
         array: Array = call.arrays[
@@ -140,7 +150,7 @@ def get_common_arguments(call: Call) -> dict[str, Any]:
 
 
 def describe_call(call: Call) -> str:
-    """Return the name of a call, and its arguments that must be equal on all ranks, as text."""
+    """Return text with the name of a call and its arguments that must be equal on all ranks."""
     return call.name + "".join(f", {key} {value}" for key, value in get_common_arguments(call).items())
 
 
@@ -149,19 +159,20 @@ EVEN_COUNTS: AllCounts = (None,)
 
 
 class Communicator(ABC):
-    """An ordered group of ranks that transfer flat arrays between them.
+    """An ordered group of ranks that exchange flat arrays.
 
-    Every operation starts at once, returns a `Handle` and allocates only the scratch memory that it states. All ranks
-    of the communicator issue the same collectives in the same order, with the same dtype and element counts. Arrays are
-    one-dimensional and contiguous, of float64/32/16, bfloat16, complex64/128, int8/16/32/64, uint8/16/32/64 or bool, in
-    the native byte order; MAX and MIN exclude complex numbers. `what` names the action and the tensor in errors. Arrays
-    that only `root` needs are None elsewhere. `counts` is the number of elements that belong to each rank; the default
-    is the balanced partition of `split_evenly`. float16 and bfloat16 are added in float32 in rank order and rounded
-    once. A wrong size, dtype, layout or rank number raises ShapeError or ConfigError before anything is sent.
+    Every operation returns a `Handle` at once and allocates no scratch memory other than stated. All ranks of the
+    communicator issue the same collectives in the same order, with the same dtype and element counts. Arrays are
+    one-dimensional and contiguous, of float64/32/16, bfloat16, complex64/128, int8/16/32/64, uint8/16/32/64 or bool,
+    in the native byte order; MAX and MIN are not defined for complex numbers. `what` names the action and the tensor
+    in errors. Arrays that only `root` needs are None elsewhere. `counts` is the number of elements that belong to each
+    rank; the default is the balanced partition of `split_evenly`. float16 and bfloat16 are added in float32 in rank
+    order and rounded once. A wrong size, dtype, layout or rank number raises ShapeError or ConfigError before anything
+    is sent.
 
-    The bytes stated below are those that one rank sends (or receives) with an optimal algorithm, where n is the size of
-    the full array in bytes and N is `size` (Patarasu and Yuan 2009; Chan et al. 2007). A new backend inherits
-    `fsdpx.core.comm.Backend`; a communicator around another one inherits `fsdpx.core.comm.CommunicatorWrapper`.
+    The byte counts in the methods are what one rank sends (or receives) with an optimal algorithm, where n is the size
+    of the full array in bytes and N is `size` (Patarasu and Yuan 2009; Chan et al. 2007). A new backend inherits
+    `fsdpx.core.comm.Backend`; a wrapper around another communicator inherits `fsdpx.core.comm.CommunicatorWrapper`.
     """
 
     rank: int
@@ -177,14 +188,15 @@ class Communicator(ABC):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        """Close the communicator unless an exception is propagating. In that case the other ranks would not reach the
-        collective `close`, and the job ends."""
+        """Close the communicator, unless an exception is propagating: then the other ranks would not reach the
+        collective `close`, and the job ends instead."""
         if kind is None:
             (self.leave or self.close)()
 
     @property
     def has_peers(self) -> bool:
-        """True if other ranks exist to exchange values with. If not, gathers return this rank's value for all ranks."""
+        """Whether other ranks exist to exchange values with. On a fake communicator this is False, and gathers return
+        this rank's value for all ranks."""
         return self.size > 1
 
     @abstractmethod
@@ -274,11 +286,11 @@ class Communicator(ABC):
     def all_reduce(
         self, buf: Array, op: ReduceOp = SUM, algorithm: str = "library", *, what: str = "", wire: Any = None
     ) -> Handle:
-        """Reduce `buf` over the ranks in place, with the result on every rank: 2n(N-1)/N bytes. Collective.
+        """Reduce `buf` over the ranks in place, so that every rank gets the result: 2n(N-1)/N bytes. Collective.
 
         Parameters
         ----------
-        buf : summand of this rank, then the result; the same number of elements on all ranks
+        buf : summand of this rank, overwritten with the result; the same number of elements on all ranks
         op : reduction operation
         algorithm : "library", the backend's own (scratch n for 16-bit arrays), or "ring" (scratch n/N; not for 16-bit
             arrays)
@@ -298,7 +310,7 @@ class Communicator(ABC):
         return self._issue_call("all_reduce", (buf,), op, 0, (), what, 0, algorithm, wire)
 
     def broadcast(self, buf: Array, root: int, *, what: str = "") -> Handle:
-        """Copy `buf` of rank `root` to `buf` of all other ranks: n bytes. Collective.
+        """Copy `buf` from rank `root` to all other ranks: n bytes. Collective.
 
         Parameters
         ----------
@@ -396,8 +408,7 @@ class Communicator(ABC):
         self, send: Array, recv: Array, send_counts: Sequence[int] | None = None,
         recv_counts: Sequence[int] | None = None, *, what: str = "",
     ) -> Handle:  # fmt: skip
-        """Send piece r of `send` to rank r, and receive into piece r of `recv` what rank r sends to this one.
-        Collective.
+        """Send piece r of `send` to rank r, and receive from rank r into piece r of `recv`. Collective.
 
         Parameters
         ----------
@@ -421,7 +432,7 @@ class Communicator(ABC):
         return self._issue_call("all_to_all", (send, recv), SUM, 0, counts, what)
 
     def send(self, buf: Array, dest: int, tag: int = 0, *, what: str = "") -> Handle:
-        """Send `buf` to rank `dest`; messages with the same source, destination and tag arrive in order.
+        """Start to send `buf` to rank `dest`. Messages with the same source, destination and tag arrive in order.
 
         Parameters
         ----------
@@ -443,11 +454,11 @@ class Communicator(ABC):
         return self._issue_call("send", (buf,), SUM, dest, (), what, tag)
 
     def recv(self, buf: Array, source: int, tag: int = 0, *, what: str = "") -> Handle:
-        """Receive a message of exactly `buf.size` elements from rank `source`.
+        """Start to receive a message of exactly `buf.size` elements from rank `source`.
 
         Parameters
         ----------
-        buf : destination
+        buf : array that receives the elements
         source : rank that sends
         tag : 0 <= tag < 16384, the same in the send
         what : names the action and the tensor in errors
@@ -480,12 +491,12 @@ class Communicator(ABC):
 
     @abstractmethod
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """Return a communicator of the ranks with the same `color`, ordered by (key, rank). Collective, blocking.
+        """Return a communicator of the ranks that pass the same `color`, ordered by (key, rank). Collective, blocking.
 
         Parameters
         ----------
-        color : number of the group; None: this rank joins none
-        key : position in the group, with ties in rank order
+        color : number of the group to join; None: this rank joins no group
+        key : position in the group; ranks with the same key are in rank order
 
         Returns
         -------
@@ -563,8 +574,8 @@ class Communicator(ABC):
         return [pickle.loads(data) for data in self.all_gather_bytes(pickle.dumps(obj))]
 
     def window(self, nbytes: int) -> Window:
-        """Return a window: memory of each rank that all other ranks can read and write without its participation.
-        Collective.
+        """Return a one-sided window: memory of each rank that all other ranks read and write without its
+        participation. Collective.
 
         Parameters
         ----------
@@ -573,7 +584,7 @@ class Communicator(ABC):
         Returns
         -------
         Window
-            the window over the parts of all ranks
+            window over the memory of all ranks
 
         Raises
         ------
@@ -589,7 +600,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def abort(self, code: int = 1) -> None:
-        """End all ranks of the job now.
+        """End all ranks of the job at once, without waiting for them.
 
         Parameters
         ----------
@@ -598,9 +609,11 @@ class Communicator(ABC):
 
 
 class CommunicatorWrapper(Communicator):
-    """A communicator around another communicator, `comm`. Override `issue` to observe, delay or change its calls.
+    """Base class of communicators that pass all calls on to another communicator, `comm`. Override `issue` to observe,
+    delay or change calls.
 
-    Groups get a wrapper of the same type; override `wrap_group` if that takes more than `type(self)(group)`.
+    `split` and `subgroup` wrap the new group in the same class; override `wrap_group` if its constructor takes more
+    than the group.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -614,7 +627,7 @@ class CommunicatorWrapper(Communicator):
         return self.comm.issue(call)
 
     def wrap_group(self, group: Communicator) -> Communicator:
-        """Return this wrapper around a group of `comm`."""
+        """Wrap `group`, a subgroup of `comm`, in the same way as `comm` is wrapped."""
         return type(self)(group)
 
     @property
@@ -645,7 +658,7 @@ class CommunicatorWrapper(Communicator):
 
 
 def unwrap_communicator(comm: Any) -> Any:
-    """Return the innermost communicator, without the wrappers that count or check its calls."""
+    """Return the innermost communicator, without wrappers that count or check calls."""
     while hasattr(comm, "comm"):
         comm = comm.comm
     return comm
@@ -659,13 +672,14 @@ _NAP_SECONDS = 1e-4
 
 
 class SurvivorCommunicator(Communicator):
-    """A communicator that reports deaths of ranks and outlives them (Bland et al. 2013, user-level failure mitigation).
+    """A communicator that reports when ranks die and lets the remaining ranks continue (Bland et al. 2013, user-level
+    failure mitigation).
 
     A call that needs a dead rank raises RankLost, either when it is issued or in `test` and `wait`. Other calls may
-    complete, so ranks learn of a death in different calls. A rank that has learned of a death first calls `revoke`, so
-    that the ranks that wait for this rank learn of the death as well. It then calls `agree_on_flags`, which ranks that
-    know of no death also reach, and `shrink`. Finally it continues with the new communicator and groups of that
-    communicator.
+    complete, so ranks learn of a death in different calls. A rank that learns of a death recovers in three steps. It
+    calls `revoke`, so that ranks that wait for this rank learn of the death as well. It calls `agree_on_flags`, which
+    all living ranks reach, and then `shrink`. It continues with the new communicator and creates its subgroups from
+    it.
     """
 
     survives: bool
@@ -674,22 +688,26 @@ class SurvivorCommunicator(Communicator):
 
     @abstractmethod
     def revoke(self) -> None:
-        """Invalidate this communicator and the groups with this rank that `split` and `subgroup` made from it. Every
-        call on them that any rank has under way, or starts later, raises RankLost, except `agree_on_flags` and
-        `shrink`. Local: it waits for no other rank, and any rank may call it at any time."""
+        """Invalidate this communicator and all of its subgroups that contain this rank, on every rank.
+
+        From then on, every call on them raises RankLost, including calls under way; only `agree_on_flags` and `shrink`
+        still work. Local: it waits for no other rank, and any rank may call it at any time.
+        """
 
     @abstractmethod
     def agree_on_flags(self, flags: int) -> int:
-        """Return the bitwise AND of every rank's `flags` (0 <= flags < 2^31), or 0 if any rank has died; the result is
-        the same on all living ranks. Collective, blocking; works on a revoked communicator and never raises because of
-        a death."""
+        """Return the bitwise AND of every rank's `flags` (0 <= flags < 2^31), or 0 if any rank has died. Collective,
+        blocking.
+
+        All living ranks get the same result. Works on a revoked communicator, and never raises because of a death.
+        """
 
     @abstractmethod
     def shrink(self) -> SurvivorCommunicator:
         """Return a new communicator of the living ranks, in rank order. Collective over the living ranks, blocking.
 
-        No rank in it is known to be dead when it is created; a death in the meantime is detected by the next call. It
-        has its own `progress`, so that its waits do not advance transfers left over from the old communicator.
+        A rank that dies while the communicator is being created is detected by the next call on it. The new
+        communicator has its own `progress`, so that its waits do not advance transfers left over from the old one.
         """
 
     @abstractmethod
@@ -698,13 +716,14 @@ class SurvivorCommunicator(Communicator):
 
 
 def can_survive(comm: Communicator) -> bool:
-    """Return whether `comm` is a `SurvivorCommunicator` whose ranks live on when one of them dies."""
+    """Return whether the other ranks of `comm` continue when one of them dies. This needs a `SurvivorCommunicator` and
+    a launcher that does not end the job."""
     return isinstance(comm, SurvivorCommunicator) and comm.survives
 
 
 def make_rank_lost_error(call_text: str, ranks: Sequence[int]) -> RankLost:
-    """Return the error of a call that cannot complete because `ranks` have died or, if `ranks` is empty, because
-    another rank has revoked the communicator. call_text: text that names the call."""
+    """Return the error of the call `call_text`, which cannot complete because `ranks` have died. If `ranks` is empty,
+    the error says that another rank has revoked the communicator."""
     if not ranks:
         return RankLost(f"{call_text}: another rank has revoked this communicator because a rank has died")
     who = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
@@ -712,11 +731,10 @@ def make_rank_lost_error(call_text: str, ranks: Sequence[int]) -> RankLost:
 
 
 def drain_transfers(handles: Iterable[Handle], seconds: float = 1.0) -> list[Handle]:
-    """Test transfers whose result is no longer needed until each has completed or failed, so that their buffers can be
-    freed.
+    """Test abandoned transfers until each has completed or failed, so that their buffers can be freed.
 
-    Meant for transfers under way on a revoked communicator, whose errors are expected and therefore ignored. Returns
-    the handles that have neither completed nor failed after `seconds`; their buffers must be kept alive.
+    Meant for transfers on a revoked communicator, whose errors are expected and therefore ignored. Returns the handles
+    that are still pending after `seconds`; the caller must keep their buffers alive.
     """
     left, deadline = [handle for handle in handles if not _is_complete_or_failed(handle)], time.monotonic() + seconds
     while left and time.monotonic() < deadline:
@@ -734,7 +752,7 @@ def _is_complete_or_failed(handle: Handle) -> bool:
 
 @dataclass(slots=True)
 class CallCount:
-    """Number of calls, and the bytes that this rank must send or receive for them with an optimal algorithm."""
+    """Number of calls, and number of bytes that this rank sends or receives in them with an optimal algorithm."""
 
     calls: int = 0
     bytes: int = 0
@@ -742,15 +760,20 @@ class CallCount:
 
 @dataclass(slots=True)
 class TrafficCounters:
-    """Traffic counts of one rank by (axis, operation). total: all bytes so far. tallies: the numbers that layers count
-    themselves, by path of the layer."""
+    """Counts of the calls and bytes of one rank, by mesh axis and operation.
+
+    Attributes
+    ----------
+    total : number of bytes so far, over all axes and operations
+    tallies : numbers that layers count themselves, such as tokens per expert, by path of the layer
+    """
 
     table: dict[tuple[str, str], CallCount] = field(default_factory=dict)
     total: int = field(default=0, compare=False)
     tallies: dict[str, list[int]] = field(default_factory=dict, compare=False)
 
     def add_calls(self, axis: str, verb: str, nbytes: int, calls: int = 1) -> None:
-        """Count `calls` calls of operation `verb` on `axis` that transferred `nbytes` in total."""
+        """Count `calls` calls of operation `verb` on mesh axis `axis` that transferred `nbytes` bytes in total."""
         count = self.table.get((axis, verb))
         if count is None:
             count = self.table[axis, verb] = CallCount()
@@ -759,22 +782,23 @@ class TrafficCounters:
         self.total += nbytes
 
     def add_tally(self, name: str, numbers: Sequence[int]) -> None:
-        """Add `numbers` elementwise to the tally that a layer counts under `name`."""
+        """Add `numbers` elementwise to the counts that a layer keeps under `name`."""
         before = self.tallies.get(name, [0] * len(numbers))
         self.tallies[name] = [a + b for a, b in zip(before, numbers, strict=True)]
 
     def sum_counts(self, axis: str | None = None, verb: str | None = None) -> CallCount:
-        """Return the sum over the entries of this axis and operation; None matches all."""
+        """Return the number of calls and bytes of this axis and operation; None stands for all axes or all operations.
+        """
         counts = [count for key, count in self.table.items() if axis in (None, key[0]) and verb in (None, key[1])]
         return CallCount(sum(count.calls for count in counts), sum(count.bytes for count in counts))
 
     def copy(self) -> TrafficCounters:
-        """Return a copy of all counts and tallies that later calls do not change."""
+        """Return a snapshot of all counts and tallies."""
         table = {key: CallCount(count.calls, count.bytes) for key, count in self.table.items()}
         return TrafficCounters(table, self.total, {name: list(numbers) for name, numbers in self.tallies.items()})
 
     def get_counts_since(self, earlier: TrafficCounters) -> TrafficCounters:
-        """Return the counts added since `earlier` was copied, without entries that have no new calls."""
+        """Return the counts added since the snapshot `earlier`, without entries that have no new calls."""
         later = TrafficCounters()
         for (axis, verb), count in self.table.items():
             before = earlier.table.get((axis, verb), CallCount())
@@ -795,8 +819,8 @@ class TrafficCounters:
 
 
 class CountingCommunicator(CommunicatorWrapper):
-    """A communicator that counts each call under its axis, with the bytes of `count_moved_bytes`. A communicator of a
-    single rank counts nothing."""
+    """A communicator that counts its calls and their bytes (see `count_moved_bytes`) under the name of a mesh axis.
+    Calls on a single rank are not counted."""
 
     def __init__(self, comm: Communicator, axis: str, counters: TrafficCounters) -> None:
         super().__init__(comm)

@@ -1,5 +1,4 @@
-"""The default communicator (one for the process, and one for each rank of `spawn`), and the rank and size of this
-process."""
+"""The default communicator of the process, or of each thread rank of `spawn`, and the rank and size of this process."""
 
 from __future__ import annotations
 
@@ -26,11 +25,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class DefaultCommunicator:
-    """A default communicator.
+    """The communicator that the functional API uses if none is passed, with what belongs to it.
 
-    local_rank: number of this rank on its host. made: communicators to close together with it. of_thread: whether it
-    belongs to a rank of `spawn`. agreement: compares the calls of the functional API between ranks, if the communicator
-    itself does not.
+    Attributes
+    ----------
+    local_rank : number of this rank on its host
+    made : communicators to close together with it
+    of_thread : whether it belongs to a thread rank of `spawn`
+    agreement : compares the calls of the functional API between ranks; None if the communicator does so itself
     """
 
     comm: Communicator
@@ -47,7 +49,7 @@ _script_communicator: list[tuple[int, int]] = []
 
 @contextmanager
 def using_communicator(comm: Communicator) -> Iterator[None]:
-    """Return a context manager that makes `comm` the default of this thread."""
+    """Return a context manager that makes `comm` the default communicator of this thread."""
     token = _thread_default.set(DefaultCommunicator(comm, comm.rank, of_thread=True))
     try:
         yield
@@ -56,39 +58,40 @@ def using_communicator(comm: Communicator) -> Iterator[None]:
 
 
 def set_default(default: DefaultCommunicator | None) -> None:
-    """Make `default` the default of the process; None removes the default."""
+    """Set the default communicator of the process; None removes it."""
     _process_default[0] = default
 
 
 def record_script_communicator(comm: Communicator) -> None:
-    """Record that the script uses a communicator of its own."""
+    """Record that the script passes its own communicator, for `pop_script_rank_and_size`."""
     opened = get_default()
     if opened is None or not (opened.of_thread or opened.comm.size == comm.size):
         _script_communicator[:] = [(comm.rank, comm.size)]
 
 
 def pop_script_rank_and_size() -> tuple[int, int] | None:
-    """Return the rank and size of the communicator that `record_script_communicator` recorded, and forget them; None if
-    none was recorded."""
+    """Return the rank and size that `record_script_communicator` recorded, and clear the record; None if there is
+    none."""
     return _script_communicator.pop() if _script_communicator else None
 
 
 def format_comm_argument(comm: Any) -> str | None:
-    """Return the argument `comm=` as text that ranks can compare; None for the default communicator, whether passed or
-    not."""
+    """Return the argument `comm=` as text that ranks can compare. None stands for the default communicator, even if it
+    was passed explicitly."""
     opened, comm = get_default(), to_mpi4py(comm)
     require_valid_intracomm(comm)
     return None if comm is None or (opened is not None and comm is opened.comm) else type(comm).__name__
 
 
 def to_mpi4py(comm: Any) -> Any:
-    """Return the mpi4py communicator of an object with `tompi4py()`, such as `PETSc.Comm`; return any other object
-    unchanged."""
+    """Convert an object with a `tompi4py()` method, such as `PETSc.Comm`, to its mpi4py communicator; return any other
+    object unchanged."""
     return comm.tompi4py() if hasattr(comm, "tompi4py") else comm
 
 
 def require_valid_intracomm(comm: Any) -> None:
-    """Raise ConfigError if `comm` is an intercommunicator, or MPI.COMM_NULL, which ranks outside a communicator get."""
+    """Raise ConfigError if `comm` is an intercommunicator or MPI.COMM_NULL, which MPI returns to ranks outside of a
+    new communicator."""
     if not type(comm).__module__.startswith("mpi4py"):
         return
     if not comm:
@@ -98,19 +101,24 @@ def require_valid_intracomm(comm: Any) -> None:
 
 
 def all_gather_plain_data(comm: Any, value: Any) -> list[Any]:
-    """Return the plain value of each rank of `comm`, in rank order. `comm` may be an mpi4py communicator.
-    Collective."""
+    """Return the `value` of each rank, in rank order. `comm` may be an mpi4py communicator. Collective."""
     return list(comm.all_gather_data(value) if hasattr(comm, "all_gather_data") else comm.allgather(value))
 
 
 def get_default() -> DefaultCommunicator | None:
-    """Return the default of this thread, or else of this process, or None."""
+    """Return the default communicator of this thread, else that of the process, else None."""
     return _thread_default.get() or _process_default[0]
 
 
 class RankInfo(NamedTuple):
-    """The rank of this process among `size` ranks, and its number on its host (None if unknown). world: text that says
-    which ranks these are."""
+    """The rank of this process and the number of ranks.
+
+    Attributes
+    ----------
+    rank, size : rank of this process among `size` ranks
+    local_rank : number of this process on its host; None if unknown
+    world : text that says which ranks these are
+    """
 
     rank: int
     size: int
@@ -119,8 +127,8 @@ class RankInfo(NamedTuple):
 
 
 def get_rank_info() -> RankInfo:
-    """Return the rank and size in the communicator of `fsdpx.init()`. Before `fsdpx.init()`, return those among all MPI
-    ranks if MPI is initialized, else among all ranks that the launcher started.
+    """Return the rank and size of the communicator that `fsdpx.init()` opened. Before `fsdpx.init()`, return those in
+    MPI's world if MPI is initialized, else those that the launcher has set.
 
     Raises LaunchError if environment variables say that this process is one of several ranks but not which one, and
     ConfigError if the launcher does not set rank and size.
@@ -144,9 +152,9 @@ def get_rank_info() -> RankInfo:
 
 
 def get_running_mpi() -> Any:
-    """Return `mpi4py.MPI` if it is loaded and initialized but not finalized, else None; never load it."""
+    """Return `mpi4py.MPI` if MPI is loaded, initialized and not finalized, else None. Never loads MPI."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
-    # hasattr is False while mpi4py.MPI is being imported
+    # while mpi4py.MPI is being imported, it has no attributes yet
     runs = hasattr(mpi, "Is_finalized") and mpi.Is_initialized() and not mpi.Is_finalized()
     return mpi if runs else None
 
@@ -156,8 +164,8 @@ _compared_arguments: ContextVar[Mapping[str, str]] = ContextVar("fsdpx_given", d
 
 @contextmanager
 def comparing_arguments(**choices: Any) -> Iterator[dict[str, str]]:
-    """Return a context manager inside which ranks compare these arguments whenever a communicator is opened; it yields
-    them as text, by name."""
+    """Return a context manager. When a communicator is opened inside it, ranks check that they all pass the same
+    `choices`. Yields the arguments as text, by name."""
     words = {name: repr(value) for name, value in choices.items()}
     token = _compared_arguments.set({**words, **_compared_arguments.get()})
     try:
@@ -167,5 +175,5 @@ def comparing_arguments(**choices: Any) -> Iterator[dict[str, str]]:
 
 
 def get_compared_arguments() -> Mapping[str, str]:
-    """Return the arguments, as text by name, that ranks compare when a communicator is opened now."""
+    """Return the arguments registered by `comparing_arguments`, as text by name."""
     return _compared_arguments.get()

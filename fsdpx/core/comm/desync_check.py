@@ -1,7 +1,7 @@
-"""Checks that all ranks do the same: a communicator that compares each collective, and a comparison of settings.
+"""Detect ranks that diverge: a communicator that compares each collective between ranks, and a comparison of settings.
 
-Ranks compare settings in their first exchange, before any setting takes effect. A call registers its arguments with
-`comparing_arguments`, and a communicator that is opened inside that context compares them.
+Settings are compared in the first exchange of the ranks, before any setting takes effect. A function registers its
+arguments with `comparing_arguments`, and a communicator that is opened inside that context compares them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _FINGERPRINT_TAG = 7
 
 
 class CheckedCommunicator(CommunicatorWrapper):
-    """A communicator that exchanges a fingerprint of each collective on its own channel before it passes the call on.
+    """A communicator that compares each collective between ranks before it starts, on a separate channel.
 
-    A fingerprint contains the operation, `what`, the dtype, the element count, the reduction and the root, as far as
-    every rank knows them. If fingerprints differ, every rank raises DesyncError with the call of each rank; if a rank
-    does not arrive within `timeout` seconds, the others raise DesyncError with the number of that rank. Sends and
+    Ranks exchange a fingerprint with the operation, `what`, the dtype, the element count, the reduction and the root,
+    as far as every rank knows them. If fingerprints differ, every rank raises DesyncError with the call of each rank.
+    If a rank does not arrive within `timeout` seconds, the other ranks raise DesyncError with its number. Sends and
     receives are not checked. The exchange blocks, so calls that would otherwise overlap run one after the other. Costs
     256 bytes per peer and call.
     """
@@ -64,11 +64,12 @@ class CheckedCommunicator(CommunicatorWrapper):
         return super().all_gather_object(obj)
 
     def close(self) -> None:
-        """Free the channel; the wrapped communicator stays open for its owner."""
+        """Free the separate channel. The wrapped communicator stays open, because its owner closes it."""
         self._channel.close()
 
     def _agree_on_call(self, call: str) -> None:
-        """Return when every rank is about to make the same call; otherwise raise DesyncError on all of them."""
+        """Wait until every rank has reached the same call; raise DesyncError on all ranks if their calls differ.
+        Collective."""
         if self.size == 1:
             return
         calls = self._exchange_fingerprints(call)
@@ -103,7 +104,7 @@ class CheckedCommunicator(CommunicatorWrapper):
 
 
 def _encode_fingerprint(call: str) -> np.ndarray:
-    """Return the text `call` in a fixed number of bytes; a long text is truncated and ends with a hash of the full
+    """Return the text `call` as a fixed number of bytes; the end of a long text is replaced by a hash of the full
     text."""
     data = call.encode()
     if len(data) > _FINGERPRINT_BYTES:
@@ -118,15 +119,14 @@ def _encode_fingerprint(call: str) -> np.ndarray:
 
 
 def make_desync_error(number: int, calls: Sequence[str]) -> DesyncError:
-    """Return the error for ranks that made different calls. number: number of the call on its communicator. calls: the
-    call of each rank."""
+    """Return the error for call `number` of a communicator, in which rank r made the call `calls[r]`."""
     return DesyncError(
         f"ranks called different collectives (call {number}): {format_calls_by_rank(dict(enumerate(calls)))}"
     )
 
 
 def format_calls_by_rank(calls: Mapping[int, str]) -> str:
-    """Return text that lists, for each distinct call, the ranks that made it. calls: call by rank."""
+    """Return text that lists the distinct calls, each with the ranks that made it. `calls` maps ranks to calls."""
     ranks: dict[str, list[int]] = {}
     for rank, call in calls.items():
         ranks.setdefault(call, []).append(rank)
@@ -144,11 +144,12 @@ REMEDY = (
 def require_same_settings(
     comm: Communicator, settings: Mapping[str, str], arguments: Mapping[str, str] | None = None
 ) -> None:
-    """Raise ConfigError on all ranks if their settings differ; the error names the ranks and only the settings that
-    differ. Collective.
+    """Raise ConfigError on all ranks if `settings` or `arguments` differ between ranks. The error names the ranks and
+    the settings that differ. Collective.
 
-    settings: values as text, by name; a rank that lacks a setting differs. arguments: arguments of the call that this
-    rank makes, as text by name; only arguments that all ranks' calls have are compared.
+    `settings` are values as text, by name; a setting that a rank lacks counts as different. `arguments` are the
+    arguments of the call that this rank makes, as text by name; only arguments that the calls of all ranks have are
+    compared.
     """
     everyone = comm.all_gather_data((dict(settings), dict(arguments or {})))
     every_setting, every_argument = zip(*everyone, strict=True)

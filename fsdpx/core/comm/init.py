@@ -1,9 +1,8 @@
-"""Open the world, that is, the communicator of all ranks. It is made by the backend of a given name, or around a
-communicator of the user.
+"""Open the communicator of all ranks, with the backend of a given name or around a communicator of the user.
 
-`BACKENDS` is the registry: a new backend is one more entry. `spawn` runs a function on ranks that are threads. Where
-ranks are processes, a failing rank ends the entire job as long as a communicator opened here, or a trainer, exists. The
-first uncaught exception in any thread is printed before the job is aborted.
+The table `BACKENDS` is the registry; a new backend is one more entry. `spawn` runs a function on ranks that are
+threads. If ranks are processes, a failing rank ends the entire job as long as a communicator opened here, or a
+trainer, exists. The first uncaught exception in any thread is printed before the job is aborted.
 """
 
 from __future__ import annotations
@@ -54,16 +53,16 @@ _SECONDS_FOR_RANK_0 = 3.0
 
 
 def _make_excepthook(former: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an excepthook that ends all ranks at the first uncaught exception, after calling the script's own
-    excepthook `former`.
+    """Return a `sys.excepthook` that ends all ranks at the first uncaught exception, after calling the script's own
+    hook `former`.
 
-    Without this hook all ranks would wait forever, because Python would exit and MPI_Finalize of the failed rank would
-    wait for the other ranks.
+    Without this hook the job would hang: Python would exit, and the MPI_Finalize of the failed rank would wait for the
+    other ranks.
     """
     begun, process = threading.Lock(), os.getpid()
 
     def end_all_ranks(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
-        if os.getpid() != process:  # a forked child is not a rank
+        if os.getpid() != process:  # a forked child process is not a rank
             former(kind, error, trace)
             flush_and_write_stderr()
             os._exit(1)  # a normal exit would run MPI_Finalize and wait there
@@ -74,7 +73,7 @@ def _make_excepthook(former: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _make_thread_excepthook(former: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook for `threading.excepthook` that does the same as the hook of `_make_excepthook`."""
+    """Return a `threading.excepthook` that works like the hook of `_make_excepthook`."""
     begun, process = threading.Lock(), os.getpid()
 
     def end_all_ranks(args: threading.ExceptHookArgs) -> None:
@@ -97,11 +96,11 @@ def _print_exception_and_end_all_ranks(
     begun: threading.Lock, script_hook: Callable[[], object] | None, kind: type[BaseException],
     error: BaseException | None, trace: TracebackType | None, thread: str = "",
 ) -> None:  # fmt: skip
-    """Print the exception and end all ranks; only the first call does so. script_hook: the script's own excepthook,
-    which runs first.
+    """Print the exception and end all ranks; only the first call has an effect. The script's own hook `script_hook`
+    runs first.
 
-    An error that all ranks raise together is printed once, because the other ranks wait for rank 0 to print the error
-    and to end them.
+    An error that all ranks raise together is printed once, because the other ranks wait for rank 0 to print it and to
+    end them.
     """
     comm = hooks.find_communicator_to_abort()
     if not begun.acquire(blocking=False):
@@ -116,13 +115,13 @@ def _print_exception_and_end_all_ranks(
         time.sleep(_SECONDS_FOR_RANK_0)
     flush_and_write_stderr(format_rank_traceback(comm.rank, kind, error, trace, thread))
     hooks.notify_exit_listeners(code, kind.__name__)
-    time.sleep(_SECONDS_TO_DELIVER)  # the launcher forwards output in a process that abort will kill
+    time.sleep(_SECONDS_TO_DELIVER)  # give the launcher time to forward the output before abort kills it
     comm.abort(code)
 
 
 def _run_script_hook(script_hook: Callable[[], object]) -> int:
-    """Run a hook of the script, whose exceptions must not keep the job from ending. Return the exit status that the
-    hook requests, or 0."""
+    """Run an excepthook of the script, ignoring its exceptions, so that the job ends in any case. Return the exit
+    status that the hook requests, or 0."""
     try:
         script_hook()
     except SystemExit as end:
@@ -133,7 +132,7 @@ def _run_script_hook(script_hook: Callable[[], object]) -> int:
 
 
 def _is_raised_on_all_ranks(error: BaseException | None) -> bool:
-    """Return whether other ranks are likely to raise the same error. This is so for errors in options, batches and
+    """Return whether the other ranks probably raise the same error. This is so for errors in options, batches and
     calls, which all ranks check or agree on."""
     return isinstance(error, DesyncError) or (
         isinstance(error, FsdpxError) and not isinstance(error, CommError | OutOfMemory)
@@ -143,14 +142,20 @@ def _is_raised_on_all_ranks(error: BaseException | None) -> bool:
 def format_rank_traceback(
     rank: int, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None, thread: str = ""
 ) -> str:
-    """Return the traceback as text, preceded by the rank and host."""
+    """Return the traceback as text, preceded by the rank and the host name."""
     head = f"[rank {rank}/{platform.node()}]" + (f" in thread {thread}" if thread else "")
     return f"{head} {''.join(traceback.format_exception(kind, error, trace))}"
 
 
 class CommunicatorRequest(NamedTuple):
-    """A request for a communicator. comm: communicator of another library, to be adopted. rank, size: rank and size of
-    a fake communicator. device_map: the GPU of each local rank, for backends that use GPUs."""
+    """What a caller of `open_world` asks for.
+
+    Attributes
+    ----------
+    comm : communicator of another library that is to be used, or None
+    rank, size : rank and size of a fake communicator
+    device_map : GPU of each local rank, for backends that use GPUs
+    """
 
     settings: environment.Environment
     comm: Any = None
@@ -160,10 +165,13 @@ class CommunicatorRequest(NamedTuple):
 
 
 class BackendOpener(NamedTuple):
-    """The functions that open and choose a backend.
+    """The entry of one backend in `BACKENDS`, as functions of a request.
 
-    open: opens the communicator. adopts: returns whether the backend can adopt this communicator of another library.
-    suits: returns whether the backend is the default for the request; the first in `BACKENDS` that suits is used.
+    Attributes
+    ----------
+    open : opens the communicator
+    adopts : returns whether the backend can use this communicator of another library
+    suits : returns whether the backend is the default for a request; the first one in `BACKENDS` that suits is used
     """
 
     open: Callable[[CommunicatorRequest], Communicator]
@@ -231,8 +239,8 @@ def adopt_communicator(comm: Any, backend: str | None = None, device_map: Device
 
 
 def get_backend_name() -> str:
-    """Return the name of the default communicator's backend; if there is no default communicator, that of the backend
-    that would be opened."""
+    """Return the name of the default communicator's backend. If there is no default communicator, return the name of
+    the backend that `fsdpx.init()` would use."""
     opened = default_communicator.get_default()
     if opened is None:
         return next(
@@ -246,21 +254,22 @@ def get_backend_name() -> str:
 
 
 def find_node_communicator(comm: Any) -> NodeCommunicator | None:
-    """Return the node communicator inside the wrappers of `comm`, or None."""
+    """Search `comm` and the communicators that it wraps for a `NodeCommunicator`; return None if there is none."""
     comm = unwrap_communicator(comm)
     return comm if hasattr(comm, "allocate_node_buffer") else None
 
 
 def find_message_backend(comm: Any) -> MessageBackend | None:
-    """Return the backend that transfers bytes between processes, looking inside wrappers and node communicators; None
-    unless ranks are processes."""
+    """Search `comm`, its wrappers and node communicators for the backend that sends messages between processes. Return
+    None if ranks are not processes."""
     comm = unwrap_communicator(comm)
     comm = getattr(comm, "carrier", comm)
     return comm if isinstance(comm, MessageBackend) else None
 
 
 def open_survivor_communicator(comm: Any = None) -> SurvivorCommunicator:
-    """Return a new communicator of the same ranks that can outlive some of them; `comm` stays usable. Collective.
+    """Return a new communicator of the same ranks that keeps working when some of them die. `comm` stays usable.
+    Collective.
 
     `fsdpx.core.comm.can_survive` returns whether the new communicator does survive deaths. This needs Open MPI 5
     started with `mpiexec --with-ft ulfm`, or thread ranks started by `spawn(survive=True)`.
@@ -344,8 +353,8 @@ def open_local(request: CommunicatorRequest) -> Communicator:
 
 
 def open_mpi(request: CommunicatorRequest, shared: bool = False) -> Communicator:
-    """Open a communicator of all MPI ranks, or of the ranks of an mpi4py communicator. shared: use shared memory inside
-    hosts, if there are several ranks."""
+    """Open a communicator of all MPI ranks, or of the ranks of an mpi4py communicator. If `shared` is true and there
+    are several ranks, those of one host communicate in shared memory."""
     from fsdpx.core.comm.mpi.start import guarding_mpi_start
 
     with guarding_mpi_start() if request.comm is None else nullcontext():
@@ -356,7 +365,7 @@ def open_mpi(request: CommunicatorRequest, shared: bool = False) -> Communicator
         opened = set_up_world(
             MpiCommunicator(request.comm, request.settings.timeout or DEFAULT_TIMEOUT_SECONDS), shared
         )
-        hooks.release_hooks_of_owner(ranks)  # an exception's traceback would keep `ranks`, and so the hooks, alive
+        hooks.release_hooks_of_owner(ranks)  # otherwise the traceback of an exception would keep the hooks alive
         return opened
 
 
@@ -366,9 +375,11 @@ def _open_extension(name: str, request: CommunicatorRequest) -> Communicator:
 
 
 def set_up_world(carrier: MessageBackend, shared: bool) -> Communicator:
-    """Return the world communicator around a connected backend, after installing hooks, comparing settings and sharing
-    cores between the ranks of a host. Collective. shared: use shared memory inside hosts, if there are several
-    ranks."""
+    """Return the world communicator around the connected backend `carrier`. Collective.
+
+    Installs excepthooks, checks that settings are the same on all ranks, and divides the cores of a host among its
+    ranks. If `shared` is true and there are several ranks, those of one host communicate in shared memory.
+    """
     from fsdpx.core.array import cores
     from fsdpx.core.comm.node.node import NodeCommunicator
 
@@ -384,7 +395,7 @@ def set_up_world(carrier: MessageBackend, shared: bool) -> Communicator:
 
 
 def _require_mpi_with_all_ranks(request: CommunicatorRequest) -> None:
-    """Raise ConfigError unless MPI can be loaded, and LaunchError unless it has as many ranks as the launcher
+    """Raise ConfigError if MPI cannot be loaded, and LaunchError if it has another number of ranks than the launcher
     started."""
     try:
         from mpi4py import MPI
@@ -396,7 +407,7 @@ def _require_mpi_with_all_ranks(request: CommunicatorRequest) -> None:
 
 
 def parse_mpi_library_name(text: str) -> str:
-    """Return the name of an MPI library, which is the first line of its `Get_library_version()`."""
+    """Return the name of an MPI library from the text of `Get_library_version()`, whose first line it is."""
     return " ".join(text.strip("\0\n ").split("\n")[0].strip("\0").split())
 
 
@@ -507,7 +518,7 @@ def spawn(
 
 
 class _NamedExits:
-    """A context manager inside which `os._exit` prints which thread rank ended the process."""
+    """A context manager inside which a call of `os._exit` first prints the thread rank that made it."""
 
     def __init__(self) -> None:
         self._hook, self._lock, self._inside = (
@@ -547,8 +558,8 @@ _exits_named = _NamedExits()
 
 
 def _join_and_find_unfinished_threads(threads: list[threading.Thread], world: ThreadWorld) -> list[threading.Thread]:
-    """Wait for all ranks; after one has failed, give the others _GRACE_SECONDS to end. Return the threads that have not
-    ended."""
+    """Wait for the threads of all ranks and return those that have not ended. After a failure, wait at most
+    _GRACE_SECONDS more."""
 
     def is_over() -> bool:
         return len(world.dead | world.returned) == len(threads)

@@ -1,8 +1,8 @@
-"""Ranks that are threads of this process: the reference backend.
+"""Ranks that are threads of one process: the reference backend.
 
-Ranks synchronize in three kinds of events: collectives, which wait for all ranks; messages, which wait for their peer;
-and votes of the living ranks. The last rank to arrive copies the data of all ranks from array to array; reductions are
-in rank order.
+Threads synchronize in collectives, which wait for all ranks; in messages, which wait for the other side; and in votes
+of the living ranks. The thread that arrives last copies the data of all ranks directly from array to array. Reductions
+are in rank order.
 """
 
 from __future__ import annotations
@@ -36,15 +36,19 @@ _LONG_POLL_SECONDS = 0.2
 
 
 class RankDied(BaseException):
-    """Raise this in a thread rank to end it like a killed process. With `spawn(survive=True)` the other ranks live on
-    and get RankLost; otherwise the death ends them like any other error."""
+    """Raise this exception in a thread rank to make it die like a killed process. With `spawn(survive=True)`, the
+    other ranks continue and get RankLost; otherwise the death ends them like any other error."""
 
 
 class ThreadWorld:
-    """All thread ranks of one `spawn`. They share one lock, and the first failure ends all of them.
+    """The shared state of all thread ranks of one call of `spawn`: one lock, and the first failure, which ends all
+    ranks.
 
-    timeout: limit of a wait in seconds. survive: whether the other ranks live on after a death (`RankDied`), which is
-    then not a failure. dead, returned: ranks that have died, and ranks whose function has returned.
+    Attributes
+    ----------
+    timeout : longest time that a rank waits, in seconds
+    survive : whether the other ranks continue when a rank raises `RankDied`, which is then not a failure
+    dead, returned : ranks that have died, and ranks whose function has returned
     """
 
     def __init__(self, timeout: float = DEFAULT_TIMEOUT_SECONDS, survive: bool = False) -> None:
@@ -56,8 +60,8 @@ class ThreadWorld:
         self.returned: set[int] = set()
 
     def record_failure(self, error: BaseException) -> None:
-        """Record the first failure, which all ranks will raise, and wake them. A survivable death is not a failure: see
-        `record_death`."""
+        """Record the first failure and wake all ranks, which then raise it. The death of a rank that the others
+        survive is recorded by `record_death` instead."""
         if self.survive and isinstance(error, RankDied):
             return
         with self.condition:
@@ -66,13 +70,14 @@ class ThreadWorld:
             self.condition.notify_all()
 
     def raise_in_all_ranks(self, error: BaseException | None) -> None:
-        """Raise `error` here and in every other rank, unless it is None."""
+        """Raise `error` here and in every other rank; do nothing if `error` is None."""
         if error is not None:
             self.record_failure(error)
             raise error
 
     def raise_if_failed(self) -> None:
-        """Raise if a rank has failed: `DesyncError` if the rank failed with one, otherwise `Aborted`."""
+        """Raise DesyncError if a rank has failed with a DesyncError, and Aborted if a rank has failed with another
+        error."""
         failure = self.failure
         if isinstance(failure, DesyncError):
             raise DesyncError(*failure.args)
@@ -80,21 +85,21 @@ class ThreadWorld:
             raise Aborted(f"another rank failed first: {type(failure).__name__}: {failure}") from failure
 
     def record_death(self, rank: int) -> None:
-        """Record that this rank has died and no longer accesses any array; wake the ranks that wait for it."""
+        """Record that `rank` has died and no longer accesses any array, and wake the ranks that wait for it."""
         with self.condition:
             self.dead.add(rank)
             self.condition.notify_all()
 
     def record_return(self, rank: int) -> None:
-        """Record that the function of this rank has returned, so that the rank makes no further call; wake the ranks
-        that wait for it."""
+        """Record that the function of `rank` has returned, so that it makes no further calls, and wake the ranks that
+        wait for it."""
         with self.condition:
             self.returned.add(rank)
             self.condition.notify_all()
 
     def find_returned_rank_error(self, missing: Iterable[int], waiting: Sequence[int], call: str) -> DesyncError | None:
         """Return the error of a call that can never complete because one of the `missing` ranks has returned; None if
-        none of them has. waiting: the ranks that wait in the call."""
+        none has. `waiting` are the ranks that have made the call."""
         gone = sorted(self.returned.intersection(missing))
         if not gone:
             return None
@@ -104,27 +109,28 @@ class ThreadWorld:
         return DesyncError(f"{who} while ranks {sorted(waiting)} wait in {call}: {alike}")
 
     def complete_events_and_wake_ranks(self, *events: ThreadCollective | ThreadMessage) -> None:
-        """Mark these events as complete and wake the ranks that wait for them."""
+        """Mark collectives or messages as complete, and wake the ranks that wait for them."""
         with self.condition:
             for event in events:
                 event.done = True
             self.condition.notify_all()
 
     def wait_for_change(self, event: ThreadCollective | ThreadMessage, progress: Progress, deadline: float) -> None:
-        """Sleep, with the lock held, until something may have changed or pending transfers need to be advanced. Raise
-        CommTimeout after `deadline`."""
+        """Sleep until another thread may have completed `event`, or until pending transfers are due to be polled.
+        Raise CommTimeout after `deadline`. The caller holds the lock."""
         self.raise_if_failed()
         self.condition.wait(_POLL_SECONDS if progress.pending else _LONG_POLL_SECONDS)
         if time.monotonic() > deadline and not event.done:
             raise CommTimeout(f"not done after {self.timeout:g} s: {event}")
 
     def compute_deadline(self) -> float:
-        """Return the time, on the monotonic clock, at which a wait that begins now times out."""
+        """Return the time, on the monotonic clock, at which a wait that begins now must time out."""
         return time.monotonic() + self.timeout
 
 
 class ThreadGroup:
-    """The shared state of one communicator: incomplete collectives, unmatched messages, and open votes."""
+    """State of one communicator that its thread ranks share: incomplete collectives, unmatched messages and undecided
+    votes."""
 
     def __init__(self, world: ThreadWorld, members: Sequence[int]) -> None:
         self.world = world
@@ -141,33 +147,33 @@ class ThreadGroup:
         return tuple(rank for rank, member in enumerate(self.members) if member in dead) if dead else ()
 
     def revoke(self) -> None:
-        """Invalidate this group for new calls and wake the waiting ranks. Transfers whose data is being copied still
-        complete."""
+        """Let all new and waiting calls on this communicator fail. Only transfers whose data is already being copied
+        still complete."""
         with self.world.condition:
             self.revoked = True
             self.world.condition.notify_all()
 
     def raise_if_rank_lost(self, call: str, rank: int, needs: set[int]) -> None:
-        """Raise RankLost if a call of `rank` can never complete because a rank that it `needs` has died or the group is
-        revoked. Call with the lock held."""
+        """Raise RankLost if the communicator is revoked or one of the ranks in `needs`, which the call waits for, has
+        died. The caller holds the lock."""
         self.world.raise_if_failed()
         lost = self.get_failed_ranks()
         if self.revoked or not needs.isdisjoint(lost):
             raise make_rank_lost_error(f"{call} on rank {rank} of {len(self.members)}", lost)
 
     def find_returned_rank_error(self, event: ThreadCollective | ThreadMessage) -> DesyncError | None:
-        """Return the error of an event that can never complete because a rank that it waits for has returned, or None.
-        Call with the lock held."""
+        """Return the error of a collective or message that can never complete because a rank that it waits for has
+        returned, else None. The caller holds the lock."""
         if not self.world.returned:
             return None
         missing, waiting = ([self.members[rank] for rank in ranks] for ranks in (event.missing, event.waiting_ranks))
         return self.world.find_returned_rank_error(missing, waiting, event.name)
 
     def find_rank_lost_error(self, event: ThreadCollective | ThreadMessage, rank: int) -> RankLost | None:
-        """Return the error of an event that can never complete because of a death or a revocation, or None. Call with
-        the lock held.
+        """Return the error of a collective or message that can never complete because of a death or a revocation, else
+        None. The caller holds the lock.
 
-        Data that is being copied is copied to the end even in a revoked group, unless the rank that copies it dies.
+        A copy that has begun is completed even if the communicator is revoked, unless the rank that copies dies.
         Otherwise a rank would see a transfer fail while another thread still writes to its arrays.
         """
         lost = self.get_failed_ranks()
@@ -176,8 +182,8 @@ class ThreadGroup:
         return make_rank_lost_error(f"{event.name} on rank {rank} of {len(self.members)}", lost)
 
     def decide_if_all_voted(self, number: int, vote: Vote, decide: Callable[[list[Any]], Any]) -> bool:
-        """Decide `vote` once every member has voted or died; return whether it is decided. A rank that votes or dies
-        later changes nothing. Call with the lock held."""
+        """Compute the result of `vote` as soon as every member has voted or died; return whether it is decided. Later
+        deaths do not change the result. The caller holds the lock."""
         if not vote.done and not vote.missing.difference(self.get_failed_ranks()):
             del self.votes[number]
             vote.result, vote.done = decide([vote.given[rank] for rank in sorted(vote.waiting_ranks)]), True
@@ -188,8 +194,14 @@ class ThreadGroup:
 
 
 class ThreadCollective:
-    """One collective of a group. given: what each rank passed. needs: ranks without which it cannot complete. moving:
-    whether all ranks have arrived and the last one is copying the data."""
+    """State of one collective that the thread ranks share.
+
+    Attributes
+    ----------
+    given : what each rank passed, in rank order
+    needs : ranks without which the collective cannot complete
+    moving : whether all ranks have arrived and the last one is copying the data
+    """
 
     def __init__(self, verb: str, what: str, terms: tuple, members: Sequence[int]) -> None:
         self.verb, self.what, self.terms = verb, what, terms
@@ -210,11 +222,12 @@ class ThreadCollective:
 
     @property
     def waiting_ranks(self) -> set[int]:
-        """Ranks that have called this collective."""
+        """Ranks that have arrived at this collective."""
         return set(range(len(self.members))) - self.missing
 
     def find_mismatch(self, rank: int, verb: str, what: str, terms: tuple) -> DesyncError | None:
-        """Return the error if `rank` makes another call than the ranks before it, else None."""
+        """Return the error for a `rank` that makes a different call than the ranks that arrived before it, else None.
+        """
         if (verb, terms) == (self.verb, self.terms):
             return None
         others = sorted(self.waiting_ranks)
@@ -222,7 +235,7 @@ class ThreadCollective:
         return DesyncError(f"ranks called different collectives: rank {rank} {own_call}; ranks {others} {theirs}")
 
     def add_arrival(self, rank: int, given: Any) -> bool:
-        """Store what `rank` passed; return True for the last rank, which copies the data."""
+        """Store what `rank` passed. Return True if this is the last rank to arrive, which then copies the data."""
         self.given[rank] = given
         self.missing.discard(rank)
         if not self.missing:
@@ -231,8 +244,12 @@ class ThreadCollective:
 
 
 class ThreadMessage:
-    """One side of a message between two ranks. needs: the rank of the other side; once the data is being copied
-    (`moving`), the rank that copies."""
+    """The send or the receive of a message between two ranks.
+
+    Attributes
+    ----------
+    needs : rank of the other side; while the data is being copied (`moving`), the rank that copies
+    """
 
     __slots__ = ("array", "done", "moving", "name", "needs", "rank")
 
@@ -245,12 +262,12 @@ class ThreadMessage:
         return f"rank {self.rank}: {self.name}: the other side has not called"
 
     def set_copying_rank(self, mover: int) -> None:
-        """Record that the other side has arrived and that rank `mover` copies the data."""
+        """Record that both sides have arrived and that rank `mover` copies the data."""
         self.needs, self.moving = {mover}, True
 
     @property
     def missing(self) -> set[int]:
-        """The rank of the other side, as a set; empty once it has arrived."""
+        """Set with the rank of the other side; empty once that rank has arrived."""
         return set() if self.moving else self.needs
 
     @property
@@ -258,7 +275,7 @@ class ThreadMessage:
         return {self.rank}
 
     def find_mismatch(self, target: ThreadMessage) -> DesyncError | None:
-        """Return the error if sender and receiver pass arrays of different size or dtype, else None."""
+        """Return an error if send and receive pass arrays of different size or dtype, else None."""
         sent, wanted = self.array, target.array
         if sent.size == wanted.size and sent.dtype == wanted.dtype:
             return None
@@ -269,7 +286,7 @@ class ThreadMessage:
 
 
 class Vote(ThreadCollective):
-    """A joint decision of the living members of a group, made when each member has voted or died."""
+    """A joint decision of a group, made as soon as each member has voted or died."""
 
     def __str__(self) -> str:
         return f"{self.verb}: ranks {sorted(self.missing)} have neither called it nor died"
@@ -281,7 +298,7 @@ class Vote(ThreadCollective):
 
 
 class ThreadTransfer:
-    """The handle of one rank for a collective or a message."""
+    """The handle of one rank that takes part in a collective or a message."""
 
     __slots__ = ("_group", "_progress", "_rank", "event")
 
@@ -312,7 +329,7 @@ class ThreadTransfer:
                 world.wait_for_change(event, progress, deadline)
 
     def _raise_if_broken(self) -> None:
-        """Raise if the event can never complete. Call with the lock held."""
+        """Raise an error if the transfer can never complete. The caller holds the lock."""
         if not self.event.done:
             if error := self._group.find_rank_lost_error(self.event, self._rank):
                 raise error
@@ -326,7 +343,7 @@ def execute_all_gather(calls: Sequence[Call]) -> None:
 
 
 def execute_reduce_scatter(calls: Sequence[Call]) -> None:
-    # an in-place call writes to the start of a `send`, whose pieces have been read by then
+    # an in-place call overwrites the start of its `send`, which has been read by then
     for rank, call in enumerate(calls):
         parts = [call.partitions[0].get_piece(other.arrays[0], rank) for other in calls]
         reduce_in_rank_order_into(parts, call.op, [call.arrays[1]])
@@ -374,7 +391,7 @@ def execute_all_to_all(calls: Sequence[Call]) -> None:
 
 
 def execute_barrier(calls: Sequence[Call]) -> None:
-    """Transfer no data."""
+    """Do nothing: a barrier transfers no data."""
 
 
 COLLECTIVES: dict[str, Callable[[Sequence[Call]], None]] = {
@@ -392,11 +409,12 @@ def _require_same_size(call: Call, source: int, part: Array, dest: int, count: i
 
 
 class LocalCommunicator(Backend, SurvivorCommunicator):
-    """The communicator of one thread rank; it outlives dead ranks if the world survives deaths (`spawn(survive=True)`).
+    """The communicator of one thread rank. With `spawn(survive=True)`, it keeps working when other ranks die.
 
-    A collective completes when the last rank arrives; that rank copies the data of all. Reductions are in rank order. A
-    send completes when its receive is posted, so code that relies on buffered sends fails here. delays: random number
-    generator for sleeps of up to 2 ms before each call, to test other orders of arrival.
+    A collective completes when the last rank arrives; that rank copies the data of all ranks. Reductions are in rank
+    order. A send completes only when its receive is posted, so code that relies on buffered sends fails here. For
+    tests, the random number generator `delays` adds sleeps of up to 2 ms before each call, so that ranks arrive in
+    varying orders.
     """
 
     def __init__(
@@ -421,7 +439,7 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
                 call.verb, call.what, tuple(get_common_arguments(call).values()), call, COLLECTIVES[call.verb]
             )
         if call.verb not in ("send", "recv"):
-            return super().start_transfer(call)  # built from messages
+            return super().start_transfer(call)  # these operations are built from messages
         sending, (array,) = call.verb == "send", call.arrays
         name = f"{call.name} {'to' if sending else 'from'} rank {call.root}, tag {call.tag}"
         pair = (self.rank, call.root) if sending else (call.root, self.rank)
@@ -461,7 +479,7 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
 
         def check_ranks(missing: Callable[[], Sequence[int]], what: str) -> None:
             world.raise_if_failed()
-            # a rank may act and return after one look at who is missing: who returned is read before another look
+            # read `returned` before calling `missing()` again: a rank may act and return between two calls
             if returned := set(world.returned):
                 gone = returned.intersection(members[rank] for rank in missing())
                 error = world.find_returned_rank_error(gone, [members[self.rank]], f"a window for {what}")
@@ -470,23 +488,21 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
         return ThreadWindow(self.rank, parts, locks, world.timeout, check_ranks, lambda r: members[r] in world.dead)
 
     def close(self) -> None:
-        """Do nothing: the group is freed with its last rank."""
+        """Do nothing: the shared state is freed when no rank refers to it anymore."""
 
     def abort(self, code: int = 1) -> None:
-        """End all thread ranks of this world: raise `Aborted` here at once, and in the other ranks when they next
-        wait."""
+        """End all thread ranks of this `spawn`: raise `Aborted` at once in this rank, and in the other ranks when they
+        next wait."""
         error = Aborted(f"rank {self._group.members[self.rank]} aborted all ranks with code {code}")
         self._group.world.record_failure(error)
         raise error
-
-    # -- deaths ----------------------------------------------------------------------------------
 
     def get_failed_ranks(self) -> tuple[int, ...]:
         return self._group.get_failed_ranks()
 
     def revoke(self) -> None:
-        """Revoke this group and its subgroups, even those that this rank no longer uses, because others may be waiting
-        there for this rank."""
+        """Revoke this communicator and its subgroups, even those that this rank no longer uses, because other ranks
+        may be waiting there for this rank."""
         self._group.revoke()
         for part in self._parts:
             part.revoke()
@@ -510,7 +526,7 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
 
     def _vote_and_wait(self, verb: str, given: Any, decide: Callable[[list[Any]], Any]) -> Any:
         """Vote in the next decision of this communicator, wait until all living ranks have voted, and return the
-        result."""
+        result of `decide`."""
         self._delay_randomly()
         group, number, world = self._group, self._votes, self._group.world
         self._votes += 1
@@ -528,8 +544,6 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
                     return vote.result
                 world.wait_for_change(vote, self.progress, deadline)
 
-    # -- meetings --------------------------------------------------------------------------------
-
     def _join_collective_and_wait(self, verb: str, given: Any, exchange: Callable[[list[Any]], Any]) -> Any:
         transfer = self._join_collective(verb, "", (), given, exchange)
         transfer.wait()
@@ -539,7 +553,8 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
     def _join_collective(
         self, verb: str, what: str, terms: tuple, given: Any, exchange: Callable[[list[Any]], Any]
     ) -> ThreadTransfer:
-        """Join the next collective of this communicator; the last rank to arrive copies the data of all."""
+        """Take part in the next collective of this communicator and return its handle. The last rank to arrive copies
+        the data of all ranks by calling `exchange`."""
         self._delay_randomly()
         group, number = self._group, self._calls
         self._calls += 1
@@ -567,8 +582,8 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
         world.complete_events_and_wake_ranks(operation)
 
     def _post_message(self, message: ThreadMessage, key: tuple[int, int, int], sending: bool) -> Handle:
-        """Match the other side of a message, or queue until the other side arrives. The side that arrives second copies
-        the data."""
+        """Match this send or receive with the other side, or queue it until the other side arrives. The side that
+        arrives second copies the data."""
         self._delay_randomly()
         group = self._group
         own_queue, others = (group.sends, group.recvs) if sending else (group.recvs, group.sends)

@@ -1,5 +1,5 @@
-"""The mesh: coordinates of each rank along the axes pipe (pipeline), replica, shard and tensor, and the communicators
-along these axes."""
+"""The device mesh: coordinates of each rank along the axes pipe (pipeline), replica, shard and tensor, and the
+communicators along these axes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ AXES_OF_ONE_REPLICA = ("pipe", "shard", "tensor")
 
 
 class MeshCoordinates(NamedTuple):
-    """The coordinates of a rank on the mesh."""
+    """The position of a rank along each of the four mesh axes."""
 
     pipe: int
     replica: int
@@ -43,11 +43,12 @@ class MeshCoordinates(NamedTuple):
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class Mesh:
-    """The widths of the four axes. One of them may be None; it is then as wide as needed to use all ranks.
+    """The number of ranks along each of the four mesh axes. One of them may be None; it is then chosen so that all
+    ranks are used.
 
-    Ranks that hold parts of one sample (`domain`) are neighbors on the data axis, which is replica x shard. For
-    parameters, they are data ranks like all others. `Mesh(replica=2, domain=(2, 2))` on 8 ranks processes two samples
-    at a time, each divided over 4 ranks.
+    The ranks among which one sample is divided (`domain`) are neighbors on the data axis, which is replica x shard.
+    They hold parameters like all other data ranks. For example, `Mesh(replica=2, domain=(2, 2))` on 8 ranks processes
+    two samples at a time, each divided among 4 ranks.
 
     Parameters
     ----------
@@ -118,19 +119,20 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """Number of ranks; raises MeshError while an axis is None."""
+        """Number of ranks of the mesh. Raises MeshError while the width of an axis is None."""
         return prod(self.shape)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Widths in the order of `AXES`; raises MeshError while an axis is None."""
+        """Number of ranks along each axis, in the order of `AXES`. Raises MeshError while the width of an axis is
+        None."""
         pipe, replica, shard, tensor = self._get_axis_widths()
         if pipe is None or replica is None or shard is None or tensor is None:
             raise MeshError(f"{self}: call resolve(world_size) first, one axis is still open")
         return pipe, replica, shard, tensor
 
     def width_of(self, axis: str) -> int:
-        """Return the width of an axis.
+        """Return the number of ranks along an axis.
 
         Parameters
         ----------
@@ -144,7 +146,7 @@ class Mesh:
         Raises
         ------
         MeshError
-            while an axis is None
+            while the width of an axis is None
         """
         if axis == "world":
             return self.size
@@ -153,7 +155,7 @@ class Mesh:
         return self.shape[AXES.index(axis)]
 
     def resolve_open_axis(self, world_size: int) -> Mesh:
-        """Return this mesh with the width of the axis that is None filled in.
+        """Return this mesh with a width for the axis that is None, chosen so that all ranks are used.
 
         Parameters
         ----------
@@ -183,8 +185,8 @@ class Mesh:
         return replace(self, **filled)
 
     def fill_from_strategy(self, strategy: str | Sharding, world_size: int) -> Mesh:
-        """Return this mesh with all widths filled in. Widths of the data axis that the mesh leaves open follow from the
-        strategy.
+        """Return this mesh with all widths set. The sharding strategy determines the replica and shard widths that the
+        mesh leaves open.
 
         Parameters
         ----------
@@ -208,7 +210,8 @@ class Mesh:
         elif self.domain and self.shard is None and self.replica is not None and world_size % beside == 0:
             data = world_size // beside
             if data == self.replica * prod(self.domain) and resolve_sharding(strategy, data).shard == 1:
-                mesh = replace(self, replica=data, shard=1)  # the ranks of one sample also hold copies
+                # ranks that divide a sample also hold full copies of the model
+                mesh = replace(self, replica=data, shard=1)
         return mesh.resolve_open_axis(world_size)
 
     def coordinates_of(self, rank: int) -> MeshCoordinates:
@@ -296,8 +299,8 @@ class Mesh:
 
 
 def _parse_dim_widths(name: str, widths: Any) -> tuple[int, ...]:
-    """Return the numbers of ranks along 1 to 3 dims as a tuple; raise MeshError, which names the option, for other
-    values."""
+    """Return the number of ranks along each of 1 to 3 dims as a tuple. Raise MeshError, which names the option `name`,
+    if `widths` is anything else."""
     given = tuple(widths) if isinstance(widths, Iterable) else (widths,)
     if len(given) > 3 or any(isinstance(n, bool) or not hasattr(n, "__index__") or n < 1 for n in given):
         raise MeshError(f"mesh {name}={widths!r}: ranks along each of 1 to 3 dims, at least 1, such as (2, 2)")
@@ -306,12 +309,19 @@ def _parse_dim_widths(name: str, widths: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class MeshAxes:
-    """The communicators of one rank along each axis of a mesh.
+    """The communicators of one rank along the axes of a mesh.
 
-    data: replica x shard. world: all ranks. group: the ranks that train in lockstep, which are all ranks, or those of
-    one replica if replicas train independently (local SGD). parts: the data ranks that hold parts of the same samples.
-    domain: for each dim that is divided, the ranks of `parts` along it. samples: the data ranks that hold the same part
-    of other samples. groups: the sets of ranks that share samples; None: each data rank has its own undivided samples.
+    Attributes
+    ----------
+    replica, shard, pipe, tensor : ranks that differ from this rank only along that axis
+    data : ranks along the data axis, which is replica x shard
+    world : all ranks
+    group : ranks that train in lockstep: all ranks, or those of one replica if replicas train independently (local SGD)
+    parts : data ranks among which this rank's samples are divided
+    domain : for each dim that is divided, the ranks of `parts` along that dim
+    samples : data ranks that hold the same part of other samples
+    counters : counts of calls and bytes, by axis
+    groups : the sets of ranks that share samples; None if samples are not divided
     """
 
     mesh: Mesh
@@ -332,14 +342,15 @@ class MeshAxes:
 
     @property
     def reduction_axes(self) -> tuple[str, ...]:
-        """The axes over which gradients are summed: those data axes that have several ranks, or the shard axis if none
-        has."""
+        """Names of the axes over which gradients are summed: "shard" and "replica", without those of a single rank,
+        but at least "shard"."""
         wide = tuple(name for name in ("shard", "replica") if getattr(self, name).size > 1)
         return wide or ("shard",)
 
     @cached_property
     def ranks_sharing_samples(self) -> list[list[int]]:
-        """The groups of data ranks that share samples."""
+        """The data ranks, grouped by the samples that they share; each inner list holds the ranks among which the same
+        samples are divided."""
         if self.groups is None:
             return [[rank] for rank in range(self.data.size)]
         data = self.mesh.ranks_along(self.coordinates, ("replica", "shard"))
@@ -347,12 +358,12 @@ class MeshAxes:
 
     @property
     def uncounted_world(self) -> Communicator:
-        """The communicator of all ranks without counting, for messages that are not part of training."""
+        """A communicator of all ranks whose traffic is not counted, for messages that are not part of training."""
         return self.world.comm if isinstance(self.world, CountingCommunicator) else self.world
 
     def subgroup(self, name: str, ranks: Sequence[int]) -> Communicator:
-        """Return a new communicator of some ranks of the world, whose calls are counted under `name`; the caller closes
-        it. Collective: all ranks call it, each with its own group."""
+        """Return a new communicator of `ranks`, which are ranks of the world. Its traffic is counted under `name`, and
+        the caller closes it. Collective: all ranks call it, each with its own group."""
         assert isinstance(self.world, CountingCommunicator)
         return CountingCommunicator(self.world.comm.subgroup(ranks), name, self.counters)
 
@@ -363,11 +374,14 @@ class MeshAxes:
 
 
 class SampleGroups(NamedTuple):
-    """The data ranks that share samples.
+    """The groups of data ranks among which samples are divided (domain parallelism).
 
-    axis: the name under which their messages are counted. dims: number of ranks along each dim that is divided.
-    own_ranks: the world ranks that hold parts of this rank's samples, with the last dim varying fastest. members: the
-    ranks of each such group on this data axis, in the same order.
+    Attributes
+    ----------
+    axis : name under which messages between these ranks are counted
+    dims : number of ranks along each dim that is divided
+    own_ranks : world ranks that hold parts of this rank's samples; the last dim varies fastest
+    members : the world ranks of every group on this data axis, in the order of `own_ranks`
     """
 
     axis: str
@@ -376,7 +390,7 @@ class SampleGroups(NamedTuple):
     members: tuple[tuple[int, ...], ...]
 
     def ranks_along(self, rank: int, dim: int) -> list[int]:
-        """Return the ranks that differ from `rank` only along dim number `dim`."""
+        """Return the world ranks whose grid position differs from that of `rank` only along dim `dim`, in order."""
         rank_index, step = self.own_ranks.index(rank), prod(self.dims[dim + 1 :])
         first = rank_index - rank_index // step % self.dims[dim] * step
         return [self.own_ranks[first + i * step] for i in range(self.dims[dim])]
@@ -385,7 +399,7 @@ class SampleGroups(NamedTuple):
 def connect_axes(
     mesh: Mesh, comm: Communicator, check: bool = False, local: bool = False, samples: SampleGroups | None = None
 ) -> MeshAxes:
-    """Return the communicators of this rank along the axes of `mesh`. Collective.
+    """Create the communicators of this rank along the axes of `mesh`. Collective.
 
     Each distinct group is created once; an axis of width 1 gets a communicator of one rank, without MPI. Calls are
     counted by axis name.
@@ -396,7 +410,7 @@ def connect_axes(
     comm : communicator of all ranks of the mesh
     check : whether ranks exchange a fingerprint of each collective before it starts
     local : whether replicas train independently (local SGD), so that `group` is one replica
-    samples : the ranks that share samples (default: each data rank has its own samples)
+    samples : the groups of ranks that share samples (default: each data rank has its own samples)
 
     Returns
     -------
@@ -435,7 +449,7 @@ def connect_axes(
     if samples is None:
         comms |= {"parts": CountingCommunicator(single_comm, "parts", counters), "samples": comms["data"]}
         return MeshAxes(mesh, place, **comms, counters=counters, opened_communicators=tuple(communicators))  # type: ignore[arg-type]
-    # creating a group is collective over all ranks, so the sequence of groups must not depend on the rank
+    # creating a group is collective over all ranks, so all ranks must create the groups in the same order
     here = samples.own_ranks
     parts = single_comm if len(here) == 1 else open_subgroup(here)
     others = [member[here.index(comm.rank)] for member in samples.members]
@@ -466,5 +480,5 @@ def connect_axes(
 
 
 def make_single_rank_axes() -> MeshAxes:
-    """Return the axes of a single rank, without MPI."""
+    """Return the mesh communicators of a job with a single rank, without MPI."""
     return connect_axes(Mesh(), make_single_rank_communicator())

@@ -1,7 +1,7 @@
-"""The base class of backends that send messages between processes, and how such backends transfer GPU arrays.
+"""The base class of backends that send messages between processes, and the transfer of GPU arrays by such backends.
 
-A large GPU array is sent through the host in overlapping chunks in pinned buffers. Transfers with one peer do not wait
-for those with another.
+A large GPU array is sent through pinned host buffers in overlapping chunks. Transfers with different ranks advance
+independently.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ __all__ = [
 
 
 def find_inner_with_attribute(comm: Any, name: str) -> Any:
-    """Return the first communicator with an attribute `name`, searching from `comm` inwards through its wrappers and
-    carriers; None if there is none."""
+    """Search `comm` and the communicators that it wraps, from the outside in, and return the first one that has an
+    attribute `name`; None if there is none."""
     while comm is not None and not hasattr(comm, name):
         comm = getattr(comm, "comm", None) or getattr(comm, "carrier", None)
     return comm
@@ -41,28 +41,31 @@ CHUNK_SLOTS = 4
 
 
 def has_gpu_array(arrays: Iterable[Array]) -> bool:
-    """Return whether an array of a call is on a GPU; arrays may be None."""
+    """Return whether at least one array is on a GPU. Entries may be None."""
     return any(type(array) is not np.ndarray and get_device_of_array(array) is not CPU for array in arrays)
 
 
 def synchronize_devices(arrays: Iterable[Array]) -> None:
-    """Wait until the devices of these arrays have completed everything that this thread has issued, because MPI does
-    not know about streams."""
+    """Wait until the GPUs of these arrays have completed all work that this thread has issued. MPI does not know about
+    streams, so this must precede a transfer."""
     for device in {get_device_of_array(array) for array in arrays}:
         device.synchronize()
 
 
 def is_sent_in_chunks(call: Call) -> bool:
-    """Return whether the GPU arrays of a call are sent as messages in chunks. This is so if an array is larger than one
-    chunk, or if ranks do not know the lengths of all arrays. All ranks get the same answer."""
+    """Return whether a call on GPU arrays is executed as messages in chunks.
+
+    This is so if an array is larger than one chunk, or if array lengths may differ between ranks. All ranks get the
+    same result.
+    """
     return not CALL_SPECS[call.verb].same_size or any(
         array.nbytes > CHUNK_BYTES for array in call.arrays if array is not None
     )
 
 
 def start_messages_through_host(comm: MessageBackend, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
-    """Start the messages of a call whose arrays are all on one GPU. Scratch: CHUNK_SLOTS chunks of pinned memory for
-    each array."""
+    """Start the sends and receives of a call whose arrays are all on one GPU, in chunks through host memory. Scratch:
+    CHUNK_SLOTS chunks of pinned memory for each array."""
     arrays = [array for _, array in (*outgoing, *incoming)]
     side = get_device_of_array(arrays[0]).make_copier(arrays[0])
 
@@ -88,8 +91,8 @@ Phase = Callable[[Array, Array], Handle]
 
 
 class _ChunkPipeline:
-    """The transfer of one array to or from one rank. Each chunk passes through two phases, in order, and keeps its
-    pinned buffer throughout."""
+    """The transfer of one GPU array to or from one rank, chunk by chunk. Each chunk is copied between the GPU and a
+    pinned buffer, and sent from or received into that buffer."""
 
     def __init__(self, array: Array, first: Phase, second: Phase) -> None:
         data = array.view("uint8")
@@ -115,7 +118,7 @@ class _ChunkPipeline:
 
 
 class _ChunkPipelines:
-    """The handle of the transfers of all arrays of a call, which advance independently."""
+    """The handle of the chunked transfers of all arrays of a call, which advance independently."""
 
     def __init__(self, comm: MessageBackend, call: Call, belts: list[_ChunkPipeline]) -> None:
         self._comm, self._call, self._belts = comm, call, belts
@@ -138,36 +141,45 @@ DEFAULT_TIMEOUT_SECONDS = 1800.0
 
 
 class MessageBackend(Backend):
-    """A backend that sends messages between processes. library: short name of the library that transfers the bytes.
-    timeout: limit of a single wait, in seconds."""
+    """Base class of backends that send messages between processes.
+
+    Attributes
+    ----------
+    library : short name of the library that transfers the bytes
+    timeout : longest time of a single wait, in seconds
+    """
 
     library: ClassVar[str]
     timeout: float
 
     def set_timeout(self, seconds: float) -> None:
-        """Set the limit of a single wait, in seconds."""
+        """Set the longest time of a single wait, in seconds."""
         self.timeout = seconds
 
     @property
     @abstractmethod
     def native_verbs(self) -> frozenset[str]:
-        """Operations that the library runs itself for dtypes that it can add. All other operations are built from
-        messages."""
+        """Names of the operations that the library provides itself, for dtypes that it can add. All other operations
+        are built from messages."""
 
     def start_message(self, call: Call) -> Handle:
-        """Start a "send" or a "recv"."""
+        """Start a call that is a "send" or a "recv"."""
         pairs = [(call.root, call.arrays[0])]
         return self.start_messages(call, pairs, []) if call.verb == "send" else self.start_messages(call, [], pairs)
 
     def start_gpu_transfer(self, call: Call, start_on_host: Callable[[Call], Handle]) -> Handle:
-        """Start a call of GPU arrays with a library that supports only host memory. Small arrays are copied to the host
-        and passed to `start_on_host`. Large arrays are sent as messages in chunks, and sums are computed on the GPU."""
+        """Start a call on GPU arrays with a library that supports only host memory.
+
+        Small arrays are copied to the host and passed to `start_on_host`. Large arrays are sent as messages in chunks,
+        and sums are computed on the GPU.
+        """
         if not is_sent_in_chunks(call):
             return stage_through_host(call, start_on_host)
         return self.start_message(call) if call.verb in ("send", "recv") else super().start_transfer(call)
 
     def start_all_gather_with_gaps(self, call: Call, counts: Sequence[int], displs: Sequence[int]) -> Handle:
-        """Start an all-gather whose pieces may leave gaps in `recv`; up to 2^31 elements."""
+        """Start an all-gather in which rank r's piece of `counts[r]` elements is stored at index `displs[r]` of
+        `recv`, so that there may be gaps between pieces. Up to 2^31 elements."""
         send, recv = call.arrays
         parts = [recv[start : start + count] for start, count in zip(displs, counts, strict=True)]
         copy_unless_same(parts[self.rank], send)

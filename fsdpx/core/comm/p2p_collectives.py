@@ -1,8 +1,8 @@
-"""Collectives built from point-to-point messages, for backends without a better algorithm: direct, ring, and with
-16-bit transport.
+"""Collectives built from point-to-point messages, for backends without a better algorithm. There are direct and ring
+algorithms, and sums that are sent in 16 bits.
 
-Values are added in rank order. 16-bit floats are sent as 16 bits, added in float32 by the rank that owns the piece, and
-rounded once.
+Values are added in rank order. 16-bit floats are sent as 16 bits, added in float32 by the rank that owns the piece,
+and rounded once. In the costs below, n is the size of the full array in bytes and N the number of ranks.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ Pairs = Sequence[tuple[int, Array]]
 
 
 class Messenger(Protocol):
-    """The backend attributes needed by collectives that are built on point-to-point messages."""
+    """The attributes of a backend that collectives built from point-to-point messages need."""
 
     rank: int
     size: int
     progress: Progress
 
     def start_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
-        """Send and receive these arrays under the tag of the call; return one handle for all messages."""
+        """Start to send and receive (rank, array) pairs under the tag of `call`; return one handle for all messages."""
 
 
 Collective = Callable[[Messenger, Call], Handle]
 
 
 def start_all_gather(comm: Messenger, call: Call) -> Handle:
-    """Start an all-gather: each rank sends its piece to all others, n(N-1)/N bytes."""
+    """Start an all-gather in which each rank sends its piece to all other ranks: n(N-1)/N bytes per rank."""
     (_, recv), (pieces,) = call.arrays, call.partitions
     own_part = pieces.get_piece(recv, comm.rank)
     copy_unless_same(own_part, call.arrays[0])
@@ -62,13 +62,14 @@ def start_all_gather(comm: Messenger, call: Call) -> Handle:
 
 
 def start_reduce_scatter(comm: Messenger, call: Call) -> Handle:
-    """Start a reduce-scatter: each piece is sent to its owner, which adds the pieces; n(N-1)/N bytes, scratch n."""
+    """Start a reduce-scatter in which each piece is sent to its owner, which adds the pieces: n(N-1)/N bytes per rank,
+    scratch n."""
     send, recv = call.arrays
     return GeneratorHandle(_reduce_to_owners(comm, call, send, recv, call.partitions[0]), comm.progress)
 
 
 def start_all_reduce(comm: Messenger, call: Call) -> Handle:
-    """Start an all-reduce: a reduce-scatter and an all-gather of the sums, 2n(N-1)/N bytes, scratch n."""
+    """Start an all-reduce as a reduce-scatter followed by an all-gather: 2n(N-1)/N bytes per rank, scratch n."""
     (buf,) = call.arrays
     pieces = make_balanced_partition(buf.size, comm.size)
     own_part = pieces.get_piece(buf, comm.rank)
@@ -77,7 +78,7 @@ def start_all_reduce(comm: Messenger, call: Call) -> Handle:
 
 
 def start_broadcast(comm: Messenger, call: Call) -> Handle:
-    """Start a broadcast: the root sends to all others, n(N-1) bytes at the root, n elsewhere."""
+    """Start a broadcast in which the root sends to all other ranks: n(N-1) bytes at the root, n elsewhere."""
     (buf,) = call.arrays
     if comm.rank == call.root:
         return comm.start_messages(call, _pair_array_with_others(comm, buf), [])
@@ -85,7 +86,7 @@ def start_broadcast(comm: Messenger, call: Call) -> Handle:
 
 
 def start_reduce(comm: Messenger, call: Call) -> Handle:
-    """Start a reduce: a reduce-scatter and a gather at the root, 2n(N-1)/N bytes at the root, n elsewhere; scratch n +
+    """Start a reduce as a reduce-scatter followed by a gather: 2n(N-1)/N bytes at the root, n elsewhere; scratch n +
     n/N."""
     send, recv = call.arrays
     pieces = make_balanced_partition(send.size, comm.size)
@@ -95,7 +96,7 @@ def start_reduce(comm: Messenger, call: Call) -> Handle:
 
 
 def start_gather(comm: Messenger, call: Call) -> Handle:
-    """Start a gather: the root receives every piece, n(N-1)/N bytes at the root, n/N elsewhere."""
+    """Start a gather in which each rank sends its piece to the root: n(N-1)/N bytes at the root, n/N elsewhere."""
     send, recv = call.arrays
     if comm.rank != call.root:
         return comm.start_messages(call, [(call.root, send)], [])
@@ -104,7 +105,7 @@ def start_gather(comm: Messenger, call: Call) -> Handle:
 
 
 def start_scatter(comm: Messenger, call: Call) -> Handle:
-    """Start a scatter: the root sends every piece, n(N-1)/N bytes at the root, n/N elsewhere."""
+    """Start a scatter in which the root sends each rank its piece: n(N-1)/N bytes at the root, n/N elsewhere."""
     send, recv = call.arrays
     if comm.rank != call.root:
         return comm.start_messages(call, [], [(call.root, recv)])
@@ -113,7 +114,7 @@ def start_scatter(comm: Messenger, call: Call) -> Handle:
 
 
 def start_all_to_all(comm: Messenger, call: Call) -> Handle:
-    """Start an all-to-all: each piece is sent directly to its destination."""
+    """Start an all-to-all in which each piece is sent directly to its destination."""
     (send, recv), (sent, received) = call.arrays, call.partitions
     copy_unless_same(received.get_piece(recv, comm.rank), sent.get_piece(send, comm.rank))
     return comm.start_messages(
@@ -122,7 +123,7 @@ def start_all_to_all(comm: Messenger, call: Call) -> Handle:
 
 
 def start_barrier(comm: Messenger, call: Call) -> Handle:
-    """Start a barrier: each rank sends a byte to each other rank."""
+    """Start a barrier in which each rank sends one byte to each other rank."""
     here, there = np.zeros(1, np.uint8), np.empty(comm.size, np.uint8)
     return comm.start_messages(
         call,
@@ -161,20 +162,20 @@ def _list_other_ranks(comm: Messenger) -> list[int]:
 
 
 def _pair_array_with_others(comm: Messenger, array: Array) -> Pairs:
-    """Return (rank, array) for each other rank, with the same array."""
+    """Return (rank, array) for each other rank; all pairs contain the same array."""
     return [(rank, array) for rank in _list_other_ranks(comm)]
 
 
 def _pair_pieces_with_others(comm: Messenger, array: Array, pieces: FlatPartition) -> Pairs:
-    """Return (rank, piece) for each other rank, with that rank's piece of the array."""
+    """Return (rank, piece) for each other rank, where `piece` is that rank's piece of `array`."""
     return [(rank, pieces.get_piece(array, rank)) for rank in _list_other_ranks(comm)]
 
 
 def iterate_ring_all_reduce(issue: Callable[[Call], Handle], rank: int, size: int, call: Call) -> Iterator[Handle]:
-    """Reduce-scatter and then all-gather around the ring; yield the handle of each message. Scratch: n/N.
+    """Run a ring all-reduce, that is, a reduce-scatter and an all-gather around the ring; yield the handle of each
+    message. Scratch: n/N bytes.
 
-    Each element is combined once per rank around the ring, on one rank at a time, so that all ranks end with the same
-    bits.
+    Each element is summed along the ring by one rank at a time, so that all ranks end with the same bits.
     """
     buf, op = call.arrays[0], call.op
     pieces = make_balanced_partition(buf.size, size)
@@ -208,15 +209,15 @@ FIRST_RUN_ELEMENTS = 16
 
 
 def start_rounded_reduce_scatter(comm: Communicator, call: Call) -> Handle:
-    """Start a reduce-scatter whose summands are rounded to `call.wire` and added by the owner of each piece. Scratch:
-    none if all pieces are equal, else n in that dtype."""
+    """Start a reduce-scatter whose summands are sent in the 16-bit dtype `call.wire` and added by the owner of each
+    piece. Scratch: none if all pieces have the same size, else n in that dtype."""
     send, recv = call.arrays
     return _start_rounded_reduce_to_owners(comm, call, send, recv, call.partitions[0].counts)
 
 
 def start_rounded_all_reduce(comm: Communicator, call: Call) -> Handle:
-    """Reduce to the owners of the pieces and wait for the result; then start an all-gather of the sums, rounded to
-    `call.wire`."""
+    """Start an all-reduce in the 16-bit dtype `call.wire`: wait for the reduce-scatter, then start an all-gather of
+    the rounded sums."""
     (buf,) = call.arrays
     xp, pieces = namespace_of(buf), make_balanced_partition(buf.size, comm.size)
     own_count, wire = pieces.counts[comm.rank], buf.view(call.wire)[: buf.size]
@@ -240,7 +241,7 @@ def _start_rounded_reduce_to_owners(
 ) -> Handle:
     n, own_count, width = send.size, counts[comm.rank], comm.size
     xp, scratch, arriving = namespace_of(send), send.view(call.wire), own_count * width
-    # if they fit, received pieces are stored in `send`, behind the data to send and later behind the sum
+    # received pieces are stored at the end of `send` if they do not overlap the data to send and the later sum
     if arriving <= scratch.size - max(n, own_count * send.itemsize // 2):
         parts = scratch[scratch.size - arriving :]
     else:
@@ -251,7 +252,8 @@ def _start_rounded_reduce_to_owners(
     within = 0 <= get_data_pointer(recv) - get_data_pointer(send) < send.nbytes
 
     def add_pieces() -> None:
-        total = send[:own_count] if within else recv  # others have read that memory, and it holds no received piece
+        # safe to overwrite: the data was sent, and no received piece is stored here
+        total = send[:own_count] if within else recv
         store(xp, parts[:own_count], total)
         for r in range(1, width):
             add_widened(xp, parts[r * own_count : (r + 1) * own_count], total)
@@ -262,22 +264,25 @@ def _start_rounded_reduce_to_owners(
 
 
 def _narrow_in_place(xp: Any, x: Array, out: Array) -> None:
-    """Cast x to `out`, which begins at the same byte and has smaller elements."""
+    """Cast x to the smaller dtype of `out`, which begins at the same memory address."""
     out[:FIRST_RUN_ELEMENTS] = cast_float(xp, x[:FIRST_RUN_ELEMENTS], out.dtype)
     for start, stop in _iterate_doubling_runs(x.size):
         store(xp, x[start:stop], out[start:stop])
 
 
 def _widen_in_place(xp: Any, x: Array, out: Array) -> None:
-    """Cast x to `out`, which begins at the same byte and has larger elements."""
+    """Cast x to the larger dtype of `out`, which begins at the same memory address."""
     for start, stop in reversed(list(_iterate_doubling_runs(x.size))):
         store(xp, x[start:stop], out[start:stop])
     out[:FIRST_RUN_ELEMENTS] = cast_float(xp, x[:FIRST_RUN_ELEMENTS], out.dtype)
 
 
 def _iterate_doubling_runs(size: int) -> Iterator[tuple[int, int]]:
-    """Yield runs of elements, each as long as all runs before it together. With elements of half the size, a run then
-    ends where its source begins, so the cast does not overlap."""
+    """Yield (start, stop) of runs of elements, each as long as all runs before it together.
+
+    If the elements of the target have half the size of those of the source, a target run ends where its source run
+    begins, so that the cast of a run does not overlap.
+    """
     start = FIRST_RUN_ELEMENTS
     while start < size:
         yield start, min(2 * start, size)

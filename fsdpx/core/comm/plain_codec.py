@@ -1,5 +1,5 @@
-"""A codec of plain data, with which ranks exchange information about their work. Decoding runs no code of the sender,
-and its memory use is bounded."""
+"""Serialization of plain data, with which ranks exchange information about their work. Unlike unpickling, decoding
+never runs code of the sender, and its memory use is bounded."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _NAMED = {letter: value for value, letter in _SINGLE.items()}
 
 
 def pack(value: Any) -> bytes:
-    """Return the encoded bytes of a value: numbers, text, bytes, arrays, paths, collections of these, and value classes
-    of fsdpx.
+    """Encode a value as bytes. It may consist of numbers, text, bytes, arrays, paths, collections of these, and value
+    classes of fsdpx.
 
     Raises ConfigError for any other object. Use `all_gather_object` for objects of users.
     """
@@ -41,10 +41,10 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: Any) -> Any:
-    """Return the value that another rank packed; raise CommError for invalid bytes.
+    """Decode the bytes that another rank made with `pack`. Raises CommError for invalid bytes.
 
-    Calls no code except value classes of fsdpx that this process has loaded, and needs memory only in proportion to the
-    number of bytes.
+    The only code that it calls is that of value classes of fsdpx that this process has loaded. It needs memory only in
+    proportion to the number of bytes.
     """
     reader = _PlainReader(memoryview(data).cast("B"))
     try:
@@ -56,9 +56,6 @@ def unpack(data: Any) -> Any:
     except Exception as error:
         raise CommError(f"a rank has sent what is no plain data ({type(error).__name__}: {error})") from error
     return value
-
-
-# -- writing -----------------------------------------------------------------------------------------------------------
 
 
 def _write_value(buffer: io.BytesIO, value: Any, depth: int) -> None:
@@ -139,11 +136,8 @@ def _is_value_class(kind: type) -> bool:
     return kind.__module__.partition(".")[0] == "fsdpx" and of_values
 
 
-# -- reading -----------------------------------------------------------------------------------------------------------
-
-
 class _PlainReader:
-    """A decoder. data: bytes from another rank. at: position of the next byte."""
+    """Decoder of the bytes `data` from another rank. `at` is the position of the next byte."""
 
     def __init__(self, data: memoryview) -> None:
         self.data, self.at = data, 0
@@ -194,8 +188,8 @@ class _PlainReader:
         return np.frombuffer(bytearray(self.read_next_bytes(count * dtype.itemsize)), dtype).reshape(shape)
 
     def read_class(self) -> type:
-        """Read the name of a value class of fsdpx and return the class if this process has loaded it; otherwise raise
-        ValueError."""
+        """Read the name of a value class of fsdpx and return the class. Raise ValueError if this process has not
+        loaded it."""
         module, _, name = self.read_next_text().partition(":")
         kind: Any = sys.modules.get(module) if module.partition(".")[0] == "fsdpx" else None
         for part in name.split("."):

@@ -1,4 +1,4 @@
-"""Reductions on one rank: which operations are defined for which dtypes, and sums in rank order."""
+"""Reductions on one rank: which operations are defined for which dtypes, and sums of several arrays in rank order."""
 
 from __future__ import annotations
 
@@ -43,29 +43,33 @@ def get_dtype_kind(dtype: np.dtype) -> str:
 
 
 def is_half(dtype: np.dtype) -> bool:
-    """Return whether `dtype` is a 16-bit float, whose sums are computed in float32."""
+    """Return whether `dtype` is float16 or bfloat16, whose sums are computed in float32."""
     return get_dtype_kind(dtype) == "half"
 
 
 def is_summed_in_rank_order(op: ReduceOp, dtype: np.dtype) -> bool:
-    """Return whether fsdpx combines the values itself, in rank order, because libraries give different results. This
-    applies to 16-bit sums, and to MAX and MIN of floats, where a NaN on any rank must reach all ranks."""
+    """Return whether fsdpx combines the values itself, in rank order, because communication libraries give different
+    results.
+
+    This applies to sums of 16-bit floats, and to MAX and MIN of floats, where a NaN on any rank must reach all ranks.
+    """
     return is_half(dtype) or (op in (ReduceOp.MAX, ReduceOp.MIN) and get_dtype_kind(dtype) == "float")
 
 
 def is_reduction_compilable(dtype: np.dtype, op: ReduceOp) -> bool:
-    """Return whether compiled code can add these values. Such sums are most of the traffic of training."""
+    """Return whether compiled code can reduce arrays of this dtype. It can for most of the traffic of training, which
+    consists of sums."""
     return dtype.char in "fd" and op in (ReduceOp.SUM, ReduceOp.AVG)
 
 
 def get_ufunc(op: ReduceOp) -> np.ufunc:
-    """Return the ufunc that combines two values. AVG combines values like SUM; the result is divided at the end."""
+    """Return the NumPy ufunc that combines two values. For AVG this is `add`; the sum is divided at the end."""
     return _UFUNCS[op]
 
 
 @lru_cache(maxsize=64)
 def explain_undefined_reduction(op: ReduceOp, dtype: np.dtype) -> str | None:
-    """Return text that explains why `op` is not defined for `dtype`; None if it is defined."""
+    """Return text that explains why `op` is not defined for `dtype`, or None if it is defined."""
     if op is ReduceOp.AVG and get_dtype_kind(dtype) in ("integer", "bool"):
         return f"AVG of {dtype.name} would not be {dtype.name}: use SUM, or a float array"
     if op in (ReduceOp.MAX, ReduceOp.MIN) and get_dtype_kind(dtype) == "complex":
@@ -79,11 +83,11 @@ until it is written to all outputs."""
 
 
 def reduce_in_rank_order_into(arrays: Sequence[Array], op: ReduceOp, outs: Sequence[Array], wire: Any = None) -> None:
-    """Set each of `outs` to arrays[0] op arrays[1] op ... in that order, computing 16-bit floats in float32 and reading
-    each array once.
+    """Reduce `arrays` elementwise in the given order and write the result to each of `outs`. 16-bit floats are
+    computed in float32, and each array is read once.
 
-    One of `outs` may be the same array as one of `arrays`. wire: dtype to which arrays are rounded before they are
-    combined, and to which the result is rounded if there are several `outs`.
+    An array may be both in `arrays` and in `outs`. If `wire` is not None, arrays are rounded to that dtype before they
+    are combined, and the result is rounded to it if there are several `outs`.
     """
     ufunc, first = get_ufunc(op), outs[0]
     xp = np if type(first) is np.ndarray else namespace_of(first)
@@ -112,7 +116,8 @@ def reduce_in_rank_order_into(arrays: Sequence[Array], op: ReduceOp, outs: Seque
 
 
 def _combine_pair_into(ufunc: np.ufunc, arrays: Sequence[Array], outs: Sequence[Array]) -> None:
-    """Combine two arrays in one pass. This is the most frequent case, often with small arrays."""
+    """Combine two arrays in one pass, without temporary arrays. This is the most frequent case, often with small
+    arrays."""
     with np.errstate(all="ignore"):
         ufunc(arrays[0], arrays[1], out=outs[0])
     for out in outs[1:]:
@@ -124,7 +129,7 @@ def _round_to_wire(x: Array, wire: Any) -> Array:
 
 
 def _copy_converted_into(xp: Any, x: Array, out: Array) -> None:
-    """Copy x to out; either may be a 16-bit float."""
+    """Copy x to `out`, converting from or to 16-bit floats if necessary."""
     if x.dtype == out.dtype:
         out[...] = x
     else:
@@ -132,7 +137,7 @@ def _copy_converted_into(xp: Any, x: Array, out: Array) -> None:
 
 
 def _reduce_into(xp: Any, ufunc: np.ufunc, x: Array, total: Array) -> None:
-    """Set total to total op x; x may be a 16-bit float."""
+    """Combine `total` with x in place; x may have a 16-bit dtype."""
     if ufunc is np.add and x.dtype != total.dtype:
         add_widened(xp, x, total)
     else:

@@ -1,4 +1,5 @@
-"""Start and stop the watchdog of ranks that wait for each other, if FSDPX_WATCH and the communicator allow it."""
+"""Start and stop the watchdog that reports ranks which wait for each other too long. It is only used if FSDPX_WATCH
+and the communicator allow it."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ __all__ = ["can_be_watched", "detach_watchdog", "report_call_to_watchdog", "star
 
 
 def can_be_watched(comm: Any) -> bool:
-    """Return whether a watchdog is useful for `comm`: it has several ranks, its ranks are processes (thread ranks
-    detect missing ranks themselves), and FSDPX_WATCH is not 0."""
+    """Return whether a watchdog is useful for `comm`: it has several ranks, they are processes (thread ranks detect
+    missing ranks themselves), and FSDPX_WATCH is not 0."""
     base = unwrap_communicator(comm)
     return bool(base.size > 1 and hasattr(base, "timeout") and environment.read_environment().watch)
 
 
 def start_watching(comm: Any, *other_comms: Any, timeout: float | None = None, extend_waits: bool = True) -> Any:
-    """Start the watchdog of the ranks of `comm` and return it (see `fsdpx.ext.watch.watchdog`); return None if `comm`
+    """Start a watchdog (`fsdpx.ext.watch.watchdog`) for the ranks of `comm` and return it; return None if `comm`
     cannot be watched. Collective."""
     if not can_be_watched(comm):
         return None
@@ -28,20 +29,21 @@ def start_watching(comm: Any, *other_comms: Any, timeout: float | None = None, e
 
 
 def start_watching_axes(axes: MeshAxes) -> Any:
-    """Watch all communicators of a mesh; return this rank's observer for the engine, or None. Collective."""
+    """Start a watchdog for all communicators of a mesh. Return the observer that this rank's engine reports to, or
+    None. Collective."""
     watcher = start_watching(axes.world, axes.replica, axes.shard, axes.data, axes.pipe, axes.tensor)
     return None if watcher is None else watcher.record
 
 
 def report_call_to_watchdog(comm: Any, call: str) -> None:
-    """Tell the watchdog of `comm` that this rank has reached `call`, which all ranks of `comm` make."""
+    """Tell the watchdog of `comm`, if there is one, that this rank has reached the collective `call`."""
     watcher = getattr(unwrap_communicator(comm), "watched_by", None)
     if watcher is not None:
         watcher.record.on_collective_call(call)
 
 
 def detach_watchdog(comm: Any) -> Any:
-    """Stop watching `comm`, which is abandoned, so that no rank waits on it anymore. Return its watchdog, or None."""
+    """Stop watching `comm`, on which no rank will wait anymore. Return its watchdog, or None."""
     base = unwrap_communicator(comm)
     watcher, base.watched_by = base.watched_by, None
     if watcher is not None:

@@ -1,5 +1,5 @@
-"""One-sided memory: each rank has a part that all other ranks read and write without its participation (as in MPI
-RMA)."""
+"""One-sided communication: each rank has a part of a window that all other ranks read and write without its
+participation, as in MPI RMA."""
 
 from __future__ import annotations
 
@@ -25,10 +25,14 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 20e-6, 1e-3
 
 
 class Window(ABC):
-    """Memory with one part on each of `size` ranks. own: the part of this rank as bytes, initially zero. timeout: limit
-    of a wait in seconds.
+    """Memory with one part on each of `size` ranks, which all ranks can access.
 
-    Only `close` is collective, and no call requires the owner of a part to take any action.
+    Only `close` is collective, and no access requires the owner of a part to take any action.
+
+    Attributes
+    ----------
+    own : bytes of this rank's part, initially zero
+    timeout : longest time of a wait, in seconds
     """
 
     def __init__(self, rank: int, size: int, own: Array, timeout: float) -> None:
@@ -36,54 +40,60 @@ class Window(ABC):
 
     @abstractmethod
     def open_part(self, rank: int, start: int, stop: int, write: bool = True) -> AbstractContextManager[Array]:
-        """Return a context manager that yields bytes [start, stop) of the part of `rank`; no other rank has the part
-        open meanwhile.
+        """Return a context manager that yields bytes [start, stop) of the part of `rank` and locks that part.
 
-        write: changes are stored; if False, other ranks may read at the same time. A rank that opens two parts must
-        open the part of the lower rank first.
+        If `write` is true, changes are stored and no other rank has the part open at the same time. Otherwise other
+        ranks may read it at the same time. To avoid deadlocks, a rank that opens two parts must open the part of the
+        lower rank first.
         """
 
     @abstractmethod
     def read_word(self, rank: int, word_index: int) -> int:
-        """Return the 64-bit word number `word_index` of the part of `rank` at once, even while another rank has the
-        part open."""
+        """Return the 64-bit word with index `word_index` of the part of `rank`, without waiting for ranks that have
+        the part open."""
 
     @abstractmethod
     def write_word(self, word_index: int, value: int) -> None:
-        """Set 64-bit word number `word_index` of this rank's part, which no other rank writes."""
+        """Set the 64-bit word with index `word_index` of this rank's part. No other rank may write that word."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free the memory; no view of it may be used afterwards. Collective."""
+        """Free the memory. Views of it must not be used afterwards. Collective."""
 
     def has_rank_died(self, rank: int) -> bool:
-        """Return whether this rank knows that `rank` has died."""
+        """Return whether `rank` is known to have died."""
         return False
 
     def check_ranks_and_make_progress(self, missing: Callable[[], Sequence[int]] = list, what: str = "") -> None:  # noqa: B027 - most check nothing
-        """Raise if the ranks for which this rank waits, which `missing` returns, can never arrive; called between two
-        polls of a wait. Also make progress for other ranks if the library makes progress only inside its calls."""
+        """Raise an error if the ranks that this rank waits for can never arrive; called between two polls of a wait.
+        `missing` returns those ranks.
+
+        If the library makes progress only inside its calls, this also makes progress for other ranks.
+        """
 
     def access_epoch(self, kind: str) -> AbstractContextManager[None]:
-        """Return the context manager for a rank's accesses to the parts of all ranks. kind: "pull", "push" or "mix"."""
+        """Return a context manager around this rank's accesses to the parts of other ranks. `kind` is "pull", "push"
+        or "mix"."""
         return nullcontext()
 
     def stop_accessing(self) -> None:  # noqa: B027 - does nothing where time is real
-        """Announce that this rank enters a synchronization of all ranks and will not access the window until it is
-        over."""
+        """Announce that this rank will not access the window until the next synchronization of all ranks is over."""
 
     def wait_until_none_missing(self, missing: Callable[[], Sequence[int]], what: str) -> None:
-        """Wait until `missing()`, which returns the ranks that have yet to act, is empty. The result must stay empty
-        from then on. Raise CommTimeout after `timeout` seconds. what: what this rank waits for, as text."""
+        """Wait until `missing()`, which returns the ranks that have yet to act, is empty; raise CommTimeout after
+        `timeout` seconds.
+
+        Once empty, the result of `missing` must stay empty. `what` is text that says what this rank waits for.
+        """
         self.poll_until_none_missing(missing, what)
 
     def wait_for_all_ranks(self, missing: Callable[[], Sequence[int]], what: str) -> None:
-        """Wait until all living ranks have arrived and none of them needs this rank anymore. missing: returns the ranks
-        that are still absent."""
+        """Wait until all living ranks have arrived and none of them needs this rank to make progress. `missing`
+        returns the ranks that have not arrived."""
         self.poll_until_none_missing(missing, what)
 
     def poll_until_none_missing(self, missing: Callable[[], Sequence[int]], what: str) -> None:
-        """Poll until `missing()` is empty, with growing pauses; raise CommTimeout after `timeout` seconds."""
+        """Poll `missing()` with growing pauses until it is empty; raise CommTimeout after `timeout` seconds."""
         end, pause = time.monotonic() + self.timeout, FIRST_PAUSE_SECONDS
         while late := missing():
             self.check_ranks_and_make_progress(missing, what)
@@ -94,20 +104,22 @@ class Window(ABC):
 
 
 def allocate_aligned(nbytes: int) -> Array:
-    """Return an array of `nbytes` zero bytes that starts on a cache line."""
+    """Return an array of `nbytes` zero bytes whose address is a multiple of the cache line size."""
     buffer = np.zeros(nbytes + CACHE_LINE_BYTES, np.uint8)
     start = -buffer.__array_interface__["data"][0] % CACHE_LINE_BYTES
     return buffer[start : start + nbytes]
 
 
 class SharedWindow(Window):
-    """A window whose parts all ranks can address directly: `open_part` yields a view of the memory itself."""
+    """A window whose parts are all in the memory of this process: `open_part` yields a view of the memory itself, not
+    a copy."""
 
     parts: list[Array]
 
     @abstractmethod
     def lock_part(self, rank: int, write: bool) -> AbstractContextManager[Any]:
-        """Return a context manager that locks the part of a rank; the lock is released if its holder dies."""
+        """Return a context manager that locks the part of `rank`. The lock is released if the rank that holds it dies.
+        """
 
     @contextmanager
     def open_part(self, rank: int, start: int, stop: int, write: bool = True) -> Iterator[Array]:
@@ -122,8 +134,13 @@ class SharedWindow(Window):
 
 
 class ThreadWindow(SharedWindow):
-    """A window of thread ranks. check: raises an error if another rank has failed, or if one of the missing ranks has
-    returned. dead: returns whether a rank has died."""
+    """A window shared by thread ranks.
+
+    Parameters
+    ----------
+    check : called while waiting; raises an error if another rank has failed, or if a missing rank has returned
+    dead : returns whether a rank has died
+    """
 
     def __init__(
         self, rank: int, parts: list[Array], locks: list[threading.Lock], timeout: float,

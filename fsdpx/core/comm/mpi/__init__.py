@@ -1,1 +1,1 @@
-"""Ranks as MPI processes, through mpi4py. Importing this package loads no MPI."""
+"""The MPI backend, through mpi4py. Importing this package does not load MPI."""

@@ -1,5 +1,5 @@
-"""Ranks as MPI processes, through mpi4py: nonblocking collectives, waits with a timeout, windows, and ranks that
-survive the death of others."""
+"""The MPI backend, through mpi4py: nonblocking collectives, waits with a timeout, one-sided windows, and communicators
+that survive the death of ranks."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ failure mitigation (ULFM)."""
 
 @cache
 def is_ulfm_active() -> bool:
-    """Return whether this job outlives dead ranks: it uses Open MPI, started with `mpiexec --with-ft ulfm`. Otherwise
-    the launcher ends the job when a rank dies; MPICH's launcher does so even with -disable-auto-cleanup."""
+    """Return whether this job continues when a rank dies, which needs Open MPI started with `mpiexec --with-ft ulfm`.
+    Other launchers end the job, even MPICH's with -disable-auto-cleanup."""
     return bool(DEATH_ERROR_CODES) and "Open MPI" in MPI.Get_library_version() and environment.read_environment().ulfm
 
 
 def require_ulfm() -> None:
-    """Raise ConfigError if this mpi4py cannot ask MPI which ranks have died."""
+    """Raise ConfigError if this version of mpi4py cannot ask MPI which ranks have died."""
     if not hasattr(MPI, _NAMES[0]):
         raise ConfigError(
             f"ranks that outlive others (mpiexec --with-ft ulfm) need mpi4py 4.0 or newer, and this is "
@@ -84,10 +84,13 @@ def get_failed_ranks(comm: MPI.Intracomm) -> tuple[int, ...]:
 
 
 def skip_finalize_barrier() -> None:
-    """Make MPI_Finalize skip its barrier in this process. If several ranks die at about the same time, the launcher of
-    Open MPI 5.0 sometimes still expects dead ranks in that barrier, and the job never ends. Equivalent to
-    OMPI_MCA_async_mpi_finalize=1, which would have to be set before MPI is initialized."""
-    with suppress(ValueError, OSError):  # another version of Open MPI lacks this variable
+    """Make MPI_Finalize skip its barrier in this process.
+
+    If several ranks die at about the same time, the launcher of Open MPI 5.0 sometimes still waits for dead ranks in
+    that barrier, and the job never ends. This call is equivalent to OMPI_MCA_async_mpi_finalize=1, which would have to
+    be set before MPI is initialized.
+    """
+    with suppress(ValueError, OSError):  # other versions of Open MPI may lack this variable
         ctypes.c_bool.in_dll(ctypes.CDLL(MPI.__file__), "ompi_async_mpi_finalize").value = True
 
 
@@ -100,8 +103,8 @@ _BOOL = np.dtype(bool)
 
 class MpiRequests:
     """The handle of the MPI requests of one call. It keeps all buffers alive until all requests are complete, because
-    mpi4py keeps only some of them alive. After an error, each call of `test` raises it again and advances the remaining
-    requests."""
+    mpi4py keeps only some of them alive. If a request fails, each call of `test` raises its error and advances the
+    remaining requests."""
 
     __slots__ = ("_buffers", "_comm", "_error", "_requests", "_test", "_verb", "_what")
 
@@ -130,8 +133,7 @@ class MpiRequests:
 
     @property
     def active(self) -> bool:
-        """True if MPI may still access a buffer. If one of several requests fails, the other requests stay under
-        way."""
+        """True if MPI may still access a buffer. If one of several requests fails, the other requests stay active."""
         return any(request != MPI.REQUEST_NULL for request in self._requests)
 
     def wait(self) -> None:
@@ -146,8 +148,11 @@ class MpiRequests:
 
 
 def translate_mpi_error(error: MPI.Exception, call_text: str, comm: MPI.Intracomm) -> CommError:
-    """Return RankLost if `comm` has lost a rank or was revoked, else CommError. The class of the error alone does not
-    tell: for several requests it is only "an error in a status", and a connection may break before MPI knows why."""
+    """Return RankLost if `comm` has lost a rank or was revoked, else CommError.
+
+    The error class of MPI does not suffice for this: for several requests it is only "an error in a status", and a
+    connection may break before MPI knows why.
+    """
     dead = get_failed_ranks(comm)
     if error.Get_error_class() in DEATH_ERROR_CODES or (DEATH_ERROR_CODES and (dead or comm.Is_revoked())):
         return make_rank_lost_error(call_text, dead)
@@ -155,7 +160,8 @@ def translate_mpi_error(error: MPI.Exception, call_text: str, comm: MPI.Intracom
 
 
 def as_wire_buffer(array: Array) -> Array:
-    """Return the buffer to pass to MPI. MPI has no bfloat16, and not always float16, so both are sent as uint16."""
+    """Return a view of `array` with a dtype that MPI can send. MPI has no bfloat16, and not always float16, so both
+    are sent as uint16."""
     return array.view(np.uint16) if is_half(array.dtype) else array
 
 
@@ -168,13 +174,13 @@ PROBES_PER_CHECK = 8
 
 
 class MpiWindow(Window):
-    """A window with a part for each rank of `comm`. Creating it is collective. `open_part` yields a copy, which is
-    written back if `write` is true.
+    """A one-sided window in MPI with a part for each rank of `comm`. Creating it is collective. `open_part` yields a
+    copy of the data, which is written back if `write` is true.
 
-    Where the network has no remote memory access, MPI libraries serve a part only while its owner is inside an MPI call
-    that polls the network. Accesses to parts on the same host may not poll it, so ranks that only wait for each other's
-    words would stall ranks of other hosts. Therefore a waiting rank polls the network itself, and no rank leaves a
-    synchronization before all have arrived; after that, no rank reads its words.
+    Where the network has no remote memory access, MPI libraries serve a part only while its owner is inside an MPI
+    call that polls the network. Accesses to parts on the same host may not poll it, so ranks that wait for each other
+    only by reading words would stall the ranks of other hosts. Therefore a waiting rank polls the network itself, and
+    no rank leaves a synchronization before all have arrived; after that, no rank reads its words.
     """
 
     def __init__(self, comm: MPI.Intracomm, nbytes: int, timeout: float) -> None:
@@ -234,13 +240,17 @@ MAX_MESSAGE_ELEMENTS = 2**31 - 1
 
 
 class MpiCommunicator(MessageBackend):
-    """An MPI communicator. It is a duplicate (`raw`), so that messages of the solver that owns the original
-    communicator cannot match ours.
+    """A communicator on MPI. It duplicates the given communicator (`raw` is the duplicate), so that its messages
+    cannot be confused with those of the application that owns the original.
 
-    timeout: seconds a wait lasts before CommTimeout. limit: maximum number of elements of one MPI message; longer
-    transfers are split. A transfer advances while any handle of the process is tested or waited for, by one thread at a
-    time. GPU arrays are passed to MPI if the communicator `takes_gpus` (`fsdpx.ext.gpu.visible_devices`). Otherwise
-    they go through the host: small ones directly, large ones as messages in chunks, with sums computed on the GPU.
+    A transfer advances while any handle of the process is tested or waited for, by one thread at a time. GPU arrays
+    are passed to MPI if the communicator `takes_gpus` (`fsdpx.ext.gpu.visible_devices`). Otherwise they go through the
+    host: small ones directly, large ones as messages in chunks, with sums computed on the GPU.
+
+    Attributes
+    ----------
+    timeout : seconds that a wait lasts before it raises CommTimeout
+    limit : maximum number of elements of one MPI message; longer transfers are split
     """
 
     library = "mpi"
@@ -267,10 +277,8 @@ class MpiCommunicator(MessageBackend):
     def __repr__(self) -> str:
         return f"MpiCommunicator(rank={self.rank}, size={self.size})"
 
-    # -- calls -----------------------------------------------------------------------------------
-
     def start_transfer(self, call: Call) -> Handle:
-        """Start a call. Errors that MPI raises here are translated like those of its requests."""
+        """Start a call; convert an exception that MPI raises at once to a CommError, as errors of its requests are."""
         try:
             if self.takes_gpus or not has_gpu_array(call.arrays):
                 return self._start_call(call)
@@ -279,8 +287,8 @@ class MpiCommunicator(MessageBackend):
             raise self._translate_error(error, call) from error
 
     def _start_call(self, call: Call) -> Handle:
-        """Start a call with the MPI library, or with messages if the library lacks the operation or values must be
-        combined in rank order."""
+        """Start a call with the MPI library. If the library lacks the operation, or if values must be combined in rank
+        order, build it from messages."""
         begin = _NATIVE_CALLS.get(call.verb)
         if begin is None or (call.verb in _REDUCTIONS and is_summed_in_rank_order(call.op, call.arrays[0].dtype)):
             return super().start_transfer(call)
@@ -340,8 +348,9 @@ class MpiCommunicator(MessageBackend):
         return self._average_when_done(call, handle, recv)
 
     def _start_long_reduce_scatter(self, call: Call) -> Handle:
-        """Start one reduce per owner. If the call is in place, this rank's piece is reduced where it is stored, because
-        the reduces of other ranks read the start of the array."""
+        """Start a reduce-scatter that is too long for one MPI call as one reduce to each rank. If the call is in
+        place, this rank's piece is reduced where it is stored, because the reduces to other ranks still read the start
+        of the array."""
         (send, recv), (pieces,) = call.arrays, call.partitions
         own_part, requests = pieces.get_piece(send, self.rank), []
         target = own_part if is_in_place(send, recv) else recv
@@ -381,7 +390,8 @@ class MpiCommunicator(MessageBackend):
         return self._track_requests(call, [self.raw.Ibarrier()])
 
     def _split_message(self, array: Array) -> list[Any]:
-        """Return `array` in parts that each fit into one message; sender and receiver split the same way."""
+        """Divide `array` into parts that each fit into one MPI message; sender and receiver divide it in the same way.
+        """
         if array.size <= self.limit:
             return [array]
         return [array[start : start + self.limit] for start in range(0, array.size, self.limit)]
@@ -396,11 +406,9 @@ class MpiCommunicator(MessageBackend):
     def _translate_error(self, error: MPI.Exception, call: Call) -> CommError:
         return translate_mpi_error(error, f"{call.name} on rank {self.rank} of {self.size}", self.raw)
 
-    # -- groups ----------------------------------------------------------------------------------
-
     def window(self, nbytes: int) -> Window:
-        """Return a window in shared memory, which outlives ranks, if ranks may die and all of them are on one host;
-        otherwise a window of MPI."""
+        """Return a one-sided window of MPI. If ranks may die and all of them are on one host, return a window in
+        shared memory instead, which remains usable after a death."""
 
         if is_ulfm_active() and len(set(self.all_gather_data(platform.node()))) == 1:
             skip_finalize_barrier()
@@ -420,11 +428,11 @@ class MpiCommunicator(MessageBackend):
         return group
 
     def get_failed_ranks(self) -> tuple[int, ...]:
-        """Return the ranks that this rank knows to be dead, if other ranks live on; otherwise ()."""
+        """Return the ranks that this rank knows to be dead. The result is () if a death ends the entire job."""
         return get_failed_ranks(self.raw) if is_ulfm_active() else ()
 
     def close(self) -> None:
-        """Free the communicator. If a rank has died, keep the communicator until the process ends instead."""
+        """Free the communicator. If a rank has died, keep it until the process ends instead."""
         hooks.release_hooks_of_owner(self)
         if self.raw != MPI.COMM_NULL and not self.get_failed_ranks():
             self.raw.Free()
@@ -437,7 +445,7 @@ SECONDS_BETWEEN_ABORTS, SECONDS_TO_ABORT = 0.5, 5.0
 
 
 class MpiWorld:
-    """All MPI ranks before a communicator is opened, with just what is needed to abort them."""
+    """A minimal object for all MPI ranks, used to abort them while no communicator is open yet."""
 
     rank = property(lambda self: int(MPI.COMM_WORLD.Get_rank()))
 
@@ -453,15 +461,15 @@ class MpiWorld:
                 _exit(code)  # Open MPI 5.0 mistakes the abort of the last living rank for success
             if gone:  # Open MPI's launcher may hang if several ranks abort at once while another one dies
                 time.sleep(SECONDS_BETWEEN_ABORTS * sum(rank < MPI.COMM_WORLD.Get_rank() for rank in alive))
-            stuck = threading.Timer(SECONDS_TO_ABORT, _exit, (code,))  # in case the launcher does not answer the abort
+            # exit even if the launcher does not react to the abort
+            stuck = threading.Timer(SECONDS_TO_ABORT, _exit, (code,))
             stuck.daemon = True
             stuck.start()
         MPI.COMM_WORLD.Abort(code)
 
 
 def _duplicate_communicator(comm: MPI.Intracomm, timeout: float) -> MPI.Intracomm:
-    """Duplicate a communicator; raise CommTimeout if a rank that the others wait for has ended or does something
-    else."""
+    """Return a duplicate of a communicator. Raise CommTimeout if a rank does not take part within `timeout` seconds."""
     who = f"rank {comm.Get_rank()} of {comm.Get_size()}"
     try:
         duplicate, request = comm.Idup()
@@ -495,17 +503,19 @@ _SECONDS_TO_DRAIN = 0.02
 
 
 class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
-    """A duplicated MPI communicator that is a `SurvivorCommunicator`. It only sends messages and uses no shared memory.
+    """An MPI communicator whose remaining ranks can continue when a rank dies (ULFM, user-level failure mitigation).
+    It only sends messages and uses no shared memory.
 
-    Where ULFM is not active, it works as long as no rank dies: `agree_on_flags` is an all-reduce, `shrink` a duplicate,
-    and `revoke` does nothing. The death of a rank on this host is detected within milliseconds. The death of an entire
-    host is detected when the launcher detects it: by a heartbeat if it has one (10 s, `--prtemca
+    Where ULFM is not active, it works as long as no rank dies: `agree_on_flags` is an all-reduce, `shrink` a
+    duplicate, and `revoke` does nothing. The death of a rank on this host is detected within milliseconds. The death
+    of an entire host is detected when the launcher detects it: by a heartbeat if it has one (10 s, `--prtemca
     errmgr_detector_heartbeat_timeout`), else through its sockets.
     """
 
     def _initialize(self, comm: MPI.Intracomm, timeout: float, limit: int, progress: Progress) -> None:
         super()._initialize(comm, timeout, limit, progress)
-        comm.Set_errhandler(MPI.ERRORS_RETURN)  # the caller's error handler is inherited
+        # a duplicate inherits the error handler of the original, which may abort
+        comm.Set_errhandler(MPI.ERRORS_RETURN)
         self.survives = is_ulfm_active()
         self._parts: list[UlfmCommunicator] = []
         self._under_way: list[MpiRequests] = []
@@ -514,8 +524,8 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
         return f"UlfmCommunicator(rank={self.rank}, size={self.size}, survives={self.survives})"
 
     def _track_requests(self, call: Call, requests: list[MPI.Request], *buffers: object) -> Handle:
-        """Return the handle of the requests and keep a reference to it, and so to the buffers. The reference is needed
-        because, when a rank is lost, the caller may drop the handle while other ranks are still sending."""
+        """Return the handle of the requests and keep a reference to it, which keeps the buffers alive. After the loss
+        of a rank, the caller may drop the handle while other ranks are still sending."""
         handle = MpiRequests(self, call, requests, buffers)
         if len(self._under_way) >= _MAX_KEPT_HANDLES:
             self._under_way = [kept for kept in self._under_way if kept.active]
@@ -523,23 +533,23 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
         return handle
 
     def _list_kept_requests(self) -> list[MpiRequests]:
-        """Return the kept handles of this communicator and its groups."""
+        """Return the handles that this communicator and its subgroups keep alive."""
         return [*self._under_way, *(handle for part in self._parts for handle in part._list_kept_requests())]
 
     def get_failed_ranks(self) -> tuple[int, ...]:
         return get_failed_ranks(self.raw)
 
     def revoke(self) -> None:
-        """Revoke this communicator and its groups, even those that this rank no longer uses, because others may be
-        waiting there for this rank."""
+        """Revoke this communicator and its subgroups, even those that this rank no longer uses, because other ranks
+        may be waiting there for this rank."""
         if self.survives and self.raw != MPI.COMM_NULL and not self.raw.Is_revoked():
             self.raw.Revoke()
         for part in self._parts:
             part.revoke()
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """Return the group when all ranks have created theirs, because a rank without its group could not revoke it,
-        and others would wait forever."""
+        """Create the subgroup of this rank, and return only when all ranks have created theirs. A rank without its
+        subgroup could not revoke it, and other ranks would wait forever."""
         self._parts = [part for part in self._parts if part.raw != MPI.COMM_NULL]
         part = super().split(color, key)
         if isinstance(part, UlfmCommunicator):
@@ -549,8 +559,8 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
         return part
 
     def agree_on_flags(self, flags: int) -> int:
-        """Return the agreed flags, or 0 after a death. Failures are never acknowledged to MPI, so each agreement after
-        a death fails on all ranks."""
+        """Return the bitwise AND of every rank's flags, or 0 after a death. Failures are never acknowledged to MPI, so
+        each agreement after a death fails on all ranks."""
         given = np.array([flags], np.intc)
         request = self.raw.Iagree(given) if self.survives else self.raw.Iallreduce(MPI.IN_PLACE, given, MPI.BAND)
 
@@ -570,8 +580,8 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
         return int(given[0])
 
     def shrink(self) -> UlfmCommunicator:
-        """Shrink repeatedly until all ranks of the new communicator agree that none of them has died; return that
-        communicator."""
+        """Create a communicator of the living ranks; repeat this until all of its ranks agree that none of them has
+        died."""
         before = self
         while True:
             try:
@@ -590,8 +600,8 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
             before = shrunk
 
     def close(self) -> None:
-        """Free the communicator. If a rank has died, keep the communicator until the process ends instead. A rank may
-        die between this call and the end of the process, so MPI_Finalize is made not to wait for it."""
+        """Free the communicator. If a rank has died, keep it until the process ends instead. MPI_Finalize is made not
+        to wait for other ranks, since a rank may still die before the process ends."""
         if self.survives:
             skip_finalize_barrier()
         if self.raw != MPI.COMM_NULL and not (self.survives and (self.raw.Is_revoked() or self.get_failed_ranks())):

@@ -1,9 +1,9 @@
-"""The start of MPI. While MPI starts, each rank waits for all others without running Python, so another process must
-watch the time.
+"""Guard the initialization of MPI against ranks that never arrive. While MPI is being initialized, each rank waits
+inside the library and runs no Python, so another process must watch the time.
 
-The waiting ranks of a host leave marks in a folder, which `fsdpx run` reads. The first rank starts a watchdog process
-(`fsdpx/core/comm/mpi/start_watchdog.py`), which ends the job if the last rank does not arrive. The watchdog's start
-also removes files that killed jobs have left in shared memory: MPI libraries do not remove them, and memory is finite.
+The waiting ranks of a host create marker files in a folder, which `fsdpx run` reads. The first rank starts a watchdog
+process (`fsdpx/core/comm/mpi/start_watchdog.py`), which ends the job if a rank does not arrive in time. The first rank
+also removes files that killed jobs have left in shared memory, because MPI libraries do not remove them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ _SECONDS_TO_BEGIN = 600.0
 
 
 def find_leftover_files(folder: Path = SHARED_MEMORY_FOLDER, seconds: float = LEFTOVER_AGE_SECONDS) -> list[Path]:
-    """Return the files of this user that belong to an MPI library or to a window and are not mapped by any process."""
+    """Return this user's files in `folder` that an MPI library or a window has created and that no process maps
+    anymore."""
     old = time.time() - seconds
     files_there = (path for name in LEFTOVER_PATTERNS for path in folder.glob(name) if not path.is_dir())
     stale_files = sorted(path for path in files_there if is_owned_by_user(path) and _get_write_time(path) < old)
@@ -55,11 +56,11 @@ def find_leftover_files(folder: Path = SHARED_MEMORY_FOLDER, seconds: float = LE
 
 
 def remove_leftover_files(folder: Path = SHARED_MEMORY_FOLDER, temporary: Path | None = None) -> None:
-    """Remove the files that killed ranks and jobs of MPICH have left in `folder`, and those that Open MPI has left in
+    """Remove files that killed jobs have left: those of ranks and of MPICH in `folder`, and those of Open MPI in
     `temporary` ($TMPDIR).
 
-    Ranks map these files as long as they live, and a job that has not begun after _SECONDS_TO_BEGIN never will. If
-    another container shares the folder, its ranks no longer need the names of the files.
+    A file is left over if no process maps it and it is older than _SECONDS_TO_BEGIN, since ranks map these files as
+    long as they live. The ranks of another container that shares the folder no longer need the names of the files.
     """
     for path in find_leftover_files(folder, _SECONDS_TO_BEGIN):
         if path.name.startswith(_REMOVED):
@@ -70,7 +71,8 @@ def remove_leftover_files(folder: Path = SHARED_MEMORY_FOLDER, temporary: Path |
 
 
 def _has_session_ended(folder: Path) -> bool:
-    """Return whether the Open MPI process that created a session folder has ended and no rank maps files in it."""
+    """Return whether an Open MPI session folder is unused: the process that created it has ended, and no rank maps
+    files in it."""
     process = folder.name.removeprefix(_SESSION)
     over = (
         process.isdecimal()
@@ -81,14 +83,14 @@ def _has_session_ended(folder: Path) -> bool:
 
 
 def _get_write_time(path: Path) -> float:
-    """Return the time at which the file was last written; infinity if the file is gone."""
+    """Return the time at which the file was last written; infinity if the file no longer exists."""
     with suppress(FileNotFoundError):
         return path.lstat().st_mtime
     return math.inf
 
 
 def _find_mapped_files(folder: Path) -> set[str]:
-    """Return the files in `folder` that are mapped by processes whose maps this process may read."""
+    """Return the files in `folder` that running processes map, as far as this process may read their memory maps."""
     mapped_paths = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):  # the process has ended, or belongs to another user
@@ -100,14 +102,14 @@ def _find_mapped_files(folder: Path) -> set[str]:
 
 
 FOLDER_PREFIX = "fsdpx-start-"
-_inside: list[int] = []  # contains the rank of this process while it waits
+_inside: list[int] = []  # contains the rank of this process while it waits for MPI to start
 
 
 @contextmanager
 def guarding_mpi_start() -> Iterator[None]:
-    """Return a context manager that guards the start of MPI and the opening of the world: if a rank does not arrive, or
-    ends before, the others do not wait forever. If MPI is initialized already, there is no watchdog, because then the
-    script decides when ranks arrive."""
+    """Return a context manager for the initialization of MPI. If a rank does not arrive in time, or ends before, the
+    watchdog ends the job, so that the other ranks do not wait forever. There is no watchdog if MPI is initialized
+    already, because then the script decides when ranks arrive."""
     settings = environment.read_environment()
     launcher = settings.launcher
     unheeded = get_running_mpi() is not None and settings.run is None
@@ -130,7 +132,7 @@ def guarding_mpi_start() -> Iterator[None]:
         yield
     finally:
         _inside.clear()
-        with suppress(OSError):  # the watchdog has removed the mark and the folder
+        with suppress(OSError):  # the watchdog may have removed the marker file and the folder
             if mark is not None:
                 mark.unlink()
                 mark.parent.rmdir()
@@ -139,28 +141,29 @@ def guarding_mpi_start() -> Iterator[None]:
 
 
 def _make_mark_folder(settings: environment.Environment, job: str) -> Path:
-    """Return the private folder in which the ranks of this host leave marks, after creating it; raise `Untrusted` if
-    another user created it."""
+    """Create the private folder for the marker files of the ranks of this host, and return its path. Raise `Untrusted`
+    if the folder belongs to another user."""
     if settings.run is not None:
         return safe_files.make_folder(safe_files.make_folder(settings.run) / f"start-{platform.node()}")
     return safe_files.make_folder(Path(tempfile.gettempdir(), f"{FOLDER_PREFIX}{job or os.getpid()}"))
 
 
 def find_waiting_ranks(run: Path) -> set[int]:
-    """Return the ranks that wait in the start of the job whose FSDPX_RUN is `run`, as far as this host can see them."""
+    """Return the ranks that still wait for the initialization of MPI in the job whose FSDPX_RUN is `run`, as far as
+    this host can see their marker files."""
     return {
         arrival[0] for mark in run.glob(f"start-*/{MARK_PREFIX}*") if (arrival := parse_mark(mark.name)) is not None
     }
 
 
 def has_start_timed_out(run: Path) -> bool:
-    """Return whether the watchdog of a host has ended this start."""
+    """Return whether the watchdog of a host has ended the job because a rank did not arrive."""
     return any(run.glob(f"start-*/{TIMED_OUT_MARK}"))
 
 
 def remove_dead_folders(folders: Iterable[Path], is_dead: Callable[[Path], bool]) -> None:
-    """Remove those of the folders that belong to this user and to killed jobs. A folder that its own job removes at the
-    same time is skipped. is_dead: returns whether the job of a folder was killed."""
+    """Remove those of `folders` that belong to this user and whose job `is_dead` reports as killed. A folder that its
+    own job removes at the same time is skipped."""
     for left in folders:
         with suppress(FileNotFoundError):
             if safe_files.is_own_folder(left) and is_dead(left):
@@ -168,25 +171,27 @@ def remove_dead_folders(folders: Iterable[Path], is_dead: Callable[[Path], bool]
 
 
 def identify_process() -> str:
-    """Return an identifier of this process for `is_process_alive`. The process number alone could later belong to
-    another process."""
+    """Return an identifier of this process that no later process can have, for `is_process_alive`. The process number
+    alone may be reused."""
     return f"{os.getpid()}-{get_process_start_time(os.getpid())}"
 
 
 def is_process_alive(owner: str) -> bool:
-    """Return whether the process of this host with this identifier is alive."""
+    """Return whether the process that `identify_process` identified as `owner` still runs on this host."""
     process, _, birth = owner.partition("-")
     if not process.isdecimal():
-        return True  # unknown
+        return True  # not an identifier of a process: assume that it is alive
     return get_process_start_time(int(process)) == birth if birth else get_process_start_time(int(process)) != ""
 
 
 def _start_watchdog_process(
     folder: Path, settings: environment.Environment, job: str
 ) -> subprocess.Popen[bytes] | None:
-    """Start the watchdog, a Python process without site-packages that takes 10 ms of a core. It outlives processes that
-    the launcher kills, so that it can clean up. Return None if another rank has started one, or if the system is not
-    POSIX."""
+    """Start the watchdog process; return None if another rank has started it, or if the system is not POSIX.
+
+    It is a Python process without site-packages, which uses 10 ms of CPU time. It is not among the processes that the
+    launcher kills, so it can clean up after them.
+    """
     if os.name != "posix":
         return None
     if not safe_files.create_marker(folder / "clock"):
@@ -204,8 +209,11 @@ def _start_watchdog_process(
 
 
 def _identify_job(launcher: environment.LauncherInfo) -> str:
-    """Return an identifier that the ranks of this job share on this host and that no other job has: the process of the
-    launcher, which is the nearest ancestor that is not itself part of a rank. Return "" if it cannot be determined."""
+    """Return an identifier that all ranks of this job on this host share and that no other job has; "" if it is
+    unknown.
+
+    It identifies the process of the launcher, which is the nearest ancestor that is not itself part of a rank.
+    """
     process, variable = os.getppid(), f"{launcher.variable}=".encode()
     with suppress(OSError, ValueError, IndexError):
         while process > 1:

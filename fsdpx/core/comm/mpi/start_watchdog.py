@@ -1,9 +1,9 @@
-"""The watchdog of MPI's start, one process per host. It ends a job whose last rank does not arrive, and names that
-rank.
+"""The watchdog process of each host during the initialization of MPI. It ends a job if a rank does not arrive in time,
+and names that rank.
 
-It is run as a file and imports only the standard library, so that it starts within milliseconds. A mark holds its
-information in its name, so the watchdog opens no file: it only lists a folder that belongs to its own user and that no
-other user can enter.
+It is run as a script and imports only the standard library, so that it starts within milliseconds. Waiting ranks
+create marker files whose names hold all information, so the watchdog opens no file: it only lists a folder that
+belongs to its own user and that no other user can enter.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ SECONDS_TO_END = 2.0
 
 
 def get_process_start_time(process: int) -> str:
-    """Return the start time of a process of this host, in ticks of the kernel; "" if the process has ended, "0" if the
-    time cannot be read."""
+    """Return the start time of a process on this host, in clock ticks of the kernel; "" if the process has ended, "0"
+    if the time cannot be read."""
     try:
         with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
             words = file.read().rpartition(")")[2].split()
@@ -43,13 +43,14 @@ def get_process_start_time(process: int) -> str:
 
 
 def parse_mark(name: str) -> tuple[int, str, str] | None:
-    """Return (rank, process and its start time, local rank) from the name of a mark; None for any other name."""
+    """Parse the name of a marker file. Return (rank, process number with start time, local rank); None if `name` is
+    not that of a marker file."""
     match = _MARK.fullmatch(name)
     return None if match is None else (int(match[1]), match[2], match[3])
 
 
 def find_waiting_ranks(folder: str) -> dict[int, tuple[str, str]]:
-    """Return, for each waiting rank, its process (with the start time) and its local rank; {} if the folder is not
+    """Return the ranks that wait, as {rank: (process number with start time, local rank)}; {} if the folder is not
     private."""
     arrivals = {}
     with suppress(FileNotFoundError):
@@ -64,7 +65,7 @@ def _list_private_folder(folder: str) -> list[str]:
         return os.listdir(folder)
     try:
         inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except NotADirectoryError:  # a symbolic link, or a file
+    except NotADirectoryError:  # the path is a symbolic link or a file
         return []
     try:
         its = os.fstat(inside)
@@ -75,7 +76,8 @@ def _list_private_folder(folder: str) -> list[str]:
 
 
 def _is_process_alive(owner: str) -> bool:
-    """Return whether exactly this process is alive; its number alone could belong to another process by now."""
+    """Return whether the process that `owner` identifies by number and start time is alive. A number alone may belong
+    to another process by now."""
     process, _, birth = owner.partition("-")
     return get_process_start_time(int(process)) == birth != ""
 
@@ -83,8 +85,11 @@ def _is_process_alive(owner: str) -> bool:
 def describe_missing_ranks(
     waiting: dict[int, tuple[str, str]], seconds: float, size: int, local_size: int, known: bool
 ) -> str:
-    """Return text that names the ranks that have not arrived, as far as this host can tell. waiting: the ranks that
-    have arrived. known: whether all marks of this host's ranks are in one folder."""
+    """Return text that names the ranks that have not arrived, as far as this host can tell.
+
+    `waiting` are the ranks that have arrived on this host. `known` says whether all ranks of this host create their
+    marker files in the same folder.
+    """
     host = platform.node()
     local = {int(where) for _, where in waiting.values() if where.isdecimal()}
     missing = set(range(local_size)) - local
@@ -106,29 +111,30 @@ def describe_missing_ranks(
 
 
 def _format_ranks(ranks: Iterable[int]) -> str:
-    """Return "rank 3" or "ranks 0, 2", like `base.messages`, which this file cannot import because it is run on its
-    own."""
+    """Return "rank 3" or "ranks 0, 2". This copies a function of `base.messages`, because a script without fsdpx on
+    its path cannot import it."""
     numbers = sorted(ranks)
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def wait_for_start_or_timeout(folder: str, seconds: float) -> dict[int, tuple[str, str]]:
-    """Return the ranks that are still waiting after `seconds`; {} as soon as the start has succeeded or no waiting rank
-    is left."""
+    """Return the ranks that still wait after `seconds`. Return {} as soon as MPI is initialized or no rank waits
+    anymore."""
     due, listens = time.monotonic() + seconds, [0]
     while True:
         ready, _, _ = select.select(listens, [], [], POLL_SECONDS)
         if ready:
             if os.read(0, 8):
-                return {}  # the rank that started this watchdog got through, so all ranks arrived
-            listens = []  # that rank was killed, but other ranks may still be waiting
+                return {}  # the rank that started this watchdog has initialized MPI, so all ranks have arrived
+            listens = []  # the rank that started this watchdog was killed, but other ranks may still be waiting
         arrivals = find_waiting_ranks(folder)
         if not arrivals or time.monotonic() >= due:
             return arrivals
 
 
 def kill_waiting_ranks(waiting: dict[int, tuple[str, str]], launcher: str) -> None:
-    """Kill the waiting ranks. The launcher then ends the other ranks; if it does not, it is terminated as well."""
+    """Kill the waiting ranks, so that the launcher ends the job. If the launcher does not do so, terminate it as well.
+    """
     for process, _ in waiting.values():
         _send_signal_if_alive(process, signal.SIGKILL)
     due = time.monotonic() + SECONDS_TO_END
@@ -140,15 +146,15 @@ def kill_waiting_ranks(waiting: dict[int, tuple[str, str]], launcher: str) -> No
 
 
 def _send_signal_if_alive(owner: str, number: signal.Signals) -> None:
-    """Send a signal to exactly this process, if it is alive."""
+    """Send signal `number` to the process that `owner` identifies, if it is still alive."""
     with suppress(OSError):
         if _is_process_alive(owner):
             os.kill(int(owner.partition("-")[0]), number)
 
 
 def main(folder: str, seconds: str, launcher: str, size: str, local_size: str, keep: str) -> None:
-    """Watch a start until it succeeds or times out. keep: "keep" if `fsdpx run` reads the marks and removes them
-    itself."""
+    """Watch the initialization of MPI until it succeeds or times out. With `keep` = "keep", leave the marker files to
+    `fsdpx run`, which reads and removes them."""
     missing = wait_for_start_or_timeout(folder, float(seconds))
     if missing:
         sys.stderr.write(describe_missing_ranks(missing, float(seconds), int(size), int(local_size), launcher != "0"))
@@ -156,7 +162,7 @@ def main(folder: str, seconds: str, launcher: str, size: str, local_size: str, k
     if keep != "keep":
         shutil.rmtree(folder, ignore_errors=True)
     elif missing:
-        with suppress(OSError):  # the mark already exists, or the launch folder was removed
+        with suppress(OSError):  # the marker already exists, or the folder of the launch was removed
             os.mkdir(os.path.join(folder, TIMED_OUT_MARK), 0o700)
     if missing:
         kill_waiting_ranks(missing, launcher)

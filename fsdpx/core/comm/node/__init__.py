@@ -1,1 +1,1 @@
-"""Collectives in memory shared by the ranks of a host."""
+"""Collectives in memory that the ranks of a host share."""

@@ -1,7 +1,7 @@
-"""Synchronization of processes in shared memory, compiled: wait for flags, add arrays and set flags, all by address.
+"""Compiled code for collectives in shared memory: wait for flags, add arrays and set flags, all by memory address.
 
-A row of 64-bit words describes a collective, so that a call passes a single address. `fsdpx.core.comm.node.persistent`
-writes the row.
+Each collective is described by an array of 64-bit words (its row), so that a call needs only one address.
+`fsdpx.core.comm.node.persistent` fills in the row.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = [
 ]  # fmt: skip
 
 WORD = ir.IntType(64)
-LINE_BYTES = 64  # one LLVM vector holds a cache line
-LINES_PER_STEP = 4  # lines added at a time
+LINE_BYTES = 64  # size of a cache line, and of the LLVM vectors used here
+LINES_PER_STEP = 4  # cache lines that one loop iteration adds
 
 RANKS, LANE, ELEMENTS, DIVISOR, STREAM, WRITTEN, HEAD = range(7)
 """Indices of the words of a row: number of ranks of the host, this rank's number among them, elements to add, divisor
@@ -40,7 +40,7 @@ reading or writing; the collective is complete."""
 
 @intrinsic
 def load_acquire(typingctx: Any, address: Any) -> Any:
-    """Return the word at an address, loaded with acquire order."""
+    """Atomically load the 64-bit word at an address with acquire order."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.load_atomic(_cast_to_pointer(builder, arguments[0], WORD), "acquire", 8)
@@ -50,7 +50,7 @@ def load_acquire(typingctx: Any, address: Any) -> Any:
 
 @intrinsic
 def store_release(typingctx: Any, address: Any, value: Any) -> Any:
-    """Store a word at an address with release order."""
+    """Atomically store a 64-bit word at an address with release order."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.store_atomic(arguments[1], _cast_to_pointer(builder, arguments[0], WORD), "release", 8)
@@ -61,19 +61,19 @@ def store_release(typingctx: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def cpu_pause(typingctx: Any) -> Any:
-    """Execute the pause instruction, for loops that poll."""
+    """Execute the CPU's pause instruction, for loops that poll."""
     return _make_x86_intrinsic("llvm.x86.sse2.pause")
 
 
 @intrinsic
 def fence_stores(typingctx: Any) -> Any:
-    """Order streaming stores before all later stores; on x86 a release store does not order them."""
+    """Order streaming (non-temporal) stores before all later stores, which a release store on x86 does not do."""
     return _make_x86_intrinsic("llvm.x86.sse.sfence")
 
 
 @intrinsic
 def get_byte_size(typingctx: Any, x: Any) -> Any:
-    """Return the size of a number in bytes."""
+    """Return the size in bytes of the type of `x`."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return WORD(x.bitwidth // 8)
@@ -100,18 +100,22 @@ def return_unconverted(builder: Any, value: Any) -> Any:
 
 
 def make_rank_sum_intrinsic(lines: int, streaming: bool = False, through: Any = return_unconverted) -> Any:
-    """Return an intrinsic that adds the vectors at byte `at` of all arrays, in rank order: `lines` vectors, or one
-    element if `lines` is 0.
+    """Return a Numba intrinsic that adds the arrays of all ranks, in rank order, at one byte offset `at`. It adds
+    `lines` cache lines, or a single element if `lines` is 0.
 
-    through: conversion applied to each summand, and to a sum that is written to several arrays.
+    `streaming` stores bypass the caches. `through` converts each summand, and also a sum that is written to several
+    arrays.
     """
 
     @intrinsic
     def add_vectors(
         typingctx: Any, sources: Any, ranks: Any, outs: Any, written: Any, at: Any, divisor: Any, zero: Any
     ) -> Any:
-        """Add at byte `at`. sources, outs: addresses of `ranks` and `written` arrays. zero: 0 in the dtype of the
-        arrays."""
+        """Add the arrays at byte offset `at` and write the sum, divided by `divisor`.
+
+        `sources` is the address of a table with the addresses of `ranks` arrays, `outs` of one with `written` arrays.
+        `zero` is 0 in the dtype of the arrays.
+        """
         itemsize = zero.bitwidth // 8
 
         def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -162,13 +166,13 @@ def _splat_vector(builder: Any, value: Any, vector: Any) -> Any:
 
 @jit
 def advance_barrier(row, number, at, max_polls):
-    """Advance a barrier, which is a collective without a sum; return its state."""
+    """Poll a barrier at most `max_polls` times; return COMPLETE, or LATE if a rank has not arrived."""
     return COMPLETE if _have_all_posted(row, number, at + POSTED, max_polls) else LATE
 
 
 @jit
 def _have_all_posted(row, number, at, max_polls):
-    """Return whether all ranks have written `number`, or a later number, within at most `max_polls` polls."""
+    """Return whether all ranks of the host have posted `number`, or a later number, after at most `max_polls` polls."""
     for rank in range(load_acquire(row + 8 * RANKS)):
         flag = load_acquire(row + 8 * (HEAD + rank)) + at
         while rank != load_acquire(row + 8 * LANE) and load_acquire(flag) < number:
@@ -192,8 +196,8 @@ def _are_arrays_unmoved(row, at):
 
 
 def _compile_sum_functions(name, through, kind):
-    """Return two compiled functions. The first sets each written array to the sum of all arrays, in rank order. The
-    second is a collective that synchronizes the ranks and calls the first."""
+    """Return two compiled functions: one that writes the sum of all ranks' arrays, in rank order, and one that
+    synchronizes the ranks around that sum."""
     element, lines, streamed = (
         make_rank_sum_intrinsic(0, through=through),
         make_rank_sum_intrinsic(LINES_PER_STEP, through=through),
@@ -212,7 +216,7 @@ def _compile_sum_functions(name, through, kind):
         sources, outs = row + 8 * (HEAD + ranks), row + 8 * (HEAD + (2 + ADDRESS_WORDS) * ranks)
         while (
             index < end and (load_acquire(outs) + index) % LINE_BYTES
-        ):  # streaming stores must be aligned, and others are faster if aligned
+        ):  # streaming stores must be aligned, and other stores are faster if aligned
             element(sources, ranks, outs, written, index, divisor, zero)
             index += itemsize
         if load_acquire(row + 8 * STREAM):
@@ -230,7 +234,8 @@ def _compile_sum_functions(name, through, kind):
     added = jit(add_arrays, name=f"add{name}")
 
     def synchronize_and_add(row, number, at, max_polls):
-        """Advance a collective as far as possible; return its state. at: offset of its records on the boards."""
+        """Advance a collective sum as far as possible without waiting; return its state. `at` is the byte offset of
+        its records in shared memory."""
         finished = load_acquire(row + 8 * (HEAD + load_acquire(row + 8 * LANE))) + at + FINISHED
         if load_acquire(finished) < number:
             if not _have_all_posted(row, number, at + POSTED, max_polls):

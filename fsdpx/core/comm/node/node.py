@@ -1,8 +1,9 @@
-"""Shared memory inside hosts and messages between them. Collectives on arrays in windows make no intermediate copies.
+"""Collectives that use shared memory inside hosts and messages between hosts. Arrays in shared windows are not copied.
 
-Inside a host, a reduce reads each rank's array in place, once, and an all-gather into a buffer that all ranks share is
-only a synchronization. Between hosts, each rank transfers its own slice, so that all links are used at once. All other
-calls, and arrays of more than a few bytes outside of windows, go through the carrier of messages: MPI or Gloo.
+Inside a host, a reduction reads each rank's array in place, once, and an all-gather into a buffer that all ranks share
+only synchronizes the ranks. Between hosts, each rank of a host transfers a different slice, so that all links are used
+at once. All other calls, and arrays of more than a few bytes outside of windows, are passed to a message backend (the
+carrier): MPI or Gloo.
 """
 
 from __future__ import annotations
@@ -55,13 +56,13 @@ MAX_PERSISTENT_CALLS = 4096
 
 
 class NodeCommunicator(Backend):
-    """The ranks of `carrier`, with memory shared between the ranks of one host. The carrier is closed with this
-    communicator.
+    """A communicator that adds shared memory between the ranks of one host to the message backend `carrier`. The
+    carrier is closed with this communicator.
 
     An array is in a window if it is a view of an array of `allocate_shared` or `allocate_node_buffer`; in each call,
     either all ranks or no ranks pass such arrays. As in MPI, the buffers may be used again once a call is complete.
-    hosts: the number of the host of each rank, instead of detecting it (for tests). Groups whose hosts have different
-    numbers of ranks use messages for all calls.
+    Groups whose hosts have different numbers of ranks use messages for all calls. For tests, `hosts` gives the number
+    of the host of each rank, instead of detecting it.
     """
 
     xp = np
@@ -106,34 +107,34 @@ class NodeCommunicator(Backend):
 
     @property
     def timeout(self) -> float:
-        """Limit of a single wait, in seconds."""
+        """Longest time of a single wait, in seconds."""
         return self.carrier.timeout
 
     def set_timeout(self, seconds: float) -> None:
-        """Set the limit of a single wait, in seconds."""
+        """Set the longest time of a single wait, in seconds."""
         self.carrier.set_timeout(seconds)
         if self.host_group is not None:
             self.host_group.timeout = seconds
         if self.lanes is not None:
             self.lanes.across.set_timeout(seconds)
 
-    # -- memory ----------------------------------------------------------------------------------
-
     @property
     def can_share(self) -> bool:
-        """True if arrays in windows pay off: each host has several ranks of this group, and all hosts equally many."""
+        """Whether it is useful to allocate arrays in shared memory: all hosts have the same number of ranks of this
+        group, and more than one."""
         return self.host_group is not None
 
     def allocate_shared(self, nbytes: int) -> Array | None:
-        """Return `nbytes` bytes of this rank that all ranks of its host can read; ranks may request different amounts.
-        Return None, on all ranks, if a host has too little memory. Collective over the communicator that was opened
-        first."""
+        """Allocate `nbytes` bytes for this rank in memory that all ranks of its host can read; ranks may request
+        different sizes. Return None, on all ranks, if a host has too little memory. Collective over the world
+        communicator."""
         self._free_abandoned_and_load_persistent_code()
         number = self.memory.allocate_window(nbytes)
         return None if number is None else self.memory.windows[number].parts[self.memory.rank]
 
     def allocate_node_buffer(self, nbytes: int) -> Array | None:
-        """Return memory like `allocate_shared`, but one buffer for all ranks of this group on a host."""
+        """Allocate one buffer of `nbytes` bytes that all ranks of this group on a host share. Otherwise like
+        `allocate_shared`."""
         self._free_abandoned_and_load_persistent_code()
         number = self.memory.allocate_window(nbytes if self.rank == self.ranks_on_host[0] else 0)
         if number is None:
@@ -142,21 +143,18 @@ class NodeCommunicator(Backend):
         return self.memory.windows[number].parts[self._buffer_owner]
 
     def free_shared(self, array: Array) -> None:
-        """Free an array of `allocate_shared` or `allocate_node_buffer`. Collective over the communicator that was
-        opened first."""
+        """Free an array of `allocate_shared` or `allocate_node_buffer`. Collective over the world communicator."""
         self.memory.unmap_window(array)
 
     def free_shared_later(self, arrays: list[Array]) -> None:
-        """Free arrays whose owner was garbage-collected. They are freed at once or, if a transfer under way may still
-        be using them, at the next allocation. Any thread may call it at any time; it does not communicate."""
+        """Free shared arrays whose owner was garbage-collected, without communication. They are freed at once or, if a
+        transfer under way may still use them, at the next allocation. Any thread may call this at any time."""
         self.memory.abandoned += arrays
         self._free_abandoned_arrays()
 
     def _free_abandoned_arrays(self) -> None:
         if not self.progress.pending:
             self.memory.free_abandoned_windows()
-
-    # -- calls -----------------------------------------------------------------------------------
 
     def issue(self, call: Call) -> Handle:
         known = self._find_persistent_collective(
@@ -168,8 +166,8 @@ class NodeCommunicator(Backend):
         self, verb: str, arrays: Arrays, op: ReduceOp, root: int, counts: AllCounts, what: str,
         tag: int = 0, algorithm: str = "library", wire: Any = None,
     ) -> Handle:  # fmt: skip
-        """Start a known collective without creating a `Call`, which would take a tenth of the time of a small
-        collective."""
+        """Start a collective without creating a `Call` object if the same arrays were passed before. Creating the
+        object would take a tenth of the time of a small collective."""
         known = self._find_persistent_collective(verb, arrays, op, counts, algorithm, wire)
         if known is None:
             return super()._issue_call(verb, arrays, op, root, counts, what, tag, algorithm, wire)
@@ -178,11 +176,11 @@ class NodeCommunicator(Backend):
     def _find_persistent_collective(
         self, verb: str, arrays: Arrays, op: ReduceOp, counts: AllCounts, algorithm: str, wire: Any
     ) -> PersistentCollective | None:
-        """Return the persistent collective of an earlier call with the same arrays, whose arguments have already been
-        checked; None if there is none.
+        """Return the cached collective of an earlier call with the same arrays and arguments, which need not be
+        checked again; None if there is none.
 
-        The key contains ids, which other arrays may have reused since, so the arrays themselves are compared as well.
-        Changes of an array's shape or dtype in place are not detected.
+        The cache key contains the ids of arrays, which may have been reused by other arrays, so the arrays themselves
+        are compared as well. Changes of an array's shape or dtype in place are not detected.
         """
         if not arrays:
             return self._persistent_calls.get(verb)
@@ -197,11 +195,13 @@ class NodeCommunicator(Backend):
         return self.carrier.start_transfer(call) if handle is None else handle
 
     def _take_next_tag(self) -> int:
-        """Return the next tag of the carrier, which sends all messages, including those of its own collectives."""
+        """Return the next tag of the carrier, which sends all messages, so that its own collectives never use the same
+        tag."""
         return self.carrier._take_next_tag()
 
     def start_rounded_sum(self, call: Call) -> Handle:
-        """Start a rounded sum. Inside a host, summands are rounded as they are read, because nothing is sent."""
+        """Start a sum whose summands are rounded to the 16-bit dtype `call.wire`. In shared memory they are rounded
+        when they are read, since nothing is sent."""
         group = self.host_group if self.is_single_host else None
         handle = None if group is None else _SHARED_MEMORY_CALLS[call.verb](self, call, group)
         return super().start_rounded_sum(call) if handle is None else handle
@@ -223,12 +223,12 @@ class NodeCommunicator(Backend):
         return None
 
     def _start_small_all_gather(self, call: Call, group: NodeGroup) -> Handle:
-        """Start an all-gather of a few bytes of each rank, from any memory. The bytes are written to the board, next to
-        the record.
+        """Start an all-gather of a few bytes of each rank through the shared board on which ranks announce
+        collectives. The arrays may be in any memory.
 
-        Calls of a trainer begin with such a gather. A rank that makes another call instead waits in MPI, where its call
-        never matches this gather. That is intended, because MPI libraries that confuse the data of two calls may
-        corrupt their own memory (Open MPI's nonblocking collectives do) and hang.
+        A trainer begins its calls with such a gather. A rank that makes another call instead waits in MPI, where its
+        call never matches this gather. That is intended: MPI libraries that confuse the data of two calls may corrupt
+        their own memory (Open MPI's nonblocking collectives do) and hang.
         """
         (send, recv), (pieces,) = call.arrays, call.partitions
         number = group.reserve_collective()
@@ -244,7 +244,8 @@ class NodeCommunicator(Backend):
     def _start_all_gather_into_host_buffer(
         self, call: Call, group: NodeGroup, into: WindowAddress, source: WindowAddress | None
     ) -> Handle:
-        """Start an all-gather into a buffer shared by all ranks: each rank writes its piece and then only signals."""
+        """Start an all-gather into a buffer that all ranks share: each rank writes its piece, and then the ranks only
+        synchronize."""
         (send, recv), (pieces,) = call.arrays, call.partitions
         own_part, start = pieces.get_piece(recv, self.rank), pieces.displs[self.rank] * recv.dtype.itemsize
         there = source == (into.window, into.owner, into.offset + start)
@@ -257,8 +258,8 @@ class NodeCommunicator(Backend):
         return group.start_barrier(group.reserve_collective(), call)
 
     def _start_all_gather_by_copying(self, call: Call, group: NodeGroup, address: WindowAddress) -> Handle:
-        """Start an all-gather that copies the pieces of the other ranks from their arrays: n - n/N bytes are read and
-        written."""
+        """Start an all-gather in which each rank copies the pieces of the other ranks from their arrays in shared
+        memory: n - n/N bytes are read and written."""
         (send, recv), (pieces,) = call.arrays, call.partitions
         number = group.reserve_collective()
         copy_unless_same(pieces.get_piece(recv, self.rank), send)
@@ -308,7 +309,8 @@ class NodeCommunicator(Backend):
         number = group.reserve_collective()
 
         def add_pieces() -> None:
-            """Add one slice of all ranks and write the sum to every rank's buffer; no other rank touches the slice."""
+            """Sum this rank's slice over all ranks, and write it to every rank's buffer. Slices do not overlap, so no
+            lock is needed."""
             slices = group.view_host_slices(number, pieces.get_piece(buf, self.rank), pieces.displs[self.rank])
             reduce_in_rank_order_into(slices, call.op, slices, call.wire)
 
@@ -353,8 +355,8 @@ class NodeCommunicator(Backend):
     def _start_and_cache_persistent(
         self, call: Call, made: PersistentCollective, pieces: FlatPartition | None = None
     ) -> Handle:
-        """Start the collective that was just bound, and keep it for later calls. A later call may pass equal counts or,
-        if they are balanced, no counts."""
+        """Start a new persistent collective and cache it for later calls with the same arrays. If the counts are
+        balanced, later calls may also omit them."""
         if len(self._persistent_calls) >= MAX_PERSISTENT_CALLS:
             self._persistent_calls.clear()
         counts: list[AllCounts] = [call.counts]
@@ -369,12 +371,12 @@ class NodeCommunicator(Backend):
 
     @property
     def persistent_code(self) -> ModuleType | None:
-        """The module of persistent collectives; None unless it is loaded and usable."""
+        """The module of persistent collectives, or None if it is not loaded or cannot be used."""
         return self.memory.persistent if self.compiles else None
 
     def _free_abandoned_and_load_persistent_code(self) -> None:
-        """Load the code of persistent collectives once memory is shared; from then on, repeated collectives are
-        compiled."""
+        """Free abandoned arrays, and load the code of persistent collectives before memory is shared for the first
+        time. From then on, repeated collectives run compiled code."""
         self._free_abandoned_arrays()
         if self.compiles and self.persistent_code is None:
             from fsdpx.core.comm.node import persistent
@@ -382,18 +384,17 @@ class NodeCommunicator(Backend):
             self.memory.persistent = persistent
 
     def _find_shared_sum_address(self, array: Array, op: ReduceOp) -> WindowAddress | None:
-        """Return the address of an array that is summed in shared memory; None if it is summed by messages.
+        """Return the address of an array that is to be summed in shared memory; None if it is to be summed by
+        messages.
 
-        Small arrays are faster as messages unless the sum is compiled, because libraries need no Python. 16-bit sums
-        over several hosts use messages, because they must be rounded once, in rank order, and partial sums of a host
-        would be rounded earlier.
+        Small arrays are summed by messages unless the sum is compiled, because message libraries run no Python. 16-bit
+        sums over several hosts use messages as well, because they must be rounded once, in rank order, and the partial
+        sums of a host would be rounded earlier.
         """
         small = array.nbytes <= SMALL_SUM_BYTES and not (self.compiles and is_reduction_compilable(array.dtype, op))
         if small or not (self.is_single_host or not is_half(array.dtype)):
             return None
         return self.memory.find_address(array)
-
-    # -- groups ----------------------------------------------------------------------------------
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         return self.carrier.all_gather_bytes(data)
@@ -411,7 +412,8 @@ class NodeCommunicator(Backend):
         return group
 
     def window(self, nbytes: int) -> Window:
-        """Return a window in shared memory if all ranks are on one host, otherwise a window of the carrier."""
+        """Return a one-sided window in shared memory if all ranks are on one host, otherwise a window of the carrier.
+        """
         if HAS_FILE_LOCKS and len(self.ranks_by_host) == 1:
             return MappedWindow(self.carrier, nbytes, self.timeout)
         return self.carrier.window(nbytes)

@@ -1,8 +1,7 @@
-"""Persistent collectives in shared memory. Arguments are checked and addresses found once; then the call is started
-many times, with compiled code for waiting and adding.
+"""Persistent collectives in shared memory. Their arguments are checked and their addresses are found once; after that,
+they are started many times and wait and add in compiled code.
 
-They follow the same board protocol as `NodeCollective`, so a rank that uses one can synchronize with a rank that uses
-the other.
+They synchronize in the same way as `NodeCollective`, so some ranks may use one while other ranks use the other.
 """
 
 from __future__ import annotations
@@ -37,23 +36,26 @@ _SUMS: dict[str, CompiledFunction] = {
 
 
 def compile_collective_kernels(kind: str) -> None:
-    """Compile or load, before the first collective, the code that ranks with shared memory run. kind: dtype of the
-    sums."""
+    """Compile, or load from the cache, the code of collectives in shared memory, so that the first collective need not
+    wait. `kind` is the dtype of the sums."""
     for run in (atomics.advance_barrier, _SUMS.get(kind) or _SUMS[np.dtype(kind).char]):
         run.compile_for_arguments(0, 0, 0, 0)
 
 
 def bind_gather_kernel(group: NodeGroup, call: Call, own: Array | None = None) -> PersistentCollective:
-    """Return a persistent barrier, or a persistent all-gather into an array that all ranks share. own: destination of
-    this rank's piece; None if the piece is written in place."""
+    """Return a persistent barrier, or a persistent all-gather into an array that all ranks share. `own` is the
+    destination of this rank's piece; None if the piece is already in place."""
     return PersistentCollective(group, call, atomics.advance_barrier, None, own, _make_argument_row(group, 0, 1, []))
 
 
 def bind_sum_kernel(
     group: NodeGroup, call: Call, address: WindowAddress, pieces: FlatPartition
 ) -> PersistentCollective:
-    """Return a persistent sum over this rank's piece of the first array of every rank (this rank's array is at
-    `address`). The sum is written to the second array, or to every rank's first array if there is no second one."""
+    """Return a persistent collective in which this rank sums its piece of every rank's first array.
+
+    `address` locates the first array of this rank. The sum is written to the second array of the call or, if there is
+    only one array, into the array of every rank.
+    """
     first, last, rank = call.arrays[0], call.arrays[-1], group.rank
     separate = len(call.arrays) > 1
     outs = [get_data_pointer(last)] if separate else [0] * group.size
@@ -69,7 +71,8 @@ def bind_sum_kernel(
 
 
 def _make_argument_row(group: NodeGroup, n: int, divisor: int, outs: list[int], stream: bool = False) -> Array:
-    """Return the row of arguments for compiled code, without the addresses of arrays."""
+    """Return the array of arguments for the compiled code, in the layout that `atomics` describes. The addresses of
+    source arrays are filled in later."""
     ranks = group.size
     head = [ranks, group.lane, n, divisor, int(stream), len(outs)]
     return np.array(
@@ -78,11 +81,15 @@ def _make_argument_row(group: NodeGroup, n: int, divisor: int, outs: list[int], 
 
 
 class PersistentCollective:
-    """A persistent collective on fixed arrays. It holds only weak references to them, because they may be large.
+    """A collective on fixed arrays that can be started many times. It keeps only weak references to the arrays,
+    because they may be large.
 
-    run: the compiled code; `row`: its arguments. words: the address of this rank's array, if other ranks read it. own:
-    the array to which arrays[0] is copied first. skip: byte offset, in each rank's array, of the elements that this
-    rank adds.
+    Attributes
+    ----------
+    run : compiled code that advances the collective
+    words : address of this rank's array as words; None if other ranks do not read it
+    own : array to which the first array is copied before the start, or None
+    skip : byte offset, in each rank's array, of the elements that this rank adds
     """
 
     __slots__ = (
@@ -101,7 +108,7 @@ class PersistentCollective:
         self.skip = 0
 
     def begin(self, arrays: tuple[Array, ...], what: str) -> StartedCollective:
-        """Start the collective once more and return its handle."""
+        """Start the collective again and return its handle."""
         if self.own is not None:
             self.own[...] = arrays[0]
         group, started = self.host_group, StartedCollective()
@@ -112,12 +119,14 @@ class PersistentCollective:
         return started
 
     def read_peer_addresses(self, number: int) -> None:
-        """Read the addresses of the other ranks' arrays from their records of collective `number`."""
+        """Read the addresses of the other ranks' arrays from the records that they have posted for collective
+        `number`."""
         for lane in self.host_group.others:
             self.set_peer_address(lane, self.host_group.board.read_words(lane, number, atomics.ADDRESS_WORDS))
 
     def set_peer_address(self, lane: int, address: Sequence[int]) -> None:
-        """Write the address of the array of rank number `lane` of the host into the row."""
+        """Store the address of another rank's array in the arguments of the compiled code. `lane` is the index of that
+        rank on this host."""
         words, ranks, (window, owner, offset) = self._words, self.host_group.size, address
         window_address = self.host_group.memory.windows[window].addresses[owner] + offset + self.skip
         words[atomics.HEAD + ranks + lane] = window_address
@@ -128,8 +137,8 @@ class PersistentCollective:
 
 
 class StartedCollective:
-    """The handle of a started persistent collective, the counterpart of `NodeCollective`. It has no `__init__`, because
-    that would take a fifth of the time of a start."""
+    """The handle of a persistent collective that has been started. It has no `__init__`, which would take a fifth of
+    the time of a start."""
 
     __slots__ = ("at", "done", "number", "persistent", "what")
     persistent: PersistentCollective
@@ -149,7 +158,7 @@ class StartedCollective:
             raise make_timeout_error(self, group, self._find_late_ranks())
 
     def is_slot_free(self) -> bool:
-        """Return whether the slot of this collective on the board can be used again."""
+        """Return whether the shared record of this collective may be overwritten by a later collective."""
         return self.test()
 
     def __str__(self) -> str:

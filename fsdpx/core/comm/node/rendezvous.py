@@ -1,8 +1,9 @@
-"""Collectives of the ranks of a host, numbered on a board, and lanes between hosts.
+"""Collectives inside one host, and collectives over several hosts that combine shared memory with messages.
 
-A lane is one rank of each host, all with the same position there. The stages of a call wait for the ranks of the host,
-so calls in flight could reach the network in different orders on different ranks. Tickets keep them in the order of
-issue, and the numbers of all collectives inside the host that a call needs are reserved when the call is issued.
+The collectives of a host are numbered, and ranks announce them in records on a shared board. A lane consists of one
+rank of each host, the ranks with the same index on their hosts; messages are exchanged inside lanes. A call that waits
+for the ranks of its host could be overtaken by a later call on some ranks, so each call takes a ticket when it is
+issued and starts its messages in the order of tickets.
 """
 
 from __future__ import annotations
@@ -39,14 +40,15 @@ QUICK_POLLS = 32
 
 
 def make_timeout_error(call: object, group: NodeGroup, missing: Sequence[int]) -> CommTimeout:
-    """Return the error of a wait that timed out. missing: indices of the ranks of the host that did not arrive."""
+    """Return the error of a wait that timed out. `missing` are the indices, on this host, of the ranks that did not
+    arrive."""
     ranks = [group.ranks[index] for index in missing]
     reason = f"ranks {ranks} did not call it, called it with an array outside of windows, or have ended"
     return CommTimeout(f"{call} is not complete after {group.timeout:g} s: {reason}")
 
 
 class ArrivalStage:
-    """The handle of a stage that is complete when `seen(index, number)` is true for all other ranks of the host."""
+    """Handle that is complete when `seen(index, number)` is true for all other ranks of the host."""
 
     __slots__ = ("_group", "_missing", "_name", "_number", "_seen")
 
@@ -71,9 +73,14 @@ class ArrivalStage:
 
 
 class NodeCollective(GeneratorHandle):
-    """The handle of a collective inside a host. work: called on this rank when all ranks have posted, or None. held:
-    whether other ranks read this rank's data, so that the collective is complete only when they have finished. last:
-    called on this rank at the end."""
+    """The handle of a collective inside a host.
+
+    Parameters
+    ----------
+    work : called when the data of all ranks may be read; None if there is nothing to do
+    held : whether other ranks read this rank's data, so that the collective completes only when they have finished
+    last : called at the end of the collective
+    """
 
     __slots__ = ("_free",)
 
@@ -98,13 +105,21 @@ class NodeCollective(GeneratorHandle):
         super().__init__(run_stages(), group.progress)
 
     def is_slot_free(self) -> bool:
-        """Return whether all ranks have read this rank's record, so that its slot on the board can be used again."""
+        """Return whether all ranks have read this rank's record, so that a later collective may overwrite it."""
         return self.test() and self._free.test()
 
 
 class NodeGroup:
-    """The ranks of `comm` on this host. ranks: their ranks in `comm`, with this rank at index `lane`. latest: the call
-    that occupies each slot of the board. number: number of the host. Creating it is collective over `comm`."""
+    """The ranks of a communicator that run on this host. Creating it is collective over the communicator.
+
+    Attributes
+    ----------
+    ranks : their ranks in the communicator
+    lane : index of this rank in `ranks`
+    others : indices in `ranks` of the other ranks
+    board : shared records with which the ranks announce collectives
+    latest : the collective that occupies each slot of the board
+    """
 
     def __init__(self, comm: MessageBackend, memory: NodeMemory, ranks: list[int], number: int) -> None:
         self.rank, self.size, self.timeout, self.progress = comm.rank, comm.size, comm.timeout, comm.progress
@@ -121,8 +136,8 @@ class NodeGroup:
         self._number = 0
 
     def reserve_collective(self, call: object = "a call") -> int:
-        """Return the number of a new collective. It is reserved when a call is issued, so that the order is the same on
-        all ranks, however late they synchronize. Waits until the slot of the number is free."""
+        """Return the number of a new collective, waiting until its slot of the board is free. The number is reserved
+        when a call is issued, so that all ranks number collectives alike even if they synchronize later."""
         self._number = number = self._number + 1
         slot, latest = number % BOARD_SLOTS, self.latest
         if latest[slot] is not None:
@@ -136,20 +151,21 @@ class NodeGroup:
             raise CommTimeout(f"{self.latest[slot]}: {BOARD_SLOTS} meetings later, not all ranks have taken part")
 
     def _is_slot_free(self, slot: int) -> bool:
-        """Return whether the slot on the board can be used again, because all ranks have read the record in it."""
+        """Return whether a slot of the board may be reused because all ranks have read the record in it."""
         latest = self.latest[slot]
         return latest is None or (not isinstance(latest, str) and latest.is_slot_free())
 
     def start_barrier(self, number: int, call: Call) -> Handle:
-        """Start a collective without work, which is complete when all ranks have arrived."""
+        """Start a collective that transfers nothing and completes when all ranks of the host have arrived."""
         self.board.post_record(number)
         return self._create_collective(number, call, held=False)
 
     def start_collective(
         self, number: int, address: WindowAddress | None, call: Call, work: Callable[[], None], **terms: Any
     ) -> Handle:
-        """Post the address of an array (None if the data is in the payload), run `work` when all ranks have posted, and
-        complete when all have finished their work."""
+        """Start a collective inside the host and return its handle: post the `address` of this rank's array, run
+        `work` when all ranks have posted theirs, and complete when all have finished. `address` is None if the data is
+        in the payload of the record."""
         self.board.post_record(number, None if address is None else address.word_view)
         return self._create_collective(number, call, work, **terms)
 
@@ -161,27 +177,37 @@ class NodeGroup:
         return meeting
 
     def view_peer_slice(self, index: int, number: int, start: int, size: int, dtype: np.dtype) -> Array:
-        """Return a slice of the array that rank `index` of the host posted."""
+        """Return `size` elements, beginning at element `start`, of the array that rank `index` of the host posted."""
         return self.memory.view_elements(self.board.read_words(index, number, 3), start, size, dtype)
 
     def view_host_slices(self, number: int, own: Array, start: int) -> list[Array]:
-        """Return, in rank order, each rank's slice that begins at `start` and is as long as `own`."""
+        """Return the slice of every rank's posted array that begins at element `start` and is as long as `own`, in
+        rank order."""
         count = range(len(self.ranks))
         return [own if i == self.lane else self.view_peer_slice(i, number, start, own.size, own.dtype) for i in count]
 
     def view_payload(self, index: int, number: int) -> Array:
-        """Return the payload of rank `index` of the host as 64-bit words, one for each rank."""
+        """Return the bytes that rank `index` of the host posted with its record, as 64-bit words."""
         return self.board.view_payload(index, number).view(np.int64)
 
     def copy_pieces_from_peers(self, number: int, pieces: Sequence[tuple[int, Array, int]]) -> None:
-        """Fill each array of (index, array, start) from the array that rank `index` of the host posted."""
+        """For each (index, array, start), fill `array` from element `start` of the array that rank `index` of the host
+        posted."""
         for index, array, start in pieces:
             array[...] = self.view_peer_slice(index, number, start, array.size, array.dtype)
 
 
 class HostLanes:
-    """Calls over several hosts. group: the ranks of this host. across: the ranks of this rank's lane. ranks_by_host:
-    the ranks of each host, all equally many. turn: the ticket that may reach the network next."""
+    """Collectives over several hosts with equally many ranks, in which each rank of a host exchanges a different part
+    of the data with other hosts.
+
+    Attributes
+    ----------
+    host_group : ranks of this host
+    across : communicator of this rank's lane, which is the rank with the same index on each host
+    ranks_by_host : ranks of each host
+    turn : ticket of the call that may send its messages next
+    """
 
     def __init__(self, group: NodeGroup, across: MessageBackend, ranks_by_host: list[list[int]]) -> None:
         self.host_group, self.across, self.ranks_by_host = group, across, ranks_by_host
@@ -189,8 +215,8 @@ class HostLanes:
         self.turn = self._tickets = 0
 
     def all_gather_over_hosts(self, call: Call, address: WindowAddress) -> Iterator[Handle]:
-        """Gather this rank's lane from other hosts, then copy the other lanes from the buffers of this host's ranks,
-        which thus share the network traffic."""
+        """Gather the pieces of this rank's lane from the other hosts, then copy the pieces of the other lanes from the
+        ranks of this host. The ranks of a host thus share the network traffic."""
         group, turn, number = self.host_group, self._take_lane_ticket(), self.host_group.reserve_collective()
         recv, pieces = call.arrays[1], call.partitions[0]
         yield turn
@@ -205,19 +231,20 @@ class HostLanes:
         yield group.start_collective(number, address, call, read_pieces)
 
     def all_gather_into_host_buffers(self, call: Call) -> Iterator[Handle]:
-        """Gather into one buffer per host, which receives each lane once."""
+        """Gather into one buffer per host. Each rank of a host receives the pieces of its own lane."""
         group, turn = self.host_group, self._take_lane_ticket()
         first, second = group.reserve_collective(), group.reserve_collective()
         send, recv = call.arrays
         own_part = call.partitions[0].get_piece(recv, group.rank)
         copy_unless_same(own_part, send)
-        yield group.start_barrier(first, call)  # from here on, no rank of the host reads the old content
+        yield group.start_barrier(first, call)  # now no rank of the host reads the old content anymore
         yield turn
         yield self._start_lane_all_gather(call.with_arrays((own_part, recv)))
         yield group.start_barrier(second, call)
 
     def reduce_scatter_over_hosts(self, call: Call, address: WindowAddress) -> Iterator[Handle]:
-        """Add the pieces of this rank's lane inside the host, then over the lane. Scratch: n/L for L ranks per host."""
+        """Sum the pieces of this rank's lane over the ranks of this host, then over the hosts. Scratch: n/L bytes for
+        L ranks per host."""
         group, turn, number = self.host_group, self._take_lane_ticket(), self.host_group.reserve_collective()
         (send, recv), (pieces,) = call.arrays, call.partitions
         sums = make_partition_from_counts(tuple(pieces.counts[rank] for rank in self.lane))
@@ -234,8 +261,8 @@ class HostLanes:
         self._divide_if_average(call, recv)
 
     def all_reduce_over_hosts(self, call: Call, address: WindowAddress) -> Iterator[Handle]:
-        """Add one slice per rank of the host, first inside the host, then over the lane. Then copy the other slices
-        from the ranks of the host."""
+        """Sum one slice for each rank of the host, first inside the host, then over the hosts. Then copy the other
+        slices from the ranks of the host."""
         group, turn = self.host_group, self._take_lane_ticket()
         first, second = group.reserve_collective(), group.reserve_collective()
         (buf,) = call.arrays
@@ -272,7 +299,7 @@ class HostLanes:
     def _start_lane_reduction(
         self, call: Call, arrays: tuple[Array, ...], partitions: tuple[FlatPartition, ...]
     ) -> Handle:
-        """Start to reduce partial sums over the lane."""
+        """Start to reduce the partial sums of the hosts over this rank's lane."""
         self.turn += 1
         return self.across.start_transfer(
             Call(call.verb, arrays, _get_partial_op(call.op), what=call.what, partitions=partitions)
@@ -284,7 +311,7 @@ class HostLanes:
 
 
 class LaneTurn:
-    """The handle that is complete when all earlier calls have reached the network."""
+    """Handle that is complete when all calls with earlier tickets have started their messages."""
 
     __slots__ = ("_lanes", "_ticket")
 
@@ -292,7 +319,7 @@ class LaneTurn:
         self._lanes, self._ticket = lanes, ticket
 
     def test(self) -> bool:
-        return self._lanes.turn >= self._ticket  # greater if progress has advanced this call during the wait
+        return self._lanes.turn >= self._ticket  # greater if another wait has already advanced this call
 
     def wait(self) -> None:
         group = self._lanes.host_group
@@ -301,5 +328,6 @@ class LaneTurn:
 
 
 def _get_partial_op(op: ReduceOp) -> ReduceOp:
-    """Return the operation for partial results: an average is a sum that is divided at the end."""
+    """Return the operation that combines partial results. For an average this is the sum, which is divided at the end.
+    """
     return ReduceOp.SUM if op is ReduceOp.AVG else op

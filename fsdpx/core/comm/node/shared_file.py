@@ -1,4 +1,4 @@
-"""A file in memory that all ranks of a host have open; the system frees it when the last of them has ended."""
+"""A file in memory that all ranks of a host map. The system frees it when the last of these processes has ended."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ __all__ = ["map_shared_file"]
 
 try:
     import fcntl
-except ImportError:  # on Windows, MPI provides the windows
+except ImportError:  # Windows has no fcntl; shared windows are then provided by MPI
     fcntl = None  # type: ignore[assignment]
 
 T = TypeVar("T")
 
 
 def map_shared_file(comm: Communicator, nbytes: int, folder: str, preallocate: bool) -> tuple[int, mmap.mmap]:
-    """Open, map and lock a new file in `folder` on all ranks of `comm`, which must run on this host. Collective.
+    """Create a file in `folder` on rank 0, and map and lock it on all ranks of `comm`, which must run on one host.
+    Collective.
 
-    The file has no name while it holds memory, so that ranks can be killed at any moment without leaving it behind. The
-    other ranks open the file of rank 0 through /proc. If the system denies that, for example between containers that do
-    not see each other's processes, the file is empty and has a name until all ranks have opened it.
+    The file has no name while it holds memory, so that ranks can be killed at any moment without leaving it behind.
+    The other ranks open the file of rank 0 through /proc. If the system denies that, for example between containers
+    that do not see each other's processes, the file is empty and has a name until all ranks have opened it.
 
     Parameters
     ----------
     comm : ranks of this host
-    nbytes : size of the file
+    nbytes : size of the file in bytes
     folder : folder in a file system in memory
-    preallocate : whether to allocate the memory now; otherwise each page is allocated when it is first touched
+    preallocate : whether to allocate the memory now; otherwise each memory page is allocated when it is first touched
 
     Returns
     -------
@@ -60,7 +61,8 @@ def map_shared_file(comm: Communicator, nbytes: int, folder: str, preallocate: b
 
 @dataclass
 class _SharedFileOpening:
-    """The steps in which all ranks open the file. file: descriptor on this rank, -1 while it is closed."""
+    """The steps in which all ranks of a host open a shared file. `file` is the descriptor on this rank, or -1 while
+    the file is closed."""
 
     comm: Communicator
     nbytes: int
@@ -86,8 +88,8 @@ class _SharedFileOpening:
         self.comm.all_gather_data(None)  # wait, so that no rank allocates memory while the file has a name
 
     def map_and_lock_memory(self, preallocate: bool) -> mmap.mmap:
-        """Map the file and take the lock of this rank. If `preallocate` is true, rank 0 allocates all memory.
-        Collective."""
+        """Map the file and lock the byte that marks this rank as alive. If `preallocate` is true, rank 0 allocates all
+        memory. Collective."""
 
         def map_and_lock() -> None:
             if preallocate and self.comm.rank == 0:
@@ -106,7 +108,7 @@ class _SharedFileOpening:
             os.close(file)
 
     def _make_unnamed_file(self) -> tuple[int, ...]:
-        """Create the file on rank 0; return its process, descriptor, device and inode on rank 0, and () on other
+        """Create the file on rank 0. Return (process number, descriptor, device, inode) on rank 0, and () on other
         ranks."""
         if self.comm.rank:
             return ()
@@ -128,8 +130,8 @@ class _SharedFileOpening:
             os.truncate(self.file, self.nbytes)
 
     def _run_and_gather_results(self, body: Callable[[], T]) -> list[T]:
-        """Return the result of `body()` on each rank; raise ConfigError on all of them if one raises OSError.
-        Collective."""
+        """Run `body()` on each rank and return the results of all ranks. Raise ConfigError on all ranks if `body`
+        raises OSError on one of them. Collective."""
         value, problem = None, ""
         try:
             value = body()
@@ -152,8 +154,8 @@ class _SharedFileOpening:
 
 
 def _open_descriptor_of_process(process: int, number: int, *identity: int) -> int:
-    """Open descriptor `number` of another process. Return -1 if this process may not open it, or if the descriptor is a
-    different file, for example in a container with its own process numbers."""
+    """Open the file that another process has open as descriptor `number`. Return -1 if access is denied or if it is
+    not the file that `identity` (device, inode) describes, for example in a container with its own process numbers."""
     name = f"/proc/{process}/fd/{number}"
     with suppress(OSError):
         if _get_device_and_inode(os.stat(name)) == identity:

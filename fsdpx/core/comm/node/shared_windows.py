@@ -1,8 +1,8 @@
-"""Memory shared by the ranks of a host: files that all ranks map, windows in them, and a board of flags.
+"""Memory that the ranks of a host share: files that all ranks map, windows in them, and a board for synchronization.
 
-The board tells how far each rank is. Rank r writes only its own part, so no lock is needed. A rank *posts* collective
-number n when its data may be read (with a few words that locate the data), and marks it *finished* when it has read
-everything that it needs. A fence orders the words before the number.
+On the board, each rank announces how far it is. A rank writes only its own part, so no lock is needed. A rank *posts*
+the number of a collective when its data may be read, together with a few words that locate the data. It marks the
+number as *finished* when it has read everything that it needs. A memory fence orders the words before the number.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 
 try:
     import fcntl
-except ImportError:  # on Windows, MPI provides the windows
+except ImportError:  # Windows has no fcntl; shared windows are then provided by MPI
     fcntl = None  # type: ignore[assignment]
 
 
@@ -46,13 +46,18 @@ SHARED_MEMORY_FOLDER = "/dev/shm"
 
 
 class SharedMapping:
-    """A file in memory with a part for each rank of `comm`, mapped by all of them; all must run on this host. Creating
-    it is collective.
+    """A memory-mapped file with a part for each rank of `comm`; all ranks must run on one host. Creating it is
+    collective.
 
-    The file has no name, so nothing is left behind however ranks end, and a rank that drops this object without `close`
-    still releases its mapping. preallocate: allocate the memory now and raise ConfigError on all ranks if there is too
-    little; else pages are allocated when they are first touched. Rank r holds a lock on byte size + r of `file` as long
-    as it lives.
+    The file has no name, so nothing is left behind however ranks end, and a rank that drops this object without
+    `close` still releases its mapping. Rank r holds a lock on byte size + r of the file as long as it lives.
+
+    Parameters
+    ----------
+    comm : ranks of this host
+    nbytes : size of this rank's part in bytes
+    preallocate : whether to allocate the memory now and raise ConfigError on all ranks if there is too little;
+        otherwise memory pages are allocated when they are first touched
     """
 
     def __init__(self, comm: Communicator, nbytes: int, preallocate: bool = True) -> None:
@@ -60,18 +65,18 @@ class SharedMapping:
         starts = [0, *accumulate(-(-n // mmap.PAGESIZE) * mmap.PAGESIZE for n in sizes)]
         self.file, memory = map_shared_file(comm, starts[-1], _find_shared_memory_folder(), preallocate)
         self._end = weakref.finalize(self, os.close, self.file)
-        self._end.atexit = False  # the system closes the file at exit
+        self._end.atexit = False  # unnecessary at exit, when the system closes the file
         self.parts = [np.frombuffer(memory, np.uint8, n, start) for start, n in zip(starts, sizes, strict=False)]
 
     def close(self) -> None:
-        """Drop the views and close the file; the memory is unmapped when the last view is gone."""
+        """Drop the array views and close the file. The memory is unmapped when no view of it exists anymore."""
         self.parts = []
         self._end()
 
 
 class MappedWindow(SharedWindow):
-    """A window with a part for each rank of `comm`, in shared memory; all ranks must run on this host. Creating it is
-    collective. Byte r of the file is the lock of the part of rank r."""
+    """A one-sided window in shared memory with a part for each rank of `comm`; all ranks must run on one host.
+    Creating it is collective. The part of rank r is protected by a file lock on byte r."""
 
     def __init__(self, comm: Communicator, nbytes: int, timeout: float) -> None:
         self._mapping = SharedMapping(comm, nbytes)
@@ -103,8 +108,8 @@ class MappedWindow(SharedWindow):
 
 
 def get_shared_memory_id() -> str:
-    """Return a name that is equal for all processes that can share memory. These are the processes of one host, except
-    that a container may have its own shared memory."""
+    """Return an identifier that is equal on all processes that can share memory: the processes of one host, or of one
+    container if it has its own shared memory."""
     folder = _find_shared_memory_folder()
     with suppress(OSError):
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.stat(folder).st_dev}"
@@ -120,8 +125,14 @@ RESERVED_BYTES = 4 << 20
 
 
 class WindowAddress(NamedTuple):
-    """The address of an array: window number, rank `owner` of the host whose part contains the array, and byte `offset`
-    in that part."""
+    """The location of an array in shared memory.
+
+    Attributes
+    ----------
+    window : number of the window
+    owner : index, on this host, of the rank whose part contains the array
+    offset : byte offset in that part
+    """
 
     window: int
     owner: int
@@ -135,42 +146,52 @@ class WindowAddress(NamedTuple):
 
 class HostWindow:
     """One allocation of shared memory with a part for each rank of the host, mapped by all of them. Creating it is
-    collective. fence: orders stores; a rank that sees a store after the fence also sees all stores before it."""
+    collective.
+
+    `fence()` orders stores: a rank that sees a store after the fence also sees all stores before it.
+    """
 
     def __init__(self, here: Communicator, nbytes: int) -> None:
         self._mapping = SharedMapping(
             here, nbytes, preallocate=False
-        )  # so that each page is placed near the rank that first touches it
+        )  # the system places a memory page near the core that touches it first
         self.parts: list[Array] = self._mapping.parts
         self.addresses = [get_data_pointer(part) for part in self.parts]
         self.fence = _make_store_fence()
 
     def free_memory(self) -> None:
-        """Free the memory; no array in it may be used afterwards."""
+        """Free the memory of all parts. Arrays in it must not be used afterwards."""
         self.parts = []
         self._mapping.close()
 
 
 class NodeMemory:
-    """The windows on the host of this rank. world: all ranks of the job. here: the ranks on this host, in world order.
-    leader: the lowest of their world ranks, which identifies the host."""
+    """All windows of shared memory on the host of this rank.
+
+    Attributes
+    ----------
+    world : communicator of all ranks of the job
+    here : communicator of the ranks on this host, in world order
+    leader : lowest world rank on this host, which identifies the host
+    common : numbers of the windows in which all ranks of a group use the same part
+    windows : open windows by number
+    """
 
     def __init__(self, world: Communicator, here: Communicator, leader: int) -> None:
         self.world, self.here, self.leader = world, here, leader
         self.rank, self.size = here.rank, here.size
-        self.common: set[int] = set()  # windows in which all ranks of a group use the same part
+        self.common: set[int] = set()  # windows with one buffer for all ranks of a group
         self.windows: dict[int, HostWindow] = {}
-        self.abandoned: list[Array] = []  # arrays in windows whose owner was garbage-collected
-        self.persistent: ModuleType | None = None  # `fsdpx.core.comm.node.persistent`, once memory is shared
+        self.abandoned: list[Array] = []  # shared arrays to free, because their owner was garbage-collected
+        self.persistent: ModuleType | None = None  # module `persistent`, loaded when memory is first shared
         self._owners: dict[int, tuple[int, int]] = {}
         self._cached_addresses: dict[int, tuple[Array, WindowAddress]] = {}
         self._views: dict[tuple[int, ...], Array] = {}
         self._window_count = 0
 
     def allocate_window(self, nbytes: int) -> int | None:
-        """Return the number of a new window with `nbytes` bytes of this rank; ranks may request different amounts.
-        Return None, on all ranks, if a host has too little memory for the requests of its ranks. Collective over the
-        world."""
+        """Create a window with `nbytes` bytes for this rank and return its number; ranks may request different sizes.
+        Return None, on all ranks, if a host has too little memory. Collective over the world."""
         wanted = sum(self.here.all_gather_data(nbytes))
         if not all(self.world.all_gather_data(wanted <= count_free_shared_bytes())):
             return None
@@ -181,8 +202,8 @@ class NodeMemory:
         return number
 
     def unmap_window(self, array: Array) -> None:
-        """Free this rank's mapping of the window that contains `array`. No view of the window may be in use. Does not
-        communicate."""
+        """Free this rank's mapping of the window that contains `array`, without communication. No view of the window
+        may be in use."""
         address = self.find_address(array)
         assert address is not None, "only what was allocated is released"
         window = self.windows.pop(address.window)
@@ -194,26 +215,27 @@ class NodeMemory:
         window.free_memory()
 
     def free_abandoned_windows(self) -> None:
-        """Free the windows of abandoned arrays that are still open."""
-        with suppress(IndexError):  # the list is empty; another thread may have taken the last entry
+        """Free the windows that are still open although the owners of their arrays were garbage-collected."""
+        with suppress(IndexError):  # raised by an empty list: another thread may have taken the last entry
             while True:
                 array = self.abandoned.pop()
                 if self.find_address(array) is not None:
                     self.unmap_window(array)
 
     def find_address(self, array: Array) -> WindowAddress | None:
-        """Return the address of an array, or None if it is not in a window. Addresses are cached by object."""
+        """Return the location of an array in shared memory, or None if it is not in a window. Locations are cached by
+        array object."""
         known = self._cached_addresses.get(id(array))
         if known is not None:
             return known[1]
         address = self._search_window_address(array)
-        if address is not None:  # a cached array is kept alive, and arrays outside of windows may be large
+        if address is not None:  # caching keeps an array alive, so large arrays outside of windows are not cached
             if len(self._cached_addresses) >= 4096:
                 self._cached_addresses.clear()
             self._cached_addresses[id(array)] = (
                 array,
                 address,
-            )  # a reference to the view keeps its id from being reused
+            )  # keeping the array prevents its id from being reused
         return address
 
     def _search_window_address(self, array: Array) -> WindowAddress | None:
@@ -226,7 +248,8 @@ class NodeMemory:
         return WindowAddress(*owner, get_data_pointer(array) - get_data_pointer(part))
 
     def view_elements(self, address: Sequence[int], start: int, size: int, dtype: np.dtype) -> Array:
-        """Return `size` elements, beginning with element `start`, of the array at an address."""
+        """Return a view of `size` elements, beginning at element `start`, of the array at an address (window, owner,
+        offset)."""
         key = (*address, start, size, dtype.num)
         cached_view = self._views.get(key)
         if cached_view is None:
@@ -239,8 +262,8 @@ class NodeMemory:
         return cached_view
 
     def close(self) -> None:
-        """Free all windows."""
-        while self.windows:  # garbage collection of an old trainer may remove windows during the loop
+        """Free all windows of this rank."""
+        while self.windows:  # garbage collection may free other windows during the loop
             self.windows.popitem()[1].free_memory()
         self._owners.clear()
         self._cached_addresses.clear()
@@ -250,11 +273,10 @@ class NodeMemory:
 
 
 def _make_store_fence() -> Callable[[], None]:
-    """Return a function that orders this rank's stores as seen by other ranks. It does nothing on x86, where stores are
-    ordered.
+    """Return a function that makes this rank's stores visible to other ranks in the order in which they are executed.
 
-    Elsewhere it releases and reacquires a lock, which orders earlier stores before the release and later ones after the
-    acquisition.
+    On x86, where stores are ordered, it does nothing. Elsewhere it releases and reacquires a lock, which orders
+    earlier stores before the release and later ones after the acquisition.
     """
     if platform.machine().lower() in ("x86_64", "amd64"):
         return lambda: None
@@ -269,8 +291,8 @@ def _make_store_fence() -> Callable[[], None]:
 
 
 def count_free_shared_bytes() -> int:
-    """Return the free bytes of shared memory of this host, less RESERVED_BYTES; 2^62 on systems where shared memory has
-    no limit of its own."""
+    """Return the free shared memory of this host in bytes, less RESERVED_BYTES. Return 2^62 on systems where shared
+    memory has no separate limit."""
     if not os.path.isdir(SHARED_MEMORY_FOLDER):
         return 1 << 62
     status = os.statvfs(SHARED_MEMORY_FOLDER)
@@ -286,14 +308,14 @@ MAX_PAYLOAD_BYTES = 128
 
 
 class CollectiveBoard:
-    """Records of the collectives of a group, in shared memory. comm: the group, whose ranks are all on one host.
-    Creating it is collective."""
+    """A board in shared memory on which each rank of `comm` posts a record of each collective; all ranks must run on
+    one host. Creating it is collective."""
 
     def __init__(self, comm: Communicator) -> None:
         self.rank, self.size = comm.rank, comm.size
         self._record = (
             RECORD_HEAD_WORDS + -(-max(self.size, MAX_PAYLOAD_BYTES // 8) // RECORD_HEAD_WORDS) * RECORD_HEAD_WORDS
-        )  # a word for each rank, rounded up to cache lines
+        )  # the payload has a word for each rank, rounded up to cache lines
         self._window = HostWindow(comm, BOARD_SLOTS * self._record * 8)
         self._bytes = self._window.parts
         self.addresses = self._window.addresses
@@ -302,8 +324,8 @@ class CollectiveBoard:
         self._own_record_words = self._words[self.rank]
 
     def post_record(self, number: int, words: memoryview | None = None) -> int:
-        """Post that this rank's data of a collective may be read, at the address `words` (`WindowAddress.word_view`).
-        Return the byte offset of the record from each of `addresses`."""
+        """Announce that this rank's data of collective `number` may be read, at the address `words`
+        (`WindowAddress.word_view`). Return the byte offset of the record in each rank's part of the board."""
         offset = number % BOARD_SLOTS * self._record
         own_record = self._own_record_words
         if words is not None:
@@ -319,18 +341,18 @@ class CollectiveBoard:
         return True
 
     def read_words(self, rank: int, number: int, count: int) -> list[int]:
-        """Return the first `count` words that a rank passed to `post_record`."""
+        """Return the first `count` words that `rank` posted with its record of collective `number`."""
         offset = self._get_record_offset(number) + 2
         return self._words[rank][offset : offset + count].tolist()
 
     def view_payload(self, rank: int, number: int) -> Array:
-        """Return a view of the payload bytes of a record. They are written before `post_record`, and read after the
-        record is posted."""
+        """Return a view of the data bytes in a record, for small data that is exchanged on the board itself. They are
+        written before `post_record` and may be read once the record is posted."""
         offset = 8 * (self._get_record_offset(number) + RECORD_HEAD_WORDS)
         return self._bytes[rank][offset : offset + 8 * (self._record - RECORD_HEAD_WORDS)]
 
     def mark_finished(self, number: int) -> None:
-        """Mark that this rank has read everything that it needs for a collective."""
+        """Announce that this rank has read everything that it needs for collective `number`."""
         self._fence()
         self._own_record_words[self._get_record_offset(number) + 1] = number
 
