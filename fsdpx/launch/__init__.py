@@ -1,4 +1,4 @@
-"""The commands of fsdpx. The package itself can be called, so that `fsdpx.launch(train, ranks=4)` calls
+"""The command-line commands of fsdpx. The package itself can be called: `fsdpx.launch(train, ranks=4)` runs
 `fsdpx.launch.python_api.launch`."""
 
 import sys
@@ -7,8 +7,8 @@ from typing import Any
 
 
 class _Launch(ModuleType):
-    """Class of this package, which makes the package callable, because the package and the public function have the
-    same name."""
+    """Module type of this package. It makes the package callable, because the package and the public function
+    `fsdpx.launch` have the same name."""
 
     def __call__(self, what: Any, *args: Any, **options: Any) -> Any:
         from fsdpx.launch.python_api import launch

@@ -1,5 +1,5 @@
-"""`fsdpx run --print-batch`: print a batch file with which Slurm, PBS or LSF starts the same job. Under Slurm, the job
-is requeued when its time limit is reached."""
+"""`fsdpx run --print-batch`: print a batch script with which Slurm, PBS or LSF starts the same job. A Slurm job is
+requeued when it reaches its time limit."""
 
 from __future__ import annotations
 
@@ -86,14 +86,20 @@ hostfile."""
 
 @dataclass(frozen=True)
 class NodeCores:
-    """Number of cores of a node. source: text that says where the number comes from, used as the end of a sentence."""
+    """Number of cores of a node, and where the number comes from.
+
+    Attributes
+    ----------
+    cores : number of cores
+    source : source of the number as the end of a sentence, such as "as this machine has"
+    """
 
     cores: int
     source: str
 
 
 def find_node_cores() -> NodeCores:
-    """Return the number of cores per node. It is that of Slurm's smallest node if Slurm is installed, else that of this
+    """Return the number of cores per node: that of Slurm's smallest node if Slurm is installed, else that of this
     machine."""
     if sinfo := shutil.which("sinfo"):
         done = subprocess.run([sinfo, "-h", "-o", "%c"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
@@ -109,10 +115,10 @@ def make_batch_file(
     node_cores: NodeCores,
     variables: Mapping[str, str] | None = None,
 ) -> str:
-    """Return the text of the batch file.
+    """Return the text of a batch script that starts `program` under the batch system "slurm", "pbs" or "lsf".
 
-    variables: additional environment variables of the ranks. Raise LaunchError for an argument with a line break, since
-    a scheduler could interpret the text after it."""
+    `variables` are additional environment variables of the ranks. Raise LaunchError for an argument with a line break,
+    since a scheduler could interpret the text after it."""
     if config.hostfile is not None:
         raise LaunchError("a batch system chooses the hosts itself: leave --hostfile out")
     nodes, per_node = _choose_nodes_and_ranks_per_node(config, node_cores)
@@ -133,8 +139,8 @@ def make_batch_file(
 
 
 def _choose_nodes_and_ranks_per_node(config: LaunchConfig, node_cores: NodeCores) -> tuple[int, int]:
-    """Return the number of nodes and the ranks per node. These are the configured numbers, or else those of the fewest
-    nodes that have a core for each thread."""
+    """Return the number of nodes and of ranks per node to request. If they are not configured, choose the fewest nodes
+    that have a core for each thread."""
     if config.backend == "gloo":
         return config.count_hosts_and_ranks_per_host(config.ranks) or (1, config.ranks)
     most = max(1, node_cores.cores // (config.threads or 1))
@@ -143,7 +149,7 @@ def _choose_nodes_and_ranks_per_node(config: LaunchConfig, node_cores: NodeCores
 
 
 def _make_request_comment(nodes: int, per_node: int, cores: int, node_cores: NodeCores) -> str:
-    """Return a comment that states the requested resources, and the number of cores per node that the request
+    """Return a shell comment that states the requested ranks and cores, and how many cores per node the request
     assumes."""
     where = "one node" if nodes == 1 else f"each of {nodes} nodes"
     asked = f"{format_count(per_node, 'rank')} on {where}, with {format_count(cores, 'core')} per rank"
@@ -152,7 +158,8 @@ def _make_request_comment(nodes: int, per_node: int, cores: int, node_cores: Nod
 
 
 def _iterate_environment_lines(variables: Mapping[str, str]) -> Iterator[str]:
-    """Yield the shell lines that reproduce this process's environment in the job."""
+    """Yield shell lines that set up the same environment in the batch job: environment modules, the virtual
+    environment and `variables`."""
     modules = environment.list_environment_modules()
     yield f"# module load {' '.join(modules)}" if modules else "# module load ...  (none is loaded here)"
     activate = Path(sys.prefix, "bin", "activate")
@@ -163,14 +170,15 @@ def _iterate_environment_lines(variables: Mapping[str, str]) -> Iterator[str]:
 
 
 def _make_job_name(program: Sequence[str]) -> str:
-    """Return the name of the script or module, with characters that a shell or scheduler could interpret replaced by
-    "_"."""
+    """Return a job name: the name of the script or module, with "_" for characters that a shell or scheduler could
+    interpret."""
     name = program[1] if program[0] == "-m" else Path(program[0]).stem
     return re.sub(r"[^\w.+-]", "_", name)
 
 
 def _require_printable(words: Sequence[str]) -> Sequence[str]:
-    """Return `words`; raise LaunchError if one contains a line break or another control character."""
+    """Return `words`. Raise LaunchError if a word contains a line break or another control character, which could
+    inject commands into the batch script."""
     for word in words:
         if any(not char.isprintable() for char in word):
             raise LaunchError(f"{word!r} has a line break or another control character: a batch file cannot hold it")
@@ -178,7 +186,7 @@ def _require_printable(words: Sequence[str]) -> Sequence[str]:
 
 
 def _iterate_nondefault_options(config: LaunchConfig) -> Iterator[str]:
-    """Yield the options of `fsdpx run` for the fields of `config` that differ from the defaults."""
+    """Yield the command-line options of `fsdpx run` for the fields of `config` that differ from their defaults."""
     for one in fields(config):
         value = getattr(config, one.name)
         if value != one.default:

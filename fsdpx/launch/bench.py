@@ -1,5 +1,5 @@
-"""`bench comm` times the operations of a communicator for several message sizes, inside hosts and between hosts, and
-names the transport. `bench step` times training steps for several strategies."""
+"""`bench comm` times communication operations by message size, inside hosts and between hosts, and names the transport
+of each. `bench step` compares the training step times of several strategies."""
 
 from __future__ import annotations
 
@@ -57,9 +57,15 @@ SUM = ReduceOp.SUM
 
 
 class BenchArrays(NamedTuple):
-    """Arrays of one size. shared: this rank's array, in memory that the ranks of its host can access. common: an array
-    that all ranks of the host share. plain: an array in private memory. piece: an array in private memory of 1/N of the
-    size, for N ranks."""
+    """Buffers of one message size, as float32 arrays.
+
+    Attributes
+    ----------
+    shared : this rank's array, in memory that the ranks of its host can access
+    common : one array that all ranks of the host share
+    plain : an array in private memory
+    piece : an array in private memory that has 1/N of the size, for N ranks
+    """
 
     shared: Array
     common: Array
@@ -68,11 +74,16 @@ class BenchArrays(NamedTuple):
 
 
 class TimedVerb(NamedTuple):
-    """An operation of the communicator to time.
+    """A communication operation to time.
 
-    call: function that starts the operation and returns its handle. bus_share: function from the number of ranks to the
-    least number of bytes that each rank must send or receive, as a fraction of the full array. raw: the same operation
-    by mpi4py, for comparison. message_count: number of messages that one call sends one after another."""
+    Attributes
+    ----------
+    call : function that starts the operation and returns its handle
+    bus_share : function from the number of ranks to the least number of bytes that each rank must send or receive, as a
+        fraction of the full array
+    raw : the same operation by mpi4py, for comparison; None: there is none
+    message_count : number of messages that one call sends one after another
+    """
 
     call: Callable[[Communicator, BenchArrays], Handle | None]
     bus_share: Callable[[int], float]
@@ -170,7 +181,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
 
 def bench(args: argparse.Namespace) -> int:
-    """Run the benchmark that the command line names and print the results; return the exit status. Collective."""
+    """Run `bench step` or `bench comm` and print the results. Return the exit status. Collective."""
     if args.action == "step":
         return run_step_bench(args)
     sizes = [parse_byte_count(text, "--sizes") for text in args.sizes.split(",")]
@@ -189,7 +200,8 @@ def bench(args: argparse.Namespace) -> int:
 
 
 def _require_writable_on_rank0(comm: Communicator, path: Path | None) -> None:
-    """Raise LaunchError on all ranks if rank 0 cannot write the file. Collective; call it before the measurement."""
+    """Raise LaunchError on all ranks if rank 0 cannot write the file. Called before a long measurement, whose result
+    would be lost. Collective."""
     wrong = ""
     try:
         if path is not None and comm.rank == 0:
@@ -201,7 +213,7 @@ def _require_writable_on_rank0(comm: Communicator, path: Path | None) -> None:
 
 
 def _print_and_write_on_rank0(comm: Communicator, text: str, report: dict[str, Any], path: Path | None) -> None:
-    """On rank 0, print the text and write the report as JSON."""
+    """On rank 0, print `text`, and write `report` as JSON to `path` unless that is None."""
     if comm.rank == 0:
         print(wrap_for_terminal(text))
         if path is not None:
@@ -212,11 +224,12 @@ def measure_verbs(
     comm: Communicator, sizes: Sequence[int], verbs: Sequence[str] = tuple(TIMED_VERBS), seconds: float = 0.05,
     count: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the content of `--json`, which is identical on all ranks. For each level, it contains the latency and
-    bandwidth of a message, and one row per operation and size. Collective.
+    """Time the communication operations `verbs`, and return the report that `--json` writes. It is identical on all
+    ranks. Collective.
 
-    sizes: bytes of the full array, rounded up so that all ranks have the same number of elements. seconds: approximate
-    time spent on each row."""
+    For the ranks of each host, the hosts, and all ranks, the report contains the latency and bandwidth of a message,
+    and one row per operation and size. `sizes` are bytes of the full array, rounded up so that all ranks have the same
+    number of elements. `seconds` is the approximate time spent on each row."""
     names: list[str] = comm.all_gather_data(platform.node())
     hosts = {host: [rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)}
     buffers = _BenchBuffers(comm, max(sizes) + 4 * comm.size)
@@ -237,10 +250,10 @@ def measure_verbs(
 def _iterate_level_communicators(
     comm: Communicator, hosts: dict[str, list[int]]
 ) -> Iterator[tuple[str, Communicator | None]]:
-    """Yield (level, communicator) for the three groups that are measured: the ranks of this host, the first ranks of
-    all hosts, and all ranks.
+    """Yield (name, communicator) for each group of ranks that is measured: the ranks of this host, the first rank of
+    each host, and all ranks.
 
-    The communicator is None on ranks that are not part of the level. Collective."""
+    The communicator is None on ranks that are not in the group. Collective."""
     if len(hosts) > 1:
         ranks = next(ranks for ranks in hosts.values() if comm.rank in ranks)
         if max(map(len, hosts.values())) > 1:
@@ -251,8 +264,8 @@ def _iterate_level_communicators(
 
 
 class _BenchBuffers:
-    """Buffers for the largest size. They are allocated as the engine allocates its buffers, that is, in shared windows
-    if the ranks of a host share memory."""
+    """Buffers for the largest message size, from which arrays of smaller sizes are sliced. Like the buffers of a
+    training run, they are in shared memory windows if the ranks of a host share memory."""
 
     def __init__(self, comm: Communicator, nbytes: int) -> None:
         self.node = find_node_communicator(comm)
@@ -268,7 +281,7 @@ class _BenchBuffers:
             part[...] = 0  # the operating system allocates pages on first access
 
     def get_arrays(self, elements: int, ranks: int) -> BenchArrays:
-        """Return arrays of `elements` float32 elements. ranks: number of ranks over which `piece` is divided."""
+        """Return views of `elements` float32 elements. The array `piece` has 1 / `ranks` of them."""
         own, common, plain, piece = (part[: 4 * elements].view(np.float32) for part in self.parts)
         return BenchArrays(own, common, plain, piece[: elements // ranks])
 
@@ -282,8 +295,8 @@ def _measure_level(
     name: str, comm: Communicator | None, buffers: _BenchBuffers, sizes: Sequence[int], verbs: Sequence[str],
     seconds: float, count: Callable[[int, int], None],
 ) -> dict[str, Any] | None:  # fmt: skip
-    """Return the measurements of a group of ranks on its first rank, and None on all other ranks. Collective over the
-    group."""
+    """Time all operations and sizes in a group of ranks. Return the measurements on the first rank of the group, and
+    None on all other ranks. Collective over the group."""
     if comm is None:
         return None
     rows: list[dict[str, Any]] = []
@@ -300,7 +313,7 @@ def _measure_level(
 
 
 def _measure_row(name: str, comm: Communicator, arrays: BenchArrays, seconds: float) -> dict[str, Any]:
-    """Time one operation at one size; return the row of the report. Collective."""
+    """Time one operation at one message size, and return its row of the report. Collective."""
     verb, raw = TIMED_VERBS[name], getattr(find_message_backend(comm), "raw", None)
     nbytes = arrays.shared.nbytes if name != "barrier" else 0
     by = _wait_and_find_transport(name, comm, nbytes, verb.call(comm, arrays))
@@ -319,8 +332,8 @@ def _measure_row(name: str, comm: Communicator, arrays: BenchArrays, seconds: fl
 
 
 def _time_call_on_slowest_rank(comm: Communicator, call: Callable[[], object], seconds: float) -> float:
-    """Return the time per call in seconds. It is the median over blocks of calls, where the slowest rank determines the
-    time of a block. Collective."""
+    """Return the time per call in seconds: the median over blocks of calls, where each block counts with the time of
+    the slowest rank. Collective."""
     call()
     taken = max(comm.all_gather_data(_average_call_seconds(comm, call, 3)))
     calls = min(max(math.ceil(BLOCK_SECONDS / taken), 1), MAX_COUNT)
@@ -330,8 +343,8 @@ def _time_call_on_slowest_rank(comm: Communicator, call: Callable[[], object], s
 
 
 def _average_call_seconds(comm: Communicator, call: Callable[[], object], calls: int) -> float:
-    """Return the time per call on this rank in seconds, averaged over a block of calls that starts with a barrier.
-    Collective."""
+    """Return the time per call on this rank in seconds, averaged over `calls` calls that start together after a
+    barrier. Collective."""
     comm.barrier(what="bench").wait()
     begin = time.perf_counter()
     for _ in range(calls):
@@ -340,7 +353,8 @@ def _average_call_seconds(comm: Communicator, call: Callable[[], object], calls:
 
 
 def _wait_and_find_transport(name: str, comm: Communicator, nbytes: int, handle: Handle | None) -> str:
-    """Wait for a call and return the name of the transport that it used, which is inferred from the call's handle."""
+    """Wait for a communication call, and return the name of the transport that it used, as far as its handle tells:
+    shared memory or messages."""
     if handle is not None:
         handle.wait()
     carrier, node = find_message_backend(comm), find_node_communicator(comm)
@@ -361,7 +375,7 @@ def _wait_and_find_transport(name: str, comm: Communicator, nbytes: int, handle:
 
 
 def _format_report(report: dict[str, Any]) -> str:
-    """Return the report as text: one table per level, and an explanation of the columns."""
+    """Return the report of `measure_verbs` as text: one table per group of ranks, and an explanation of the columns."""
     hosts = "; ".join(f"{host}: {format_ranks(ranks)}" for host, ranks in report["hosts"].items())
     by = f"{report['backend']}, {report['library']}" if report["library"] else report["backend"]
     lines = [f"{by}; {hosts}"]
@@ -398,8 +412,8 @@ WARMUP_STEPS = 3
 
 
 def run_step_bench(args: argparse.Namespace) -> int:
-    """Compare the step times of strategies and print them; return the exit status. If -n is given, the ranks are
-    started here."""
+    """Compare the training step times of strategies, and print a table. Return the exit status. With -n, start a job
+    with that many ranks to do so."""
     strategies: list[Any] = [name.strip() for name in args.strategies.split(",")]
     example = find_model(args.model, args.batch)
     for name in strategies:
@@ -432,10 +446,11 @@ def compare_strategies(
     precision: PrecisionName = "float32",
     count: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Return the content of `--json`, which is identical on all ranks. Collective.
+    """Time training steps of each strategy, and return the report that `--json` writes. It is identical on all ranks.
+    Collective.
 
-    For each strategy it contains the median and minimum step time of the slowest rank, and the median ratio of its time
-    to the first strategy's time in the same round."""
+    For each strategy, the report contains the median and minimum step time of the slowest rank in seconds, and the
+    median ratio to the step time of the first strategy in the same round."""
     first, end = (example.batch * n // comm.size for n in (comm.rank, comm.rank + 1))
     specs = example.x(example.batch), example.y(example.batch)
     x, y = (_draw_random_batch(spec, seed)[first:end] for seed, spec in enumerate(specs))
@@ -474,7 +489,8 @@ def compare_strategies(
 
 
 def _draw_random_batch(spec: tuple[tuple[int, ...], str], seed: int) -> np.ndarray:
-    """Return a random global batch. Integers are 0 or 1, which all models accept."""
+    """Return a random global batch of a (shape, dtype). Integers are 0 or 1, which are valid indices and labels for
+    all models."""
     shape, dtype = spec
     random = np.random.default_rng(seed)
     if not isinstance(dtype, str):

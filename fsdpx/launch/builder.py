@@ -1,4 +1,4 @@
-"""`ModelBuilder` builds a trainer and its data from a table of plain values, such as a run file in TOML."""
+"""`ModelBuilder` builds a trainer and its data loaders from a table of plain values, such as a run file in TOML."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ NAME_SOURCES: tuple[Any, ...] = (
 
 @dataclass(frozen=True)
 class ModelBuilder:
-    """Description of a training run, read from a run file or a dict, that builds the model, trainer and loaders.
+    """Builds the model, trainer and data loaders of a training run that is described by a run file or a dict.
 
     A table with `make` is a call: `{make = "Linear", args = [8, 3], bias = false}` is `nn.Linear(8, 3, bias=False)`. A
     table with `use` stands for the named object itself: `{use = "no_decay"}`. A name belongs to `fsdpx.nn`,
@@ -57,7 +57,7 @@ class ModelBuilder:
     plan : the values of each section, by name of the section. Required are model, loss and optimizer; optional are
         distribute, data, validation, loader and fit. Model, loss, optimizer and data sets may also be objects, such as
         `nn.CrossEntropyLoss()`; model and loss may be PyTorch modules
-    source : name of the origin of `plan`, such as the path of the run file, for error messages
+    source : where `plan` comes from, such as the path of the run file, for error messages
     """
 
     plan: Mapping[str, Any]
@@ -73,7 +73,7 @@ class ModelBuilder:
 
     @classmethod
     def from_file(cls, path: str | PathLike[str], changes: Sequence[str] = ()) -> ModelBuilder:
-        """Return the builder of a run file.
+        """Read a run file, and return its builder.
 
         Parameters
         ----------
@@ -105,8 +105,8 @@ class ModelBuilder:
         return found
 
     def build_trainer(self, comm: Any = None) -> Trainer:
-        """Return the trainer of `distribute(model, loss=..., optimizer=..., **options)`, with the options in
-        [distribute]. Collective.
+        """Build the model, and return the trainer of `distribute(model, loss=..., optimizer=..., **options)` with the
+        options in [distribute]. Collective.
 
         Parameters
         ----------
@@ -136,18 +136,18 @@ class ModelBuilder:
         return distribute(model, **options)
 
     def _infer_batch_shapes_and_dtypes(self) -> Any:
-        """Return (shape, dtype) of the inputs and of the targets of a global batch, or None if [loader] has no
-        batch_size. The shapes come from batch_size and the first sample of [data]."""
+        """Return a (shape, dtype) pair for the inputs and one for the targets of a global batch, from batch_size and
+        the first sample of [data]. Return None if [loader] has no batch_size."""
         rows = self._resolve_section_values("loader").get("batch_size")
         x, y, *_ = map(np.asarray, self._make_section_object("data")[0])
         return None if rows is None else tuple(((rows, *one.shape), str(one.dtype)) for one in (x, y))
 
     def make_loaders(self, trainer: Trainer) -> tuple[DataLoader, DataLoader | None]:
-        """Return the loader of training batches, which [data] and [loader] describe, and the loader of held-out
-        batches, which [validation] describes.
+        """Return the data loader for training, which [data] and [loader] describe, and the one for validation, which
+        [validation] describes.
 
         Both split batches over `trainer.data_group`. Unless [loader] says otherwise, training batches are shuffled and
-        a short last batch is dropped. Held-out batches are always in order.
+        a short last batch is dropped. Validation batches are always in order.
 
         Parameters
         ----------
@@ -155,7 +155,7 @@ class ModelBuilder:
 
         Returns
         -------
-        tuple : (training loader, held-out loader); the latter is None if there is no [validation]
+        tuple : (training loader, validation loader); the latter is None if there is no [validation]
 
         Raises
         ------
@@ -179,8 +179,8 @@ class ModelBuilder:
         return self._resolve_section_values("fit")
 
     def _make_section_object(self, section: str) -> Any:
-        """Return the object that a section describes. This is the result of the section's `make` call, or the object
-        that is given instead of a table."""
+        """Return the object that a section describes: the result of its `make` call, or the object itself if one was
+        given instead of a table."""
         given = self.plan[section]
         if not isinstance(given, Mapping | PLAIN) or (section not in REQUIRED and isinstance(given, list | tuple)):
             return given  # `distribute` and `DataLoader` check these objects
@@ -189,16 +189,16 @@ class ModelBuilder:
         return self._resolve_value(given, section)
 
     def _resolve_section_values(self, section: str) -> dict[str, Any]:
-        """Return the values of a section, with each nested `make` or `use` table replaced by the object it
-        describes."""
+        """Return the values of a section by key, where each nested `make` or `use` table is replaced by the object
+        that it describes."""
         given = self.plan.get(section, {})
         if not isinstance(given, Mapping):
             raise ConfigError(f"{self.source}: {section} is a section: write [{section}] and its values below")
         return {name: self._resolve_value(value, f"{section}.{name}") for name, value in given.items()}
 
     def _resolve_value(self, value: Any, where: str) -> Any:
-        """Return the value with every nested `make` table replaced by the result of the call, and every `use` table by
-        the named object."""
+        """Return a value, where each nested `make` table is replaced by the result of the call, and each `use` table
+        by the named object. Errors name the place `where`."""
         if type(value) in (list, tuple):
             return type(value)([self._resolve_value(one, f"{where}[{n}]") for n, one in enumerate(value)])
         if not isinstance(value, Mapping):
@@ -219,8 +219,8 @@ class ModelBuilder:
         return function(*args, **inner)
 
     def _resolve_object_name(self, name: Any, where: str) -> Any:
-        """Return the object with this name in `NAME_SOURCES`, or at `module:name`; raise ConfigError if there is
-        none."""
+        """Look up an object by its name in the modules of `NAME_SOURCES`, or import it if the name is `module:name`.
+        Raise ConfigError if there is none."""
         if not isinstance(name, str):
             raise ConfigError(f"{self.source}: [{where}] {name!r} is no name")
         if ":" in name:
@@ -252,7 +252,7 @@ class ModelBuilder:
 
 
 def _apply_text_override(plan: dict[str, Any], change: str) -> None:
-    """Set the value of `section.key=value` in the plan, in place.
+    """Apply an override `section.key=value` to the plan, in place.
 
     A value that is not TOML is parsed as a Boolean in another spelling (tie=False, tie=no), or else taken as a string
     (strategy=ddp)."""

@@ -1,5 +1,5 @@
-"""Models for `show`, `plan`, `bench` and `compile`, by catalog name or from a user's module, with their loss and batch
-shapes."""
+"""Example models for the commands `show`, `plan`, `bench` and `compile`, or a user's own model, each with a loss and
+batch shapes."""
 
 import pkgutil
 import re
@@ -30,9 +30,15 @@ _BATCH_PATTERN = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
 class CatalogModel:
     """A model with everything that a training step needs.
 
-    about: one line that describes the model. model: function that creates the model. x, y: functions that take a number
-    n and return the (shape, dtype) of n samples. batch: default number of samples of the global batch. cells: number of
-    cells of a field along each dim; () if samples are not fields."""
+    Attributes
+    ----------
+    about : one line that describes the model
+    model : function that creates the model
+    loss : the loss
+    x, y : functions from a number n to the (shape, dtype) of n samples of inputs, and of targets
+    batch : default number of samples of the global batch
+    cells : number of cells of a field along each dim; () if samples are not fields
+    """
 
     about: str
     model: Callable[[], nn.Layer]
@@ -43,8 +49,8 @@ class CatalogModel:
     cells: tuple[int, ...] = ()
 
     def with_field(self, cells: tuple[int, ...], grid: Grid | None) -> "CatalogModel":
-        """Return the entry with samples that are fields of `cells` cells. With a grid, samples have the shape of this
-        rank's shard, with channels last."""
+        """Return a copy of the entry whose samples are fields of `cells` cells. With `grid`, samples have the shape of
+        this rank's part of the field, with channels last."""
         if len(cells) != len(self.cells):
             raise ConfigError(f"--field {','.join(map(str, cells))}: this model takes fields of {len(self.cells)} dims")
 
@@ -80,7 +86,7 @@ def _make_mlp_entry(layers: int, width: int, batch: int, activation: bool, about
 
 
 def _make_field_entry(cells: tuple[int, ...], model: Callable[[], nn.Layer], about: str) -> CatalogModel:
-    """Return the entry of a model with three input and three output channels."""
+    """Return the catalog entry of a model that maps fields with three channels to fields with three channels."""
 
     def make_fields(n: int) -> tuple[tuple[int, ...], str]:
         return (n, 3, *cells), "float32"
@@ -115,10 +121,11 @@ CATALOG: dict[str, CatalogModel] = {
 
 
 def find_model(name: str, batch: str | None = None) -> CatalogModel:
-    """Return a model of the catalog, or the user's model at "module:name", which may be a layer, a function that
-    returns a layer, or a function that returns a layer and its loss.
+    """Return a model of the catalog by name, or a user's model at "module:name". The latter is a layer, or a function
+    that returns a layer, or a layer and its loss.
 
-    batch: number of samples; for a user's model, the shape of the batch: "8x1024", or "8x1024:int64"."""
+    `batch` is the number of samples of the global batch, or, for a user's model, the shape of the batch: "8x1024", or
+    "8x1024:int64"."""
     if ":" in name:
         return _make_user_entry(name, batch)
     if name not in CATALOG:
@@ -134,7 +141,7 @@ def find_model(name: str, batch: str | None = None) -> CatalogModel:
 
 
 def _make_user_entry(name: str, batch: str | None) -> CatalogModel:
-    """Return the entry of a user's model.
+    """Return the catalog entry of a user's model at "module:name".
 
     Inputs without a dtype are float32, or int64 if the model rejects float32. The default loss is CrossEntropyLoss for
     integer inputs, else MSELoss."""
@@ -154,8 +161,8 @@ def _make_user_entry(name: str, batch: str | None) -> CatalogModel:
 
 
 def list_model_and_loss_kernels(name: str) -> list[str]:
-    """Return the names of the kernels that a model and its loss run. A user's model without a loss gets the kernels of
-    both default losses of `_make_user_entry`."""
+    """Return the names of the kernels that a model and its loss run. For a user's model without a loss,
+    CrossEntropyLoss and MSELoss are both assumed."""
     if ":" in name:
         model, own = _import_model_and_loss(name)
         losses = [nn.CrossEntropyLoss(), nn.MSELoss()] if own is None else [own]
@@ -166,7 +173,8 @@ def list_model_and_loss_kernels(name: str) -> list[str]:
 
 
 def _import_model_and_loss(name: str) -> tuple[nn.Layer, nn.Loss | None]:
-    """Return a user's model, and its loss or None."""
+    """Import a user's model from "module:name", and return the model and its loss. The loss is None if the user gives
+    none."""
     made = _import_and_call_factory(name)
     model, loss = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Layer):
@@ -175,7 +183,7 @@ def _import_model_and_loss(name: str) -> tuple[nn.Layer, nn.Loss | None]:
 
 
 def _import_and_call_factory(name: str) -> Any:
-    """Return the object at "module:name", or its result if it is a function."""
+    """Import the object at "module:name". If it is a function, call it without arguments and return the result."""
     module, _, attribute = name.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -201,7 +209,8 @@ def _import_and_call_factory(name: str) -> Any:
 def _find_dtype_and_output_shape(
     model: nn.Layer, dims: tuple[int, ...], wanted: str | None
 ) -> tuple[str, tuple[int, ...]]:
-    """Return an input dtype that the model accepts, and the shape of the output."""
+    """Return an input dtype that the model accepts, and the shape of its output. Unless `wanted` is given, float32 is
+    tried before int64."""
     misfits: list[ShapeError] = []
     for dtype in ("float32", "int64") if wanted is None else (wanted,):
         given = ShapeArray(dims, parse_dtype(dtype))

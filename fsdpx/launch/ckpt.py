@@ -1,5 +1,4 @@
-"""`ckpt`: inspect, verify, compare and convert checkpoints, in a single process that needs neither MPI nor much
-memory."""
+"""`ckpt`: inspect, verify, compare and convert checkpoints in a single process, without MPI and with little memory."""
 
 import argparse
 from collections.abc import Iterator
@@ -39,8 +38,8 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
 
 def ckpt(args: argparse.Namespace) -> int:
-    """Run the requested action and print its result; return the exit status. Raise CheckpointError if a file cannot be
-    read or written."""
+    """Run `ckpt inspect`, `verify`, `diff` or `convert`, and print the result. Return the exit status. Raise
+    CheckpointError if a file cannot be read or written."""
     try:
         return _run_and_print_action(args)
     except OSError as error:
@@ -63,8 +62,8 @@ def _run_and_print_action(args: argparse.Namespace) -> int:
 
 
 def _find_and_print_newest_checkpoint(path: Path) -> Path:
-    """If `path` is a folder of checkpoints written by `fit`, print the name of the newest one and return its path;
-    otherwise return `path`."""
+    """Return the newest checkpoint if `path` is a folder of several checkpoints, as `fit` writes them, and print its
+    name. Otherwise return `path`."""
     found = CheckpointConfig(path).find_latest()
     if found is None or is_checkpoint(path):
         return path
@@ -88,7 +87,8 @@ def _format_checkpoint_contents(source: CheckpointSource) -> str:
 
 
 def _verify_and_print_digests(path: Path) -> int:
-    """Verify the digests of a checkpoint and print the result; return 1 if one is wrong, else 0."""
+    """Recompute the digests of a checkpoint, and print which tensors are damaged. Return 1 if any is damaged, else 0.
+    """
     source, wrong = offline.open_and_list_damaged_tensors(path)
     count = format_count(len(source.locations), "tensor")
     size = _format_size(sum(contents.size for contents in source.files.values()))
@@ -105,7 +105,7 @@ def _verify_and_print_digests(path: Path) -> int:
 
 
 def print_checkpoint_differences(first: Path, second: Path) -> int:
-    """Print the differences between two checkpoints; return 1 if there are any, else 0."""
+    """Print the differences between two checkpoints. Return 1 if there are any, else 0."""
     a, b = offline.open_source(first), offline.open_source(second)
     lines = []
     for found in offline.compare_sources(a, b):
@@ -118,8 +118,8 @@ def print_checkpoint_differences(first: Path, second: Path) -> int:
 
 
 def _iterate_state_differences(first: dict[str, Any], second: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for each value that differs. Nested names are joined. For example, "fit.done" is `done` in the dict
-    `fit`."""
+    """Yield one line of text for each value of the training state that differs between two checkpoints. Names of
+    nested values are joined with dots, such as "fit.done"."""
     a, b = dict(iterate_flat_items(first)), dict(iterate_flat_items(second))
     names = [name for name in sorted({*a, *b}) if a.get(name) != b.get(name)]
     for name in names:
@@ -137,7 +137,8 @@ def iterate_flat_items(table: dict[str, Any], prefix: str = "") -> Iterator[tupl
 
 
 def _format_value(value: Any) -> str:
-    """Return a value as one line of text, which shows only the number of items for dicts and lists inside a dict."""
+    """Return a value of the training state as one line of text. Of a dict or list inside a dict, only the number of
+    entries is shown."""
     if not isinstance(value, dict):
         return str(value)
     return ", ".join(f"{name} {_format_inner_value(one)}" for name, one in value.items())

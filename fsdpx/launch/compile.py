@@ -1,4 +1,5 @@
-"""`compile`: compile the kernels of models before the first job, so that no rank has to wait for the compilation."""
+"""`compile`: compile the kernels of models before the first job, so that no rank waits for compilation during
+training."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
 
 def compile_kernels(args: argparse.Namespace) -> str:
-    """Compile the kernels that the command line names; return a text with the number of compiled kernels and their
+    """Compile the kernels of the requested models. Return a text with the number of compiled kernels and the cache
     folder."""
     if args.all == bool(args.example):
         raise ConfigError("name a model, such as gpt-small, unet2d or mymodule:make_model, or say --all")
@@ -73,7 +74,8 @@ def compile_kernels(args: argparse.Namespace) -> str:
 
 
 def _require_writable_code_folder() -> Path:
-    """Return the folder for compiled code; raise ConfigError if Numba is missing or the folder cannot be written."""
+    """Return the cache folder for compiled code. Raise ConfigError if Numba is missing or the folder cannot be
+    written."""
     if not choice.has_numba():
         raise ConfigError("Numba is not installed, so nothing is compiled: pip install numba")
     cache = environment.read_environment().cache
@@ -83,8 +85,8 @@ def _require_writable_code_folder() -> Path:
 
 
 def _list_compile_calls(runs: Iterable[str], precision: Precision) -> list[Callable[[], Any]]:
-    """Return calls that compile everything a trainer of this precision with these kernels needs, including collectives
-    in shared memory."""
+    """Return functions that compile the kernels `runs`, and all else that a trainer of this precision runs, such as
+    collectives in shared memory."""
     dtypes = parse_dtype(precision.compute), parse_dtype(precision.gradient_dtype), parse_dtype(precision.master_dtype)
     rounded = precision.master_dtype != precision.gradient_dtype
     optimizers = [RoundedOptimizer(one, precision.rounding == "kahan") if rounded else one for one in OPTIMIZERS]
@@ -102,7 +104,7 @@ def _list_compile_calls(runs: Iterable[str], precision: Precision) -> list[Calla
 
 
 def _list_all_compile_calls() -> list[Callable[[], Any]]:
-    """Return calls that compile every kernel and codec, in float32, float64 and bf16."""
+    """Return functions that compile every kernel and codec, in float32, float64 and bf16."""
     names = list_kernel_names()
     calls = [call for one in ("float32", "float64", "bf16") for call in _list_compile_calls(names, Precision(one))]
     codecs = [make_codec(name, "float32", "float32") for name in list_extensions("codec")]

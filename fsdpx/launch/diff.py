@@ -32,7 +32,7 @@ ValuePiece = tuple[int, int, np.ndarray]
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """The first value, in the order of the first run's programs, that differs in the second run.
+    """The first value that differs between two runs, in the order in which the first run computed its values.
 
     Parameters
     ----------
@@ -70,7 +70,8 @@ class FirstDifference:
 def find_first_difference(
     a: Sequence[RankRecord], b: Sequence[RankRecord], tolerance: float = 0.0
 ) -> FirstDifference | None:
-    """Return the first difference between the values that all ranks of two runs wrote, or None.
+    """Compare all tensors that the ranks of two runs wrote, and return the first difference beyond `tolerance`, or
+    None. Each run is given as one record per rank.
 
     Runs with identical programs and sharding are compared rank by rank and action by action. Other runs are compared
     element by element of the full tensors."""
@@ -96,9 +97,10 @@ def find_first_difference(
 def _iterate_written_tensors(
     records: Sequence[RankRecord], step: int, same_programs: bool
 ) -> Iterator[tuple[WrittenTensor, str, tuple[Hashable, int]]]:
-    """Yield the tensors that the ranks wrote in a step, in program order. Each tensor comes with its action and rank as
-    text, and with a key that is common to both runs. The key consists of the tensor and of how often it was written
-    before."""
+    """Yield the tensors that the ranks wrote in a step, in program order, as (tensor, action and rank as text, key).
+
+    The key identifies the same value in both runs: it consists of the tensor's identity and of how often it was
+    written before."""
     times: Counter[Hashable] = Counter()
     rows = [(one.at, record.rank, n, one) for record in records for n, one in enumerate(record.steps[step])]
     for _, rank, _, one in sorted(rows, key=lambda row: row[:3]):
@@ -111,7 +113,8 @@ def _iterate_written_tensors(
 
 
 def _list_contiguous_pieces(written: WrittenTensor) -> list[ValuePiece]:
-    """Return the contiguous pieces of a written tensor."""
+    """Return the contiguous ranges of a written tensor as (start, stop, values), in flat element indices of the full
+    tensor."""
     at, found = 0, []
     for start, stop in written.runs:
         found.append((start, stop, written.values[at : at + stop - start]))
@@ -120,8 +123,8 @@ def _list_contiguous_pieces(written: WrittenTensor) -> list[ValuePiece]:
 
 
 def _find_worst_common_element(one: WrittenTensor, other: WrittenTensor, tolerance: float) -> WorstElement | None:
-    """Return the element that differs most among those that both runs wrote, or None if they agree within the
-    tolerance."""
+    """Return the element with the largest difference, among the elements that both runs wrote. Return None if they
+    agree within the tolerance."""
     overlaps = [
         (low, want[low - start : high - start], got[low - first : high - first])
         for start, stop, want in _list_contiguous_pieces(one)
@@ -142,7 +145,7 @@ def _find_worst_common_element(one: WrittenTensor, other: WrittenTensor, toleran
 
 
 def _unravel_index(element: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the index of the element at a flat position. The first dim is not bounded by `shape`, which may be the
+    """Convert a flat element index to a multi-dimensional index. The first index may exceed `shape`, which may be the
     shape of a rank's shard."""
     index: list[int] = []
     for size in reversed(shape[1:]):
@@ -166,7 +169,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
 
 def diff(args: argparse.Namespace) -> int:
-    """Print the first difference between two runs, checkpoints or traces; return 1 if there is one, else 0."""
+    """Print the first difference between two runs, checkpoints or traces. Return 1 if there is one, else 0."""
     first, second = Path(args.first), Path(args.second)
     kinds = [_find_argument_kind(path) for path in (first, second)]
     for text, kind in zip((args.first, args.second), kinds, strict=True):
@@ -187,13 +190,14 @@ def diff(args: argparse.Namespace) -> int:
 
 
 def _print_difference(found: object) -> int:
-    """Print a difference; return 1 if there is one, else 0."""
+    """Print a difference, or that there is none (None). Return 1 if there is one, else 0."""
     print("no difference" if found is None else escape_control(str(found)))
     return 0 if found is None else 1
 
 
 def _find_argument_kind(path: Path) -> str:
-    """Return the kind of thing that an argument names: "run", "record", "trace" or "checkpoint"."""
+    """Return what a command-line argument names: a "run" to start, the "record" of a run, a "trace" or a "checkpoint".
+    """
     if not path.exists() or path.suffix in (".py", ".toml"):
         return "run"
     if path.is_dir() and any(path.glob("values-*")):
@@ -202,7 +206,7 @@ def _find_argument_kind(path: Path) -> str:
 
 
 def _find_script_index(words: Sequence[str], text: str) -> int:
-    """Return the index of the script or run file in `words`; raise ConfigError if there is none."""
+    """Return the index in `words` of the script (.py) or run file (.toml). Raise ConfigError if there is none."""
     script = next((n for n, word in enumerate(words) if word.endswith((".py", ".toml"))), None)
     if script is None:
         raise ConfigError(f"{text!r}: there is no such folder, and no script.py or run.toml in this text to run")
@@ -210,7 +214,8 @@ def _find_script_index(words: Sequence[str], text: str) -> int:
 
 
 def _run_and_record(text: str, folder: Path, steps: int) -> Path:
-    """Run a job that records the values it writes, wait until it ends, and return the folder of the record."""
+    """Run a job with `fsdpx run`, record all values that it writes in the first `steps` steps, and return the folder
+    of the record."""
     words = shlex.split(text)
     script = _find_script_index(words, text)
     if words[script].endswith(".toml"):
@@ -226,8 +231,8 @@ def _run_and_record(text: str, folder: Path, steps: int) -> Path:
 
 
 def _find_first_differing_action(first: Path, second: Path) -> str | None:
-    """Return a text about the first action that differs between the same ranks of two traced runs, or None if there is
-    none. Times are not compared."""
+    """Return a text about the first action that differs between two traced runs, comparing equal ranks, or None. Times
+    are not compared."""
     for name in list_extensions("verbs"):
         load_extension("verbs", name)
     lanes = {verb.lane for verb in VERBS.values()}

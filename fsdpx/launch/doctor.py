@@ -1,5 +1,4 @@
-"""`doctor`: gather the environment and transports of all ranks of a job, test them, and print warnings with
-remedies."""
+"""`doctor`: check the environment and communication of all ranks of a job, and print warnings with remedies."""
 
 from __future__ import annotations
 
@@ -45,10 +44,20 @@ a training run soon exceed."""
 
 
 class RankFacts(NamedTuple):
-    """Environment of a rank.
+    """Environment of one rank.
 
-    cores: cores that the rank may run on. free: free bytes of shared memory; None if unlimited. gpus: GPUs that CuPy
-    sees. driver: whether the host has an NVIDIA driver. load: load average of the host per core."""
+    Attributes
+    ----------
+    host : name of the rank's host
+    versions : versions of packages by name
+    cores : numbers of the cores on which the rank may run
+    threads : number of kernel threads
+    free : free bytes of shared memory; None if there is no separate limit
+    cache, writable : the cache folder, and whether the rank can write it
+    gpus : GPUs that CuPy sees
+    driver : whether the host has an NVIDIA driver
+    load : load average of the host per core
+    """
 
     host: str
     versions: dict[str, str]
@@ -63,7 +72,8 @@ class RankFacts(NamedTuple):
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Print the diagnosis; return 1 if an all-reduce is wrong or existing GPUs cannot be used, else 0. Collective."""
+    """Print the diagnosis of the job. Return 1 if an all-reduce is wrong or existing GPUs cannot be used, else 0.
+    Collective."""
     with init() as comm:
         healthy, rows = diagnose_ranks(comm)
         if comm.rank == 0:
@@ -74,8 +84,8 @@ def doctor(args: argparse.Namespace) -> int:
 
 
 def diagnose_ranks(comm: Communicator) -> tuple[bool, list[tuple[str, str]]]:
-    """Return whether the job is healthy, and the findings as rows of (topic, text) that end with the warnings.
-    Collective."""
+    """Examine all ranks of the job. Return whether the job is healthy, and the findings as (topic, text) rows, with
+    warnings last. Collective."""
     facts: list[RankFacts] = comm.all_gather_data(_collect_rank_facts())
     speed = [_time_and_check_all_reduce(comm, nbytes) for nbytes in SIZES]
     try:
@@ -107,18 +117,18 @@ def diagnose_ranks(comm: Communicator) -> tuple[bool, list[tuple[str, str]]]:
 
 
 def _format_by_rank(numbers: Sequence[int]) -> str:
-    """Return "2 per rank", or all numbers if they differ."""
+    """Return one number per rank as text: "2 per rank" if all are equal, else "2, 4 by rank"."""
     return f"{numbers[0]} per rank" if len(set(numbers)) == 1 else f"{', '.join(map(str, numbers))} by rank"
 
 
 def _has_host_gpu(facts: RankFacts) -> bool:
-    """Return whether a rank's host has a GPU for device="cuda", even if the software for it is missing."""
+    """Return whether a rank's host has an NVIDIA GPU, even if the software to use it is missing."""
     return facts.driver or bool(facts.gpus)
 
 
 def _get_versions(facts: RankFacts) -> dict[str, str]:
-    """Return the versions of fsdpx and of the packages that it uses on a rank. Optional packages are included only if
-    they are installed."""
+    """Return the versions of fsdpx and of the packages that it uses on a rank, by name. Optional packages are left out
+    if they are not installed."""
     wanted = {name: v for name, v in facts.versions.items() if name not in OPTIONAL or v != "not installed"}
     return {"fsdpx": __version__, **wanted}
 
@@ -142,8 +152,8 @@ def _collect_rank_facts() -> RankFacts:
 
 
 def _time_and_check_all_reduce(comm: Communicator, nbytes: int) -> tuple[str, bool]:
-    """Return a text with the median time of an all-reduce on the slowest rank, and whether the sum is right on all
-    ranks. Collective."""
+    """Time and check an all-reduce of `nbytes` bytes. Return a text with the median time on the slowest rank, and
+    whether the sum is right on all ranks. Collective."""
     wanted, times, right = comm.size * (comm.size + 1) / 2, [], True
     buf = np.empty(nbytes // 4, np.float32)
     for _ in range(7):
@@ -160,7 +170,7 @@ def _time_and_check_all_reduce(comm: Communicator, nbytes: int) -> tuple[str, bo
 
 
 def _get_mpi_thread_level() -> str | None:
-    """Return the thread level that MPI provides; None if ranks do not use MPI."""
+    """Return the thread support level of MPI, such as "MULTIPLE". Return None if the ranks do not use MPI."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or get_backend_name() not in ("mpi", "node"):
         return None
@@ -169,7 +179,8 @@ def _get_mpi_thread_level() -> str | None:
 
 
 def _describe_mpi(threads: str | None) -> str:
-    """Return a text that names the MPI library this process has loaded, and where it was found."""
+    """Return a text that names the MPI library that this process has loaded, its thread level, and where the library
+    was found."""
     if threads is None:
         return f"not in use; Python would load {info.describe_mpi()}"
     path, wanted = visible_devices.find_mpi_library_path(), environment.get_requested_mpi_library()
@@ -182,7 +193,8 @@ def _describe_mpi(threads: str | None) -> str:
 
 
 def _describe_host_transport(comm: Communicator) -> str:
-    """Return a text that names the transport of host arrays inside hosts, and the reason if it is not shared memory."""
+    """Return a text that names how ranks of a host exchange NumPy arrays, and the reason if it is not by shared
+    memory."""
     node, name = find_node_communicator(comm), get_backend_name()
     if name == "local":
         return "local: one rank by itself, or threads of fsdpx.spawn"
@@ -195,8 +207,8 @@ def _describe_host_transport(comm: Communicator) -> str:
 
 
 def _describe_gpu_transport(comm: Communicator) -> str:
-    """Return a text that names the transport that GPU arrays use without backend='nccl', and the evidence for this
-    transport. Collective."""
+    """Return a text that says whether GPU arrays are passed to MPI directly or staged through the host, and on what
+    evidence. It does not apply to backend='nccl'. Collective."""
     if get_backend_name() not in ("mpi", "node"):
         return "staged through the host"
     found = visible_devices.probe_gpu_awareness(environment.get_gpu_aware_mpi_setting()) if comm.rank == 0 else None
@@ -205,12 +217,12 @@ def _describe_gpu_transport(comm: Communicator) -> str:
 
 
 def _get_load_per_core() -> float:
-    """Return the load average per core over the last minute; 0 if the system does not report it."""
+    """Return the load average of the last minute per core; 0 if the system does not report it."""
     return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
 
 
 def list_warnings(facts: Sequence[RankFacts], sharing: Sequence[Sequence[int]]) -> list[str]:
-    """Return likely problems, each with its remedy."""
+    """Return a warning, with its remedy, for each likely problem. `sharing` lists groups of ranks that share a GPU."""
     notes = []
     for host in dict.fromkeys(one.host for one in facts):
         here = [one for one in facts if one.host == host]
@@ -245,7 +257,7 @@ def list_warnings(facts: Sequence[RankFacts], sharing: Sequence[Sequence[int]]) 
 
 
 def _describe_core_binding(facts: Sequence[RankFacts]) -> str:
-    """Return a text that says whether the launcher gave each rank separate cores."""
+    """Return a text that says whether each rank has cores of its own, or shares them with other ranks of its host."""
     for host in dict.fromkeys(one.host for one in facts):
         sets = [set(one.cores) for one in facts if one.host == host]
         if len(sets) > 1 and sum(map(len, sets)) > len(set().union(*sets)):

@@ -25,10 +25,11 @@ _POLL_SECONDS = 0.5
 
 
 def request_join(folder: Path, ranks: int, seconds: float) -> str:
-    """Ask the launcher of a job for more ranks and return its answer. Raise LaunchError if the launcher refuses or does
-    not answer.
+    """Ask the launcher of a running job for `ranks` more ranks, and return its answer. Raise LaunchError if the
+    launcher refuses or does not answer.
 
-    folder: the job's --folder. seconds: how long to wait until the ranks of the job are ready to save."""
+    `folder` is the --folder of the job. `seconds` is how long to wait for the answer, which comes once a rank of the
+    job is ready to save."""
     if ranks < 1:
         raise LaunchError(f"--join -n {ranks}: one or more is needed")
     if not folder.is_dir():
@@ -56,11 +57,12 @@ def request_join(folder: Path, ranks: int, seconds: float) -> str:
 
 
 class JoinRequests:
-    """Handler of the join requests to a job's launcher. ranks: number of additional ranks that the next start gets."""
+    """Handles requests to add ranks to a job, in the job's launcher. The attribute `ranks` is the number of accepted
+    ranks that join at the next restart."""
 
     def __init__(self, folder: Path, fits: Callable[[int], object]) -> None:
-        """Discard old requests in `folder`, the job's --folder. fits: function that raises LaunchError if there are no
-        slots for that many additional ranks."""
+        """Discard old requests in `folder`, the job's --folder. `fits` is a function that raises LaunchError if the
+        launcher has no slots for the given number of additional ranks."""
         self.ranks = 0
         self._folder, self._fits, self._due = folder, fits, 0.0
         for left in folder.glob(f"{_REQUEST_PREFIX}*"):
@@ -68,10 +70,10 @@ class JoinRequests:
                 left.unlink()
 
     def answer_and_request_save(self, notes: Path) -> None:
-        """As soon as one of the job's ranks is ready to save, answer new requests and signal the job to save. Cheap
-        enough to be called often.
+        """Answer new requests once a rank of the job is ready to save, and signal that rank to save. Cheap enough to
+        be called often.
 
-        notes: folder with the status files of the ranks."""
+        `notes` is the folder with the status files of the ranks."""
         now = time.monotonic()
         if now < self._due:
             return
@@ -87,18 +89,19 @@ class JoinRequests:
                 os.kill(listener, signal.SIGUSR1)
 
     def pop_joined_rank_count(self) -> int:
-        """Return the number of ranks that have joined since the last start, and reset this number to 0."""
+        """Return the number of ranks that were accepted since the last start, and reset it to 0."""
         came, self.ranks = self.ranks, 0
         return came
 
     def refuse_open_requests(self) -> None:
-        """Refuse all open requests, because the job has ended."""
+        """Refuse all unanswered requests, because the job has ended."""
         for asks in self._folder.glob(f"{_REQUEST_PREFIX}*"):
             if safe_files.read_if_trusted(asks) is not None:
                 self._replace_request_by_answer(asks, f"{_REFUSAL_PREFIX}the job has ended")
 
     def _answer_request(self, asks: Path) -> None:
-        """Answer one request. A request of another user is ignored, with a single warning."""
+        """Accept or refuse the request in the file `asks`. A request by another user is ignored, with a single
+        warning."""
         text = safe_files.read_if_trusted(asks)
         if text is None:  # the request was withdrawn, or belongs to another user
             return
@@ -115,16 +118,16 @@ class JoinRequests:
             self._replace_request_by_answer(asks, f"the job saves and goes on with {more} more")
 
     def _replace_request_by_answer(self, asks: Path, text: str) -> None:
-        """Remove a request and write its answer."""
+        """Remove the request file `asks`, and write the file with its answer."""
         with suppress(OSError):  # the folder or the request has been removed
             asks.unlink()
             safe_files.write_file(asks.with_name(asks.name.replace(_REQUEST_PREFIX, _ANSWER_PREFIX, 1)), text)
 
 
 def _find_listening_process(notes: Path) -> int | None:
-    """Return the process id of a rank on this host that would save on SIGUSR1, because it runs inside `Preemption`, or
-    None. The signal would kill any other rank.
+    """Return the process id of a rank on this host that handles SIGUSR1 by saving a checkpoint, as it does inside
+    `Preemption`. Return None if there is none.
 
-    One rank is enough, because that rank makes all ranks save."""
+    Other ranks would be killed by the signal. One rank is enough, because it makes all ranks save."""
     here = (n for n in read_rank_statuses(notes).values() if n.host == platform.node())
     return next((note.process for note in here if note.listens and note.status is None), None)

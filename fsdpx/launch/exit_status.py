@@ -1,5 +1,5 @@
-"""Decides how one start of a job ended, based on the observed deaths and the records of the ranks, and whether the job
-is restarted."""
+"""Decides why an attempt to run a job ended, from the order in which ranks died and the records that they left, and
+whether the job is restarted."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ _SECONDARY_ERRORS = ("Aborted", "CommError", "CommTimeout", *_DEATH_ERRORS)
 
 
 class DeathRecorder:
-    """Thread that records the order in which the ranks of this host end. The order matters because the end of the first
-    rank makes the others fail.
+    """Background thread that records in which order the ranks of this host end. Usually the first one is the cause,
+    because its end makes the other ranks fail.
 
-    The thread need not be fast, because epoll returns descriptors in the order in which they became ready. A rank's
-    lifeline becomes ready before a launcher can learn of the death and kill the other ranks. The process descriptor,
-    which becomes ready only later, is watched as well, because there may be no named pipes, or a child of the rank may
-    hold the pipe open.
+    The thread need not be fast, because epoll returns descriptors in the order in which they became ready. For each
+    rank, it watches a named pipe (the rank's lifeline), which closes before a launcher can learn of the death and kill
+    the other ranks. It also watches the process descriptor, which becomes ready only later, because there may be no
+    named pipes, or a child of the rank may hold the pipe open.
 
     Attributes
     ----------
     order : ranks that have ended, in order
     missed : ranks that had ended before they could be watched
-    in_vain : event that is set when ranks wait in MPI's start for a rank that has ended
+    in_vain : event that is set when ranks wait in MPI_Init for a rank that has ended
     """
 
     def __init__(self, folder: Path, ranks: int) -> None:
@@ -67,7 +67,7 @@ class DeathRecorder:
             self._thread.join()
 
     def _watch_ranks(self) -> None:
-        """Record the ends of all ranks of this host until `close`. Runs in the thread."""
+        """Body of the thread: record the ends of all ranks of this host until `close` is called."""
         known: set[int] = set()
         since = math.inf  # when a rank was first seen waiting in vain
         with select.epoll() as deaths:
@@ -93,7 +93,8 @@ class DeathRecorder:
             os.close(descriptor)
 
     def _watch_rank(self, rank: int, process: int, deaths: select.epoll) -> None:
-        """Watch the process and the lifeline of a rank; record the rank as missed if its process has already ended."""
+        """Watch the process and the named pipe of a rank. If the process has already ended, add the rank to `missed`.
+        """
         try:
             descriptor = os.pidfd_open(process)
         except OSError:
@@ -107,11 +108,17 @@ class DeathRecorder:
 
 @dataclass(frozen=True)
 class JobEnding:
-    """How one start of the job ended.
+    """How one attempt to run the job ended.
 
-    kind: "done", "preempted", "joined" (saved so that more ranks can join), "error" (a Python exception or sys.exit),
-    "hung" (ended by a watchdog) or "died". status: exit status of `fsdpx run`. first: rank that ended first and its
-    host, if known. step: last step that any rank had begun. text: reason for the ending, as shown in messages."""
+    Attributes
+    ----------
+    kind : "done", "preempted", "joined" (saved so that more ranks can join), "error" (a Python exception or sys.exit),
+        "hung" (ended by a watchdog) or "died"
+    status : exit status of `fsdpx run`
+    first : number and host of the rank that ended first, if known
+    step : last step that any rank had begun
+    text : reason for the ending, as shown in messages
+    """
 
     kind: str
     status: int
@@ -122,19 +129,19 @@ class JobEnding:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything known about one start of a job.
+    """Everything that is known about how one attempt to run the job ended.
 
-    The methods are the conditions of `EXIT_CASES`. Each method returns whether a case applies, or the status of the
-    rank that caused the end.
+    The methods are the conditions of the table `EXIT_CASES`. Each method returns whether its case applies, or the
+    status of the rank that caused the end.
 
     Parameters
     ----------
     status : exit status of the launcher; 128 + signal if a signal killed it
     statuses : status of the ranks whose files this host can see
-    flight_records : flight records of the ranks
+    flight_records : by rank, the log of its last actions
     order : the ranks of this host in the order in which they ended
-    waited : ranks that waited in MPI's start when the job ended; empty for a job that had started
-    late : whether MPI's start timed out on the waiting ranks, and the launcher ended the others
+    waited : ranks that waited in MPI_Init when the job ended; empty for a job that had started
+    late : whether MPI_Init timed out on the waiting ranks, and the launcher ended all other ranks
     ranks : number of ranks
     elastic : whether ranks may have died earlier. If so, the status of the remaining ranks counts instead of the
         launcher's status, because Open MPI returns 0 even if the last rank aborts, and another status for a job that
@@ -156,12 +163,12 @@ class Evidence:
     killed: str = ""
 
     def have_all_reached_start(self) -> bool:
-        """Return whether all ranks waited in MPI's start, which means that one died inside it or that MPI itself
+        """Return whether all ranks were in MPI_Init when the job ended, so that one of them died there or MPI itself
         failed."""
         return bool(self.waited) and len(self.waited) == self.ranks and not self.late
 
     def find_rank_ended_before_start(self) -> RankStatus | None:
-        """Return the first rank that ended while other ranks waited for it in MPI's start, or None."""
+        """Return the first rank that ended while other ranks waited for it in MPI_Init, or None."""
         if not self.waited or self.have_all_reached_start():
             return None
         return next(
@@ -169,21 +176,22 @@ class Evidence:
         )
 
     def find_rank_failed_before_start(self) -> RankStatus | None:
-        """Return the first rank that ended with a recorded status while other ranks waited for it in MPI's start, or
-        None."""
+        """Return the first rank that ended while other ranks waited for it in MPI_Init, if it recorded an exit status,
+        else None."""
         first = self.find_rank_ended_before_start()
         return None if first is None or first.status is None else first
 
     def has_waited_in_vain(self) -> bool:
-        """Return whether ranks waited in MPI's start although no rank is known to have ended."""
+        """Return whether ranks waited in MPI_Init although no rank is known to have ended."""
         return bool(self.waited) and self.find_rank_ended_before_start() is None
 
     def has_missing_ranks(self) -> bool:
-        """Return whether MPI's start timed out because ranks did not reach it."""
+        """Return whether MPI_Init timed out because some ranks did not reach it."""
         return self.late and self.find_rank_ended_before_start() is not None
 
     def has_succeeded(self) -> bool:
-        """Return whether the job succeeded."""
+        """Return whether the job succeeded, by the launcher's status or, for an elastic job, that of the surviving
+        ranks."""
         if self.waited:
             return False
         numbers = {note.status for note in self.statuses.values()}
@@ -192,29 +200,31 @@ class Evidence:
         return self.status == 0 and None not in numbers
 
     def has_saved_when_asked(self) -> bool:
-        """Return whether a rank has saved and ended because the job was asked to stop."""
+        """Return whether the job was preempted: a rank saved a checkpoint and ended because it was asked to stop."""
         return not self.waited and PREEMPTED_STATUS in (self.status, *(note.status for note in self.statuses.values()))
 
     def list_failed_ranks(self) -> list[RankStatus]:
-        """Return the ranks that ended with an error, in a job that had started."""
+        """Return the ranks that ended with an error status, if all ranks had got past MPI_Init, else []."""
         return [] if self.waited else [note for note in self.statuses.values() if note.status not in (None, 0)]
 
     def find_first_failed_rank(self) -> RankStatus | None:
-        """Return the first rank with an error that was not caused by the end of another rank, or None."""
+        """Return the first rank whose own error ended the job, or None. Errors that report the end of another rank do
+        not count."""
         return next((note for note in self.list_failed_ranks() if note.error not in _SECONDARY_ERRORS), None)
 
     def find_rank_that_left_others(self) -> RankStatus | None:
-        """Return a rank that ended with status 0 while other ranks waited for it, or None."""
+        """Return a rank that ended with status 0 while other ranks still waited for it in a collective, or None."""
         if self.waited or self.status != RANK_EXITED or self.list_failed_ranks():
             return None
         return next((note for note in self.statuses.values() if note.status == 0), None)
 
     def has_hung(self) -> bool:
-        """Return whether a watchdog ended the job, or a rank failed with an error that does not report a death."""
+        """Return whether a watchdog ended the job, or a rank failed with a communication error that does not report a
+        death."""
         return self.status == HUNG_STATUS or any(note.error not in _DEATH_ERRORS for note in self.list_failed_ranks())
 
     def find_first_dead_rank(self) -> RankStatus | None:
-        """Return the first rank that ended without recording a status, or None."""
+        """Return the first rank that was killed, that is, ended without recording an exit status, or None."""
         return next(
             (self.statuses[r] for r in self.order if r in self.statuses and self.statuses[r].status is None), None
         )
@@ -225,7 +235,8 @@ class Evidence:
         return None if self.waited else max((f.step for f in self.flight_records.values() if f.program), default=None)
 
     def make_placeholder_values(self, first: RankStatus | None) -> dict[str, Any]:
-        """Return the values of the placeholders in the texts of `EXIT_CASES`."""
+        """Return the values that fill the placeholders in the message templates of `EXIT_CASES`. `first` is the rank
+        that caused the end."""
         step, flight = self.last_step, None if first is None else self.flight_records.get(first.rank)
         lost = any(status.error == "StateLost" for status in self.statuses.values())
         missing = self.statuses.keys() - set(self.waited)
@@ -244,7 +255,7 @@ class Evidence:
         }
 
     def decide_ending(self) -> JobEnding:
-        """Return how the start ended, according to the first case of `EXIT_CASES` that applies."""
+        """Return how the attempt ended, according to the first case of `EXIT_CASES` whose condition holds."""
         for case in EXIT_CASES:
             if found := case.applies(self):
                 first = found if isinstance(found, RankStatus) else None
@@ -258,8 +269,13 @@ class Evidence:
 
 
 class Verdict(NamedTuple):
-    """kind: value of `JobEnding.kind`. restart: condition on which the job is restarted, provided that restarts are
-    left."""
+    """A kind of ending, and whether it leads to a restart.
+
+    Attributes
+    ----------
+    kind : value of `JobEnding.kind`
+    restart : condition on which the job is restarted, as long as restarts are left
+    """
 
     kind: str
     restart: str
@@ -280,8 +296,15 @@ ended first."""
 
 
 class Case(NamedTuple):
-    """One possible ending. applies: condition on the evidence. status: exit status of `fsdpx run`. text: template for
-    `JobEnding.text`, see `Evidence.make_placeholder_values`."""
+    """One row of the table `EXIT_CASES`: a possible ending, and how to recognize it.
+
+    Attributes
+    ----------
+    applies : condition on the evidence
+    verdict : kind of the ending
+    status : exit status of `fsdpx run`
+    text : template of `JobEnding.text`, filled by `Evidence.make_placeholder_values`
+    """
 
     applies: Callable[[Evidence], RankStatus | bool | None]
     verdict: Verdict
@@ -315,7 +338,16 @@ EXIT_CASES = (
 
 @dataclass
 class RestartPlan:
-    """Number of ranks of the next start, and the limits on restarts. endings: how each earlier start ended."""
+    """Number of ranks of the next attempt, and the limits on restarts.
+
+    Attributes
+    ----------
+    ranks : number of ranks of the next attempt
+    min_ranks : the job is not started with fewer ranks
+    max_restarts : maximum number of restarts
+    backoff : seconds before the first restart
+    endings : how each earlier attempt ended
+    """
 
     ranks: int
     min_ranks: int
@@ -325,17 +357,17 @@ class RestartPlan:
 
     @property
     def restart_count(self) -> int:
-        """Number of restarts so far. Starts after a join do not count."""
+        """Number of restarts so far. Restarts that let more ranks join do not count."""
         return max(sum(ending.kind != "joined" for ending in self.endings) - 1, 0)
 
 
 def record_and_decide_restart(plan: RestartPlan, ending: JobEnding) -> tuple[str, float | None]:
-    """Record an ending. Return the reason why the job is or is not restarted, and the seconds to wait before the
-    restart (None: no restart).
+    """Add `ending` to the plan, and decide whether the job is restarted. Return the reason, and the seconds to wait
+    before the restart (None: no restart).
 
-    If the same rank on the same host dies twice in a row, the next start has one rank fewer, but at least `min_ranks`.
-    An error that is raised twice at the same step ends the job. The waiting time doubles after each start that gets no
-    further than the previous one."""
+    If the same rank on the same host dies twice in a row, the next attempt has one rank fewer, but at least
+    `min_ranks`. An error that is raised twice at the same step ends the job. The waiting time doubles after each
+    attempt that gets no further than the previous one."""
     before, restart = plan.endings[-1] if plan.endings else None, _RESTARTS[ending.kind]
     plan.endings.append(ending)
     if restart == NEVER:
@@ -358,7 +390,7 @@ def record_and_decide_restart(plan: RestartPlan, ending: JobEnding) -> tuple[str
 
 
 def _count_stuck_starts(endings: Sequence[JobEnding]) -> int:
-    """Return how many of the last consecutive starts did not get further than the start before."""
+    """Return how many of the last consecutive attempts got no further, in steps, than the attempt before."""
     count, last = 0, endings[-1].step or 0
     for earlier in reversed(endings[:-1]):
         if (earlier.step or 0) < last:

@@ -1,4 +1,4 @@
-"""`generate`: continue a text with a model loaded from a folder."""
+"""`generate`: continue a text with a pretrained model that is loaded from a folder."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
 
 def _require_utf8_text(text: str) -> str:
-    """Return an argument of the command line; raise an argparse error unless the argument is valid UTF-8. Python
-    decodes invalid bytes as lone surrogates."""
+    """Return a command-line argument. Raise an argparse error unless it is valid UTF-8; Python decodes invalid bytes
+    as lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -48,7 +48,7 @@ def _require_utf8_text(text: str) -> str:
 
 
 def generate(args: argparse.Namespace) -> int:
-    """Print the prompt, then its continuation as it is generated; return the exit status. Collective."""
+    """Print the prompt, and its continuation token by token. Return the exit status. Collective."""
     model, comm = from_pretrained(args.folder), init()
     tokenizer = load_tokenizer(args.folder)
     trainer = distribute(

@@ -1,4 +1,4 @@
-"""`info`: describe this machine and this Python installation as fsdpx sees them."""
+"""`info`: describe this machine and its Python installation as fsdpx sees them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LEFTOVERS_COMMAND = "python -m fsdpx info --left"
 
 
 class Info(dict[str, Any]):
-    """Findings by name; prints as a table."""
+    """Findings of `info` by name; `print` shows them as a table."""
 
     def __str__(self) -> str:
         width = max(map(len, self))
@@ -51,7 +51,7 @@ def info() -> Info:
     """Return the rank and device of this process (rank, size, local_rank, world, backend, device), and what was found
     on this machine.
 
-    Does not communicate. MPI is loaded in another process to query its name.
+    Does not communicate. MPI is loaded only in a child process, to query its name.
 
     Returns
     -------
@@ -81,14 +81,14 @@ def info() -> Info:
 
 
 def format_info_or_leftovers(args: argparse.Namespace) -> str:
-    """Return the text that the command prints. With --left, it lists the leftover files, else it is the table of
-    `info`."""
+    """Return what the command prints: the table of `info` or, with --left, the list of files that killed jobs left in
+    /dev/shm."""
     return "\n".join(map(str, find_leftover_files())) if args.left else str(info())
 
 
 def _describe_half_matmul(dtype_name: str) -> str:
-    """Return a text that names the library for matrix products in a 16-bit format, and the instructions that this
-    library uses."""
+    """Return a text that names the library for matrix products in a 16-bit dtype, and the CPU instructions that it
+    uses."""
     able = (
         " and ".join(blas.load_half_matmul().list_half_instructions(dtype_name))
         or "no instructions of the processor: slower than float32"
@@ -97,7 +97,7 @@ def _describe_half_matmul(dtype_name: str) -> str:
 
 
 def _describe_cache() -> str:
-    """Return a text with the cache folder, whether it can be written, and the number and size of its files."""
+    """Return a text with the cache folder, the number and size of its files, and whether it can be written."""
     folder = environment.read_environment().cache
     sizes = [Path(at, name).lstat().st_size for at, _, names in os.walk(folder) for name in names]
     unwritable = "" if can_write_folder(folder) else ", which this user cannot write"
@@ -105,7 +105,7 @@ def _describe_cache() -> str:
 
 
 def _list_tuning_rows() -> list[tuple[str, str]]:
-    """Return table rows about what earlier jobs measured on this machine."""
+    """Return (name, text) rows about the BLAS rates that an earlier job measured on this machine."""
     found = load_blas_measurement()
     if found is None:
         return [("tuned", "nothing yet: the first job measures, and keeps it in the cache")]
@@ -115,7 +115,7 @@ def _list_tuning_rows() -> list[tuple[str, str]]:
 
 
 def probe_mpi_library() -> tuple[str, str]:
-    """Return (version text of the MPI library that mpi4py loads, ""), or ("", reason) if it cannot be loaded."""
+    """Return (name and version of the MPI library that mpi4py loads, ""), or ("", reason) if none can be loaded."""
     code = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
@@ -124,7 +124,7 @@ def probe_mpi_library() -> tuple[str, str]:
 
 
 def describe_version(package: str, without: str = "") -> str:
-    """Return the version of a package, or "not installed". without: text about the consequence of its absence."""
+    """Return the version of a package, or "not installed" followed by `without`, which says what its absence means."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -140,7 +140,7 @@ def describe_machine() -> str:
 
 
 def describe_mpi() -> str:
-    """Return a text that names the MPI library that Python would load."""
+    """Return a text that names the MPI library that mpi4py would load, or the reason why there is none."""
     loaded, reason = probe_mpi_library()
     return loaded or f"none ({reason}); {install_hint('mpich')}"
 
@@ -154,7 +154,7 @@ def describe_launcher() -> str:
 
 
 def describe_cupy_and_count_gpus() -> tuple[str, int]:
-    """Return the state of CuPy as text, and the number of GPUs it can use."""
+    """Return a text with the version of CuPy or why it cannot be used, and the number of GPUs that it sees."""
     try:
         import cupy
     except ImportError:
@@ -167,8 +167,8 @@ def describe_cupy_and_count_gpus() -> tuple[str, int]:
 
 
 def get_free_shared_memory_bytes() -> int | None:
-    """Return the free bytes of shared memory for the windows of this host's ranks; None if shared memory has no
-    separate limit."""
+    """Return the free bytes of shared memory (/dev/shm) on this host. Return None if shared memory has no separate
+    limit."""
     if not Path("/dev/shm").is_dir():
         return None
     found = os.statvfs("/dev/shm")
@@ -181,8 +181,7 @@ def describe_shared_memory() -> str:
 
 
 def describe_leftover_files() -> str:
-    """Return a text with the size and number of the files that killed jobs, or the MPI libraries of these jobs, left in
-    /dev/shm."""
+    """Return a text with the size and number of files that killed jobs left in /dev/shm, and how to remove them."""
     found = find_leftover_files()
     if not found:
         return "nothing of killed jobs"
