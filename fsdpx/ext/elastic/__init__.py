@@ -1,1 +1,1 @@
-"""Elastic training: continue when ranks die, leave or join."""
+"""Elastic training, which continues from memory when ranks die, leave or join."""

@@ -1,4 +1,4 @@
-"""Assemble the ranks of an elastic run: choose which ranks train and on which mesh, and restore their state from
+"""Assembly of the ranks of an elastic run: which ranks train, on which mesh, and with which state restored from
 memory."""
 
 from __future__ import annotations
@@ -42,11 +42,10 @@ __all__ = [
 
 
 def find_widest_mesh(mesh: Mesh | None, strategy: str | Sharding, ranks: int) -> Mesh:
-    """Return the widest mesh for at most `ranks` ranks: pipeline and tensor axes as given, data axes as wide as
-    possible.
+    """Return the largest mesh that fits on `ranks` ranks. Pipeline and tensor axes keep their widths, and data axes
+    become as wide as possible.
 
-    If all widths were given, the mesh may have fewer replicas. Raises MeshError if no mesh fits.
-    """
+    If the user gave all widths, the mesh may have fewer replicas. Raises MeshError if no mesh fits."""
     asked = mesh or Mesh()
     widths = range(asked.replica or 1, 0, -1)
     tries = [asked, *(replace(asked, replica=width) for width in widths)]
@@ -60,14 +59,18 @@ def find_widest_mesh(mesh: Mesh | None, strategy: str | Sharding, ranks: int) ->
 
 
 def choose_training_ranks(training_ranks: Sequence[int | None], count: int) -> list[int]:
-    """Return the `count` ranks that train from now on, in order: first those that trained before, since they hold the
-    state, then idle ones. training_ranks: for each rank, its rank among those that trained before; None if idle."""
+    """Return the `count` ranks that train from now on, in order: first those that trained before, because they hold
+    the state, then idle ones.
+
+    `training_ranks` gives, for each rank, its number among the ranks that trained before, or None if it was idle."""
     order = sorted(enumerate(training_ranks), key=lambda pair: (pair[1] is None, pair[1] or 0, pair[0]))
     return [rank for rank, _ in order[:count]]
 
 
 def send_value_to_ranks(comm: Communicator, listeners: Sequence[int], value: Any) -> None:
-    """Send `value` to the `listeners`, which call `recv_value`, in two messages to each."""
+    """Send a Python value to the ranks `listeners`, each of which must call `recv_value`.
+
+    Each gets two messages: the size and the data."""
     if not listeners:
         return
     data = np.frombuffer(pack(value), np.uint8)
@@ -78,7 +81,7 @@ def send_value_to_ranks(comm: Communicator, listeners: Sequence[int], value: Any
 
 
 def recv_value(comm: Communicator, source: int) -> Any:
-    """Receive the value that rank `source` sends with `send_value_to_ranks`."""
+    """Receive the Python value that rank `source` sends with `send_value_to_ranks`."""
     size = np.empty(1, np.int64)
     comm.recv(size, source, what="the result").wait()
     if not 0 <= size[0] <= MAX_PACKED_BYTES:
@@ -91,8 +94,14 @@ def recv_value(comm: Communicator, source: int) -> Any:
 
 
 class GenerationSummary(NamedTuple):
-    """The description of a generation that other ranks get: its step, its scalars in JSON, and its parts without
-    arrays."""
+    """What other ranks learn about a snapshot of the state in a rank's memory.
+
+    Attributes
+    ----------
+    step : number of the step after which it was taken
+    scalars : step count, loss scale and other scalars, as JSON
+    parts : which elements of which tensors it holds
+    """
 
     step: int
     scalars: str
@@ -100,10 +109,14 @@ class GenerationSummary(NamedTuple):
 
 
 class Member(NamedTuple):
-    """What a rank tells the others about itself.
+    """What each rank of a recovery tells all others about itself.
 
-    initial_rank: its rank when the job began. training_rank: its rank among those that train, None if idle. fresh:
-    whether step 0 of this trainer stands for the initial parameters.
+    Attributes
+    ----------
+    initial_rank : its rank when the job began
+    training_rank : its rank among those that train; None if idle
+    fresh : whether step 0 of its trainer stands for the initial parameters
+    generations : the snapshots of the state in its memory
     """
 
     initial_rank: int
@@ -114,12 +127,19 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class Assembly:
-    """The ranks of a run and their session.
+    """The ranks of an elastic run after a start or recovery, with the training session that they share.
 
-    control: all living ranks. initial_ranks: for each living rank, its rank when the job began. training: the ranks
-    that train. group: a communicator of the training ranks; None on an idle rank, whose session has no data. step:
-    number of the last step that counts, 0 for initial parameters. copied: whether copies of that step have arrived on
-    this rank.
+    Attributes
+    ----------
+    control : communicator of all living ranks
+    initial_ranks : for each living rank, its rank when the job began
+    training : the ranks that train
+    group : communicator of the training ranks; None on an idle rank, whose session has no data
+    session : the training session of this rank
+    copies : copies of the state in the memory of other ranks
+    step : number of the last step that counts; 0 for initial parameters
+    watchdog : the watchdog that finds hanging ranks, if any
+    copied : whether the copies of that step have arrived on this rank
     """
 
     control: SurvivorCommunicator
@@ -137,7 +157,7 @@ class Assembly:
         return self.group is not None
 
     def close(self) -> None:
-        """Free what is no longer used, on the living ranks. Collective."""
+        """Free communicators and buffers of an assembly that is no longer used. Collective over the living ranks."""
         self.copies.close()
         self.session.close()
         if self.group is not None:
@@ -146,7 +166,8 @@ class Assembly:
 
 @dataclass(frozen=True)
 class Assembler:
-    """The settings that all assemblies of a run share. commit: see `StepInputs`."""
+    """Builds an `Assembly` at the start of a run and after each change of ranks, with the same settings. For `commit`,
+    see `StepInputs`."""
 
     recipe: Recipe
     tuning: Tuning
@@ -154,7 +175,7 @@ class Assembler:
     commit: Commit
 
     def build_initial_assembly(self, control: SurvivorCommunicator, ranks: int | None) -> Assembly:
-        """Return the assembly at the start of a run, with initial parameters. Collective over `control`."""
+        """Return the assembly with which a run starts, with initial parameters. Collective over `control`."""
         everyone = [Member(rank, None, True, []) for rank in range(control.size)]
         return self._build_assembly(control, everyone, ranks, initial=True, timeout=None)
 
@@ -162,13 +183,12 @@ class Assembler:
         self, control: SurvivorCommunicator, member: Member, generations: Sequence[StateGeneration], ranks: int | None,
         report: Callable[[str], None], timeout: float | None,
     ) -> Assembly:  # fmt: skip
-        """Return the assembly after a change of ranks. It has the newest state of which every element is in the memory
-        of some rank. Collective.
+        """Return the assembly after a change of ranks, with the newest state whose every element is in the memory of
+        some rank. Collective.
 
-        Raises StateLost, on all ranks, if there is no such state. Returns when the ranks hold copies of each other's
-        state again. report: called with text about the progress. timeout: timeout of the previous watchdog, because the
-        timeout of a watched communicator is longer.
-        """
+        Raises StateLost, on all ranks, if there is no such state. When it returns, ranks hold copies of each other's
+        state again. `report` is called with text about the progress. `timeout` is that of the previous watchdog,
+        because the timeout of a watched communicator is longer."""
         mine = [
             GenerationSummary(g.step, g.scalars.to_json(), [describe_shard(part) for part in g.parts])
             for g in generations
@@ -222,7 +242,7 @@ class Assembler:
 
 
 def _find_complete_tensors(everyone: list[Member], step: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes, by name, of the tensors of a step whose elements the ranks together hold completely."""
+    """Return name -> shape of the tensors of which the ranks together hold every element after `step`."""
     parts: dict[str, list[ShardDescriptor]] = {}
     for part in (part for one in everyone for g in one.generations if g.step == step for part in g.parts):
         parts.setdefault(part.name, []).append(part)
@@ -234,9 +254,11 @@ def _find_complete_tensors(everyone: list[Member], step: int) -> dict[str, tuple
 
 
 def _find_newest_complete_step(placement: Placement, everyone: list[Member]) -> tuple[int, str] | None:
-    """Return the newest step for which the ranks together hold every element of the state, and the scalars of that
-    step. Return None if only the initial state is available, which needs no memory. Raise StateLost if not even the
-    initial state is available."""
+    """Return the newest step of which the ranks together hold the complete state, and the scalars of that state as
+    JSON.
+
+    Returns None if only the initial state can be restored, which needs no memory. Raises StateLost if not even that is
+    possible."""
     wanted = list_saved_tensors(placement)
     lost: dict[int, list[str]] = {}
     for step in sorted({g.step for one in everyone for g in one.generations}, reverse=True):

@@ -1,5 +1,5 @@
-"""The call runner of an elastic trainer. All ranks agree on every step before it counts, and after a loss the survivors
-repeat the interrupted call."""
+"""The call runner of an elastic trainer: all ranks agree on every step before it counts, and survivors repeat a call
+that a lost rank interrupted."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class BatchPair(NamedTuple):
 
 
 class RecentBatches:
-    """Copies of the batches of the last steps, by step number from 1. Copies are needed because a caller may reuse its
-    arrays."""
+    """Copies of the last batches, by step number from 1, with which steps can be repeated. The caller may reuse its
+    own arrays."""
 
     def __init__(self) -> None:
         self._batches: deque[BatchPair] = deque()
@@ -59,11 +59,11 @@ class RecentBatches:
 
     @property
     def last_number(self) -> int:
-        """Number of the newest batch."""
+        """Step number of the newest batch."""
         return self._first + len(self._batches) - 1
 
     def copy_and_add_batch(self, x: Any, y: Any) -> None:
-        """Keep a copy of the batch of the next step."""
+        """Store a copy of the batch (x, y) of the next step."""
         self._batches.append(BatchPair(_map_arrays(x, _copy_array), _map_arrays(y, _copy_array)))
 
     def drop_newest(self) -> None:
@@ -77,20 +77,20 @@ class RecentBatches:
             self._first += 1
 
     def clear_and_restart_after(self, number: int) -> None:
-        """Drop all batches and continue counting after step `number`, because earlier steps are not repeated."""
+        """Drop all batches, and number the next one `number` + 1, because earlier steps will not be repeated."""
         self._batches.clear()
         self._first = number + 1
 
 
 def take_samples_of_rank(value: Any, rank: int, accumulation: Accumulation) -> Any:
-    """Return the samples of a data rank, in rank order: an equal share, or full chunks.
+    """Return the samples of a batch that belong to data rank `rank`: an equal share, or full chunks of the global
+    batch.
 
-    value: an array, or a tuple or dict of arrays; dim 0 is samples.
-    """
+    `value` is an array, or a tuple or dict of arrays, with samples along dim 0."""
 
     def take_rows(array: Any) -> Any:
         if np.ndim(array) == 0:
-            return array  # an error is raised later, where all batches are checked
+            return array  # the check of the batch raises an error for it later
         mine = accumulation.get_rows_of_rank(len(array), rank)
         return array[mine.start : mine.stop]
 
@@ -102,7 +102,7 @@ def _copy_array(array: Any) -> Any:
 
 
 def iterate_arrays(value: Any) -> Iterator[Any]:
-    """Yield the arrays of a batch, in a fixed order."""
+    """Yield the arrays of a batch in an order that is the same on all ranks: dicts by key, tuples by position."""
     if isinstance(value, Mapping):
         for name in sorted(value):
             yield from iterate_arrays(value[name])
@@ -115,7 +115,7 @@ def iterate_arrays(value: Any) -> Iterator[Any]:
 
 def _map_arrays(value: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(value, list) and value and hasattr(value[0], "dtype"):
-        value = tuple(value)  # a list of arrays is several inputs, not an array
+        value = tuple(value)  # a list of arrays stands for several inputs
     if isinstance(value, Mapping):
         return {name: function(array) for name, array in value.items()}
     return tuple(map(function, value)) if isinstance(value, tuple) else function(value)
@@ -125,39 +125,36 @@ T = TypeVar("T")
 
 
 class ElasticRunner(CallRunner):
-    """The call runner of the trainer that `fsdpx.distribute(..., elastic=True)` returns. Batches are global: every rank
-    passes the full batch.
+    """The call runner of the trainer that `fsdpx.distribute(..., elastic=True)` returns. Every rank passes the full
+    global batch.
 
     Ranks that the mesh cannot use, or that were asked to leave, are idle: they make the same calls, get the same
-    results, and may train again later. See docs: elastic.
-    """
+    results, and may train again later."""
 
     __slots__ = ("_batch_checksum", "_coordinator", "_recent", "_save_abandoned", "_train")
 
     def __init__(self, recipe: Recipe, control: SurvivorCommunicator, elastic: ElasticConfig) -> None:
-        """Start the run. Collective over `control`, all ranks of the job."""
+        """Start an elastic run. Collective over `control`, the communicator of all ranks of the job."""
         self._coordinator = Coordinator(recipe, control, elastic, self._send_result_and_commit_step)
         self._recent = RecentBatches()
-        self._train: Callable[[Any, Any], object] | None = None  # performs a step on the training ranks
-        self._save_abandoned = False  # whether a background save was abandoned since the last successful one
-        self._batch_checksum = 0  # checksum of the last global batch
+        self._train: Callable[[Any, Any], object] | None = None  # runs one step on the training ranks
+        self._save_abandoned = False  # whether a background save was given up
+        self._batch_checksum = 0  # of the last global batch
         super().__init__(self._coordinator.assembly.session)
 
     def _switch_to_current_session(self) -> None:
-        """Switch to the session of the ranks that train now."""
+        """Use the training session of the current assembly of ranks, after a start, recovery or resize."""
         self.session = self._coordinator.assembly.session
         self.background_save = None
 
-    # -- common to every host ------------------------------------------------------------------------------------------
-
     @property
     def world(self) -> Communicator:
-        """The communicator of all living ranks."""
+        """Communicator of all living ranks, idle ones included."""
         return self._coordinator.assembly.control
 
     @property
     def data_group(self) -> Communicator:
-        """A communicator of one rank, because loaders yield full global batches on every rank."""
+        """A communicator of this rank alone, because data loaders yield the full global batch on every rank."""
         return make_single_rank_communicator()
 
     @property
@@ -223,11 +220,12 @@ class ElasticRunner(CallRunner):
         return self._retry_until_agreed(all_reduce_once)
 
     def agree_on_end_of_batches(self) -> None:
-        """Compare nothing, because all ranks have the same batches."""
+        """Do nothing: in elastic training all ranks have the same batches, so their data ends at the same step."""
 
     def copy_weights_to_restore(self, trainer: Any) -> Callable[[], None]:
-        """Return a function that restores the weights as they are now. All of them are copied on every rank, since
-        ranks and their parts may change. Collective.
+        """Return a function that restores the current weights of `trainer`. Collective.
+
+        Every rank copies the full weights, because ranks and their shards may change until then.
 
         Parameters
         ----------
@@ -244,20 +242,18 @@ class ElasticRunner(CallRunner):
     def close(self) -> None:
         self._coordinator.close()
 
-    # -- elastic only --------------------------------------------------------------------------------------------------
-
     @property
     def training_ranks(self) -> int:
-        """Number of ranks that train."""
+        """Number of ranks that currently train; the others are idle."""
         return len(self._coordinator.assembly.training)
 
     @property
     def recoveries(self) -> list[Recovery]:
-        """The recoveries so far, oldest first, including changes of size."""
+        """Changes of ranks so far, by loss or resize, oldest first."""
         return self._coordinator.recoveries
 
     def resize_to(self, ranks: int) -> None:
-        """Train on `ranks` ranks from now on. Collective.
+        """Change the number of ranks that train. Collective.
 
         Parameters
         ----------
@@ -283,16 +279,14 @@ class ElasticRunner(CallRunner):
     def _resize_now(self, ranks: int | None) -> None:
         if self.is_training:
             try:
-                self.wait_for_save_within_call()  # the save uses communicators that are about to be closed
+                self.wait_for_save_within_call()  # a background save uses communicators that will be closed
             except CheckpointError:
                 self._save_abandoned = True
         self._coordinator.resize_to(ranks)
         self._switch_to_current_session()
 
-    # -- steps ---------------------------------------------------------------------------------------------------------
-
     def _run_pending_steps(self) -> None:
-        """Run the steps whose batches are kept and that do not count yet, or no longer count."""
+        """Run the steps whose batches are stored and that have not been committed, or that a recovery has undone."""
         while self._coordinator.last_step < self._recent.last_number:
             try:
                 self._attempt_step(self._recent[self._coordinator.last_step + 1])
@@ -305,8 +299,7 @@ class ElasticRunner(CallRunner):
                 self._resize_if_requested()
 
     def _attempt_step(self, batch: BatchPair) -> None:
-        """Run the step after the last one that counts; raise RankLost if the step does not count because a rank was
-        lost."""
+        """Run the next step on `batch`; raise RankLost if a rank was lost, so that the step does not count."""
         if self.is_training:
             assert self._train is not None
             self._run_and_send_errors(partial(self._train, *batch))
@@ -320,8 +313,9 @@ class ElasticRunner(CallRunner):
         self._recent.drop_up_to(self._coordinator.newest_secure_step)
 
     def _send_result_and_commit_step(self, mean: LossMean, scale: GradientScale) -> None:
-        """Send the result of the step to the idle ranks and commit the step. The program calls this between the
-        communication and the update of this rank's shard."""
+        """Send the loss of the step to the idle ranks, and commit the step with all ranks.
+
+        The training program calls this after its gradients are reduced and before this rank updates its shard."""
         step, scaler = LastUpdate.from_loss_and_scale(float(mean.value), scale), scale.scaler
         self._coordinator.send_result_to_idle_ranks(
             "step", (step, self.session.state.steps + (not scale.skip), (scaler.value, scaler.good))
@@ -330,8 +324,8 @@ class ElasticRunner(CallRunner):
         self.last_update = step
 
     def _resize_if_requested(self) -> None:
-        """Resize if another number of ranks is requested. If a rank is lost during the change, the request is handled
-        after the next step."""
+        """Change the number of ranks if a request came in. If a rank is lost meanwhile, the request is repeated after
+        the next step."""
         try:
             wanted = self._coordinator.agree_on_requested_ranks() if self._coordinator.asked else None
             if wanted is not None:
@@ -339,11 +333,11 @@ class ElasticRunner(CallRunner):
         except RankLost as error:
             self._recover_from_loss(error)
 
-    # -- other calls ---------------------------------------------------------------------------------------------------
-
     def _run_on_training_ranks(self, effect: str, what: str, mine: Callable[[], T]) -> T:
-        """Return, on all ranks, the result that the training ranks compute together. If the call replaces the trainer's
-        state, copies of the new state have arrived when this returns."""
+        """Run a collective call on the training ranks, and return its result on all ranks, idle ones included.
+
+        If the call replaces the trainer's state, such as loading a checkpoint, copies of the new state have arrived on
+        return."""
         if self.is_training:
             found = self._run_and_send_errors(partial(self._run_on_training_rank, what, mine))
             self._coordinator.send_result_to_idle_ranks(what, (found, self.loss_weight))
@@ -357,7 +351,8 @@ class ElasticRunner(CallRunner):
         return found
 
     def _run_on_training_rank(self, what: str, function: Callable[[], T]) -> T:
-        """Run a call on a training rank."""
+        """Run a call on this training rank. A wait for a background save raises CheckpointError if the save was
+        abandoned."""
         if what == SAVE:
             self._coordinator.report_to_observers("saving")
         found = function()
@@ -376,7 +371,7 @@ class ElasticRunner(CallRunner):
                 self._run_pending_steps()
 
     def _run_and_send_errors(self, run: Callable[[], T]) -> T:
-        """Run a call, and send the errors that all training ranks raise together to the idle ranks."""
+        """Run a call on the training ranks, and send errors that it raises to the idle ranks."""
         try:
             return run()
         except RankLost:

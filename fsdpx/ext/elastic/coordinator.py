@@ -1,4 +1,4 @@
-"""The coordination of an elastic run: agreement of all ranks on each step, and recovery with other ranks."""
+"""The coordinator of an elastic run: lets all ranks agree on each step, and rebuilds the run when ranks change."""
 
 from __future__ import annotations
 
@@ -46,9 +46,16 @@ SEND_COST_FACTOR = 3.0
 
 @dataclass(frozen=True)
 class Recovery:
-    """A change of ranks between two steps. step: the last step that counted. lost: ranks that died, numbered as at the
-    start of the job. ranks: number of ranks that train now. replayed: number of steps that had to be repeated. seconds:
-    time from the moment when this rank noticed the loss until it continued, without the repeated steps."""
+    """A change of ranks between two steps, by loss or resize.
+
+    Attributes
+    ----------
+    step : the last step that counted
+    lost : ranks that died, numbered as at the start of the job
+    ranks : number of ranks that train now
+    replayed : number of steps that had to be repeated
+    seconds : time from the moment when this rank noticed the loss until it continued, without the repeated steps
+    """
 
     step: int
     lost: tuple[int, ...]
@@ -64,13 +71,13 @@ class Recovery:
 
 
 class AgreementRefused(RankLost):
-    """Raised if the agreement itself reported the loss of a rank, so that all ranks know of it."""
+    """Loss of a rank that an agreement reported, so that all living ranks know of it."""
 
 
 @dataclass(frozen=True)
 class TrainingFailure:
-    """An error of the training ranks, as sent to idle ranks. agreed: whether the training ranks raise it after an
-    agreement."""
+    """An error on the training ranks, in the form sent to idle ranks. If `agreed`, all training ranks raise it
+    together after an agreement."""
 
     kind: str
     text: str
@@ -78,7 +85,7 @@ class TrainingFailure:
 
 
 class CopyInterval:
-    """The interval between copies. every: number of steps between two copies."""
+    """Chooses how often ranks copy their state to other ranks. `every` is the number of steps between two copies."""
 
     def __init__(self, elastic: ElasticConfig) -> None:
         self._elastic = elastic
@@ -86,23 +93,26 @@ class CopyInterval:
         self.restart_timing()
 
     def restart_timing(self) -> None:
-        """Forget all times, because the ranks, and with them the speed, have changed."""
+        """Forget the measured times of steps and copies, because the ranks, and with them the speed, have changed."""
         self._last, self._takes = perf_counter(), 0
-        self._steps: deque[float] = deque(maxlen=9)  # durations of the last steps in seconds
+        self._steps: deque[float] = deque(maxlen=9)  # seconds of each of the last steps
 
     def record_step(self) -> None:
-        """Record that a step has ended."""
+        """Record the duration of the step that has just ended."""
         now = perf_counter()
         self._steps.append(now - self._last)
         self._last = now
 
     def record_copy(self) -> None:
-        """Count a copy."""
+        """Count one more copy of the state."""
         self._takes += 1
 
     def compute_cheap_interval_bits(self, copy_seconds: float) -> int:
-        """Return the intervals with which copies take at most MAX_COPY_TIME_SHARE of the time on this rank: all powers
-        of two from the smallest one on, as bits. copy_seconds: time that the last copy took."""
+        """Return the copy intervals that are cheap enough on this rank, as a bit mask: bit k stands for every 2^k
+        steps.
+
+        An interval is cheap if copies take at most MAX_COPY_TIME_SHARE of the time. `copy_seconds` is the time that
+        the last copy took."""
         least = 1.0
         if self._takes > 2 and self._steps:  # the first copies also allocate buffers
             cost = copy_seconds * (1 + SEND_COST_FACTOR * self._elastic.copies)
@@ -111,19 +121,23 @@ class CopyInterval:
         return (1 << MAX_INTERVAL_LOG2 + 1) - (1 << level)
 
     def set_smallest_common_interval(self, common_bits: int) -> None:
-        """Set the smallest interval that all ranks find cheap enough. common_bits: bitwise AND of the intervals of all
-        ranks."""
+        """Set the interval to the smallest one that all ranks find cheap enough. `common_bits` is the bitwise AND of
+        their masks."""
         self.every = self._elastic.every or common_bits & -common_bits
 
 
 @dataclass(frozen=True)
 class StepPosition:
-    """The progress of a run.
+    """How far a run has come, and what is needed to undo the next step.
 
-    step: number of the last step that counts. secure_step: newest step that will never be repeated. scalars, before:
-    copies, from before the next step, of everything that a step changes before it changes parameters and optimizer
-    state. They are needed because that step may fail. under_way: step of the copies that have not arrived. updating:
-    whether a step is agreed on but not finished.
+    Attributes
+    ----------
+    step : number of the last step that counts
+    secure_step : newest step that will never be repeated, because its state has been copied
+    scalars : copy of the scalars that the next step changes before all ranks agree on it, such as the loss scale
+    before : copies of the running statistics and codec memory that it changes before
+    under_way : number of the step whose copies have not arrived yet; None if there is none
+    updating : whether a step is agreed on but this rank has not finished its update
     """
 
     step: int
@@ -135,13 +149,20 @@ class StepPosition:
 
 
 class Coordinator:
-    """Coordinates all living ranks of a run. ranks: number of ranks that should train. asked: whether another number
-    was requested."""
+    """Coordinates all living ranks of an elastic run.
+
+    Attributes
+    ----------
+    ranks : number of ranks that should train; None for all
+    asked : whether another number was requested
+    assembly : the current ranks and their training session
+    recoveries : the changes of ranks so far
+    """
 
     def __init__(
         self, recipe: Recipe, control: SurvivorCommunicator, elastic: ElasticConfig, commit: Callable[[Any, Any], None]
     ) -> None:
-        """Build the first assembly. Collective over `control`. commit: see `StepInputs`."""
+        """Assemble the ranks for the start of a run. Collective over `control`. For `commit`, see `StepInputs`."""
         tune = recipe.runtime.tune
         tuning = agree_on_tuning(control, environment.read_environment().tune if tune is None else tune, np)
         self.elastic, self.ranks = elastic, elastic.ranks
@@ -149,7 +170,7 @@ class Coordinator:
         self.asked = False
         self._assembler = Assembler(recipe, tuning, elastic, commit)
         self._initial_rank = control.rank
-        self._refused: int | None = None  # requested number of ranks that the mesh cannot use
+        self._refused: int | None = None  # the last requested number of ranks that fits no mesh
         self._abandoned: list[tuple[SurvivorCommunicator, Watchdog]] = []
         self._copy_interval = CopyInterval(elastic)
         self._switch_to_assembly(self._assembler.build_initial_assembly(control, self.ranks))
@@ -172,19 +193,19 @@ class Coordinator:
 
     @property
     def last_step(self) -> int:
-        """Number of the last step that counts."""
+        """Number of the last step that all ranks agreed on."""
         return self._position.step
 
     @property
     def newest_secure_step(self) -> int:
-        """Number of the newest step that will never be repeated."""
+        """Number of the newest step that will never be repeated, because its state has been copied."""
         return self._position.secure_step
 
-    # -- agreements ----------------------------------------------------------------------------------------------------
-
     def agree_on_step(self) -> None:
-        """Return when all living ranks have arrived; raise RankLost on all of them if one was lost before.
-        Collective."""
+        """Wait for all living ranks, and raise RankLost on all of them if one was lost before they arrived.
+        Collective.
+
+        The same agreement tells whether copies have arrived, whether a resize is requested, and how often to copy."""
         flags = NO_LOSS | (COPIES_ARRIVED if self.assembly.copies.has_generation_arrived() else 0)
         flags |= SIZE_UNCHANGED if self._read_requested_ranks() in (self.ranks, self._refused) else 0
         common = self.assembly.control.agree_on_flags(
@@ -199,13 +220,15 @@ class Coordinator:
         self._copy_interval.set_smallest_common_interval(common >> INTERVAL_SHIFT)
 
     def commit_step(self) -> None:
-        """Agree on a step; afterwards this rank updates its shard without the others. Collective."""
+        """Agree that a step counts, after which this rank can update its shard on its own. Collective."""
         self.agree_on_step()
         self._position = replace(self._position, updating=True)
 
     def finish_step_and_start_copies(self) -> None:
-        """Count a finished step, and start copies when they are due. This needs no other rank. It depends only on the
-        last agreement, because another rank may be learning of a loss at this moment."""
+        """Count a finished step, and start to copy the state if a copy is due.
+
+        This waits for no other rank and depends only on the last agreement, because another rank may be learning of a
+        loss at this moment."""
         self._copy_interval.record_step()
         at = self._make_step_position(self.last_step + 1, self.newest_secure_step, self._position.under_way)
         if not self.assembly.copies.needed:
@@ -217,7 +240,8 @@ class Coordinator:
         self._position = at
 
     def _read_requested_ranks(self) -> int | None:
-        """Return the requested number of ranks; only the lowest rank reads the file with the request."""
+        """Return the number of ranks that should train. Only rank 0 reads it from the request file; others return the
+        current one."""
         if self.elastic.resize is None or self.assembly.control.rank > 0:
             return self.ranks
         try:
@@ -226,8 +250,7 @@ class Coordinator:
             return self.ranks
 
     def agree_on_requested_ranks(self) -> int | None:
-        """Return the requested number of ranks, the same on all ranks; None if the mesh cannot use that many.
-        Collective."""
+        """Return the requested number of ranks on all ranks, or None if no mesh fits on that many. Collective."""
         found: int | None = self.assembly.control.all_gather_data(self._read_requested_ranks())[0]
         where, size = self._assembler.recipe.distribution, self.assembly.control.size
         try:
@@ -239,10 +262,8 @@ class Coordinator:
             return None
         return found
 
-    # -- replaced state ------------------------------------------------------------------------------------------------
-
     def copy_state_and_wait(self) -> None:
-        """Copy the replaced state of the training ranks, and return when the copies have arrived. Collective."""
+        """Copy a replaced state, such as one from a checkpoint, to other ranks, and wait for the copies. Collective."""
         if self.assembly.copies.needed:
             self.assembly.copies.abandon_generation()
             self._position = replace(self._position, under_way=self.last_step + 1)
@@ -252,13 +273,11 @@ class Coordinator:
             self.assembly.copies.wait_for_generation()
 
     def count_new_state_as_step(self) -> None:
-        """Count the replaced state like a step that will never be repeated."""
+        """Count the replacement of the state as one more step, which will never be repeated."""
         self._position = self._make_step_position(self.last_step + 1, self.last_step + 1)
 
-    # -- idle ranks ----------------------------------------------------------------------------------------------------
-
     def send_result_to_idle_ranks(self, call: str, value: Any) -> None:
-        """Send the result of a call to the idle ranks; only the lowest training rank sends."""
+        """Send the result of a call from the lowest training rank to the idle ranks. On other ranks, do nothing."""
         training = self.assembly.training
         if self.assembly.control.rank == training[0]:
             send_value_to_ranks(
@@ -268,8 +287,9 @@ class Coordinator:
             )
 
     def recv_result_or_raise(self, call: str) -> Any:
-        """Receive the result of a call on an idle rank. If the training ranks raised an error, raise it here as well;
-        if they made another call, raise DesyncError."""
+        """Receive the result of a call on an idle rank, or raise the error that the training ranks raised.
+
+        Raises DesyncError if the training ranks made another call."""
         source = self.assembly.training[0]
         heard, value = recv_value(self.assembly.control, source)
         if isinstance(value, TrainingFailure):
@@ -281,22 +301,23 @@ class Coordinator:
         return value
 
     def send_error_to_idle_ranks(self, error: FsdpxError) -> None:
-        """Send an error to the idle ranks. An error that all training ranks raise together is raised once all ranks
-        have agreed that it was not caused by a loss on some of them. An error of a single rank ends the job."""
+        """Send an error of the training ranks to the idle ranks.
+
+        An error that all training ranks raise together is raised after all ranks have agreed that no loss caused it.
+        An error of a single rank ends the job."""
         agreed = isinstance(error, ConfigError | DataError | CheckpointError)
         self.send_result_to_idle_ranks("", TrainingFailure(type(error).__name__, str(error), agreed))
         if agreed:
             self.agree_on_step()
 
-    # -- changes of ranks ----------------------------------------------------------------------------------------------
-
     def recover_from_loss(self, error: RankLost) -> Recovery:
-        """Recover after a loss that this rank noticed: abandon transfers under way, shrink to the living ranks, and
-        rebuild the assembly from memory. Collective over the living ranks."""
+        """Recover from the loss of a rank. Collective over the living ranks.
+
+        Abandons pending transfers, shrinks the communicator to the living ranks, and restores the state from memory."""
         begin, before, members = perf_counter(), self.last_step, self.assembly.initial_ranks
         self.report_to_observers("recovery: begins")
         self.assembly.control.revoke()
-        if not isinstance(error, AgreementRefused):  # the other ranks learn of the loss at their next agreement
+        if not isinstance(error, AgreementRefused):  # other ranks learn of the loss by this agreement
             self.assembly.control.agree_on_flags(0)
         self._drain_transfers_and_abandon_copies()
         control, generations, tried = self.assembly.control, self._list_generations(), []
@@ -320,8 +341,7 @@ class Coordinator:
     def close(self) -> None:
         """End the run on all ranks. Collective.
 
-        The barrier ensures that all ranks know of the end: a rank that ended earlier would count as lost on the others.
-        """
+        The barrier ensures that all ranks know of the end; otherwise, a rank that ends early would count as lost."""
         try:
             self.assembly.control.barrier(what="close").wait()
         except RankLost:
@@ -331,8 +351,9 @@ class Coordinator:
         self.assembly.control.close()
 
     def resize_to(self, ranks: int | None) -> Recovery:
-        """Train on `ranks` ranks from now on; called between two steps. Raise RankLost if a rank was lost since the
-        last step or during this call. Collective."""
+        """Change the number of ranks that train, between two steps. Collective.
+
+        Raises RankLost if a rank was lost since the last step or during this call."""
         begin, before = perf_counter(), self.last_step
         assembly = self._rebuild_assembly(self.assembly.control, self._list_generations(), ranks)
         self.agree_on_step()
@@ -340,8 +361,9 @@ class Coordinator:
         return self._switch_and_record_recovery(assembly, begin, before, self.assembly.initial_ranks)
 
     def _stop_watching_communicator(self, control: SurvivorCommunicator) -> None:
-        """Stop watching a communicator on which no rank will wait again. A rank may die before it has stopped watching.
-        In that case, the next call removes the record of that rank."""
+        """Detach the watchdog from a communicator that is no longer used.
+
+        A rank may die before it has detached its own watchdog. The next call then removes the record of that rank."""
         if (watchdog := detach_watchdog(control)) is not None:
             self._abandoned.append((control, watchdog))
         for before, watchdog in self._abandoned:
@@ -374,8 +396,8 @@ class Coordinator:
         return done
 
     def _list_generations(self) -> list[StateGeneration]:
-        """Return the states in this rank's memory: its own, unless it is partly updated, and the copies that it
-        keeps."""
+        """Return the snapshots of the state in this rank's memory: its current state, unless partly updated, and
+        copies for other ranks."""
         found = self.assembly.copies.list_generations()
         if self.assembly.is_training and not self._position.updating:
             parts = list(iterate_current_parts(self.assembly.session.state, self._position.before))
@@ -383,12 +405,13 @@ class Coordinator:
         return found
 
     def _drain_transfers_and_abandon_copies(self) -> None:
-        """Wait for the transfers of the interrupted program to end, because their buffers will be reused."""
+        """Wait for transfers of the interrupted step to end, because their buffers will be reused, and drop unfinished
+        copies."""
         drain_or_keep_transfers(self.assembly.session.engine.abandon_transfers())
         self.assembly.copies.abandon_generation()
         self.assembly.copies.drop_old_generations()
 
     def report_to_observers(self, what: str) -> None:
-        """Report the progress of a recovery to the observers of actions."""
+        """Pass a line about the progress of a recovery to the observers of the engine's actions."""
         for look in self.assembly.session.engine.hooks.on_action_done:
             look(what)  # type: ignore[arg-type]

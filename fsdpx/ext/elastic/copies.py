@@ -1,5 +1,4 @@
-"""Copies of the state in the memory of other ranks: which rank keeps the state of which, and how the copies are
-updated."""
+"""In-memory checkpoints: copies of each rank's state in the memory of other ranks, its buddies."""
 
 from __future__ import annotations
 
@@ -35,18 +34,17 @@ __all__ = [
 
 
 def assign_buddies(hosts: Sequence[str], copies: int) -> list[tuple[int, ...]]:
-    """Return, for each rank, the ranks that keep a copy of its state: `copies` of them, or fewer if there are fewer
-    other ranks.
+    """Return, for each rank, its buddies: the `copies` ranks that keep a copy of its state, or fewer if there are
+    fewer other ranks.
 
-    hosts: host of each rank. Ranks form groups of copies + 1 in which each rank keeps the state of all others. The last
-    group takes the remaining ranks and is a ring, in which each rank keeps the state of the `copies` ranks before it.
-    So every rank keeps as many copies as other ranks keep of its state.
+    `hosts` gives the host of each rank. Ranks form groups of copies + 1, in which each rank keeps the state of all
+    others. The last group takes the remaining ranks and is a ring, in which each rank keeps the state of the `copies`
+    ranks before it. So every rank keeps as many copies as other ranks keep of its state.
 
     With the same memory, groups survive more losses than one ring of all ranks. State is lost when a rank and all its
-    buddies are lost at once; in a ring there are N such sets, in groups only N / (copies + 1). If N ranks form pairs, k
-    random simultaneous losses are survived with probability C(N/2, k) 2^k / C(N, k), the probability that no two are in
-    the same pair. At N = 16 and k = 3 that is 0.80; in a ring it is 0.63.
-    """
+    buddies are lost at once; in a ring there are N such sets, in groups only N / (copies + 1). If N ranks form pairs,
+    k random simultaneous losses are survived with probability C(N/2, k) 2^k / C(N, k), the probability that no two are
+    in the same pair. At N = 16 and k = 3 that is 0.80; in a ring it is 0.63."""
     found: list[tuple[int, ...]] = [()] * len(hosts)
     for group in form_copy_groups(hosts, copies):
         n = len(group)
@@ -56,8 +54,10 @@ def assign_buddies(hosts: Sequence[str], copies: int) -> list[tuple[int, ...]]:
 
 
 def form_copy_groups(hosts: Sequence[str], copies: int) -> list[list[int]]:
-    """Return the groups of ranks. Ranks, sorted by host, are assigned to groups round-robin, so that a group has two
-    ranks of one host only if that host has more ranks than there are groups."""
+    """Return groups of ranks that keep each other's state, spread over hosts.
+
+    Ranks, sorted by host, are assigned to groups round-robin, so that a group has two ranks of one host only if that
+    host has more ranks than there are groups."""
     ranks = _sort_by_host(hosts)
     count = max(len(ranks) // (copies + 1), 1)
     dealt = len(ranks) if count == 1 else count * (copies + 1)
@@ -67,15 +67,15 @@ def form_copy_groups(hosts: Sequence[str], copies: int) -> list[list[int]]:
 
 
 def _sort_by_host(hosts: Sequence[str]) -> list[int]:
-    """Return the ranks grouped by host, hosts with many ranks first, so that the remaining ranks come from many
-    hosts."""
+    """Return the ranks grouped by host, hosts with many ranks first, so that the last group has ranks of many hosts."""
     size, first = Counter(hosts), {host: hosts.index(host) for host in set(hosts)}
     return sorted(range(len(hosts)), key=lambda rank: (-size[hosts[rank]], first[hosts[rank]], rank))
 
 
 def _spread_over_hosts(ranks: list[int], hosts: Sequence[str]) -> list[int]:
-    """Return the ranks in an order in which neighbors are on different hosts where possible. The ranks are sorted by
-    host, and then the two halves of that list are interleaved."""
+    """Return the ranks in an order in which neighbors are on different hosts where possible.
+
+    The ranks are sorted by host, and then the two halves of that list are interleaved."""
     place = {rank: i for i, rank in enumerate(_sort_by_host(hosts))}
     ordered = sorted(ranks, key=lambda rank: place[rank])
     half = -(-len(ordered) // 2)
@@ -85,8 +85,8 @@ def _spread_over_hosts(ranks: list[int], hosts: Sequence[str]) -> list[int]:
 
 
 def are_copies_needed(ranks: int, replicas: int, copies: int) -> bool:
-    """Return whether ranks must keep copies. They need none if every element is on more than `copies` replicas, or if
-    there is only one rank."""
+    """Return whether ranks must keep copies of state. They need none if each element is on more than `copies`
+    replicas, or if there is only one rank."""
     return ranks > 1 and replicas <= copies
 
 
@@ -96,8 +96,10 @@ MESSAGE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class StateGeneration:
-    """The state after step number `step` in the memory of this rank: its own state, and the states of the ranks whose
-    buddy this rank is. parts: views that stay valid until `StateCopies.start_copying` has been called twice."""
+    """A snapshot of the state after step number `step`, as far as it is in this rank's memory.
+
+    `parts` are this rank's own state and the copies that it keeps for other ranks. They are views that stay valid
+    until `StateCopies.start_copying` has been called twice."""
 
     step: int
     scalars: RunScalars
@@ -105,8 +107,14 @@ class StateGeneration:
 
 
 class CopyPartners(NamedTuple):
-    """The ranks with which this rank exchanges copies. buddies: ranks that keep this rank's state. own: the parts of
-    its state. kept: the parts of the ranks whose buddy this rank is, by rank."""
+    """The ranks with which this rank exchanges copies of state.
+
+    Attributes
+    ----------
+    buddies : ranks that keep a copy of this rank's state
+    own : the parts of tensors that this rank's state consists of
+    kept : rank -> parts of its state, for the ranks whose copies this rank keeps
+    """
 
     buddies: tuple[int, ...]
     own: list[ShardDescriptor]
@@ -114,8 +122,13 @@ class CopyPartners(NamedTuple):
 
 
 class GenerationBuffers:
-    """Memory for one generation, as rows of the ledger. own: this rank's snapshot. kept: the copies of other ranks'
-    snapshots, by rank."""
+    """Host memory for one snapshot, registered in the ledger (the table of a rank's arrays).
+
+    Attributes
+    ----------
+    own : bytes of this rank's snapshot
+    kept : rank -> bytes of that rank's snapshot
+    """
 
     def __init__(self, ledger: Ledger, number: int, partners: CopyPartners) -> None:
         own, kept = partners.own, partners.kept
@@ -142,23 +155,23 @@ class GenerationBuffers:
 
 
 class StateCopies:
-    """Two generations of snapshots. All ranks of `comm` make the same calls in the same order.
+    """The last two generations of in-memory checkpoints. All ranks of `comm` must make the same calls in the same
+    order.
 
-    `start_copying` begins a generation. Once all ranks have agreed that their transfers have arrived
-    (`has_generation_arrived`), `promote_generation` makes it the newest complete one. Until then, the previous
-    generation is complete and unchanged, so that a death at any time leaves a generation that all ranks have. Nothing
-    is kept if there are enough replicas. Idle ranks have no state of their own, but keep copies for other ranks.
+    A generation is the snapshots of all ranks after one step. `start_copying` begins one. Once all ranks have agreed
+    that their transfers have arrived (`has_generation_arrived`), `promote_generation` makes it the newest complete
+    one. Until then, the previous generation is complete and unchanged, so that whenever a rank dies, there is a
+    generation that all ranks have. Nothing is kept if there are enough replicas. Idle ranks have no state of their
+    own, but keep copies for other ranks.
 
     Each generation sends `copies` times the bytes of this rank's state. A rank without buddies on other hosts has its
-    copies on its own host.
-    """
+    copies on its own host."""
 
     def __init__(self, comm: Communicator, state: TrainState, copies: int, trains: bool = True) -> None:
         """Agree on which ranks keep copies of which state. Collective.
 
-        comm: used only for copies. state: the state of this rank; any state on an idle rank. copies: number of copies
-        of each rank's state.
-        """
+        `comm` is used only for copies. `state` is this rank's state, or any state on an idle rank. `copies` is the
+        number of copies of each rank's state."""
         self._comm, self._state, self._trains = comm, state, trains
         self.needed = are_copies_needed(comm.size, state.placement.axes.replica.size, copies)
         self.copy_seconds = 0.0
@@ -169,10 +182,10 @@ class StateCopies:
         self._spare: list[GenerationBuffers] = []
         self._under_way: tuple[GenerationBuffers, int, RunScalars] | None = None
         self._transfers: deque[Handle] = deque()
-        self._lost: RankLost | None = None  # the error raised when transfers were started
+        self._lost: RankLost | None = None  # raised while transfers were started
         weakref.finalize(self, drain_or_keep_transfers, self._transfers)  # MPI may still write to the buffers
         self._begun = 0.0
-        self._buffer_count = 0  # number of buffers created so far
+        self._buffer_count = 0  # buffers made so far
         self._partners = CopyPartners((), [], {})
         if self.needed:
             own = [describe_shard(part) for part in self._iterate_current_parts()]
@@ -183,18 +196,16 @@ class StateCopies:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all copies, from the second `start_copying` on: 2 x (own + kept), with each part rounded up to cache
-        lines."""
+        """Bytes of memory for copies on this rank, once two generations exist: 2 x (own + kept), each part rounded up
+        to cache lines."""
         own, kept = self._partners.own, self._partners.kept
         return 2 * (count_snapshot_bytes(own) + sum(map(count_snapshot_bytes, kept.values())))
 
     def start_copying(self, scalars: RunScalars, step: int | None = None) -> None:
-        """Copy this rank's present state, and start to send the copy. step: number of the step, by default that of
-        `scalars`.
+        """Take a snapshot of this rank's state, and start to send it to the buddies.
 
-        Returns when the copy is made. The transfers advance in `has_generation_arrived`, which also raises an error for
-        ranks lost here.
-        """
+        Returns when the snapshot is taken. The transfers advance in `has_generation_arrived`, which also raises the
+        error if a rank was lost here. `step` is the number of the step, by default that of `scalars`."""
         assert self._under_way is None, "the copies of the last take have not been promoted or abandoned"
         if not self.needed:
             return
@@ -216,11 +227,10 @@ class StateCopies:
             self._lost = error
 
     def has_generation_arrived(self) -> bool:
-        """Advance the transfers of the generation under way without waiting; return whether all messages of this rank
-        have arrived. True if no generation is under way.
+        """Advance pending transfers without waiting, and return whether all copies that this rank sends and receives
+        have arrived.
 
-        Raises RankLost if a rank that the messages need has died.
-        """
+        True if none are pending. Raises RankLost if a rank that takes part has died."""
         if self._lost is not None:
             raise self._lost
         if not self._transfers:
@@ -232,13 +242,15 @@ class StateCopies:
         return not self._transfers
 
     def wait_for_generation(self) -> None:
-        """Return when the generation under way has arrived. The watchdog sees this wait like any other."""
+        """Wait until all copies that this rank sends and receives have arrived. The watchdog sees this wait like any
+        other."""
         timeout = getattr(self._comm, "timeout", math.inf)
         if not spin_until(self.has_generation_arrived, get_progress(self._comm), timeout):
             raise CommTimeout(f"the copies of the state have not arrived after {timeout:g} s")
 
     def promote_generation(self) -> None:
-        """Make the generation under way the newest complete one. All ranks must have agreed that theirs has arrived."""
+        """Make the copies that have arrived the newest complete generation. All ranks must have agreed before that
+        theirs have arrived."""
         if not self.needed:
             return
         assert self._under_way is not None, "promote without take"
@@ -247,11 +259,11 @@ class StateCopies:
         self._under_way = None
 
     def list_generations(self) -> list[StateGeneration]:
-        """Return the complete generations, newest first."""
+        """Return the complete snapshots in this rank's memory, newest first."""
         return [StateGeneration(step, scalars, list(buffers.parts)) for buffers, step, scalars in self._complete]
 
     def abandon_generation(self) -> None:
-        """Drop the generation under way, after a failure and `revoke`. Complete generations stay."""
+        """Drop copies that are under way, after a failure and `revoke`. Complete generations stay."""
         over = drain_or_keep_transfers(self._transfers)
         self._transfers.clear()
         self._lost = None
@@ -260,15 +272,16 @@ class StateCopies:
         self._under_way = None
 
     def drop_old_generations(self) -> None:
-        """Free all generations but the newest complete one. Older ones are on the same ranks, so a death that breaks
-        the newest one breaks them as well."""
+        """Free all generations but the newest complete one.
+
+        Older ones are on the same ranks, so a death that breaks the newest one breaks them as well."""
         for buffers in (*(buffers for buffers, _, _ in self._complete[1:]), *self._spare):
             buffers.free_ledger_rows()
         del self._complete[1:]
         self._spare.clear()
 
     def close(self) -> None:
-        """Drop the generation under way and close the communicator. Collective."""
+        """Drop copies that are under way, and close the communicator. Collective."""
         self.abandon_generation()
         self._comm.close()
 
@@ -276,7 +289,8 @@ class StateCopies:
         return iterate_current_parts(self._state) if self._trains else ()
 
     def _take_or_make_buffers(self) -> GenerationBuffers:
-        """Return buffers for a generation: those of the older of two complete generations, spare ones, or new ones."""
+        """Return buffers for the next generation: those of the older of two complete ones, else spare ones, else new
+        ones."""
         if len(self._complete) == 2:
             return self._complete.pop()[0]
         if self._spare:
@@ -290,17 +304,17 @@ def _split_into_messages(buffer: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _count_aligned_bytes(part: ShardDescriptor) -> int:
-    """Return the bytes of a part, rounded up to cache lines."""
+    """Return the bytes of a part of a tensor, rounded up to cache lines."""
     return -(-part.size * parse_dtype(part.dtype).itemsize // ALIGN) * ALIGN
 
 
 def count_snapshot_bytes(parts: Sequence[ShardDescriptor]) -> int:
-    """Return the bytes of a snapshot of these parts, and of each copy of it."""
+    """Return the bytes of a snapshot that consists of `parts`."""
     return sum(_count_aligned_bytes(part) for part in parts)
 
 
 def _view_parts(buffer: np.ndarray, parts: Sequence[ShardDescriptor]) -> list[LocalShard]:
-    """Return the parts as consecutive views of `buffer`."""
+    """Return the parts of a snapshot as consecutive views of the bytes in `buffer`."""
     found, at = [], 0
     for part in parts:
         kind = parse_dtype(part.dtype)

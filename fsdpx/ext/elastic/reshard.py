@@ -1,4 +1,4 @@
-"""Resharding: compute which parts each rank sends and receives when ranks change, and transfer them in messages."""
+"""Resharding: plan which elements of tensors each rank sends and receives when the ranks change, and transfer them."""
 
 from __future__ import annotations
 
@@ -35,9 +35,11 @@ MAX_REPORTED_GAPS = 4
 
 
 class ShardDescriptor(NamedTuple):
-    """A `LocalShard` without its array. It has `size` elements, beginning at `start`, of a flat part of the tensor
-    `name` of shape `shape`. That part is the one that rank `rank` of a tensor axis of `width` ranks holds according to
-    `cut`. cut: None if that part is the full tensor."""
+    """Metadata of a `LocalShard`, without its array: which elements of a tensor a rank holds.
+
+    The shard has `size` elements, beginning at `start`, of a flat array. This array is the full tensor `name` of shape
+    `shape` if `cut` is None. Otherwise it is the part that rank `rank` of a tensor axis of `width` ranks holds
+    according to `cut`."""
 
     name: str
     start: int
@@ -50,8 +52,8 @@ class ShardDescriptor(NamedTuple):
 
     @property
     def flat_array_key(self) -> tuple[int, int, ShardSpec | None]:
-        """The key of the flat array in which `start` counts. Parts of one tensor that are stored in the same flat array
-        have the same key."""
+        """Identifies the flat array in which `start` counts. Two shards of a tensor with equal keys can be compared by
+        `start` and `stop`."""
         return self.rank, self.width, self.cut
 
     @property
@@ -60,13 +62,13 @@ class ShardDescriptor(NamedTuple):
 
     @property
     def span(self) -> tuple[int, int]:
-        """The range of the full tensor that contains all elements of this part."""
+        """Range [start, stop) of the full tensor, in C order, that contains all elements of this shard."""
         return (self.start, self.stop) if self.cut is None else (0, math.prod(self.shape))
 
 
 class ElementRuns(NamedTuple):
-    """Runs of elements: elements [start[i], stop[i]) of a full tensor, in order, are stored at offset at[i] of a local
-    flat array."""
+    """Where the elements of a shard are: elements [start[i], stop[i]) of the full tensor are stored from offset at[i]
+    of the local flat array, in order."""
 
     start: np.ndarray
     stop: np.ndarray
@@ -81,8 +83,10 @@ def describe_shard(part: LocalShard) -> ShardDescriptor:
 
 
 def find_element_runs(part: ShardDescriptor) -> ElementRuns:
-    """Return the runs of a part. They contain the same elements as `ShardSpec.iterate_intervals`, but are computed with
-    array operations; a shard along dim 1 has one run per row."""
+    """Return the contiguous runs of the full tensor of which a shard consists.
+
+    They cover the same elements as `ShardSpec.iterate_intervals`, but are computed with array operations; a shard
+    along dim 1 has one run per row."""
     first, last, cut = part.start, part.stop, part.cut
     if cut is None:
         found = np.array([[first], [last], [0]], np.int64)
@@ -100,12 +104,10 @@ def find_element_runs(part: ShardDescriptor) -> ElementRuns:
 
 
 def iterate_current_parts(state: TrainState, before: Mapping[LedgerKey, Any] | None = None) -> Iterator[LocalShard]:
-    """Yield the parts of the train state that are up to date on this rank. Running statistics are up to date only on
-    their home pipeline rank.
+    """Yield the local shards of the train state that are up to date on this rank.
 
-    before: arrays to use for some rows instead of the present arrays, because an unfinished step has changed them (see
-    `iterate_rows_changed_before_commit`).
-    """
+    Running statistics are up to date only on their home pipeline rank. `before` gives arrays to use instead of those
+    that an unfinished step has changed (see `iterate_rows_changed_before_commit`)."""
     home, here = state.placement.statistic_ranks, state.placement.axes.coordinates.pipe
     for part in iterate_local_shards(state):
         if part.name not in home:
@@ -117,8 +119,8 @@ def iterate_current_parts(state: TrainState, before: Mapping[LedgerKey, Any] | N
 
 
 def iterate_rows_changed_before_commit(state: TrainState) -> Iterator[tuple[LedgerKey, Any]]:
-    """Yield the rows of the ledger that change before all ranks agree on a step: running statistics change in forward,
-    and memory of codecs in reduces."""
+    """Yield (key, array) of the state that a step changes before all ranks agree on it: running statistics, which
+    change in forward, and error-feedback memory of codecs, which changes in gradient reductions."""
     return (
         (row.key, array) for row, array in state.ledger.iterate_saved_rows() if row.key.kind in ("statistic", "memory")
     )
@@ -127,11 +129,10 @@ def iterate_rows_changed_before_commit(state: TrainState) -> Iterator[tuple[Ledg
 def describe_missing_elements(
     have: Iterable[Iterable[ShardDescriptor]], want: Mapping[str, ParameterSpec]
 ) -> list[str]:
-    """Return text for each tensor of `want` of which no rank holds some elements, such as "0.weight: elements 12..24 of
-    48".
+    """Return a text for each tensor of `want` that the ranks do not hold completely, such as "0.weight: elements
+    12..24 of 48".
 
-    have: parts of each rank. Local: ranks with the same arguments get the same result.
-    """
+    `have` lists the shards of each rank. Communicates nothing: equal arguments give equal results on all ranks."""
     parts, texts = _group_by_name(part for some in have for part in some), []
     for name, spec in want.items():
         start, stop = find_uncovered_elements(parts[name], spec.size)
@@ -146,7 +147,8 @@ def describe_missing_elements(
 
 
 def find_uncovered_elements(parts: Sequence[ShardDescriptor], size: int) -> Gaps:
-    """Return the elements of a tensor of `size` elements that are in none of `parts`."""
+    """Return the gaps, as arrays of starts and stops, in which a tensor of `size` elements is covered by none of
+    `parts`."""
     found = [find_element_runs(part) for part in parts]
     start = np.concatenate([*(r.start for r in found), [size]]).astype(np.int64)
     stop = np.concatenate([*(r.stop for r in found), [size]]).astype(np.int64)
@@ -157,10 +159,10 @@ def find_uncovered_elements(parts: Sequence[ShardDescriptor], size: int) -> Gaps
 
 
 def has_elements_in_gaps(gaps: Gaps, part: ShardDescriptor) -> bool:
-    """Return whether an element of `part` is in one of the gaps."""
+    """Return whether some element of the shard `part` lies in one of the gaps."""
     start, stop = gaps
     some = find_element_runs(part)
-    after = np.searchsorted(stop, some.start, "right")  # for each run, the first gap that ends after its start
+    after = np.searchsorted(stop, some.start, "right")  # first gap that ends after the start of each run
     there = after < start.size
     return bool(np.any(start[after[there]] < some.stop[there]))
 
@@ -173,14 +175,14 @@ def _group_by_name(parts: Iterable[ShardDescriptor]) -> defaultdict[str, list[Sh
 
 
 class ElementRows(NamedTuple):
-    """Runs of part number `part`: run i has `size[i]` elements, beginning at offset `at[i]`."""
+    """Elements of shard number `part` of a rank, as runs: run i has size[i] elements from offset at[i]."""
 
     part: int
     at: np.ndarray
     size: np.ndarray
 
     def read_from(self, array: Any) -> Any:
-        """Return these elements of the flat `array` of the part: a view if there is one run, else a copy."""
+        """Return these elements of the flat `array`: a view if they are one run, else a copy."""
         if self.at.size == 1:
             return array[int(self.at[0]) : int(self.at[0] + self.size[0])]
         return (
@@ -190,7 +192,7 @@ class ElementRows(NamedTuple):
         )
 
     def write_to(self, array: Any, values: Any) -> None:
-        """Copy `values` to these elements of `array`."""
+        """Copy `values` into these elements of the flat `array`."""
         if self._has_short_runs(array):
             array[self._make_index(array)] = _move_to_device_of(array, values)
             return
@@ -203,8 +205,9 @@ class ElementRows(NamedTuple):
         return (array[at : at + size] for at, size in zip(self.at.tolist(), self.size.tolist(), strict=True))
 
     def _has_short_runs(self, array: Any) -> bool:
-        """Return whether to copy all runs together, with an index of all elements. This is better for short runs, and
-        on a GPU, where each copy has a fixed cost."""
+        """Return whether to copy all runs at once with an index array, rather than one by one.
+
+        This is better for short runs, and on a GPU, where each copy has a fixed cost."""
         return self.at.size > 1 and (
             not isinstance(array, np.ndarray) or self.size.sum() < SHORT_RUN_ELEMENTS * self.size.size
         )
@@ -219,8 +222,10 @@ SHORT_RUN_ELEMENTS = 32
 
 
 class ElementMove(NamedTuple):
-    """Elements of part number `have` of rank `source` that become elements of part number `want` of a receiver, which
-    may be the same rank. Each run has `size` elements, which are read from offset `at` and written to offset `to`."""
+    """Elements to transfer from shard number `have` of rank `source` to shard number `want` of the receiver, which may
+    be the same rank.
+
+    Run i has size[i] elements, which are read from offset at[i] and written to offset to[i]."""
 
     source: int
     have: int
@@ -232,7 +237,7 @@ class ElementMove(NamedTuple):
 
 
 class ShardSupply(NamedTuple):
-    """Part number `number` of the parts that rank `rank` holds."""
+    """A shard that can be sent: shard number `number` of those that rank `rank` holds."""
 
     rank: int
     number: int
@@ -240,9 +245,16 @@ class ShardSupply(NamedTuple):
 
 
 class ReshardMessage(NamedTuple):
-    """One message. number: its position in the order of all messages, the same on all ranks (round, position among the
-    messages between two ranks, sender). rows: rows of the parts that this rank holds if it sends, else of the parts
-    that it wants."""
+    """A message of a reshard, as its sender or its receiver sees it.
+
+    Attributes
+    ----------
+    number : position in the order of all messages, the same on all ranks: (round, position among the messages between
+        the two ranks, sender)
+    sends : whether this rank sends the message
+    peer : the other rank
+    rows : elements of the shards that this rank holds if it sends, else of the shards that it wants
+    """
 
     number: tuple[int, int, int]
     sends: bool
@@ -252,12 +264,11 @@ class ReshardMessage(NamedTuple):
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """Everything that `rank` sends, receives and copies. Ranks that create plans from the same lists get plans that
+    """What `rank` sends, receives and copies in a reshard. Ranks that make plans from the same lists get plans that
     match.
 
-    have, want: parts of every rank. block: maximum bytes of one message. Memory use is proportional to the number of
-    runs.
-    """
+    `have` and `want` list the shards of every rank before and after. `block` is the maximum number of bytes of one
+    message. The plan's memory is proportional to the number of runs."""
 
     rank: int
     have: Sequence[Sequence[ShardDescriptor]]
@@ -265,7 +276,8 @@ class ReshardPlan:
     block: int = BLOCK_BYTES
 
     def require_all_elements_held(self) -> None:
-        """Assert that some rank holds every wanted element in the wanted dtype; all ranks get the same result."""
+        """Assert that every wanted element is held by some rank, in the wanted dtype. The result is the same on all
+        ranks."""
         supplies = {name: [o.part for some in ranks.values() for o in some] for name, ranks in self._supplies.items()}
         gaps: dict[str, Gaps] = {}
         formats: dict[str, set[str]] = {}
@@ -280,14 +292,14 @@ class ReshardPlan:
 
     @cached_property
     def local_moves(self) -> list[tuple[ElementRows, ElementRows]]:
-        """Elements that this rank both holds and wants, as (source, target) rows."""
+        """Copies within this rank, as (source, target) pairs of rows, of elements that it both holds and wants."""
         mine = [move for move in self._incoming_moves if move.source == self.rank]
         sides = zip(self._pack_rows_into_messages(mine, True), self._pack_rows_into_messages(mine, False), strict=True)
         return [pair for rows in sides for pair in zip(*rows, strict=True)]
 
     @cached_property
     def ordered_messages(self) -> list[ReshardMessage]:
-        """The messages of this rank in an order that matches on all ranks: in round k, it sends to rank + k and
+        """The messages of this rank, in an order that is the same on all ranks: in round k, it sends to rank + k and
         receives from rank - k."""
         sent, size = defaultdict[int, list[ElementMove]](list), len(self.have)
         for dest, move in self._outgoing_moves:
@@ -303,7 +315,7 @@ class ReshardPlan:
 
     @property
     def incoming_messages(self) -> Iterator[ReshardMessage]:
-        """The messages that this rank receives."""
+        """Messages that this rank receives."""
         received, size = defaultdict[int, list[ElementMove]](list), len(self.have)
         for move in self._incoming_moves:
             received[move.source].append(move)
@@ -313,7 +325,7 @@ class ReshardPlan:
 
     @cached_property
     def _supplies(self) -> dict[str, dict[int, list[ShardSupply]]]:
-        """Held parts by tensor name and rank."""
+        """The shards that can be sent, by tensor name and then by rank."""
         found: dict[str, dict[int, list[ShardSupply]]] = {}
         for rank, parts in enumerate(self.have):
             for index, part in enumerate(parts):
@@ -323,8 +335,8 @@ class ReshardPlan:
 
     @cached_property
     def _holder_offset_by_name(self) -> dict[str, int]:
-        """The offset of the holder that sends the first piece, by tensor name. The offset differs between tensors,
-        which spreads the messages over the holders."""
+        """Number that says which holder of a tensor sends first, by tensor name. It differs between tensors, to spread
+        the load."""
         return {name: holder_offset for holder_offset, name in enumerate(sorted(self._supplies))}
 
     @cached_property
@@ -341,7 +353,7 @@ class ReshardPlan:
                         yield from ((dest, move) for move in self._find_moves(dest, i) if move.source == self.rank)
 
     def _find_moves(self, dest: int, index: int) -> list[ElementMove]:
-        """Return the moves that fill part number `index` of the parts that `dest` wants."""
+        """Return the moves that fill shard number `index` of those that rank `dest` wants."""
         part = self.want[dest][index]
         if part.size == 0:
             return []
@@ -364,9 +376,11 @@ class ReshardPlan:
         return assign_moves(part, index, dest, supplies, self._holder_offset_by_name[part.name], chunk)
 
     def _pack_rows_into_messages(self, moves: Iterable[ElementMove], sends: bool) -> list[list[ElementRows]]:
-        """Return the rows of each message. All elements are laid out in sequence, each move starting at a multiple of
-        ALIGN_BYTES, and divided every `block` bytes. So sender and receiver divide them the same way, and most of a
-        long run is sent in messages of its own."""
+        """Divide moves into messages of `block` bytes, and return the rows of each.
+
+        All elements are laid out in sequence, each move from a multiple of ALIGN_BYTES on, and divided every `block`
+        bytes. So sender and receiver divide them the same way, and most of a long run is sent in messages of its own.
+        """
         found = defaultdict[int, list[ElementRows]](list)
         filled, block = 0, max(self.block // ALIGN_BYTES, 1) * ALIGN_BYTES
         for move in moves:
@@ -394,13 +408,11 @@ ALIGN_BYTES = 8
 def assign_moves(
     want: ShardDescriptor, index: int, receiver: int, supplies: Sequence[ShardSupply], holder_offset: int, chunk: int
 ) -> list[ElementMove]:
-    """Return the moves that fill `want`, part number `index` of those that `receiver` wants, from `supplies`, in order
-    for each source.
+    """Choose which rank supplies which elements of the shard `want`, and return the moves, in order for each source.
 
-    The receiver copies elements that it holds itself. Its other elements come from their holders, which take turns
-    every `chunk` elements; `holder_offset` and the receiver's rank determine which holder is first, so that the load is
-    spread.
-    """
+    `want` is shard number `index` of those that `receiver` wants. The receiver copies elements that it holds itself.
+    Its other elements come from their holders, which take turns every `chunk` elements; `holder_offset` and the
+    receiver's rank determine which holder is first, so that the load is spread."""
     wanted, held = find_element_runs(want), [find_element_runs(supply.part) for supply in supplies]
     edges = _find_split_positions(wanted, held, chunk)
     to = _find_local_positions(wanted, edges[:-1])
@@ -435,8 +447,8 @@ def assign_moves(
 
 
 def _find_split_positions(wanted: ElementRuns, held: Sequence[ElementRuns], chunk: int) -> np.ndarray:
-    """Return positions in the tensor between which each rank holds all elements or none, and the sender does not
-    change."""
+    """Return positions that divide the wanted elements into intervals with a single sender: within each, a rank holds
+    all elements or none."""
     first, last = int(wanted.start[0]), int(wanted.stop[-1])
     lines = np.arange(-(-first // chunk) * chunk, last, chunk, dtype=np.int64)
     edges = np.concatenate([*wanted[:2], *(edge for some in held for edge in some[:2]), lines])
@@ -444,7 +456,7 @@ def _find_split_positions(wanted: ElementRuns, held: Sequence[ElementRuns], chun
 
 
 def _find_local_positions(some: ElementRuns, elements: np.ndarray) -> np.ndarray:
-    """Return the position of each of `elements` of the full tensor in the local array, or -1 if it is not there."""
+    """Return, for each of `elements` of the full tensor, its offset in the local array, or -1 if it is not there."""
     i = np.searchsorted(some.start, elements, "right") - 1
     inside = (i >= 0) & (elements < some.stop[i])
     return np.where(inside, some.at[i] + elements - some.start[i], -1)
@@ -460,17 +472,16 @@ process."""
 def reshard_arrays(
     comm: Communicator, have: Sequence[LocalShard], want: Sequence[LocalShard], block: int = BLOCK_BYTES
 ) -> None:
-    """Fill the arrays of `want` on every rank from the arrays of `have` on any rank, bit for bit. Collective.
+    """Fill the arrays of `want` on every rank with elements that any rank has in `have`, bit for bit. Collective.
 
-    Every rank may hold and want any elements, or none. Elements that several ranks hold must have equal bits. A rank
-    copies the elements that it holds itself; the others come from their holders, which take turns. Arrays of `want` may
-    share memory with those of `have` only for the same elements. Check first, with `describe_missing_elements`, that
-    some rank holds every wanted element. Raises RankLost if a rank dies; `comm` is revoked then, and some of `want` may
-    be filled.
+    Every rank may hold and want any elements, or none. If several ranks hold an element, its bits must be equal on
+    all. A rank copies the elements that it holds itself; its other elements come from their holders, which take turns.
+    Arrays of `want` may share memory with those of `have` only for the same elements. Check first, with
+    `describe_missing_elements`, that some rank holds every wanted element. Raises RankLost if a rank dies; `comm` is
+    revoked then, and some of `want` may be filled.
 
-    A rank receives the bytes that it wants and does not hold, in messages of at most `block` bytes. It needs additional
-    memory only for elements that are not contiguous, up to MAX_MESSAGES_IN_FLIGHT x block.
-    """
+    A rank receives the bytes that it wants and does not hold, in messages of at most `block` bytes. It needs
+    additional memory only for elements that are not contiguous, up to MAX_MESSAGES_IN_FLIGHT x block."""
     mine = ([describe_shard(part) for part in have], [describe_shard(part) for part in want])
     everyone = comm.all_gather_data(mine)
     plan = ReshardPlan(comm.rank, [one[0] for one in everyone], [one[1] for one in everyone], block)
@@ -480,8 +491,10 @@ def reshard_arrays(
 
 
 def drain_or_keep_transfers(handles: Iterable[Handle]) -> bool:
-    """Wait a while for broken transfers to end, because they may write to their buffers until then. Keep references to
-    those that do not end; return whether all have ended."""
+    """Wait a limited time for broken transfers to end, because MPI may write to their buffers until then.
+
+    References to those that do not end are kept, so that their buffers are not freed. Returns whether all have ended.
+    """
     left = drain_transfers(handles)
     _undrained_transfers.extend(left)
     return not left
@@ -489,7 +502,7 @@ def drain_or_keep_transfers(handles: Iterable[Handle]) -> bool:
 
 @dataclass(frozen=True)
 class ReshardTransfer:
-    """A message under way. on_complete: called when it is complete."""
+    """A message of a reshard that is under way. `on_complete` is called when it is complete."""
 
     handle: Handle
     on_complete: Callable[[], None]
@@ -499,12 +512,11 @@ def _exchange_messages(
     comm: Communicator, plan: ReshardPlan, have: list[Any], want: list[Any], have_names: list[str],
     want_names: list[str],
 ) -> None:  # fmt: skip
-    """Send and receive all messages of a plan.
+    """Send and receive all messages of a plan, several at a time.
 
     At any time, the unfinished message with the lowest number is under way on both sides, because all messages that
     either side posted before it are complete. So waiting for the oldest message cannot deadlock, even if a send waits
-    for its receive.
-    """
+    for its receive."""
     transfers: deque[ReshardTransfer] = deque()
     spare: list[np.ndarray] = []
 
@@ -533,7 +545,7 @@ def _start_message(
     comm: Communicator, message: ReshardMessage, arrays: list[Any], names: list[str], spare: list[np.ndarray],
     block: int,
 ) -> ReshardTransfer:  # fmt: skip
-    """Start a message directly from or to the array if it is one run of host memory, otherwise through a buffer."""
+    """Start to send or receive a message, in place if it is one run of host memory, otherwise through a buffer."""
     first, *others = message.rows
     what, call = f"{names[first.part]}, re-cut", comm.send if message.sends else comm.recv
     if not others and first.at.size == 1 and isinstance(arrays[first.part], np.ndarray):
@@ -559,12 +571,12 @@ def _start_message(
 
 
 def _view_as_unsigned(array: Any) -> Any:
-    """Return a view as unsigned integers of the same width, so that no library interprets the bits as floats."""
+    """Return a view as unsigned integers of the same width, so that no library treats the bits as floats."""
     return array.view(np.dtype(f"u{array.dtype.itemsize}"))
 
 
 def _move_to_device_of(array: Any, values: Any) -> Any:
-    """Return the values on the device of `array`: on the host or on a GPU."""
+    """Return `values` on the device of `array`, which is the host or a GPU."""
     if isinstance(array, np.ndarray):
         return to_host(values)
     return from_host(namespace_of(array), values) if isinstance(values, np.ndarray) else values
