@@ -278,7 +278,7 @@ class _BenchBuffers:
         own, common = (np.empty(nbytes, np.uint8) if part is None else part for part in self.made)
         self.parts = own, common, np.empty(nbytes, np.uint8), np.empty(nbytes, np.uint8)
         for part in self.parts:
-            part[...] = 0  # the operating system allocates pages on first access
+            part[...] = 0  # touch all memory now, since the operating system allocates it on first access
 
     def get_arrays(self, elements: int, ranks: int) -> BenchArrays:
         """Return views of `elements` float32 elements. The array `piece` has 1 / `ranks` of them."""
@@ -366,7 +366,8 @@ def _wait_and_find_transport(name: str, comm: Communicator, nbytes: int, handle:
             return "shared memory, compiled"
         if isinstance(handle, NodeCollective):
             return "shared memory"
-        sums = name in ("reduce_scatter", "all_reduce") and nbytes > SMALL_SUM_BYTES  # small sums are sent as messages
+        # smaller sums are sent as messages even within a host
+        sums = name in ("reduce_scatter", "all_reduce") and nbytes > SMALL_SUM_BYTES
         if isinstance(handle, GeneratorHandle) and node.lanes is not None and (name == "all_gather" or sums):
             return f"shared memory, {library} between hosts"
     if name.endswith("ring"):
@@ -402,9 +403,6 @@ def _format_latency_and_bandwidth(level: dict[str, Any]) -> str:
     if "latency" not in level:
         return ""
     return f"; a message takes {1e6 * level['latency']:.1f} us, at most {1e-9 * level['bandwidth']:.2f} GB/s"
-
-
-# -- steps: strategies alternate step by step on the same ranks, so that the machine's load affects all of them equally
 
 
 WARMUP_STEPS = 3
@@ -469,7 +467,7 @@ def compare_strategies(
             count(n + WARMUP_STEPS, rounds + WARMUP_STEPS)
             row = [0.0] * len(trainers)
             for k in range(len(trainers)):
-                at = (k + n) % len(trainers)  # each strategy goes first equally often
+                at = (k + n) % len(trainers)  # alternate, so that the machine's load affects all strategies equally
                 comm.barrier(what="bench").wait()
                 begin = time.perf_counter()
                 trainers[at].step(x, y)

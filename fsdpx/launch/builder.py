@@ -183,7 +183,7 @@ class ModelBuilder:
         given instead of a table."""
         given = self.plan[section]
         if not isinstance(given, Mapping | PLAIN) or (section not in REQUIRED and isinstance(given, list | tuple)):
-            return given  # `distribute` and `DataLoader` check these objects
+            return given  # finished objects are checked by `distribute` and `DataLoader`
         if not isinstance(given, Mapping) or "make" not in given:
             raise ConfigError(f'{self.source}: [{section}] says nothing to make: make = "Name"')
         return self._resolve_value(given, section)
@@ -240,7 +240,7 @@ class ModelBuilder:
         """Raise ConfigError unless `function` accepts these arguments."""
         try:
             taken = signature(function)
-        except ValueError:  # some functions in C have no signature
+        except ValueError:  # some functions written in C have no signature, so they cannot be checked
             return
         known = OPTIONS if function is distribute else taken.parameters
         if function is distribute or all(p.kind is not p.VAR_KEYWORD for p in taken.parameters.values()):

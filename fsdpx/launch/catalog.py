@@ -191,7 +191,7 @@ def _import_and_call_factory(name: str) -> Any:
         found = pkgutil.resolve_name(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # the module exists, but one of its imports does not
+            raise  # the user's module exists, but imports a module that does not
         raise ConfigError(f"{name}: no module {module!r} in {Path.cwd()} or on the path of Python") from error
     except (AttributeError, ValueError) as error:
         raise ConfigError(f"{name}: module {module!r} has no {attribute!r}") from error
@@ -202,7 +202,7 @@ def _import_and_call_factory(name: str) -> Any:
     except TypeError as error:
         raise ConfigError(f"{name}: {error}; name a function that needs no arguments") from None
     except ValueError:
-        pass  # functions not written in Python may have no signature
+        pass  # functions written in C may have no signature, so just call them
     return found()
 
 

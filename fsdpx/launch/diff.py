@@ -154,9 +154,6 @@ def _unravel_index(element: int, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple([element, *index[::-1]] if shape else index)
 
 
-# -- the command -------------------------------------------------------------------------------------------------------
-
-
 def add_options(p: argparse.ArgumentParser) -> None:
     what = (
         "a run, in quotes as after `fsdpx run`: '-n 2 script.py' or '-n 2 run.toml --set ...'; or the folder of a run "

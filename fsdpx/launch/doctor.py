@@ -185,7 +185,8 @@ def _describe_mpi(threads: str | None) -> str:
         return f"not in use; Python would load {info.describe_mpi()}"
     path, wanted = visible_devices.find_mpi_library_path(), environment.get_requested_mpi_library()
     how = f"MPI4PY_LIBMPI={wanted}" if wanted else "where the system looks for libraries"
-    wheels = {sys.prefix, sys.base_prefix} - {"/usr"}  # a library in /usr is the system's
+    # a library below /usr was installed by the system, not from a wheel
+    wheels = {sys.prefix, sys.base_prefix} - {"/usr"}
     if not wanted and path is not None and path.startswith(tuple(wheels)):
         how = "a wheel in this environment"
     library = parse_mpi_library_name(sys.modules["mpi4py.MPI"].Get_library_version())

@@ -48,7 +48,7 @@ def request_join(folder: Path, ranks: int, seconds: float) -> str:
             time.sleep(0.1)
     finally:
         for file in (asks, answer):
-            with suppress(OSError):  # the file was removed, or belongs to another user
+            with suppress(OSError):  # the file may be gone already, or belong to another user
                 file.unlink()
     text = reply.decode(errors="replace")
     if text.startswith(_REFUSAL_PREFIX):
@@ -66,7 +66,7 @@ class JoinRequests:
         self.ranks = 0
         self._folder, self._fits, self._due = folder, fits, 0.0
         for left in folder.glob(f"{_REQUEST_PREFIX}*"):
-            with suppress(OSError):  # the file was removed, or belongs to another user
+            with suppress(OSError):  # the file may be gone already, or belong to another user
                 left.unlink()
 
     def answer_and_request_save(self, notes: Path) -> None:
@@ -103,7 +103,7 @@ class JoinRequests:
         """Accept or refuse the request in the file `asks`. A request by another user is ignored, with a single
         warning."""
         text = safe_files.read_if_trusted(asks)
-        if text is None:  # the request was withdrawn, or belongs to another user
+        if text is None:  # the requesting process has given up, or belongs to another user
             return
         more = int(text) if len(text) < 10 and text.isdigit() else 0
         if not more:
@@ -119,7 +119,7 @@ class JoinRequests:
 
     def _replace_request_by_answer(self, asks: Path, text: str) -> None:
         """Remove the request file `asks`, and write the file with its answer."""
-        with suppress(OSError):  # the folder or the request has been removed
+        with suppress(OSError):  # the requesting process may have removed the file
             asks.unlink()
             safe_files.write_file(asks.with_name(asks.name.replace(_REQUEST_PREFIX, _ANSWER_PREFIX, 1)), text)
 

@@ -55,7 +55,7 @@ class DeathRecorder:
         self.in_vain = threading.Event()
         self._folder, self._ranks, self._host = folder, ranks, platform.node()
         self._stop = threading.Event()
-        self._living: dict[int, int] = {}  # ranks by descriptor of their process or lifeline
+        self._living: dict[int, int] = {}  # maps descriptors of processes and named pipes to ranks
         self._thread = threading.Thread(target=self._watch_ranks, name="fsdpx run", daemon=True)
         if hasattr(os, "pidfd_open") and hasattr(select, "epoll"):
             self._thread.start()
@@ -69,7 +69,7 @@ class DeathRecorder:
     def _watch_ranks(self) -> None:
         """Body of the thread: record the ends of all ranks of this host until `close` is called."""
         known: set[int] = set()
-        since = math.inf  # when a rank was first seen waiting in vain
+        since = math.inf  # time at which a rank was first seen waiting for a rank that has ended
         with select.epoll() as deaths:
             while not self._stop.is_set():
                 notes = read_rank_statuses(self._folder) if len(known) < self._ranks and not self.order else {}

@@ -195,7 +195,7 @@ def describe_numpy_blas() -> str:
 
     try:
         config: Any = np.show_config(mode="dicts")
-    except TypeError:  # before NumPy 1.26
+    except TypeError:  # NumPy before 1.26 has no argument `mode`
         of_old: Any = np.__config__
         built = filter(None, map(of_old.get_info, ("blas_ilp64_opt", "blas_opt")))
         return str(next(built, {"libraries": ["?"]})["libraries"][0])

@@ -1,4 +1,5 @@
-"""The MPI launchers that `fsdpx run` knows, and the command line that starts ranks with each of them."""
+"""The job launchers that `fsdpx run` supports (mpiexec, srun, flux), and the command lines that start ranks with them.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ _ANSWER_TIMEOUT_SECONDS = 15.0
 
 @dataclass(frozen=True)
 class Launcher:
-    """Command-line syntax of one launcher.
+    """Command-line syntax of one MPI launcher.
 
     Options are templates, in which {ranks}, {nodes} and {per_node} are numbers, {hosts} is "n1,n2", {slots} is
     "n1:2,n2:2" and {pairs} is "n1 2 n2 2".
@@ -67,7 +68,7 @@ class Launcher:
 
     @property
     def requires_even_spread(self) -> bool:
-        """True if all hosts but the last one must have the same number of ranks. The last host may have fewer."""
+        """Whether each host must get the same number of ranks. The last host may have fewer."""
         return "{slots}" not in self.on and "{pairs}" not in self.on
 
 
@@ -113,11 +114,15 @@ _ELASTIC_REMEDY = (
 
 @dataclass(frozen=True)
 class FoundLauncher:
-    """The launcher of a job.
+    """The launcher that starts a job.
 
-    words: command line of the launcher. kind: entry of the launcher in `LAUNCHERS`, or None if it is unknown. chosen:
-    whether fsdpx has chosen the launcher and therefore adds options. A launcher that the user names gets only the
-    user's options and the options for hosts."""
+    Attributes
+    ----------
+    words : command line of the launcher
+    kind : syntax of the launcher; None if it is unknown
+    chosen : whether fsdpx has chosen the launcher and therefore adds options. A launcher that the user names gets only
+        the user's options and the options for hosts
+    """
 
     words: tuple[str, ...]
     kind: Launcher | None
@@ -125,11 +130,12 @@ class FoundLauncher:
 
 
 def find_launcher(config: LaunchConfig) -> FoundLauncher:
-    """Return the launcher of a job; raise LaunchError if there is none, or if it belongs to another MPI than mpi4py.
+    """Find the launcher of a job. Raise LaunchError if there is none, or if it belongs to another MPI library than
+    mpi4py uses.
 
-    Without MPI, this is fsdpx's own launcher. Otherwise, the first of these applies: the launcher that `config` names;
-    the mpiexec next to this Python, which belongs to the MPI that mpi4py loads from a wheel, and which finds the hosts
-    of an allocation itself; srun or flux inside an allocation; the first mpiexec on PATH."""
+    For backend "gloo", this is fsdpx's own launcher. For MPI, the first of these is taken: the launcher that `config`
+    names; the mpiexec next to this Python, which belongs to the MPI that mpi4py loads from a wheel, and which finds
+    the hosts of an allocation itself; srun or flux inside an allocation; the first mpiexec on PATH."""
     if config.backend == "gloo":
         return FoundLauncher(tuple(make_local_launcher_command()), None)
     if config.mpiexec is not None:
@@ -155,8 +161,8 @@ def find_launcher(config: LaunchConfig) -> FoundLauncher:
 def make_command(
     found: FoundLauncher, config: LaunchConfig, ranks: int, program: Sequence[str], names: Iterable[str]
 ) -> list[str]:
-    """Return the command line that starts `program` on `ranks` ranks. names: environment variables that the ranks
-    need."""
+    """Return the command line that starts `program` on `ranks` ranks. `names` are the environment variables to pass to
+    them."""
     kind = found.kind
     where = _make_host_options(found, config, ranks)
     always, passes = (
@@ -168,8 +174,8 @@ def make_command(
 
 
 def list_answering_hosts(found: FoundLauncher, hosts: Sequence[HostSlots]) -> list[HostSlots]:
-    """Return the hosts on which the launcher starts a process within a timeout. If the launcher cannot be told which
-    host to use, return all hosts."""
+    """Return the hosts that are alive: those on which the launcher can start a process within a timeout. Return all
+    hosts if the launcher has no option that names a host."""
     kind = found.kind
     if kind is None or not kind.on:
         return list(hosts)
@@ -185,8 +191,8 @@ def list_answering_hosts(found: FoundLauncher, hosts: Sequence[HostSlots]) -> li
 
 
 def explain_launcher_failure() -> str:
-    """Start two processes with the launcher of `fsdpx run`. Return "" if that succeeds, else the launcher's error
-    message and a remedy."""
+    """Test the launcher of `fsdpx run` by starting two processes. Return "" if that succeeds, else the launcher's
+    error message and a remedy."""
     config = LaunchConfig(2)
     try:
         found = find_launcher(config)
@@ -215,7 +221,8 @@ _REMEDIES = {
 
 
 def _wait_or_kill(process: subprocess.Popen[bytes], end: float) -> bool:
-    """Wait for a process until the time `end`, then kill it; return whether it ended with status 0."""
+    """Wait for a process until the monotonic time `end`, then kill it. Return whether it ended by itself with status
+    0."""
     try:
         return process.wait(max(end - time.monotonic(), 0)) == 0
     except subprocess.TimeoutExpired:
@@ -225,8 +232,8 @@ def _wait_or_kill(process: subprocess.Popen[bytes], end: float) -> bool:
 
 
 def _make_host_options(found: FoundLauncher, config: LaunchConfig, ranks: int) -> list[str]:
-    """Return the options that distribute the ranks over hosts; raise LaunchError if the launcher cannot express
-    that."""
+    """Return the launcher's options that distribute the ranks over hosts. Raise LaunchError if the launcher cannot
+    distribute them in the requested way."""
     kind, spread = found.kind, config.count_hosts_and_ranks_per_host(ranks)
     if config.hostfile is None and spread is None:
         return _fill_template(kind.here) if kind is not None and found.chosen else []
@@ -262,15 +269,17 @@ def _fill_template(template: str, **values: object) -> list[str]:
 
 
 def _make_variable_options(template: str, names: Sequence[str]) -> list[str]:
-    """Return the options that pass these environment variables to other hosts."""
+    """Return the launcher's options that pass the environment variables `names` to other hosts."""
     if "{names}" in template:
         return _fill_template(template, names=",".join(names))
     return [word for name in names for word in _fill_template(template, name=name)]
 
 
 def _require_launcher(words: Sequence[str], config: LaunchConfig, chosen: bool, wheel: bool = False) -> FoundLauncher:
-    """Return the launcher; raise LaunchError if it cannot survive deaths as requested, or belongs to another MPI than
-    mpi4py. wheel: whether it comes from the same wheel as mpi4py's library."""
+    """Identify the launcher that the command line `words` starts, and return it. Raise LaunchError if it belongs to
+    another MPI library than mpi4py uses, or if the job is elastic and the launcher ends all ranks when one dies.
+
+    `wheel` says that the launcher comes from the same wheel as mpi4py's library."""
     version = _read_launcher_version(words)
     kind = _find_launcher_row(words[0], version)
     more = _list_ulfm_options(words, version) if config.elastic else []
@@ -286,7 +295,8 @@ def _require_launcher(words: Sequence[str], config: LaunchConfig, chosen: bool, 
 
 
 def _find_srun() -> FoundLauncher | None:
-    """Return srun with the process management interface of mpi4py's library, or None if this Slurm lacks it."""
+    """Return srun with the PMI plugin (--mpi) that mpi4py's library needs. Return None if there is no srun, or if it
+    lacks the plugin."""
     srun = shutil.which("srun")
     if srun is None:
         return None
@@ -294,7 +304,7 @@ def _find_srun() -> FoundLauncher | None:
     kind = next(row for row in LAUNCHERS if "slurm" in row.known_by)
     wanted = {"MPICH": "pmi2", "Intel(R) MPI": "pmi2", "MVAPICH": "pmi2", "Open MPI": "pmix"}
     plugin = next((plugin for name, plugin in wanted.items() if loaded.startswith(name)), None)
-    if plugin is None:  # a site's own MPI library, such as Cray's, works with the site's default
+    if plugin is None:  # an unknown MPI library, such as Cray's, should work with the cluster's default plugin
         return FoundLauncher((srun,), kind)
     if not re.search(rf"\b{plugin}\b", _run_and_read_output([srun, "--mpi=list"])):
         return None
@@ -308,13 +318,13 @@ def _find_flux() -> FoundLauncher | None:
 
 
 def _find_launcher_row(path: str, version: str) -> Launcher | None:
-    """Return the entry of a launcher, identified by its path and version text, or None."""
+    """Return the entry of `LAUNCHERS` that matches the path and the version text of a launcher, or None."""
     says, where = version.lower(), os.path.realpath(shutil.which(path) or path)
     return next((row for row in LAUNCHERS if any(w in (where if "/" in w else says) for w in row.known_by)), None)
 
 
 def _read_launcher_version(launcher: Sequence[str]) -> str:
-    """Return the output of `launcher --version`; raise LaunchError if it cannot be started."""
+    """Return the output of `launcher --version`. Raise LaunchError if the launcher cannot be started."""
     try:
         return _run_and_read_output([*launcher, "--version"])
     except OSError as error:
@@ -328,8 +338,8 @@ def _run_and_read_output(words: Sequence[str]) -> str:
 
 
 def _list_ulfm_options(launcher: Sequence[str], version: str) -> list[str]:
-    """Return the options with which Open MPI lets a job survive the death of a rank (--with-ft ulfm). Raise LaunchError
-    for other launchers."""
+    """Return the Open MPI options with which a job survives the death of a rank (--with-ft ulfm). Raise LaunchError
+    for launchers other than Open MPI 5 or later."""
     found = re.search(r"\(Open MPI\) (\d+)\.", version)
     if found is None or int(found[1]) < 5:
         first = next(filter(None, map(str.strip, version.splitlines())), "nothing")

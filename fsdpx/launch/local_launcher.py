@@ -1,8 +1,8 @@
-"""Starts the ranks of one host without MPI: python -m fsdpx.launch.local_launcher -n 4 python -m fsdpx.launch.rank
-script.py
+"""Starts the ranks of one host without MPI, like torchrun: python -m fsdpx.launch.local_launcher -n 4 python -m
+fsdpx.launch.rank script.py
 
-The ranks meet at a new file, or at the address in FSDPX_STORE if `fsdpx run` is started on each of several hosts. In
-that case --first is the number of the first rank on this host, and --of is the number of all ranks."""
+The ranks find each other by a new file, or by the address in FSDPX_STORE if `fsdpx run` is started on each of several
+hosts. In that case --first is the number of the first rank on this host, and --of is the number of all ranks."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _POLL_SECONDS = 0.02
 
 
 def make_local_launcher_command() -> list[str]:
-    """Return the command that starts ranks on this host. Like mpiexec, it takes -n and a command. Raise LaunchError if
-    PyTorch is missing."""
+    """Return the command line of this launcher, to which -n and the ranks' command are appended, as for mpiexec. Raise
+    LaunchError if PyTorch is missing."""
     if importlib.util.find_spec("torch") is None:
         raise LaunchError(f"--backend gloo needs PyTorch, which is not installed: {install_hint('gloo')}")
     return [sys.executable, "-m", "fsdpx.launch.local_launcher"]
 
 
 def main(words: Sequence[str]) -> int:
-    """Start the ranks and wait for them. When one rank fails, end the others. Return the exit status of the first rank
-    that failed, or 0."""
+    """Start the ranks and wait for them. When one rank fails, end all other ranks. Return the exit status of the first
+    rank that failed, or 0."""
     p = argparse.ArgumentParser(allow_abbrev=False)
     p.add_argument("--first", type=int, default=0)
     p.add_argument("--of", type=int)
@@ -67,15 +67,15 @@ def main(words: Sequence[str]) -> int:
 
 
 def _make_rank_variables(rank: int, ranks_here: int, first: int, size: int) -> dict[str, str]:
-    """Return the environment variables of a rank, which contain its rank and local rank, and the number of ranks of the
-    job and of the host."""
+    """Return the environment variables of one rank, with the names of torchrun: RANK, WORLD_SIZE, LOCAL_RANK and
+    LOCAL_WORLD_SIZE."""
     numbers = {"RANK": first + rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks_here}
     return {name: str(number) for name, number in numbers.items()}
 
 
 def _wait_for_ranks_or_end_them(started: list[subprocess.Popen[bytes]]) -> int:
-    """Wait for all ranks. When one rank fails, end the others. Return the exit status of the first rank that failed, or
-    0."""
+    """Wait for all ranks. When one fails, send SIGTERM and later SIGKILL to all other ranks. Return the exit status of
+    the first rank that failed, or 0."""
     status, due, ends = 0, 0.0, [subprocess.Popen.terminate, subprocess.Popen.kill]
     while living := [rank for rank in started if rank.poll() is None]:
         status = status or _find_failed_status(started)
@@ -91,8 +91,8 @@ def _wait_for_ranks_or_end_them(started: list[subprocess.Popen[bytes]]) -> int:
 
 
 def _find_failed_status(started: list[subprocess.Popen[bytes]]) -> int:
-    """Return the exit status of a failed rank, which is 128 + signal for a killed rank, as in a shell; 0 if no rank has
-    failed."""
+    """Return the exit status of a failed rank, or 0 if none has failed. The status of a killed rank is 128 + signal,
+    as in a shell."""
     statuses = [rank.returncode for rank in started if rank.returncode]
     return next((status if status > 0 else 128 - status for status in statuses), 0)
 

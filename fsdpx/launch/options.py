@@ -1,5 +1,5 @@
-"""Settings of a job for `fsdpx run` and `fsdpx.launch`, which are checked before anything starts, and the hosts of a
-job, which are the hosts of a hostfile, the hosts of an allocation, or this machine."""
+"""Options of `fsdpx run` and `fsdpx.launch`, which are checked before anything starts, and the distribution of ranks
+over the hosts of a hostfile or an allocation."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class LaunchConfig:
     max_restarts : maximum number of restarts
     min_ranks : minimum number of ranks with which a job is restarted (None: `ranks`, or 1 for an elastic job)
     backoff : seconds before the first restart, doubled for each further one up to 60
-    folder : where the records of failed starts are kept (None: a temporary folder)
+    folder : where the records of failed attempts are kept (None: a temporary folder)
     logs : folder for the output of each rank, rank-0003.log, and a record of how it ended, rank-0003.json; the
         launcher then prints the lines of all ranks, each preceded by the rank number
     """
@@ -79,7 +79,7 @@ class LaunchConfig:
     logs: Path | None = None
 
     def __post_init__(self) -> None:
-        for name in ("hostfile", "folder", "logs"):  # these may be given as str or Path
+        for name in ("hostfile", "folder", "logs"):  # callers may give these paths as str
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else safe_files.expanduser(value))
         wrong = next(self._iterate_option_errors(), None)
@@ -88,7 +88,7 @@ class LaunchConfig:
 
     @property
     def least_ranks(self) -> int:
-        """Minimum number of ranks with which the job is restarted, which is `min_ranks` or its default."""
+        """Minimum number of ranks with which the job is restarted: `min_ranks`, or its default."""
         if self.min_ranks is not None:
             return self.min_ranks
         return 1 if self.elastic else self.ranks
@@ -113,12 +113,12 @@ class LaunchConfig:
         return min(self.nodes, ranks), math.ceil(ranks / self.nodes)
 
     def make_environment(self) -> dict[str, str]:
-        """Return the environment variables that carry `timeout` and `threads` to the ranks."""
+        """Return the environment variables by which the ranks get the options `timeout` and `threads`."""
         found = {} if self.timeout is None else {"FSDPX_START_TIMEOUT": f"{self.timeout:g}"}
         return found | ({} if self.threads is None else dict.fromkeys(_THREAD_VARIABLES, str(self.threads)))
 
     def _iterate_option_errors(self) -> Iterator[str]:
-        """Yield an error message for each invalid value or combination of values."""
+        """Yield an error message for each invalid option, or combination of options."""
         for name in ("ranks", "nodes", "per_node", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -169,8 +169,8 @@ class LaunchArgs(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class NodeRank:
-    """This host among several hosts, on each of which a user starts the same `fsdpx run --backend gloo` with its own
-    --node-rank.
+    """Number of this host in a job whose ranks are started host by host: a user starts the same `fsdpx run --backend
+    gloo` on each host, with its own --node-rank.
 
     Parameters
     ----------
@@ -178,7 +178,7 @@ class NodeRank:
     number : number of this host, from 0
     address : name or address of host 0, reachable from all other hosts
     port : a free port on host 0; each restart of the job uses the next port, so that it cannot connect to ranks of
-        the previous start
+        the previous attempt
     """
 
     nodes: int
@@ -203,8 +203,8 @@ class NodeRank:
     def from_options(
         cls, backend: str, nodes: int | None, number: int | None, address: str | None, port: int | None
     ) -> NodeRank | None:
-        """Return the host that the options of `fsdpx run` describe, or None if all ranks are started from a single
-        host.
+        """Parse the options --nodes, --node-rank, --master-addr and --master-port of `fsdpx run`. Return None if one
+        launcher starts all ranks.
 
         Raise LaunchError for options that are missing or do not fit the backend."""
         given = {"--nodes": nodes, "--node-rank": number, "--master-addr": address}
@@ -228,8 +228,8 @@ class NodeRank:
         return cls(nodes, number, address) if port is None else cls(nodes, number, address, port)
 
     def count_ranks_on_this_host(self, ranks: int, per_node: int | None) -> int:
-        """Return how many of the job's `ranks` this host starts. Raise LaunchError unless all hosts get the same
-        number."""
+        """Return how many of the job's `ranks` ranks this host starts. Raise LaunchError if they cannot be divided
+        evenly among the hosts."""
         here, left = divmod(ranks, self.nodes)
         if left or (per_node is not None and per_node != here):
             each = "" if per_node is None else f" with --nproc-per-node {per_node}"
@@ -239,13 +239,14 @@ class NodeRank:
         return here
 
     def make_local_launcher_options(self, ranks: int) -> list[str]:
-        """Return the options of the local launcher for the `ranks` ranks of this host. They contain the number of the
-        first rank and the size of the job."""
+        """Return the options that tell the local launcher the number of this host's first rank and the size of the
+        job. `ranks` is the number of ranks per host."""
         return ["--first", str(self.number * ranks), "--of", str(self.nodes * ranks)]
 
     def make_environment(self, start: int, ranks: int) -> dict[str, str]:
-        """Return the environment variables with which the ranks find each other. start: number of the start, counted
-        from 0. ranks: number of ranks on this host."""
+        """Return the environment variables by which the ranks of all hosts find each other.
+
+        `start` is the number of restarts so far, and `ranks` the number of ranks per host."""
         port = self.port + start
         if port >= 1 << 16:
             raise LaunchError(f"--master-port {self.port}: restart {start} would meet at port {port}; take a lower one")
@@ -261,8 +262,14 @@ _FORMS = "write one host in a line, as n1, n1:4, n1 slots=4 or n1 4"
 
 @dataclass(frozen=True)
 class HostSlots:
-    """A host of a hostfile. slots: how many ranks the host takes, or None if the file does not say. line: number of the
-    first line that names the host."""
+    """One host of a hostfile.
+
+    Attributes
+    ----------
+    name : name of the host
+    slots : how many ranks the host takes; None if the file does not say
+    line : number of the first line that names the host
+    """
 
     name: str
     slots: int | None
@@ -270,7 +277,8 @@ class HostSlots:
 
 
 def read_hostfile(path: Path) -> list[HostSlots]:
-    """Return the hosts of a hostfile in the order of the file. Raise LaunchError if a line does not describe a host.
+    """Read a hostfile, and return its hosts in the order of the file. Raise LaunchError if a line does not describe a
+    host.
 
     If a host is on several lines, its slots are added up; a line without a number counts as one slot, as in the node
     files of PBS."""
@@ -297,8 +305,8 @@ def read_hostfile(path: Path) -> list[HostSlots]:
 
 
 def assign_ranks_to_hosts(hosts: Sequence[HostSlots], config: LaunchConfig, ranks: int) -> list[tuple[str, int]]:
-    """Return (host name, number of ranks) for each host that gets ranks. Hosts are filled in order. Raise LaunchError
-    if there are more ranks than slots."""
+    """Distribute ranks over hosts, filling the slots of each host in order. Return (host name, number of ranks) for
+    each host that gets ranks. Raise LaunchError if there are more ranks than slots."""
     if config.nodes is not None and len(hosts) < config.nodes:
         raise LaunchError(f"nodes={config.nodes}: {config.hostfile} names {format_count(len(hosts), 'host')}")
     chosen = hosts[: config.nodes]
@@ -322,8 +330,9 @@ def assign_ranks_to_hosts(hosts: Sequence[HostSlots], config: LaunchConfig, rank
 def find_default_rank_count(
     nodes: int | None, per_node: int | None, hostfile: Path | None, threads: int | None
 ) -> tuple[int, str]:
-    """Return the default number of ranks of a job without -n, and a text that names its source: the hosts, the
-    allocation, or the cores of this machine."""
+    """Return the default number of ranks of a job without -n, and a text that names its source, such as "the 8 cores
+    that this process may use". It comes from other options, a hostfile, the allocation, or the cores of this machine.
+    """
     if hostfile is None and nodes is not None and per_node is not None:
         return nodes * per_node, "--nodes and --nproc-per-node"
     made = environment.find_hostfile_and_variable() if hostfile is None else (hostfile, "--hostfile")
@@ -344,8 +353,8 @@ def find_default_rank_count(
 
 
 def count_ranks_with_slots(hosts: Sequence[HostSlots], config: LaunchConfig, ranks: int) -> int:
-    """Return how many of `ranks` fit into the slots of the hosts. A host without a number of slots takes any number of
-    ranks."""
+    """Return how many of `ranks` ranks fit into the slots of the hosts. A host whose number of slots is unknown takes
+    any number of ranks."""
     most = config.per_node or ranks
     return min(sum(min(host.slots or most, most) for host in hosts[: config.nodes]), ranks)
 

@@ -1,5 +1,5 @@
-"""`fsdpx plan` and `fsdpx measure-machine`: find the best configuration of a job, and measure the speed of a
-machine."""
+"""`fsdpx plan` finds the fastest configuration of a job, and `fsdpx measure-machine` measures the speed of a machine.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["add_measure_options", "add_options", "measure_and_write_machine", "p
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
-    """Add the options of `plan`."""
+    """Add the options of `fsdpx plan` to its argument parser."""
     p.add_argument("example", nargs="?", default="gpt-small", help="as for `show`: gpt-small, mymodule:make_model, ...")
     size = p.add_mutually_exclusive_group(required=True)
     size.add_argument("--ranks", type=int, default=None, help="number of ranks")
@@ -59,7 +59,7 @@ FIXED_PLACEMENTS = ("strategy", "microbatches", "schedule", "precision")
 
 
 def plan_job(args: argparse.Namespace) -> str:
-    """Search for the best configuration, draw the requested pictures, and return the plan as text."""
+    """Search for the fastest configuration of a model, draw the requested pictures, and return the plan as text."""
     for option, path in (("--png", args.png), ("--ranks-png", args.ranks_png)):
         if path is not None:
             require_drawable(option, path)
@@ -101,7 +101,8 @@ def plan_job(args: argparse.Namespace) -> str:
 
 
 def _choose_field_and_domain(args: argparse.Namespace, example: CatalogModel) -> tuple[CatalogModel, Any]:
-    """Return the model with samples on the requested field, and the `domain` to search: one grid or all grids."""
+    """Return the model with samples of the size in --field, and the `domain` to search: the grid of ranks in --domain,
+    or all grids."""
     cells, dims = parse_dims("--field", args.field) or example.cells, parse_dims("--domain", args.domain)
     if not example.cells and (cells or dims):
         raise make_no_field_error(args.example)
@@ -109,15 +110,15 @@ def _choose_field_and_domain(args: argparse.Namespace, example: CatalogModel) ->
 
 
 def add_measure_options(p: argparse.ArgumentParser) -> None:
-    """Add the options of `measure-machine`."""
+    """Add the options of `fsdpx measure-machine` to its argument parser."""
     p.add_argument("--output", type=expanduser, default=MACHINE_FILE, help="the file to write")
     p.add_argument("--name", default="mine", help="name of the machine")
     p.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="whether cores or GPUs compute")
 
 
 def measure_and_write_machine(args: argparse.Namespace) -> str:
-    """Measure the machine, write the machine file on rank 0, and return the text of its first sections. Collective if
-    started under mpiexec."""
+    """Measure the machine, write the machine file on rank 0, and return the beginning of the file as text. Collective
+    if started under mpiexec."""
     comm = init() if environment.read_environment().launcher is not None else make_single_rank_communicator()
     with reporting_if_slow(comm.rank == 0, "measuring: timing", None) as count:
         found = measure_this_machine(args.name, comm, args.device, count)

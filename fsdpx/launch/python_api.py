@@ -42,9 +42,9 @@ def launch(
 def launch(  # type: ignore[misc]  # mypy does not know that *args take any *Ts
     what: str | Path | Callable[..., Any], *args: Any, config: LaunchConfig | None = None, **options: Any
 ) -> list[Any] | None:
-    """Start a script as `fsdpx run` does, or run `what(comm, *args)` on MPI ranks.
+    """Start a script as `fsdpx run` does, or run the function call `what(comm, *args)` on each rank of a new job.
 
-    It is like `fsdpx.spawn`, but ranks are processes.
+    It is like `fsdpx.spawn`, but ranks are processes instead of threads.
 
     Parameters
     ----------
@@ -71,7 +71,8 @@ def launch(  # type: ignore[misc]  # mypy does not know that *args take any *Ts
         options["ranks"], _ = find_default_rank_count(*where)
     config = replace(config, **options) if config is not None else LaunchConfig(**options)
     folder = Path(tempfile.mkdtemp(prefix="fsdpx-launch-", dir=config.folder))
-    if config.logs is None and sys.stdout is not sys.__stdout__:  # the output of ranks belongs in the notebook's cell
+    # in a notebook, log files bring the output of the ranks into the cell
+    if config.logs is None and sys.stdout is not sys.__stdout__:
         config = replace(config, logs=folder)
     try:
         if not callable(what):
@@ -85,21 +86,23 @@ def launch(  # type: ignore[misc]  # mypy does not know that *args take any *Ts
 
 
 def _run_job_or_raise(config: LaunchConfig, program: Sequence[str]) -> None:
-    """Run the job until it ends; raise LaunchError unless it succeeded."""
+    """Run a job, with restarts, until it ends. Raise LaunchError unless it succeeded."""
     ending = run_job(config, program, _make_python_path_variable())
     if ending.kind != "done":
         raise LaunchError(ending.text)
 
 
 def _make_python_path_variable() -> dict[str, str]:
-    """Return {"PYTHONPATH": ...} for the ranks if this process finds fsdpx only through its own sys.path, else {}."""
+    """Return {"PYTHONPATH": ...} for the ranks if fsdpx is not installed but only on the sys.path of this process,
+    else {}."""
     home = str(Path(__file__).parents[2])
     installed = home in (*site.getsitepackages(), site.getusersitepackages())
     return {} if installed or home not in sys.path else {"PYTHONPATH": environment.make_prepended_python_path(home)}
 
 
 def _pickle_call(what: Callable[..., Any], args: Sequence[Any]) -> bytes:
-    """Return the call, pickled with the module search path of this process."""
+    """Pickle a function and its arguments, together with the sys.path of this process, so that the ranks find the same
+    modules."""
     name = getattr(what, "__qualname__", repr(what))
     if _find_pickler() is pickle and getattr(what, "__module__", "") == "__main__":
         raise LaunchError(
@@ -109,8 +112,8 @@ def _pickle_call(what: Callable[..., Any], args: Sequence[Any]) -> bytes:
 
 
 def _find_pickler() -> Any:
-    """Return cloudpickle, which can pickle functions and classes defined in a notebook, if it is installed, else
-    pickle."""
+    """Return the module cloudpickle, which can pickle functions defined in a notebook, or pickle if it is not
+    installed."""
     try:
         import cloudpickle
     except ImportError:
@@ -119,7 +122,7 @@ def _find_pickler() -> Any:
 
 
 def _pickle_value(value: Any, what: str) -> bytes:
-    """Return the pickled value; raise LaunchError if it cannot be pickled."""
+    """Pickle a value. Raise LaunchError, which names the value by `what`, if it cannot be pickled."""
     try:
         return bytes(_find_pickler().dumps(value))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -131,8 +134,8 @@ def _hash_bytes(data: bytes) -> str:
 
 
 def _read_results_by_rank(folder: Path) -> list[Any]:
-    """Return the results in rank order. The number of ranks is read from rank 0's result, since the job may have been
-    restarted with fewer ranks."""
+    """Read what the function returned on each rank, in rank order. The number of ranks comes from rank 0's result,
+    since the job may have been restarted with fewer ranks."""
     size = 1
     found: list[Any] = []
     while len(found) < size:
@@ -150,10 +153,9 @@ def _read_trusted_file(path: Path) -> bytes:
 
 
 def main(folder: Path, digest: str) -> None:
-    """Run the call of `launch` on one rank and write its result.
+    """Run the pickled function call on one rank, and write its result to `folder`.
 
-    digest: hash of the pickled call. The hash is checked because another user may have replaced the folder of an
-    earlier call."""
+    `digest` is the hash of the pickled call. It is checked, because another user may have replaced the folder."""
     try:
         packed = _read_trusted_file(folder / _CALL)
     except FileNotFoundError:

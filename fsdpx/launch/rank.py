@@ -1,4 +1,5 @@
-"""One rank under `fsdpx run`. It runs the script, and writes a status file when it starts and when it ends."""
+"""Entry point of each rank under `fsdpx run`: runs the user's script, and writes a status file when it starts and when
+it ends."""
 
 import ctypes
 import importlib.util
@@ -29,8 +30,8 @@ _SET_PARENT_DEATH_SIGNAL = 1
 
 
 def main() -> None:
-    """Run a script as one rank: `python -m fsdpx.launch.rank script.py ...`, with the arguments that `python -m mpi4py`
-    takes."""
+    """Run a script as one rank: `python -m fsdpx.launch.rank script.py ...`. The arguments are those of `python -m
+    mpi4py`."""
     settings = environment.read_environment()
     request_kill_on_parent_death()
     sys.argv[1:] = [word[1:] if _has_only_colons(word) else word for word in sys.argv[1:]]
@@ -64,10 +65,10 @@ def main() -> None:
 
 
 def escape_colon_words(program: Sequence[str]) -> list[str]:
-    """Return the words of a program, escaped for a launcher.
+    """Escape the words of a program's command line for mpiexec, which takes a word ":" as the start of another
+    program.
 
-    A launcher interprets a word ":" anywhere as the start of another program. Therefore a word that consists only of
-    colons gets another colon, which `main` removes."""
+    A word that consists only of colons gets another colon, which `main` removes."""
     return [f":{word}" if _has_only_colons(word) else word for word in program]
 
 
@@ -76,7 +77,7 @@ def _has_only_colons(word: str) -> bool:
 
 
 def _run_program() -> None:
-    """Run the script or module of the command line as Python itself would."""
+    """Run the script or module (-m) in sys.argv as Python itself would."""
     module = sys.argv[1] == "-m"
     del sys.argv[: 2 if module else 1]
     if module:
@@ -87,7 +88,7 @@ def _run_program() -> None:
 
 
 class RankStatusWriter:
-    """Writer of this rank's status file, which several threads may use.
+    """Writes this rank's status file; thread-safe.
 
     Once this rank has recorded that it ends all other ranks, the status no longer changes. It must not change, because
     other ranks may be seen to end before this rank does, and because its script may still run to completion in another
@@ -96,11 +97,11 @@ class RankStatusWriter:
     def __init__(self, begun: RankStatus, folder: Path) -> None:
         self._note, self._folder = begun, folder
         self._final = False
-        self._lock = threading.RLock()  # reentrant: a signal handler may interrupt a change
+        self._lock = threading.RLock()  # reentrant, because a signal handler may call `update` while it runs
 
     def update(self, final: bool = False, **changes: Any) -> None:
-        """Write the status with these changes, unless a final status has been written. Does nothing in a forked child,
-        which is not a rank."""
+        """Write the status with the fields in `changes`, unless a final status has been written. Does nothing in a
+        forked child process, which is not a rank."""
         if os.getpid() == self._note.process:
             with self._lock:
                 if not self._final:
@@ -109,13 +110,12 @@ class RankStatusWriter:
                     self._note.write_to_folder(self._folder)
 
     def record_final_status(self, status: int, error: str) -> None:
-        """Write the exit status of this rank, which ends all other ranks. The status is final."""
+        """Write the exit status with which this rank ends the whole job. Later updates are ignored."""
         self.update(final=True, status=status, error=error)
 
 
 def _make_outcome_fields(error: BaseException | None) -> dict[str, Any]:
-    """Return the status fields for a script that ended with this exception, or without an exception if `error` is
-    None."""
+    """Return the fields of the status file for a script that ended with the exception `error`, or normally (None)."""
     if error is None:
         return {"status": 0}
     if not isinstance(error, SystemExit):
@@ -125,7 +125,7 @@ def _make_outcome_fields(error: BaseException | None) -> dict[str, Any]:
 
 def _patch_os_exit_to_record(note: RankStatusWriter) -> None:
     """Patch `os._exit` to record the exit status, because a launcher may not report the status of a rank that exits
-    before MPI has started."""
+    before MPI_Init."""
     leave = os._exit
 
     def exit_and_record(status: int) -> NoReturn:
@@ -137,8 +137,8 @@ def _patch_os_exit_to_record(note: RankStatusWriter) -> None:
 
 
 def _patch_signal_to_record_handlers(note: RankStatusWriter) -> None:
-    """Patch `signal.signal` to record whether the script handles SIGUSR1. Only Python knows this, because the operating
-    system also reports handlers that MPI libraries have installed."""
+    """Patch `signal.signal` to record whether the script handles SIGUSR1. The operating system cannot tell, because it
+    also reports handlers that MPI libraries have installed."""
     set_handler, heard = signal.signal, getattr(signal, "SIGUSR1", None)
 
     def set_and_record(number: int, handler: Any, /) -> Any:
@@ -151,8 +151,8 @@ def _patch_signal_to_record_handlers(note: RankStatusWriter) -> None:
 
 
 class _MpiStartFinder(MetaPathFinder):
-    """Import hook for the script's own import of `mpi4py.MPI`. It guards the start of MPI, in which all ranks wait for
-    each other."""
+    """Import hook that guards the script's own import of `mpi4py.MPI` with a timeout, because MPI_Init waits for all
+    ranks."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None

@@ -1,4 +1,4 @@
-"""Files that the ranks of a job create for the launcher: status files, logs, and named pipes that close when a rank
+"""Files by which the ranks of a job report to the launcher: status files, logs, and named pipes that close when a rank
 dies."""
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _POLL_SECONDS = 0.1
 
 
 def write_log_folder_request(run: Path, folder: Path) -> None:
-    """Request that the ranks of a start write their output to `folder`. run: folder of the start."""
+    """Ask the ranks to write their output to log files in `folder`, by a file in `run`, the folder of this attempt."""
     safe_files.write_file(run / _LOG_FOLDER_FILE, str(folder))
 
 
 def read_log_folder(run: Path) -> Path | None:
-    """Return the log folder that the launcher has requested, or None. run: folder of the start."""
+    """Return the log folder that the launcher has requested in `run`, the folder of this attempt, or None."""
     mark = safe_files.read_if_trusted(run / _LOG_FOLDER_FILE)
     return None if mark is None else Path(mark.decode())
 
 
 def redirect_output_to_log(folder: Path, rank: int) -> None:
-    """Redirect the output of this process and its libraries to the rank's log file, which is appended to line by
+    """Append the stdout and stderr of this process, including those of C libraries, to the rank's log file, line by
     line."""
     log = safe_files.open_for_append(folder / f"rank-{rank:04}.log")
     for stream in (1, 2):
@@ -54,7 +54,7 @@ def redirect_output_to_log(folder: Path, rank: int) -> None:
 
 
 class LogFollower:
-    """Thread that prints new lines of all log files in a folder until `close`."""
+    """Background thread that prints new lines of all ranks' log files, like `tail -f`, until `close`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -64,8 +64,8 @@ class LogFollower:
         self._thread.start()
 
     def close(self, ends: Mapping[int, str]) -> None:
-        """Stop the thread, print the remaining lines, even unfinished ones, and write how the ranks ended. ends: JSON
-        text that describes the end of each rank."""
+        """Stop the thread, print all remaining output, and write for each rank a file with how it ended. `ends` maps
+        ranks to JSON texts."""
         self._stop.set()
         self._thread.join()
         self._print_new_lines(complete_only=False)
@@ -77,8 +77,8 @@ class LogFollower:
             self._print_new_lines()
 
     def _print_new_lines(self, complete_only: bool = True) -> None:
-        """Print the new lines of all logs, each preceded by its rank. complete_only: leave out an unfinished last
-        line."""
+        """Print the new lines of all log files, each preceded by its rank. With `complete_only`, an unfinished last
+        line is left for later."""
         for path in _list_log_files(self.folder):
             at = self._read.get(path, 0)
             try:
@@ -105,11 +105,15 @@ _MAX_DESCRIPTOR = 4095
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Status of one rank.
+    """The content of a rank's status file.
 
-    process: process id. status: exit status, or None while the rank runs or if it was killed. error: type of the
-    exception with which the rank ended. listens: whether the script handles SIGUSR1, which it does inside
-    `Preemption`."""
+    Attributes
+    ----------
+    rank, process, host : rank, process id and host name
+    status : exit status; None while the rank runs, or if it was killed
+    error : type of the exception with which the rank ended, or ""
+    listens : whether the script handles SIGUSR1 by saving, which it does inside `Preemption`
+    """
 
     rank: int
     process: int
@@ -123,13 +127,13 @@ class RankStatus:
         return json.dumps(asdict(self))
 
     def write_to_folder(self, folder: Path) -> None:
-        """Write the status file to the folder of the start."""
-        safe_files.make_folder(folder)  # the folder may not exist on other hosts
+        """Write the rank's status file to the folder of this attempt."""
+        safe_files.make_folder(folder)  # only the launcher's host is sure to have the folder
         safe_files.write_file(folder / f"rank-{self.rank:05}.json", self.to_json())
 
 
 def read_rank_statuses(folder: Path) -> dict[int, RankStatus]:
-    """Return the status of all ranks that have started, by rank. Invalid files are skipped, with a single warning."""
+    """Return the status of each rank that has started, by rank. Invalid files are skipped, with a single warning."""
     notes = {}
     for path in sorted(folder.glob("rank-*.json")):
         try:
@@ -151,27 +155,27 @@ _FIELD_TYPES = {"rank": int, "process": int, "host": str, "status": (int, type(N
 
 
 def create_and_hold_lifeline(folder: Path, rank: int) -> None:
-    """Create and open a named pipe that is never written to. The pipe closes when this process dies, before any other
-    process can know about the death.
+    """Create and open a named pipe that is never written to, so that the launcher notices the death of this process
+    before any other process does.
 
     A dying process closes its files, starting with the highest descriptors, and then the kernel reports its end. The
     pipe has a high descriptor, so it closes before the socket of the process, whose closing makes a launcher kill the
     other ranks."""
     if not hasattr(os, "mkfifo"):
         return
-    with suppress(OSError):  # the folder is on another host, or the file system has no pipes
+    with suppress(OSError):  # the folder may be missing on this host, or its file system may not support named pipes
         path = _get_lifeline_path(folder, rank)
         os.mkfifo(path)
-        low = os.open(path, os.O_RDWR)  # read-write, so that open does not wait for a reader
-        # A program that replaces the script (exec) is the same rank and keeps the pipe; forked children must close it.
+        low = os.open(path, os.O_RDWR)  # opened for reading, too, so that open does not wait for a reader
+        # Forked children must close the pipe. A program that replaces the script (exec) is still the rank and keeps it.
         high = os.dup2(low, min(os.sysconf("SC_OPEN_MAX") - 1, _MAX_DESCRIPTOR))
         os.close(low)
         os.register_at_fork(after_in_child=lambda: _close_descriptor(high))
 
 
 def open_and_unlink_lifeline(folder: Path, rank: int) -> int | None:
-    """Open and unlink the pipe of a rank; return a descriptor that becomes ready when the rank closes the pipe, or None
-    if there is no pipe."""
+    """Open the named pipe of a rank, and return a descriptor that becomes readable when the rank dies. Return None if
+    there is no pipe. The file is unlinked."""
     path = _get_lifeline_path(folder, rank)
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -185,5 +189,5 @@ def _get_lifeline_path(folder: Path, rank: int) -> Path:
 
 
 def _close_descriptor(descriptor: int) -> None:
-    with suppress(OSError):  # the script may have closed the pipe
+    with suppress(OSError):  # the script may have closed all descriptors, and this one with them
         os.close(descriptor)

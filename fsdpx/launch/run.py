@@ -1,4 +1,4 @@
-"""`fsdpx run`: start a job with the mpiexec of the environment, and restart it after failures."""
+"""`fsdpx run`: start a job with the MPI launcher of the environment, and restart it after failures."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ _FOLDER_PREFIX, _OWNER_FILE = "fsdpx-run-", "owner"
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the job that the command line describes, or print what would be started (--dry-run, --print-batch); return
-    the exit status."""
+    """Run the requested job, or only print its command line (--dry-run) or batch script (--print-batch). Return the
+    exit status."""
     given = {one.name: getattr(args, one.name) for one in fields(LaunchConfig)}
     node = NodeRank.from_options(args.backend, args.nodes, args.node_rank, args.master_addr, args.master_port)
     ranks = _choose_and_print_rank_count(args)
@@ -96,8 +96,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _choose_and_print_rank_count(args: argparse.Namespace) -> int:
-    """Return the number of ranks from the command line. Without -n, return that of the allocation or of this machine,
-    and print it with its source."""
+    """Return the number of ranks in -n. Without -n, return a default from the allocation or from this machine, and
+    print it with its source."""
     if args.ranks is not None:
         return int(args.ranks)
     elsewhere = (args.print_batch and (args.nodes is None or args.per_node is None)) or args.join is not None
@@ -112,15 +112,15 @@ def run_job(
     config: LaunchConfig, program: Sequence[str], variables: Mapping[str, str] | None = None,
     node: NodeRank | None = None,
 ) -> JobEnding:  # fmt: skip
-    """Run a job, restarting it if necessary, until it is done or must not be restarted; return how it ended.
+    """Run a job, and restart it after failures as `config` allows. Return how its last attempt ended.
 
-    program: arguments of Python, such as ["train.py", "--fast"] or ["-m", "train"]. variables: additional environment
-    variables of the ranks. node: number of this host, if each host has its own launcher. In that case `config` counts
-    only the ranks of this host."""
+    `program` are arguments of Python, such as ["train.py", "--fast"] or ["-m", "train"]. `variables` are additional
+    environment variables of the ranks. `node` is the number of this host if each host has its own launcher; `config`
+    then counts only the ranks of this host."""
     plan = RestartPlan(config.ranks, config.least_ranks, config.max_restarts, config.backoff)
     job = LaunchedJob(find_launcher(config), config, program, variables or {}, node)
     _require_existing_program(program)
-    job.make_command(config.ranks)  # raises before anything is written
+    job.make_command(config.ranks)  # raises an error for impossible options before any file is written
     if config.hostfile is not None:
         require_resolvable_hosts(read_hostfile(config.hostfile), config.hostfile)
     folder = (
@@ -153,14 +153,15 @@ def run_job(
         _log_line(f"{ending.text}{'' if seconds is not None or reason == ending.kind else f'; {reason}'}{kept}")
     if config.folder is None and ending.kind in ("done", "preempted"):
         safe_files.remove_own_folder(folder)
-    (folder / _OWNER_FILE).unlink(missing_ok=True)  # keep the records: later jobs remove only folders with an owner
+    # later jobs remove only folders that have an owner file, so the records are kept
+    (folder / _OWNER_FILE).unlink(missing_ok=True)
     return ending
 
 
 def _choose_job_and_rank_count_of_start(job: LaunchedJob, plan: RestartPlan, folder: Path) -> tuple[LaunchedJob, int]:
-    """Return the job and the number of ranks for the next start.
+    """Return the job and the number of ranks for the next attempt.
 
-    If the hosts of the hostfile that answer have slots for at least `min_ranks`, a restart uses only these hosts.
+    A restart uses only the hosts of the hostfile that still answer, if they have slots for at least `min_ranks` ranks.
     Otherwise it uses all hosts."""
     config = job.config
     if config.hostfile is None or not plan.endings:
@@ -180,10 +181,16 @@ def _choose_job_and_rank_count_of_start(job: LaunchedJob, plan: RestartPlan, fol
 
 @dataclass(frozen=True)
 class LaunchedJob:
-    """A job that can be started, repeatedly if necessary.
+    """A job with its launcher, which can be started repeatedly.
 
-    found: launcher of the job. program: arguments of Python. more: additional environment variables of the ranks. node:
-    number of this host, if each host has its own launcher."""
+    Attributes
+    ----------
+    found : the launcher
+    config : options of the job
+    program : arguments of Python
+    more : additional environment variables of the ranks
+    node : number of this host, if each host has its own launcher
+    """
 
     found: FoundLauncher
     config: LaunchConfig
@@ -192,14 +199,15 @@ class LaunchedJob:
     node: NodeRank | None = None
 
     def make_environment(self, folder: Path, start: int, ranks: int) -> dict[str, str]:
-        """Return the environment variables of the ranks. folder: where the ranks leave their records. start: number of
-        the start, counted from 0."""
+        """Return the environment variables of the ranks. They leave their records in `folder`; `start` is the number
+        of restarts so far."""
         own = {"FSDPX_RUN": str(folder), "FSDPX_RESTART": str(start), "FSDPX_EXPECT_SIZE": str(ranks)}
         meet = {} if self.node is None else self.node.make_environment(start, ranks)
         return {**own, **self.config.make_environment(), **self.more, **meet}
 
     def make_command(self, ranks: int) -> list[str]:
-        """Return the command line that starts `ranks` ranks. Raise LaunchError if the number of ranks cannot change."""
+        """Return the command line that starts the job on `ranks` ranks. Raise LaunchError if each host has its own
+        launcher and the number of ranks differs from the configured one."""
         if self.node is not None:
             if ranks != self.config.ranks:
                 raise LaunchError("ranks of hosts that were started one by one can be neither more nor fewer")
@@ -210,13 +218,14 @@ class LaunchedJob:
 
 
 def _choose_temporary_parent_folder(config: LaunchConfig) -> Path:
-    """Return the parent folder for a temporary folder. If there may be several hosts, it is the working folder, because
-    all hosts can see the scripts there, whereas $TMPDIR may differ between hosts."""
+    """Return where to create a temporary folder. On several hosts this is the working folder, which all hosts can see,
+    since $TMPDIR may differ between hosts."""
     return Path(tempfile.gettempdir()) if config.hostfile is None and config.nodes is None else Path.cwd()
 
 
 def _make_temporary_folder_and_remove_dead(parent: Path) -> Path:
-    """Remove temporary folders whose process was killed, and return a new temporary folder that this process owns."""
+    """Return a new temporary folder that this process owns. Temporary folders of processes that were killed are
+    removed."""
 
     def is_abandoned(left: Path) -> bool:
         owner = safe_files.read_if_trusted(left / _OWNER_FILE) or b""
@@ -229,7 +238,8 @@ def _make_temporary_folder_and_remove_dead(parent: Path) -> Path:
 
 
 def _create_and_require_writable(folder: Path, option: str) -> Path:
-    """Create the folder if necessary and return it; raise LaunchError if it cannot be written."""
+    """Create the folder if necessary, and return it. Raise LaunchError, which names `option`, if it cannot be written.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -239,8 +249,8 @@ def _create_and_require_writable(folder: Path, option: str) -> Path:
 
 
 def _recreate_private_folder(own: Path) -> Path:
-    """Create an empty folder for a start, which no other user can enter, and return it. Raise LaunchError if another
-    user has created it."""
+    """Create an empty folder that only this user can enter, for one attempt to run the job. Raise LaunchError if
+    another user has created it."""
     safe_files.remove_own_folder(own)
     try:
         return safe_files.make_folder(own)
@@ -249,7 +259,7 @@ def _recreate_private_folder(own: Path) -> Path:
 
 
 def _require_existing_program(program: Sequence[str]) -> None:
-    """Raise LaunchError if the script or module does not exist, so that not all ranks have to fail because of this."""
+    """Raise LaunchError if the script or module does not exist, before all ranks fail because of that."""
     where, module, script = Path.cwd(), program[0] == "-m", program[1 if program[0] == "-m" else 0]
     if module and not _is_importable(script.partition(".")[0], where):
         raise LaunchError(f"there is no module {script!r} on Python's path or in {where}")
@@ -260,24 +270,26 @@ def _require_existing_program(program: Sequence[str]) -> None:
 
 
 def _is_importable(package: str, where: Path) -> bool:
-    """Return whether a Python process started in `where` can import the package.
+    """Return whether a Python process that is started in the folder `where` can import the package.
 
-    Either the package is in that folder, or this process can find it. Packages that are installed as links to their
-    sources are on no path, but have a finder in sys.meta_path."""
+    It can if the package is in that folder, or if this process can find it. All finders in sys.meta_path are asked,
+    because packages that are installed in editable mode may be on no path."""
     here = PathFinder.find_spec(package, [str(where)]) is not None
     return here or any(finder.find_spec(package, None) is not None for finder in sys.meta_path)
 
 
 def _log_line(text: str) -> None:
-    """Print a message of `fsdpx run` to stderr."""
-    flush_and_write_stderr(f"fsdpx run: {text}\n")  # must not fail, since a closing terminal also sends SIGHUP
+    """Print a line of text to stderr, preceded by "fsdpx run:"."""
+    flush_and_write_stderr(f"fsdpx run: {text}\n")  # never raises, since stderr is gone after the terminal has closed
 
 
 def _run_once(
     job: LaunchedJob, folder: Path, start: int, ranks: int, signals: _SignalForwarder, guests: JoinRequests
 ) -> JobEnding:
-    """Start the job once, wait until it ends, and return how it ended. start: number of the start, counted from 0.
-    signals: handler that forwards signals to the ranks. guests: requests to join."""
+    """Start the job once, wait until it ends, and return how it ended.
+
+    `start` is the number of restarts so far, `signals` forwards signals to the ranks, and `guests` handles requests to
+    add ranks."""
     own = _recreate_private_folder(folder / f"start-{start}")
     logs = None if job.config.logs is None else LogFollower(job.config.logs.absolute())
     if logs is not None:
@@ -311,8 +323,8 @@ def _run_once(
 
 
 def _read_flight_records(folder: Path, notes: dict[int, RankStatus]) -> dict[int, FlightRecord]:
-    """Return the flight records by rank. The rank of a record is that with which its process was started, because
-    survivors of a death get other ranks later."""
+    """Return the flight records (logs of the last actions) of all ranks. They are keyed by the rank with which a
+    process was started, because after a death the surviving ranks are renumbered."""
     started = {(note.host, note.process): note.rank for note in notes.values()}
     found: dict[int, FlightRecord] = {}
     for flown in sorted(folder.glob("flight-*/"), key=lambda path: path.stat().st_mtime):
@@ -323,8 +335,8 @@ def _read_flight_records(folder: Path, notes: dict[int, RankStatus]) -> dict[int
 
 
 class _SignalForwarder:
-    """Handler of signals to `fsdpx run`. The ranks get SIGUSR1 and `grace` seconds to save, then SIGTERM, and then
-    SIGKILL.
+    """Handles signals to `fsdpx run`: sends SIGUSR1 to the ranks, which then have `grace` seconds to save, then
+    SIGTERM, and then SIGKILL.
 
     After a second signal, or after the first signal if no rank handles SIGUSR1, SIGTERM is sent at once."""
 
@@ -348,8 +360,7 @@ class _SignalForwarder:
             self._before.pop().restore(self._record_signal)
 
     def wait_for_signal(self, seconds: float) -> bool:
-        """Sleep for at most `seconds`. Return True as soon as a signal has been received, and False if no signal is
-        received."""
+        """Sleep until a signal is received, but at most `seconds` seconds. Return whether one was received."""
         end = time.monotonic() + seconds
         while not self.received and time.monotonic() < end:
             time.sleep(min(0.1, max(end - time.monotonic(), 0)))
@@ -359,10 +370,11 @@ class _SignalForwarder:
         self, job: subprocess.Popen[bytes], in_vain: threading.Event, meanwhile: Callable[[], object],
         listen: Callable[[], bool],
     ) -> None:  # fmt: skip
-        """Forward signals until the job has ended, and then kill the rest of its process group.
+        """Wait until the job has ended, forward signals to it meanwhile, and finally kill the rest of its process
+        group.
 
-        in_vain: event that is set when the job must be ended now. meanwhile: function that is called repeatedly as long
-        as the job runs undisturbed. listen: function that returns whether a rank would save on SIGUSR1."""
+        The job is ended at once when the event `in_vain` is set. The function `meanwhile` is called repeatedly while
+        the job runs undisturbed. The function `listen` returns whether a rank handles SIGUSR1 by saving."""
         stage, due = 0, 0.0
         while True:
             with suppress(subprocess.TimeoutExpired):
@@ -374,7 +386,7 @@ class _SignalForwarder:
                 stage, due = 2, now + _END_TIMEOUT_SECONDS / 5
             elif stage == 0 and self.received:
                 stage, due = 1, now
-                if not hasattr(signal, "SIGUSR1"):  # the Windows console sends Ctrl-C to the ranks itself
+                if not hasattr(signal, "SIGUSR1"):  # on Windows, the console itself sends Ctrl-C to the ranks
                     due += self.grace
                 elif listen():
                     job.send_signal(signal.SIGUSR1)
@@ -391,7 +403,8 @@ class _SignalForwarder:
 
     def _record_signal(self, number: int, frame: FrameType | None) -> None:
         first, self.received = self.received is None, self.received or signal.Signals(number)
-        if first or signal.Signals(number).name != "SIGHUP":  # a shell may repeat the terminal's SIGHUP
+        # SIGHUP often comes twice, from the terminal and from the shell
+        if first or signal.Signals(number).name != "SIGHUP":
             self._times += 1
 
 

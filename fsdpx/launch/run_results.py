@@ -1,4 +1,5 @@
-"""Results of a training run: a summary line, and a run folder with the model, the curve and the report."""
+"""Prints and saves the results of a training run: a summary line, and a run folder with the model, the loss curve and
+the report."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ __all__ = ["format_summary_line", "save_and_print_results"]
 
 
 def format_summary_line(history: FitHistory, unit: str) -> str:
-    """Return a one-line summary. The rate, in `unit` per second, excludes the time for validation and saving."""
+    """Return the number of steps, the rate and the last losses of a training run as one line. The rate, in `unit` per
+    second, excludes the time for validation and saving."""
     parts = []
     if history.losses:
         rate = history.samples_seen / history.seconds
@@ -28,9 +30,10 @@ def format_summary_line(history: FitHistory, unit: str) -> str:
 def save_and_print_results(
     trainer: Trainer, history: FitHistory, folder: RunFolder, summary: ReportSummary, resume: str
 ) -> None:
-    """Save the trained model, the curve and the report to the run folder; on rank 0, print the paths. Collective.
+    """Save the trained model, the loss curve and the report to the run folder, and print the paths on rank 0.
+    Collective.
 
-    resume: command-line arguments that continue the run, which are printed."""
+    `resume` is printed as the command that continues the run."""
     drawn = trainer.call_runner.run_on_rank0(
         f"draw {folder.curve_path}", lambda: folder.draw_curve() or folder.curve_path.exists()
     )

@@ -1,4 +1,4 @@
-"""Run folders. `fsdpx train` creates them, and `runs`, `report` and `trace` show their content."""
+"""The commands for run folders: `fsdpx train` creates them, and `runs`, `report` and `trace` show their content."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["merge_traces_and_print_path", "print_and_write_report", "print_runs"
 
 
 def print_and_write_report(args: argparse.Namespace) -> int:
-    """Print the report as text, write it as an HTML page, and print the path of the page; return the exit status."""
+    """Print the report of a run, write it as an HTML page, and print the path of the page. Return the exit status."""
     folder = RunFolder(args.run)
     print(wrap_for_terminal(write_report_page(folder)))
     print(f"\n{folder.page_path}")
@@ -33,7 +33,7 @@ def print_and_write_report(args: argparse.Namespace) -> int:
 
 
 def merge_traces_and_print_path(args: argparse.Namespace) -> int:
-    """Merge the traces of all ranks into one file and print its path; return the exit status."""
+    """Merge the traces of all ranks into one file for Perfetto, and print its path. Return the exit status."""
     with reporting_unreadable_files(args.folder):
         path, error, messages = merge_traces(args.folder)
     print(
@@ -44,7 +44,8 @@ def merge_traces_and_print_path(args: argparse.Namespace) -> int:
 
 
 def print_runs(args: argparse.Namespace) -> int:
-    """Print a table of the named runs, or of all runs, and print how the named runs differ; return the exit status."""
+    """Print a table of the given runs, or of all runs, and the arguments in which the given runs differ. Return the
+    exit status."""
     given = [path if (path / "config.json").exists() else args.folder / path for path in args.run]
     for path in given:
         if not (path / "config.json").exists():
@@ -87,7 +88,7 @@ def _format_number(value: float | None) -> str:
 
 
 def _format_argument_differences(folders: list[RunFolder]) -> str:
-    """Return a table of the arguments that differ between the runs."""
+    """Return a table of the arguments that differ between the runs, with one column per run."""
     given: list[dict[str, Any]] = [
         dict(iterate_flat_items({"ranks": f.read_json("config.json").get("ranks"), **f.read_arguments()}))
         for f in folders
@@ -99,7 +100,7 @@ def _format_argument_differences(folders: list[RunFolder]) -> str:
 
 
 def train_run_file(args: argparse.Namespace) -> int:
-    """Train and validate the model that a run file describes, and save the results; return the exit status.
+    """Train and validate the model that a run file describes, and save the results. Return the exit status.
     Collective."""
     builder = ModelBuilder.from_file(args.file, args.changes)
     options, comm = builder.get_fit_options(), init()
@@ -118,7 +119,7 @@ def train_run_file(args: argparse.Namespace) -> int:
         size, chosen = placed.layout.size, placed.tuning
         ranks = format_count(comm.size, "rank")
         print(wrap_for_terminal(f"{args.file}: {size:,} parameters on {ranks}; chosen: {chosen}"), flush=True)
-    trainer.inspect.reset_counters()  # so that the report covers only the training
+    trainer.inspect.reset_counters()  # the report should cover only the training, not the setup
     checkpoints = CheckpointConfig(folder.checkpoint_folder, every=options.get("every", 50), keep=2)
     with train_on:
         history = trainer.fit(train_on, **{"log": folder.path, "checkpoints": checkpoints, **options})

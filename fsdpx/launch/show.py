@@ -1,4 +1,4 @@
-"""`fsdpx show`: describe a training step as text, as a picture and as a trace."""
+"""`fsdpx show`: simulate one training step of a model, and describe it as text, as a picture or as a trace."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ __all__ = [
 
 
 def add_options(p: argparse.ArgumentParser, also: str = "") -> None:
-    """Add --mesh, --schedule, --sequence and --recompute. also: text about a further value of --schedule and
-    --sequence, which the help shows."""
+    """Add --mesh, --schedule, --sequence and --recompute to an argument parser. `also` is appended to the help of
+    --schedule and --sequence, to name another value that the command accepts."""
     p.add_argument("--mesh", default=None, help="widths of axes, such as pipe=2,tensor=2; also replica and shard")
     p.add_argument("--schedule", default=None, help=f"pipeline schedule: {', '.join(SCHEDULES)}, a text file{also}")
     p.add_argument("--sequence", default=None, help=f"mode of the tensor axis: parallel, ulysses, ring, samples{also}")
@@ -75,7 +75,8 @@ def add_options(p: argparse.ArgumentParser, also: str = "") -> None:
 
 
 def require_axes_for_options(mesh: Mesh | None, schedule: str | None, sequence: str | None) -> None:
-    """Raise ConfigError if a schedule is given without a pipeline axis, or a sequence mode without a tensor axis."""
+    """Raise ConfigError if --schedule is given without a pipeline axis in --mesh, or --sequence without a tensor axis.
+    """
     if schedule is not None and (mesh is None or mesh.pipe == 1):
         raise ConfigError(f"--schedule {schedule}: the mesh has no pipe axis; say --mesh pipe=2")
     if sequence is not None and (mesh is None or mesh.tensor == 1):
@@ -83,31 +84,33 @@ def require_axes_for_options(mesh: Mesh | None, schedule: str | None, sequence: 
 
 
 def parse_recompute(text: str | None) -> Any:
-    """Return the value of --recompute: an int, or the text itself."""
+    """Convert the value of --recompute to an int if it is a number, else return it as text."""
     return int(text) if text is not None and text.isdecimal() else text
 
 
 def format_mesh(mesh: Mesh) -> str:
-    """Return a text with the axes of a mesh that are wider than 1."""
+    """Return the mesh axes wider than 1 as text, such as "pipe=2 x tensor=2", or "one rank"."""
     return " x ".join(f"{axis}={mesh.width_of(axis)}" for axis in AXES if mesh.width_of(axis) > 1) or "one rank"
 
 
-MAX_PROGRAM_ACTIONS = 400  # longer programs are printed without their middle
-SCHEDULE_WIDTH_CHARS = 250  # characters per line of the schedule
+MAX_PROGRAM_ACTIONS = 400  # of longer programs, only the beginning and the end are printed
+SCHEDULE_WIDTH_CHARS = 250  # line width of a drawn schedule if the output is not a terminal
 DEFAULT_MACHINE = "epyc-100g"
 """Machine on which steps are simulated by default."""
 UNIT_COSTS = StageCosts(forward=1, backward_input=1, backward_params=1)
-LAYER_AXES = ("tensor", "data", "domain")  # layers communicate over these axes, which is not part of the program
+# layers themselves communicate over these axes, so the program does not predict this traffic
+LAYER_AXES = ("tensor", "data", "domain")
 
 
 def show(args: argparse.Namespace) -> str:
-    """Return the text that `show` prints for these options of the command line."""
+    """Simulate a step with the given options, and return the text that `show` prints."""
     with reporting_if_slow(True, "simulating step", None) as count:
         return _format_step(args, count)
 
 
 def _format_step(args: argparse.Namespace, count: Callable[[int], None]) -> str:
-    """Return the text of `show`. count: function that is called with the number of dry runs so far."""
+    """Return the text that `show` prints. To report progress, call `count` with the number of the dry run that begins.
+    """
     if args.png is not None:
         require_drawable("--png", args.png)
     example = _grow_batch_to_chunks(find_model(args.example, args.batch), args.batch, args.chunks)
@@ -161,7 +164,7 @@ def _format_step(args: argparse.Namespace, count: Callable[[int], None]) -> str:
 def _make_plain_values(
     args: argparse.Namespace, run: DryRun, rows: int, changes: list[OptionChange] | None
 ) -> dict[str, Any]:
-    """Return what `show` prints as a dict of plain values, for --json."""
+    """Return the content of `show` as a dict of plain values, for --json."""
     moved = [{"axis": axis, "call": call, **vars(n)} for (axis, call), n in sorted(run.report.traffic.items())]
     process = {name: {"rss": part.rss, "pss": part.pss} for name, part in run.footprint.parts.items()}
     axes = run.trainer.inspect.placement.axes
@@ -177,7 +180,7 @@ def _make_plain_values(
 def _make_dry_run_options(
     args: argparse.Namespace, example: CatalogModel, mesh: Mesh, ranks: int, rank: int
 ) -> dict[str, Any]:
-    """Return the keyword arguments of the dry run."""
+    """Convert command-line options to keyword arguments of `fsdpx.dry_run`."""
     return {
         "ranks": ranks,
         "rank": rank,
@@ -199,7 +202,7 @@ def _make_dry_run_options(
 
 
 def parse_dims(option: str, text: str | None) -> tuple[int, ...]:
-    """Return the numbers in a text such as "2,2,2" or "2x2x2", or () for None; raise ConfigError for anything else."""
+    """Parse sizes such as "2,2,2" or "2x2x2"; None gives (). Raise ConfigError for anything else."""
     words = [] if text is None else text.replace("x", ",").split(",")
     if any(not word.strip().isdecimal() or int(word) < 1 for word in words):
         raise ConfigError(f"{option} {text}: a number above 0 for each dim, such as 2,2,2")
@@ -207,7 +210,7 @@ def parse_dims(option: str, text: str | None) -> tuple[int, ...]:
 
 
 def make_no_field_error(example: str) -> ConfigError:
-    """Return the error for --domain or --field with a model that takes no fields."""
+    """Return the error for --domain or --field with the model `example`, whose samples are not fields."""
     fields = ", ".join(name for name, one in CATALOG.items() if one.cells)
     say = "; of a model of your own say --batch with samples, channels and cells, as many as it gives"
     own = say * (":" in example)
@@ -217,7 +220,8 @@ def make_no_field_error(example: str) -> ConfigError:
 def _choose_field_cells_and_grid(
     args: argparse.Namespace, example: CatalogModel, dims: tuple[int, ...]
 ) -> tuple[tuple[int, ...], Grid | None]:
-    """Return the number of cells of the requested field along each dim, and the grid that splits it, or None."""
+    """Return the number of cells of the field in --field along each dim, and the grid of ranks that splits it (None:
+    it is not split)."""
     cells = parse_dims("--field", args.field) or example.cells
     if not example.cells and (dims or cells):
         raise make_no_field_error(args.example)
@@ -225,8 +229,8 @@ def _choose_field_cells_and_grid(
 
 
 def _grow_batch_to_chunks(example: CatalogModel, batch: str | None, chunks: int | None) -> CatalogModel:
-    """Return the model with a batch that divides into `chunks`. The default batch grows as needed, whereas a given
-    batch must be divisible."""
+    """Return the model with a batch size that is a multiple of `chunks`. The default batch is enlarged; a batch size
+    that the user gave raises ConfigError if it does not fit."""
     if chunks is None or chunks < 1 or example.batch % chunks == 0:
         return example
     fits = -(-example.batch // chunks) * chunks
@@ -238,10 +242,10 @@ def _grow_batch_to_chunks(example: CatalogModel, batch: str | None, chunks: int 
 def _choose_rank_and_sample_count(
     args: argparse.Namespace, mesh: Mesh, ranks: int, batch: int, part: int
 ) -> tuple[int, int]:
-    """Return the rank to show and its number of samples. This is the rank that the command line names, or else the
-    first rank that has samples and shard number `part` of the field."""
+    """Return the rank to show, and its number of samples. The default is the first rank that has samples and holds
+    part number `part` of the field."""
     if args.rank is not None and not 0 <= args.rank < ranks:
-        return args.rank, 1  # the dry run reports the error
+        return args.rank, 1  # the dry run raises an error for this rank
     rows = [_count_samples_of_rank(mesh, rank, batch, args.chunks) for rank in range(ranks)]
     first = next(rank for rank, own in enumerate(rows) if own and mesh.data_rank_of(rank) % prod(mesh.domain) == part)
     if args.rank is not None and not rows[args.rank]:
@@ -252,8 +256,8 @@ def _choose_rank_and_sample_count(
 
 
 def _choose_rank_count(args: argparse.Namespace, mesh: Mesh | None, grid: int) -> int:
-    """Return the number of ranks from the command line. The default is the size of the mesh, where open axes count as
-    width 1. Without a mesh it is the size of the grid, or 4 without a grid."""
+    """Return the number of ranks in --ranks. The default is the size of the mesh, or else of the grid `grid`, or else
+    4. Mesh axes whose width is not given count as 1."""
     if args.ranks is not None:
         return int(args.ranks)
     if mesh is None or mesh.domain:
@@ -262,13 +266,13 @@ def _choose_rank_count(args: argparse.Namespace, mesh: Mesh | None, grid: int) -
 
 
 def _count_samples_of_rank(mesh: Mesh, rank: int, batch: int, chunks: int | None) -> int:
-    """Return how many samples of the global batch this rank gets."""
+    """Return how many samples of the global batch a rank gets."""
     grid = prod(mesh.domain)
     return count_rows_of_rank(batch, mesh.data_rank_of(rank) // grid, mesh.width_of("data") // grid, chunks)
 
 
 def _format_answer(run: DryRun) -> str:
-    """Return a line with the memory and traffic of the rank."""
+    """Return one line with the peak memory and the traffic per step of the rank."""
     moved = sum(one.bytes for (axis, _), one in run.report.traffic.items() if axis != "disk")
     held = f"{format_bytes(run.peak.nbytes)} at its peak, {format_bytes(run.footprint.pss)} with the process"
     rank = run.trainer.inspect.placement.axes.world.rank
@@ -284,8 +288,8 @@ def _format_program(run: DryRun) -> str:
 
 
 def _format_units(run: DryRun) -> str:
-    """Return a table of the units of all stages. The column "on this rank" is empty for stages of other pipeline
-    ranks."""
+    """Return a table of the FSDP units (layers whose parameters are gathered together) of all pipeline stages. The
+    column "on this rank" is empty for stages of other ranks."""
     layout, state = run.trainer.inspect.placement.layout, run.trainer.inspect.placement.pages
     pipe = run.trainer.inspect.placement.axes.pipe.size > 1
     rows: list[tuple[str, ...]] = [("unit", *["stage"] * pipe, "layers", "parameters", "on this rank", "pages")]
@@ -308,8 +312,7 @@ def _format_units(run: DryRun) -> str:
 
 
 def _count_forward_gathers(run: DryRun) -> int:
-    """Return the number of all-gathers before the first loss. On pipeline ranks without a loss, count those before the
-    first backward."""
+    """Return the number of parameter all-gathers in the first forward of the step."""
     words = [str(action) for action in run.program.actions]
     end = next(i for i, word in enumerate(words) if word.startswith(("LOSS", "B", "I")))
     moves = run.trainer.inspect.placement.axes.shard.size > 1
@@ -337,8 +340,8 @@ def _format_memory(run: DryRun) -> str:
 
 
 def _format_budget_check(run: DryRun, budget: str | None, helpful: Callable[..., str]) -> str:
-    """Return a text that says whether the expected peak of the process is within the budget, and, if it is not, which
-    options would help."""
+    """Return a text that says whether the predicted peak memory of the process is within the budget in --memory. If
+    not, it lists options that would lower the peak."""
     if budget is None:
         return ""
     found = run.footprint
@@ -351,8 +354,8 @@ def _format_budget_check(run: DryRun, budget: str | None, helpful: Callable[...,
 
 
 def _format_schedule(schedule: PipelineSchedule) -> str:
-    """Return a text that shows the order of forwards and backwards on all pipeline ranks. Each character stands for the
-    time of one F, I or W."""
+    """Draw a pipeline schedule as text, with one row per pipeline rank. Each character is the time of one forward (F)
+    or of half a backward (I or W)."""
     idle = compute_bubble(simulate(schedule, UNIT_COSTS), schedule, UNIT_COSTS)
     pairs = ", ".join(map(str, count_in_flight(schedule)))
     numbers = f"{format_count(schedule.stages, 'stage')}, {format_count(schedule.microbatches, 'microbatch', 'es')}"
@@ -363,8 +366,8 @@ def _format_schedule(schedule: PipelineSchedule) -> str:
 
 
 def _draw_and_trace(args: argparse.Namespace, example: CatalogModel, options: dict[str, Any]) -> Iterator[str]:
-    """Draw a step and write its trace, if requested; yield texts about what was written. example: model whose samples
-    are entire fields."""
+    """Simulate the step on all ranks, and write the files of --png and --trace. Yield a text about each file. If
+    samples are fields, those of `example` are whole fields, not parts."""
     if not args.png and not args.trace:
         if args.machine is not None:
             raise ConfigError(f"--machine {args.machine}: of a simulated step; say --png FILE or --trace FILE, too")
@@ -390,7 +393,8 @@ ranks that do the same work."""
 def make_step_lanes(dry: StepDryRuns, found: Prediction, title: str, limit: float | None = None) -> StepLanes:
     """Return the simulated step in the form that `fsdpx.ext.observe.plots.make_figure` draws.
 
-    title: "name: about". limit: bytes that a rank may use (default: the machine's capacity)."""
+    `title` has the form "name: about". `limit` is the number of bytes that a rank may use; None means the machine's
+    capacity."""
     mesh, held, pipe = found.mesh, dry.make_memory_timelines(found.events), found.mesh.width_of("pipe")
     places = [mesh.coordinates_of(rank).pipe for rank in range(mesh.size)]
     each = pipe == 1 and mesh.size <= MAX_RANKS_SHOWN
@@ -414,7 +418,7 @@ def make_step_lanes(dry: StepDryRuns, found: Prediction, title: str, limit: floa
 
 @contextmanager
 def reporting_unwritable(path: Any) -> Iterator[None]:
-    """Return a context that raises ConfigError instead of the original error if `path` cannot be written."""
+    """Context manager that turns errors from writing `path` into a ConfigError."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -422,7 +426,8 @@ def reporting_unwritable(path: Any) -> Iterator[None]:
 
 
 def draw_step_to_file(dry: StepDryRuns, found: Prediction, title: str, path: str, limit: float | None = None) -> str:
-    """Draw the simulated step to a file and return a text about it. limit: as in `make_step_lanes`."""
+    """Draw the simulated step to a picture file, and return a text about it. `limit` is the number of bytes that a
+    rank may use."""
     drawn = len({event.action.mb for event in found.events} - {None})
     of = f", {drawn} of {found.microbatches} microbatches" if drawn < found.microbatches else ""
     with reporting_unwritable(path):
@@ -432,8 +437,8 @@ def draw_step_to_file(dry: StepDryRuns, found: Prediction, title: str, path: str
 
 
 def write_trace(dry: StepDryRuns, found: Prediction, path: str) -> str:
-    """Write the simulated step as a trace for Perfetto, with one rank per pipeline stage, and return a text about
-    it."""
+    """Write the simulated step as a trace for Perfetto, with one rank per pipeline stage. Return a text about the
+    file."""
     ranks = []
     for stage, (run, held) in enumerate(zip(dry.runs, dry.make_memory_timelines(found.events), strict=True)):
         axes, rank = run.session.state.placement.axes, run.found.rank
@@ -450,8 +455,8 @@ def write_trace(dry: StepDryRuns, found: Prediction, path: str) -> str:
 def _make_simulated_record(
     run: Any, row: Sequence[ActionEvent], alive: Sequence[tuple[float, int]], program: Any
 ) -> ProgramRecord:
-    """Return the simulated events as if a rank had recorded them. Their program number is -1, which no recorded program
-    has."""
+    """Convert simulated events to the form in which a rank records its actions. The program number is -1, which no
+    recorded program has."""
     turn, free = ProgramRecord(-1, 0, program, []), 0.0
     times = [time for time, _ in alive]
     for event in row:

@@ -1,4 +1,5 @@
-"""`verify`: compare training on N ranks with training in a single process on this machine, tensor by tensor."""
+"""`verify`: check, tensor by tensor, that training on N ranks gives the same parameters as training in a single
+process."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -32,15 +33,15 @@ __all__ = ["verify", "verify_on_communicator"]
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
 VOCAB, SEQ_LEN = 61, 12
-FULL_BATCH, LAST_BATCH = 13, 3  # the last batch is so small that some ranks get no samples
+FULL_BATCH, LAST_BATCH = 13, 3  # a small last batch tests ranks that get no samples
 
 TrainingResult = tuple[list[float], dict[str, Any], str]
 
 
 @dataclass(frozen=True)
 class VerifySize:
-    """Size of a GPT that has enough layers for the stages of a mesh, and enough heads and positions for its tensor
-    axis."""
+    """Size of the small GPT that is trained. It has enough layers for the pipeline stages of a mesh, and enough heads
+    and positions for its tensor axis."""
 
     width: int = 24
     layers: int = 2
@@ -49,7 +50,7 @@ class VerifySize:
 
     @classmethod
     def for_mesh(cls, mesh: Mesh | None) -> "VerifySize":
-        """Return the size for a mesh. None stands for a mesh without pipeline and tensor axes."""
+        """Return the model size to use on a mesh. None means that there is neither a pipeline nor a tensor axis."""
         if mesh is None:
             return cls()
         pipe, tensor = mesh.width_of("pipe"), mesh.width_of("tensor")
@@ -59,8 +60,16 @@ class VerifySize:
 
 @dataclass(frozen=True)
 class VerifyCase:
-    """One training run to compare. mesh: None stands for the default mesh of the strategy. recompute: value of
-    --recompute on the command line."""
+    """Options of one training run that is compared with training in a single process.
+
+    Attributes
+    ----------
+    strategy, precision, schedule, sequence, microbatches : as for `fsdpx.distribute`
+    mesh : the mesh; None: the default mesh of the strategy
+    recompute : the command-line value of --recompute
+    chunks : number of reproducible chunks, with which results must be bit-identical; None: within a tolerance
+    steps : number of training steps
+    """
 
     strategy: Strategy
     precision: PrecisionName
@@ -74,18 +83,18 @@ class VerifyCase:
 
     @property
     def tolerance(self) -> float:
-        """Largest allowed relative difference. It is 0 if there are chunks, because chunks make results bit-identical
-        unless the tensor axis splits sums."""
+        """Largest allowed relative difference. It is 0 with reproducible chunks, which make results bit-identical,
+        unless a tensor axis splits sums."""
         exact = self.chunks is not None and (self.mesh is None or self.mesh.width_of("tensor") == 1)
         return 0.0 if exact else TOLERANCE[self.precision]
 
     @property
     def single_process_case(self) -> "VerifyCase":
-        """The case in which a single process does the same training."""
+        """The reference case: the same training in a single process."""
         return VerifyCase("ddp", self.precision, chunks=self.chunks, steps=self.steps)
 
     def __str__(self) -> str:
-        """Return a text with everything but strategy, precision and number of ranks."""
+        """Return the mesh and the options other than strategy, precision and number of ranks as text."""
         parts = [] if self.mesh is None else [format_mesh(self.mesh)]
         parts += [self.schedule or "1f1b"] if self.mesh is not None and self.mesh.width_of("pipe") > 1 else []
         parts += [] if self.sequence is None else [f"sequence {self.sequence}"]
@@ -94,7 +103,8 @@ class VerifyCase:
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Return 0 if all tensors agree, else 1. Invalid arguments raise an error before the ranks connect. Collective."""
+    """Compare training on all ranks with training in a single process. Return 0 if all tensors agree, else 1. Invalid
+    arguments raise an error before the ranks connect. Collective."""
     if args.strategy != "all":
         resolve_sharding(DistributionChoices(args.strategy).strategy_within_replica(1), 1)
     _list_precisions(args.precision)
@@ -102,7 +112,7 @@ def verify(args: argparse.Namespace) -> int:
 
 
 def verify_on_communicator(comm: Communicator, args: argparse.Namespace) -> int:
-    """Run `verify` on the ranks of `comm`; return the exit status. Collective."""
+    """Run `verify` on the ranks of `comm`. Return 0 if all tensors agree, else 1. Collective."""
     good = True
     cases = list_cases(args, comm.size)
     for number, case in enumerate(cases, 1):
@@ -111,7 +121,7 @@ def verify_on_communicator(comm: Communicator, args: argparse.Namespace) -> int:
 
 
 def list_cases(args: argparse.Namespace, ranks: int) -> list[VerifyCase]:
-    """Return the cases for all combinations of the given strategies, precisions, schedules and sequence modes."""
+    """Return one case for each combination of the requested strategies, precisions, schedules and sequence modes."""
     strategies: list[Any] = list(PRESETS) if args.strategy == "all" else [args.strategy]
     formats = _list_precisions(args.precision)
     mesh = None if args.mesh is None else Mesh.parse(args.mesh)
@@ -135,7 +145,8 @@ def _list_precisions(precision: str) -> list[Any]:
 
 
 def fill_mesh(mesh: Mesh, strategy: Strategy, ranks: int) -> Mesh:
-    """Return the mesh with all widths filled in. For ddp, the entire data axis consists of replicas."""
+    """Return the mesh with the width of each axis filled in. For "ddp", the whole data axis becomes the replica axis.
+    """
     full = mesh.fill_from_strategy(DistributionChoices(strategy, mesh).strategy_within_replica(ranks), ranks)
     if strategy in PRESETS and PRESETS[strategy].shard == 1:
         return replace(full, replica=full.width_of("data"), shard=1)
@@ -143,8 +154,8 @@ def fill_mesh(mesh: Mesh, strategy: Strategy, ranks: int) -> Mesh:
 
 
 def _train_and_compare_case(comm: Communicator, case: VerifyCase, size: VerifySize, number: str) -> bool:
-    """Train one case; print and return whether its results agree with the results of a single process. number: the
-    case and the number of cases, such as "1/6". Collective."""
+    """Train one case, and print and return whether its results agree with those of a single process. `number` is the
+    progress, such as "1/6". Collective."""
     verdict, printed = None, ""
     with reporting_if_slow(comm.rank == 0, f"training case {number}", None) as count:
         count("with all ranks")
@@ -164,7 +175,8 @@ def _train_and_compare_case(comm: Communicator, case: VerifyCase, size: VerifySi
 
 
 def _retrain_and_print_first_difference(comm: Communicator, case: VerifyCase, size: VerifySize) -> None:
-    """Train again while recording, and print the first value that differs. Collective."""
+    """Repeat the training while recording all values, and print the first value that differs from training in a single
+    process. Collective."""
     everyone = comm.all_gather_data(_train_and_record(comm, case, size))
     if comm.rank == 0:
         print(
@@ -178,7 +190,7 @@ def _retrain_and_print_first_difference(comm: Communicator, case: VerifyCase, si
 
 
 def _train_and_record(comm: Communicator, case: VerifyCase, size: VerifySize) -> RankRecord:
-    """Train while recording all written values; return this rank's record. Collective."""
+    """Train while recording all written values, and return this rank's record. Collective."""
     trainer = _make_small_gpt_trainer(comm, case, size)
     recorder = ValueRecorder(trainer.inspect.engine, case.steps)
     for x, y in _iterate_batches(trainer.data_group, case.steps, case.chunks, size.seq_len):
@@ -193,8 +205,8 @@ def _train_in_one_process(case: VerifyCase, size: VerifySize) -> TrainingResult:
 
 
 def _train_case(comm: Communicator, case: VerifyCase, size: VerifySize) -> TrainingResult:
-    """Train on batches, of which the last one is short. Return the losses, the parameters, and, for exact cases, a text
-    with a fingerprint. Collective."""
+    """Train one case. Return the losses, the full parameters, and a text with their fingerprint, which is "" without
+    chunks. The last batch is short. Collective."""
     trainer = _make_small_gpt_trainer(comm, case, size)
     losses = [
         trainer.step(x, y) for x, y in _iterate_batches(trainer.data_group, case.steps, case.chunks, size.seq_len)
@@ -207,7 +219,7 @@ def _train_case(comm: Communicator, case: VerifyCase, size: VerifySize) -> Train
 
 def _make_small_gpt_trainer(comm: Communicator, case: VerifyCase, size: VerifySize) -> Trainer:
     """Return the trainer of a small GPT with tied weights and gradient clipping. The model has dropout unless results
-    must be exact."""
+    must be bit-identical."""
     exact = case.chunks is not None
     model = nn.GPT(VOCAB, size.width, size.layers, size.heads, size.seq_len, tie=True, dropout=0.0 if exact else 0.1)
     return model.as_distributed(
@@ -234,12 +246,13 @@ def _count_microbatches(case: VerifyCase) -> int:
 
 
 def _iterate_batches(comm: Communicator, steps: int, chunks: int | None, seq_len: int) -> Iterator[tuple[Any, Any]]:
-    """Yield this data rank's shard of each global batch. Global batches do not depend on the number of ranks."""
+    """Yield this data rank's samples of each global batch, as (inputs, targets). Global batches do not depend on the
+    number of ranks."""
     rng = np.random.Generator(np.random.Philox(11))
     for step in range(steps):
         rows = 2 * chunks if chunks else FULL_BATCH if step < steps - 1 else LAST_BATCH
         tokens = rng.integers(0, VOCAB, (rows, seq_len + 1))
-        tokens[:, 1::5] = -100 if step % 2 else tokens[:, 1::5]  # the loss ignores labels of -100
+        tokens[:, 1::5] = -100 if step % 2 else tokens[:, 1::5]  # tests labels that the loss ignores
         if chunks:
             mine, each = get_chunks_of_rank(chunks, comm.rank, comm.size), rows // chunks
             part = slice(mine.start * each, mine.stop * each)
@@ -251,12 +264,12 @@ def _iterate_batches(comm: Communicator, steps: int, chunks: int | None, seq_len
 def _compare_tensors(
     want: dict[str, Any], got: dict[str, Any], want_losses: list[float], got_losses: list[float], tolerance: float
 ) -> tuple[bool, str]:
-    """Return whether all tensors agree, and a line that names the worst tensor. Differences are relative to the largest
-    element of each tensor."""
+    """Return whether all tensors and losses agree within `tolerance`, and a line that names the worst one. Differences
+    are relative to the largest element of a tensor."""
     ours = {"the losses": np.array(got_losses), **{name: got[name] for name in want}}
     worst = find_difference(
         ours, {"the losses": np.array(want_losses), **want}, -1.0
-    )  # a tolerance of -1 always returns the worst element
+    )  # with a tolerance of -1 every element counts as different, so the worst one is returned
     error, where = (0.0, "the losses") if worst is None else (worst.relative, worst.tensor)
     if error > tolerance:
         return False, f"{where} differs by {error:.2e} relative, more than {tolerance:g}"
