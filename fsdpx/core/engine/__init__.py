@@ -1,1 +1,2 @@
-"""The interpreter of programs, the operations of their verbs, and observers."""
+"""The engine: it runs programs (lists of actions such as "forward of unit 3") on one rank and reports events to
+observers."""

@@ -1,9 +1,9 @@
-"""Memory of activations: arrays that are neither in the arena nor in a row of the ledger.
+"""Measurement of activation memory: arrays that belong neither to the arena nor to the parameters, gradients and
+optimizer state of the ledger.
 
-`ActivationMeter` tracks the activations that slots hold between actions, in real and in dry runs. `HeapRecorder`
-counts, in a dry run only, everything that is alive within each action. Recordings, peaks, dry runs, plans and
-out-of-memory errors use these two classes.
-"""
+`ActivationMeter` tracks the activations that are kept between actions, in real and in dry runs. `HeapRecorder` counts,
+in a dry run only, everything that is alive within each action. Recordings, peaks, dry runs, plans and out-of-memory
+errors use these two classes."""
 
 from __future__ import annotations
 
@@ -24,19 +24,26 @@ __all__ = ["ActivationMeter", "HeapRecorder", "get_arena_storage_ids", "is_activ
 
 
 def is_activation_slot(slot: Slot) -> bool:
-    """Return whether the value of a slot counts as activation memory."""
+    """Return whether the value in a program slot (named value) counts as activation memory."""
     return SLOTS[slot.kind].memory == "activations"
 
 
 def get_arena_storage_ids(arena: Arena) -> set[int]:
-    """Return the ids of the arrays that own the arena's memory, which the ledger counts."""
+    """Return the ids of the arrays that own the arena's memory, which the ledger already counts."""
     return {id(find_storage(array)) for array in (*arena.kept.values(), *arena.blocks, arena.slab)}
 
 
 class ActivationMeter:
-    """Bytes of the arrays in activation slots, updated after each action from the slots that the action takes and
-    gives. A view counts with its base array, and each base array counts once. Parameters that a layer saves for
-    backward are not counted here but by the ledger. live_bytes: current bytes. peak_bytes: peak bytes so far."""
+    """Counts the bytes of activations that a program keeps, updated after each action.
+
+    A view counts with its base array, and each base array counts once. Parameters that a layer saves for backward are
+    not counted, because the ledger counts them.
+
+    Attributes
+    ----------
+    live_bytes : current bytes
+    peak_bytes : peak bytes so far
+    """
 
     def __init__(self) -> None:
         self.live_bytes = self.peak_bytes = 0
@@ -45,17 +52,18 @@ class ActivationMeter:
         self._planned: tuple[tuple[int, int], set[int]] = ((-1, -1), set())
 
     def get_storage_bytes_by_slot(self) -> dict[Slot, dict[int, int]]:
-        """Return slot -> (id of a base array -> its bytes) for the current value of each slot."""
+        """Return the current memory of each slot (named value), as a dict from the slot to (bytes by id of a base
+        array)."""
         return dict(self._held)
 
     def exclude_arena(self, arena: Arena) -> None:
-        """Exclude the memory of this arena from the counts. Call this before a program that uses the arena runs."""
+        """Do not count memory of this arena. Call this before running a program that uses the arena."""
         state = (arena.generation, len(arena.kept))
         if self._planned[0] != state:
             self._planned = state, get_arena_storage_ids(arena)
 
     def forget_slot(self, slot: Slot) -> None:
-        """Stop counting the value of a slot."""
+        """Stop counting the value in a slot."""
         for root, nbytes in self._held.pop(slot, {}).items():
             self._users[root] -= 1
             if not self._users[root]:
@@ -63,7 +71,7 @@ class ActivationMeter:
                 self.live_bytes -= nbytes
 
     def count_slot_bytes(self, slot: Slot, value: Any) -> None:
-        """Count the new value of a slot instead of its old one."""
+        """Count the new value in a slot instead of its old one."""
         self.forget_slot(slot)
         there = self._planned[1]
         self._held[slot] = held = {root: nbytes for root, nbytes in iterate_storage_sizes(value) if root not in there}
@@ -86,12 +94,15 @@ def iterate_storage_sizes(value: Any) -> Iterable[tuple[int, int]]:
 
 
 class HeapRecorder(Observer):
-    """An observer that tracks the memory of a dry run action by action, from its construction on. The *heap* is all
-    memory outside the arena: activations, and rows of the ledger with lifetime "pass".
+    """Observer that records the memory of a dry run action by action. The *heap* is all memory outside the arena:
+    activations, and gradient shards that each update frees.
 
-    activations: meter of the activations in slots. program, action_at_peak: program and index of the action during
-    which the heap is largest. slots_at_peak: memory by slot before that action. batch: id -> bytes of the arrays of the
-    first batch.
+    Attributes
+    ----------
+    activations : meter of the activations kept between actions
+    program, action_at_peak : the program and the index of the action during which the heap is largest
+    slots_at_peak : memory of each slot (named value) before that action
+    batch : bytes of the arrays of the first batch, by id of the array
     """
 
     def __init__(self, engine: Engine, meter: MemoryMeter) -> None:
@@ -105,8 +116,8 @@ class HeapRecorder(Observer):
         engine.add_observer(self)
 
     def on_program_begin(self, program: Program, state: TrainState) -> None:
-        """Reset the peak. Arrays made before the first program, for example while a batch is checked, belong to no
-        step."""
+        """Reset the peak. Arrays made before the first program, for example while a batch is checked, do not count as
+        part of a step."""
         if not self._began:
             self.batch = dict(
                 iterate_storage_sizes([(one.inputs, one.target) for one in self._engine.batch if one is not None])
@@ -115,7 +126,7 @@ class HeapRecorder(Observer):
         self._each.clear()
 
     def on_action_done(self, action: Action) -> None:
-        """Record the peak memory of an action, and the activations that are alive after it."""
+        """Record the peak memory during an action, and the activation memory after it."""
         program, state, meter, rows = (
             self._engine.last_program,
             self._engine.state,
@@ -137,11 +148,11 @@ class HeapRecorder(Observer):
             value = state.store[slot]
             self.activations.count_slot_bytes(
                 slot, value.finish() if isinstance(value, TimedTransfer) else value
-            )  # the value may be a transfer, pending or complete
+            )  # a value that is still in transfer is replaced by the result of the transfer
 
     @property
     def _bytes_kept_between_programs(self) -> int:
-        """The bytes of the memory that stays allocated between programs."""
+        """Bytes of the memory that stays allocated between programs."""
         state = self._engine.state
         slab = [] if state.arena.slab is None else [state.arena.slab]
         kept = [array for key, array in state.ledger.arrays.items() if not state.ledger.rows[key].is_freed_by_update]
@@ -150,23 +161,22 @@ class HeapRecorder(Observer):
 
     @property
     def peak_heap_bytes(self) -> int:
-        """The peak bytes of the heap."""
+        """Peak bytes of the heap (all memory outside the arena)."""
         return self._most - self._bytes_kept_between_programs
 
     @property
     def peak_activation_bytes(self) -> int:
-        """The bytes of activations when the heap was largest."""
+        """Bytes of activations at the moment when the heap was largest."""
         return self.peak_heap_bytes - self._rows
 
     @property
     def activation_bytes_by_action(self) -> list[tuple[int, int]]:
-        """For each action of the last program, the peak bytes of activations during the action and the bytes after
-        it."""
+        """For each action of the last program, (peak bytes of activations during it, bytes after it)."""
         arena = self._bytes_kept_between_programs
         return [(most - arena, after - arena) for most, after in self._each]
 
     def get_peak_bytes_by_kind(self) -> dict[str, int]:
-        """Return bytes by kind of memory when the heap was largest."""
+        """Return the bytes at the moment when the heap was largest, by kind of memory."""
         state = self._engine.state
         bytes_by_kind = {"gradients": 0, **state.count_bytes_by_kind(), "activations": self.peak_activation_bytes}
         bytes_by_kind["gradients"] += self._rows - state.ledger.count_bytes_freed_by_update()

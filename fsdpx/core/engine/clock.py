@@ -1,4 +1,4 @@
-"""The clock of an engine: an observer that sums the time and bytes of the actions of each verb."""
+"""The clock of an engine: an observer that adds up time and bytes for each verb (kind of action, such as forward)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ because a thread writes the file."""
 
 
 class VerbTimings(NamedTuple):
-    """Totals over the actions of one verb.
+    """Total time and bytes of all actions of one kind, such as all forwards.
 
     Attributes
     ----------
@@ -45,9 +45,14 @@ class VerbTimings(NamedTuple):
 
 
 class EngineClock(Observer):
-    """An observer that sums times by verb. rows: verb -> the numbers of a `VerbTimings`, with a separate row for the
-    progress of transfers between actions. in_flight: mesh axis -> (seconds during which transfers were pending, seconds
-    of that time in which this rank did nothing else)."""
+    """Observer that adds up time and bytes for each verb (kind of action).
+
+    Attributes
+    ----------
+    rows : the numbers of a `VerbTimings` by verb, with a separate entry for progressing transfers between actions
+    in_flight : by mesh axis, (seconds during which transfers were pending, seconds of that time in which this rank did
+        nothing else)
+    """
 
     def __init__(self) -> None:
         self.reset_counts()
@@ -80,7 +85,7 @@ class EngineClock(Observer):
         row[5] += transfer.busy_seconds
 
     def get_timings(self) -> dict[str, VerbTimings]:
-        """Return the timings so far, by verb."""
+        """Return the total time and bytes so far, by verb."""
         return {
             op: VerbTimings(row[0], row[1], int(row[2]), int(row[3]), row[4], row[5]) for op, row in self.rows.items()
         }

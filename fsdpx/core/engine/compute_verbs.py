@@ -1,5 +1,5 @@
-"""The operations that compute: load inputs, forward, loss, backward and recompute. The nodes of a unit run in order and
-exchange values, which are identified by number."""
+"""The operations that compute: load inputs, forward, loss, backward and recompute. They run the nodes (layer calls) of
+a unit in order; nodes pass each other activations, which are identified by number."""
 
 from __future__ import annotations
 
@@ -40,11 +40,10 @@ def run_unit_forward(
     keep: bool,
     constant: Container[int] = (),
 ) -> list[Any]:
-    """Run the nodes on `values` (value number -> array, extended in place). Return what backward needs of each node, or
-    None.
+    """Run the forward of a unit's nodes on `values`, a dict from number to activation, to which results are added.
+    With `keep`, return what each node saves for backward; otherwise None for each.
 
-    constant: numbers of the values whose gradient is not needed; nothing is saved for them.
-    """
+    `constant` holds the numbers of the activations that need no gradient; nothing is saved for them."""
     saved: list[Any] = []
     for node, env, p in zip(unit.nodes, envs, params, strict=True):
         inputs = node.inputs
@@ -67,12 +66,14 @@ def run_unit_backward(
     dvalues: dict[int, Any],
     constant: Container[int],
 ) -> None:
-    """Run both halves of backward, last node first. dvalues: value number -> gradient; the gradients of the inputs are
-    added in place, except for the values in `constant`, whose gradient is not needed."""
+    """Run backward of a unit's nodes, last node first: gradients of inputs and of parameters.
+
+    `dvalues` maps the number of an activation to its gradient; input gradients are added to it in place. Activations
+    in `constant` need no gradient."""
     for i in range(len(unit.nodes) - 1, -1, -1):
         node, held, saved[i] = unit.nodes[i], saved[i], None
         dy = dvalues.pop(node.output, None)
-        if dy is None:  # the loss does not depend on this node
+        if dy is None:  # skip: the loss does not depend on this node
             continue
         leaf = all(v in constant for v in node.inputs)
         run = node.layer.backward_leaf if leaf else node.layer.backward
@@ -95,8 +96,8 @@ def run_unit_backward_input(
     dvalues: dict[int, Any],
     constant: Container[int] = (),
 ) -> list[Any]:
-    """Run only the first half of backward, which computes the gradients of inputs. Return what
-    `run_unit_backward_params` needs of each node."""
+    """Run only the half of backward that computes input gradients. Return for each node what
+    `run_unit_backward_params` needs for the other half."""
     kept: list[Any] = [NO_VALUE] * len(unit.nodes)
     for i in range(len(unit.nodes) - 1, -1, -1):
         node, held, saved[i] = unit.nodes[i], saved[i], None
@@ -115,7 +116,7 @@ def run_unit_backward_input(
 
 
 def run_unit_backward_params(unit: Unit, envs: UnitContexts, grads: Grads, kept: Sequence[Any]) -> None:
-    """Run only the second half of backward: add the parameter gradients into `grads`."""
+    """Run only the half of backward that computes parameter gradients, and add them to `grads`."""
     for i in range(len(unit.nodes) - 1, -1, -1):
         if not grads[i] or kept[i] is NO_VALUE:
             continue
@@ -128,7 +129,7 @@ def run_unit_backward_params(unit: Unit, envs: UnitContexts, grads: Grads, kept:
 
 
 def _annotate_layer_error(error: Exception, where: str, node: Node) -> None:
-    """Add the name of the layer to an error, and the reason if it is known."""
+    """Add a note to an error that names the layer, and the likely cause if it is known."""
     if is_missing_function_error(error):
         raise ConfigError(f"layer {node.path!r} {node.layer!r} in {where} calls {error}; {UNKNOWN}") from error
     why = f", which {CALLS_NUMPY}" if is_numpy_call_error(error) else ""
@@ -136,8 +137,8 @@ def _annotate_layer_error(error: Exception, where: str, node: Node) -> None:
 
 
 def _require_same_dtype(node: Node, dx: Any, dy: Any) -> None:
-    """Raise ConfigError if an input gradient has another dtype than `dy`. Otherwise the error would appear only in
-    another layer, or never."""
+    """Raise ConfigError if an input gradient `dx` has another dtype than the output gradient `dy`. Without this check
+    the mistake would appear in another layer, or not at all."""
     for part in dx if isinstance(dx, tuple) else (dx,):
         if part is not None and part.dtype != dy.dtype:
             raise ConfigError(
@@ -149,8 +150,9 @@ def _require_same_dtype(node: Node, dx: Any, dy: Any) -> None:
 def _accumulate_input_gradients(
     inputs: tuple[int, ...], dx: Any, dvalues: dict[int, Any], constant: Container[int]
 ) -> None:
-    """Add a node's input gradients to the gradients that other readers of the same inputs have computed."""
-    if len(inputs) == 1 and inputs[0] not in dvalues:  # the common case
+    """Add a node's input gradients to those that other readers of the same activations have computed."""
+    # fast path: one input, whose gradient has no other contribution yet
+    if len(inputs) == 1 and inputs[0] not in dvalues:
         if dx is not None and inputs[0] not in constant:
             dvalues[inputs[0]] = dx
         return
@@ -180,7 +182,7 @@ def forward_unit_without_saving(run: ProgramRun, action: Action, taken: Values, 
 
 
 def forward_unit_checkpointed(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Run the forward of a unit and save only its inputs, as value number -> array."""
+    """Run the forward of a unit and save only its inputs (activation checkpointing), as a dict by activation number."""
     outputs, _ = _run_forward(run, action, taken, read, added, keep=False)
     if run.get_microbatch(action) is None:
         return (*outputs, None, *added)
@@ -220,7 +222,7 @@ def recompute_unit(run: ProgramRun, action: Action, taken: Values, read: Values,
 
 
 def backward_unit(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Run both halves of backward node by node, so that the arrays that the second half needs can be freed early."""
+    """Run both halves of backward node by node, so that arrays saved for parameter gradients are freed early."""
     u, batch, views = get_action_target(action), run.get_microbatch(action), run.views
     unit, pages = run.placement.stage.units[u], _list_trainable_pages(run, u)
     gradients, have = _get_or_create_gradients(run, pages, added), added[len(pages) :]
@@ -270,8 +272,8 @@ def _list_trainable_pages(run: ProgramRun, unit: int) -> list[int]:
 def _list_inputs_and_known_gradients(
     run: ProgramRun, unit: StageUnit, taken: Values, have: Values
 ) -> tuple[list[int], dict[int, Any]]:
-    """Return the unit's inputs that need a gradient, and a dict value number -> gradient. The dict holds the gradients
-    accumulated so far for the unit's outputs, and for those inputs that other units also read."""
+    """Return the numbers of a unit's inputs that need a gradient, and a dict from activation number to gradient. The
+    dict holds the gradients of the unit's outputs, and the gradients so far of inputs that other units also read."""
     inner, output_values = ([v for v in some if v not in run.stage.constant] for some in (unit.inputs, unit.gives))
     known = dict(zip((*output_values, *inner), (*taken[:-1], *have), strict=True))
     return inner, {v: d for v, d in known.items() if d is not None}
@@ -290,8 +292,8 @@ def _add_empty_microbatches(gradients: list[Gradient], have: Values) -> Values:
 def _get_entries_and_mark_blank(
     run: ProgramRun, action: Action, pages: list[int], gradients: list[Gradient]
 ) -> list[GradientEntries]:
-    """Return the gradients of each page by name. Mark the gradients of a buffer that is used for the first time as
-    blank."""
+    """Return the parameter gradients of each page by name. Gradients in a buffer that is used for the first time are
+    marked, so that layers overwrite them instead of adding."""
     opened = []
     for page, gradient in zip(pages, gradients, strict=True):
         entries = run.views.get_gradient_entries(
@@ -305,9 +307,10 @@ def _get_entries_and_mark_blank(
 
 
 def _zero_unwritten_and_check_gradients(run: ProgramRun, action: Action, opened: list[GradientEntries]) -> None:
-    """Zero gradients that no layer wrote. Also check for NaN and Inf, except with a dynamic loss scale, which relies on
-    overflow."""
-    own_views = run.views.own[get_action_target(action)]  # a tied parameter may get its gradient in another unit
+    """Set gradients that no layer wrote to zero. Also check for NaN and Inf if requested, except with a dynamic loss
+    scale, which relies on overflow."""
+    # without tied parameters, which may get their gradient in another unit
+    own_views = run.views.own[get_action_target(action)]
     for page in opened:
         run.workspace.state.idle.update((name, None) for name in page.zero_unwritten() if name in own_views)
     if run.placement.options.check_finite and not run.scaler.dynamic:
@@ -318,8 +321,8 @@ def _zero_unwritten_and_check_gradients(run: ProgramRun, action: Action, opened:
 
 
 def compute_loss_and_gradients(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Return (total, weight) of the microbatch's loss. Add the gradients of the outputs, and add the weight to the
-    weight of the step."""
+    """Return the summed loss of a microbatch, its weight, and the output gradients. Add the weight to that of the
+    step."""
     batch, find = run.get_microbatch(action), run.placement.loss
     *have, weight = added
     if batch is None:
@@ -327,7 +330,7 @@ def compute_loss_and_gradients(run: ProgramRun, action: Action, taken: Values, r
     env = run.get_contexts_of_microbatch(batch)[0]
     y = taken[0] if len(taken) == 1 else taken
     total, share, saved = find.forward(env, y, batch.target)
-    if not have:  # nothing is trained
+    if not have:  # without trained layers there is no gradient
         return ((float(total), float(share)), (weight or 0.0) + float(share))
     dy = find.backward(env, saved, run.scaler.value)
     each = (dy,) if len(taken) == 1 else tuple(dy)
@@ -337,8 +340,8 @@ def compute_loss_and_gradients(run: ProgramRun, action: Action, taken: Values, r
 
 
 def _require_gradients_match_outputs(loss: Any, outputs: Values, dys: Values) -> None:
-    """Raise ConfigError if a loss gradient has another shape or dtype than its output. Otherwise another layer would
-    fail later."""
+    """Raise ConfigError if a gradient from the loss has another shape or dtype than its output. Without this check a
+    layer would fail later."""
     for y, d in zip(outputs, dys, strict=True):
         if not hasattr(d, "dtype") or d.dtype != y.dtype or d.shape != y.shape:
             description = f"{d.dtype}{list(d.shape)}" if hasattr(d, "dtype") else type(d).__name__
@@ -349,8 +352,7 @@ def _require_gradients_match_outputs(loss: Any, outputs: Values, dys: Values) ->
 
 
 def compute_loss_only(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Return (total, weight) of the microbatch's loss without computing gradients, and add the weight to the weight of
-    the step."""
+    """Return the summed loss of a microbatch and its weight, without gradients. Add the weight to that of the step."""
     batch = run.get_microbatch(action)
     if batch is None:
         return ((0.0, 0.0), added[0] or 0.0)
@@ -360,8 +362,8 @@ def compute_loss_only(run: ProgramRun, action: Action, taken: Values, read: Valu
 
 
 def add_caller_output_gradients(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Add the output gradients that the caller passes. They are gradients of a mean, so their total weight is 1, or 1
-    in each replica that trains independently."""
+    """Start backward from output gradients that the caller passes. They are gradients of a mean loss, so their total
+    weight is 1, or 1 in each replica that trains independently."""
     *have, weight = added
     factor, axes = run.scaler.value, run.placement.axes
     dys = [d * factor if factor != 1.0 else d for d in _drop_constant_gradients(run, taken[0])]
@@ -371,7 +373,8 @@ def add_caller_output_gradients(run: ProgramRun, action: Action, taken: Values, 
 
 
 def _drop_constant_gradients(run: ProgramRun, dys: Values) -> list[Any]:
-    """Return the gradients of the outputs except those of constant values, such as inputs that are also outputs."""
+    """Return the output gradients without those of outputs that need no gradient, such as inputs that are also
+    outputs."""
     return [d for v, d in zip(run.stage.outputs, dys, strict=True) if v not in run.stage.constant]
 
 

@@ -1,10 +1,8 @@
-"""The engine of one rank: the loop that runs programs. The engine fills and empties slots according to the table of
-verbs, waits for a value when it is first needed, progresses transfers between actions, measures time, and names the
-action in errors.
+"""The engine of one rank: the loop that runs programs. Before an action it waits for pending transfers that the action
+needs, between actions it progresses transfers, and it measures time and names the action in errors.
 
 A solver may call a model thousands of times. For programs that predict a few samples on one rank, `DirectPrediction`
-therefore runs only the layers, without slots and measurements.
-"""
+therefore runs only the layers, without the overhead of a program."""
 
 from __future__ import annotations
 
@@ -34,11 +32,14 @@ __all__ = ["DirectPrediction", "Engine"]
 
 
 class Engine:
-    """The interpreter that runs programs on the state of one rank.
+    """Runs programs on the state of one rank.
 
-    added_observers: observers added after construction. hooks: the methods of all observers, by event. last_program,
-    batch: the program that ran last, and its batch. direct: shape and dtype of small batches to predict -> function
-    that runs only the layers (`DirectPrediction`).
+    Attributes
+    ----------
+    added_observers : observers added after construction
+    hooks : the methods of all observers, by event
+    last_program, batch : the program that ran last, and its batch
+    direct : functions that run only the layers (`DirectPrediction`), by shape and dtype of a small batch
     """
 
     added_observers: tuple[Observer, ...]
@@ -53,8 +54,9 @@ class Engine:
         self._counters = self.placement.axes.counters
         self._views: BufferViews | None = None
         self._contexts = LayerContextCache(state)
-        self._in_flight: list[tuple[Action, TimedTransfer]] = []  # pending transfers, with the actions that issued them
-        self._sends: list[TimedTransfer] = []  # transfers of this run that no slot holds
+        # pending transfers, each with the action that started it
+        self._in_flight: list[tuple[Action, TimedTransfer]] = []
+        self._sends: list[TimedTransfer] = []  # transfers that no later action waits for, only the end of the run
         self._producers: dict[Slot, str] = {}
         self._own = (self.clock, *observers)
         self._set_observers(())
@@ -72,7 +74,7 @@ class Engine:
         return added
 
     def remove_observers(self, *observers: Observer) -> None:
-        """Remove added observers."""
+        """Remove observers that `add_observer` added."""
         self._set_observers(tuple(one for one in self.added_observers if one not in observers))
 
     def _set_observers(self, added: tuple[Observer, ...]) -> None:
@@ -80,13 +82,14 @@ class Engine:
         self.hooks = collect_hooks(self.observers)
 
     def prepare_program(self, request: ProgramRequest) -> Executable:
-        """Compile, verify and plan a program. Collective if ranks share memory."""
+        """Compile and verify a program, and plan its memory. Collective if ranks share memory."""
         return Executable(self.state, request)
 
     def run_program(self, executable: Executable, feed: StepInputs) -> dict[Slot, Any]:
-        """Run all actions, then remove the values of the program's result slots from the store and return them.
-        Collective if the program communicates."""
-        overflows = self.state.scaler.dynamic  # a dynamic loss scale expects overflow, and detects it in the gradients
+        """Run all actions of a program and return its results by slot (name of a value). Collective if the program
+        communicates."""
+        # with a dynamic loss scale, overflow is expected, and is detected later in the gradients
+        overflows = self.state.scaler.dynamic
         statistics = self.state.copy_running_statistics() if feed.training else []
         with (
             flush_denormals(),
@@ -105,9 +108,10 @@ class Engine:
                     self._progress_transfers()
                 results = {slot: self._take_result(slot) for slot in executable.program.results}
                 kind = PROGRAM_KINDS[executable.program.kind]
-                if kind.loss == "LOSS" and not kind.updates and not overflows:  # checked before the loss is accumulated
+                # programs without an update check here, before the loss is accumulated
+                if kind.loss == "LOSS" and not kind.updates and not overflows:
                     require_finite_loss(run, results[Slot("mean")], run.sync_group)
-            except BaseException:  # also Ctrl-C in an interactive session, which continues
+            except BaseException:  # also KeyboardInterrupt, because an interactive session continues after Ctrl-C
                 restore_from_copies(statistics)
                 self.state.discard_after_error()
                 raise
@@ -129,7 +133,7 @@ class Engine:
             self._views = BufferViews(self.placement.layout, state.arena.generation, state.frozen)
         if blas.get_product_threads() != self.placement.product_threads:
             blas.set_product_threads(self.placement.product_threads)
-        if self._contexts.seed != state.seed:  # layer contexts hold random state of the previous seed
+        if self._contexts.seed != state.seed:  # layer contexts hold the random state of the old seed
             self._contexts = LayerContextCache(state)
         work, views, contexts = executable.workspace, self._views, self._contexts
         units: Sequence[Unit] = self.placement.layout.units
@@ -139,8 +143,8 @@ class Engine:
         return ProgramRun(*fixed, state.ties, state.steps, state.scaler, state.freezing.missed, self._track_transfer)
 
     def _finish_stale_transfers(self) -> None:
-        """Wait for the pending transfers of a failed program, which are the same on all ranks. Keep transfers in slots,
-        because a later program needs them."""
+        """Wait for transfers that a failed program left pending, the same on all ranks. Transfers that a later program
+        needs stay pending."""
         known = {id(value) for value in self.state.store.values()}
         for _, transfer in self._in_flight:
             if id(transfer) not in known:
@@ -177,19 +181,19 @@ class Engine:
             self.clock.on_outside_program(PROGRESS, end, perf_counter(), 0)
 
     def annotate_and_report_error(self, error: Exception, words: str) -> None:
-        """Add rank and action to an error that an action raised, and report the error to observers."""
+        """Add a note with the rank and the action (`words`) to an error, and report the error to observers."""
         for failed in self.hooks.on_action_failed:
             failed(words, error)
         error.add_note(f"on rank {self.placement.axes.world.rank}, in action {words}")
 
     def _track_transfer(self, action: Action, transfer: TimedTransfer) -> None:
-        """Keep progressing a transfer that no slot holds until it is complete."""
+        """Progress a transfer until it is complete, although no action waits for it."""
         if transfer.handle is not COMPLETED:
             self._in_flight.append((action, transfer))
             self._sends.append(transfer)
 
     def _progress_transfers(self) -> None:
-        """Progress all pending transfers, and report completed ones to observers."""
+        """Let all pending transfers make progress, and report completed ones to observers."""
         pending, completed = [], set[int]()
         for action, transfer in self._in_flight:
             if transfer.test():
@@ -199,7 +203,7 @@ class Engine:
             else:
                 pending.append((action, transfer))
         self._in_flight = pending
-        if completed and self._sends:  # frees sent arrays before the program ends
+        if completed and self._sends:  # free sent arrays before the program ends
             self._sends = [transfer for transfer in self._sends if id(transfer) not in completed]
 
     def _take_result(self, slot: Slot) -> Any:
@@ -225,47 +229,47 @@ class Engine:
 
     @property
     def has_observers_or_transfers(self) -> bool:
-        """True if observers were added, or if transfers are pending."""
+        """True if there are observers besides the clock, or if transfers are pending."""
         return bool(self.added_observers or self._in_flight) or len(self._own) > 1
 
     def get_contexts_and_parameters(
         self, unit: int, held: Sequence[Any], inputs: Sequence[Any]
     ) -> tuple[list[LayerContext], list[Parameters]]:
-        """Return the contexts and parameters of a unit's layers for inference. An inference program must have run
-        before. held: the values of the unit's pages and statistics."""
+        """Return the contexts and parameters of a unit's layers for inference, after an inference program has run.
+        `held` holds the unit's gathered pages (flat parameter buffers) and running statistics."""
         assert self._views is not None
         return self._contexts.get_contexts(False, False, inputs)[1][unit], self._views.view_unit_parameters(unit, held)
 
     def record_outside_program(self, what: str, begin: float, nbytes: int = 0) -> None:
-        """Report to observers that work outside programs began at `begin` and ends now. nbytes: bytes that this rank
-        wrote or read."""
+        """Report work outside programs, named `what`, to observers. It began at time `begin` and ends now; this rank
+        wrote or read `nbytes` bytes."""
         end = perf_counter()
         for outside in self.hooks.on_outside_program:
             outside(what, begin, end, nbytes)
 
     def reset_counters(self) -> None:
-        """Reset the counters of traffic and time."""
+        """Set the counters of traffic and time to zero."""
         self.placement.axes.counters.clear()
         for reset in self.hooks.reset_counts:
             reset()
         self.state.storage.reset_counters()
 
     def drop_stale_views(self) -> None:
-        """Drop cached views if the state has freed their memory, or if the set of frozen parameters has changed."""
+        """Drop cached array views if their memory was freed, or if other parameters are frozen now."""
         views, state = self._views, self.state
         if views is not None and (views.generation, views.frozen) != (state.arena.generation, state.frozen):
             self._views = None
 
     def abandon_transfers(self) -> list[Handle]:
-        """Forget pending transfers. Return their handles, so that the caller can keep the memory of the transfers until
-        they complete."""
+        """Forget pending transfers. Return their handles, because the caller must keep their memory until they
+        complete."""
         handles = [transfer.handle for transfer in (*(t for _, t in self._in_flight), *self._sends)]
         self._in_flight.clear()
         self._sends.clear()
         return handles
 
     def close(self) -> None:
-        """Release all buffers, shared memory, and the communicators made for this engine. Collective."""
+        """Free buffers, shared memory, and the communicators made for this engine. Collective."""
         self.abandon_transfers()
         self._views = None
         self.direct.clear()
@@ -277,14 +281,14 @@ MAX_DIRECT_BYTES = 1 << 16
 
 
 class DirectPrediction:
-    """A fast path for repeated predictions of one shape. engine: the engine that has just run `executable` on the array
-    `x`. A call with an array of the same shape and dtype returns the outputs in order. It returns None if anything else
-    has changed, so that the caller must run the program."""
+    """Function that repeats a prediction without running the program, for inputs of one shape and dtype. It returns
+    the outputs in order, or None if anything else has changed, so that the caller must run the program.
+
+    It is made after `engine` has run the program `executable` on the array `x`."""
 
     @classmethod
     def from_last_run(cls, engine: Engine, executable: Executable, x: Any) -> DirectPrediction | None:
-        """Return a fast path for the last run; None if the program does more than inference on one rank, or checks for
-        NaN and Inf."""
+        """Return a `DirectPrediction` for the last run, or None if that program did more than inference on one rank."""
         place, ops = engine.placement, {planned.action.op for planned in executable.steps}
         plain = (
             type(x) is np.ndarray and x.nbytes <= MAX_DIRECT_BYTES and len(executable.program.stage.used_inputs) == 1
@@ -299,7 +303,7 @@ class DirectPrediction:
         self.shape, self.dtype = x.shape, x.dtype
         (self.input,), self.outputs = self.program.stage.used_inputs, self.program.stage.outputs
         self.valid = state.seed, state.arena.generation
-        self.store: list[tuple[Any, Any]] = []  # slots that the layers read, and the values they must still hold
+        self.store: list[tuple[Any, Any]] = []  # pairs (slot that the layers read, value that it must still hold)
         self.units: list[tuple[Any, ...]] = []
         for planned in executable.steps:
             if planned.action.op == "E":

@@ -12,13 +12,15 @@ __all__ = ["describe_not_finite", "require_finite"]
 
 
 def require_finite(placement: Placement, array: Any, what: str, action: Action | None = None) -> None:
-    """Raise NumericsError if an element is NaN or Inf, naming the rank, tensor, action and the first such element."""
+    """Raise NumericsError if an element is NaN or Inf. The error names the rank, the array (`what`), the action and
+    the first such element."""
     if text := describe_not_finite(placement, array, what, f" in action {action}" if action is not None else ""):
         raise NumericsError(text)
 
 
 def describe_not_finite(placement: Placement, array: Any, what: str, where: str = "") -> str:
-    """Return text that names rank, tensor and the first element that is NaN or Inf; "" if there is none."""
+    """Return a sentence that names the rank, the array (`what`) and its first NaN or Inf; "" if all elements are
+    finite."""
     xp = placement.xp
     if array.dtype.kind not in "fV" or placement.device.is_finite(array):
         return ""

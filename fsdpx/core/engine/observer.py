@@ -1,4 +1,4 @@
-"""Observers of an engine: a class with one method for each kind of event while programs run."""
+"""Observers of an engine: objects that are told about each event while programs run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # the launcher reads flight records without loading the engine
+if TYPE_CHECKING:  # type checking only: the launcher imports this module, but should not load the engine
     from fsdpx.core.comm.calls import TimedTransfer
     from fsdpx.core.engine.operations import ExecutableAction
     from fsdpx.core.program import Action, Program
@@ -17,53 +17,52 @@ __all__ = ["Hooks", "Observer", "collect_hooks"]
 
 
 class Observer:
-    """Base class of objects that receive the events of an engine. Override the methods you need. The engine calls only
+    """Base class for observers of an engine. Override the methods of the events you need; the engine calls only
     overridden methods. Add an observer with `Engine.add_observer`.
 
-    Times are those of `perf_counter`. An exception in an observer ends the program, like one in an action.
-    """
+    Times are those of `perf_counter`. An exception in an observer ends the program, like one in an action."""
 
     __slots__ = ()
 
     def on_collective_call(self, call: str) -> None:
-        """Called when this rank enters a call of the trainer that all ranks make, such as "step"."""
+        """Called when this rank begins a collective call of the trainer, such as "step"."""
 
     def on_program_begin(self, program: Program, state: TrainState) -> None:
         """Called before a program runs."""
 
     def wrap_units(self, units: Sequence[Unit]) -> Sequence[Unit]:
-        """Return the units that the program runs instead of `units`, for example the same units with layers that are
-        measured."""
+        """Return replacements for the units (groups of layers) of the program that is about to run, for example with
+        layers that measure time."""
         return units
 
     def on_action_begin(self, words: str, now: float) -> None:
-        """Called when an action begins. words: the action as text."""
+        """Called when an action begins. `words` names the action; `now` is the time."""
 
     def on_wait(self, what: str) -> None:
-        """Called when the current action starts to wait for a transfer. what: the action that issued the transfer."""
+        """Called when the current action starts to wait for a transfer. `what` names the action that started the
+        transfer."""
 
     def on_action_done(self, action: Action) -> None:
-        """Called when an action has put its values into the store. The action counts as done when all observers have
-        returned."""
+        """Called when an action has stored its results. The action counts as done once all observers have returned."""
 
     def on_action_end(
         self, planned: ExecutableAction, begin: float, ready: float, end: float, nbytes: int, values: Sequence[Any]
     ) -> None:
-        """Called at the end of an action. begin, ready, end: times when the action began, had all its inputs, and
-        ended. nbytes: bytes that this rank sent or received during the action."""
+        """Called at the end of an action. `begin`, `ready` and `end` are the times when it began, had all its inputs,
+        and ended. `nbytes` is the number of bytes that this rank sent or received meanwhile."""
 
     def on_transfer_complete(self, action: Action, transfer: TimedTransfer) -> None:
-        """Called when a transfer that `action` issued is complete."""
+        """Called when a transfer that `action` started is complete."""
 
     def on_outside_program(self, what: str, begin: float, end: float, nbytes: int) -> None:
-        """Called at the end of work outside actions, such as agreeing on a batch, saving or loading. nbytes: bytes that
-        this rank wrote or read."""
+        """Called at the end of work outside programs, such as comparing batches, saving or loading. `nbytes` is the
+        number of bytes that this rank wrote or read."""
 
     def on_action_failed(self, words: str, error: Exception) -> None:
-        """Called when an action has raised an error."""
+        """Called when an action has raised `error`. `words` names the action."""
 
     def reset_counts(self) -> None:
-        """Reset counters."""
+        """Set the counters of this observer to zero."""
 
     def write_files(self) -> None:
         """Write what was recorded to files. Collective."""
@@ -88,7 +87,7 @@ class Hooks:
 
 
 def collect_hooks(observers: Sequence[Observer]) -> Hooks:
-    """Return the methods that these observers override, in the order of the observers."""
+    """Collect the methods that these observers override, in the order of the observers."""
     hooks_by_event: dict[str, list[Any]] = {name: [] for name in Hooks.__slots__}
     for observer in observers:
         for name, methods in hooks_by_event.items():

@@ -1,10 +1,10 @@
-"""The operation of each verb on one rank. An operation gets the values of its slots in the order of the table of verbs.
-It returns the values of the slots that it gives, then those of the slots that it adds into, each in the order of the
-table.
+"""The operation of each verb (kind of action) on one rank. An operation gets the values of its slots in the order of
+the table of verbs. It returns the values of the slots that it fills, then of the slots to which it adds, each in the
+order of the table.
 
-SEND and RECV are messages between stages: values are sent forward to the next reader, gradients backward. UPDATE runs
-the optimizer on parameters. An `Executable` is a program with its memory on one rank; it can run any number of times.
-"""
+SEND and RECV are messages between pipeline stages: activations are sent forward to the next reader, gradients
+backward. UPDATE runs the optimizer on parameters. An `Executable` is a compiled program with its memory on one rank;
+it can run any number of times."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def update_page(run: ProgramRun, action: Action, taken: Values, read: Values, ad
     if not scale.skip and not run_optimizer_on_page(
         run, master, taken[0], slots, own, run.step + 1, scale.rate, scale.factor
     ):
-        for axis, call, nbytes in run.placement.list_optimizer_transfers(p):  # count what the optimizer would have sent
+        # in a dry run nothing is sent: count what the optimizer would send
+        for axis, call, nbytes in run.placement.list_optimizer_transfers(p):
             run.placement.axes.counters.add_calls(axis, call, nbytes)
     return (master, slots)
 
@@ -78,8 +79,8 @@ def run_optimizer_on_page(
     lr: float,
     factor: float,
 ) -> bool:
-    """Run the optimizer on a range of elements of a page. Return False if nothing ran, as `update_parameters` does.
-    step: 1-based step of the trainer."""
+    """Update a range of a page's elements (flat parameter buffer) with the optimizer. Return False if there was
+    nothing to update. `step` is the number of the trainer's step, counted from 1."""
     place, counted = run.placement, segments.with_missed_updates(run.missed)
     with preserving_frozen_parameters(run, segments, master, slots):
         return update_parameters(
@@ -91,8 +92,8 @@ def run_optimizer_on_page(
 def preserving_frozen_parameters(
     run: ProgramRun, segments: ShardSegments, master: Any, slots: Mapping[str, Any]
 ) -> Iterator[None]:
-    """Restore frozen parameters and their optimizer slots at the end of the block, because weight decay and momentum
-    change them even without a gradient."""
+    """Return a context manager that restores frozen parameters and their optimizer state at its end, because weight
+    decay and momentum would change them even without a gradient."""
     still = [slice(s.start, s.stop) for s in segments.items if s.name in run.views.frozen]
     kept = [(array[at], array[at].copy()) for array in (master, *slots.values()) for at in still]
     yield
@@ -101,12 +102,13 @@ def preserving_frozen_parameters(
 
 
 def start_send_value(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Start to send a value. At its end, the run waits until the message has been sent."""
+    """Start to send an activation or a gradient to another pipeline stage. The run waits at its end until the message
+    has been sent."""
     message = run.workspace.stage_messages.get_message(action, run.get_microbatch(action))
     if message is None:
         return ()
     xp, (value,) = run.placement.xp, (*taken, *read)
-    if value is None:  # a gradient of a value on which the loss does not depend
+    if value is None:  # the loss does not depend on this activation, so send zeros as its gradient
         value = xp.zeros(message.shape, dtype=message.dtype)
     if tuple(value.shape) != message.shape or value.dtype != message.dtype:
         raise ShapeError(
@@ -115,12 +117,14 @@ def start_send_value(run: ProgramRun, action: Action, taken: Values, read: Value
         )
     flat = xp.ascontiguousarray(value).reshape(-1)
     handle = run.placement.axes.pipe.send(flat, message.peer, message.tag, what=message.what)
-    run.track_transfer(action, TimedTransfer(handle, lambda: flat))  # the lambda keeps the array alive until it is sent
+    # the lambda keeps the array alive until it has been sent
+    run.track_transfer(action, TimedTransfer(handle, lambda: flat))
     return ()
 
 
 def start_receive_value(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Start to receive a value and return the transfer; None if nothing is sent."""
+    """Start to receive an activation or a gradient from another pipeline stage, and return the transfer; None if
+    nothing is sent."""
     message = run.workspace.stage_messages.get_message(action, run.get_microbatch(action))
     if message is None:
         return (None,)
@@ -130,8 +134,8 @@ def start_receive_value(run: ProgramRun, action: Action, taken: Values, read: Va
 
 
 def start_all_reduce_loss(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Start to combine the losses of all ranks. The transfer runs during backward; the first action that needs the mean
-    waits for it."""
+    """Start to average the loss over all ranks. The transfer runs during backward; the first action that needs the
+    mean waits for it."""
     return (
         run.placement.start_all_gather_numbers(
             _pack_loss_and_schedule(run, taken, read), "MEAN (loss)", partial(_combine_losses, run), run.sync_group
@@ -140,21 +144,23 @@ def start_all_reduce_loss(run: ProgramRun, action: Action, taken: Values, read: 
 
 
 def _pack_loss_and_schedule(run: ProgramRun, pairs: Values, weight: Values) -> list[float]:
-    """Return the numbers that this rank contributes: the weight of its gradients, the total and weight of each
-    microbatch's loss, and the scheduled values of the update (see `get_scheduled_values`), which must be equal on all
-    ranks."""
+    """Return the numbers that this rank sends to average the loss: the weight of its gradients, loss sum and weight of
+    each microbatch, and the learning rate and other scheduled values, which must be the same on all ranks."""
     rates = get_scheduled_values(run.placement.optimizer, run.step + 1) if run.has_update else UNSCHEDULED
-    if not run.placement.counts_loss or not weight:  # another pipeline rank computes the loss
+    # this rank computes no loss of its own: another pipeline or tensor rank does
+    if not run.placement.counts_loss or not weight:
         return [0.0] * (1 + 2 * len(run.feed.batch)) + [*rates]
     return [weight[0], *(number for pair in pairs for number in pair), *rates]
 
 
 def _combine_losses(run: ProgramRun, rows: list[list[float]]) -> LossMean:
-    """Combine the numbers of all ranks into the mean loss. A replica that trains independently may have no samples."""
+    """Return the mean loss from the numbers that each rank sent. A replica that trains independently may have no
+    samples."""
     require_same_schedule_values(run, run.sync_group, rows, {-2: "learning rate", -1: "share that an average keeps"})
-    lr = rows[run.sync_group.rank % len(rows)][-2]  # an asynchronous rank has only its own row
+    lr = rows[run.sync_group.rank % len(rows)][-2]  # in asynchronous training there is only this rank's row
     if math.isnan(lr):
-        get_learning_rate(run.placement.optimizer, run.step + 1)  # raises the same error on all ranks
+        # the rate is invalid: this raises the same error on all ranks
+        get_learning_rate(run.placement.optimizer, run.step + 1)
     shared = sum_exactly([row[0] for row in rows])
     if len(rows[0]) == 3:
         return LossMean(math.nan, 1.0, shared, lr)
@@ -166,7 +172,7 @@ def _combine_losses(run: ProgramRun, rows: list[list[float]]) -> LossMean:
 
 
 def start_all_gather_page(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Start the all-gather of a page's shards into full parameters. A rank sends n - n/N elements."""
+    """Start the all-gather of a page's shards into full parameters. Each of N ranks sends n - n/N of the n elements."""
     p, place, (master,) = get_action_target(action), run.placement, read
     page, comm, description = place.pages[p], place.axes.shard, format_action_label(run, action)
     full = run.workspace.get_full_parameter_buffer(p)
@@ -177,18 +183,18 @@ def start_all_gather_page(run: ProgramRun, action: Action, taken: Values, read: 
         store(place.xp, master, own_part)
         handle = comm.all_gather(own_part, wire, page.counts, what=description)
         return (TimedTransfer(HandleWithCallback(handle, partial(store, place.xp, wire, full)), lambda: views),)
-    # with asynchronous ranks, the master shard is in a window and cannot be sent from there
+    # in asynchronous training the shard is in an MPI window and cannot be sent from there
     if place.formats.compute != place.formats.master or place.sync_policy.own_speed:
         own_part = full[page.own_range.start : page.own_range.stop]
         store(place.xp, master, own_part)
         master = own_part
-    if comm.size == 1 and place.keeps_full_parameters:  # the shard is the full page
+    if comm.size == 1 and place.keeps_full_parameters:  # the shard is the full page, so nothing is sent
         return (TimedTransfer(COMPLETED, lambda: views),)
     return (TimedTransfer(comm.all_gather(master, full, page.counts, what=description), lambda: views),)
 
 
 def release_slots(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Release the taken values, which hold a gathered page or data that was read from a slower level."""
+    """Free the values that the action takes: gathered parameters, or data loaded from disk."""
     return ()
 
 
@@ -229,9 +235,9 @@ def _make_reduction(run: ProgramRun, action: Action, axis: str, first: bool, mem
 
 
 def all_reduce_tied_gradients(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Sum the gradients of tied parameters, in place in all copies on this rank. With n elements per page on this rank,
-    T tensor ranks and k copies, a rank sends 2 n (T - 1)/T elements over the tensor axis and n (k - own copies)
-    elements to the other ranks with copies."""
+    """Sum the gradients of tied parameters, in place in all copies on this rank. With n elements per copy on this
+    rank, T tensor ranks and k copies, a rank sends 2 n (T - 1)/T elements over the tensor axis and n (k - own copies)
+    elements to other ranks that have copies."""
     p, description = get_action_target(action), format_action_label(run, action)
     tie_group = run.ties[p]
     if tie_group.partial:
@@ -244,7 +250,8 @@ def all_reduce_tied_gradients(run: ProgramRun, action: Action, taken: Values, re
         else _all_gather_tied_gradients(tie_group, tie_group.comm, taken, scratch, description)
     )
     total = gathered[-1]
-    for other in reversed(gathered[:-1]):  # same order as in one process, where backward reaches later layers first
+    # add in the order of a single process, whose backward reaches later layers first
+    for other in reversed(gathered[:-1]):
         total += other
     for own_array in taken:
         if own_array is not total:
@@ -253,7 +260,7 @@ def all_reduce_tied_gradients(run: ProgramRun, action: Action, taken: Values, re
 
 
 def _all_gather_tied_gradients(tie: TieGroup, comm: Communicator, totals: Values, every: Any, what: str) -> list[Any]:
-    """Return the gradients of all copies, in the order of `tie.pages`."""
+    """All-gather the gradients of all copies of a tied parameter, and return them in the order of `tie.pages`."""
     n, held = totals[0].size, tie.pages_per_rank
     first = n * sum(held[: comm.rank])
     own_part = every[first : first + n * held[comm.rank]]
@@ -265,8 +272,8 @@ def _all_gather_tied_gradients(tie: TieGroup, comm: Communicator, totals: Values
 
 
 def all_reduce_loss_and_norm(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Compute the mean loss and the scale of all updates with a single message. The scale is 1 / (weight x loss scale),
-    multiplied by clip / norm if the gradient norm exceeds the clip norm."""
+    """Compute the mean loss, the gradient norm and the factor for all gradients with a single message. The factor is 1
+    / (weight x loss scale), multiplied by clip / norm if the norm exceeds the clip norm."""
     place, scaler, clip = run.placement, run.scaler, run.placement.options.clip_norm
     here = _compute_own_norm_squares(run, read)
     n = len(here)
@@ -295,9 +302,9 @@ def _compute_clip_factor(norm: float, max_norm: float) -> float:
 
 
 def compute_update_scale(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Compute the scale of all updates without communication, for steps that do not need the gradient norm. It reads
-    all gradients, so every transfer is complete before the first update. Each rank checks for NaN and Inf only in the
-    gradients with which it updates."""
+    """Compute the factor for all gradients without communication, for steps that do not need the gradient norm. Each
+    rank checks only its own gradient shards for NaN and Inf. The action reads all gradients, so all their transfers
+    are complete before the first update."""
     require_finite_loss(run, read[0], run.sync_group)
     _require_finite_gradients(run, read[1:])
     factor = 1.0 / (read[0].gradient_divisor * run.scaler.value)
@@ -305,8 +312,8 @@ def compute_update_scale(run: ProgramRun, action: Action, taken: Values, read: V
 
 
 def _compute_own_norm_squares(run: ProgramRun, totals: Values) -> list[float]:
-    """Return this rank's numbers, whose sum over all ranks is the squared gradient norm. With reproducible chunks,
-    fixed blocks of each parameter are summed exactly, so that the result does not depend on the layout."""
+    """Return numbers whose sum over all ranks is the squared gradient norm. With reproducible chunks, fixed blocks of
+    each parameter are summed exactly, so that the result does not depend on sharding."""
     xp, parts = run.placement.xp, [totals[n][at] for n, at in _list_slices_counted_once(run)]
     if not run.placement.accumulation.bitwise:
         return [sum_exactly([square_sum(xp, part) for part in parts])]
@@ -314,7 +321,9 @@ def _compute_own_norm_squares(run: ProgramRun, totals: Values) -> list[float]:
 
 
 def _list_slices_counted_once(run: ProgramRun) -> list[tuple[int, slice]]:
-    """Return the elements that this rank contributes to sums over all ranks, as (position in the trained pages, slice).
+    """Return the gradient elements that this rank contributes to sums over all ranks, as (index into the trained
+    pages, slice).
+
     Each element of the model counts once: in the first replica only, on one tensor rank, and not in copies of tied
     parameters. With reproducible chunks there is one slice per parameter; otherwise adjacent slices are merged."""
     place = run.placement
@@ -349,7 +358,7 @@ def call_commit_callback(run: ProgramRun, action: Action, taken: Values, read: V
 
 
 def compute_local_loss_and_scale(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Compute the mean loss and the update scale from this rank's batch alone, without communication."""
+    """Compute the mean loss and the gradient factor from this rank's batch alone, without communication."""
     place, clip = run.placement, run.placement.options.clip_norm
     mean = _combine_losses(run, [_pack_loss_and_schedule(run, taken[:-1], taken[-1:])])
     require_finite_loss(run, mean)
@@ -363,19 +372,19 @@ def compute_local_loss_and_scale(run: ProgramRun, action: Action, taken: Values,
 
 
 def require_finite_loss(run: ProgramRun, mean: LossMean, comm: Communicator | None = None) -> None:
-    """Raise NumericsError if the loss of a step is NaN or Inf, before anything is updated. comm: the ranks that share
-    the loss; all of them raise the same error, which names a rank whose batch is not finite. None: only this rank
-    raises."""
+    """Raise NumericsError if the mean loss is NaN or Inf, before anything is updated. `comm` contains the ranks that
+    share the loss; all of them raise the same error, which names a rank whose batch is not finite. With None, only
+    this rank raises."""
     if run.feed.batch and not math.isfinite(mean.total):
         _raise_numerics_error(run, f"the loss is {mean.value}", _describe_bad_batch_value(run), comm)
 
 
 def _require_finite_gradients(run: ProgramRun, totals: Values) -> None:
-    """Raise NumericsError if a gradient with which this rank updates is not finite. Other ranks are not told about the
-    error."""
+    """Raise NumericsError if one of this rank's gradient shards is NaN or Inf. Other ranks are not told."""
     if run.placement.device.are_finite(totals):
         return
-    problem = _describe_bad_gradient(run, totals)  # squares can overflow although the gradient is finite
+    # empty if only the squares overflowed, although every gradient is finite
+    problem = _describe_bad_gradient(run, totals)
     if problem and run.sync_group.size > 1:
         problem += (
             ". Ranks that update other parameters may have updated them: resume from a checkpoint. With clip_norm=... "
@@ -386,15 +395,16 @@ def _require_finite_gradients(run: ProgramRun, totals: Values) -> None:
 
 
 def _raise_numerics_error(run: ProgramRun, what: str, origin: str, comm: Communicator | None = None) -> NoReturn:
-    """Raise NumericsError. origin: text that says where this rank found the value. comm: ranks that all call this
-    function and exchange their origins; None: only this rank calls it."""
+    """Raise NumericsError about `what`. `origin` says where this rank found NaN or Inf. The ranks of `comm` all call
+    this function and share their origins; with None, only this rank calls it."""
     origins = [origin] if comm is None else comm.all_gather_data(origin)
     told = next(filter(None, origins), "distribute(..., check_finite=True) names its origin")
     raise NumericsError(f"step {run.step + 1}: {what}, and nothing is updated with it: {told}")
 
 
 def _describe_bad_batch_value(run: ProgramRun) -> str:
-    """Return text that names the first input or target of this rank's batch that is NaN or Inf; "" if there is none."""
+    """Return a phrase that names the first NaN or Inf in the inputs and target of this rank's batch; "" if all are
+    finite."""
     place = run.placement
     for batch in filter(None, run.feed.batch):
         arrays = {f"input {name!r}": array for name, array in zip(place.layout.inputs, batch.inputs, strict=True)}
@@ -407,12 +417,13 @@ def _describe_bad_batch_value(run: ProgramRun) -> str:
 
 
 def _describe_bad_gradient(run: ProgramRun, totals: Values) -> str:
-    """Return text that names the first parameter whose gradient is NaN or Inf on this rank; "" if there is none."""
+    """Return a phrase that names the first parameter with a NaN or Inf in its gradient on this rank; "" if there is
+    none."""
     for p, total in zip(run.stage.trained_pages, totals, strict=True):
         page = run.placement.pages[p]
         first = (
             page.own_range.start if total.size == page.own_range.size else 0
-        )  # an asynchronous rank has the full gradient
+        )  # in asynchronous training each rank has the full gradient
         for piece in page.page.find_field_overlaps(ElementRange(first, first + total.size)):
             name = page.page.fields[piece.have].source
             part = total[piece.start - first : piece.stop - first]
@@ -451,8 +462,13 @@ OPERATIONS: dict[str, Operation] = {
 
 
 class ExecutableAction(NamedTuple):
-    """One action with everything that is needed to run it. words: the action as text. gives: the slots that it fills,
-    then the slots that it adds into."""
+    """An action with everything needed to run it.
+
+    Attributes
+    ----------
+    words : the action as text, for errors and observers
+    gives : the slots (named values) that it fills, then the slots to which it adds
+    """
 
     operation: Operation
     action: Action
@@ -465,7 +481,12 @@ class ExecutableAction(NamedTuple):
 
 
 class Executable:
-    """A program that is verified and planned at construction. producers: slot -> text of the action that fills it."""
+    """A program that has been compiled and verified, with its memory on this rank.
+
+    Attributes
+    ----------
+    producers : name of the action that fills a slot (named value), by slot
+    """
 
     def __init__(self, state: TrainState, request: ProgramRequest) -> None:
         place, program = state.placement, compile(request)
@@ -484,7 +505,7 @@ class Executable:
 
 
 def describe_action_target(placement: Placement, action: Action, kind: str) -> str:
-    """Return text that names the unit, page or message on which an action works."""
+    """Return a phrase that names the unit, page or message on which an action works."""
     description, number = VERBS[action.op].about, action.unit
     if number is None or not description:
         return f"the {kind} program"

@@ -1,4 +1,5 @@
-"""One run of a program: the context of its operations, the memory of slots, and named views of flat buffers."""
+"""One run of a program: the context of its operations, the memory of its values, and views of parameters in flat
+buffers."""
 
 from __future__ import annotations
 
@@ -46,11 +47,14 @@ __all__ = [
 
 
 class BufferViews:
-    """A cache of views by buffer. Buffers are the same objects in every step, so the views are made only in the first
-    steps.
+    """Cache of the views of parameters and gradients in flat buffers. The same buffers are used in every step, so
+    views are made only in the first steps.
 
-    generation: generation of the arena's slab for which the views are valid. frozen: parameters whose gradients are
-    hidden from layers. own: for each unit, its trainable parameters that no other unit uses.
+    Attributes
+    ----------
+    generation : the views are valid as long as the arena's `generation`, which counts reallocations, has this value
+    frozen : parameters whose gradients are hidden from layers
+    own : for each unit, its trainable parameters that no other unit uses
     """
 
     def __init__(self, layout: ModelLayout, generation: int, frozen: frozenset[str] = frozenset()) -> None:
@@ -71,7 +75,7 @@ class BufferViews:
         self.own = [{full for node in unit for _, full in node if full in alone} for unit in self._names]
 
     def split_buffer(self, buffer: Any, size: int) -> list[Any]:
-        """Return views of the consecutive pieces of `size` elements of a buffer."""
+        """Return views of consecutive blocks of `size` elements of a buffer."""
         cached = self._leaves.get(id(buffer))
         if cached is None:
             leaf_views = [buffer[i : i + size] for i in range(0, max(buffer.size, 1), max(size, 1))]
@@ -79,17 +83,19 @@ class BufferViews:
         return cached[1]
 
     def view_parameters(self, page: Page, buffer: Any) -> dict[str, Any]:
-        """Return parameter name -> view of its elements in `buffer`, with the shape of the parameter."""
-        key = (page.index, id(buffer))  # pages of equal size can use one buffer alternately
+        """Return views of the parameters in `buffer`, which holds the elements of a page, by name and in the
+        parameters' shapes."""
+        # the page is part of the key, because pages of equal size can use one buffer alternately
+        key = (page.index, id(buffer))
         cached = self._pages.get(key)
         if cached is None:
-            # holding the buffer keeps its id unique
+            # store the buffer too: while it is alive, its id stays unique
             cached = self._pages[key] = (buffer, page.view_parameters_by_name(buffer))
         return cached[1]
 
     def get_gradient_entries(self, page: Page, buffer: Any) -> GradientEntries:
-        """Return parameter name -> gradient in `buffer`. All layers that add into a gradient, including tied ones, get
-        the same object."""
+        """Return the gradients of the parameters in `buffer`, by name. Layers that share a tied parameter get the same
+        object."""
         key = (page.index, id(buffer))
         cached = self._entries.get(key)
         if cached is None:
@@ -98,17 +104,18 @@ class BufferViews:
         return cached[1]
 
     def view_unit_parameters(self, unit: int, pages: Sequence[Mapping[str, Any]]) -> list[Parameters]:
-        """Return local name -> array for each node of a unit. pages: name -> array for each page, then for the running
-        statistics, if any."""
+        """Return the parameters of each node (layer call) of a unit, as a dict by the name within the layer. `pages`
+        holds the arrays of each page and then the running statistics, each as a dict by full name."""
         key = (unit, *map(id, pages))
         cached = self._params.get(key)
         if cached is None:
             node_parameters = [Parameters(arrays) for arrays in self._split_per_node(unit, pages)]
-            cached = self._params[key] = (tuple(pages), node_parameters)  # holding the pages keeps their ids unique
+            cached = self._params[key] = (tuple(pages), node_parameters)  # while pages are alive, their ids stay unique
         return cached[1]
 
     def view_unit_gradients(self, unit: int, pages: Sequence[dict[str, GradientEntry]]) -> list[Gradients]:
-        """Return local name -> gradient of the trainable parameters for each node of a unit."""
+        """Return the gradients of the trainable parameters for each node (layer call) of a unit, by the name within
+        the layer."""
         key = (unit, *map(id, pages))
         cached = self._grads.get(key)
         if cached is None:
@@ -126,9 +133,14 @@ class BufferViews:
 
 @dataclass(frozen=True)
 class LossMean:
-    """The loss of the global batch, total / weight; nan in a program without a loss. shared: the summed weight of all
-    gradients, 0 if there were no samples. rate: the learning rate, which ranks compare in the same message; 0 in a
-    program without an update."""
+    """The mean loss of the global batch, as total / weight; nan in a program without a loss.
+
+    Attributes
+    ----------
+    total, weight : sums of loss and loss weight over all samples
+    shared : total weight of the gradients, by which they are divided; 0 if there were no samples
+    rate : the learning rate, which ranks compare in the same message; 0 in a program without an update
+    """
 
     total: float
     weight: float
@@ -137,7 +149,7 @@ class LossMean:
 
     @property
     def gradient_divisor(self) -> float:
-        """The number by which gradients are divided."""
+        """The number by which summed gradients are divided to get the gradient of the mean loss."""
         return self.shared or 1.0
 
     @property
@@ -147,11 +159,11 @@ class LossMean:
 
 @dataclass(frozen=True)
 class GradientScale:
-    """The scale of an update.
+    """How gradients are scaled in an update, and whether the update is skipped.
 
     Attributes
     ----------
-    factor : factor on every gradient
+    factor : factor by which every gradient is multiplied
     norm : global gradient norm before clipping, nan if not computed
     skip : whether gradients overflowed, in which case nothing is updated
     rate : this step's learning rate
@@ -166,8 +178,8 @@ class GradientScale:
 
 
 class Workspace:
-    """The buffers of one program on one rank. Each page has scratch memory, and its full parameters and gradients have
-    buffers here if they are allocated only while in use."""
+    """The buffers of one program on one rank: temporary memory, and full parameters and gradients that are allocated
+    only while in use."""
 
     def __init__(self, state: TrainState, program: Program) -> None:
         self.state, self.program = state, program
@@ -175,49 +187,49 @@ class Workspace:
         self.plan = agree_on_slab_plan(state, plan_slab_offsets(state, program))
         self.births: Counter[Slot] = Counter()
         self.words: dict[Action, str] = {}
-        pages, ledger = self.placement.pages, state.ledger  # looked up once, since kept arrays never move
+        pages, ledger = self.placement.pages, state.ledger  # kept arrays never move, so look them up once
         self._full = {p: ledger.get_array("full", p) for p in pages}
         parts = {p: row for p in pages if (row := ledger.rows.get(LedgerKey("part", p)))}
         self._part = {p: ledger.get_array("part", p) for p, row in parts.items() if not row.is_freed_by_update}
         self._grads = {p: ledger.rows[LedgerKey("grad", p)] for p in self.placement.stage.trained_pages}
         self._local = {s.at for s in program.begins | program.ends if s.kind == "grad"}
         self._scratch: dict[tuple[str, int], int] = {}
-        self._nothing: dict[str, Any] = {}  # empty scratch buffers, by kind
+        self._nothing: dict[str, Any] = {}  # scratch buffers of 0 bytes, by kind
 
     @cached_property
     def stage_messages(self) -> StageMessages:
-        """The messages between pipeline stages."""
+        """The planned messages between pipeline stages."""
         return StageMessages(self.placement, self.program.microbatches)
 
     def grow_slab_for_run(self) -> None:
-        """Grow the slab if needed; call it before each run."""
+        """Enlarge the slab (block of memory for short-lived buffers) if this program needs more. Call this before each
+        run."""
         self.births.clear()
         self._nothing.clear()
         self.state.arena.grow_slab(self.plan)
 
     def take_next_slab_buffer(self, kind: str, page: int, size: int, dtype: Any) -> Any:
-        """Return a view of the slab for the next lifetime of a page's buffer of this kind. The calls must follow the
-        order of the program."""
+        """Return the slab memory planned for the next use of a page's buffer of this kind, such as "full". Calls must
+        follow the order of the program."""
         slot = Slot(kind, page)
         life = slot, self.births[slot]
         self.births[slot] += 1
         return self.state.arena.view_slab(self.plan.offsets[life], size, dtype)
 
     def get_full_parameter_buffer(self, page: int) -> Any:
-        """Return the buffer for the full parameters of a page: its own memory, or a part of the slab."""
+        """Return the memory for the gathered parameters of a page, either kept or taken from the slab."""
         kept = self._full[page]
         if kept is not None:
             return kept
         return self.take_next_slab_buffer("full", page, self.placement.pages[page].size, self.placement.formats.compute)
 
     def get_shard_gradient(self, page: int) -> Any:
-        """Return the array that holds the reduced gradient of a page until its update."""
+        """Return the array for this rank's reduced gradient shard of a page, which is kept until the update."""
         kept = self._part.get(page)
         return self.state.get_or_allocate_until_update(LedgerKey("part", page)) if kept is None else kept
 
     def create_gradient(self, page: int, views: BufferViews) -> Gradient:
-        """Return a full gradient of a page to which nothing has been added yet, in its own memory or in a part of the
-        slab."""
+        """Return an empty accumulator for the unsharded gradient of a page, in kept memory or in the slab."""
         place, row = self.placement, self._grads[page]
         if row.is_kept:
             buffer = self.state.ledger.arrays[row.key]
@@ -231,7 +243,7 @@ class Workspace:
         )
 
     def get_scratch_buffer(self, kind: str, page: int) -> Any:
-        """Return temporary memory for an action, as bytes or as elements in the dtype of gradients."""
+        """Return temporary memory of this kind for an action on a page, as bytes or in the dtype of gradients."""
         if (kept := self.state.ledger.get_array(kind, page)) is not None:
             return kept
         nbytes = self._scratch.get((kind, page))
@@ -240,7 +252,8 @@ class Workspace:
         dtype = np.dtype("uint8") if SLOTS[kind].raw else self.placement.formats.gradients
         if nbytes:
             return self.take_next_slab_buffer(kind, page, nbytes // dtype.itemsize, dtype)
-        if kind not in self._nothing:  # in the slab, so that it is in shared memory if the scratch of other ranks is
+        # taken from the slab: it must be in shared memory if the scratch buffers of other ranks are
+        if kind not in self._nothing:
             arena = self.state.arena
             buffer = self.placement.xp.empty((0,), dtype=dtype) if arena.slab is None else arena.view_slab(0, 0, dtype)
             self._nothing[kind] = buffer
@@ -251,8 +264,8 @@ Values = tuple[Any, ...]
 
 
 class LayerContextCache:
-    """A cache of the contexts that layers see: one `LayerContext` for the model and one per node. The contexts are made
-    once. Only their training moment changes later, and their sequence length if sequences may be sharded."""
+    """Cache of the contexts that layers get: one `LayerContext` for the model and one per node (layer call). They are
+    made once; later only the training moment changes, and the sequence length if sequences may be sharded."""
 
     def __init__(self, state: TrainState) -> None:
         place, self.seed, self.moment = state.placement, state.seed, state.moment
@@ -265,9 +278,9 @@ class LayerContextCache:
     def get_contexts(
         self, training: bool, recomputing: bool, inputs: Sequence[Any], cache: KeyValueCache | None = None
     ) -> tuple[LayerContext, list[list[LayerContext]]]:
-        """Return the context of the model, and for each unit the contexts of its nodes.
+        """Return the context of the model, and for each unit the contexts of its nodes (layer calls).
 
-        recomputing: whether a forward runs again for its backward. inputs: the input arrays of the model.
+        `recomputing` says whether a forward runs again for its backward. `inputs` holds the input arrays of the model.
         """
         time = find_sequence_length(inputs) if self._root.mesh.tensor.size > 1 else None
         if time != self._root.time or cache is not self._root.cache:
@@ -281,18 +294,18 @@ class LayerContextCache:
 
 @dataclass
 class ProgramRun:
-    """The context of one run of a program, the first argument of its operations.
+    """The context of one run of a program, passed to each of its operations.
 
     Attributes
     ----------
     placement : the fixed data of this rank
     feed : inputs of this run
-    units : the units of the layout, possibly wrapped by observers
-    ties : first page of a group of tied pages -> the group
+    units : the units (groups of layers) of the model, possibly wrapped by observers
+    ties : groups of pages with copies of a tied parameter, by number of the first page
     step, scaler : number of updates made, and the loss scale, when the run began
-    missed : parameter -> updates that it has missed
-    track_transfer : function that registers a transfer that no slot holds, with the action that issued it; the run
-        waits for these transfers when it ends
+    missed : number of updates that a parameter has missed while frozen, by name
+    track_transfer : function that registers a transfer that no action waits for, with the action that started it; the
+        run waits for these transfers when it ends
     """
 
     placement: Placement
@@ -309,17 +322,17 @@ class ProgramRun:
 
     @property
     def stage(self) -> Stage:
-        """The model as the program sees it."""
+        """This rank's pipeline stage, with the parameters that were frozen when the program was compiled."""
         return self.workspace.program.stage
 
     @property
     def has_update(self) -> bool:
-        """True if the program ends with an update of parameters."""
+        """True if the program ends with an update of the parameters."""
         return PROGRAM_KINDS[self.workspace.program.kind].updates
 
     @property
     def sync_group(self) -> Communicator:
-        """The ranks whose losses and gradients are summed; all ranks in a program that does not train."""
+        """Communicator of the ranks whose losses and gradients are summed; all ranks for "evaluate"."""
         axes = self.placement.axes
         return axes.world if self.workspace.program.kind == "evaluate" else axes.group
 
@@ -330,8 +343,8 @@ class ProgramRun:
     def get_contexts_of_microbatch(
         self, batch: Microbatch, recomputing: bool = False
     ) -> tuple[LayerContext, list[list[LayerContext]]]:
-        """Return the contexts for this microbatch: the context of the loss, and for each unit the contexts of its
-        nodes."""
+        """Return the layer contexts for a microbatch: one for the loss, and for each unit those of its nodes (layer
+        calls)."""
         self.contexts.moment.step, self.contexts.moment.row = (
             self.step,
             batch.row + self.placement.get_sample_offset_on_tensor_axis(batch),
@@ -349,7 +362,7 @@ def get_microbatch_number(action: Action) -> int:
 
 
 def get_action_target(action: Action) -> int:
-    """Return the number of the unit, page or edge on which an action works."""
+    """Return the number of the unit, page (flat parameter buffer) or message on which an action works."""
     assert action.unit is not None
     return action.unit
 
@@ -357,8 +370,9 @@ def get_action_target(action: Action) -> int:
 def require_same_schedule_values(
     run: ProgramRun, comm: Communicator, rows: list[list[float]], names: Mapping[int, str]
 ) -> None:
-    """Raise ConfigError on all ranks of `comm` if their scheduled values of this step differ. rows: one row of numbers
-    per rank. names: position in a row -> name of the number there, which must be equal on all ranks."""
+    """Raise ConfigError on all ranks of `comm` if their scheduled values of this step, such as the learning rate,
+    differ. `rows` holds one list of numbers per rank, and `names` maps the index of a number that must be the same to
+    its name."""
     if len(rows) == 1 or not comm.has_peers:
         return
     for position, name in names.items():
@@ -382,7 +396,7 @@ def require_same_schedule_values(
 
 
 def format_action_label(run: ProgramRun, action: Action) -> str:
-    """Return text that names an action and its page, for errors. Cached."""
+    """Return a phrase that names an action and its page, for errors. Cached."""
     known = run.workspace.words
     if action not in known:
         known[action] = f"{action} {run.placement.format_page_name(get_action_target(action))}"

@@ -1,4 +1,5 @@
-"""Plan the slab of a rank: the size and offset of each short-lived buffer of a program."""
+"""Plan the slab of a rank: one block of memory in which the short-lived buffers of a program get overlapping offsets
+if they are used at different times."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ __all__ = ["agree_on_slab_plan", "count_scratch_bytes", "find_buffer_lifetimes",
 
 
 def plan_slab_offsets(state: TrainState, program: Program) -> SlabPlan:
-    """Return the offset of each lifetime of each buffer. The lifetimes of a buffer are numbered in the order in which
-    they start."""
+    """Return the slab size, and the offset of each use of each buffer. The uses of a buffer are numbered in the order
+    in which they start."""
     births: Counter[Hashable] = Counter()
     named = []
     for life in find_buffer_lifetimes(state, program):
@@ -26,16 +27,15 @@ def plan_slab_offsets(state: TrainState, program: Program) -> SlabPlan:
 
 
 def agree_on_slab_plan(state: TrainState, own: SlabPlan) -> SlabPlan:
-    """Return the plan with the largest slab size of all ranks if slabs are in shared memory, which all ranks allocate
-    together; otherwise return the plan unchanged. Collective if slabs are in shared memory."""
+    """Return this rank's plan, with the largest slab size of any rank if slabs are in shared memory, which ranks
+    allocate together. Collective if slabs are in shared memory."""
     if state.arena.memory is None:
         return own
     return replace(own, nbytes=max(state.placement.axes.world.all_gather_data(own.nbytes)))
 
 
 def find_buffer_lifetimes(state: TrainState, program: Program) -> list[BufferLifetime]:
-    """Return the lifetimes of all buffers of a program that are allocated in the slab, with their bytes on this rank,
-    sorted by start."""
+    """Return when each slab buffer of a program is in use, with its bytes on this rank, sorted by start."""
     sized = ((life, _count_slot_bytes(state, life.slot)) for life in find_lifetimes(program))
     return [BufferLifetime(life.slot, life.start, life.stop, nbytes) for life, nbytes in sized if nbytes]
 
@@ -50,7 +50,7 @@ def _count_slot_bytes(state: TrainState, slot: Slot) -> int:
 
 
 def count_scratch_bytes(state: TrainState, slot: Slot) -> int:
-    """Return the bytes of a scratch buffer, which an action on a page needs in addition to its slots."""
+    """Return the bytes of temporary memory that an action on a page needs, besides its inputs and outputs."""
     place, itemsize = state.placement, state.placement.formats.gradients.itemsize
     assert slot.at is not None
     if slot.kind == "tie":

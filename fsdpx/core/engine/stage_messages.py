@@ -1,4 +1,4 @@
-"""Messages between two pipeline stages, planned once per action and batch shape rather than per message."""
+"""Messages between pipeline stages, whose shapes and tags are computed once per action and batch shape."""
 
 from __future__ import annotations
 
@@ -18,10 +18,15 @@ more memory."""
 
 
 class StageMessage(NamedTuple):
-    """A value, or its gradient, that is sent between this pipeline rank and another one.
+    """An activation, or its gradient, that is sent between this pipeline rank and another one.
 
-    shape, dtype: shape and dtype of the array. size: number of elements. peer: the other rank. tag: message tag, unique
-    between the two ranks. what: text for errors.
+    Attributes
+    ----------
+    shape, dtype : shape and dtype of the array
+    size : number of elements
+    peer : the other pipeline rank
+    tag : message tag, unique between the two ranks
+    what : name of the message for errors
     """
 
     edge: Edge
@@ -41,8 +46,8 @@ class StageMessages:
         self._planned: dict[Any, StageMessage | None] = {}
 
     def get_message(self, action: Action, batch: Microbatch | None) -> StageMessage | None:
-        """Return the message of a send or receive action; None if nothing is sent, for example for a microbatch without
-        samples."""
+        """Return the message of a send or receive action; None if nothing is sent, for example for a microbatch
+        without samples."""
         if batch is None:
             return None
         key = (action.unit, action.mb, *[(a.shape, a.dtype) for a in batch.inputs])
@@ -67,6 +72,5 @@ class StageMessages:
 
 
 def is_dtype_sent(edge: Edge, dtype: Any) -> bool:
-    """Return whether values of this dtype are sent on this edge. An edge for a gradient sends no integers, because they
-    have none."""
+    """Return whether arrays of this dtype are sent. Integer activations are, but they have no gradient to send."""
     return not (edge.gradient and np.dtype(dtype).kind in "iub")

@@ -23,11 +23,10 @@ __all__ = ["OTHER_WARMUPS", "list_kernel_names", "list_warm_up_calls", "run_warm
 def list_warm_up_calls(
     runs: Iterable[str], optimizers: Iterable[Any], dtypes: tuple[Any, Any, Any], norm: bool
 ) -> list[Callable[[], Any]]:
-    """Return calls with small CPU arrays, each of which compiles or loads a kernel.
+    """Return functions that each compile a kernel, or load it from the cache, by calling it with small CPU arrays.
 
-    runs: names of the kernels of a model and its loss. dtypes: dtypes of computation, of gradients, and of the
-    parameters that optimizers update. norm: whether the gradient norm is needed.
-    """
+    `runs` names the kernels of a model and its loss. `dtypes` holds the dtypes of computation, of gradients, and of
+    the parameters that optimizers update. `norm` says whether the gradient norm is needed."""
     dtype, gradients, master = map(np.dtype, dtypes)
     calls = list_kernel_calls([*runs, "add"], dtype)
     if norm:
@@ -40,8 +39,9 @@ def run_warm_up_calls(
     share: tuple[int, int] = (0, 1),
     count: ProgressCallback = lambda done, total: None,
 ) -> None:
-    """Run the calls. share: (index of this rank, number of ranks) on its host; each rank starts at a different call and
-    later loads the kernels that other ranks have compiled. count: progress callback (calls done, total)."""
+    """Run warm-up calls. `share` is (index of this rank on its host, number of ranks there): each rank starts at a
+    different call, and later loads the kernels that other ranks have compiled. `count` is a progress callback (calls
+    done, total)."""
     rank, ranks = share
     first = rank * len(calls) // ranks
     count(0, len(calls))
@@ -52,7 +52,7 @@ def run_warm_up_calls(
 
 
 def _warm_up_optimizer(optimizer: Any, dtype: np.dtype, gradients: np.dtype) -> None:
-    """Run the optimizer once on a parameter of one element."""
+    """Compile an optimizer's kernels by updating a parameter of one element."""
     p, g = np.zeros(1, dtype), np.zeros(1, gradients)
     segments = ShardSegments((ShardSegment("", 0, 1, 0, 1, (1,)),))
     slots = make_zero_slots(np, optimizer, segments, dtype)
@@ -73,7 +73,7 @@ VARIANTS = {
 
 
 def list_kernel_names() -> list[str]:
-    """Return the names of all kernels and their variants."""
+    """Return the names of all kernels and of their variants."""
     names = [*choice.load_compiled_kernels(), *OTHER_WARMUPS]
     return names + [f"{name} {variant}" for name in names for variant in VARIANTS.get(name, ())]
 
@@ -87,7 +87,7 @@ def warm_up_kernels(names: Iterable[str], dtype: Any) -> None:
 
 
 def list_kernel_calls(names: Iterable[str], dtype: Any) -> list[Callable[[], Any]]:
-    """Return the calls that `warm_up_kernels` makes, one per kernel."""
+    """Return the calls, one per kernel, that `warm_up_kernels` makes."""
     dtype = np.dtype(dtype)
     half_float = dtype.itemsize == 2
     x, w, s = np.zeros((2, 3), dtype), np.ones(3, dtype), np.ones(3, np.float32 if half_float else dtype)
