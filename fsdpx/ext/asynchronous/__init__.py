@@ -1,5 +1,5 @@
-"""Strategies in which ranks do not step together. Each strategy adds its verbs, programs, ledger rows and
-`SyncPolicy`."""
+"""Asynchronous training strategies, in which ranks do not synchronize in every step: local SGD, DiLoCo, asynchronous
+SGD and gossip."""
 
 from fsdpx.optim.sgd import SGD
 from fsdpx.ext.asynchronous import exclusions as exclusions
@@ -10,5 +10,5 @@ __all__ = ["AsyncSGD", "GossipSGD", "LocalSGD", "make_local_sgd"]
 
 
 def make_local_sgd() -> LocalSGD:
-    """Return local SGD with rounds of 8 steps, after which all replicas average their parameters."""
+    """Return local SGD in which all replicas average their parameters every 8 steps."""
     return LocalSGD(sync_every=8, outer_optimizer=SGD(lr=1.0))

@@ -1,4 +1,5 @@
-"""The options that cannot be combined with asynchronous strategies, with reasons and alternatives."""
+"""Options that cannot be combined with asynchronous strategies, each with the reason and an alternative for the error
+message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Local SGD and DiLoCo: each replica trains independently for some steps, then an outer step combines all of them."""
+"""Local SGD and DiLoCo: each replica trains on its own for a round of steps, then an outer optimizer step combines the
+replicas."""
 
 from __future__ import annotations
 
@@ -41,12 +42,11 @@ from fsdpx.optim.sgd import SGD
 __all__ = ["LocalSGD", "OuterStep", "RoundSchedule"]
 
 SLOTS.update({
-    # parameters at the start of a round, state of the outer optimizer, and transfers between replicas
     "outer": SlotKind("outer", "outer parameters"),
     "velocity": SlotKind("velocity", "outer optimizer"),
     "delta": SlotKind("delta", "gradients"),
     "next": SlotKind("next", "outer parameters"),
-    "trained": SlotKind("trained", "control"),  # loss weight per fragment since it was last sent
+    "trained": SlotKind("trained", "control"),  # for each fragment, the loss weight since it was last sent
     "share": SlotKind("share", "control"),
     "parcel": SlotKind("parcel", "scratch", lent=True, raw=True),
 })  # fmt: skip
@@ -67,15 +67,18 @@ VERBS.update({
 
 @dataclass(frozen=True)
 class OuterStep:
-    """The communication between replicas in one step of local training, as sets of pages.
+    """What replicas communicate in one step of local training, as sets of pages (flat parameter buffers).
+
+    An outer gradient is the change of a replica's parameters in a round, and the outer optimizer applies the mean of
+    these to the common, outer parameters.
 
     Attributes
     ----------
     deltas : pages whose outer gradients are sent in this step
     steps : pages whose outer gradients have arrived, so that the outer optimizer updates them
     adopts : pages whose new outer parameters have arrived, from which the replica continues
-    summing, coming : pages whose outer gradients are pending when the step begins, and pages whose new outer parameters
-        are pending
+    summing : pages whose outer gradients are still in transfer when the step begins
+    coming : pages whose new outer parameters are still in transfer when the step begins
     """
 
     deltas: frozenset[int] = frozenset()
@@ -86,7 +89,7 @@ class OuterStep:
 
     @property
     def sync_rules(self) -> SyncRules:
-        """The synchronization rules of the program of this step."""
+        """How this communication is inserted into the program (list of actions) of the step."""
         summing, coming = (self.summing | self.deltas) - self.steps, (self.coming | self.steps) - self.adopts
         share = ("SHARE",) if self.deltas else ()
         return SyncRules(
@@ -103,7 +106,7 @@ def _list_slots_in_flight(summing: frozenset[int], coming: frozenset[int]) -> fr
 
 @dataclass(frozen=True)
 class RoundSchedule:
-    """The schedule of rounds.
+    """When each page (flat parameter buffer) is synchronized within a round of local steps.
 
     Attributes
     ----------
@@ -119,16 +122,16 @@ class RoundSchedule:
 
     @property
     def half_delay(self) -> int:
-        """The number of steps for which an outer gradient may be pending."""
+        """Number of steps for which the transfer of an outer gradient may be pending."""
         return self.delay // 2
 
     def find_first_send_step(self, fragment: int) -> int:
-        """Return the step after which a fragment is sent for the first time. For the last fragment this is the end of
-        the round."""
+        """Return the step after which a fragment is sent for the first time, which is the end of the round for the
+        last fragment."""
         return -(-self.every * (fragment + 1) // len(self.fragments))
 
     def get_outer_step(self, step: int) -> OuterStep:
-        """Return the communication of step `step`, counted from 1."""
+        """Return what replicas communicate in step `step`, counted from 1."""
         found: dict[str, set[int]] = {name: set() for name in OuterStep.__dataclass_fields__}
         for number, pages in enumerate(self.fragments):
             since = step - self.find_first_send_step(number)
@@ -144,11 +147,11 @@ class RoundSchedule:
         return OuterStep(**{name: frozenset(pages) for name, pages in found.items()})
 
     def get_fragment(self, page: int) -> int:
-        """Return the fragment of a page."""
+        """Return the number of the fragment to which a page belongs."""
         return next(number for number, pages in enumerate(self.fragments) if page in pages)
 
     def get_outer_step_number(self, page: int, step: int) -> int:
-        """Return the 1-based number of the outer step that is made for a page in step `step`."""
+        """Return how many outer steps have been made for a page, including one in step `step`."""
         return (step - self.half_delay - self.find_first_send_step(self.get_fragment(page))) // self.every + 1
 
 
@@ -218,17 +221,17 @@ class LocalSGD(SyncChoice):
 
     @property
     def description(self) -> str:
-        """All options except the optimizer and the codec, as text."""
+        """All options except the outer optimizer and the codec, as text."""
         return f"sync_every={self.sync_every}, fragments={self.fragments}, delay={self.delay}, mix={self.mix}"
 
     @property
     def optimizers(self) -> tuple[Any, ...]:
-        """The outer optimizer, as a tuple of one."""
+        """A tuple with the outer optimizer only."""
         return (self.outer_optimizer,)
 
     @property
     def outer_codec(self) -> Codec:
-        """The codec of outer gradients."""
+        """Codec with which outer gradients are compressed."""
         return codec_of(self.compression, "float32", "float32")
 
     def strategy_within_replica(self, mesh: Mesh | None, ranks: int) -> str | Sharding:
@@ -248,7 +251,7 @@ class LocalSGD(SyncChoice):
         return "ddp" if mesh is None or mesh.fill_from_strategy("ddp", ranks).shard == 1 else "fsdp"
 
     def make_policy(self, placement: Placement) -> SyncPolicy:
-        """Return the synchronization policy for a placement.
+        """Return the policy that tells the engine when and what the replicas synchronize.
 
         Parameters
         ----------
@@ -267,18 +270,18 @@ class LocalSGD(SyncChoice):
 
 
 LEDGER_KINDS.update({
-    "outer": LedgerKind("outer parameters", "outer", saved=True),  # parameters after the last outer step
-    # state of the outer optimizer
+    "outer": LedgerKind("outer parameters", "outer", saved=True),  # common parameters that the last outer step gave
     "velocity": LedgerKind("outer optimizer", "velocity", saved=True, prefix="outer."),
-    "delta": LedgerKind("gradients"),  # outer gradient of a replica
-    "sum": LedgerKind("gradients", saved=True, prefix="delta"),  # sum of outer gradients, until the outer step
-    "parcel": LedgerKind("gradients"),  # scratch of a codec, while outer gradients are pending
+    "delta": LedgerKind("gradients"),  # this replica's outer gradient
+    "sum": LedgerKind("gradients", saved=True, prefix="delta"),  # sum of outer gradients over the replicas
+    "parcel": LedgerKind("gradients"),  # scratch memory of a gradient codec
 })  # fmt: skip
 MEAN, SHARE, TRAINED = Slot("mean"), Slot("share"), Slot("trained")
 
 
 class LocalSyncPolicy(SyncPolicy):
-    """The policy of replicas that train independently and synchronize page by page."""
+    """Synchronization policy of local training: replicas train independently, and synchronize each page at its time of
+    the round."""
 
     is_synchronous, owner = False, "replica"
     lasting = frozenset({"outer", "velocity", "trained", "delta", "next"})
@@ -289,8 +292,8 @@ class LocalSyncPolicy(SyncPolicy):
 
     @cached_property
     def rounds(self) -> RoundSchedule:
-        """The schedule of rounds. Pages are assigned to fragments round-robin. Copies of a tied parameter are in the
-        same fragment."""
+        """The schedule of rounds. Pages are assigned to fragments round-robin, and all copies of a tied parameter to
+        the same fragment."""
         choice, layout = self.choice, self.placement.layout
         first = {p: group[0] for group in layout.twins for p in group}
         trained = [page.index for page in layout.pages if page.trainable]
@@ -305,8 +308,6 @@ class LocalSyncPolicy(SyncPolicy):
             for number in range(choice.fragments)
         ]
         return RoundSchedule(choice.sync_every, tuple(fragments), choice.delay)
-
-    # -- programs ------------------------------------------------------------------------------------------------------
 
     def get_sync_rules(self, step: int) -> SyncRules:
         return self.rounds.get_outer_step(step).sync_rules
@@ -324,11 +325,8 @@ class LocalSyncPolicy(SyncPolicy):
         found = results.get(SHARE)
         return float(results[MEAN].value if found is None else found.loss)
 
-    # -- what a rank holds ---------------------------------------------------------------------------------------------
-
     def find_elements_of_outer_step(self, page: int) -> ElementRange:
-        """Return the elements of a page for which this rank makes the outer step. They are a part of the rank's
-        shard."""
+        """Return the range of elements of a page that this rank updates in the outer step, a part of its shard."""
         return self._find_elements_of_rank(page, self.placement.axes.coordinates)
 
     def _find_elements_of_rank(self, page: int, coordinates: MeshCoordinates) -> ElementRange:
@@ -339,8 +337,8 @@ class LocalSyncPolicy(SyncPolicy):
 
     @cached_property
     def segments(self) -> dict[int, ShardSegments]:
-        """The segments for the outer optimizer, by page number. They hold the parameters in the part of a page for
-        which this rank makes the outer step."""
+        """For each page, which parameters lie in the elements that this rank updates in the outer step, as the outer
+        optimizer needs it."""
         axes, trained = self.placement.axes, self.placement.stage.trained_pages
         alone = axes.data.size == axes.tensor.size == 1
         whole = axes.data.size == axes.world.size
@@ -350,8 +348,10 @@ class LocalSyncPolicy(SyncPolicy):
         return {p: self.placement.make_shard_segments(p, axes.data, parts[p], alone) for p in trained}
 
     def list_policy_rows(self, page: ShardedPage) -> Iterator[LedgerRow]:
-        """Yield the rows of a page. The outer gradient uses the memory of the reduced gradient unless it is pending for
-        longer than a step."""
+        """Yield the arrays that local training adds for a page, as rows of the ledger (the table of a rank's arrays).
+
+        The outer gradient shares the memory of the reduced gradient, unless it is in transfer for longer than a step.
+        """
         place, p = self.placement, page.page.index
         dtype, replicas, part = place.formats.gradients, place.axes.replica.size, self.find_elements_of_outer_step(p)
         yield LedgerRow(LedgerKey("outer", p), dtype, page.own_range)
@@ -372,8 +372,6 @@ class LocalSyncPolicy(SyncPolicy):
         found += [LEDGER_KINDS["velocity"].prefix + name for name in self.outer.slots]
         return found + [LEDGER_KINDS["sum"].prefix] * bool(self.rounds.half_delay)
 
-    # -- changes of the state ------------------------------------------------------------------------------------------
-
     def on_created(self, state: TrainState) -> None:
         for p in self.placement.stage.trained_pages:
             state.store.setdefault(Slot("velocity", p), {})
@@ -384,7 +382,8 @@ class LocalSyncPolicy(SyncPolicy):
             array[...] = state.ledger.get_array("master", page)
 
     def on_loaded(self, state: TrainState) -> None:
-        """Begin a round with the outer parameters."""
+        """Begin a new round after loading a checkpoint: copy the outer parameters to the parameters, and drop pending
+        sums."""
         for page, array in _iterate_outer_parameters(state):
             state.ledger.get_array("master", page)[...] = array
         for row, array in state.ledger.iterate_saved_rows():
@@ -398,7 +397,7 @@ class LocalSyncPolicy(SyncPolicy):
         state.store[TRAINED] = [0.0 if pages & gone else before + weight for before, pages in known]
 
     def on_resume(self, state: TrainState, saved: Mapping[str, Any] | None) -> None:
-        """Restore the transfers that were pending when the state was saved, as completed transfers."""
+        """Restore transfers that were pending when the state was saved. Their saved results count as arrived."""
         if saved is not None:
             weights = saved["weights"]
             state.store[TRAINED] = list(weights[self.placement.axes.replica.rank % len(weights)])
@@ -409,12 +408,14 @@ class LocalSyncPolicy(SyncPolicy):
 
     @property
     def _saved_rounds(self) -> dict[str, int]:
-        """The schedule of rounds in the form in which checkpoints hold it."""
+        """The schedule of rounds as stored in checkpoints."""
         return {"every": self.rounds.every, "fragments": len(self.rounds.fragments), "delay": self.rounds.delay}
 
     def gather_checkpoint_counters(self, state: TrainState) -> dict[str, Any]:
-        """Return the schedule of rounds, and for each replica the loss weight on which it has trained since it sent
-        each fragment. Collective."""
+        """Return what a checkpoint stores of local training. Collective.
+
+        This is the schedule of rounds and, for each replica and fragment, the loss weight of the data on which the
+        replica has trained since it last sent the fragment."""
         replica = self.placement.axes.replica
         weights = self.placement.all_gather_numbers(state.store[TRAINED], "weights of replicas", replica)
         return {**self._saved_rounds, "weights": weights}
@@ -447,34 +448,34 @@ class LocalSyncPolicy(SyncPolicy):
 
 
 def _iterate_outer_parameters(state: TrainState) -> Iterator[tuple[int | None, Any]]:
-    """Yield (page, outer parameters)."""
+    """Yield (page number, array) of the outer parameters that this rank holds."""
     return ((row.key.page, array) for row, array in state.ledger.iterate_saved_rows() if row.key.kind == "outer")
-
-
-# -- operations --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class RoundShare:
-    """The weight and loss of a round. own: this replica's share of the data on which all replicas trained. loss: mean
-    loss over the batches of all replicas in the last step of the round."""
+    """What a replica needs to know about the others when it sends outer gradients.
+
+    `own` is its share of the data on which all replicas trained in the round. `loss` is the mean loss over the batches
+    of all replicas in the last step."""
 
     own: float
     loss: float
 
 
 def _get_policy_and_outer_step(run: ProgramRun) -> tuple[LocalSyncPolicy, RoundSchedule, OuterStep]:
-    """Return the policy of a run, its round schedule, and the communication of the current step."""
+    """Return the policy of local training, its round schedule, and what the current step communicates."""
     policy = run.placement.sync_policy
     assert isinstance(policy, LocalSyncPolicy)
     return policy, policy.rounds, policy.rounds.get_outer_step(run.step + 1)
 
 
 def start_all_gather_shares(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Start the all-gather of the numbers that replicas exchange when they send outer gradients.
+    """Start an all-gather of how much data each replica trained on in this round, by which outer gradients are
+    weighted.
 
-    Each replica sends how much data it trained on, its loss, and the learning rates of this step and of the outer step.
-    The learning rates must be equal on all replicas."""
+    Each replica also sends its loss and the learning rates of this step and of the outer step, which must be equal on
+    all replicas."""
     (mean, weights), place, (policy, rounds, now) = read, run.placement, _get_policy_and_outer_step(run)
     number = rounds.get_outer_step_number(min(now.deltas), run.step + 1 + rounds.half_delay)
     (known,) = (w for w, pages in zip(weights, rounds.fragments, strict=True) if pages & now.deltas)
@@ -494,8 +495,10 @@ def start_all_gather_shares(run: ProgramRun, action: Action, taken: Values, read
 def start_reduce_scatter_outer_gradient(
     run: ProgramRun, action: Action, taken: Values, read: Values, added: Values
 ) -> Values:
-    """Start the reduce-scatter of the outer gradients, share x (outer parameters - parameters). Each rank sends n - n/R
-    elements."""
+    """Start the reduce-scatter over replicas of a page's outer gradient: share of the data x (outer parameters -
+    parameters).
+
+    Each of R replicas sends n - n/R elements."""
     p, place, (master, start, mine), kept = get_action_target(action), run.placement, read, added[0] if added else {}
     buffer, replica = run.workspace.state.ledger.get_array("delta", p), place.axes.replica
     if place.device.holds_data:
@@ -516,8 +519,10 @@ def start_reduce_scatter_outer_gradient(
 def update_and_start_all_gather_outer(
     run: ProgramRun, action: Action, taken: Values, read: Values, added: Values
 ) -> Values:
-    """Run the outer optimizer on this replica's part, then start the all-gather of the outer parameters. Each rank
-    sends n - n/R elements."""
+    """Run the outer optimizer on the elements for which this replica is responsible, then start the all-gather of the
+    outer parameters.
+
+    Each of R replicas sends n - n/R elements."""
     p, place, (gradient,), (whole, slots) = get_action_target(action), run.placement, taken, added
     policy, rounds, _ = _get_policy_and_outer_step(run)
     segments, optimizer = policy.segments[p], policy.outer
@@ -544,7 +549,7 @@ def update_and_start_all_gather_outer(
 
 
 def mix_in_outer_parameters(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Set parameters = mix * parameters + (1 - mix) * outer parameters."""
+    """Continue from the outer parameters: set parameters = mix * parameters + (1 - mix) * outer parameters."""
     (found,), (master,), mix = taken, added, _get_policy_and_outer_step(run)[0].choice.mix
     if not mix:
         master[...] = found

@@ -1,5 +1,5 @@
-"""Asynchronous strategies, in which ranks run at their own speed: asynchronous SGD on parameters that are sharded over
-all ranks, and gossip between the models of the ranks."""
+"""Strategies in which ranks step at their own speed: asynchronous SGD on parameters sharded over all ranks, and gossip
+averaging between the models of ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Span = tuple[int, ElementRange]
 
 
 class WindowItem(NamedTuple):
-    """An array in a rank's part of the window. start: offset in bytes. elements: number of its elements."""
+    """An array in a rank's part of the shared-memory window: `start` is its offset in bytes, `elements` its size."""
 
     key: LedgerKey
     dtype: Any
@@ -51,12 +51,12 @@ class WindowItem(NamedTuple):
 
 
 class CommonMemory:
-    """One rank's view of the window, of which each rank has a part. The constructor is collective.
+    """Parameters and optimizer state in a shared window, which every rank can read and update without the owner's
+    help. The constructor is collective.
 
-    Kinds of keys: "words" (counters, in front of each page), "master", "slot", "average" and, if `added`, "added" (the
-    sum of gradients). sharded: whether all ranks update one model, of which each holds a shard; otherwise each rank has
-    its own model.
-    """
+    Each rank owns one part of the window. Its arrays are of the kinds "words" (counters, in front of each page),
+    "master" (parameters), "slot" and "average" (optimizer state) and, if `added`, "added" (sum of gradients). If
+    `sharded`, all ranks update one model, of which each owns a shard; otherwise each rank owns a model."""
 
     def __init__(self, placement: Placement, sharded: bool, added: bool) -> None:
         self.placement, world = placement, placement.axes.world
@@ -69,28 +69,28 @@ class CommonMemory:
 
     @property
     def keys(self) -> Collection[LedgerKey]:
-        """The keys of all arrays in this rank's part."""
+        """Keys of all arrays in this rank's part of the window."""
         return self._items[self.rank]
 
     def dtype_of(self, key: LedgerKey) -> Any:
-        """Return the dtype of the arrays with this key."""
+        """Return the dtype of the array `key`, which is the same on all ranks."""
         return self._items[self.rank][key].dtype
 
     def get_own_array(self, key: LedgerKey) -> Any:
-        """Return the array with this key in this rank's part."""
+        """Return the array `key` in this rank's part of the window."""
         item = self._items[self.rank][key]
         return self.window.own[item.start : item.stop].view(item.dtype)
 
     def iterate_own_arrays(self) -> Iterator[tuple[LedgerKey, Any]]:
-        """Yield (key, array) of all arrays in this rank's part except the words."""
+        """Yield (key, array) of the arrays in this rank's part of the window, without the counters."""
         for item in self._items[self.rank].values():
             if item.key.kind != "words":
                 yield item.key, self.get_own_array(item.key)
 
     @contextmanager
     def locked_arrays(self, rank: int, *keys: LedgerKey, write: bool = True) -> Iterator[list[Any]]:
-        """Lock arrays in the part of a rank while the block runs, and yield them. write: whether this rank may change
-        them."""
+        """Context manager that locks arrays in the part of rank `rank` and yields them. `write` says whether this rank
+        may change them."""
         items = [self._items[rank][key] for key in keys]
         first, last = min(i.start for i in items), max(i.stop for i in items)
         with self.window.open_part(rank, first, last, write) as block:
@@ -98,8 +98,8 @@ class CommonMemory:
 
     @contextmanager
     def locked_page_for_update(self, rank: int, page: int) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
-        """Lock a page in the part of a rank while the block runs, and yield its words, master parameters and optimizer
-        slots."""
+        """Context manager that locks a page in the part of rank `rank`, and yields its counters, master parameters and
+        optimizer slots."""
         keys = [key for key in self._items[rank] if key.page == page and key.kind in ("slot", "average")]
         with self.locked_arrays(rank, LedgerKey("words", page), LedgerKey("master", page), *keys) as (
             words,
@@ -109,17 +109,18 @@ class CommonMemory:
             yield words, master, {key.name: array for key, array in zip(keys, slots, strict=True)}
 
     def read_word(self, rank: int, page: int, index: int) -> int:
-        """Read a word of a page in the part of a rank, without a lock. index: number of the word."""
+        """Read counter number `index` of a page in the part of rank `rank`, without a lock."""
         return self.window.read_word(rank, self._items[rank][LedgerKey("words", page)].start // 8 + index)
 
     def list_holder_spans(self, page: int) -> Sequence[Span]:
-        """Return (rank, elements) for the ranks whose parts are read and updated for a page. The list starts with this
-        rank, so that ranks begin with different parts."""
+        """Return (rank, range of elements) for all ranks that own a part of a page, beginning with this rank.
+
+        Each rank begins with itself, so that ranks do not all lock the same part first."""
         turned = [(self.rank + i) % self.size for i in range(self.size if self.sharded else 1)]
         return [(rank, _find_held_elements(self.placement, page, rank, self.sharded)) for rank in turned]
 
     def make_segments(self, rank: int, page: int) -> ShardSegments:
-        """Return the segments for the optimizer: the parameters in a rank's elements of a page."""
+        """Return which parameters lie in the elements of a page that rank `rank` owns, as the optimizer needs it."""
         if (rank, page) not in self._segments:
             here, mine = self.placement.pages[page], _find_held_elements(self.placement, page, rank, self.sharded)
             others = (
@@ -134,8 +135,10 @@ class CommonMemory:
 
 
 def _lay_out_window_items(placement: Placement, rank: int, sharded: bool, added: bool) -> dict[LedgerKey, WindowItem]:
-    """Return the arrays in the part of a rank, page by page after the words of its clock. The result is equal on all
-    ranks."""
+    """Return the position of each array in the part of rank `rank`. Pages follow each other after the counters of its
+    clock.
+
+    The result is the same on all ranks."""
     found: dict[LedgerKey, WindowItem] = {}
     at = CACHE_LINE_BYTES
     for p in placement.pages:
@@ -166,7 +169,7 @@ def _list_page_items(
 
 
 def _find_held_elements(placement: Placement, page: int, rank: int, sharded: bool) -> ElementRange:
-    """Return the elements of a page that the part of a rank holds."""
+    """Return the range of elements of a page that rank `rank` owns in the window."""
     here = placement.pages[page]
     return here.shards[rank] if sharded else here.own_range
 
@@ -179,9 +182,9 @@ def _raise_needs_norms(*asked: Any) -> Any:
 
 
 class OwnSpeed(SyncChoice):
-    """Base class of strategies in which ranks run at their own speed. sharded: whether all ranks update one model, of
-    which each holds a shard; otherwise each rank has its own model. The other options are those of `AsyncSGD` and
-    `GossipSGD`."""
+    """Base class of strategies in which ranks step at their own speed: `AsyncSGD` and `GossipSGD`.
+
+    If `sharded`, all ranks update one model, of which each holds a shard; otherwise each rank has its own model."""
 
     excluded: ClassVar[str] = "asynchronous training"
     sharded: ClassVar[bool] = False
@@ -204,8 +207,8 @@ class OwnSpeed(SyncChoice):
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class AsyncSGD(OwnSpeed):
-    """Asynchronous SGD on sharded parameters, which each rank reads and updates independently and at its own speed
-    (Dean et al., NeurIPS'12; Ho et al., NeurIPS'13).
+    """Asynchronous SGD: each rank reads and updates sharded parameters independently, at its own speed (Dean et al.,
+    NeurIPS'12; Ho et al., NeurIPS'13).
 
     Parameters
     ----------
@@ -246,8 +249,8 @@ class AsyncSGD(OwnSpeed):
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class GossipSGD(OwnSpeed):
-    """Each rank trains its own model and, every `sync_every` steps, averages it with the model of a random rank
-    (AD-PSGD: Lian et al., ICML'18).
+    """Gossip averaging: each rank trains its own model, and every `sync_every` steps averages it with the model of a
+    random rank (AD-PSGD: Lian et al., ICML'18).
 
     Parameters
     ----------
@@ -276,9 +279,10 @@ class GossipSGD(OwnSpeed):
         return Sharding(replica=None, shard=1, full_params="step", full_grads="step")
 
 
-SLOTS.update({"pushed": SlotKind("pushed", "control")})  # set when this rank's gradient of a page is applied
+SLOTS.update({"pushed": SlotKind("pushed", "control")})  # marks a gradient of this rank as applied
+
 # fmt: off
-VERBS.update({  # one-sided: none of these waits until another rank makes a call
+VERBS.update({  # all are one-sided: none needs a call of another rank
     "PULL": Verb(gives=("full:page",), lane="window", about="page"),
     "ALONE": Verb(takes=("loss:all", "weight:scored"), reads=("grad:every",), gives=("mean", "scale"), about=""),
     "PUSH": Verb(takes=("grad:page",), reads=("mean", "scale"), gives=("pushed:page",), lane="window", about="page"),
@@ -286,11 +290,12 @@ VERBS.update({  # one-sided: none of these waits until another rank makes a call
     "MIX": Verb(takes=("pushed:page",), lane="window", about="page"),
 })
 # fmt: on
-ledger.LEDGER_KINDS.update({"added": ledger.LedgerKind("gradients")})  # sum over all ranks in one step, in a window
+ledger.LEDGER_KINDS.update({"added": ledger.LedgerKind("gradients")})  # sum over ranks, in shared memory
 
 
 def _build_own_speed_actions(actions: list[Action], request: ProgramRequest) -> list[Action]:
-    """Return the actions of an asynchronous step: read all current parameters, compute, and push the gradients."""
+    """Return the actions of an asynchronous step: read all parameters, compute, and apply the gradients to the common
+    memory."""
     stage = request.stage
     pages = [a.unit for a in insert_gathers(actions, stage, 0, keep=True) if a.op == "GATHER"]
     tail = [Action("ALONE"), *(Action("FREE", p) for p in pages)]
@@ -325,10 +330,14 @@ rate."""
 
 
 class OwnSpeedPolicy(SyncPolicy):
-    """The policy of asynchronous ranks, and one rank's side of their communication.
+    """Synchronization policy of ranks that step at their own speed, with this rank's reads and updates of the common
+    memory.
 
-    clock: number of steps of this rank since all ranks synchronized. staleness_counts: staleness (number of updates
-    since the parameters were read) -> number of this rank's updates with this staleness.
+    Attributes
+    ----------
+    clock : number of steps of this rank since all ranks last synchronized
+    staleness_counts : number of this rank's updates by their staleness, the number of updates since the parameters were
+        read
     """
 
     is_synchronous, own_speed = False, True
@@ -338,7 +347,7 @@ class OwnSpeedPolicy(SyncPolicy):
         self.placement, world = placement, placement.axes.world
         self.choice, self.rank, self.size = choice, world.rank, world.size
         self.clock = self._sync_count = 0
-        self._read: dict[tuple[int, int], int] = {}  # (rank, page) -> number of updates of the page when it was read
+        self._read: dict[tuple[int, int], int] = {}  # updates of (rank, page) when it was read
         self.staleness_counts: dict[int, int] = {}
 
     def get_program_kind(self, kind: str) -> str:
@@ -362,11 +371,9 @@ class OwnSpeedPolicy(SyncPolicy):
     def _count_traffic(self, call: str, elements: int, dtype: Any) -> None:
         self.placement.axes.counters.add_calls("world", call, elements * int(np.dtype(dtype).itemsize))
 
-    # -- steps ---------------------------------------------------------------------------------------------------------
-
     def pull_page(self, page: int, full: Any) -> None:
-        """Read the current parameters of a page into `full`, after waiting until the slowest rank is not too far
-        behind."""
+        """Read the current parameters of a page into `full`. If this rank is too far ahead of the slowest rank, wait
+        first."""
         self._wait_for_staleness_bound()
         with self.window.access_epoch("pull"):
             for rank, span in self.memory.list_holder_spans(page):
@@ -395,7 +402,7 @@ class OwnSpeedPolicy(SyncPolicy):
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def push_gradient(self, page: int, gradient: Any, weight: float, update: Update) -> None:
-        """Update a page with this rank's gradient, in the memory of each rank that holds a part of the page."""
+        """Update a page with this rank's gradient, in the memory of all ranks that own a part of it."""
         for rank, span in self.memory.list_holder_spans(page):
             own = gradient[span.start : span.stop]
             if self.choice.staleness == 0:
@@ -414,8 +421,8 @@ class OwnSpeedPolicy(SyncPolicy):
                 self._count_traffic("push", span.size, own.dtype)
 
     def _add_gradient_in_rank_order(self, rank: int, page: int, gradient: Any, weight: float, update: Update) -> None:
-        """Add the gradients in rank order, as in synchronous training. The last rank to add its gradient updates the
-        page."""
+        """Add this rank's gradient after those of lower ranks, as in synchronous training. The last rank then updates
+        the page."""
         self.window.wait_until_none_missing(
             lambda: self._list_ranks_to_wait_for(rank, page),
             f"the gradients of earlier ranks in step {self.clock}, staleness=0",
@@ -440,26 +447,30 @@ class OwnSpeedPolicy(SyncPolicy):
             self._count_traffic("push", gradient.size, gradient.dtype)
 
     def _list_ranks_to_wait_for(self, rank: int, page: int) -> list[int]:
-        """Return the rank that must add its gradient before this one, or an empty list if this rank is next. Raise
-        DataError if the other rank takes no more steps."""
+        """Return the rank whose gradient must be added before this rank's, as a list; it is empty if this rank is
+        next.
+
+        Raises DataError if that rank takes no more steps."""
         turn = self.memory.read_word(rank, page, ADDED)
         if turn == self.rank:
             return []
         away = self.window.read_word(turn, CLOCK) == AWAY_CLOCK or self.window.has_rank_died(turn)
-        # the rank may have added its gradient after the first look, and then taken its last step
+        # read again: the rank may have added its gradient meanwhile, and then taken its last step
         if away and self.memory.read_word(rank, page, ADDED) == turn:
             raise DataError(f"rank {turn} takes no more steps, and staleness=0 needs all ranks in each")
         return [turn]
 
     def mix_page(self, page: int, step: int) -> None:
-        """Average a page of this rank's model with the page of another rank, if `step` is a multiple of
-        `sync_every`."""
+        """Average a page of this rank's model with another rank's, if `step` is a multiple of `sync_every`."""
         if step % self.choice.sync_every == 0:
             with self.window.access_epoch("mix"):
                 self._average_page_with_random_rank(page, step)
 
     def _average_page_with_random_rank(self, page: int, step: int) -> None:
-        """Average with a random rank, the same one for all pages of a step. The mean of all models does not change."""
+        """Replace a page on this rank and on a random rank by the mean of the two, so that the mean of all models
+        stays.
+
+        The random rank is the same for all pages of a step."""
         key, drawn = LedgerKey("master", page), random.Random(f"{self.placement.options.seed} {self.rank} {step}")
         others = [
             rank for rank in drawn.sample(self._other_ranks, self.size - 1) if not self.window.has_rank_died(rank)
@@ -474,11 +485,9 @@ class OwnSpeedPolicy(SyncPolicy):
         self._count_traffic("mix", 2 * a.size, a.dtype)
 
     def advance_clock(self) -> None:
-        """Count a step of this rank, and publish the count to the other ranks."""
+        """Count one more step of this rank, and publish the count so that others can see how far it is."""
         self.clock += 1
         self.window.write_word(CLOCK, self.clock)
-
-    # -- between steps -------------------------------------------------------------------------------------------------
 
     @property
     def updates_per_step(self) -> int:
@@ -490,7 +499,8 @@ class OwnSpeedPolicy(SyncPolicy):
         return self.memory.read_word(self.rank, page, UPDATES)
 
     def on_parameters_set(self, steps: int) -> None:
-        """Reset the counters of all pages. All ranks must call this before any of them takes a step."""
+        """Reset the counters of all pages after parameters were replaced. All ranks must call this before any takes a
+        step."""
         updates = steps * self.updates_per_step
         for key in self.memory.keys:
             if key.kind == "words":
@@ -501,14 +511,15 @@ class OwnSpeedPolicy(SyncPolicy):
         return [rank for rank in self._other_ranks if self.window.has_rank_died(rank)]
 
     def wait_for_last_step(self) -> None:
-        """Wait until all living ranks have called this, and reset all clocks to zero. While this rank waits, no step of
-        another rank waits for it. Collective."""
+        """Wait until all living ranks have called this, then reset all clocks to zero. Collective.
+
+        While this rank waits, ranks that still take steps do not wait for it."""
         self.window.write_word(CLOCK, AWAY_CLOCK)
         self.window.stop_accessing()
         self._wait_for_all_ranks()
         self.clock = 0
         self.window.write_word(CLOCK, 0)
-        self._wait_for_all_ranks()  # the clock of a rank not yet back from the first wait is still AWAY_CLOCK
+        self._wait_for_all_ranks()  # until a rank is back, its clock is AWAY_CLOCK
 
     def _wait_for_all_ranks(self) -> None:
         self._sync_count += 1
@@ -523,8 +534,10 @@ class OwnSpeedPolicy(SyncPolicy):
         )
 
     def read_full_page(self, key: LedgerKey) -> Any:
-        """Return all elements of a page of the common state (parameters or optimizer state). They are collected from
-        all shards, or averaged over all models. Not collective."""
+        """Return all elements of a page of parameters or optimizer state, without the help of other ranks. Not
+        collective.
+
+        They are collected from all shards or, if each rank has its own model, averaged over the models."""
         if self.choice.sharded:
             here = self.placement.pages[key.page]
             if self.choice.staleness == 0:
@@ -570,9 +583,6 @@ class OwnSpeedPolicy(SyncPolicy):
         self.window.close()
 
 
-# -- operations --------------------------------------------------------------------------------------------------------
-
-
 def _get_policy(run: ProgramRun) -> OwnSpeedPolicy:
     policy = run.placement.sync_policy
     assert isinstance(policy, OwnSpeedPolicy)
@@ -580,7 +590,7 @@ def _get_policy(run: ProgramRun) -> OwnSpeedPolicy:
 
 
 def pull_page(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Read the current full parameters of a page. The rank reads n - n/N elements from other ranks."""
+    """Read the current parameters of a page from the common memory. A rank of N reads n - n/N elements from others."""
     p = get_action_target(action)
     full = run.workspace.get_full_parameter_buffer(p)
     _get_policy(run).pull_page(p, full)
@@ -588,7 +598,7 @@ def pull_page(run: ProgramRun, action: Action, taken: Values, read: Values, adde
 
 
 def push_gradient(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Apply this rank's gradient to the shards of all ranks. The rank writes n - n/N elements to other ranks."""
+    """Apply this rank's gradient of a page to the shards of all ranks. A rank of N writes n - n/N elements."""
     (gradient,), (mean, scale) = taken, read
 
     def apply_gradient(

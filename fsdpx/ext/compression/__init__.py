@@ -1,1 +1,1 @@
-"""Codecs that compress gradients: int8, top-k, PowerSGD."""
+"""Lossy codecs that compress gradients before they are sent: int8, top-k and PowerSGD."""

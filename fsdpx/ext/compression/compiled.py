@@ -1,4 +1,4 @@
-"""Numba kernels of the codecs, whose results are bitwise equal to those of the NumPy versions."""
+"""Gradient codecs compiled with Numba, bitwise equal to the NumPy versions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TWO_TO_MINUS_16 = ir.Constant(ir.FloatType(), 2.0**-16)
 
 @intrinsic
 def draw_random_fraction(typingctx: Any, place: Any, key0: Any, key1: Any) -> Any:
-    """Return the random number with index `place` as a float32 in [0, 1)."""
+    """Return counter-based random number `place` of the stream (key0, key1), as a float32 in [0, 1)."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         place, key0, key1 = (builder.trunc(a, WORD) for a in arguments)
@@ -107,7 +107,7 @@ def dequantize_into(q: np.ndarray, scales: np.ndarray, out: np.ndarray, add: boo
 
 
 def _run_blocks_in_threads(body: Any, blocks: int, *arguments: Any) -> None:
-    """Run `body(first, last, *arguments)` over all blocks, split among threads."""
+    """Split `blocks` blocks over threads, and call `body(first, last, *arguments)` in each."""
     run_tasks(
         body,
         [(first, last, *arguments) for first, last in split_range(blocks, MIN_PIECE_ELEMENTS // BLOCK_ELEMENTS, 1)],
@@ -125,8 +125,9 @@ search."""
 
 @jit
 def _find_kth_largest_bitwise(sizes, count, k):
-    """Find, bit by bit, the largest threshold that at least k of the sizes reach; stop early once exactly k reach
-    it."""
+    """Return the largest threshold that at least `k` of the sizes reach, found bit by bit.
+
+    The search stops as soon as exactly `k` reach it."""
     least = np.int32(0)
     for step in range(HIGHEST_BIT + 1):
         trial = least | np.int32(1 << (HIGHEST_BIT - step))
@@ -203,8 +204,10 @@ def take_largest(
     x: np.ndarray, block: int, per_block: int, rest: int, values: np.ndarray, positions: np.ndarray,
     residual: np.ndarray | None,
 ) -> None:  # fmt: skip
-    """Take the elements largest in absolute value from each block, like `take_largest` of topk.py but in compiled code.
-    per_block, rest: number of elements to take from each full block, and from the remainder."""
+    """Write the elements of each block that are largest in absolute value, and their positions: compiled
+    `topk.take_largest`.
+
+    `per_block` and `rest` are the numbers of elements to take from each full block and from the remainder."""
     if residual is not None and residual is not x:
         residual[...] = x
     left = x if residual is None else residual
@@ -225,8 +228,10 @@ def take_largest(
 
 
 def _find_kth_largest(x: np.ndarray, k: int) -> np.int32:
-    """Return the bits of the absolute value of the k-th largest element. If most elements are zero, for example in sums
-    of sparse gradients, drop the zeros first, because partitioning many equal elements is slow."""
+    """Return the absolute value of the k-th largest element, as the bits of a float32.
+
+    If most elements are zero, as in sums of sparse gradients, zeros are dropped first, because partitioning many equal
+    elements is slow."""
     with np.errstate(over="ignore", under="ignore"):
         sizes = x.astype(np.float32, copy=False).view(np.int32) & np.int32(0x7FFFFFFF)
     if np.count_nonzero(sizes) < x.size // 2:
@@ -243,7 +248,8 @@ def scatter_largest_into(
 
 
 def _run_sized_blocks_in_threads(body: Any, size: int, block: int, *arguments: Any) -> None:
-    """Run `body(first, last, *arguments)` over all blocks of `block` elements, split among threads."""
+    """Split `size` elements into blocks of `block`, distribute the blocks over threads, and call `body(first, last,
+    *arguments)` in each."""
     run_tasks(
         body,
         [

@@ -1,4 +1,5 @@
-"""Base class of lossy codecs: an all-to-all of packed parts to their owners, with error feedback."""
+"""Base class of lossy gradient codecs: each rank sends compressed parts of its gradient to the ranks that own them,
+with error feedback."""
 
 from __future__ import annotations
 
@@ -28,15 +29,16 @@ MAX_REDUCES = 1 << 24
 
 
 class CompressedCodec(Codec):
-    """Base class of lossy codecs. Each rank packs the parts of its gradient for their owners; owners unpack the parts
-    and add them in rank order. Subclasses define how a part is packed.
+    """Base class of lossy codecs that compress element by element or block by block, such as `Int8` and `TopK`.
+
+    Each rank packs (compresses) one part of its gradient for every owner, an all-to-all sends the parts, and owners
+    unpack and add them in rank order. Subclasses define how a part is packed.
 
     Error feedback (Seide et al. 2014; Karimireddy et al. 2019): the error of packing is kept and added to the rank's
     next gradient, so that everything sent plus everything kept is the sum of all gradients. In `reduce_all`, owners
-    pack their sums as well, and add the packing error of a sum to their own kept error.
+    also pack their sums, and add the packing error of a sum to the error that they keep.
 
-    Inf and NaN arrive as NaN wherever a loss scale checks for them, and are not kept in the error.
-    """
+    Inf and NaN arrive as NaN wherever a loss scale checks for them, and are not kept in the error."""
 
     feedback = True
     """True if the error of packing is kept."""
@@ -48,31 +50,32 @@ class CompressedCodec(Codec):
 
     @abstractmethod
     def packed_bytes(self, size: int, step: int = MAX_REDUCES) -> int:
-        """Return the bytes of a packed part of `size` elements, a multiple of `SIZE_MULTIPLE_BYTES`. step: number of
-        the reduce, on which the size may depend; the size is largest for the first reduce."""
+        """Return the bytes of a compressed part of `size` elements, a multiple of `SIZE_MULTIPLE_BYTES`.
+
+        The size may depend on `step`, the number of the reduction, and is then largest for the first one."""
 
     @abstractmethod
     def pack_part(
         self, xp: Any, x: Array, wire: Array, residual: Array | None, step: int, numbers: NumberRange
     ) -> None:
-        """Pack the elements of `x` into `wire`.
+        """Compress the elements of `x` into the byte buffer `wire`.
 
         Parameters
         ----------
         x : flat, float32 or float64; its contents may be changed unless it is also `residual`
         wire : `packed_bytes(x.size)` bytes
         residual : receives the packing error of `x`, and may be `x` itself; None if the error is not kept
-        step : number of the reduce, at most `MAX_REDUCES`; `unpack_part` gets the same number
-        numbers : random stream of this part and this reduce
+        step : number of the reduction, at most `MAX_REDUCES`; `unpack_part` gets the same number
+        numbers : random stream of this part and this reduction
         """
 
     @abstractmethod
     def unpack_part(self, xp: Any, wire: Array, out: Array, add: bool, step: int) -> None:
-        """Unpack a part that `pack_part` packed: write it to `out`, or add it to `out` if `add` is true."""
+        """Decompress `wire`, which `pack_part` filled, into `out`, or add it to `out` if `add`."""
 
     def add_error_feedback(self, grad: Array, memory: Memory, step: int) -> Array:
-        """Add the gradient to the kept error of earlier reduces in place, and return that array, which is to be packed.
-        Return the gradient itself if no error is kept."""
+        """Add `grad` to the error kept from earlier reductions, in place, and return the sum, which is to be packed.
+        Without a kept error, return `grad`."""
         if "error" not in memory:
             return grad
         error = memory["error"]
@@ -98,8 +101,9 @@ class CompressedCodec(Codec):
         return ({"error": size} if self.feedback else {}) | ({"turn": 1} if self._has_reduce_counter else {})
 
     def scratch_bytes(self, size: int, width: int) -> int:
-        """Return the bytes of the send and receive buffers for parts of equal size. For larger parts, `reduce`
-        allocates its own buffers."""
+        """Return the bytes of the send and receive buffers of a reduction, if all parts have equal size.
+
+        For larger parts, the reduction allocates its own buffers."""
         return 2 * sum(self.packed_bytes(n, 0) for n in split_evenly(size, width)) + 2 * width * self.packed_bytes(1, 0)
 
     def predict_transfers(self, counts: Sequence[int], rank: int, itemsize: int) -> Transfers:
@@ -164,8 +168,9 @@ class CompressedCodec(Codec):
     def pack_all_parts(
         self, rank: int, grad: Array, counts: Sequence[int], wires: Sequence[Array], memory: Memory, step: int
     ) -> None:
-        """Pack the gradient of `rank` in parts of `counts` elements, each into its own wire; overwrites `grad`. step:
-        number of the reduce."""
+        """Compress the gradient of `rank`, part by part. Part i has counts[i] elements and goes into wires[i].
+
+        Overwrites `grad`. `step` is the number of the reduction."""
         xp, error = namespace_of(grad), memory.get("error")
         whole = self.add_error_feedback(grad, memory, step)
         kept = [None] * len(counts) if error is None else split_by_counts(error, counts)
@@ -176,8 +181,9 @@ class CompressedCodec(Codec):
         return sum(self.packed_bytes(n) for r, n in enumerate(counts) if r != rank)
 
     def take_reduce_number(self, memory: Memory) -> int:
-        """Return how many reduces came before this one, the same on all ranks, and count this one. A dry run always
-        gets the number of the first reduce after the warm-up."""
+        """Return the number of this reduction, the same on all ranks, and advance the counter.
+
+        Numbers begin at 0 and wrap around at MAX_REDUCES. A dry run always gets the first number after the warm-up."""
         if not self._has_reduce_counter or not _has_data(namespace_of(memory["turn"])):
             return self.warmup
         step = int(memory["turn"][0])
@@ -190,12 +196,13 @@ class CompressedCodec(Codec):
 
 
 def _make_random_stream(step: int, sender: int, owner: int | str, size: int) -> NumberRange:
-    """Return the random stream with which `sender` packs for `owner` (a rank or "all") in reduce number `step`."""
+    """Return the random stream with which `sender` rounds what it packs for `owner`, a rank or "all", in reduction
+    number `step`."""
     return NumberRange(step, f"codec {sender} to {owner}", 0, size)
 
 
 def require_float_dtype(codec: Codec, dtype: Any, what: str = "") -> None:
-    """Raise ConfigError unless `dtype` is float32 or float64. what: names the gradient."""
+    """Raise ConfigError if a gradient is neither float32 nor float64. `what` names the gradient in the message."""
     if np.dtype(dtype) not in (np.float32, np.float64):
         raise ConfigError(
             f"{what}{': ' if what else ''}codec {type(codec).__name__} carries gradients of float32 or float64, not "
@@ -204,18 +211,18 @@ def require_float_dtype(codec: Codec, dtype: Any, what: str = "") -> None:
 
 
 def zero_non_finite(kept: Array) -> None:
-    """Set elements that are Inf or NaN to zero, in place."""
+    """Replace Inf and NaN by zero, in place."""
     finite = namespace_of(kept).isfinite(kept)
     if not finite.all():
         kept[~finite] = 0
 
 
 def split_by_counts(array: Array, counts: Sequence[int]) -> list[Array]:
-    """Return views of the consecutive parts of `counts` elements of a flat array."""
+    """Split a flat array into consecutive views of `counts` elements."""
     ends = list(accumulate(counts))
     return [array[stop - n : stop] for n, stop in zip(counts, ends, strict=True)]
 
 
 def _has_data(xp: Any) -> bool:
-    """Return whether arrays of `xp` hold data; those of a dry run do not."""
+    """Return whether arrays of the module `xp` hold data; shape-only arrays of a dry run do not."""
     return not getattr(xp, "holds_no_data", False)

@@ -1,5 +1,5 @@
-"""Code shared by the NumPy and Numba versions of the codecs: constants of 8-bit quantization, and the choice between
-the versions."""
+"""What the NumPy and Numba versions of the gradient codecs share: constants of 8-bit quantization, and the choice
+between the versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""8-bit compression of gradients with one scale per block: the codec and its arithmetic."""
+"""8-bit quantization of gradients, with one scale per block of 256 elements."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ __all__ = ["Int8", "dequantize_into", "quantize"]
 
 
 def quantize(xp: Any, x: Any, q: Any, scales: Any, residual: Any | None, numbers: NumberRange | None) -> None:
-    """Quantize a flat array of float32 or float64 to int8, in blocks of 256 elements: q = x / scale with scale = max
-    |x| / 127.
+    """Quantize a flat float array to int8 in blocks of 256 elements: q = x / scale, with scale = max |x| / 127 of the
+    block.
 
-    scales: one float32 per block; NaN, with q = 0, if the block has Inf or NaN, and 0 if it has only zeros. residual:
-    receives x - q scale, 0 where that is not finite; it may be x. numbers: random numbers, of which number i of
-    `numbers.make_16bit_numbers()` decides whether element i is rounded up, with a probability equal to its fractional
-    part; None: round to nearest.
-    """
+    `scales` gets one float32 per block: 0 if the block has only zeros, and NaN, with q = 0, if it has Inf or NaN.
+    `residual` gets the error x - q * scale, or 0 where that is not finite, and may be x itself. `numbers` are random
+    numbers for stochastic rounding: element i is rounded up with a probability equal to its fractional part. None
+    rounds to nearest."""
     if can_compile(xp):
         from fsdpx.ext.compression.compiled import quantize as body
 
@@ -48,7 +47,7 @@ def quantize(xp: Any, x: Any, q: Any, scales: Any, residual: Any | None, numbers
 
 
 def dequantize_into(xp: Any, q: Any, scales: Any, out: Any, add: bool) -> None:
-    """Write q scale, as computed by `quantize`, to `out`, or add it to `out` if `add` is true."""
+    """Write q * scale, as `quantize` computed them, to `out`, or add it to `out` if `add`."""
     if can_compile(xp):
         from fsdpx.ext.compression.compiled import dequantize_into as body
 
@@ -59,15 +58,17 @@ def dequantize_into(xp: Any, q: Any, scales: Any, out: Any, add: bool) -> None:
 
 
 def _split_into_blocks(xp: Any, x: Any) -> Any:
-    """Return a copy of `x` as (blocks, 256), padded with zeros."""
+    """Return a copy of `x` as a matrix (blocks, 256), padded with zeros."""
     full = xp.zeros((-(-x.size // BLOCK_ELEMENTS), BLOCK_ELEMENTS), dtype=x.dtype)
     full.reshape(-1)[: x.size] = x
     return full
 
 
 class Int8(CompressedCodec):
-    """Codec that sends gradients as integers from -127 to 127 with a float32 scale per 256 elements: a part of n
-    elements takes n + 4 ceil(n/256) bytes, padded to a multiple of 8, a quarter of float32.
+    """Codec that sends gradients as 8-bit integers with one float32 scale per 256 elements, a quarter of the bytes of
+    float32.
+
+    A part of n elements takes n + 4 ceil(n/256) bytes, padded to a multiple of 8.
 
     Parameters
     ----------
@@ -90,7 +91,7 @@ class Int8(CompressedCodec):
         dequantize_into(xp, *self._split_wire(wire, out.size), out, add)
 
     def _split_wire(self, wire: Array, size: int) -> tuple[Array, Array]:
-        """Return views of the int8 numbers and of the scales of a packed part; scales come first."""
+        """Return views of the int8 numbers and of the scales in a packed part, whose scales come first."""
         scales = 4 * -(-size // BLOCK_ELEMENTS)
         wire[scales + size :] = 0
         return wire[scales : scales + size].view(np.int8), wire[:scales].view(np.float32)

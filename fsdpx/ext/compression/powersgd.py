@@ -1,4 +1,4 @@
-"""PowerSGD: reduce gradients of matrices as products of two thin factors."""
+"""PowerSGD: low-rank compression, which sends gradients of matrices as products of two thin factors."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ CACHED_ELEMENTS = 1 << 14
 
 
 class ThinFactors(NamedTuple):
-    """A matrix (rows, columns) at offset `start` of the gradient. left, right: offsets of its factors P and Q in the
-    buffers of all factors."""
+    """A matrix (rows, columns) at offset `start` of the gradient, which is sent as the factors P and Q.
+
+    `left` and `right` are the offsets of P and Q in the buffers that hold the factors of all matrices."""
 
     start: int
     rows: int
@@ -40,13 +41,14 @@ class ThinFactors(NamedTuple):
 
 
 class PowerSGD(Codec):
-    """Codec that reduces P = M Q and then Q = M^T P instead of a matrix M (n, m), with P orthonormalized in between.
-    This is one step of the power method for the `rank` largest singular values of M, starting from the Q of the
-    previous step (Vogels et al. 2019). It sums rank (n + m) elements instead of n m; the error M - P Q^T is added to
-    the next gradient.
+    """Low-rank gradient compression (Vogels et al. 2019), which sends two thin factors P and Q instead of a matrix M.
 
-    All dims of a tensor but the first are flattened into columns. Vectors, and matrices that would not get smaller, are
-    sent uncompressed. Every rank computes P and Q of the full gradient and takes its part of the product.
+    For M (n, m), the codec reduces P = M Q and then Q = M^T P, with P orthonormalized in between. This is one step of
+    the power method for the `rank` largest singular values of M, starting from the Q of the previous step. It sums
+    rank (n + m) elements instead of n m; the error M - P Q^T is added to the next gradient.
+
+    All dims of a tensor but the first are flattened into columns. Vectors, and matrices that would not get smaller,
+    are sent uncompressed. Every rank computes P and Q of the full gradient and takes its part of the product.
 
     Parameters
     ----------
@@ -85,8 +87,9 @@ class PowerSGD(Codec):
         return {"error": size, "basis": self._count_sum_elements(size)[1]}
 
     def scratch_bytes(self, size: int, width: int) -> int:
-        """Return the bytes of P, Q and the uncompressed tensors in float32. For float64, `reduce` allocates its own
-        buffers.
+        """Return the bytes of memory for P, Q and the uncompressed tensors in float32.
+
+        For float64 gradients, the reduction allocates its own buffers.
 
         Parameters
         ----------
@@ -121,7 +124,8 @@ class PowerSGD(Codec):
     def _start_reduce(
         self, comm: Communicator, grad: Array, out: Array, first: int, scratch: Array, memory: Memory, what: str
     ) -> Handle:
-        """Start to sum elements [first, first + out.size) into `out`, which may be a view of `grad`."""
+        """Start a reduction of `grad` that writes the elements [first, first + out.size) of the sum to `out`, which
+        may be a view of `grad`."""
         require_float_dtype(self, grad.dtype, what)
         xp, thin = namespace_of(grad), self._list_thin_factors(grad.size)
         left_sums, right_sums = self._get_scratch_buffers(xp, grad, scratch)
@@ -130,7 +134,7 @@ class PowerSGD(Codec):
             self._compute_left_factor_and_copy_rest(xp, grad, thin, left_sums, memory)
         handle = comm.all_reduce(left_sums, ReduceOp.SUM, what=what)
         if right_sums.size:
-            handle.wait()  # Q is computed from the sum of P
+            handle.wait()  # Q needs the sum of P over all ranks
             if real:
                 self._compute_right_factor_and_residual(xp, thin, left_sums, right_sums, memory["error"])
             handle = comm.all_reduce(right_sums, ReduceOp.SUM, what=what)
@@ -150,8 +154,11 @@ class PowerSGD(Codec):
     def _compute_left_factor_and_copy_rest(
         self, xp: Any, grad: Array, thin: Sequence[ThinFactors], left_sums: Array, memory: Memory
     ) -> None:
-        """Compute P = M Q of this rank's gradient plus its kept error, and copy the uncompressed tensors to
-        `left_sums`. Works matrix by matrix, while the sum that was just computed is still in the cache."""
+        """Compute P = M Q for every matrix of the gradient plus kept error, and copy the tensors that are sent
+        uncompressed.
+
+        Both go to `left_sums`. Each matrix is multiplied right after the error was added, while it is still in the
+        cache."""
         whole = memory["error"]
         for t in thin:
             whole[t.start : t.stop] += grad[t.start : t.stop]
@@ -170,8 +177,9 @@ class PowerSGD(Codec):
     def _compute_right_factor_and_residual(
         self, xp: Any, thin: Sequence[ThinFactors], left_sums: Array, right_sums: Array, error: Array
     ) -> None:
-        """Orthonormalize P, compute Q = M^T P of this rank, and overwrite M with M - P Q^T. If P is not finite, which
-        all ranks detect equally, overwrite M with zeros."""
+        """Orthonormalize the summed P, compute this rank's Q = M^T P, and replace M by its error M - P Q^T.
+
+        If P is not finite, which all ranks see alike, the error is set to zero."""
         for t in thin:
             p, q = self._view_factor(left_sums, t.left, t.rows), self._view_factor(right_sums, t.right, t.columns)
             kept = error[t.start : t.stop].reshape(t.rows, t.columns)
@@ -185,7 +193,7 @@ class PowerSGD(Codec):
     def _multiply_factors_into(
         self, xp: Any, t: ThinFactors, left_sums: Array, right_sums: Array, out: Array, first: int
     ) -> None:
-        """Write the elements of P Q^T that are in [first, first + out.size) to `out`."""
+        """Write the elements of P Q^T that lie in [first, first + out.size) of the gradient to `out`."""
         p, q = self._view_factor(left_sums, t.left, t.rows), self._view_factor(right_sums, t.right, t.columns)
         low, high = max(t.start, first), min(t.stop, first + out.size)
         if low < high:
@@ -199,7 +207,7 @@ class PowerSGD(Codec):
         return len(shape) > 1 and self.rank * (rows + columns) < rows * columns
 
     def _list_thin_factors(self, size: int) -> list[ThinFactors]:
-        """Return the matrices of a gradient of `size` elements that are sent as thin factors."""
+        """Return the matrices that are sent as thin factors, for a gradient of `size` elements."""
         shapes = self.shapes or ((size,),)
         ends = list(accumulate(map(prod, shapes)))
         assert ends[-1] == size, (shapes, size)
@@ -212,14 +220,14 @@ class PowerSGD(Codec):
         return found
 
     def _count_sum_elements(self, size: int) -> tuple[int, int]:
-        """Return the number of elements of each all-reduce: first P with all uncompressed tensors, then Q."""
+        """Return the number of elements of the two all-reduces: P with all uncompressed tensors, and Q."""
         thin = self._list_thin_factors(size)
         whole = size - sum(t.rows * t.columns for t in thin)
         return whole + self.rank * sum(t.rows for t in thin), self.rank * sum(t.columns for t in thin)
 
     def _list_uncompressed_ranges(self, size: int, thin: Sequence[ThinFactors]) -> list[tuple[int, int, int]]:
-        """Return the ranges that are sent uncompressed: (offset in the first sum, start in the gradient, stop in the
-        gradient)."""
+        """Return the ranges of the gradient that are sent uncompressed, as (offset in the first all-reduce, start,
+        stop)."""
         at, start, found = self.rank * sum(t.rows for t in thin), 0, []
         for stop, after in [*((t.start, t.stop) for t in thin), (size, size)]:
             if start < stop:
@@ -239,9 +247,11 @@ class PowerSGD(Codec):
 
 
 def write_outer_product_into(xp: Any, p: Array, q: Array, start: int, out: Array, subtract: bool = False) -> None:
-    """Write the elements of P Q^T in row-major order, beginning with element number `start`, to `out`, or subtract them
-    from `out` if `subtract` is true. Adds column by column instead of calling matmul, because every rank must get the
-    same result and the last bits of matmul may depend on the alignment of its arrays."""
+    """Write elements of P Q^T, in row-major order from number `start` on, to `out`, or subtract them from `out` if
+    `subtract`.
+
+    Columns are added one by one instead of by matmul, because every rank must get the same result, and the last bits
+    of matmul may depend on the alignment of its arrays."""
     if can_compile(xp):
         from fsdpx.ext.compression.compiled import write_outer_product_into as body
 
@@ -265,7 +275,7 @@ def write_outer_product_into(xp: Any, p: Array, q: Array, start: int, out: Array
 
 
 def _orthonormalize_columns(xp: Any, p: Array) -> None:
-    """Orthonormalize the columns of p in place (Gram-Schmidt in float64); a column whose remainder is zero stays
+    """Orthonormalize the columns of `p` in place, by Gram-Schmidt in float64. A linearly dependent column becomes
     zero."""
     with np.errstate(invalid="ignore", over="ignore"):
         wide = p.astype(np.float64)

@@ -1,5 +1,4 @@
-"""Top-k compression, which sends only the largest elements of a gradient: the codec, and how it finds these elements in
-blocks."""
+"""Top-k compression, which sends only the elements of a gradient that are largest in absolute value."""
 
 from __future__ import annotations
 
@@ -24,24 +23,23 @@ with NaN above all others."""
 
 
 def count_chosen_elements(size: int, block: int, share: float) -> tuple[int, int]:
-    """Return how many of `size` elements are chosen, in all full blocks together and in the remainder: ceil(share
-    block) of each block."""
+    """Return how many of `size` elements are sent: ceil(share * block) of each block, in all full blocks together and
+    in the remainder."""
     each, rest = _count_chosen_per_block(size, block, share)
     return size // block * each, rest
 
 
 def _count_chosen_per_block(size: int, block: int, share: float) -> tuple[int, int]:
-    """Return how many elements are chosen from each full block, and from the remainder."""
+    """Return how many elements are sent of each full block, and of the remainder."""
     return ceil(share * block), ceil(share * (size % block))
 
 
 def take_largest(xp: Any, x: Any, block: int, share: float, values: Any, positions: Any, residual: Any | None) -> None:
-    """Write the elements largest in absolute value from each block of `x` (flat, float32 or float64) to `values`
-    (float32), and their indices within the block to `positions` (integer), in the order of the array. Of equal
-    elements, the first are taken.
+    """Take the elements of each block of `x` that are largest in absolute value, in the order of the array.
 
-    residual: receives x without the elements taken, and 0 where x is not finite; it may be x itself.
-    """
+    `x` is flat, float32 or float64. Their values go to `values` (float32), and their indices within the block to
+    `positions`. Of equal elements, the first are taken. `residual` gets x without the elements taken, and 0 where x is
+    not finite; it may be x itself."""
     if can_compile(xp):
         from fsdpx.ext.compression.compiled import take_largest as body
 
@@ -69,8 +67,8 @@ def take_largest(xp: Any, x: Any, block: int, share: float, values: Any, positio
 
 
 def scatter_largest_into(xp: Any, values: Any, positions: Any, block: int, share: float, out: Any, add: bool) -> None:
-    """Write the elements that `take_largest` took to `out`, with zeros elsewhere, or add them to `out` if `add` is
-    true."""
+    """Write the elements that `take_largest` took to their places in `out`, with zeros elsewhere, or add them to `out`
+    if `add`."""
     if not add:
         out[...] = 0
     if can_compile(xp):
@@ -82,15 +80,15 @@ def scatter_largest_into(xp: Any, values: Any, positions: Any, block: int, share
 
 
 def _split_into_blocks(x: Any, block: int, share: float) -> list[tuple[Any, slice]]:
-    """Return the full blocks and the remainder, each as a matrix with one block per row, and the slice of `values` for
-    each of the two."""
+    """Return the full blocks and the remainder, each as a matrix with one block per row and the slice of `values` that
+    belongs to it."""
     whole, rest = count_chosen_elements(x.size, block, share)
     edge = x.size // block * block
     return [(x[:edge].reshape(-1, block), slice(0, whole)), (x[None, edge:], slice(whole, whole + rest))]
 
 
 def to_global_positions(xp: Any, size: int, block: int, share: float, positions: Any) -> Any:
-    """Convert indices within blocks to indices into an array of `size` elements."""
+    """Convert positions within blocks to positions in the array of `size` elements."""
     each, rest = _count_chosen_per_block(size, block, share)
     whole = size // block
     return positions + xp.concatenate([xp.repeat(xp.arange(whole) * block, each), xp.full(rest, whole * block)])
@@ -103,14 +101,15 @@ INITIAL_SHARE = 0.25
 
 
 class TopK(CompressedCodec):
-    """Codec that sends only the ceil(fraction n) elements of each part that are largest in absolute value, with 4 bytes
-    of index and 4 of value each. The other elements are added to the next gradient (Deep Gradient Compression, Lin et
-    al. 2018). Of equal elements, the first are sent.
+    """Codec that sends only the ceil(fraction * n) elements of each part that are largest in absolute value.
+
+    Each takes 4 bytes of index and 4 of value. The other elements are added to the next gradient (Deep Gradient
+    Compression, Lin et al. 2018). Of equal elements, the first are sent.
 
     Parameters
     ----------
     fraction : share of the elements to send, in (0, 1]; 1 is exact
-    warmup : number of reduces at the start in which the share falls from 1/4 to `fraction`, by the same factor in each
+    warmup : number of reductions at the start in which the share falls from 1/4 to `fraction`, each time by the same factor
     block : if given, choose ceil(fraction block) of each `block` elements, on all threads; this sends slightly more
         elements, with indices of 2 bytes. None (default): choose from the entire part
     """
@@ -148,8 +147,8 @@ class TopK(CompressedCodec):
             scatter_largest_into(xp, *self._split_wire(wire, out.size, share), self.block or out.size, share, out, add)
 
     def _split_wire(self, wire: Array, size: int, share: float) -> tuple[Array, Array]:
-        """Return views of the values and of their positions. A position is an index into the part, or into a block if
-        there are blocks."""
+        """Return views of the values and of their positions in a packed part. Positions count within a block if there
+        are blocks, else within the part."""
         if self.block is None:
             return wire[wire.size // 2 :].view(np.float32), wire[: wire.size // 2].view(np.int32)
         k = sum(count_chosen_elements(size, self.block, share))
@@ -157,11 +156,11 @@ class TopK(CompressedCodec):
         return wire[: 4 * k].view(np.float32), wire[4 * k : 6 * k].view(np.uint16)
 
     def get_share_of_reduce(self, step: int) -> float:
-        """Return the share of the elements that is sent in one reduce; it is `fraction` after the warm-up.
+        """Return the share of elements that is sent in reduction number `step`. After the warm-up, it is `fraction`.
 
         Parameters
         ----------
-        step : number of the reduce, from 0
+        step : number of the reduction, from 0
 
         Returns
         -------

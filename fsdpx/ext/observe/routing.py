@@ -51,7 +51,7 @@ class ExpertLoad:
 
     @property
     def dropped_choices(self) -> int:
-        """Number of choices that no expert computed, for lack of capacity.
+        """Number of choices that no expert computed. It is 0 for layers without a capacity limit, such as `nn.MoE`.
 
         If this load counts only one of several ranks, choices computed on other ranks are included."""
         return sum(self.chosen) - sum(self.computed)
