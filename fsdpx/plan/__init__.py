@@ -38,7 +38,7 @@ __all__ = [
 
 
 class CallablePackage(ModuleType):
-    """Class of this package, which makes the package callable as `search`. It also tells type checkers what the package
+    """Module type of this package. It makes the package callable as `search`, and tells type checkers what the package
     contains."""
 
     if TYPE_CHECKING:
@@ -54,7 +54,8 @@ class CallablePackage(ModuleType):
     else:
 
         def __call__(self, *arguments: Any, **options: Any) -> Plan:
-            """Return `search(*arguments, **options)`; raise ConfigError if the arguments do not fit its signature."""
+            """Search for the fastest configuration: call `search` with the same arguments. Raise ConfigError if they
+            do not fit its signature."""
             try:
                 signature(search).bind(*arguments, **options)
             except TypeError as error:

@@ -1,5 +1,4 @@
-"""strategy="auto": rank 0 searches for the best configuration for the running ranks, and all ranks apply the choices
-found."""
+"""strategy="auto": rank 0 searches for the fastest configuration for the running ranks, and all ranks use it."""
 
 from __future__ import annotations
 
@@ -38,7 +37,8 @@ def plan_recipe(
     memory: int | str | None = None,
     machine: str | PathLike[str] | Machine | None = None,
 ) -> Recipe:
-    """Return the recipe completed by the fastest choices that fit; the user's own choices are kept. Collective.
+    """Search for the fastest configuration that fits into memory, and return the recipe with its choices filled in.
+    The user's own choices are kept. Collective.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ def plan_recipe(
 
 
 def _get_fixed_options(recipe: Recipe) -> dict[str, Any]:
-    """Return the options that the search must keep. These are the options that the user has chosen, and a few others.
+    """Return the options that the search must not change: all that the user has chosen, and three more.
 
     The precision is kept because a plan must not change results, `group_bytes` because it is measured at runtime, and
     `offload` because it needs a folder."""
@@ -117,7 +117,8 @@ def _find_host_size_and_host_count(world: Communicator) -> tuple[int, int]:
 
 
 def _agree_on_memory_limit(recipe: Recipe, world: Communicator) -> int | None:
-    """Return the smallest memory limit of all ranks in bytes; None if the limit is not known. Collective."""
+    """Return the smallest memory limit of all ranks in bytes. Return None if no rank knows its limit, as on GPUs.
+    Collective."""
     if recipe.runtime.device == "cuda" or isinstance(world, FakeCommunicator):
         return None
     own = find_memory_budget(0, _find_host_size_and_host_count(world)[0])[1]
@@ -128,7 +129,7 @@ def _agree_on_memory_limit(recipe: Recipe, world: Communicator) -> int | None:
 def _find_machine_and_source(
     asked: str | PathLike[str] | Machine | None, world: Communicator, device: str
 ) -> tuple[Machine, str]:
-    """Return the machine to plan for, and a text that names its origin."""
+    """Return the machine to plan for, and a text that names it and says where its description comes from."""
     if asked is not None or MACHINE_FILE.exists():
         found = Machine.load(MACHINE_FILE if asked is None else asked)
         return found, f"{found.name}" if asked is not None else f"{found.name} ({MACHINE_FILE})"
@@ -143,7 +144,7 @@ def _find_machine_and_source(
 
 
 def _describe_plan(found: Plan, source: str) -> str:
-    """Return a text with the chosen options and their predicted time and memory."""
+    """Return a text with the chosen options, the predicted time and memory, and the second-best kind of parallelism."""
     best = found.best_candidate
     limit = "" if found.memory is None else f" within {format_bytes(found.memory)} per rank"
     others = [one for kind, one in found.best_by_kind.items() if kind != best.summary]

@@ -1,5 +1,6 @@
-"""Costs of the actions of a dry run. Of several equal layers only one runs, and only once. Further calls reuse its
-recorded costs and create new result arrays."""
+"""Records the cost of each action of a training step, such as the forward of one layer group, in a run on shape-only
+arrays. Of several equal layers only one runs, and only once. Further calls reuse its recorded cost, and create new
+result arrays."""
 
 from __future__ import annotations
 
@@ -32,17 +33,28 @@ LAYER_MODULES = tuple(f"fsdpx.{name}." for name in ("nn", "ext.fields", "ext.lor
 
 @dataclass
 class ActionCost:
-    """Work and communication of one action. calls: all calls, including those inside layers."""
+    """Work and communication of one action of the step.
+
+    Attributes
+    ----------
+    work : counted matrix products and kernel calls
+    calls : communication calls, including those inside layers
+    """
 
     work: WorkCount
     calls: tuple[Call, ...] = ()
 
 
 class _LayerResult(NamedTuple):
-    """Recorded result of one method of a layer.
+    """Recorded result and cost of one call of a layer's method.
 
-    plan: how to rebuild the return value. inner: peak bytes during the call, in addition to the bytes in use before the
-    call. flags: which gradients are written after the call."""
+    Attributes
+    ----------
+    plan : how to rebuild the return value
+    work, calls : work and communication of the call
+    inner : peak bytes during the call, in addition to the bytes in use before the call
+    flags : which gradients are written after the call
+    """
 
     plan: Any
     work: WorkCount
@@ -61,7 +73,8 @@ _FIRST_EQUAL: dict[int, tuple[Layer, Layer]] = {}
 
 
 class ActionCostRecorder(TimelineRecorder):
-    """Records the cost of each action of the next program, in order. work: the counter to which the dry run adds."""
+    """Observer of a shape-only training step that records the cost of each action, in order. The attribute `work` is
+    the counter to which the step adds its work."""
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -74,18 +87,18 @@ class ActionCostRecorder(TimelineRecorder):
                 known.clear()
 
     def watch_trainer(self, trainer: Trainer, meter: MemoryMeter) -> None:
-        """Record all further actions of this trainer. meter: the memory meter of its arrays."""
+        """Record all further actions of this trainer. `meter` measures the memory of its shape-only arrays."""
         place = trainer.inspect.placement
         self.meter, self.counters, self._here = meter, place.axes.counters, frozenset(place.stage.own_units)
         trainer.inspect.engine.add_observer(self)
 
     def on_program_begin(self, program: Program, state: TrainState) -> None:
-        """Discard earlier costs and counts."""
+        """Discard the costs and counts of earlier programs."""
         self.costs.clear()
         self._pop_work_and_calls()
 
     def wrap_units(self, units: Sequence[Unit]) -> Sequence[Unit]:
-        """Return the units with their layers replaced by memoized ones."""
+        """Return the units with each of this rank's layers wrapped, so that the results of equal layers are reused."""
         if len(self._units) < len(units):
             for unit in units:
                 nodes = (
@@ -99,7 +112,7 @@ class ActionCostRecorder(TimelineRecorder):
     def on_action_end(
         self, planned: Any, begin: float, ready: float, end: float, nbytes: int, values: Sequence[Any]
     ) -> None:
-        """Record the counts since the previous action."""
+        """Record the work and communication since the previous action as the cost of this one."""
         self.costs.append((planned.action, ActionCost(*self._pop_work_and_calls(nbytes > 0))))
 
     def on_transfer_complete(self, action: Action, transfer: TimedTransfer) -> None:
@@ -109,7 +122,8 @@ class ActionCostRecorder(TimelineRecorder):
         """Do nothing: work outside of programs takes no time in a dry run."""
 
     def _pop_work_and_calls(self, moved: bool = True) -> tuple[WorkCount, tuple[Call, ...]]:
-        """Return the work and calls since the previous call of this method. moved: False if there can be no calls."""
+        """Return the work and the communication calls since the last call of this method. With `moved=False`, it is
+        known that nothing was communicated."""
         work = self.work.pop_counts()
         if not moved:
             return work, ()
@@ -117,16 +131,14 @@ class ActionCostRecorder(TimelineRecorder):
         self._calls = self.counters.copy()
         return work, calls
 
-    # -- layers --------------------------------------------------------------------------------------------------------
-
     def run_memoized(
         self, key: tuple[Any, ...], run: Callable[[], Any], arguments: Sequence[Any], flags: _Flags, constants: Any
     ) -> Any:
-        """Return `run()`, memoized by `key` and the shapes of `arguments`. A memoized call returns new arrays, and its
-        work is counted like that of the original call.
+        """Return `run()`, or rebuild its result if an equal call has run before. A call is equal if `key`, the shapes
+        of `arguments` and the state of the gradients are equal; its work counts again.
 
-        flags: which gradients of the layer are written. constants: the constants of the `LayerContext`. A call that
-        adds constants is not memoized."""
+        `flags` says which gradients of the layer are written. `constants` is the cache of the `LayerContext`; calls
+        that add to it are not memoized."""
         roots: list[Storage] = []
         key = (*key, _make_shape_key((arguments, constants), roots), flags.read_flags())
         made = self._known.get(key)
@@ -143,7 +155,8 @@ class ActionCostRecorder(TimelineRecorder):
     def _run_and_memoize(
         self, key: Any, run: Callable[[], Any], roots: list[Storage], flags: _Flags, constants: Any
     ) -> Any:
-        """Run the call, and memoize its result and costs under `key` if the result can be rebuilt."""
+        """Run the call, and store its cost, and how to rebuild its result, under `key`. If the result cannot be
+        rebuilt, later calls run again."""
         there, meter, before = len(constants), self.meter, self.counters.copy()
         peak, meter.peak, live = meter.peak, meter.live, meter.live
         with counting_work() as work:
@@ -154,7 +167,7 @@ class ActionCostRecorder(TimelineRecorder):
             return found
         try:
             plan = make_rebuild_plan(found, roots, constants=(RecomputePlaceholder,))
-        except TypeError:  # the result has a value that cannot be rebuilt
+        except TypeError:  # the result contains an object of unknown type, so equal calls run again
             self._known[key] = None
             return found
         calls = tuple(self.counters.get_counts_since(before))
@@ -163,7 +176,7 @@ class ActionCostRecorder(TimelineRecorder):
 
 
 class _Flags:
-    """Access to the flags that say which gradients of a layer are written."""
+    """Reads and writes the flags that say which gradients of a layer have been written."""
 
     __slots__ = ("_entries",)
 
@@ -184,7 +197,7 @@ follow these arguments."""
 
 
 class _MemoizedLayer:
-    """Wrapper of a layer whose methods run only once for each combination of argument shapes."""
+    """Wraps a layer so that each method runs only once per combination of argument shapes."""
 
     def __init__(self, layer: Layer, costing: ActionCostRecorder) -> None:
         self._layer, self._costing = _find_first_equal_layer(layer), costing
@@ -195,7 +208,7 @@ class _MemoizedLayer:
 
     def _call_memoized(self, method: str, run: Callable[..., Any], env: Any, *arguments: Any) -> Any:
         """Call a method of the layer through `ActionCostRecorder.run_memoized`. The key contains everything in `env`
-        that affects the result."""
+        that affects the shapes and costs."""
         own, given = dict(zip(ARGUMENTS[method], arguments, strict=False)), arguments[len(ARGUMENTS[method]) :]
         lines = [(line.rank, line.size) for line in (env.mesh.tensor, env.mesh.data, *env.mesh.domain)]
         key = (id(self._layer), method, env.training, env.recomputing, env.recompute, env.time, *lines)
@@ -209,8 +222,8 @@ class _MemoizedLayer:
 
 
 def _find_first_equal_layer(layer: Layer) -> Layer:
-    """Return the first known layer that is equal to this one. Equal containers must share one object, because a
-    container object records what it has saved."""
+    """Return the first layer seen that is equal to this one, or the layer itself. Equal containers must share one
+    object, because a container object records what it has saved."""
     if id(layer) not in _FIRST_EQUAL:
         kept: list[Any] = [layer]
         _FIRST_EQUAL[id(layer)] = layer, _LAYER_BY_KEY.setdefault(_make_layer_key(layer, kept), (layer, kept))[0]
@@ -218,9 +231,10 @@ def _find_first_equal_layer(layer: Layer) -> Layer:
 
 
 def _make_layer_key(value: Any, kept: list[Any]) -> Any:
-    """Return a hashable key of a layer or of a part of one, built from its attributes.
+    """Return a hashable key that is equal for layers of the same class with equal attributes.
 
-    Objects without known attributes are identified by their id and appended to `kept`, so that the id remains valid."""
+    Objects whose attributes are not known are compared by id. They are appended to `kept`, so that no new object gets
+    the same id."""
     if value is None or isinstance(value, int | float | str | bytes | type):
         return value
     if isinstance(value, tuple | list):
@@ -234,8 +248,8 @@ def _make_layer_key(value: Any, kept: list[Any]) -> Any:
 
 
 def _make_shape_key(value: Any, roots: list[Storage]) -> Any:
-    """Return a hashable key that describes the shapes in `value`, and which of its arrays share memory. The storage of
-    each array is appended to `roots`."""
+    """Return a hashable key of nested values that describes the shapes and dtypes of arrays, and which arrays share
+    memory. The storage of each array is appended to `roots`."""
     kind = type(value)
     if kind is ShapeArray:
         roots.append(value.root)

@@ -1,5 +1,5 @@
-"""`dry_run` runs a step of any rank of any world on shapes, and counts bytes, calls and memory. It needs neither MPI
-nor data."""
+"""`dry_run` runs one training step of one rank on arrays without data, and counts bytes, calls and memory. It needs
+neither MPI nor the other ranks."""
 
 from __future__ import annotations
 
@@ -69,11 +69,16 @@ print(json.dumps([taken, [b - a for a, b in zip(before, between)], kilobytes()[0
 
 @dataclass(frozen=True)
 class ProcessBaseline:
-    """Resident bytes of a process without a model.
+    """Resident memory of a process without a model, in bytes.
 
-    own: private bytes, without MPI. files: code and data that the processes of a host share, without MPI. mpi: bytes
-    that MPI adds to `own`, including its shared memory. mpi_files: bytes that MPI adds to `files`. workspace: bytes of
-    the workspace of the BLAS library, which holds reordered copies of large operands."""
+    Attributes
+    ----------
+    own : private memory, without MPI
+    files : code and data that the processes of a host share, without MPI
+    mpi : what MPI adds to `own`, including its shared memory
+    mpi_files : what MPI adds to `files`
+    workspace : workspace of the BLAS library, which holds reordered copies of large operands
+    """
 
     own: int
     files: int
@@ -87,11 +92,12 @@ _TYPES = dict.fromkeys((one.name for one in fields(ProcessBaseline)), int)
 
 @cache
 def measure_or_load_baseline(mpi: bool, blas: str, ranks_here: int) -> ProcessBaseline:
-    """Return the resident bytes of a process without a model. The measurement takes about three seconds, once per
-    machine. Later calls read the recorded result.
+    """Return the resident memory of a process without a model. It is measured once per machine, which takes about
+    three seconds; later calls read the recorded result.
 
-    mpi: whether an MPI launcher starts the ranks; ignored if MPI cannot be loaded. blas: library for matrix products.
-    ranks_here: number of ranks on this host. Raises ConfigError if the measuring process fails."""
+    `mpi` says whether an MPI launcher starts the ranks; it is ignored if MPI cannot be loaded. `blas` is the library
+    for matrix products, and `ranks_here` the number of ranks on this host. Raises ConfigError if the measurement
+    fails."""
     key = {"machine": platform.node(), "python": sys.version, "blas": blas, "mpi": mpi, "ranks here": ranks_here}
     key |= {"code": code_cache.can_keep_code(), "fsdpx": __version__, "asked": crc32(CHILD_CODE.encode())} | {
         name: get_package_version(name) for name in ("numpy", "numba", "mpi4py", "mkl")
@@ -99,7 +105,8 @@ def measure_or_load_baseline(mpi: bool, blas: str, ranks_here: int) -> ProcessBa
     known = tuning.load_record("process", key, lambda value: ProcessBaseline(**require_json_fields(value, _TYPES)))
     if known is not None:
         return known
-    _measure_in_child(mpi, blas, ranks_here)  # compiles missing kernels, which would take memory in a measured process
+    # an unmeasured first run, which compiles missing kernels, since compiling takes memory
+    _measure_in_child(mpi, blas, ranks_here)
     found = _measure_in_child(mpi, blas, ranks_here)
     if isinstance(found, str) and mpi:
         return measure_or_load_baseline(False, blas, ranks_here)
@@ -110,7 +117,7 @@ def measure_or_load_baseline(mpi: bool, blas: str, ranks_here: int) -> ProcessBa
 
 
 def _measure_in_child(mpi: bool, blas: str, ranks_here: int) -> ProcessBaseline | str:
-    """Return the baseline that a new process measures, or the reason for its failure."""
+    """Measure the resident memory of a new process without a model. Return an error message if that fails."""
     command = [sys.executable, "-c", CHILD_CODE, "mpi" if mpi else "local", blas, str(ranks_here)]
     try:
         done = subprocess.run(
@@ -137,16 +144,17 @@ and of the program. This was measured on models of a thousand layers, where such
 
 @dataclass(frozen=True)
 class DryRun:
-    """The result of a dry run.
+    """The result of a dry run: the program of the step, its traffic and its memory.
 
     Parameters
     ----------
     program : the actions of the step
     report : counted traffic and memory of one step
-    trainer : the trainer that ran on shapes
+    trainer : the trainer that ran on shape-only arrays
     activations : peak bytes of activations between actions: forward outputs, values kept for backward, and their
         gradients
-    peak_heap_bytes : peak bytes outside the arena at any time, including temporaries of layers while they compute
+    peak_heap_bytes : peak bytes outside the arena (the preallocated buffers) at any time, including temporaries of
+        layers while they compute
     ranks_here : number of ranks on this rank's host
     peak : the moment of highest memory use, and the memory held for each unit
     """
@@ -161,7 +169,7 @@ class DryRun:
 
     @cached_property
     def footprint(self) -> Footprint:
-        """Expected peak memory of the process, including interpreter, libraries, MPI and shared windows.
+        """Predicted peak memory of the whole process, including interpreter, libraries, MPI and shared memory.
 
         The memory of a process without a model is measured once per machine, which takes about three seconds. Kernels
         are assumed to be compiled already. The first job on a machine compiles its kernels, which takes some 150 MiB
@@ -170,7 +178,8 @@ class DryRun:
         base = measure_or_load_baseline(placement.axes.world.size > 1, placement.tuning.blas, here)
         objects = OBJECT_BYTES_PER_PARAMETER * len(placement.layout.specs)
         largest = max((spec.size for spec in placement.layout.specs.values() if len(spec.shape) > 1), default=0)
-        workspace = min(base.workspace, 2 * largest * placement.formats.compute.itemsize)  # of both operands at most
+        # BLAS holds copies of at most two operands
+        workspace = min(base.workspace, 2 * largest * placement.formats.compute.itemsize)
         gaps = self.peak_heap_bytes // ACTIVATION_BYTES_PER_GAP_BYTE
         parts = {
             "interpreter and libraries": ProcessBytes(base.own, base.own),
@@ -196,7 +205,8 @@ def dry_run(
     ranks_per_host: int = 1,
     **options: Any,
 ) -> DryRun:
-    """Run one step of one rank on shapes, without MPI, data or initial values.
+    """Run one training step of one rank on arrays without data, and return its predicted memory and traffic. Needs
+    neither MPI nor initial values.
 
     Parameters
     ----------
@@ -235,8 +245,8 @@ def dry_run(
 
 
 def _make_fake_world(rank: int, ranks: int, ranks_per_host: int) -> FakeCommunicator:
-    """Return a fake communicator of a world of `ranks` ranks. Consecutive ranks share a host, as launchers place
-    them."""
+    """Return a communicator that pretends to belong to a job of `ranks` ranks. Consecutive ranks share a host, as
+    launchers place them."""
     if ranks_per_host < 1:
         raise ConfigError(f"ranks_per_host={ranks_per_host}: at least one rank is on a host")
     if min(ranks, ranks_per_host) == 1 or not environment.read_environment().can_share_memory or not 0 <= rank < ranks:
@@ -245,7 +255,7 @@ def _make_fake_world(rank: int, ranks: int, ranks_per_host: int) -> FakeCommunic
 
 
 def _make_shape_arrays(spec: Any, name: str = "x") -> Any:
-    """Return arrays without data for a batch given as arrays or as (shape, dtype) pairs."""
+    """Return shape-only arrays for a batch that is given as arrays or as (shape, dtype) pairs. `name` is for errors."""
     from fsdpx.core.array.namespace import parse_dtype
     from fsdpx.core.array.shapes import ShapeArray
 

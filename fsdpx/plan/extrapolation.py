@@ -1,5 +1,5 @@
-"""Extrapolates a step from a few microbatches to all microbatches. The full program tells how often each action runs,
-and the time is assumed to grow linearly with the number of microbatches."""
+"""Predicts a step with many microbatches from runs with a few of them, since the time grows linearly with their
+number. Compiled programs tell how often each action runs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,16 @@ __all__ = ["StepDryRuns"]
 
 @dataclass(frozen=True)
 class StepDryRuns:
-    """The dry runs of a step, from which the step can be predicted on any machine.
+    """Shape-only runs of a step on a few ranks, from which the step can be predicted on any machine.
 
-    runs: for each pipeline rank, a run of the data rank with the most samples. others: runs of the data rank with the
-    fewest samples, and of a second busy rank of a grid. ran: number of microbatches that ran. few, each: see
-    `WorldStep.count_simulated_microbatches`."""
+    Attributes
+    ----------
+    step : the step
+    runs : for each pipeline rank, a run of the data rank with the most samples
+    others : runs of the data rank with the fewest samples, and of the rank with the most neighbors in a grid
+    ran : number of microbatches that ran
+    few, each : see `WorldStep.count_simulated_microbatches`
+    """
 
     step: WorldStep
     runs: list[RankDryRun]
@@ -37,16 +42,16 @@ class StepDryRuns:
 
     @classmethod
     def from_step(cls, step: WorldStep, ran: int) -> StepDryRuns:
-        """Run the step with `ran` microbatches (see `WorldStep.count_dry_run_microbatches`), or with all microbatches
-        if the first `ran` microbatches do not represent the others."""
+        """Run the step with `ran` microbatches (see `WorldStep.count_dry_run_microbatches`). If these do not represent
+        the remaining microbatches, run it with all of them."""
         found = cls._run_differing_ranks(step, ran, *step.count_simulated_microbatches())
         m = step.microbatches
         return found if found._can_extrapolate() else cls._run_differing_ranks(step, m, m, 0)
 
     @classmethod
     def _run_differing_ranks(cls, step: WorldStep, ran: int, few: int, each: int) -> StepDryRuns:
-        """Run the step on the ranks that can differ: the pipeline ranks of the data rank with the most samples, of the
-        data rank with the fewest samples, and of a second busy rank of a grid."""
+        """Run the step on one rank of each kind: every pipeline rank, for the data ranks with the most and with the
+        fewest samples, and for the rank with the most neighbors in a grid."""
         last, runs, others = step.sample_group_count - 1, list[RankDryRun](), list[RankDryRun]()
         if step.count_samples_of_group(0) < step.count_samples_of_group(last) and (
             step.count_samples_of_group(0) or step.options.get("reproducible_chunks") is None
@@ -58,8 +63,8 @@ class StepDryRuns:
         return cls(step, runs, others, ran, few, each)
 
     def _can_extrapolate(self) -> bool:
-        """Return whether the full programs consist only of actions that ran, and whether each further group of
-        microbatches adds the same actions."""
+        """Return whether the program with all microbatches repeats only actions that ran, and whether every `each`
+        additional microbatches repeat the same ones."""
         m, few, each = self.step.microbatches, self.few, self.each
         times = (m - few) // each if each else 0
         for one in () if self.ran == m else self.runs:
@@ -71,10 +76,10 @@ class StepDryRuns:
         return True
 
     def extrapolate_step(self, timing: StepTimes) -> tuple[float, dict[str, float], tuple[ActionEvent, ...]]:
-        """Return the time of the step in seconds without overhead, this time divided by cause, and the simulated
-        events.
+        """Return the predicted time of the step in seconds, the seconds by cause, and the simulated events. The
+        machine's overhead per step is not included.
 
-        Each microbatch beyond the simulated ones takes the same time."""
+        Only some microbatches are simulated. Each further one adds the same time."""
         few, each, clock = self.few, self.each, StepClock(self.runs, timing)
         seconds, rows = clock.time_programs(few)
         parts = clock.average_seconds_by_cause(rows, seconds)
@@ -87,15 +92,15 @@ class StepDryRuns:
         return seconds, parts, tuple(event for row in rows for event in row)
 
     def make_rank_classes(self) -> tuple[RankClass, ...]:
-        """Return the classes of equal ranks, with the traffic and memory peak for all microbatches."""
+        """Return the traffic and the memory peak of each kind of rank that ran, extrapolated to all microbatches."""
         step = self.step
         rows = step.sample_count // step.sample_group_count // step.microbatches * (step.microbatches - self.ran)
         busy = (self.others, step.count_bytes_per_sample(1)), (self.runs, step.count_bytes_per_sample(0))
         return tuple(self._extrapolate_rank_class(run, rows * nbytes) for some, nbytes in busy for run in some)
 
     def _extrapolate_rank_class(self, run: RankDryRun, nbytes: int) -> RankClass:
-        """Return the rank class of a run, with the traffic of all microbatches. nbytes: bytes of the microbatches that
-        did not run."""
+        """Return the traffic and the memory peak of one rank, extrapolated to all microbatches. `nbytes` is the size
+        of the samples of the microbatches that did not run."""
         if self.ran == self.step.microbatches:
             return run.found
         traffic, more = dict(run.found.traffic), run.count_actions(self.step.microbatches)
@@ -108,11 +113,11 @@ class StepDryRuns:
         return replace(run.found, peak=run.found.peak.with_larger_batch(nbytes), traffic=traffic)
 
     def make_memory_timelines(self, events: Sequence[ActionEvent]) -> list[dict[str, list[tuple[float, int]]]]:
-        """Return for each pipeline rank a dict of kind of memory -> [(seconds, bytes in use from that time on)], over
-        the events of a prediction.
+        """Return how the memory of each pipeline rank changes over a simulated step, as {kind of memory: [(seconds,
+        bytes in use from that time on)]} per rank.
 
-        Buffers of the program count while they are in use. Activations count with their maximum during each action. The
-        dry runs must have run all microbatches of `events`."""
+        Buffers of the program count while they are in use. Activations count with their maximum during each action.
+        The dry runs must have run all microbatches of `events`."""
         rows = group_events_by_rank(events)
         return [_make_memory_timeline(run, self.few, rows[rank]) for rank, run in enumerate(self.runs)]
 
@@ -120,14 +125,14 @@ class StepDryRuns:
 def _make_memory_timeline(
     run: RankDryRun, microbatches: int, row: list[ActionEvent]
 ) -> dict[str, list[tuple[float, int]]]:
-    """Return a dict of kind of memory -> [(seconds, bytes in use from that time on)] for one pipeline rank. row: the
-    simulated events of this rank."""
+    """Return {kind of memory: [(seconds, bytes in use from that time on)]} for one pipeline rank, whose simulated
+    events are `row`."""
     state, program = run.session.state, run.programs[microbatches]
     held = state.ledger.count_bytes_by_kind()
     changes: dict[str, list[tuple[float, int]]] = {kind: [(0.0, n)] for kind, n in held.items()}
     passing = {
         one.key.page: one.nbytes for one in state.ledger if one.is_freed_by_update
-    }  # these are on the heap, not in the arena
+    }  # gradient sums are on the heap, not in the preallocated arena
     parts = [BufferLifetime(one.slot, one.start, one.stop, passing[one.slot.at]) for one in find_slot_lifetimes(program)
              if one.slot.kind == "part" and one.slot.at in passing]  # fmt: skip
     changes.setdefault("gradients", []).append((0.0, -sum(passing.values())))
@@ -145,8 +150,8 @@ def _make_memory_timeline(
 
 
 def _accumulate_changes(changes: list[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Return the running sum of the changes, with one point per moment. At the same moment, memory is freed before
-    memory is allocated."""
+    """Sum up changes of memory: (seconds, change in bytes) -> (seconds, bytes in use), with one point per time. At
+    equal times, memory is freed before memory is allocated."""
     changes.sort()
     now = accumulate(nbytes for _, nbytes in changes)
     return list(dict(zip((time for time, _ in changes), now, strict=True)).items())

@@ -1,4 +1,4 @@
-"""Lists the figures of a prediction that no measurement supports."""
+"""Warns of figures in a prediction that were not validated by measurements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MEASURE = "python -m fsdpx measure-machine"
 
 
 def list_unmeasured(found: Prediction) -> list[str]:
-    """Return sentences about the figures of a prediction that no measurement supports; [] if there are none."""
+    """Return one sentence for each figure of a prediction that no measurement supports; [] if all are supported."""
     machine, ranks = found.machine, found.mesh.size
     measured = machine.measured or ()
     sentences = []
@@ -31,7 +31,7 @@ def list_unmeasured(found: Prediction) -> list[str]:
 
 
 def _explain_unmeasured_kernels(machine: Machine) -> str:
-    """Return a sentence if no kernel of a CPU machine was measured, else "". This matters because convolutions reach at
+    """Return a warning if no kernel of a CPU machine was measured, else "". It matters because convolutions reach at
     most half the rate of matrix products."""
     if machine.compute.gpu or machine.compute.kernels.passes:
         return ""
@@ -40,7 +40,7 @@ def _explain_unmeasured_kernels(machine: Machine) -> str:
 
 
 def _explain_unmeasured_half_rate(found: Prediction) -> str:
-    """Return a sentence if the 16-bit format of the step has no measured rate, else ""."""
+    """Return a warning if the machine has no measured rate for the 16-bit format of the step, else ""."""
     compute, machine = found.machine.compute, found.machine
     formats = resolve_precision(found.step.options["precision"])
     name = normalize_half_name(formats.compute)
@@ -57,8 +57,8 @@ def _explain_unmeasured_half_rate(found: Prediction) -> str:
 
 
 def _explain_unmeasured_sharding(found: Prediction) -> str:
-    """Return a sentence if the step shards state over GPUs, else "". Steps on GPUs were measured only with replicas,
-    tensor and pipeline parallelism."""
+    """Return a warning if the step shards state over GPUs, else "". Predictions for GPUs were checked only with
+    replicas, tensor and pipeline parallelism."""
     if not found.machine.compute.gpu or found.mesh.width_of("shard") < 2:
         return ""
     return "no measured step of several GPUs with zero1 to fsdp stands behind these times: they are computed alone"

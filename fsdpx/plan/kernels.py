@@ -1,4 +1,5 @@
-"""Measured rates of kernels by name and format, from which the rate of a call of any size is interpolated."""
+"""Measured rates of compute kernels by name and number format, from which the rate of a call of any size is
+interpolated."""
 
 from __future__ import annotations
 
@@ -125,7 +126,7 @@ class KernelRates:
         return self._get_extra_copy_seconds(2 * kernel_pass.nbytes, "float32") + cast_seconds
 
     def _get_extra_copy_seconds(self, nbytes: int, name: str) -> float:
-        """Return how many seconds longer a copy of `nbytes` takes than it would at the rate inside the caches."""
+        """Return how many seconds longer a copy of `nbytes` bytes takes in main memory than it would in the caches."""
         far, near = (self.get_bytes_per_second(KernelPass(COPY, 4, n), name) for n in (nbytes, SHORT))
         return 0.0 if far is None or near is None else max(nbytes / far - nbytes / near, 0.0)
 
@@ -136,8 +137,8 @@ class KernelRates:
 
 
 def get_product_grid_point(product: ProductCount) -> tuple[int, int, int, float]:
-    """Return the coordinates of a matrix product in the grid of its kernel: input channels, output channels, window
-    size, windows per row.
+    """Return where a matrix product lies in the grid of measured sizes: (input channels, output channels, window size
+    in cells, windows per row of results).
 
     Matrix products that compute parameter gradients sum over cells, so their input channels are the columns."""
     channels = product.columns if "params" in product.kernel else product.inner
@@ -145,15 +146,20 @@ def get_product_grid_point(product: ProductCount) -> tuple[int, int, int, float]
 
 
 def count_weight_bytes(product: ProductCount) -> int:
-    """Return the bytes of a float32 weight of shape (output channels, input channels), for one of the matrix products
-    of a convolution."""
+    """Return the bytes of the float32 weight (output channels, input channels) that one matrix product of a
+    convolution multiplies by."""
     return 4 * prod(get_product_grid_point(product)[:2])
 
 
 @dataclass(frozen=True)
 class _Grid:
-    """Rates at the points of a full grid. axes: sorted coordinates along each axis. logs: logarithm of the rate at each
-    point."""
+    """Rates measured on a full grid of sizes.
+
+    Attributes
+    ----------
+    axes : for each axis, its coordinates in ascending order
+    logs : logarithm of the rate at each point
+    """
 
     axes: tuple[tuple[float, ...], ...]
     logs: Mapping[tuple[float, ...], float]
@@ -164,16 +170,16 @@ class _Grid:
         return cls(tuple(tuple(sorted(set(axis))) for axis in zip(*logs, strict=True)), logs)
 
     def interpolate_at(self, point: Sequence[float]) -> float:
-        """Return the rate at a point, interpolated between its neighbors. A point outside the grid has the rate at the
-        edge."""
+        """Return the rate at any point, interpolated between neighboring grid points. Points outside the grid have the
+        rate at its edge."""
         weighed = [_find_weighted_neighbors(axis, value) for axis, value in zip(self.axes, point, strict=True)]
         corners = product(*weighed)
         return exp(sum(prod(w for _, w in one) * self.logs[tuple(at for at, _ in one)] for one in corners))
 
 
 def _find_weighted_neighbors(axis: Sequence[float], value: float) -> list[tuple[float, float]]:
-    """Return the one or two grid points of an axis that enclose a value, each with its weight. Weights are linear in
-    the logarithm of the value."""
+    """Return the grid coordinates of an axis on both sides of a value, with interpolation weights that are linear in
+    the logarithm of the value. Return one coordinate if the value is on or beyond it."""
     value = min(max(value, axis[0]), axis[-1])
     high = next(n for n, point in enumerate(axis) if point >= value)
     if axis[high] == value:
@@ -184,7 +190,7 @@ def _find_weighted_neighbors(axis: Sequence[float], value: float) -> list[tuple[
 
 
 def explain_invalid_rates(value: Any, formats: Iterable[str]) -> str:
-    """Return a text about what is wrong with the [kernels] section of a machine file; "" if the section is valid."""
+    """Return an error message if the [kernels] section of a machine file is invalid, else ""."""
     if not isinstance(value, dict) or not {"passes", "products"}.issuperset(value):
         return "tables passes and products by format are needed, as measure-machine writes them"
     for kind, length in (("passes", 2), ("products", 5)):

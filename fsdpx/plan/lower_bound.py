@@ -1,4 +1,5 @@
-"""A lower bound on the step time, computed from a dry run of the layers that many configurations share."""
+"""A lower bound on the step time, with which the search rules out configurations without predicting them. It comes
+from one dry run of the layers, which many configurations share."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ others."""
 
 
 def compute_lower_bound_seconds(step: WorldStep, machine: Machine) -> float:
-    """Return a lower bound on the time of a step in seconds. It includes the computing of the ranks, and the
-    communication that layers wait for.
+    """Return a lower bound on the time of a step in seconds. It counts the computing, and the communication that
+    layers wait for.
 
     Each pipeline rank computes its stages for all microbatches. Before it can begin, the first microbatch must pass
     through the forward of all stages before the rank's lowest stage. At the end, the last microbatch must pass through
@@ -71,11 +72,11 @@ def compute_lower_bound_seconds(step: WorldStep, machine: Machine) -> float:
 def _run_layers_and_list_costs(
     step: WorldStep, rows: int, split: bool
 ) -> tuple[LayerList, list[tuple[int, int, ActionCost]]]:
-    """Return the model as a list of layers, and the costs of one microbatch as (last layer of a unit, part of the step,
-    cost).
+    """Run all layers on shape-only arrays, and return the list of layers and the costs of one microbatch as (index of
+    the last layer of a unit, part of the step, cost).
 
-    One rank runs all layers. If `split`, two pipeline ranks each run half of the layers, with backward divided into I
-    and W. rows: samples of a microbatch."""
+    `rows` is the number of samples of a microbatch. With `split`, two pipeline ranks each run half of the layers, so
+    that backward is divided into input gradients (I) and parameter gradients (W)."""
     options, grid, pipe = step.options, step.mesh.domain, 2 if split else 1
     recompute = options["recompute"] if options["recompute"] in ("all", "attention") else None
     mesh = Mesh(pipe=pipe, replica=prod(grid), shard=1, tensor=step.mesh.width_of("tensor"))

@@ -1,4 +1,5 @@
-"""Machines, described by the speed of ranks and of the network between them. They are read from machine.toml files."""
+"""Descriptions of machines: the speed of ranks and of the network between them. They are read from machine.toml files.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ class NetworkLevel:
 
 @dataclass(frozen=True)
 class Compute:
-    """Speed and memory of one rank.
+    """Compute speed and memory of one rank.
 
     Parameters
     ----------
@@ -139,7 +140,7 @@ class Machine:
 
     @classmethod
     def list_names(cls) -> list[str]:
-        """Return the names of the machines that are included in fsdpx."""
+        """Return the names of the predefined machines, which `Machine.load` accepts."""
         return sorted(path.stem for path in SHIPPED_FOLDER.glob("*.toml"))
 
     @classmethod
@@ -208,8 +209,8 @@ class Machine:
 
 
 def _parse_machine(path: Path, found: dict[str, Any]) -> Machine:
-    """Return the machine of a parsed machine file; raise ConfigError, which names section and key, if the file is
-    invalid."""
+    """Convert the parsed TOML of a machine file to a `Machine`. Raise ConfigError, which names section and key, if it
+    is invalid."""
 
     def make_error(section: str, what: str, wanted: str) -> ConfigError:
         return ConfigError(f"machine file {path}, {section}: {what}; {wanted}")
@@ -254,7 +255,7 @@ def _parse_machine(path: Path, found: dict[str, Any]) -> Machine:
 
 
 def _explain_invalid_value(key: str, value: Any) -> str:
-    """Return a text that says what the value of a key must be; "" if `value` is valid."""
+    """Return an error message that says what the value of a machine file's key must be, or "" if `value` is valid."""
     if key in ("name", "gpu"):
         kind = str if key == "name" else bool
         return "" if isinstance(value, kind) else f"a {kind.__name__} is needed"

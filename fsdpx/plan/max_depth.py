@@ -1,4 +1,4 @@
-"""Deeper versions of a model, which repeat its blocks more often at the same width."""
+"""Deeper versions of a model: the same width, but more repetitions of its block."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ __all__ = ["count_blocks", "count_parameters", "with_block_count"]
 
 
 def count_blocks(model: Layer) -> int:
-    """Return how often a model, such as `nn.GPT` or `nn.Llama`, repeats its block; 0 if the model has no repeated
-    block."""
+    """Return how many blocks a model such as `nn.GPT` or `nn.Llama` has; 0 if the model does not repeat a block."""
     found = _find_repeated_blocks(model)
     return 0 if found is None else len(found[1].steps)
 
 
 def with_block_count(model: Layer, layers: int) -> Layer:
-    """Return a copy of the model that repeats its block `layers` times."""
+    """Return a copy of the model with `layers` blocks."""
     found = _find_repeated_blocks(model)
     assert found is not None
     assert isinstance(model, Container)
@@ -32,7 +31,8 @@ def count_parameters(model: Layer) -> int:
 
 
 def _find_repeated_blocks(model: Layer) -> tuple[str, Container] | None:
-    """Return (name, child) for the first child that consists of one layer chained several times, or None."""
+    """Return the name and the container of the model's repeated blocks, or None. All layers in the container must be
+    equal."""
     for name, child in model.children().items() if isinstance(model, Container) else ():
         if isinstance(child, Container) and len({step.layer for step in child.steps}) == 1 < len(child.steps):
             layers = {step.name: step.layer for step in child.steps}

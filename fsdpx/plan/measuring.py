@@ -1,4 +1,4 @@
-"""Measures this machine: matrix products, memory, kernels, their overhead, links and disk."""
+"""Measures this machine for predictions: matrix products, memory, kernels, their overhead, the network and the disk."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ LAYER_COUNTS = (4, 16)
 def measure_this_machine(
     name: str, comm: Communicator, device: str = "cpu", count: ProgressCallback = lambda done: None
 ) -> Machine:
-    """Measure the machine of these ranks and return it, identical on all of them. Collective.
+    """Measure the machine on which these ranks run. The result is identical on all ranks. Collective.
 
-    device: "cpu" if ranks compute on cores, "cuda" if on GPUs. count: function that is called with the number of
-    timings so far."""
+    `device` is "cpu" if ranks compute on cores, and "cuda" if on GPUs. To report progress, `count` is called with the
+    number of timings so far."""
     of = Processors() if device == "cpu" else Gpus()
     of.count = count
-    set_threads_per_rank(comm.all_gather_data(platform.node()).count(platform.node()))  # as in training
+    set_threads_per_rank(comm.all_gather_data(platform.node()).count(platform.node()))  # as many threads as in training
     compute, known = _measure_compute(comm, of), ("compute", "links")[: 1 + (comm.size > 1)]
     return Machine(name, _measure_network_levels(comm, of, compute), compute, _measure_disk_on_rank0(comm), known)
 
 
 def _measure_disk_on_rank0(comm: Communicator) -> DiskSpeed | None:
-    """Return the speed that rank 0 measures for the disk of the working folder; None if the speed cannot be measured.
-    Collective."""
+    """Measure the disk of the working folder on rank 0, and return its speed on all ranks. Return None if it cannot be
+    measured. Collective."""
     rates, node = get_or_measure_disk_rates(Path.cwd(), None) if comm.rank == 0 else None, find_node_communicator(comm)
     hosts = 1 if node is None else len(node.ranks_by_host)
     own = None if rates is None else (rates.written, rates.read, rates.written * hosts)
@@ -72,11 +72,16 @@ def _measure_disk_on_rank0(comm: Communicator) -> DiskSpeed | None:
 
 
 class Processors:
-    """Settings for measurements on CPU cores.
+    """Sizes and formats for measurements on CPU cores.
 
-    large: size of square matrices whose products reach the peak rate. small: size of square matrices whose products do
-    not reach it. basis: format whose small products determine `Compute.half`. block: a number of float32 elements that
-    exceeds all caches."""
+    Attributes
+    ----------
+    formats : number formats whose matrix products are timed
+    basis : format whose small products determine `Compute.half`
+    large : size of square matrices whose products reach the peak rate
+    small : size of square matrices whose products do not reach it
+    block : a number of float32 elements that exceeds all caches
+    """
 
     gpu, xp, timings = False, np, 0
     count: ProgressCallback = staticmethod(lambda done: None)
@@ -85,11 +90,11 @@ class Processors:
     large, small, block = 768, 96, 1 << 24
 
     def synchronize_device(self) -> None:
-        """Wait until all calls have finished. On a CPU there is nothing to wait for."""
+        """Wait until all calls have finished on the device. On a CPU there is nothing to wait for."""
 
 
 class Gpus(Processors):
-    """Settings for measurements on the current GPU, whose calls run asynchronously."""
+    """Sizes and formats for measurements on the current GPU, whose calls run asynchronously."""
 
     gpu, basis = True, "bf16"
     large, small, block = 8192, 512, 1 << 28
@@ -106,10 +111,11 @@ class Gpus(Processors):
 def _average_call_seconds(
     comm: Communicator, call: Callable[[], Any], device: Processors, round_seconds: float | None = None
 ) -> float:
-    """Return the time in seconds that one call takes, averaged over ranks. Collective.
+    """Return the time of one call in seconds, averaged over ranks. Collective.
 
     Each round of calls ends with a barrier, so that ranks that share a core all wait for the slowest rank, as they do
-    in a step. A round is timed from the end of the previous round, because a rank may be asleep when others begin."""
+    in a step. A round is timed from the end of the previous round, because a rank may be asleep when the round begins
+    on other ranks."""
     device.timings += 1
     device.count(device.timings)
     call()
@@ -126,7 +132,7 @@ def _average_call_seconds(
 
 
 def _time_calls(call: Callable[[], Any], device: Processors, calls: int) -> float:
-    """Return the time in seconds that `calls` calls take, including their completion on the device."""
+    """Return the time of `calls` calls in seconds, until they have finished on the device."""
     device.synchronize_device()
     begin = perf_counter()
     for _ in range(calls):
@@ -136,7 +142,7 @@ def _time_calls(call: Callable[[], Any], device: Processors, calls: int) -> floa
 
 
 def _measure_compute(comm: Communicator, device: Processors) -> Compute:
-    """Measure and return the speed, memory and overheads of one rank. Collective."""
+    """Measure the compute speed, memory and overheads of one rank. Collective."""
     flops, extra_seconds = {}, {}
     for name in device.formats:
         products = (_make_matmul_call(device, n, name) for n in (device.large, device.small))
@@ -155,8 +161,8 @@ def _measure_compute(comm: Communicator, device: Processors) -> Compute:
 
 
 def _measure_kernel_rates(comm: Communicator, device: Processors) -> KernelRates:
-    """Measure the rates of kernels one by one and return them. The overhead of a call is excluded, because
-    `Compute.launch` accounts for it. Collective."""
+    """Time each kernel, and return the rates. The overhead of a call is excluded, because `Compute.launch` accounts
+    for it. Collective."""
     passes, products = {}, {}
     nothing = device.xp.zeros(1, np.float32)
     call_overhead = _average_call_seconds(comm, lambda: relu(device.xp, nothing), device, SHORT_ROUND_SECONDS)
@@ -183,7 +189,8 @@ def _measure_kernel_rates(comm: Communicator, device: Processors) -> KernelRates
         for work, call in _iterate_calls_with_work(
             probes.iterate_matmul_calls(device.xp, name), probes.iterate_matmul_calls(shapes, name)
         ):
-            most = max(work.products, key=lambda one: one.flops)  # the window offset most often inside the field
+            # of a convolution's window offsets, the one with the fewest cells outside of the field
+            most = max(work.products, key=lambda one: one.flops)
             grids.setdefault(most.kernel, []).append((*get_product_grid_point(most), work.flops / time_kernel(call)))
         products[name] = grids
     known, name = KernelRates({}, products), KERNELS[0]
@@ -200,7 +207,8 @@ def _measure_kernel_rates(comm: Communicator, device: Processors) -> KernelRates
 def _iterate_calls_with_work(
     calls: Iterable[Callable[[], Any]], dry: Iterable[Callable[[], Any]]
 ) -> Iterator[tuple[WorkCount, Callable[[], Any]]]:
-    """Yield (work, call) for each call. The work is counted by running the same call on shapes."""
+    """Yield (work, call) for each call to time. The work is counted by running the same call on shape-only arrays,
+    `dry`."""
     for call, shaped in zip(calls, dry, strict=True):
         with counting_work() as work:
             shaped()
@@ -213,7 +221,8 @@ def _make_matmul_call(device: Processors, n: int, name: str) -> Callable[[], Any
 
 
 def _measure_kernel_and_step_overhead(comm: Communicator, device: Processors, bare: Compute) -> tuple[float, float]:
-    """Return the overhead of a kernel and of a step in seconds, measured by steps of two small models on one rank."""
+    """Return the overhead of one kernel and of one step in seconds. They are fitted to the step times of two small
+    models on one rank."""
     found = []
     for layers in LAYER_COUNTS:
         model = nn.Sequential(*[one for _ in range(layers) for one in (nn.Linear(16, 16), nn.GELU())])
@@ -236,9 +245,8 @@ def _measure_kernel_and_step_overhead(comm: Communicator, device: Processors, ba
 
 
 def _measure_network_levels(comm: Communicator, device: Processors, compute: Compute) -> tuple[NetworkLevel, ...]:
-    """Measure and return the levels of the network. A level consists of the ranks of a host, or of all hosts.
-    Collective."""
-    if comm.size == 1:  # there is no link to measure, so assume that ranks of a host read each other's memory
+    """Measure the network between the ranks of a host, and between all hosts. Return one level for each. Collective."""
+    if comm.size == 1:  # a single rank has no link to measure, so assume that ranks of a host read each other's memory
         return (NetworkLevel("host", 2e-5, compute.memory / 4),)
     node = find_node_communicator(comm)
     hosts = len(node.ranks_by_host) if node is not None else 1
@@ -252,8 +260,8 @@ def _measure_network_levels(comm: Communicator, device: Processors, compute: Com
 
 
 def _measure_latency_and_bandwidth(comm: Communicator, device: Processors) -> tuple[float, float]:
-    """Return (latency in seconds, bandwidth in bytes per second) of one rank, from short and long all-reduces over all
-    ranks. Collective."""
+    """Return the latency in seconds and the bandwidth of one rank in bytes per second, fitted to a short and a long
+    all-reduce over all ranks. Collective."""
     seconds = []
     for elements in ALL_REDUCE_ELEMENTS:
         array = device.xp.zeros(elements, np.float32)
@@ -268,7 +276,7 @@ def _all_reduce_and_wait(comm: Communicator, array: Any) -> None:
 
 
 def format_machine_file(machine: Machine) -> str:
-    """Return the text of the machine file."""
+    """Return the text of a machine.toml file that describes the machine."""
     compute = machine.compute
     flops = ", ".join(f"{name} = {value:.4g}" for name, value in compute.flops.items())
     lines = [f"# Measured on {platform.node()}.", f'name = "{machine.name}"']
@@ -288,7 +296,8 @@ def format_machine_file(machine: Machine) -> str:
 
 
 def _iterate_kernel_rate_lines(rates: KernelRates) -> Iterator[str]:
-    """Yield the lines of the kernel tables: bytes per second of short and long calls, and grids of FLOP per second."""
+    """Yield the TOML lines of the [kernels] tables: bytes per second of short and long calls, and grids of FLOP per
+    second."""
     for name, passes in rates.passes.items():
         yield from ("", f"[kernels.passes.{name}]")
         yield from (f'"{kernel}" = [{", ".join(f"{rate:.3g}" for rate in two)}]' for kernel, two in passes.items())

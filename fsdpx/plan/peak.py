@@ -1,5 +1,5 @@
-"""Describes the memory peak of a step: the action during which it occurs, what a rank then holds for which units, and
-which options would lower the peak."""
+"""Explains the memory peak of a step: during which action it occurs, what a rank then holds for which layers, and
+which options would lower it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,15 @@ MAX_UNITS_SHOWN, MAX_UNITS_WIDTH = 4, 76
 
 
 class Holding(NamedTuple):
-    """Memory of one kind and purpose. units: (unit name, bytes) for each unit to which some of this memory belongs."""
+    """Memory of one kind that a rank holds for one purpose.
+
+    Attributes
+    ----------
+    kind : kind of memory, such as "parameters" or "activations"
+    what : its purpose, such as "kept for backward"
+    nbytes : its size in bytes
+    units : (name, bytes) for each unit (FSDP unit) to which some of it belongs
+    """
 
     kind: str
     what: str
@@ -93,7 +101,7 @@ class MemoryPeak:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes held, by kind of memory."""
+        """Bytes held at the peak, by kind of memory."""
         found: dict[str, int] = {}
         for one in self.holdings:
             found[one.kind] = found.get(one.kind, 0) + one.nbytes
@@ -101,11 +109,11 @@ class MemoryPeak:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all holdings."""
+        """Total bytes held at the peak."""
         return sum(one.nbytes for one in self.holdings)
 
     def with_larger_batch(self, nbytes: int) -> MemoryPeak:
-        """Return the peak for a batch that has `nbytes` more bytes."""
+        """Return the peak if the arrays of the batch were `nbytes` bytes larger."""
         found = [one._replace(nbytes=one.nbytes + nbytes * (one.what == BATCH)) for one in self.holdings]
         return replace(self, holdings=tuple(found))
 
@@ -120,7 +128,7 @@ class MemoryPeak:
         return f"{wrap_lines(f'{head}action {self.number} of {self.actions}')}\n{format_table(rows, text=True)}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the peak as a dict of plain values."""
+        """Return the peak as a dict that can be written as JSON."""
         held = [one._asdict() | {"units": dict(one.units)} for one in self.holdings]
         return {
             "bytes": self.nbytes, "action": self.action, "about": self.about, "number": self.number,
@@ -129,7 +137,7 @@ class MemoryPeak:
 
 
 def _format_units(units: Iterable[tuple[str, int]]) -> str:
-    """Return a text with units and their bytes. Consecutive units of equal size are merged."""
+    """Return the names and sizes of units as text, the largest first. Consecutive units of equal size are merged."""
     parts = []
     for nbytes, group in groupby(units, key=lambda unit: unit[1]):
         names = [name for name, _ in group]
@@ -141,7 +149,7 @@ def _format_units(units: Iterable[tuple[str, int]]) -> str:
 
 
 def find_memory_peak(engine: Engine, watch: HeapRecorder) -> MemoryPeak:
-    """Return the moment of a run on shapes at which the rank held the most memory."""
+    """Find the moment of a shape-only step at which the rank held the most memory, and return what it held."""
     program, state = watch.program, engine.state
     assert program is not None
     action = program.actions[watch.action_at_peak]
@@ -157,7 +165,7 @@ def find_memory_peak(engine: Engine, watch: HeapRecorder) -> MemoryPeak:
 
 
 def _iterate_activation_holdings(state: TrainState, watch: HeapRecorder) -> Iterator[Holding]:
-    """Yield the activations at the peak by purpose, with the units that produced them."""
+    """Yield the activations that are alive at the peak, grouped by purpose, with the units that produced them."""
     units = state.placement.layout.units
     makers = {value: unit.index for unit in units for value in unit.outputs}
     known, batch = set(watch.batch), sum(watch.batch.values())
@@ -179,8 +187,8 @@ def _iterate_activation_holdings(state: TrainState, watch: HeapRecorder) -> Iter
 
 
 def _iterate_persistent_holdings(state: TrainState, parts: int) -> Iterator[Holding]:
-    """Yield the memory of ledger rows that are kept from step to step. parts: bytes of gradient sums, which exist only
-    during a pass."""
+    """Yield the memory that is kept from step to step, such as parameters and optimizer state, and the gradient sums
+    of the step. The latter have `parts` bytes at the peak."""
     found = Counter[tuple[str, str]]()
     for row in state.ledger:
         kind = LEDGER_KINDS[row.key.kind].memory
@@ -192,7 +200,8 @@ def _iterate_persistent_holdings(state: TrainState, parts: int) -> Iterator[Hold
 
 
 def _iterate_slab_holdings(state: TrainState, alive: Iterable[BufferLifetime]) -> Iterator[Holding]:
-    """Yield the program's buffers that are in use at the peak, by purpose, and the unused rest of their slab."""
+    """Yield the temporary buffers that are in use at the peak, grouped by purpose, and the unused rest of the memory
+    block (slab) that holds them."""
     units = state.placement.layout.units
     owners = {page: unit.name for unit in reversed(units) for page in unit.pages}
     found: dict[str, list[tuple[str, int]]] = {}
@@ -208,17 +217,14 @@ def _iterate_slab_holdings(state: TrainState, alive: Iterable[BufferLifetime]) -
     yield Holding("working set", "free then", state.arena.slab_nbytes - sum(one.nbytes for one in held))
 
 
-# -- option changes that lower the peak --------------------------------------------------------------------------------
-
-
 def format_mesh_arguments(mesh: Mesh) -> str:
-    """Return the widths of a mesh that differ from the defaults, as keyword arguments."""
+    """Return the mesh widths that differ from the defaults as Python keyword arguments, such as "pipe=2, tensor=2"."""
     default = Mesh()
     return ", ".join(f"{axis}={getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) != getattr(default, axis))
 
 
 def format_option(value: Any) -> str:
-    """Return the value of an option as a Python expression."""
+    """Return the value of an option of `distribute` as a Python expression."""
     if isinstance(value, Grid):
         return "grid"
     if isinstance(value, OffloadConfig):
@@ -227,15 +233,19 @@ def format_option(value: Any) -> str:
 
 
 def format_options(options: Mapping[str, Any]) -> str:
-    """Return options as Python keyword arguments."""
+    """Return options of `distribute` as Python keyword arguments."""
     return ", ".join(f"{name}={format_option(value)}" for name, value in options.items())
 
 
 class OptionChange(NamedTuple):
-    """A change of options and its effect.
+    """A change of options that lowers the memory peak.
 
-    options: the options of `distribute` that change. nbytes: the new peak. seconds: the new step time, or None if it is
-    not known."""
+    Attributes
+    ----------
+    options : the options of `distribute` that change, with their new values
+    nbytes : the new peak in bytes
+    seconds : the new step time; None if it is not known
+    """
 
     options: dict[str, Any]
     nbytes: int
@@ -247,7 +257,7 @@ class OptionChange(NamedTuple):
         return format_options(self.options)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the change as a dict of plain values."""
+        """Return the change as a dict that can be written as JSON."""
         return self._asdict() | {"options": {name: format_option(value) for name, value in self.options.items()}}
 
 
@@ -258,15 +268,15 @@ PeakAndSeconds = tuple[int, float | None]
 def list_lowering_changes(
     current: Mapping[str, Any], rows: int, predict_peak: Callable[[dict[str, Any]], PeakAndSeconds]
 ) -> list[OptionChange]:
-    """Return the single option changes that lower the peak, sorted by the new peak.
+    """Try changing one option at a time, and return the changes that lower the memory peak, sorted by the new peak.
 
-    current: the current options. rows: samples of a rank. predict_peak: function from changed options to the peak and
-    the step time."""
+    `current` are the current options, and `rows` is the number of samples per rank. `predict_peak` is a function from
+    changed options to the peak in bytes and the step time."""
     least, found = predict_peak({})[0], []
     for options in _iterate_option_changes(current, rows):
         try:
             one = OptionChange(options, *predict_peak(options))
-        except FsdpxError:  # not possible for this model and these ranks
+        except FsdpxError:  # this change is not possible for the model and the number of ranks
             continue
         if one.nbytes < FITTING_SHARE * least:
             found.append(one)
@@ -274,10 +284,12 @@ def list_lowering_changes(
 
 
 def _iterate_option_changes(current: Mapping[str, Any], rows: int) -> Iterator[dict[str, Any]]:
-    """Yield changes that may lower the peak. Each changes one option, or several options that belong together."""
+    """Yield changes of options that may lower the peak, each as a dict of one option, or of several that only make
+    sense together."""
     mesh, names = current.get("mesh"), set[str]()
     for name, value in iterate_cheaper_options(current, rows):
-        if name != "microbatches" or name not in names:  # yield only the first value, which is twice the current number
+        # of several numbers of microbatches, try only the first, twice the current one
+        if name != "microbatches" or name not in names:
             cut = {} if mesh is None or name != "strategy" else {"mesh": replace(mesh, replica=1, shard=None)}
             yield {name: value, **cut}
         names.add(name)
@@ -292,7 +304,8 @@ def _iterate_option_changes(current: Mapping[str, Any], rows: int) -> Iterator[d
 
 
 def format_changes(changes: Sequence[OptionChange], seconds: float | None = None) -> str:
-    """Return a table of the changes. seconds: step time without a change, or None to leave out the column of times."""
+    """Return a table of the changes. `seconds` is the current step time, to which new times are compared; with None,
+    the column of times is left out."""
     if not changes:
         return "no other single choice lowers it by more than 1 %"
     rows = [("lowered to", *(["step"] if seconds is not None else []), "by this alone")]

@@ -1,5 +1,5 @@
-"""`predict` computes the traffic, memory and time of a step on any number of ranks of any machine, from the programs
-that the ranks would run."""
+"""`predict` computes the traffic, memory and time of a training step on any number of ranks of any machine. It
+simulates the programs that the ranks would run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PROCESS_BYTES = 66 << 20
 
 @dataclass(frozen=True)
 class Prediction:
-    """Time, memory and traffic of a step.
+    """Predicted time, memory and traffic of a training step.
 
     Parameters
     ----------
@@ -58,27 +58,29 @@ class Prediction:
 
     @property
     def memory(self) -> int:
-        """Bytes of memory of a rank in `worst_class`."""
+        """Bytes of memory that a rank needs, on the ranks that need the most."""
         return self.worst_class.nbytes
 
     @property
     def process_bytes(self) -> int:
-        """Bytes of the process of a rank of `worst_class` on a CPU, including interpreter, libraries, MPI, and gaps in
-        the heap between activations. The part that does not depend on the model is taken from `PROCESS_BYTES`, whereas
-        `fsdpx.dry_run` measures it."""
+        """Bytes of the whole process of a rank on a CPU, including interpreter, libraries, MPI, and gaps in the heap
+        between activations, on the ranks that need the most.
+
+        The part that does not depend on the model is the typical value `PROCESS_BYTES`, whereas `fsdpx.dry_run`
+        measures it."""
         return (
             PROCESS_BYTES + self.memory + self.worst_class.memory.get("activations", 0) // ACTIVATION_BYTES_PER_GAP_BYTE
         )
 
     @property
     def worst_class(self) -> RankClass:
-        """The rank class that uses the most memory."""
+        """The group of equal ranks that needs the most memory."""
         return max(self.classes, key=lambda one: one.nbytes)
 
     @property
     def bytes_sent(self) -> dict[str, int]:
-        """Bytes that a rank sends in a step, by mesh axis. For each axis, these are the bytes of the rank class that
-        sends the most along it."""
+        """Bytes that a rank sends in a step, by mesh axis. Each axis counts with the ranks that send the most along
+        it."""
         found: dict[str, int] = {}
         for one in self.classes:
             sent: dict[str, int] = {}
@@ -90,13 +92,13 @@ class Prediction:
 
     @property
     def peak(self) -> MemoryPeak:
-        """The moment at which `worst_class` uses the most memory: the action, and the memory held for each unit. It
-        prints as a table."""
+        """The moment at which a rank of `worst_class` uses the most memory: the action, and the memory held for each
+        unit. It prints as a table."""
         return self.worst_class.peak
 
     def list_lowering_changes(self) -> list[OptionChange]:
-        """Return the single option changes that would lower the memory peak, with the new peak and step time of each,
-        sorted by the new peak.
+        """Return changes of one option each that would lower the memory peak, with the new peak and step time, sorted
+        by the new peak.
 
         Each change requires a separate prediction."""
         step = self.step
@@ -115,7 +117,7 @@ class Prediction:
 
     @property
     def bubble_share(self) -> float:
-        """Share of the step time that pipeline ranks spend waiting for each other, averaged over these ranks."""
+        """Fraction of the step time that pipeline ranks spend waiting for each other, averaged over these ranks."""
         return self.parts.get("bubble", 0.0) / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:
@@ -137,11 +139,12 @@ def predict(
     precision: PrecisionName | Precision | None = None,
     **options: Any,
 ) -> Prediction:
-    """Predict the time, traffic and memory of a step. This needs neither MPI nor data and takes a fraction of a second.
+    """Predict the time, traffic and memory of a training step. This needs neither MPI nor data, and takes a fraction
+    of a second.
 
-    One rank of each class of equal ranks compiles and runs its program on shapes, as `fsdpx.dry_run` does. A simulator
-    then runs the programs of all pipeline ranks on the machine. If there are many equal microbatches, the simulator
-    runs only so many that each further microbatch would add the same time.
+    Of each group of ranks that do the same work, one rank compiles and runs its program on arrays without data, as
+    `fsdpx.dry_run` does. A simulator then runs the programs of all pipeline ranks on the machine. If there are many
+    equal microbatches, the simulator runs only so many that each further microbatch would add the same time.
 
     Parameters
     ----------
@@ -175,8 +178,8 @@ def predict(
 
 @contextmanager
 def disabling_gc() -> Iterator[None]:
-    """Return a context in which Python's garbage collector is disabled, because dry runs create many small objects and
-    drop few of them."""
+    """Context manager that disables Python's garbage collector, because dry runs create many small objects and free
+    few of them."""
     on = gc.isenabled()
     gc.disable()
     try:
@@ -187,21 +190,24 @@ def disabling_gc() -> Iterator[None]:
 
 
 def dry_run_classes(model: nn.Layer, batch: tuple[Any, ...], ranks: int, gpu: bool, **options: Any) -> StepDryRuns:
-    """Run one rank of each class on shapes; return the dry runs for `predict_from_runs` and
-    `StepDryRuns.make_memory_timelines`. gpu: whether ranks are GPUs. options: the options of `predict`."""
+    """Run one rank of each group of equal ranks on shape-only arrays, and return the runs, from which
+    `predict_from_runs` predicts the step on any machine.
+
+    `gpu` says whether ranks are GPUs; `options` are those of `predict`."""
     step = make_world_step(model, batch, ranks, gpu, options)
     return StepDryRuns.from_step(step, step.count_simulated_microbatches()[0])
 
 
 def predict_step(step: WorldStep, machine: Machine) -> Prediction:
-    """Predict a step on a machine. Raise ConfigError if the machine has too few ranks."""
-    step.make_step_times(machine)  # raises before anything runs if there are too few ranks
+    """Predict a step on a machine, after running it on shape-only arrays. Raise ConfigError if the machine has too few
+    ranks."""
+    step.make_step_times(machine)  # raises an error before the costly dry runs if the machine has too few ranks
     with memoizing(), disabling_gc():
         return predict_from_runs(StepDryRuns.from_step(step, step.count_dry_run_microbatches()), machine)
 
 
 def predict_from_runs(dry: StepDryRuns, machine: Machine) -> Prediction:
-    """Predict a step on a machine from finished dry runs."""
+    """Predict a step on a machine from dry runs that were made before."""
     step, overhead = dry.step, machine.compute.overhead
     seconds, parts, events = dry.extrapolate_step(step.make_step_times(machine))
     found = seconds + overhead, {"overhead": overhead, **parts}, dry.make_rank_classes(), step.mesh, step.microbatches

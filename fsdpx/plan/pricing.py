@@ -1,4 +1,5 @@
-"""The time that the actions of dry runs take on a machine, and the time of a step that consists of these actions."""
+"""Simulates how long a step takes on a machine: the time of each action, and how the actions of all pipeline ranks
+wait for each other."""
 
 from __future__ import annotations
 
@@ -17,19 +18,26 @@ __all__ = ["ActionPrice", "StepClock"]
 
 
 class ActionPrice(NamedTuple):
-    """Time that one action takes. own: seconds of computing. moving: seconds of communication, by mesh axis."""
+    """Time that one action takes.
+
+    Attributes
+    ----------
+    own : seconds of computing
+    moving : seconds of communication, by mesh axis
+    """
 
     own: float
     moving: Mapping[str, float]
 
     @property
     def total_seconds(self) -> float:
-        """Seconds of computing and communication."""
+        """Seconds of computing and communication together."""
         return self.own + sum(self.moving.values())
 
 
 class StepClock:
-    """Simulates the programs of dry runs on a machine. timing: time model of the machine."""
+    """Simulates the step on all pipeline ranks. `runs` has a dry run of each of them, and `timing` is the time model
+    of the machine."""
 
     def __init__(self, runs: list[RankDryRun], timing: StepTimes) -> None:
         self.runs, self._timing = runs, timing
@@ -38,12 +46,13 @@ class StepClock:
         self._known = cache(self._compute_price)
 
     def price_action(self, rank: int, action: Action) -> ActionPrice:
-        """Return the time that an action takes on a pipeline rank."""
+        """Return the time that an action takes on a pipeline rank. It may be an action of a microbatch that did not
+        run."""
         return self._known(rank, find_action_that_ran(action, self._few))
 
     def _compute_price(self, rank: int, action: Action) -> ActionPrice:
-        """Return the time that an action took. A receive is free: the whole transfer is charged to the send, and its
-        time depends on both ranks."""
+        """Return the time of an action that ran. A receive costs nothing: the whole transfer is charged to the send,
+        and its time depends on where both ranks are."""
         cost, verb = self.runs[rank].costs[action], VERBS[action.op]
         if verb.is_receive:
             return ActionPrice(0.0, {})
@@ -55,7 +64,8 @@ class StepClock:
         return ActionPrice(*self._timing.price_action(cost))
 
     def time_programs(self, microbatches: int) -> tuple[float, list[list[ActionEvent]]]:
-        """Return the time of a step in seconds, and the start and end of each action on each pipeline rank."""
+        """Simulate the step with a number of microbatches. Return its time in seconds, and the start and end of each
+        action on each pipeline rank."""
         rows = simulate_programs_by_rank(
             [one.get_program(microbatches) for one in self.runs],
             lambda rank, action: self.price_action(rank, action).total_seconds,
@@ -63,7 +73,8 @@ class StepClock:
         return max(event.end for row in rows for event in row), rows
 
     def average_seconds_by_cause(self, rows: list[list[ActionEvent]], step_seconds: float) -> dict[str, float]:
-        """Return the time of a step in seconds, divided by cause and averaged over the pipeline ranks."""
+        """Return the step time in seconds by cause ("compute", "bubble", mesh axes, ...), averaged over the pipeline
+        ranks. `rows` are the simulated events of each rank."""
         ways = [
             (partial(self.price_action, rank), partial(self._get_seconds_in_flight, rank)) for rank in range(len(rows))
         ]
@@ -72,7 +83,7 @@ class StepClock:
         return {name: sum(share.get(name, 0.0) for share in shares) / len(shares) for name in names}
 
     def _get_seconds_in_flight(self, rank: int, action: Action) -> Any:
-        """Return how many seconds the bytes of an action are in flight, without waiting for other pipeline ranks.
+        """Return how long the data of an action travels, in seconds, not counting the wait until its sender is ready.
 
         Return inf for an action that neither receives nor synchronizes."""
         verb = VERBS[action.op]
@@ -88,8 +99,8 @@ def _split_seconds_by_cause(
     price: Callable[[Action], ActionPrice],
     transfer_seconds: Callable[[Action], float],
 ) -> dict[str, float]:
-    """Return the step time of one rank in seconds, divided by what the rank did or waited for. transfer_seconds: see
-    `StepClock._get_seconds_in_flight`."""
+    """Return the step time of one rank in seconds, by what the rank did or waited for. `transfer_seconds` is
+    `StepClock._get_seconds_in_flight` of this rank."""
     parts = {"compute": 0.0, "optimizer": 0.0}
 
     def add_seconds(name: str, seconds: float) -> None:

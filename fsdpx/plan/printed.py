@@ -1,4 +1,4 @@
-"""Formats Python calls in 80 columns."""
+"""Formats Python calls for printing in 80 columns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEEPER = "    "
 
 
 def wrap_python_call(code: str, indent: int = 0, end: str = "") -> str:
-    """Return a Python call, with one argument per line if it does not fit into one line."""
+    """Wrap a Python call: return it with one argument per line if it does not fit into one line of 80 characters."""
     line = " " * indent + code + end
     if len(line) <= COLUMNS or "(" not in code:
         return line
@@ -22,7 +22,7 @@ def wrap_python_call(code: str, indent: int = 0, end: str = "") -> str:
 
 
 def _split_arguments_text(code: str) -> Iterator[str]:
-    """Yield the arguments of a call, split at the commas outside of brackets."""
+    """Split the text of a call's arguments at the commas outside of brackets, and yield the arguments."""
     depth, begin = 0, 0
     for at, letter in enumerate(code):
         depth += (letter in "([{") - (letter in ")]}")

@@ -1,5 +1,5 @@
-"""Kernel calls with which a machine is measured. They are timed on arrays, and run again on shapes to count the work of
-each call."""
+"""Kernel calls with which a machine is measured. They are timed on real arrays, and run again on shape-only arrays to
+count the work of each call."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ PAIRS = WindowStrides((2, 2), (2, 2), (1, 1), (0, 0), 1)
 
 
 def list_memory_bound_calls(xp: Any, name: str, nbytes: int) -> list[Call]:
-    """Return calls of each memory-bound kernel in format `name`; each call reads and writes about `nbytes` bytes."""
+    """Return functions that call each memory-bound kernel in the number format `name`. Each call reads and writes
+    about `nbytes` bytes."""
     kind = parse_dtype(name)
     n = max(nbytes // (3 * kind.itemsize) // 1024, 1) * 1024 // WIDTH
     a, b, c = (xp.full((n, WIDTH), 0.5, dtype=kind) for _ in range(3))
@@ -53,7 +54,7 @@ def _list_elementwise_calls(xp: Any, a: Any, b: Any, c: Any) -> list[Call]:
 
 
 def _list_rowwise_calls(xp: Any, a: Any, b: Any) -> list[Call]:
-    """Return calls of norms, softmax, losses and other kernels that work on rows."""
+    """Return calls of norms, softmax, losses and other kernels that work on the rows of a matrix."""
     k, total = kernels, accumulation_dtype(a.dtype)
     w = xp.full((WIDTH,), 0.5, dtype=a.dtype)
     sums, mean, rstd = (xp.full((m,), 0.5, dtype=total) for m in (WIDTH, len(a), len(a)))
@@ -71,13 +72,12 @@ def _list_rowwise_calls(xp: Any, a: Any, b: Any) -> list[Call]:
 
 
 def _make_field(xp: Any, samples: int, cells: tuple[int, ...], channels: int, dtype: Any) -> Any:
-    """Return an array (samples, channels, *cells) whose channels are contiguous in memory, which is the layout that
-    field kernels return."""
+    """Return an array (samples, channels, *cells) in channels-last memory layout, as field kernels return it."""
     return xp.moveaxis(xp.full((samples, *cells, channels), 0.5, dtype=dtype), -1, 1)
 
 
 def _list_channel_norm_calls(xp: Any, n: int, dtype: Any) -> list[Call]:
-    """Return calls of the normalization kernels of fields."""
+    """Return calls of the kernels that normalize the channels of fields."""
     k, cells = kernels, (8, n * WIDTH // CHANNELS // 16)
     x, dy = (_make_field(xp, 2, cells, CHANNELS, dtype) for _ in range(2))
     one = xp.full((CHANNELS,), 0.5, dtype=accumulation_dtype(dtype))
@@ -100,8 +100,8 @@ def _list_pool_calls(xp: Any, n: int, dtype: Any) -> list[Call]:
 
 
 def _list_cast_and_update_calls(xp: Any, n: int, dtype: Any) -> list[Call]:
-    """Return calls that convert between a format and its accumulation format, and, for formats of at least 32 bits, a
-    call that updates a parameter."""
+    """Return calls that cast between a number format and the format in which its sums are accumulated. For formats of
+    at least 32 bits, also return a call of an optimizer update."""
     size, total = n * WIDTH, accumulation_dtype(dtype)
     short, long = (xp.full((size,), 0.5, dtype=one) for one in (dtype, total))
     calls = [lambda: kernels.store(xp, short, long), lambda: kernels.store(xp, long, short)][: 2 * (dtype != total)]
@@ -137,7 +137,8 @@ negligible time."""
 
 
 def iterate_matmul_calls(xp: Any, name: str) -> Iterator[Call]:
-    """Yield calls of each kernel that consists of matrix products, at the points of its grid.
+    """Yield calls of the kernels that consist of matrix products, such as convolutions, at each point of their grid of
+    sizes.
 
     Convolutions in 16 bits are left out, because they consist of convolutions in float32 and two casts."""
     kind = parse_dtype(name)
@@ -158,7 +159,7 @@ products."""
 
 
 def iterate_weight_heavy_calls(xp: Any, name: str) -> Iterator[Call]:
-    """Yield calls of convolutions with few cells and many weights."""
+    """Yield calls of convolutions with few cells and many weights, whose time is that of reordering the weights."""
     for window, cells, few in ((CUBE, (2, 2, 2), 8), (IMAGE, (4, 4), 512)):
         yield from _iterate_convolution_calls(xp, parse_dtype(name), MANY, MANY, window, cells, numbers=few * MANY)
 
@@ -167,7 +168,7 @@ def _iterate_convolution_calls(
     xp: Any, dtype: Any, inner: int, outer: int, window: tuple[int, ...], cells: tuple[int, ...], groups: int = 1,
     numbers: int = ELEMENTS,
 ) -> Iterator[Call]:  # fmt: skip
-    """Yield calls of a convolution's forward, its backward for inputs and its backward for parameters."""
+    """Yield calls of a convolution's forward, of its backward for inputs, and of its backward for parameters."""
     samples = max(numbers // (prod(cells) * max(inner, outer)), 1)
     ones = (1,) * len(window)
     strides = WindowStrides(window, ones, ones, tuple(-(k // 2) for k in window), groups)

@@ -1,4 +1,4 @@
-"""`Plan`, the result of a search. It can be shown as tables, as JSON, or as a line of Python that requests the fastest
+"""`Plan`, the result of a search. It can be shown as tables, as JSON, or as the line of Python that uses the fastest
 configuration."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_SHOWN = 5
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration with its prediction.
+    """One configuration (options of `distribute`) with its prediction.
 
     Parameters
     ----------
@@ -40,12 +40,12 @@ class Candidate:
 
     @property
     def python_text(self) -> str:
-        """The options as Python keyword arguments."""
+        """The configuration as Python keyword arguments of `distribute`."""
         return format_options(self.options)
 
     @property
     def label(self) -> str:
-        """The summary with the widths of the mesh axes, such as "fsdp + tensor 2"."""
+        """The kinds of parallelism with the widths of the mesh axes, such as "fsdp + tensor 2"."""
         mesh = self.prediction.mesh
         widths = {axis: f"{axis} {mesh.width_of(axis)}" for axis in ("tensor", "pipe")}
         widths |= {
@@ -56,7 +56,7 @@ class Candidate:
 
     @property
     def other_options(self) -> str:
-        """The options that `label` does not show, as text."""
+        """The options that are not part of `label` as text, such as "4 microbatches, recompute"."""
         words: dict[str, Callable[[Any], str]] = {
             "microbatches": lambda n: f"{n} microbatches" if n > 1 else "",
             "recompute": lambda what: "recompute" if what == "all" else f"recompute {what}",
@@ -66,8 +66,8 @@ class Candidate:
         return ", ".join(filter(None, shown))
 
     def format_row(self, limit: int | None) -> tuple[str, ...]:
-        """Return the cells of a table row: label, step time in seconds, memory, whether the memory is within the limit,
-        bytes sent, and other options.
+        """Return the cells of the configuration's table row: label, step time in seconds, memory, whether the memory
+        is within the limit, bytes sent, and other options.
 
         Parameters
         ----------
@@ -99,7 +99,7 @@ def _format_whether_fits(nbytes: int, limit: int | None) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """The result of a search.
+    """The result of a search for the fastest configuration.
 
     Parameters
     ----------
@@ -158,7 +158,7 @@ class Plan:
 
     @property
     def python_line(self) -> str:
-        """The line of Python that requests the fastest configuration."""
+        """A line of Python that calls `distribute` with the fastest configuration."""
         words, space = self.best_candidate.python_text, self.best_candidate.options.get("domain")
         if isinstance(space, tuple):
             even = f"fsdpx.Grid.from_shape({self.cells}, {space}, fsdpx.rank()).local_shape"
@@ -171,8 +171,8 @@ class Plan:
 
     @property
     def distribute_section_text(self) -> str:
-        """The [distribute] section of a run file for the fastest configuration. Options that only Python can express
-        are written as comments."""
+        """The [distribute] section of a run file (TOML) for the fastest configuration. Options that only Python can
+        express are written as comments."""
         lines = ["[distribute]"]
         for name, value in self.best_candidate.options.items():
             plain = format_mesh_arguments(value).replace(", ", ",") if isinstance(value, Mesh) else value
@@ -181,7 +181,7 @@ class Plan:
 
     @property
     def answer_text(self) -> str:
-        """One line about the fastest configuration, its step time and its memory."""
+        """One line of text with the fastest configuration, its step time and its memory."""
         best, ranks = self.best_candidate.prediction, format_count(self.rank_count, "rank")
         label = ranks if self.best_candidate.label == ranks else f"{self.best_candidate.label} on {ranks}"
         held = format_bytes(best.memory)
@@ -194,7 +194,7 @@ class Plan:
         return self.format_plan()
 
     def format_plan(self, about: str = "") -> str:
-        """Return the answer and all tables as text, in lines of at most 80 characters.
+        """Return all tables of the plan as text, in lines of at most 80 characters.
 
         Parameters
         ----------
@@ -226,8 +226,8 @@ class Plan:
         return "\n\n".join(parts)
 
     def _list_fastest_of_each_kind(self) -> list[Candidate]:
-        """Return the fastest configuration of each kind. The kinds that fit come before the kinds that do not, and both
-        are sorted by step time."""
+        """Return the fastest configuration of each kind of parallelism, sorted by step time. Kinds that fit into
+        memory come first."""
         large = {
             one.summary: one
             for one in sorted(self.large, key=_make_sort_key, reverse=True)
@@ -238,8 +238,8 @@ class Plan:
         )
 
     def _is_as_fast_as_best(self, candidate: Candidate) -> bool:
-        """Return whether a configuration is of another kind than the best one, fits, and is as fast as the best one to
-        within `CLOSE_TIME_FACTOR`."""
+        """Return whether a configuration fits, is of another kind of parallelism than the fastest one, and takes at
+        most `CLOSE_TIME_FACTOR` times as long."""
         best, fits = self.best_candidate, candidate not in self.large
         return (
             fits
@@ -248,7 +248,8 @@ class Plan:
         )
 
     def _list_search_paragraphs(self) -> list[str]:
-        """Return paragraphs that say what was searched, what was rejected for which reason, and what was ruled out."""
+        """Return paragraphs of text that say which configurations were searched, which were rejected and why, and
+        which were ruled out as too slow."""
         reasons: dict[str, list[str]] = {}
         for words, why in self.rejected:
             reasons.setdefault(why.splitlines()[0], []).append(words)
@@ -260,15 +261,15 @@ class Plan:
         return found if slow is None else [*found, wrap_lines(f"{ruled} {slow[0]}, at least {slow[1]:.4g} s")]
 
     def _format_process_memory(self) -> str:
-        """Return a line about the memory of a rank's process; "" for GPUs."""
+        """Return a line of text about the memory of a rank's whole process; "" for GPUs."""
         nbytes = self.best_candidate.prediction.process_bytes
         more = f", more than the {format_bytes(self.memory or 0)} there are" * (nbytes > (self.memory or nbytes))
         words = f"with interpreter, libraries and MPI a process takes {format_bytes(nbytes)}{more}"
         return "" if self.machine.compute.gpu else f"\n{wrap_lines(words)}"
 
     def _format_largest_that_fit(self) -> str:
-        """Return lines about the largest batch, size and depth that fit, with the options that are needed to fit
-        them."""
+        """Return lines of text about the largest batch, sample size and model depth that fit into memory, with the
+        options that they need."""
         what = "sequences" if len(self.longest) == 1 else "fields"
         layers, count = self.deepest
         most = {
@@ -286,7 +287,7 @@ class Plan:
         return wrap_lines("\n".join(parts))
 
     def _format_scaling_table(self) -> str:
-        """Return a table of predictions for other numbers of ranks."""
+        """Return a table of predicted step times and memory for other numbers of ranks."""
         rows: list[tuple[str, ...]] = [("ranks", "step", "samples/s", "efficiency", "memory", "fits", "sends")]
         first = self.scaling[0]
         for one in self.scaling:
@@ -297,7 +298,7 @@ class Plan:
         return format_table(rows)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as a dict of plain values."""
+        """Return the plan as a dict that can be written as JSON."""
         return {
             "machine": self.machine.name,
             "ranks": self.rank_count,
@@ -323,7 +324,7 @@ class Plan:
 
 
 def _make_sort_key(candidate: Candidate) -> tuple[float, int]:
-    """Return the key that sorts by step time, then by memory."""
+    """Return a sort key that orders configurations by step time, then by memory."""
     return candidate.prediction.seconds, candidate.prediction.memory
 
 
@@ -337,5 +338,5 @@ def _candidate_to_dict(candidate: Candidate) -> dict[str, Any]:
 
 
 def can_split_evenly(dims: tuple[int, ...], cells: tuple[int, ...]) -> bool:
-    """Return whether `dims` ranks along each dim split `cells` into equal parts."""
+    """Return whether a field of `cells` cells can be split into equal parts by `dims` ranks along each dim."""
     return all(n % width == 0 for n, width in zip(cells, dims, strict=True))

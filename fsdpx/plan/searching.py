@@ -1,5 +1,5 @@
-"""`search` finds the strategy, mesh, microbatches, schedule, recomputation and precision of the fastest step that
-fits."""
+"""`search` finds the options of `distribute` (strategy, mesh, microbatches, schedule, recomputation and precision)
+with the fastest step that fits into memory."""
 
 from __future__ import annotations
 
@@ -133,12 +133,13 @@ def search(
         get_grid_dims(space)
     if not isinstance(codecs, Sequence):
         raise ConfigError(f"codecs={codecs!r}: a list of codecs is needed, such as ('bf16', 'int8')")
-    Recipe(TrainingChoices(model)).with_options({"mesh": options.get("mesh")})  # raises if it is not a Mesh
+    Recipe(TrainingChoices(model)).with_options({"mesh": options.get("mesh")})  # raises an error if `mesh` is no Mesh
     (options.get("mesh") or Mesh()).fill_from_strategy(
         options.get("strategy", "fsdp"), size
-    )  # raises if the ranks do not fill the mesh
+    )  # raises an error if the ranks cannot fill the mesh
     for choice in (options.get("compression"), *codecs):
-        CodecRules.from_choice(choice, partial(make_codec, reduce="float32", compute="float32"))  # raises if unknown
+        # raises an error for an unknown codec
+        CodecRules.from_choice(choice, partial(make_codec, reduce="float32", compute="float32"))
     model, options["loss"] = adapt_foreign_model(model, options.get("loss"))
     question = shapes, size, where, None if limit is None else int(limit), most, options, space, tuple(codecs)
     return _Search(model, *question, say).search_and_report()
@@ -146,11 +147,20 @@ def search(
 
 @dataclass
 class _Search:
-    """State of one search: the arguments of `search` (model to say), and the configurations found so far.
+    """State of one search: its arguments, and the configurations tried so far. Most attributes are the arguments of
+    `search`.
 
-    space: the `domain` option. found: configurations that fit. large: configurations that were predicted but do not
-    fit. refused: reasons for rejections, by options. slow: lower bounds in seconds, by options. seen: whether each
-    configuration was predicted, by options."""
+    Attributes
+    ----------
+    limit : bytes that a rank may use
+    fixed : options that are not searched
+    space : the option `domain`
+    found : configurations that fit
+    large : configurations that were predicted but do not fit
+    refused : reasons for rejections, by options
+    slow : lower bounds on the step time in seconds of configurations that were ruled out, by options
+    seen : whether each configuration was predicted, by options
+    """
 
     model: nn.Layer
     batch: Batch
@@ -170,16 +180,16 @@ class _Search:
 
     @property
     def sample_count(self) -> int:
-        """Samples of the global batch."""
+        """Number of samples of the global batch."""
         return int(self.batch[0][0][0])
 
     @property
     def predicted_count(self) -> int:
-        """Number of configurations that were predicted."""
+        """Number of configurations that were predicted so far."""
         return sum(self.seen.values())
 
     def search_and_report(self) -> Plan:
-        """Try all configurations and return the plan."""
+        """Try all configurations, and return the plan."""
         with memoizing(), disabling_gc():
             self.search_all()
             return self.make_plan()
@@ -207,7 +217,8 @@ class _Search:
             self._try_fine_options(one)
 
     def _iterate_variants(self, chosen: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the options of a placement, combined with every choice of recomputation, microbatches and schedule."""
+        """Yield the options of a strategy and mesh, combined with every choice of recomputation, microbatches and
+        schedule."""
         pipe, rows = self._count_pipe_ranks_and_samples(chosen)
         for recompute in self._list_values_to_try("recompute", *RECOMPUTE_CHOICES):
             for microbatches in self._list_values_to_try("microbatches", *_list_doublings(min(pipe, rows), rows)):
@@ -216,7 +227,7 @@ class _Search:
                     yield chosen | {"recompute": recompute, "microbatches": microbatches, **more}
 
     def _compute_lower_bound(self, options: dict[str, Any]) -> float:
-        """Return a lower bound on the time of a step in seconds; 0 if the configuration cannot run."""
+        """Return a lower bound on the step time of a configuration in seconds; 0 if it cannot run."""
 
         def compute_least() -> float:
             with suppress(FsdpxError):
@@ -226,15 +237,16 @@ class _Search:
         return memoize(("least", _make_options_key(options)), compute_least)
 
     def _try_with_offload(self) -> None:
-        """Try the configurations that need the least memory with state on disk. For each, more kinds of state are
-        offloaded until it fits."""
+        """Try the configurations that need the least memory with state offloaded to disk. For each, more kinds of
+        state are offloaded until it fits."""
         for one in sorted(self.large, key=lambda one: one.prediction.memory)[:MAX_SHOWN]:
             for what in OFFLOAD_CHOICES:
                 if self.try_options({**one.options, "offload": OffloadConfig(OFFLOAD_FOLDER, what)}) is not None:
                     break
 
     def _try_fine_options(self, candidate: Candidate) -> None:
-        """Try a configuration with sequence parallelism, with each allowed codec, and with other unit sizes."""
+        """Try variants of a good configuration: with sequence parallelism, with each allowed codec, and with other
+        values of `group_bytes`."""
         if candidate.prediction.mesh.width_of("tensor") > 1 and "sequence" not in self.fixed:
             self.try_options({**candidate.options, "sequence": "parallel"})
         for choice in self._list_values_to_try("compression", *self.codecs):
@@ -242,14 +254,15 @@ class _Search:
         for group_bytes in self._list_values_to_try("group_bytes", *GROUP_BYTES):
             made = self.try_options({**candidate.options, "group_bytes": group_bytes})
             if made is not None and _make_sort_key(made) == _make_sort_key(candidate):
-                self.found.remove(made)  # group_bytes changes nothing here: each unit is larger already
+                self.found.remove(made)  # an equal prediction: every unit already holds more than group_bytes
 
     def _list_values_to_try(self, name: str, *values: Any) -> tuple[Any, ...]:
-        """Return the values of an option to try: the user's value if it is fixed, else `values`."""
+        """Return the values of an option to try: only the user's value if it is fixed, else `values`."""
         return (self.fixed[name],) if name in self.fixed else values
 
     def _iterate_placements(self) -> Iterator[tuple[str, Mesh | None, Any]]:
-        """Yield (strategy, mesh, grid of fields) for all placements, the simplest first."""
+        """Yield all combinations of strategy, mesh and grid that fill the ranks, the simplest first. The grid splits
+        fields, or is None."""
         if "mesh" in self.fixed:
             mesh = self.fixed["mesh"] or Mesh()
             for space in self._list_grids(self.ranks // ((mesh.pipe or 1) * (mesh.tensor or 1)), mesh.tensor or 1):
@@ -258,7 +271,8 @@ class _Search:
             return
         host = int(min(self.machine.ranks_per_host, self.ranks))
         strategies = self._list_values_to_try("strategy", *PRESETS_BY_MEMORY)
-        layers = len(linearize(self.model).nodes)  # each stage has at least one layer
+        # limits the number of pipeline stages, since each needs at least one layer
+        layers = len(linearize(self.model).nodes)
         for tensor in _list_divisors(self.ranks, host):
             for pipe in _list_divisors(self.ranks // tensor, layers):
                 data = self.ranks // tensor // pipe
@@ -276,7 +290,7 @@ class _Search:
 
     def _list_grids(self, data: int, tensor: int) -> list[Any]:
         """Return the grids that split fields over `data` data ranks and leave at least one sample for each group of
-        ranks that holds a field. None stands for no grid."""
+        ranks that shares a field. None means that fields are not split."""
         space = self.space
         if space is not None and space != ANY_GRID:
             return [space] if tensor == 1 and data % prod(get_grid_dims(space)) == 0 else []
@@ -291,31 +305,32 @@ class _Search:
         return found
 
     def _try_microbatches_to_fit(self, chosen: dict[str, Any]) -> bool:
-        """Try a small number of microbatches, then larger numbers until the step fits. Return False if the step needs
-        too much memory with any number of microbatches."""
+        """Try a strategy and mesh with a small number of microbatches, then with more until the step fits. Return
+        False if it needs too much memory with any number of microbatches."""
         pipe, rows = self._count_pipe_ranks_and_samples(chosen)
         first = min(4 * pipe if pipe > 1 else 1, rows)
         for microbatches in self._list_values_to_try("microbatches", *_list_doublings(first, rows)):
             before = len(self.large)
             self.try_options(chosen | {"microbatches": microbatches})
             if len(self.large) == before:
-                return True  # the step fits, is too slow, or cannot run
+                return True  # the step fits, or it is too slow or cannot run, so more microbatches would not help
             if _get_bytes_without_activations(self.large[-1].prediction) > (self.limit or 0):
-                return False  # more microbatches do not lower this part of the memory
+                return False  # more microbatches lower only the memory of activations
         return False
 
     def _count_pipe_ranks_and_samples(self, chosen: dict[str, Any]) -> tuple[int, int]:
-        """Return the width of the pipeline axis, and the number of samples of one data rank (rounded up)."""
+        """Return the width of the pipeline axis, and the number of samples per data rank (rounded up)."""
         mesh, space = chosen["mesh"] or Mesh(), chosen["domain"]
         pipe = mesh.pipe or 1
         data = self.ranks // pipe // (mesh.tensor or 1) // prod(get_grid_dims(space))
         return pipe, -(-self.sample_count // data)
 
     def try_options(self, options: dict[str, Any], all_kinds: bool = False) -> Candidate | None:
-        """Predict a configuration and record the result. Return the candidate, or None if it cannot run, does not fit,
-        or is too slow to be shown.
+        """Predict a configuration and record the result. Return None if it cannot run, does not fit, or is too slow to
+        be shown.
 
-        all_kinds: compare the lower bound with configurations of all kinds, not only with those of the same kind."""
+        Unless `all_kinds`, a configuration that may be the fastest of its kind of parallelism is predicted even if it
+        is slow."""
         words, least = _make_options_key(options), self._compute_lower_bound(options)
         if words in self.seen:
             return None
@@ -345,8 +360,8 @@ class _Search:
         return one
 
     def _find_max_shown_seconds(self, kind: str | None) -> float:
-        """Return the step time above which a configuration of this kind (None: of any kind) is neither shown nor close
-        to the fastest one."""
+        """Return the step time in seconds above which a configuration is too slow to be shown. With `kind`, it is at
+        least the time of the fastest configuration of this kind of parallelism."""
         seconds = sorted(one.prediction.seconds for one in self.found)
         own = [one.prediction.seconds for one in self.found if kind in (None, one.summary)]
         return (
@@ -356,7 +371,8 @@ class _Search:
         )
 
     def make_plan(self) -> Plan:
-        """Return the plan of the configurations found. Raise ConfigError if nothing fits."""
+        """Return the plan with all configurations found, and predictions for other batch sizes, depths and numbers of
+        ranks. Raise ConfigError if nothing fits."""
         if not self.found:
             raise ConfigError(self._explain_nothing_found())
         found = tuple(sorted(self.found, key=_make_sort_key))
@@ -382,9 +398,10 @@ class _Search:
         return Plan(found, refused, searched, largest[0], *about, longest[0], scaling, slow, *most, large)
 
     def _list_frugal_options(self, best: Candidate) -> list[dict[str, Any]]:
-        """Return the options of the fastest configuration, followed by the options of the configurations that need the
-        least memory. The latter are changed so that they recompute all units and have as many microbatches as
-        samples."""
+        """Return options for finding the largest problem that fits: those of the fastest configuration, then those
+        that need the least memory.
+
+        The latter recompute all activations, and have as many microbatches as samples."""
         placed: dict[str, Candidate] = {}
         for one in sorted([*self.found, *self.large], key=lambda one: one.prediction.memory):
             placed.setdefault(
@@ -399,16 +416,16 @@ class _Search:
         return found
 
     def _find_largest_batch(self, frugal: Sequence[dict[str, Any]]) -> tuple[int, dict[str, Any] | None]:
-        """Return the number of samples of the largest global batch that fits, and the options with which it fits (None
-        if it is the given batch)."""
+        """Return the number of samples of the largest global batch that fits, and the options that it needs (None if
+        it is the given batch)."""
         times, options = self._find_max_growth_of_dims(frugal, 0, 1)
         return self.sample_count * (times or 1), options
 
     def _find_longest_sample(self, frugal: Sequence[dict[str, Any]]) -> tuple[tuple[int, ...], dict[str, Any] | None]:
-        """Return the positions of the longest sequence, or the cells of the largest field, that fits, and the options
-        with which it fits.
+        """Return the length of the longest sequence, or the cells of the largest field, that fits, and the options
+        that it needs.
 
-        Return () and None if the model accepts no other sizes."""
+        Return () and None if the model does not accept other sizes."""
         shape = self.batch[0][0]
         first, last = (1, 2) if len(shape) == 2 and "int" in str(self.batch[0][1]) else (2, len(shape))
         times, options = self._find_max_growth_of_dims(frugal, first, last) if last > first else (None, {})
@@ -417,8 +434,8 @@ class _Search:
     def _find_max_growth_of_dims(
         self, frugal: Sequence[dict[str, Any]], first: int, last: int
     ) -> tuple[int | None, dict[str, Any]]:
-        """Return the largest factor, a power of 2 up to 64, by which dims [first, last) of the batch can grow, and the
-        options with which the batch then fits.
+        """Return the largest factor, a power of 2 up to 64, by which dims [first, last) of the batch can grow so that
+        a step still fits, and the options that it needs.
 
         The factor is None if the model rejects larger dims."""
         times, by, refused = 1, frugal[0], False
@@ -441,7 +458,7 @@ class _Search:
     def _find_deepest_model(
         self, frugal: Sequence[dict[str, Any]], best: Candidate
     ) -> tuple[tuple[int, int], dict[str, Any] | None]:
-        """Return (blocks, parameters) of the deepest model that fits, and the options with which it fits; (0, 0) and
+        """Return (blocks, parameters) of the deepest model that fits, and the options that it needs. Return (0, 0) and
         None if the model has no repeated block."""
         now = count_blocks(self.model)
         if not now or self.limit is None:
@@ -457,22 +474,23 @@ class _Search:
         return (fits, count_parameters(with_block_count(self.model, fits))), by
 
     def _predict_bytes_at_depth(self, options: dict[str, Any], layers: int) -> int:
-        """Return the bytes of a rank if the model has `layers` blocks."""
+        """Return the bytes of memory that a rank needs if the model has `layers` blocks."""
         step = self._make_world_step(self.batch, self.ranks, options, with_block_count(self.model, layers))
         return predict_step(step, self.machine).memory
 
     def _find_max_blocks(self, options: dict[str, Any], blocks: int, memory: int) -> int:
-        """Return the largest number of blocks that fits. `blocks` blocks are known to fit and to take `memory` bytes.
+        """Return the largest number of blocks with which the model fits. It is known to fit with `blocks` blocks, in
+        `memory` bytes.
 
-        Memory is linear in the depth, except for effects of pipeline stages, so the memory at two known depths predicts
-        which depth to try next."""
+        Memory is linear in the depth, except for effects of pipeline stages, so the memory at two known depths
+        predicts which depth to try next."""
         assert self.limit is not None
         most = MAX_DEPTH_FACTOR * count_blocks(self.model)
         known, layers, fits = {blocks: memory}, min(2 * blocks, most), blocks
         while layers not in known and len(known) < MAX_DEPTHS_TRIED:
             try:
                 known[layers] = self._predict_bytes_at_depth(options, layers)
-            except FsdpxError:  # these options do not allow that many blocks
+            except FsdpxError:  # some options, such as a list of stages, fix the number of blocks
                 break
             fits = max(n for n, memory in known.items() if memory <= self.limit)
             other = min((n for n in known if n > fits), default=max((n for n in known if n < fits), default=fits))
@@ -489,8 +507,8 @@ class _Search:
         return make_world_step(model or self.model, batch, ranks, self.machine.compute.gpu, {**self.fixed, **options})
 
     def _predict_other_rank_counts(self, candidate: Candidate) -> tuple[Prediction, ...]:
-        """Return predictions of a configuration on other numbers of ranks, fewest ranks first. Only the width of the
-        data axis differs."""
+        """Predict a configuration on other numbers of ranks, fewest ranks first. Only the width of the data axis
+        changes."""
         found, mesh = {self.ranks: candidate.prediction}, candidate.prediction.mesh
         beside = mesh.width_of("pipe") * mesh.width_of("tensor")
         for data in (mesh.width_of("data") * 2**n // 8 for n in range(7)):
@@ -507,14 +525,14 @@ class _Search:
         return tuple(found[ranks] for ranks in sorted(found))
 
     def _find_equivalent_grid(self, mesh: Mesh, data: int) -> tuple[int, ...]:
-        """Return the grid that splits a field over `data` data ranks, with as many samples in parallel as in `mesh`.
-        Raise ValueError if there is no such grid."""
+        """Return the grid that splits a field over `data` data ranks, such that as many samples are processed in
+        parallel as in `mesh`. Raise ValueError if there is none."""
         members, cells = mesh.width_of("data") // prod(mesh.domain), self.batch[0][0][2:]
         grids = [dims for dims in _iterate_factorizations(data // members, len(cells)) if can_split_evenly(dims, cells)]
         return min(grids, key=lambda dims: _compute_surface_ratio(dims, cells))
 
     def _explain_nothing_found(self) -> str:
-        """Return the error message for a search in which nothing fits or nothing can run."""
+        """Return the error message of a search that found no configuration that fits or can run."""
         if self.large:
             least = min(self.large, key=lambda one: one.prediction.memory)
             parts = sorted(least.prediction.worst_class.memory.items(), key=lambda item: -item[1])
@@ -536,22 +554,22 @@ def _drop_none(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _make_options_key(options: Mapping[str, Any]) -> str:
-    """Return the options as text, without options that are None."""
+    """Return options as text, which serves as a dict key. Options that are None are left out."""
     return format_options(_drop_none(options))
 
 
 def _make_sort_key(candidate: Candidate) -> tuple[float, int]:
-    """Return the key that sorts by step time, then by memory."""
+    """Return a sort key that orders configurations by step time, then by memory."""
     return candidate.prediction.seconds, candidate.prediction.memory
 
 
 def _get_bytes_without_activations(found: Prediction) -> int:
-    """Return the bytes of a rank without activations, which more microbatches would not lower."""
+    """Return the bytes that a rank needs besides activations, which more microbatches would not lower."""
     return min(one.nbytes - one.memory.get("activations", 0) for one in found.classes)
 
 
 def _list_divisors(ranks: int, limit: int) -> list[int]:
-    """Return the divisors of `ranks` that are at most `limit`."""
+    """Return the divisors of `ranks` that are at most `limit`, in ascending order."""
     return [width for width in range(1, min(ranks, limit) + 1) if ranks % width == 0]
 
 
@@ -566,13 +584,13 @@ def _iterate_factorizations(ranks: int, dims: int) -> Iterator[tuple[int, ...]]:
 
 
 def _compute_surface_ratio(dims: tuple[int, ...], cells: tuple[int, ...]) -> float:
-    """Return the number of halo cells of a rank's part of a field, divided by the number of its own cells, up to a
-    constant factor. Only dims that are split count."""
+    """Return a number proportional to the halo cells per own cell of a rank's part of a field: the less, the less a
+    rank communicates. Only dims that are split count."""
     return sum(width / n for width, n in zip(dims, cells, strict=True) if width > 1)
 
 
 def _list_doublings(first: int, limit: int) -> list[int]:
-    """Return first, 2 * first, 4 * first, ... up to `limit`."""
+    """Return [first, 2 * first, 4 * first, ...] up to `limit`."""
     found = [first]
     while found[-1] * 2 <= limit:
         found.append(found[-1] * 2)
@@ -580,7 +598,7 @@ def _list_doublings(first: int, limit: int) -> list[int]:
 
 
 def _make_mesh_unless_implied(data: int, strategy: str, pipe: int, tensor: int) -> Mesh | None:
-    """Return the mesh of these widths; None if the strategy already implies it."""
+    """Return the mesh with these axis widths, or None if the strategy alone implies it."""
     if pipe == tensor == 1:
         return None
     return (
@@ -589,7 +607,7 @@ def _make_mesh_unless_implied(data: int, strategy: str, pipe: int, tensor: int) 
 
 
 def _make_summary(mesh: Mesh, options: Mapping[str, Any]) -> str:
-    """Return the kinds of parallelism that a configuration combines, such as "fsdp + tensor"."""
+    """Return the kinds of parallelism that a configuration combines as text, such as "fsdp + tensor"."""
     name = options["strategy"] if mesh.width_of("data") > 1 else ""
     name = "hybrid" if name == "fsdp" and mesh.width_of("replica") > 1 else name
     means = [

@@ -1,4 +1,4 @@
-"""The time model, which computes how long computing and communication take on a machine."""
+"""The time model: how long computing and communication take on a machine."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ WIDENED_KERNEL_PREFIX = "correlate"
 
 
 def compute_work_seconds(work: WorkCount, compute: Compute, half: str) -> float:
-    """Return the time in seconds that matrix products and all other kernels take. half: the 16-bit format of the step.
+    """Return the time in seconds that counted work (matrix products and kernels) takes. `half` is the 16-bit format of
+    the step.
 
-    Kernels that were measured on the machine have their own rates. On a CPU any other matrix product takes FLOP / flops
-    plus bytes / memory, since its operands are first copied into the order in which they are multiplied. On a GPU a
-    matrix product takes the longer of these two times. `Compute.half` makes small matrix products slower. All other
-    work takes bytes / memory."""
+    Kernels that were measured on the machine have their own rates. On a CPU any other matrix product takes FLOP /
+    flops plus bytes / memory, since its operands are first copied into the order in which they are multiplied. On a
+    GPU a matrix product takes the longer of these two times. `Compute.half` makes small matrix products slower. All
+    other work takes bytes / memory."""
     products = sum(_compute_product_seconds(p, compute, half) * times for p, times in work.products.items())
     passes = sum(_compute_memory_bound_seconds(p, compute, half) * times for p, times in work.passes.items())
     spilt = compute.spill * sum(nbytes for name, nbytes in work.inner.items() if name in SPILLING_KERNELS)
@@ -39,8 +40,8 @@ def compute_work_seconds(work: WorkCount, compute: Compute, half: str) -> float:
 
 
 def _compute_memory_bound_seconds(kernel_pass: KernelPass, compute: Compute, half: str) -> float:
-    """Return the time in seconds that one call of a memory-bound kernel takes. If the matrix products of a kernel were
-    measured, return the time of its remaining work."""
+    """Return the time in seconds of one call of a memory-bound kernel. For a kernel that contains matrix products with
+    measured rates, return only the time of its remaining work."""
     name = FORMAT_BY_ITEMSIZE.get(kernel_pass.itemsize, "float32" if kernel_pass.itemsize > 2 else half)
     beside = compute.kernels.compute_extra_memory_seconds(kernel_pass, name)
     if beside is not None:
@@ -54,20 +55,21 @@ def _count_launched_kernels(work: WorkCount) -> int:
 
 
 def _compute_product_seconds(product: ProductCount, compute: Compute, half: str) -> float:
-    """Return the time in seconds that one matrix product takes. Raise ConfigError if the machine has no rate for its
+    """Return the time in seconds of one matrix product. Raise ConfigError if the machine has no rate for its number
     format."""
     name = FORMAT_BY_ITEMSIZE.get(product.itemsize, half)
     own = compute.kernels.compute_product_seconds(product, name)
     if own is not None:
         return own
-    widened = None if compute.gpu or product.itemsize != 2 else compute.flops.get("float32")  # on CPUs
+    # CPUs compute 16-bit products in float32
+    widened = None if compute.gpu or product.itemsize != 2 else compute.flops.get("float32")
     always = widened is not None and product.kernel.startswith(WIDENED_KERNEL_PREFIX)
     flops = widened if always else compute.flops.get(name, widened)
     if flops is None:
         have = ", ".join(compute.flops)
         raise ConfigError(f"the machine does not say how fast it computes in {name}, only in {have}: add it to flops")
     rate = flops * compute.efficiency
-    slow = compute.half * flops / max(compute.flops.values())  # takes the same time in each format
+    slow = compute.half * flops / max(compute.flops.values())  # small products lose the same time in each format
     seconds = (product.flops + slow) / rate
     if product.is_fused:
         return seconds
@@ -76,10 +78,16 @@ def _compute_product_seconds(product: ProductCount, compute: Compute, half: str)
 
 
 class LevelCrossing(NamedTuple):
-    """A level of the network across which a group of ranks communicates.
+    """A network level, such as that between hosts, that a group of ranks communicates across. The units of the level
+    are the hosts, sockets or racks that it connects.
 
-    width: number of units of the next lower level that the group spans. members: number of ranks of the group in each
-    such unit. users: total number of ranks in such a unit."""
+    Attributes
+    ----------
+    level : the network level
+    width : number of connected units over which the group is spread
+    members : number of ranks of the group in each unit
+    users : total number of ranks in a unit, which share its links
+    """
 
     level: NetworkLevel
     width: float
@@ -88,15 +96,19 @@ class LevelCrossing(NamedTuple):
 
     @property
     def bytes_per_second(self) -> float:
-        """Bytes per second of one rank while all ranks of its unit communicate."""
+        """Bandwidth of one rank while all ranks of its unit communicate, in bytes per second."""
         return self.level.compute_bandwidth_per_rank(self.users)
 
 
 @dataclass(frozen=True)
 class MeshOnMachine:
-    """Maps mesh axes to the levels of a machine whose ranks are numbered host by host.
+    """Maps mesh axes to the network levels of a machine whose ranks are numbered host by host.
 
-    faces: for each dim of a split field, the share of the halo bytes that a rank exchanges along it."""
+    Attributes
+    ----------
+    mesh, machine : the mesh and the machine
+    faces : for each dim of a split field, the share of the halo bytes that a rank exchanges along it
+    """
 
     mesh: Mesh
     machine: Machine
@@ -104,7 +116,7 @@ class MeshOnMachine:
 
     @cached_property
     def rank_strides(self) -> Mapping[str, int]:
-        """For each mesh axis, the difference between the ranks of two neighbors along the axis."""
+        """For each mesh axis, the difference between the numbers of two neighboring ranks along the axis."""
         found, stride = {}, 1
         for axis in reversed(self.mesh.order):
             found[axis] = stride
@@ -112,7 +124,8 @@ class MeshOnMachine:
         return found
 
     def find_crossings(self, axes: tuple[str, ...]) -> list[LevelCrossing]:
-        """Return the levels across which a group of ranks along these axes communicates, the lowest level first."""
+        """Return the network levels that a group of ranks along these mesh axes communicates across, the lowest level
+        first."""
         found, before, unit, size = list[LevelCrossing](), 1.0, 1.0, self.mesh.size
         for level in self.machine.levels:
             inside = 1.0
@@ -126,7 +139,7 @@ class MeshOnMachine:
         return found
 
     def require_room_for_ranks(self) -> None:
-        """Raise ConfigError if the machine has no level that holds all ranks of the mesh."""
+        """Raise ConfigError if the mesh has more ranks than the machine."""
         last, size = self.machine.levels[-1], self.mesh.size
         if size > last.ranks:
             raise ConfigError(
@@ -136,7 +149,8 @@ class MeshOnMachine:
 
     @cached_property
     def crossings_by_axis(self) -> dict[str, list[LevelCrossing]]:
-        """For each axis name in the traffic counters, the levels across which the groups of that axis communicate."""
+        """For each axis name that traffic counters use, the network levels that its groups of ranks communicate
+        across."""
         groups = {axis: (axis,) for axis in AXES} | {"world": AXES, "group": AXES, "data": ("replica", "shard")}
         groups |= {"peers": ("pipe",), "domain": ("replica", "shard")}
         return {name: self.find_crossings(axes) for name, axes in groups.items()}
@@ -144,14 +158,15 @@ class MeshOnMachine:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Computes the time that the calls and actions of a step take. half: the 16-bit format of the step."""
+    """Computes the time of communication calls and of actions of a step. `lines` maps the mesh to the machine, and
+    `half` is the 16-bit format of the step."""
 
     lines: MeshOnMachine
     half: str
 
     def compute_call_seconds(self, axis: str, verb: str, nbytes: float) -> float:
-        """Return the time in seconds of a call in which this rank sends `nbytes`. It is the time of the fastest of
-        three algorithms.
+        """Return the time in seconds of a communication call in which this rank sends `nbytes` bytes. A collective
+        takes the time of the fastest of three algorithms.
 
         - ring: each step has the largest latency, and bytes move at the speed of the slowest link
         - tree: for an all-reduce, log2(ranks) steps in each direction that send the full array; for small messages by
@@ -167,7 +182,8 @@ class StepTimes:
             return 0.0
         if verb == "send":
             return self._compute_neighbor_seconds(axis, reaches, nbytes)
-        times = 2 if verb == "all_reduce" else 1  # reduce-scatter and all-gather each send the bytes once
+        # an all-reduce is a reduce-scatter and an all-gather, each of which sends the bytes once
+        times = 2 if verb == "all_reduce" else 1
         ranks = prod(r.width for r in reaches)
         whole = nbytes / times * ranks / (ranks - 1)
         slowest = min(r.members * r.bytes_per_second for r in reaches)
@@ -185,7 +201,7 @@ class StepTimes:
         return min(ring, tree, levels)
 
     def _compute_neighbor_seconds(self, axis: str, reaches: list[LevelCrossing], nbytes: float) -> float:
-        """Return the time in seconds of a message to the most distant neighbor, for which all ranks wait. For fields,
+        """Return the time in seconds of a message to the most distant neighbor, which all ranks wait for. For fields,
         return the mean over dims, weighted by the halo bytes along each dim."""
         if axis != "domain":
             return reaches[-1].level.latency + nbytes / reaches[-1].bytes_per_second
@@ -202,7 +218,8 @@ class StepTimes:
         return seconds
 
     def compute_message_seconds(self, sender: int, receiver: int, nbytes: float) -> float:
-        """Return the time in seconds of a message between two ranks of the world."""
+        """Return the time in seconds of one message between two ranks, which are given by their numbers in the world.
+        """
         users = 1.0
         for level in self.lines.machine.levels:
             if sender // level.ranks == receiver // level.ranks:
@@ -218,11 +235,11 @@ class StepTimes:
         return self.lines.mesh.size
 
     def price_action(self, cost: ActionCost) -> tuple[float, dict[str, float]]:
-        """Return the computing time of an action in seconds, and a dict with the time of its calls along each axis.
+        """Return the computing time of an action in seconds, and the seconds of its communication by axis.
 
         On a GPU the host launches the next kernels during computing, so the longer of the computing time and the
-        launching time counts. On a CPU `Compute.launch`, which is the time of the Python code around a kernel, is added
-        for each kernel."""
+        launching time counts. On a CPU `Compute.launch`, which is the time of the Python code around a kernel, is
+        added for each kernel."""
         moving: dict[str, float] = {}
         launches = _count_launched_kernels(cost.work)
         for axis, verb, calls, nbytes in cost.calls:

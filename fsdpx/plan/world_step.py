@@ -1,5 +1,5 @@
-"""The step to predict: its mesh and batch, the classes of ranks that do the same work, and the dry run of one rank of
-each class."""
+"""The step to predict: its mesh and batch, the groups of ranks that do the same work, and a shape-only run of one rank
+per group."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ out."""
 
 @dataclass(frozen=True)
 class RankClass:
-    """A group of ranks that do the same work.
+    """A group of ranks that do the same work, represented by one of them.
 
     Parameters
     ----------
-    rank : one of these ranks
+    rank : number of the representative rank
     coordinates : its mesh coordinates
     peak : the moment of highest memory use, and the memory held for each unit
     traffic : (number of calls, bytes) in a step, by (axis, call)
@@ -77,21 +77,26 @@ class RankClass:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes at the step's peak, by kind of memory."""
+        """Bytes that a rank holds at its memory peak, by kind of memory."""
         return self.peak.memory
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory at the step's peak."""
+        """Total bytes that a rank holds at its memory peak."""
         return self.peak.nbytes
 
 
 class RankDryRun(NamedTuple):
-    """The dry run of one rank.
+    """A shape-only run of the step on one rank.
 
-    found: rank class of the rank. costs: cost of each action. alive: for each action, the peak bytes of activations
-    during the action, and the bytes of activations after it. session: the session that ran. programs: programs by
-    number of microbatches."""
+    Attributes
+    ----------
+    found : traffic and memory peak of the rank
+    costs : work and communication of each action
+    alive : for each action, the peak bytes of activations during the action, and the bytes of activations after it
+    session : the session of the trainer that ran
+    programs : the rank's programs by number of microbatches
+    """
 
     found: RankClass
     costs: dict[Action, ActionCost]
@@ -100,15 +105,15 @@ class RankDryRun(NamedTuple):
     programs: dict[int, Program]
 
     def get_program(self, microbatches: int) -> Program:
-        """Return this rank's program for a number of equal microbatches, which is compiled on first use."""
+        """Return this rank's program for a number of equal microbatches. It is compiled on first use."""
         if microbatches not in self.programs:
             request = self.session.make_program_request("step", microbatches, fresh=True)
             self.programs[microbatches] = compile(request)
         return self.programs[microbatches]
 
     def count_actions(self, microbatches: int) -> Counter[Action]:
-        """Return how often each action occurs in the program for `microbatches` microbatches. Microbatches that did not
-        run count as the last one that ran."""
+        """Return how often each action occurs in the program for `microbatches` microbatches. Actions of microbatches
+        that did not run count as those of the last one that ran."""
         return Counter(
             find_action_that_ran(action, min(self.programs)) for action in self.get_program(microbatches).actions
         )
@@ -116,7 +121,8 @@ class RankDryRun(NamedTuple):
 
 @dataclass(frozen=True)
 class WorldStep:
-    """A step of all ranks. grid: the grid that splits the first field over ranks, or None if fields are not split."""
+    """A training step of all ranks: model, global batch, mesh and options. `grid` splits the first field of the batch
+    over ranks; None means that fields are not split."""
 
     model: nn.Layer
     batch: Batch
@@ -127,13 +133,14 @@ class WorldStep:
 
     @property
     def sample_group_count(self) -> int:
-        """Number of data ranks, or grids of data ranks, that have different samples."""
+        """Number of groups of ranks that process different samples: data ranks, or grids of data ranks that share a
+        field."""
         return self.mesh.width_of("data") // prod(self.mesh.domain)
 
     @classmethod
     def from_options(cls, model: nn.Layer, batch: Batch, ranks: int, options: dict[str, Any]) -> WorldStep:
-        """Return the step with the mesh and the microbatches that these options imply. Raise ConfigError if the options
-        do not fit the ranks."""
+        """Return the step, with mesh and number of microbatches derived from the options. Raise ConfigError if the
+        options do not fit the number of ranks."""
         mesh = (options["mesh"] or Mesh()).fill_from_strategy(options["strategy"], ranks)
         grid = _make_field_grid(options.get("domain") or mesh.domain, batch, mesh)
         mesh = mesh if grid is None else replace(mesh, domain=grid.dims)
@@ -144,18 +151,18 @@ class WorldStep:
 
     @property
     def sample_count(self) -> int:
-        """Samples of the global batch."""
+        """Number of samples of the global batch."""
         return int(self.batch[0][0][0])
 
     def count_bytes_per_sample(self, busy_index: int) -> int:
-        """Return the bytes that the inputs and targets of one sample take on a rank. busy_index: index in the busiest
-        ranks of the grid, 0 or 1."""
+        """Return the bytes that the inputs and targets of one sample take on a rank. If a grid splits fields,
+        `busy_index` selects the rank with the most cells (0) or the most neighbors (1)."""
         batch = self._get_batch_of_rank(busy_index)
         return sum(parse_dtype(dtype).itemsize * prod(shape[1:]) for shape, dtype in batch)
 
     def _get_batch_of_rank(self, busy_index: int) -> Batch:
-        """Return (shape, dtype) of each array of the batch. For fields, the shapes are those of the shard of one of the
-        busiest ranks of the grid."""
+        """Return (shape, dtype) of each array of the batch. If a grid splits fields, the shapes are those of the rank
+        with the most cells (`busy_index` 0) or the most neighbors (1)."""
         if self.grid is None:
             return self.batch
         grid, (*inputs, (y, b)) = self.grid.as_rank(self.grid.busiest_ranks[-1 if busy_index else 0]), self.batch
@@ -171,35 +178,36 @@ class WorldStep:
         return tuple(size / (sum(sizes) or 1.0) for size in sizes)
 
     def count_samples_of_group(self, group: int) -> int:
-        """Return the number of samples of a data rank, or of a grid of data ranks. The last group has the most."""
+        """Return the number of samples of group number `group` (see `sample_group_count`). The last group has the
+        most."""
         chunks = self.options.get("reproducible_chunks")
         return count_rows_of_rank(self.sample_count, group, self.sample_group_count, chunks)
 
     @property
     def empty_microbatch_text(self) -> str:
-        """A warning if some microbatches have no samples, else ""."""
+        """A warning if there are more microbatches than samples on a data rank, else ""."""
         most, m = self.count_samples_of_group(self.sample_group_count - 1), self.microbatches
         words = f"microbatches={m}: a data rank has {most} samples at most, and the others take their time without any"
         return words if most < m else ""
 
     @property
     def _steady(self) -> int | None:
-        """The value of `NamedSchedule.steady` for a named schedule; None for other schedules."""
+        """The value of `NamedSchedule.steady` of the pipeline schedule; None for a schedule without a name."""
         chosen = self.options["schedule"]
         found = SCHEDULES.get(chosen) if isinstance(chosen, str) else None
         return None if found is None else found.steady
 
     @property
     def has_equal_microbatches(self) -> bool:
-        """True if all microbatches take the same time, except for the first and last ones of a pipe."""
+        """Whether all microbatches take the same time, except for the first and last ones of a pipeline."""
         known = self.mesh.width_of("pipe") == 1 or self._steady is not None
         rows, rest = divmod(self.sample_count, self.sample_group_count)
         equal = rest == 0 and rows % self.microbatches == 0
         return known and equal and self.options.get("reproducible_chunks") is None
 
     def count_simulated_microbatches(self) -> tuple[int, int]:
-        """Return (few, each). `few` microbatches are simulated, and every `each` further microbatches add the same
-        time.
+        """Return (few, each): it is enough to simulate `few` microbatches, because every `each` further ones add the
+        same time.
 
         `each` is the width of the pipeline axis, the longest cycle in which a rank waits for itself. If microbatches
         differ, or if there are not many of them, return the number of all microbatches and 0."""
@@ -208,7 +216,7 @@ class WorldStep:
         return (enough + (m - enough) % pipe, pipe) if self.has_equal_microbatches and m > enough + pipe else (m, 0)
 
     def count_dry_run_microbatches(self) -> int:
-        """Return how many microbatches a dry run needs in order to determine the memory and costs of all microbatches.
+        """Return how many microbatches a dry run needs so that memory and costs of all microbatches are known.
 
         Usually, this is slightly more than the number of microbatches that a pipeline rank begins before it completes
         one. With an interleaved schedule, it is a multiple of the pipeline's width. With offload, all simulated
@@ -219,7 +227,8 @@ class WorldStep:
         return min(most, 3 * pipe if self.options["schedule"] == "interleaved" else pipe + 4)
 
     def dry_run_pipe_ranks(self, group: int, microbatches: int, busy_index: int = 0) -> Iterator[RankDryRun]:
-        """Yield a dry run of one data rank for each pipeline rank. busy_index: index in the busiest ranks of a grid."""
+        """Run the step on shape-only arrays on each pipeline rank of one data rank, and yield the runs. If a grid
+        splits fields, `busy_index` selects the rank with the most cells (0) or the most neighbors (1)."""
         rows = self.count_samples_of_group(group)
         if microbatches < self.microbatches:
             rows = rows // self.microbatches * microbatches
@@ -229,35 +238,38 @@ class WorldStep:
             yield found
 
     def _iterate_pipe_coordinates(self, group: int, busy_index: int) -> Iterator[MeshCoordinates]:
-        """Yield the mesh coordinates of a data rank, once for each pipeline rank."""
+        """Yield the mesh coordinates of each pipeline rank of one data rank, the first rank of its tensor group."""
         data_rank, shard = group * prod(self.mesh.domain), self.mesh.width_of("shard")
         data_rank += 0 if self.grid is None else self.grid.busiest_ranks[busy_index]
         for pipe in range(self.mesh.width_of("pipe")):
             yield MeshCoordinates(pipe, data_rank // shard, data_rank % shard, 0)
 
     def make_step_times(self, machine: Machine) -> StepTimes:
-        """Return the time model of this step on a machine. Raise ConfigError if the machine has too few ranks."""
+        """Return the time model of this step on a machine. Raise ConfigError if the machine has fewer ranks than the
+        mesh."""
         lines = MeshOnMachine(self.mesh, machine, self.face_shares)
         lines.require_room_for_ranks()
         return StepTimes(lines, normalize_half_name(formats_of(self.options["precision"]).compute))
 
     def _add_control_traffic(self, costs: dict[Action, ActionCost], microbatches: int) -> None:
-        """Add the control traffic of additional microbatches to `costs`. At the end of a step, each rank sends two
-        float64 numbers per microbatch to all other ranks."""
+        """Add to `costs` the small messages that additional microbatches cause: at the end of a step, each rank sends
+        two float64 numbers per microbatch to all other ranks."""
         more = microbatches * 2 * 8 * (self.mesh.size - 1)
         for action in [a for a in costs if "loss:all" in VERBS[a.op].takes] if more else ():
             calls = [(axis, call, n, sent + more * (axis == CONTROL)) for axis, call, n, sent in costs[action].calls]
             costs[action] = replace(costs[action], calls=tuple(calls))
 
     def _make_trainer(self, rank: int, microbatches: int, busy_index: int) -> Trainer:
-        """Return the trainer of one rank on shapes. busy_index: index in the busiest ranks of the grid."""
+        """Return the trainer of one rank on shape-only arrays. If a grid splits fields, `busy_index` selects the rank
+        with the most cells (0) or the most neighbors (1)."""
         options = self.options | {"microbatches": microbatches, "device": "shape"}
         options |= {} if self.grid is None else {"domain": self.grid.as_rank(self.grid.busiest_ranks[busy_index])}
         comm = FakeCommunicator(rank, self.mesh.size)
         return Trainer(FixedRanks(make_session(Recipe(TrainingChoices(self.model)).with_options(options), comm)))
 
     def _dry_run_rank(self, coordinates: MeshCoordinates, rows: int, microbatches: int, busy_index: int) -> RankDryRun:
-        """Run a step of one rank on shapes and return the dry run. rows: samples of the rank."""
+        """Run the step of one rank, which has `rows` samples, on shape-only arrays. Return its costs, traffic and
+        memory."""
         costing = ActionCostRecorder()
         with counting_work() as costing.work, measuring_memory() as meter:
             trainer = self._make_trainer(self.mesh.rank_of(coordinates), microbatches, busy_index)
@@ -279,18 +291,19 @@ class WorldStep:
 def make_world_step(
     model: nn.Layer, batch: tuple[Any, ...], ranks: int, gpu: bool, options: Mapping[str, Any]
 ) -> WorldStep:
-    """Return the step that the options of `predict` describe. gpu: whether ranks are GPUs."""
+    """Return the step that the arguments of `predict` describe. `gpu` says whether ranks are GPUs."""
     pairs, chosen = parse_batch(batch), dict(options)
     model, chosen["loss"] = adapt_foreign_model(model, chosen.get("loss"))
     chosen = _check_and_complete_options(pairs, gpu, chosen)
     Recipe(TrainingChoices(model)).with_options(
         {name: value for name, value in chosen.items() if name != "domain"}
-    )  # raises ConfigError for invalid options
+    )  # only to raise ConfigError for invalid options
     return WorldStep.from_options(model, pairs, require_positive_int("ranks", ranks), chosen)
 
 
 def _check_and_complete_options(batch: Any, gpu: bool, options: dict[str, Any]) -> dict[str, Any]:
-    """Return all options of the dry runs, with defaults filled in; raise ConfigError for unknown ones."""
+    """Check the options of `predict`, and return them with defaults filled in. Raise ConfigError for an unknown
+    option."""
     for name in ("comm", "device", "backend"):
         if name in options:
             raise ConfigError(f"predict decides {name} itself")
@@ -309,8 +322,8 @@ def _check_and_complete_options(batch: Any, gpu: bool, options: dict[str, Any]) 
 
 
 def _make_field_grid(space: Any, batch: Batch, mesh: Mesh) -> Grid | None:
-    """Return the grid of the first field, or None. Raise ConfigError unless its number of ranks divides the data
-    axis."""
+    """Return the grid of ranks that splits the first field of the batch, or None. Raise ConfigError unless its number
+    of ranks divides the width of the data axis."""
     if not get_grid_dims(space):
         return None
     if not isinstance(space, Grid):
@@ -328,8 +341,8 @@ def _make_field_grid(space: Any, batch: Batch, mesh: Mesh) -> Grid | None:
 
 
 def parse_batch(batch: Any) -> Batch:
-    """Return (shape, dtype) of each input and of the targets. The batch is given as (shape, dtype) pairs or as arrays,
-    and several inputs may be given as a tuple. Raise ConfigError for anything else."""
+    """Return (shape, dtype) of each input, then of the targets. The batch is given as (shape, dtype) pairs or as
+    arrays, and several inputs may be given as a tuple. Raise ConfigError for anything else."""
     try:
         *inputs, target = batch
         if len(inputs) == 1 and not hasattr(inputs[0], "shape") and not isinstance(inputs[0][1], str):
@@ -348,10 +361,10 @@ def parse_batch(batch: Any) -> Batch:
 
 
 def require_positive_int(name: str, value: Any) -> int:
-    """Return the value of an option as an int; raise ConfigError unless it is an integer of at least 1."""
+    """Return the value of the option `name` as an int. Raise ConfigError unless it is an integer of at least 1."""
     try:
         found = -1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:  # floats and arrays have no index
+    except TypeError:  # floats and arrays are no integers
         found = -1
     if found < 1:
         raise ConfigError(f"{name}={value!r}: a whole number, 1 or more")
@@ -359,15 +372,15 @@ def require_positive_int(name: str, value: Any) -> int:
 
 
 def require_no_arrays(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError if an option is an array."""
+    """Raise ConfigError if the value of an option is an array, which predictions do not support."""
     for name, value in options.items():
         if hasattr(value, "__array__"):
             raise ConfigError(f"{name}={value!r}: no option of a plan is an array")
 
 
 def get_grid_dims(space: Any) -> tuple[int, ...]:
-    """Return the number of ranks along each dim of a field, or () if the field is not split. Raise ConfigError if
-    `space` is neither a `Grid` nor a sequence of positive integers."""
+    """Return the number of ranks along each dim of a field for the option `domain`, or () if the field is not split.
+    Raise ConfigError if `space` is neither a `Grid` nor a sequence of positive integers."""
     dims = getattr(space, "dims", () if space is None else space)
     if not isinstance(dims, tuple | list) or not all(hasattr(n, "__index__") and n > 0 for n in dims):
         raise ConfigError(f"domain={space!r}: a fsdpx.Grid is needed, or ranks along each dim, such as (2, 2)")
@@ -375,6 +388,6 @@ def get_grid_dims(space: Any) -> tuple[int, ...]:
 
 
 def find_action_that_ran(action: Action, ran: int) -> Action:
-    """Return the action that ran with the same operation and unit. This is the action itself if its microbatch is below
-    `ran`, else the action of microbatch `ran` - 1."""
+    """Return the action that stands for `action` if only `ran` microbatches ran: the action itself, or the same
+    operation on the last microbatch that ran."""
     return action if action.mb is None or action.mb < ran else Action(action.op, action.unit, ran - 1)
