@@ -1,1 +1,1 @@
-"""Checkpoints: a folder of standard safetensors files that all ranks write and read in parallel."""
+"""Checkpoints: folders of standard safetensors files that all ranks write and read in parallel."""

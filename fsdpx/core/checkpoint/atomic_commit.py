@@ -1,4 +1,4 @@
-"""Atomic commit of a checkpoint: ranks write into a temporary folder, and rank 0 renames it when all ranks have
+"""Atomic commit of a checkpoint: ranks write into a temporary folder, and rank 0 renames it once all ranks have
 succeeded."""
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ HOST = "host"
 
 
 def run_on_all_ranks(world: Communicator, where: str, body: Callable[[], T]) -> list[T]:
-    """Call `body()` on every rank and return the results of all ranks, in rank order. If the call raises an error on
-    any rank, all ranks raise CheckpointError with the text of the error on the lowest such rank, so that no rank waits
-    for another. Collective."""
+    """Call `body()` on every rank, and return the results of all ranks in rank order. If it raises an error on any
+    rank, all ranks raise CheckpointError with the text of the lowest such rank, so that no rank waits for another.
+    Collective."""
     value: Any = None
     problem, cause = None, None
     try:
         value = body()
     except Exception as error:
         problem = error_to_text(error)
-        cause = None if isinstance(error, FsdpxError) else error  # otherwise its text would be shown twice
+        cause = None if isinstance(error, FsdpxError) else error  # an FsdpxError as the cause would show its text twice
     for rank, (_, text) in enumerate(everyone := all_gather_plain_data(world, (value, problem))):
         if text is not None:
             who = f"rank {rank}: " if world.size > 1 else ""
@@ -77,31 +77,33 @@ def run_on_all_ranks(world: Communicator, where: str, body: Callable[[], T]) -> 
 
 
 def run_on_rank0(world: Communicator, where: str, body: Callable[[], T]) -> T:
-    """Call `body()` on rank 0 and return its result on every rank. An error of rank 0 is raised on all ranks.
-    Collective."""
+    """Call `body()` on rank 0 and return its result on every rank. If it raises an error, all ranks raise
+    CheckpointError. Collective."""
     return run_on_all_ranks(world, where, lambda: body() if world.rank == 0 else None)[0]  # type: ignore[return-value]
 
 
 def require_equal_choices(world: Communicator, where: str, **choices: str) -> None:
-    """Raise CheckpointError on all ranks unless all pass the same `choices`; the error names two ranks. Collective."""
+    """Raise CheckpointError on all ranks unless `choices` are the same on all of them. The error names two ranks that
+    differ. Collective."""
     _require_same_choices(where, world.all_gather_data(choices))
 
 
 def agree_on_path(world: Communicator, call: str, path: Any, **choices: str) -> Path:
-    """Return `path` as a Path. Raise CheckpointError on all ranks if the path is invalid on one rank, or if path or
-    `choices` differ between ranks. call: name of the public call, for error messages. Collective."""
+    """Return `path` as a Path, once all ranks have compared it. Raise CheckpointError on all ranks if the path is
+    invalid on one rank, or if the path or `choices` differ. Errors begin with `call`, the name of the public method.
+    Collective."""
     return Path(agree_on_choices(world, call, lambda: {**list_path_facts(to_named_path(path)), **choices})["path"])
 
 
 def list_path_facts(path: Path) -> dict[str, str]:
-    """Return what ranks compare about a path: its text, and for a relative path also the host and the working
-    folder."""
+    """Return the facts that ranks compare about a path: its text, and for a relative path also the host and the
+    working folder."""
     return {"path": str(path)} | ({} if path.is_absolute() else {HOST: platform.node(), "working folder": os.getcwd()})
 
 
 def agree_on_choices(world: Communicator, where: str, choices: Callable[[], Mapping[str, str]]) -> Mapping[str, str]:
-    """Return `choices()`. Raise CheckpointError on all ranks if that call fails on one rank, or if its results differ
-    between ranks. Collective."""
+    """Return the result of `choices()`, once all ranks have compared it. Raise CheckpointError on all ranks if the
+    call fails on one rank, or if results differ between ranks. Collective."""
     everyone = run_on_all_ranks(world, where, choices)
     _require_same_choices(where, everyone)
     return everyone[0]
@@ -111,13 +113,13 @@ def _require_same_choices(where: str, everyone: Sequence[Mapping[str, str]]) -> 
     for rank, theirs in enumerate(everyone):
         for name, first in everyone[0].items():
             if name == HOST or (name == "working folder" and theirs.get(HOST) != everyone[0][HOST]):
-                continue  # one shared folder may have different paths on different hosts
+                continue  # not compared: a shared folder may have different paths on different hosts
             if (other := theirs.get(name, "none")) != first:
                 raise CheckpointError(f"{where}: ranks differ in {name}: rank 0 has {first}, rank {rank} has {other}")
 
 
 def error_to_text(error: BaseException) -> str:
-    """Return the text of an error, the same on every operating system."""
+    """Return the text of an error in a form that is the same on every operating system."""
     if isinstance(error, OSError) and error.errno is not None:
         name = errno.errorcode.get(error.errno, str(error.errno))
         return f"{error.strerror} ({name})" + (f": {error.filename}" if error.filename else "")
@@ -126,7 +128,7 @@ def error_to_text(error: BaseException) -> str:
 
 try:
     import fcntl
-except ImportError:  # Windows: two jobs that save to the same path are not detected
+except ImportError:  # on Windows, two jobs that save to the same path are not detected
     fcntl = None  # type: ignore[assignment]
 
 
@@ -147,8 +149,12 @@ IN_PLACE = (
 class SaveTarget:
     """The folders of a checkpoint that is being written.
 
-    path: final folder of the checkpoint. partial: temporary folder into which ranks write. lock: descriptor of the
-    locked file that keeps other jobs from saving to `path`; None once it is released."""
+    Attributes
+    ----------
+    path : final folder of the checkpoint
+    partial : temporary folder into which ranks write
+    lock : file descriptor of the lock that keeps other jobs from saving to `path`; None once it is released
+    """
 
     path: Path
     partial: Path
@@ -156,8 +162,8 @@ class SaveTarget:
 
     @classmethod
     def lock_and_create_files(cls, path: Path, token: str, layout: FileLayout) -> SaveTarget:
-        """Lock the folder `path` against other jobs, and create the partial folder with the files of `layout`, filled
-        with zeros. First remove partial folders that killed saves to this path have left behind."""
+        """Lock the folder `path` against other jobs, and create a temporary folder with the files of `layout`, filled
+        with zeros. First remove temporary folders that killed saves to this path have left behind."""
         path = resolve_replaceable_folder(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         target = cls(path, make_sibling_path(path, PARTIAL + token), _lock_checkpoint(path))
@@ -175,7 +181,7 @@ class SaveTarget:
         return target
 
     def commit(self, layout: FileLayout, manifest: Manifest) -> None:
-        """Write headers and manifest, and rename the partial folder to `path`. All tensors must be on disk.
+        """Write headers and manifest, and rename the temporary folder to `path`. All tensors must already be on disk.
 
         Until the last rename, `resolve_checkpoint` finds the old checkpoint; afterwards it finds the new one."""
         for name, contents in layout.files.items():
@@ -192,7 +198,7 @@ class SaveTarget:
                 os.rename(self.path, previous)
         elif self.path.exists():
             with explaining_rename_errors(self.path):
-                self.path.rmdir()  # empty: `_require_no_foreign_files` has checked it
+                self.path.rmdir()  # the folder is empty, as `_require_no_foreign_files` has checked
         try:
             with explaining_rename_errors(self.path):
                 os.rename(self.partial, self.path)
@@ -205,7 +211,7 @@ class SaveTarget:
         self.release_lock()
 
     def abandon(self) -> None:
-        """Remove the partial folder and release the lock."""
+        """Remove the temporary folder and release the lock."""
         remove_checkpoint(self.partial)
         self.release_lock()
 
@@ -217,12 +223,14 @@ class SaveTarget:
 
 
 def make_sibling_path(path: Path, kind: str) -> Path:
-    """Return the path of the temporary file or folder of this kind that a save makes next to the checkpoint `path`."""
+    """Return the path of a temporary file or folder that a save makes next to the checkpoint `path`. `kind` is its
+    purpose, such as "lock"."""
     return path.with_name(f"{_RESERVED_PREFIX}{kind}-{path.name}")
 
 
 def _parse_sibling_name(name: str) -> tuple[str, str] | None:
-    """Parse the name of a temporary folder of a save into (kind, name of the checkpoint); None for any other name."""
+    """Split the name of a temporary folder of a save into (kind, name of the checkpoint). Return None for any other
+    name."""
     match = _SIBLING_PATTERN.fullmatch(name)
     return match and (match[1], match[2])
 
@@ -235,16 +243,15 @@ def _iterate_sibling_folders(folder: Path) -> Iterator[tuple[Path, str, str]]:
 
 
 def resolve_checkpoint_name(name: str) -> str | None:
-    """Return the name of the checkpoint that a folder named `name` can hold: usually `name` itself. For a folder with
-    the previous version of a checkpoint, return the name of that checkpoint; for other temporary folders of saves,
-    None."""
+    """Return the name of the checkpoint that a folder named `name` holds. This is `name` itself, or for a folder with
+    the previous version of a checkpoint the name of that checkpoint; None for other temporary folders of saves."""
     kind, of = _parse_sibling_name(name) or (PREVIOUS, name)
     return of if kind == PREVIOUS else None
 
 
 def to_named_path(path: Any) -> Path:
-    """Return `path` as a Path with `~` expanded. Its last part is a name, so that siblings can be created next to it.
-    Raise CheckpointError if `path` is not a str or PathLike, or has no such name."""
+    """Return `path` as a Path with `~` expanded, whose last part is a name (not `..`), so that files can be created
+    next to it. Raise CheckpointError if `path` is not a str or PathLike, or has no name."""
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
         raise CheckpointError(f"the path {path!r} is of type {type(path).__name__}: give a str or a pathlib.Path")
@@ -265,8 +272,8 @@ def _is_encodable(text: str) -> bool:
 
 
 def follow_link(path: Path) -> Path:
-    """If the last part of `path` is a symbolic link, return the path to which it leads; otherwise return `path`. The
-    target of the link need not exist.
+    """Return the target of `path` if its last part is a symbolic link, and otherwise `path`. The target need not
+    exist.
 
     Links in the parent folders are not resolved, since they may differ between hosts. Raise CheckpointError for
     circular links."""
@@ -280,7 +287,7 @@ def follow_link(path: Path) -> Path:
 
 def resolve_replaceable_folder(path: Path) -> Path:
     """Return the folder that `path` names, with a symbolic link resolved. Raise CheckpointError if a rename cannot
-    replace this folder, because it has a reserved name, or is the current folder or a mount point."""
+    replace the folder: it has a reserved name, or is the current folder or a mount point."""
     folder = follow_link(path)
     if folder.name.lower().startswith(_RESERVED_PREFIX):
         raise CheckpointError(
@@ -296,8 +303,8 @@ def resolve_replaceable_folder(path: Path) -> Path:
 
 @contextmanager
 def explaining_rename_errors(path: Path) -> Iterator[None]:
-    """Within the block, raise CheckpointError with an explanation if the system refuses to rename or remove this folder
-    (EBUSY, EXDEV)."""
+    """Return a context manager that raises CheckpointError with an explanation if the system refuses to rename or
+    remove this folder (EBUSY, EXDEV)."""
     try:
         yield
     except OSError as error:
@@ -307,8 +314,8 @@ def explaining_rename_errors(path: Path) -> Iterator[None]:
 
 
 def resolve_checkpoint(path: Path) -> Path:
-    """Return the folder of the checkpoint `path`. If a job was killed between the two renames of a commit, return the
-    folder of the previous version."""
+    """Return the folder that holds the checkpoint `path`. This is the folder of the previous version if a job was
+    killed between the two renames of a commit."""
     path = follow_link(path)
     previous = make_sibling_path(path, PREVIOUS)
     return previous if not path.exists() and is_checkpoint(previous) else path
@@ -327,13 +334,13 @@ def remove_checkpoint(folder: Path) -> None:
     for name in sorted(os.listdir(folder), key=lambda name: name != MANIFEST_NAME):
         if OWN_FILE_PATTERN.fullmatch(name) or name.startswith(CHECKSUM_PREFIX):
             (folder / name).unlink(missing_ok=True)
-    with suppress(OSError):  # the folder is not empty, because it has files of other programs
+    with suppress(OSError):  # keep a folder that also has files of other programs
         folder.rmdir()
 
 
 def iterate_checkpoints(folder: Path, prefix: str) -> Iterator[tuple[int, Path]]:
-    """Yield (number, path) for each checkpoint in a folder whose name is `prefix` followed by a number, lowest number
-    first."""
+    """Yield (number, path) for each checkpoint in `folder` whose name is `prefix` and a number, in the order of the
+    numbers."""
     pattern, folders = re.compile(re.escape(prefix) + r"(\d+)"), dict[int, Path]()
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         match = pattern.fullmatch(resolve_checkpoint_name(path.name) or "")
@@ -343,10 +350,11 @@ def iterate_checkpoints(folder: Path, prefix: str) -> Iterator[tuple[int, Path]]
 
 
 def prune_checkpoints(path: Path, keep: int, spare: str | None = None) -> None:
-    """Delete older checkpoints so that `keep` checkpoints are left, including `path`.
+    """Delete old checkpoints so that the newest `keep` are left, including `path`.
 
-    Only checkpoints with the same prefix and a lower number than `path` count, since higher numbers are from another
-    run. Never delete `path`, the checkpoint named `spare`, symbolic links, or the targets of links in that folder."""
+    Only checkpoints with the same prefix and a lower number than `path` are deleted, because higher numbers are from
+    another run. The checkpoint named `spare`, symbolic links, and the targets of links in that folder are never
+    deleted."""
     prefix = strip_trailing_number(path)
     links = [p for p in path.parent.iterdir() if p.is_symlink()]
     linked = {os.path.realpath(p) for p in links}
@@ -364,7 +372,8 @@ def prune_checkpoints(path: Path, keep: int, spare: str | None = None) -> None:
 
 
 def strip_trailing_number(path: Path) -> str:
-    """Return the last part of `path` without the number at its end. Raise CheckpointError if there is no number."""
+    """Return the name of a checkpoint without the number at its end: "step-" for "run/step-30". Raise CheckpointError
+    if there is no number."""
     prefix = path.name.rstrip("0123456789")
     if prefix == path.name:
         raise CheckpointError(f"keep: {path} has no number at its end; save to folder/step-{{n}}")
@@ -372,7 +381,7 @@ def strip_trailing_number(path: Path) -> str:
 
 
 def _require_no_foreign_files(path: Path) -> None:
-    """Raise CheckpointError if `path` is a file, or a folder with files that do not belong to a checkpoint."""
+    """Raise CheckpointError if `path` is a file, or a folder with files that are not part of a checkpoint."""
     if not path.exists():
         return
     if not path.is_dir():
@@ -395,13 +404,13 @@ def _format_first_names(names: list[str]) -> str:
 
 
 def _lock_checkpoint(path: Path) -> int:
-    """Lock the checkpoint `path` and return a descriptor, which holds the lock until it is closed or the process ends.
-    Raise CheckpointError if another job has the lock."""
+    """Lock the checkpoint `path` against other jobs. Return a file descriptor that holds the lock until it is closed
+    or the process ends. Raise CheckpointError if another job has the lock."""
     return lock_file(make_sibling_path(path, LOCK), f"{path}: another job is saving there")
 
 
 def lock_file(path: Path, busy_text: str) -> int:
-    """Create and lock a file, and return its descriptor, which holds the lock until it is closed or the process ends.
+    """Create and lock a file. Return its file descriptor, which holds the lock until it is closed or the process ends.
 
     If another process has the lock, raise CheckpointError with `busy_text`, that process's host and id, and the time
     when it took the lock."""
@@ -418,16 +427,16 @@ def lock_file(path: Path, busy_text: str) -> int:
                 owner = os.pread(fd, 1000, 0).decode(errors="replace")
                 raise CheckpointError(f"{busy_text}: {owner or 'it has just begun'}") from None
             except OSError:
-                pass  # the file system has no locks
+                pass  # some file systems have no locks: continue without one
             if _is_same_file(fd, path):
                 text = {"host": platform.node(), "process": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-                with suppress(OSError):  # the text is only informative; the save itself reports a full disk
+                with suppress(OSError):  # the text only informs other jobs; if the disk is full, the save itself fails
                     safe_files.write_lock_text(fd, json.dumps(text))
                 return fd
-        except BaseException:  # also on Ctrl-C, because the process may continue and would never release the lock
+        except BaseException:  # also on Ctrl-C: the process may continue, and would never release the lock
             os.close(fd)
             raise
-        os.close(fd)  # the previous owner has deleted this file since it was opened: try again
+        os.close(fd)  # try again: the previous owner has deleted the file since it was opened
 
 
 def _is_same_file(fd: int, name: Path) -> bool:

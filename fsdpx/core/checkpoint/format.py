@@ -1,4 +1,4 @@
-"""The file format of a checkpoint: safetensors headers, dtypes, checksums and file names. Also functions that read,
+"""The file format of a checkpoint: safetensors headers, dtypes, checksums and file names, and functions that read,
 write and flush files."""
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ __all__ = [
 
 
 def cast_array(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return `array` converted to `dtype`, or `array` itself if it has that dtype. Overflow gives Inf without a
-    warning."""
+    """Convert `array` to `dtype`; return it unchanged if it has that dtype. Overflow gives Inf without a warning."""
     if array.dtype == dtype:
         return array
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
@@ -72,19 +71,19 @@ def _round_to_odd_float32(array: np.ndarray) -> np.ndarray:
     back = near.astype(np.float64)
     bits = near.view(np.uint32)
     inexact = (back != array) & ~np.isnan(array)
-    bits -= (inexact & (np.abs(back) > np.abs(array))).astype(np.uint32)  # now rounded toward zero
+    bits -= (inexact & (np.abs(back) > np.abs(array))).astype(np.uint32)  # this makes it rounded toward zero
     bits |= inexact.astype(np.uint32)
     return near
 
 
 ONES = 0xFFFFFFFF
-POLYNOMIAL = 0xEDB88320  # CRC-32 polynomial with mirrored bits: the highest bit is x**0
-PAGE_OF_ZEROS = memoryview(bytes(4096))  # for up to 4096 zero bytes, zlib is faster than _multiply_polynomials
+POLYNOMIAL = 0xEDB88320  # CRC-32 polynomial with reflected bits: the highest bit is x**0
+PAGE_OF_ZEROS = memoryview(bytes(4096))  # up to this length, zlib is faster than _multiply_polynomials
 
 
 class PartialCrc:
-    """The contribution of one rank's parts of a tensor to the CRC-32 of the tensor. Parts must be added in ascending
-    order."""
+    """This rank's contribution to the CRC-32 of a tensor whose bytes are read or written by several ranks. Bytes must
+    be added in ascending order."""
 
     __slots__ = ("at", "value")
 
@@ -92,20 +91,20 @@ class PartialCrc:
         self.at, self.value = 0, 0
 
     def add_bytes(self, start: int, data: Any) -> None:
-        """Add `data`, which begins at byte `start` of the tensor."""
+        """Add bytes of the tensor, the first of which is byte number `start`."""
         assert start >= self.at, "parts of a tensor ascend"
         state = _append_zeros_to_crc(self.value, start - self.at)
         self.value = zlib.crc32(data, state ^ ONES) ^ ONES
         self.at = start + len(data)
 
     def get_crc_share(self, nbytes: int) -> int:
-        """Return this rank's contribution to the CRC-32 of a tensor of `nbytes` bytes, for `combine_crc`."""
+        """Return the contribution of the added bytes to the CRC-32 of a tensor of `nbytes` bytes, for `combine_crc`."""
         return _append_zeros_to_crc(self.value, nbytes - self.at)
 
 
 def combine_crc(sums: int, nbytes: int) -> int:
-    """Return the CRC-32 of a tensor of `nbytes` bytes. sums: xor of the results of `PartialCrc.get_crc_share` on all
-    ranks."""
+    """Return the CRC-32 of a tensor of `nbytes` bytes. `sums` is the xor of the results of `PartialCrc.get_crc_share`
+    on all ranks."""
     return sums ^ _append_zeros_to_crc(ONES, nbytes) ^ ONES
 
 
@@ -121,7 +120,7 @@ def _append_zeros_to_crc(state: int, zeros: int) -> int:
 @lru_cache(maxsize=1024)
 def _compute_power_of_x(nbytes: int) -> int:
     """Return x ** (8 nbytes) modulo the CRC polynomial."""
-    result, square = 1 << 31, 1 << 23  # 1 and x**8
+    result, square = 1 << 31, 1 << 23  # the polynomials 1 and x**8
     while nbytes:
         if nbytes & 1:
             result = _multiply_polynomials(result, square)
@@ -165,7 +164,7 @@ DTYPE_NAMES = {
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """The dtype code, shape and byte range [start, stop) of a tensor in a file. Bytes are counted from the start of the
+    """Dtype code, shape and byte range [start, stop) of a tensor in a file. Bytes are counted from the start of the
     file."""
 
     code: str
@@ -188,8 +187,15 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class FileHeader:
-    """The tensors of a file in the order of their bytes, and the metadata of the file. header: all bytes before the
-    first tensor. size: size of the file in bytes."""
+    """The header of a safetensors file.
+
+    Attributes
+    ----------
+    tensors : entries by name, in the order of their bytes in the file
+    metadata : texts by name
+    header : all bytes before the first tensor
+    size : size of the file in bytes
+    """
 
     tensors: dict[str, TensorEntry]
     metadata: dict[str, str]
@@ -217,9 +223,8 @@ def code_to_dtype(code: str) -> np.dtype:
 def lay_out_file(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> FileHeader:
-    """Return the header of a file with these tensors, byte for byte as the `safetensors` library writes it.
-
-    tensors: name -> (dtype code, shape).
+    """Make the header of a file with these tensors, byte for byte as the `safetensors` library writes it. `tensors`
+    maps a name to (dtype code, shape).
 
     Tensors are sorted by dtype (wide dtypes first, so that all tensors are aligned), then by name. The header is JSON
     without spaces, padded at the end with spaces to a multiple of 8 bytes. Metadata are sorted by name."""
@@ -241,11 +246,11 @@ def lay_out_file(
 
 
 def parse_header(read: Any, size: int, where: str) -> FileHeader:
-    """Parse and check the header of a file of `size` bytes.
+    """Parse and check the header of a file of `size` bytes. `read(n)` returns the first n bytes of the file, and
+    `where` names the file in errors.
 
-    Raise CheckpointError unless the header is well-formed and every byte of the file belongs either to the header or to
-    exactly one tensor. read: function that returns the first n bytes of the file. where: the file, for error
-    messages."""
+    Raise CheckpointError unless the header is well-formed and every byte of the file belongs either to the header or
+    to exactly one tensor."""
 
     def make_error(what: str) -> CheckpointError:
         return CheckpointError(f"{where}: {what}")
@@ -326,7 +331,8 @@ def write_at(fd: int, data: Any, offset: int) -> None:
 
 
 def read_at(fd: int, data: Any, offset: int) -> None:
-    """Fill `data` with the bytes of the file from byte `offset` on. Raise CheckpointError if the file is too short."""
+    """Fill the buffer `data` with bytes of the file from byte `offset` on. Raise CheckpointError if the file is too
+    short."""
     view = memoryview(data).cast("B")
     while len(view):
         done = _read_once(fd, view, offset)
@@ -336,7 +342,7 @@ def read_at(fd: int, data: Any, offset: int) -> None:
 
 
 def advise_read_ahead(fd: int, offset: int, count: int) -> None:
-    """Ask the system to read these bytes ahead, if it has `posix_fadvise`."""
+    """Ask the system to read `count` bytes from byte `offset` ahead of their use, if it has `posix_fadvise`."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, offset, count, os.POSIX_FADV_WILLNEED)
 
@@ -359,8 +365,10 @@ def _read_once(fd: int, view: memoryview, offset: int) -> int:
 
 @contextmanager
 def open_regular_file(path: Path, writing: bool = False) -> Iterator[int]:
-    """Open a file, yield its descriptor, and close it. Raise CheckpointError for a folder, a named pipe or a device."""
-    _require_regular_file(path, os.stat(path))  # before `os.open`, because opening a device can have side effects
+    """Context manager that opens a file and yields its descriptor. Raise CheckpointError for a folder, a named pipe or
+    a device."""
+    # checked before `os.open`, because opening a device can have side effects
+    _require_regular_file(path, os.stat(path))
     fd = os.open(path, (os.O_WRONLY if writing else os.O_RDONLY) | BINARY | NON_BLOCKING_FLAGS)
     try:
         _require_regular_file(path, os.fstat(fd))
@@ -389,7 +397,7 @@ def sync_file(fd: int) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Flush the list of files in a folder to disk. Do nothing on systems that cannot open folders (Windows)."""
+    """Flush the directory entries of a folder to disk. Do nothing on systems that cannot open folders (Windows)."""
     if os.name == "posix":
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -413,11 +421,15 @@ Tensors = dict[str, tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class FileLayout:
-    """The files of a checkpoint before they are written.
+    """The contents of a checkpoint's files, without the tensor data.
 
-    files: header of each safetensors file, by file name. texts: contents of each small file, by file name. note:
-    description of the run that writes the files (`NOTE_FILE_NAME`). No checksum includes the note, so it may differ
-    between otherwise equal checkpoints."""
+    Attributes
+    ----------
+    files : header of each safetensors file, by file name
+    texts : contents of each small file, by file name
+    note : description of the run that writes the files (`NOTE_FILE_NAME`). No checksum includes it, so it may differ
+        between otherwise equal checkpoints
+    """
 
     files: dict[str, FileHeader]
     texts: dict[str, bytes] = field(default_factory=dict)
@@ -425,22 +437,22 @@ class FileLayout:
 
     @cached_property
     def locations(self) -> dict[str, tuple[str, TensorEntry]]:
-        """File and entry of each tensor, by the tensor's name."""
+        """(file name, entry) of each tensor, by the name of the tensor."""
         return {name: (file, entry) for file, name, entry in self.iterate_tensors()}
 
     def iterate_tensors(self) -> Iterator[tuple[str, str, TensorEntry]]:
-        """Yield (file, tensor, entry) in the order in which arrays of checksums list the tensors."""
+        """Yield (file name, tensor name, entry) in the order of arrays with one checksum per tensor."""
         for file, contents in self.files.items():
             for name, entry in contents.tensors.items():
                 yield file, name, entry
 
 
 def lay_out_files(weights: Tensors, slots: Tensors | None, state: str | None, shard_bytes: int | None) -> FileLayout:
-    """Return the files of a checkpoint.
+    """Return the layout of the files of a checkpoint.
 
-    weights: tensors in the order of the model. slots, state: tensors of the second file (`STATE_FILE_NAME`), and the
-    `RunScalars` that it holds as JSON. Without `state` there is no second file. shard_bytes: maximum bytes of tensors
-    in one file of weights (a larger tensor gets its own file); None: one file."""
+    `weights` holds the tensors of the model, in its order. `slots` (optimizer tensors) and `state` (a `RunScalars` as
+    JSON) go to a second file (`STATE_FILE_NAME`), which is written only if `state` is not None. `shard_bytes` is the
+    maximum number of tensor bytes in one file of weights (a larger tensor gets its own file); None: one file."""
     groups = [weights] if shard_bytes is None else split_into_files(weights, shard_bytes)
     count = len(groups)
     numbered = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
@@ -453,7 +465,8 @@ def lay_out_files(weights: Tensors, slots: Tensors | None, state: str | None, sh
 
 
 def split_into_files(tensors: Tensors, max_bytes: int) -> list[Tensors]:
-    """Group consecutive tensors so that each group has at most `max_bytes` bytes or a single tensor."""
+    """Group consecutive tensors for several files, so that each group has at most `max_bytes` bytes or is a single
+    tensor."""
     groups: list[Tensors] = [{}]
     left = max_bytes
     for name, (code, shape) in tensors.items():
@@ -467,7 +480,7 @@ def split_into_files(tensors: Tensors, max_bytes: int) -> list[Tensors]:
 
 
 def make_index_json(files: Mapping[str, FileHeader]) -> bytes:
-    """Return the index of several safetensors files as JSON, as Hugging Face writes it."""
+    """Return the index of several safetensors files as JSON bytes, as Hugging Face writes it."""
     total = sum(entry.nbytes for contents in files.values() for entry in contents.tensors.values())
     weights = {name: file for file, contents in files.items() for name in contents.tensors}
     table = {"metadata": {"total_size": total}, "weight_map": weights}

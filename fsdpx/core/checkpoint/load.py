@@ -1,5 +1,5 @@
-"""Load checkpoints on any number of ranks. Everything is checked before the trainer changes. Weights from other sources
-are matched to the model by name, and differences are reported."""
+"""Load checkpoints on any number of ranks. Everything is checked before the trainer changes. Weights from other
+sources are matched to the model by name, and differences are reported."""
 
 from __future__ import annotations
 
@@ -70,13 +70,18 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool, count: ByteCounter) -> RunScalars:
-    """Load the full train state from a checkpoint: weights, optimizer state and scalars. Return the scalars.
-    Collective.
+    """Load the full training state from a checkpoint: weights, optimizer state and scalars. Return the scalars. If the
+    checkpoint does not fit or cannot be read, raise CheckpointError on all ranks before anything changes. Collective.
 
-    loader: object whose saved position is restored by `load_state_dict`; None: ignore the saved position. convert:
-    allow weights and slots of another dtype. verify: check the checksums of all bytes first. count: counts the bytes
-    that this rank loads. If the checkpoint does not fit, raise CheckpointError on all ranks before anything changes.
-    Raise the same error if the checkpoint cannot be read."""
+    Parameters
+    ----------
+    state : train state to fill
+    path : folder of the checkpoint
+    loader : object whose saved position is restored by `load_state_dict`; None: ignore the saved position
+    convert : True: allow weights and optimizer state of another dtype
+    verify : True: first check the checksums of all bytes
+    count : counter to which the bytes that this rank loads are added
+    """
     world = state.placement.axes.world
     options = f"convert={convert}, verify={verify}, {'no ' if loader is None else ''}loader"
     path = agree_on_path(world, "load", path, options=options)
@@ -103,7 +108,7 @@ def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool,
         run_on_all_ranks(world, where, lambda: _require_loader_position(loader, scalars))
     if verify:
         require_intact(world, source, where)
-    if loader is not None:  # first, because the loader may reject its state, and then nothing else has changed
+    if loader is not None:  # restore the loader first: if it rejects its state, nothing else has changed yet
         run_on_all_ranks(world, where, lambda: loader.load_state_dict(scalars.data))
     shapes = {name: shape for name, (_, shape) in source.tensors.items()}
 
@@ -117,14 +122,15 @@ def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool,
 
 
 def list_damaged_tensors(source: CheckpointSource, count: ProgressCallback) -> list[str]:
-    """Read all tensors on this rank; return the names of those whose checksums differ from the manifest."""
+    """Read all tensors on this rank, and return the names of those whose checksums differ from the checkpoint's
+    manifest."""
     assert source.manifest is not None
     return source.manifest.list_damaged_tensors(source.files, compute_partial_crcs(source, 0, 1, count).tolist())
 
 
 def require_intact(world: Communicator, source: CheckpointSource, where: str) -> None:
-    """Raise CheckpointError on all ranks unless all bytes match the manifest. Each rank reads an even part of the
-    bytes. Collective."""
+    """Raise CheckpointError on all ranks unless the checksums of all tensors match the checkpoint's manifest. Each
+    rank reads an equal share of the bytes. Collective."""
     parts: list[np.ndarray] = []
     run_on_all_ranks(world, where, lambda: parts.append(compute_partial_crcs(source, world.rank, world.size)))
     total = gather_xor_of_checksums(world, parts[0])
@@ -143,9 +149,10 @@ def fill_state(
 ) -> None:
     """Fill the arrays of the train state. From this point on, loading changes the trainer. Collective.
 
-    read: function that fills the arrays of the shards passed to it. replicas: see `iterate_local_shards`."""
+    `read` is a function that fills the arrays of the shards passed to it. See `iterate_local_shards` for `replicas`."""
     world = state.placement.axes.world
-    world.barrier(what=where).wait()  # other ranks may still be reading arrays in shared memory
+    # wait, because other ranks may still be reading this rank's arrays in shared memory
+    world.barrier(what=where).wait()
     run_on_all_ranks(world, where, lambda: read(iterate_local_shards(state, replicas)))
     state.invalidate_full_parameters()
 
@@ -188,17 +195,17 @@ def _format_slots(slots: tuple[str, ...]) -> str:
 
 
 def _require_same_tensors(wanted: Wanted, found: Tensors, where: str, convert: bool) -> None:
-    """Raise CheckpointError unless `wanted` and `found` have the same names, and `require_shapes_and_dtypes` accepts
-    them."""
+    """Raise CheckpointError unless the checkpoint (`found`) has exactly the tensors in `wanted`, with their shapes and
+    dtypes."""
     _require_no_names(where, "missing", wanted.keys() - found.keys())
     _require_no_names(where, "not in the model", found.keys() - wanted.keys())
     require_shapes_and_dtypes(wanted, found, where, convert)
 
 
 def require_shapes_and_dtypes(wanted: Wanted, found: Tensors, where: str, convert: bool, remedy: str = "") -> None:
-    """Raise CheckpointError unless the `found` tensors have the shapes and dtypes of the `wanted` ones. With `convert`,
-    floats may have another dtype. `found` must have all names in `wanted`. remedy: advice that is appended to the error
-    about a wrong shape."""
+    """Raise CheckpointError unless the tensors in `found` have the shapes and dtypes given in `wanted`. With
+    `convert`, floats may have another dtype. `found` must have all names in `wanted`. `remedy` is advice for a wrong
+    shape, to append to the error."""
     shapes = {n: f"{n} is {found[n][1]} instead of {s}" for n, (_, s) in wanted.items() if found[n][1] != s}
     _require_no_names(where, "of the wrong shape", shapes.values(), remedy)
     for name, (dtype, _) in wanted.items():
@@ -260,9 +267,14 @@ class WeightsReport:
 class WeightsSource:
     """The files or arrays from which weights are loaded.
 
-    where: the source, for error messages. tensors: dtype code and shape of its tensors by name. read: function that
-    fills shards, which have the names of the source. require_intact: function that raises CheckpointError if checksums
-    do not fit, and does nothing if the source has none; collective."""
+    Attributes
+    ----------
+    where : name of the source, for error messages
+    tensors : dtype code and shape of its tensors, by name
+    read : function that fills shards, which are named as in the source
+    require_intact : collective function that raises CheckpointError if checksums do not match; it does nothing if the
+        source has none
+    """
 
     where: str
     tensors: Tensors
@@ -280,13 +292,20 @@ def load_parameters(
     convert: bool = False,
     count: ByteCounter | None = None,
 ) -> WeightsReport:
-    """Load only the weights from a checkpoint, from safetensors files, or from a dict of full arrays that is equal on
-    all ranks. Return a report. Collective.
+    """Load only weights: from a checkpoint, from safetensors files, or from a dict of full arrays that is the same on
+    all ranks. Return a report. If the weights do not fit or cannot be read, raise CheckpointError on all ranks before
+    anything changes. Collective.
 
-    call: name of the public method, for error messages. strict: raise an error if a parameter is missing or a tensor of
-    the source is left over. rename: dict from pattern of names in the source to names in the model; see `_RenameRules`.
-    convert: allow another dtype. count: counts the bytes that this rank loads. If the weights do not fit, raise
-    CheckpointError on all ranks before anything changes. Raise the same error if the weights cannot be read."""
+    Parameters
+    ----------
+    state : train state to fill
+    source : path of a checkpoint or of safetensors files, or a dict
+    call : name of the public method, for error messages
+    strict : True: raise an error if a parameter is missing, or if the source has a tensor that the model lacks
+    rename : dict from name pattern in the source to names in the model; see `_RenameRules`
+    convert : True: allow another dtype
+    count : counter to which the bytes that this rank loads are added
+    """
     world, options = state.placement.axes.world, f"{strict=}, {rename=}, {convert=}"
     given = (_open_dict_source if isinstance(source, Mapping) else _open_file_source)(world, call, source, options)
     where = given.where
@@ -329,8 +348,9 @@ def _open_file_source(world: Communicator, call: str, given: Any, options: str) 
 
 
 def _open_dict_source(world: Communicator, call: str, values: Mapping[str, Any], options: str) -> WeightsSource:
-    """Return a source of full arrays. Raise CheckpointError on all ranks unless all ranks have the same arrays. To
-    check this, ranks compare a CRC-32 of the names, shapes and dtypes, and a CRC-32 of the contents. Collective."""
+    """Return a dict of full arrays as a source of weights. Raise CheckpointError on all ranks unless all ranks have
+    the same arrays, which they check with a CRC-32 of names, shapes and dtypes and another of the contents.
+    Collective."""
     arrays: dict[str, np.ndarray] = {}
     tensors: Tensors = {}
 
@@ -365,8 +385,8 @@ def _to_host_array(name: Any, value: Any) -> np.ndarray:
 def _match_names(
     placement: Placement, theirs: Iterable[str], rename: Mapping[str, str]
 ) -> tuple[dict[str, str], WeightsReport]:
-    """Match the names of the source to the model. Return a dict from name in the model to name in the source, and a
-    report.
+    """Match the tensor names of a source (`theirs`) to the parameters of the model. Return a dict from the name in the
+    model to the name in the source, and a report.
 
     A tied parameter may have any of its names in the source."""
     layout, known, rules = placement.layout, _map_known_aliases(placement), _RenameRules(rename)
@@ -396,8 +416,8 @@ def _match_names(
 
 
 class _RenameRules:
-    """Rules that rename tensors: each * of a pattern matches any text, and this text replaces the corresponding * of
-    the new name."""
+    """Rules that rename tensors by pattern. Each * in a pattern matches any text, which replaces the corresponding *
+    in the new name."""
 
     def __init__(self, rename: Mapping[str, str]) -> None:
         self._rules: list[tuple[str, re.Pattern[str], str]] = []
@@ -408,7 +428,7 @@ class _RenameRules:
         self._unused_patterns, self._names = dict.fromkeys(rename), list[str]()
 
     def __call__(self, name: str) -> str:
-        """Return the new name according to the first pattern that matches; return `name` if no pattern matches."""
+        """Rename `name` by the first pattern that matches, or return it unchanged if none does."""
         self._names.append(name)
         for old, pattern, new in self._rules:
             if match := pattern.fullmatch(name):
@@ -424,8 +444,8 @@ class _RenameRules:
 
 
 def _map_known_aliases(placement: Placement) -> dict[str, str | None]:
-    """Return a dict with a key for each name that other libraries give to a parameter of this model. The value is the
-    name of the parameter in this model, or None for a tensor of which the model has no use."""
+    """Return the names that other libraries give to parameters of this model, as a dict to the names in this model. A
+    tensor that the model does not need is mapped to None."""
     return dict(pair for node in placement.model.nodes for pair in _iterate_aliases(node.path, node.layer))
 
 
@@ -437,8 +457,8 @@ def _iterate_aliases(path: str, layer: Layer) -> Iterator[tuple[str, str | None]
 
 
 def _require_complete_match(state: TrainState, report: WeightsReport, where: str, call: str) -> None:
-    """Raise CheckpointError if a parameter is missing, or a tensor of the source is left over. Running statistics may
-    be missing."""
+    """Raise CheckpointError if a parameter of the model is missing in the source, or if the source has a tensor that
+    the model lacks. Running statistics may be missing."""
     missing = [name for name in report.missing if name not in state.placement.layout.statistic_specs]
     problems = (("missing", missing), ("not in the model", report.extra))
     texts = [f"{what}: {format_first_names(sorted(names))}" for what, names in problems if names]

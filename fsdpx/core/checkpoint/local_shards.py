@@ -1,4 +1,5 @@
-"""The shards of tensors that a rank saves and loads, including the memory of codecs, such as error-feedback buffers."""
+"""The shards of tensors that a rank saves and loads, including arrays of compression codecs ("codec memory"), such as
+error-feedback residuals."""
 
 from __future__ import annotations
 
@@ -40,21 +41,20 @@ memory."""
 
 @dataclass(frozen=True)
 class ShardBlock:
-    """Consecutive elements of an array of this rank, and the runs of elements of the full flat tensor to which they
-    belong."""
+    """Consecutive elements of this rank's shard, and the runs of elements of the full flat tensor where they belong."""
 
     array: Any
     runs: tuple[Interval, ...]
 
 
 class ByteCounter:
-    """Counter of the bytes of shards."""
+    """Counts the bytes of the shards that a rank saves or loads."""
 
     def __init__(self) -> None:
         self.nbytes = 0
 
     def iterate_and_count(self, parts: Iterable[LocalShard]) -> Iterator[LocalShard]:
-        """Yield `parts` unchanged, and add the number of bytes of each part to `nbytes`."""
+        """Yield the shards in `parts` unchanged, and add the bytes of each to `nbytes`."""
         for part in parts:
             self.nbytes += int(part.array.size) * int(part.array.dtype.itemsize)
             yield part
@@ -62,11 +62,17 @@ class ByteCounter:
 
 @dataclass(frozen=True)
 class LocalShard:
-    """A part of tensor `name` that this rank holds.
+    """The shard of a tensor that this rank holds.
 
-    The flat `array` of n elements holds elements [start, start + n) of this tensor rank's part of the tensor. spec:
-    specification of the full tensor. rank, width: number of this rank on the tensor axis, and size of that axis; 0 and
-    1 if the tensor is not sharded over the tensor axis."""
+    Attributes
+    ----------
+    name : name of the tensor
+    array : flat array of n elements
+    start : the array holds elements [start, start + n) of this tensor rank's part of the tensor
+    spec : specification of the full tensor
+    rank, width : this rank's index on the tensor axis, and the number of tensor ranks; 0 and 1 if the tensor axis does
+        not shard the tensor
+    """
 
     name: str
     array: Any
@@ -76,12 +82,12 @@ class LocalShard:
     width: int
 
     def take_part(self, index: int, count: int) -> LocalShard:
-        """Split this shard into `count` even parts and return part number `index`."""
+        """Split this shard into `count` equal parts, and return part number `index`."""
         first, last = shard_bounds(int(self.array.size), index, count)
         return LocalShard(self.name, self.array[first:last], self.start + first, self.spec, self.rank, self.width)
 
     def iterate_blocks(self, elements: int) -> Iterator[ShardBlock]:
-        """Yield blocks of at most `elements` elements, in order."""
+        """Yield consecutive blocks of at most `elements` elements."""
         for offset in range(0, int(self.array.size), elements):
             array = self.array[offset : offset + elements]
             first, last = self.start + offset, self.start + offset + int(array.size)
@@ -94,7 +100,7 @@ class LocalShard:
 
 
 class TensorPiece(Protocol):
-    """A part of tensor `name` that can be written; `LocalShard` is an example."""
+    """A part of the tensor `name` that can be written to a file, such as a `LocalShard`."""
 
     @property
     def name(self) -> str: ...
@@ -104,17 +110,17 @@ class TensorPiece(Protocol):
 
 
 def iterate_blocks(piece: TensorPiece, itemsize: int) -> Iterator[ShardBlock]:
-    """Yield blocks that have at most `BLOCK_BYTES` both in memory and in the file, in order. itemsize: bytes per
-    element in the file."""
+    """Yield consecutive blocks of at most `BLOCK_BYTES` bytes, both in memory and in the file. `itemsize` is the
+    number of bytes per element in the file."""
     return piece.iterate_blocks(BLOCK_BYTES // max(itemsize, piece.array.dtype.itemsize))
 
 
 def iterate_local_shards(state: TrainState, replicas: int | None = None) -> Iterator[LocalShard]:
-    """Yield all shards of the train state on this rank, row by row of the ledger. Codec memory is not included, since
-    it differs between ranks (see `iterate_codec_memory`).
+    """Yield all shards of the training state on this rank. Arrays of compression codecs are not included, because they
+    differ between ranks (see `iterate_codec_memory`).
 
-    replicas: number of replica states in the checkpoint, if each replica has its own state; replica r of this run then
-    takes state r modulo `replicas`."""
+    `replicas` is the number of replica states in the checkpoint, if each replica has a state of its own; replica r of
+    this run then takes state r modulo `replicas`."""
     for row, array in state.ledger.iterate_saved_rows():
         if row.key.kind != "memory":
             yield from _iterate_shards_of_row(state.placement, row, array, replicas=replicas)
@@ -123,10 +129,10 @@ def iterate_local_shards(state: TrainState, replicas: int | None = None) -> Iter
 def iterate_shards_to_write(state: TrainState) -> Iterator[LocalShard]:
     """Yield the shards that this rank writes. Exactly one rank writes each element of each tensor.
 
-    Replicas with equal state each write an even part of it. Replicas with different states each write their own state.
-    Parameters that the tensor axis does not shard are written by the first tensor rank, because on other tensor ranks
-    the shards of a page that also has sharded parameters begin at other elements. A tied parameter is written by the
-    ranks that hold its first copy, and running statistics by one of the ranks that update them."""
+    If replicas have equal states, each writes an equal part; otherwise each writes its own state. Parameters that the
+    tensor axis does not shard are written by the first tensor rank, because other tensor ranks may hold other elements
+    of them. A tied parameter is written by the ranks that hold its first copy, and running statistics by one of the
+    ranks that update them."""
     placement = state.placement
     place, axes = placement.axes.coordinates, placement.axes
     for row, array in state.ledger.iterate_saved_rows():
@@ -142,8 +148,8 @@ def iterate_shards_to_write(state: TrainState) -> Iterator[LocalShard]:
 def _iterate_shards_of_row(
     placement: Placement, row: LedgerRow, array: Any, replicas: int | None = None
 ) -> Iterator[LocalShard]:
-    """Yield the shards in a row of the ledger: the parts of the parameters of the row's page, or the only tensor of a
-    row that has no page."""
+    """Yield the shards in one array of the ledger: the parameters of a page (flat buffer), or a single tensor that is
+    in no page."""
     layout, (_, p, name) = placement.layout, row.key
     if p is None:
         yield LocalShard(name, array.reshape(-1), 0, layout.specs[name], 0, 1)
@@ -160,12 +166,16 @@ CodecArrival = tuple[LocalShard, Any | None]
 
 
 class CodecMemoryName(NamedTuple):
-    """The name of a tensor of codec memory in a checkpoint.
+    """The checkpoint name of an array that a compression codec keeps between steps.
 
-    axis: axis over which the codec sums, "shard" or "replica". memory: the codec's name for the array. rank_number:
-    number of the rank that holds the array, among all ranks that hold such an array. If the array is equal on all ranks
-    along the axis, it is the number of this group of ranks. tensor: name of the parameter, or of the page if the array
-    does not have one element per element of the page."""
+    Attributes
+    ----------
+    axis : axis over which the codec sums, "shard" or "replica"
+    memory : the codec's name for the array
+    rank_number : index of the rank among all ranks that hold such an array; if the array is the same on all ranks along
+        the axis, index of this group of ranks
+    tensor : name of the parameter; for arrays without one element per parameter element, name of the page
+    """
 
     axis: str
     memory: str
@@ -177,15 +187,15 @@ class CodecMemoryName(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> CodecMemoryName | None:
-        """Parse the name of a tensor in a checkpoint; return None if it is no codec memory."""
+        """Parse the checkpoint name of a tensor. Return None if the tensor does not belong to a codec."""
         match = CODEC_NAME_PATTERN.fullmatch(text)
         return None if match is None else cls(match[1], match[2], int(match[3]), match[4])
 
 
 @dataclass(frozen=True)
 class SavedPart:
-    """This rank's part of a tensor of codec memory. writes: True if this rank writes it; False if another rank with the
-    same values does."""
+    """This rank's part of an array that a compression codec keeps. `writes` says whether this rank writes it to
+    checkpoints; it is False if another rank with the same values does."""
 
     name: CodecMemoryName
     held: LocalShard
@@ -193,23 +203,23 @@ class SavedPart:
 
 
 def iterate_codec_memory(state: TrainState, instead: Mapping[LedgerKey, Any] | None = None) -> Iterator[LocalShard]:
-    """Yield the shards of this rank's codec memory. instead: arrays to use instead of those in the ledger, keyed like
-    its rows."""
+    """Yield the shards of the arrays that compression codecs keep on this rank. `instead` holds arrays to use instead
+    of those in the ledger, by ledger key."""
     return (part.held for one in _iterate_codec_rows(state, instead or {}) for part in one.iterate_saved_parts())
 
 
 def iterate_codec_memory_to_write(state: TrainState) -> Iterator[LocalShard]:
-    """Yield the shards of codec memory that this rank writes. Memory that is equal on several ranks is written by the
-    first of them."""
+    """Yield the shards of codec arrays that this rank writes. If several ranks have the same array, the first of them
+    writes it."""
     return (part.held for one in _iterate_codec_rows(state, {}) for part in one.iterate_saved_parts() if part.writes)
 
 
 def plan_reads_and_zero_missing(state: TrainState, found: Mapping[str, tuple[int, ...]]) -> Iterator[CodecArrival]:
-    """Yield the shards to be filled from a checkpoint for this rank's codec memory, each with the array to which it
-    must be added afterwards, or None if it is filled in place.
+    """Yield the shards to be read from a checkpoint for the codec arrays of this rank, each with the array to which it
+    must be added after reading, or None if it is read in place. Set arrays to zero that the checkpoint lacks.
 
-    found: shapes of the tensors in the checkpoint by name. Memory that the checkpoint lacks is set to zero. Tensors of
-    the checkpoint that this rank does not need are ignored."""
+    `found` maps the names of the tensors in the checkpoint to their shapes. Tensors that this rank does not need are
+    ignored."""
     layout = state.placement.layout
     fields = {field.name for page in layout.pages for field in page.fields}
     known: dict[tuple[str, str], list[CodecMemoryName]] = defaultdict(list)
@@ -227,8 +237,8 @@ def plan_reads_and_zero_missing(state: TrainState, found: Mapping[str, tuple[int
 
 
 def iterate_and_add_to_targets(arriving: Iterable[CodecArrival]) -> Iterator[LocalShard]:
-    """Yield the shards to be filled. The caller must fill each shard before it requests the next; the shard is then
-    added to its target, if it has one."""
+    """Yield the shards to be read. The caller must fill each shard before it asks for the next one; it is then added
+    to its target array, if it has one."""
     for piece, target in arriving:
         yield piece
         if target is not None:
@@ -243,7 +253,7 @@ def _iterate_codec_rows(state: TrainState, instead: Mapping[LedgerKey, Any]) -> 
 
 @dataclass(frozen=True)
 class CodecMemory:
-    """A row of the ledger that holds codec memory."""
+    """An array of the ledger that a compression codec keeps between steps, such as an error-feedback residual."""
 
     placement: Placement
     row: LedgerRow
@@ -277,9 +287,8 @@ class CodecMemory:
             yield SavedPart(name, part, place.tensor == 0 or spec.cut is not None or page.partial)
 
     def find_sources(self, part: SavedPart, names: Sequence[CodecMemoryName]) -> list[CodecMemoryName]:
-        """Return the names of the saved tensors from which this part is made. If there are several, they are added up.
-
-        names: saved tensors with the same memory name, the same parameter or page, and the same shape."""
+        """Return the names of the saved tensors whose sum gives `part`; usually there is only one. `names` holds the
+        saved tensors of the same kind, parameter (or page) and shape."""
         if not self.is_summed:
             return [part.name] if part.name in names else list(names[:1])
         place, name = self.placement, part.name
@@ -290,15 +299,15 @@ class CodecMemory:
 
     @property
     def _axis_and_name(self) -> tuple[str, str]:
-        """The axis over which the codec sums, and the codec's name for the memory."""
+        """The axis over which the codec sums, and the codec's name for the array."""
         axis, _, memory = self.row.key.name.partition("/")
         return axis, memory
 
     def _get_rank_and_count(self, axis: str, spec: ParameterSpec) -> tuple[int, int]:
-        """Return the number of this rank's memory tensor for a parameter, and the number of such tensors.
+        """Return the index of this rank's saved tensor for a parameter, and the number of such tensors.
 
-        The ranks of the tensor axis share the tensor of an unsharded parameter, unless the gradient of the parameter is
-        partial. In that case each rank has its own tensor."""
+        Tensor ranks share one tensor for an unsharded parameter, unless each of them computes only a summand of its
+        gradient. In that case each rank has a tensor of its own."""
         axes = self.placement.axes
         rank, size = (axes.data.rank, axes.data.size) if axis == "shard" else (axes.replica.rank, axes.replica.size)
         if spec.cut is None and self.page.partial:

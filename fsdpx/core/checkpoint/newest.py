@@ -15,11 +15,11 @@ __all__ = ["find_newest_checkpoint"]
 
 
 def find_newest_checkpoint(folder: Path) -> Path | None:
-    """Return the path of the newest complete checkpoint in a folder, as `load` takes it; None if there is none.
+    """Return the path of the newest complete checkpoint in a folder, to pass to `load`; None if there is none.
 
     The newest checkpoint has the largest numbers in its name; among checkpoints with equal numbers or without numbers
-    it is the one written last. A checkpoint is complete if its manifest is intact and each of its files exists with the
-    right size. An incomplete checkpoint is skipped with a warning; weights without training state are skipped
+    it is the one written last. A checkpoint is complete if its manifest is intact and each of its files exists with
+    the right size. An incomplete checkpoint is skipped with a warning; weights without training state are skipped
     silently."""
     entries = folder.iterdir() if folder.exists() else ()
     names = {name for path in entries if (name := resolve_checkpoint_name(path.name))}
@@ -30,8 +30,7 @@ def find_newest_checkpoint(folder: Path) -> Path | None:
 
 
 def _get_recency_key(name: str, folder: Path) -> tuple[tuple[int, ...], int]:
-    """Return a sort key that is greater for a newer checkpoint: the numbers in its name, then the time when it was
-    written."""
+    """Return a sort key that is larger for newer checkpoints: the numbers in the name, then the time of writing."""
     return tuple(map(int, re.findall("[0-9]+", name))), (folder / MANIFEST_NAME).stat().st_mtime_ns
 
 

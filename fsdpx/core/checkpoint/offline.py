@@ -1,5 +1,5 @@
 """Inspect, compare and convert checkpoints and safetensors files in a single process, without a trainer. Tensors are
-read in blocks."""
+read block by block."""
 
 from __future__ import annotations
 
@@ -47,10 +47,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A difference between one tensor in two sources.
+    """How a tensor differs between two checkpoints.
 
-    what: the difference as text. largest: largest absolute difference of corresponding elements; nan if only one of two
-    elements is NaN; None if the tensors cannot be compared."""
+    Attributes
+    ----------
+    what : the difference as text
+    largest : largest absolute difference of corresponding elements; nan if only one of two elements is NaN; None if the
+        tensors cannot be compared
+    """
 
     name: str
     what: str
@@ -58,26 +62,27 @@ class TensorDifference:
 
 
 def open_source(path: Path) -> CheckpointSource:
-    """Open a checkpoint including its training state, or other safetensors files, which have only weights. Check the
+    """Open a checkpoint with its training state, or other safetensors files, which have only weights. Check the
     headers of all files."""
     source = open_weights(path)
     return source if source.manifest is None else open_checkpoint(path)
 
 
 def read_state_text(source: CheckpointSource) -> str | None:
-    """Return the scalar train state of a checkpoint as JSON; None if it has no training state."""
+    """Return the scalar training state (steps, seed, ...) of a checkpoint as JSON; None if it holds only weights."""
     return source.files[STATE_FILE_NAME].metadata.get(STATE_KEY) if STATE_FILE_NAME in source.files else None
 
 
 def read_state(source: CheckpointSource) -> dict[str, Any]:
-    """Return the fields of `RunScalars` by name, empty if the source has no state. Raise CheckpointError if the state
-    cannot be parsed."""
+    """Return the scalar training state (fields of `RunScalars`) by name; empty if there are only weights. Raise
+    CheckpointError if it cannot be parsed."""
     text = read_state_text(source)
     return {} if text is None else vars(RunScalars.parse(text, str(source.folder / STATE_FILE_NAME)))
 
 
 def open_and_list_damaged_tensors(path: Path) -> tuple[CheckpointSource, list[str]]:
-    """Open a source; return it and the names of its damaged tensors. Without a manifest the list is empty."""
+    """Open a checkpoint or other files, and return them with the names of tensors whose checksums do not match. Files
+    without a manifest have no checksums, so the list is empty."""
     source = open_source(path)
     if source.manifest is None:
         return source, []
@@ -86,7 +91,7 @@ def open_and_list_damaged_tensors(path: Path) -> tuple[CheckpointSource, list[st
 
 
 def compare_sources(a: CheckpointSource, b: CheckpointSource) -> Iterator[TensorDifference]:
-    """Yield the tensors that differ between two sources, sorted by name."""
+    """Yield a `TensorDifference` for each tensor that differs between two checkpoints, sorted by name."""
     names = sorted(a.locations.keys() | b.locations.keys())
     with reporting_if_slow(True, "comparing tensors", None) as count:
         for done, name in enumerate(names):
@@ -112,9 +117,9 @@ def convert_weights(source: Path, target: Path, dtype: str | None, shard_bytes: 
     """Write the weights of `source` into the folder `target` with another dtype or file size; return the layout of the
     new files.
 
-    Optimizer state and scalar state of a checkpoint are copied unchanged. dtype: name of the new dtype; None: that of
-    the source. shard_bytes: maximum bytes of one file; None: one file. Raise CheckpointError if a checksum of the
-    source does not match, or if `target` is the source itself, since rounded weights could not be restored."""
+    Optimizer state and scalars of a checkpoint are copied unchanged. `dtype` is the name of the new dtype; None: keep
+    it. `shard_bytes` is the maximum number of bytes of one file; None: one file. Raise CheckpointError if a checksum
+    of the source does not match, or if `target` is the source itself, because rounded weights could not be restored."""
     verified, wrong = open_and_list_damaged_tensors(source)
     if target.exists() and any(
         os.path.samefile(target, place) for place in (source, verified.folder) if place.exists()
@@ -150,7 +155,7 @@ def _iterate_shards(source: CheckpointSource, count: ProgressCallback) -> Iterat
 
 
 def _memory_map_tensor(source: CheckpointSource, name: str) -> np.ndarray:
-    """Return a tensor as a flat memory map, whose pages are read from disk when they are accessed."""
+    """Return a tensor as a flat memory-mapped array, which is read from disk only where it is accessed."""
     file, entry = source.locations[name]
     dtype = code_to_dtype(entry.code)
     if entry.elements == 0:
@@ -160,8 +165,8 @@ def _memory_map_tensor(source: CheckpointSource, name: str) -> np.ndarray:
 
 
 def _find_largest_difference(a: np.ndarray, b: np.ndarray) -> float:
-    """Return the largest absolute difference of corresponding elements in float64. Two NaNs count as equal; if only one
-    of two elements is NaN, return nan."""
+    """Return the largest absolute difference of corresponding elements, computed in float64. Two NaNs count as equal;
+    if only one of two elements is NaN, return nan."""
     largest = 0.0
     for x, y in _iterate_block_pairs(a, b):
         x64, y64 = x.astype(np.float64), y.astype(np.float64)

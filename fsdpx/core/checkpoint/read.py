@@ -1,4 +1,4 @@
-"""Open and check checkpoints and safetensors files, and read parts of their tensors."""
+"""Open and check checkpoints and other safetensors files, and read shards of their tensors."""
 
 from __future__ import annotations
 
@@ -56,8 +56,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """Safetensors files of a folder whose headers are checked. manifest: manifest of the checkpoint; None if the files
-    are not a checkpoint of fsdpx."""
+    """The opened safetensors files of a folder, whose headers have been checked.
+
+    Attributes
+    ----------
+    folder : the folder
+    files : headers by file name
+    manifest : list of files with sizes and checksums; None if the files are not a checkpoint of fsdpx
+    """
 
     folder: Path
     files: dict[str, FileHeader]
@@ -65,16 +71,17 @@ class CheckpointSource:
 
     @cached_property
     def locations(self) -> dict[str, tuple[str, TensorEntry]]:
-        """File and entry of each tensor, by the tensor's name."""
+        """(file name, entry) of each tensor, by the name of the tensor."""
         return FileLayout(self.files).locations
 
     @property
     def tensors(self) -> Tensors:
-        """Dtype code and shape of each tensor by name, in the order of the files."""
+        """(dtype code, shape) of each tensor, by the name of the tensor and in the order of the files."""
         return {name: (entry.code, entry.shape) for name, (_, entry) in self.locations.items()}
 
     def filter_files(self, state: bool) -> CheckpointSource:
-        """Return a source with only the state file (`state=True`), or with all other files (`state=False`)."""
+        """Return only the file with the training state (`state=True`), or only the files with the weights
+        (`state=False`)."""
         return CheckpointSource(
             self.folder, {n: c for n, c in self.files.items() if (n == STATE_FILE_NAME) is state}, self.manifest
         )
@@ -83,8 +90,8 @@ class CheckpointSource:
 def open_checkpoint(path: Path) -> CheckpointSource:
     """Open the checkpoint `path`, or its previous version if a job was killed between the renames of a commit.
 
-    Read only headers and text files. Raise CheckpointError if there is no checkpoint, or if files and manifest do not
-    match."""
+    Only headers and text files are read. Raise CheckpointError if there is no checkpoint, or if its files do not match
+    its manifest."""
     folder = resolve_checkpoint(path)
     if not folder.is_dir():
         raise CheckpointError(f"{path}: there is no checkpoint" + _describe_nearest_folder(path))
@@ -150,7 +157,8 @@ def read_header(path: Path) -> FileHeader:
 
 
 def _open_indexed_files(path: Path) -> CheckpointSource:
-    """Open the files that an index file lists. Raise CheckpointError unless index and files list the same tensors."""
+    """Open the safetensors files that an index file lists. Raise CheckpointError unless they have exactly the tensors
+    in the index."""
     try:
         table = parse_json(_read_small_file(path))
         names = table["weight_map"]
@@ -192,15 +200,15 @@ def _read_small_file(path: Path) -> bytes:
 
 
 def _describe_nearest_folder(path: Path) -> str:
-    """Return the end of an error message, which names the newest checkpoint in the nearest existing parent folder, or
-    else lists the contents of that folder."""
+    """Return a phrase for an error about a missing path: the newest checkpoint in the nearest existing parent folder,
+    or else the contents of that folder."""
     folder = next(folder for folder in path.absolute().parents if folder.is_dir())
     return _describe_newest_checkpoint(folder) or f"; in {folder} there is {_join_file_names(folder)}"
 
 
 def _describe_newest_checkpoint(folder: Path) -> str:
-    """Return the end of an error message, which names the newest checkpoint in a folder; "" if there is no checkpoint,
-    or if the newest one has no number in its name."""
+    """Return a phrase for an error that names the newest checkpoint in a folder; "" if there is no checkpoint, or if
+    its name has no number."""
     newest_folder = find_newest_checkpoint(folder)
     return (
         ""
@@ -220,10 +228,10 @@ times as long as the runs alone."""
 
 
 def iterate_byte_ranges_of_rank(sizes: Sequence[int], rank: int, ranks: int) -> Iterator[tuple[int, int, int]]:
-    """Split the bytes of all tensors evenly over the ranks; yield this rank's byte ranges as (number of the tensor,
+    """Split the bytes of all tensors evenly over the ranks, and yield this rank's byte ranges as (index of the tensor,
     first byte, number of bytes).
 
-    sizes: bytes of each tensor. A range has at most `BLOCK_BYTES` bytes, because no more are read at a time."""
+    `sizes` holds the bytes of each tensor. A range has at most `BLOCK_BYTES` bytes, because it is read at once."""
     ends = np.cumsum([0, *sizes]).tolist()
     everything = [ElementRange(a, b) for a, b in zip(ends, ends[1:], strict=False)]
     own_range = ElementRange(ends[-1] * rank // ranks, ends[-1] * (rank + 1) // ranks)
@@ -235,7 +243,7 @@ def iterate_byte_ranges_of_rank(sizes: Sequence[int], rank: int, ranks: int) -> 
 def compute_partial_crcs(
     source: CheckpointSource, rank: int, ranks: int, count: ProgressCallback = lambda done, total: None
 ) -> np.ndarray:
-    """Read this rank's even part of all bytes, and return its contribution to the CRC-32 of each tensor.
+    """Read this rank's share of all bytes, and return its contribution to the CRC-32 of each tensor.
 
     The result is a uint64 array in the order of `FileLayout.iterate_tensors`. `combine_crc` takes the xor of the
     results of all ranks."""
@@ -247,7 +255,8 @@ def compute_partial_crcs(
         for done, (number, first, size) in enumerate(ranges):
             count(done, len(ranges))
             (file, _, entry), part = tensors[number], buffer[:size]
-            advise_read_ahead(files[file], entry.start + first + size, 2 * BLOCK_BYTES)  # while the CRC is computed
+            # the system reads ahead while the CRC is computed
+            advise_read_ahead(files[file], entry.start + first + size, 2 * BLOCK_BYTES)
             _read_at(source, files, file, part, entry.start + first)
             totals[number].add_bytes(first, part)
     checksums = [totals[n].get_crc_share(entry.nbytes) if n in totals else 0 for n, (_, _, entry) in enumerate(tensors)]
@@ -255,16 +264,15 @@ def compute_partial_crcs(
 
 
 def iterate_block_reads(piece: LocalShard, entry: TensorEntry) -> Iterator[tuple[ShardBlock, Iterator[list[Interval]]]]:
-    """Yield each block of a shard, with groups of its runs. The runs of a group are read in one operation, including
-    the gaps between them."""
+    """Yield each block of a shard with its runs (element ranges in the file), grouped by read operation. A group is
+    read at once, including the gaps between its runs."""
     for block in iterate_blocks(piece, entry.itemsize):
         yield block, coalesce_runs(block.runs, BLOCK_BYTES // entry.itemsize, MAX_GAP_FACTOR)
 
 
 def read_shards(source: CheckpointSource, pieces: Iterable[LocalShard], xp: Any) -> None:
-    """Fill the array of each shard in `pieces` from the tensor of the same name, converted to the dtype of the array.
-
-    xp: array module of the arrays."""
+    """Read each shard in `pieces` from the tensor of the same name, converted to the dtype of the shard's array. `xp`
+    is the array module of these arrays."""
     with SourceFiles(source) as files:
         for piece in pieces:
             file, entry = source.locations[piece.name]
@@ -280,8 +288,8 @@ def read_shards(source: CheckpointSource, pieces: Iterable[LocalShard], xp: Any)
 
 
 def read_elements(source: CheckpointSource, name: str, runs: Iterable[Interval]) -> np.ndarray:
-    """Return the elements of some runs of a tensor, concatenated, in the dtype of the file. Gaps between runs are not
-    read."""
+    """Read the elements in `runs`, which are (start, stop) ranges of a tensor, and return them concatenated in the
+    dtype of the file. Gaps between runs are not read."""
     file, entry = source.locations[name]
     chosen, dtype = list(runs), code_to_dtype(entry.code)
     host = np.empty(sum(stop - start for start, stop in chosen), dtype)
@@ -293,10 +301,8 @@ def read_elements(source: CheckpointSource, name: str, runs: Iterable[Interval])
 
 
 def fill_shards_from_arrays(arrays: Mapping[str, np.ndarray], pieces: Iterable[LocalShard], xp: Any) -> None:
-    """Fill the array of each shard in `pieces` from the full array of the same name, converted to the dtype of the
-    shard.
-
-    xp: array module of the shards' arrays."""
+    """Fill each shard in `pieces` from the full array of the same name, converted to the dtype of the shard's array.
+    `xp` is the array module of the shards."""
     for piece in pieces:
         whole = arrays[piece.name].reshape(-1)
         for block in iterate_blocks(piece, whole.itemsize):
@@ -305,8 +311,8 @@ def fill_shards_from_arrays(arrays: Mapping[str, np.ndarray], pieces: Iterable[L
 
 
 def _get_read_buffer(array: Any, dtype: np.dtype) -> np.ndarray:
-    """Return a host array into which a file can be read: `array` itself if it is a contiguous NumPy array of dtype
-    `dtype`; otherwise a new array of the same size."""
+    """Return a host array of dtype `dtype` into which a file can be read: `array` itself if it is contiguous and has
+    that dtype, otherwise a new array of the same size."""
     if isinstance(array, np.ndarray) and array.dtype == dtype and array.flags.c_contiguous:
         return array
     return np.empty(array.size, dtype)
@@ -315,7 +321,8 @@ def _get_read_buffer(array: Any, dtype: np.dtype) -> np.ndarray:
 def _read_runs_into(
     source: CheckpointSource, files: SourceFiles, file: str, entry: TensorEntry, runs: list[Interval], data: memoryview
 ) -> int:
-    """Read `runs` in one operation, copy their elements to the start of `data`, and return their number of bytes."""
+    """Read all `runs` (element ranges of a tensor) in one operation, copy them to the start of `data`, and return
+    their number of bytes."""
     size, first, last = entry.itemsize, runs[0][0], runs[-1][1]
     if len(runs) == 1:
         part = data[: (last - first) * size]
@@ -339,8 +346,8 @@ def _read_at(source: CheckpointSource, files: SourceFiles, file: str, data: memo
 
 
 class SourceFiles(ExitStack):
-    """Context that holds the descriptors of a source's files. A file is opened when it is first used. If the size of
-    the file has changed since its header was read, CheckpointError is raised."""
+    """Context manager that holds the file descriptors of a checkpoint. A file is opened on first use. If its size has
+    changed since its header was read, CheckpointError is raised."""
 
     def __init__(self, source: CheckpointSource) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Save checkpoints: the options of a save, the description of the run, the collective save, and the background save, in
-which a thread of each rank writes while training continues."""
+"""Save checkpoints: the options of a save, the description of the run, the collective save, and the background save,
+in which a thread on each rank writes while training continues."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ UNKNOWN = "unknown software"
 
 
 def make_run_note(placement: Placement) -> bytes:
-    """Return the description of this run (`NOTE_FILE_NAME`) as JSON: strategy, mesh, precision, software versions."""
+    """Return a description of this run as JSON for the file `NOTE_FILE_NAME`: strategy, mesh, precision, software
+    versions."""
     options, axes, precision = placement.options, placement.axes, placement.formats.precision
     description = {
         "strategy": _find_strategy_name(placement.sharding),
@@ -98,8 +99,8 @@ def make_run_note(placement: Placement) -> bytes:
 
 
 def read_note(source: CheckpointSource) -> bytes | None:
-    """Return the contents of `NOTE_FILE_NAME` in a checkpoint; None if `source` is not a checkpoint or the file cannot
-    be read."""
+    """Return the description of the run (file `NOTE_FILE_NAME`) in a checkpoint; None if `source` is not a checkpoint
+    or the file cannot be read."""
     if source.manifest is None:
         return None
     try:
@@ -112,8 +113,8 @@ def read_note(source: CheckpointSource) -> bytes | None:
 
 
 def format_note(note: bytes | None) -> str:
-    """Format a note as one line of text. Never raise an error, whatever the note contains, since it is only
-    informative."""
+    """Format the description of a run as one line of text. Whatever it contains, no error is raised, because it is
+    only informative."""
     if note is None:
         return UNKNOWN
     try:
@@ -124,8 +125,8 @@ def format_note(note: bytes | None) -> str:
 
 
 def _find_strategy_name(sharding: Sharding) -> str:
-    """Return the name of the strategy with this sharding, such as "fsdp". If no strategy has it, return the sharding as
-    text."""
+    """Return the name of the strategy that shards in this way, such as "fsdp", or the sharding as text if no strategy
+    does."""
     ranks = (sharding.replica or 1) * (sharding.shard or 1)
     for name in (*PRESETS_BY_MEMORY, *PRESETS):
         if replace(sharding_of(PRESETS[name], ranks), prefetch=sharding.prefetch) == sharding:
@@ -146,9 +147,14 @@ Shapes = Mapping[str, tuple[int, ...]]
 class SaveChoices:
     """The options of a save.
 
-    dtype: dtype of the weights in the file; None: that of the trainer. shard_bytes: maximum bytes of one file of
-    weights; None: one file. keep: number of numbered checkpoints to keep; None: all. spare: name of a checkpoint that
-    is kept in addition. weights: "average" saves only the averaged weights, without training state."""
+    Attributes
+    ----------
+    dtype : dtype of the weights in the file; None: that of the trainer
+    shard_bytes : maximum bytes of one file of weights; None: one file
+    keep : number of numbered checkpoints to keep; None: all
+    spare : name of a checkpoint that is kept in addition
+    weights : "average" saves only the averaged weights, without training state
+    """
 
     dtype: DtypeName | None = None
     shard_bytes: int | None = None
@@ -169,10 +175,15 @@ class SaveChoices:
 
 @dataclass(frozen=True)
 class PreparedSave:
-    """A save on which all ranks have agreed. Its files exist and are filled with zeros.
+    """A save that all ranks have agreed on, whose files exist and are filled with zeros.
 
-    where: the call, for error messages. layout: the files of the checkpoint. folder: temporary folder into which ranks
-    write. target: the locked target on rank 0; None on other ranks."""
+    Attributes
+    ----------
+    where : name of the call and path, for error messages
+    layout : the files of the checkpoint
+    folder : temporary folder into which ranks write
+    target : the locked target on rank 0; None on other ranks
+    """
 
     where: str
     layout: FileLayout
@@ -190,9 +201,9 @@ class PreparedSave:
         )
 
     def commit_and_prune(self, sums: np.ndarray) -> None:
-        """Commit the checkpoint and delete old checkpoints. Rank 0 calls this once the data of all ranks are on disk.
+        """Commit the checkpoint and delete old ones. Rank 0 calls this once the data of all ranks are on disk.
 
-        sums: the xor of all ranks' partial CRCs, as `gather_xor_of_checksums` returns it."""
+        `sums` is the xor of the partial CRCs of all ranks, as `gather_xor_of_checksums` returns it."""
         assert self.target is not None
         self.target.commit(self.layout, Manifest.from_layout(self.layout, sums.tolist()))
         if self.choices.keep is not None:
@@ -206,10 +217,10 @@ class PreparedSave:
 def save(
     state: TrainState, path: Any, choices: SaveChoices, loader: Any, fit: Mapping[str, Any] | None, count: ByteCounter
 ) -> None:
-    """Write the checkpoint `path` and return when it is complete on disk. If that fails, raise the same error on all
-    ranks.
+    """Write the checkpoint `path`, and return when it is complete on disk. If that fails, raise the same error on all
+    ranks. Collective.
 
-    loader, fit: see `collect_scalars`. count: counts the bytes that this rank writes. Collective."""
+    See `collect_scalars` for `loader` and `fit`. The bytes that this rank writes are added to `count`."""
     world = state.placement.axes.world
     prepared = prepare_save(state, path, choices, loader, fit)
     try:
@@ -228,11 +239,9 @@ def save(
 def prepare_save(
     state: TrainState, path: Any, choices: SaveChoices, loader: Any, fit: Mapping[str, Any] | None
 ) -> PreparedSave:
-    """Agree on path, options and files, create the files, and return the prepared save. This function writes no data
-    yet.
+    """Compare path and options between ranks, and create the files of a checkpoint without writing data. Collective.
 
-    Raise CheckpointError on all ranks if path or options differ between ranks, or if one rank cannot save.
-    Collective."""
+    Raise CheckpointError on all ranks if path or options differ between ranks, or if one rank cannot save."""
     world = state.placement.axes.world
     path = agree_on_path(world, "save", path, options=repr(choices))
     where, local = f"save to {path}", state.placement.sync_policy.gather_checkpoint_counters(state)
@@ -266,14 +275,13 @@ def _require_savable(state: TrainState, path: Path, choices: SaveChoices, scalar
     if state.adding:
         raise CheckpointError("gradients of accumulate or backward are waiting and are not saved: call update before")
     choices.require_valid(path)
-    scalars.to_json()  # raises if the loader's state cannot be written
+    scalars.to_json()  # raises an error if the loader's state cannot be stored as JSON
     return scalars
 
 
 def make_file_layout(placement: Placement, choices: SaveChoices, scalars: RunScalars, memory: Shapes) -> FileLayout:
-    """Return the layout of the files of a checkpoint, which is the same on every rank.
-
-    memory: shapes of the tensors of codec memory of all ranks, by name."""
+    """Return the layout of the files of a checkpoint, which is the same on every rank. `memory` holds the shapes of
+    the arrays that compression codecs keep on any rank, by name."""
     specs, asked = placement.layout.specs, None if choices.dtype is None else dtype_to_code(parse_dtype(choices.dtype))
     known = {
         n: (dtype_to_code(get_state_dtype(placement, n)), s.shape) for n, s in list_saved_tensors(placement).items()
@@ -287,8 +295,8 @@ def make_file_layout(placement: Placement, choices: SaveChoices, scalars: RunSca
 
 
 def gather_xor_of_checksums(world: Communicator, sums: np.ndarray) -> np.ndarray:
-    """Return the elementwise xor of the `sums` of all ranks (uint64) on rank 0; other ranks get back their own `sums`.
-    Collective."""
+    """Return the elementwise xor of the uint64 arrays `sums` of all ranks on rank 0; other ranks get back their own
+    `sums`. Collective."""
     if world.size == 1 or sums.size == 0:
         return sums
     everyone = np.empty(sums.size * world.size, np.uint64) if world.rank == 0 else None
@@ -296,22 +304,23 @@ def gather_xor_of_checksums(world: Communicator, sums: np.ndarray) -> np.ndarray
     return sums if everyone is None else np.bitwise_xor.reduce(everyone.reshape(world.size, -1))
 
 
-POLL_SECONDS = 0.01  # interval at which rank 0 looks for the checksum files of the other ranks
-GRACE_SECONDS = 10.0  # how long rank 0 waits for these files after the main program has ended
+POLL_SECONDS = 0.01  # interval at which rank 0 looks for the checksum files of other ranks
+GRACE_SECONDS = 10.0  # how long rank 0 waits for checksum files after the main program has ended
 
 
 class BackgroundSave:
-    """A save that a thread of each rank writes while training continues.
+    """A save that a thread on each rank writes while training continues.
 
-    The constructor copies the shards that this rank writes, and starts the thread. The thread writes the checksums of
-    this rank to a file in the partial folder. When the files of all ranks exist, the thread of rank 0 commits the
-    checkpoint, without another call of the trainer."""
+    The constructor copies the shards that this rank writes, and starts the thread. When the thread has written them,
+    it writes this rank's checksums to a file in the temporary folder. Once the files of all ranks exist, the thread of
+    rank 0 commits the checkpoint, without another call of the trainer."""
 
     def __init__(self, state: TrainState, prepared: PreparedSave, count: ByteCounter) -> None:
         self.world, self.prepared = state.placement.axes.world, prepared
-        self._problem: str | None = None  # text of an error while writing or committing
+        self._problem: str | None = None  # text of the error, if writing or committing has failed
         self._wrote, self._stopped = threading.Event(), threading.Event()
-        self._running = threading.Lock()  # not Thread.join, in which Ctrl-C marks the thread as ended (Python 3.11)
+        # a lock instead of Thread.join, because in Python 3.11 Ctrl-C during join marks the thread as ended
+        self._running = threading.Lock()
         try:
             pieces = count.iterate_and_count(prepared.iterate_shards(state))
             self._copies = [replace(piece, array=np.array(to_host(piece.array))) for piece in pieces]
@@ -366,7 +375,7 @@ class BackgroundSave:
             prepared.commit_and_prune(total)
 
     def _wait_for_and_combine_checksums(self, sums: np.ndarray) -> np.ndarray | None:
-        """Wait for the checksum files of all ranks, and return the xor of all checksums.
+        """Wait for the checksum files of all ranks, and return the xor of their checksums with `sums`.
 
         Return None if the save is abandoned, or if files are still missing `GRACE_SECONDS` after the main program has
         ended."""
@@ -385,8 +394,8 @@ class BackgroundSave:
 
 
 def _write_checksum_file(folder: Path, rank: int, sums: np.ndarray) -> None:
-    """Write this rank's checksums to the file for which rank 0 waits. A rename makes sure that rank 0 sees only the
-    complete file."""
+    """Write this rank's checksums to the file for which rank 0 waits. The file is renamed at the end, so that rank 0
+    never sees an incomplete one."""
     place = _get_checksum_path(folder, rank)
     unseen: Any = place.with_name(place.name + "-unseen")
     unseen.touch()

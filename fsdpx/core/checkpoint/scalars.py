@@ -1,4 +1,4 @@
-"""The scalar part of the train state, for example the number of steps, the loss scale, the seed and the position in the
+"""The scalar part of the training state, such as the number of steps, the loss scale, the seed and the position in the
 data. It is stored as JSON."""
 
 from __future__ import annotations
@@ -19,15 +19,21 @@ __all__ = ["RunScalars", "collect_scalars", "restore_scalars"]
 
 @dataclass(frozen=True)
 class RunScalars:
-    """The scalar train state of a checkpoint.
+    """The scalar training state in a checkpoint.
 
-    steps: number of updates. rows: number of samples since the last update. seed: seed of all random numbers, which
-    depend only on it and on the position in training. scale, good, dynamic: value of the loss scale, number of good
-    steps since its last change, and whether it is dynamic. slots: names of the optimizer's state arrays. optimizer:
-    name of the optimizer's class. data: `state_dict` of the loader. fit: progress of the training loop. local: if
-    replicas train independently, their round, and how much data each replica has trained on since the last
-    synchronization. missed: number of steps in which each parameter was frozen, by name. `data`, `fit`, `local` and
-    `missed` are None if there is nothing to save."""
+    Attributes
+    ----------
+    steps : number of updates
+    rows : number of samples since the last update
+    seed : seed of all random numbers, which depend only on it and on the position in training
+    scale, good, dynamic : loss scale, number of steps since it last changed, and whether it is dynamic
+    slots : names of the optimizer's state arrays, such as "m"
+    optimizer : name of the optimizer's class
+    data : `state_dict` of the data loader; None without a loader
+    fit : progress of the training loop `fit`; None without it
+    local : if replicas train independently, their progress since the last synchronization; otherwise None
+    missed : number of steps in which a parameter was frozen, by name; None if there are none
+    """
 
     steps: int
     rows: int
@@ -57,7 +63,7 @@ class RunScalars:
 
     @property
     def replica_count(self) -> int | None:
-        """Number of replicas if each replica has its own state; None if all replicas have the same state."""
+        """Number of replicas with a state of their own; None if all replicas have the same state."""
         return None if self.local is None else len(self.local["weights"])
 
     def to_json(self) -> str:
@@ -65,7 +71,8 @@ class RunScalars:
         try:
             known = {n: value for n, value in vars(self).items() if value is not None or n not in ("local", "missed")}
             text = json.dumps(known, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-            return text.encode().decode()  # raises an error for half of a surrogate pair
+            # raises an error for text that UTF-8 cannot encode, such as half of a surrogate pair
+            return text.encode().decode()
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"the state_dict of the loader is not made of numbers and texts: {error}") from None
 
@@ -84,10 +91,10 @@ class RunScalars:
 def collect_scalars(
     state: TrainState, loader: Any, fit: Mapping[str, Any] | None, local: dict[str, Any] | None = None
 ) -> RunScalars:
-    """Return the scalars of a train state.
+    """Collect the scalars of a train state.
 
-    loader: object with a method `state_dict`, or None. fit: progress of the training loop, or None. local: result of
-    `gather_checkpoint_counters` of the synchronization policy."""
+    `loader` is an object with a method `state_dict`, or None. `fit` is the progress of the training loop, or None.
+    `local` is what `gather_checkpoint_counters` of the synchronization policy returned."""
     optimizer, scaler = state.placement.optimizer, state.scaler
     return RunScalars(
         steps=state.steps,
@@ -106,8 +113,8 @@ def collect_scalars(
 
 
 def restore_scalars(state: TrainState, scalars: RunScalars) -> None:
-    """Set the counters, the seed and a dynamic loss scale of `state` from a checkpoint; a static loss scale is not
-    changed."""
+    """Set the counters, the seed and a dynamic loss scale of `state` to those of a checkpoint. A fixed loss scale
+    stays unchanged."""
     scale = (scalars.scale, scalars.good) if scalars.dynamic else None
     state.resume_from(scalars.steps, scalars.rows, scalars.seed, scale, scalars.local, scalars.missed)
 

@@ -1,4 +1,4 @@
-"""Write checkpoints: the manifest with the checksums, and the threads that write and flush shards."""
+"""Write checkpoints: the manifest with the checksums, and threads that write and flush shards."""
 
 from __future__ import annotations
 
@@ -61,8 +61,14 @@ number of the rank follows the prefix."""
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size in bytes and checksums of a file. header_crc: CRC-32 of its header, or of the full contents of a text file.
-    tensors: CRC-32 of the bytes of each tensor, by name."""
+    """The entry of a file in the manifest of a checkpoint.
+
+    Attributes
+    ----------
+    size : size in bytes
+    header_crc : CRC-32 of the header, or of the full contents of a text file
+    tensors : CRC-32 of the bytes of each tensor, by name
+    """
 
     size: int
     header_crc: int
@@ -81,8 +87,8 @@ class Manifest:
 
     @classmethod
     def from_layout(cls, layout: FileLayout, sums: Sequence[int]) -> Manifest:
-        """Return the manifest of a checkpoint with these files. sums: xor of all ranks' partial CRCs, in the order of
-        `layout.iterate_tensors()`."""
+        """Make the manifest of a checkpoint with these files. `sums` is the xor of the partial CRCs of all ranks, in
+        the order of `layout.iterate_tensors()`."""
         records = {name: FileRecord(c.size, zlib.crc32(c.header), {}) for name, c in layout.files.items()}
         for (file, name, entry), value in zip(layout.iterate_tensors(), sums, strict=True):
             records[file].tensors[name] = format.combine_crc(int(value), entry.nbytes)
@@ -90,7 +96,7 @@ class Manifest:
         return cls(records)
 
     def to_json(self) -> bytes:
-        """Return the manifest as canonical JSON, whose last entry is the CRC-32 of the rest."""
+        """Return the manifest as canonical JSON, whose last entry is the CRC-32 of everything before it."""
         files = {
             name: {"bytes": r.size, "head": r.header_crc, "tensors": dict(sorted(r.tensors.items()))}
             for name, r in sorted(self.files.items())
@@ -100,8 +106,8 @@ class Manifest:
 
     @classmethod
     def parse(cls, data: bytes, where: str) -> Manifest:
-        """Parse a manifest. Raise CheckpointError unless `data` is exactly what `to_json` returns. where: the file, for
-        error messages."""
+        """Parse a manifest. Raise CheckpointError unless `data` is exactly what `to_json` returns. `where` names the
+        file in errors."""
         try:
             table = parse_json(data)
             version = table["checkpoint"]
@@ -123,9 +129,8 @@ class Manifest:
         return manifest
 
     def require_file_match(self, name: str, header: bytes, size: int, tensors: Iterable[str], where: str) -> None:
-        """Raise CheckpointError unless file `name` has the size, header and tensors with which it was written.
-
-        header: header of the file, or the full contents of a text file. where: the file, for error messages."""
+        """Raise CheckpointError unless the file `name` has the size, header and tensors that the manifest records. For
+        a text file, `header` is its full contents. `where` names the file in errors."""
         record = self.files[name]
         if size != record.size:
             kind = "truncated" if size < record.size else "longer than written"
@@ -138,9 +143,8 @@ class Manifest:
             )
 
     def list_damaged_tensors(self, files: Mapping[str, FileHeader], sums: Sequence[int]) -> list[str]:
-        """Return the names of the tensors whose CRC-32 differs from the manifest's.
-
-        sums: xor of all ranks' partial CRCs, in the order of `FileLayout.iterate_tensors`."""
+        """Return the names of the tensors whose CRC-32 differs from the manifest. `sums` is the xor of the partial
+        CRCs of all ranks, in the order of `FileLayout.iterate_tensors`."""
         problems = []
         for (file, name, entry), value in zip(FileLayout(dict(files)).iterate_tensors(), sums, strict=True):
             if self.files[file].tensors.get(name) != format.combine_crc(int(value), entry.nbytes):
@@ -164,8 +168,8 @@ Task = Callable[[], object]
 
 
 class Worker:
-    """A thread that runs one task at a time: call `begin_task(task)`, then `wait_for_task()`, which raises the error of
-    the task. The thread exists inside the `with` block.
+    """A thread that runs one task at a time: `begin_task(task)` starts a task, and `wait_for_task()` waits for it and
+    raises its error. The thread exists inside the `with` block.
 
     An executor of `concurrent.futures` would refuse tasks once the main program has ended, but a background save
     continues after that."""
@@ -178,11 +182,11 @@ class Worker:
 
     @property
     def is_free(self) -> bool:
-        """True if `begin_task` would return at once."""
+        """True if no task is running, so that `begin_task` would return at once."""
         return not self._begun or not self._ends.empty()
 
     def begin_task(self, task: Task) -> None:
-        """Wait for the previous task, and raise its error if it has failed; otherwise start `task`."""
+        """Wait for the previous task and raise its error if it has failed; otherwise start `task`."""
         self.wait_for_task()
         self._begun = True
         self._tasks.put(task)
@@ -211,7 +215,7 @@ class Worker:
                 self._ends.put(None)
             except BaseException as error:
                 self._ends.put(error)
-            del task  # free the arrays that it refers to
+            del task  # free the arrays to which the task refers
 
 
 FLUSH_BYTES = 64 << 20
@@ -224,11 +228,11 @@ computing its CRC takes less time than waking a thread."""
 
 
 def write_shards(folder: Path, layout: FileLayout, pieces: Iterable[TensorPiece]) -> np.ndarray:
-    """Write `pieces` into the files of `layout`, which must exist in `folder`, and flush them to disk.
+    """Write the shards in `pieces` into the existing files of `layout` in `folder`, and flush them to disk. Return
+    this rank's contribution to the CRC-32 of each tensor as uint64, in the order of `layout.iterate_tensors()`.
 
-    Return this rank's contribution to the CRC-32 of each tensor as uint64, in the order of `layout.iterate_tensors()`.
-    Two blocks of extra memory are needed. While the CRC of a block is computed, one thread writes the block and another
-    flushes earlier blocks."""
+    Two blocks of extra memory are needed. While the CRC of a block is computed, one thread writes the block and
+    another flushes earlier blocks."""
     if not folder.exists():
         raise CheckpointError(
             f"{platform.node()} does not see {folder}, made by rank 0: all hosts must share the disk of checkpoints"
@@ -257,14 +261,15 @@ def _sync_files(files: Iterable[int]) -> None:
 
 
 def _write_tensor_piece(fd: int, piece: TensorPiece, entry: TensorEntry, writer: Worker) -> int:
-    """Write a piece into an open file and return its contribution to the CRC-32 of the tensor.
+    """Write a shard into an open file, and return its contribution to the CRC-32 of the tensor.
 
     Each block is converted in one operation. Each run of elements that are consecutive in the file is written in one
     operation."""
     total, size = PartialCrc(), entry.itemsize
     for block in iterate_blocks(piece, size):
         data, offset = _to_bytes(block.array, entry), 0
-        aside = len(block.runs) == 1 and len(data) > INLINE_WRITE_BYTES  # otherwise switching threads takes longer
+        # for small writes, switching threads would take longer
+        aside = len(block.runs) == 1 and len(data) > INLINE_WRITE_BYTES
         for start, stop in block.runs:
             part = data[offset : offset + (stop - start) * size]
             task = partial(write_at, fd, part, entry.start + start * size)
