@@ -1,4 +1,4 @@
-"""Arrays: namespaces, kernels, random numbers, shape-only arrays and the arena."""
+"""Arrays: array namespaces (NumPy, CuPy, shape-only), kernels, random numbers and buffer memory."""
 
 from fsdpx.core.array.namespace import parse_dtype, from_host, get_namespace, namespace_of, to_host
 

@@ -1,8 +1,10 @@
-"""Memory of a rank: the arena, which allocates all its large buffers, and a heap that keeps freed pages.
+"""Memory of a rank: the arena, which allocates all of its large buffers, and a C heap that does not return freed
+memory to the system.
 
-Kept buffers live as long as the trainer. Lent buffers live for part of a program. Their lifetimes are known before the
-program runs, so they are packed into one slab, in which buffers that are never alive together share bytes. Memory that
-a step frees stays with the process, so the next step has no page faults.
+Some buffers live as long as the trainer. All other buffers live for part of a program, which is the list of actions of
+a step. Their lifetimes are known before the program runs, so they are packed into one slab, in which buffers that are
+never alive at the same time share memory. Memory that a step frees stays with the process, so that the next step has
+no page faults.
 """
 
 from __future__ import annotations
@@ -28,18 +30,19 @@ NEVER = -1
 
 
 def keep_freed_memory() -> bool:
-    """Make the C library keep freed memory, instead of returning arrays of more than 128 KiB to the system at once.
-    Return whether this works. It works only on Linux with glibc; elsewhere nothing changes.
+    """Make the C library keep freed memory for later allocations, instead of returning large arrays (above 128 KiB) to
+    the system. Return whether this works. It works on Linux with glibc; elsewhere nothing changes.
 
-    This saves time, because a new page costs a fault and is zeroed by the kernel, which for 4 KiB takes about as long
-    as filling the page. The price is that the memory of the process stays at its peak.
+    This saves time, because each new memory page costs a page fault and is zeroed by the kernel, which for 4 KiB takes
+    about as long as filling the page. In return, the memory of the process stays at its peak.
     """
     library = _load_glibc()
     return library is not None and bool(library.mallopt(MMAP_MAX, 0)) and bool(library.mallopt(TRIM_THRESHOLD, NEVER))
 
 
 def trim_heap() -> None:
-    """Return memory that is free now to the system, once, since a step does not need what was used before training."""
+    """Return free heap memory to the system once, before training, because steps do not need the memory of the setup.
+    """
     library = _load_glibc()
     if library is not None:
         library.malloc_trim(0)
@@ -52,14 +55,14 @@ def _load_glibc() -> ctypes.CDLL | None:
     return library if hasattr(library, "gnu_get_libc_version") else None  # musl has mallopt only as a stub
 
 
-ALIGN = 64  # bytes: a cache line, and the widest vector register
-BLOCK_BYTES = 32 << 20  # bytes of a block from which kept buffers are sliced
+ALIGN = 64  # size in bytes of a cache line and of the widest vector register
+BLOCK_BYTES = 32 << 20  # size in bytes of a block that several buffers share
 
 
 @dataclass(frozen=True)
 class BufferLifetime:
-    """A buffer of `nbytes` bytes that is alive from action `start` to action `stop`, both inclusive. `name` identifies
-    the buffer."""
+    """A buffer of `nbytes` bytes that is needed from action number `start` to action number `stop` of a program, both
+    inclusive. `name` identifies the buffer."""
 
     name: Hashable
     start: int
@@ -69,8 +72,14 @@ class BufferLifetime:
 
 @dataclass(frozen=True)
 class SlabPlan:
-    """Layout of a slab. `offsets`: offset of each buffer in bytes, by the name of the buffer. `nbytes`: size of the
-    slab. `peak`: maximum number of bytes that are alive at the same time."""
+    """Memory layout of a slab, which is one allocation for many buffers.
+
+    Attributes
+    ----------
+    offsets : offset of each buffer in bytes, by name of the buffer
+    nbytes : size of the slab in bytes
+    peak : maximum number of bytes that are alive at the same time
+    """
 
     offsets: dict[Hashable, int] = field(default_factory=dict)
     nbytes: int = 0
@@ -78,11 +87,12 @@ class SlabPlan:
 
 
 def assign_offsets(lives: Iterable[BufferLifetime]) -> SlabPlan:
-    """Return offsets such that no two buffers that are alive together overlap.
+    """Assign memory offsets to buffers, so that no two buffers that are alive at the same time overlap.
 
     Each buffer takes the lowest gap that fits it. Buffers are placed from largest to smallest, or in order of `start`,
-    whichever needs less memory. For buffers of equal size both orders are optimal (interval coloring). In a chain of
-    buffers of nearly equal size, the first and the largest may compete for the same offset.
+    whichever needs less memory. For buffers of equal size both orders are optimal (interval coloring). For sizes that
+    are only nearly equal, the slab may be larger than the peak, because the first and the largest buffer may compete
+    for the same offset.
     """
     born = sorted(lives, key=lambda life: life.start)
     peak, best = _compute_peak_bytes(born), SlabPlan()
@@ -134,25 +144,26 @@ def _compute_peak_bytes(lives: Sequence[BufferLifetime]) -> int:
 
 
 def _map_zero_pages(nbytes: int) -> Any:
-    """Return `nbytes` zero bytes mapped from the operating system. Pages that are never written take neither memory nor
-    time, whereas `numpy.zeros` may get memory that was used before and must first be cleared."""
-    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}  # not on Windows
+    """Return `nbytes` zero bytes mapped from the operating system. Pages that are never written take neither memory
+    nor time, whereas `numpy.zeros` may reuse memory and must then clear it."""
+    # Windows does not have these flags
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     try:
         pages = mmap.mmap(-1, nbytes, **private)
     except OSError as error:
         raise MemoryError(f"unable to allocate {nbytes} bytes for what a rank keeps: {error.strerror}") from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # only Linux has huge pages on request
         pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, np.uint8)
 
 
 class WindowMemory(Protocol):
-    """Memory for buffers that other ranks read: windows of a `NodeCommunicator`. All methods except `free_shared_later`
-    are collective."""
+    """An allocator of memory that other ranks can read: shared windows of a `NodeCommunicator`. All methods except
+    `free_shared_later` are collective."""
 
     @property
     def xp(self) -> Any:
-        """Namespace of the arrays that this memory allocates."""
+        """Array module of the arrays that this memory allocates."""
         ...
 
     def allocate_shared(self, nbytes: int) -> Any:
@@ -164,37 +175,41 @@ class WindowMemory(Protocol):
         ...
 
     def free_shared_later(self, arrays: list[Any]) -> None:
-        """Mark arrays of `allocate_shared` as free after their arena has been garbage-collected. This sends nothing,
-        since it is called on this rank only, from any thread and at any time."""
+        """Free arrays of `allocate_shared` after their arena has been garbage-collected. This does not communicate,
+        since garbage collection happens on this rank only, in any thread and at any time."""
         ...
 
 
 class Arena:
-    """Owner of the buffers of one rank. `xp`: the namespace that allocates them (NumPy, CuPy, or shape-only arrays).
+    """Allocator and owner of the large buffers of one rank.
 
-    `memory`: memory shared with other ranks, in which the slab is allocated if there is enough shared memory. Then all
-    ranks need slab plans of equal size.
-    """
+    Parameters
+    ----------
+    xp : array module that allocates the buffers (NumPy, CuPy, or shape-only arrays)
+    memory : memory shared with other ranks, in which the slab is allocated if there is enough of it; then all ranks
+        need slab plans of equal size"""
 
     def __init__(self, xp: Any, memory: WindowMemory | None = None) -> None:
         self.xp = xp
         self.memory = memory
         self.kept: dict[Hashable, Any] = {}
-        self.blocks: list[Any] = []  # shared blocks: the slab, and blocks of kept buffers
+        self.blocks: list[Any] = []  # blocks of shared memory to free
         if memory is not None:
             weakref.finalize(self, memory.free_shared_later, self.blocks).atexit = False
         self.slab: Any = None
         self.slab_nbytes = 0
         self.slab_shared = False
-        self.generation = 0  # incremented when the slab moves or a kept buffer is dropped, which makes views stale
+        # incremented when the slab moves or a buffer is dropped, since views of them are then invalid
+        self.generation = 0
         self.views: dict[tuple[int, int, np.dtype], Any] = {}
-        self._rest = np.empty(0, np.uint8)  # unused rest of the block from which kept buffers are sliced
+        self._rest = np.empty(0, np.uint8)  # unused rest of the latest block that several buffers share
 
     def get_or_create_buffer(self, name: Hashable, size: int, dtype: Any, *, temporary: bool = False) -> Any:
-        """Return a zeroed buffer of `size` elements that lives until `drop_buffer`. The same name returns the same
-        buffer.
+        """Return the buffer with this name, which lives until `drop_buffer`. If there is none, create one of `size`
+        elements, filled with zeros.
 
-        `temporary`: whether the buffer will be dropped before other buffers, so it must not share a block with them.
+        Set `temporary` if the buffer will be dropped before other buffers: it is then allocated on its own, since a
+        block that several buffers share is freed only as a whole.
         """
         if name not in self.kept:
             make = self._allocate_aligned_zeros if self.xp is np and not temporary else self.xp.zeros
@@ -202,8 +217,10 @@ class Arena:
         return self.kept[name]
 
     def _allocate_aligned_zeros(self, shape: tuple[int], dtype: Any) -> Any:
-        """Return a zeroed buffer that starts at a cache line, whereas arrays of NumPy start 16 bytes after one. Many
-        buffers are sliced from one block, so that even small ones are stored in huge pages."""
+        """Return a buffer of zeros that starts at a cache line. Arrays of NumPy start 16 bytes after one.
+
+        Many buffers are slices of one large block, so that the system can store even small buffers in huge pages.
+        """
         used = shape[0] * np.dtype(dtype).itemsize
         nbytes = -(-used // ALIGN) * ALIGN
         if self._rest.nbytes < nbytes:
@@ -212,7 +229,7 @@ class Arena:
         return buffer
 
     def allocate(self, size: int, dtype: Any) -> Any:
-        """Return an uninitialized buffer of `size` elements that lives as long as it is referenced."""
+        """Return an uninitialized buffer of `size` elements that is freed when it is no longer referenced."""
         if self.xp is not np:
             return self.xp.empty((size,), dtype=dtype)
         nbytes = size * np.dtype(dtype).itemsize
@@ -221,7 +238,7 @@ class Arena:
         return block[start : start + nbytes].view(dtype)
 
     def register_buffer(self, name: Hashable, buffer: Any) -> None:
-        """Keep `buffer`, which was allocated elsewhere, under this name."""
+        """Keep `buffer`, which was allocated elsewhere, under the name `name`."""
         self.kept[name] = buffer
 
     def drop_buffer(self, name: Hashable) -> None:
@@ -229,8 +246,8 @@ class Arena:
             self.generation += 1
 
     def grow_slab(self, plan: SlabPlan) -> None:
-        """Make the slab large enough for a plan. Call it only between programs, when no lent buffer is alive.
-        Collective with shared `memory`."""
+        """Reallocate the slab if it is too small for `plan`. Call this only between steps, when no buffer of the slab
+        is in use. Collective if the memory is shared."""
         if plan.nbytes > self.slab_nbytes:
             self.views.clear()
             self._free_slab()
@@ -245,14 +262,14 @@ class Arena:
             self.generation += 1
 
     def _free_slab(self) -> None:
-        """Free the slab before a larger one is allocated."""
+        """Free the memory of the slab, before a larger one is allocated or when the arena is closed."""
         old, self.slab = self.slab, None
         if self.slab_shared and self.memory is not None:
             self.blocks[:] = [block for block in self.blocks if block is not old]
             self.memory.free_shared(old)
 
     def close(self) -> None:
-        """Drop all buffers and free shared memory. Views of them must not be used afterwards."""
+        """Drop all buffers and free shared memory. Views of the buffers must not be used afterwards."""
         self.kept.clear()
         self.views.clear()
         self._free_slab()
@@ -262,8 +279,8 @@ class Arena:
             self.memory.free_shared(self.blocks.pop())
 
     def view_slab(self, offset: int, size: int, dtype: Any) -> Any:
-        """Return a view of `size` elements of the slab that begins at byte `offset`. The same arguments return the same
-        object."""
+        """Return a view of `size` elements that begins at byte `offset` of the slab. Calls with the same arguments
+        return the same array object."""
         key = (offset, size, np.dtype(dtype))
         if key not in self.views:
             self.views[key] = self._slice_slab(offset, size, dtype)
@@ -276,7 +293,7 @@ class Arena:
 
 
 def get_data_pointer(array: Any) -> int:
-    """Return the address of an array's first byte, on the host or a GPU. Return 0 for arrays without data."""
+    """Return the memory address of an array's first byte, on the host or on a GPU; 0 for arrays without data."""
     if hasattr(array, "ctypes"):
         return int(array.ctypes.data)
     return int(array.data.ptr) if hasattr(array, "data") else 0

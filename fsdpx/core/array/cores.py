@@ -1,4 +1,4 @@
-"""The cores of a host, divided among its ranks. By default BLAS would start one thread per core in every rank."""
+"""Divide the cores of a host among its ranks. By default, BLAS would start one thread per core in every rank."""
 
 import os
 
@@ -9,11 +9,11 @@ __all__ = ["count_threads_per_rank", "count_usable_cores", "set_threads_per_rank
 
 
 def set_threads_per_rank(ranks_here: int) -> int:
-    """Make fsdpx compute on cores / ranks threads (at least 1), or on as many threads as the user has set. Return the
-    number.
+    """Set the number of threads that fsdpx uses to cores / ranks (at least 1), or to the number that the user has set.
+    Return the number.
 
-    By default R ranks on a host would run R x cores threads, which would slow each other down. Matrix products of the
-    program itself use the number of threads that the program has chosen.
+    By default, R ranks on a host would run R x cores threads, which would slow each other down. Matrix products of the
+    user's program use the number of threads that the user has chosen.
     """
     wanted, threads = environment.read_environment().threads, count_threads_per_rank(ranks_here)
     blas.set_thread_limit(threads if wanted is None else None)
@@ -23,7 +23,7 @@ def set_threads_per_rank(ranks_here: int) -> int:
 
 
 def count_threads_per_rank(ranks_here: int) -> int:
-    """Return the number of threads that each rank uses on a host with `ranks_here` ranks."""
+    """Return the number of threads that each rank uses if `ranks_here` ranks share the host."""
     wanted = environment.read_environment().threads
     return wanted if wanted is not None else max(count_usable_cores() // ranks_here, 1)
 

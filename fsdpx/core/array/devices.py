@@ -1,5 +1,5 @@
 """Devices, which hold arrays and compute on them. The CPU is implemented here. Other devices are subclasses, which are
-found by their name, their namespace or their arrays."""
+looked up by their name, by their array module or by one of their arrays."""
 
 from __future__ import annotations
 
@@ -24,100 +24,98 @@ DeviceMap = Sequence[int] | Mapping[int, int] | None
 class Device:
     """Interface of a device, implemented here for the CPU with NumPy arrays. Each class has one instance.
 
-    `name`: the name that `distribute(device=...)` accepts. `holds_data`: whether arrays have values. `sums_by_kernel`:
-    whether the device has kernels for sums over rows and channels, which take the numbers per channel in float64.
-    """
+    Attributes
+    ----------
+    name : name that `distribute(device=...)` accepts
+    holds_data : whether arrays have values; False for shape-only arrays
+    sums_by_kernel : whether the device has its own kernels for sums over rows and channels, which take per-channel
+        values in float64"""
 
     name, holds_data, sums_by_kernel = "cpu", True, False
 
     @property
     def xp(self) -> Any:
-        """Namespace of the device's arrays."""
+        """Array module of the device, such as NumPy."""
         return np
 
     def require_usable(self) -> None:
         """Raise ConfigError if this process cannot compute on the device."""
 
     def select_for_rank(self, world: Any, device_map: DeviceMap) -> list[str]:
-        """Select one of several devices for this rank, and return messages for the user. Collective."""
+        """Select the GPU of this rank if the host has several, and return messages for the user. Collective."""
         return []
 
-    # -- arrays --------------------------------------------------------------------------------------------------------
-
     def as_array(self, value: Any) -> Any:
-        """Return a value on this device as an array. Raise DataError, TypeError or ValueError if that is not
-        possible."""
+        """Convert a value, such as a list or an array, to an array on this device. Raise DataError, TypeError or
+        ValueError if that is not possible."""
         return as_unmasked_array(value)
 
     def to_host(self, array: Any) -> np.ndarray:
-        """Return an array of this device as a NumPy array. A NumPy array is returned unchanged."""
+        """Copy an array of this device to a NumPy array. A NumPy array is returned unchanged."""
         return as_unmasked_array(array)
 
     def from_host(self, array: np.ndarray) -> Any:
-        """Return a NumPy array as an array of this device. The CPU returns the NumPy array unchanged."""
+        """Copy a NumPy array to this device. The CPU returns the array unchanged."""
         return self.xp.asarray(array)
 
     def describe_location(self, array: Any) -> str:
-        """Return the location of an array of this device as text."""
+        """Return text for messages that says where an array of this device is stored."""
         return "on the host"
 
     def require_arrays_on_one_device(self, arrays: Sequence[Any]) -> None:
-        """Raise DataError unless this rank can compute with all of these arrays. They may be on any devices."""
+        """Raise DataError unless all arrays are on one device from which this rank can compute: the host or its own
+        GPU."""
 
     def use_device_of(self, array: Any) -> AbstractContextManager[Any]:
-        """Return a context in which this thread computes on the device that holds the array."""
+        """Return a context manager inside which this thread computes on the device that holds `array`."""
         return nullcontext()
 
-    # -- values --------------------------------------------------------------------------------------------------------
-
     def is_zero(self, number: float) -> bool:
-        """Return whether a number that was computed from arrays is 0."""
+        """Return whether a number that was computed from arrays of this device is 0."""
         return number == 0
 
     def is_finite(self, array: Any) -> bool:
-        """Return whether no element is NaN or Inf."""
+        """Return whether the array contains neither NaN nor Inf."""
         return bool(self.xp.isfinite(array).all())
 
     def are_finite(self, arrays: Sequence[Any]) -> bool:
-        """Return whether no element of these 1-D arrays is NaN or Inf. Return False as well if a sum of squares
-        overflows."""
+        """Return whether none of these 1-D arrays contains NaN or Inf. Also return False if the sum of squares of an
+        array overflows."""
         with np.errstate(all="ignore"):
             return bool(np.isfinite(float(sum([array.dot(array) for array in arrays]))))
 
-    # -- computing -----------------------------------------------------------------------------------------------------
-
     def find_kernel(self, name: str, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
-        """Return the device's own implementation of a kernel for these arguments. Return None if array code or Numba's
-        code is to run."""
+        """Return the device's own implementation of a kernel for these arguments. Return None if the kernel is to run
+        as plain array code or as Numba code."""
         return None
 
     def multiply_matrices(self, a: Any, b: Any) -> Any | None:
-        """Return the product of two matrices or of two stacks of matrices. Return None if the device has no
-        implementation of its own for them."""
+        """Return the product of two matrices, or of two stacks of matrices. Return None if this device has no
+        implementation of its own."""
         return None
 
     def multiply_matrices_into(self, out: Any, a: Any, b: Any, add: bool) -> bool:
-        """Write the product of two matrices to `out`, or add it to `out`. Return False if the device has no
-        implementation of its own for them."""
+        """Write the product of two matrices to `out`, or add it to `out` if `add` is true. Return False if this device
+        has no implementation of its own."""
         return False
 
     def run_optimizer_kernel(self, name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
-        """Run an optimizer's update formula, given by name. Return False if the device has no implementation of its own
-        for it."""
+        """Run the update formula of an optimizer as a kernel of this device. Return False if the device has no kernel
+        of this name."""
         return False
 
     def update_shard(self, run: Callable[[], None], p: Any, g: Any, slots: Mapping[str, Any]) -> bool:
-        """Run the update of a shard. Return False if the arrays have no values, so that nothing was run."""
+        """Call `run` to update a shard of parameters p with gradients g. Return False, without calling it, if the
+        arrays have no values."""
         run()
         return True
 
-    # -- copies that overlap with compute ------------------------------------------------------------------------------
-
     def synchronize(self) -> None:
-        """Wait until all work that this thread has issued is complete."""
+        """Wait until the device has completed all work that this thread has issued."""
 
     def make_copier(self, array: Any) -> Any:
-        """Return a copier between an array and pinned memory, whose `start_copy(target, source)` returns a `Handle`."""
+        """Return an object that copies between `array` and pinned host memory: its method `start_copy(target, source)`
+        returns a `Handle`."""
         raise NotImplementedError
 
     def allocate_pinned(self, nbytes: int) -> np.ndarray:
@@ -141,13 +139,13 @@ def load_device(name: str) -> Device:
 
 
 def get_device_of_array(array: Any) -> Device:
-    """Return the device of an array, or the CPU for any other value."""
+    """Return the device that holds an array. For a value that is not an array, return the CPU."""
     kind = type(array)
     return CPU if kind is np.ndarray else _find_device_of_module(kind.__module__)
 
 
 def get_device_of_namespace(xp: Any) -> Device:
-    """Return the device whose arrays have this namespace."""
+    """Return the device whose array module is `xp`."""
     return CPU if xp is np else _find_device_of_module(xp.__name__)
 
 
@@ -161,8 +159,8 @@ def _find_device_of_module(name: str) -> Device:
 
 
 def as_unmasked_array(value: Any) -> np.ndarray:
-    """Return `np.asarray(value)`. Raise DataError if that would turn masked elements, such as netCDF4's fill values,
-    into numbers."""
+    """Return `np.asarray(value)`. Raise DataError if the value has masked elements, such as netCDF4's fill values,
+    which would silently become numbers."""
     if type(value) is np.ndarray:
         return value
     if isinstance(value, np.ma.MaskedArray) and (count := int(np.ma.getmaskarray(value).sum())):

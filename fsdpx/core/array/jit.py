@@ -1,7 +1,7 @@
-"""Python functions that Numba compiles to machine code.
+"""Compile Python functions to machine code with Numba.
 
-An extension may store the code on disk (`CodeStore`). With such an extension, Numba is imported only to compile code,
-or if the code cannot be stored. Without the extension, Numba compiles in each process.
+An extension may store the machine code on disk (`CodeStore`). Numba is then imported only to compile code that is not
+stored yet, or that cannot be stored. Without the extension, Numba compiles in each process.
 """
 
 from __future__ import annotations
@@ -25,32 +25,36 @@ REORDER = {"reassoc", "nsz", "contract"}
 """Compiler flags that let LLVM sum a row in vector lanes. The order of the sum depends only on the length of the
 row."""
 
-_lock = threading.RLock()  # thread ranks must not compile at the same time
+_lock = threading.RLock()  # lets only one thread rank compile at a time
 _fixed: dict[Any, CompiledFunction] = {}
 _bare: dict[tuple[Any, str], Any] = {}
 
 
 def jit(function: Callable[..., Any] | None = None, *, fastmath: Any = False, name: str = "") -> Any:
-    """Compile a function when it is first called with arguments of given types, without the GIL and with IEEE division.
+    """Return a function that Numba compiles when it is first called with arguments of given types, without the GIL and
+    with IEEE division.
 
-    `name`: for a function that is created several times, each time around another inner function.
+    If the same function is created several times around different inner functions, `name` must tell these apart.
     """
     if function is None:
         return functools.partial(jit, fastmath=fastmath)
-    function.__qualname__ = name or function.__qualname__  # names the file on disk
+    function.__qualname__ = name or function.__qualname__  # the name of the file on disk contains this name
     return CompiledFunction(function, fastmath)
 
 
 def specialize(
     function: CompiledFunction, arguments: str, formats: tuple[str, ...] = ("float32", "float64")
 ) -> CompiledFunction:
-    """Return `function` compiled for one declared layout of its arguments and each dtype in `formats`, instead of for
-    every layout with which it is called.
+    """Return `function`, compiled for one declared memory layout of its arguments and for each dtype in `formats`.
+    Without this, Numba compiles again for every layout that occurs in a call.
 
-    `arguments`: one word per argument. `i`: int64. `b`: bool. `A2`: an array with two dims in any layout. `C2`: one in
-    C order. A word for an array may be followed by `h` for the bits of 16-bit numbers or by `s` for float32. A final
-    `r` means that the array is only read, so that it may be read-only and unaligned.
-    """
+    Parameters
+    ----------
+    function : function to compile
+    arguments : one word for each argument: `i` for int64, `b` for bool, `A2` for an array with two dims in any layout,
+        `C2` for one in C order. After the number, `h` stands for the bits of 16-bit numbers and `s` for float32. A
+        final `r` means that the array is only read, so that it may be read-only and unaligned
+    formats : names of the dtypes that all other arrays may have"""
     compiled = _fixed.get(function)
     if compiled is None:
         wanted = functools.partial(parse_declared_kinds, arguments.split(), formats)
@@ -59,18 +63,20 @@ def specialize(
 
 
 class CodeStore(Protocol):
-    """On-disk store of the machine code of compiled functions. It is the extension "disk" of the kind "code"."""
+    """An on-disk cache of compiled functions. It is implemented by the extension "disk" of the kind "code"."""
 
     def load_or_compile(self, function: CompiledFunction, kinds: tuple[str, ...]) -> Callable[..., Any] | None:
-        """Return a callable for a function and kinds of arguments, loaded from disk or compiled. Return None if its
-        code cannot be stored. The callable returns NotImplemented for arguments of other kinds."""
+        """Load a function from disk for arguments of these kinds (dtypes and layouts), or compile and store it. Return
+        a callable, which returns NotImplemented for arguments of other kinds. Return None if the code cannot be
+        stored."""
 
     def enable_disk_cache(self, dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
-        """Store on disk what Numba's dispatcher compiles. `bare`: whether the code lacks an entry point for Python."""
+        """Make Numba's dispatcher store on disk what it compiles. `bare` says that the code has no entry point for
+        Python."""
 
     def compile_dispatcher(self, dispatcher: Any, kinds: tuple[str, ...] | None) -> Any:
-        """Return the dispatcher, compiled for these kinds of arguments, and for no other kinds if these are
-        declared."""
+        """Compile Numba's dispatcher for arguments of these kinds and return it. If the kinds were declared, it
+        accepts no other kinds."""
 
 
 @functools.cache
@@ -80,8 +86,8 @@ def _load_code_store() -> CodeStore | None:
 
 
 def format_fastmath_for_file_name(fastmath: Any) -> str:
-    """Return, as a part of a file name, how far the compiler may reorder sums. File names contain this because the
-    order of sums changes the bits of results."""
+    """Return the compiler flag `fastmath` as part of a file name. The name must contain it, because reordered sums
+    change the bits of results."""
     return " ".join(sorted(fastmath)) if isinstance(fastmath, set) else str(fastmath)
 
 
@@ -94,8 +100,8 @@ SCALARS: dict[Any, str] = {
 
 
 def get_argument_kinds(arguments: tuple[Any, ...]) -> tuple[str, ...] | None:
-    """Return the kinds of the arguments of a call. Return None if no machine code can be stored for one of the
-    arguments."""
+    """Return the kind (dtype, number of dims and layout) of each argument of a call. Return None if there is an
+    argument for which machine code cannot be stored."""
     words = [_format_array_kind(a) if type(a) is np.ndarray else SCALARS.get(type(a)) for a in arguments]
     return None if None in words else tuple(word for word in words if word is not None)
 
@@ -103,8 +109,8 @@ def get_argument_kinds(arguments: tuple[Any, ...]) -> tuple[str, ...] | None:
 def parse_declared_kinds(
     words: Sequence[str], formats: Sequence[str], arguments: tuple[Any, ...]
 ) -> tuple[str, ...] | None:
-    """Return the kinds that a declaration stands for (see `specialize`). Arrays of undeclared dtype take the dtype of
-    the first such array. Return None if this dtype is not one of `formats`."""
+    """Return the argument kinds that a declaration of `specialize` stands for in this call. Arrays of undeclared dtype
+    take the dtype of the first such array. Return None if this dtype is not in `formats`."""
     free = (a for a, word in zip(arguments, words, strict=False) if len(word) > 1 and word[2:3] not in ("h", "s"))
     real = next((a.dtype.name for a in free), formats[0])
     return tuple(_parse_declared_kind(word, real) for word in words) if real in formats else None
@@ -126,8 +132,8 @@ def _format_array_kind(a: np.ndarray) -> str | None:
 
 
 class CompiledFunction:
-    """A function that is compiled when it is called. `wanted` maps the arguments of a call to the kinds for which the
-    function is compiled (default: the arguments' own kinds)."""
+    """A Python function that is compiled when it is called. `wanted` maps the arguments of a call to the argument
+    kinds for which to compile (default: their own kinds)."""
 
     def __init__(self, function: Callable[..., Any], fastmath: Any, wanted: Any = get_argument_kinds) -> None:
         self.function = function
@@ -148,23 +154,24 @@ class CompiledFunction:
         return self.get_dispatcher()(*arguments) if result is NotImplemented else result
 
     def compile_for_arguments(self, *arguments: Any) -> None:
-        """Compile or load the function for arguments like these, without calling it."""
+        """Compile or load the function for arguments of the same kinds as these, without calling it."""
         self._get_or_compile_callable(arguments)
 
     @property
     def compiled_kinds(self) -> set[tuple[str, ...]]:
-        """Kinds of arguments for which there is machine code."""
+        """Kinds of arguments for which stored machine code has been loaded."""
         return set(self._loaded)
 
     def get_dispatcher(self) -> Any:
-        """Return Numba's dispatcher, which compiles the function if its machine code is not stored."""
+        """Return the Numba dispatcher of the function, which compiles it in this process."""
         with _lock:
             if self._dispatcher is None:
                 self._dispatcher = self._make_dispatcher({})
             return self._dispatcher
 
     def get_bare_dispatcher(self) -> Any:
-        """Return Numba's dispatcher without an entry point for Python, for a function that only compiled code calls."""
+        """Return Numba's dispatcher without an entry point for Python, for a function that is called only by compiled
+        code."""
         key = self.function, self.freedom
         with _lock:
             if key not in _bare:
@@ -181,8 +188,7 @@ class CompiledFunction:
         return compiled
 
     def _get_or_compile_callable(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
-        """Return a callable for these arguments: stored machine code, or Numba's dispatcher if no machine code can be
-        stored."""
+        """Return the machine code for these arguments, or Numba's dispatcher if machine code cannot be stored."""
         wanted = self._wanted(arguments)
         with _lock:
             if wanted is not None and wanted in self._loaded:

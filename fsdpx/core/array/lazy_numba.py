@@ -1,7 +1,8 @@
-"""Names of Numba and llvmlite that are looked up when a function is compiled, not when a file is imported.
+"""Stand-ins for names of Numba and llvmlite that are looked up when a function is compiled, not when a file is
+imported.
 
-Files of compiled code import these names, so importing such a file loads neither library. `bind_library_objects` copies
-a function that is to be compiled, and replaces these names in the copy by the libraries' own objects.
+Files of compiled code import the stand-ins, so importing such a file loads neither library. `bind_library_objects`
+copies a function that is to be compiled, and replaces the stand-ins in the copy by the libraries' own objects.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ BARE: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 
 class LateName:
-    """A name in a library, or the result of calling it with some arguments, imported when it is needed."""
+    """Stand-in for a name in a library, or for the result of calling it, which is imported only when it is needed."""
 
     def __init__(self, module: str, path: tuple[str, ...] = (), given: tuple[Any, ...] | None = None) -> None:
         self._parts = module, path, given
@@ -41,7 +42,7 @@ class LateName:
         return LateName(module, path, given)
 
     def import_object(self) -> Any:
-        """Import and return the library's own object."""
+        """Import and return the library object for which this name stands."""
         module, path, given = self._parts
         value: Any = importlib.import_module(module)
         for name in path:
@@ -50,7 +51,7 @@ class LateName:
 
 
 class LazyIntrinsic:
-    """A function that emits the instructions of a call itself, for `numba.extending.intrinsic`."""
+    """Stand-in for `numba.extending.intrinsic`: a function that emits the LLVM instructions of its calls."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -60,21 +61,21 @@ class LazyIntrinsic:
 ir: Any = LateName("llvmlite.ir")
 types: Any = LateName("numba.types")
 cgutils: Any = LateName("numba.core.cgutils")
-intrinsic: Any = LazyIntrinsic  # its annotations describe the code generator, not the generated function
+intrinsic: Any = LazyIntrinsic  # typed as Any, because annotations of an intrinsic describe its code generator
 _jitable: set[FunctionType] = set()
 _overloads: dict[Any, tuple[FunctionType, dict[str, Any]]] = {}
 _copies: dict[FunctionType, Any] = {}
 
 
 def register_jitable(function: Any) -> Any:
-    """Mark a function for compilation when compiled code calls it, and return the function."""
+    """Allow compiled code to call a Python function, which is compiled with its callers; return the function."""
     _jitable.add(function)
     return function
 
 
 def overload_function(target: Any, **options: Any) -> Callable[[Any], Any]:
-    """Return a decorator for a function that takes types and returns the implementation to be compiled in place of
-    `target`."""
+    """Return a decorator that registers how compiled code implements calls of `target`. The decorated function takes
+    the types of the arguments and returns the implementation."""
 
     def register_overload(function: Any) -> Any:
         _overloads[target] = function, options
@@ -84,7 +85,8 @@ def overload_function(target: Any, **options: Any) -> Callable[[Any], Any]:
 
 
 def bind_library_objects(function: Any) -> Any:
-    """Return a copy of the function that has the libraries' own objects in its globals and its closure."""
+    """Return a copy of the function in whose globals and closure all stand-ins are replaced by objects of Numba and
+    llvmlite."""
     bound_copy = _copies.get(function)
     if bound_copy is not None:
         return bound_copy
@@ -130,8 +132,8 @@ def _make_intrinsic(value: LazyIntrinsic) -> Any:
 
 
 def _may_use_late_names(value: Any) -> bool:
-    """Return whether a value is a function that may use the names of this file, which functions of NumPy, Numba and
-    llvmlite do not."""
+    """Return whether `value` is a function in which names must be replaced. Functions of NumPy, Numba and llvmlite
+    contain none."""
     return isinstance(value, FunctionType) and not value.__module__.startswith(("numpy", "numba", "llvmlite"))
 
 
@@ -141,13 +143,13 @@ def _list_globals(function: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _list_used_names(code: CodeType) -> set[str]:
-    """Return the names that a code object uses, including those used by functions inside it."""
+    """Return the names that a code object uses, including its nested functions."""
     return {*code.co_names}.union(*(_list_used_names(one) for one in code.co_consts if isinstance(one, CodeType)))
 
 
 def hash_function(function: Any) -> str:
-    """Return a hash of the code of a function and of everything that it refers to, such as other functions, constants
-    and names of libraries."""
+    """Return a hash of the code of a function and of everything that it refers to: other functions, constants and
+    names of libraries."""
     left, texts = [function], {}
     while left:
         pending = left.pop()
@@ -159,8 +161,8 @@ def hash_function(function: Any) -> str:
 
 @functools.cache
 def _describe_function_and_callees(function: FunctionType) -> tuple[str, list[FunctionType]]:
-    """Return a text and the functions that the function refers to. The text has everything on which the function's
-    machine code may depend, and is the same in every process."""
+    """Return text with everything on which the machine code of a function may depend, and the functions that it calls.
+    The text is the same in every process."""
     reached: list[FunctionType] = []
     if not _may_use_late_names(function):
         return f"{function.__module__}.{function.__qualname__}", reached

@@ -1,4 +1,4 @@
-"""The namespace of an array library (NumPy, CuPy or shape-only arrays), and dtypes by name."""
+"""Array modules (NumPy, CuPy or shape-only arrays) by device or array, and dtypes by name."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -22,16 +22,15 @@ DTYPES = (
 
 
 def get_namespace(device: str) -> Any:
-    """Return the module of array functions for a device: NumPy for "cpu", CuPy for "cuda", the shape-only module for
-    "shape"."""
+    """Return the array module of a device: NumPy for "cpu", CuPy for "cuda", the shape-only module for "shape"."""
     found = load_device(device)
     found.require_usable()
     return found.xp
 
 
 def concatenate_on_device(xp: Any, arrays: Sequence[Any], axis: int = -1) -> Any:
-    """Return the concatenation of arrays of one dtype. `cupy.concatenate` reads the addresses of the arrays from host
-    memory, which a CUDA graph would read again on each replay."""
+    """Concatenate arrays of one dtype so that the operation can be captured in a CUDA graph. `cupy.concatenate` reads
+    the addresses of the arrays from host memory, which a graph would read again on each replay."""
     axis %= arrays[0].ndim
     ends = list(accumulate(array.shape[axis] for array in arrays))
     out = xp.empty((*arrays[0].shape[:axis], ends[-1], *arrays[0].shape[axis + 1 :]), dtype=arrays[0].dtype)
@@ -41,24 +40,24 @@ def concatenate_on_device(xp: Any, arrays: Sequence[Any], axis: int = -1) -> Any
 
 
 def namespace_of(array: Any) -> Any:
-    """Return the module of array functions that `array` belongs to."""
+    """Return the array module (NumPy, CuPy or shape-only) to which `array` belongs."""
     return get_device_of_array(array).xp
 
 
 def to_host(array: Any) -> np.ndarray:
-    """Return `array` as a NumPy array. A NumPy array is returned unchanged, an array on a GPU is copied, and an array
-    without data becomes zeros."""
+    """Return `array` as a NumPy array. A NumPy array is returned unchanged, a GPU array is copied, and a shape-only
+    array becomes zeros."""
     return get_device_of_array(array).to_host(array)
 
 
 def from_host(xp: Any, array: np.ndarray) -> Any:
-    """Return a NumPy array as an array of `xp`, without a copy if `xp` is NumPy."""
+    """Convert a NumPy array to an array of the module `xp`, without a copy if `xp` is NumPy."""
     return get_device_of_namespace(xp).from_host(array)
 
 
 def parse_dtype(name: str | np.dtype) -> np.dtype:
-    """Return the dtype of a name: "fp16" is float16; "bf16" and "bfloat16" are the bfloat16 of ml_dtypes. Return a
-    dtype unchanged. Raise ConfigError for an unknown name."""
+    """Return the dtype of a name. "fp16" means float16; "bf16" and "bfloat16" mean the bfloat16 of ml_dtypes. A dtype
+    is returned unchanged. Raise ConfigError for an unknown name."""
     if isinstance(name, np.dtype):
         return name
     if name not in DTYPES:
@@ -68,7 +67,8 @@ def parse_dtype(name: str | np.dtype) -> np.dtype:
 
 
 def to_numpy_dtype(call: str, given: Any) -> np.dtype:
-    """Return the NumPy dtype that was passed as the argument `dtype` of `call`; raise ConfigError if it is not one."""
+    """Convert the argument `dtype` of the function `call` to a NumPy dtype; raise ConfigError if that is not possible.
+    """
     try:
         if (numpy_type := np.dtype(given)).itemsize:
             return numpy_type

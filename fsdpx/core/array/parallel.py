@@ -1,10 +1,10 @@
-"""Kernel threads of this process. The calling thread and a pool of workers run the pieces of a call. Denormals are
+"""Threads that compute kernels. The calling thread and a pool of workers each compute part of a call, with denormals
 flushed to 0 during a step.
 
-Kernels are split by rows, columns or elements, and workers treat denormals as the calling thread does. So no result
+Kernels are split by rows, columns or elements, and workers treat denormals as the calling thread does, so no result
 depends on the number of threads, or on which thread computed it. Numba's `prange` is not used for two reasons: its
-default layer ("workqueue") ends the process when two threads call it at once, as thread ranks do, and its split depends
-on the number of threads.
+default layer ("workqueue") ends the process when two threads call it at once, as thread ranks do, and its split
+depends on the number of threads.
 
 Processors compute far more slowly with denormals (below 1.2e-38 in float32, 2.2e-308 in float64). Vanishing gradients,
 their squares in an optimizer, and the far tail of a softmax consist largely of them. GPUs and TensorFlow flush
@@ -33,7 +33,7 @@ __all__ = [
 
 
 class flush_denormals:  # noqa: N801
-    """Context in which this thread treats denormals as 0."""
+    """Context manager inside which this thread treats denormals as 0."""
 
     __slots__ = ("_before",)
 
@@ -53,7 +53,7 @@ def _load_control_register() -> Any:
     from fsdpx.core.array.kernels.compiled import scalar as register
 
     for kind in (np.float32, np.float64):
-        np.finfo(kind)  # NumPy 1 computes it on first use, and would warn if denormals are flushed then
+        np.finfo(kind)  # NumPy 1 computes these limits on first use, and would warn if denormals were flushed by then
     return register
 
 
@@ -62,8 +62,9 @@ MIN_PIECE_ELEMENTS = 1 << 16
 MIN_PARALLEL_SIZE = 1 << 18
 """Minimum number of elements for which splitting a call pays off. A pass over that many elements takes 80 us, whereas
 waking a thread and getting its answer takes 30 us."""
-PER_THREAD = 4  # pieces per thread; a worker that wakes late or shares its core delays the call less with small pieces
-PIECE_ALIGNMENT = 64  # splits fall on multiples of this many elements, so that two threads never write one cache line
+PER_THREAD = 4  # pieces per thread; with small pieces, a worker that wakes late delays the call less
+# splits are at multiples of this many elements, so that threads never write to the same cache line
+PIECE_ALIGNMENT = 64
 
 _threads = 1
 _started = 0
@@ -72,12 +73,12 @@ _calls: SimpleQueue[_ParallelCall] = SimpleQueue()
 
 
 def get_threads() -> int:
-    """Return the number of threads that work on one kernel."""
+    """Return the number of threads that compute each kernel."""
     return _threads
 
 
 def set_threads(n: int) -> None:
-    """Set the number of threads that work on each kernel of this process, including the calling thread."""
+    """Set the number of threads that compute each kernel of this process, including the calling thread."""
     global _threads
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise ConfigError(f"set_threads({n!r}): a number of threads, 1 or more, is needed")
@@ -85,8 +86,8 @@ def set_threads(n: int) -> None:
 
 
 def split_range(size: int, grain: int = MIN_PIECE_ELEMENTS, line: int = PIECE_ALIGNMENT) -> list[tuple[int, int]]:
-    """Split [0, size) into pieces (start, stop) of at least `grain` elements, at multiples of `line`. Return one piece
-    if there is only one thread."""
+    """Split [0, size) into parts (start, stop) of at least `grain` elements, at multiples of `line`. Return a single
+    part if there is only one thread."""
     count = min(size // max(grain, 1), _threads * PER_THREAD) if _threads > 1 else 1
     if count < 2:
         return [(0, size)]
@@ -95,9 +96,9 @@ def split_range(size: int, grain: int = MIN_PIECE_ELEMENTS, line: int = PIECE_AL
 
 
 def parallel_for_rows(function: Callable[..., Any], arrays: tuple[Any, ...], *rest: Any, work: int = 0) -> None:
-    """Run `function(*arrays, *rest)`, and split the arrays along dim 0 over threads if that pays off.
+    """Run `function(*arrays, *rest)`, split along dim 0 of the arrays over threads if there is enough work.
 
-    `work`: number of elements that the entire call processes. 0 means the size of the first array.
+    `work` is the number of elements that the entire call processes; 0 means the size of the first array.
     """
     size = arrays[0].shape[0]
     elements = work or arrays[0].size
@@ -119,7 +120,7 @@ def parallel_for_columns(function: Callable[..., Any], rows: Any, *rest: Any) ->
     """Run `function(start, stop, rows, *rest)` for ranges [start, stop) that together cover all columns of the array
     `rows` (n, columns).
 
-    This is for sums over rows, because each column is added in the order of the rows, however the columns are split.
+    Use this for sums over rows: each column is added in the order of the rows, however the columns are split.
     """
     size = rows.shape[1]
     if _threads == 1 or rows.size < MIN_PARALLEL_SIZE or size < 2 * PIECE_ALIGNMENT:
@@ -130,11 +131,11 @@ def parallel_for_columns(function: Callable[..., Any], rows: Any, *rest: Any) ->
 
 
 def run_tasks(function: Callable[..., Any], pieces: Sequence[tuple[Any, ...]]) -> None:
-    """Run `function(*piece)` for every piece, in any order and on any thread. Return when all pieces are done.
+    """Run `function(*piece)` for every piece on several threads, in any order. Return when all pieces are done.
 
     The function should be compiled and release the GIL. All pieces are run even if one raises, and the first error is
-    raised at the end. Any thread may call this at any time, even from within a piece, because the caller runs pieces of
-    its own call and never waits for a worker that is busy with another call.
+    raised at the end. Any thread may call this at any time, even from within a piece: the caller runs pieces of its
+    own call and never waits for a worker that is busy with another call.
     """
     workers = min(_threads, len(pieces)) - 1
     if workers < 1:
@@ -153,11 +154,11 @@ def run_tasks(function: Callable[..., Any], pieces: Sequence[tuple[Any, ...]]) -
 
 
 class _ParallelCall:
-    """One call of `run_tasks`. The deque gives each piece to only one thread. Workers report each finished piece in
-    `finished`.
+    """The state of one call of `run_tasks`. Threads take pieces from a deque, which gives each piece to only one
+    thread, and workers report each finished piece in the queue `finished`.
 
-    `control`: value of the control register of the caller's vector unit, which workers copy, because flushing denormals
-    can turn Inf into NaN.
+    `control` is the control register of the caller's vector unit. Workers copy it, because results depend on whether
+    denormals are flushed: flushing can turn Inf into NaN.
     """
 
     __slots__ = ("control", "finished", "function", "pieces")
@@ -169,7 +170,7 @@ class _ParallelCall:
         self.finished: SimpleQueue[BaseException | None] = SimpleQueue()
 
     def run_pieces(self) -> Iterator[BaseException | None]:
-        """Run pieces until none is left. Yield an error or None for each piece."""
+        """Run pieces until none is left. For each piece, yield its exception, or None."""
         while True:
             try:
                 piece = self.pieces.popleft()
@@ -193,7 +194,7 @@ class _ParallelCall:
 
 
 def _ensure_workers(workers: int) -> None:
-    """Start workers until there are at least this many. They sleep between calls, and end with the process."""
+    """Start worker threads until there are `workers`. They sleep between calls, and end with the process."""
     global _started
     if _started >= workers:
         return
@@ -209,7 +210,7 @@ def _run_worker(calls: SimpleQueue[_ParallelCall]) -> None:
 
 
 def _reset_after_fork() -> None:
-    """Reset the pool in a child process, which has none of its parent's threads and may have inherited a held lock."""
+    """Reset the pool in a forked child process, which has no worker threads and may have inherited a held lock."""
     global _started, _lock, _calls
     _started, _lock, _calls = 0, threading.Lock(), SimpleQueue()
 

@@ -20,14 +20,14 @@ __all__ = [
 ]  # fmt: skip
 
 PIECE_ELEMENTS = 1 << 16  # elements generated at a time, so that temporaries stay in cache
-MIN_RUN_ELEMENTS = 1024  # minimum length of contiguous runs that are generated one at a time
+MIN_RUN_ELEMENTS = 1024  # minimum number of elements for which a contiguous run is generated on its own
 WORD_MASK = 0xFFFFFFFF
 MIX = (0x7FEB352D, 0x846CA68B)
-WORDS_PER_STEP = 4  # raw numbers per step of Philox's counter
+WORDS_PER_STEP = 4  # 64-bit numbers that Philox generates from one counter value
 
 
 def generate_raw_numbers(seed: int, name: str, start: int, stop: int) -> np.ndarray:
-    """Return raw numbers [start, stop) of the stream as uint64."""
+    """Return the 64-bit random numbers [start, stop) of a stream as uint64."""
     if not 0 <= start <= stop:
         raise ValueError(f"random numbers [{start}, {stop}) of {name!r}: a range must be 0 <= start <= stop")
     first = start // WORDS_PER_STEP
@@ -36,14 +36,14 @@ def generate_raw_numbers(seed: int, name: str, start: int, stop: int) -> np.ndar
 
 
 def uniform(seed: int, name: str, start: int, stop: int) -> np.ndarray:
-    """Return elements [start, stop) of the stream as float64 in [0, 1). Element i consists of the top 53 bits of raw
+    """Return elements [start, stop) of a stream as float64 in [0, 1). Element i consists of the top 53 bits of 64-bit
     number i."""
     return _make_in_pieces(start, stop, np.float64, lambda a, b: _to_fractions(generate_raw_numbers(seed, name, a, b)))
 
 
 def normal(seed: int, name: str, start: int, stop: int) -> np.ndarray:
-    """Return elements [start, stop) of the stream as float64 with mean 0 and variance 1, where element i is computed
-    from raw numbers 2i and 2i + 1.
+    """Return elements [start, stop) of a stream as float64 with mean 0 and variance 1. Element i is computed from the
+    64-bit numbers 2i and 2i + 1.
 
     The formula is sqrt(-2 log u) cos(2 pi v) (Box and Muller, 1958). In some elements, the last bits computed by NumPy
     differ from those of the compiled code. NumPy's own last bits also differ between processors.
@@ -56,22 +56,22 @@ def normal(seed: int, name: str, start: int, stop: int) -> np.ndarray:
 
     def make_piece(a: int, b: int) -> np.ndarray:
         pairs = _to_fractions(generate_raw_numbers(seed, name, 2 * a, 2 * b)).reshape(-1, 2)
-        radius = np.sqrt(-2.0 * np.log(1.0 - pairs[:, 0]))  # 1 - u lies in (0, 1]
+        radius = np.sqrt(-2.0 * np.log(1.0 - pairs[:, 0]))  # 1 - u is in (0, 1], so its logarithm is finite
         return radius * np.cos(2.0 * np.pi * pairs[:, 1])
 
     return _make_in_pieces(start, stop, np.float64, make_piece)
 
 
 def random_permutation(seed: int, name: str, n: int) -> np.ndarray:
-    """Return the numbers 0 to n - 1 in random order as int64. They are the indices that sort the first n raw numbers of
-    the stream."""
+    """Return the numbers 0 to n - 1 in random order as int64: the indices that sort the first n 64-bit numbers of the
+    stream."""
     return np.argsort(generate_raw_numbers(seed, name, 0, n), kind="stable")
 
 
 @dataclass
 class TrainingMoment:
-    """The current step, and the global index of the microbatch's first sample. It is mutable, so that all owners that
-    share a moment see it advance."""
+    """The current step, and the index of the microbatch's first sample in the global batch. It is mutable, so that all
+    layers that share it see it advance."""
 
     step: int = 0
     row: int = 0
@@ -79,7 +79,7 @@ class TrainingMoment:
 
 @dataclass(frozen=True, init=False)
 class Random:
-    """Random numbers of one layer, determined by a seed, the layer's path and the moment of training."""
+    """Random numbers of one layer, determined by a seed, the layer's path, the step and the sample."""
 
     seed: int
     path: str
@@ -88,28 +88,30 @@ class Random:
     def __init__(
         self, seed: int, path: str = "", step: int = 0, row: int = 0, moment: TrainingMoment | None = None
     ) -> None:
-        """Make a new moment from `step` and `row`, or share `moment`."""
+        """Use the given `moment`, which may be shared with other layers, or a new one made from `step` and `row`
+        (index of the first sample)."""
         object.__setattr__(self, "seed", seed)
         object.__setattr__(self, "path", path)
         object.__setattr__(self, "moment", moment or TrainingMoment(step, row))
 
     def child(self, name: str) -> Random:
-        """Return the random numbers of the child layer `name`. The path of the root layer is empty."""
+        """Return the random numbers of the child layer `name`, whose path is this path followed by `name`. The path of
+        the root layer is empty."""
         path = f"{self.path}.{name}" if self.path and name else self.path or name
         return Random(self.seed, path, moment=self.moment)
 
     def get_number_range(self, shape: tuple[int, ...]) -> NumberRange:
-        """Return the numbers for an array of `shape` whose dim 0 is samples. Element (i, j) has number `(moment.row +
-        i) * prod(shape[1:]) + j` of the stream."""
+        """Return the range of random numbers for an array of `shape` whose dim 0 is samples. Element (i, j) has number
+        `(moment.row + i) * prod(shape[1:]) + j` of the stream."""
         width = math.prod(shape[1:])
         start = self.moment.row * width
         return NumberRange(self.seed, f"{self.path}@{self.moment.step}", start, start + shape[0] * width)
 
     def get_number_subarray(self, shape: tuple[int, ...], slices: Mapping[int, tuple[int, int]]) -> NumberSubarray:
-        """Return the numbers for an array of `shape` that is a part of a larger array. They equal the numbers that
-        `get_number_range` returns for that part of the larger array.
+        """Return the random numbers for an array of `shape` that is a part of a larger array. They equal the numbers
+        that `get_number_range` returns for the same elements of the larger array.
 
-        `slices`: first index of the part and size of the larger array, by dim. Dim 0 is not allowed.
+        `slices` maps a dim to the first index of the part and the size of the larger array. Dim 0 is not allowed.
         """
         starts, whole = [0] * len(shape), list(shape)
         for dim, (start, total) in slices.items():
@@ -118,13 +120,13 @@ class Random:
         return NumberSubarray(self.seed, f"{self.path}@{self.moment.step}", tuple(shape), tuple(starts), tuple(whole))
 
     def uniform(self, xp: Any, shape: tuple[int, ...]) -> Any:
-        """Return float32 in [0, 1) on the device of `xp`, made from the numbers of `get_number_range`."""
+        """Return an array of random float32 in [0, 1) with this shape, on the device of `xp`. Dim 0 is samples."""
         return self.get_number_range(shape).make_fractions(xp).reshape(shape)
 
 
 @dataclass(frozen=True)
 class NumberRange:
-    """Numbers [start, stop) of the stream (seed, name)."""
+    """The random numbers [start, stop) of the stream (seed, name)."""
 
     seed: int
     name: str
@@ -138,8 +140,8 @@ class NumberRange:
         return np.uint64(key & 0xFFFFFFFFFFFFFFFF), np.uint64(key >> 64)
 
     def iterate_runs(self) -> Iterator[tuple[slice, int, int, int]]:
-        """Yield runs of positions that differ only in their lower 32 bits: a slice of this range, the lower bits of the
-        first position, and two words that are equal for all positions of the run."""
+        """Split the range into runs of positions that share their upper 32 bits. For each, yield a slice of this
+        range, the lower 32 bits of the first position, and two words that are the same for the entire run."""
         key0, key1 = (int(key) & WORD_MASK for key in self.keys)
         position = self.start
         while position < self.stop:
@@ -148,9 +150,11 @@ class NumberRange:
             position = end
 
     def make_16bit_numbers(self) -> np.ndarray:
-        """Return uint32 below 2^16, one per position: the upper bits of mix(mix(position ^ key0) ^ key1), with the
-        32-bit mixing function from C. Wellons' "hash prospector". This function is faster than Philox, and random
-        enough for stochastic rounding."""
+        """Return random 16-bit numbers, one per position, as uint32.
+
+        Each is the upper bits of mix(mix(position ^ key0) ^ key1), with the 32-bit mixing function from C. Wellons'
+        "hash prospector". This is faster than Philox, and random enough for stochastic rounding.
+        """
         numbers = np.empty(self.stop - self.start, np.uint32)
         for offset, start, key0, key1 in self.iterate_runs():
             places = np.arange(start, start + (offset.stop - offset.start), dtype=np.uint64).astype(np.uint32)
@@ -158,7 +162,8 @@ class NumberRange:
         return numbers
 
     def make_fractions(self, xp: Any) -> Any:
-        """Return a 1-D array of float32 in [0, 1) on the device of `xp`, made from the top 24 bits of each number."""
+        """Return the numbers as a 1-D float32 array in [0, 1) on the device of `xp`, made from the top 24 bits of
+        each."""
         if getattr(xp, "holds_no_data", False):
             return xp.empty((self.stop - self.start,), dtype=np.float32)
 
@@ -172,11 +177,10 @@ class NumberRange:
 
 @dataclass(frozen=True)
 class NumberSubarray:
-    """Numbers of the stream (seed, name) for a part, of shape `shape`, of an array whose samples have the shape
-    `whole[1:]`.
+    """The random numbers of the stream (seed, name) for a part, of shape `shape`, of a larger array of shape `whole`.
 
-    Element (i, j, ...) of the part is element (starts[0] + i, starts[1] + j, ...) of the full array, counted in C
-    order.
+    Element (i, j, ...) of the part is element (starts[0] + i, starts[1] + j, ...) of the larger array, counted in C
+    order. The number of samples, `whole[0]`, does not matter.
     """
 
     seed: int
@@ -186,7 +190,7 @@ class NumberSubarray:
     whole: tuple[int, ...]
 
     def make_fractions(self, xp: Any) -> Any:
-        """Return an array of `shape` of float32 in [0, 1) on the device of `xp`."""
+        """Return the numbers as a float32 array in [0, 1) of shape `shape`, on the device of `xp`."""
         if getattr(xp, "holds_no_data", False):
             return xp.empty(self.shape, dtype=np.float32)
         out, lead = np.empty(self.shape, np.float32), self._find_lead_dim()
@@ -201,8 +205,8 @@ class NumberSubarray:
         return xp.asarray(out)
 
     def _find_lead_dim(self) -> int:
-        """Return the dim whose numbers are generated in one call. Dims before it are looped over. Along dims after it
-        all numbers are generated, and those outside the part are dropped."""
+        """Return the dim that divides the work: dims before it are looped over, and the numbers from this dim on are
+        generated in one call. Numbers outside of the part are dropped."""
         cut = [d for d in range(1, len(self.shape)) if self.shape[d] != self.whole[d]]
         if not cut:
             return 0
@@ -212,7 +216,8 @@ class NumberSubarray:
 
 
 def _make_key(seed: int, name: str) -> int:
-    """Return a key of 128 bits. A zero byte, which neither the seed nor the name contains, separates the two."""
+    """Return the 128-bit key of the stream (seed, name). A zero byte, which neither the seed nor the name contains,
+    separates the two in the hashed text."""
     return int.from_bytes(hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=16).digest(), "little")
 
 
@@ -233,7 +238,8 @@ def _require_valid_range(numbers: NumberRange) -> NumberRange:
 
 
 def _make_in_pieces(start: int, stop: int, dtype: Any, piece: Callable[[int, int], np.ndarray]) -> np.ndarray:
-    """Return `piece(start, stop)`, generated in pieces of `PIECE_ELEMENTS` elements."""
+    """Return `piece(start, stop)`, computed in parts of at most `PIECE_ELEMENTS` elements so that temporaries stay in
+    cache."""
     _require_valid_range(NumberRange(0, "", start, stop))
     out = np.empty(stop - start, dtype)
     for a in range(start, stop, PIECE_ELEMENTS):

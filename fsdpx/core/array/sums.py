@@ -1,5 +1,5 @@
-"""Sums that do not depend on how their terms are distributed over ranks, because fixed blocks are added exactly. Also
-counts, means and sums of squared deviations, merged without cancellation."""
+"""Sums that are bitwise independent of how their terms are distributed over ranks, because the sums of fixed blocks
+are added exactly. Also means and variances that are merged without cancellation."""
 
 import math
 from collections.abc import Sequence
@@ -21,13 +21,14 @@ numbers can have."""
 
 
 def sum_block_squares(xp: Any, x: Any) -> list[float]:
-    """Return sums of squares in float64 over blocks of `CHUNK_ELEMENTS` elements. The last block may be shorter."""
+    """Return the sums of squares of consecutive blocks of `CHUNK_ELEMENTS` elements, in float64. The last block may be
+    shorter."""
     sums: list[float] = to_host(square_sums(xp, x, CHUNK_ELEMENTS)).tolist()
     return sums
 
 
 def sum_exactly(values: Sequence[float]) -> float:
-    """Return the correctly rounded sum, which does not depend on the order of the terms (Shewchuk 1997)."""
+    """Return the correctly rounded sum of `values`, which does not depend on their order (Shewchuk 1997)."""
     try:
         return math.fsum(values)
     except OverflowError:
@@ -35,7 +36,8 @@ def sum_exactly(values: Sequence[float]) -> float:
 
 
 def compute_sum_expansion(values: Sequence[float]) -> list[float]:
-    """Return a few numbers whose exact sum equals that of `values`, so that the sum can be sent without rounding."""
+    """Return a few numbers whose exact sum equals that of `values`, so that the sum can be sent to other ranks without
+    rounding."""
     parts: list[float] = []
     rest = sum_exactly(values)
     while rest != 0.0:
@@ -47,15 +49,15 @@ def compute_sum_expansion(values: Sequence[float]) -> list[float]:
 
 
 def compute_padded_sum_expansion(values: Sequence[float]) -> list[float]:
-    """Return the expansion of `values` padded with zeros to `EXPANSION_PARTS` numbers, so that all ranks have equal
-    lengths."""
+    """Return the expansion of `values` (see `compute_sum_expansion`), padded with zeros to `EXPANSION_PARTS` numbers,
+    so that it has the same length on all ranks."""
     parts = compute_sum_expansion(values)
     return [*parts, *[0.0] * (EXPANSION_PARTS - len(parts))]
 
 
 def combine_moments(xp: Any, first: Any, second: Any) -> Any:
-    """Return (count, mean, sum of squared deviations) of the union of two sets, given these moments of each (Chan et
-    al. 1979)."""
+    """Merge the moments (count, mean, sum of squared deviations) of two sets of numbers; return those of their union
+    (Chan et al. 1979)."""
     total = first[0] + second[0]
     share = second[0] / xp.where(total > 0, total, 1.0)
     apart = second[1] - first[1]

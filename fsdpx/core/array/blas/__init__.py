@@ -1,4 +1,4 @@
-"""Matrix products by the selected BLAS library, written or added in place."""
+"""Matrix products by the selected BLAS library, written to or added to an output array."""
 
 from functools import cache
 from typing import Any

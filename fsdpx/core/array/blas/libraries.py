@@ -1,5 +1,5 @@
-"""BLAS libraries of this machine whose functions can be called by address. This module finds them, sets them up, and
-chooses the one that computes the matrix products of this process: a selected library, or else the default."""
+"""Find and set up the BLAS libraries of this machine whose functions can be called by address, and choose the one that
+computes the matrix products of this process."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ WHEELS = {"mkl": "libmkl_rt.so*", "onednn": "libdnnl.so*"}
 """Pattern of the file of each library, by the name of the library. The wheel of a library installs the file in the
 folder `lib` of Python."""
 
-SEQUENTIAL = 1  # argument of MKL_Set_Threading_Layer that loads no OpenMP runtime
-AUTO, STRICT = 2, 0x10000  # arguments of MKL_CBWR_Set
+SEQUENTIAL = 1  # value of MKL_Set_Threading_Layer with which no OpenMP runtime is loaded
+AUTO, STRICT = 2, 0x10000  # values of MKL_CBWR_Set
 AVX512 = 11  # lowest of the AVX-512 branches that MKL_CBWR_Get_Auto_Branch can return
 
 
 @dataclass(frozen=True)
 class BlasLibrary:
-    """A loaded library. `sgemm`, `dgemm`: addresses of its `cblas_sgemm` and `cblas_dgemm` with 64-bit sizes."""
+    """A BLAS library that is loaded. `sgemm` and `dgemm` are the addresses of its `cblas_sgemm` and `cblas_dgemm`,
+    which take 64-bit sizes."""
 
     name: str
     path: str
@@ -47,8 +48,8 @@ class BlasLibrary:
 
 @cache
 def load_library(name: str) -> BlasLibrary | None:
-    """Load and return one of `LIBRARY_NAMES`; return None if it is not installed. A library is loaded only on request,
-    so an unused one takes no memory."""
+    """Load one of `LIBRARY_NAMES`; return None if it is not installed. Libraries are loaded only on request, since
+    each takes memory."""
     make = _load_mkl if name == "mkl" else _load_openblas
     for path in list_library_files(name):
         try:
@@ -59,15 +60,15 @@ def load_library(name: str) -> BlasLibrary | None:
 
 
 def find_preferred_library() -> str | None:
-    """Return the default library. This is MKL on Intel processors and NumPy's own OpenBLAS on others. If the default is
-    missing, return the other of the two; if both are missing, return None."""
+    """Return the name of the default library: MKL on Intel processors, NumPy's own OpenBLAS on others. If the default
+    is not installed, return the other one; if neither is, return None."""
     order = LIBRARY_NAMES if is_intel_processor() else LIBRARY_NAMES[::-1]
     return next((name for name in order if load_library(name) is not None), None)
 
 
 def list_library_files(name: str) -> list[Path]:
-    """Return the files that may be "mkl", "openblas" or "onednn". For a library from a wheel, the newest file of each
-    folder comes first."""
+    """Return the candidate files of library "mkl", "openblas" or "onednn". In each folder of a wheel, the newest file
+    comes first."""
     if name in WHEELS:
         folders = [Path(prefix, "lib") for prefix in dict.fromkeys((sys.prefix, sys.base_prefix))]
         return [path for folder in folders for path in sorted(folder.glob(WHEELS[name]), reverse=True)]
@@ -77,17 +78,17 @@ def list_library_files(name: str) -> list[Path]:
 
 
 def describe_library_files() -> dict[str, str]:
-    """Return the path, size and modification time of each installed library by name, without loading the library.
-    Measured times are valid only for these files."""
+    """Return text with the path, size and modification time of each installed library, by name, without loading the
+    library. Stored measurements are valid only for the same files."""
     first = {name: paths[0] for name in (*LIBRARY_NAMES, "onednn") if (paths := list_library_files(name))}
     return {name: f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for name, path in first.items()}
 
 
 def _load_mkl(path: Path) -> BlasLibrary:
-    """Load MKL so that it computes only in the calling thread, and with the same bits in every run.
+    """Load MKL so that it computes only in the calling thread and gives bitwise equal results in every run.
 
-    The documentation of MKL promises the same bits for every alignment only with STRICT, which slows small products
-    down by a fifth. With AVX-512 the bits were the same at all alignments even without it.
+    The documentation of MKL promises equal bits for every memory alignment only with STRICT, which slows small
+    products down by a fifth. In measurements with AVX-512, the bits were equal at all alignments without it.
     """
     library = load_shared_library(path)
     if library.MKL_Set_Threading_Layer(SEQUENTIAL) != SEQUENTIAL:
@@ -140,8 +141,8 @@ def list_available_libraries() -> dict[str, str]:
 
 
 def select_library(name: str | None) -> None:
-    """Compute matrix products with library `name` from now on, or with the default if `name` is None. All ranks of a
-    job must select the same library."""
+    """Use BLAS library `name` for all further matrix products; None selects the default. All ranks of a job must
+    select the same library."""
     global requested_library
     if name not in (None, NUMPY) and _find_library(str(name)) is None:
         raise ConfigError(f"BLAS {name!r} is not available: choose one of {', '.join(list_available_libraries())}")
@@ -150,27 +151,27 @@ def select_library(name: str | None) -> None:
 
 
 def get_selected_library() -> str:
-    """Return the name of the library in use."""
+    """Return the name of the BLAS library in use."""
     if requested_library is not None:
         return requested_library
     return (find_preferred_library() if has_numba() else None) or NUMPY
 
 
 def get_gemm_address(dtype: np.dtype) -> int:
-    """Return the address of the selected library's gemm for float32 or float64. Return 0 if `numpy.matmul` is to be
+    """Return the address of the selected library's gemm function for float32 or float64; 0 if `numpy.matmul` is to be
     called instead."""
     return ADDRESSES[dtype.char] if dtype.isnative else 0
 
 
 def set_product_threads(n: int) -> None:
-    """Split products over `n` threads from now on. Inside `limit_threads`, the library computes each piece on one
-    thread."""
+    """Set the number of threads over which each matrix product is split. Inside `limit_threads`, the library computes
+    each part on a single thread."""
     global product_threads
     product_threads = n
 
 
 def get_product_threads() -> int:
-    """Return the number of threads over which a product is split."""
+    """Return the number of threads over which each matrix product is split."""
     return product_threads
 
 
@@ -179,7 +180,7 @@ def _find_library(name: str) -> BlasLibrary | None:
 
 
 class GemmAddresses(dict[str, int]):
-    """Addresses of the gemm for each dtype, by dtype character. An address is looked up on first use."""
+    """Addresses of the gemm functions by dtype character. Each address is looked up on first use."""
 
     def __missing__(self, char: str) -> int:
         used = _find_library(get_selected_library()) if char in "fd" else None

@@ -20,11 +20,11 @@ ROUNDS = 5
 
 
 def measure_library_gflops(count: ProgressCallback = lambda done, total: None) -> dict[str, float]:
-    """Return the GFLOP/s of each library on one thread. The measurement takes some tenths of a second.
+    """Measure the speed of each BLAS library on one thread, in GFLOP/s. This takes some tenths of a second.
 
-    The libraries are measured in alternation, and only the fastest call of each product counts, since other load slows
-    some calls down. The result is the harmonic mean over the shapes, so that large products do not hide small ones.
-    `count` is called with the number of measurements done and the total.
+    Measurements of the libraries alternate, and only the fastest call of each product counts, since other processes
+    may slow some calls down. The result is the harmonic mean over several matrix shapes, so that large products do not
+    hide small ones. `count` is called with the number of measurements done and the total number.
     """
     names, before = list(libraries.list_available_libraries()), libraries.requested_library
     best = {(name, shape): float("inf") for name in names for shape in SHAPES}
@@ -45,8 +45,8 @@ def measure_library_gflops(count: ProgressCallback = lambda done, total: None) -
 
 
 def _measure_product_seconds(rows: int, columns: int, summed: int, budget: float) -> float:
-    """Return the time in seconds of the fastest call among those that fit into the time budget, of which at least one
-    is measured. An earlier call, which is not measured, initializes the library."""
+    """Return the time of the fastest call, in seconds, of the calls that fit into `budget` seconds (at least one). A
+    first call, which is not measured, initializes the library."""
     a, b = np.ones((rows, summed), np.float32), np.ones((columns, summed), np.float32)
     out = np.empty((rows, columns), np.float32)
     gemm(out, a, b.T)

@@ -1,7 +1,7 @@
-"""Thread pools of the BLAS that NumPy calls: limited while fsdpx computes, and restored for the program afterwards.
+"""Limit the thread pools of NumPy's BLAS while fsdpx computes, and restore them for the user's program afterwards.
 
-Ranks on a host share its cores, and when fsdpx splits a product over threads, each piece must run on one thread.
-Between steps the program's own products use as many threads as it has chosen.
+Ranks on a host share its cores, and when fsdpx splits a matrix product over threads, each part must run on one thread.
+Between steps, the user's own matrix products use as many threads as the user has chosen.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ __all__ = ["limit_threads", "set_thread_limit"]
 
 
 class BlasThreads(NamedTuple):
-    """Thread pool of a library. `get`, `set`: functions that return and set its number of threads."""
+    """The thread pool of the BLAS library at `path`; `get` and `set` are functions that return and set its number of
+    threads."""
 
     path: str
     get: Callable[[], int]
@@ -30,9 +31,12 @@ class BlasThreads(NamedTuple):
 class _PoolState:
     """State of this module.
 
-    `most`: maximum number of threads of each pool while fsdpx computes, or None if the user has set the numbers.
-    `plan`: pairs (pool, threads), or None if the plan must be made. `inside`: number of open `limit_threads` blocks.
-    `changed`: (pool, number of threads now, number before).
+    Attributes
+    ----------
+    most : maximum number of threads of each pool while fsdpx computes; None if the user has set the numbers
+    plan : pairs (pool, maximum number of threads); None until they are determined
+    inside : number of `limit_threads` blocks that are open, in all threads
+    changed : pools that are limited now, as (pool, current number of threads, former number)
     """
 
     most: int | None = None
@@ -48,16 +52,18 @@ _state.changed = []
 
 
 def set_thread_limit(threads: int | None) -> None:
-    """Limit NumPy's BLAS to `threads` threads while fsdpx computes, or to as many as the user has set if `threads` is
-    None. This also finds libraries that were loaded since the last call."""
+    """Set the maximum number of threads that NumPy's BLAS uses while fsdpx computes; None leaves the number that the
+    user has set. Libraries that were loaded since the last call are found as well."""
     with _lock:
         _state.most, _state.pools, _state.plan = threads, None, None
 
 
 class limit_threads:  # noqa: N801
-    """Context that limits NumPy's BLAS to the threads of a rank, or to one thread if this BLAS is the library whose
-    matrix products fsdpx itself splits. Any thread may enter at any time. The last thread to leave restores the
-    program's numbers."""
+    """Context manager inside which NumPy's BLAS uses at most the number of threads of `set_thread_limit`.
+
+    If fsdpx itself splits the matrix products of this library over threads, the limit is one thread. Several threads
+    may be inside at the same time; the last one to leave restores the numbers of the user's program.
+    """
 
     __slots__ = ()
 
@@ -79,7 +85,7 @@ class limit_threads:  # noqa: N801
             _state.inside -= 1
             while _state.changed and not _state.inside:
                 pool, now, before = _state.changed.pop()
-                if pool.get() == now:  # otherwise the program has changed the number inside the block
+                if pool.get() == now:  # a different number was set by the user's program inside the block, and stays
                     pool.set(before)
 
 
@@ -93,9 +99,8 @@ def _plan_pool_limits() -> None:
 
 
 def _find_thread_pools() -> list[BlasThreads]:
-    """Return the pools of the loaded BLAS libraries, except libraries bundled with wheels of packages other than
-    NumPy."""
-    with environment.restoring_environment():  # threadpoolctl sets a variable for OpenMP when it is imported
+    """Return the thread pools of the loaded BLAS libraries, without those that packages other than NumPy bundle."""
+    with environment.restoring_environment():  # importing threadpoolctl sets an environment variable of OpenMP
         from threadpoolctl import ThreadpoolController
     loaded = [one for one in ThreadpoolController().lib_controllers if one.user_api == "blas"]
     return [
@@ -111,10 +116,10 @@ def _may_belong_to_numpy(path: Path) -> bool:
 
 
 def _get_thread_count_functions(library: Any) -> tuple[Callable[[], int], Callable[[int], object]]:
-    """Return the functions that get and set a library's number of threads. For OpenBLAS these are its own functions,
-    since threadpoolctl looks them up at each call, which takes five times as long."""
+    """Return functions that get and set the number of threads of a library. For OpenBLAS these are functions of the
+    library itself, because those of threadpoolctl take five times as long."""
     if library.internal_api == "openblas":
-        loaded = ctypes.CDLL(library.filepath)  # already loaded
+        loaded = ctypes.CDLL(library.filepath)  # returns the library that is already loaded
         for name in (f"{a}openblas_{{}}_num_threads{b}" for a in ("", "scipy_") for b in ("", "64_", "_64")):
             get, set = (getattr(loaded, name.format(what), None) for what in ("get", "set"))
             if get is not None and set is not None:
@@ -123,7 +128,7 @@ def _get_thread_count_functions(library: Any) -> tuple[Callable[[], int], Callab
 
 
 def _reset_after_fork() -> None:
-    """Reset the state in a child process, in which no thread computes, and which may have inherited a held lock."""
+    """Reset the state in a forked child process, which may have inherited a held lock and has no other threads."""
     global _lock
     _lock, _state.inside = threading.Lock(), 0
 

@@ -1,6 +1,6 @@
-"""Matrix products of 2-D NumPy arrays, written or added in place.
+"""Matrix products of 2-D NumPy arrays, written to or added to an output array.
 
-For a small layer the Python code in this file takes as long as BLAS, so a call looks up and creates as little as
+For a small layer, the Python code in this file takes as long as BLAS, so a call does as few lookups and allocations as
 possible.
 """
 
@@ -31,7 +31,7 @@ as waking a thread."""
 MAX_SMALL_MULTIPLY_ADDS = 1 << 20
 """Maximum number of multiply-adds of a product whose 16-bit matrices are converted to float32. This is as fast as other
 libraries, whose calls take microseconds."""
-PIECE_ALIGNMENT = 64  # splits fall on its multiples, so pieces are whole tiles of the library and share no cache lines
+PIECE_ALIGNMENT = 64  # splits are at multiples of this, so that threads share no cache lines or tiles of the library
 
 
 def gemm(out: Array, a: Array, b: Array, accumulate: bool = False) -> None:
@@ -47,8 +47,8 @@ def gemm(out: Array, a: Array, b: Array, accumulate: bool = False) -> None:
 
 
 def add_bias_and_round_total_into(out: Array, total: Array, accumulate: bool, bias: Array | None) -> None:
-    """Compute out = total + bias, or out += total, rounded once to the dtype of `out`. Modifies the float32 array
-    `total` in place."""
+    """Finish a product computed in float32: compute out = total + bias, or out += total with `accumulate`, rounded
+    once to the dtype of `out`. Overwrites the float32 array `total`."""
     if bias is not None:
         total += to_float32(np, bias)
     if accumulate:
@@ -77,8 +77,8 @@ def linear_forward(out: Array, x: Array, weight: Array, bias: Array | None) -> N
 def linear_backward_params(
     weight_grad: GradientTarget | None, bias_grad: GradientTarget | None, dy: Array, x: Array
 ) -> None:
-    """Compute dy.T @ x into `weight_grad`, and the column sums of dy into `bias_grad`. A gradient whose array is None
-    is not computed."""
+    """Compute the parameter gradients of a linear layer: dy.T @ x for `weight_grad`, and the column sums of dy for
+    `bias_grad`. A gradient whose target is None is not computed."""
     gemm_address = ADDRESSES[dy.dtype.char]
     alike = dy.dtype is x.dtype and _has_gradient_dtype(dy.dtype, weight_grad, bias_grad)
     if gemm_address and alike and dy.flags.c_contiguous and (libraries.product_threads == 1 or not _is_large(dy, x)):
@@ -95,7 +95,8 @@ def linear_backward_params(
 def linear_backward(
     dx: Array, weight_grad: GradientTarget | None, bias_grad: GradientTarget | None, dy: Array, x: Array, weight: Array
 ) -> None:
-    """Compute dx = dy @ weight and `linear_backward_params` in one call."""
+    """Compute the input gradient dx = dy @ weight of a linear layer, and its parameter gradients as in
+    `linear_backward_params`."""
     dtype = dy.dtype
     gemm_address = ADDRESSES[dtype.char]
     alike = dtype is x.dtype is weight.dtype and _has_gradient_dtype(dtype, weight_grad, bias_grad)
@@ -109,13 +110,13 @@ def linear_backward(
 
 
 def _has_gradient_dtype(dtype: Any, weight_grad: GradientTarget | None, bias_grad: GradientTarget | None) -> bool:
-    """Return whether both gradients have this dtype, as the compiled code requires."""
+    """Return whether both gradient targets have this dtype, which the compiled code requires."""
     return (weight_grad is None or weight_grad[0].dtype is dtype) and (bias_grad is None or bias_grad[0].dtype is dtype)
 
 
 def multiply_small_bfloat16_into(out: Array, a: Array, b: Array, accumulate: bool, bias: Array | None) -> bool:
-    """Compute out = a @ b + bias, or out += a @ b, for small bfloat16 matrices, into bfloat16 or float32. Return False,
-    without effect, for other arguments."""
+    """Compute out = a @ b + bias, or out += a @ b with `accumulate`, for small bfloat16 matrices and a bfloat16 or
+    float32 output. Return False, without computing, if the arguments are not of this kind."""
     gemm_address = find_small_bfloat16_gemm_address(a, b)
     if not gemm_address or not out.flags.c_contiguous:
         return False
@@ -132,8 +133,8 @@ def multiply_small_bfloat16_into(out: Array, a: Array, b: Array, accumulate: boo
 
 
 def find_small_bfloat16_gemm_address(a: Array, b: Array) -> int:
-    """Return the address of the float32 gemm to use for small bfloat16 matrices `(m, k)` and `(k, n)`, which the caller
-    must first convert to float32. Return 0 if the matrices are large or have another dtype."""
+    """Return the address of the float32 gemm function that multiplies small bfloat16 matrices `(m, k)` and `(k, n)`
+    after the caller has converted them to float32. Return 0 if the matrices are large or have another dtype."""
     few = a.shape[0] * a.shape[1] * b.shape[1] <= MAX_SMALL_MULTIPLY_ADDS
     return ADDRESSES["f"] if few and a.dtype == b.dtype and a.dtype.name == "bfloat16" else 0
 
@@ -150,7 +151,7 @@ def _multiply_piece_into(out: Array, a: Array, b: Array, accumulate: bool) -> No
         and COMPILED["gemm"](gemm_address, out, a, b, accumulate)
     ):
         return
-    with np.errstate(over="ignore", invalid="ignore"):  # like libraries called by address, which do not warn
+    with np.errstate(over="ignore", invalid="ignore"):  # no warnings, as with libraries that are called by address
         if accumulate:
             out += np.matmul(a, b)
         else:
@@ -158,8 +159,8 @@ def _multiply_piece_into(out: Array, a: Array, b: Array, accumulate: bool) -> No
 
 
 def _can_multiply_compiled(gemm_address: int, a: Array) -> bool:
-    """Return whether compiled code may be able to multiply by `a`, with the gemm at `gemm_address`, or without BLAS if
-    the address is 0."""
+    """Return whether compiled code can multiply by `a`: with the gemm function at `gemm_address`, or without BLAS if
+    the address is 0. The compiled code may still reject the arrays."""
     return gemm_address != 0 or (a.shape[0] <= libraries.MAX_ROWS_WITHOUT_BLAS and a.dtype.char in "fd" and has_numba())
 
 
@@ -169,8 +170,8 @@ def _is_large(a: Array, b: Array) -> bool:
 
 
 def split_product_over_threads(out: Array, a: Array, b: Array) -> list[tuple[Array, Array, Array]]:
-    """Return the pieces (out, a, b) of a product, one per thread, split along the longer dim of `out`. Return no pieces
-    if the product is small.
+    """Split a matrix product along the longer dim of `out` into one part (out, a, b) per thread. Return an empty list
+    if the product is too small to be split.
 
     The split changes the last bits of the result, since a library may add long sums in an order that depends on the
     shape.
@@ -184,7 +185,7 @@ def split_product_over_threads(out: Array, a: Array, b: Array) -> list[tuple[Arr
 
 
 class CompiledProducts(dict[str, Callable[..., Any]]):
-    """Compiled functions by name, each compiled on first use."""
+    """Compiled functions for matrix products, by name. Each is compiled or loaded on first use."""
 
     def __missing__(self, name: str) -> Callable[..., Any]:
         from fsdpx.core.array.jit import specialize

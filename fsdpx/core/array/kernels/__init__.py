@@ -1,8 +1,9 @@
-"""Kernels: the computations of layers, each as plain array code and, where that is faster, as compiled code.
+"""Kernels: the numerical functions of layers, each as plain array code and, where that is faster, as compiled code.
 
-`f(xp, ...)` runs on NumPy, CuPy and shape-only arrays, in float64 and float32. float16 and bf16 arrays are computed in
-float32 and rounded once. Arrays may have 0 rows. A file is imported when one of its kernels is first used, and the file
-of the same name in `compiled` when the kernel first runs as machine code. Numba is imported only to compile.
+A kernel `f(xp, ...)` runs on NumPy, CuPy and shape-only arrays, in float64 and float32. float16 and bf16 arrays are
+computed in float32 and rounded once. Arrays may have 0 rows. A file is imported when one of its kernels is first used,
+and the file of the same name in `compiled` when the kernel first runs as machine code. Numba is imported only to
+compile.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Elementwise kernels: activations, gates, and sums fused with them (residuals, biases).
+"""Elementwise kernels: activations, gated activations, and their fusion with residual and bias addition.
 
 `gelu_recompute` differentiates GELU given its argument, so the result need not be saved from forward to backward.
 """
@@ -37,8 +37,7 @@ TAIL32 = (
 
 
 def evaluate_polynomial(x: Any, coefficients: tuple[float, ...]) -> Any:
-    """Return the value of a polynomial by Horner's rule, in the dtype of x. `coefficients` begin with the lowest
-    order."""
+    """Evaluate a polynomial at x by Horner's rule, in the dtype of x. `coefficients` begin with the constant term."""
     result = x * coefficients[-1] + coefficients[-2]
     for c in coefficients[-3::-1]:
         result *= x
@@ -49,8 +48,8 @@ def evaluate_polynomial(x: Any, coefficients: tuple[float, ...]) -> Any:
 def unnormalized_gaussian_density(xp: Any, x: Any) -> Any:
     """Return exp(-x^2 / 2), the Gaussian density without its constant factor.
 
-    It is computed as exp of an exact square times exp of a small rest (Cody 1969), since the rounding error of x^2
-    would matter in the tail.
+    To avoid the rounding error of x^2, which would matter in the tail, x^2 is split into an exact square and a small
+    rest, whose exponentials are multiplied (Cody 1969).
     """
     x = xp.clip(x, -LIMIT, LIMIT)
     near = xp.rint(x * 16.0) * 0.0625
@@ -58,14 +57,15 @@ def unnormalized_gaussian_density(xp: Any, x: Any) -> Any:
 
 
 def gaussian_tail(xp: Any, x: Any, bell: Any) -> Any:
-    """Return Phi(-|x|), given `bell = unnormalized_gaussian_density(x)`."""
+    """Return Phi(-|x|), the probability of the tail of the normal distribution, given `bell =
+    unnormalized_gaussian_density(x)`."""
     inverse = 1.0 / (xp.abs(x) + SHIFT)
     t = 1.0 - (2.0 * SHIFT) * inverse
     return evaluate_polynomial(t, TAIL32 if x.dtype == np.float32 else TAIL64) * inverse * bell
 
 
 def gaussian_cdf(xp: Any, x: Any, bell: Any) -> Any:
-    """Return Phi(x), given `bell = unnormalized_gaussian_density(x)`."""
+    """Return Phi(x), the normal cumulative distribution function, given `bell = unnormalized_gaussian_density(x)`."""
     below = gaussian_tail(xp, x, bell)
     return xp.where(x < 0, below, 1.0 - below)
 
@@ -76,20 +76,22 @@ GATED_FORMS = ("silu", "gelu", "gelu tanh")
 
 @kernel()
 def gated(xp: Any, a: Any, b: Any, form: str = "silu") -> Any:
-    """Return act(a) b, elementwise (Shazeer 2020). `form`: the activation, one of `GATED_FORMS`."""
+    """Return the gated activation act(a) b, elementwise (Shazeer 2020). `form` is the name of act, one of
+    `GATED_FORMS`."""
     return _apply_activation(xp, a, form) * b
 
 
 @kernel(narrow=2)
 def gated_backward(xp: Any, a: Any, b: Any, dy: Any, form: str = "silu") -> tuple[Any, Any]:
-    """Return the gradients of a and b, which are dy b act'(a) and dy act(a)."""
+    """Return the gradients of `gated` with respect to a and b: dy b act'(a) and dy act(a)."""
     plain = (silu_backward if form == "silu" else gelu_backward).__wrapped__  # type: ignore[attr-defined]
     da = plain(xp, a, dy * b) if form == "silu" else plain(xp, a, dy * b, get_gelu_approximation(form))
     return da, dy * _apply_activation(xp, a, form)
 
 
 def get_gelu_approximation(form: str) -> str:
-    """Return the argument `approximate` of `gelu` for a form; raise ConfigError for an unknown form."""
+    """Return the value of `approximate` in `gelu` that the activation `form` stands for; raise ConfigError for an
+    unknown form."""
     if form not in GATED_FORMS:
         raise ConfigError(f"gated: form must be one of {', '.join(map(repr, GATED_FORMS))}, got {form!r}")
     return "tanh" if form == "gelu tanh" else "none"
@@ -102,7 +104,7 @@ def _apply_activation(xp: Any, a: Any, form: str) -> Any:
 
 
 CUBIC = 0.044715
-SLOPE = 2.0 * math.sqrt(2.0 / math.pi)  # 1/2 (1 + tanh(u)) = sigmoid(2u), which does not cancel for large negative u
+SLOPE = 2.0 * math.sqrt(2.0 / math.pi)  # factor 2: 1/2 (1 + tanh(u)) is computed as sigmoid(2u), without cancellation
 DENSITY = 1.0 / math.sqrt(2.0 * math.pi)
 
 
@@ -114,13 +116,13 @@ def relu(xp: Any, x: Any) -> Any:
 
 @kernel()
 def relu_backward(xp: Any, y: Any, dy: Any) -> Any:
-    """Return dy where y, the result of `relu`, is above 0, and 0 elsewhere."""
+    """Return the gradient of `relu`: dy where the result y is positive, and 0 elsewhere."""
     return xp.where(y > 0, dy, xp.zeros((), dtype=dy.dtype))
 
 
 @kernel()
 def sigmoid(xp: Any, x: Any) -> Any:
-    """Return 1 / (1 + exp(-x)). It cannot overflow, since only exp(-|x|) is computed."""
+    """Return 1 / (1 + exp(-x)). Computed from exp(-|x|), so it cannot overflow."""
     e = xp.exp(-xp.abs(x))
     return xp.where(x < 0, e, 1.0) / (e + 1.0)
 
@@ -133,15 +135,15 @@ def silu(xp: Any, x: Any) -> Any:
 
 @kernel()
 def silu_backward(xp: Any, x: Any, dy: Any) -> Any:
-    """Return dy (s + x s (1 - s)) with s = sigmoid(x)."""
+    """Return the gradient of `silu`: dy (s + x s (1 - s)) with s = sigmoid(x)."""
     s = sigmoid.__wrapped__(xp, x)  # type: ignore[attr-defined]
     return dy * (s + x * s * (1.0 - s))
 
 
 @kernel()
 def gelu(xp: Any, x: Any, approximate: str = "none") -> Any:
-    """Return x Phi(x), or, with approximate="tanh", x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) (Hendrycks, Gimpel
-    2016)."""
+    """Return GELU(x) = x Phi(x), or, with approximate="tanh", x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
+    (Hendrycks, Gimpel 2016)."""
     if is_exact_gelu(approximate):
         return x * gaussian_cdf(xp, x, unnormalized_gaussian_density(xp, x))
     return x * sigmoid.__wrapped__(xp, _tanh_argument(x))  # type: ignore[attr-defined]
@@ -161,15 +163,16 @@ def gelu_backward(xp: Any, x: Any, dy: Any, approximate: str = "none") -> Any:
 
 @cache
 def is_exact_gelu(approximate: str) -> bool:
-    """Return whether `approximate` is "none" (exact GELU) rather than "tanh" (its tanh form); raise ConfigError for
-    other values."""
+    """Return True if `approximate` is "none" (exact GELU) and False if it is "tanh"; raise ConfigError for other
+    values."""
     if approximate not in ("none", "tanh"):
         raise ConfigError(f"gelu: approximate must be 'none' or 'tanh', got {approximate!r}")
     return approximate == "none"
 
 
 def _tanh_argument(x: Any) -> Any:
-    """Return u such that the tanh form of GELU is x/2 (1 + tanh(u / 2)) = x sigmoid(u)."""
+    """Return u = 2 sqrt(2/pi) (x + 0.044715 x^3), so that the tanh form of GELU is x/2 (1 + tanh(u / 2)) = x
+    sigmoid(u)."""
     return x * (x * x * CUBIC + 1.0) * SLOPE
 
 
@@ -181,13 +184,13 @@ def add(xp: Any, a: Any, b: Any) -> Any:
 
 @kernel(narrow=0, into=("y",))
 def add_bias(xp: Any, y: Any, bias: Any) -> None:
-    """Add bias, which has the shape of y's last dims, to y in place."""
+    """Add `bias` to y in place. The shape of `bias` equals the last dims of y."""
     y += bias
 
 
 @kernel(into=("h",))
 def bias_gelu(xp: Any, h: Any, bias: Any, approximate: str = "none") -> Any:
-    """Add bias (features,), unless it is None, to h in place, and return gelu(h)."""
+    """Add `bias` (features,) to h in place and return gelu(h). `bias` may be None."""
     if bias is not None:
         h += bias
     return gelu(xp, h, approximate)
@@ -195,8 +198,8 @@ def bias_gelu(xp: Any, h: Any, bias: Any, approximate: str = "none") -> Any:
 
 @kernel(narrow=0, into=("out",))
 def sum_rows(xp: Any, rows: Any, out: Any, accumulate: bool = True) -> None:
-    """Add the sum of rows (n, ...) over n to out, or write it to out. Rows of 16-bit numbers are added in float32, and
-    the sum is rounded once."""
+    """Sum an array (n, ...) over its first dim, and add the sum to `out` or, if `accumulate` is false, write it.
+    16-bit numbers are summed in float32 and rounded once."""
     total = xp.sum(rows, axis=0)
     if accumulate:
         out += total
@@ -206,6 +209,6 @@ def sum_rows(xp: Any, rows: Any, out: Any, accumulate: bool = True) -> None:
 
 @kernel(into=("dy",))
 def gelu_recompute(xp: Any, x: Any, dy: Any, approximate: str = "none") -> Any:
-    """Return gelu(x), bitwise equal to `gelu`, and overwrite dy with the gradient of x."""
+    """Return gelu(x), bitwise equal to the forward result, and overwrite dy with the gradient of x."""
     dy[...] = gelu_backward.__wrapped__(xp, x, dy, approximate)  # type: ignore[attr-defined]
     return gelu.__wrapped__(xp, x, approximate)  # type: ignore[attr-defined]

@@ -1,4 +1,5 @@
-"""Choice of the code that runs a kernel. It follows a fixed table, so that every rank computes the same bits.
+"""Choose the implementation that runs a kernel. The choice follows a fixed table, so that every rank computes the same
+bits.
 
 The table is based on `bench/kernels.py`, and never on measurements made while a job runs.
 """
@@ -40,10 +41,10 @@ active_mode: Mode = "default"
 
 
 def register_compiled_kernel(sample: Sample | None = None) -> Callable[[Any], Any]:
-    """Return a decorator that registers a function as the compiled code of the kernel of the same name.
+    """Return a decorator that registers a function as the compiled implementation of the kernel of the same name.
 
-    `sample`: arguments of a call of that kernel, with which the kernel is compiled or loaded before the first step. It
-    is None if samples of other kernels compile this kernel, or if no step needs the kernel.
+    `sample` returns the arguments of a call of that kernel, with which the kernel is compiled or loaded before the
+    first step. It is None if samples of other kernels compile this kernel, or if no training step needs it.
     """
 
     def register(function: Any) -> Any:
@@ -54,15 +55,15 @@ def register_compiled_kernel(sample: Sample | None = None) -> Callable[[Any], An
 
 
 def register_kernel(name: str, plain: Callable[..., Any], compiled_in: str = "") -> Callable[..., Any]:
-    """Register a kernel under a name and return it. Its compiled code is in the folder `compiled` next to the kernel's
-    file, in the file `compiled_in`, or by default in a file of the same name."""
+    """Register the plain implementation of a kernel under `name` and return it. The compiled implementation is looked
+    up in the folder `compiled`, in the file `compiled_in` (default: the file of the same name)."""
     package, _, own_file = plain.__module__.rpartition(".")
     KERNELS[name], FILES[name] = plain, f"{package}.compiled.{compiled_in or own_file}"
     return plain
 
 
 def load_compiled_kernels() -> dict[str, Callable[..., Any]]:
-    """Import all files of kernels, and return the compiled code of every kernel that has any, by name."""
+    """Import all files of kernels, and return all compiled implementations by kernel name."""
     core_kernels = importlib.import_module("fsdpx.core.array.kernels")
     others = (find_extension("kernels", name, optional=True) for name in list_extensions("kernels"))
     for package in filter(None, (core_kernels, *others)):
@@ -75,10 +76,13 @@ def load_compiled_kernels() -> dict[str, Callable[..., Any]]:
 
 @contextmanager
 def use_mode(mode: Mode) -> Iterator[None]:
-    """Run all kernels of the process, inside the block, in this mode. "plain": array code. "numba": compiled code where
-    it exists. "default": "numba" if Numba is installed.
+    """Return a context manager that chooses how all kernels of the process run. For tests and measurements only, since
+    it affects all threads.
 
-    For tests and measurements only, since it affects all threads.
+    Parameters
+    ----------
+    mode : "plain" for array code; "numba" for compiled code where it exists; "default" for "numba" if Numba is
+        installed, else "plain"
     """
     global active_mode
     if mode not in ("default", "plain", "numba"):
@@ -93,13 +97,13 @@ def use_mode(mode: Mode) -> Iterator[None]:
 
 
 def get_implementation_name(name: str) -> Literal["plain", "numba"]:
-    """Return which code runs the kernel `name` on contiguous float32 or float64 NumPy arrays."""
+    """Return which implementation of the kernel `name` runs on contiguous float32 or float64 NumPy arrays."""
     return "numba" if active_mode != "plain" and has_numba() and _look_up_compiled_kernel(name) is not None else "plain"
 
 
 def find_compiled_kernel(name: str) -> Callable[..., Any] | None:
-    """Return the compiled code of the kernel `name`. Return None if there is none, the mode is "plain", or Numba is
-    missing."""
+    """Return the compiled implementation of the kernel `name`. Return None if there is none, if the mode is "plain",
+    or if Numba is not installed."""
     if active_mode == "plain":
         return None
     if not has_numba():
@@ -109,8 +113,7 @@ def find_compiled_kernel(name: str) -> Callable[..., Any] | None:
 
 
 def find_device_kernel(name: str, xp: Any, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """Return the implementation of the kernel `name` by the device of `xp` for these arguments, or None if the device
-    has none."""
+    """Return the implementation of the kernel `name` for these arguments that the device of `xp` provides, or None."""
     return get_device_of_namespace(xp).find_kernel(name, arguments)
 
 
@@ -122,15 +125,16 @@ def has_numba() -> bool:
 
 @functools.cache
 def _warn_numba_missing() -> None:
-    """Warn once per process that Numba is missing."""
+    """Warn once per process that Numba is not installed, so that kernels run as slower array code."""
     warn(
         "fsdpx: Numba is not installed, so kernels run as plain array code (several times slower): pip install numba",
     )
 
 
 def _look_up_compiled_kernel(name: str) -> Callable[..., Any] | None:
-    """Return the compiled code of a kernel, or None. The result does not depend on which files have been imported."""
-    # imports the file of a core kernel; kernels of an extension are imported with the layers of the extension
+    """Import and return the compiled implementation of a kernel, or None. The result does not depend on which files
+    have been imported."""
+    # only core kernels need an import: kernels of an extension are imported with its layers
     if name not in FILES:
         getattr(importlib.import_module("fsdpx.core.array.kernels"), name, None)
     return _import_compiled_kernel(name, FILES.get(name))

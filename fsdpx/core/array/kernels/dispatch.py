@@ -1,5 +1,5 @@
-"""The decorator `kernel`, which joins plain array code and the compiled function of the same name into one kernel, and
-computes 16-bit floats in float32."""
+"""The decorator `kernel`, which combines plain array code and the compiled function of the same name into one kernel,
+and computes 16-bit floats in float32."""
 
 import functools
 import inspect
@@ -41,13 +41,15 @@ def kernel(
     def make_kernel(plain: Callable[..., Any]) -> Callable[..., Any]:
         name = plain.__name__
         kept = {place - 1 for place, word in enumerate(inspect.signature(plain).parameters) if word in into}
-        bodies: dict[tuple[Any, ...], Callable[..., Any]] = {}  # by mode and dtypes, so each is looked up only once
+        # implementations by mode and dtypes, each looked up only once
+        bodies: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
         def call_body(xp: Any, *arguments: Any, **options: Any) -> Any:
             return choose_body(xp, arguments)(xp, *arguments, **options)
 
         def call_plain(xp: Any, *arguments: Any, **options: Any) -> Any:
-            """Call the kernel without the compiled code for this dtype, which does not support these arguments."""
+            """Run the kernel for arguments that its compiled code does not support in this dtype: in plain array code,
+            or converted to float32."""
             if arguments[0].dtype.itemsize != 2:
                 return plain(xp, *arguments, **options)
             return _wrap_to_compute_in_float32(plain if kept else call_body, kept, narrow)(xp, *arguments, **options)
@@ -95,8 +97,8 @@ def kernel(
 
 
 def _wrap_to_compute_in_float32(body: Callable[..., Any], kept: set[int], narrow: int) -> Callable[..., Any]:
-    """Return a function that runs `body` on 16-bit arrays. The function converts the arrays to float32, and rounds the
-    results."""
+    """Return a function that converts 16-bit arrays to float32, calls `body`, and rounds the first `narrow` results to
+    16 bits. Arguments at the positions `kept` are not converted."""
 
     def run_widened(xp: Any, *arguments: Any, **options: Any) -> Any:
         dtype = arguments[0].dtype
@@ -109,8 +111,8 @@ def _wrap_to_compute_in_float32(body: Callable[..., Any], kept: set[int], narrow
 
 
 def _wrap_to_compute_on_bits(body: Callable[..., Any], positions: set[int]) -> Callable[..., Any]:
-    """Return a function that runs `body` on views of the bits of the arrays at `positions`, and returns results that
-    are bits as bfloat16."""
+    """Return a function that passes the bfloat16 arrays at `positions` to `body` as views of their bits (uint16), and
+    returns results that are bits as bfloat16."""
     bfloat16, word = parse_dtype("bf16"), np.dtype(np.uint16)
 
     def run_on_bits(xp: Any, *arguments: Any, **options: Any) -> Any:
@@ -128,7 +130,7 @@ def _is_bfloat16(a: Any) -> bool:
 
 
 def _list_float_dtypes(arguments: tuple[Any, ...], kept: set[int]) -> set[str]:
-    """Return the dtypes of the NumPy arrays among the arguments, except integer arrays and arrays that are modified in
-    place."""
+    """Return the dtypes of the NumPy arrays among the arguments. Integer arrays, and arrays at the positions `kept`,
+    are left out."""
     dtypes = {a.dtype for n, a in enumerate(arguments) if isinstance(a, np.ndarray) and n not in kept}
     return {dtype.name for dtype in dtypes if dtype.kind not in "biu"}

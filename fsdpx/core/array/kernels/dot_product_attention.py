@@ -1,4 +1,4 @@
-"""Attention: scaled dot products, softmax, and rotary positions."""
+"""Attention kernels: scaled dot products, softmax, and rotary position embedding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["attention", "attention_backward", "rotate", "softmax", "softmax_back
 
 @kernel()
 def softmax(xp: Any, x: Any) -> Any:
-    """Return exp(x) / sum exp(x) over the last dim of x, which may have any shape."""
+    """Return exp(x) / sum(exp(x)) over the last dim of x."""
     y = xp.exp(x - xp.max(x, axis=-1, keepdims=True))
     y /= xp.sum(y, axis=-1, keepdims=True)
     return y
@@ -27,16 +27,19 @@ def softmax(xp: Any, x: Any) -> Any:
 
 @kernel()
 def softmax_backward(xp: Any, y: Any, dy: Any) -> Any:
-    """Return y (dy - sum(y dy)), the gradient of `softmax` at its result y."""
+    """Return the gradient of `softmax`, y (dy - sum(y dy)), where y is its result."""
     return y * (dy - xp.sum(y * dy, axis=-1, keepdims=True))
 
 
 @kernel()
 def rotate(xp: Any, x: Any, cos: Any, sin: Any) -> Any:
-    """Return (a cos - b sin, b cos + a sin) for the halves a, b of the last dim (Su et al. 2021, in the order of
-    Llama).
+    """Apply rotary position embedding: return (a cos - b sin, b cos + a sin) for the halves a, b of the last dim (Su
+    et al. 2021, in the order of Llama). The gradient is `rotate` with -sin.
 
-    x: (B, T, H, D). cos, sin: (T, D / 2) in the compute dtype. The gradient is `rotate` with -sin.
+    Parameters
+    ----------
+    x : (B, T, H, D)
+    cos, sin : (T, D / 2) in the compute dtype
     """
     half = x.shape[3] // 2
     c, s = cos[None, :, None, :], sin[None, :, None, :]
@@ -89,11 +92,11 @@ def attention_backward(
     xp: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, causal: bool, scale: float, window: int = 0,
     segments: Any = None,
 ) -> Any:  # fmt: skip
-    """Return dq, dk, dv of `attention` as one array (3, B, H, T, D), with probabilities recomputed from lse (Dao et al.
-    2022).
+    """Return the gradients dq, dk, dv of `attention` as one array (3, B, H, T, D). Probabilities are recomputed from
+    lse (Dao et al. 2022).
 
     The array is stored as (B, T, 3, H, D), like the gradient of a fused projection to queries, keys and values. If k
-    has another length or fewer heads than q, return three arrays instead.
+    has another length or fewer heads than q, three separate arrays are returned.
 
     With p the probabilities and dp = do v^T: dv = p^T do, ds = p (dp - sum(do o)) scale, dq = ds k, dk = ds^T q.
     """
@@ -114,7 +117,8 @@ def attention_backward(
 
 
 def _iterate_heads(xp: Any, q: Any) -> Iterable[tuple[int, ...]]:
-    """Return every pair (sample, head), or for shape-only arrays only the first, which counts for all."""
+    """Yield the indices (sample, head) of all heads. For shape-only arrays, yield only the first and count its work
+    for all heads."""
     if getattr(xp, "holds_no_data", False):
         return iterate_once_counting_all((0, 0), q.shape[0] * q.shape[1])
     return np.ndindex(*q.shape[:2])
@@ -123,7 +127,7 @@ def _iterate_heads(xp: Any, q: Any) -> Iterable[tuple[int, ...]]:
 def _attention_backward_of_head(
     xp: Any, p: Any, q: Any, k: Any, v: Any, o: Any, do: Any, scale: float, seen: Any
 ) -> tuple[Any, ...]:
-    """Return the gradients of q, k and v for a head with probabilities p."""
+    """Return the gradients of q, k and v of one head, given its attention probabilities p."""
     seeing = None if seen is None else seen.T
     along = xp.sum(do * o, axis=-1, keepdims=True)
     ds = zero_hidden_weights(p * (do @ v.T - along) * scale, seen)
@@ -132,12 +136,11 @@ def _attention_backward_of_head(
 
 
 def compute_masked_if_not_finite(xp: Any, compute: Callable[[Any], Any], seen: Any) -> Any:
-    """Return `compute(seen)`, where `compute` multiplies by weights that are 0 for hidden rows. Return `compute(None)`,
-    which is cheaper, if its result is finite.
+    """Return `compute(None)`, or the more expensive `compute(seen)` if the result contains NaN or Inf.
 
-    The two results differ only if there is NaN or Inf, which a weight of 0 does not remove. For arrays other than
-    NumPy's, only `compute(None)` runs. `seen`: (T, S), False where the weight of a row is 0. None means that all rows
-    are visible.
+    `compute` multiplies rows by weights that are 0 for hidden rows. Only NaN and Inf in hidden rows make a difference,
+    since a weight of 0 does not remove them. `seen` is a mask (T, S) that is False where a row is hidden; None means
+    that all rows are visible. For arrays other than NumPy's, only `compute(None)` runs.
     """
     mask = compute(None)
     if xp is not np or seen is None:
@@ -147,7 +150,8 @@ def compute_masked_if_not_finite(xp: Any, compute: Callable[[Any], Any], seen: A
 
 
 def multiply_without_hidden_rows(weights: Any, rows: Any, seen: Any, multiply: Callable[..., Any] = matmul) -> Any:
-    """Return weights (..., T, S) times rows (..., S, D), where NaN and Inf in hidden rows contribute nothing."""
+    """Return the product of weights (..., T, S) and rows (..., S, D), in which NaN and Inf of hidden rows contribute
+    nothing. `seen` is the mask (T, S) of visible rows."""
     if seen is None:
         return multiply(weights, rows)
     finite, nothing = np.isfinite(rows), rows.dtype.type(0)
@@ -159,8 +163,8 @@ def multiply_without_hidden_rows(weights: Any, rows: Any, seen: Any, multiply: C
 
 
 def zero_hidden_weights(x: Any, seen: Any) -> Any:
-    """Return weights (..., T, S) with the weights of hidden rows set to 0, since the weight of a hidden row is NaN if
-    the row contains NaN."""
+    """Set the weights x (..., T, S) of hidden rows to 0, because they are NaN if the row contains NaN. `seen` is the
+    mask (T, S) of visible rows."""
     return x if seen is None else np.where(seen, x, x.dtype.type(0))
 
 
@@ -170,16 +174,16 @@ def _compute_scores(xp: Any, q: Any, k: Any, seen: Any, scale: float) -> Any:
 
 
 def _make_causal_mask(xp: Any, q: Any, window: int) -> Any:
-    """Return the mask (T, T) of the positions to which each position attends. These are the position itself and earlier
-    positions within the window."""
+    """Return the mask (T, T) that is True where a position attends: to itself and to earlier positions within the
+    window."""
     time = xp.arange(q.shape[2])
     seen = time[None, :] <= time[:, None]
     return seen & (time[None, :] > time[:, None] - window) if window else seen
 
 
 def _make_sample_mask(earlier: Any, segments: Any, b: int) -> Any:
-    """Return the mask of visible positions in sample b, which are those in `earlier` that are in the same segment.
-    Return None if all positions are visible."""
+    """Return the attention mask of sample b: the mask `earlier`, restricted to positions of the same segment. Return
+    None if all positions are visible."""
     if segments is None:
         return earlier
     same = segments[b][None, :] == segments[b][:, None]

@@ -1,4 +1,4 @@
-"""Dropout. Whether an element is dropped depends on the random number of the position of the element."""
+"""Dropout. The random number that decides whether an element is dropped depends only on the position of the element."""
 
 from __future__ import annotations
 
@@ -14,32 +14,35 @@ __all__ = ["drop", "drop_backward"]
 
 
 def make_keep_mask(xp: Any, numbers: NumberRange, shape: tuple[int, ...], p: float) -> Any:
-    """Return a mask of the elements to keep, each with probability 1 - p. These are the elements whose random number is
-    at least p."""
+    """Return a mask of the elements that dropout keeps: those whose random number is at least p, so each with
+    probability 1 - p."""
     return numbers.make_fractions(xp).reshape(shape) >= p
 
 
 @kernel(compiled_in="normal")
 def drop(xp: Any, x: Any, numbers: NumberRange, p: float) -> tuple[Any, Any]:
-    """Return x / (1 - p) where kept and 0 elsewhere, and the mask. Element i is compared with random number i."""
+    """Apply dropout: return x / (1 - p) where elements are kept and 0 elsewhere, and the mask of kept elements.
+    Element i is compared with random number i."""
     keep = make_keep_mask(xp, numbers, x.shape, p)
     return drop_backward.__wrapped__(xp, x, keep, p), keep  # type: ignore[attr-defined]
 
 
 @kernel(compiled_in="normal")
 def drop_backward(xp: Any, dy: Any, keep: Any, p: float) -> Any:
-    """Return dy / (1 - p) where kept, and 0 elsewhere. Applied to x and a given mask, this is also the forward
-    computation."""
+    """Return the gradient of `drop`: dy / (1 - p) where the mask `keep` is True, and 0 elsewhere. Applied to x, this
+    is also the forward computation for a given mask."""
     dx = dy * keep
     dx *= dropout_scale(p)
     return dx
 
 
 def dropout_scale(p: float) -> float:
-    """Return the factor on kept elements that preserves the mean. Return 1 if p is 1, so that no element is kept."""
+    """Return 1 / (1 - p), by which kept elements are multiplied to preserve the mean; 1 if p is 1, when no element is
+    kept."""
     return 1.0 / (1.0 - p) if p < 1.0 else 1.0
 
 
 def dropout_threshold(p: float) -> int:
-    """Return the smallest 24-bit number for which an element is kept: `number 2^-24 >= p` in float32."""
+    """Return the smallest 24-bit random number with which an element is kept, that is, with number 2^-24 >= p in
+    float32."""
     return math.ceil(float(np.float32(p)) * 2.0**24)

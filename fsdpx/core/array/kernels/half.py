@@ -14,8 +14,8 @@ HALF_FORMATS = ("float16", "bfloat16")
 
 
 def store(xp: Any, x: Any, out: Any) -> None:
-    """Write x to out, which has the same shape, in the dtype of out. Numbers that are too large for this dtype become
-    Inf, without a warning."""
+    """Copy x to `out`, which has the same shape, in the dtype of `out`. Numbers that are too large for this dtype
+    become Inf, without a warning."""
     fits = xp is np and x.shape == out.shape and (_can_use_compiled(x, out) or _can_use_compiled(out, x))
     if fits and (body := find_compiled_kernel("store")):
         body(x, out)
@@ -24,7 +24,7 @@ def store(xp: Any, x: Any, out: Any) -> None:
         form(xp, x, out)
         return
     if getattr(xp, "holds_no_data", False):
-        # the pass is counted with the itemsize of the narrower format
+        # memory traffic is counted with the itemsize of the narrower format
         record_traffic(*sorted((x, out), key=lambda a: int(a.itemsize)), kernel="store")
         return
     with np.errstate(over="ignore", invalid="ignore"):
@@ -32,7 +32,7 @@ def store(xp: Any, x: Any, out: Any) -> None:
 
 
 def add_widened(xp: Any, x: Any, out: Any) -> None:
-    """Add x (16 bits) to out (float32) in place. Both have the same shape."""
+    """Add the 16-bit array x to the float32 array `out` in place. Both have the same shape."""
     fits = xp is np and x.shape == out.shape and _can_use_compiled(x, out)
     if fits and (body := find_compiled_kernel("add_widened")):
         body(x, out)
@@ -45,10 +45,11 @@ def add_widened(xp: Any, x: Any, out: Any) -> None:
 
 
 def round_randomly(xp: Any, x: Any, out: Any, numbers: NumberRange) -> None:
-    """Write float32 x to bfloat16 out, each element rounded to one of its two neighbors, with probabilities that make
-    the rounding unbiased (Gupta et al. 2015). Both arrays are 1-D and of equal size.
+    """Round a float32 array x stochastically to the bfloat16 array `out`. Each element becomes one of its two
+    neighbors, with probabilities that make the rounding unbiased (Gupta et al. 2015).
 
-    `numbers`: element i is rounded by element i of `numbers.make_16bit_numbers()`. Inf and NaN are kept.
+    Both arrays are 1-D and of equal size. Element i uses random number i of `numbers.make_16bit_numbers()`. Inf and
+    NaN are kept.
     """
     if xp is np and _can_use_compiled(out, x) and (body := find_compiled_kernel("round_randomly")):
         body(x, out, numbers)
@@ -60,7 +61,7 @@ def round_randomly(xp: Any, x: Any, out: Any, numbers: NumberRange) -> None:
 
 
 def to_float32(xp: Any, x: Any) -> Any:
-    """Return an array of 16-bit floats as float32 (bf16 has kind "V"). Return anything else unchanged."""
+    """Convert an array of 16-bit floats to float32. Return anything else unchanged."""
     dtype = getattr(x, "dtype", None)
     if dtype is None or dtype.itemsize != 2 or dtype.kind not in "fV":
         return x
@@ -68,8 +69,8 @@ def to_float32(xp: Any, x: Any) -> Any:
 
 
 def cast_float(xp: Any, x: Any, dtype: Any) -> Any:
-    """Return x rounded to `dtype`, 16-bit or float32, with the memory order of x. Return x itself if x has that
-    dtype."""
+    """Return x rounded to `dtype` (16-bit or float32), in the memory order of x. Return x itself if it has that dtype.
+    """
     if x.dtype == dtype:
         return x
     if xp is np and not x.flags.c_contiguous:
@@ -83,7 +84,7 @@ def cast_float(xp: Any, x: Any, dtype: Any) -> Any:
 
 
 def _can_use_compiled(half: Any, wide: Any) -> bool:
-    """Return whether the compiled code supports this pair of arrays."""
+    """Return whether the compiled code supports this pair of a 16-bit and a float32 array."""
     formats = wide.dtype == np.float32 and half.dtype.name in HALF_FORMATS
     return formats and all(x.flags.c_contiguous and x.flags.aligned for x in (half, wide))
 

@@ -7,16 +7,16 @@ __all__ = ["empty_attention_gradients", "empty_time_first"]
 
 
 def empty_time_first(xp: Any, a: Any) -> Any:
-    """Return an uninitialized array with the shape of a, (B, H, T, D), stored as (B, T, H, D)."""
+    """Return an uninitialized array with the shape (B, H, T, D) of a, stored in memory as (B, T, H, D)."""
     b, h, t, d = a.shape
     return xp.empty((b, t, h, d), dtype=a.dtype).swapaxes(1, 2)
 
 
 def empty_attention_gradients(xp: Any, q: Any, k: Any) -> Any:
-    """Return uninitialized gradients of q, k and v, as `attention_backward` returns them.
+    """Allocate uninitialized gradients of q, k and v, in the layout that `attention_backward` returns.
 
-    This is one array (3, B, H, T, D), stored as (B, T, 3, H, D), or three arrays if k has another length or fewer heads
-    than q.
+    This is one array (3, B, H, T, D), stored as (B, T, 3, H, D), or three arrays if k has another length or fewer
+    heads than q.
     """
     b, h, t, d = q.shape
     if k.shape[1:3] != q.shape[1:3]:

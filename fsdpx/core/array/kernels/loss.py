@@ -1,4 +1,4 @@
-"""Losses, and the gradient of looking up rows by index."""
+"""Losses, and the gradient of an embedding lookup."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ __all__ = [
 
 @kernel(narrow=0, into=("gw",))
 def embedding_backward(xp: Any, gw: Any, index: Any, dy: Any) -> None:
-    """Add row i of dy (n, d) to row index[i] of gw (rows, d), always in the same order.
-
-    For 16-bit gw, the sum is computed in float32 and rounded once.
-    """
+    """Add row i of dy (n, d) to row index[i] of the weight gradient gw (rows, d), always in the same order. For 16-bit
+    gw, the sum is computed in float32 and rounded once."""
     wide = xp.zeros(gw.shape, dtype=np.float32) if gw.dtype.itemsize == 2 else gw
     if xp.__name__ == "cupy":
-        _scatter_add_sorted_rows(xp, wide, index, dy)  # CuPy's `add.at` adds in the order in which threads arrive
+        _scatter_add_sorted_rows(xp, wide, index, dy)  # CuPy's `add.at` adds in a random order
     else:
         xp.add.at(wide, index, _convert_dtype(dy, wide.dtype))
     if wide is not gw:
@@ -32,8 +30,8 @@ def embedding_backward(xp: Any, gw: Any, index: Any, dy: Any) -> None:
 
 
 def _scatter_add_sorted_rows(xp: Any, gw: Any, index: Any, dy: Any) -> None:
-    """Add rows in a fixed order: sort them by index, sum each run of equal indices in doubling steps (Hillis and Steele
-    1986), and add the last row of each run."""
+    """Add row i of dy to row index[i] of gw in a fixed order: sort rows by index, sum runs of equal indices in
+    doubling steps (Hillis and Steele 1986), and add the last row of each run."""
     order = xp.argsort(index, kind="stable")
     rows, sums = index[order], _convert_dtype(dy[order], gw.dtype)
     step = 1
@@ -51,14 +49,15 @@ def _convert_dtype(array: Any, dtype: Any) -> Any:
 
 @kernel(narrow=0)
 def binary_entropy(xp: Any, y: Any, target: Any) -> float:
-    """Return the sum of max(y, 0) - y target + log(1 + exp(-|y|)), added in float64."""
+    """Return the binary cross entropy of logits y, summed in float64: the sum of max(y, 0) - y target + log(1 +
+    exp(-|y|))."""
     each = xp.maximum(y, 0) - y * target + xp.log1p(xp.exp(-xp.abs(y)))
     return float(xp.sum(each, dtype=np.float64))
 
 
 @kernel()
 def binary_entropy_backward(xp: Any, y: Any, target: Any, factor: float) -> Any:
-    """Return factor (sigmoid(y) - target), in the dtype of y."""
+    """Return the gradient of `binary_entropy` times `factor`: factor (sigmoid(y) - target), in the dtype of y."""
     return ((sigmoid(xp, y) - target) * factor).astype(y.dtype, copy=False)
 
 
@@ -66,17 +65,28 @@ def binary_entropy_backward(xp: Any, y: Any, target: Any, factor: float) -> Any:
 def cross_entropy(
     xp: Any, logits: Any, target: Any, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> tuple[float, float, Any]:
-    """Return -sum over rows and classes of wanted log softmax(logits), where wanted = (1 - e) onehot + e / classes and
-    e = label_smoothing.
+    """Return the cross entropy of logits and integer targets, summed over rows, with label smoothing e.
 
-    logits: (n, classes). target: (n,) integers in [0, classes), or ignore_index for a row to ignore. Returns the sum
-    (added in float64), the number of rows that are not ignored, and lse (n,), the log-sum-exp of each row.
+    The loss is -sum over rows and classes of wanted log softmax(logits), where wanted = (1 - e) onehot(target) + e /
+    classes.
+
+    Parameters
+    ----------
+    logits : (n, classes)
+    target : (n,) integers in [0, classes), or ignore_index for a row to ignore
+    ignore_index : target of rows that do not count
+    label_smoothing : e
+
+    Returns
+    -------
+    tuple
+        the sum in float64, the number of rows that are not ignored, and the log-sum-exp (n,) of each row
     """
     top = xp.max(logits, axis=1, keepdims=True)
     top = xp.where(top == -np.inf, logits.dtype.type(0), top)
     counted = target != ignore_index
     picked = xp.take_along_axis(logits, xp.where(counted, target, 0)[:, None], axis=1)[:, 0]
-    with np.errstate(divide="ignore", invalid="ignore"):  # for rows of -inf
+    with np.errstate(divide="ignore", invalid="ignore"):  # rows in which all logits are -inf give log(0)
         lse = (xp.log(xp.sum(xp.exp(logits - top), axis=1, keepdims=True)) + top)[:, 0]
         each = (lse - picked).astype(np.float64)
     if label_smoothing:
@@ -91,10 +101,11 @@ def cross_entropy_backward(
     xp: Any, logits: Any, target: Any, lse: Any, seed: float, ignore_index: int = -100, label_smoothing: float = 0.0,
     classes: int = 0,
 ) -> Any:  # fmt: skip
-    """Return seed (softmax(logits) - wanted), zero in ignored rows. lse is a result of `cross_entropy`.
+    """Return the gradient of `cross_entropy` times `seed`: seed (softmax(logits) - wanted), zero in ignored rows.
+    `lse` is a result of `cross_entropy`.
 
-    If logits (n, some) are a slice of all classes, `classes` is the number of all classes (0: some), and a target equal
-    to `some` is a class outside the slice.
+    If logits (n, some) are a slice of all classes, `classes` is the number of all classes (0: same as in the logits),
+    and a target equal to `some` is a class outside the slice.
     """
     counted = target != ignore_index
     onehot = xp.arange(logits.shape[1])[None, :] == xp.where(counted, target, 0)[:, None]
@@ -105,11 +116,11 @@ def cross_entropy_backward(
 
 @kernel(narrow=0)
 def squared_error(xp: Any, y: Any, target: Any) -> float:
-    """Return the sum of (y - target)^2 for two arrays of equal shape, added in float64."""
+    """Return the sum of (y - target)^2 for two arrays of equal shape, summed in float64."""
     return square_sum.fallback(xp, (y - target).reshape(-1))  # type: ignore[attr-defined]
 
 
 @kernel()
 def squared_error_backward(xp: Any, y: Any, target: Any, factor: float) -> Any:
-    """Return factor (y - target), in the dtype of y."""
+    """Return factor (y - target), in the dtype of y; with factor 2, the gradient of `squared_error`."""
     return ((y - target) * factor).astype(y.dtype, copy=False)

@@ -1,4 +1,4 @@
-"""Normalization of rows and of channels, and sums over channels."""
+"""Layer norm, RMS norm and batch norm, and the sums over channels that they need."""
 
 from __future__ import annotations
 
@@ -17,11 +17,17 @@ __all__ = [
 
 @kernel()
 def layer_norm(xp: Any, x: Any, weight: Any, bias: Any, eps: float) -> tuple[Any, Any, Any]:
-    """Return (x - mean) rstd weight + bias for each row of x (rows, features), with rstd = 1 / sqrt(var + eps) (Ba et
-    al. 2016).
+    """Normalize each row of x: return (x - mean) rstd weight + bias, with rstd = 1 / sqrt(var + eps) (Ba et al. 2016).
 
-    weight, bias: (features,) or None. Returns y, mean and rstd; mean and rstd have shape (rows,), and are float32 for
-    16-bit x.
+    Parameters
+    ----------
+    x : (rows, features)
+    weight, bias : (features,) or None
+    eps : added to the variance
+
+    Returns
+    -------
+    y, mean, rstd : the result, and the statistics (rows,) of each row, in float32 for 16-bit x
     """
     mean = xp.mean(x, axis=1)
     centred = x - mean[:, None]
@@ -34,7 +40,8 @@ def layer_norm(xp: Any, x: Any, weight: Any, bias: Any, eps: float) -> tuple[Any
 
 @kernel()
 def layer_norm_backward_input(xp: Any, x: Any, weight: Any, mean: Any, rstd: Any, dy: Any) -> Any:
-    """Return rstd (h - mean(h) - n mean(h n)), where h = dy weight and n is the normalized row."""
+    """Return the gradient of `layer_norm` with respect to x: rstd (h - mean(h) - n mean(h n)), where h = dy weight and
+    n is the normalized row."""
     n = (x - mean[:, None]) * rstd[:, None]
     h = dy if weight is None else dy * weight
     along = xp.mean(h * n, axis=1)[:, None]
@@ -43,8 +50,8 @@ def layer_norm_backward_input(xp: Any, x: Any, weight: Any, mean: Any, rstd: Any
 
 @kernel(narrow=0, into=("gw", "gb"))
 def layer_norm_backward_params(xp: Any, x: Any, mean: Any, rstd: Any, dy: Any, gw: Any, gb: Any) -> None:
-    """Add the sum of dy n over rows to gw, and the sum of dy to gb, where n is the normalized row. Either gw or gb may
-    be None."""
+    """Add the parameter gradients of `layer_norm`: the sum of dy n over rows to gw, and the sum of dy to gb, where n
+    is the normalized row. gw or gb may be None."""
     if gw is not None:
         gw += xp.sum(dy * ((x - mean[:, None]) * rstd[:, None]), axis=0)
     if gb is not None:
@@ -53,10 +60,18 @@ def layer_norm_backward_params(xp: Any, x: Any, mean: Any, rstd: Any, dy: Any, g
 
 @kernel()
 def rms_norm(xp: Any, x: Any, weight: Any, eps: float) -> tuple[Any, Any]:
-    """Return x rstd weight for each row of x (rows, features), with rstd = 1 / sqrt(mean(x^2) + eps) (Zhang and
-    Sennrich 2019).
+    """Normalize each row of x by its root mean square: return x rstd weight, with rstd = 1 / sqrt(mean(x^2) + eps)
+    (Zhang and Sennrich 2019).
 
-    weight: (features,) or None. Returns y and rstd; rstd has shape (rows,), and is float32 for 16-bit x.
+    Parameters
+    ----------
+    x : (rows, features)
+    weight : (features,) or None
+    eps : added to the mean square
+
+    Returns
+    -------
+    y, rstd : the result, and rstd (rows,), in float32 for 16-bit x
     """
     rstd = 1.0 / xp.sqrt(xp.mean(xp.square(x), axis=1) + eps)
     y = x * rstd[:, None]
@@ -65,7 +80,7 @@ def rms_norm(xp: Any, x: Any, weight: Any, eps: float) -> tuple[Any, Any]:
 
 @kernel()
 def rms_norm_backward_input(xp: Any, x: Any, weight: Any, rstd: Any, dy: Any) -> Any:
-    """Return rstd (h - n mean(h n)) with h = dy weight and n = x rstd."""
+    """Return the gradient of `rms_norm` with respect to x: rstd (h - n mean(h n)) with h = dy weight and n = x rstd."""
     n = x * rstd[:, None]
     h = dy if weight is None else dy * weight
     return (h - n * xp.mean(h * n, axis=1)[:, None]) * rstd[:, None]
@@ -73,7 +88,7 @@ def rms_norm_backward_input(xp: Any, x: Any, weight: Any, rstd: Any, dy: Any) ->
 
 @kernel(narrow=0, into=("gw",))
 def rms_norm_backward_params(xp: Any, x: Any, rstd: Any, dy: Any, gw: Any) -> None:
-    """Add the sum of dy x rstd over rows to gw."""
+    """Add the weight gradient of `rms_norm`, the sum of dy x rstd over rows, to gw."""
     gw += xp.sum(dy * (x * rstd[:, None]), axis=0)
 
 
@@ -85,19 +100,20 @@ def channel_sums(xp: Any, x: Any) -> Any:
 
 @kernel(narrow=0)
 def channel_squares(xp: Any, x: Any, mean: Any) -> Any:
-    """Return the sum of (x - mean)^2 of each channel in float64. mean: (channels,)."""
+    """Return the sum of (x - mean)^2 of each channel in float64, given the means (channels,)."""
     return xp.sum(xp.square(x - _broadcast_channels(mean, x)), axis=_list_non_channel_dims(x), dtype=np.float64)
 
 
 @kernel()
 def channel_affine(xp: Any, x: Any, mean: Any, scale: Any, shift: Any) -> Any:
-    """Return (x - mean) scale + shift; mean, scale, shift: (channels,)."""
+    """Return (x - mean) scale + shift for x (samples, channels, ...), where mean, scale and shift are (channels,)."""
     return (x - _broadcast_channels(mean, x)) * _broadcast_channels(scale, x) + _broadcast_channels(shift, x)
 
 
 @kernel(narrow=0)
 def channel_sums_with(xp: Any, dy: Any, x: Any, mean: Any, rstd: Any) -> Any:
-    """Return, for each channel, the sums of dy, followed by the sums of dy (x - mean) rstd: (2 channels,) float64."""
+    """Return the per-channel sums that the backward pass of batch norm needs, as (2 channels,) float64: the sums of
+    dy, followed by the sums of dy (x - mean) rstd."""
     normal = (x - _broadcast_channels(mean, x)) * _broadcast_channels(rstd, x)
     sums = [xp.sum(a, axis=_list_non_channel_dims(x), dtype=np.float64) for a in (dy, dy * normal)]
     return xp.concatenate(sums)
@@ -105,7 +121,8 @@ def channel_sums_with(xp: Any, dy: Any, x: Any, mean: Any, rstd: Any) -> Any:
 
 @kernel()
 def channel_norm_backward(xp: Any, dy: Any, x: Any, mean: Any, scale: Any, along: Any, across: Any) -> Any:
-    """Return (dy - along - (x - mean) across) scale; mean, scale, along, across: (channels,)."""
+    """Return the input gradient of batch norm, (dy - along - (x - mean) across) scale, where mean, scale, along and
+    across are (channels,)."""
     return (
         dy - _broadcast_channels(along, x) - (x - _broadcast_channels(mean, x)) * _broadcast_channels(across, x)
     ) * _broadcast_channels(scale, x)
@@ -116,10 +133,11 @@ def batch_norm_scales(
     xp: Any, squares: Any, mean: Any, weight: Any, running_mean: Any, running_var: Any, count: float, eps: float,
     momentum: float,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Return rstd = 1 / sqrt(var + eps), with var = squares / count, and rstd weight; both are (channels,) float64.
+    """Compute the factors of batch norm from its statistics, and update the running statistics in place.
 
-    weight, running_mean, running_var: (channels,) or None. The running statistics are updated in place, which moves
-    them by the fraction `momentum` towards the mean and the unbiased variance.
+    Returns rstd = 1 / sqrt(var + eps) with var = squares / count, and rstd weight; both are (channels,) float64.
+    weight, running_mean and running_var are (channels,) or None. The running statistics move by the fraction
+    `momentum` towards the mean and the unbiased variance.
     """
     var = squares / max(count, 1.0)
     rstd = 1.0 / xp.sqrt(var + eps)
@@ -134,10 +152,14 @@ def batch_norm_scales(
 
 @kernel(narrow=0)
 def batch_norm_backward_factors(xp: Any, sums: Any, rstd: Any, weight: Any, count: float) -> tuple[Any, Any, Any]:
-    """Return scale, along and across for `channel_norm_backward`, each (channels,) float64.
+    """Return the arguments scale, along and across of `channel_norm_backward`, each (channels,) float64.
 
-    sums: result of `channel_sums_with` over `count` elements. rstd: result of `batch_norm_scales`. weight: (channels,)
-    or None.
+    Parameters
+    ----------
+    sums : result of `channel_sums_with`, summed over `count` elements per channel
+    rstd : result of `batch_norm_scales`
+    weight : (channels,) or None
+    count : number of elements per channel
     """
     whole = sums / max(count, 1.0)
     scale = rstd if weight is None else rstd * weight
@@ -149,5 +171,5 @@ def _list_non_channel_dims(x: Any) -> tuple[int, ...]:
 
 
 def _broadcast_channels(channels: Any, x: Any) -> Any:
-    """Return the values per channel in a shape and dtype that can be combined with x."""
+    """Reshape and cast per-channel values so that they broadcast with x (samples, channels, ...)."""
     return channels.astype(x.dtype, copy=False).reshape(1, -1, *(1,) * (x.ndim - 2))

@@ -1,4 +1,4 @@
-"""Sums of squares of 1-D arrays, from which gradient norms are computed. Their bits are the same on every processor."""
+"""Sums of squares of 1-D arrays, for gradient norms. Their bits are the same on every processor."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fsdpx.core.array.shapes.flop_counter import iterate_once_counting_all
 
 __all__ = ["BLOCK", "LANES", "square_sum", "square_sums", "sum_rows_in_lanes"]
 
-BLOCK = 1 << 14  # elements of a partial sum of `square_sum`
-LANES = 64  # number of partial sums of a block: element i is added to sum i % LANES
+BLOCK = 1 << 14  # number of elements per block in `square_sum`
+LANES = 64  # number of partial sums of a block; element i is added to partial sum i % LANES
 PIECE_ELEMENTS = 1 << 18  # elements converted at a time, so that the float64 copy stays in cache
 
 
@@ -29,11 +29,11 @@ def square_sum(xp: Any, flat: Any) -> float:
 
 @kernel(narrow=0)
 def square_sums(xp: Any, flat: Any, grain: int) -> Any:
-    """Return the sum of squares of each block of `grain` elements of a 1-D array in float64. The last block may be
-    shorter.
+    """Return the sums of squares of consecutive blocks of `grain` elements of a 1-D array, in float64. The last block
+    may be shorter.
 
-    The bits are the same in each implementation and on each processor, whatever the width of its vectors, because the
-    elements are added in lanes (see `sum_rows_in_lanes`).
+    The bits are the same in each implementation and on each processor, because the elements are added in fixed lanes
+    (see `sum_rows_in_lanes`), whatever the width of the processor's vectors.
     """
     squares = xp.square(flat.astype(np.float64))
     rows = xp.zeros((-(-squares.size // grain), grain))
@@ -42,17 +42,19 @@ def square_sums(xp: Any, flat: Any, grain: int) -> Any:
 
 
 def _iterate_block_starts(xp: Any, size: int, step: int) -> Iterable[int]:
-    """Return the start of each piece of `step` elements, or for shape-only arrays only the first start, which counts
-    for all."""
+    """Yield the start of each block of `step` elements. For shape-only arrays, yield only the first and count its work
+    for all blocks."""
     if getattr(xp, "holds_no_data", False):
         return iterate_once_counting_all(0, -(-size // step))
     return range(0, size, step)
 
 
 def sum_rows_in_lanes(xp: Any, rows: Any) -> Any:
-    """Return the sum of each row, added in a fixed order. Lane k adds the elements k, k + LANES, k + 2 LANES, ... one
-    after another. After that, the upper half of the lanes is added to the lower half, again and again, until one lane
-    is left."""
+    """Sum each row in a fixed order that suits vector processors.
+
+    Lane k adds the elements k, k + LANES, k + 2 LANES, ... one after another. Then the upper half of the lanes is
+    added to the lower half repeatedly, until one lane is left.
+    """
     lanes = xp.zeros((rows.shape[0], LANES))
     for start in _iterate_block_starts(xp, rows.shape[1], LANES):
         some = rows[:, start : start + LANES]

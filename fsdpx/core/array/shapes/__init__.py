@@ -1,6 +1,7 @@
-"""The namespace of shape-only arrays: NumPy's function names, for arrays without data.
+"""Shape-only arrays: an array module with NumPy's function names, for arrays that have a shape and a dtype but no
+data.
 
-Layers and plain kernels run unchanged with this namespace. Running them finds the memory, the traffic and the shape
+Layers and plain kernels run unchanged with this module. Such a dry run finds the memory, the traffic and the shape
 errors of a model of any size, at almost no cost.
 """
 
@@ -60,7 +61,7 @@ uint8, uint16, uint32, uint64 = np.uint8, np.uint16, np.uint32, np.uint64
 
 Array = Any
 
-# NumPy's own functions: ShapeArray.__array_ufunc__ handles them
+# NumPy's ufuncs need no shape-only version, because ShapeArray implements __array_ufunc__
 exp, exp2, expm1, log, log2, log10, log1p = np.exp, np.exp2, np.expm1, np.log, np.log2, np.log10, np.log1p
 sqrt, square, reciprocal, sign, negative = np.sqrt, np.square, np.reciprocal, np.sign, np.negative
 absolute, sin, cos, tan, tanh, sinh, cosh = np.absolute, np.sin, np.cos, np.tan, np.tanh, np.sinh, np.cosh
@@ -86,7 +87,7 @@ triu = tril
 
 
 def where(condition: Any, *values: Any) -> ShapeArray:
-    """Return an array of the broadcast shape. Raise TypeError if only the condition is passed, since the size of the
+    """Return an array of the broadcast shape. Raise TypeError if only the condition is passed, because the size of the
     result would depend on data."""
     if len(values) != 2:
         raise TypeError("where(condition) has a result whose size depends on data: pass both values")

@@ -55,7 +55,8 @@ def get_indexed_shape(shape: tuple[int, ...], index: Any) -> tuple[int, ...]:
 
 
 def _expand_index(index: tuple[Any, ...], ndim: int) -> list[Any]:
-    """Return the index with one part for each dim and one for each None. `...` and missing dims become full slices."""
+    """Return the index with one entry for each dim of the array, where `...` and missing dims are replaced by full
+    slices, and with one entry for each None."""
     parts = [_to_index_part(part) for part in index]
     used = sum(part is not None and part is not Ellipsis for part in parts)
     dots = [n for n, part in enumerate(parts) if part is Ellipsis]
@@ -68,7 +69,8 @@ def _expand_index(index: tuple[Any, ...], ndim: int) -> list[Any]:
 
 
 def _to_index_part(part: Any) -> Any:
-    """Return a part of an index, with a list as an array; raise TypeError or IndexError for an invalid part."""
+    """Validate one entry of an index, and convert a list to an array. Raise TypeError or IndexError for an invalid
+    entry."""
     if isinstance(part, list):
         part = np.asarray(part)
     if part is None or part is Ellipsis or isinstance(part, slice) or _is_number_index(part):
@@ -95,8 +97,8 @@ def _require_index_in_bounds(number: int, size: int, dim: int) -> None:
 
 
 class MemoryMeter:
-    """Meter of the bytes that are alive, and of their peak. `inside`: number of running calls whose temporaries are not
-    counted."""
+    """Counts the bytes of the shape-only arrays that are alive, and their peak. `inside` is the number of running
+    calls whose temporaries are not counted."""
 
     __slots__ = ("inside", "live", "peak")
 
@@ -110,7 +112,8 @@ class MemoryMeter:
 
 
 class _Meters(threading.local):
-    """The meters of this thread, since two thread ranks may perform dry runs at the same time."""
+    """The active memory meters of this thread. They are per thread, since thread ranks may perform dry runs at the
+    same time."""
 
     def __init__(self) -> None:
         self.open: list[MemoryMeter] = []
@@ -121,7 +124,8 @@ _meters = _Meters()
 
 @contextmanager
 def measuring_memory() -> Iterator[MemoryMeter]:
-    """Measure the memory of arrays created inside the block, for as long as they live."""
+    """Return a context manager that measures the memory of all shape-only arrays created inside it, until they are
+    freed."""
     _meters.open.append(MemoryMeter())
     try:
         yield _meters.open[-1]
@@ -130,8 +134,8 @@ def measuring_memory() -> Iterator[MemoryMeter]:
 
 
 def call_without_metering_temporaries(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Run `call`, and measure only the memory that is alive at its end. Temporaries do not count, because on NumPy
-    arrays compiled code would run, whose temporaries are in registers and caches."""
+    """Run `call`, and count only the memory that is still alive at its end. On NumPy arrays, compiled code would run
+    instead, whose temporaries are in registers and caches."""
     meter = _meters.open[-1] if _meters.open else None
     if meter is None:
         return call(*arguments, **options)
@@ -144,7 +148,7 @@ def call_without_metering_temporaries(call: Callable[..., Any], *arguments: Any,
 
 
 class Storage:
-    """Memory that an array and its views would share."""
+    """The memory that a shape-only array and its views would share."""
 
     __slots__ = ("meter", "nbytes")
 
@@ -160,8 +164,8 @@ class Storage:
 
 
 def make_view_function(function: Any) -> Callable[..., ShapeArray]:
-    """Return the shape-only form of a NumPy function that returns a view. The shape of the result is found by calling
-    NumPy's function on an array whose elements have no bytes."""
+    """Return the shape-only version of a NumPy function that returns a view. It finds the shape of the result by
+    calling NumPy's function on an array whose elements have no bytes."""
 
     def view_shape(self: ShapeArray, *arguments: Any, **options: Any) -> ShapeArray:
         return ShapeArray(function(np.empty(self.shape, "V0"), *arguments, **options).shape, self.dtype, self.root)
@@ -173,7 +177,7 @@ class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
     """An array with a `shape` and a `dtype`, but without elements. Converted to a number it is 0, and converted to a
     bool it is False.
 
-    Results have the shape and dtype that NumPy returns, and errors have the type that NumPy raises.
+    Operations return the shape and dtype that NumPy would return, and raise errors of the type that NumPy would raise.
     """
 
     __slots__ = ("dtype", "root", "shape")
@@ -244,14 +248,14 @@ class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
         return ShapeArray(self.shape, self.dtype)
 
     def view(self, dtype: Any) -> ShapeArray:
-        """Return the same bytes as another dtype, which changes the size of the last dim."""
+        """Return a view of the same bytes with another dtype, which changes the size of the last dim."""
         nbytes, item = (self.shape[-1] if self.shape else 1) * self.itemsize, np.dtype(dtype).itemsize
         if nbytes % item or (not self.shape and item != self.itemsize):
             raise ValueError(f"{self!r} cannot be viewed as {np.dtype(dtype).name}: its last dim does not divide")
         return ShapeArray((*self.shape[:-1], nbytes // item) if self.shape else (), dtype, self.root)
 
     def fill(self, value: Any) -> None:
-        """Record the work of writing all elements."""
+        """Count the memory traffic of writing all elements."""
         record_traffic(self, kernel="copy")
 
     def item(self) -> Any:
@@ -278,13 +282,14 @@ class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __setitem__(self, index: Any, value: Any) -> None:
         parts = index if isinstance(index, tuple) else (index,)
         if any(_is_boolean_mask(i) for i in parts):
-            record_traffic(self, *parts, kernel="copy")  # how many elements a mask selects depends on data
+            # count all elements, because how many a mask selects depends on data
+            record_traffic(self, *parts, kernel="copy")
             return
         want, got = (
             get_indexed_shape(self.shape, index),
             np.shape(value) if not isinstance(value, ShapeArray) else value.shape,
         )
-        more = max(0, len(got) - len(want))  # leading dims of 1 may be dropped
+        more = max(0, len(got) - len(want))  # NumPy drops leading dims of size 1 in an assignment
         if not _can_broadcast(got[more:], want) or any(n != 1 for n in got[:more]):
             raise ValueError(f"could not broadcast input array from shape {got} into shape {want}")
         picks = () if _is_basic_index(index) else parts
@@ -304,19 +309,20 @@ class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
         return call_with_broadcasting(ufunc, *operands, out=out[0], **options)
 
     def __pow__(self, power: Any) -> Any:
-        return call_with_broadcasting(operator.pow, self, power)  # np.power differs for small exponents
+        # not np.power, because `**` calls other functions for small exponents
+        return call_with_broadcasting(operator.pow, self, power)
 
 
 def find_result_dtype(function: Callable[..., Any], *operands: Any, **options: Any) -> np.dtype:
-    """Return the dtype that NumPy gives the result of `function` for these operands, found by a call with empty arrays.
-    Python numbers are passed unchanged.
+    """Return the dtype that NumPy gives the result of `function` for these operands, found by calling it with empty
+    arrays. Python numbers are passed unchanged.
 
     0-d arrays stay 0-d in that call, because NumPy 1 treats them as numbers.
     """
     kinds = tuple((o.dtype, o.ndim > 0) if hasattr(o, "dtype") else o for o in operands)
     try:
         return _find_dtype(function, *kinds, **options)
-    except TypeError:  # an operand is a list
+    except TypeError:  # an operand is a list, which has no dtype
         return _find_dtype.__wrapped__(function, *kinds, **options)
 
 
@@ -327,7 +333,7 @@ def _find_dtype(function: Callable[..., Any], *kinds: Any, **options: Any) -> np
 
 
 def call_with_broadcasting(function: Callable[..., Any], *operands: Any, out: Any = None, **options: Any) -> ShapeArray:
-    """Return the result of a NumPy function whose operands broadcast, and record the traffic."""
+    """Return the shape-only result of a NumPy function whose operands broadcast, and count its memory traffic."""
     shape = np.broadcast_shapes(*(o.shape if isinstance(o, ShapeArray) else np.shape(o) for o in operands))
     result = ShapeArray(shape, find_result_dtype(function, *operands, **options))
     record_traffic(*operands, result, kernel="functions" if function in FUNCTIONS else "elements")
@@ -342,7 +348,7 @@ FUNCTIONS = {
 
 
 def require_valid_output(out: ShapeArray, result: ShapeArray) -> ShapeArray:
-    """Return `out` if NumPy could write `result` to it; raise TypeError or ValueError otherwise."""
+    """Return `out` if NumPy could write `result` to it; otherwise raise TypeError or ValueError."""
     if not np.can_cast(result.dtype, out.dtype, "same_kind"):
         raise TypeError(f"cannot cast output from {result.dtype} to {out.dtype} with casting rule 'same_kind'")
     if not _can_broadcast(result.shape, out.shape):
@@ -351,7 +357,7 @@ def require_valid_output(out: ShapeArray, result: ShapeArray) -> ShapeArray:
 
 
 def matmul_shapes(a: Any, b: Any, out: Any = None) -> ShapeArray:
-    """Return the matrix product, stacked over leading dims, and record its work."""
+    """Return the shape-only matrix product, stacked over leading dims, and count its FLOPs and traffic."""
     left, right = (x.shape if hasattr(x, "shape") else np.shape(x) for x in (a, b))
     if not left or not right:
         raise ValueError("matmul: an operand has no dims")
@@ -372,7 +378,8 @@ def _find_product_dtype(left: np.dtype, right: np.dtype) -> np.dtype:
 
 
 def make_reduction(name: str) -> Callable[..., Any]:
-    """Return the shape-only form of NumPy's reduction `name`: f(x, axis=None, dtype=None, keepdims=False)."""
+    """Return the shape-only version of NumPy's reduction `name`, with the signature f(x, axis=None, dtype=None,
+    keepdims=False)."""
     function = getattr(np, name)
 
     @functools.cache
@@ -403,13 +410,13 @@ def _can_broadcast(shape: tuple[int, ...], into: tuple[int, ...]) -> bool:
 
 def _normalize_dim(dim: int, ndim: int) -> int:
     if not -ndim <= dim < ndim:
-        raise getattr(np, "exceptions", np).AxisError(dim, ndim)  # in np.exceptions since NumPy 1.25
+        raise getattr(np, "exceptions", np).AxisError(dim, ndim)  # NumPy before 1.25 has no np.exceptions
     return dim % ndim
 
 
 def _is_basic_index(index: Any) -> bool:
-    """Return whether indexing returns a view. Indexing by slices, numbers, None and Ellipsis does, whereas indexing by
-    arrays makes a copy."""
+    """Return whether indexing returns a view: True for slices, numbers, None and Ellipsis; False for arrays, which
+    copy."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(i is None or i is Ellipsis or isinstance(i, slice | int) for i in parts)
 
@@ -423,8 +430,8 @@ for _name in "sum mean max min prod any all argmax argmin var std".split():
 
 
 def find_storage(array: Any) -> Any:
-    """Return the array that owns the memory of `array`, or the `Storage` of a shape-only array. Return None if `array`
-    is not an array."""
+    """Return the object that owns the memory of `array`: the base array, or the `Storage` of a shape-only array.
+    Return None if `array` is not an array."""
     if isinstance(array, ShapeArray):
         return array.root
     if not isinstance(array, np.ndarray):

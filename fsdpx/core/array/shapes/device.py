@@ -1,4 +1,4 @@
-"""Shape-only arrays as a device. It computes nothing, and counts what other devices would compute."""
+"""The device of shape-only arrays. It computes nothing, but counts what other devices would compute."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["SHAPES"]
 
 
 class ShapeDevice(Device):
-    """Device of shape-only arrays. An answer that depends on values is the answer of a successful step."""
+    """The device of shape-only arrays. Where a result depends on values, it returns that of a successful step."""
 
     name, holds_data = "shape", False
 
@@ -45,7 +45,7 @@ class ShapeDevice(Device):
     def update_shard(self, run: Callable[[], None], p: Any, g: Any, slots: Mapping[str, Any]) -> bool:
         record_traffic(
             p, g, *slots.values(), p, *slots.values(), kernel="update"
-        )  # all arrays are read, and all except the gradient are written
+        )  # an update reads all arrays and writes all except the gradient
         return False
 
 

@@ -1,5 +1,5 @@
-"""Cost of a computation on shape-only arrays. It consists of matrix products, counted by shape, and of passes over
-arrays, counted by their bytes. Both are recorded where shapes are computed, so layers need not declare their FLOPs."""
+"""Count the cost of a computation on shape-only arrays: the FLOPs of matrix products, and the bytes that kernels read
+and write. Both are counted where shapes are computed, so layers need not declare their cost."""
 
 from __future__ import annotations
 
@@ -24,11 +24,15 @@ INNER_KERNEL = "inside"
 
 
 class ProductCount(NamedTuple):
-    """`stack` products (rows, inner) @ (inner, columns) of elements of `itemsize` bytes.
+    """A stack of matrix products of the same shape: `stack` times (rows, inner) @ (inner, columns), with elements of
+    `itemsize` bytes.
 
-    `kernel`: name of the kernel that contains the product, whose operands or result need not be in memory; "" for a
-    standalone product. `places`: number of products in a call of that kernel. `windows`: number of windows of a
-    convolution that fit into a row of its result.
+    Attributes
+    ----------
+    kernel : name of the kernel that contains the product, whose operands or result need not be in memory; "" for a
+        product that is not part of a kernel
+    places : number of products in a call of that kernel
+    windows : number of windows of a convolution that fit into a row of its result
     """
 
     rows: int
@@ -42,17 +46,17 @@ class ProductCount(NamedTuple):
 
     @property
     def is_fused(self) -> bool:
-        """Whether the product is part of a kernel."""
+        """Whether the product is computed inside a kernel."""
         return self.kernel != ""
 
     @property
     def flops(self) -> int:
-        """Number of multiplications and additions."""
+        """Number of floating-point operations (multiplications and additions)."""
         return 2 * self.stack * self.rows * self.inner * self.columns
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both operands and of the result."""
+        """Size of both operands and the result in bytes."""
         r, i, c = self.rows, self.inner, self.columns
         return self.stack * self.itemsize * (r * i + i * c + r * c)
 
@@ -60,8 +64,8 @@ class ProductCount(NamedTuple):
 class KernelPass(NamedTuple):
     """One call of a kernel that reads and writes `nbytes` bytes, with elements of `itemsize` bytes.
 
-    `kernel`: its name, or, for array code, the kind of NumPy operation: "elements", "functions" such as exp, "sums",
-    "copy".
+    `kernel` is the name of the kernel. For plain array code it is the kind of NumPy operation: "elements", "functions"
+    such as exp, "sums" or "copy".
     """
 
     kernel: str
@@ -71,11 +75,14 @@ class KernelPass(NamedTuple):
 
 @dataclass
 class WorkCount:
-    """Counted work. `products`, `passes`: how often each occurred.
+    """The work counted in a computation.
 
-    `inner`: number of bytes that the steps inside a kernel would read and write if each step were a separate kernel, by
-    kernel name. The bytes are counted in the dtype of the operands for kernels with products, and in float32 for other
-    kernels.
+    Attributes
+    ----------
+    products, passes : number of occurrences of each matrix product and of each kernel call
+    inner : number of bytes, by kernel name, that the steps inside a kernel would read and write if each step were a
+        separate kernel; counted in the dtype of the operands for kernels with matrix products, and in float32 for other
+        kernels
     """
 
     products: Counter[ProductCount] = field(default_factory=Counter)
@@ -84,27 +91,27 @@ class WorkCount:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all passes."""
+        """Number of bytes that all kernel calls read and write."""
         return sum(one.nbytes * times for one, times in self.passes.items())
 
     @property
     def kernel_count(self) -> int:
-        """Number of kernels called, not counting standalone products."""
+        """Number of kernel calls, without matrix products outside of kernels."""
         return self.passes.total()
 
     @property
     def flops(self) -> int:
-        """FLOP of all products."""
+        """Number of floating-point operations of all products."""
         return sum(product.flops * times for product, times in self.products.items())
 
     def add_work(self, other: WorkCount) -> None:
-        """Add other work to these counts."""
+        """Add the counts of `other` to these counts."""
         self.products.update(other.products)
         self.passes.update(other.passes)
         self.inner.update(other.inner)
 
     def pop_counts(self) -> WorkCount:
-        """Return the current counts, and reset them."""
+        """Return the current counts and reset them to zero."""
         counted = WorkCount(self.products.copy(), self.passes.copy(), self.inner.copy())
         for counts in (self.products, self.passes, self.inner):
             counts.clear()
@@ -112,11 +119,14 @@ class WorkCount:
 
 
 class _CountingState(threading.local):
-    """Counting state of a thread.
+    """What a thread counts at present.
 
-    `open`: the current count, or None. `silent`: nesting depth of blocks in which only products are counted, as parts
-    of a kernel. `deaf`: nesting depth of blocks in which not even products are counted. `times`: factor on the products
-    that are counted now.
+    Attributes
+    ----------
+    open : the count to which work is added; None if nothing is counted
+    silent : nesting depth of blocks in which only matrix products are counted, as parts of a kernel
+    deaf : nesting depth of blocks in which nothing is counted
+    times : factor by which matrix products are multiplied
     """
 
     def __init__(self) -> None:
@@ -130,7 +140,8 @@ _now = _CountingState()
 
 @contextmanager
 def counting_work() -> Iterator[WorkCount]:
-    """Count what this thread computes on shapes inside the block. An enclosing block does not count this work."""
+    """Return a context manager that counts what this thread computes on shape-only arrays. Enclosing counters do not
+    count this work."""
     before, _now.open = _now.open, WorkCount()
     try:
         yield _now.open
@@ -139,7 +150,7 @@ def counting_work() -> Iterator[WorkCount]:
 
 
 def record_traffic(*arrays: Any, kernel: str = "elements") -> None:
-    """Record one kernel that reads or writes each of these arrays once. Only shape-only arrays are counted."""
+    """Count one kernel call that reads or writes each of these arrays once. Arrays with data are not counted."""
     work = _now.open
     if work is None or _now.deaf:
         return
@@ -152,12 +163,12 @@ def record_traffic(*arrays: Any, kernel: str = "elements") -> None:
 
 
 def record_copy(array: Any) -> None:
-    """Record one kernel that reads this array and writes as many bytes."""
+    """Count one kernel call that reads this array and writes the same number of bytes."""
     record_traffic(array, array, kernel="copy")
 
 
 def record_product(rows: int, inner: int, columns: int, stack: int, itemsize: int) -> None:
-    """Record a matrix product."""
+    """Count `stack` matrix products (rows, inner) @ (inner, columns) of elements of `itemsize` bytes."""
     work = _now.open
     if work is not None and not _now.deaf:
         work.products[
@@ -166,15 +177,15 @@ def record_product(rows: int, inner: int, columns: int, stack: int, itemsize: in
 
 
 def record_flops(flops: int, itemsize: int, kernel: str) -> None:
-    """Record the FLOP of a kernel that is not a matrix product. Its bytes are recorded separately."""
+    """Count floating-point operations of a kernel that are not a matrix product. Its bytes are counted separately."""
     work = _now.open
     if work is not None and not _now.deaf:
         work.products[ProductCount(1, 1, 1, flops // 2 * _now.times, itemsize, kernel)] += 1
 
 
 def iterate_once_counting_all(first: T, times: int) -> Iterator[T]:
-    """Yield only the first item of a loop whose iterations do the same work on shape-only arrays. The matrix products
-    of this iteration are counted `times` times."""
+    """Run only the first of `times` iterations that do the same work on shape-only arrays: yield `first` once, and
+    count its matrix products `times` times."""
     before, _now.times = _now.times, _now.times * times
     try:
         if times:
@@ -185,8 +196,8 @@ def iterate_once_counting_all(first: T, times: int) -> Iterator[T]:
 
 @contextmanager
 def counting_as_one_matmul(a: Any, b: Any) -> Iterator[None]:
-    """Count the block as one product of two matrices, or of stacks of matrices, in their own dtype, whatever the block
-    computes."""
+    """Return a context manager that counts one product of the matrices (or stacks of matrices) a and b, whatever is
+    computed inside it."""
     if _now.open is None or not getattr(a, "holds_no_data", False):
         yield
         return
@@ -202,7 +213,8 @@ def counting_as_one_matmul(a: Any, b: Any) -> Iterator[None]:
 
 @contextmanager
 def counting_as_one_kernel() -> Iterator[WorkCount]:
-    """Count the block as one kernel. The caller counts the bytes that the kernel reads and writes."""
+    """Return a context manager that counts what is computed inside it as one kernel. The caller counts the bytes that
+    the kernel reads and writes."""
     with counting_work() as work:
         _now.silent += 1
         try:
@@ -212,7 +224,7 @@ def counting_as_one_kernel() -> Iterator[WorkCount]:
 
 
 def record_work(work: WorkCount) -> None:
-    """Add work that was counted earlier to the current count."""
+    """Add work that was counted earlier to what this thread counts now."""
     if _now.open is not None and not _now.deaf:
         if _now.silent:
             _now.open.products.update(work.products)

@@ -1,4 +1,5 @@
-"""Shape-only forms of NumPy functions that copy, sort, multiply and transform arrays, with their costs."""
+"""Shape-only versions of NumPy functions that copy, sort, multiply and transform arrays. They also count the cost of
+the functions."""
 
 from __future__ import annotations
 
@@ -28,14 +29,15 @@ Array = Any
 
 
 def make_kernel_result(shape: Any, dtype: Any, *read: Any, kernel: str = "copy") -> ShapeArray:
-    """Return a new array, and record one kernel that writes it and reads the arrays `read`."""
+    """Return a new array, and count one kernel call that writes it and reads the arrays `read`."""
     result = ShapeArray(shape, dtype)
     record_traffic(*read, result, kernel=kernel)
     return result
 
 
 def raise_unknown_name(namespace: Any, name: str, numpy_namespace: Any) -> NoReturn:
-    """Raise AttributeError for a name that `namespace`, the shape-only form of `numpy_namespace`, does not have."""
+    """Raise AttributeError for a name that the shape-only module `namespace` does not have. The message says whether
+    `numpy_namespace` has it."""
     known = hasattr(numpy_namespace, name) and not name.startswith("_")
     path = f"{numpy_namespace.__name__.removeprefix('numpy').removeprefix('.')}.{name}".removeprefix(".")
     why = "which shape-only arrays do not support" if known else "which NumPy does not have"
@@ -43,7 +45,7 @@ def raise_unknown_name(namespace: Any, name: str, numpy_namespace: Any) -> NoRet
 
 
 class NestedNamespace:
-    """A namespace inside the shape-only namespace, such as `fft`. Names that it lacks raise AttributeError."""
+    """A submodule of the shape-only array module, such as `fft`. Names that it lacks raise AttributeError."""
 
     holds_no_data = True
 
@@ -57,9 +59,6 @@ class NestedNamespace:
 
 def _get_shape(x: Any) -> tuple[int, ...]:
     return tuple(x.shape) if hasattr(x, "shape") else np.shape(x)
-
-
-# -- copies ------------------------------------------------------------------------------------------------------------
 
 
 def concatenate(arrays: Sequence[Array], axis: int | None = 0) -> ShapeArray:
@@ -97,7 +96,7 @@ def take_along_axis(x: Array, indices: Array, axis: int) -> ShapeArray:
 
 
 def _pick_elements(dims: tuple[int, ...], x: Array, indices: Array) -> ShapeArray:
-    """Return an array of shape `dims` for elements selected from x, and record a copy that reads as many elements as it
+    """Return an array of shape `dims` for elements selected from x, and count a copy that reads as many elements as it
     writes."""
     result = ShapeArray(dims, x.dtype)
     record_traffic(result, result, indices, kernel="copy")
@@ -155,11 +154,9 @@ def diff(x: Array, n: int = 1, axis: int = -1) -> Any:
     return x
 
 
-# -- sorts and running sums --------------------------------------------------------------------------------------------
-
-
 def _record_sort(x: Array, axis: int | None, result: ShapeArray) -> ShapeArray:
-    """Record one kernel that passes over all elements once for each merge level of a sorted row. Return `result`."""
+    """Count one kernel call that reads and writes all elements once for each level of a merge sort along `axis`.
+    Return `result`."""
     row = x.size if axis is None else x.shape[axis]
     record_traffic(*[x, result] * math.ceil(math.log2(max(row, 2))), kernel="sort")
     return result
@@ -184,12 +181,12 @@ def _make_cumulative_function(function: Callable[..., Any]) -> Callable[..., Sha
 cumsum, cumprod = _make_cumulative_function(np.cumsum), _make_cumulative_function(np.cumprod)
 
 
-# -- products ----------------------------------------------------------------------------------------------------------
-
-
 def einsum(subscripts: str, *operands: Array, optimize: Any = False) -> ShapeArray:
-    """Return the result of an Einstein summation. A summation of two operands is counted as a matrix product. A
-    summation of more operands is counted as one loop over all letters, which is how NumPy computes it."""
+    """Return the shape-only result of an Einstein summation.
+
+    A summation of two operands is counted as a matrix product. A summation of more operands is counted as one loop
+    over all indices, which is how NumPy computes it.
+    """
     terms, result = _parse_terms(subscripts, operands)
     sizes = dict[str, int]()
     for term, operand in zip(terms, operands, strict=True):
@@ -204,7 +201,8 @@ def einsum(subscripts: str, *operands: Array, optimize: Any = False) -> ShapeArr
         raise ValueError(f"einsum {subscripts!r}: no term has {', '.join(sorted(unknown))}")
     dims, gone = [sizes[letter] for letter in result], sizes.keys() - set(result)
     if len(operands) == 1 and not gone:
-        return ShapeArray(dims, operands[0].dtype, operands[0].root)  # a view
+        # shares the memory of its operand, because NumPy returns a view
+        return ShapeArray(dims, operands[0].dtype, operands[0].root)
     contracted = ShapeArray(dims, np.result_type(*(o.dtype for o in operands)))
     if len(operands) == 1 or not gone:
         record_traffic(*operands, contracted, kernel="sums" if gone else "elements")
@@ -219,7 +217,8 @@ def einsum(subscripts: str, *operands: Array, optimize: Any = False) -> ShapeArr
 
 
 def _parse_terms(subscripts: Any, operands: Sequence[Array]) -> tuple[list[str], str]:
-    """Return the letters of each operand and of the result, with new letters for the dims that `...` stands for."""
+    """Parse the subscripts of `einsum`: return the letters of each operand and of the result, with new letters for the
+    dims that `...` stands for."""
     if not isinstance(subscripts, str):
         raise TypeError('einsum: write the letters first, as in einsum("ij,jk->ik", a, b)')
     left, arrow, result = subscripts.replace(" ", "").partition("->")
@@ -255,9 +254,6 @@ def dot(a: Array, b: Array) -> Any:
     return matmul_shapes(a, b) if max(a.ndim, b.ndim) <= 2 else tensordot(a, b, ([-1], [max(b.ndim - 2, 0)]))
 
 
-# -- transforms and matrices -------------------------------------------------------------------------------------------
-
-
 def _iterate_fft_functions() -> Iterator[tuple[str, Callable[..., ShapeArray]]]:
     for name in ("fft", "ifft", "rfft", "irfft"):
         yield name, _make_fft_function(name)
@@ -281,8 +277,8 @@ def _make_nd_fft_function(name: str, usual: tuple[int, ...] | None) -> Callable[
 
 
 def _fft_shape(name: str, x: Array, sizes: Sequence[int] | None, axes: tuple[int, ...]) -> ShapeArray:
-    """Return the result of a fast Fourier transform. A transform of N numbers takes 5 N log2 N FLOP (Cooley and Tukey
-    1965), or half of that for real numbers."""
+    """Return the shape-only result of a fast Fourier transform, and count its FLOPs: 5 N log2 N for N complex numbers
+    (Cooley and Tukey 1965), half of that for real numbers."""
     given = [x.shape[axis] for axis in axes] if sizes is None else [*sizes]
     if name == "irfft" and sizes is None:
         given[-1] = 2 * (given[-1] - 1)
@@ -323,10 +319,10 @@ fft = NestedNamespace(
 
 
 def _make_matrix_function(name: str, flops: Callable[[int], float], drops: bool = False) -> Callable[..., ShapeArray]:
-    """Return the shape-only form of a function of square matrices (..., n, n).
+    """Return the shape-only version of a function of square matrices (..., n, n).
 
-    `flops`: function that returns the FLOP for a matrix of size n. `drops`: whether the result is one number per
-    matrix.
+    `flops` returns the number of floating-point operations for a matrix of size n. If `drops` is true, the result is
+    one number per matrix.
     """
 
     def run_shape(a: Array) -> ShapeArray:

@@ -1,5 +1,5 @@
-"""Cache of results on shape-only arrays. The results depend only on shapes and dtypes, so a function runs once for each
-combination of these."""
+"""Cache of results on shape-only arrays. Results depend only on shapes and dtypes, so a function runs once for each
+combination of them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _results: dict[Any, Any] = {}
 
 
 def call_cached(call: Callable[..., Any], xp: Any, *arguments: Any, **options: Any) -> Any:
-    """Return `call(xp, ...)` and record its work. Calls whose arrays agree in shape and dtype, and whose other
-    arguments are equal, run only once.
+    """Return `call(xp, ...)` and count its work. The function runs only once for calls whose arrays have the same
+    shapes and dtypes, and whose other arguments are equal.
 
     Random numbers, windows and other frozen dataclasses are compared by value.
     """
@@ -38,7 +38,7 @@ def call_cached(call: Callable[..., Any], xp: Any, *arguments: Any, **options: A
     try:
         key = (call, xp, _make_shape_key(arguments, arrays), _make_shape_key(tuple(options.items()), arrays))
         result = _results.get(key)
-    except TypeError:  # an argument is mutable
+    except TypeError:  # a mutable argument cannot be hashed
         return _run_and_count_as_one_kernel(call, arrays, xp, *arguments, **options)[0]
     if result is not None:
         plan, work = result
@@ -56,8 +56,8 @@ def call_cached(call: Callable[..., Any], xp: Any, *arguments: Any, **options: A
 def _run_and_count_as_one_kernel(
     call: Callable[..., Any], arrays: list[ShapeArray], *arguments: Any, **options: Any
 ) -> tuple[Any, WorkCount]:
-    """Run the call and count it as one kernel, which reads the arrays that it takes and writes those that it returns.
-    Return the result and the counted work."""
+    """Run a call and count it as one kernel, which reads its array arguments and writes its array results. Return the
+    result and the counted work."""
     with counting_as_one_kernel() as work:
         result = call_without_metering_temporaries(call, *arguments, **options)
     itemsize = next((a.itemsize for a in arrays if a.dtype.kind in "fV"), 4)
@@ -67,7 +67,7 @@ def _run_and_count_as_one_kernel(
         places = work.products.total()
         named[product._replace(itemsize=itemsize, kernel=kernel, places=places, windows=windows)] += times
     work.products = named
-    # kernels without matrix products sum in float32
+    # kernels without matrix products compute in float32
     inner = work.inner.total() * (min(itemsize, 4) if work.products else 4) // 4
     work.inner = Counter({getattr(call, "__name__", ""): inner})
     given = result if isinstance(result, tuple) else (result,)
@@ -78,7 +78,7 @@ def _run_and_count_as_one_kernel(
 
 
 def find_algorithm_and_windows(call: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[str, float]:
-    """Return the name of a kernel, followed by the name of its algorithm for these arguments, and
+    """Return the name of a kernel and of the algorithm that it uses for these arguments as one text, and the value of
     `ProductCount.windows`."""
     name, choose_algorithm = getattr(call, "__name__", INNER_KERNEL), getattr(call, "choose_algorithm", None)
     if choose_algorithm is None:
@@ -88,11 +88,12 @@ def find_algorithm_and_windows(call: Callable[..., Any], *arguments: Any, **opti
 
 
 def _make_shape_key(value: Any, arrays: list[ShapeArray]) -> Any:
-    """Return a hashable key of `value`, and append the arrays inside it to `arrays`."""
+    """Return a hashable key of `value` in which arrays are replaced by shape and dtype. Append the arrays to `arrays`.
+    """
     kind = type(value)
     if kind is ShapeArray:
         arrays.append(value)
-        # the key says which arrays share memory, since the result may share memory with these arrays too
+        # the key says which arrays share memory, because the result may share it too
         first = next(n for n, a in enumerate(arrays) if a.root is value.root)
         return value.shape, value.dtype, first, next(n for n, a in enumerate(arrays) if a is value)
     if isinstance(value, tuple):
@@ -110,11 +111,11 @@ def _is_frozen_dataclass(cls: type) -> bool:
 def make_rebuild_plan(
     value: Any, roots: list[Storage], arrays: Sequence[ShapeArray] = (), constants: tuple[type, ...] = ()
 ) -> Any:
-    """Return a plan from which `rebuild_from_plan` builds a value like this one. For an array, the plan has its index
-    in `arrays`, or its shape, its dtype, and the index and bytes of its root.
+    """Return a description of `value` from which `rebuild_from_plan` builds an equal value with new arrays.
 
-    New roots are appended to `roots`. `constants`: types of values that are kept as they are, in addition to numbers
-    and text. Raises TypeError for other values.
+    An array that is in `arrays` is described by its index there. Any other array is described by its shape, its dtype,
+    and the index of the memory that it shares (its root) in `roots`. New roots are appended to `roots`. Values of the
+    types `constants`, numbers and text are kept as they are. Raises TypeError for other values.
     """
     if isinstance(value, ShapeArray):
         same = next((n for n, a in enumerate(arrays) if a is value), None)
@@ -134,7 +135,8 @@ def make_rebuild_plan(
 
 
 def rebuild_from_plan(plan: Any, roots: list[Storage], arrays: Sequence[ShapeArray] = ()) -> Any:
-    """Return the value of a plan, with new arrays whose memory is that of `roots`, to which new roots are appended."""
+    """Build a value from a description of `make_rebuild_plan`. New arrays use the memory in `roots`, to which new
+    roots are appended."""
     kind, value, *more = plan
     if kind is ShapeArray:
         dtype, place, nbytes = more

@@ -1,7 +1,7 @@
-"""Activations, gates and sums, forward and backward, each in one pass over memory. Column sums add fixed blocks of
-rows, and are split over threads by columns.
+"""Activations, gated activations and sums over rows as Numba code, forward and backward, each in one pass over memory.
 
-`gelu_recompute` computes GELU and its gradient in one pass, since both need the same exponential.
+Sums over rows add fixed blocks of rows, and are split over threads by columns. `gelu_recompute` computes GELU and its
+gradient in one pass, since both need the same exponential.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ def compute_tanh_argument(x):
 
 @register_jitable
 def compute_gelu(x):
-    """Return one element of `gelu`."""
+    """Return GELU of one number."""
     return x * compute_gaussian_cdf(x, unnormalized_gaussian_density(x))
 
 
 @register_jitable
 def compute_gelu_tanh(x):
-    """Return one element of `gelu` with approximate="tanh"."""
+    """Return the tanh approximation of GELU of one number."""
     return x * compute_sigmoid(compute_tanh_argument(x))
 
 
 @register_jitable
 def compute_relu(x):
-    return constant_like(x, 0.0) if x <= 0 else x  # NaN stays NaN
+    return constant_like(x, 0.0) if x <= 0 else x  # written so that NaN stays NaN
 
 
 @register_jitable
@@ -138,7 +138,7 @@ _gelu_tanh_backward_loop = _make_backward_loop(compute_gelu_tanh_derivative)
 
 
 def _run_elementwise(loop: Any, *arrays: np.ndarray) -> np.ndarray:
-    """Run `loop(*arrays, result)` on 1-D views of the arrays and of a new array, and return the new array."""
+    """Run `loop(*arrays, result)` on 1-D views of `arrays` and of a new array, and return the new array."""
     flat, out = make_flat_views_and_output(*arrays)
     parallel_for_rows(loop, flat)
     return out
@@ -269,7 +269,7 @@ def gelu_recompute(xp: Any, x: np.ndarray, dy: np.ndarray, approximate: str = "n
     return y
 
 
-BLOCK_ROWS = 32  # rows per partial sum, so that errors grow with rows / BLOCK_ROWS + BLOCK_ROWS
+BLOCK_ROWS = 32  # rows per partial sum; rounding errors grow with rows / BLOCK_ROWS + BLOCK_ROWS
 
 
 @jit

@@ -1,10 +1,10 @@
-"""Attention of bfloat16 arrays in blocks of rows. Its matrix products use the instruction that multiplies pairs
-(VDPBF16PS of AVX512-BF16), so arrays in memory stay 16-bit.
+"""Attention of bfloat16 arrays in blocks of rows, with the processor instruction that multiplies pairs of bfloat16
+numbers (VDPBF16PS of AVX512-BF16). Arrays in memory stay 16-bit.
 
 As in `dot_product_attention`, softmax is computed on full rows, not online. Scores and sums are float32, and
-probabilities are rounded before they are multiplied. A thread holds the words of one head's keys and values, and a few
-blocks. A word consists of two numbers that are neighbors along the summed dim. Tiles are passed as addresses and
-strides in bytes, and their sizes are padded with zeros, so that no loop has a tail.
+probabilities are rounded before they are multiplied. A word is a pair of numbers that are neighbors along the summed
+dim. Each thread holds the words of one head's keys and values, and a few blocks. Blocks are passed as addresses and
+strides in bytes, and their sizes are padded with zeros, so that all loops run over full vectors.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ __all__ = [
 LANES = 16
 SIZE_MULTIPLE = 2 * LANES
 """All sizes of tiles are multiples of this number."""
-ROWS, VECTORS = 8, 2  # size, in rows and vectors, of the tile whose sums are kept in registers
+ROWS, VECTORS = 8, 2  # tile size, in rows and vectors, whose sums fit into registers
 WORD, ADDRESS = ir.IntType(32), ir.IntType(64)
 SUMS, WORDS, HALVES = (ir.VectorType(kind, LANES) for kind in (ir.FloatType(), WORD, ir.IntType(16)))
 
 
 @functools.cache
 def has_bf16_dot_instruction() -> bool:
-    """Return whether Numba compiles for a processor that has VDPBF16PS."""
+    """Return whether the processor for which Numba compiles has the instruction VDPBF16PS."""
     return not environment.describe_compiler_target() and "avx512_bf16" in read_cpuinfo_field("flags").split()
 
 
@@ -48,10 +48,11 @@ def round_up_to_multiple(size):
 
 @jit
 def multiply_tiles_into(a, down, along, b, b_row, c, c_row, rows, columns, words, add):
-    """Compute c = a b, or c += a b with `add`. The float32 array c (rows, columns) and b (words, columns of words) are
-    in row order, and a has the strides `down` and `along`.
+    """Compute c = a b, or c += a b if `add` is true, for bfloat16 matrices at given addresses and a float32 result.
 
-    `rows` is rounded up to a multiple of ROWS; `columns` must be a multiple of `SIZE_MULTIPLE`.
+    c is (rows, columns), a is (rows, words) with the strides `down` and `along`, and b is (words, columns), where each
+    word holds two neighboring numbers of the summed dim. Strides are in bytes. `rows` is rounded up to a multiple of
+    ROWS; `columns` must be a multiple of `SIZE_MULTIPLE`.
     """
     for j in range(0, columns, VECTORS * LANES):
         for i in range(0, rows, ROWS):
@@ -60,8 +61,8 @@ def multiply_tiles_into(a, down, along, b, b_row, c, c_row, rows, columns, words
 
 @jit
 def interleave_row_pairs(x, row, rows, columns, out, out_row):
-    """Write rows of numbers as half as many rows of words, which are pairs along dim 0. Sizes are multiples of
-    `SIZE_MULTIPLE`."""
+    """Interleave each pair of rows of x: a word of the result holds two numbers that are neighbors along dim 0. Sizes
+    are multiples of `SIZE_MULTIPLE`."""
     for i in range(0, rows, 2):
         for j in range(0, columns, LANES):
             _interleave_two_rows_into(x + i * row + 2 * j, row, out + i // 2 * out_row + 4 * j)
@@ -69,8 +70,8 @@ def interleave_row_pairs(x, row, rows, columns, out, out_row):
 
 @jit
 def transpose_words_into(x, row, rows, columns, out, out_row):
-    """Write rows of words, which are pairs along dim 1, as columns of words. Sizes, in numbers, are multiples of
-    `SIZE_MULTIPLE`."""
+    """Transpose x, viewed as words of two numbers that are neighbors along dim 1. Sizes, counted in numbers, are
+    multiples of `SIZE_MULTIPLE`."""
     for i in range(0, rows, LANES):
         for j in range(0, columns // 2, LANES):
             _transpose_tile_into(x + i * row + 4 * j, row, out + j * out_row + 4 * i, out_row)
@@ -94,7 +95,7 @@ def copy_bytes(typingctx: Any, to: Any, source: Any, size: Any) -> Any:
 @intrinsic
 def _multiply_tile_into(typingctx: Any, a: Any, down: Any, along: Any, b: Any, b_row: Any, c: Any, c_row: Any,
           words: Any, add: Any) -> Any:  # fmt: skip
-    """Compute `multiply_tiles_into` for ROWS rows and VECTORS vectors, with all sums in registers."""
+    """Compute a tile of `multiply_tiles_into` of ROWS rows and VECTORS vectors, with all sums in registers."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         a, down, along, b, b_row, c, c_row, words, add = arguments
@@ -124,7 +125,7 @@ def _multiply_tile_into(typingctx: Any, a: Any, down: Any, along: Any, b: Any, b
 
 @intrinsic
 def _interleave_two_rows_into(typingctx: Any, x: Any, row: Any, out: Any) -> Any:
-    """Write two rows of LANES numbers as one row of words."""
+    """Interleave two rows of LANES numbers into one row of words."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x, row, out = arguments
@@ -141,7 +142,8 @@ def _interleave_two_rows_into(typingctx: Any, x: Any, row: Any, out: Any) -> Any
 
 @intrinsic
 def _transpose_tile_into(typingctx: Any, x: Any, row: Any, out: Any, out_row: Any) -> Any:
-    """Transpose LANES x LANES words. In each of log2(LANES) rounds, pairs of rows exchange alternate parts."""
+    """Transpose a tile of LANES x LANES words in registers, in log2(LANES) rounds that exchange parts of pairs of
+    rows."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x, row, out, out_row = arguments
@@ -166,13 +168,13 @@ def _transpose_tile_into(typingctx: Any, x: Any, row: Any, out: Any, out_row: An
 
 
 def _emit_vector_pointer(builder: Any, vector_type: Any, base: Any, row: Any, i: int, vector: int = 0) -> Any:
-    """Return a pointer to vector number `vector` of row i."""
+    """Return a pointer to vector number `vector` of row i, where rows are `row` bytes apart."""
     moved = builder.add(base, builder.mul(row, ADDRESS(i)))
     return builder.inttoptr(builder.add(moved, ADDRESS(4 * LANES * vector)), vector_type.as_pointer())
 
 
 def _emit_broadcast_word(builder: Any, word: Any) -> Any:
-    """Return a vector with the word in every lane."""
+    """Return a vector with `word` in every lane."""
     nothing = ir.Constant(WORDS, ir.Undefined)
     return _emit_shuffle(builder, builder.insert_element(nothing, word, WORD(0)), nothing, [0] * LANES)
 
@@ -182,7 +184,7 @@ def _emit_shuffle(builder: Any, first: Any, second: Any, lanes: list[int]) -> An
 
 
 def _emit_dot_of_pairs(builder: Any, total: Any, left: Any, right: Any) -> Any:
-    """Return total plus the products of both numbers of each word."""
+    """Add to `total`, in each lane, the dot product of the number pairs in `left` and `right`."""
     name, pairs = "llvm.x86.avx512bf16.dpbf16ps.512", _make_bfloat_vector_type()
     kind = ir.FunctionType(SUMS, [SUMS, pairs, pairs])
     function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
@@ -190,7 +192,7 @@ def _emit_dot_of_pairs(builder: Any, total: Any, left: Any, right: Any) -> Any:
 
 
 def _make_bfloat_vector_type() -> Any:
-    """Return LLVM's type <32 x bfloat>, which llvmlite does not have."""
+    """Return the LLVM type <32 x bfloat>, which llvmlite does not provide."""
 
     class Pairs(ir.Type):
         def _to_string(self) -> str:
@@ -211,7 +213,8 @@ SINGLE = ("float32",)
 
 @jit
 def _scale_mask_and_find_row_max(x, scale, seen):
-    """Multiply x by scale in place, set elements from index `seen` on to -inf, and return the maximum."""
+    """Multiply a row of scores x by `scale` in place, set elements from index `seen` on to -inf, and return the
+    maximum."""
     for j in range(x.size):
         x[j] *= scale
     x[seen:] = -np.inf
@@ -220,7 +223,7 @@ def _scale_mask_and_find_row_max(x, scale, seen):
 
 @jit(fastmath=REORDER)
 def _exponentiate_row_into_and_sum(x, top, p):
-    """Write exp(x - top) to p, and return the sum of the elements before they are rounded."""
+    """Write exp(x - top), rounded to the dtype of p, to p. Return the sum of the elements before rounding."""
     use_widest_vectors()
     result = np.float32(0)
     for j in range(x.size):
@@ -232,7 +235,8 @@ def _exponentiate_row_into_and_sum(x, top, p):
 
 @jit
 def _softmax_backward_row_into(s, dp, scale, lse, along, p, ds, seen):
-    """Write p = exp(s scale - lse) and ds = p (dp - along) scale for a row. Both are 0 from index `seen` on."""
+    """Compute a row of attention probabilities p = exp(s scale - lse) and of score gradients ds = p (dp - along)
+    scale. Both are 0 from index `seen` on."""
     use_widest_vectors()
     for j in range(p.size):
         e = exp(s[j] * scale - lse)
@@ -252,8 +256,8 @@ def _copy_head_rows_into(x, b, h, start, stop, out):
 
 @jit
 def _write_scaled_head_rows(out, b, h, start, stop, x, factors, block):
-    """Write rows [start, stop) of head h of sample b, where row i is row i of x times factors[i]. The rows are rounded
-    in the buffer `block`."""
+    """Write rows [start, stop) of head h of sample b of `out`: row i of x times factors[i], rounded in the buffer
+    `block`."""
     for i in range(factors.size):
         for j in range(x.shape[1]):
             block[i, j] = round_to_dtype_of(block, x[i, j] * factors[i])
@@ -264,7 +268,7 @@ def _write_scaled_head_rows(out, b, h, start, stop, x, factors, block):
 
 @jit
 def _attention_forward_into(q, k, v, o, lse, factor, causal, first, last):
-    """Compute o and lse for the pairs (sample, head) in [first, last)."""
+    """Compute the attention outputs o and the log-sum-exps lse of the (sample, head) pairs numbered [first, last)."""
     heads, time, full, scale = q.shape[1], q.shape[2], k.shape[2], factor[0]
     width, length, group = round_up_to_multiple(q.shape[3]), round_up_to_multiple(full), q.shape[1] // k.shape[1]
     plain, block = np.zeros((length, width), np.uint16), np.zeros((BLOCK, width), np.uint16)
@@ -295,20 +299,20 @@ def _attention_forward_into(q, k, v, o, lse, factor, causal, first, last):
 
 @jit
 def _attention_backward_into(q, k, v, o, lse, do, dq, dk, dv, factor, causal, first, last):
-    """Compute dq, dk and dv for the pairs (sample, head of keys) in [first, last).
+    """Compute the gradients dq, dk and dv of the (sample, key head) pairs numbered [first, last).
 
-    The last block of rows attends to all keys, so it runs first and writes the sums of dk and dv, to which the other
-    blocks and other query heads add.
+    The last block of rows attends to all keys, so it runs first and initializes dk and dv, to which the other blocks
+    and the other query heads add.
     """
     shared, time, full, scale = k.shape[1], q.shape[2], k.shape[2], factor[0]
     width, length, group = round_up_to_multiple(q.shape[3]), round_up_to_multiple(full), q.shape[1] // k.shape[1]
     plain, ones = np.zeros((length, width), np.uint16), np.ones(length, np.float32)
     keys, values = np.empty((width // 2, length), np.uint32), np.empty((width // 2, length), np.uint32)
-    # the interleaved keys, by which score gradients are multiplied to give query gradients
+    # interleaved keys: the query gradients are the score gradients times the keys
     ways = np.empty((length // 2, width), np.uint32)
     blocks, scores = np.zeros((3, BLOCK, width), np.uint16), np.empty((2, BLOCK, length), np.float32)
     factors, words = np.zeros((2, BLOCK, length), np.uint16), np.empty((2, BLOCK // 2, width), np.uint32)
-    # Numba would not know that arrays unpacked by `= blocks` are contiguous
+    # indexed one by one, because Numba does not know that unpacked arrays are contiguous
     queries, slopes, results = blocks[0], blocks[1], blocks[2]
     s, dp, p, ds = scores[0], scores[1], factors[0], factors[1]
     seen_words, sums = np.empty((2, BLOCK // 2, length), np.uint32), np.empty((2, length, width), np.float32)
@@ -361,11 +365,12 @@ BACKWARD = "A4hr A4hr A4hr A4hr C3r A4hr A4h A4h A4h C1r b i i"
 
 
 def attention_forward_into(*arguments: Any) -> None:
-    """Run `_attention_forward_into` with the arguments q, k, v, o, lse, factor, causal, first, last."""
+    """Compute attention outputs for a range of (sample, head) pairs. Arguments: q, k, v, o, lse, factor, causal,
+    first, last."""
     specialize(_attention_forward_into, FORWARD, SINGLE)(*arguments)
 
 
 def attention_backward_into(*arguments: Any) -> None:
-    """Run `_attention_backward_into` with the arguments q, k, v, o, lse, do, dq, dk, dv, factor, causal, first,
-    last."""
+    """Compute attention gradients for a range of (sample, key head) pairs. Arguments: q, k, v, o, lse, do, dq, dk, dv,
+    factor, causal, first, last."""
     specialize(_attention_backward_into, BACKWARD, SINGLE)(*arguments)

@@ -1,5 +1,5 @@
-"""Attention in blocks of rows, softmax of rows, and rotary positions. For attention, one compiled function for all
-heads calls BLAS for the matrix products of tiles.
+"""Attention in blocks of rows, softmax, and rotary positions as Numba code. One compiled function computes the
+attention of all heads, and calls BLAS for the matrix products of blocks.
 
 A thread holds at most one block of scores, BLOCK_ROWS x time (Dao et al. 2022, but with full rows instead of an online
 softmax). A row of softmax stays in cache between its passes.
@@ -104,7 +104,7 @@ def rotate(xp: Any, x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarr
     return y
 
 
-BLOCK_ROWS = 64  # rows of scores alive at a time; with `causal`, scores of keys after the block are never computed
+BLOCK_ROWS = 64  # rows of scores in memory at a time; if causal, scores of later keys are never computed
 HIDDEN = 60.0
 """Distance below the maximum of its row to which a masked score is set before exp. After exp, the element is set to 0.
 Masked scores are kept so that all loops over rows have the length of the block. With other lengths, the tail of the
@@ -125,7 +125,8 @@ def _exponentiate_and_sum_row(x, top):
 
 @jit
 def _softmax_backward_row_in_place(s, dp, scale, lse, along):
-    """Overwrite a row of scores s with its probabilities p, and dp with p (dp - along) scale."""
+    """Replace a row of scores s by its probabilities p, and the probability gradients dp by the score gradients p (dp
+    - along) scale."""
     use_widest_vectors()
     for j in range(s.size):
         p = exp(s[j] - lse)
@@ -135,20 +136,20 @@ def _softmax_backward_row_in_place(s, dp, scale, lse, along):
 
 @jit
 def _find_keys_of_row_block(start, stop, full, causal, window):
-    """Return the range of keys that the rows [start, stop) attend to."""
+    """Return the range of keys to which the queries [start, stop) attend."""
     return max(start - window + 1, 0) if window else 0, stop if causal else full
 
 
 @jit
 def _find_keys_of_row(i, start, low, keys, causal, window):
-    """Return the range of keys that row i of a block attends to, counted from key `low`."""
+    """Return the range of keys, counted from key `low`, to which query i of a block attends."""
     row = start + i - low
     return max(row - window + 1, 0) if window else 0, row + 1 if causal else keys
 
 
 @jit
 def _mask_other_segments(x, names, name, value):
-    """Set x to `value` where the segment in `names` is not `name`."""
+    """Set the elements of x to `value` whose segment number in `names` differs from `name`."""
     for j in range(x.size):
         if names[j] != name:
             x[j] = value
@@ -156,7 +157,8 @@ def _mask_other_segments(x, names, name, value):
 
 @jit
 def _attention_forward_into(gemm_address, q, k, v, o, lse, scratch, factor, names, causal, window, first, last):
-    """Compute o and lse for the pairs (sample, head) in [first, last). o has time before heads."""
+    """Compute the attention outputs o, stored with time before heads, and the log-sum-exps lse of the (sample, head)
+    pairs numbered [first, last)."""
     use_widest_vectors()
     heads, time, width, size = q.shape[1], q.shape[2], q.shape[3], q.itemsize
     full, group, apart = k.shape[2], q.shape[1] // k.shape[1], names.size > 0
@@ -196,8 +198,8 @@ def _attention_forward_into(gemm_address, q, k, v, o, lse, scratch, factor, name
 
 @jit
 def _attention_forward_of_single_queries(q, k, v, o, lse, scratch, factor, first, last):
-    """Compute `_attention_forward_into` for a single query per head that attends to all keys. The products of one query
-    take less time than a call of BLAS."""
+    """Compute `_attention_forward_into` for one query per head, which attends to all keys. This does not call BLAS,
+    because the call would take longer than the products."""
     use_widest_vectors()
     heads, width, keys = q.shape[1], q.shape[3], k.shape[2]
     group, one = heads // k.shape[1], lse.dtype.type(1)
@@ -221,10 +223,11 @@ def _attention_forward_of_single_queries(q, k, v, o, lse, scratch, factor, first
 def _attention_backward_into(
     gemm_address, q, k, v, o, lse, do, dq, dk, dv, scratch, factor, names, causal, window, first, last
 ):
-    """Compute dq, dk and dv for the pairs (sample, head of keys) in [first, last). o and do have time before heads.
+    """Compute the gradients dq, dk and dv of the (sample, key head) pairs numbered [first, last). o and do are stored
+    with time before heads.
 
-    The last block of rows attends to all keys, so it runs first and writes dk and dv, to which the other blocks and
-    other query heads add. With a window, dk and dv start as zeros instead.
+    The last block of rows attends to all keys, so it runs first and initializes dk and dv, to which the other blocks
+    and the other query heads add. With a window, dk and dv start as zeros instead.
     """
     use_widest_vectors()
     shared, time, width, size = k.shape[1], q.shape[2], q.shape[3], q.itemsize
@@ -278,14 +281,14 @@ BACKWARD = "i A4r A4r A4r C4r C3r C4r A4 A4 A4 C2 C1r C2r b i i i"
 
 
 def _make_sample_attention_arrays(x: Any) -> tuple[Any, ...]:
-    """Return q, k, v, o, lse and do of one sample, as views like those that the layer makes."""
+    """Return sample arrays q, k, v, o, lse and do, in the memory layout that attention layers use."""
     q, k, v = np.zeros((1, 2, 3, 1, 4), x.dtype).transpose(2, 0, 3, 1, 4)
     o, lse = plain_attention(np, q, k, v, True, 1.0)
     return q, k, v, o, lse, o.copy()
 
 
 def _make_sample_calls(x: Any, w: Any, s: Any) -> list[Any]:
-    """Return the arguments of two sample calls, one for a full sequence and one for a single token after others."""
+    """Return the arguments of two sample calls: attention of a full sequence, and of a single token to earlier ones."""
     q, k, v, *_ = _make_sample_attention_arrays(x)
     return [(q, k, v, True, 1.0), (q[:, :, :1], k, v, False, 1.0)]
 
@@ -357,21 +360,21 @@ def attention_backward(
 
 
 def _renumber_segments(segments: Any, dtype: Any) -> np.ndarray:
-    """Return the segments, renumbered from 0, in the compute dtype. Return an empty array for None."""
+    """Renumber segments from 0 and return them in the compute dtype; return an empty array for None."""
     if segments is None:
         return np.empty((0, 0), dtype)
     return np.unique(segments, return_inverse=True)[1].reshape(segments.shape).astype(dtype)
 
 
 def _copy_unless_blas_readable(x: np.ndarray) -> np.ndarray:
-    """Return x, or a copy if BLAS cannot read x. BLAS needs contiguous rows, with any stride between rows."""
+    """Return x if its rows are contiguous, as BLAS requires, else a copy. Rows may have any distance from each other.
+    """
     step, width, size = x.strides[2], x.shape[3], x.itemsize
     fits = x.strides[3] == size and step % size == 0 and step >= width * size
     return x if fits else np.ascontiguousarray(x)
 
 
 def _split_heads_over_threads(pairs: int) -> list[tuple[int, int]]:
-    """Return ranges of (sample, head) pairs for the threads. The result for a pair does not depend on the range it is
-    in."""
+    """Divide `pairs` (sample, head) pairs into ranges for threads. Results do not depend on the division."""
     count = max(1, min(pairs, 4 * parallel.get_threads())) if parallel.get_threads() > 1 else 1
     return [(pairs * n // count, pairs * (n + 1) // count) for n in range(count)]

@@ -1,9 +1,9 @@
-"""Layouts and elements of arrays in compiled loops, and reductions of rows in vector lanes. Arrays are float32, float64
-or bfloat16, in a single layout.
+"""Access to array elements in compiled loops, and reductions of rows in vector lanes, for float32, float64 and
+bfloat16.
 
-Numba would compile again for read-only or unaligned arrays, so all arrays have one layout. Numba has no bfloat16, so
-the dispatcher passes views of the bits (uint16). Loops read elements by `to_float` and write them by
-`round_to_dtype_of`, which cost nothing for float32 and float64.
+Numba would compile again for read-only or unaligned arrays, so all arrays are converted to one layout. Numba has no
+bfloat16, so arrays of bfloat16 are passed as views of their bits (uint16). Loops read elements by `to_float` and write
+them by `round_to_dtype_of`, which cost nothing for float32 and float64.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ SIGN, REST = 0x80000000, 0x7FFFFFFF
 
 @intrinsic
 def to_bfloat16_bits(typingctx: Any, x: Any) -> Any:
-    """Return the upper half of the bits of a float32, rounded to nearest. One is added if the lower half is more than a
-    tie, or if the lower half is a tie and the upper half is odd."""
+    """Convert a float32 to the bits of a bfloat16, rounded to nearest, ties to even."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         n = builder.bitcast(arguments[0], WORD)
@@ -54,17 +53,18 @@ def from_bfloat16_bits(typingctx: Any, h: Any) -> Any:
 
 
 def to_float(x: Any) -> Any:
-    """Return an element as a number to compute with. For bfloat16 this is a float32."""
+    """Convert an array element to a number to compute with: bfloat16 bits become a float32, other elements are
+    unchanged."""
     raise NotImplementedError("for compiled code")
 
 
 def round_to_dtype_of(array: Any, x: Any) -> Any:
-    """Return x as an element of `array`, rounded once."""
+    """Convert a computed number x to an element of `array`, rounded once."""
     raise NotImplementedError("for compiled code")
 
 
 def accumulation_zero(array: Any) -> Any:
-    """Return 0 in the dtype in which elements of `array` are accumulated."""
+    """Return 0 in the dtype in which elements of `array` are summed (float32 for bfloat16)."""
     raise NotImplementedError("for compiled code")
 
 
@@ -84,13 +84,13 @@ def _overload_round_to_dtype_of(array, x):
 
 
 def view_bits_as_bfloat16(array: Any) -> Any:
-    """Return an array of bfloat16 bits as a view of bfloat16. Return anything else unchanged."""
+    """View an array of bfloat16 bits (uint16) as bfloat16. Return anything else unchanged."""
     return array.view(parse_dtype("bf16")) if isinstance(array, np.ndarray) and array.dtype == np.uint16 else array
 
 
 def call_plain_kernel(kernel: Any, xp: Any, *arguments: Any) -> Any:
-    """Call a kernel's plain code with arguments that the compiled code does not support. Arrays of bfloat16 are passed
-    and returned as bits."""
+    """Call the plain implementation of a kernel, for arguments that compiled code does not support. Arrays of bfloat16
+    are passed and returned as bits."""
     result = kernel.fallback(xp, *map(view_bits_as_bfloat16, arguments))
     return tuple(map(_view_bfloat16_as_bits, result)) if isinstance(result, tuple) else _view_bfloat16_as_bits(result)
 
@@ -100,7 +100,7 @@ def _view_bfloat16_as_bits(a: Any) -> Any:
 
 
 def accumulation_dtype(dtype: np.dtype) -> np.dtype:
-    """Return the dtype in which elements of `dtype` are accumulated."""
+    """Return the dtype in which elements of `dtype` are summed: float32 for bfloat16 bits, else the same dtype."""
     return np.dtype(np.float32) if dtype == np.uint16 else dtype
 
 
@@ -117,8 +117,7 @@ CACHE_LINE = 64
 
 @intrinsic
 def assume_unit_stride(typingctx: Any, x: Any) -> Any:
-    """Return a row of unit stride as an array of a type that the compiler knows to be contiguous, so that it is read in
-    vectors."""
+    """Declare to the compiler that the 1-D array x is contiguous, so that it reads x in vectors."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         context.nrt.incref(builder, signature.return_type, arguments[0])
@@ -152,7 +151,7 @@ def keep_alive(*arrays):
 def prefetch_bytes_after(x, ahead):
     """Prefetch as many bytes as x has, beginning `ahead` bytes after the start of x.
 
-    Prefetching by hardware stops at each page of 4 KiB, which would make a core that reads one array wait for a quarter
+    Prefetching by hardware stops at each memory page of 4 KiB, so a core that reads one array would wait for a quarter
     of its time.
     """
     begin = x.ctypes.data + ahead
@@ -162,7 +161,7 @@ def prefetch_bytes_after(x, ahead):
 
 @jit
 def widen_into(x, out):
-    """Copy x to out, converted to the dtype in which its elements are accumulated."""
+    """Copy x to `out`, converting bfloat16 bits to float32."""
     for j in range(x.size):
         out[j] = to_float(x[j])
 
@@ -196,7 +195,7 @@ def sum_row(x):
 
 @jit(fastmath=REORDER)
 def sum_square_distances(x, centre):
-    """Return sum((x - centre)^2)."""
+    """Return sum((x - centre)^2), the sum of squared deviations."""
     result = accumulation_zero(x)
     for j in range(x.size):
         d = to_float(x[j]) - centre

@@ -1,8 +1,8 @@
-"""Casts between float32 and the 16-bit formats by operations on their bits, rounded to nearest (ties to even) or
-stochastically. Also sums in float32.
+"""Casts between float32 and 16-bit floats, rounded to nearest (ties to even) or stochastically, and sums of 16-bit
+floats in float32.
 
-Numbers are loaded and stored as uint32 and uint16, so nothing depends on support for 16-bit floats in the processor or
-in Numba.
+The casts are operations on bits, loaded and stored as uint32 and uint16, so they need no support for 16-bit floats in
+the processor or in Numba.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ __all__ = ["emit_bit_mixing", "emit_round_to_bfloat16", "emit_round_to_float16",
 
 @intrinsic
 def to_float16_bits(typingctx: Any, x: Any) -> Any:
-    """Return the bits of x as float16. There are three cases by magnitude: too large (or NaN), normal, and subnormal,
-    where adding 0.5 rounds at the right bit."""
+    """Convert float32 to the bits of float16. There are three cases by magnitude: too large (or NaN), normal, and
+    subnormal, where adding 0.5 rounds at the right bit."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         n = builder.bitcast(arguments[0], WORD)
@@ -58,8 +58,8 @@ def to_float16_bits(typingctx: Any, x: Any) -> Any:
 
 @intrinsic
 def from_float16_bits(typingctx: Any, h: Any) -> Any:
-    """Return float16 bits as float32. Exponent and mantissa are shifted up, and then the exponents of Inf, NaN, 0 and
-    subnormals are corrected."""
+    """Convert the bits of float16 to float32. Exponent and mantissa are shifted up, and then the exponents of Inf,
+    NaN, 0 and subnormals are corrected."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         n = builder.zext(arguments[0], WORD)
@@ -78,7 +78,7 @@ def from_float16_bits(typingctx: Any, h: Any) -> Any:
 
 
 def emit_round_to_bfloat16(builder: Any, x: Any) -> Any:
-    """Return `from_bfloat16_bits(to_bfloat16_bits(x))` for a vector of float32."""
+    """Emit the instructions that round a vector of float32 to bfloat16 and convert it back."""
     c = partial(_make_constant_vector, x.type.count)
     n = builder.bitcast(x, c(0).type)
     odd = builder.and_(builder.lshr(n, c(16)), c(1))
@@ -89,7 +89,7 @@ def emit_round_to_bfloat16(builder: Any, x: Any) -> Any:
 
 
 def emit_round_to_float16(builder: Any, x: Any) -> Any:
-    """Return `from_float16_bits(to_float16_bits(x))` for a vector of float32."""
+    """Emit the instructions that round a vector of float32 to float16 and convert it back."""
     c = partial(_make_constant_vector, x.type.count)
     n = builder.bitcast(x, c(0).type)
     size = builder.and_(n, c(REST))
@@ -105,13 +105,13 @@ def emit_round_to_float16(builder: Any, x: Any) -> Any:
 
 
 def _make_constant_vector(count: int, number: int) -> Any:
-    """Return a vector with the same word in every lane."""
+    """Return a constant vector with `number` in each of `count` lanes."""
     return ir.Constant(ir.VectorType(WORD, count), [WORD(number)] * count)
 
 
 def _make_conversion_loops(name: str, to: Any, back: Any) -> dict[str, Any]:
-    """Return three compiled loops for a 16-bit format by name: out = x rounded to the format, out = x converted to
-    float32, and out += x converted to float32."""
+    """Return three compiled loops for a 16-bit format, by name: round float32 to the format, convert it to float32,
+    and add it to float32."""
 
     def narrow_loop(x, out):
         for i in range(x.size):
@@ -136,7 +136,7 @@ LOOPS = {
 
 @register_compiled_kernel()
 def store(x: np.ndarray, out: np.ndarray) -> None:
-    """Compute out = x for contiguous arrays, one of them float32 and the other 16-bit."""
+    """Copy x to `out` for contiguous arrays, one of them float32 and the other 16-bit."""
     if x.dtype.itemsize == 2:
         parallel_for_rows(LOOPS[x.dtype.name]["widen_loop"], (x.reshape(-1).view(np.uint16), out.reshape(-1)))
     else:
@@ -145,13 +145,12 @@ def store(x: np.ndarray, out: np.ndarray) -> None:
 
 @register_compiled_kernel()
 def add_widened(x: np.ndarray, out: np.ndarray) -> None:
-    """Compute out += x for contiguous arrays, x of 16 bits and out of float32."""
+    """Add the 16-bit array x to the float32 array `out` in place. Both are contiguous."""
     parallel_for_rows(LOOPS[x.dtype.name]["add_loop"], (x.reshape(-1).view(np.uint16), out.reshape(-1)))
 
 
 def emit_bit_mixing(builder: Any, n: Any) -> Any:
-    """Emit the instructions that apply the mixing function of `NumberRange.make_16bit_numbers` to n, and return the
-    result."""
+    """Emit the instructions of the 32-bit mixing function that `NumberRange.make_16bit_numbers` uses, applied to n."""
     for shift, factor in ((16, MIX[0]), (15, MIX[1])):
         n = builder.mul(builder.xor(n, builder.lshr(n, WORD(shift))), WORD(factor))
     return builder.xor(n, builder.lshr(n, WORD(16)))
@@ -159,7 +158,8 @@ def emit_bit_mixing(builder: Any, n: Any) -> Any:
 
 @intrinsic
 def round_to_bfloat16_bits_stochastically(typingctx: Any, x: Any, position: Any, key0: Any, key1: Any) -> Any:
-    """Return the upper half of x after adding 16 random bits to its lower half. Inf and NaN are kept."""
+    """Convert a float32 to the bits of a bfloat16 by adding 16 random bits to its lower half and truncating. Inf and
+    NaN are kept."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         n = builder.bitcast(arguments[0], WORD)
@@ -184,7 +184,7 @@ def _round_stochastically_loop(x, out, start, key0, key1):
 
 @register_compiled_kernel()
 def round_randomly(x: np.ndarray, out: np.ndarray, numbers: NumberRange) -> None:
-    """Compute out = x rounded stochastically. See `kernels.half.round_randomly`."""
+    """Write x to `out`, rounded stochastically. See `kernels.half.round_randomly`."""
     bits = out.view(np.uint16)
     for offset, start, key0, key1 in numbers.iterate_runs():
         _round_stochastically_loop(x[offset], bits[offset], start, key0, key1)

@@ -1,5 +1,5 @@
-"""Losses in one pass, cross entropy row by row. Forward allocates no array of the size of its arguments. The gradient
-of a row lookup is added in the order of the batch."""
+"""Losses as Numba code, each in one pass, and the gradient of an embedding lookup, added in the order of the batch.
+Forward allocates no array of the size of its arguments."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def _sum_row_in_float64(x):
 
 @jit
 def _count_targets_or_find_invalid(target, classes, ignored):
-    """Return the number of rows that are not ignored, or -1 - row for the first row with an invalid target."""
+    """Return the number of rows whose target is not `ignored`. If a target is invalid, return -1 - row for the first
+    such row."""
     counted = 0
     for i in range(target.size):
         if target[i] != ignored:
@@ -87,7 +88,7 @@ def _cross_entropy_loop(logits, target, lse, each, ignored, smoothing):
         widen_into(logits[i], row)
         mean = _sum_row_in_float64(row) / classes if smoothing != 0.0 else 0.0
         top = find_row_max(row)
-        if top == -np.inf:  # all elements are -inf
+        if top == -np.inf:  # avoid -inf - (-inf) = NaN if all elements are -inf
             top = lse.dtype.type(0)
         exponentiate_in_place(row, top)
         lse[i] = top + lse.dtype.type(np.log(_sum_row_in_float64(row)))
@@ -118,10 +119,11 @@ def _cross_entropy_backward_loop(logits, target, lse, gradient, seed, ignored, t
 def _prepare_logits_and_target(
     logits: Any, target: Any, ignored: int, extra_classes: int = 0
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return logits and target in the memory layout that the loops expect, and the number of rows that are not ignored.
-    Raise IndexError for an invalid target.
+    """Return logits and target in the memory layout that the loops expect, and the number of rows whose target is not
+    `ignored`. Raise IndexError for an invalid target.
 
-    `extra_classes`: 1 if a target may be a class that is not among these logits.
+    `extra_classes` is 1 if a target may be a class that is not among these logits, because classes are split over
+    ranks.
     """
     logits, target = np.ascontiguousarray(logits), as_contiguous(target, np.int64)
     counted = _count_targets_or_find_invalid(target, logits.shape[1] + extra_classes, ignored)

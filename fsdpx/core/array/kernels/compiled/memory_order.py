@@ -1,5 +1,5 @@
-"""Channels-last memory of fields, (samples, *cells, channels), and 1-D views of arrays of one shape in their order in
-memory."""
+"""Conversion between memory orders: fields with channels last, (samples, *cells, channels), and 1-D views of arrays in
+memory order."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ __all__ = [
     "view_channels_first", "view_channels_last", "view_rows_channels_first",
 ]  # fmt: skip
 
-BLOCK, RUN = 64, 16  # pixels and channels of a block that is transposed in cache
+BLOCK, RUN = 64, 16  # block size, in pixels and channels, of a transposition in cache
 
 
 @jit
 def transpose_channels_into(x, out, add):
-    """Compute out[n, p, c] = x[n, c, p], or out[n, p, c] += x[n, c, p] with `add`."""
+    """Transpose channels to the last dim: compute out[n, p, c] = x[n, c, p], or out[n, p, c] += x[n, c, p] if `add` is
+    true."""
     for n in range(x.shape[0]):
         for start in range(0, x.shape[2], BLOCK):
             stop = min(start + BLOCK, x.shape[2])
@@ -33,15 +34,15 @@ def transpose_channels_into(x, out, add):
                         else:
                             out[n, p, c] = x[n, c, p]
                 continue
-            for first in range(0, x.shape[1], RUN):  # short, since rows a power of two apart map to few cache lines
+            # short runs, because rows that are a power of two apart map to few cache lines
+            for first in range(0, x.shape[1], RUN):
                 for c in range(first, min(first + RUN, x.shape[1])):
                     for p in range(start, stop):
                         out[n, p, c] = x[n, c, p]
 
 
 def view_channels_last(x: np.ndarray) -> np.ndarray:
-    """Return a view (samples, *cells, channels) of x (samples, channels, *cells). This call costs less than
-    `numpy.moveaxis`."""
+    """Return a view (samples, *cells, channels) of x (samples, channels, *cells). Faster than `numpy.moveaxis`."""
     return x.transpose(0, *range(2, x.ndim), 1)
 
 
@@ -51,7 +52,7 @@ def view_channels_first(cells: np.ndarray) -> np.ndarray:
 
 
 def to_channels_last(x: np.ndarray) -> np.ndarray:
-    """Return x (samples, channels, *cells) as a contiguous array (samples, *cells, channels), copied if needed."""
+    """Return x (samples, channels, *cells) as a contiguous array (samples, *cells, channels), copied if necessary."""
     turned = view_channels_last(x)
     if turned.strides[-1] == x.itemsize:  # channels are already last in memory
         return as_contiguous(turned)
@@ -62,18 +63,20 @@ def to_channels_last(x: np.ndarray) -> np.ndarray:
 
 
 def to_channel_rows(x: np.ndarray) -> np.ndarray:
-    """Return x (samples, channels, ...) as contiguous rows of channels, one row per sample and position."""
+    """Return x (samples, channels, ...) as a contiguous matrix with a column per channel and a row per sample and
+    position."""
     return to_channels_last(x).reshape(x.shape[0] * math.prod(x.shape[2:]), x.shape[1])
 
 
 def view_rows_channels_first(rows: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Return a view (samples, channels, ...) of rows of channels; `shape` is the shape of the view."""
+    """View a matrix with a column per channel, as returned by `to_channel_rows`, as an array (samples, channels, ...)
+    of `shape`."""
     return view_channels_first(rows.reshape(shape[0], *shape[2:], shape[1]))
 
 
 def _flatten_in_memory_order(*arrays: np.ndarray) -> list[np.ndarray] | None:
-    """Return arrays of one shape as 1-D views in memory order. Return None unless all arrays have the same order,
-    without gaps."""
+    """Return arrays of one shape as 1-D views in memory order. Return None if the arrays have different memory orders
+    or gaps."""
     if all(a.flags.c_contiguous for a in arrays):
         return [a.reshape(-1) for a in arrays]
     strides = arrays[0].strides
@@ -85,8 +88,8 @@ def _flatten_in_memory_order(*arrays: np.ndarray) -> list[np.ndarray] | None:
 
 
 def make_flat_views_and_output(*arrays: np.ndarray) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
-    """Return 1-D views, in one order, of arrays of one shape and of a new array like the first of these. Return also
-    the new array itself. If the arrays are stored in different orders, fields are first converted to channels last."""
+    """Return 1-D views of arrays of one shape, all in the same memory order, and of a new output array, followed by
+    the output array itself. If the arrays have different memory orders, they are first converted to channels last."""
     out = np.empty_like(arrays[0])
     flat = _flatten_in_memory_order(*arrays, out)
     if flat is None and out.ndim > 2:

@@ -1,7 +1,7 @@
-"""LayerNorm and RMSNorm of rows, whose parameter gradients are summed in blocks of rows, and batch norm with channels
-last.
+"""LayerNorm, RMSNorm and batch norm as Numba code.
 
-Batch norm sums rows of channels in fixed blocks, and is split over threads by channels.
+Gradients of parameters, and the channel sums of batch norm, are added in fixed blocks of rows. Batch norm stores
+channels last and is split over threads by channels.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fsdpx.core.array.kernels.compiled.elements import (
 from fsdpx.core.array.kernels.compiled.memory_order import to_channel_rows, view_rows_channels_first
 from fsdpx.core.array.parallel import parallel_for_columns, parallel_for_rows
 
-# rows per partial sum, so that rounding errors grow with rows / BLOCK_ROWS + BLOCK_ROWS
+# rows per partial sum; rounding errors grow with rows / BLOCK_ROWS + BLOCK_ROWS
 BLOCK_ROWS = 32
 
 
@@ -44,7 +44,7 @@ def _norm_loop(x, y, mean, rstd, weight, bias, eps, centred):
 
 @jit(fastmath=REORDER)
 def _sum_row_gradient_products(x, weight, mean, rstd, dy):
-    """Return the sums of h = dy weight and of h n over one row, where n is the normalized row."""
+    """Return the sums of h and of h n over one row, where h = dy weight and n is the normalized row."""
     sum_h = sum_hn = accumulation_zero(x)
     for j in range(x.size):
         h = to_float(dy[j]) * weight[j]
@@ -85,8 +85,7 @@ def _add_column_gradients(start, stop, x, dy, mean, rstd, gw, gb):
 
 
 def _fill_missing_weight(weight: np.ndarray | None, default: float, x: np.ndarray) -> np.ndarray:
-    """Return `weight`, or an array filled with the neutral value `default` if it is None, so that one compiled loop
-    serves both cases."""
+    """Return `weight`, or an array filled with `default` if it is None, so that one compiled loop serves both cases."""
     dtype = accumulation_dtype(x.dtype)
     return (
         np.full(x.shape[1], default, dtype) if weight is None else as_contiguous(view_bits_as_bfloat16(weight), dtype)
@@ -116,7 +115,8 @@ def _compute_input_gradient(x: Any, weight: Any, centred: bool, mean: Any, rstd:
 
 
 def _add_weight_and_bias_gradients(x: Any, mean: Any, rstd: Any, dy: Any, gw: Any, gb: Any) -> None:
-    """Add the gradients to gw and gb, directly if the loop can write to them."""
+    """Add the gradients of weight and bias to gw and gb, without a temporary array if the loop can write to them
+    directly."""
     x, dy = np.ascontiguousarray(x), np.ascontiguousarray(dy)
     sums = [g if _can_write_directly(g, x) else np.zeros(x.shape[1], accumulation_dtype(x.dtype)) for g in (gw, gb)]
     parallel_for_columns(_add_column_gradients, x, dy, mean, rstd, *sums)
@@ -278,5 +278,5 @@ def channel_norm_backward(
 
 
 def _convert_channel_values(a: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Return the values per channel in the dtype in which x is computed."""
+    """Convert per-channel values `a` to the dtype in which x is computed."""
     return as_contiguous(view_bits_as_bfloat16(a), accumulation_dtype(x.dtype))

@@ -1,5 +1,5 @@
-"""Counter-based random numbers and dropout: Philox 4x64 (Salmon et al., SC'11) with the bits of `array.random`, and
-normal numbers by the Box-Muller transform, with logarithm and cosine in vector lanes.
+"""Counter-based random numbers and dropout as Numba code. Uses Philox 4x64 (Salmon et al., SC'11), bitwise equal to
+`array.random`, and the Box-Muller transform, with logarithm and cosine in vector lanes.
 
 Normal numbers are correct to a few units in the last place of float64, and have the same bits wherever a range begins.
 Dropout takes one pass over memory: its random numbers are generated in cache, just before they are used.
@@ -41,7 +41,7 @@ WEYL0, WEYL1 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBB67AE8584CAA73B)
 
 @register_jitable
 def _philox_step(counter, key0, key1):
-    """Return the four numbers that one step of the counter generates."""
+    """Return the four random numbers that Philox generates from one counter value."""
     a, b, c, d = counter, np.uint64(0), np.uint64(0), np.uint64(0)
     for _ in range(ROUNDS):
         high0, low0 = multiply_high(FACTOR0, a), FACTOR0 * a
@@ -54,7 +54,7 @@ def _philox_step(counter, key0, key1):
 
 @jit
 def fill_raw_numbers(out, start, key0, key1):
-    """Write number start + i of the stream to out[i], as uint64."""
+    """Fill `out` with consecutive random numbers of a stream as uint64, beginning with number `start`."""
     position = np.uint64(start)
     counter, ahead = (position >> np.uint64(2)) + np.uint64(1), np.int64(position & np.uint64(3))
     done = 0
@@ -76,8 +76,8 @@ def fill_raw_numbers(out, start, key0, key1):
             out[done + n] = numbers[n]
 
 
-PIECE_ELEMENTS = 1024  # elements whose raw numbers fit into the L1 cache
-FRACTION_SHIFT = np.uint64(11)  # right shift of a raw number that leaves 53 bits
+PIECE_ELEMENTS = 1024  # number of elements whose random numbers fit into the L1 cache
+FRACTION_SHIFT = np.uint64(11)  # a right shift of a 64-bit number by this leaves 53 bits
 HALF_ROOT = 0x3FE6A09E667F3BCD  # the bits of sqrt(1/2)
 MANTISSA = (1 << 52) - 1
 
@@ -117,7 +117,7 @@ def _compute_log(x):
 
 @register_jitable
 def _compute_cosine_of_turns(v):
-    """Return cos(2 pi v) for v in [0, 1). The nearest quarter turn is subtracted exactly."""
+    """Return cos(2 pi v) for v in [0, 1). The range is reduced exactly by subtracting the nearest quarter turn."""
     quarter = round_to_even(v * 4.0)
     r = fused_multiply_add(quarter, -0.25, v)
     odd = quarter == 1.0 or quarter == 3.0
@@ -152,7 +152,7 @@ def normal(numbers: NumberRange) -> np.ndarray:
     return out
 
 
-CHANCE_SHIFT = np.uint64(40)  # right shift of a raw number that leaves 24 bits
+CHANCE_SHIFT = np.uint64(40)  # a right shift of a 64-bit number by this leaves 24 bits
 
 
 @jit

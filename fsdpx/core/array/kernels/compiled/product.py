@@ -1,10 +1,10 @@
-"""Matrix products by cblas gemm, which is called by address. Forward adds biases in the same call, and backward sums
-their gradients. Small bfloat16 matrices are converted, multiplied by cblas in float32, and rounded in one compiled
+"""Matrix products by a cblas gemm function that is called by address. Forward adds the bias in the same call, and
+backward sums its gradient. Small bfloat16 matrices are converted, multiplied in float32, and rounded in one compiled
 call.
 
 The address is an argument, because it differs between processes while compiled code is cached on disk. For small
-matrices, a call of another library takes longer than the product. All arrays of small products are in C order, so that
-loops run through memory in order.
+matrices, a call of another library takes longer than the product itself. All arrays of small products are in C order,
+so that loops run through memory in order.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ matrix arrives late, and with more bytes the matrix is evicted before use."""
 @intrinsic
 def call_cblas(typingctx: Any, address: Any, ta: Any, tb: Any, m: Any, n: Any, k: Any, alpha: Any, a: Any, lda: Any,
           b: Any, ldb: Any, beta: Any, c: Any, ldc: Any) -> Any:  # fmt: skip
-    """Call cblas_?gemm(row major, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc) at `address`. Sizes are
-    int64."""
+    """Call the function cblas_?gemm(row major, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc) at `address`.
+    Sizes are int64."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         enum, size, real = ir.IntType(32), ir.IntType(64), arguments[6].type
@@ -56,8 +56,8 @@ def call_cblas(typingctx: Any, address: Any, ta: Any, tb: Any, m: Any, n: Any, k
 
 @register_jitable
 def _find_transpose_flag_and_leading_dim(size, rows, columns, down, across):
-    """Return the transpose flag of a matrix for cblas, and its leading dimension, which is 0 if neither dim has unit
-    stride.
+    """Return the transpose flag and the leading dimension with which cblas reads a matrix. The leading dimension is 0
+    if neither dim has unit stride.
 
     Takes numbers instead of an array, so that this function is compiled once for all dtypes and layouts.
     """
@@ -70,8 +70,8 @@ def _find_transpose_flag_and_leading_dim(size, rows, columns, down, across):
 
 @register_jitable
 def _multiply_few_rows_into(out, a, b):
-    """Compute out = a b for few rows, where the columns of b are contiguous. An element does not depend on the number
-    of rows.
+    """Compute out = a b for a with few rows and b with contiguous columns. Each element has the same bits for any
+    number of rows.
 
     The order of a sum depends on the width of vectors, so callers whose bits must agree call `use_widest_vectors`.
     """
@@ -84,8 +84,8 @@ def _multiply_few_rows_into(out, a, b):
 
 @register_jitable
 def multiply_matrices_into(address, out, a, b, alpha, beta):
-    """Compute out = alpha a b + beta out for 2-D arrays. Return False, without effect, if BLAS does not support their
-    shapes or strides, or if BLAS is needed and missing (`address` is 0)."""
+    """Compute out = alpha a b + beta out for 2-D arrays. Return False, without computing, if BLAS does not support
+    their shapes or strides, or if BLAS is needed and `address` is 0."""
     m, n, k = out.shape[0], out.shape[1], a.shape[1]
     if a.shape[0] != m or b.shape[0] != k or b.shape[1] != n:
         return False
@@ -100,7 +100,7 @@ def multiply_matrices_into(address, out, a, b, alpha, beta):
         return False
     elif to == PLAIN:
         call_cblas(address, ta, tb, m, n, k, alpha, a.ctypes.data, lda, b.ctypes.data, ldb, beta, out.ctypes.data, ldc)
-    else:  # out^T = b^T a^T
+    else:  # `out` is transposed: compute out^T = b^T a^T
         ta, tb = PLAIN + TURNED - ta, PLAIN + TURNED - tb
         call_cblas(address, tb, ta, n, m, k, alpha, b.ctypes.data, ldb, a.ctypes.data, lda, beta, out.ctypes.data, ldc)
     return True
@@ -115,7 +115,7 @@ def gemm(address, out, a, b, accumulate):
 
 @jit
 def linear_forward(address, out, x, weight, bias):
-    """Compute out = x weight^T + bias (an empty bias means none). Return False if that is not possible."""
+    """Compute out = x weight^T + bias, where an empty bias means none. Return False if the arrays are not supported."""
     use_widest_vectors()
     one, zero = out.dtype.type(1), out.dtype.type(0)
     if bias.size not in (0, out.shape[1]) or not multiply_matrices_into(address, out, x, weight.T, one, zero):
@@ -130,7 +130,7 @@ def linear_forward(address, out, x, weight, bias):
 @jit
 def linear_backward_params(address, dweight, dbias, dy, x, accumulate_weight, accumulate_bias):
     """Write or add dy^T x to dweight, and the column sums of dy to dbias. Empty arrays are skipped. Return False if
-    that is not possible."""
+    the arrays are not supported."""
     one, zero = dy.dtype.type(1), dy.dtype.type(0)
     if dbias.size not in (0, dy.shape[1]):
         return False
@@ -143,7 +143,8 @@ def linear_backward_params(address, dweight, dbias, dy, x, accumulate_weight, ac
 
 @jit
 def linear_backward(address, dx, dweight, dbias, dy, x, weight, add_weight, add_bias):
-    """Compute dx = dy weight, and `linear_backward_params`. Return False if that is not possible."""
+    """Compute dx = dy weight and the parameter gradients of `linear_backward_params`. Return False if the arrays are
+    not supported."""
     one, zero = dy.dtype.type(1), dy.dtype.type(0)
     if not multiply_matrices_into(address, dx, dy, weight, one, zero):
         return False
@@ -159,7 +160,7 @@ def _widen_matrix_into(x, out):
 
 @register_jitable
 def _round_total_into(out, total, bias, accumulate):
-    """Compute out = total + bias (an empty bias means none), or out += total. The result is rounded once."""
+    """Compute out = total + bias, where an empty bias means none, or out += total with `accumulate`, rounded once."""
     for i in range(out.shape[0]):
         row, sums = out[i], total[i]
         if bias.size:
@@ -175,9 +176,11 @@ def _round_total_into(out, total, bias, accumulate):
 
 @jit
 def multiply_small_bfloat16_into(address, out, a, b, bias, accumulate, turned_a, turned_b):
-    """Compute out = a b + bias (an empty bias means none), or out += a b. Return False if that is not possible.
+    """Compute out = a b + bias, where an empty bias means none, or out += a b with `accumulate`. Return False if the
+    arrays are not supported.
 
-    out: bfloat16 bits or float32. a, b: bfloat16 bits, passed transposed if `turned_a`, `turned_b`.
+    a and b are bfloat16 bits, and `out` is bfloat16 bits or float32. If `turned_a` or `turned_b` is true, that matrix
+    is passed transposed.
     """
     x, y, total = np.empty(a.shape, np.float32), np.empty(b.shape, np.float32), np.empty(out.shape, np.float32)
     one, zero = np.float32(1), np.float32(0)

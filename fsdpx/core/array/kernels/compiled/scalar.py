@@ -1,8 +1,8 @@
-"""Scalar functions that LLVM vectorizes: fused multiply-add, polynomials, exp, and Phi of the normal distribution. Also
-the control register of the vector unit (MXCSR), which controls whether denormals are flushed to 0.
+"""Scalar functions that LLVM vectorizes: fused multiply-add, polynomials, exp, and Phi of the normal distribution.
+Also access to the control register of the vector unit (MXCSR), which controls whether denormals are flushed to 0.
 
-Every operation is explicit, including fused multiply-adds, and none may be reordered. So an element has the same bits
-in the body and in the tail of a vector loop, and in loops of any length.
+Every operation is explicit, including fused multiply-adds, and none may be reordered. An element therefore has the
+same bits in vectors and in the remainder of a loop, and in loops of any length.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = [
     "unnormalized_gaussian_density", "use_widest_vectors",
 ]  # fmt: skip
 
-FLOATS = {types.float32: (32, 23, 127), types.float64: (64, 52, 1023)}  # bits, bits of the mantissa, bias
+FLOATS = {types.float32: (32, 23, 127), types.float64: (64, 52, 1023)}  # total bits, mantissa bits and exponent bias
 EXP32 = tuple(1.0 / math.factorial(n) for n in range(8))  # Taylor series, error below 1e-8 for |r| <= log(2) / 2
 EXP64 = tuple(1.0 / math.factorial(n) for n in range(14))  # error below 1e-17 for |r| <= log(2) / 2
 # log(2) in two parts, where n times the first part is exact for every n that occurs (Cody and Waite 1980)
@@ -41,7 +41,7 @@ def fused_multiply_add(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
 
 @intrinsic
 def constant_like(typingctx: Any, x: Any, value: Any) -> Any:
-    """Return the float64 constant `value` as a number of the type of x."""
+    """Convert the float64 constant `value` to the type of x."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return arguments[1] if x == types.float64 else builder.fptrunc(arguments[1], arguments[0].type)
@@ -51,7 +51,7 @@ def constant_like(typingctx: Any, x: Any, value: Any) -> Any:
 
 def make_polynomial(in32: tuple[float, ...], in64: tuple[float, ...]) -> Any:
     """Return a function that evaluates a polynomial by Horner's rule with fused multiply-adds. `in32` and `in64` are
-    the coefficients for float32 and float64 arguments, lowest order first."""
+    its coefficients for float32 and float64 arguments, beginning with the constant term."""
 
     @intrinsic
     def evaluate_polynomial(typingctx: Any, x: Any) -> Any:
@@ -71,13 +71,13 @@ def make_polynomial(in32: tuple[float, ...], in64: tuple[float, ...]) -> Any:
 
 @intrinsic
 def multiply_by_power_of_two(typingctx: Any, x: Any, n: Any) -> Any:
-    """Return x 2^n for an integer-valued n, in two steps, so that overflow and gradual underflow are correct."""
+    """Return x 2^n for an integer-valued n. Multiplies twice, so that overflow and gradual underflow are correct."""
     size, mantissa, bias = FLOATS[x]
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         value, whole = arguments
         integer = ir.IntType(size)
-        # adding 1.5 * 2^mantissa leaves the integer in the low bits, which avoids a slow conversion
+        # adding 1.5 * 2^(mantissa bits) puts the rounded integer into the low bits, which is faster than a conversion
         magic = ir.Constant(value.type, 1.5 * 2.0**mantissa)
         low = builder.bitcast(builder.fadd(whole, magic), integer)
         count = builder.sub(low, builder.bitcast(magic, integer))
@@ -124,7 +124,7 @@ def _clamp(x, limit):
 
 @register_jitable
 def _exp_clamped(x):
-    """Return e^x for a number that is known to be within the limits of `exp`, or slightly outside them."""
+    """Return e^x without checking the range: x must be within the limits of `exp`, or slightly outside of them."""
     n = round_to_even(x * constant_like(x, 1.4426950408889634))
     rest = fused_multiply_add(n, -_log2_low(x), fused_multiply_add(n, -_log2_high(x), x))
     return multiply_by_power_of_two(_exp_of_rest(rest), n)
@@ -132,8 +132,8 @@ def _exp_clamped(x):
 
 @register_jitable
 def unnormalized_gaussian_density(x):
-    """Return exp(-x^2 / 2), the Gaussian density without its constant factor. It is corrected for the rounding error of
-    the square, which matters in the tail."""
+    """Return exp(-x^2 / 2), the Gaussian density without its constant factor. The rounding error of x^2, which matters
+    in the tail, is corrected."""
     x = _clamp(x, _density_limit(x))
     half = x * constant_like(x, -0.5)
     square = half * x
@@ -143,7 +143,8 @@ def unnormalized_gaussian_density(x):
 
 @register_jitable
 def gaussian_tail(x, bell):
-    """Return Phi(-|x|), given `bell = unnormalized_gaussian_density(x)`. See `kernels/activation.py`."""
+    """Return Phi(-|x|), the probability of the tail of the normal distribution, given `bell =
+    unnormalized_gaussian_density(x)`. See `kernels/activation.py`."""
     inverse = constant_like(x, 1.0) / (abs(x) + constant_like(x, SHIFT))
     t = fused_multiply_add(constant_like(x, -2.0 * SHIFT), inverse, constant_like(x, 1.0))
     return _tail_quotient(t) * inverse * bell
@@ -151,8 +152,8 @@ def gaussian_tail(x, bell):
 
 @intrinsic
 def to_ordered_integer(typingctx: Any, x: Any) -> Any:
-    """Return an integer that increases with x. LLVM vectorizes the maximum of integers, but not of floats that may be
-    NaN."""
+    """Map a float to an integer that increases with it. LLVM vectorizes the maximum of integers, but not of floats
+    that may be NaN."""
     integer = types.int32 if x == types.float32 else types.int64
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -163,7 +164,7 @@ def to_ordered_integer(typingctx: Any, x: Any) -> Any:
 
 @intrinsic
 def from_ordered_integer(typingctx: Any, n: Any) -> Any:
-    """Return the float whose `to_ordered_integer` is n."""
+    """Return the float that `to_ordered_integer` maps to n."""
     real = types.float32 if n == types.int32 else types.float64
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -175,11 +176,11 @@ def from_ordered_integer(typingctx: Any, n: Any) -> Any:
 
 @intrinsic
 def use_widest_vectors(typingctx: Any) -> Any:
-    """Let LLVM use the widest registers in the calling function. By default it uses half the width of AVX-512, which
-    slows compute-bound loops down by a third."""
+    """Let LLVM use the widest vector registers in the calling function. By default it uses half the width of AVX-512,
+    which slows compute-bound loops down by a third."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        # llvmlite does not support attributes with values
+        # added as text, because llvmlite does not support attributes with values
         set.add(builder.function.attributes, '"prefer-vector-width"="512"')
         return context.get_dummy_value()
 
@@ -199,7 +200,7 @@ def multiply_high(typingctx: Any, a: Any, b: Any) -> Any:
 
 
 def _emit_flip_if_negative(builder: Any, n: Any) -> Any:
-    """Return n with all bits except the sign inverted if the sign is set. This function is its own inverse."""
+    """Return n with all bits except the sign bit inverted if n is negative. Applying this twice returns n."""
     size = n.type.width
     sign = builder.ashr(n, n.type(size - 1))
     return builder.xor(n, builder.and_(sign, n.type((1 << (size - 1)) - 1)))
@@ -241,7 +242,8 @@ def _restore_control_register(typingctx: Any, before: Any) -> Any:
 
 
 def _emit_control_register_access(builder: Any, operation: str, slot: Any = None) -> tuple[Any, Any]:
-    """Store ("st") or load ("ld") the control register; return its value and a pointer to it."""
+    """Emit the instruction that stores ("st") or loads ("ld") the control register of the vector unit; return its
+    value and a pointer to it."""
     slot = cgutils.alloca_once(builder, ir.IntType(32)) if slot is None else slot
     pointer = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [pointer])
@@ -252,14 +254,15 @@ def _emit_control_register_access(builder: Any, operation: str, slot: Any = None
 
 @jit
 def flush_denormals():
-    """Flush denormals to 0 in this thread from now on. Return the previous control register, for
+    """Flush denormals to 0 in this thread from now on. Return the previous value of the control register, for
     `restore_control_register`."""
     return _flush_denormals()
 
 
 @jit
 def read_control_register():
-    """Return the control register of this thread, for `restore_control_register` in another thread."""
+    """Return the floating-point control register of this thread, so that another thread can apply it by
+    `restore_control_register`."""
     return _read_control_register()
 
 

@@ -1,5 +1,5 @@
-"""Sums of squares in fixed blocks and in a fixed order, which depend neither on the number of threads nor on the width
-of vectors."""
+"""Sums of squares in fixed blocks and in a fixed order, so that they depend neither on the number of threads nor on
+the width of vectors."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fsdpx.core.array.parallel import MIN_PIECE_ELEMENTS, run_tasks, split_range
 
 @jit
 def _sum_block_squares_into(x, sums, grain):
-    """Write the sum of squares of each block of `grain` elements of x to sums. Vectors of any width keep the order of
-    `sum_rows_in_lanes`, because a lane has one element of each row."""
+    """Write the sum of squares of each block of `grain` elements of x to `sums`. The order of additions is that of
+    `sum_rows_in_lanes` for vectors of any width."""
     lanes = np.empty(LANES)
     for n in range(sums.size):
         block = x[n * grain : min((n + 1) * grain, x.size)]
