@@ -109,7 +109,7 @@ class TopK(CompressedCodec):
     Parameters
     ----------
     fraction : share of the elements to send, in (0, 1]; 1 is exact
-    warmup : number of reductions at the start in which the share falls from 1/4 to `fraction`, each time by the same factor
+    warmup : number of reductions at the start in which the share falls geometrically from 1/4 to `fraction`
     block : if given, choose ceil(fraction block) of each `block` elements, on all threads; this sends slightly more
         elements, with indices of 2 bytes. None (default): choose from the entire part
     """

@@ -1,1 +1,1 @@
-"""Gloo, the backend of ranks that a torch.distributed launcher has started."""
+"""Gloo backend: communication without MPI, for ranks that torchrun or another torch.distributed launcher started."""

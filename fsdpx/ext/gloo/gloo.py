@@ -1,4 +1,4 @@
-"""Ranks as processes without MPI, through torch.distributed: Gloo's collectives and messages on NumPy's memory."""
+"""The Gloo communicator: collectives and messages on NumPy arrays by torch.distributed, without MPI."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from hmac import compare_digest
-from os import _exit  # the original: rank_exits.py wraps os._exit to report exits that leave others waiting
+from os import _exit  # rank_exits.py wraps os._exit later; this is the original
 from queue import SimpleQueue
 from typing import Any
 
@@ -56,11 +56,11 @@ _SECONDS_TO_FINISH = 5.0
 
 
 class GlooCommunicator(MessageBackend):
-    """The ranks of a `Rendezvous`, connected by Gloo. timeout: seconds a wait lasts before CommTimeout.
+    """Communicator of the ranks of a `Rendezvous`, connected by Gloo. A wait longer than `timeout` seconds raises
+    CommTimeout.
 
     Gloo's threads transfer the data, so transfers make progress by themselves. Sums of float16 and bfloat16 are built
-    from messages, in rank order. GPU arrays go through the host.
-    """
+    from messages, in rank order. GPU arrays go through the host."""
 
     library = "gloo"
 
@@ -80,7 +80,7 @@ class GlooCommunicator(MessageBackend):
             with rendezvous.translating_torch_errors(
                 f"rank {rendezvous.rank} of {rendezvous.size} could not connect to the others by Gloo"
             ):
-                gloo: Any = dist.ProcessGroupGloo  # the stubs of torch lack the options
+                gloo: Any = dist.ProcessGroupGloo  # torch's type stubs lack the options
                 options = gloo._Options()
                 options._timeout = timedelta(
                     seconds=rendezvous.compute_seconds_left() if name == "1" else max(timeout, rendezvous.timeout)
@@ -100,8 +100,9 @@ class GlooCommunicator(MessageBackend):
         return frozenset(_NATIVE_CALLS)
 
     def _authenticate_ranks(self, name: str) -> None:
-        """Prove to each other rank, on the connection that will carry data, that this rank knows the secret, and check
-        the proofs of the others. Raise CommError if a proof is wrong."""
+        """Authenticate all ranks to each other: each proves that it knows the job's secret. Collective.
+
+        The proofs travel on the connections that will carry data. Raises CommError if one is wrong."""
         patience, self.timeout = self.timeout, self.rendezvous.timeout
         number, width = self.size * CHALLENGE_BYTES, compute_hmac(b"", "").size
         asked = np.empty(number, np.uint8)
@@ -120,8 +121,10 @@ class GlooCommunicator(MessageBackend):
         self.timeout = patience
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Raise ConfigError if ranks have not proven that they belong together, because unpickling executes code that
-        other ranks have sent."""
+        """Gather a pickled object from each rank, on all ranks. Collective.
+
+        Raises ConfigError if the job has no secret by which ranks are authenticated, because unpickling executes code
+        that other ranks have sent."""
         if self.size > 1 and not self.rendezvous.secret:
             raise ConfigError(
                 "all_gather_object over Gloo runs what other ranks have pickled, and without FSDPX_SECRET nobody knows "
@@ -129,8 +132,6 @@ class GlooCommunicator(MessageBackend):
                 "fsdpx run, which makes one, or send plain data by all_gather_data"
             )
         return super().all_gather_object(obj)
-
-    # -- calls -----------------------------------------------------------------------------------
 
     def start_transfer(self, call: Call) -> Handle:
         with self.rendezvous.translating_torch_errors(f"{call.name} on rank {self.rank} of {self.size}"):
@@ -145,8 +146,8 @@ class GlooCommunicator(MessageBackend):
         return begin(self, call)
 
     def start_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
-        """Send and receive the messages of one call. Messages of empty arrays are omitted, because both sides know the
-        size."""
+        """Start the sends and receives that make up a collective. Empty arrays need no message, because both sides
+        know the size."""
         if has_gpu_array([part for _, part in (*outgoing, *incoming)]):
             return start_messages_through_host(self, call, outgoing, incoming)
         receives = [(rank, _as_byte_tensor(part)) for rank, part in incoming if part.size]
@@ -156,8 +157,8 @@ class GlooCommunicator(MessageBackend):
         return GlooWorks(self, call, [WaitedMessages(works)], (receives, sends)) if works else COMPLETED
 
     def start_message(self, call: Call) -> Handle:
-        """Start a "send" or a "recv". A message to this rank itself is copied here, because Gloo does not connect a
-        rank to itself."""
+        """Start a single send or receive. A message of a rank to itself is copied here, because Gloo does not connect
+        a rank to itself."""
         if call.root == self.rank:
             call = call.with_arrays(call.arrays)
             call.root = 0
@@ -197,10 +198,8 @@ class GlooCommunicator(MessageBackend):
         return self._gloo.broadcast([data], options)
 
     def _start_barrier(self, call: Call) -> Handle:
-        """Start an all-reduce instead of a barrier: Gloo's own barrier also waits for everything started before it."""
+        """Start an all-reduce as a barrier, because Gloo's barrier also waits for all transfers started before it."""
         return self._start_all_reduce(call.with_arrays((np.zeros(1, np.uint8),)))
-
-    # -- groups ----------------------------------------------------------------------------------
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         given = self.all_gather_data((color, key))
@@ -218,11 +217,10 @@ class GlooCommunicator(MessageBackend):
         self._gloo = None
 
     def abort(self, code: int = 1) -> None:
-        """End this process. The other ranks learn of it from the store and from their broken connections to this rank.
+        """End this process at once. Other ranks learn of it from the store and from their broken connections.
 
-        The rank that kept the store may have ended, or the store may not answer, so this process waits at most
-        _SECONDS_TO_RECORD_END for the store before it ends.
-        """
+        The rank that served the store may have ended, or the store may not answer, so this process waits at most
+        _SECONDS_TO_RECORD_END for the store before it ends."""
 
         def report_end() -> None:
             with suppress(Exception):
@@ -235,16 +233,20 @@ class GlooCommunicator(MessageBackend):
 
 
 def _make_gloo_device(rendezvous: Rendezvous) -> Any:
-    """Return the network device on which Gloo listens: the loopback interface if all ranks are on this host and the
-    user has not chosen an interface, else the default device."""
+    """Return the network device on which Gloo listens.
+
+    This is the loopback interface if all ranks are on this host and the user has not chosen an interface, else the
+    default device."""
     if rendezvous.loopback and not environment.get_gloo_interface():
         return dist.ProcessGroupGloo.create_device(hostname=rendezvous.loopback)
     return dist.ProcessGroupGloo.create_default_device()
 
 
 class SealedStore(dist.Store):
-    """The store through which Gloo exchanges the addresses of ranks. Each value is sealed, because otherwise a stranger
-    with access to the store could write its own address and relay the traffic between two ranks."""
+    """Store through which Gloo's ranks exchange their addresses, each with a message authentication code.
+
+    Without the code, a stranger with access to the store could write its own address and relay the traffic between two
+    ranks."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         super().__init__()
@@ -269,7 +271,7 @@ class SealedStore(dist.Store):
 
 
 class GlooWorks:
-    """The handle of the Gloo works of one call. It keeps the tensors alive until all works are complete."""
+    """Handle for the Gloo operations of one call. It keeps their tensors alive until all are complete."""
 
     __slots__ = ("_comm", "_tensors", "_verb", "_what", "_works")
 
@@ -297,8 +299,8 @@ class GlooWorks:
 
 
 class WaitedMessages:
-    """Messages for which a thread waits one by one, because only such a wait shows whether Gloo has transferred
-    them."""
+    """Messages that a background thread waits for one by one, because Gloo reports their completion only to such a
+    wait."""
 
     __slots__ = ("_done", "_error", "_works")
 
@@ -323,17 +325,19 @@ class WaitedMessages:
             raise self._error
 
     def abandon(self) -> None:
-        """Make the waiting thread return by letting its wait time out. A timeout in Gloo fails everything under way in
-        the same group."""
+        """Make the waiting thread return by letting its wait time out.
+
+        A timeout in Gloo fails everything under way in the same group."""
         for work in self._works:
-            with suppress(RuntimeError):  # the wait times out
+            with suppress(RuntimeError):  # raised because the wait times out
                 work.wait(timedelta(milliseconds=1))
 
 
 class _WaitingThreads:
-    """One thread for each message to wait for, reused for later messages. The threads do not delay the end of a
-    process, and none of them is still waiting when the process ends, because a thread that then returned to Python
-    would crash the process."""
+    """Background threads that wait for messages, one thread for each message at a time.
+
+    They do not delay the end of a process. None of them is still waiting when the process ends, because a thread that
+    then returned to Python would crash it."""
 
     def __init__(self) -> None:
         self._given: SimpleQueue[WaitedMessages] = SimpleQueue()
@@ -341,7 +345,7 @@ class _WaitingThreads:
         self._waiting: set[WaitedMessages] = set()
         atexit.register(self.abandon_all_messages)
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._waiting.clear)  # the threads belong to the parent
+            os.register_at_fork(after_in_child=self._waiting.clear)  # a forked child has no such threads
 
     def wait_in_background(self, waited: WaitedMessages) -> None:
         self._waiting.add(waited)
@@ -357,7 +361,8 @@ class _WaitingThreads:
             self._free.release()
 
     def abandon_all_messages(self) -> None:
-        """Abandon the incomplete messages: their peer has not called, or will notice that this rank has ended."""
+        """Abandon all incomplete messages at the end of the process. Their peers never called, or will notice that
+        this rank has ended."""
         for waited in list(self._waiting):
             waited.abandon()
         last = time.monotonic() + _SECONDS_TO_FINISH
@@ -374,8 +379,8 @@ _BOOL_OPS = {ReduceOp.SUM: dist.ReduceOp.MAX, ReduceOp.PROD: dist.ReduceOp.MIN}
 
 
 def _find_gloo_op(array: Array, op: ReduceOp) -> Any:
-    """Return Gloo's operation; None if Gloo does not support the dtype or would not combine the values as fsdpx
-    requires."""
+    """Return Gloo's reduction for `op`, or None if Gloo does not support the dtype or would combine values differently
+    from fsdpx."""
     if is_summed_in_rank_order(op, array.dtype):
         return None
     if array.dtype.kind == "b":
@@ -384,12 +389,12 @@ def _find_gloo_op(array: Array, op: ReduceOp) -> Any:
 
 
 def _view_bool_as_uint8(array: Array) -> Array:
-    """Return a bool array as uint8, for which torch has MAX and MIN, and any other array unchanged."""
+    """Return a bool array as uint8, because torch has no MAX and MIN of bools, and any other array unchanged."""
     return array.view(np.uint8) if array.dtype.kind == "b" else array
 
 
 def _as_byte_tensor(array: Array) -> torch.Tensor:
-    """Return a tensor of the bytes of an array that shares its memory. A read-only array, which is only sent, is
+    """Return a tensor of the bytes of an array, which shares its memory. A read-only array, which can only be sent, is
     copied."""
     data = array.view(np.uint8)
     return torch.from_numpy(data if data.flags.writeable else data.copy())

@@ -1,4 +1,4 @@
-"""Open a world of ranks connected by Gloo."""
+"""The opener of the Gloo backend."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["open_gloo"]
 
 
 def open_gloo(request: CommunicatorRequest) -> Communicator:
-    """Open the communicator of all ranks that the launcher has started; a local communicator if there is only one
-    rank."""
+    """Open the communicator of all ranks that the launcher has started, or a local one if there is only one rank.
+    Collective."""
     if request.settings.launcher is None:
-        environment.require_single_process_and_get_note()  # raises if variables say that this is one of several ranks
+        environment.require_single_process_and_get_note()  # raises if the environment is that of several ranks
     if request.settings.launcher is None or request.settings.expected_size == 1:
         return open_local(request)
     rendezvous = join_rendezvous(request.settings)
-    # this imports torch; if torch is missing, join_rendezvous has already raised a clearer error
+    # this imports torch; without torch, join_rendezvous has already raised a clearer error
     from fsdpx.ext.gloo.gloo import GlooCommunicator
 
     return set_up_world(

@@ -44,7 +44,7 @@ opened_rendezvous: list[Rendezvous] = []
 
 
 class RankArrival(NamedTuple):
-    """The arrival record of a rank in the store. once: random text that identifies this process."""
+    """What a rank writes into the store when it arrives. `once` is random text that identifies the process."""
 
     rank: int
     size: int
@@ -59,7 +59,7 @@ class RankArrival(NamedTuple):
 
     @classmethod
     def parse_signed(cls, data: bytes, secret: bytes) -> RankArrival | None:
-        """Return the record in `data`; None if it is invalid or not signed with the secret."""
+        """Return the arrival record in `data`, or None if it is invalid or not signed with the secret."""
         try:
             seal, _, text = data[:_MAX_ARRIVAL_BYTES].decode().partition(" ")
             if secret and not compare_digest(compute_hmac(secret, text).tobytes(), bytes.fromhex(seal)):
@@ -74,22 +74,28 @@ class RankArrival(NamedTuple):
 
 
 def compute_hmac(secret: bytes, text: str, challenges: bytes = b"") -> np.ndarray:
-    """Return the HMAC-SHA256 of `text` and `challenges` as a uint8 array. Only a process that knows the secret can
-    compute it."""
+    """Return the HMAC-SHA256 of `text` and `challenges` as a uint8 array, which only a process that knows the secret
+    can compute."""
     return np.frombuffer(hmac.digest(secret, f"fsdpx {text} ".encode() + challenges, "sha256"), np.uint8)
 
 
 class Rendezvous:
-    """All ranks of the job, each of which has arrived within `timeout` seconds. store: store of torch.distributed.
-    worlds: number of communicators opened on it. loopback: the loopback address if all ranks are on this host, else
-    ""."""
+    """All ranks of a job, after each has arrived at a common store.
+
+    Attributes
+    ----------
+    store : store of torch.distributed
+    worlds : number of communicators opened on it
+    loopback : the loopback address if all ranks are on this host, else ""
+    """
 
     def __init__(
         self, store: Any, rank: int, size: int, timeout: float, location: RendezvousStore, secret: bytes = b"",
         local_rank: int | None = None, since: float | None = None,
     ) -> None:  # fmt: skip
-        """Announce this rank and wait for the others. since: when the wait for the others began. secret: secret of the
-        job; a process that does not know it cannot join."""
+        """Announce this rank, and wait at most `timeout` seconds for all others. Collective.
+
+        A process that does not know `secret` cannot join the job. `since` is the time when the wait began."""
         self.store, self.rank, self.size, self.timeout, self.where = store, rank, size, timeout, location
         self.secret, self.worlds = secret, 0
         self._deadline = (time.monotonic() if since is None else since) + timeout
@@ -105,11 +111,11 @@ class Rendezvous:
         opened_rendezvous[:] = [self]
 
     def compute_seal(self, key: str, value: bytes) -> bytes:
-        """Return the seal that precedes a value in the store; a process without the secret cannot compute it."""
+        """Return the authentication code that precedes the value of `key` in the store; it needs the secret."""
         return compute_hmac(self.secret, f"{self._arrival_text} {key}", value).tobytes()
 
     def compute_seconds_left(self) -> float:
-        """Return the time in seconds that ranks still have to arrive, at least 1."""
+        """Return how many seconds are left for ranks to arrive, at least 1."""
         return max(self._deadline - time.monotonic(), 1.0)
 
     def _announce_rank(self, mine: RankArrival) -> None:
@@ -118,7 +124,7 @@ class Rendezvous:
         with self._translating_store_errors():
             first = self.store.compare_set(key, "", mine.to_signed_text(self.secret))
             there = RankArrival.parse_signed(first, self.secret)
-            if there is None or there.rank != mine.rank:  # the record there is not from a rank of this job
+            if there is None or there.rank != mine.rank:  # not written by a rank of this job
                 self.store.set(key, mine.to_signed_text(self.secret))
                 return
         if there == mine:
@@ -182,14 +188,16 @@ class Rendezvous:
             ) from error
 
     def record_first_ended_rank(self, rank: int) -> int:
-        """Record that a rank has ended or is about to end, unless the end of another rank was recorded before. Return
-        the recorded rank."""
+        """Record in the store that a rank has ended or is about to end, and return the first rank that was so
+        recorded."""
         return int(self.store.compare_set("ended", "", str(rank)))
 
     @contextmanager
     def translating_torch_errors(self, action: str) -> Iterator[None]:
-        """Return a context manager that turns an error of torch into RankLost, which names the rank that has ended, or
-        into CommError if no rank is known to have ended. action: what failed, as text."""
+        """Context manager that turns errors of torch into RankLost, which names the ended rank, or into CommError if
+        no rank is known to have ended.
+
+        `action` says what failed, for the message."""
         try:
             yield
         except (CommError, ConfigError):
@@ -207,7 +215,7 @@ class Rendezvous:
             raise CommError(f"{action}: {far}{reason}") from error
 
     def _find_first_ended_rank(self) -> int | None:
-        """Return the rank that ended first, as far as any rank knows; None if unknown."""
+        """Return the rank that ended first, as far as the store or this host knows, or None."""
         end = time.monotonic() + _SECONDS_TO_DIE
         while time.monotonic() < end:
             here = [rank for rank, process in self._local_processes.items() if not get_process_start_time(process)]
@@ -216,19 +224,18 @@ class Rendezvous:
                     return self.record_first_ended_rank(here[0])
                 if self.store.check(["ended"]):
                     return int(self.store.get("ended"))
-            except RuntimeError:  # rank 0, which kept the store, has ended
+            except RuntimeError:  # rank 0, which serves the store, has ended
                 return here[0] if here else 0
-            except ValueError:  # the value was not written by a rank
+            except ValueError:  # not written by a rank of this job
                 return None
             time.sleep(_POLL_SECONDS)
         return None
 
 
 def join_rendezvous(settings: Environment) -> Rendezvous:
-    """Return the rendezvous of all ranks that the launcher has started, as the environment describes it. It is created
-    once per process. Collective.
+    """Return the rendezvous of all ranks that the launcher has started, as the environment describes it. Collective.
 
-    Raises LaunchError if the environment does not describe it, or if ranks do not arrive.
+    It is made once per process. Raises LaunchError if the environment does not describe it, or if ranks do not arrive.
     """
     if opened_rendezvous:
         return opened_rendezvous[0]
@@ -256,7 +263,7 @@ def join_rendezvous(settings: Environment) -> Rendezvous:
 
 
 def _format_warning_without_secret(location: RendezvousStore) -> str:
-    """Return the warning for a job without a secret, which says what strangers can do and how to set a secret."""
+    """Return a warning that the job has no secret: what strangers could do, and how to set one."""
     who = "whoever reaches that address, other users of this host too,"
     who = "whoever can write that file" if location.file else who
     alone = "" if location.file or location.served else "Rank 0 answers on the address of MASTER_ADDR alone. "
@@ -286,8 +293,9 @@ def _resolve_address(location: RendezvousStore) -> Any:
 
 
 def _wait_until_store_listens(location: RendezvousStore, timeout: float) -> float:
-    """Wait until a process listens at the address of the store; return the time left in seconds. The store of
-    torch.distributed itself would wait for twice its timeout."""
+    """Wait until the store accepts connections, and return the seconds left of `timeout`.
+
+    The store's own wait would take up to twice its timeout."""
     end = time.monotonic() + timeout
     while True:
         left = max(end - time.monotonic(), 1.0)
@@ -301,8 +309,10 @@ def _wait_until_store_listens(location: RendezvousStore, timeout: float) -> floa
 
 
 def _open_listening_socket(location: RendezvousStore, any_address: bool) -> socket.socket:
-    """Return the socket on which rank 0 serves the store. It is bound to the address of MASTER_ADDR, or to all
-    addresses if `any_address` is true and MASTER_ADDR is no address of this host."""
+    """Return the socket on which rank 0 serves the store.
+
+    It is bound to the address of MASTER_ADDR or, if `any_address` is true and MASTER_ADDR is no address of this host,
+    to all addresses."""
     family, _, _, _, address = _resolve_address(location)
     made = socket.socket(family, socket.SOCK_STREAM)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -330,8 +340,9 @@ def _import_torch_distributed() -> Any:
 
 
 def _open_store(dist: Any, location: RendezvousStore, rank: int, size: int, timeout: float, has_secret: bool) -> Any:
-    """Return the store of the job, kept by rank 0 unless it is a file or served by torchrun. has_secret: whether ranks
-    share a secret."""
+    """Open the job's store, a file or a server. Rank 0 serves it unless torchrun does.
+
+    `has_secret` says whether ranks share a secret."""
     try:
         if location.file:
             return dist.PrefixStore("fsdpx", dist.FileStore(location.file, size))

@@ -1,1 +1,1 @@
-"""GPUs: the choice of a GPU for each rank, streams, kernels and matrix products. CuPy is imported when first needed."""
+"""GPU support through CuPy, imported when first needed: devices, streams, kernels, matrix products and NCCL."""

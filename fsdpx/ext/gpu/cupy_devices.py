@@ -1,5 +1,4 @@
-"""The GPUs that are visible to this process: how many there are, which one a rank uses, and which one holds an
-array."""
+"""The GPUs visible to this process: how many there are, which one a rank uses, and which one holds an array."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ __all__ = [
 
 
 def import_cupy() -> Any:
-    """Return the module `cupy`; raise ConfigError if it is not installed."""
+    """Import and return CuPy; raise ConfigError if it is not installed."""
     try:
         import cupy
     except ImportError as error:
@@ -35,13 +34,13 @@ def import_cupy() -> Any:
 
 
 def list_gpus() -> tuple[str, ...]:
-    """Return the PCI address of every GPU visible to this process, which identifies the GPU on its host. Raise
-    ConfigError if there is none."""
+    """Return the PCI addresses of all GPUs visible to this process, which identify them on their host; raise
+    ConfigError if there are none."""
     library = import_cupy()
     runtime = library.cuda.runtime
     try:
         count = runtime.getDeviceCount()
-    except Exception as error:  # the driver failed, for which CuPy has its own exception classes
+    except Exception as error:  # CuPy's own exceptions for errors of the driver
         why = " ".join(str(error).split())
         raise ConfigError(
             f"device 'cuda' needs a GPU, and CuPy {library.__version__} finds none ({why}){_describe_visible_gpus()}: "
@@ -55,8 +54,10 @@ def list_gpus() -> tuple[str, ...]:
 
 
 def choose_gpu_number(local_rank: int, count: int, device_map: DeviceMap = None) -> int:
-    """Return which of `count` GPUs a local rank uses. This is the GPU given by `device_map`; if `device_map` is None,
-    GPUs are assigned round-robin. Raise ConfigError if `device_map` gives no GPU that exists."""
+    """Return the number of the GPU, of `count`, that a local rank uses.
+
+    It is taken from `device_map` or, if that is None, assigned round-robin. Raises ConfigError if `device_map` names a
+    GPU that does not exist."""
     if device_map is None:
         return local_rank % count
     named = dict(device_map) if isinstance(device_map, Mapping) else dict(enumerate(device_map))
@@ -72,12 +73,12 @@ def choose_gpu_number(local_rank: int, count: int, device_map: DeviceMap = None)
 
 
 def select_gpu(number: int) -> None:
-    """Make this thread compute and allocate on this GPU from now on. `number` counts only visible GPUs."""
+    """Make this thread allocate and compute on GPU `number`, counted among the visible GPUs."""
     import_cupy().cuda.Device(number).use()
 
 
 def get_current_gpu() -> int:
-    """Return the number of the GPU on which this thread computes."""
+    """Return the number of the GPU on which this thread computes, counted among the visible GPUs."""
     return int(import_cupy().cuda.Device().id)
 
 
@@ -87,18 +88,18 @@ def is_on_gpu(array: Any) -> bool:
 
 
 def get_gpu_number(array: Any) -> int | None:
-    """Return the number of the GPU that holds an array. Return None if the array is in host memory."""
+    """Return the number of the GPU that holds an array, or None if it is in host memory."""
     return int(array.device.id) if is_on_gpu(array) else None
 
 
 def use_gpu_of(array: Any) -> AbstractContextManager[Any]:
-    """Return a context in which this thread computes on the GPU that holds `array`, if any. Without it, new threads
-    compute on GPU 0."""
+    """Return a context in which this thread computes on the GPU that holds `array`, if any.
+
+    New threads need it, because they compute on GPU 0 otherwise."""
     return array.device if is_on_gpu(array) else nullcontext()
 
 
 def _describe_visible_gpus() -> str:
-    """Return the set of visible GPUs as text for messages, or "" if neither the user nor a launcher has restricted this
-    set."""
+    """Return text that says to which GPUs the environment restricts this process, or "" if it does not."""
     mask = environment.get_visible_gpus()
     return "" if mask is None else f", with CUDA_VISIBLE_DEVICES={mask}"

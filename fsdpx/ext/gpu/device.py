@@ -1,4 +1,4 @@
-"""The GPU as a device: the core's interface `Device`, implemented by the files of this folder."""
+"""The CUDA implementation of the core's `Device` interface."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["CUDA"]
 
 
 class CudaDevice(Device):
-    """NVIDIA GPUs, used through CuPy. Each thread computes on the GPU that it has selected."""
+    """NVIDIA GPUs as the device of a rank, used through CuPy. Each thread computes on the GPU that it has selected."""
 
     name, sums_by_kernel = "cuda", True
 
@@ -45,8 +45,8 @@ class CudaDevice(Device):
         return f"on GPU {get_gpu_number(array)}"
 
     def require_arrays_on_one_device(self, arrays: Sequence[Any]) -> None:
-        """Raise DataError unless all arrays are on one device. This is either the host, from which the arrays are
-        copied, or the GPU of this rank."""
+        """Raise DataError unless all arrays are in host memory, from which they can be copied, or all are on this
+        rank's GPU."""
         places = [get_device_of_array(array).describe_location(array) for array in arrays]
         own = f"on GPU {get_current_gpu()}"
         if len({*places}) > 1:

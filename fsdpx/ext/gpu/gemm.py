@@ -1,9 +1,7 @@
-"""Matrix products by cuBLAS into existing arrays. 16-bit matrices are accumulated in float32, and the result is 16-bit
-or float32.
+"""Matrix products by cuBLAS into existing arrays. Products of 16-bit matrices are accumulated in float32.
 
-cuBLAS is column-major, so it reads a row-major matrix as the transpose of that matrix. Therefore out = a b is computed
-as out^T = b^T a^T, where the operands are swapped, and column-major operands are marked as transposed.
-"""
+cuBLAS is column-major, so it reads a row-major matrix as its transpose. Therefore out = a b is computed as out^T = b^T
+a^T: the operands are swapped, and column-major operands are marked as transposed."""
 
 from __future__ import annotations
 
@@ -25,10 +23,10 @@ DEFAULT_ALGORITHM = -1
 
 
 class GemmCall(NamedTuple):
-    """The arguments of cuBLAS, in its order, for out = a b. `turned`: whether the call computes the transpose of out,
-    b^T a^T. `first`, `second`: whether the first and second operand are transposed. The operands are b and a in this
-    order, or a and b if `turned`.
-    """
+    """The arguments of cuBLAS for out = a b, in cuBLAS's order.
+
+    `turned` says whether the call computes the transpose of out, b^T a^T. Its operands are then a and b, else b and a.
+    `first` and `second` say whether they are transposed."""
 
     turned: bool
     first: bool
@@ -43,12 +41,13 @@ class GemmCall(NamedTuple):
 
 @functools.lru_cache(1 << 12)
 def plan_cublas_gemm(out: tuple[Any, Any], a: tuple[Any, Any], b: tuple[Any, Any]) -> GemmCall | None:
-    """Return the cuBLAS call for a product of (m, k) and (k, n) into (m, n), given their shapes, and their strides in
-    elements. Return None if an array has unit stride in neither dim, or has rows that overlap."""
+    """Return the cuBLAS call for out (m, n) = a (m, k) b (k, n), given the (shape, strides in elements) of each array.
+
+    Returns None if a matrix is neither row-major nor column-major."""
     found = _find_gemm_layout(*out)
     if found is None:
         return None
-    if found[0]:  # column-major: out^T = b^T a^T is row-major
+    if found[0]:  # if out is column-major, out^T = b^T a^T is row-major
         turned = plan_cublas_gemm(_transpose_layout(out), _transpose_layout(b), _transpose_layout(a))
         return None if turned is None else turned._replace(turned=True)
     first, second = _find_gemm_layout(*b), _find_gemm_layout(*a)
@@ -59,8 +58,8 @@ def plan_cublas_gemm(out: tuple[Any, Any], a: tuple[Any, Any], b: tuple[Any, Any
 
 
 def _find_gemm_layout(shape: tuple[int, int], strides: tuple[int, int]) -> tuple[bool, int] | None:
-    """Return whether a matrix is column-major, and the stride between its columns, or between its rows if it is
-    row-major. Return None if the matrix is neither."""
+    """Return whether a matrix is column-major, and its leading dimension, the stride between its columns or rows.
+    Return None if it is neither row-major nor column-major."""
     (rows, columns), (down, along) = shape, strides
     if columns == 1 or along == 1:
         step = down if rows > 1 else max(columns, 1)
@@ -78,7 +77,7 @@ def _transpose_layout(layout: tuple[Any, Any]) -> tuple[Any, Any]:
 
 
 def can_cublas_multiply(*arrays: Any) -> bool:
-    """Return whether cuBLAS can multiply these arrays, which must be non-empty matrices of one dtype on a GPU."""
+    """Return whether cuBLAS can multiply these arrays: non-empty matrices of one dtype on a GPU."""
     if not all(is_on_gpu(a) and a.ndim == 2 and a.size for a in arrays):
         return False
     formats = {a.dtype for a in arrays}
@@ -86,13 +85,14 @@ def can_cublas_multiply(*arrays: Any) -> bool:
 
 
 def run_gemm_into(out: Any, a: Any, b: Any, accumulate: bool = False) -> None:
-    """Compute out = a @ b, or out += a @ b, for a (m, k), b (k, n) and out (m, n) of one dtype. out may be float32 for
-    16-bit operands. An array that is neither row-major nor column-major is copied."""
+    """Compute out = a @ b, or out += a @ b if `accumulate`, for a (m, k), b (k, n) and out (m, n) of one dtype.
+
+    For 16-bit operands, out may be float32. An array that is neither row-major nor column-major is copied."""
     run_batched_gemm_into(out[None], a[None], b[None], accumulate=accumulate)
 
 
 def run_batched_gemm_into(out: Any, a: Any, b: Any, scale: float = 1.0, accumulate: bool = False) -> None:
-    """Compute out[i] = scale a[i] @ b[i], or add this to out[i], for 3-D arrays. Otherwise this function is like
+    """Compute out[i] = scale * a[i] @ b[i] for 3-D arrays, or add it to out[i] if `accumulate`. Dtypes as in
     `run_gemm_into`."""
     wanted = plan_cublas_gemm(*(_get_matrix_layout(x) for x in (out, a, b)))
     if wanted is None and _find_gemm_layout(*_get_matrix_layout(out)) is None:
@@ -108,7 +108,7 @@ def run_batched_gemm_into(out: Any, a: Any, b: Any, scale: float = 1.0, accumula
 
 
 def _get_matrix_layout(x: Any) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the shape of one matrix of a batch, and its strides in elements."""
+    """Return the shape of one matrix of the batch `x`, and its strides in elements."""
     down, along = (stride // x.dtype.itemsize for stride in x.strides[1:])
     return x.shape[1:], (down, along)
 

@@ -1,6 +1,7 @@
-"""CUDA C kernels (`kernels.cu`, `attention.cu`), launched on CuPy arrays. They implement those kernels of
-`fsdpx.core.array.kernels` and `fsdpx.optim` that would need more than one pass over memory as array code.
-`find_gpu_kernel` selects the kernel for a call."""
+"""CUDA kernels for CuPy arrays, compiled from `kernels.cu` and `attention.cu`.
+
+They implement the kernels of `fsdpx.core.array.kernels` and `fsdpx.optim` that would need more than one pass over
+memory as array code. `find_gpu_kernel` selects the kernel for a call."""
 
 from __future__ import annotations
 
@@ -41,14 +42,14 @@ Body = Callable[..., Any]
 
 @functools.cache
 def load_kernel_module(bits: int, gpu: int) -> Any:
-    """Return the kernels for a format (`bits`: 64, 32 or 16 bits), compiled on first use for the current GPU. CuPy
-    caches the compiled kernels on disk."""
+    """Return the compiled module of kernels for numbers of `bits` bits (64, 32 or 16) on the current GPU. CuPy caches
+    it on disk."""
     return _build_module("kernels.cu", *OPTIONS[bits == 16 :], f"-DKIND={bits}")
 
 
 @functools.cache
 def load_attention_module(features: int, gpu: int) -> Any:
-    """Return the kernels of bfloat16 attention for heads with `features` features, compiled for the current GPU."""
+    """Return the compiled module of bfloat16 attention for heads of `features` features on the current GPU."""
     return _build_module("attention.cu", "--std=c++17", "--use_fast_math", f"-DHEAD={features}")
 
 
@@ -57,7 +58,8 @@ def _build_module(source: str, *options: str) -> Any:
 
 
 class KernelLauncher:
-    """Launcher of kernels for one format. `wide`: the dtype in which sums are computed."""
+    """Launches kernels for one number format. Sums are computed in the dtype `wide`, and a pack is the numbers that
+    one thread loads at once."""
 
     def __init__(self, kind: int) -> None:
         self.kind, self.xp = kind, import_cupy()
@@ -69,23 +71,23 @@ class KernelLauncher:
         kernel(grid, (threads,), tuple(map(_convert_kernel_argument, given)))
 
     def launch_elements(self, name: str, n: int, *given: Any) -> None:
-        """Launch a kernel over n elements."""
+        """Launch a kernel that processes n elements, one per thread at a time."""
         self(name, (min(-(-n // THREADS_PER_BLOCK), MAX_BLOCKS),), *given)
 
     def launch_packs(self, name: str, n: int, *given: Any) -> None:
-        """Launch a kernel over the packs of n elements."""
+        """Launch a kernel that processes n elements in packs, the numbers that a thread loads at once."""
         self.launch_elements(name, -(-n // self.pack), *given)
 
     def launch_rows(self, name: str, rows: int, n: int, *given: Any) -> None:
-        """Launch a kernel with a block for each row of n elements, and a thread for each pack of the row."""
+        """Launch a kernel with one block per row of n elements, and one thread per pack of numbers in the row."""
         self(name, (rows,), *given, threads=min(-(-n // (32 * self.pack)) * 32, THREADS_PER_BLOCK))
 
     def compute_partial_sums(self, name: str, rows: int, n: int, arrays: int, *given: Any) -> list[Any]:
-        """Return `arrays` arrays of partial sums of n columns, in which each row is the sum over one part of the rows.
+        """Launch a kernel that sums over `rows` rows in parts, and return its results, `arrays` arrays of shape
+        (parts, n).
 
-        `given`: the arguments that the kernel takes before these arrays, and then one tuple of the arguments that the
-        kernel takes at the end.
-        """
+        `given` are the arguments that the kernel takes before these arrays, and then a tuple of those that it takes at
+        the end."""
         count = max(min(rows // MIN_PART_ROWS, MAX_PARTS), 1)
         some = -(-rows // count)
         count = -(-rows // some)
@@ -94,7 +96,7 @@ class KernelLauncher:
         return made
 
     def write_total_of_parts(self, parts: Any, out: Any, add: bool) -> None:
-        """Write the sum of the parts to out, or add it to out."""
+        """Sum the partial sums in `parts` over dim 0, and write the result to `out`, or add it to `out` if `add`."""
         name = "add_parts_wide" if out.dtype == self.wide else "add_parts"
         self.launch_elements(name, out.size, parts, out, parts.shape[0], out.size, add)
 
@@ -105,8 +107,9 @@ def _load_kernel_function(source: Callable[[int, int], Any], variant: int, gpu: 
 
 
 def _convert_kernel_argument(value: Any) -> Any:
-    """Return a number in the type that the kernels declare: `int` for a bool, `number` for an int, `double` for a
-    float. None becomes a null pointer, and arrays stay unchanged."""
+    """Convert a Python number to the type that the kernels declare: bool to `int`, int to `number`, float to `double`.
+
+    None becomes a null pointer, and arrays stay unchanged."""
     kind: Any = type(value)
     return _convert_number(kind, value) if kind in SCALAR_CONVERSIONS else value
 
@@ -123,7 +126,7 @@ def _convert_number(kind: Any, value: Any) -> Any:
 
 @functools.cache
 def get_kernel_format(dtype: Any) -> int:
-    """Return the kernel format of a dtype in bits. Return 0 if no kernel supports the dtype."""
+    """Return the number of bits that identifies the kernels for a dtype, or 0 if no kernel supports it."""
     return {"float64": 64, "float32": 32, "bfloat16": 16}.get(np.dtype(dtype).name, 0)
 
 
@@ -133,11 +136,10 @@ GPU_KERNELS: dict[str, tuple[tuple[str, ...], Body]] = {}
 def register_gpu_kernel(roles: str) -> Callable[[Body], Body]:
     """Return a decorator that registers a function as the GPU implementation of the kernel of the same name.
 
-    `roles`: one word for each positional argument. `real`: an array of the launcher's format. `wide`: an array of the
-    dtype of sums. `sum`: an array of either dtype. `double`: an array of float64. `index`, `mask`: an array of integers
-    or of booleans. All these arrays are contiguous. `view`: like `real`, but with any strides. `any`: not an array.
-    `0`: only 0 or None. A final `?` means that the argument may be None.
-    """
+    `roles` says what the kernel accepts, in one word for each positional argument. Contiguous arrays are `real` (of
+    the launcher's format), `wide` (of the dtype of sums), `sum` (either of these), `double` (float64), `index`
+    (integers) or `mask` (bools). `view` is like `real` with any strides. `any` is not an array, and `0` must be 0 or
+    None. A final `?` allows None."""
 
     def register(body: Body) -> Body:
         GPU_KERNELS[body.__name__] = (tuple(roles.split()), body)
@@ -147,9 +149,10 @@ def register_gpu_kernel(roles: str) -> Callable[[Body], Body]:
 
 
 def find_gpu_kernel(name: str, arguments: tuple[Any, ...]) -> Body | None:
-    """Return the GPU implementation of the kernel `name` for these arguments. The implementation is called with the
-    namespace, followed by the arguments. Return None if no implementation exists for arrays of these dtypes, or if an
-    array is empty or not contiguous."""
+    """Return the GPU implementation of the kernel `name` for these arguments, or None.
+
+    It is called with the array module, followed by the arguments. There is none for dtypes without kernels, and for
+    arrays that are empty or not contiguous."""
     return _find_kernel_for_dtypes(name, tuple(map(_describe_argument, arguments))) if name in GPU_KERNELS else None
 
 
@@ -164,11 +167,11 @@ def _describe_argument(value: Any) -> Sign:
     return "None" if value is None else "0" if isinstance(value, (bool, int, float)) and not value else ""
 
 
-@functools.lru_cache(1 << 12)  # cached, since each step asks for the same kernels while the GPU waits for the host
+@functools.lru_cache(1 << 12)  # every step asks again, and the GPU waits meanwhile
 def _find_kernel_for_dtypes(name: str, signs: tuple[Sign, ...]) -> Body | None:
     roles, body = GPU_KERNELS[name]
     arrays = [sign for sign in signs if not isinstance(sign, str)]
-    # the narrowest of the floating-point formats, or 0 if one of the formats has no kernel
+    # the narrowest floating-point format of the arrays, or 0 if one of them has no kernel
     kind = min((get_kernel_format(dtype) for dtype, _, _ in arrays if dtype.kind not in "biu"), default=0)
     wide = 64 if kind == 64 else 32
     if kind == 0 or any(empty for _, _, empty in arrays):
@@ -195,9 +198,6 @@ def _argument_fits_role(role: str, sign: Sign, kind: int, wide: int) -> bool:
             role, (kind,)
         )
     return formed and (role == "view" or contiguous)
-
-
-# -- norms ---------------------------------------------------------------------------------------------------------
 
 
 @register_gpu_kernel("real real? real? any")
@@ -243,9 +243,6 @@ def rms_norm_backward_params(launch: KernelLauncher, x: Any, rstd: Any, dy: Any,
     launch.write_total_of_parts(
         launch.compute_partial_sums("norm_columns", *x.shape, 2, x, None, rstd, dy, (False,))[0], gw, True
     )
-
-
-# -- activations and sums --------------------------------------------------------------------------------------------
 
 
 @register_gpu_kernel("real any")
@@ -318,9 +315,6 @@ def embedding_backward(launch: KernelLauncher, gw: Any, index: Any, dy: Any) -> 
     launch(name, (count, -(-n // THREADS_PER_BLOCK)), order, rows, dy, gw, count, n)
 
 
-# -- softmax and losses ----------------------------------------------------------------------------------------------
-
-
 @register_gpu_kernel("real")
 def softmax(launch: KernelLauncher, x: Any) -> Any:
     y = launch.xp.empty_like(x)
@@ -359,8 +353,6 @@ def cross_entropy_backward(
     launch.launch_rows("cross_entropy_backward", *logits.shape, logits, wanted, lse, dx, *numbers)
     return dx
 
-
-# -- attention -------------------------------------------------------------------------------------------------------
 
 WARPS, OWN, SUMS, MAX_HEAD_FEATURES, AMPERE = 4, 64, 8, 128, 80
 """Constants with the values that `attention.cu` uses, where a block computes `SUMS` sums. `AMPERE` is the lowest
@@ -403,8 +395,9 @@ def attention_backward(
 
 
 def _can_use_attention_kernel(launch: KernelLauncher, *matrices: Any) -> bool:
-    """Return whether `attention.cu` supports these arrays (B, H, T, D). They must be bfloat16, have rows that consist
-    of packs of 16 bytes, and be on a GPU with matrix products of bfloat16."""
+    """Return whether `attention.cu` supports these arrays (B, H, T, D).
+
+    They must be bfloat16, have rows of whole 16-byte packs, and be on a GPU with matrix instructions for bfloat16."""
     if launch.kind != 16 or int(launch.xp.cuda.Device().compute_capability) < AMPERE:
         return False
     d = matrices[0].shape[3]
@@ -427,7 +420,7 @@ def _launch_attention_kernel(name: str, features: int, blocks: int, *given: Any)
 
 
 def _iterate_view_arguments(*matrices: Any) -> Iterator[Any]:
-    """Yield the address of each array, and its strides, in elements, between samples, heads and rows."""
+    """Yield, for each array (B, H, T, D), its address and its strides in elements between samples, heads and rows."""
     for x in matrices:
         yield np.uint64(x.data.ptr)
         yield from (stride // 2 for stride in x.strides[:3])
@@ -445,8 +438,7 @@ def _attention_of_each_sample_into(
     window: int,
     segments: Any,
 ) -> None:
-    """Compute attention by matrix products of entire matrices, one sample at a time, so that only the scores of one
-    sample are in memory."""
+    """Compute attention by cuBLAS one sample at a time, so that only the scores of one sample are in memory."""
     xp, (b, h, t, _), (_, shared, n, _) = launch.xp, q.shape, k.shape
     scores, p = xp.empty((h, t, n), dtype=launch.wide), xp.empty((h, t, n), dtype=q.dtype)
     turns = _slice_heads_without_sharing(h, shared)
@@ -467,7 +459,7 @@ def _attention_backward_of_each_sample_into(
     scores, dp = (xp.empty((h, t, n), dtype=launch.wide) for _ in range(2))
     p, ds = (xp.empty((h, t, n), dtype=q.dtype) for _ in range(2))
     turns = _slice_heads_without_sharing(h, shared)
-    sums = [xp.empty((n, shared, d), dtype=launch.wide) for _ in range(2)]  # sums over query heads that share keys
+    sums = [xp.empty((n, shared, d), dtype=launch.wide) for _ in range(2)]  # over query heads that share keys
     for i in range(b):
         for heads in turns:
             run_batched_gemm_into(scores[heads], q[i, heads], k[i].swapaxes(1, 2), scale)
@@ -484,18 +476,17 @@ def _attention_backward_of_each_sample_into(
 
 
 def _slice_heads_without_sharing(heads: int, shared: int) -> list[slice]:
-    """Return slices of the query heads that together cover all heads. In each slice, every head has a different one of
-    the `shared` heads of keys."""
+    """Divide the query heads into slices in which no two heads share the same head of keys, for grouped-query
+    attention.
+
+    `shared` is the number of heads of keys."""
     group = heads // shared
     return [slice(first, None, group) for first in range(group)]
 
 
 def _as_int64_segments(segments: Any) -> Any:
-    """Return the segments in the dtype that the kernels expect, int64."""
+    """Return the segment numbers of packed documents as int64, which the kernels expect, or None."""
     return None if segments is None else segments.astype(np.int64, copy=False)
-
-
-# -- formats, norms, dropout -------------------------------------------------------------------------------------------
 
 
 @register_gpu_kernel("sum sum")
@@ -545,8 +536,6 @@ def drop_backward(launch: KernelLauncher, dy: Any, keep: Any, p: float) -> Any:
     return dx
 
 
-# -- convolutions ------------------------------------------------------------------------------------------------------
-
 MAX_COLUMN_ELEMENTS = 1 << 26
 """Maximum number of elements of an im2col matrix, which contains all windows."""
 LONG_SUM_ELEMENTS = 1 << 13
@@ -556,8 +545,10 @@ milliseconds)."""
 
 @register_gpu_kernel("view real real? any any view?")
 def correlate(launch: KernelLauncher, x: Any, weight: Any, bias: Any, strides: Any, sizes: Any, out: Any = None) -> Any:
-    """Compute the correlation by matrix products with the matrix of all windows (im2col, Chellapilla et al. 2006). If
-    this matrix is too large, it is made for some windows at a time."""
+    """Compute a convolution (cross-correlation) by im2col: matrix products with the matrix of all windows (Chellapilla
+    et al. 2006).
+
+    If this matrix is too large, it is made for some windows at a time."""
     made = (x.shape[0], weight.shape[0], *sizes)
     y = launch.xp.empty(made, dtype=x.dtype) if out is None else out
     flat, matrix = _view_by_group(y, strides[4]), _view_by_group(weight, strides[4], 0)
@@ -604,8 +595,10 @@ def correlate_backward_params(launch: KernelLauncher, x: Any, dy: Any, strides: 
 
 
 def _sum_products_over_samples(launch: KernelLauncher, a: Any, b: Any) -> Any:
-    """Return the sum over samples of a @ b, (groups, m, n). A long sum for a single group is computed in single
-    products, because cuBLAS does not split a sum over blocks in a batched product."""
+    """Return the sum over samples of a @ b, (groups, m, n).
+
+    For a single group, a long sum is computed sample by sample, because cuBLAS does not split a sum over blocks in a
+    batched product."""
     count, groups, m, k = a.shape
     alone = k >= LONG_SUM_ELEMENTS and groups == 1
     made = launch.xp.empty((1 if alone else count, groups, m, b.shape[3]), dtype=launch.wide)
@@ -626,15 +619,17 @@ def _write_or_add_gradient(into: Any, value: Any) -> None:
 
 
 def _view_by_group(a: Any, groups: int, dim: int = 1) -> Any:
-    """Return a view (samples, groups, channels of a group, cells). For weights, which have no samples, return a view
-    (groups, outputs, inputs)."""
+    """Return a view as (samples, groups, channels of a group, cells) or, with `dim` 0 for weights, as (groups,
+    outputs, inputs)."""
     shape = *a.shape[:dim], groups, a.shape[dim] // groups, math.prod(a.shape[dim + 1 :])
     return a.reshape(shape)
 
 
 def _iterate_im2col_slices(rows: int, result: tuple[int, ...]) -> Iterator[tuple[slice, int, int]]:
-    """Yield slices (samples, first row of the result, number of rows). The im2col matrix of each slice has `rows` rows,
-    and at most `MAX_COLUMN_ELEMENTS` elements."""
+    """Yield slices of the output that are small enough for im2col, as (samples, first index along the first cell dim,
+    number of indices).
+
+    The im2col matrix of each slice has `rows` rows, and at most `MAX_COLUMN_ELEMENTS` elements."""
     samples, _, high, *others = result
     line = rows * math.prod(others)
     if not line * high:
@@ -650,16 +645,18 @@ def _iterate_im2col_slices(rows: int, result: tuple[int, ...]) -> Iterator[tuple
 
 
 def _is_pointwise(strides: Any, cells: Any, sizes: Any) -> bool:
-    """Return whether the window is a single cell and each output belongs to the cell at its own index, so that im2col
-    is not needed."""
+    """Return whether a convolution is pointwise, with one-cell windows and as many outputs as cells, so that im2col is
+    not needed."""
     return {*strides[0], *strides[1]} == {1} and not any(strides[3]) and tuple(cells) == tuple(sizes)
 
 
 def _iterate_im2col_columns(
     launch: KernelLauncher, x: Any, strides: Any, sizes: tuple[int, ...]
 ) -> Iterator[tuple[slice, slice, Any]]:
-    """Yield a slice of samples, a slice of cells of the result, and the inputs under the windows of these cells,
-    (samples, groups, inputs x places of the window, cells)."""
+    """Yield the im2col matrices of a convolution: a slice of samples, a slice of output cells, and the inputs under
+    their windows.
+
+    These are (samples, groups, inputs x window offsets, cells)."""
     x, groups, places = launch.xp.ascontiguousarray(x), strides[4], math.prod(strides[0])
     if _is_pointwise(strides, x.shape[2:], sizes):
         yield slice(None), slice(None), _view_by_group(x, groups)
@@ -675,7 +672,8 @@ def _iterate_im2col_columns(
 
 
 def _multiply_groups_into(out: Any, a: Any, b: Any, accumulate: bool = False) -> None:
-    """Compute out = a @ b for each sample and group, or add this to out. The operands may lack the dim of samples."""
+    """Compute out = a @ b for each sample and group, or add it to out if `accumulate`. The operands may lack the
+    sample dim."""
     a, b = (m if m.ndim == 4 else import_cupy().broadcast_to(m, (len(out), *m.shape)) for m in (a, b))
     if out.shape[1] == 1:
         run_batched_gemm_into(out[:, 0], a[:, 0], b[:, 0], accumulate=accumulate)
@@ -685,21 +683,20 @@ def _multiply_groups_into(out: Any, a: Any, b: Any, accumulate: bool = False) ->
 
 
 def _get_window_table(launch: KernelLauncher, strides: Any, cells: Any, sizes: Any) -> Any:
-    """Return the table from which the kernels read the properties of a window over a field of shape `cells`, whose
-    result has the shape `sizes`."""
+    """Return the array from which kernels read kernel size, stride and the like of a window over `cells` cells with
+    `sizes` outputs."""
     return _make_window_table(tuple(strides[:4]), tuple(cells), tuple(sizes), launch.xp.cuda.Device().id)
 
 
 @functools.lru_cache(1 << 10)
 def _make_window_table(strides: tuple[Any, ...], cells: tuple[int, ...], sizes: tuple[int, ...], gpu: int) -> Any:
-    """Return the table as an array on GPU number `gpu`. Each row has one number for each of three dims; missing dims
-    have neutral values."""
+    """Return the properties of a window as an array on GPU `gpu`, with one row per property and three columns, one per
+    dim.
+
+    Missing dims have neutral values."""
     ones = 1, 1, 1, 0, 1, 1
     rows = [(*row, *(one,) * (3 - len(row))) for row, one in zip((*strides, cells, sizes), ones, strict=True)]
     return import_cupy().asarray(np.array(rows, np.int64))
-
-
-# -- pools, and norms over channels -----------------------------------------------------------------------------------
 
 
 @register_gpu_kernel("real any any")
@@ -812,14 +809,13 @@ def _count_cells(x: Any) -> int:
     return math.prod(x.shape[2:])
 
 
-# -- updates of a shard ------------------------------------------------------------------------------------------------
-
 UPDATES = ("sgd", "momentum", "adam", "lion", "update_moments", "compute_direction", "step_along_direction")
 
 
 def run_optimizer_kernel(name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
-    """Run the update function of `fsdpx.optim` that has this name on 1-D arrays of one dtype, to which `numbers` are
-    converted. Return False, without effect, if there is no kernel for these arguments."""
+    """Run the GPU version of the optimizer update `name` of `fsdpx.optim` on 1-D arrays of one dtype.
+
+    Returns False, without effect, if there is no kernel for these arguments."""
     kinds = {get_kernel_format(array.dtype) for array in arrays}
     (kind, *others) = kinds
     if name not in UPDATES or others or kind not in (32, 64) or not all(a.flags.c_contiguous for a in arrays):

@@ -1,9 +1,9 @@
-"""Collectives on GPUs by NCCL. Ranks connect through MPI, which also transfers arrays of the host and single messages.
+"""NCCL backend: collectives on GPU arrays. Ranks connect through MPI, which also carries host arrays and single
+messages.
 
-When a call is issued, NCCL's stream waits for the work that this thread has issued before on the stream of the thread.
-A handle is complete when NCCL's stream has reached the event of the handle. The host issues all work of a call at once,
-so ranks that make the same calls in the same order issue work to NCCL in the same order.
-"""
+When a call is issued, NCCL's stream first waits for the work that this thread has issued on its own stream. A handle
+is complete when NCCL's stream has reached the handle's event. The host issues all work of a call at once, so ranks
+that make the same calls in the same order issue work to NCCL in the same order."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ NCCL_BOOL_OPERATIONS = {ReduceOp.SUM: MAX, ReduceOp.MAX: MAX, ReduceOp.PROD: MIN
 
 
 def explain_missing_nccl() -> str | None:
-    """Return the reason why CuPy cannot use NCCL in this process, or None if CuPy can use NCCL."""
+    """Return why CuPy cannot use NCCL in this process, or None if it can."""
     return None if _import_nccl().available else "CuPy finds no libnccl.so.2: pip install nvidia-nccl-cu13 (or -cu12)"
 
 
@@ -69,20 +69,18 @@ def require_one_gpu_per_rank(rank_gpus: Sequence[RankGpu]) -> None:
 
 
 def open_nccl_communicator(request: CommunicatorRequest) -> Communicator:
-    """Return a communicator on GPUs. Ranks connect through MPI, each rank is assigned a GPU, and NCCL connects the
-    GPUs. Collective."""
+    """Open a communicator on GPUs: ranks connect through MPI, and NCCL connects a GPU of each. Collective."""
     carrier = open_mpi(request)
     require_one_gpu_per_rank(assign_and_select_gpus(carrier, request.device_map))
     return NcclCommunicator(carrier, request.settings.timeout or DEFAULT_TIMEOUT_SECONDS)
 
 
 class NcclCommunicator(Backend):
-    """Communicator of the ranks of `carrier`, each with its own GPU.
+    """Communicator of the ranks of `carrier`, an MPI communicator, each with its own GPU.
 
-    `timeout`: maximum time in seconds of a wait, after which NCCL's communicator is aborted and CommTimeout is raised.
-    float16 and bfloat16 are sent unconverted, and the owner of a piece adds them in float32 in rank order, with scratch
-    memory for n elements. NCCL itself would round sums at each step.
-    """
+    A wait longer than `timeout` seconds aborts NCCL and raises CommTimeout. Sums of float16 and bfloat16 are computed
+    in float32, in rank order, by the rank that owns each part of the result, with scratch memory for n elements. NCCL
+    itself would round at each step."""
 
     def __init__(self, carrier: Communicator, timeout: float) -> None:
         super().__init__(carrier.rank, carrier.size, carrier.progress)
@@ -96,8 +94,8 @@ class NcclCommunicator(Backend):
         self.link: Any = self._create_nccl_communicator() if self.size > 1 else None
 
     def _create_nccl_communicator(self) -> Any:
-        """Return NCCL's communicator of these ranks. Collective, since rank 0 creates the communicator's id, and all
-        ranks receive the id before any of them initializes."""
+        """Create NCCL's communicator of these ranks. Collective: rank 0 makes the id, and all ranks need it before any
+        initializes."""
         name = self.carrier.all_gather_data(self.nccl.get_unique_id() if self.rank == 0 else None)[0]
         self.carrier.barrier(what="NCCL").wait()
         return self.nccl.NcclCommunicator(self.size, name, self.rank)
@@ -106,10 +104,8 @@ class NcclCommunicator(Backend):
         return f"NcclCommunicator(rank={self.rank}, size={self.size})"
 
     def set_timeout(self, seconds: float) -> None:
-        """Set the maximum time in seconds that a single wait may take from now on."""
+        """Set how many seconds a single wait may take from now on."""
         self.timeout = seconds
-
-    # -- calls -----------------------------------------------------------------------------------
 
     def start_transfer(self, call: Call) -> Handle:
         arrays = [array for array in call.arrays if array is not None]
@@ -121,7 +117,7 @@ class NcclCommunicator(Backend):
         return self.carrier.start_transfer(call) if isinstance(self.carrier, Backend) else self.carrier.issue(call)
 
     def _take_next_tag(self) -> int:
-        """Return a message tag of `carrier`, which sends the messages of host arrays."""
+        """Return an unused message tag of the MPI communicator that carries host arrays."""
         return self.carrier._take_next_tag() if isinstance(self.carrier, Backend) else super()._take_next_tag()
 
     def start_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
@@ -132,7 +128,8 @@ class NcclCommunicator(Backend):
         return self._start_on_stream(call, start_exchange)
 
     def _start_on_stream(self, call: Call, body: Callable[[], Iterable[Array]]) -> Handle:
-        """Run `body`, which issues work and returns its scratch arrays, on NCCL's stream. Return the handle."""
+        """Run `body`, which issues work and returns its scratch arrays, on NCCL's stream, and return a handle for the
+        work."""
         try:
             with self.side.issuing_on_stream() as event:
                 scratch = body()
@@ -163,7 +160,8 @@ class NcclCommunicator(Backend):
         return ()
 
     def _broadcast_pieces_from_owners(self, array: Array, partition: FlatPartition) -> None:
-        """Broadcast each piece from its owner, which holds it in place in `array`, to all ranks."""
+        """Broadcast each part of `array` from the rank that owns it to all ranks, in place: an all-gather of uneven
+        parts."""
         with self._grouping_nccl_calls():
             for root in range(self.size):
                 if (part := partition.get_piece(array, root)).size:
@@ -176,7 +174,7 @@ class NcclCommunicator(Backend):
         if is_half(send.dtype):
             return self._send_to_owners_and_add(send, recv, partition, call.op)
         own = partition.get_piece(send, self.rank)
-        target = own if is_in_place(send, recv) else recv  # not the start of `send`, which must still be sent
+        target = own if is_in_place(send, recv) else recv  # must not overwrite the start of `send`
         op = _get_nccl_operation(call.op, send)
         if partition.even and partition.total:
             self.link.reduceScatter(
@@ -198,7 +196,7 @@ class NcclCommunicator(Backend):
                         )
         self._divide_if_average(call.op, target)
         if not is_in_place(recv, target):
-            recv[...] = target.copy()  # the start of `send` may overlap this rank's piece
+            recv[...] = target.copy()  # a copy, because `recv` may overlap `target`
         return ()
 
     def _start_all_reduce(self, call: Call) -> Iterable[Array]:
@@ -249,8 +247,10 @@ class NcclCommunicator(Backend):
     def _send_to_owners_and_add(
         self, send: Array, recv: Array, partition: FlatPartition, op: ReduceOp
     ) -> Iterable[Array]:
-        """Send every piece to its owner, which adds the pieces in float32, in rank order, and rounds the sum once.
-        Return the scratch arrays."""
+        """Reduce-scatter 16-bit arrays: send each part to its owner, which adds in float32, in rank order, and rounds
+        once.
+
+        Returns the scratch arrays."""
         own = partition.get_piece(send, self.rank)
         rows = self.xp.empty((self.size, own.size), dtype=send.dtype)
         others = self._list_other_ranks()
@@ -275,8 +275,6 @@ class NcclCommunicator(Backend):
     def _list_other_ranks(self) -> list[int]:
         return [rank for rank in range(self.size) if rank != self.rank]
 
-    # -- groups ----------------------------------------------------------------------------------
-
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         return self.carrier.all_gather_bytes(data)
 
@@ -284,7 +282,7 @@ class NcclCommunicator(Backend):
         return self.carrier.all_gather_object(obj)
 
     def window(self, nbytes: int) -> Window:
-        """Return a window of host memory. Collective."""
+        """Return a shared-memory window in host memory, with `nbytes` bytes of this rank. Collective."""
         return self.carrier.window(nbytes)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
@@ -303,15 +301,14 @@ class NcclCommunicator(Backend):
         self.carrier.abort(code)
 
     def abort_nccl(self) -> None:
-        """Abort all NCCL work of this rank only."""
+        """Abort all NCCL work of this rank; other ranks are not told."""
         link, self.link = self.link, None
         if link is not None:
             link.abort()
 
 
 class _NcclWork:
-    """Handle for work issued on NCCL's stream. The handle keeps the arrays alive, since CuPy reuses unreferenced memory
-    at once."""
+    """Handle for work on NCCL's stream. It keeps the arrays alive, because CuPy reuses unreferenced memory at once."""
 
     __slots__ = ("_arrays", "_comm", "_event", "_where")
 

@@ -1,10 +1,9 @@
-"""Synchronization between GPU streams. All rules are here.
+"""GPU streams: the rules of synchronization between computation, copies and NCCL.
 
 Layers compute on the current stream of their thread, on which kernels run one after another. Concurrent work, that is
-copies and NCCL, is issued on a `SideStream`. This work starts after everything that the thread has issued before, and
-an event marks the end of the work. Memory is passed on to MPI, to a layer or back to a pool only after the host has
-seen that event. A library without streams, such as MPI, gets GPU memory after `synchronize`.
-"""
+copies and NCCL, is issued on a `SideStream`. It starts after everything that the thread has issued before, and an
+event marks its end. Memory is passed on to MPI, to a layer or back to a pool only after the host has seen that event.
+A library without streams, such as MPI, gets GPU memory after `synchronize`."""
 
 from __future__ import annotations
 
@@ -28,20 +27,21 @@ def synchronize() -> None:
 
 
 class SideStream:
-    """A stream that runs concurrently with the compute stream, on the GPU that is current when it is constructed."""
+    """A stream that runs concurrently with computation, on the GPU that is current when it is made."""
 
     def __init__(self) -> None:
         self.stream = import_cupy().cuda.Stream(non_blocking=True)
 
     def wait_for_current_stream(self) -> None:
-        """Make work that is issued on this stream from now on wait for all work that this thread has issued."""
+        """Make later work on this stream wait for all work that this thread has issued so far."""
         cuda = import_cupy().cuda
         self.stream.wait_event(cuda.get_current_stream().record(cuda.Event(disable_timing=True)))
 
     @contextmanager
     def issuing_on_stream(self) -> Iterator[Any]:
-        """Make CuPy issue the work of the block on this stream, after all work that this thread has issued. Yield the
-        event that marks the end of the block's work."""
+        """Context manager that issues CuPy work on this stream, after all work that this thread has issued so far.
+
+        Yields the event that marks the end of the block's work."""
         self.wait_for_current_stream()
         end = import_cupy().cuda.Event(disable_timing=True)
         with self.stream:
@@ -49,8 +49,9 @@ class SideStream:
         end.record(self.stream)
 
     def start_copy(self, target: Any, source: Any) -> StreamEvent:
-        """Start copying source to target as bytes. One of the two is pinned host memory. Neither may be changed or
-        freed until the returned event is complete."""
+        """Start to copy the bytes of `source` to `target`, one of which is pinned host memory, and return an event.
+
+        Neither may be changed or freed until the event is complete."""
         down = is_on_gpu(source)
         ends = _get_address(target), _get_address(source)
         with use_gpu_of(source if down else target):
@@ -61,7 +62,7 @@ class SideStream:
 
 
 class StreamEvent:
-    """Handle for the work of a stream up to an event."""
+    """Handle for the work that was issued on a stream up to an event."""
 
     __slots__ = ("_event",)
 
@@ -76,7 +77,7 @@ class StreamEvent:
 
 
 def get_copy_stream_after_current(array: Any) -> SideStream:
-    """Return the copy stream of the GPU that holds `array`. The stream first waits for all work that this thread has
+    """Return the copy stream of the GPU that holds `array`, after making it wait for all work that this thread has
     issued."""
     number = get_gpu_number(array)
     assert number is not None
@@ -88,12 +89,12 @@ def get_copy_stream_after_current(array: Any) -> SideStream:
 
 @cache
 def _make_side_stream(number: int) -> SideStream:
-    """Return the copy stream of a GPU. Each GPU has one, since it has one copy engine per direction."""
+    """Return the copy stream of GPU `number`. One is enough, because a GPU has one copy engine per direction."""
     return SideStream()
 
 
 def allocate_pinned(nbytes: int) -> np.ndarray:
-    """Return `nbytes` bytes of pinned host memory, for asynchronous copies. CuPy reuses the memory after the array is
+    """Return `nbytes` bytes of pinned host memory, which asynchronous copies need. CuPy reuses them after the array is
     freed."""
     return np.frombuffer(import_cupy().cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
 

@@ -1,8 +1,7 @@
-"""The GPU of each rank, agreed on by all ranks, and whether the MPI library accepts GPU arrays.
+"""The assignment of GPUs to ranks, and detection of GPU-aware MPI.
 
-The library's own answer is only a hint. A child job decides, because a library that does not accept GPU arrays ends the
-process that passes them.
-"""
+What the MPI library says of itself is only a hint. A child job tests it, because a library that does not accept GPU
+arrays ends the process that passes them."""
 
 from __future__ import annotations
 
@@ -46,19 +45,18 @@ CUDA = 0  # MPIX_GPU_SUPPORT_CUDA
 
 
 class GpuAwareness(NamedTuple):
-    """Whether MPI accepts GPU arrays. `able`: whether GPU arrays are passed to MPI. Otherwise they are copied through
-    the host. `evidence`: the reasons, as text."""
+    """Whether MPI is GPU-aware. If `able`, GPU arrays are passed to MPI, otherwise copied through the host. `evidence`
+    gives the reasons as text."""
 
     able: bool
     evidence: tuple[str, ...]
 
 
 def agree_on_gpu_awareness(world: Communicator) -> GpuAwareness | None:
-    """Decide for all ranks whether GPU arrays are passed to MPI, and apply the decision to the MPI communicator inside
-    `world` and to groups split from that communicator later. Return None without MPI.
+    """Decide for all ranks whether GPU arrays are passed to MPI or copied through the host. Collective.
 
-    Collective. Raise ConfigError on all ranks if FSDPX_GPU_AWARE_MPI=1 and the probe fails.
-    """
+    The decision applies to the MPI communicator inside `world` and to groups split from it later. Returns None without
+    MPI. Raises ConfigError on all ranks if FSDPX_GPU_AWARE_MPI=1 and the test fails."""
     inner: Any = find_inner_with_attribute(world, "takes_gpus")
     if inner is None:
         return None
@@ -76,9 +74,8 @@ def agree_on_gpu_awareness(world: Communicator) -> GpuAwareness | None:
 def probe_gpu_awareness(wanted: bool | None) -> GpuAwareness:
     """Return whether the MPI library of this process accepts GPU arrays.
 
-    `wanted`: if False, return False without a probe; if True, only the probe decides; if None, run the probe only if
-    the library claims to accept GPU arrays.
-    """
+    If `wanted` is False, the answer is no without a test. If it is True, only the test decides. If it is None, the
+    test runs only if the library claims to accept GPU arrays."""
     if wanted is False:
         return GpuAwareness(False, ("FSDPX_GPU_AWARE_MPI=0",))
     claimed = list_gpu_awareness_claims()
@@ -90,13 +87,13 @@ def probe_gpu_awareness(wanted: bool | None) -> GpuAwareness:
 
 
 def list_gpu_awareness_claims() -> list[tuple[bool, str]]:
-    """Return what the loaded MPI library says of its support for GPU arrays. For each answer, return whether the answer
-    means yes, and the text of the answer."""
+    """Ask the loaded MPI library in several ways whether it accepts GPU arrays, and return (whether it says yes, text)
+    for each reply."""
     from mpi4py import MPI
 
     found, path = list[tuple[bool, str]](), find_mpi_library_path()
     if path is not None:
-        library = ctypes.CDLL(path)  # if mpi4py loaded it, its symbols are not in the global namespace
+        library = ctypes.CDLL(path)  # mpi4py loads it without global symbols
         if (query := getattr(library, "MPIX_Query_cuda_support", None)) is not None:
             found.append((bool(query()), f"MPIX_Query_cuda_support() = {query()}"))
         elif (query := getattr(library, "MPIX_GPU_query_support", None)) is not None:
@@ -110,7 +107,7 @@ def list_gpu_awareness_claims() -> list[tuple[bool, str]]:
 
 
 def find_mpi_library_path() -> str | None:
-    """Return the path of the MPI library that this process has loaded, or None if it is unknown."""
+    """Return the path of the MPI library that this process has loaded, or None if unknown."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
@@ -120,11 +117,10 @@ def find_mpi_library_path() -> str | None:
 
 
 def probe_gpu_transfer_in_child(launcher: list[str] | None = None) -> tuple[bool, str]:
-    """Run a child job that sends and reduces GPU arrays by MPI. Return whether it succeeded, and the outcome as text.
+    """Run a child job that sends and reduces GPU arrays by MPI, and return (whether it succeeded, text).
 
-    `launcher`: the command that starts the job. The default is mpiexec with two ranks, or no launcher if mpiexec is not
-    found.
-    """
+    `launcher` is the command that starts the job. By default it is mpiexec with two ranks, or none if mpiexec is not
+    found."""
     if launcher is None:
         beside = Path(sys.executable).with_name("mpiexec")
         found = str(beside) if beside.exists() else shutil.which("mpiexec")
@@ -153,7 +149,7 @@ def probe_gpu_transfer_in_child(launcher: list[str] | None = None) -> tuple[bool
 
 
 class RankGpu(NamedTuple):
-    """The GPU of a rank. `gpu`: its number among the GPUs visible to the process. `bus`: its PCI address."""
+    """The GPU of a rank: its number `gpu` among those visible to the process, and its PCI address `bus`."""
 
     host: str
     local_rank: int
@@ -162,8 +158,10 @@ class RankGpu(NamedTuple):
 
 
 class _RankFacts(NamedTuple):
-    """What a rank reports about itself. `known`: the number of the rank among all ranks of its host, if the
-    communicator has only some of these ranks. `why`: the reason why the rank cannot use a GPU."""
+    """What a rank tells others before GPUs are assigned.
+
+    `known` is its number among all ranks of its host, needed if the communicator has only some of them. `why` says why
+    the rank cannot use a GPU."""
 
     host: str
     process: int
@@ -174,12 +172,11 @@ class _RankFacts(NamedTuple):
 
 
 def assign_and_select_gpus(world: Communicator, device_map: DeviceMap = None) -> list[RankGpu]:
-    """Select this rank's GPU, and decide how its arrays are passed to MPI. Return the GPUs of all ranks.
+    """Assign a GPU to each rank, select this rank's, and return the GPUs of all ranks. Collective.
 
     Processes of a host are assigned its GPUs in the order of their ranks in `world`, which is MPI's order. If `world`
-    has only some of the ranks, GPUs are assigned by the local ranks of the launcher instead. Threads of a process share
-    its GPU. Collective. Raise ConfigError on all ranks if one of them has no GPU.
-    """
+    has only some of the ranks, GPUs are assigned by the local ranks of the launcher instead. Threads of a process
+    share its GPU. This also decides how arrays are passed to MPI. Raises ConfigError on all ranks if one has no GPU."""
     found = gather_rank_gpus(world, device_map)
     devices.select_gpu(found[world.rank].gpu)
     agree_on_gpu_awareness(world)
@@ -187,7 +184,7 @@ def assign_and_select_gpus(world: Communicator, device_map: DeviceMap = None) ->
 
 
 def gather_rank_gpus(world: Communicator, device_map: DeviceMap = None) -> list[RankGpu]:
-    """Return the GPUs that `assign_and_select_gpus` would assign to all ranks, but select none. Collective."""
+    """Return the GPUs that `assign_and_select_gpus` would assign to all ranks, without selecting any. Collective."""
     here, process = platform.node(), os.getpid()
     try:
         mine = _RankFacts(here, process, _find_rank_on_host(world.size), devices.list_gpus(), device_map)
@@ -198,7 +195,7 @@ def gather_rank_gpus(world: Communicator, device_map: DeviceMap = None) -> list[
 
 
 def find_ranks_sharing_gpus(rank_gpus: list[RankGpu]) -> list[list[int]]:
-    """Return the groups of ranks that share a GPU. The result is empty if each rank has a GPU of its own."""
+    """Return the groups of ranks that share a GPU; the list is empty if each rank has its own."""
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, rank_gpu in enumerate(rank_gpus):
         groups.setdefault((rank_gpu.host, rank_gpu.bus), []).append(rank)
@@ -223,8 +220,9 @@ def _assign_gpu(rank: int, facts: list[_RankFacts]) -> RankGpu:
 
 
 def _find_rank_on_host(size: int) -> int | None:
-    """Return the number of this rank among all ranks of its host. Return None if the number is unknown, or if the
-    communicator, which has `size` ranks, has all ranks of the job."""
+    """Return the number of this rank among all ranks of its host, or None if it is unknown or not needed.
+
+    It is not needed if the communicator, which has `size` ranks, has all ranks of the job."""
     opened = default_communicator.get_default()
     if opened is not None and not opened.of_thread and opened.comm.size > size:
         return opened.local_rank
@@ -236,8 +234,8 @@ def _find_rank_on_host(size: int) -> int | None:
 
 
 def run_transfer_probe() -> int:
-    """Run the child job. It prints `PROBE_OUTPUT` on success. If the MPI library does not accept GPU arrays, the
-    library may end the process."""
+    """Test GPU-aware MPI in a child job, and return its exit status. Prints `PROBE_OUTPUT` on success; if the library
+    does not accept GPU arrays, it may end the process."""
     from mpi4py import MPI
 
     comm, cupy = MPI.COMM_WORLD, devices.import_cupy()

@@ -1,5 +1,7 @@
-"""Matrix products of 16-bit matrices, accumulated in float32. They are computed by oneDNN, which uses the processor's
-16-bit instructions, or by the float32 library after conversion to float32."""
+"""Matrix products of 16-bit matrices on CPUs, accumulated in float32.
+
+They are computed by oneDNN, which uses the processor's 16-bit instructions, or by the float32 library after
+conversion."""
 
 from __future__ import annotations
 
@@ -42,15 +44,15 @@ requested_library: str | None = None  # set by `select_library`
 
 
 def list_available_libraries() -> dict[str, str]:
-    """Return the path and version of each library that `select_library` accepts, by name."""
+    """Return name -> path and version of the libraries that can multiply 16-bit matrices, for `select_library`."""
     here = {WIDENED: "float32 products of widened operands"}
     library = onednn.load_onednn() if _has_bfloat16_instructions() else None
     return here if library is None else {"onednn": f"{library.path} ({library.version})", **here}
 
 
 def select_library(name: str | None) -> None:
-    """Compute bfloat16 products with library `name` from now on, or with the default if `name` is None. All ranks of a
-    job must select the same library."""
+    """Select the library that multiplies bfloat16 matrices from now on, or the default if `name` is None. All ranks of
+    a job must select the same one."""
     global requested_library
     if name is not None and name not in list_available_libraries():
         raise ConfigError(
@@ -60,8 +62,10 @@ def select_library(name: str | None) -> None:
 
 
 def get_selected_library(dtype_name: str = "bfloat16") -> str:
-    """Return the name of the library that multiplies matrices of a 16-bit format. The default is oneDNN, if the
-    processor has the instructions and the results of oneDNN are correct. `select_library` applies only to bfloat16."""
+    """Return the name of the library that multiplies matrices of a 16-bit dtype.
+
+    The default is oneDNN if the processor has the instructions and a test finds its results correct. `select_library`
+    applies only to bfloat16."""
     return requested_library if requested_library and dtype_name == "bfloat16" else _choose_default_library(dtype_name)
 
 
@@ -71,7 +75,7 @@ def _has_bfloat16_instructions() -> bool:
 
 @functools.cache
 def list_half_instructions(dtype_name: str = "bfloat16") -> tuple[str, ...]:
-    """Return this processor's instructions for products of a 16-bit format, fastest first."""
+    """Return the names of this processor's matrix instructions for a 16-bit dtype, fastest first."""
     flags = read_cpuinfo_field("flags").split()
     return tuple(name for name in INSTRUCTIONS[dtype_name] if name in flags)
 
@@ -79,10 +83,9 @@ def list_half_instructions(dtype_name: str = "bfloat16") -> tuple[str, ...]:
 def multiply_half_into(
     out: np.ndarray, a: np.ndarray, b: np.ndarray, accumulate: bool = False, bias: np.ndarray | None = None
 ) -> None:
-    """Compute out = a @ b + bias, or out += a @ b, for 16-bit a `(m, k)` and b `(k, n)`, into out `(m, n)` of their
-    dtype or float32.
+    """Compute out = a @ b + bias, or out += a @ b if `accumulate`, for 16-bit a `(m, k)` and b `(k, n)`.
 
-    `bias`: `(n,)`, of the dtype of a and b. It is not allowed with `accumulate`.
+    `out` `(m, n)` has their dtype or float32. `bias` `(n,)` has their dtype, and cannot be combined with `accumulate`.
     """
     if multiply_small_bfloat16_into(out, a, b, accumulate, bias):
         return
@@ -128,8 +131,7 @@ def _has_supported_strides(a: np.ndarray) -> bool:
 
 @functools.cache
 def _choose_default_library(dtype_name: str) -> str:
-    """Return "onednn" if oneDNN is installed and its results are correct, else "widened". Warn once if the results of
-    oneDNN are wrong."""
+    """Return "onednn" if it is installed and its results are correct, else "widened". Warn once if they are wrong."""
     library = (
         onednn.load_onednn()
         if list_half_instructions(dtype_name) and (dtype_name != "bfloat16" or _has_bfloat16_instructions())
@@ -143,8 +145,9 @@ def _choose_default_library(dtype_name: str) -> str:
 
 
 def _multiplies_correctly(library: onednn.OneDNN, dtype_name: str) -> bool:
-    """Return whether the products of a library equal the reference up to the rounding of sums. The terms are exact in
-    float32."""
+    """Return whether a test product of a library equals the reference, up to the rounding of sums.
+
+    All terms of the test are exact in float32."""
     numbers, half = np.random.default_rng(0), parse_dtype(dtype_name)
     for m, k, n in CHECKED:
         a, b = (numbers.standard_normal(shape, np.float32).astype(half) for shape in ((m, k), (n, k)))

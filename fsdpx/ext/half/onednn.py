@@ -1,9 +1,8 @@
-"""Matrix products of 16-bit matrices by oneDNN, which uses a processor's 16-bit instructions and accumulates in
-float32.
+"""ctypes bindings to oneDNN for products of 16-bit matrices, accumulated in float32 with the processor's 16-bit
+instructions.
 
-The library is called through ctypes. oneDNN compiles each matrix product as a *primitive* for certain sizes and
-strides. Each thread keeps its own primitives, since they contain the addresses of the operands.
-"""
+oneDNN compiles each matrix product as a *primitive* for certain sizes and strides. Each thread keeps its own
+primitives, since they contain the addresses of the operands."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from fsdpx.core.array.blas.libraries import list_library_files, load_shared_libr
 
 __all__ = ["OneDNN", "load_onednn"]
 
-CPU, IN_ORDER = 1, 1  # values of dnnl.h
+CPU, IN_ORDER = 1, 1  # enum values in dnnl.h
 SOURCE, WEIGHTS, BIAS, RESULT = 1, 33, 41, 17
 DTYPE_CODES = {"float32": 3, "bfloat16": 2, "float16": 1, "int8": 5}
 MAX_PRIMITIVES = 512
@@ -32,7 +31,7 @@ class DnnlArgument(ctypes.Structure):
 
 
 class OneDNN:
-    """oneDNN, loaded from the file `path`. Raises OSError or AttributeError if the file is not oneDNN."""
+    """The oneDNN library, loaded from the file `path`. Raises OSError or AttributeError if the file is not oneDNN."""
 
     name = "oneDNN"
 
@@ -70,7 +69,7 @@ class OneDNN:
         operands = (a, b, out) if bias is None else (a, b, out, bias)
         for memory, array in zip(memories, operands, strict=True):
             self._point(memory, array.__array_interface__["data"][0])
-        threads = self._openmp.omp_get_max_threads()  # the program's own setting for this thread
+        threads = self._openmp.omp_get_max_threads()  # restored below
         if threads != 1:
             self._openmp.omp_set_num_threads(1)
         status = self._execute(primitive, self._own.stream, len(memories), arguments)
@@ -79,8 +78,9 @@ class OneDNN:
         self._require_success("dnnl_primitive_execute", status)
 
     def _get_primitives_of_thread(self) -> dict[Any, Any]:
-        """Return the primitives of this thread. Each runs on one thread, since the caller splits products over
-        threads."""
+        """Return this thread's cache of compiled oneDNN primitives.
+
+        Each primitive runs on a single thread, since the caller splits products over threads."""
         own = self._own
         if not hasattr(own, "known"):
             own.stream = self._create_object("dnnl_stream_create", self._engine, IN_ORDER)
@@ -143,7 +143,7 @@ class OneDNN:
 
 @functools.cache
 def load_onednn() -> OneDNN | None:
-    """Return the library from the wheel that the extra `onednn` installs, or None if it cannot be loaded."""
+    """Load oneDNN from the wheel that the extra `onednn` installs, or return None if that fails."""
     for path in list_library_files("onednn"):
         try:
             return OneDNN(path)

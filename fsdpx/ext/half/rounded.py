@@ -1,4 +1,4 @@
-"""Training in pure 16 bits: parameters and optimizer state are stored in bfloat16 and updated in float32."""
+"""Pure bfloat16 training: parameters and optimizer state are stored in 16 bits and updated in float32."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -26,13 +26,13 @@ cache."""
 
 @dataclass(frozen=True)
 class RoundedOptimizer(WrappedOptimizer):
-    """An optimizer whose shard and state are stored in 16 bits. Each step converts them to float32, updates them, and
-    rounds them back.
+    """Wraps an optimizer so that parameters and state are stored in bfloat16, and converted to float32 for each
+    update.
 
-    An update smaller than half of a parameter's last bit would be lost, as most updates are. Stochastic rounding avoids
-    this loss, since such rounding is unbiased (Gupta et al. 2015). The random numbers depend on parameter, element and
-    step, so the bits do not depend on how parameters are sharded. With Kahan's summation (1965), the slot "lost" keeps
-    the rounding error of each parameter, and only the state is rounded stochastically.
+    An update smaller than half of a parameter's last bit would be lost, as most updates are. Stochastic rounding
+    avoids this loss, since such rounding is unbiased (Gupta et al. 2015). The random numbers depend on parameter,
+    element and step, so the bits do not depend on how parameters are sharded. With Kahan's summation (1965), the slot
+    "lost" keeps the rounding error of each parameter, and only the state is rounded stochastically.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ class RoundedOptimizer(WrappedOptimizer):
         self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: ShardSegments,
         scale: float = 1.0,
     ) -> None:  # fmt: skip
-        """Update a shard in place. See `Optimizer.update`. p and slots are bfloat16, g is float32."""
+        """Update a shard in place, as `Optimizer.update` does. `p` and `slots` are bfloat16, and `g` is float32."""
         require_matching_shard(self, p, g, slots, step, segments)
         if not isinstance(unwrap_optimizer(self), Elementwise):
             self._update_block(xp, p, g, slots, segments, lr=lr, step=step, scale=scale)

@@ -1,1 +1,1 @@
-"""Low-rank adapters (LoRA)."""
+"""Low-rank adapters (LoRA) for finetuning."""

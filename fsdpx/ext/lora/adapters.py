@@ -1,4 +1,4 @@
-"""Saves and loads the adapters of `nn.add_lora` in the format of PEFT, and merges them into the weights."""
+"""Saving, loading and merging of LoRA adapters, in the file format of PEFT."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ SUPPORTED_CONFIG = {
 
 
 def save_adapter(trainer: Trainer, folder: str | PathLike[str], base_model: str = "") -> None:
-    """Write the adapters, without the other parameters, to `adapter_config.json` and `adapter_model.safetensors`, as
-    PEFT does. Collective.
+    """Save the LoRA adapters, without the other parameters, in the format of PEFT. Collective.
 
-    For a model loaded by `fsdpx.models.from_pretrained`, layers are named as in the folder of the model, so that PEFT
-    can load the adapters together with that model. For other models, layers are named as in the model.
+    Writes `adapter_config.json` and `adapter_model.safetensors`. For a model loaded by `fsdpx.models.from_pretrained`,
+    layers are named as in the folder of the model, so that PEFT can load the adapters together with that model. For
+    other models, layers are named as in the model.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ def save_adapter(trainer: Trainer, folder: str | PathLike[str], base_model: str 
 
 
 def load_adapter(trainer: Trainer, folder: str | PathLike[str], convert: bool = False) -> None:
-    """Load adapters that `save_adapter` or PEFT wrote for layers with the same names. Collective.
+    """Load LoRA adapters that `save_adapter` or PEFT wrote for layers with the same names. Collective.
 
     Raises CheckpointError on all ranks, before anything changes, if the layers, the rank or alpha in the files differ
     from those of the model.
@@ -80,8 +80,7 @@ def load_adapter(trainer: Trainer, folder: str | PathLike[str], convert: bool = 
 
 
 def gather_merged_parameters(trainer: Trainer) -> dict[str, np.ndarray]:
-    """Return the parameters of the model without adapters, where each adapted weight is W + alpha / rank B A.
-    Collective.
+    """Gather the model's parameters with the adapters merged into the weights, W + alpha / rank B A. Collective.
 
     Parameters
     ----------
@@ -111,7 +110,7 @@ def gather_merged_parameters(trainer: Trainer) -> dict[str, np.ndarray]:
 
 
 def _find_adapted_layers(trainer: Trainer, call: str) -> dict[str, LoRALinear]:
-    """Return the layers that have adapters, by path; raise ConfigError if there are none."""
+    """Return path -> layer of the layers that have adapters; raise ConfigError, naming `call`, if there are none."""
     found = {
         path: low
         for node in trainer.inspect.placement.model.nodes
@@ -134,8 +133,8 @@ def _list_adapter_parameters(adapted: dict[str, LoRALinear]) -> list[str]:
 
 
 def _map_file_names_and_layout(trainer: Trainer, adapted: dict[str, LoRALinear]) -> tuple[dict[str, str], bool]:
-    """Return the name of each adapter matrix in PEFT's files, and whether an adapted weight is stored transposed in the
-    model's files."""
+    """Return adapter matrix -> its name in PEFT's files, and whether the model's files store adapted weights
+    transposed."""
     found: dict[str, str] = {}
     turned = False
     for name in adapted:
@@ -147,8 +146,9 @@ def _map_file_names_and_layout(trainer: Trainer, adapted: dict[str, LoRALinear])
 
 
 def _get_rank_and_alpha(adapted: dict[str, LoRALinear]) -> dict[str, Any]:
-    """Return the rank and alpha of all layers by the names that PEFT gives them. They are read from the first layer,
-    because `nn.add_lora` makes all layers equal."""
+    """Return rank and alpha of the adapters under the names that PEFT gives them.
+
+    They are read from the first layer, because `nn.add_lora` gives all layers the same."""
     layer = next(iter(adapted.values()))
     return {"r": layer.rank, "lora_alpha": layer.alpha}
 
@@ -173,7 +173,7 @@ def _write_adapter_files(
 
 
 def _get_layer_name(name: str) -> str:
-    """Return the name of the layer to which a tensor of the file belongs."""
+    """Return the name of the layer to which a tensor in an adapter file belongs."""
     return name.removeprefix(PEFT_PREFIX).partition(".lora_")[0]
 
 

@@ -1,4 +1,4 @@
-"""Linear layers with low-rank adapters (LoRA), replicated or sharded over the tensor axis."""
+"""Linear layers with LoRA adapters, replicated or sharded over the tensor axis."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ ADAPTER_NAMES = ("lora_A.weight", "lora_B.weight")
 
 
 class LoRALinear(Linear):
-    """y = x weight^T + bias + alpha / rank dropout(x) A^T B^T, where only A and B are trained.
+    """Linear layer with a low-rank adapter: y = x weight^T + bias + alpha / rank dropout(x) A^T B^T, where only A and
+    B are trained.
 
     `weight` and `bias` have the names and shapes of `Linear`. `lora_A.weight (rank, in)` is initialized with Kaiming's
     uniform distribution with a = sqrt(5), which is U(-k, k) with k = 1/sqrt(in). `lora_B.weight (out, rank)` is
@@ -59,8 +60,8 @@ class LoRALinear(Linear):
         self.rank, self.alpha, self.dropout, self.path = rank, float(alpha), float(dropout), path
         self.scale = self.alpha / rank
         if dropout:
-            self.acts_on = "sample"  # the mask is drawn for full sequences
-            self.caches = True  # generation does not train, so it has no dropout
+            self.acts_on = "sample"  # the dropout mask is drawn for full sequences
+            self.caches = True  # generation has no dropout, so caching works
             self.kernel_names = ("linear", "drop", "drop_backward")
 
     def specs(self) -> dict[str, ParameterSpec]:
@@ -86,7 +87,7 @@ class LoRALinear(Linear):
         return RowLoRA(self, sequence=sequence, grain=grain), (*partial, RowLoRA.partial)
 
     def forward_without_bias(self, env: LayerContext, p: Params, x: Array) -> Array:
-        """Return the sum of x weight^T and the adapter's output, without the bias.
+        """Return x weight^T plus the adapter's output, without the bias.
 
         Parameters
         ----------
@@ -125,7 +126,7 @@ class LoRALinear(Linear):
         )
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        (x,) = saved  # in an MLP, only the shape of x is valid: the MLP replaces x in `kept` before backward_params
+        (x,) = saved  # in an MLP, only its shape is valid here: the MLP replaces x before backward_params
         inside = self.compute_low_rank_gradient(env, p, dy)
         dx = matmul_in_dtype(env.xp, as_rows(dy), p["weight"]).reshape(x.shape)
         low = matmul_in_dtype(env.xp, inside, p[ADAPTER_NAMES[0]]).reshape(x.shape)
@@ -144,7 +145,7 @@ class LoRALinear(Linear):
         add_matmul_gradient(env.xp, g, ADAPTER_NAMES[1], as_rows(dy).T, z)
 
     def add_adapter_output(self, env: LayerContext, p: Params, x: Array, y: Array) -> Array:
-        """Add alpha / rank dropout(x) A^T B^T to y in place.
+        """Add the adapter's output, alpha / rank dropout(x) A^T B^T, to y in place.
 
         Parameters
         ----------
@@ -164,7 +165,7 @@ class LoRALinear(Linear):
         return y
 
     def compute_low_rank_gradient(self, env: LayerContext, p: Params, dy: Array) -> Array:
-        """Return the gradient of x A^T, the input of B.
+        """Return the gradient of x A^T, the intermediate result between the adapter's two matrices.
 
         Parameters
         ----------
@@ -182,7 +183,7 @@ class LoRALinear(Linear):
         return inside
 
     def _apply_dropout(self, env: LayerContext, x: Array) -> tuple[Array, Array | None]:
-        """Return x after dropout, and the mask of kept elements, which is None without dropout."""
+        """Return x after dropout, and the mask of kept elements, or None without dropout."""
         if not env.training or self.dropout == 0.0:
             return x, None
         kept: tuple[Array, Array] = kernels.drop(
@@ -194,7 +195,7 @@ class LoRALinear(Linear):
 def add_lora(
     model: Layer, rank: int = 8, alpha: float = 16.0, dropout: float = 0.0, *, targets: str | Sequence[str]
 ) -> Layer:
-    """Return a copy of `model` with adapters in its Linear layers and with all original parameters frozen (Hu et al.
+    """Return a copy of `model` with LoRA adapters in its Linear layers and all original parameters frozen (Hu et al.
     2021).
 
     The original parameters keep their names. Parameters of adapters are named below their layers, as in PEFT. Raises
@@ -217,10 +218,14 @@ def add_lora(
 
 
 class _LoRAWalk:
-    """Walks over a model and adapts its Linear layers.
+    """A walk over a model that adds adapters to its Linear layers.
 
-    found: target -> whether a Linear matched it. names: paths of all Linear layers. file_names: name of a parameter ->
-    its name in the files that it is read from."""
+    Attributes
+    ----------
+    found : target -> whether it matched a Linear
+    names : paths of all Linear layers
+    file_names : name of a parameter -> its name in the files from which it is read
+    """
 
     def __init__(self, rank: int, alpha: float, dropout: float, targets: tuple[str, ...], model: Layer) -> None:
         self.options = (rank, alpha, dropout)
@@ -256,8 +261,13 @@ class _LoRAWalk:
 
 
 class _ShardedLoRA(ShardedLinear):
-    """The base class of ColumnLoRA and RowLoRA. low: the full layer, without dropout. partial: the name of the adapter
-    matrix, A or B, that every rank holds in full; each rank computes a summand of its gradient."""
+    """The base of `LoRALinear` layers sharded over the tensor axis.
+
+    Attributes
+    ----------
+    low : the full layer, without dropout
+    partial : the adapter matrix, A or B, that every rank holds in full, and of whose gradient each computes a summand
+    """
 
     low: LoRALinear
     partial: str
@@ -287,7 +297,7 @@ class _ShardedLoRA(ShardedLinear):
 
 
 class ColumnLoRA(_ShardedLoRA, ColumnParallelLinear):
-    """`ColumnParallelLinear` with adapters. low: the full layer. options: options of `ColumnParallelLinear`."""
+    """`LoRALinear` sharded by outputs, as in `ColumnParallelLinear`. `low` is the full layer."""
 
     partial = ADAPTER_NAMES[0]
 
@@ -310,7 +320,7 @@ class ColumnLoRA(_ShardedLoRA, ColumnParallelLinear):
 
 
 class RowLoRA(_ShardedLoRA, RowParallelLinear):
-    """`RowParallelLinear` with adapters. low: the full layer. options: options of `RowParallelLinear`."""
+    """`LoRALinear` sharded by inputs, as in `RowParallelLinear`. `low` is the full layer."""
 
     partial = ADAPTER_NAMES[1]
 
@@ -328,8 +338,7 @@ class RowLoRA(_ShardedLoRA, RowParallelLinear):
 
 
 def find_adapter(layer: Layer) -> LoRALinear | None:
-    """Return `layer` if it is a `LoRALinear`, or the full `LoRALinear` of which it is a shard; None for layers without
-    adapters."""
+    """Return the full `LoRALinear` that `layer` is, or of which it is a shard; None if it has no adapter."""
     if isinstance(layer, _ShardedLoRA):
         return layer.low
     return layer if isinstance(layer, LoRALinear) else None

@@ -1,1 +1,1 @@
-"""Mixtures of experts (MoE)."""
+"""Mixture-of-experts (MoE) layers."""

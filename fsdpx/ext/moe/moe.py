@@ -1,4 +1,4 @@
-"""Mixture of experts (MoE): the layer that routes tokens to experts, and its expert-parallel version."""
+"""Mixture of experts (MoE): a layer that routes each token to some of its experts, and its expert-parallel version."""
 
 from __future__ import annotations
 
@@ -57,14 +57,13 @@ __all__ = [
 
 
 class MoE(Layer):
-    """The sum over the chosen experts e of w_e down_e(silu(gate_e(x)) up_e(x)). Input and output have the shape
-    `(samples, ..., d_model)`.
+    """Mixture of experts with gated MLPs: sum over the chosen experts e of w_e down_e(silu(gate_e(x)) up_e(x)).
 
-    At each position, the `active` experts with the largest logits `router x` are chosen; w is the softmax of their
-    logits (Mixtral, Jiang et al. 2024). There is no capacity limit, so no position is dropped. The weights are
-    `router (experts, d_model)`, `gate` and `up (experts, d_hidden, d_model)` and `down (experts, d_model, d_hidden)`.
-    Every rank holds all experts of the units that it computes. On a tensor axis the layer becomes a `ShardedMoE`, which
-    distributes the experts over the ranks.
+    Input and output are `(samples, ..., d_model)`. At each position, the `active` experts with the largest logits
+    `router x` are chosen; w is the softmax of their logits (Mixtral, Jiang et al. 2024). There is no capacity limit,
+    so no position is dropped. The weights are `router (experts, d_model)`, `gate` and `up (experts, d_hidden,
+    d_model)` and `down (experts, d_model, d_hidden)`. Every rank holds all experts of the layers that it computes. On
+    a tensor axis the layer becomes a `ShardedMoE`, which distributes the experts over the ranks.
 
     Parameters
     ----------
@@ -164,8 +163,8 @@ class MoE(Layer):
         add_expert_gradients(env.xp, g, rows, each)
 
     def _all_reduce_counts(self, env: LayerContext, routes: Sequence[Array]) -> list[int]:
-        """Return how often each expert was chosen, by the positions of all ranks of the tensor axis, for the balancing
-        loss. Collective if the input is sharded and `balance` is not 0."""
+        """Return how often each expert was chosen, summed over the tensor axis, for the balancing loss. Collective if
+        the input is sharded and `balance` is not 0."""
         counts = [len(at) for at in routes]
         if not self.part or not self.balance:
             return counts
@@ -174,8 +173,9 @@ class MoE(Layer):
         return counts if getattr(env.xp, "holds_no_data", False) else total.tolist()
 
     def _group_choices_by_expert(self, xp: Any, chosen: Array) -> list[Array]:
-        """Return, for each expert, the indices of its choices in the flattened `chosen`. On shape-only arrays, all
-        experts get equally many choices."""
+        """Return, for each expert, the positions in the flattened `chosen` at which it was chosen.
+
+        On shape-only arrays, all experts get equally many."""
         places = chosen.reshape(-1)
         if getattr(xp, "holds_no_data", False):
             return [xp.arange(places.size // self.experts) for _ in range(self.experts)]
@@ -183,8 +183,14 @@ class MoE(Layer):
 
 
 class RoutingChoice(NamedTuple):
-    """The routing of rows to experts. logits: logits of all experts (rows, experts). experts: numbers of the chosen
-    experts (rows, active). weights: weights of the chosen experts (rows, active)."""
+    """The experts chosen for each row of the input.
+
+    Attributes
+    ----------
+    logits : logits of all experts, (rows, experts)
+    experts : numbers of the chosen experts, (rows, active)
+    weights : weights of the chosen experts, (rows, active)
+    """
 
     logits: Array
     experts: Array
@@ -199,7 +205,7 @@ def require_valid_input(layer: Layer, x: Array, d_model: int, balance: float) ->
 
 
 def route_rows(xp: Any, rows: Array, weight: Array, active: int) -> RoutingChoice:
-    """Choose the `active` experts with the largest logits for each row. The logits are rows weight^T."""
+    """Choose for each row the `active` experts with the largest logits, rows weight^T."""
     logits = linear_forward(xp, rows, weight, None)
     best = xp.argsort(-logits, axis=1, kind="stable")[:, :active]
     picked = xp.take_along_axis(logits, best, axis=1).astype(accumulation_dtype(rows.dtype), copy=False)
@@ -207,14 +213,18 @@ def route_rows(xp: Any, rows: Array, weight: Array, active: int) -> RoutingChoic
 
 
 def compute_balance_gradients(balance: float, counts: Sequence[int], active: int) -> list[float]:
-    """Return, for each expert, the derivative of the balancing loss with respect to the probability of that expert in
-    one row. It is multiplied by the number of positions, because the other losses are sums over positions."""
+    """Return, for each expert, the derivative of the balancing loss with respect to the expert's probability in one
+    row.
+
+    It is multiplied by the number of positions, because other losses are sums over positions."""
     factor = balance * len(counts) / max(sum(counts) / active, 1)
     return [factor * count for count in counts]
 
 
 def route_rows_backward(xp: Any, chosen: RoutingChoice, dweights: Array, dtype: Any, slopes: Sequence[float]) -> Array:
-    """Return the gradient of the logits, (rows, experts). dweights: flat gradient of the weights. slopes: result of
+    """Return the gradient of the router's logits, (rows, experts).
+
+    `dweights` is the flat gradient of the chosen experts' weights, and `slopes` the result of
     `compute_balance_gradients`."""
     logits, best, weights = chosen
     dpicked = kernels.softmax_backward(xp, weights, dweights.reshape(weights.shape))
@@ -229,9 +239,10 @@ def route_rows_backward(xp: Any, chosen: RoutingChoice, dweights: Array, dtype: 
 
 
 def apply_experts(xp: Any, p: Params, rows: Array, routes: Sequence[tuple[Array, Array]]) -> tuple[Array, list[Any]]:
-    """Return, for each row, the weighted sum of the outputs of its local experts, and the values saved for backward.
+    """Return, for each row, the weighted sum of the outputs of its experts on this rank, and the values saved for
+    backward.
 
-    routes: for each local expert, the indices of its rows and their weights."""
+    `routes` gives, for each local expert, the indices of its rows and their weights."""
     y, held = xp.zeros(rows.shape, dtype=accumulation_dtype(rows.dtype)), []
     for e, (mine, weights) in enumerate(routes):
         a, b = (linear_forward(xp, rows[mine], p[name][e], None) for name in ("gate", "up"))
@@ -242,7 +253,7 @@ def apply_experts(xp: Any, p: Params, rows: Array, routes: Sequence[tuple[Array,
 
 
 def apply_experts_backward(xp: Any, p: Params, held: Any, dy: Array) -> tuple[Array, list[Array], list[Any]]:
-    """Return the gradient of the rows, the gradients of the weights for each expert, and the values that
+    """Return the gradients of the rows, the gradients of the routing weights for each expert, and what
     `add_expert_gradients` needs."""
     dx, slopes, kept = xp.zeros(dy.shape, dtype=accumulation_dtype(dy.dtype)), [], []
     for e, (mine, weights, a, b) in enumerate(held):
@@ -256,7 +267,7 @@ def apply_experts_backward(xp: Any, p: Params, held: Any, dy: Array) -> tuple[Ar
 
 
 def add_expert_gradients(xp: Any, g: Params, rows: Array, kept: Sequence[Any]) -> None:
-    """Add the gradients of the local experts' parameters into g."""
+    """Add the gradients of the parameters of this rank's experts to `g`."""
     for e, (mine, da, db, do, h) in enumerate(kept):
         xs = rows[mine]
         for name, left, right in (("gate", da, xs), ("up", db, xs), ("down", do, h)):
@@ -265,8 +276,7 @@ def add_expert_gradients(xp: Any, g: Params, rows: Array, kept: Sequence[Any]) -
 
 
 def tally_expert_choices(env: LayerContext, counts: Sequence[int], computed: int) -> None:
-    """Add the number of choices of each expert, and the number of rows that this rank computed, to the step's
-    counters."""
+    """Count the choices of each expert, and the rows that this rank computed, for the report on expert load."""
     if env.training and not env.recomputing and not getattr(env.xp, "holds_no_data", False):
         env.mesh.counters.add_tally(env.random.path, (*counts, computed))
 
@@ -275,18 +285,18 @@ EXPERT_SHARDS = ShardSpec(0)
 
 
 class ShardedMoE(Layer):
-    """`MoE` with expert parallelism: each rank of the tensor axis holds some of the experts in full.
+    """`MoE` with expert parallelism: the experts are distributed over the ranks of the tensor axis.
 
     `gate`, `up` and `down` are sharded along dim 0; `router` is replicated. Each rank routes the rows of its shard of
     the input or, if all ranks have the full input, its share of the rows. An all-to-all sends the rows to the ranks
     that hold their experts, and a second all-to-all returns the results. No row is dropped. Each rank computes a
     summand of the gradient of `router`. The balancing loss includes the positions of all ranks of the axis.
 
-    Communication per rank: let d be the bytes of a row, w the bytes of a weight, c the number of times that this rank's
-    rows chose experts on other ranks, and c' the number of times that other ranks' rows chose experts on this rank. The
-    rank sends c (d + w) + c' d bytes in forward and c d + c' (d + w) bytes in backward. In addition, the counts of rows
-    are gathered, for which each rank sends 8 bytes per expert to each other rank. Without `sequence`, the result and
-    the gradient of the input are all-gathered.
+    Communication per rank: let d be the bytes of a row, w the bytes of a weight, c the number of times that this
+    rank's rows chose experts on other ranks, and c' the number of times that other ranks' rows chose experts on this
+    rank. The rank sends c (d + w) + c' d bytes in forward and c d + c' (d + w) bytes in backward. In addition, the
+    counts of rows are gathered, for which each rank sends 8 bytes per expert to each other rank. Without `sequence`,
+    the result and the gradient of the input are all-gathered.
 
     Parameters
     ----------
@@ -368,12 +378,13 @@ class ShardedMoE(Layer):
         add_expert_gradients(env.xp, g, arrived, each)
 
     def _take_rows_to_route(self, env: LayerContext, rows: Array) -> Array:
-        """Return the rows that this rank routes: all rows of a sharded input, else this rank's share."""
+        """Return the rows that this rank routes: all rows of a sharded input, otherwise its share of the full input."""
         return rows if self.sequence else collectives.take_shard(env.xp, env.mesh.tensor, rows, 0)
 
     def _all_gather_rows(self, env: LayerContext, own: Array, shape: tuple[int, ...], what: str) -> Array:
-        """Return the rows of all ranks in the shape of the layer's input; inverts `_take_rows_to_route`. Collective
-        unless `sequence`."""
+        """All-gather the rows that each rank routed into the shape of the layer's input. Collective unless `sequence`.
+
+        This inverts `_take_rows_to_route`."""
         if not self.sequence:
             own = collectives.all_gather_replicated(
                 env.xp, env.mesh.tensor, own, 0, _count_rows(shape), what=make_call_label(env, what)
@@ -381,12 +392,13 @@ class ShardedMoE(Layer):
         return own.reshape(shape)
 
     def _get_even_row_counts(self, rows: int) -> list[int]:
-        """Return the number of rows for each expert if `rows` rows are distributed evenly."""
+        """Return how many of `rows` rows each expert gets if they are distributed evenly."""
         return [stop - start for start, stop in (shard_bounds(rows, e, self.experts) for e in range(self.experts))]
 
     def _all_gather_routing(self, env: LayerContext, chosen: Array) -> _RowRouting:
-        """All-gather how many rows each rank has for each expert, and return the resulting routing. On shape-only
-        arrays, rows are distributed evenly. Collective."""
+        """All-gather how many rows each rank sends to each expert, and return the routing between ranks. Collective.
+
+        On shape-only arrays, rows are distributed evenly."""
         xp, comm, choices = env.xp, env.mesh.tensor, chosen.reshape(-1)
         imagined = getattr(xp, "holds_no_data", False)
         mine = xp.zeros((self.experts,), dtype=np.int64) if imagined else xp.bincount(choices, minlength=self.experts)
@@ -427,18 +439,22 @@ class ShardedMoE(Layer):
         return xp.sum(each.reshape(-1, self.active, self.d_model), axis=1, dtype=dtype)
 
     def _compute_balance_gradients(self, routing: _RowRouting) -> list[float]:
-        """Return the result of `compute_balance_gradients` for the choices of all ranks of the axis."""
+        """Return `compute_balance_gradients` for the choices on all ranks of the tensor axis."""
         return compute_balance_gradients(
             self.balance, [sum(column) for column in zip(*routing.counts, strict=True)], self.active
         )
 
 
 class _RowRouting(NamedTuple):
-    """The routing of rows between ranks.
+    """Which rows are sent to which rank, and which expert computes them.
 
-    order: indices into the flattened choices of this rank's rows, sorted by expert. counts: [rank][expert], how often
-    rows of the rank chose the expert. send_counts, recv_counts: number of rows sent to, and received from, each rank.
-    places: for each local expert, the indices of its rows among the received rows."""
+    Attributes
+    ----------
+    order : indices into the flattened choices of this rank's rows, sorted by expert
+    counts : [rank][expert], how often rows of the rank chose the expert
+    send_counts, recv_counts : number of rows sent to, and received from, each rank
+    places : for each local expert, the indices of its rows among the received rows
+    """
 
     order: Array
     counts: list[list[int]]
@@ -448,5 +464,5 @@ class _RowRouting(NamedTuple):
 
 
 def _count_rows(shape: tuple[int, ...]) -> int:
-    """Return the number of rows of an array with features in its last dim."""
+    """Return the number of rows of an array whose last dim is features: the product of its other dims."""
     return int(np.prod(shape[:-1]))

@@ -1,2 +1,2 @@
-"""Functions as machine code, which Numba compiles once. The code is stored on disk, and runs without Numba from then
-on."""
+"""Ahead-of-time cache of kernels: machine code that Numba compiles once is stored on disk, and loaded later without
+Numba."""

@@ -1,5 +1,4 @@
-"""Machine code of functions in memory and on disk, by the kinds of their arguments. Loading the code needs neither
-Numba nor LLVM."""
+"""Cache of machine code in memory and on disk, by function and argument types. Loading needs neither Numba nor LLVM."""
 
 from __future__ import annotations
 
@@ -35,17 +34,21 @@ __all__ = [
 
 FASTCALL = 0x80  # METH_FASTCALL of Python's methodobject.h
 EXECUTABLE = 5  # PROT_READ | PROT_EXEC
-LOCK_TIMEOUT_SECONDS = (
-    60.0  # longer than a kernel takes to compile, so that a stopped process does not block the others forever
-)
-DIGEST_BYTES = 32  # bytes of the digest at the beginning of a file
-MAX_CODE_BYTES = 64 << 20  # maximum bytes of a file
-_kept: list[Any] = []  # machine code that was loaded and must never be unloaded
+LOCK_TIMEOUT_SECONDS = 60.0  # longer than any kernel compiles, so that a stopped process does not block others forever
+DIGEST_BYTES = 32  # at the beginning of a file
+MAX_CODE_BYTES = 64 << 20  # limit for one file
+_kept: list[Any] = []  # loaded machine code, which must never be freed
 
 
 class MachineCode(NamedTuple):
-    """Position-independent code. `start`: offset of the entry point. `inside`: offsets of words to which the address of
-    the code itself is added. `outside`: offsets of words to which the address of the named object is added."""
+    """Position-independent machine code.
+
+    Attributes
+    ----------
+    start : offset of the entry point, in bytes
+    inside : offsets of words to which the address of the code itself is added
+    outside : (offset, name) of words to which the address of the named object is added
+    """
 
     data: bytes
     start: int
@@ -54,7 +57,7 @@ class MachineCode(NamedTuple):
 
 
 class PyMethodDef(ctypes.Structure):
-    """Python's PyMethodDef."""
+    """CPython's struct PyMethodDef, which describes a builtin function."""
 
     _fields_ = (
         ("name", ctypes.c_char_p),
@@ -66,15 +69,14 @@ class PyMethodDef(ctypes.Structure):
 
 @functools.cache
 def can_keep_code() -> bool:
-    """Return whether machine code can be stored on disk. This is possible only on Linux, on x86-64, with the usual
-    build of CPython."""
+    """Return whether machine code can be stored on disk: only on Linux, on x86-64, with the usual build of CPython."""
     usual = platform.python_implementation() == "CPython" and getattr(sys, "_is_gil_enabled", lambda: True)()
     return sys.platform == "linux" and platform.machine() == "x86_64" and usual and has_expected_object_layout()
 
 
 def load_code(function: Callable[..., Any], fastmath: Any, kinds: tuple[str, ...]) -> Callable[..., Any] | None:
-    """Return the stored code of a function for kinds of arguments, as a callable. Return None if no such code is
-    stored."""
+    """Return the stored machine code of a function for these kinds (types) of arguments, as a callable, or None if
+    none is stored."""
     file = _get_code_path(function, fastmath, kinds)
     code = read_with_digest(file)
     return None if code is None else _load_machine_code(function, *marshal.loads(code))
@@ -83,8 +85,9 @@ def load_code(function: Callable[..., Any], fastmath: Any, kinds: tuple[str, ...
 def store_and_load_code(
     function: Callable[..., Any], fastmath: Any, kinds: tuple[str, ...], code: MachineCode
 ) -> Callable[..., Any] | None:
-    """Load machine code, and store it on disk. Return the entry point, or None if the code cannot be loaded. Write
-    errors are ignored, since Numba's cache warns about them."""
+    """Store the machine code of a function on disk, and return it as a callable, or None if it cannot be loaded.
+
+    Write errors are ignored, since Numba's cache warns about them."""
     entry = _load_machine_code(function, *code)
     if entry is not None:
         file = _get_code_path(function, fastmath, kinds)
@@ -95,17 +98,17 @@ def store_and_load_code(
 
 
 def write_with_digest(file: Path, content: bytes) -> None:
-    """Write `content` after its digest. The digest includes the file's name, so that no file can stand in for another
-    file."""
+    """Write `content` to a file, after a digest that protects it.
+
+    The digest includes the file's name, so that no file can stand in for another."""
     safe_files.write_file(file, _compute_digest(file, content) + content, safe_files.READABLE)
 
 
 def read_with_digest(file: Path) -> bytes | None:
-    """Return the content that `write_with_digest` has stored. Return None if no content is stored. Return None with one
-    warning if the content is damaged, or if another user could have written it.
+    """Return the content that `write_with_digest` stored, or None if there is none.
 
-    The content is executed, so it must be exactly what this user or root has compiled.
-    """
+    The content is executed, so it must be exactly what this user or root has compiled. If it is damaged, or if another
+    user could have written it, a warning is given once, and None returned."""
     data = safe_files.read_if_trusted(file, MAX_CODE_BYTES)
     if data is None:
         return None
@@ -122,11 +125,10 @@ def _compute_digest(file: Path, content: bytes) -> bytes:
 
 @contextmanager
 def holding_compilation_lock(function: Callable[..., Any], fastmath: Any, kinds: tuple[str, ...]) -> Iterator[None]:
-    """Keep other processes of this host from compiling the same code inside the block.
+    """Context manager that keeps other processes of this host from compiling the same code.
 
     The ranks of a job need the same kernels at the same time, and load what the first of them has compiled. Without a
-    writable disk, or if its file system has no locks, each process compiles on its own.
-    """
+    writable disk, or if its file system has no locks, each process compiles on its own."""
     file = _get_code_path(function, fastmath, kinds).with_suffix(".lock")
     try:
         safe_files.make_folder(file.parent, private=False)
@@ -140,7 +142,7 @@ def holding_compilation_lock(function: Callable[..., Any], fastmath: Any, kinds:
             time.sleep(0.01)
         yield
     finally:
-        with suppress(OSError):  # another process has removed the file
+        with suppress(OSError):  # another process has already removed it
             file.unlink()
         _unlock_and_close_file(descriptor)
 
@@ -152,13 +154,13 @@ def _try_lock_file(descriptor: int) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # the file system has no locks
+    except OSError:  # the file system does not support locks
         return True
     return True
 
 
 def _unlock_and_close_file(descriptor: int) -> None:
-    """Release the lock, even if a child process has inherited the descriptor."""
+    """Release the lock on a file and close it, even if a child process has inherited the descriptor."""
     import fcntl
 
     with suppress(OSError):
@@ -167,7 +169,7 @@ def _unlock_and_close_file(descriptor: int) -> None:
 
 
 def _load_machine_code(function: Any, data: bytes, start: int, inside: Any, outside: Any) -> Callable[..., Any] | None:
-    """Return the code as a builtin function of Python. Return None if the code needs a symbol that does not exist."""
+    """Return machine code as a builtin function of Python, or None if it needs a symbol that does not exist."""
     found = {name: _find_symbol_address(name) for _, name in outside}
     if None in found.values():
         return None
@@ -189,8 +191,8 @@ def _load_machine_code(function: Any, data: bytes, start: int, inside: Any, outs
 
 @functools.cache
 def _find_symbol_address(name: str) -> int | None:
-    """Return the address of a Python object ("builtins.int", "numpy.ndarray", "dtype.float32") or of a C function.
-    Return None if there is no such function."""
+    """Return the address of a Python object, such as "builtins.int" or "dtype.float32", or of a C function; None if
+    there is no such function."""
     module, _, rest = name.partition(".")
     if module == "dtype":
         return id(np.dtype(rest))
@@ -216,14 +218,14 @@ def _get_code_path(function: Callable[..., Any], fastmath: Any, kinds: tuple[str
 
 @functools.cache
 def hash_function_sources(function: Callable[..., Any]) -> str:
-    """Return a hash of everything from which a function's machine code is compiled. The hash does not depend on where
-    the sources are installed."""
+    """Return a hash of all sources from which a function's machine code is compiled. It does not depend on where they
+    are installed."""
     return lazy_numba.hash_function(function)
 
 
 @functools.cache
 def _hash_entry_generators() -> str:
-    """Return a hash of the source files that generate the entry points of compiled functions."""
+    """Return a hash of the source files that generate entry points of compiled functions."""
     ours = (Path(__file__).with_name(f"{name}.py") for name in ("compile", "code_cache"))
     return hash_files([*ours, Path(jit.__file__), Path(lazy_numba.__file__)])
 
@@ -234,15 +236,15 @@ def hash_files(sources: Iterable[Path]) -> str:
 
 
 def _find_package_folder(library: str) -> Path:
-    """Return the folder of a Python package, without importing it."""
+    """Return the folder of an installed Python package, without importing it."""
     found = importlib.util.find_spec(library)
     return Path(found.origin).parent if found and found.origin else Path(library)
 
 
 @functools.cache
 def _describe_machine() -> tuple[str, ...]:
-    """Return everything that machine code depends on, in addition to its sources: the processor, and the versions of
-    the software that compiles and runs the code."""
+    """Return what machine code depends on in addition to its sources: the processor, and the versions of compiler and
+    libraries."""
     versions = []
     for library in ("numba", "llvmlite"):
         version = _find_package_folder(library) / "_version.py"
@@ -277,7 +279,7 @@ FLAGS = {
 
 @functools.cache
 def has_expected_object_layout() -> bool:
-    """Return whether objects of this Python and this NumPy have the layouts assumed above."""
+    """Return whether Python's and NumPy's objects have the memory layout that the compiled entry points assume."""
     if sys.byteorder != "little" or ctypes.sizeof(ctypes.c_void_p) != 8:
         return False
     a, real = np.empty((3, 5), np.float32)[:, 1:3], np.float64(1.5)

@@ -1,11 +1,10 @@
-"""Machine code for a function and kinds of arguments. The code that Numba compiles and an entry point that Python can
-call are linked into one relocatable piece.
+"""Compilation of functions to relocatable machine code: Numba's code is linked with an entry point that Python can
+call.
 
 The entry point takes the arguments of a Python call. It compares each argument with the expected kind, and returns
 NotImplemented if an argument differs. Otherwise it reads numbers and array pointers, releases the GIL, and calls the
 code that Numba has compiled. The compiler's object files are ELF for x86-64 in the large code model. With other
-versions of Python and NumPy, Numba's own cache on disk is used.
-"""
+versions of Python and NumPy, Numba's own cache on disk is used."""
 
 from __future__ import annotations
 
@@ -59,7 +58,7 @@ class _Section(NamedTuple):
 
 
 class _Symbol(NamedTuple):
-    """A symbol. `at`: offset from the start of the code. It is None if no object file defines the symbol."""
+    """A symbol in object files. `at` is its offset from the start of the code, or None if no object file defines it."""
 
     name: str
     kind: int
@@ -68,7 +67,7 @@ class _Symbol(NamedTuple):
 
 
 class _Relocation(NamedTuple):
-    """An offset in the code where the address of a symbol is to be written."""
+    """A place in the code into which the linker writes the address of a symbol."""
 
     at: int
     kind: int
@@ -77,8 +76,7 @@ class _Relocation(NamedTuple):
 
 
 def link_code(objects: Sequence[bytes], start: str) -> MachineCode | None:
-    """Link everything that the function `start` reaches. Return None if the code has a relocation that cannot be
-    resolved."""
+    """Link the function `start` with everything that it calls, or return None if a relocation cannot be resolved."""
     data = bytearray()
     symbols: dict[str, _Symbol] = {}
     places: list[_Relocation] = []
@@ -123,8 +121,8 @@ def link_code(objects: Sequence[bytes], start: str) -> MachineCode | None:
 def _append_object_file(
     content: bytes, data: bytearray, symbols: dict[str, _Symbol], relocations: list[_Relocation]
 ) -> None:
-    """Append the sections, symbols and relocations of an object file. If two functions have the same name, the first
-    function applies."""
+    """Append the sections, symbols and relocations of an object file. Of two functions with the same name, the first
+    is used."""
     offset, (size, count) = struct.unpack_from("<Q", content, 40)[0], struct.unpack_from("<HH", content, 58)
     sections = [_Section(*struct.unpack_from("<IIQQQQIIQQ", content, offset + n * size)) for n in range(count)]
     begins: dict[int, int] = {}
@@ -156,8 +154,9 @@ def _append_object_file(
 
 
 def enable_disk_cache(dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
-    """Store on disk what the dispatcher of a function, or of a copy of it, compiles. `bare`: whether the code lacks an
-    entry point for Python."""
+    """Let Numba's dispatcher of a function, or of a copy of it, store on disk what it compiles.
+
+    `bare` says whether the code lacks an entry point for Python."""
     try:
         dispatcher._cache = KernelCache(dispatcher.py_func, function, fastmath, bare)
     except RuntimeError as error:
@@ -165,12 +164,11 @@ def enable_disk_cache(dispatcher: Any, function: Callable[..., Any], fastmath: A
 
 
 class KernelCache(FunctionCache):
-    """Numba's cache with one file per function, signature and version of the sources. If the disk fails, the cache
-    warns.
+    """Numba's disk cache, with one file per function, signature and version of the sources. It warns if the disk
+    fails.
 
-    Numba's own cache numbers the signatures of a function, so two ranks that compile at the same time can take the same
-    number. It also checks only the kernel's own source file, not those of the functions that the kernel calls.
-    """
+    Numba's own cache numbers the signatures of a function, so two ranks that compile at the same time can take the
+    same number. It also checks only the kernel's own source file, not those of the functions that the kernel calls."""
 
     def __init__(self, copy: Callable[..., Any], function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
         super().__init__(copy)
@@ -179,13 +177,15 @@ class KernelCache(FunctionCache):
         """Loaded object code by signature, since Numba does not keep it."""
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
-        """Return Numba's key without the function's closure. An intrinsic in the closure is a different object in every
-        process, so that each process would compile again. The names of functions distinguish the keys instead."""
+        """Return Numba's cache key without the function's closure.
+
+        An intrinsic in the closure is a different object in every process, so that each process would compile again.
+        The names of functions distinguish the keys instead."""
         return sig, codegen.magic_tuple(), self._py_func.__code__.co_code
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Load an overload as Numba does, but without Numba's `refresh`, which imports modules that only compiling
-        needs."""
+        """Load a compiled signature as Numba does, but without Numba's `refresh`, which imports modules that only
+        compiling needs."""
         rtsys.initialize(target_context)
         try:
             self._select_cache_file(sig, target_context.codegen())
@@ -208,15 +208,16 @@ class KernelCache(FunctionCache):
         super()._save_overload(sig, data)
 
     def _select_cache_file(self, sig: Any, codegen: Any) -> None:
-        """Select the file of this signature. The caller holds the compiler's lock."""
+        """Select the cache file of this signature. The caller holds the compiler's lock."""
         key = repr((str(sig), codegen.magic_tuple(), self.made_as, environment.describe_compiler_target()))
         name = f"{self._impl.filename_base}.{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
         self._cache_file: Any = _DigestedFile(Path(self._cache_path, f"{name}.kept"))
 
 
 class _DigestedFile:
-    """A file with one object, in place of Numba's index and data files. The object is unpickled only if this user or
-    root has written the file and its digest is correct."""
+    """A file that holds one pickled object and its digest, in place of Numba's index and data files.
+
+    The object is unpickled only if this user or root has written the file and the digest is correct."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -234,7 +235,7 @@ _warned = False
 
 
 def _warn_cannot_cache(error: Exception) -> None:
-    """Warn that compiled kernels cannot be stored, once per process, and only on the first rank of a host."""
+    """Warn that compiled kernels cannot be stored on disk: once per process, and only on the first rank of a host."""
     global _warned
     launcher = environment.read_environment().launcher
     if not _warned and not (launcher and launcher.local_rank):
@@ -346,8 +347,10 @@ in another shape."""
 
 
 def compile_to_machine_code(dispatcher: Any, kinds: tuple[str, ...]) -> MachineCode | None:
-    """Return machine code for arguments of these kinds. Return None if an entry point does not support the type that
-    the function returns, or a function that it calls."""
+    """Compile a function for these kinds (types) of arguments, and return its machine code.
+
+    Returns None if entry points do not support the type of its result, or if it calls a function that they do not
+    support."""
     arguments = tuple(map(_to_numba_type, kinds))
     _compile_without_gc(dispatcher, arguments)
     found = dispatcher.overloads[arguments]
@@ -362,8 +365,9 @@ def compile_to_machine_code(dispatcher: Any, kinds: tuple[str, ...]) -> MachineC
 
 
 def compile_dispatcher(dispatcher: Any, kinds: tuple[str, ...] | None) -> Any:
-    """Return the dispatcher, compiled for arguments of these kinds, and for no other kinds if these kinds are
-    declared."""
+    """Return a Numba dispatcher, compiled at once for arguments of these kinds (types), if given.
+
+    If the kinds say which arrays are read (" r") or written (" w"), the dispatcher accepts no other types."""
     if kinds is not None:
         _compile_without_gc(dispatcher, tuple(map(_to_numba_type, kinds)))
         if any(kind.endswith((" r", " w")) for kind in kinds):
@@ -372,8 +376,8 @@ def compile_dispatcher(dispatcher: Any, kinds: tuple[str, ...] | None) -> Any:
 
 
 def _compile_without_gc(dispatcher: Any, arguments: tuple[Any, ...]) -> None:
-    """Compile while garbage collection is off. Numba creates millions of objects, and not collecting them saves a tenth
-    of the time."""
+    """Compile a function with garbage collection off, which saves a tenth of the time, because Numba makes millions of
+    objects."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -398,8 +402,9 @@ def _parse_dtype(name: str) -> Any:
 
 
 def _make_entry_ir(function: str, argument_kinds: tuple[str, ...], result: Any) -> str:
-    """Return the entry point as LLVM assembly. The first two arguments of Numba's function are pointers to the result
-    and to an error."""
+    """Return the LLVM assembly of an entry point that Python can call.
+
+    The first two arguments of Numba's function are pointers to the result and to an error."""
     returned, boxed = RESULTS[result]
     checks, reads, passed = [], [], ["ptr %slot", "ptr %error"]
     for n, word in enumerate(argument_kinds):
@@ -446,7 +451,7 @@ other:
 
 
 def _get_python_type_name(kind: str) -> str:
-    """Return the name of the Python type of arguments of this kind."""
+    """Return the name of the Python type that arguments of this kind have."""
     return "numpy.ndarray" if " " in kind else kind if "." in kind else f"builtins.{kind}"
 
 
@@ -455,7 +460,7 @@ def _emit_field_load(to: str, llvm_type: str, base: str, offset: int) -> str:
 
 
 def _emit_load_and_type_check(n: int, kind: str) -> str:
-    """Return code that loads argument n and checks its type."""
+    """Return LLVM assembly that loads argument n of a Python call and checks its type."""
     text = f"  %place{n} = getelementptr ptr, ptr %arguments, i64 {n}\n  %a{n} = load ptr, ptr %place{n}\n"
     return (
         text
@@ -465,7 +470,8 @@ def _emit_load_and_type_check(n: int, kind: str) -> str:
 
 
 def _emit_number_argument(n: int, kind: str) -> tuple[str, str, list[str]]:
-    """Return code that checks a number argument, code that reads it, and the arguments to pass to Numba's function."""
+    """Return LLVM assembly that checks a number, assembly that reads it, and the arguments to pass to Numba's
+    function."""
     check = _emit_load_and_type_check(n, kind) + f"  %fits{n} = and i1 %is{n}, true\n"
     if kind == "bool":
         return check, f"  %v{n} = icmp eq ptr %a{n}, @builtins.True\n", [f"i1 %v{n}"]
@@ -476,8 +482,10 @@ def _emit_number_argument(n: int, kind: str) -> tuple[str, str, list[str]]:
 
 
 def _emit_array_argument(n: int, kind: str) -> tuple[str, str, list[str]]:
-    """Return code that checks an array argument, code that reads it, and the arguments to pass to Numba's function,
-    which takes an array as two owners, size, item size, data pointer, shape and strides."""
+    """Return LLVM assembly that checks an array, assembly that reads it, and the arguments to pass to Numba's
+    function.
+
+    Numba takes an array as two owners, size, item size, data pointer, shape and strides."""
     dtype, ndim, layout, *mode = kind.split()
     mask, flags = FLAGS[layout, "".join(mode)]
     check = _emit_load_and_type_check(n, kind) + f"  br i1 %is{n}, label %array{n}, label %other\narray{n}:\n"

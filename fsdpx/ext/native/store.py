@@ -1,4 +1,4 @@
-"""The extension that stores machine code on disk."""
+"""The extension that keeps compiled kernels as machine code on disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["STORE"]
 
 
 class DiskCodeStore:
-    """Store of the machine code of functions on disk. See `fsdpx.core.array.jit.CodeStore`."""
+    """Store of the machine code of functions on disk, an implementation of `fsdpx.core.array.jit.CodeStore`."""
 
     def load_or_compile(self, function: CompiledFunction, kinds: tuple[str, ...]) -> Callable[..., Any] | None:
         if not can_keep_code():
@@ -21,8 +21,10 @@ class DiskCodeStore:
         return known or self._load_or_build_code(function, kinds)
 
     def _load_or_build_code(self, function: CompiledFunction, kinds: tuple[str, ...]) -> Callable[..., Any] | None:
-        """Return the function compiled for these kinds of arguments, or code that another process has just stored.
-        Return None if the code cannot be stored."""
+        """Return a function for these kinds (types) of arguments: what another process has just stored, or else
+        compiled now.
+
+        Returns None if the code cannot be stored."""
         name = function.function, function.fastmath, kinds
         with holding_compilation_lock(*name):
             if known := load_code(*name):
