@@ -1,4 +1,4 @@
-"""Pretrained models of other projects, loaded from their folders or state dicts; docs: models."""
+"""Loads pretrained models of other projects from their folders or state dicts. The documentation page is "models"."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,5 @@
-"""The table of supported architectures of the transformers library."""
+"""The supported architectures of the transformers library, and how their configurations and tensor names map to fsdpx
+models."""
 
 from __future__ import annotations
 
@@ -39,14 +40,14 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Architecture:
-    """One entry of the table of architectures.
+    """A supported architecture: how to build the model from `config.json`, and how its parameters are named in files.
 
     Parameters
     ----------
     make_model : function from a configuration and the caller's options to the model
     names : parameter name in fsdpx, or a prefix of it that ends in a dot -> the corresponding name in the files; *
         stands for the number of a block. A name with a # stands for several tensors, which are named with 0, 1, ... in
-        place of the # and are the parts of the parameter along dim 0. The first entry that matches applies
+        place of the # and are the slices of the parameter along dim 0. The first entry that matches applies
     base_prefix : prefix of tensor names that is missing in files of a model without its head
     transposed : patterns (fnmatch) of the names in fsdpx of matrices that are stored transposed
     unused : patterns of tensor names in the files that are not needed
@@ -71,10 +72,10 @@ class Architecture:
     tied: Mapping[str, str] = field(default_factory=dict)
 
     def complete_config(self, config: Config, where: str, parts: int) -> dict[str, Any]:
-        """Return the values of `fields`, with defaults for missing ones. Raise ConfigError for an unknown field or an
-        unsupported value.
+        """Check the contents of `config.json`, and return the values of `fields`, with defaults for missing ones.
+        Raise ConfigError for an unknown field or an unsupported value.
 
-        where: path of the configuration, for errors. parts: number of tensors in the files."""
+        `where` is the path of the file, for errors. `parts` is the number of tensors in the weight files."""
         values = dict(config)
         for alias, name in self.aliases.items():
             value = values.pop(alias, None)
@@ -99,8 +100,8 @@ class Architecture:
         return get_valid_fields(values, self.fields, where, parts)
 
     def get_names_in_files(self, name: str, rows: int) -> tuple[str, ...]:
-        """Return the names of the tensors in the files that make up a parameter: a single tensor, or one for each of
-        the `rows` elements of dim 0."""
+        """Return the names in files of the tensors that make up a parameter: a single tensor or, for stacked experts,
+        one for each of the `rows` slices along dim 0."""
         found = self._get_name_pattern_in_files(name)
         return tuple(found.replace("#", str(row)) for row in range(rows)) if "#" in found else (found,)
 
@@ -129,7 +130,8 @@ def _build_gpt2(c: Config, **options: Any) -> GPT:
 
 
 def _build_llama(c: Config, **options: Any) -> Llama:
-    """Return a Llama model, with the options that configurations of similar models set."""
+    """Build a Llama model from a configuration. `options` are arguments of `nn.Llama` that override it, or that
+    similar models need."""
     theta, scaling = _parse_rope(c)
     bias, other = c.get("attention_bias", False), c.get("mlp_bias", False)
     if bias is not other:
@@ -146,7 +148,8 @@ def _build_llama(c: Config, **options: Any) -> Llama:
 
 
 def _parse_rope(c: Config) -> tuple[float, dict[str, Any] | None]:
-    """Return the base of the rotary frequencies, and the scaling of positions; None if there is no scaling."""
+    """Return the base of the rotary frequencies (theta), and the options of position scaling, or None if positions are
+    not scaled."""
     if c["rope_parameters"] and c["rope_scaling"]:
         raise ConfigError("config.json: rope_parameters and rope_scaling are two names of one field")
     given = c["rope_parameters"] or c["rope_scaling"] or {}
@@ -186,7 +189,7 @@ def _require_full_attention(c: Config) -> None:
 
 
 def _build_gemma(c: Config, **options: Any) -> Llama:
-    """Return a Gemma model.
+    """Build a Gemma model from a configuration.
 
     In Gemma's configurations, "gelu" in the field `hidden_act` has always meant the tanh approximation. Later versions
     of transformers no longer read the other field for the activation, `hidden_activation`."""
@@ -200,7 +203,7 @@ def _build_gemma(c: Config, **options: Any) -> Llama:
 
 
 def _build_mixtral(c: Config, **options: Any) -> Llama:
-    """Return a Mixtral model.
+    """Build a Mixtral model from a configuration.
 
     Mixtral computes a single load-balancing loss over all blocks, if `output_router_logits` is set. The option
     `balance=` of `nn.Llama` adds one loss per block instead."""

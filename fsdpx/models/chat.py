@@ -1,4 +1,4 @@
-"""Chat templates, which render a conversation as a text, and the positions of answers in that text."""
+"""Chat templates: render a conversation as text, and find the assistant's answers in the text."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja2 template for conversations.
+    """Chat template of a model, which renders conversations with Jinja2 and tokenizes them.
 
     Templates are untrusted. They run in Jinja2's sandbox, in a separate process with limited time and memory. The
     process is started for the first conversation.
@@ -54,7 +54,8 @@ class ChatTemplate:
     tokenizer: Any
 
     def encode_conversation(self, messages: Sequence[Message], tools: Any = None) -> tuple[list[int], list[bool]]:
-        """Return the tokens of a conversation, and for each token whether it belongs to an answer of the assistant.
+        """Return the tokens of a conversation, and for each token whether it belongs to an answer of the assistant,
+        which training should learn.
 
         Answers are the parts that the template marks by `{% generation %}`. If the template marks none, an answer is
         the text by which a message of the assistant extends the rendered text."""
@@ -63,7 +64,8 @@ class ChatTemplate:
         return found.ids, [any(a < end and begin < b for begin, end in spans) for a, b in found.offsets]
 
     def encode_question(self, prompt: str) -> list[int]:
-        """Return the tokens of a conversation that consists of one question, up to the start of the answer."""
+        """Return the tokens of a conversation with one question of the user, up to where the assistant's answer
+        starts."""
         text = self._render([{"role": "user", "content": prompt}], None, prompt=True)
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
@@ -94,7 +96,7 @@ class ChatTemplate:
             raise DataError(f"{self.where} does not take it: {error}") from error
 
     def _get_or_start_process(self) -> TemplateProcess:
-        """Return the process that runs the template; start one if there is none, or if it has ended."""
+        """Return the process that renders the template. Start a new one if there is none, or if it has ended."""
         found = vars(self).get("_started")
         if found is None or not found.is_alive():
             found = vars(self)["_started"] = TemplateProcess(self._find_jinja_folder())
@@ -106,7 +108,7 @@ class ChatTemplate:
         return found
 
     def _find_jinja_folder(self) -> Path:
-        """Return the folder that contains the package jinja2; raise ConfigError if jinja2 is missing or too old."""
+        """Return the folder that contains the package jinja2. Raise ConfigError if jinja2 is missing or too old."""
         try:
             import jinja2
         except ImportError as error:
@@ -124,8 +126,8 @@ class TemplateError(Exception):
 
 
 class TemplateProcess:
-    """A process that runs one template; see `fsdpx/models/template.py`. folder: the folder that contains the package
-    jinja2."""
+    """A child process that renders one template in a sandbox; it runs `fsdpx/models/template.py`. `folder` is the
+    folder that contains the package jinja2."""
 
     def __init__(self, folder: Path) -> None:
         limits = map(str, (SECONDS, MOST_BYTES, MOST_ROUNDS))
@@ -138,12 +140,13 @@ class TemplateProcess:
         self._end = weakref.finalize(self, _kill_process, self._child, self._owner)
 
     def is_alive(self) -> bool:
-        """Return whether the template process is running and was started by this process. A template process
-        inherited across a fork does not count, because a forked child must not use its parent's pipes."""
+        """Return whether the child process runs and was started by this process. After a fork, the parent's child
+        process does not count, because its pipes belong to the parent."""
         return os.getpid() == self._owner and self._child.poll() is None
 
     def request_text(self, request: Mapping[str, Any]) -> str:
-        """Send a request to the process, and return the text of its answer; raise TemplateError if it fails."""
+        """Send a request to the child process, and return the text that it answers. Raise TemplateError if it answers
+        with an error, or ends."""
         line, child = json.dumps(request) + "\n", self._child
         assert child.stdin is not None
         assert child.stdout is not None
@@ -161,7 +164,7 @@ class TemplateProcess:
         return str(found["text"])
 
     def stop(self) -> None:
-        """Kill the process, and wait until it has ended."""
+        """Kill the child process, and wait until it has ended."""
         self._end()
 
 
@@ -172,15 +175,16 @@ def _explain_exit_status(status: int) -> str:
 
 
 def _kill_process(child: subprocess.Popen[str], owner: int) -> None:
-    """Kill the child process and wait for it; do nothing in a forked process that did not start it."""
+    """Kill the child process and wait for it. Do nothing in a forked process that did not start it."""
     if os.getpid() == owner:
-        with suppress(BrokenPipeError), child:  # __exit__ waits until the child has ended
+        with suppress(BrokenPipeError), child:  # leaving `with child` waits until the process has ended
             if child.poll() is None and child.stdin is not None:
                 child.kill()
 
 
 def chat_template(folder: str | PathLike[str], tokenizer: Any) -> ChatTemplate | None:
-    """Return the chat template in a model's folder, or None if there is none. The lookup follows transformers.
+    """Return the chat template in a model's folder, or None if there is none. It is looked up in the same files as by
+    transformers.
 
     Parameters
     ----------

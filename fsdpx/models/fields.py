@@ -1,4 +1,4 @@
-"""Fields of model configurations, and checks of their values."""
+"""Checks the fields of model configurations (`config.json`) and their values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ NEEDED: Any = object()
 
 @dataclass(frozen=True)
 class ValueKind:
-    """The allowed values of a field: a description for errors, and a function that tests a value."""
+    """The allowed values of a configuration field: `words` describes them for errors, and `test` returns whether a
+    value is allowed."""
 
     words: str
     test: Callable[[Any], bool]
@@ -37,7 +38,7 @@ OBJECT = ValueKind("an object", lambda v: isinstance(v, dict))
 
 @dataclass(frozen=True)
 class ConfigField:
-    """A field of a configuration.
+    """A field of a model configuration, and the values that it may have.
 
     Parameters
     ----------
@@ -80,7 +81,8 @@ HARMLESS = frozenset(
 def get_valid_fields(
     config: Mapping[str, Any], fields: Mapping[str, ConfigField], where: str, parts: int
 ) -> dict[str, Any]:
-    """Return the values of `fields`, with defaults for missing ones; raise ConfigError for an invalid value.
+    """Return the values of `fields` in a configuration, with defaults for missing ones. Raise ConfigError for an
+    invalid value.
 
     Parameters
     ----------
@@ -102,6 +104,6 @@ def get_valid_fields(
 
 
 def shorten_value(value: Any) -> str:
-    """Return the text of a value, shortened for an error message."""
+    """Return a value as text of at most some 120 characters, for an error message."""
     text = repr(value) if not isinstance(value, (dict, list, str)) or len(value) < 100 else f"{str(value)[:100]} ..."
     return text if len(text) < 120 else f"{text[:100]} ..."

@@ -1,6 +1,8 @@
-"""Field models from the weights of other projects: the usual U-Net, neuraloperator's FNO and PDEBench's models.
+"""Loads field models (neural operators) from the weights of other projects: the usual U-Net, neuraloperator's FNO and
+PDEBench's models.
 
-The names and shapes of the tensors determine the model. A table maps the names of other projects to parameters."""
+The model is determined by the names and shapes of the tensors. A table maps the names of other projects to parameters.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ Tensors = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class ArrayInitializer:
-    """Initializer that takes a parameter's values from an array of the caller."""
+    """Initializer that copies a parameter's values from an array."""
 
     array: np.ndarray = field(repr=False, compare=False)
     digest: int = 0
@@ -44,7 +46,7 @@ class ArrayInitializer:
 
 @dataclass(frozen=True)
 class Project:
-    """One entry of the table of projects.
+    """A supported project: how to recognize its models by their tensors, and how to build them.
 
     Parameters
     ----------
@@ -63,8 +65,8 @@ class Project:
 
 
 def from_state_dict(source: Mapping[str, Any] | str | PathLike[str], **options: Any) -> Container:
-    """Return the model to which the given weights belong, initialized with these weights. Every rank must pass the same
-    weights.
+    """Build the field model that the given weights belong to, and initialize it with them. Every rank must pass the
+    same weights.
 
     Supported models are the usual U-Net (Buda et al. 2019) and its versions in PDEBench and The Well,
     `neuralop.models.FNO` of neuraloperator 2.0 with dense weights, and FNO1d to FNO3d of PDEBench, whose inputs have
@@ -93,7 +95,7 @@ def from_state_dict(source: Mapping[str, Any] | str | PathLike[str], **options: 
 def to_state_dict(
     parameters: Mapping[str, Any], like: Mapping[str, Any] | str | PathLike[str], **options: Any
 ) -> Tensors:
-    """Return parameters with the names, shapes and dtypes of another project: the inverse of `from_state_dict`.
+    """Convert parameters to the names, shapes and dtypes of another project: the inverse of `from_state_dict`.
 
     Parameters
     ----------
@@ -112,7 +114,8 @@ def to_state_dict(
     """
     tensors = _read_tensors(like)
     ends = np.cumsum([0, *(_view_as_real(a).size for a in tensors.values())]).tolist()
-    places = {}  # each element is its flat index, so the model built from these shows the position of each parameter
+    # tensors whose elements are their own flat indices: a model built from them shows where each parameter comes from
+    places = {}
     for (name, array), first, end in zip(tensors.items(), ends, ends[1:], strict=False):
         numbers = np.arange(first, end, dtype=np.float64)
         places[name] = (numbers.view(np.complex128) if np.iscomplexobj(array) else numbers).reshape(array.shape)
@@ -131,7 +134,8 @@ def to_state_dict(
 
 
 def _build_model(tensors: Tensors, options: Mapping[str, Any]) -> Container:
-    """Return the model of the first project whose marker tensor is present, initialized with the tensors."""
+    """Build the model of the first project whose marker tensor is present, initialized with the tensors. Raise
+    CheckpointError if no project matches."""
     for project in PROJECTS:
         found = next((name for name in tensors if name.endswith(project.marker_name)), None)
         if found is not None:
@@ -144,7 +148,7 @@ def _build_model(tensors: Tensors, options: Mapping[str, Any]) -> Container:
 
 
 def _view_as_real(array: np.ndarray) -> np.ndarray:
-    """Return a complex array as pairs of real numbers in a new last dim, and other arrays unchanged."""
+    """Return a complex array as pairs (real, imaginary) in a new last dim, and other arrays unchanged."""
     return np.stack([array.real, array.imag], axis=-1) if np.iscomplexobj(array) else array
 
 
@@ -171,7 +175,8 @@ def _remove_prefix(name: str, prefix: str) -> str:
 
 
 def _build_model_with_values(project: Project, tensors: Tensors, options: Mapping[str, Any]) -> Container:
-    """Return the model with initial values from the tensors; raise CheckpointError if tensors are missing or unused."""
+    """Build the model of a project, initialized with the tensors. Raise CheckpointError if tensors are missing or left
+    over."""
     kept = {n: a for n, a in tensors.items() if not any(fnmatchcase(n, pattern) for pattern in project.unused)}
     try:
         model, kept = project.make_model(kept, **options), project.join_tensors(kept)
@@ -190,8 +195,8 @@ def _build_model_with_values(project: Project, tensors: Tensors, options: Mappin
 
 
 def _make_initializer(name: str, array: np.ndarray, shape: tuple[int, ...]) -> ArrayInitializer:
-    """Return the initializer of a parameter with the values of a tensor; complex numbers become pairs. Raise
-    CheckpointError if the shapes differ in more than dims of size 1."""
+    """Return an initializer with the values of a tensor; complex numbers become pairs. Raise CheckpointError unless
+    the tensor has the parameter's shape, apart from dims of size 1."""
     pairs = _view_as_real(array)
     if [n for n in pairs.shape if n != 1] != [n for n in shape if n != 1]:
         raise CheckpointError(f"from_state_dict: {name} is {array.shape}, and {shape} is needed")
@@ -213,8 +218,7 @@ def _build_unet(tensors: Tensors, *, transposed: bool | None = None, **options: 
 
 
 def _compute_last_n_modes(modes: int) -> int:
-    """Return `n_modes` of the last dim, for which only the nonnegative frequencies are stored. modes: number of
-    these."""
+    """Return the FNO option `n_modes` for the last dim, of which only `modes` nonnegative frequencies are stored."""
     return max(2 * (modes - 1), 1)
 
 
@@ -233,13 +237,14 @@ def _build_fno(tensors: Tensors, *, positions: bool = True) -> Container:
 
 
 def _join_spectral_corners(tensors: Tensors) -> Tensors:
-    """Return the tensors, with the weights of the spectrum's corners concatenated in the order of frequencies."""
+    """Return the tensors of a PDEBench FNO, where the weights for the corners of each spectrum are concatenated to one
+    tensor in the order of frequencies."""
     found = {name: a for name, a in tensors.items() if ".weights" not in name}
     for conv in sorted({name.partition(".weights")[0] for name in tensors.keys() - found.keys()}):
         count = sum(name.startswith(f"{conv}.weights") for name in tensors)
         corners = [tensors[f"{conv}.weights{i + 1}"] for i in range(count)]
         dim = 2
-        while len(corners) > 1:  # every second corner holds the negative frequencies of this dim
+        while len(corners) > 1:  # corners with odd indices hold the negative frequencies of this dim, which come first
             pairs = zip(corners[1::2], corners[::2], strict=True)
             corners, dim = [np.concatenate(pair, axis=dim) for pair in pairs], dim + 1
         found[f"{conv}.weight"] = corners[0]
@@ -250,7 +255,7 @@ def _build_pdebench_fno(tensors: Tensors, *, padding: int | tuple[int, ...] | No
     first, spectral = tensors["fc0.weight"], tensors["conv0.weights1"]
     width, *modes = spectral.shape[1:]
     dims, layers = len(modes), sum(name.endswith(".weights1") for name in tensors)
-    if padding is None:  # use the default of PDEBench
+    if padding is None:  # PDEBench pads by these numbers of cells by default
         padding = (0, 0, 6) if dims == 3 else 2
     each = (padding,) * dims if isinstance(padding, int) else tuple(padding)
     if len(each) != dims:

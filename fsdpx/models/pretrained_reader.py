@@ -1,5 +1,5 @@
-"""Loads a model from a folder of transformers. The model is built without values, and each rank reads only the elements
-of its shards."""
+"""Loads a model from a transformers folder. The model is built without values, and each rank reads only the elements
+of its own shards from the files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class MatrixBlock:
-    """The elements [top, bottom) x [left, right) of a matrix."""
+    """A rectangular block of a matrix: the elements [top, bottom) x [left, right)."""
 
     top: int
     bottom: int
@@ -50,14 +50,14 @@ class MatrixBlock:
         return self.bottom - self.top, self.right - self.left
 
     def list_transposed_intervals(self, rows: int) -> list[Interval]:
-        """Return the flat intervals, one per column, that these elements occupy in the transposed matrix. rows: number
-        of rows of the full matrix."""
+        """Return the ranges of flat indices, one per column, that this block occupies in the transposed matrix. `rows`
+        is the number of rows of the full matrix."""
         return [(column * rows + self.top, column * rows + self.bottom) for column in range(self.left, self.right)]
 
 
 def iterate_matrix_blocks(runs: Iterable[Interval], columns: int) -> Iterator[MatrixBlock]:
-    """Split flat intervals of a row-major matrix into blocks, in order. Each interval yields up to three blocks: the
-    rest of a row, full rows, and the beginning of a row."""
+    """Split ranges of flat indices of a row-major matrix into rectangular blocks, in order. Each range yields up to
+    three blocks: the rest of a row, full rows, and the beginning of a row."""
     for start, stop in runs:
         while start < stop:
             (top, left), rest = divmod(start, columns), stop - start
@@ -72,8 +72,8 @@ def iterate_matrix_blocks(runs: Iterable[Interval], columns: int) -> Iterator[Ma
 
 @dataclass(frozen=True)
 class TransposedShard:
-    """A block of a matrix with `rows` rows that is written to a file in which the matrix is transposed. It is written
-    in the same way as a `LocalShard`."""
+    """A block of a matrix that is written to a file in which the full matrix, with `rows` rows, is stored transposed.
+    It has the methods of `LocalShard` that writing needs."""
 
     name: str
     array: Any
@@ -81,13 +81,15 @@ class TransposedShard:
     rows: int
 
     def iterate_blocks(self, elements: int) -> Iterator[ShardBlock]:
-        """Yield the transposed block in one piece, because it is small enough already."""
+        """Yield the transposed elements of the block with their file positions, in one piece, because the block is
+        small enough already."""
         part = self.array.reshape(self.box.shape).T
         yield ShardBlock(np.ascontiguousarray(part).reshape(-1), tuple(self.box.list_transposed_intervals(self.rows)))
 
 
 def iterate_transposed_shards(name: str, held: LocalShard) -> Iterator[TransposedShard]:
-    """Yield a rank's part of a matrix as transposed blocks. Within each block, file positions are ascending."""
+    """Split a rank's shard of a matrix into blocks for a file in which the matrix is stored transposed. Within each
+    block, file positions are ascending."""
     rows, columns = held.spec.shape
     for block in held.iterate_blocks(BLOCK_BYTES // held.array.dtype.itemsize):
         host, at = to_host(block.array).reshape(-1), 0
@@ -104,8 +106,15 @@ FLOAT_CODES = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class TensorSource:
-    """Initializer that reads a parameter from tensors in files. It reads either one tensor, which is stored transposed
-    if `transposed`, or several tensors of equal size, which are the parts of the parameter along dim 0."""
+    """Initializer that reads a parameter's values from safetensors files: from one tensor, or from several of equal
+    size that are stacked along dim 0.
+
+    Attributes
+    ----------
+    source : the files
+    names : names of the tensors
+    transposed : whether a single tensor is stored transposed
+    """
 
     source: CheckpointSource = field(repr=False)
     names: tuple[str, ...]
@@ -113,12 +122,12 @@ class TensorSource:
 
     @property
     def name(self) -> str:
-        """Name of the tensor, or of the first tensor if there are several."""
+        """Name of the tensor, or of the first of several tensors."""
         return self.names[0]
 
     def iterate_slices(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
-        """Yield, in order, the tensor slices that make up elements [start, stop) of the parameter: tensor name, first
-        element and end (exclusive) within that tensor."""
+        """Yield the tensor slices that make up elements [start, stop) of the flat parameter, in order, as (tensor
+        name, first element, end) within that tensor."""
         size = self.source.locations[self.name][1].elements
         for index in range(start // size, -(-stop // size)):
             yield self.names[index], max(start - index * size, 0), min(stop - index * size, size)
@@ -136,10 +145,10 @@ class TensorSource:
         return _widen_float(parts[0] if len(parts) == 1 else np.concatenate(parts))
 
     def read_into(self, target: Any, start: int) -> bool:
-        """Fill an array with the elements from `start` on, without an intermediate copy, and return True. Return False
-        if that is impossible.
+        """Read elements of the parameter from flat index `start` on directly into `target`, without an intermediate
+        copy. Return whether that was possible.
 
-        Reading is impossible if the elements are stored in another order, or in a dtype whose values the array's dtype
+        It is impossible if the elements are stored in another order, or in a dtype whose values the dtype of `target`
         cannot represent exactly."""
         if self.transposed or not isinstance(target, np.ndarray):
             return False
@@ -150,7 +159,8 @@ class TensorSource:
         return True
 
     def iterate_shards(self, array: Any, start: int) -> Iterator[LocalShard]:
-        """Yield views of a flat array that holds the elements from `start` on, one for each tensor of the files."""
+        """Split a flat array, which holds elements of the parameter from `start` on, into one view per tensor in the
+        files."""
         at = 0
         for name, first, last in self.iterate_slices(start, start + array.size):
             part = array[at : at + last - first]
@@ -159,7 +169,7 @@ class TensorSource:
 
 
 def from_pretrained(folder: str | PathLike[str], **options: Any) -> Container:
-    """Return the model in a folder written by transformers, with `config.json` and safetensors files with or without an
+    """Load a pretrained model from a transformers folder with `config.json` and safetensors files, with or without an
     index.
 
     This function reads only the headers of files. If the configuration ties the head to the embedding but the files
@@ -198,7 +208,7 @@ def from_pretrained(folder: str | PathLike[str], **options: Any) -> Container:
 
 
 def _widen_float(array: np.ndarray) -> np.ndarray:
-    """Return an array as float32 or float64: 16-bit floats become float32."""
+    """Convert 16-bit floats to float32. Return arrays of float32 and float64 unchanged."""
     return array if array.dtype in (np.float32, np.float64) else cast_array(array, np.dtype(np.float32))
 
 
@@ -223,7 +233,7 @@ def _find_architecture(path: Path, config: Config) -> Architecture:
 
 
 def _require_rows_for_tokens(path: Path, config: Config) -> None:
-    """Raise ConfigError unless every token of the folder's tokenizer has a row in the model's embedding."""
+    """Raise ConfigError if the folder's tokenizer has a token that is too large for the model's embedding."""
     if "vocab_size" in config and (last := find_largest_token(path)) >= config["vocab_size"]:
         raise ConfigError(
             f"{path}: the tokenizer has the token {last}, the model a vocabulary of {config['vocab_size']}: "
@@ -236,7 +246,8 @@ def _lacks_base_prefix(source: CheckpointSource, architecture: Architecture) -> 
 
 
 def _find_tied_tensors(source: CheckpointSource, architecture: Architecture, values: Config) -> set[str]:
-    """Return the names of the tensors that are tied to another one.
+    """Return the names of the tensors that share their values with another tensor, such as a head that is tied to the
+    embedding.
 
     As in transformers, the files decide: a stored tensor that differs from the one it could be tied to is a separate
     parameter."""
@@ -252,7 +263,8 @@ def _find_tied_tensors(source: CheckpointSource, architecture: Architecture, val
 
 
 def _has_equal_values(source: CheckpointSource, name: str, other: str) -> bool:
-    """Return whether two tensors have the same values, reading block by block up to the first difference."""
+    """Return whether two tensors in files have the same values. They are read block by block up to the first
+    difference."""
     one, two = (source.locations[n][1] for n in (name, other))
     if one.shape != two.shape or not {one.code, two.code} <= set(FLOAT_CODES):
         return False
@@ -268,15 +280,17 @@ def _has_equal_values(source: CheckpointSource, name: str, other: str) -> bool:
 def _map_parameters_to_sources(
     source: CheckpointSource, model: Container, architecture: Architecture, tied: set[str]
 ) -> dict[str, TensorSource]:
-    """Return the source of each parameter by its name in the model; raise CheckpointError for missing, unknown or
-    misshapen tensors. Files may contain a tied parameter once, or under each of its names."""
+    """Return, for each parameter of the model, from which tensors it is read. Raise CheckpointError for missing,
+    unknown or misshapen tensors.
+
+    Files may contain a tied parameter once, or under each of its names."""
     ordered = linearize(model)
     base, headless = architecture.base_prefix, _lacks_base_prefix(source, architecture)
     specs = parameter_specs(ordered)
     rows = {name: (specs[ordered.ties.get(name, name)].shape or (1,))[0] for name in [*specs, *ordered.ties]}
     theirs = {name: architecture.get_names_in_files(name, n) for name, n in rows.items()}
     taken = {other for others in theirs.values() for other in others}
-    for name, (first, *_) in theirs.items():  # tied to a tensor that is no parameter of this model
+    for name, (first, *_) in theirs.items():  # a tensor may be stored only under the name that it is tied to
         if first in tied and (twin := architecture.tied[first]) in source.locations and twin not in taken:
             theirs[name] = (twin,)
     if headless:
@@ -286,7 +300,7 @@ def _map_parameters_to_sources(
         for name, others in theirs.items()
         if all(other in source.locations for other in others)
     }
-    for alias, name in ordered.ties.items():  # the files may contain only the alias
+    for alias, name in ordered.ties.items():  # the files may contain a tied parameter only under its alias
         if name not in found and alias in found:
             found[name] = found[alias]
     missing = [other for name in specs if name not in found for other in theirs[name] if other not in source.locations]

@@ -1,5 +1,5 @@
-"""Saves a model as a folder for transformers. Each rank writes the elements that it holds, to files and tensors with
-the names that were read."""
+"""Saves a model in a folder that transformers can load. All ranks write their own shards in parallel, with the file
+and tensor names of the folder that the model was loaded from."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ MAX_COPIED_BYTES = 1 << 30
 
 
 def save_pretrained(trainer: Any, folder: str | os.PathLike[str], *, dtype: DtypeName | None = None) -> None:
-    """Write the weights of a model loaded by `fsdpx.models.from_pretrained` to a folder for transformers, in parallel
-    on all ranks. Collective.
+    """Write the weights of a model that `fsdpx.models.from_pretrained` loaded to a folder that transformers can load,
+    in parallel on all ranks. Collective.
 
     Files and tensors have the names that were read; `config.json` and the tokenizer are copied.
 
@@ -94,7 +94,8 @@ def _write_pretrained_folder(state: TrainState, folder: Any, dtype: str | None) 
 
 
 def _get_sources_by_parameter(state: TrainState) -> dict[str, TensorSource]:
-    """Return the source of each parameter that was read from files, by its name in the model, including aliases."""
+    """Return, for each parameter that was read from files, the tensors that it was read from, by parameter name
+    including aliases."""
     return {name: init for name, init in state.placement.model.initial.items() if isinstance(init, TensorSource)}
 
 
@@ -111,8 +112,8 @@ def _require_saveable(state: TrainState, dtype: str | None) -> None:
 
 
 def _plan_files(source: CheckpointSource, names: set[str], dtype: str | None) -> FileLayout:
-    """Return the layout of the new files, which have the names of those that were read. A header is kept byte for byte
-    unless its tensors or their dtype change."""
+    """Return the layout of the new files, which have the names of the files that were read. A file's header is copied
+    unchanged unless its tensors or their dtype change."""
     code = None if dtype is None else dtype_to_code(parse_dtype(dtype))
     files = {}
     for file, contents in source.files.items():
@@ -134,7 +135,8 @@ def _plan_files(source: CheckpointSource, names: set[str], dtype: str | None) ->
 
 
 def _iterate_shards(state: TrainState, stored: dict[str, TensorSource]) -> Iterator[LocalShard | TransposedShard]:
-    """Yield the shards that this rank writes. A tied parameter is yielded once for each copy in the files."""
+    """Yield the shards that this rank writes, under the tensor names in the files. A tied parameter is yielded once
+    for each copy in the files."""
     layout = state.placement.layout
     tensors: dict[str, dict[str, TensorSource]] = {}
     for name, one in stored.items():
@@ -150,7 +152,8 @@ def _iterate_shards(state: TrainState, stored: dict[str, TensorSource]) -> Itera
 
 
 def _split_shard_by_tensor(piece: LocalShard, one: TensorSource) -> Iterator[LocalShard]:
-    """Split a rank's part of a parameter by the tensors that hold it in the files."""
+    """Split a rank's shard of a parameter by the tensors that make up the parameter in the files, such as one per
+    expert."""
     for block in piece.iterate_blocks(BLOCK_BYTES // piece.array.dtype.itemsize):
         at = 0
         for start, stop in block.runs:
@@ -189,15 +192,16 @@ def _commit_folder(path: Path, partial: Path, plan: FileLayout, source: Checkpoi
 
 
 def _copy_file_if_trusted(file: Path, target: Path) -> None:
-    """Copy a file from the folder of the weights, with at most the permissions of the original.
+    """Copy a file, such as the tokenizer, from the folder that the model was loaded from, with at most the permissions
+    of the original.
 
-    A link that leaves the folder is not copied, because someone else may have created it to expose a private file owned
-    by this user. Links into the blobs folder, such as those in the cache of the hub, are copied."""
+    A link that leaves the folder is not copied, because someone else may have created it to expose a private file
+    owned by this user. Links into the blobs folder, such as those in the cache of the Hugging Face hub, are copied."""
     folder = file.parent.resolve()
     blobs = folder.parents[1] / "blobs" if folder.parent.name == "snapshots" else folder
     try:
         with open_file(file, MAX_COPIED_BYTES, ours=False) as found:
-            real = resolve_open_file(found, file)  # path of the open file, because links may have changed
+            real = resolve_open_file(found, file)  # check the file that is open, because links may have changed since
             if not (real.is_relative_to(folder) or real.parent == blobs):
                 warn_file_ignored(CheckpointError("this is a link out of its folder, and is not copied"), file)
                 return
@@ -209,7 +213,8 @@ def _copy_file_if_trusted(file: Path, target: Path) -> None:
 
 
 def _make_config(source: CheckpointSource, dtype: str | None) -> bytes:
-    """Return the text of the configuration that was read, with the new dtype if the dtype of the weights changes."""
+    """Return the contents of `config.json` as they were read, with the new dtype if the dtype of the weights changes.
+    """
     text = read_file(source.folder / CONFIG_NAME, MAX_JSON_BYTES, ours=False)
     if dtype is None:
         return text

@@ -1,4 +1,5 @@
-"""A script that renders conversations with one Jinja2 template, for `fsdpx/models/chat.py`.
+"""Renders conversations with one untrusted Jinja2 template; the script that `fsdpx/models/chat.py` starts in a child
+process.
 
 A template is an untrusted program, so it runs with limited resources in a separate Python process, without fsdpx:
 python -I template.py SECONDS BYTES ROUNDS FOLDER, where FOLDER contains the package jinja2. The script reads requests
@@ -18,7 +19,7 @@ texts."""
 
 
 def main(seconds: float, nbytes: int, rounds: int, folder: str) -> None:
-    """Answer requests from stdin until it is closed."""
+    """Answer rendering requests from stdin until it is closed."""
     sys.path.append(folder)
     made: list[Any] = []
 
@@ -31,7 +32,7 @@ def main(seconds: float, nbytes: int, rounds: int, folder: str) -> None:
         made[0].environment.left = rounds
         return str(made[0].render(request["given"]))
 
-    _import_jinja2()  # imported before the limits apply
+    _import_jinja2()  # importing takes memory and time, which the limits should not count
     start_clock = _limit_memory_and_make_timer(seconds, nbytes)
     for line in sys.stdin:
         request = json.loads(line)
@@ -50,13 +51,13 @@ def _answer_request(do: Callable[[dict[str, Any]], str], request: dict[str, Any]
         return {"text": do(request)}
     except MemoryError:
         return {"error": f"it takes more than {nbytes >> 20:,} MiB"}
-    except Exception as error:  # a template can raise any exception
+    except Exception as error:  # an untrusted template can raise any exception
         return {"error": str(error) or type(error).__name__}
 
 
 def _limit_memory_and_make_timer(seconds: float, nbytes: int) -> Callable[[bool], None]:
-    """Limit the memory of this process, and return a function that starts (True) or stops (False) the timer that limits
-    the CPU time of an answer. On Windows, nothing is limited."""
+    """Limit the memory of this process, and return a function that starts (True) or stops (False) a CPU timer, which
+    kills the process when it expires. On Windows, nothing is limited."""
     try:
         from resource import RLIMIT_AS, RLIMIT_CORE, setrlimit
         from signal import ITIMER_PROF, setitimer
@@ -94,14 +95,14 @@ def _make_jinja_environment(rounds: int) -> Any:
 
     made = _make_sandbox_class(rounds)(trim_blocks=True, lstrip_blocks=True, extensions=[AnswerTag, loopcontrols])
     made.filters |= {"tojson": _as_json, "counted": count_round}
-    del made.globals["lipsum"]  # it can generate a text of any length in a single call
+    del made.globals["lipsum"]  # lipsum() can generate a text of any length in a single call
     made.globals |= {"raise_exception": raise_refused, "strftime_now": lambda form: datetime.now().strftime(form)}
     return made
 
 
 def _make_sandbox_class(rounds: int) -> Any:
-    """Return a sandboxed environment class that counts loop iterations and calls, and stops a template after `rounds`
-    of them."""
+    """Return a subclass of Jinja2's sandboxed environment that stops a template after `rounds` loop iterations and
+    calls."""
     from jinja2 import TemplateError, nodes
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -129,7 +130,7 @@ def _make_sandbox_class(rounds: int) -> Any:
 def _as_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Return `value` as JSON text: the filter tojson, with the options that it has in transformers except callables."""
+    """Jinja2 filter tojson, with the options that it has in transformers, except callables."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,4 +1,4 @@
-"""Reads the tokenizer in a model's folder, and the tokens that end a text."""
+"""Reads the tokenizer in a model's folder, and the tokens that mark the end of a text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_TOKENIZER_BYTES = 200_000_000
 
 
 def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """Return the JSON object in a file of a model's folder.
+    """Read a file in a model's folder that contains a JSON object.
 
     Raises FileNotFoundError if the file does not exist. Raises ConfigError if it is no regular file, is larger than
     `max_bytes`, or does not contain a JSON object."""
@@ -38,7 +38,7 @@ def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, A
 
 
 def load_tokenizer(folder: str | PathLike[str]) -> Any:
-    """Return the `tokenizers.Tokenizer` in a folder; raise ConfigError if the file or the library is missing."""
+    """Load the `tokenizers.Tokenizer` in a model's folder. Raise ConfigError if the file or the library is missing."""
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
@@ -52,12 +52,12 @@ def load_tokenizer(folder: str | PathLike[str]) -> Any:
         return Tokenizer.from_buffer(read_file(file, MAX_TOKENIZER_BYTES, ours=False))
     except Untrusted as error:
         raise ConfigError(str(error)) from None
-    except Exception as error:  # the library raises no more specific class
+    except Exception as error:  # the tokenizers library raises plain Exception
         raise ConfigError(f"{file}: this is no tokenizer: {error}") from error
 
 
 def find_largest_token(folder: Path) -> int:
-    """Return the largest token number of the tokenizer in a folder; -1 if there is no tokenizer or it has no tokens."""
+    """Return the largest token id of the tokenizer in a folder; -1 if there is no tokenizer or it has no tokens."""
     file = folder / TOKENIZER_NAME
     if not file.exists():
         return -1
@@ -73,8 +73,8 @@ def find_largest_token(folder: Path) -> int:
 
 
 def read_end_tokens(folder: str | PathLike[str]) -> list[int]:
-    """Return the tokens that end a text, as a model's folder defines them. The first is the one to write at the end of
-    a text. The list is empty if the folder does not define any."""
+    """Return the end-of-text tokens (`eos_token_id`) that a model's folder defines, or []. Write the first of them at
+    the end of a text."""
     for name in ("generation_config.json", "config.json"):
         file = expanduser(folder) / name
         found = read_json_object(file).get("eos_token_id") if file.exists() else None

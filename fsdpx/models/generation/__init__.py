@@ -1,1 +1,1 @@
-"""Text generation: choosing tokens, stopping texts, and running the model."""
+"""Text generation: samples tokens from logits, stops texts at end tokens, and runs the model."""

@@ -1,5 +1,5 @@
-"""Text generation with a model on any placement: a program computes logits, and the ranks exchange the chosen
-tokens."""
+"""Text generation on any number of ranks: the ranks compute logits together, and exchange the tokens that each has
+chosen."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def generate(
     stream: Stream | None,
     cached: bool,
 ) -> Any:
-    """Return the new tokens of one prompt, or a list of them for several prompts. This implements `Trainer.generate`.
+    """Implements `Trainer.generate`: return the new tokens of one prompt, or a list of them for several prompts.
     Collective.
 
-    sampling: the arguments of `Sampling`, in order."""
+    `sampling` are the arguments of `Sampling`, in order."""
     with host.sharing_errors("generate"):
         chosen = Sampling(*sampling)
     prompts, session = [prompt] if is_single_prompt(prompt) else prompt, host.session
@@ -62,7 +62,7 @@ def _generate_on_ranks(
     stream: Stream | None,
     cached: bool,
 ) -> list[np.ndarray]:
-    """Return the new tokens of each prompt, on every rank. Collective."""
+    """Generate new tokens for each prompt, and return them on every rank. Collective."""
     place = session.placement
     layers = [
         found for unit in place.layout.units for node in unit.nodes for found in _iterate_leaves(node.path, node.layer)
@@ -83,8 +83,14 @@ def _generate_on_ranks(
 
 
 class ModelReader:
-    """Runs the model on texts that grow by one token per call. own_texts: indices of this rank's texts. longest: the
-    maximum length of a text."""
+    """Computes the logits of texts that grow by one token per call, with a key-value cache if `cached`.
+
+    Attributes
+    ----------
+    own_texts : indices of the texts that this rank processes
+    context : maximum number of tokens that the model can read at once
+    capacity : number of tokens per text for which the cache has room
+    """
 
     def __init__(self, session: Session, own_texts: range, context: int, longest: int, cached: bool) -> None:
         self.session, self.own_texts, self.context = session, own_texts, context
@@ -93,7 +99,7 @@ class ModelReader:
         self.begins: list[int] = []
 
     def compute_logits(self, texts: list[list[int]]) -> np.ndarray:
-        """Return the logits of the next token of each of this rank's texts, (texts, vocab). Collective."""
+        """Return the logits of the next token for each of this rank's texts, as (texts, vocab). Collective."""
         begins = [find_window_start(len(text), self.context) for text in texts]
         ends = [len(text) - begin for text, begin in zip(texts, begins, strict=True)]
         own_texts = slice(self.own_texts.start, self.own_texts.stop)
@@ -113,7 +119,8 @@ class ModelReader:
 
 def _make_token_all_reduce(place: Placement) -> Callable[[np.ndarray], None]:
     axes = place.axes
-    # all ranks of a pipeline or tensor axis chose the same tokens, so only one of them contributes to the sum
+    # Tokens are shared by a sum over all ranks. Ranks that differ only on the pipeline or tensor axis chose the same
+    # tokens, so only one of them contributes.
     is_reporting_rank = axes.pipe.rank == axes.tensor.rank == 0
 
     def share_tokens(found: np.ndarray) -> None:
@@ -135,7 +142,8 @@ def _iterate_leaves(path: str, layer: Layer) -> Iterable[tuple[str, Layer]]:
 
 
 def _require_cacheable_layers(layers: Iterable[tuple[str, Layer]]) -> None:
-    """Raise ConfigError, with the path of the layer, if a layer needs full texts and cannot use a cache."""
+    """Raise ConfigError if a layer cannot process a text token by token with a key-value cache. The message names its
+    path."""
     for path, layer in layers:
         able = layer.acts_on in ("position", "element") if layer.caches is None else layer.caches
         if not able:

@@ -1,4 +1,4 @@
-"""Displays a text on the terminal while it is generated."""
+"""Prints a text on the terminal while it is generated."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,8 +11,8 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
 class TerminalStream:
-    """A `stream` that displays the text of a single prompt while it is generated. Control characters are escaped. Call
-    `finish_line` at the end.
+    """Argument `stream` of `Trainer.generate` that prints the text of a single prompt while it is generated. Control
+    characters are escaped. Call `finish_line` at the end.
 
     Parameters
     ----------
@@ -31,7 +31,7 @@ class TerminalStream:
             self._write_new_text(text)
 
     def finish_line(self) -> None:
-        """Write the text that was held back because its last character was incomplete, and end the line."""
+        """Print the rest of the text, even if its last character is incomplete, and end the line."""
         self._write_new_text(self.decode(self.tokens))
         self.write("\n")
 
@@ -42,5 +42,5 @@ class TerminalStream:
 
 
 def decode_bytes(tokens: Sequence[int]) -> str:
-    """Return the text of tokens that are UTF-8 bytes."""
+    """Decode tokens that are the bytes of a UTF-8 text."""
     return bytes(tokens).decode(errors="replace")

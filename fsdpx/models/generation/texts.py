@@ -1,4 +1,4 @@
-"""Generates texts from logits: samples tokens, and loops over new tokens."""
+"""The generation loop, and the sampling of tokens from logits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 NO_TOKEN = -1
 """Placeholder for a token where the logits are NaN or infinite."""
-ROW_STRIDE = 1 << 32  # number of random numbers that are reserved for each row
+ROW_STRIDE = 1 << 32  # each text has its own range of this many random numbers
 DEFAULT_CANDIDATES = 64
 """The first guess of how many tokens `top_p` keeps. It is usually enough, because fewer tokens hold most of the
 probability."""
@@ -34,9 +34,9 @@ probability."""
 
 @dataclass(frozen=True)
 class Sampling:
-    """Chooses a token from logits. The repetition penalty is applied first, then temperature, top-k and top-p.
+    """Samples a token from logits. The repetition penalty is applied first, then temperature, top-k and top-p.
 
-    A draw uses one random number, which depends only on (seed, row, number of the new token).
+    Each token uses one random number, which depends only on (seed, index of the text, number of the new token).
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ class Sampling:
         et al. 2020)
     repetition_penalty : positive logits of tokens that occur in the text are divided by it, negative ones are
         multiplied by it (Keskar et al. 2019); 1: no penalty
-    seed : seed of the draws
+    seed : seed of the random numbers
     """
 
     temperature: float = 0.0
@@ -67,10 +67,10 @@ class Sampling:
             raise ConfigError(f"generate(repetition_penalty={self.repetition_penalty}): it must be > 0; 1 is none")
 
     def pick_token(self, logits: np.ndarray, text: list[int], row: int, number: int) -> int:
-        """Return the next token of a text, or `NO_TOKEN` if the logits are not finite.
+        """Return the next token of a text, given its logits (vocab,), or `NO_TOKEN` if the logits are not finite.
 
-        logits: (vocab,). text: the tokens of the text so far. row: index of the text among all texts. number: number of
-        the new token, from 0."""
+        `text` are the tokens so far, `row` is the index of the text among all texts, and `number` counts the new
+        tokens from 0."""
         logits = np.array(logits, np.float64)
         if not np.isfinite(logits.max()):
             return NO_TOKEN
@@ -85,11 +85,13 @@ class Sampling:
         weights = weights[kept]
         sums = np.cumsum(weights)
         draw = uniform(self.seed, "generate", row * ROW_STRIDE + number, row * ROW_STRIDE + number + 1)[0]
-        last = int(np.flatnonzero(weights)[-1])  # rounding may move a draw to the end, past the last nonzero weight
+        # guards against rounding: a draw must not lie past the last nonzero weight
+        last = int(np.flatnonzero(weights)[-1])
         return int(kept[min(int(np.searchsorted(sums, draw * sums[-1], side="right")), last)])
 
     def _list_candidates(self, weights: np.ndarray) -> np.ndarray:
-        """Return the tokens to draw from, in ascending order."""
+        """Return the tokens to draw from after top-k and top-p, in ascending order. `weights` are proportional to the
+        probabilities of all tokens."""
         if self.top_k is None and self.top_p is None:
             return np.arange(weights.size)
         count = min(self.top_k or DEFAULT_CANDIDATES, weights.size)
@@ -104,8 +106,8 @@ class Sampling:
 
 
 def _find_largest(weights: np.ndarray, count: int) -> np.ndarray:
-    """Return the tokens with the `count` largest weights in descending order; of equal weights, the smaller token comes
-    first. Only these tokens are sorted."""
+    """Return the tokens with the `count` largest weights, in descending order of weight. Of equal weights, the smaller
+    token comes first. Only these tokens are sorted, which is faster."""
     if count < weights.size:
         least = np.partition(weights, -count)[-count]
         tokens = np.flatnonzero(weights >= least)
@@ -119,15 +121,14 @@ Stream = Callable[[int, int], Any]
 
 @dataclass(frozen=True)
 class TextLimits:
-    """Limits of generated texts. max_new_tokens: maximum number of new tokens per text. stop: tokens that end a
-    text."""
+    """When generated texts end: after `max_new_tokens` new tokens, or after a token in `stop`."""
 
     max_new_tokens: int
     stop: frozenset[int]
 
     @classmethod
     def from_options(cls, max_new_tokens: int, stop: int | Collection[int], vocab: int) -> TextLimits:
-        """Return the limits; raise ConfigError if an argument is invalid."""
+        """Build the limits from the arguments of `generate`. Raise ConfigError if an argument is invalid."""
         if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise ConfigError(f"generate(max_new_tokens={max_new_tokens!r}): it must be a whole number >= 1")
         tokens = frozenset([stop] if isinstance(stop, int) else stop)
@@ -138,12 +139,13 @@ class TextLimits:
 
 
 def is_single_prompt(prompt: Any) -> bool:
-    """Return whether `prompt` is a single prompt, not a list of prompts."""
+    """Return whether `prompt` is one prompt (a sequence of tokens), not a list of prompts."""
     return not isinstance(prompt, Iterable) or all(np.ndim(part) == 0 for part in prompt)
 
 
 def convert_prompts_to_lists(prompts: Sequence[Any], vocab: int, context: int) -> list[list[int]]:
-    """Return the prompts as lists of tokens; raise DataError with the number of the prompt if one is invalid."""
+    """Check prompts and convert them to lists of tokens. Raise DataError, with the index of the prompt, if one is
+    invalid."""
     if not len(prompts):
         raise DataError("generate: there is no prompt")
     return [_convert_prompt(f"generate: prompt {i}", prompt, vocab, context) for i, prompt in enumerate(prompts)]
@@ -164,7 +166,7 @@ def _convert_prompt(who: str, prompt: Any, vocab: int, context: int) -> list[int
 
 
 def find_window_start(length: int, context: int) -> int:
-    """Return the index of the first token that the model reads of a text of `length` tokens.
+    """Return the index of the first token that fits into the model's context, for a text of `length` tokens.
 
     When the context is full, its older half is dropped at once, so that cached keys and values can be reused for most
     new tokens."""
@@ -173,7 +175,7 @@ def find_window_start(length: int, context: int) -> int:
 
 
 def pad_texts(texts: Sequence[Sequence[int]], time: int) -> np.ndarray:
-    """Return the texts as one array (texts, time), padded at the end with token 0."""
+    """Return the texts as one int64 array (texts, time), padded at the end with token 0."""
     tokens = np.zeros((len(texts), time), np.int64)
     for row, text in zip(tokens, texts, strict=True):
         row[: len(text)] = text
@@ -191,10 +193,10 @@ def generate_texts(
 ) -> list[np.ndarray]:
     """Extend each text in place by new tokens, and return the new tokens of each text.
 
-    own_texts: indices of the texts for which this rank chooses tokens. logits: function from all texts so far to the
-    logits of the next token, for each text of `own_texts`. share_tokens: function that fills in the tokens that other
-    ranks chose, in an array with one token per text. stream: called with (index of the text, token) for each new
-    token."""
+    `own_texts` are the indices of the texts whose tokens this rank chooses. `logits` is a function from all texts so
+    far to the logits of the next token, for each text in `own_texts`. `share_tokens` is a function that fills in the
+    tokens that other ranks chose, in an array with one token per text. `stream` is called with (index of the text,
+    token) for each new token."""
     begin, going = [len(text) for text in texts], set(range(len(texts)))
     for number in range(limits.max_new_tokens):
         found = np.zeros(len(texts), np.int64)
