@@ -35,19 +35,21 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def escape_control(text: str) -> str:
-    """Return `text` with control characters as `\\xNN`, so that text from untrusted files cannot control a terminal."""
+    r"""Return `text` with control characters written as `\xNN`, so that text from untrusted files cannot control a
+    terminal."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def install_hint(*extras: str) -> str:
-    """Return text with the command that installs one of these extras. It names the folder of fsdpx's sources, because
-    fsdpx is not in any package index."""
+    """Return the command that installs one of these extras, for an error message. It names the folder of fsdpx's
+    sources, because fsdpx is not in any package index."""
     commands = " or ".join(f"pip install '.[{extra}]'" for extra in extras)
     return f"{commands} in the folder of fsdpx's sources"
 
 
 def page_hint(page: str) -> str:
-    """Return text with which an error refers to a page of the documentation. page: file name of the page."""
+    """Return a phrase that refers to a page of the documentation, for an error message. `page` is the page's file
+    name."""
     return f"the page {page} of the documentation"
 
 
@@ -56,7 +58,7 @@ _BETWEEN = {"contextlib", "fsdpx", "functools", "importlib", "numba"}
 
 
 def warn(text: str, kind: type[Warning] = RuntimeWarning) -> None:
-    """Issue a warning that is attributed to the line of the program that called fsdpx. Modules of `fsdpx.examples`
+    """Issue a warning that points to the line of the user's program that called fsdpx. Modules of `fsdpx.examples`
     count as programs."""
     frame = sys._getframe(1)
     name = frame.f_globals.get("__name__", "")
@@ -80,15 +82,16 @@ class ConfigError(FsdpxError, ValueError):
 
 
 class MeshError(ConfigError):
-    """Raised if the size of a mesh does not fit the number of ranks."""
+    """Raised if the size of a mesh does not match the number of ranks."""
 
 
 class ShapeError(ConfigError):
-    """Raised for an array or a layer whose shape does not fit the next one."""
+    """Raised for an array or a layer whose shape does not match that of the next one."""
 
 
 class LaunchError(ConfigError):
-    """Raised if the ranks cannot be started as one job: launcher and MPI disagree, or ranks do not find each other."""
+    """Raised if ranks cannot be started as one job, for example because launcher and MPI disagree, or ranks do not
+    find each other."""
 
 
 class DataError(FsdpxError, ValueError):
@@ -115,11 +118,12 @@ class NumericsError(FsdpxError, ArithmeticError):
 
 
 class ProgramError(FsdpxError):
-    """Raised by `fsdpx.core.program.check` for a program that would deadlock, leak memory or read an empty slot."""
+    """Raised by `fsdpx.core.program.check` for a program that would deadlock, leak memory or read a value before it
+    exists."""
 
 
 class CommError(FsdpxError, RuntimeError):
-    """Raised if communication failed; the base class of all communication errors."""
+    """Raised if communication failed. Base class of all communication errors."""
 
 
 class DesyncError(CommError):
@@ -133,7 +137,10 @@ class CommTimeout(CommError, TimeoutError):
 class RankLost(CommError):
     """Raised if a rank of this communicator died, or another rank revoked the communicator because one died.
 
-    ranks: ranks of this communicator that this rank knows to be dead; may be empty."""
+    Attributes
+    ----------
+    ranks : ranks of this communicator that this rank knows to be dead; may be empty
+    """
 
     def __init__(self, message: str = "", ranks: Iterable[int] = ()) -> None:
         super().__init__(message)
@@ -141,7 +148,7 @@ class RankLost(CommError):
 
 
 class StateLost(CommError):
-    """Raised on all survivors if parts of the state of dead ranks have no copy in another rank's memory."""
+    """Raised on all surviving ranks if parts of the training state were held only by ranks that died."""
 
 
 class Aborted(CommError):

@@ -1,4 +1,4 @@
-"""Datasets of arrays, of tokens, and of text as bytes, read through memory maps."""
+"""Datasets of arrays, of tokens, and of text as bytes, read through memory-mapped files."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ and raise SystemError (CPython gh-106905)."""
 
 
 class OpenFiles:
-    """Opens files by path, and caches the most recently used open files.
+    """Opens files by path, and keeps the most recently used ones open.
 
-    Each process has a separate cache: a forked process opens the files again, because it would otherwise share file
+    Each process has a cache of its own: a forked process opens the files again, because it would otherwise share file
     positions with its parent. A pickled copy starts with an empty cache."""
 
     def __init__(self, open_: Callable[[Path], Any]) -> None:
@@ -64,7 +64,7 @@ class OpenFiles:
 
 
 def make_file_mapper() -> Callable[[Path], np.ndarray]:
-    """Return a function that memory-maps the bytes of a file. The most recently used maps stay open."""
+    """Return a function that memory-maps a file as an array of bytes. The most recently used maps stay open."""
     return OpenFiles(_map_file)
 
 
@@ -74,7 +74,7 @@ def _map_file(file: Path) -> np.ndarray:
 
 
 class WindowDataset(ABC):
-    """The base class of datasets that divide a long sequence into windows of `seq_len + 1` elements. Each window starts
+    """Base class of datasets that divide a long sequence into windows of `seq_len + 1` elements. Each window starts
     with the last element of the previous window.
 
     Sample i is (x, y), where y is x shifted by one element; both have shape `(seq_len,)` and dtype `dtype`."""
@@ -104,9 +104,10 @@ class WindowDataset(ABC):
 
 
 class TokenDataset(WindowDataset):
-    """A file of token numbers, read through a memory map.
+    """Samples of `seq_len` consecutive tokens from a file, which is memory-mapped.
 
-    Sample i is `x = tokens[i T : i T + T]` and `y = tokens[i T + 1 : i T + T + 1]` with T = seq_len, both `(T,)` int32.
+    Sample i is `x = tokens[i T : i T + T]` and `y = tokens[i T + 1 : i T + T + 1]` with T = seq_len, both `(T,)`
+    int32.
 
     Parameters
     ----------
@@ -115,7 +116,7 @@ class TokenDataset(WindowDataset):
     dtype : dtype of the raw numbers; ignored for `.npy` files
     """
 
-    dtype = np.dtype(np.int32)  # the dtype of samples; the file may have another
+    dtype = np.dtype(np.int32)  # dtype of the samples, which may differ from that of the file
 
     @wrap_with_option_check
     def __init__(self, path: str | os.PathLike[str], seq_len: int, *, dtype: Any = np.uint16) -> None:
@@ -149,8 +150,8 @@ class TokenDataset(WindowDataset):
 
 
 def memory_map_array(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
-    """Return a memory map of a `.npy` file, or of a file of raw numbers of `dtype`. Raise OSError or ValueError if the
-    file cannot be mapped."""
+    """Memory-map a `.npy` file, or a file of raw numbers of `dtype`. Raise OSError or ValueError if the file cannot be
+    mapped."""
     with open_file(path, ours=False) as file:
         if path.suffix != ".npy":
             return np.memmap(file, dtype, "r")
@@ -181,7 +182,7 @@ class Dataset(Protocol):
 
 
 class ArrayDataset:
-    """Arrays with one sample per row: `ArrayDataset(x, y)[3]` is `(x[3], y[3])`.
+    """Dataset of arrays with one sample per row: `ArrayDataset(x, y)[3]` is `(x[3], y[3])`.
 
     Parameters
     ----------
@@ -245,7 +246,7 @@ def collate(samples: Sequence[Any]) -> Any:
 
 
 def make_empty_batch(batch: Any) -> Any:
-    """Return a batch with the structure of `batch` but without rows."""
+    """Return a batch of 0 samples with the structure, dtypes and remaining dimensions of `batch`."""
     if isinstance(batch, dict):
         return {key: make_empty_batch(value) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
@@ -254,12 +255,12 @@ def make_empty_batch(batch: Any) -> Any:
 
 
 def hash_first_sample(dataset: Any) -> int | None:
-    """Return a hash of sample 0, for comparing the datasets of different ranks; None if the sample cannot be read, or
-    if it contains neither numbers nor texts."""
+    """Return a hash of sample 0, with which ranks compare their datasets; None if the sample cannot be read, or
+    contains neither numbers nor texts."""
     take = getattr(dataset, "take", None)
     try:
         sample = dataset[0] if take is None else take(np.array([0]))
-    except Exception:  # ignored here, because the loader raises the error when it reads the sample
+    except Exception:  # ignore the error here: the loader raises it when it reads the sample
         return None
     parts = [a for a in map(_to_array_or_none, _iterate_leaves(sample)) if a is not None and a.dtype.kind in "biufcSU"]
     texts = [f"{a.dtype}{a.shape}".encode() + np.ascontiguousarray(a).tobytes() for a in parts]
@@ -278,13 +279,13 @@ def _iterate_leaves(sample: Any) -> Iterator[Any]:
 def _to_array_or_none(value: Any) -> np.ndarray | None:
     try:
         return np.asarray(value)
-    except (TypeError, ValueError, RuntimeError):  # a sample may contain any object; such objects are left out
+    except (TypeError, ValueError, RuntimeError):  # other objects in a sample do not enter the hash
         return None
 
 
 SKIPPED_FOLDERS = ("__pycache__", "site-packages", "dist-packages", "node_modules")
-MAX_STRETCHES = 16  # maximum number of stretches into which the text is divided
-STRETCH_BYTES = 1 << 16  # minimum size of a stretch if there are several
+MAX_STRETCHES = 16  # the text is divided into at most this many stretches
+STRETCH_BYTES = 1 << 16  # minimum bytes of a stretch if there are several
 
 Split = Literal["train", "validation", "all"]
 Piece = tuple[Path, int, int]
@@ -296,10 +297,10 @@ def python_stdlib_folder() -> Path:
 
 
 class TextDataset(WindowDataset):
-    """The concatenated bytes of files.
+    """Samples of `seq_len` consecutive bytes from one or more text files.
 
     Sample i is `x = bytes[i T : i T + T]` and `y = bytes[i T + 1 : i T + T + 1]` with T = seq_len, both `(T,)` of
-    `dtype`.
+    `dtype`, where `bytes` are the concatenated files.
 
     Parameters
     ----------
@@ -409,8 +410,8 @@ def _walk_folder(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def _select_split(files: Sequence[Piece], validation: bool, fraction: float) -> list[Piece]:
-    """Return the pieces of one split. The text is divided into up to 16 stretches; validation gets the last `fraction`
-    of each stretch, training the rest."""
+    """Return the byte ranges of `files` that belong to the validation or training split. The text is divided into up
+    to 16 stretches; validation gets the last `fraction` of each stretch, training the rest."""
     total = sum(stop - start for _, start, stop in files)
     count = min(MAX_STRETCHES, max(1, total // STRETCH_BYTES))
     pieces: list[Piece] = []
@@ -422,7 +423,7 @@ def _select_split(files: Sequence[Piece], validation: bool, fraction: float) -> 
 
 
 def _clip_pieces(files: Sequence[Piece], low: int, high: int) -> Iterator[Piece]:
-    """Yield the pieces of files that hold bytes [low, high) of the concatenated files."""
+    """Yield the byte ranges of `files` that hold bytes [low, high) of the concatenated files."""
     at = 0
     for file, _, size in files:
         start, stop = max(low - at, 0), min(high - at, size)

@@ -1,5 +1,5 @@
-"""The sampler, which orders samples and splits global batches over any number of ranks, and the loader, which reads
-this rank's batches ahead of time."""
+"""The sampler, which shuffles samples and splits global batches over the ranks, and the data loader, which reads this
+rank's batches ahead of time."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class BatchShard:
 
     Parameters
     ----------
-    indices : numbers of this rank's samples, int64; may be empty
+    indices : indices of this rank's samples in the dataset, int64; may be empty
     global_rows : number of samples in the global batch
-    position_after : number of samples of the epoch's order that are served after this batch
+    position_after : number of samples of the epoch that all ranks have been given after this batch
     """
 
     indices: np.ndarray
@@ -39,15 +39,15 @@ class BatchShard:
 
 
 class DistributedSampler:
-    """Orders the samples 0 .. n-1 by (seed, epoch), divides them into global batches, and splits each global batch over
-    the ranks.
+    """Shuffles the samples 0 .. n-1 by (seed, epoch), divides them into global batches, and splits each global batch
+    over the ranks.
 
     The global batch of step k is order[k batch : (k+1) batch]. Rank r of `size` gets the elements floor(len r / size)
-    to floor(len (r+1) / size) of the batch. The global batches are therefore the same for any number of ranks, and each
-    sample occurs exactly once per epoch: no sample is repeated as padding.
+    to floor(len (r+1) / size) of the batch. The global batches are therefore the same for any number of ranks, and
+    each sample occurs exactly once per epoch: no sample is repeated as padding.
 
     Iterating yields this rank's indices; `iterate_batches()` yields one array per step. Both advance `epoch` and
-    `position`, the number of samples of the global order that have been served. At the end of an epoch, `epoch` is
+    `position`, the number of samples of the epoch that all ranks have been given. At the end of an epoch, `epoch` is
     incremented. If a loop was left early, a new loop restarts the epoch, unless `load_state_dict` is called before it.
     A loop inside another loop iterates over the full epoch and advances neither `epoch` nor `position`.
 
@@ -118,22 +118,22 @@ class DistributedSampler:
 
         Parameters
         ----------
-        epoch : number of the epoch, from 0
+        epoch : number of the epoch, counted from 0
         """
         if _require_int("epoch", epoch, 0) != self.epoch:
             self.epoch, self.position, self._resume, self._pass = index(epoch), 0, False, None
 
     def get_order(self, epoch: int) -> np.ndarray:
-        """Return the global order of the samples in an epoch.
+        """Return the order of all samples in an epoch, before they are split over ranks.
 
         Parameters
         ----------
-        epoch : number of the epoch, from 0
+        epoch : number of the epoch, counted from 0
 
         Returns
         -------
         array
-            sample numbers, `(n,)` int64, the same on every rank
+            sample indices, `(n,)` int64, the same on every rank
         """
         if not self.shuffle:
             return np.arange(self.n)
@@ -144,8 +144,8 @@ class DistributedSampler:
 
         Parameters
         ----------
-        epoch : number of the epoch, from 0
-        position : number of samples of the global order to skip
+        epoch : number of the epoch, counted from 0
+        position : number of samples of the epoch to skip
 
         Returns
         -------
@@ -160,8 +160,8 @@ class DistributedSampler:
             position = after
 
     def begin_pass(self) -> EpochPass:
-        """Begin a pass over the epoch. The pass begins at the position that `load_state_dict` has just restored, or
-        otherwise at the start.
+        """Begin to iterate over an epoch: at the position that `load_state_dict` has just restored, or otherwise at
+        the start.
 
         If several passes are in progress, only the first one advances `epoch` and `position`; the other passes cover
         the full epoch."""
@@ -176,7 +176,8 @@ class DistributedSampler:
         return made
 
     def iterate_batches(self) -> Iterator[np.ndarray]:
-        """Yield this rank's sample numbers, one array per step; the array may be empty if the last batch is short."""
+        """Yield the indices of this rank's samples, one array per step; the array may be empty if the last batch is
+        short."""
         epoch_pass = self.begin_pass()
         for share in self.iterate_shards(epoch_pass.epoch, epoch_pass.position):
             epoch_pass.advance_to(share.position_after)
@@ -208,7 +209,7 @@ class DistributedSampler:
         return {"epoch": epoch, "position": position, **n, "seed": self.seed, "shuffle": self.shuffle}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next pass continue at the position at which `state_dict` was called.
+        """Let the next iteration continue where `state_dict` was called.
 
         Parameters
         ----------
@@ -265,14 +266,14 @@ class DistributedSampler:
 
 
 class EpochPass:
-    """A pass over an epoch. It advances the sampler's position unless an earlier pass is in progress."""
+    """An iteration over an epoch. It advances the sampler's position unless an earlier iteration is in progress."""
 
     def __init__(self, sampler: DistributedSampler, epoch: int, position: int) -> None:
         self.epoch, self.position, self.is_open = epoch, position, True
         self._sampler = sampler
 
     def advance_to(self, position: int) -> None:
-        """Record that the batch which ends at `position` was handed out."""
+        """Record that the consumer has received the batch that ends at `position`."""
         if self._sampler.is_advanced_by(self):
             self._sampler.position = position
 
@@ -312,24 +313,24 @@ def _require_int(name: str, value: Any, minimum: int) -> int:
 
 
 def _has_indexed_samples(dataset: Any) -> bool:
-    """Return whether a dataset has numbered samples: False for a generator, a dict of arrays, or a tuple of arrays
-    whose shapes would not stack."""
+    """Return whether a dataset can be indexed by sample. It cannot if it is a generator, a dict of arrays, or a tuple
+    of arrays with different shapes."""
     if isinstance(dataset, tuple) and len({getattr(one, "shape", None) for one in dataset}) > 1:
         return False
-    if getattr(dataset, "shape", None) == ():  # a 0-dim array has __len__, but it raises
+    if getattr(dataset, "shape", None) == ():  # a 0-dim array has __len__, but calling it raises an error
         return False
     return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not isinstance(dataset, Mapping)
 
 
 MAX_PREFETCHED = 1 << 16
 """Maximum number of batches to read ahead. It is more than memory can hold, and not too large for a queue's counter."""
-POLL_SECONDS = 0.2  # time between checks of `stopped` while the queue is full
+POLL_SECONDS = 0.2  # while the queue is full, `stopped` is checked at this interval
 
 
 @dataclass
 class _Channel:
-    """State that an iterator shares with its thread. The thread has no reference to the iterator itself, so garbage
-    collection of the iterator can end the thread."""
+    """State that an iterator shares with its reading thread. The thread holds no reference to the iterator itself, so
+    that the thread ends when the iterator is garbage-collected."""
 
     queue: Queue[tuple[str, Any]]
     stopped: bool = field(default=False)
@@ -486,7 +487,7 @@ class DataLoader:
 
         Parameters
         ----------
-        epoch : number of the epoch, from 0
+        epoch : number of the epoch, counted from 0
         """
         if epoch != self.epoch:
             self.close()
@@ -500,7 +501,8 @@ class DataLoader:
         return self._start_iteration(self.sampler.begin_pass())
 
     def hash_first_sample(self) -> int | None:
-        """Return a hash of the first sample; see `fsdpx.data.dataset.hash_first_sample`."""
+        """Return a hash of the first sample, with which ranks compare their datasets; see
+        `fsdpx.data.dataset.hash_first_sample`."""
         return hash_first_sample(self.dataset)
 
     def iterate_independently(self) -> Iterator[Any]:
@@ -519,8 +521,7 @@ class DataLoader:
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Stop iterations in progress, and let the next iteration continue at the position at which `state_dict` was
-        called.
+        """Stop iterations in progress, and let the next iteration continue where `state_dict` was called.
 
         Parameters
         ----------
@@ -550,14 +551,15 @@ class DataLoader:
 
         Parameters
         ----------
-        indices : sample numbers `(k,)`; k may be 0
+        indices : sample indices `(k,)`; k may be 0
 
         Returns
         -------
         batch
             `(x, y)` for the datasets of this package, with k rows
         """
-        several = getattr(self.dataset, "__getitems__", None)  # PyTorch and Hugging Face datasets read batches with it
+        # datasets of PyTorch and Hugging Face read a batch with this method
+        several = getattr(self.dataset, "__getitems__", None)
         take = getattr(self.dataset, "take", None) if several is None else None
         if take is not None and self.collate is None:
             batch = take(indices)
@@ -572,7 +574,8 @@ class DataLoader:
 
 
 class _EpochIterator:
-    """An iteration over one epoch, which advances the sampler's position as the consumer receives batches."""
+    """Iterator over the batches of one epoch. It advances the sampler's position as the consumer receives batches, not
+    as they are read ahead."""
 
     def __init__(self, loader: DataLoader, epoch_pass: EpochPass) -> None:
         self._pass = epoch_pass
@@ -603,7 +606,7 @@ class _EpochIterator:
 
 
 def _iterate_batches_with_positions(loader: DataLoader, epoch: int, position: int) -> Iterator[tuple[Any, int]]:
-    """Yield (batch, position after the batch) from `position` to the end of an epoch."""
+    """Yield (batch, position after it) from `position` to the end of an epoch. Positions count samples of all ranks."""
     sampler = loader.sampler
     for share in sampler.iterate_shards(epoch, position):
         try:
@@ -623,7 +626,7 @@ def _require_batch_size(batch_size: Any) -> int:
 
 
 def _require_no_sampler_options(given: dict[str, Any], shuffle: bool, seed: int, drop_last: bool) -> None:
-    """Raise ConfigError if the caller passed an option that the given sampler determines."""
+    """Raise ConfigError if the caller passed both a sampler and an option that the sampler determines."""
     names = [name for name, value in given.items() if value is not None]
     names += [n for n, v in {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}.items() if v]
     if names:

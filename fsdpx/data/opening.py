@@ -1,5 +1,5 @@
-"""Open files of fields with the library that reads their format, follow links inside HDF5 files, and explain why a file
-cannot be read."""
+"""Open files of fields (HDF5, NetCDF, Zarr, NumPy) with the library for their format, follow links inside HDF5 files,
+and explain why a file cannot be read."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ _MAX_LINKS = 16
 
 
 def open_fields(path: Path) -> Any:
-    """Open a file of fields and return its root group; for a single array or a folder of arrays, return a dict from
-    name to array."""
+    """Open a file of fields and return its root group. A single array, or a folder of arrays, is returned as a dict by
+    name."""
     if path.suffix == ".npy":
         return {path.stem: memory_map_array(path, np.dtype(np.uint8))}
     if path.is_dir():
         return _open_zarr(path)
-    # h5py gets a Python file object, because reads from it release the GIL
+    # pass a Python file object to h5py, because reads from it release the GIL
     library, file = _import_library("h5py", path), open_file(path, ours=False)
     try:
         root = library.File(file, "r")
@@ -74,13 +74,12 @@ def open_fields(path: Path) -> Any:
 
 
 def is_single_array(root: Any) -> bool:
-    """Return whether an opened file is a single array, which has no name other than that of the file."""
+    """Return whether an opened file is a single array, which has no name of its own."""
     return isinstance(root, dict) and len(root) == 1
 
 
 def _open_zarr(path: Path) -> Any:
-    """Return a Zarr group. For a Zarr array, or a folder that is no group but contains Zarr arrays, return a dict from
-    name to array."""
+    """Open a Zarr group. A Zarr array, or a plain folder of Zarr arrays, is returned as a dict by name."""
     zarr = _import_library("zarr", path)
     with suppress(FileNotFoundError):
         root = zarr.open(path, mode="r")
@@ -113,7 +112,7 @@ def _explain_unreadable(path: Path, file: Any, known: str) -> str:
 
 
 def open_array(path: Path, root: Any, inside: str) -> Any:
-    """Return the array at the path `inside` of an open file; indexing reads from the file.
+    """Return the array at the path `inside` of an opened file. It is read from the file when it is indexed.
 
     A contiguous HDF5 dataset is memory-mapped, because h5py would need one Python call per row to read a part with
     short rows."""
@@ -138,7 +137,7 @@ def _import_library(name: str, path: Path) -> Any:
 
 @contextmanager
 def naming_file_in_errors(path: Path, what: str = "") -> Iterator[None]:
-    """Inside the context, convert errors of reading to a DataError that names the file."""
+    """Return a context manager that converts errors of reading to a DataError that names the file."""
     try:
         yield
     except FsdpxError:
@@ -152,24 +151,24 @@ def make_data_error(path: Path, text: str) -> DataError:
 
 
 class ExternalLink(NamedTuple):
-    """Placeholder for a link whose target is not in the file. why: text that says why the target cannot be used, which
-    completes a sentence in an error."""
+    """Placeholder for an HDF5 link whose target is not in the file. `why` is a phrase for errors that says why the
+    target cannot be used."""
 
     why: str
 
 
 def iterate_members(node: Any) -> Iterable[tuple[str, Any]]:
-    """Return the members of a group as (name, value). HDF5 links are followed if they stay inside the file."""
+    """Return the members of a group as (name, object) pairs. HDF5 links are followed if they stay inside the file."""
     if isinstance(node, dict):
         return node.items()
-    if hasattr(node, "members"):  # sort them, because Zarr lists members in no fixed order
+    if hasattr(node, "members"):  # sorted, because Zarr lists members in no fixed order
         return sorted(node.members())
     return [(name, _follow_link(node, name, _MAX_LINKS)) for name in node]
 
 
 def _follow_link(node: Any, path: str, links: int) -> Any:
-    """Return the object at a path below an HDF5 group, or an `ExternalLink`. Links are not left to h5py, which would
-    open any file that they name."""
+    """Return the object at a path below an HDF5 group, or an `ExternalLink`. h5py would follow links to any file that
+    they name, so links are followed here instead."""
     if path.startswith("/"):
         node = node.file["/"]
     for part in path.split("/"):
@@ -196,7 +195,7 @@ def _describe_external_files(names: Iterable[str]) -> str:
 
 
 def require_readable_array(path: Path, name: str, array: Any) -> None:
-    """Raise DataError unless all data of an array is stored in the file itself and can be decompressed."""
+    """Raise DataError unless all data of an array are stored in the file itself and can be decompressed."""
     why = ""
     if isinstance(array, ExternalLink):
         why = array.why
@@ -211,19 +210,20 @@ def require_readable_array(path: Path, name: str, array: Any) -> None:
 
 
 def _describe_missing_filter(path: Path, array: Any) -> str:
-    """If an HDF5 dataset is compressed by a filter that is not installed, return a text that says so, which completes a
-    sentence in an error; else return ""."""
+    """Return a phrase for errors that names the compression filter of an HDF5 dataset if it is not installed; "" if
+    the dataset can be read."""
     is_here, plist = _import_library("h5py", path).h5z.filter_avail, array.id.get_create_plist()
     found = {code: name for code, _, _, name in map(plist.get_filter, range(plist.get_nfilters()))}
     if all(map(is_here, found)):
         return ""
     with suppress(ImportError):
-        importlib.import_module("hdf5plugin")  # the import registers its filters
+        importlib.import_module("hdf5plugin")  # importing this package registers its compression filters
     code = next((code for code in found if not is_here(code)), None)
     if code is None or 0 in array.shape:
         return ""
     with suppress(OSError):
-        array[(0,) * len(array.shape)]  # succeeds if the writer also lacked the filter and stored chunks uncompressed
+        # reading succeeds if the writer also lacked the filter and stored chunks uncompressed
+        array[(0,) * len(array.shape)]
         return ""
     named = f"{_FILTERS.get(code) or found[code].decode(errors='replace') or 'a filter'} (HDF5 filter {code})"
     remedy = "pip install hdf5plugin" if code in _FILTERS else "HDF5_PLUGIN_PATH names the folder of its plugin"

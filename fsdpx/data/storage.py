@@ -1,5 +1,5 @@
-"""Conventions by which files of fields store numbers: packing, unsigned integers and missing values, as defined by CF,
-NetCDF and xarray."""
+"""How files of fields encode values as stored numbers: packing, unsigned integers and missing values, by the
+conventions of CF, NetCDF and xarray."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DIMENSIONS = "_ARRAY_DIMENSIONS"
 
 @dataclass(frozen=True)
 class StorageFormat:
-    """The storage format of an array, which defines how stored numbers are converted to values.
+    """How the stored numbers of an array are converted to values.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ class StorageFormat:
     offset: float
 
     def decode(self, stored: np.ndarray) -> np.ndarray:
-        """Return the values of stored numbers as floats, with NaN where data is missing."""
+        """Convert stored numbers to floating-point values, with NaN where data are missing."""
         stored = stored.view(self.kind)
         absent = np.zeros(stored.shape, bool)
         for value in self.missing:
@@ -92,8 +92,8 @@ def find_storage_format(path: Path, array: Any) -> StorageFormat | None:
 
 
 def _resolve_integer_dtype(stored: np.dtype, unsigned: str) -> np.dtype:
-    """Return the dtype of stored integers after applying the attribute `_Unsigned`. NetCDF's classic model has only
-    signed integers, and marks unsigned ones by this attribute."""
+    """Return the dtype of stored integers, given the attribute `_Unsigned`. NetCDF's classic model has only signed
+    integers, and marks unsigned ones by this attribute."""
     meant = {("i", "true"): "u", ("u", "false"): "i"}.get((stored.kind, unsigned.lower()))
     return stored if meant is None else np.dtype(f"{stored.byteorder}{meant}{stored.itemsize}")
 
@@ -101,7 +101,7 @@ def _resolve_integer_dtype(stored: np.dtype, unsigned: str) -> np.dtype:
 def _iterate_default_fill_values(
     path: Path, array: Any, attributes: Mapping[str, Any], stored: np.dtype, kind: np.dtype
 ) -> Iterator[int | float]:
-    """Yield the numbers that mark missing data by convention, without an attribute."""
+    """Yield the numbers that mark missing data by convention, if no attribute names one."""
     if getattr(getattr(array, "metadata", None), "zarr_format", None) == 2 and _DIMENSIONS in attributes:
         if array.fill_value is not None:
             yield np.asarray(array.fill_value).item()
@@ -141,7 +141,7 @@ def _parse_number(text: str) -> float | int | None:
 
 
 def _cast_number(value: int | float | None, stored: np.dtype, kind: np.dtype) -> Any:
-    """Return a number in the dtype of the array; None if the dtype cannot represent it."""
+    """Convert a number to the dtype of the array; return None if the dtype cannot represent it."""
     if value is None or (stored.kind != "f" and (math.isnan(value) or math.isinf(value) or value != int(value))):
         return None
     if stored.kind == "f":

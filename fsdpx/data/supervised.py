@@ -24,7 +24,8 @@ Encoded = tuple[Sequence[int], Sequence[bool]]
 
 
 class ConversationEncoder(Protocol):
-    """The protocol of templates that encode entire conversations, such as the result of `models.chat_template`."""
+    """The protocol of chat templates that encode entire conversations as tokens, such as the result of
+    `models.chat_template`."""
 
     def encode_conversation(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> Encoded: ...
 
@@ -133,8 +134,8 @@ class SupervisedDataset:
 
 
 def _iterate_json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield (location, object) for each line; the location is for errors. Only a line feed ends a line, because texts
-    may contain other line separators."""
+    """Yield (location for errors, object) for each line of a JSON Lines file. Only a line feed ends a line, because
+    texts may contain other line separators."""
     try:
         with open_file(path, ours=False) as file:
             for n, line in enumerate(file, 1):
@@ -182,7 +183,7 @@ def _split_messages(
 def _pack_conversations(
     found: Sequence[tuple[np.ndarray, np.ndarray]], capacity: int
 ) -> list[list[tuple[np.ndarray, np.ndarray]]]:
-    """Pack conversations into samples in the given order; each sample gets as many as fit into `capacity` positions."""
+    """Pack conversations into samples in the given order. Each sample gets as many as fit into `capacity` tokens."""
     samples: list[list[tuple[np.ndarray, np.ndarray]]] = []
     left = 0
     for one in found:

@@ -1,4 +1,4 @@
-"""Optimizers, which update this rank's flat shard in place, and schedules of their learning rates."""
+"""Optimizers, which update this rank's flat parameter shard in place, and learning rate schedules."""
 
 from typing import TYPE_CHECKING
 

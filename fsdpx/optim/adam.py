@@ -53,7 +53,7 @@ def _adam_loop(p, g, m, v, scale, l2, keep, share1, beta2, share2, unbias, eps, 
 
 @dataclass(frozen=True)
 class _AdamBase(Elementwise):
-    """The base class of Adam and AdamW, which differ only in weight decay."""
+    """Base class of Adam and AdamW, which differ only in weight decay."""
 
     lr: LearningRate = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -79,15 +79,16 @@ class _AdamBase(Elementwise):
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class Adam(_AdamBase):
-    """p -= lr m / (sqrt(v) + eps) with bias-corrected means m of g and v of g^2 (Kingma & Ba 2015). Slots: m, v.
+    """Adam: p -= lr m / (sqrt(v) + eps), with bias-corrected moving averages m of g and v of g^2 (Kingma & Ba 2015).
+    Slots (state arrays): m, v.
 
     Parameters
     ----------
     lr : a number, or a schedule from 1-based step to number
-    betas : decay of the two means per step, each in [0, 1)
+    betas : decay of m and of v per step, each in [0, 1)
     eps : added to the square root
     weight_decay : coefficient; weight_decay * p is added to g
-    groups : name pattern (fnmatch) -> {"weight_decay", "lr_scale"} for the parameters that match
+    groups : dict from name pattern (fnmatch) to {"weight_decay", "lr_scale"}, which apply to the parameters that match
     """
 
     decoupled = False

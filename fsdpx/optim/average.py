@@ -1,4 +1,4 @@
-"""Averages of the parameters over time (EMA, SWA), stored in an additional slot of the optimizer."""
+"""Averages of the parameters over time (EMA, SWA), stored in an additional state array of the optimizer."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +55,7 @@ class SWA:
 
     Parameters
     ----------
-    start : the first averaged step, 1 or more
+    start : the first step whose parameters are averaged, 1 or more
     every : number of steps from one averaged step to the next, 1 or more
     """
 
@@ -84,8 +84,9 @@ class AveragedOptimizer(WrappedOptimizer):
     ----------
     inner : the optimizer that makes the update
     averaging : an `EMA`, an `SWA`, or any object with their `get_kept_share(step)`
-    dtype : dtype of the average; None: that of the shard. A 16-bit shard needs float32, because an average changes by
-        less than the last bit of 16 in one step, and the rounding of parameters must not accumulate in it
+    dtype : dtype of the average; None: that of the shard. A 16-bit shard needs float32, because one step changes the
+        average by less than 16 bits can resolve, and because the rounding errors of the parameters must not accumulate
+        in the average
     """
 
     inner: Optimizer
@@ -112,10 +113,11 @@ class AveragedOptimizer(WrappedOptimizer):
         self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: ShardSegments,
         scale: float = 1.0,
     ) -> None:  # fmt: skip
-        """Perform one update in place, see `Optimizer.update`."""
+        """Update the parameters with the inner optimizer, and then their average, in place. See `Optimizer.update`."""
         require_matching_shard(self, p, g, slots, step, segments)
         inner_slots, distance = {name: slots[name] for name in self.inner.slots}, slots[AVERAGE_SLOT]
-        with np.errstate(all="ignore"):  # as in all updates; gradients are checked for finite values elsewhere
+        # overflow is no error in updates; gradients are checked for NaN and Inf elsewhere
+        with np.errstate(all="ignore"):
             _add_parameters(xp, distance, p)
             update_parameters(self.inner, xp, p, g, inner_slots, lr=lr, step=step, segments=segments, scale=scale)
             xp.negative(distance, out=distance)
@@ -124,7 +126,7 @@ class AveragedOptimizer(WrappedOptimizer):
 
 
 def _add_parameters(xp: Any, total: Any, p: Any) -> None:
-    """Add `p`, which may have a narrower dtype, to `total` in place."""
+    """Add the parameters `p` to `total` in place; `p` may have fewer bits."""
     if total.dtype == p.dtype:
         total += p
     else:

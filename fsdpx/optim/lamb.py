@@ -83,20 +83,23 @@ def _step_along_direction_loop(p, m, v, unbias1, unbias2, eps, decay, rate):
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class LAMB:
-    """u = m / (sqrt(v) + eps) + weight_decay p; p -= lr (|p| / |u|) u, with norms over the full parameter.
+    """LAMB (You et al. 2020): Adam's direction u, scaled for each parameter by the norms of parameter and direction.
+
+    u = m / (sqrt(v) + eps) + weight_decay p; p -= lr (|p| / |u|) u, with norms over the full parameter.
 
     m and v are bias-corrected. The ratio |p| / |u| is taken as 1 if one of the norms is 0. Squares are summed in
     float64 over blocks of 1024 elements, and the sums of blocks are added exactly. The result therefore has the same
     bits as for the full array if shard boundaries coincide with block boundaries; otherwise it agrees up to rounding.
-    Slots: m, v. Each update of a page all-gathers `gathers` numbers per parameter.
+    Slots (state arrays): m, v. Each update of a page (flat parameter buffer) all-gathers `gathers` numbers per
+    parameter.
 
     Parameters
     ----------
     lr : a number, or a schedule from 1-based step to number
-    betas : decay of the two means per step, each in [0, 1)
+    betas : decay of m and of v per step, each in [0, 1)
     eps : added to the square root
     weight_decay : coefficient; weight_decay * p is added to u
-    groups : name pattern (fnmatch) -> {"weight_decay", "lr_scale"} for the parameters that match
+    groups : dict from name pattern (fnmatch) to {"weight_decay", "lr_scale"}, which apply to the parameters that match
     """
 
     lr: LearningRate = 1e-3
@@ -140,7 +143,7 @@ class LAMB:
             step_along_direction(xp, (p[span], m[span], v[span]), (*numbers, lr * run.lr_scale * ratio))
 
     def _get_bias_corrections(self, count: int) -> tuple[float, float]:
-        """Return the factors on m and on sqrt(v) after `count` updates."""
+        """Return the bias-correction factors for m and for sqrt(v) after `count` updates."""
         beta1, beta2 = self.betas
         return 1.0 / (1.0 - beta1**count), (1.0 - beta2**count) ** -0.5
 
@@ -148,7 +151,8 @@ class LAMB:
 def _sum_squares(
     xp: Any, segment: ShardSegment, p: Any, m: Any, v: Any, numbers: tuple[float, ...]
 ) -> tuple[list[float], list[float]]:
-    """Return the partial sums of the squares of a segment's parameters, and of the squares of its direction."""
+    """Return partial sums of squares for a segment (part of a parameter in this shard): of its parameters `p`, and of
+    its update direction."""
     of_p, of_u = [], []
     scratch = xp.empty(min(BLOCK_ELEMENTS, segment.stop - segment.start), p.dtype)
     for start in range(segment.start, segment.stop, BLOCK_ELEMENTS):

@@ -38,16 +38,17 @@ def _lion_loop(p, g, m, scale, keep, share1, share2, lr):
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class Lion(Elementwise):
-    """p = (1 - lr weight_decay) p - lr sign(beta1 m + (1 - beta1) g); m = beta2 m + (1 - beta2) g (Chen et al. 2023).
+    """Lion: p = (1 - lr weight_decay) p - lr sign(beta1 m + (1 - beta1) g); m = beta2 m + (1 - beta2) g (Chen et al.
+    2023).
 
-    Slots: m, which is half of Adam's state.
+    Slots (state arrays): m, which is half of Adam's state.
 
     Parameters
     ----------
     lr : a number, or a schedule from 1-based step to number; typically 3 to 10 times smaller than for AdamW
     betas : weight of m in the update, and decay of m per step, each in [0, 1)
     weight_decay : coefficient; lr * weight_decay * p is subtracted from p in each step
-    groups : name pattern (fnmatch) -> {"weight_decay", "lr_scale"} for the parameters that match
+    groups : dict from name pattern (fnmatch) to {"weight_decay", "lr_scale"}, which apply to the parameters that match
     """
 
     lr: LearningRate = 1e-4

@@ -1,4 +1,4 @@
-"""Muon, an optimizer that orthogonalizes the update of each weight matrix."""
+"""Muon, an optimizer that orthogonalizes the momentum of each weight matrix."""
 
 from __future__ import annotations
 
@@ -36,16 +36,18 @@ STEPS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class Muon:
-    """m = momentum m + g; p -= lr (0.2 sqrt(max(rows, columns)) O + weight_decay p), where O has the singular vectors
-    of g + momentum m and singular values near 1, from five Newton-Schulz steps (Jordan et al. 2024). The factor makes
-    steps as large as AdamW's, so that both use the same learning rate and weight decay (Liu et al. 2025).
+    """Muon (Jordan et al. 2024): updates each weight matrix by its orthogonalized momentum.
+
+    m = momentum m + g; p -= lr (0.2 sqrt(max(rows, columns)) O + weight_decay p), where O has the singular vectors of
+    g + momentum m and singular values near 1, from five Newton-Schulz steps. The factor makes steps as large as
+    AdamW's, so that both use the same learning rate and weight decay (Liu et al. 2025).
 
     Parameters with one dim, and parameters whose names match `exclude`, are updated by `others`. Kernels of
-    convolutions are matrices with one row per output channel. Matrices are gathered: every rank that holds a part of a
-    matrix computes the full update, so that the bits do not depend on the sharding. Each rank sends its part of the
-    page's momentum once per update. The tensor axis must have one rank.
+    convolutions are matrices with one row per output channel. Every rank that holds a part of a matrix gathers the
+    momentum of the full matrix and computes the full update, so that the bits do not depend on the sharding. Each rank
+    sends its part of the momentum once per update. The tensor axis must have one rank.
 
-    Slots: those of `others`, of which "m" is the momentum.
+    Slots (state arrays): those of `others`, of which "m" is the momentum.
 
     Parameters
     ----------
@@ -55,7 +57,7 @@ class Muon:
     exclude : name patterns (fnmatch) of matrices that `others` updates
     others : an `AdamW`, or another elementwise optimizer with a slot "m"; its lr, weight decay and groups are replaced
         by those of this optimizer
-    groups : name pattern (fnmatch) -> {"weight_decay", "lr_scale"} for the parameters that match
+    groups : dict from name pattern (fnmatch) to {"weight_decay", "lr_scale"}, which apply to the parameters that match
     """
 
     lr: LearningRate = 1e-3
@@ -98,11 +100,11 @@ class Muon:
         xp : namespace of the arrays
         p : the shard's parameters, flat `(n,)`; changed in place
         g : their gradient `(n,)` before `scale`; not changed
-        slots : name -> state array `(n,)`; changed in place
+        slots : state arrays `(n,)` by name; changed in place
         lr : learning rate of the step
         step : 1 for the first update
         segments : the parameters, or parts of parameters, that the shard holds
-        scale : factor on g
+        scale : factor by which g is multiplied
 
         Raises
         ------
@@ -128,11 +130,12 @@ class Muon:
                 self._update_matrix(xp, p[s.start : s.stop], full[s.name], s, run, lr * run.lr_scale)
 
     def count_sent_elements(self, s: ShardSegment) -> int:
-        """Return how many elements this rank sends to each other rank that holds a part of the parameter.
+        """Return how many elements of a parameter this rank sends to each other rank that holds a part of the
+        parameter.
 
         Parameters
         ----------
-        s : this rank's segment of the parameter
+        s : this rank's segment (part) of the parameter
 
         Returns
         -------
@@ -171,7 +174,7 @@ class Muon:
         return direction
 
     def _update_matrix(self, xp: Any, p: Any, full: Any, s: ShardSegment, run: HyperparameterSpan, lr: float) -> None:
-        """Update this rank's part `p` of a matrix. full: the direction of the full matrix, flat."""
+        """Update this rank's part `p` of a matrix, given `full`, the flat update direction of the full matrix."""
         matrix = full.reshape(s.shape[0], -1)
         o = orthogonalize(xp, matrix).reshape(-1)[s.offset : s.offset + p.size]
         p *= p.dtype.type(1.0 - lr * run.get_weight_decay(self.weight_decay))
@@ -179,7 +182,7 @@ class Muon:
 
 
 def _assemble_matrix(xp: Any, parts: list[tuple[ShardSegment, Any]], dtype: Any) -> Any:
-    """Return the flat matrix assembled from the parts of all ranks."""
+    """Join the parts that all ranks hold of a matrix, and return it as a flat array."""
     name, size = parts[0][0].name, parts[0][0].size
     assert sum(s.stop - s.start for s, _ in parts) == size, f"{name} is not whole"
     full = xp.empty(size, dtype)
@@ -189,8 +192,8 @@ def _assemble_matrix(xp: Any, parts: list[tuple[ShardSegment, Any]], dtype: Any)
 
 
 def orthogonalize(xp: Any, matrix: Any) -> Any:
-    """Return approximately U V for a matrix with the singular value decomposition U S V. Odd polynomials drive the
-    nonzero singular values of the matrix to 1."""
+    """Return approximately U V for a matrix with the singular value decomposition U S V. A Newton-Schulz iteration
+    moves the nonzero singular values toward 1."""
     a, b, c = (matrix.dtype.type(number) for number in COEFFICIENTS)
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     with np.errstate(all="ignore"):

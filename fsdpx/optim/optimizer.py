@@ -1,4 +1,4 @@
-"""Optimizers: their protocol, the format of their state arrays (slots), and the base of elementwise updates.
+"""The protocol of optimizers, the format of their state arrays (slots), and the base class of elementwise updates.
 
 An update works in place on a flat shard, and gives the same bits for every sharding and every implementation. Each
 update is declared once, in the file of its optimizer, as array code and as a loop. If Numba is installed, it compiles
@@ -35,7 +35,7 @@ AVERAGE_SLOT = "average"
 
 @dataclass(frozen=True)
 class SlotFormat:
-    """The format of a slot, which has one element per element of the shard.
+    """The number format of a slot (an optimizer's state array, with one element per element of the shard).
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ class SlotFormat:
     dtype: str | None = None
 
     def get_dtype(self, shard: Any) -> Any:
-        """Return the dtype of the slot for a shard of this dtype.
+        """Return the dtype of the slot, given the dtype of the parameter shard.
 
         Parameters
         ----------
@@ -60,7 +60,8 @@ class SlotFormat:
 
 
 def get_slot_formats(optimizer: Any) -> dict[str, SlotFormat]:
-    """Return slot name -> format. An optimizer lists the formats that differ from the shard's in `slot_formats`."""
+    """Return the format of each slot (state array) of an optimizer by name. Its attribute `slot_formats` lists only
+    slots whose dtype differs from the shard's."""
     named: Mapping[str, SlotFormat] = getattr(optimizer, "slot_formats", {})
     return {name: named.get(name, SlotFormat()) for name in optimizer.slots}
 
@@ -71,13 +72,13 @@ def needs_full_parameters(optimizer: Any) -> bool:
 
 
 def make_zero_slots(xp: Any, optimizer: Any, segments: ShardSegments, dtype: Any) -> dict[str, Any]:
-    """Return the optimizer's slots before step 1, filled with zeros, for a shard with this dtype."""
+    """Return an optimizer's state arrays before step 1, by name: zeros for a shard of this dtype."""
     return {name: xp.zeros(segments.size, kept.get_dtype(dtype)) for name, kept in get_slot_formats(optimizer).items()}
 
 
 class Elementwise(ABC):
-    """The base class of elementwise optimizers. It checks their options, and updates a shard in spans with equal
-    hyperparameters."""
+    """Base class of elementwise optimizers. It checks their options, and updates the shard in spans of elements that
+    have the same hyperparameters."""
 
     weight_decay: float
     groups: ParamGroups
@@ -97,7 +98,7 @@ class Elementwise(ABC):
         segments: ShardSegments,
         scale: float = 1.0,
     ) -> None:
-        """Perform one update in place, see `Optimizer.update`."""
+        """Update a shard in place, see `Optimizer.update`."""
         require_matching_shard(self, p, g, slots, step, segments)
         for run in segments.hyperparameter_spans(self.groups):
             span = slice(run.start, run.stop)
@@ -107,10 +108,10 @@ class Elementwise(ABC):
 
     @abstractmethod
     def _update_span(self, xp: Any, p: Any, g: Any, slots: Slots, step: int, **rates: float) -> None:
-        """Update the elements of one span in place.
+        """Update a span of elements with the same hyperparameters in place.
 
-        step: number of updates of these elements, including this one. rates: `lr` and `weight_decay` of the span, and
-        `scale`, the factor on g."""
+        `step` is the number of updates of these elements, including this one. `rates` holds `lr`, `weight_decay`, and
+        `scale`, the factor by which g is multiplied."""
 
 
 LearningRate = float | Callable[[int], float]
@@ -128,12 +129,12 @@ To add your own groups: `{"embed.*": {"weight_decay": 0.0}, **optim.no_decay}`."
 
 
 class Optimizer(Protocol):
-    """The protocol of optimizers, which update one flat shard in place. They hold hyperparameters only; the caller owns
-    their state."""
+    """The protocol of optimizers, which update one flat parameter shard in place. They hold only hyperparameters; the
+    caller holds their state."""
 
     @property
     def lr(self) -> LearningRate:
-        """The learning rate, a number or a schedule."""
+        """The learning rate: a number, or a schedule from the step to a number."""
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -154,26 +155,26 @@ class Optimizer(Protocol):
         segments: ShardSegments,
         scale: float = 1.0,
     ) -> None:
-        """Update a shard in place.
+        """Update a parameter shard in place.
 
         Parameters
         ----------
         xp : namespace of the arrays
         p : the shard's parameters, flat `(n,)`; changed in place
         g : their gradient `(n,)` before `scale`; not changed
-        slots : name -> state array `(n,)`; changed in place
+        slots : state arrays `(n,)` by name; changed in place
         lr : learning rate of the step, `get_learning_rate(optimizer, step)`
         step : 1 for the first update. If some parameters have missed updates, see `update_parameters`
         segments : the parameters, or parts of parameters, that the shard holds
-        scale : factor on g
+        scale : factor by which g is multiplied
         """
 
 
 class Average(Protocol):
-    """The protocol of averaging rules."""
+    """The protocol of rules for averaging parameters over time."""
 
     def get_kept_share(self, step: int) -> float:
-        """Return the share of the old average in the new one after 1-based `step`, a number in [0, 1]."""
+        """Return the weight, from 0 to 1, of the old average in the new one after step `step` (counted from 1)."""
 
 
 def update_parameters(
@@ -188,10 +189,10 @@ def update_parameters(
     segments: ShardSegments,
     scale: float = 1.0,
 ) -> bool:
-    """Update a shard in place, using for each parameter its own number of updates, as `torch.optim` does.
+    """Update a shard in place, using for each parameter its own number of updates, as `torch.optim` does. Return False
+    if the arrays have only shapes and no values, so that nothing ran.
 
-    The arguments are those of `Optimizer.update`, except that `step` is the trainer's. Return False if nothing ran
-    because the arrays have only shapes and no values.
+    The arguments are those of `Optimizer.update`, except that `step` is the number of steps of the trainer.
 
     In general the optimizer is called once for each span of parameters with equal numbers of updates, with this number
     as `step`. An optimizer that communicates, an `Elementwise` and a `WrappedOptimizer` are called only once on every
@@ -213,7 +214,7 @@ def update_parameters(
 
 
 def get_learning_rate(optimizer: Optimizer, step: int) -> float:
-    """Return the learning rate of 1-based `step`. Raise ConfigError unless it is a finite number >= 0."""
+    """Return the learning rate of step `step`, counted from 1. Raise ConfigError unless it is a finite number >= 0."""
     value = optimizer.lr(step) if callable(optimizer.lr) else optimizer.lr
     if type(value) is not float:
         value = to_python_number(value)
@@ -229,7 +230,7 @@ def _is_number(value: object) -> bool:
 
 
 class WrappedOptimizer:
-    """The base class of optimizers that wrap another optimizer, `inner`, which performs the update."""
+    """Base class of optimizers that add something to another optimizer, `inner`, which performs the update."""
 
     inner: Any
 
@@ -243,7 +244,7 @@ class WrappedOptimizer:
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """Return the innermost optimizer, without wrappers that round its state or average the parameters."""
+    """Return the optimizer that performs the update, without wrappers such as the one that averages parameters."""
     while isinstance(optimizer, WrappedOptimizer):
         optimizer = optimizer.inner
     return optimizer
@@ -253,11 +254,11 @@ UNSCHEDULED = (0.0, 0.0)
 
 
 def get_scheduled_values(optimizer: Any, step: int) -> tuple[float, float]:
-    """Return the scheduled values of a step, which ranks compare: (learning rate, share of the old average in the new
-    one).
+    """Return the values of a step that ranks compare: (learning rate, weight of the old average of the parameters in
+    the new one).
 
-    The learning rate is nan if the schedule is invalid; the error is raised later, when all ranks know of it. The share
-    is 0 without an average."""
+    The learning rate is nan if the schedule is invalid; the error is raised later, when all ranks know of it. The
+    weight is 0 if parameters are not averaged."""
     share = 0.0
     try:
         lr = get_learning_rate(optimizer, step)
@@ -271,7 +272,7 @@ def get_scheduled_values(optimizer: Any, step: int) -> tuple[float, float]:
 
 
 def require_number_in_range(owner: object, name: str, value: object, below: float | None = None) -> None:
-    """Raise ConfigError unless `value` is a finite number in [0, below)."""
+    """Raise ConfigError unless the option `name` of the optimizer `owner` is a finite number in [0, below)."""
     wanted = "a finite number >= 0" + ("" if below is None else f" and < {below:g}")
     if not _is_number(value) or value < 0 or (below is not None and value >= below):  # type: ignore[operator]
         raise ConfigError(f"{type(owner).__name__}({name}={value!r}): {wanted} is needed")
@@ -311,8 +312,8 @@ def _require_valid_groups(owner: object, groups: object) -> None:
 
 
 def require_matching_shard(owner: object, p: Any, g: Any, slots: Slots, step: int, segments: ShardSegments) -> None:
-    """Raise ShapeError unless all arrays have the shard's size, and ConfigError unless the slots are those of
-    `owner`."""
+    """Raise ShapeError unless all arrays have the shard's size, and ConfigError unless `slots` are the state arrays of
+    the optimizer `owner`."""
     kind = type(owner).__name__
     names = tuple(owner.slots)  # type: ignore[attr-defined]
     if sorted(slots) != sorted(names):
@@ -325,32 +326,33 @@ def require_matching_shard(owner: object, p: Any, g: Any, slots: Slots, step: in
         raise ConfigError(f"{kind}: step {step} is below 1, the first")
 
 
-BLOCK_ELEMENTS = 1 << 16  # elements
-DEVICE_BLOCK_ELEMENTS = 1 << 24  # larger on devices: a kernel launch costs more than a pass over 64 Ki elements
+BLOCK_ELEMENTS = 1 << 16  # number of elements in a block that fits into the cache
+DEVICE_BLOCK_ELEMENTS = 1 << 24  # on GPUs, a kernel launch costs more than a pass over 64 Ki elements
 
 
 class UpdateFormula:
-    """A named update, implemented as array code, as a Numba loop and, on devices that have one, as a kernel.
+    """An elementwise update with several implementations: array code, a Numba loop, and a kernel on devices that have
+    one.
 
     The array code works on blocks that fit into the cache and needs two blocks of scratch memory. It is the reference,
-    and runs if neither of the other implementations is available. The loop has the same operations in the same order,
-    and therefore gives the same bits."""
+    and runs if no other implementation is available. The loop has the same operations in the same order, and therefore
+    gives the same bits."""
 
     def __init__(self, plain: Callable[..., None]) -> None:
         self.plain, self.name = plain, plain.__name__
         self.loop: Any = None
 
     def register_loop(self, body: Callable[..., None]) -> Callable[..., None]:
-        """Compile `body(*arrays, *numbers)` as the update loop.
+        """Compile `body(*arrays, *numbers)` with Numba as the loop of this update.
 
-        fastmath is off. Otherwise the vector body and the scalar tail could round differently, and results would depend
-        on shard boundaries."""
+        fastmath is off. Otherwise the vectorized part and the scalar remainder of the loop could round differently,
+        and results would depend on shard boundaries."""
         self.loop = jit(body)
         return body
 
     def __call__(self, xp: Any, arrays: tuple[Any, ...], numbers: tuple[float, ...]) -> None:
-        """Update flat arrays of equal size in place. numbers: scalars of the formula, which are rounded once to the
-        dtype of the first array."""
+        """Update flat arrays of equal size in place. `numbers` holds the scalars of the formula, which are rounded
+        once to the dtype of the first array."""
         dtype = arrays[0].dtype
         if arrays[0].size == 0:
             return
@@ -362,12 +364,13 @@ class UpdateFormula:
             self.run_in_blocks(xp, arrays, values)
 
     def run_in_blocks(self, xp: Any, arrays: tuple[Any, ...], values: tuple[Any, ...]) -> None:
-        """Run the array code plain(xp, a, b, *arrays, *values) on each block. a and b are scratch arrays in the dtype
-        of the first array."""
+        """Run the array code as plain(xp, a, b, *arrays, *values), block by block, where a and b are scratch arrays in
+        the dtype of the first array."""
         n = arrays[0].size
         size = min(n, BLOCK_ELEMENTS if xp is np else DEVICE_BLOCK_ELEMENTS)
         a, b = xp.empty(size, arrays[0].dtype), xp.empty(size, arrays[0].dtype)
-        with np.errstate(all="ignore"):  # as in compiled loops; gradients are checked for finite values elsewhere
+        # compiled loops do not warn either; gradients are checked for NaN and Inf elsewhere
+        with np.errstate(all="ignore"):
             for start in range(0, n, size):
                 parts = [x[start : start + size] for x in arrays]
                 k = parts[0].size
@@ -375,7 +378,7 @@ class UpdateFormula:
 
 
 def declare_update(plain: Callable[..., None]) -> UpdateFormula:
-    """Declare an update by its array code. Decorate its loop with `@NAME.register_loop`."""
+    """Declare an elementwise update by its array code. Decorate its Numba loop with `@NAME.register_loop`."""
     formula = FORMULAS_BY_NAME[plain.__name__] = UpdateFormula(plain)
     return formula
 
@@ -398,7 +401,7 @@ def add_decay(xp, a, b, p, g, scale, l2):
 
 
 def lerp_(xp, m, a, b, share):
-    """Add share (a - m) to m."""
+    """Move m toward a: add share (a - m) to m."""
     xp.subtract(a, m, out=b)
     b *= share
     m += b

@@ -19,8 +19,8 @@ def __getattr__(name: str) -> object:
 
 
 class Schedule:
-    """The base class of these schedules. It raises ConfigError unless rates are finite numbers >= 0 and numbers of
-    steps are at least 1."""
+    """Base class of the schedules in this module. It raises ConfigError unless rates are finite numbers >= 0 and
+    numbers of steps are at least 1."""
 
     _compute_rate: Callable[[int], float]
 
@@ -39,11 +39,11 @@ class Schedule:
 
         Parameters
         ----------
-        step : number of the update, from 1
+        step : number of the update, counted from 1
 
         Raises
         ------
-        ConfigError : for a step before the first
+        ConfigError : for a step below 1
         """
         if step < 1:
             raise ConfigError(f"{self!r}: there is no step {step}; pass the number of the update, which starts at 1")
@@ -53,7 +53,7 @@ class Schedule:
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class Constant(Schedule):
-    """The same rate at every step.
+    """Constant learning rate.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ class Linear(Schedule):
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class Cosine(Schedule):
-    """Half a cosine from lr at step 1 to `final` at step `steps` + 1, and `final` after that (Loshchilov & Hutter 2017,
+    """Cosine decay from lr at step 1 to `final` at step `steps` + 1, and `final` after that (Loshchilov & Hutter 2017,
     without restarts).
 
     Parameters
@@ -110,7 +110,7 @@ class Cosine(Schedule):
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class InverseSquareRoot(Schedule):
-    """lr sqrt(steps / (steps + step - 1)).
+    """Inverse square root decay: lr sqrt(steps / (steps + step - 1)).
 
     After `WarmUp(steps, ...)`, the rate of step t is lr min(t / steps, sqrt(steps / (t - 1))): the schedule of Vaswani
     et al. 2017 except that the peak lasts two steps.
@@ -131,7 +131,7 @@ class InverseSquareRoot(Schedule):
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class Step(Schedule):
-    """lr, multiplied by `factor` after every `every` steps.
+    """Step decay: lr, multiplied by `factor` after every `every` steps.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Shard segments: the parameters that a flat shard holds, and their positions in it."""
+"""Segments: the parameters, or parts of parameters, that a flat shard holds, and their positions in it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,9 +35,9 @@ class ShardSegment:
     name : dotted name of the parameter
     start, stop : range of elements of the shard
     offset : first element of the part in the flat parameter
-    size : elements of the full parameter
+    size : number of elements of the full parameter
     shape : shape of the full parameter; () if no code needs it
-    norm : whether the parameter belongs to a norm
+    norm : whether the parameter belongs to a normalization layer
     missed : number of updates that the parameter missed while frozen; in step `step` of the trainer, it gets its update
         number `step - missed`
     """
@@ -58,12 +58,12 @@ class ShardSegment:
 
 @dataclass(frozen=True)
 class HyperparameterSpan:
-    """Elements [start, stop) of the shard, with their hyperparameters.
+    """Hyperparameters of the elements [start, stop) of a shard.
 
     Parameters
     ----------
     start, stop : range of elements of the shard
-    lr_scale : factor on the learning rate
+    lr_scale : factor by which the learning rate is multiplied
     weight_decay : weight decay; None: that of the optimizer
     missed : as in `ShardSegment`
     """
@@ -80,12 +80,12 @@ class HyperparameterSpan:
 
 @dataclass(frozen=True)
 class ShardPeers:
-    """The ranks that hold shards of the same flat array.
+    """The ranks that hold the shards of one flat array, and how to exchange data with them.
 
     Parameters
     ----------
-    get_segments : function that returns the segments of each rank
-    rank : this rank's index among them
+    get_segments : function that returns the segments (parts of parameters) that each rank holds
+    rank : this rank's index among these ranks
     all_to_all : function (send array, receive array, elements sent to each rank, elements received from each rank) that
         returns when all elements have arrived
     """
@@ -96,12 +96,13 @@ class ShardPeers:
 
     @cached_property
     def peer_segments(self) -> Sequence[tuple[ShardSegment, ...]]:
-        """The segments of each rank. They are computed on first use, because most optimizers do not need them."""
+        """The segments (parts of parameters) that each rank holds. They are computed on first use, because most
+        optimizers do not need them."""
         return self.get_segments()
 
     @cached_property
     def parameters_on_several_ranks(self) -> list[ShardSegment]:
-        """One segment of each parameter that is split over several ranks."""
+        """For each parameter that is split over several ranks, the segment that one of these ranks holds."""
         seen: dict[str, ShardSegment] = {}
         split: dict[str, ShardSegment] = {}
         for s in (s for items in self.peer_segments for s in items):
@@ -111,7 +112,7 @@ class ShardPeers:
 
 @dataclass(frozen=True)
 class ShardSegments:
-    """The contents of a shard: its segments in order, from element 0 on and without gaps.
+    """The contents of a shard: its segments (parts of parameters) in order, from element 0 on and without gaps.
 
     Only optimizers that need data of full parameters use `exchange` or `peers`, once per update and on every rank.
 
@@ -120,7 +121,7 @@ class ShardSegments:
     items : the segments; () if the shard is empty
     exchange : function that all-gathers a few numbers per parameter among the ranks that hold shards of the same flat
         array; None: there is only one shard
-    peers : the same ranks, for large transfers; None: there is only one shard
+    peers : these ranks with an all-to-all for large transfers; None: there is only one shard
     """
 
     items: tuple[ShardSegment, ...]
@@ -141,11 +142,11 @@ class ShardSegments:
         return self.items[-1].stop if self.items else 0
 
     def with_missed_updates(self, missed: Mapping[str, int]) -> "ShardSegments":
-        """Return the same segments with the number of updates that each parameter has missed.
+        """Return these segments with the number of updates that each parameter has missed while frozen.
 
         Parameters
         ----------
-        missed : parameter name -> number of missed updates; 0 for names that are not listed
+        missed : number of missed updates by parameter name; 0 for names that are not listed
 
         Returns
         -------
@@ -168,8 +169,8 @@ class ShardSegments:
 
     @cached_property
     def spans_by_missed_updates(self) -> list[tuple[slice, int, "ShardSegments"]]:
-        """The shard as the fewest spans of parameters with equal `missed`: (slice of the shard, missed, segments of the
-        span)."""
+        """The shard split into spans of parameters that have missed equally many updates, as (slice of the shard,
+        number of missed updates, segments of the span)."""
         spans = []
         for missed, same in groupby(self.items, key=lambda s: s.missed):
             items = list(same)
@@ -179,11 +180,11 @@ class ShardSegments:
         return spans
 
     def hyperparameter_spans(self, groups: ParamGroups) -> tuple[HyperparameterSpan, ...]:
-        """Return the shard as the fewest spans with equal hyperparameters.
+        """Split the shard into the fewest spans of elements that have the same hyperparameters.
 
         Parameters
         ----------
-        groups : name pattern -> overrides, as the optimizer has them
+        groups : dict from name pattern to hyperparameters, as the optimizer has it
 
         Returns
         -------
@@ -197,7 +198,7 @@ class ShardSegments:
 
         Parameters
         ----------
-        groups : name pattern -> overrides, as the optimizer has them
+        groups : dict from name pattern to hyperparameters, as the optimizer has it
 
         Returns
         -------
@@ -236,8 +237,8 @@ class ShardSegments:
     def _get_or_make_spans(
         self, make: Callable[..., tuple[HyperparameterSpan, ...]], groups: ParamGroups
     ) -> tuple[HyperparameterSpan, ...]:
-        """Return `make(items, groups)`, cached because every update needs it and matching thousands of names takes
-        longer than the update."""
+        """Return `make(items, groups)` from a cache, because every update needs it, and matching thousands of names
+        would take longer than the update."""
         key = (make, make_hashable_groups(groups))
         if key not in self._cached_spans:
             self._cached_spans[key] = make(self.items, key[1])
@@ -250,23 +251,23 @@ class ShardSegments:
     def exchange_parts(
         self, xp: Any, parts: Mapping[str, Any], sends: Callable[[ShardSegment], int], dtype: Any
     ) -> dict[str, list[tuple[ShardSegment, Any]]]:
-        """Send this rank's parts of parameters to all ranks that hold other parts of them, and return the parts of all
-        ranks.
+        """Exchange parts of parameters between the ranks that hold shards of the same flat array, so that each rank
+        gets all parts of the parameters of which it holds one. Collective over these ranks.
 
         Each rank sends one message to each rank that has another part of one of the parameters, and no message if no
-        parameter is split. Collective over the ranks that hold shards of the same flat array.
+        parameter is split.
 
         Parameters
         ----------
         xp : namespace of the arrays
-        parts : parameter name -> flat array of `dtype` that this rank contributes, for each parameter of the exchange
-        sends : segment -> number of elements that the rank with this segment contributes; 0: none
+        parts : flat array of `dtype` that this rank contributes for each parameter of the exchange, by parameter name
+        sends : function from a segment to the number of elements that the rank with this segment contributes; 0: none
         dtype : dtype of all arrays
 
         Returns
         -------
         dict
-            parameter name -> list of (segment, flat array), one for each rank with a part, starting with this rank
+            list of (segment, flat array) by parameter name, one pair for each rank with a part, starting with this rank
         """
         parts_by_name = {s.name: [(s, parts[s.name])] for s in self.items if s.name in parts}
         if self.peers is None or not any(map(sends, self.peers.parameters_on_several_ranks)):
@@ -304,8 +305,7 @@ class ShardSegments:
 
     @cached_property
     def _shared_segments(self) -> list[list[tuple[ShardSegment, ShardSegment]]]:
-        """For each other rank, the pairs (its segment, this rank's segment) of the parameters of which both ranks hold
-        parts."""
+        """For each other rank, pairs (its segment, this rank's segment) of the parameters of which both hold a part."""
         assert self.peers is not None
         own_segments = {s.name: s for s in self.items}
         return [
@@ -314,11 +314,12 @@ class ShardSegments:
         ]
 
     def all_reduce_square_sums(self, *columns: Sequence[Sequence[float]]) -> tuple[list[float], ...]:
-        """Return sums over full parameters: for each column and segment, the sum of the partial sums of all ranks.
+        """Return sums over full parameters from partial sums on each rank. Each column holds a list of partial sums
+        for each of this rank's segments; the result holds one sum per column and segment.
 
-        Each column has one list of partial sums per segment. The sums are correctly rounded, so they do not depend on
-        the distribution of the partial sums over shards. Each rank sends `EXPANSION_PARTS` numbers per column and
-        parameter. Collective over the ranks that hold shards of the same flat array."""
+        The sums are correctly rounded, so they do not depend on how the partial sums are distributed over shards. Each
+        rank sends `EXPANSION_PARTS` numbers per column and parameter. Collective over the ranks that hold shards of
+        the same flat array."""
         own_sums = {
             s.name: [x for column in columns for x in compute_padded_sum_expansion(column[i])]
             for i, s in enumerate(self.items)
@@ -335,8 +336,8 @@ class ShardSegments:
 
 
 def is_in_group(name: str, norm: bool, pattern: str) -> bool:
-    """Return whether the parameter `name` belongs to the group with this pattern. norm: whether it is a parameter of a
-    norm."""
+    """Return whether a parameter belongs to the hyperparameter group with this pattern. `norm` says whether it belongs
+    to a normalization layer, which the special pattern NORMS matches."""
     return norm if pattern == NORMS else fnmatchcase(name, pattern)
 
 

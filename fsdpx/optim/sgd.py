@@ -59,10 +59,11 @@ def _momentum_loop(p, g, m, scale, l2, lr, mu, nesterov):
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class SGD(Elementwise):
-    """d = g + weight_decay p; m = momentum m + d; p -= lr m, or lr (d + momentum m) with Nesterov
-    (Sutskever et al. 2013, in the form of `torch.optim.SGD`).
+    """Stochastic gradient descent, optionally with momentum (Sutskever et al. 2013, in the form of `torch.optim.SGD`).
 
-    Slots: momentum, or none without momentum.
+    d = g + weight_decay p; m = momentum m + d; p -= lr m, or lr (d + momentum m) with Nesterov momentum.
+
+    Slots (state arrays): momentum, or none without momentum.
 
     Parameters
     ----------
@@ -70,7 +71,7 @@ class SGD(Elementwise):
     momentum : decay of m per step, in [0, 1)
     weight_decay : coefficient; weight_decay * p is added to g
     nesterov : whether to use Nesterov momentum; `momentum` must then be above 0
-    groups : name pattern (fnmatch) -> {"weight_decay", "lr_scale"} for the parameters that match
+    groups : dict from name pattern (fnmatch) to {"weight_decay", "lr_scale"}, which apply to the parameters that match
     """
 
     lr: LearningRate = 1e-3

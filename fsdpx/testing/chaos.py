@@ -1,5 +1,5 @@
-"""Fault injection: kill, stop or delay ranks at chosen actions, reproducibly by seed. Check the log of steps of a
-restarted job, in which each step must count once, and a repeated step must give the same loss to the last bit."""
+"""Fault injection: kill, stop or delay ranks at chosen actions of their programs, reproducibly by seed. A step log
+then checks a restarted job: each step must count once, and a repeated step must give the same loss to the last bit."""
 
 from __future__ import annotations
 
@@ -24,15 +24,22 @@ T = TypeVar("T")
 
 
 class InjectedFault(RankDied):
-    """Raised in a thread rank that an injected fault kills or stops."""
+    """Raised in a rank that is a thread, to kill or stop it by an injected fault."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault that occurs on a rank after its action number `action`, counted from 1 in each start of the job.
+    """A fault to inject on a rank. `str` returns a text such as "delay 1@30 for 0.5 in 0", which `parse_faults`
+    accepts.
 
-    kind: "kill", "stop" or "delay". start: number of the start of the job, counted from 0. seconds: duration of a
-    delay. `str` returns a text such as "delay 1@30 for 0.5 in 0", which `parse_faults` accepts."""
+    Attributes
+    ----------
+    kind : "kill", "stop" or "delay"
+    rank : the rank on which the fault occurs
+    action : number of actions of the rank's programs after which it occurs, in each start of the job
+    seconds : duration of a delay
+    start : number of the start of the job, counted from 0
+    """
 
     kind: str
     rank: int
@@ -46,7 +53,7 @@ class Fault:
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:
-    """Parse faults from a text in which they are separated by commas. Raise ConfigError for an invalid fault."""
+    """Parse a comma-separated list of faults. Raise ConfigError for an invalid fault."""
     return tuple(_parse_fault(part.strip()) for part in text.split(",") if part.strip())
 
 
@@ -63,8 +70,8 @@ def _parse_fault(part: str) -> Fault:
 def draw_faults(
     seed: int, ranks: int, actions: int, *, starts: int = 1, per_start: int = 1, kinds: Sequence[str] = FAULT_KINDS
 ) -> tuple[Fault, ...]:
-    """Draw `per_start` faults for each of the first `starts` starts, at random ranks (0 to `ranks` - 1) and random
-    actions (1 to `actions`). The result depends only on the arguments. Delays last 1 to 5 ms."""
+    """Draw `per_start` random faults for each of the first `starts` starts of a job, at ranks 0 to `ranks` - 1 and
+    actions 1 to `actions`. The result depends only on the arguments. Delays last 1 to 5 ms."""
     draw = random.Random(seed)
     made = []
     for start in range(starts):
@@ -76,10 +83,10 @@ def draw_faults(
 
 
 def inject_faults(trainer: Any, faults: Iterable[Fault], start: int = 0, *, threads: bool = False) -> None:
-    """Install an observer that injects the faults of this rank in this start of the job.
+    """Make this rank suffer its faults in start number `start` of the job.
 
-    A process gets SIGKILL or SIGSTOP. threads: True if ranks are threads. To kill or stop a thread, `InjectedFault` is
-    raised in that thread. Raise ConfigError for a fault of an unknown kind."""
+    A process gets SIGKILL or SIGSTOP. If ranks are threads (`threads`), `InjectedFault` is raised in the thread
+    instead. Raise ConfigError for a fault of an unknown kind."""
     mine: dict[int, list[Fault]] = {}
     for fault in faults:
         if fault.kind not in FAULT_KINDS:
@@ -107,8 +114,7 @@ def _inject_fault(fault: Fault, action: object, threads: bool) -> None:
 
 
 def run_until_survived(run: Callable[[int], T], max_starts: int = 20) -> tuple[T, int]:
-    """Call `run(0)`, `run(1)`, ... until a call raises no `InjectedFault`. Return the result and the number of that
-    call.
+    """Call `run(0)`, `run(1)`, ... until a call raises no `InjectedFault`. Return its result and its number.
 
     Raise AssertionError if `max_starts` calls have failed."""
     for start in range(max_starts):
@@ -120,8 +126,8 @@ def run_until_survived(run: Callable[[int], T], max_starts: int = 20) -> tuple[T
 
 
 class StepLog:
-    """A log of the steps of each rank: one file per start and rank, and one line per step, which is written during the
-    step."""
+    """A log of the steps of all ranks, to check a job that was restarted after faults. Each start and rank has a file
+    with one line per step, which is written during the step."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -133,8 +139,8 @@ class StepLog:
             file.write(f"{step} {loss.hex()}\n")
 
     def read_starts(self) -> dict[int, dict[int, list[tuple[int, str]]]]:
-        """Return the log: for each start a dict that has, for each rank, a list of (step, loss as hexadecimal text). A
-        last line that a kill has truncated is skipped."""
+        """Return the log as a dict from start to rank to a list of (step, loss as hexadecimal text). A last line that
+        a kill has truncated is skipped."""
         found: dict[int, dict[int, list[tuple[int, str]]]] = {}
         for path in sorted(self.folder.iterdir()):
             start, rank = map(int, path.name.split("-"))
@@ -143,12 +149,13 @@ class StepLog:
         return found
 
     def check_and_find_last_starts(self, steps: int) -> list[int]:
-        """Check the log, and return for each of `steps` steps the last start that performed it. Raise AssertionError if
-        the log is wrong.
+        """Check the log, and return for each of `steps` steps the last start that performed it. Raise AssertionError
+        if the log is wrong.
 
         Each start must continue from a checkpoint of an earlier start. No step may be skipped, a repeated step must
-        give the same loss to the last bit, ranks must agree, and each step must count exactly once."""
-        made: list[int] = []  # for each step, the last start that performed it
+        give the same loss to the last bit, all ranks must have the same losses, and each step must count exactly once.
+        """
+        made: list[int] = []  # index: step; value: the last start that performed it
         losses: dict[int, str] = {}
         for start, ranks in self.read_starts().items():
             firsts = {entries[0][0] for entries in ranks.values() if entries}

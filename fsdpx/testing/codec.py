@@ -1,4 +1,4 @@
-"""`CodecContract`: tests that every codec must pass, in a class to inherit."""
+"""`CodecContract`: tests that every compression codec must pass, in a class to inherit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHARED_CASES = ((1, 60), (2, 61), (3, 0), (4, 1), (5, 60))
 
 
 class CodecContract:
-    """Tests of a codec. Inherit the class and define `make`, which returns the codec to be tested."""
+    """Tests of a compression codec. Inherit the class and define `make`, which returns the codec to be tested."""
 
     allowed_error: float = 0.0
     """Allowed error of a sum in the first step, relative to the sum of the absolute values of its terms. For
@@ -101,7 +101,7 @@ class CodecContract:
         spawn(body, size, timeout=60)
 
     def test_codec_state_is_only_in_memory_arrays(self) -> None:
-        """Check that two codecs that alternate on the same memory arrays give the same bits as a single codec. This
+        """Check that two codecs that take turns on the same memory arrays give the same bits as a single codec, which
         shows that a codec stores no state elsewhere."""
 
         def body(comm: Communicator, codecs: Sequence[Codec]) -> list[bytes]:
@@ -160,6 +160,7 @@ class CodecContract:
         return np.random.default_rng([n, seed]).standard_normal(n).astype(self.dtype)
 
     def _allocate_buffers(self, codec: Codec, n: int, size: int) -> tuple[np.ndarray, dict[str, Any]]:
-        """Allocate scratch and zeroed memory in the sizes that a codec declares for `n` elements on `size` ranks."""
+        """Allocate the scratch buffer and the zeroed memory arrays that a codec needs for `n` elements on `size`
+        ranks."""
         memory = {name: np.zeros(elements, self.dtype) for name, elements in codec.memory_sizes(n).items()}
         return np.full(codec.scratch_bytes(n, size), 77, np.uint8), memory

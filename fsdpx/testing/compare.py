@@ -1,4 +1,4 @@
-"""Compare arrays by name, and report the worst element of all tensors with its index and its two values."""
+"""Compare arrays by name, and report the element that differs most, with its tensor, index, and both values."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class WorstElement:
     index : index of the element in the tensor
     got, want : actual and expected values of the element
     relative : absolute difference of the two values, divided by the largest absolute value of the expected tensor
-    beyond, elements : number of elements of the tensor that differ by more than allowed, and number of all elements of
-        the tensor
-    tensors : number of tensors that have elements that differ by more than allowed
+    beyond, elements : number of elements of the tensor that differ by more than the tolerance, and number of all
+        elements of the tensor
+    tensors : number of tensors with elements that differ by more than the tolerance
     """
 
     tensor: str
@@ -50,7 +50,7 @@ class WorstElement:
 def assert_close(
     got: Any, want: Any, tolerance: float = 0.0, *, rank: int | None = None, step: int | None = None
 ) -> None:
-    """Raise an AssertionError that names the worst element, unless two sets of arrays agree.
+    """Raise an AssertionError that names the element that differs most, unless two sets of arrays agree.
 
     Parameters
     ----------
@@ -89,7 +89,8 @@ def find_difference(got: Any, want: Any, tolerance: float = 0.0) -> WorstElement
 
 
 def _iterate_tensor_pairs(name: str, got: Any, want: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, got, want) for each tensor of two structures. Raise AssertionError if the structures differ."""
+    """Yield (name, actual array, expected array) for each tensor of two structures. Raise AssertionError if the
+    structures differ."""
     if isinstance(want, Mapping):
         assert list(got) == list(want), (
             f"{name or 'tensors'}: these are there: {list(got)}, these should be: {list(want)}"
@@ -114,7 +115,7 @@ def _find_worst_element(name: str, got: np.ndarray, want: np.ndarray, tolerance:
     a, b = got.astype(wide), want.astype(wide)
     with np.errstate(invalid="ignore", over="ignore"):
         apart = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
-    apart = np.where(np.isnan(apart), inf, apart)  # exactly one of the two is NaN, or the infinities differ
+    apart = np.where(np.isnan(apart), inf, apart)  # exactly one of the two values is NaN, or the infinities differ
     largest = float(np.max(np.abs(b), initial=0.0, where=np.isfinite(b))) or 1.0
     bits = _view_as_bits(got) != _view_as_bits(want) if not tolerance else np.zeros(got.shape, bool)
     beyond = bits | (apart > tolerance * largest)
@@ -126,6 +127,7 @@ def _find_worst_element(name: str, got: np.ndarray, want: np.ndarray, tolerance:
 
 
 def _view_as_bits(array: np.ndarray) -> np.ndarray:
-    """Return a view of the array, or of a contiguous copy, whose elements compare bit by bit (void dtype)."""
+    """Return a view of the array (or of a contiguous copy) as raw bytes per element, so that elements compare bit by
+    bit."""
     flat = np.ascontiguousarray(array).reshape(-1)
     return flat.view(f"V{array.dtype.itemsize}").reshape(array.shape)

@@ -121,9 +121,9 @@ class OptimizerContract:
         assert p.size == 0
 
     def test_each_parameter_counts_its_own_updates(self) -> None:
-        """Check that a parameter that has missed two updates gets its first update when the other parameters get their
-        third."""
-        # test without the wrapper for averages, because that counts the steps of the trainer
+        """Check that a parameter that was frozen for two steps gets its first update in the third step, in which other
+        parameters get their third update."""
+        # the wrapper that averages parameters counts trainer steps, so test the inner optimizer
         late, optimizer = ("a.bias", "b.weight"), unwrap_optimizer(self.make(lr=0.01))
         p, g, slots = self._make_state("float64", slice(None), optimizer)
         alone = {n: self._make_state("float64", at, optimizer) for n, at in _compute_parameter_ranges().items()}
@@ -132,7 +132,7 @@ class OptimizerContract:
             segments = _make_segments(0, TOTAL_SIZE).with_missed_updates(dict.fromkeys(late, 2 if step == 3 else 0))
             update_parameters(optimizer, np, p, g, slots, lr=0.01, step=step, segments=segments)
             for name, at in _compute_parameter_ranges().items():
-                if name in late and step < 3:  # frozen
+                if name in late and step < 3:  # frozen parameters must not change: undo the update
                     for a, old in before:
                         a[at] = old[at]
                     continue
@@ -146,7 +146,7 @@ class OptimizerContract:
             return
         groups = {"a.*": {"lr_scale": 0.0}, "*bias": {"lr_scale": 100.0}, "norm*": {"weight_decay": 0.0}}
         optimizer = self.make(lr=0.01, weight_decay=0.5, groups=groups)
-        parts = {  # name: (weight decay, learning rate)
+        parts = {  # expected (weight decay, learning rate) by parameter name
             "a.weight": (0.5, 0.0), "a.bias": (0.5, 0.0), "norm.weight": (0.0, 0.01), "b.weight": (0.5, 0.01),
             "b.bias": (0.5, 1.0),
         }  # fmt: skip
@@ -162,21 +162,21 @@ class OptimizerContract:
     def _make_state(
         self, dtype: str, part: slice, optimizer: Optimizer | None = None
     ) -> tuple[Any, Any, dict[str, Any]]:
-        """Return slice `part` of parameters and gradients, which are the same in every run, and zeroed slots for that
-        slice."""
+        """Return the slice `part` of parameters and gradients, which are the same in every run, and zeroed state
+        arrays of its size."""
         random = np.random.default_rng(5)
         p, g = (random.standard_normal(TOTAL_SIZE).astype(dtype)[part].copy() for _ in range(2))
         low, high, _ = part.indices(TOTAL_SIZE)
         return p, g, make_zero_slots(np, optimizer or self.make(lr=0.01), _make_segments(low, high), p.dtype)
 
     def _update(self, p: Any, g: Any, slots: dict[str, Any], optimizer: Optimizer | None = None, **other: Any) -> None:
-        """Update all parameters in place, with lr 0.01 and step 1 by default."""
+        """Update all parameters in place. Options that are not passed have defaults, such as lr=0.01 and step=1."""
         options = {"lr": 0.01, "step": 1, "segments": _make_segments(0, TOTAL_SIZE), **other}
         (optimizer or self.make(lr=0.01)).update(np, p, g, slots, **options)
 
     def _train_shards(self, dtype: str, cuts: Sequence[int]) -> dict[str, Any]:
-        """Perform three steps on the shards between `cuts`, each shard in its own thread. Return the full parameters
-        and slots."""
+        """Perform three steps on shards of the parameters, split at the elements in `cuts`, each in its own thread.
+        Return the full parameters and state arrays."""
         bounds = [0, *cuts, TOTAL_SIZE]
         optimizer = self.make(lr=0.01)
 
@@ -207,7 +207,7 @@ def _compute_parameter_ranges() -> dict[str, slice]:
 def _make_segments(
     low: int, high: int, exchange: Exchange | None = None, peers: ShardPeers | None = None
 ) -> ShardSegments:
-    """Return the segments of the shard [low, high) of all parameters."""
+    """Return the parameters, or parts of parameters, in the shard [low, high) of all test parameters."""
     items = []
     for name, place in _compute_parameter_ranges().items():
         start, stop = max(low, place.start), min(high, place.stop)

@@ -44,7 +44,7 @@ class ScheduleContract:
         raise TypeError(f"{type(self).__name__} must define make(), which returns the schedule to be tested")
 
     def max_in_flight(self, ranks: int, microbatches: int, rank: int) -> int | None:
-        """Return the maximum number of pairs (stage, microbatch) whose activations a rank may hold at the same time;
+        """Return the maximum number of (stage, microbatch) pairs whose activations a rank may hold at the same time;
         None: any number.
 
         Parameters
@@ -61,7 +61,7 @@ class ScheduleContract:
             validate(made)
 
     def test_repeated_calls_give_same_schedule(self) -> None:
-        """Check that two calls give the same schedule, since each rank calls the function."""
+        """Check that two calls give the same schedule, because each rank makes its own call."""
         for made, repeated in zip(self._iterate_schedules(), self._iterate_schedules(), strict=True):
             assert made == repeated
 
@@ -87,8 +87,8 @@ class ScheduleContract:
                     assert order == list(range(made.microbatches)), f"{made.name}: stage {stage} adds {order}"
 
     def test_no_rank_waits_forever(self) -> None:
-        """Check, for several costs of forward, backward and messages, that a step takes no longer than all work and all
-        messages in sequence. This holds if at every moment a rank computes or a message is in flight."""
+        """Check, for several costs of forward, backward and messages, that a step takes at most the sum of all costs.
+        This holds if at every moment a rank computes or a message is in flight."""
         for made in self._iterate_schedules():
             for costs in (StageCosts(1, 1, 1), StageCosts(3, 1, 1, 0.5), StageCosts(1, 5, 2), StageCosts(1, 0, 4, 2)):
                 work = sum(costs.cost_of(action) for row in made.ranks for action in row)
@@ -96,8 +96,8 @@ class ScheduleContract:
                 assert max(event.end for event in simulate(made, costs)) <= work + messages
 
     def test_compiled_programs_complete(self) -> None:
-        """Check the compiled programs of all ranks, including messages, gathers and reductions, for a model with one
-        unit per stage and a value that skips stages."""
+        """Check that the compiled programs of all ranks run to their end, including messages, gathers and reductions,
+        for a model with one unit per stage and an activation that skips stages."""
         for made in self._iterate_schedules():
             n = made.stages
             units = [((u,), (u, 1) if u == n - 1 > 1 else (u,), (u + 1,)) for u in range(n)]

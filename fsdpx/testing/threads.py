@@ -23,7 +23,7 @@ themselves."""
 
 @contextmanager
 def switching_at_every_bytecode() -> Iterator[None]:
-    """Within the block, let other threads run at every bytecode that this thread executes.
+    """Return a context manager in which other threads may run at every bytecode that this thread executes.
 
     Frames of NumPy, Numba and the parts of Python's standard library that wrap calls run without switches. So does a
     bytecode, for example in a loop, after `MAX_VISITS` visits."""
@@ -34,7 +34,7 @@ def switching_at_every_bytecode() -> Iterator[None]:
             at = frame.f_code, frame.f_lasti
             visits[at] += 1
             if visits[at] <= MAX_VISITS:
-                time.sleep(0)  # releases the GIL
+                time.sleep(0)  # sleeping releases the GIL
         return step
 
     def enter(frame: FrameType, event: str, argument: Any) -> Any:

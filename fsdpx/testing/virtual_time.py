@@ -1,5 +1,5 @@
-"""Thread ranks in virtual time: they access windows in the order in which ranks of given speeds would access them, so
-that asynchronous training is reproducible."""
+"""Thread ranks in virtual time: they access shared memory in the order in which ranks of given speeds would access it,
+so that asynchronous training is reproducible."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ __all__ = ["VirtualTime"]
 class VirtualTime:
     """A virtual clock that thread ranks share: `distribute(..., comm=virtual.wrap_communicator(comm))`.
 
-    Pulls and updates take no time. The step between a pull and an update takes the `seconds` of its rank. If two ranks
-    are at the same time, the lower rank continues first. Ranks compute one at a time.
+    Pulls (reading parameters) and updates take no time. The step between a pull and an update takes the `seconds` of
+    its rank. If two ranks are at the same time, the lower rank continues first. Ranks compute one at a time.
 
     Parameters
     ----------
@@ -44,7 +44,7 @@ class VirtualTime:
         self._changed = threading.Condition(threading.RLock())
 
     def wrap_communicator(self, comm: Communicator) -> Communicator:
-        """Return a communicator for one rank whose windows are accessed in virtual time.
+        """Return a communicator for one rank whose windows (shared memory) are accessed in virtual time.
 
         Parameters
         ----------
@@ -74,7 +74,8 @@ class VirtualTime:
             self._changed.notify_all()
 
     def wait_for_turn(self, rank: int, window: Window) -> None:
-        """Block until no other rank can access a window before this one.
+        """Block until it is this rank's turn: no other rank can access a window (shared memory) at an earlier virtual
+        time.
 
         Parameters
         ----------
@@ -88,7 +89,8 @@ class VirtualTime:
         self._wait_until_ready(lambda: self._find_next_rank() == rank, window, "its turn")
 
     def record_event(self, rank: int, kind: str) -> None:
-        """Append an event at the current virtual time of a rank, and wake the ranks whose condition is now true.
+        """Append an event at the current virtual time of a rank, and wake the ranks in `wait_until` whose condition is
+        now true.
 
         Parameters
         ----------
@@ -114,7 +116,7 @@ class VirtualTime:
             self._changed.notify_all()
 
     def wait_until(self, rank: int, ready: Callable[[], bool], window: Window, what: str) -> None:
-        """Block until `ready()` is true.
+        """Block this rank until `ready()` is true.
 
         Parameters
         ----------
@@ -137,8 +139,8 @@ class VirtualTime:
             self._wait_until_ready(lambda: rank not in self._waiting, window, what)
 
     def arrive_at_barrier(self, rank: int) -> None:
-        """Mark a rank as arrived at a barrier. When the last rank arrives, the time of all ranks becomes the latest of
-        their times.
+        """Mark a rank as arrived at a barrier. When the last rank has arrived, the virtual time of all ranks becomes
+        the latest time of any rank.
 
         Parameters
         ----------
@@ -167,7 +169,7 @@ class VirtualTime:
 
 
 class _TimedCommunicator(CommunicatorWrapper):
-    """A communicator whose windows are accessed in virtual time."""
+    """A communicator whose windows (shared memory) are accessed in virtual time."""
 
     def __init__(self, comm: Communicator, virtual: VirtualTime) -> None:
         super().__init__(comm)
@@ -181,12 +183,12 @@ class _TimedCommunicator(CommunicatorWrapper):
 
 
 class _TimedWindow(Window):
-    """A window whose accesses wait for their turn in virtual time."""
+    """A window (shared memory) whose accesses wait for their turn in virtual time."""
 
     def __init__(self, window: Window, virtual: VirtualTime) -> None:
         super().__init__(window.rank, window.size, window.own, window.timeout)
         self.window, self.virtual = window, virtual
-        self._reads = False  # True between a pull and the next update, while a step is computed
+        self._reads = False  # True while this rank computes a step, between a pull and the next update
 
     def open_part(self, rank: int, start: int, stop: int, write: bool = True) -> AbstractContextManager[Array]:
         return self.window.open_part(rank, start, stop, write)
@@ -224,8 +226,8 @@ class _TimedWindow(Window):
 
 
 def _is_ready(ready: Callable[[], bool]) -> bool:
-    """Return whether `ready()` is true or raises an error. In case of an error, the waiting rank calls `ready` itself
-    and gets the error."""
+    """Return whether `ready()` is true or raises an error. After an error, the waiting rank calls `ready` itself and
+    gets the error."""
     try:
         return ready()
     except Exception:
