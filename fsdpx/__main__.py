@@ -1,4 +1,4 @@
-"""The command line: python -m fsdpx info, doctor, bench, run, train, show, plan, ckpt, verify, diff, trace, ..."""
+"""The command line of fsdpx: python -m fsdpx info, doctor, bench, run, train, show, plan, ckpt, verify, diff, ..."""
 
 import argparse
 import os
@@ -19,8 +19,15 @@ Options = Callable[[argparse.ArgumentParser], None] | str
 
 
 class Command(NamedTuple):
-    """A command. function: "module:function" in fsdpx/launch. The function returns an exit status or text to print.
-    example: arguments after `fsdpx`, or after `mpiexec -n 4 python -m fsdpx` if they begin with `mpiexec`."""
+    """One command of the command line.
+
+    Attributes
+    ----------
+    help : one line that describes the command
+    function : "module:function" in fsdpx/launch; the function returns an exit status, or text to print
+    options : function that adds the command's options to a parser
+    example : arguments after `fsdpx`, or after `mpiexec -n 4 python -m fsdpx` if they begin with `mpiexec`
+    """
 
     help: str
     function: str
@@ -29,7 +36,7 @@ class Command(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that the arguments name; return the exit status."""
+    """Run the command that the arguments name, and return the exit status."""
     args = make_parser().parse_args(argv)
     if args.command is None:
         make_parser().print_help(sys.stderr)
@@ -40,36 +47,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except FsdpxError as error:
         if _has_connected_to_ranks():
-            raise error.with_traceback(None) from None  # the excepthook of the job prints it and ends all ranks
+            raise error.with_traceback(None) from None  # the job's excepthook prints the error and ends all ranks
         return _print_error_on_first_rank(f"fsdpx {args.command}: {error}")
     except KeyboardInterrupt:
         if _has_connected_to_ranks():
             raise
         return 128 + 2  # SIGINT; the user who pressed Ctrl-C needs no message
-    except BrokenPipeError:  # the reader has closed the pipe, so there is nowhere to report an error
+    except BrokenPipeError:  # the program that reads the output has ended, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + 13  # SIGPIPE, which Windows lacks
+        return 128 + 13  # the exit status for SIGPIPE, which Windows does not define
 
 
 def _expand_path(text: str) -> Path:
-    """Return a path as `fsdpx.core.base.safe_files.expanduser` does. That module is not imported here, so that starting
-    a job stays fast."""
+    """Expand ~ in a path, like `fsdpx.core.base.safe_files.expanduser`. That module is not imported here, so that
+    starting a job stays fast."""
     return Path(os.path.expanduser(text))
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Argument parser that reports a mistake in one line, like all other errors, without listing all options.
+    """Argument parser that reports a mistake in one line, without listing all options as argparse does.
 
-    options: function that adds the options of a command. This function is imported only for the requested command,
-    since a launcher need not import training code."""
+    `options` is a function that adds the options of a command. It is imported only for the requested command, since a
+    launcher need not import training code."""
 
     def __init__(self, *args: Any, options: Options | None = None, **more: Any) -> None:
         super().__init__(*args, **{**more, "allow_abbrev": False})
         self._options = options
 
     def parse_known_args(self, *args: Any, **more: Any) -> Any:
-        """Parse the arguments. Unknown options are reported by the command's own parser, which can suggest similar
-        ones."""
+        """Parse the arguments of a command. Unknown options are an error here, so that the command's own parser can
+        suggest similar ones."""
         options, self._options = self._options, None
         if options is not None:
             (_import_command(options) if isinstance(options, str) else options)(self)
@@ -79,7 +86,7 @@ class CommandParser(argparse.ArgumentParser):
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Print the message once, with a suggestion, and exit with status 2."""
+        """Print the error message, with a suggestion, on the first rank only, and exit with status 2."""
         found = [word.partition("=")[0].rstrip(":") for word in message.split()]
         words = [word for word in found if word.startswith("-") and "/" not in word]
         message += next(filter(None, map(self._suggest_option, words)), "")
@@ -91,8 +98,8 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(_print_error_on_first_rank(line))
 
     def _suggest_option(self, word: str) -> str:
-        """Return the end of a sentence that suggests what a mistyped option may stand for. It names the options that
-        begin with the mistyped text, or a similar option."""
+        """Return a suggestion such as "; did you mean '--steps'?" for a mistyped option, or "". It names the options
+        that begin with the text `word`, or a similar option."""
         from fsdpx.core.base.name_hints import did_you_mean
 
         known = [option for action in self._actions for option in action.option_strings]
@@ -116,7 +123,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _format_commands() -> str:
-    """Return a text that lists the commands by group, each with its help and an example."""
+    """Return the list of commands for --help, by group, each with its description and an example."""
     lines = []
     for group, commands in GROUPS.items():
         lines.append(f"{group}:")
@@ -132,7 +139,7 @@ def _format_example(command: Command) -> str:
 
 
 def _run_command(args: argparse.Namespace) -> int:
-    """Run the requested command and return its exit status. If the command returns a text, print the text."""
+    """Run the requested command and print the text that it returns, if any. Return the exit status."""
     status = _import_command(COMMANDS[args.command].function)(args)
     if isinstance(status, str):
         from fsdpx.core.base.messages import wrap_for_terminal
@@ -144,7 +151,7 @@ def _run_command(args: argparse.Namespace) -> int:
 
 
 def _import_command(function: str) -> Callable[..., Any]:
-    """Import and return the function of "module:function" in fsdpx/launch."""
+    """Import and return the function that the text "module:function" names in fsdpx/launch."""
     module, _, name = function.partition(":")
     found: Callable[..., Any] = getattr(import_module(f"fsdpx.launch.{module}"), name)
     return found
@@ -159,8 +166,8 @@ def _has_connected_to_ranks() -> bool:
 
 
 def _print_error_on_first_rank(line: str) -> int:
-    """Print an error and return status 2. If ranks that have not connected yet would all report the same error, only
-    the first rank prints it."""
+    """Print an error, and return exit status 2. If the ranks have not connected yet, all of them meet the same error,
+    so only the first rank prints it."""
     from fsdpx.core.base import environment
     from fsdpx.core.base.messages import wrap_for_terminal
 
@@ -168,7 +175,7 @@ def _print_error_on_first_rank(line: str) -> int:
     if launcher is None or not launcher.rank:
         print(wrap_for_terminal(line, sys.stderr), file=sys.stderr, flush=True)
     else:
-        time.sleep(1)  # give the first rank time, because a launcher ends all ranks when one has ended
+        time.sleep(1)  # let the first rank print, because a launcher ends all ranks once one has ended
     return 2
 
 
@@ -230,7 +237,8 @@ def _add_run_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--print-sbatch", dest="print_batch", action="store_const", const="slurm", help="the same for Slurm")
     p.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
     p.add_argument("script", nargs="?", help="script.py")
-    p.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script").required = False  # may be empty
+    # there may be no arguments
+    p.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script").required = False
 
 
 def _add_train_options(p: argparse.ArgumentParser) -> None:

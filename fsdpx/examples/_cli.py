@@ -1,4 +1,4 @@
-"""Command-line helpers of the examples."""
+"""Command-line helpers that the examples share."""
 
 import argparse
 import sys
@@ -13,7 +13,8 @@ __all__ = ["nonnegative_int", "positive_int", "run_main"]
 
 
 def positive_int(text: str, minimum: int = 1) -> int:
-    """Parse an argument as an int; raise an argparse error unless it is an integer of at least `minimum`."""
+    """Parse a command-line argument as an int. Raise an argparse error unless it is an integer of at least `minimum`.
+    """
     try:
         found = int(text)
     except ValueError:
@@ -24,12 +25,12 @@ def positive_int(text: str, minimum: int = 1) -> int:
 
 
 def nonnegative_int(text: str) -> int:
-    """Parse an argument as an int; raise an argparse error unless it is an integer of at least 0."""
+    """Parse a command-line argument as an int. Raise an argparse error unless it is an integer of at least 0."""
     return positive_int(text, 0)
 
 
 def run_main(main: Callable[[], Any]) -> int:
-    """Run `main` and return the exit status.
+    """Run an example's `main`, and return the exit status.
 
     In a single process, an error of fsdpx is printed as one line, and the status is 2. In a job of several ranks, the
     error is raised like any other uncaught error, so it is printed once and ends all ranks."""

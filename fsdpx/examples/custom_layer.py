@@ -12,7 +12,7 @@ from fsdpx import nn, optim
 
 
 class LayerScale(nn.Layer):
-    """y = gain * x, one gain per feature (Touvron et al. 2021)."""
+    """Scales each feature by a learned gain: y = gain * x (Touvron et al. 2021)."""
 
     def __init__(self, features):
         self.features = features
@@ -28,20 +28,20 @@ class LayerScale(nn.Layer):
 
     def backward_params(self, env, g, kept):
         x, dy = kept
-        if "gain" in g:  # missing if the parameter is frozen
+        if "gain" in g:  # a frozen parameter has no gradient
             g["gain"] += (x * dy).reshape(-1, self.features).sum(axis=0)
 
 
 def make_batch(step: int, samples: int = 64) -> tuple[np.ndarray, np.ndarray]:
-    """Return this rank's part of the global batch of `step`: x `(samples / ranks, 8)`, and the sum of sines of its
-    columns."""
+    """Return this rank's samples of the global batch of `step`: x `(samples / ranks, 8)`, and as targets the sum of
+    the sines of its columns."""
     x = np.random.default_rng(step).standard_normal((samples, 8)).astype(np.float32)
     mine = slice(fsdpx.rank(), None, fsdpx.world_size())
     return x[mine], np.sin(x).sum(axis=1, keepdims=True)[mine]
 
 
 def main(steps: int = 60) -> list[float]:
-    """Train, and return the loss of each step."""
+    """Train the model, and return the loss of each step."""
     branch = nn.Residual(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), LayerScale(64)))
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), branch, nn.Linear(64, 1))
     trainer = model.as_distributed(loss=nn.MSELoss(), optimizer=optim.AdamW(lr=1e-2), strategy="fsdp")

@@ -29,7 +29,8 @@ FONT = (
 
 
 def draw_digits(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return `count` noisy digits at random positions: images (count, 1, SIDE, SIDE) in float32, labels (count,)."""
+    """Draw `count` noisy digits at random positions. Return images (count, 1, SIDE, SIDE) in float32, and labels
+    (count,)."""
     glyphs = np.array([[[int(bit) for bit in row] for row in text.split()] for text in FONT], np.float32)
     rng = np.random.Generator(np.random.Philox(seed))
     labels = rng.integers(0, 10, count)
@@ -41,7 +42,7 @@ def draw_digits(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, and print the accuracy on held-out digits on rank 0; return the exit status."""
+    """Train the network, and print the accuracy on held-out digits on rank 0. Return the exit status."""
     p = argparse.ArgumentParser(
         prog="python -m fsdpx.examples.digits", description=__doc__.splitlines()[0], allow_abbrev=False
     )
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with train, held:
         history = trainer.fit(train, epochs=args.epochs, validation=held, metrics=right, every=60, patience=5)
     if comm.rank == 0:
-        assert history.best_step is not None  # fit was given validation data
+        assert history.best_step is not None  # it is set, because fit was given validation data
         accuracy = dict(history.metrics["accuracy"])[history.best_step]
         print(f"accuracy on 1,000 new digits: {100 * accuracy:.1f} %")
     return 0

@@ -57,7 +57,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def train_tokenizer(comm: Any) -> Any:
-    """Return a byte-pair tokenizer, which rank 0 trains on some of Python's sources. Collective."""
+    """Train a byte-pair tokenizer on some of Python's sources on rank 0, and return it on all ranks. Collective."""
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError as error:
@@ -77,7 +77,8 @@ def train_tokenizer(comm: Any) -> Any:
 
 
 def write_conversations(path: Path, count: int = 400) -> None:
-    """Write questions whose answers have a form that occurs in no source file."""
+    """Write a JSON Lines file of questions and answers. The answers have a form that occurs in no Python source, so
+    the model must learn it."""
     random = np.random.default_rng(0)
     names = ["size", "name", "path", "value", "index", "lines", "width", "count"]
     with path.open("w", encoding="utf-8") as file:
@@ -90,8 +91,8 @@ def write_conversations(path: Path, count: int = 400) -> None:
 def load_or_train_model(
     args: argparse.Namespace, tokenizer: Any, comm: Any
 ) -> tuple[Any, dict[str, np.ndarray] | None]:
-    """Return the model of a folder and None. Without a folder, train a small model, and return it and its parameters by
-    name. Collective."""
+    """Load the model in the given folder, and return it and None. Without a folder, train a small model, and return it
+    and its parameters by name. Collective."""
     if args.folder is not None:
         return models.from_pretrained(args.folder), None
     model = nn.Llama(VOCAB, d_model=64, n_layers=2, n_heads=4, seq_len=args.seq_len, kv_heads=2)
@@ -107,7 +108,7 @@ def load_or_train_model(
 
 
 def train_and_print_loss(trainer: fsdpx.Trainer, samples: Any, steps: int, batch: int, label: str) -> None:
-    """Train for `steps` steps; rank 0 prints the first and last loss. Collective."""
+    """Train for `steps` steps, and print the first and last loss on rank 0. Collective."""
     with data.DataLoader(samples, batch, comm=trainer.data_group, shuffle=True, drop_last=True) as loader:
         losses: list[float] = []
         while len(losses) < steps:
@@ -119,7 +120,7 @@ def train_and_print_loss(trainer: fsdpx.Trainer, samples: Any, steps: int, batch
 
 
 def warn_if_format_differs(samples: data.SupervisedDataset, template: Any, folder: str) -> None:
-    """Print a warning if the conversations do not have the format that the folder's chat template expects."""
+    """Print a warning if the training data do not have the format that the model's chat template expects."""
     if samples.messages and template is None:
         print(
             f"{folder}: there is no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): "
@@ -133,7 +134,7 @@ def warn_if_format_differs(samples: data.SupervisedDataset, template: Any, folde
 def generate_and_print_answers(
     trainer: fsdpx.Trainer, tokenizer: Any, prompts: dict[str, list[int]], stop_tokens: list[int], label: str
 ) -> None:
-    """Generate answers to the prompts; rank 0 prints them. Collective."""
+    """Generate answers to the prompts, and print them on rank 0. Collective."""
     found = trainer.generate(list(prompts.values()), 24, stop=stop_tokens)
     if trainer.call_runner.rank == 0:
         for text, tokens in zip(prompts, found, strict=True):
@@ -141,7 +142,7 @@ def generate_and_print_answers(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Fine-tune, print answers before and after, and save the adapters; return the exit status."""
+    """Fine-tune the model, print its answers before and after, and save the LoRA adapters. Return the exit status."""
     args = make_parser().parse_args(argv)
     if (args.folder is None) != (args.data is None):
         raise ConfigError("give a folder and data, or neither of them")

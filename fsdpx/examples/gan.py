@@ -21,20 +21,21 @@ def make_mlp(inputs: int, outputs: int) -> nn.Sequential:
 
 
 def sample_circle(rng: np.random.Generator, samples: int) -> np.ndarray:
-    """Return points `(samples, 2)` at a distance of about 1 from the origin."""
+    """Return random points `(samples, 2)` near the unit circle."""
     angle = rng.uniform(0, 2 * np.pi, samples)
     points = np.stack([np.cos(angle), np.sin(angle)], axis=1) + rng.normal(0, 0.02, (samples, 2))
     return points.astype(np.float32)
 
 
 def compute_logit_gradient(logits: np.ndarray, real: bool, samples: int) -> np.ndarray:
-    """Return the gradient of the cross entropy with respect to the logits. real: whether the label is "real". samples:
-    number of samples of the global batch, over which the loss is averaged."""
+    """Return the gradient of the binary cross-entropy with respect to the critic's logits. `real` is the label, and
+    `samples` the number of samples of the global batch, over which the loss is averaged."""
     return (1 / (1 + np.exp(-logits)) - real) / samples
 
 
 def main(argv: Sequence[str] | None = None) -> list[float]:
-    """Train, and return the mean distance of generated points from the circle, every 100 steps and at the end."""
+    """Train both networks. Return the mean distance of generated points from the circle, every 100 steps and at the
+    end."""
     p = argparse.ArgumentParser(
         prog="python -m fsdpx.examples.gan", description=__doc__.splitlines()[0], allow_abbrev=False
     )
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     critic = make_mlp(2, 1).as_distributed(**options, seed=2)
     mine, misses = slice(comm.rank, None, comm.size), []
     for step in range(1, args.steps + 1):
-        rng = np.random.default_rng(step)  # the same on all ranks, each of which takes its own samples
+        rng = np.random.default_rng(step)  # the same seed on all ranks, each of which takes its own samples
         real, noise = sample_circle(rng, args.batch)[mine], rng.standard_normal((args.batch, NOISE), np.float32)[mine]
         fake = generator.forward(noise)
         for points, is_real in ((real, True), (fake, False)):

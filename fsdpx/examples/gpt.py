@@ -84,17 +84,17 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def make_optimizer(lr: float, steps: int) -> optim.AdamW:
-    """Build AdamW with linear warm-up and cosine decay to 0 over `steps` steps."""
+    """Build AdamW with linear warm-up, and cosine decay of the learning rate to 0 over `steps` steps."""
     warm = max(min(steps // 10, 100), 1)
     schedule = optim.schedules.WarmUp(warm, optim.schedules.Cosine(lr, max(steps - warm, 1), final=0.0))
     return optim.AdamW(lr=schedule, betas=(0.9, 0.98), weight_decay=0.1, groups=optim.no_decay)
 
 
 def make_loader_and_batches(args: argparse.Namespace, comm: Any, prints: bool) -> tuple[data.DataLoader, list[Any]]:
-    """Return the loader of the training split, and a list of fixed batches of the validation split.
+    """Return the data loader of the training split, and a list of fixed batches of the validation split.
 
-    comm: the data ranks, `trainer.data_group`; ranks that differ only on the pipeline or tensor axis read the same
-    samples. prints: whether this rank prints."""
+    `comm` are the data ranks, `trainer.data_group`; ranks that differ only on the pipeline or tensor axis read the
+    same samples. `prints` says whether this rank prints."""
     source, seq_len = args.data or data.python_stdlib_folder(), SIZES[args.size].seq_len
     train = data.TextDataset(source, seq_len, split="train")
     held = data.TextDataset(source, seq_len, split="validation")
@@ -114,8 +114,8 @@ def make_loader_and_batches(args: argparse.Namespace, comm: Any, prints: bool) -
 
 
 def print_sample(trainer: fsdpx.Trainer, count: int, seed: int, cache: bool, prompt: str = "\ndef ") -> None:
-    """Generate `count` bytes of text; rank 0 prints them while they are generated. Collective. cache: see
-    `generate`."""
+    """Generate `count` bytes of text, and print them on rank 0 as they are generated. With `cache`, keys and values
+    are cached. Collective."""
     prints = trainer.call_runner.rank == 0
     printed = TerminalStream(decode_bytes, lambda text: print(text, end="", flush=True) if prints else None)
     printed.write(f"\nsample:\n{prompt}")
@@ -124,7 +124,7 @@ def print_sample(trainer: fsdpx.Trainer, count: int, seed: int, cache: bool, pro
 
 
 def make_trainer(args: argparse.Namespace) -> fsdpx.Trainer:
-    """Build the trainer that the command line describes. Collective."""
+    """Build the trainer with the options of the command line. Collective."""
     elastic = fsdpx.ElasticConfig(copies=args.copies, ranks=args.ranks, resize=args.resize) if args.elastic else False
     return make_gpt(args.size, args.dropout).as_distributed(
         loss=nn.CrossEntropyLoss(),
@@ -155,8 +155,10 @@ PASSING = ("chaos", "hash", "no_save", "resume", "run", "trace", "verbose")
 
 
 def parse_arguments_and_open_run(argv: Sequence[str] | None, comm: Any) -> tuple[argparse.Namespace, RunFolder | None]:
-    """Parse the arguments, with those of a resumed run as defaults; return them, and the run's folder or None with
-    --no-save. Rank 0 writes the arguments to the folder. Collective."""
+    """Parse the command line, and return the arguments and the run folder (None with --no-save). With --resume,
+    defaults are the arguments of the resumed run.
+
+    Rank 0 writes the arguments to the folder. Collective."""
     made = make_parser()
     args = made.parse_args(argv)
     if args.no_save:
@@ -170,7 +172,7 @@ def parse_arguments_and_open_run(argv: Sequence[str] | None, comm: Any) -> tuple
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, validate, save the results and print a sample; return the exit status."""
+    """Train and validate the model, save the results and print a sample of text. Return the exit status."""
     comm = fsdpx.init("mpi" if make_parser().parse_args(argv).no_node else None)
     args, folder = parse_arguments_and_open_run(argv, comm)
     if args.trace == "":
@@ -189,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"chosen: {placed.tuning}\n{MEANING.format(clip=args.clip)}",
             flush=True,
         )
-    trainer.inspect.reset_counters()  # so that the report counts only training
+    trainer.inspect.reset_counters()  # the report should count only the training, not the setup
     with loader:
         history = trainer.fit(
             loader,
@@ -204,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if folder
             else None,
         )
-    # reported before generation, which takes more memory
+    # make the report before generating text, which takes more memory
     report, summary = trainer.report().with_footprint(), trainer.inspect.gather_summary()
     if trainer.call_runner.rank == 0:
         loss = history.validation[-1][1]

@@ -8,7 +8,7 @@ from mpi4py import MPI
 import fsdpx
 from fsdpx import nn, optim
 
-ROWS, COLUMNS = 32, 48  # cells
+ROWS, COLUMNS = 32, 48  # cells of the plate along each dim
 SPREAD, STATES, RUNS = 0.2, 10, 40
 
 comm = MPI.COMM_WORLD
@@ -27,14 +27,14 @@ def make_random_plate(seed):
 
 
 def fill_halo(u):
-    """Fill the ghost cells with cells of the neighbors. Beyond walls, fill them such
-    that one wall is kept at 1 and the others are insulated."""
+    """Fill the ghost cells with cells of the neighboring ranks. Beyond walls, fill them
+    such that one wall has temperature 1 and the other walls are insulated."""
     for dim in range(2):
         before, after = cart.Shift(dim, 1)
-        v = np.moveaxis(u, dim, 0)  # a view; the second dim also fills the corners
+        v = np.moveaxis(u, dim, 0)  # a view of u; the second dim also fills the corners
         low, high = v[1].copy(), v[-2].copy()
         if dim == 1 and before == MPI.PROC_NULL:
-            low = 2 - low  # the mean of this and the cell at the wall is 1
+            low = 2 - low  # the mean of the ghost cell and the cell at the wall is 1
         cart.Sendrecv(v[-2].copy(), after, recvbuf=low, source=before)
         cart.Sendrecv(v[1].copy(), before, recvbuf=high, source=after)
         v[0], v[-1] = low, high
@@ -42,7 +42,7 @@ def fill_halo(u):
 
 
 def step_explicitly(u):
-    """Return the next state."""
+    """Return the state after one explicit time step of the heat equation."""
     v, own = u.copy(), u[1:-1, 1:-1]
     v[1:-1, 1:-1] += SPREAD * (u[2:, 1:-1] + u[:-2, 1:-1] + u[1:-1, 2:] + u[1:-1, :-2] - 4 * own)
     return fill_halo(v)
@@ -50,7 +50,7 @@ def step_explicitly(u):
 
 def main():
     grid = fsdpx.Grid(cart, (len(rows), len(columns)), ghosts=1, layout="yx")
-    net = nn.Residual(nn.Conv2d(1, 1, 3, padding=1))  # ghost cells serve as its padding
+    net = nn.Residual(nn.Conv2d(1, 1, 3, padding=1))  # the ghost cells are used as padding
     rate = optim.schedules.Cosine(3e-2, RUNS * STATES)
     adam = optim.AdamW(lr=rate, weight_decay=0.0)
     trainer = net.as_distributed(loss=nn.MSELoss(), optimizer=adam, domain=grid)
@@ -59,7 +59,7 @@ def main():
         for _ in range(STATES):
             before, u = u, step_explicitly(u)
             loss = trainer.step(before, u)
-    u = v = make_random_plate(RUNS)  # not in the training data
+    u = v = make_random_plate(RUNS)  # a test run, which is not in the training data
     for _ in range(STATES):
         u, v = step_explicitly(u), v.copy()
         v[1:-1, 1:-1] = trainer.predict(v)

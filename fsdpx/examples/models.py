@@ -1,4 +1,4 @@
-"""Named models of fixed size, which examples train, `show` explains and `bench` times."""
+"""Models of fixed sizes, by name, for the examples and the commands `show` and `bench`."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ DIGIT_SIDE = 12
 
 @dataclass(frozen=True)
 class GPTSize:
-    """Size of a GPT: width, blocks, heads, context length in tokens."""
+    """Size of a GPT: width (features), number of blocks, number of heads per block, and context length in tokens."""
 
     d_model: int
     n_layers: int
@@ -32,7 +32,7 @@ SIZES = {"tiny": GPTSize(256, 4, 4, 256), "small": GPTSize(512, 8, 8, 256), "med
 
 
 def make_gpt(size: str, dropout: float = 0.0) -> GPT:
-    """Build a GPT over bytes with tied weights. size: a key of `SIZES`."""
+    """Build a GPT over bytes with tied weights. `size` is a key of `SIZES`, such as "tiny"."""
     s = SIZES[size]
     return GPT(BYTES, s.d_model, s.n_layers, s.n_heads, s.seq_len, tie=True, dropout=dropout)
 

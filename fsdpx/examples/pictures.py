@@ -1,4 +1,4 @@
-"""Figures of the surrogate tutorial, drawn by Matplotlib (the extra `plot`)."""
+"""Draws the figures of the surrogate tutorial with Matplotlib (the extra `plot`)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ THEMES: dict[str, dict[Any, Any]] = {
     for theme, page, ink in (("light", "#ffffff", "#24292f"), ("dark", "#131416", "#d7dce1"))
 }  # fmt: skip
 """Theme -> Matplotlib settings with the colors of a page."""
-HALO = 2  # cells that are drawn around a part: the reach of two 3 x 3 convolutions
+HALO = 2  # number of cells drawn around each part, as far as two 3 x 3 convolutions reach
 
 
 def write_figures(folder: Path, grid: fsdpx.Grid, end_states: Sequence[Array], errors: Sequence[float]) -> None:
@@ -26,7 +26,7 @@ def write_figures(folder: Path, grid: fsdpx.Grid, end_states: Sequence[Array], e
     Parameters
     ----------
     folder : where to write; it is created if needed
-    grid : how the field is split; 2 dims, of which the second is periodic
+    grid : how the field is split over ranks; it has 2 dims, of which the second is periodic
     end_states : last states of the solver and of the network, as full fields (rows, columns, 3)
     errors : error of the network's state after each step, relative to the waves
     """
@@ -47,7 +47,7 @@ def write_figures(folder: Path, grid: fsdpx.Grid, end_states: Sequence[Array], e
 
 
 def _draw_end_state_figure(heights: Sequence[Array], steps: int, options: dict[str, Any]) -> Any:
-    """Draw both states and their difference; return the figure."""
+    """Draw the last wave heights of the solver and of the network, and their difference."""
     from matplotlib.figure import Figure
 
     figure = Figure((9, 2.6), layout="constrained")
@@ -75,8 +75,8 @@ def _draw_error_figure(errors: Sequence[float]) -> Any:
 
 
 def _draw_parts_figure(grid: fsdpx.Grid, height: Array, options: dict[str, Any]) -> Any:
-    """Draw each rank's part at its position, with its halo in pale colors; return the figure. There is no halo beyond
-    walls."""
+    """Draw each rank's part of the field at its position, with its halo in pale colors. There is no halo beyond walls.
+    """
     from matplotlib import rcParams
     from matplotlib.figure import Figure
 

@@ -32,13 +32,14 @@ Part = tuple[tuple[int, int], ...]  # cells of a rank along each dim, (start, st
 
 
 def make_network() -> nn.Layer:
-    """Build the network that maps the field to its change in a large step. Each cell sees 5 x 5 cells of the periodic
-    field."""
+    """Build the network that maps the field to its change in a large step. Each output cell depends on 5 x 5 cells of
+    the periodic field."""
     return nn.Sequential(nn.Conv2d(2, 48, 5, padding=2, padding_mode="circular"), nn.Tanh(), nn.Conv2d(48, 2, 1))
 
 
 class PutWindow:
-    """MPI window of each rank into which other ranks put arrays, between two fences.
+    """One-sided communication: an MPI window into which other ranks put arrays, between
+    two fences.
 
     Collective over `world`, an mpi4py communicator."""
 
@@ -48,29 +49,30 @@ class PutWindow:
         self._world = world
         self._window = MPI.Win.Allocate(4 * elements, 4, comm=world)
         memory = cast("Any", self._window.tomemory())
-        self.inbox = np.frombuffer(memory, np.float32)  # a view: other ranks write here
+        self.inbox = np.frombuffer(memory, np.float32)  # a view of the window's memory, into which other ranks write
 
     def put_and_fence(self, messages: Iterable[tuple[int, Any, Array]]) -> None:
-        """Put each (rank, MPI datatype of the target elements, float32 array).
+        """Put arrays into the windows of other ranks, given as (rank, MPI datatype of
+        the target elements, float32 array). Collective.
 
         Afterwards `inbox` has the data of other ranks until the next round."""
-        everyone = self._world.Ibarrier()  # waiting in a fence would keep a core busy
+        everyone = self._world.Ibarrier()  # nonblocking, because waiting in a fence would keep a core busy
         while not everyone.Test():
             time.sleep(0.001)
-        self._window.Fence()  # all ranks have read the previous data
+        self._window.Fence()  # after this, all ranks have read the previous data
         for rank, where, array in messages:
             self._window.Put(array, rank, (0, 1, where))
-        self._window.Fence()  # all data have arrived
+        self._window.Fence()  # after this, all data have arrived
 
     def close(self) -> None:
-        """Free the window."""
+        """Free the MPI window. Collective."""
         del self.inbox
         self._window.Free()
 
 
 class SnapshotExchange:
-    """The cells of this rank's part that ranks with another partition of the field
-    need, and the positions of these cells in the parts of those ranks.
+    """Sends a field from solver ranks, which have rows, to ranks with another
+    partition: finds which cells each rank needs, and where they are in its part.
 
     Parameters
     ----------
@@ -96,15 +98,15 @@ class SnapshotExchange:
                 self._pieces.append((rank, where, here))
 
     def make_messages(self, field: Array) -> list[tuple[int, Any, Array]]:
-        """Return the messages of `PutWindow.put_and_fence`: for each rank, its piece of
-        this part."""
+        """Return the messages for `PutWindow.put_and_fence`: for each receiving rank,
+        the cells of this rank's field that it needs."""
         cells = field.astype(np.float32)
         return [(r, at, cells[:, *here].copy()) for r, at, here in self._pieces]
 
 
 class Solver:
-    """Explicit steps on a periodic field; each rank has some of its rows. comm: mpi4py communicator of the ranks that
-    solve."""
+    """Solves Burgers' equation on a periodic field by explicit steps. Each rank of `comm`, an mpi4py communicator, has
+    some rows of the field."""
 
     def __init__(self, comm: Any) -> None:
         from mpi4py import MPI
@@ -112,15 +114,15 @@ class Solver:
         self.comm, self._largest = comm, MPI.MAX
         rows = np.array_split(np.arange(SIDE), comm.size)[comm.rank]
         y, x = np.meshgrid(2 * np.pi * rows / SIDE, 2 * np.pi * np.arange(SIDE) / SIDE, indexing="ij")
-        self.velocity = np.stack([0.4 + 0.5 * np.sin(x + y), 0.5 * np.cos(x - 2 * y)])  # (2, rows, SIDE)
-        self.exact = self.velocity.copy()  # reference, always advanced in small steps
-        self.small = 0  # number of small steps taken
+        self.velocity = np.stack([0.4 + 0.5 * np.sin(x + y), 0.5 * np.cos(x - 2 * y)])  # shape (2, rows, SIDE)
+        self.exact = self.velocity.copy()  # the reference solution, always advanced in small steps
+        self.small = 0  # number of small steps taken so far
         self.grid = fsdpx.Grid(comm, (len(rows), SIDE), dims=(comm.size, 1), layout="cyx")
         self.net = make_network().as_distributed(domain=self.grid)
 
     def advance_round(self, learned: bool) -> Array:
-        """Take the large steps of a round. Return a snapshot of the first one, (4, rows, SIDE): the field before the
-        step, and the scaled change of the field."""
+        """Advance the field by the large steps of one round. Return a snapshot of the first one, (4, rows, SIDE): the
+        field before the step, and the scaled change of the field."""
         for k in range(LARGE):
             before = self.velocity
             if learned and k > 0:
@@ -133,7 +135,7 @@ class Solver:
         return snapshot
 
     def load_weights(self, weights: Array) -> None:
-        """Load the network's weights, in the order of `flatten_values`."""
+        """Load the network's weights from one flat array, in the order of `flatten_values`."""
         values, at = {}, 0
         for name, array in self.net.parameters().items():
             values[name] = weights[at : at + array.size].reshape(array.shape)
@@ -141,11 +143,12 @@ class Solver:
         self.net.load_parameters(values)
 
     def all_reduce_error(self) -> float:
-        """Return the largest difference from the reference field, on every rank that solves. Collective over `comm`."""
+        """Return the largest difference from the reference field, on all solver ranks. Collective over `comm`."""
         return float(self.comm.allreduce(np.abs(self.velocity - self.exact).max(), self._largest))
 
     def _step_large(self, field: Array) -> Array:
-        """Return the field after SMALL steps of du/dt = viscosity laplace(u) - (u . grad) u, by central differences."""
+        """Return the field after one large step, which is SMALL explicit steps of du/dt = viscosity laplace(u) - (u .
+        grad) u with central differences."""
         for _ in range(SMALL):
             wide = self._add_halo_rows(field)
             above, below, left, right = wide[:, :-2], wide[:, 2:], np.roll(field, 1, 2), np.roll(field, -1, 2)
@@ -155,7 +158,8 @@ class Solver:
         return field
 
     def _add_halo_rows(self, field: Array) -> Array:
-        """Return the field with a row of each neighbor around it. Collective over `comm`."""
+        """Return this rank's rows with one halo row above and below, from the neighboring ranks. Collective over
+        `comm`."""
         before, after = (self.comm.rank - 1) % self.comm.size, (self.comm.rank + 1) % self.comm.size
         above, below = np.empty((2, 1, SIDE)), np.empty((2, 1, SIDE))
         self.comm.Sendrecv(field[:, -1:].copy(), after, recvbuf=above, source=before)
@@ -168,8 +172,8 @@ def flatten_values(values: dict[str, Array]) -> Array:
 
 
 def run_solver(comm: Any, world: Any, rounds: int) -> tuple[float, float]:
-    """Run the solver; return the largest difference from the reference field, and the
-    share of small steps that were taken."""
+    """Run the solver. Return the largest difference from the reference field, and the
+    fraction of small steps that were really taken."""
     solver, learned = Solver(comm), False
     weights = sum(spec.size for spec in make_network().specs().values())
     exchange = PutWindow(world, weights + 1)
@@ -179,13 +183,14 @@ def run_solver(comm: Any, world: Any, rounds: int) -> tuple[float, float]:
     for _ in range(rounds):
         exchange.put_and_fence(snapshots.make_messages(solver.advance_round(learned)))
         solver.load_weights(exchange.inbox[:-1])
-        learned = exchange.inbox[-1] < GOOD  # all solver ranks got the same loss
+        learned = exchange.inbox[-1] < GOOD  # equal on all solver ranks, which got the same loss
     exchange.close()
     return solver.all_reduce_error(), solver.small / (rounds * LARGE * SMALL)
 
 
 def run_training(comm: Any, world: Any, rounds: int, strategy: Strategy) -> float:
-    """Train on snapshots and send weights to the solver; return the last loss."""
+    """Train on snapshots, and send weights to the solver each round. Return the last
+    loss."""
     from mpi4py import MPI
 
     columns = len(np.array_split(np.arange(SIDE), comm.size)[comm.rank])
@@ -194,13 +199,13 @@ def run_training(comm: Any, world: Any, rounds: int, strategy: Strategy) -> floa
     trainer = make_network().as_distributed(loss=nn.MSELoss(), optimizer=adam, strategy=strategy, domain=grid)
     exchange = PutWindow(world, 4 * SIDE * columns)
     world.allgather(get_part(grid))
-    draw = np.random.default_rng(0)  # the same on all ranks
+    draw = np.random.default_rng(0)  # the same seed on all ranks, which must draw the same snapshots
     known, loss = list[Array](), np.inf
     for _ in range(rounds):
-        weights = flatten_values(trainer.parameters())  # full, on every rank that trains
+        weights = flatten_values(trainer.parameters())  # full arrays, on every training rank
         letter = np.append(weights, np.float32(loss))
         where = MPI.FLOAT.Create_contiguous(letter.size).Commit()
-        # the solver ranks to which this rank sends
+        # numbers of the solver ranks to which this rank sends the weights
         mine = range(comm.rank, world.size - comm.size, comm.size)
         exchange.put_and_fence((rank, where, letter) for rank in mine)
         known = [*known, exchange.inbox.reshape(4, SIDE, columns).copy()][-KNOWN:]
@@ -224,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--rounds", type=int, default=24, help="exchanges of snapshots and weights")
     p.add_argument("--strategy", default="fsdp")
     args = p.parse_args(argv)
-    everyone = fsdpx.init()  # on all ranks, so that an error on any of them ends the job
+    everyone = fsdpx.init()  # connects all ranks, so that an error on one of them ends the job
     if not 1 <= args.trainers < everyone.size:
         raise ConfigError(
             f"--trainers {args.trainers} of {everyone.size} ranks: start 2 ranks or more, by mpiexec -n 2"

@@ -1,8 +1,8 @@
-"""One small model under any strategy and on any axis: shows what a rank holds and sends, and that it learns the same.
+"""Train one small model with any strategy or mesh axis, and show what a rank holds and sends.
 
     mpiexec -n 4 python -m fsdpx.examples.strategies --strategy zero2
 
-A table on the documentation page strategies says what each strategy is good for, and what to watch out for."""
+A table on the documentation page "strategies" says what each is good for, and what to watch out for."""
 
 import argparse
 import shutil
@@ -44,10 +44,10 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 def train_and_evaluate(comm: Any, name: str, steps: int = 40, folder: str = "") -> tuple[float, float, Any]:
-    """Train for `steps` steps; return the loss on the batch before and after training, and this rank's report.
-    Collective.
+    """Train for `steps` steps. Return the loss on the batch before and after training, and this rank's report of
+    memory and traffic. Collective.
 
-    folder: the job's folder for offloaded state, used only by the strategy "offload"."""
+    `folder` is the job's folder for offloaded state, used only by the strategy "offload"."""
     options = dict(STRATEGIES[name])
     if "offload" in options:
         options["offload"] = fsdpx.OffloadConfig(folder, what=("optimizer", "parameters"))
@@ -64,16 +64,16 @@ def train_and_evaluate(comm: Any, name: str, steps: int = 40, folder: str = "") 
         mine = tokens[SAMPLES * rank // size : SAMPLES * (rank + 1) // size] % VOCABULARY
         x, y = mine[:, :-1], mine[:, 1:]
         before = trainer.evaluate(x, y)
-        trainer.inspect.reset_counters()  # so that the report counts only the steps
+        trainer.inspect.reset_counters()  # the report should count only the training steps
         for _ in range(steps):
             trainer.step(x, y)
         report = trainer.report()
-        trainer.call_runner.wait_for_last_step()  # asynchronous strategies: wait for the slowest rank
+        trainer.call_runner.wait_for_last_step()  # with asynchronous strategies, other ranks may still train
         return before, trainer.evaluate(x, y), report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, and print the losses and rank 0's memory and traffic; return the exit status."""
+    """Train the model, and print the losses and rank 0's memory and traffic. Return the exit status."""
     p = argparse.ArgumentParser(
         prog="python -m fsdpx.examples.strategies", description=__doc__.splitlines()[0], allow_abbrev=False
     )

@@ -17,27 +17,28 @@ from fsdpx import nn, optim
 from fsdpx.examples._cli import positive_int, run_main
 from fsdpx.examples.channel import STATES, cart, columns, make_initial_drops, rows, step_explicitly
 
-ROLLOUT_STEPS = 2  # consecutive states that the network is trained to predict
-REST, SCALE = np.array([1, 0, 0]), 10  # still water; scales waves to about 1
+ROLLOUT_STEPS = 2  # number of consecutive states that the network is trained to predict
+REST, SCALE = np.array([1, 0, 0]), 10  # the state of still water, and a factor that scales waves to about 1
 Array = np.ndarray
 
 
 def make_network() -> nn.Layer:
-    """Build the network that maps a state to the next one. Walls repeat their cells, and columns are periodic."""
+    """Build the U-Net that maps a state to the next one. It is padded with copies of the edge cells at walls, and
+    periodically along columns."""
     around = ("replicate", "circular")
     return nn.Residual(nn.UNet(3, 3, width=12, depth=1, padding=around, norm=None, activation="tanh"))
 
 
 def compute_waves(u: Array) -> Array:
-    """Return the deviation from still water, scaled to about 1."""
+    """Return the deviation of a state from still water, scaled to values of about 1."""
     return (u - REST) * SCALE
 
 
 def run_solver_and_train(trainer: fsdpx.Trainer, runs: int, steps: int) -> float:
-    """Run the solver, and train after each state on the states so far; return the last
-    loss."""
+    """Run the solver, and train on random earlier states after each new state. Return
+    the last loss."""
     seen: list[tuple[Array, Array]] = []
-    draw = np.random.default_rng(0)  # the same on all ranks, so that they use parts of the same states
+    draw = np.random.default_rng(0)  # the same seed on all ranks, which must draw the same states
     loss = np.inf
     for run in range(1, runs + 1):
         u = make_initial_drops(run)
@@ -68,7 +69,7 @@ def compare_with_solver(trainer: fsdpx.Trainer) -> tuple[list[float], list[Array
         begin = time.perf_counter()
         u = step_explicitly(u)
         middle = time.perf_counter()
-        if k % ROLLOUT_STEPS == 0:  # the network starts from its own state
+        if k % ROLLOUT_STEPS == 0:  # the network continues from its own last state
             ahead = np.split(np.asarray(trainer.predict(v)), ROLLOUT_STEPS, axis=-1)
         v = ahead[k % ROLLOUT_STEPS]
         end, w = time.perf_counter(), compute_waves(u)
@@ -80,7 +81,7 @@ def compare_with_solver(trainer: fsdpx.Trainer) -> tuple[list[float], list[Array
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, and print the errors and times of the network; return the exit status."""
+    """Train the network, and print its errors and times. Return the exit status."""
     p = argparse.ArgumentParser(
         prog="python -m fsdpx.examples.surrogate", description=__doc__.splitlines()[0], allow_abbrev=False
     )
@@ -96,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     run_solver_and_train(trainer, args.runs, args.steps)
     errors, ends, seconds = compare_with_solver(trainer)
-    fields = [grid.gather(end) for end in ends]  # collective; only rank 0 draws them
+    fields = [grid.gather(end) for end in ends]  # gathering is collective, although only rank 0 draws the fields
     trainer.close()
     if cart.rank == 0:
         shown = ", ".join(f"{errors[k - 1]:.1%} after {k}" for k in (1, 5, 10, 20))

@@ -2,8 +2,8 @@
 
     mpiexec -n 4 python -m fsdpx.examples.sweep --groups 2 --rates 3e-4 1e-3 3e-3 1e-2
 
-Each group has its own mpi4py communicator, over which a model is distributed as it would be over all ranks. Groups wait
-for each other only at the end. Any option of `distribute` can be varied in this way."""
+Each group has its own mpi4py communicator, over which a model is distributed as it would be over all ranks. Groups
+wait for each other only at the end. Any other option of `distribute` can be varied in the same way."""
 
 import argparse
 import sys
@@ -20,7 +20,8 @@ from fsdpx.examples._cli import run_main
 
 
 def train_at_rate(comm: Any, rate: float, args: argparse.Namespace) -> float:
-    """Train a small GPT at this learning rate and return its validation loss. Collective over the group."""
+    """Train a small GPT with the learning rate `rate`, and return its validation loss. Collective over the group of
+    ranks."""
     model = nn.GPT(256, d_model=64, n_layers=2, n_heads=2, seq_len=32)
     options = {"loss": nn.CrossEntropyLoss(), "optimizer": optim.AdamW(lr=rate), "strategy": args.strategy}
     source = args.data or data.python_stdlib_folder()
@@ -34,7 +35,7 @@ def train_at_rate(comm: Any, rate: float, args: argparse.Namespace) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train at all rates, and print the validation losses on rank 0; return the exit status."""
+    """Train with each learning rate, and print the validation losses on rank 0. Return the exit status."""
     p = argparse.ArgumentParser(
         prog="python -m fsdpx.examples.sweep", description=__doc__.splitlines()[0], allow_abbrev=False
     )
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from mpi4py import MPI
 
     mine = everyone.rank * args.groups // everyone.size
-    group = MPI.COMM_WORLD.Split(mine)  # not everyone.split, whose groups must allocate shared memory together
+    group = MPI.COMM_WORLD.Split(mine)  # groups of everyone.split must allocate shared memory together
     found = {rate: train_at_rate(group, rate, args) for rate in args.rates[mine :: args.groups]}
     results = everyone.all_gather_data((mine, found))
     if everyone.rank == 0:
@@ -60,8 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def print_results(args: argparse.Namespace, results: list[tuple[int, dict[float, float]]]) -> None:
-    """Print a line for each learning rate. results: for each MPI rank, its group, and the group's losses by learning
-    rate."""
+    """Print a line for each learning rate. `results` has, for each rank, the number of its group, and the group's
+    validation losses by learning rate."""
     print(f"{args.groups} groups of {len(results)} ranks, {args.steps} steps each")
     print(f"{'rate':>8} {'group':>6} {'ranks':>10} {'validation loss':>16}")
     losses = {rate: loss for _, found in results for rate, loss in found.items()}
