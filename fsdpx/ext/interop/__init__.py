@@ -1,2 +1,2 @@
-"""Adapters of models from other libraries: `fsdpx.ext.interop.torch`, `.jax` and `.function_layer` (autograd). This
-file imports none of them."""
+"""Adapters for models of other libraries: PyTorch (`.torch`), JAX (`.jax`) and autograd (`.function_layer`). This file
+imports none of them."""

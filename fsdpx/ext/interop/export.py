@@ -1,8 +1,8 @@
-"""Splits a PyTorch module into layers: PyTorch exports its `forward` in a child process, which returns a description,
-and the operations of each unit become one layer.
+"""Splitting of a PyTorch module into layers that can be gathered, freed and placed on pipeline stages separately.
 
-Operations without parameters between units, such as masks and positions, are repeated in every layer that reads them.
-"""
+PyTorch exports the module's `forward` as a graph in a child process, which returns a description of it, and the
+operations of each unit become one layer. Operations without parameters between units, such as masks and positions, are
+repeated in every layer that reads them."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ INPUT, RESULT, INNER = "placeholder", "output", "get_attr"
 
 
 class OperationNumber(int):
-    """The number of an earlier operation, used as an argument that stands for that operation's result."""
+    """Number of an earlier operation in a graph, which as an argument stands for the result of that operation."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One node of an fx graph. target: the function called, or the name of an inner graph."""
+    """One node of an fx graph. `target` is the function called, or the name of a subgraph."""
 
     op: str
     target: Any = None
@@ -78,14 +78,16 @@ class Operation:
 
 @dataclass(frozen=True)
 class OperationGraph:
-    """Operations in order, inputs first. inner: graphs that some of them call, by name. Graphs with the same operations
-    have the same repr."""
+    """An fx graph as plain data: its operations in order, inputs first, and by name the subgraphs (`inner`) that they
+    call.
+
+    Graphs with the same operations have the same repr."""
 
     nodes: Sequence[Operation]
     inner: Mapping[str, OperationGraph] = field(default_factory=dict)
 
     def to_graph_module(self) -> fx.GraphModule:
-        """Return the graph as a module that PyTorch can run."""
+        """Return the graph as an fx module that PyTorch can run."""
         made, at = fx.Graph(), list[fx.Node]()
         for number, node in enumerate(self.nodes):
             args, kwargs = (_replace_numbers_by_nodes(at, given) for given in (node.args, dict(node.kwargs)))
@@ -97,10 +99,10 @@ class OperationGraph:
 
 @dataclass(frozen=True)
 class TensorValue:
-    """The shape and dtype of a tensor in PyTorch's export.
+    """Shape and dtype of a tensor in PyTorch's export.
 
-    sizes: for each dim its size if the module fixes it, else a symbol; equal symbols in a module stand for equal sizes.
-    kind: name of the NumPy dtype."""
+    `sizes` gives for each dim its size if the module fixes it, else a symbol; equal symbols in a module stand for
+    equal sizes. `kind` is the name of the NumPy dtype."""
 
     sizes: Sequence[int | str]
     kind: str
@@ -114,14 +116,15 @@ def describe_tensor(node: fx.Node) -> TensorValue:
 
 @dataclass(frozen=True)
 class UnitShapes:
-    """Shapes and dtypes of the inputs and the output of a unit, in the dtype of the module."""
+    """Shapes and dtypes of the inputs and the output of a unit, as exported."""
 
     reads: Sequence[TensorValue]
     result: TensorValue
 
     def find_result_shape_and_dtype(self, given: Sequence[Any]) -> tuple[tuple[int, ...], str] | None:
-        """Return (shape, dtype) of the result for these inputs, or None if only PyTorch can determine them, for example
-        if the inputs do not fit or have other dtypes."""
+        """Return (shape, dtype) of the output for given inputs, or None if only PyTorch can determine them.
+
+        This is so if the inputs have other dtypes than the export, or do not fit."""
         known = dict[str, int]()
         for array, value in zip(given, self.reads, strict=True):
             alike = array.dtype.name == value.kind or (array.dtype.kind in "iu" and "int" in value.kind)
@@ -137,12 +140,17 @@ class UnitShapes:
 
 @dataclass(frozen=True)
 class ModuleUnit:
-    """The description of one layer.
+    """Description of one layer into which a module is split.
 
-    name: path of the unit in the module. reads, result: names of the values that the layer reads and returns.
-    parameters: (name in the unit, name in the module), in the order of the graph. constants: names of buffers of the
-    module, or constants, in the order of the graph. graph: takes the values read, then parameters, then constants;
-    None: the unit is a batch norm, which is a layer of its own. shapes: shapes of the inputs and the output."""
+    Attributes
+    ----------
+    name : path of the unit in the module
+    reads, result : names of the values that the layer reads, and of the value that it returns
+    parameters : (name in the unit, name in the module), in the order of the graph
+    constants : names of buffers of the module, or constants, in the order of the graph
+    graph : its operations, which take the values read, then parameters, then constants; None for a batch norm
+    shapes : shapes of inputs and output
+    """
 
     name: str
     reads: Sequence[str]
@@ -155,8 +163,14 @@ class ModuleUnit:
 
 @dataclass(frozen=True)
 class ModuleLayout:
-    """Units in the order in which they run. inputs, result: names of the inputs and the result of the module. borrowed:
-    parameters of other units that a unit reads: name in the unit -> names in the module."""
+    """Description of a module as a sequence of layers.
+
+    Attributes
+    ----------
+    units : the layers, in the order in which they run
+    inputs, result : names of the inputs and of the result of the module
+    borrowed : parameters of other units that a unit reads, as name in the unit -> names in the module
+    """
 
     units: Sequence[ModuleUnit]
     inputs: Sequence[str]
@@ -170,7 +184,7 @@ def describe_operations(
     target_of: Callable[[fx.Node], Any],
     owner: torch.nn.Module,
 ) -> OperationGraph:
-    """Describe nodes of a graph as an `OperationGraph`.
+    """Convert nodes of an fx graph to plain data.
 
     Parameters
     ----------
@@ -200,7 +214,7 @@ def _replace_numbers_by_nodes(nodes: Sequence[fx.Node], argument: Any) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles PyTorch's operations by name, as they cannot be pickled directly."""
+    """Pickler that stores PyTorch's operations by name, as they cannot be pickled directly."""
 
     def persistent_id(self, value: Any) -> str | None:
         return str(value) if isinstance(value, torch._ops.OpOverload) else None
@@ -215,7 +229,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def dump_layout(layout: ModuleLayout) -> bytes:
-    """Return the bytes that `load_layout` reads; raise an exception of pickle if a part cannot be pickled."""
+    """Pickle a layout for `load_layout`; raise an exception of pickle if a part of it cannot be pickled."""
     into = io.BytesIO()
     _Pickler(into, pickle.HIGHEST_PROTOCOL).dump(layout)
     return into.getvalue()
@@ -234,20 +248,19 @@ COMPLETE_MARK = b"."  # the last byte of a complete result
 
 
 def run_in_child_or_here(work: Callable[[], ModuleLayout]) -> ModuleLayout:
-    """Return `work()`, from a child process if forking is safe.
+    """Run `work` in a child process if forking is safe, and return its result.
 
-    If the child returns no result for whatever reason, this process does the same work, and raises any error
-    itself."""
+    If the child returns no result for whatever reason, this process does the same work, and raises any error itself."""
     return _try_in_child(work) or work()
 
 
 def _try_in_child(work: Callable[[], ModuleLayout]) -> ModuleLayout | None:
     others = {thread.name for thread in threading.enumerate() if thread is not threading.current_thread()}
     if not hasattr(os, "fork") or others - HARMLESS_THREADS or torch.cuda.is_initialized():
-        return None  # the child would wait for locks of other threads forever, and does not inherit CUDA's state
+        return None  # a forked child would wait for the locks of other threads forever, and cannot use CUDA
     reader, writer = os.pipe()
     with warnings.catch_warnings():
-        # Python warns of native threads; these are compute threads of libraries, which the child does not use.
+        # Python warns of native threads, but these are compute threads of libraries, which the child does not use
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
@@ -256,16 +269,18 @@ def _try_in_child(work: Callable[[], ModuleLayout]) -> ModuleLayout | None:
     text = _read_pipe_until(reader, time.monotonic() + EXPORT_TIMEOUT_SECONDS)
     with suppress(ProcessLookupError):
         os.kill(child, signal.SIGKILL)
-    with suppress(ChildProcessError):  # a program that ignores SIGCHLD has no children to wait for
+    with suppress(ChildProcessError):  # there is no child to wait for if SIGCHLD is ignored
         os.waitpid(child, 0)
     return load_layout(text[:-1]) if text[-1:] == COMPLETE_MARK else None
 
 
 def _write_result_and_exit(writer: int, work: Callable[[], ModuleLayout]) -> Any:
-    """Run `work` in the forked child. Exits by os._exit to skip the shutdown of Python and libraries."""
+    """Run `work` in the forked child, and write its pickled result to the pipe `writer`.
+
+    The child ends by os._exit, which skips the shutdown of Python and libraries."""
     status = 1
     try:
-        torch.set_num_threads(1)  # the parent's threads do not exist here, so waiting for them would hang
+        torch.set_num_threads(1)  # a fork has none of the parent's threads, and would wait for them
         with os.fdopen(writer, "wb") as out:
             out.write(dump_layout(work()) + COMPLETE_MARK)
         status = 0
@@ -290,7 +305,7 @@ ROOT = "module."
 
 
 class UnitFunction(AutogradLayer):
-    """The operations of one unit of a module, as a layer.
+    """A layer that runs the exported operations of one unit of a PyTorch module.
 
     Parameters
     ----------
@@ -326,8 +341,10 @@ class UnitFunction(AutogradLayer):
         return f"UnitFunction({self.name})"
 
     def forward_shape_only(self, env: LayerContext, p: Params, x: Any) -> Any:
-        """Return the shape-only output. Its shape is taken from the export if possible, because computing shapes in
-        PyTorch imports as many modules as the exporter does."""
+        """Return a shape-only output, without running the operations.
+
+        The shape is taken from the export if possible, because computing it in PyTorch imports as many modules as the
+        exporter does."""
         found = None
         if self._known is not None and all(p[name].dtype.name == kind for name, kind in self._kinds.items()):
             found = self._known.find_result_shape_and_dtype(x if isinstance(x, tuple) else (x,))
@@ -342,7 +359,7 @@ class UnitFunction(AutogradLayer):
 
 
 class SplitModule(Container):
-    """Layers named by their dotted paths in the module that was split."""
+    """Container of the layers of a split PyTorch module, named by their dotted paths in the module."""
 
     def _split_by_child(self, arrays: Params) -> Mapping[str, Params]:
         known: Mapping[str, Any] = arrays.entries if isinstance(arrays, Gradients) else arrays
@@ -357,7 +374,7 @@ class SplitModule(Container):
 def split_module(
     module: torch.nn.Module, example: Sequence[Any], units: Units | Sequence[str] | None, output: str | int | None
 ) -> SplitModule:
-    """Return the layers of a module, see `fsdpx.ext.interop.torch.from_torch`."""
+    """Split a PyTorch module into layers by exporting it; see `fsdpx.ext.interop.torch.from_torch`."""
 
     def lay_out_locked() -> ModuleLayout:
         with _tracing:
@@ -380,7 +397,7 @@ def _make_module_layout(
 
 
 def _build_layers(layout: ModuleLayout, module: torch.nn.Module) -> SplitModule:
-    """Return the layers of a layout. Units with equal graphs share one graph module."""
+    """Build the layers that a layout describes. Units with equal graphs share one graph module."""
     graphs, steps = dict[str, fx.GraphModule](), list[ChildCall]()
     buffers = dict(module.named_buffers())
     for unit in layout.units:
@@ -410,7 +427,8 @@ def _build_layers(layout: ModuleLayout, module: torch.nn.Module) -> SplitModule:
 
 @dataclass
 class _ExportSegment:
-    """The operations of unit `name`, in order, and the tensors among their results that other units read."""
+    """The operations of the unit `name` in an exported graph, in order, and those of their results that other units
+    read."""
 
     name: str
     nodes: list[fx.Node] = field(default_factory=list)
@@ -427,9 +445,9 @@ class _ExportSegment:
 
 
 class _ExportPlan:
-    """Assigns the operations of an exported program to layers.
+    """Assignment of the operations of an exported graph to layers.
 
-    borrowed: parameters of other units that a unit reads: name in the unit -> names in the module."""
+    `borrowed` lists parameters of other units that a unit reads, as name in the unit -> names in the module."""
 
     def __init__(self, program: Any, modules: Mapping[str, torch.nn.Module], unit: Units) -> None:
         self.borrowed: dict[str, list[str]] = {}
@@ -451,14 +469,14 @@ class _ExportPlan:
         self._segments: dict[str, _ExportSegment] = {}
 
     def find_segments(self) -> list[_ExportSegment]:
-        """Return the segments with their results, in the order in which they run."""
+        """Group the operations by unit, and return the groups with their results, in the order in which they run."""
         found = self._segments
         for node in self._program.graph.nodes:
             name = self._find_unit(node) if node.op in ("call_function", "get_attr") else None
             if name is not None and "assert" not in str(node.target):
                 self._of[node] = found.setdefault(name, _ExportSegment(name))
                 self._of[node].nodes.append(node)
-        if self.result not in self._of:  # the last operations have no parameters
+        if self.result not in self._of:  # because the last operations have no parameters
             last = self._of[self.result] = found[""] = _ExportSegment("")
             last.nodes.append(self.result)
         for segment in found.values():
@@ -467,7 +485,7 @@ class _ExportPlan:
         return sorted(ordered, key=lambda s: s.nodes[-1])
 
     def make_unit(self, segment: _ExportSegment) -> ModuleUnit:
-        """Return the description of a segment as a layer."""
+        """Return the description of a unit's operations as a layer."""
         own = self.modules.get(segment.name)
         if isinstance(own, _BatchNorm):
             norm = next(node for node in segment.nodes if "batch_norm" in str(node.target))
@@ -475,7 +493,7 @@ class _ExportPlan:
         needed = self._list_needed_nodes(segment)
         reads = [node for node in needed if self._is_foreign_input(node, segment)]
         if not reads:
-            reads = self.inputs[:1]  # a layer needs an input, which has the number of samples
+            reads = self.inputs[:1]  # a layer takes the number of samples from an input
         parameters = [n for n in needed if n in self._parameters]
         constants = [n for n in needed if n in self._constants]
         graph = self._make_operation_graph(segment, needed, [*reads, *parameters, *constants], reads)
@@ -488,7 +506,7 @@ class _ExportPlan:
     def _make_operation_graph(
         self, segment: _ExportSegment, needed: Sequence[fx.Node], given: Sequence[fx.Node], reads: Sequence[fx.Node]
     ) -> OperationGraph:
-        """Return the graph of a segment's operations, as a function of `given`."""
+        """Return the graph of a unit's operations, as a function of the values `given`."""
         made = fx.Graph()
         at = {node: made.placeholder(node.name) for node in given}
         for node in needed:
@@ -501,8 +519,9 @@ class _ExportPlan:
         )
 
     def _list_needed_nodes(self, segment: _ExportSegment) -> list[fx.Node]:
-        """Return the operations of a segment and those that they read, in order, including earlier operations without
-        parameters. Sizes are read from tensors that are inputs anyway."""
+        """Return the operations of a unit with all operations without parameters that they depend on, in order.
+
+        Sizes are read from tensors that are inputs anyway."""
         needed, waiting = set[fx.Node](), [segment.result]
         while waiting:
             node = waiting.pop()
@@ -521,12 +540,14 @@ class _ExportPlan:
         return [node for node in self._program.graph.nodes if node in needed]
 
     def _is_foreign_input(self, node: fx.Node, segment: _ExportSegment) -> bool:
-        """Return whether a node is an input of the module, or the result of another segment."""
+        """Return whether a node comes from outside a unit: it is an input of the module, or the result of another
+        unit."""
         return node in self.inputs or (_is_tensor(node) and self._of.get(node, segment) is not segment)
 
     def _find_unit(self, node: fx.Node) -> str | None:
-        """Return the unit to which an operation belongs: its outermost enclosing module that is a unit or has
-        parameters of its own; None if there is none."""
+        """Return the name of the unit to which an operation belongs, or None if it belongs to none.
+
+        This is its outermost enclosing module that is a unit or has parameters of its own."""
         path = _get_module_path(node)
         names = path.split(".") if path else []
         for i in range(1, len(names) + 1):
@@ -536,11 +557,11 @@ class _ExportPlan:
         return self._find_layer_name_outside_units(node)
 
     def _find_layer_name_outside_units(self, node: fx.Node) -> str | None:
-        """Return the name of the layer for an operation that is outside of units and reads parameters, such as a matmul
-        with the table of an embedding; None if it reads no parameter.
+        """Return the name of a layer for an operation outside of units that reads parameters, such as a matmul with
+        the weight of an embedding; None if it reads none.
 
-        Operations that read only parameters, such as a slice of a table of positions, are repeated by their readers.
-        The first operation that reads a parameter of the top module gets the name of that parameter."""
+        Operations that read only parameters, such as a slice of a table of positions, are repeated in the units that
+        read them. The first operation that reads a parameter of the top module gets the name of that parameter."""
         sources = [source for source in node.all_input_nodes if _is_tensor(source)]
         reads = [name for source in sources for name in self._read.get(source, ())]
         if not reads:
@@ -555,8 +576,8 @@ class _ExportPlan:
         return f"{node.name}_" if taken else node.name
 
     def _is_read_outside(self, node: fx.Node, segment: _ExportSegment) -> bool:
-        """Return whether another segment, or the caller, reads a node, directly or through operations outside of
-        segments."""
+        """Return whether another unit or the caller reads a node's result, directly or through operations outside of
+        units."""
         if not _is_tensor(node):
             return False
         if node is self.result:
@@ -575,13 +596,13 @@ class _ExportPlan:
         return False
 
     def _resolve_local_parameter_name(self, segment: str, node: fx.Node) -> str:
-        """Return the name of a parameter in a unit. If the parameter belongs to another unit, record all its names in
+        """Return the name of a parameter within a unit. If it belongs to another unit, record all its names in
         `borrowed`."""
         full = self._parameters[node]
         tensor = self.modules[""].get_parameter(full)
         names = [n for n, p in self.modules[""].named_parameters(remove_duplicate=False) if p is tensor]
         if segment in names:
-            return ""  # the layer has the name of its parameter
+            return ""  # the layer is named as its only parameter
         inside = next((n for n in (full, *names) if n.startswith(f"{segment}.") or not segment), None)
         if inside is None:
             self.borrowed[join_path(segment, full)] = names
@@ -590,15 +611,15 @@ class _ExportPlan:
 
 
 def _export_module(module: torch.nn.Module, example: Sequence[Any], output: str | int | None) -> Any:
-    """Return PyTorch's export of the module in training mode, for any sizes of the inputs; raise ConfigError if it
+    """Export a module by `torch.export`, in training mode and for any sizes of the inputs; raise ConfigError if that
     fails."""
     tensors = tuple(a if isinstance(a, torch.Tensor) else to_tensor(np.asarray(a)) for a in example)
     sizes = tuple(dict.fromkeys(range(t.ndim), torch.export.Dim.AUTO) for t in tensors)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # from PyTorch about its own code
+            warnings.simplefilter("ignore", FutureWarning)  # PyTorch warns of its own code
             program = torch.export.export(_SelectOutput(module, output), tensors, dynamic_shapes=(sizes,), strict=False)
-            program = program.run_decompositions({})  # replaces in-place operations
+            program = program.run_decompositions({})  # replaces in-place operations by others
     except Exception as error:
         raise ConfigError(
             f"{type(module).__name__} cannot be split: torch.export says {str(error).strip().splitlines()[0]}; without "
@@ -617,7 +638,7 @@ def _export_module(module: torch.nn.Module, example: Sequence[Any], output: str 
 
 
 class _SelectOutput(torch.nn.Module):
-    """A module whose `forward` returns one tensor."""
+    """A module that wraps another and returns only one tensor of its output."""
 
     def __init__(self, module: torch.nn.Module, output: str | int | None) -> None:
         super().__init__()
@@ -644,7 +665,7 @@ def _matches_pattern(pattern: str, path: str, module: torch.nn.Module) -> bool:
 
 
 def tied_names(module: torch.nn.Module) -> dict[str, str]:
-    """Return other name -> first name, for parameters that have several names."""
+    """Return other name -> first name of the parameters that a module holds under several names."""
     first: dict[int, str] = {}
     return {
         name: first[id(p)]
@@ -676,7 +697,8 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def _find_size_source(node: fx.Node, reads: Iterable[fx.Node]) -> tuple[fx.Node, int] | None:
-    """Return a tensor among `reads` and the dim of it whose size `node` returns, or None if there is none."""
+    """Return (tensor, dim) such that `node` returns the size of that dim, for a tensor among `reads`, or None if there
+    is none."""
     wanted = str(node.meta["val"])
     for read in reads:
         for dim, size in enumerate(getattr(read.meta.get("val"), "shape", ())):
@@ -693,7 +715,8 @@ def _make_size_node(
 
 
 def _choose_replacement(unit: str, node: fx.Node) -> Any:
-    """Return the function that runs instead of an operation of a unit; raise ConfigError for an unsupported one."""
+    """Return the function that runs in place of an exported operation; raise ConfigError if the operation is not
+    supported."""
     if node.target not in REPLACED_OPERATIONS and any(word in str(node.target) for word in ("batch_norm", "dropout")):
         raise ConfigError(f"{unit!r}: {node.target} is not known inside a unit; choose smaller units")
     return REPLACED_OPERATIONS.get(node.target, node.target)

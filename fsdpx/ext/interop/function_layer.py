@@ -1,4 +1,4 @@
-"""Functions that other libraries differentiate, as layers."""
+"""Layers from functions that another library, such as autograd or JAX, differentiates."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ __all__ = ["AutogradFunction", "DifferentiableLayer"]
 
 
 class DifferentiableLayer(Layer):
-    """The base of layers that compute `y = function(params, *inputs)`. Subclasses differentiate the function.
+    """The base of layers that compute `y = function(params, *inputs)`, with a function that the subclass
+    differentiates.
 
-    function: a deterministic function that returns one array whose dim 0 is samples. names: names of the parameters, in
-    the order of their initial values. n_inputs: number of arrays that the function takes in addition to the
-    parameters."""
+    `function` must be deterministic and return one array whose dim 0 is samples. `names` are the names of the
+    parameters, in the order of their initial values. `n_inputs` is the number of arrays that it takes in addition to
+    the parameters."""
 
     takes = "given"
     given_values: InitialValues
@@ -41,14 +42,16 @@ class DifferentiableLayer(Layer):
 
     @abstractmethod
     def evaluate_function(self, xp: Any, p: Sequence[Array], inputs: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
-        """Evaluate the function; return its result and the arrays to keep for `pull_back_gradients`. Arrays may be
-        shape-only."""
+        """Evaluate the function, and return its result and the arrays to keep for `pull_back_gradients`.
+
+        Arrays may be shape-only."""
 
     @abstractmethod
     def pull_back_gradients(
         self, xp: Any, kept: Sequence[Array], p: Sequence[Array], inputs: Sequence[Array], dy: Array
     ) -> tuple[Sequence[Array | None], Sequence[Array]]:
-        """Return the gradients of the inputs, None for integer inputs, and those of the parameters."""
+        """Return the gradients of the inputs and of the parameters, given the gradient `dy` of the output. The
+        gradient of an integer input is None."""
 
     def specs(self) -> dict[str, ParameterSpec]:
         return self.given_values.make_parameter_specs(self._shapes, self.names)
@@ -78,7 +81,7 @@ class DifferentiableLayer(Layer):
 
 
 class AutogradFunction(DifferentiableLayer):
-    """A function written in `autograd.numpy`, as one layer, whose parameters are gathered and freed together.
+    """A function written in `autograd.numpy` as one layer, whose parameters are gathered and freed together.
 
     Backward evaluates the function again, because autograd would hold parameters whose memory is freed between forward
     and backward. A dry run evaluates it once, with zeros. Only NumPy arrays are supported.
@@ -97,7 +100,7 @@ class AutogradFunction(DifferentiableLayer):
 
     def __init__(self, function: Callable[..., Any], params: Any, inputs: int = 1) -> None:
         super().__init__(function, dict(_iterate_named_leaves(params)), inputs)
-        self._params = _unflatten_leaves(params, iter(range(len(self.names))))  # only the structure, without the values
+        self._params = _unflatten_leaves(params, iter(range(len(self.names))))  # only the structure, not the values
 
     def evaluate_function(self, xp: Any, p: Sequence[Array], inputs: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
         if getattr(xp, "holds_no_data", False):
@@ -123,8 +126,10 @@ class AutogradFunction(DifferentiableLayer):
         return np.asarray(y, dtype=next((a.dtype for a in (*p, *inputs) if not has_integer_dtype(a)), None))
 
     def _make_pullback(self, p: Sequence[Array], inputs: Sequence[Array]) -> Callable[[Array], Any]:
-        """Evaluate the function, and return its pullback: a function from the output gradient to the gradients of all
-        parameters, followed by those of the inputs that are not integers."""
+        """Evaluate the function, and return its vector-Jacobian product.
+
+        This maps the gradient of the output to the gradients of all parameters, followed by those of the inputs that
+        are not integers."""
 
         def run_function(floats: Any) -> Any:
             rest = iter(floats[len(p) :])
@@ -141,7 +146,7 @@ class AutogradFunction(DifferentiableLayer):
 
 
 def _iterate_named_leaves(params: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the arrays in nested dicts, lists and tuples, with their paths."""
+    """Yield (path, array) of the arrays in nested dicts, lists and tuples, with paths such as "0.w"."""
     inner = (
         params.items() if isinstance(params, dict) else enumerate(params) if isinstance(params, list | tuple) else None
     )
@@ -153,7 +158,7 @@ def _iterate_named_leaves(params: Any, path: str = "") -> Iterator[tuple[str, An
 
 
 def _unflatten_leaves(params: Any, leaves: Iterator[Any]) -> Any:
-    """Return the same nested structure with other leaves, and with lists in place of tuples."""
+    """Return the nested structure of `params` with arrays replaced by `leaves`, and lists in place of tuples."""
     if isinstance(params, dict):
         return {key: _unflatten_leaves(value, leaves) for key, value in params.items()}
     if isinstance(params, list | tuple):

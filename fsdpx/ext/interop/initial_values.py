@@ -1,4 +1,4 @@
-"""Initial values of parameters from another library, held until the ranks have copied their parts."""
+"""Initial values of parameters that come from another library, held until the ranks have copied their shards."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ Remake = Callable[[], np.ndarray | None]
 
 
 class InitialValues:
-    """Initial values of parameters by name. After `release_reproducible_values`, only the values that `remakers` cannot
-    produce again are kept.
+    """Initial values of parameters by name.
+
+    After `release_reproducible_values`, only the values that `remakers` cannot produce again are kept.
 
     Parameters
     ----------
@@ -41,7 +42,7 @@ class InitialValues:
         state: Collection[str] = (),
         norms: Collection[str] = (),
     ) -> dict[str, ParameterSpec]:
-        """Return the specs of parameters that begin with these values."""
+        """Return the specs of parameters that are initialized with these values."""
         return {
             name: ParameterSpec(
                 shape, _GivenInit(self, name), trainable=name in trained, state=name in state, norm=name in norms
@@ -50,13 +51,13 @@ class InitialValues:
         }
 
     def broadcast_from_rank0(self, comm: Communicator) -> None:
-        """Replace the values by those of rank 0, because other ranks may have drawn different ones. Collective."""
+        """Replace the values by those of rank 0, because ranks may have drawn different ones. Collective."""
         for name in self._names:
             self._held[name] = array = np.ascontiguousarray(self.get_values(name))
             comm.broadcast(array.reshape(-1), 0, what=f"first values of {name}").wait()
 
     def get_values(self, name: str) -> np.ndarray:
-        """Return the values of one parameter; raise ConfigError if they were released, or never existed."""
+        """Return the values of one parameter; raise ConfigError if they were released or never existed."""
         if name in self.missing:
             raise ConfigError(f"{name!r} {self.missing[name]}")
         array = self._held.get(name)
@@ -70,13 +71,13 @@ class InitialValues:
         return array
 
     def release_reproducible_values(self) -> None:
-        """Drop the values that `remakers` can produce again, after all ranks have copied their parts."""
+        """Free the values that `remakers` can produce again. Call this after all ranks have copied their shards."""
         self._held = {name: array for name, array in self._held.items() if name not in self._remakers}
 
 
 @dataclass(frozen=True, eq=False)
 class _GivenInit:
-    """The initializer of a parameter whose initial values are in an `InitialValues`."""
+    """Initializer of a parameter whose values are held in an `InitialValues`."""
 
     values: InitialValues
     name: str

@@ -21,11 +21,11 @@ from fsdpx.nn.layer import Array
 
 __all__ = ["JaxFunction"]
 
-_lock = threading.Lock()  # ranks that run as threads share a layer
+_lock = threading.Lock()  # ranks that run as threads share the layer
 
 
 class JaxFunction(DifferentiableLayer):
-    """A JAX function with a pytree of parameters, as one layer, whose parameters are gathered and freed together.
+    """A JAX function with a pytree of parameters as one layer, whose parameters are gathered and freed together.
 
     `jax.jit` compiles it once for each shape, forward and backward (`jax.vjp`) separately. Forward saves the residuals
     of backward, except parameters and inputs. Arrays are passed to JAX without copies where JAX supports this.
@@ -83,10 +83,10 @@ class JaxFunction(DifferentiableLayer):
             return self._made[key]
 
     def _compile_function(self, p: Any, inputs: Any) -> _CompiledFunction:
-        """Return forward and backward, compiled for inputs of these shapes.
+        """Return forward and backward, compiled by JAX for inputs of these shapes.
 
-        Forward returns the result and the residuals of its derivative, except parameters and inputs, because pages of
-        parameters are freed after forward and gathered again for backward."""
+        Forward returns the result and the residuals of its derivative, except parameters and inputs: parameters are
+        freed after forward and gathered again for backward."""
         inner: list[Any] = []
 
         def evaluate_and_pull(leaves: Any, arrays: Any) -> Any:
@@ -122,7 +122,8 @@ class JaxFunction(DifferentiableLayer):
 
 @dataclass(frozen=True)
 class _CompiledFunction:
-    """Forward and backward for inputs of some shapes. result, kept: shapes of what forward returns."""
+    """Forward and backward that JAX compiled for certain input shapes. `result` and `kept` are the shapes of what
+    forward returns."""
 
     result: Any
     kept: list[Any]
@@ -139,8 +140,9 @@ def _to_jax(array: Array) -> jax.Array:
 
 
 def _from_jax(xp: Any, array: jax.Array) -> Array:
-    """Wait until JAX has computed an array, and return it as an array of `xp`. JAX returns arrays before they are
-    computed, and until then the engine must not reuse the memory of the inputs."""
+    """Wait until JAX has computed an array, and return it as an array of `xp`.
+
+    JAX returns arrays before they are computed, and until then the engine must not reuse the memory of the inputs."""
     done = jax.block_until_ready(array)
     return np.asarray(done) if xp is np else xp.from_dlpack(done)
 

@@ -1,5 +1,7 @@
-"""A `torch.nn.Module` as a layer: parameters are views of fsdpx's flat buffers, gradients come from autograd, and the
-engine owns the tensors saved for backward."""
+"""`TorchModule`: a `torch.nn.Module` as one layer.
+
+Parameters are views of fsdpx's flat buffers, gradients come from autograd, and the engine owns the tensors saved for
+backward."""
 
 from __future__ import annotations
 
@@ -41,8 +43,7 @@ __all__ = [
 
 
 def make_initial_values(tensors: Mapping[str, torch.Tensor]) -> InitialValues:
-    """Return the current values of a module's tensors as initial values. tensors: tensors of the module by name, which
-    are referenced weakly."""
+    """Return the current values of a module's tensors as initial values, with weak references to the tensors."""
     missing = "is on PyTorch's device 'meta', without values: make the module on the CPU"
     here = {name: t for name, t in tensors.items() if not t.is_meta}
     remakers = {name: functools.partial(_read_if_alive, weakref.ref(t)) for name, t in here.items()}
@@ -72,11 +73,11 @@ class AutogradLayer(Layer):
 
     @abstractmethod
     def _make_run_function(self, env: LayerContext) -> Run:
-        """Return the function of (parameters and buffers by name, inputs) that computes the result."""
+        """Return a function of (parameters and buffers by name, inputs) that computes the layer's output in PyTorch."""
 
     def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Array, Any]:
         read = x if isinstance(x, tuple) else (x,)
-        if read[0].shape[0] == 0 and not self.collective:  # not every PyTorch operation accepts 0 samples
+        if read[0].shape[0] == 0 and not self.collective:  # not all PyTorch operations accept 0 samples
             one = tuple(env.xp.zeros((1, *a.shape[1:]), dtype=a.dtype) for a in read)
             return self._record_forward(env, one, p, frozenset()).output[:0], (None, *read)
         found = self._record_forward(env, read, p, self.trained & p.keys())
@@ -114,14 +115,14 @@ class AutogradLayer(Layer):
                 return RecordedForward(env.xp, run, read, p, trained, "cpu")
             try:
                 return RecordedForward(env.xp, run, read, p, trained)
-            except (RuntimeError, NotImplementedError):  # the module reads values, or makes tensors on the CPU
+            except (RuntimeError, NotImplementedError):  # it reads values or makes CPU tensors
                 self.device = "cpu"
                 return RecordedForward(env.xp, run, read, p, trained, "cpu")
 
     @contextmanager
     def _explaining_dtype_errors(self, read: tuple[Array, ...], p: Params) -> Iterator[None]:
-        """Turn a dtype error of PyTorch inside the context into a ConfigError that names the constants of another
-        dtype, if there are some."""
+        """Context manager that turns a dtype error of PyTorch into a ConfigError that names the buffers of another
+        dtype, if there are any."""
         try:
             yield
         except RuntimeError as error:
@@ -219,7 +220,9 @@ class TorchModule(AutogradLayer):
 
 def select_output(result: Any, output: str | int | None, caller: str) -> torch.Tensor:
     """Return the tensor that `output` selects from the result of a module's `forward`; raise ConfigError if there is
-    none. caller: name of the module, for error messages."""
+    none.
+
+    `caller` names the module in messages."""
     if output is None and hasattr(result, "logits"):
         output = "logits"
     if isinstance(output, str):
@@ -246,10 +249,15 @@ OVER_FIELDS |= {n: n for n in ("Dropout", "GELU", "GroupNorm", "ReLU", "Sigmoid"
 
 
 class _BareModule:
-    """A module without the data of its parameters; every thread can have its own copy.
+    """A copy of a module without the data of its parameters, from which every thread gets its own copy.
 
-    shapes: shapes of parameters and saved buffers by name. state: names of running statistics. of_norms: names of the
-    scales and shifts of norms. counts: names of integer buffers, which are constants."""
+    Attributes
+    ----------
+    shapes : shapes of parameters and saved buffers, by name
+    state : names of running statistics
+    of_norms : names of the scales and shifts of norms
+    counts : names of integer buffers, which are constants
+    """
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.kind = f"{type(module).__name__}, {sum(p.numel() for p in module.parameters()):,} parameters"
@@ -270,13 +278,14 @@ class _BareModule:
         for name, norm in norms:
             self._module = _replace_submodule(self._module, name, GlobalNorm(norm, name))
         if getattr(self._module, "inplace", False):
-            self._module.inplace = False  # the input must not be changed, because another layer owns it
+            self._module.inplace = False  # another layer owns the input
         self.constants = {n: b.clone() for n, b in self._module.named_buffers() if n not in floats}
         self._threads = threading.local()
 
     def get_thread_copy_and_constants(self, env: LayerContext) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-        """Return this thread's copy of the module, and the constants. In training, each submodule is in the mode that
-        it had when the module was copied."""
+        """Return this thread's copy of the module, and the constants by name.
+
+        In training, each submodule is in the mode, train or eval, that it had when the module was copied."""
         if not hasattr(self._threads, "module"):
             self._threads.module, self._threads.mode = copy.deepcopy(self._module), None
         module: torch.nn.Module = self._threads.module
@@ -289,14 +298,15 @@ class _BareModule:
 
 
 def is_norm(module: torch.nn.Module) -> bool:
-    """Return whether a module is a norm. A norm is recognized by its class name, so that norms of other libraries are
-    found as well, such as LlamaRMSNorm."""
+    """Return whether a module is a normalization layer.
+
+    It is recognized by its class name, so that those of other libraries are found as well, such as LlamaRMSNorm."""
     return "norm" in type(module).__name__.lower() and next(module.children(), None) is None
 
 
 def _collect_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and the buffers that PyTorch saves, each once; raise ConfigError for parameters that are not
-    floats on the CPU."""
+    """Return the parameters of a module and the buffers that it saves, by name; raise ConfigError for a parameter that
+    is not a float on the CPU."""
     saved = module.state_dict(keep_vars=True)
     own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     for name, p in module.named_parameters():
@@ -322,7 +332,7 @@ def _replace_submodule(module: torch.nn.Module, path: str, new: torch.nn.Module)
 
 
 def _count_arguments(module: torch.nn.Module) -> int:
-    """Return the number of arguments that `forward` requires, or 1 if all have defaults; raise ConfigError if it has
+    """Return the number of arguments that `forward` requires, or 1 if all have defaults; raise ConfigError if it takes
     none."""
     arguments = inspect.signature(module.forward).parameters.values()
     by_place = [a for a in arguments if a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD, a.VAR_POSITIONAL)]
@@ -337,8 +347,10 @@ Run = Callable[[dict[str, torch.Tensor], list[torch.Tensor]], torch.Tensor]
 
 @dataclass(frozen=True)
 class InputAndParameterGradients:
-    """Gradients of a layer. inputs: one for each input, None for integer inputs. parameters: gradients by name, of the
-    parameters that affect the output."""
+    """The gradients that backward of a layer computes.
+
+    `inputs` has one for each input, None for integer inputs. `parameters` has those of the parameters that affect the
+    output, by name."""
 
     inputs: list[torch.Tensor | None]
     parameters: dict[str, torch.Tensor]
@@ -346,7 +358,7 @@ class InputAndParameterGradients:
 
 @dataclass(frozen=True)
 class _SavedTensorSource:
-    """Where backward finds a saved tensor: in parameter `name`, or in kept array number `number`."""
+    """Where backward finds a tensor saved by autograd: in parameter `name`, or in kept array number `number`."""
 
     name: str | None
     number: int
@@ -357,10 +369,10 @@ class _SavedTensorSource:
 
 
 class RecordedForward:
-    """The autograd graph of one forward. The arrays saved for backward are in `kept`, and are passed back to
-    `backward`.
+    """A forward recorded by autograd, whose saved arrays are held by the caller and passed back to `backward`.
 
-    Parameters are not in `kept`, because their page is gathered again for backward, possibly at another address.
+    These arrays are in `kept`. Parameters are not, because they are gathered again for backward, possibly at another
+    address.
 
     Parameters
     ----------
@@ -397,10 +409,10 @@ class RecordedForward:
     def backward(
         self, given: Arrays, kept: Sequence[Any], dy: Any, inputs: bool, trained: Sequence[str]
     ) -> InputAndParameterGradients:
-        """Return the gradients for the output gradient dy. Frees the graph, so it can be called only once.
+        """Return the gradients, given the gradient `dy` of the output. Frees the graph, so it can be called only once.
 
-        given: current parameters and buffers by name. kept: the arrays saved by forward. inputs: whether to compute
-        gradients of inputs. trained: names of the parameters whose gradients are needed."""
+        `given` are the current parameters and buffers by name, and `kept` the arrays saved by forward. `inputs` says
+        whether to compute gradients of inputs, and `trained` names the parameters whose gradients are needed."""
         edges = [edge for edge in self._inlets if inputs and edge is not None]
         leaves = [self._leaves[name] for name in trained]
         if self._outlet is None or not edges + leaves:
@@ -435,12 +447,13 @@ class RecordedForward:
 
 
 class _Inlet(torch.autograd.Function):
-    """Begins a graph at an input without holding the input. If the input were a leaf, it would live as long as the
-    graph."""
+    """Autograd function that begins a graph at an input without holding the input.
+
+    If the input were a leaf, it would live as long as the graph."""
 
     @staticmethod
     def forward(ctx: Any, begin: torch.Tensor, x: list[torch.Tensor]) -> torch.Tensor:
-        """Return the input. x: a list that contains the input; autograd does not look into lists, so the result is not
+        """Return the input, the only element of the list `x`. Autograd does not look into lists, so the result is not
         a view of an input."""
         if not x[0].is_floating_point():
             ctx.mark_non_differentiable(x[0])
@@ -452,12 +465,13 @@ class _Inlet(torch.autograd.Function):
 
 
 class _Outlet(torch.autograd.Function):
-    """Ends a graph in a scalar whose gradient is never needed, because for any other result the shape check of
-    `autograd.grad` imports a computer algebra system."""
+    """Autograd function that ends a graph in a scalar, whose gradient is never needed.
+
+    For any other result, the shape check of `autograd.grad` imports a computer algebra system."""
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, dy: list[torch.Tensor]) -> torch.Tensor:
-        """Return a scalar. dy: list that contains the gradient of y when backward begins."""
+        """Return a scalar. The list `dy` contains the gradient of y when backward begins."""
         ctx.dy = dy
         return y.new_zeros(())
 
@@ -471,8 +485,8 @@ def _get_storage_id(tensor: torch.Tensor) -> int:
 
 
 def _as_arrays(xp: Any, held: Sequence[torch.Tensor], inputs: Sequence[tuple[torch.Tensor, Any]]) -> tuple[Any, ...]:
-    """Return tensors as arrays. In a dry run, tensors that share memory become one array, so that the memory is counted
-    once."""
+    """Return tensors as arrays. In a dry run, tensors that share memory become one array, so that the memory is
+    counted once."""
     if not getattr(xp, "holds_no_data", False):
         return tuple(to_array(xp, tensor) for tensor in held)
     known = {_get_storage_id(tensor): array for tensor, array in inputs}

@@ -1,4 +1,4 @@
-"""Conversion between arrays and PyTorch tensors, without copies."""
+"""Zero-copy conversion between arrays and PyTorch tensors."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ BFLOAT16 = torch.bfloat16
 
 
 def to_tensor(array: Any, device: str = "meta") -> torch.Tensor:
-    """Return a tensor that shares the memory of a NumPy or CuPy array; zeros on `device` for a shape-only array. Arrays
-    that PyTorch cannot share are copied."""
+    """Return a tensor that shares the memory of a NumPy or CuPy array, or a copy if PyTorch cannot share it.
+
+    A shape-only array gives a tensor of zeros on `device`."""
     if getattr(array, "holds_no_data", False):
         return torch.zeros(array.shape, dtype=_to_torch_dtype(array.dtype), device=device)
     if not isinstance(array, np.ndarray):
         return torch.from_dlpack(array)
     if array.dtype.name == "bfloat16":
         return to_tensor(array.view(np.int16)).view(BFLOAT16)
-    if not array.flags.writeable or min(array.strides, default=0) < 0:  # PyTorch supports neither of these
+    if not array.flags.writeable or min(array.strides, default=0) < 0:  # PyTorch supports neither
         array = array.copy()
     return torch.from_numpy(array)
 
 
 def to_array(xp: Any, tensor: torch.Tensor) -> Any:
-    """Return an array of `xp` that shares the memory of a tensor; a shape-only array in a dry run."""
+    """Return an array of `xp` that shares the memory of a tensor, or a shape-only array in a dry run."""
     tensor = tensor.detach()
     if getattr(xp, "holds_no_data", False):
         return xp.empty(tuple(tensor.shape), dtype=_to_numpy_dtype(tensor.dtype))

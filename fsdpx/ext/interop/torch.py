@@ -23,7 +23,7 @@ __all__ = ["TorchLoss", "TorchModule", "adapt_torch", "from_torch", "to_array", 
 
 
 def adapt_torch(model: Any, loss: Any) -> tuple[Any, Any]:
-    """Return a PyTorch module as a layer, and a PyTorch loss as a `TorchLoss`; return anything else unchanged."""
+    """Return a PyTorch module as a layer and a PyTorch loss as a `TorchLoss`. Return anything else unchanged."""
     layer = from_torch(model) if isinstance(model, torch.nn.Module) else model
     return layer, TorchLoss(loss) if isinstance(loss, torch.nn.Module) else loss
 
@@ -34,12 +34,12 @@ def from_torch(
     units: Callable[[str, torch.nn.Module], bool] | Sequence[str] | None = None,
     output: str | int | None = None,
 ) -> Layer:
-    """Return a layer, or a container of layers, that computes what `module` does.
+    """Convert a PyTorch module to a layer, or to a container of layers that can be gathered and freed separately.
 
     Parameters keep their names, and shared parameters are tied. Without an example a `torch.nn.Sequential` becomes a
     `Sequential` of its children, and any other module one `TorchModule`. With an example the module is split: PyTorch
-    exports it (`torch.export`), and every unit becomes a layer that is gathered, computed and freed on its own, and can
-    be placed on a pipeline stage. Units are exported in the dtype of the module.
+    exports it (`torch.export`), and every unit becomes a layer that is gathered, computed and freed on its own, and
+    can be placed on a pipeline stage. Units are exported in the dtype of the module.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ def from_torch(
 
 
 def _make_child_layers(module: torch.nn.Module) -> dict[str, Layer] | None:
-    """Return the layers of a `torch.nn.Sequential` by name, or None for another module."""
+    """Return the children of a `torch.nn.Sequential` as layers by name, or None for any other module."""
     if type(module) is not torch.nn.Sequential or not len(module):
         return None
     inner = ((name, child, _make_child_layers(child)) for name, child in module._modules.items() if child is not None)
@@ -104,7 +104,7 @@ each sample with all others."""
 
 
 class TorchLoss(Loss):
-    """A loss of `torch.nn`, or a function of (output, target) that returns the mean over the samples.
+    """A PyTorch loss, or a function of (output, target) that returns the mean over the samples, as a loss of fsdpx.
 
     The sum over all parts of a batch is divided as PyTorch divides the sum over the full batch: by the number of
     elements, or, for classes, by the total weight of the targets that are not ignored. For any other function, the
@@ -160,8 +160,8 @@ class TorchLoss(Loss):
             )
 
     def _require_labels(self, output: tuple[int, ...], target: Array) -> None:
-        """Raise DataError unless the target has probabilities in the output's shape, or valid integer labels. Dim 1 of
-        the output is the classes."""
+        """Raise DataError unless the target has class probabilities in the output's shape, or valid integer labels.
+        Classes are dim 1 of the output."""
         whole = np.dtype(target.dtype).kind in "iu"
         wanted = (output[:1] + output[2:]) if whole else output
         if np.dtype(target.dtype).kind == "b" or tuple(target.shape) != wanted:

@@ -1,4 +1,4 @@
-"""The context in which PyTorch modules run: fsdpx's random numbers, and batch norms over the global batch."""
+"""Random numbers and batch norms of PyTorch modules, made independent of how the batch is split over ranks."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ aten: Any = torch.ops.aten
 
 @contextmanager
 def torch_module_context(env: LayerContext, samples: int, intercept: bool) -> Iterator[None]:
-    """Let PyTorch modules that this thread runs inside the context use the random numbers of `env` for `samples`
-    samples.
+    """Context manager in which PyTorch modules of this thread draw random numbers from `env`, for `samples` samples.
 
-    intercept: whether to intercept operations that draw random numbers; False if there are none. Raises ConfigError if
-    an operation draws from PyTorch's generator nevertheless, because such numbers depend on the layout of the ranks."""
+    `intercept` says whether to intercept operations that draw random numbers; False if there are none. Raises
+    ConfigError if an operation draws from PyTorch's generator nevertheless, because such numbers depend on the layout
+    of the ranks."""
     _now.env = env
     before = torch.default_generator.get_state()
     try:
@@ -45,8 +45,8 @@ def torch_module_context(env: LayerContext, samples: int, intercept: bool) -> It
 
 
 class _CounterRandomMode(TorchDispatchMode):
-    """Replaces random operations by counter-based random numbers, which are functions of (seed, layer, step, global
-    row, number of earlier draws)."""
+    """Dispatch mode that makes random operations use counter-based random numbers, functions of (seed, layer, step,
+    global row, number of earlier draws)."""
 
     def __init__(self, env: LayerContext, samples: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class _CounterRandomMode(TorchDispatchMode):
         return func(*args, **(kwargs or {})) if own is None else own(self, *args, **(kwargs or {}))
 
     def draw_uniform(self, like: torch.Tensor) -> torch.Tensor:
-        """Return one number in [0, 1) for each element of a tensor whose elements are ordered by sample."""
+        """Return a uniform random number in [0, 1) for each element of `like`, whose dim 0 is samples."""
         name = f"draw{self.draws}"
         self.draws += 1
         if getattr(self.env.xp, "holds_no_data", False):
@@ -72,8 +72,8 @@ class _CounterRandomMode(TorchDispatchMode):
 
 
 def _fill_bernoulli(mode: _CounterRandomMode, x: torch.Tensor, p: float = 0.5, **options: Any) -> torch.Tensor:
-    """Set each element of x, in place, to 1 with probability p, and to 0 otherwise. Dropout passes the probability that
-    an element is kept."""
+    """Set each element of x in place to 1 with probability p, else to 0. Dropout passes the probability of keeping an
+    element."""
     return x.copy_(mode.draw_uniform(x) >= 1.0 - p)
 
 
@@ -98,7 +98,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
 
 
 class GlobalNorm(torch.nn.Module):
-    """A batch norm over the global batch, in place of PyTorch's, which would use only this rank's samples.
+    """Batch norm over the global batch, in place of PyTorch's, which would see only this rank's samples.
 
     Parameters, running statistics and results are those of `fsdpx.nn.BatchNorm`."""
 
@@ -116,14 +116,14 @@ class GlobalNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         env = _now.env
-        if not self.training and env.training:  # eval() was called on this module itself
+        if not self.training and env.training:  # the user called eval() on this norm
             env = LayerContext(env.xp, env.mesh, env.random, training=False)
         affine = (self.weight, self.bias) if self.layer.affine else ()
         return _BatchNormFunction.apply(env, self.layer, x, self.running_mean, self.running_var, *affine)
 
 
 class _BatchNormFunction(torch.autograd.Function):
-    """`fsdpx.nn.BatchNorm` for PyTorch's autograd."""
+    """Autograd function that runs `fsdpx.nn.BatchNorm`."""
 
     @staticmethod
     def forward(
@@ -189,7 +189,7 @@ DROPOUT_ARGUMENT = {_apply_dropout: 1, _apply_native_dropout: 1, _apply_attentio
 
 
 def may_draw_random_numbers(graph: fx.GraphModule) -> bool:
-    """Return whether an operation of a graph may draw random numbers in training."""
+    """Return whether an operation of an fx graph may draw random numbers in training."""
     return any(_may_draw(node) for module in graph.modules() for node in getattr(module, "graph", fx.Graph()).nodes)
 
 

@@ -1,1 +1,1 @@
-"""Offload of optimizer state, parameters, gradients and activations to disk."""
+"""Offload to disk of optimizer state, parameters, gradients and activations."""

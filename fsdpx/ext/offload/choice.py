@@ -1,5 +1,5 @@
-"""`OffloadConfig`, the option `offload`. It determines which state is stored on disk between uses, and which slots of
-programs hold this state."""
+"""`OffloadConfig`, the option `offload`: which state is stored on disk between uses, and where programs read and write
+it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STATE = ("slot", "average")
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class OffloadConfig(StorageLevelChoice):
-    """Offload of state to files in a folder, one file per rank, instead of keeping it in memory between uses.
+    """Offload of state to disk between uses, into one file per rank.
 
     Parameters
     ----------

@@ -1,4 +1,5 @@
-"""Storage of a rank on disk: the disk's bandwidth, records (the rows of one slot of programs), and activations."""
+"""Storage of a rank's offloaded state in a file, with asynchronous reads and writes, and measurement of the disk's
+bandwidth."""
 
 from __future__ import annotations
 
@@ -49,19 +50,16 @@ MEASURED_BYTES = 64 << 20
 
 
 class DiskRates(NamedTuple):
-    """Bandwidth of a disk in bytes per second."""
+    """Bandwidth of a disk for reads and for writes, in bytes per second."""
 
     read: float
     written: float
 
 
 def get_or_measure_disk_rates(folder: Path, direct: bool | None) -> DiskRates | None:
-    """Return the bandwidth of the disk that holds a folder, for transfers in pieces as large as those of rows. An
-    earlier measurement is taken from a cache if possible.
+    """Return the bandwidth of the disk that holds a folder, from a cache of earlier measurements if possible.
 
-    Return None if the bandwidth is unknown because the folder is missing or full, or because measuring is off
-    (FSDPX_TUNE=0).
-    """
+    Returns None if it is unknown because the folder is missing or full, or because measuring is off (FSDPX_TUNE=0)."""
     if not folder.is_dir():
         return None
     settings = environment.read_environment()
@@ -91,7 +89,7 @@ def _measure_disk_rates(folder: Path, direct: bool | None) -> DiskRates:
     start = -get_data_pointer(memory) % ALIGN_BYTES
     data, file = memory[start : start + MEASURED_BYTES], DiskFile(folder, MEASURED_BYTES, direct)
     try:
-        file.start_write(0, data).wait()  # not measured, since the first write allocates the blocks
+        file.start_write(0, data).wait()  # untimed, since the first write allocates blocks
         seconds = []
         for start_transfer in (file.start_read, file.start_write):
             begin = perf_counter()
@@ -113,7 +111,7 @@ LOCK_NAME = "fsdpx.lock"
 
 
 class DiskTransfer:
-    """Handle for reads or writes that are in progress in pieces. It is used like the handle of a message."""
+    """Handle for a pending read or write, which is done in several pieces. It is used like the handle of a message."""
 
     __slots__ = ("left",)
 
@@ -129,7 +127,7 @@ class DiskTransfer:
 
 
 class Stopwatch:
-    """A stopwatch shared by threads. `seconds`: time during which at least one thread was working."""
+    """A stopwatch shared by threads. `seconds` is the time during which at least one thread was working."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -149,11 +147,10 @@ class Stopwatch:
 
 
 class DiskFile:
-    """A file of `nbytes` bytes, which are allocated when it is created, so that a full disk is an error at that time.
+    """An unnamed file of `nbytes` bytes, allocated at once, so that a full disk is an error at the start.
 
-    `direct`: whether to bypass the page cache. None means to bypass it if the file system supports this. `watch`:
-    stopwatch that measures the time during which reads or writes are in progress.
-    """
+    `direct` says whether to bypass the page cache; None bypasses it if the file system supports this. `watch` measures
+    the time during which reads or writes are in progress."""
 
     def __init__(self, folder: Path, nbytes: int, direct: bool | None) -> None:
         self.folder, self.nbytes, self.watch = folder, nbytes, Stopwatch()
@@ -163,20 +160,20 @@ class DiskFile:
         except OffloadError:
             os.close(self._fd)
             raise
-        self._end = weakref.finalize(self, os.close, self._fd)  # reads and writes in progress keep this object alive
+        self._end = weakref.finalize(self, os.close, self._fd)  # pending transfers keep this object alive
         self._end.atexit = False
         self._own = threading.local()
         self._threads = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="fsdpx disk")
-        all_run = threading.Barrier(IO_THREADS)  # starts the threads now, since memory may be short later
+        all_run = threading.Barrier(IO_THREADS)  # starts all threads now, since memory may be short later
         for waits in [self._threads.submit(all_run.wait) for _ in range(IO_THREADS)]:
             waits.result()
 
     def start_read(self, offset: int, data: Any) -> DiskTransfer:
-        """Start to fill the memory `data` with the bytes of the file that begin at `offset`."""
+        """Start to read bytes of the file, from `offset` on, into all of the memory `data`."""
         return self._start_transfer(self._read_piece, offset, data)
 
     def start_write(self, offset: int, data: Any) -> DiskTransfer:
-        """Start to write the memory `data` to the file, beginning at byte `offset`."""
+        """Start to write the memory `data` to the file, from byte `offset` on."""
         return self._start_transfer(self._write_piece, offset, data)
 
     def _start_transfer(self, transfer: Callable[[int, Any], None], offset: int, data: Any) -> DiskTransfer:
@@ -187,7 +184,7 @@ class DiskFile:
         self._transfer_all(lambda view, offset: os.preadv(self._fd, [view], offset), offset, data, "read")
 
     def extend_file(self, nbytes: int) -> int:
-        """Extend the file by `nbytes` bytes, and return the offset of the new part."""
+        """Extend the file by `nbytes` bytes, and return the offset of the new part in bytes."""
         self.nbytes += _reserve_space(self._fd, self.folder, self.nbytes, nbytes)
         return self.nbytes - nbytes
 
@@ -212,7 +209,7 @@ class DiskFile:
             raise OffloadError(f"{self.folder}: offloaded state cannot be {participle}: {why}") from error
 
     def _copy_aligned(self, data: Any) -> Any:
-        """Return a copy that is aligned for direct I/O. It is valid until this thread makes the next copy."""
+        """Return a copy that is aligned for direct I/O, valid until this thread makes the next copy."""
         if not hasattr(self._own, "memory"):
             memory = np.empty(PIECE_BYTES + ALIGN_BYTES, np.uint8)
             self._own.memory = memory[-memory.ctypes.data % ALIGN_BYTES :]
@@ -220,21 +217,21 @@ class DiskFile:
         return self._own.memory[: -(-len(data) // ALIGN_BYTES) * ALIGN_BYTES]
 
     def map_array(self, offset: int, elements: int, dtype: Any) -> np.ndarray:
-        """Return a part of the file as an array, which stays mapped as long as it is referenced. Reads that begin later
-        see changes to the array."""
+        """Memory-map a part of the file as an array. It stays mapped while it is referenced, and later reads see
+        changes to it."""
         if elements == 0:
             return np.empty(0, dtype)
         return np.frombuffer(mmap.mmap(self._fd, elements * dtype.itemsize, offset=offset), dtype)
 
     def close(self) -> None:
-        """Wait for all transfers and close the file, which also deletes it."""
+        """Wait for all transfers, and close the file, which also deletes it because it has no name."""
         self._threads.shutdown()
         self._end()
 
 
 def _reserve_space(fd: int, folder: Path, offset: int, nbytes: int) -> int:
-    """Allocate `nbytes` bytes on disk, beginning at byte `offset` of a file, and return `nbytes`. Raise OffloadError if
-    the disk is full."""
+    """Allocate `nbytes` bytes of a file on disk, from byte `offset` on, and return `nbytes`; raise OffloadError if the
+    disk is full."""
     try:
         if nbytes:
             os.posix_fallocate(fd, offset, nbytes)
@@ -244,7 +241,7 @@ def _reserve_space(fd: int, folder: Path, offset: int, nbytes: int) -> int:
 
 
 def _open_unnamed_file(folder: Path, direct: bool | None) -> tuple[int, bool]:
-    """Return the descriptor of a new unnamed file, and whether it bypasses the page cache."""
+    """Open a new unnamed file, and return its descriptor and whether it bypasses the page cache."""
     import fcntl  # not available on Windows, where `OffloadConfig` is rejected
 
     flag = getattr(os, "O_DIRECT", 0) if direct is not False else 0
@@ -264,11 +261,10 @@ def _open_unnamed_file(folder: Path, direct: bool | None) -> tuple[int, bool]:
 
 
 def lock_folder(folder: Path, owner: str) -> int:
-    """Lock a folder for an owner. Return the descriptor that holds the lock until it is closed or the process ends.
+    """Lock a folder for the ranks of one owner (job and trainer), and return the descriptor that holds the lock.
 
-    All ranks of one owner hold the lock together. Raises OffloadError if the folder does not exist, or if another owner
-    holds the lock.
-    """
+    The lock ends when the descriptor is closed or the process ends. Raises OffloadError if the folder does not exist,
+    or if another owner holds the lock."""
     import fcntl  # not available on Windows, where `OffloadConfig` is rejected
 
     if not folder.is_dir():
@@ -285,7 +281,7 @@ def lock_folder(folder: Path, owner: str) -> int:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             safe_files.write_lock_text(fd, owner)
         except BlockingIOError:
-            pass  # another process holds the lock, perhaps a rank of this job
+            pass  # another process holds it, maybe a rank of this job
         fcntl.flock(fd, fcntl.LOCK_SH)
         holder = os.pread(fd, 4096, 0).decode(errors="replace")
         if holder != owner:
@@ -302,7 +298,7 @@ MIN_SPILLED_BYTES = 1 << 14
 
 
 class ArrayAddress(NamedTuple):
-    """The position of an array in memory block number `root`. `strides`: None for shape-only arrays."""
+    """Position of an array in memory block number `root`. `strides` is None for shape-only arrays."""
 
     root: int
     offset: int
@@ -313,27 +309,26 @@ class ArrayAddress(NamedTuple):
 
 @dataclass
 class SpilledValue:
-    """A value without its large arrays. `roots`: the memory blocks of these arrays, until they are written. `sizes`:
-    size of each block in bytes."""
+    """A saved activation whose large arrays were taken out, to be written to disk.
+
+    `roots` are the memory blocks of these arrays until they are written, and `sizes` the bytes of each block."""
 
     tree: Any = None
     roots: list[Any] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
 
     def restore_value(self, memory: list[Any]) -> Any:
-        """Return the value with its arrays in the memory blocks `memory`, which hold the same bytes as the original
-        blocks."""
+        """Return the activation with its large arrays in the memory blocks `memory`, read back from disk."""
         return _map_leaves(
             self.tree, lambda leaf: _make_array(memory[leaf.root], leaf) if isinstance(leaf, ArrayAddress) else leaf
         )
 
 
 def extract_large_arrays(value: Any, keep_in_memory: Callable[[Any], bool]) -> SpilledValue:
-    """Move large arrays out of nested tuples, lists and dicts. Return them together with the rest of the value.
+    """Take large arrays out of nested tuples, lists and dicts, so that they can be written to disk.
 
-    A memory block stays in the value if `keep_in_memory(block)` is true, if it is small, or if the array uses less than
-    half of it.
-    """
+    A memory block stays in the value if `keep_in_memory(block)` is true, if it is small, or if the array uses less
+    than half of it."""
     made, numbers = SpilledValue(), dict[int, int]()
 
     def replace_array(leaf: Any) -> Any:
@@ -367,7 +362,7 @@ def _make_array(memory: Any, address: ArrayAddress) -> Any:
 
 
 def _map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Return nested tuples, lists and dicts of the same structure, with `function` applied to each leaf."""
+    """Apply `function` to each leaf of nested tuples, lists and dicts, and return the results in the same structure."""
     if isinstance(value, dict):
         return {name: _map_leaves(one, function) for name, one in value.items()}
     if isinstance(value, list):
@@ -380,11 +375,11 @@ def _map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 class DiskStorage(StateStorage):
-    """The rows of a rank that are stored on disk. The rows of a record are contiguous, so that a single read fetches
-    all of them.
+    """The offloaded state of a rank in one file.
 
-    `file`: None in a dry run, which transfers nothing.
-    """
+    A record is the arrays that are read and written together, such as the optimizer state of one page (flat parameter
+    buffer). They are contiguous in the file, so that a single read fetches them. `file` is None in a dry run, which
+    transfers nothing."""
 
     def __init__(self, rows: Sequence[LedgerRow], elsewhere: StoredSlots, xp: Any) -> None:
         self.xp = xp
@@ -397,8 +392,8 @@ class DiskStorage(StateStorage):
                 self._records.setdefault(Slot(LEDGER_KINDS[row.key.kind].slot, row.key.page), []).append(row)
         self._places: dict[LedgerKey, int] = {}
         self.spilled: dict[Slot, int] = {}  # bytes of each activation in the last run
-        self._parts: dict[tuple[Slot, int], tuple[int, int]] = {}  # offset and reserved bytes, by (activation, part)
-        self._there: dict[Slot, Any] = {}  # memory of fetched records
+        self._parts: dict[tuple[Slot, int], tuple[int, int]] = {}  # (activation, block) -> offset, reserved bytes
+        self._there: dict[Slot, Any] = {}  # record -> its memory
         self.nbytes = 0
         mapped = [row for row in rows if row.level == "map" and row.inside is None]
         for row in (*(row for record in self._records.values() for row in record), *mapped):
@@ -406,37 +401,33 @@ class DiskStorage(StateStorage):
             self.nbytes += _round_up_to_align(row.nbytes)
 
     def open_file(self, folder: Path, direct: bool | None, owner: str) -> None:
-        """Lock the folder and allocate the file. Raise OffloadError if either fails."""
+        """Lock the folder and allocate the file; raise OffloadError if either fails."""
         self._unlock = unlock = weakref.finalize(self, os.close, lock_folder(folder, owner))
         unlock.atexit = False
         self.file = DiskFile(folder, self.nbytes, direct)
 
     def fill_slots(self, state: Any) -> None:
-        """Mark all records of pages as stored on disk, and none as in memory."""
+        """Mark all offloaded parameters, gradients and optimizer state as stored on disk, and not in memory."""
         for slot, stand in self._stands.items():
             if slot.kind not in SPILLED and slot.at in state.placement.pages:
                 state.store.pop(slot, None)
                 state.store[stand] = True
 
-    # -- time ----------------------------------------------------------------------------------------------------------
-
     @property
     def busy_seconds(self) -> float:  # type: ignore[override]
-        """Seconds during which reads or writes were in progress, since the last `reset_counters`."""
+        """Seconds since the last `reset_counters` during which reads or writes were in progress."""
         return 0.0 if self.file is None else self.file.watch.seconds
 
     def reset_counters(self) -> None:
         if self.file is not None:
             self.file.watch.seconds = 0.0
 
-    # -- records -------------------------------------------------------------------------------------------------------
-
     def get_record_nbytes(self, record: Slot) -> int:
-        """Return the number of bytes of a record on disk."""
+        """Return the bytes that a record takes on disk, padding included."""
         return sum(_round_up_to_align(row.nbytes) for row in self._records.get(record, ()))
 
     def get_bytes_per_transfer_by_verb(self) -> dict[str, Mapping[tuple[int, int | None], int]]:
-        """Return the number of bytes of one transfer of each record, by record number and microbatch."""
+        """Return the bytes that one read or write of each record transfers, by (record number, microbatch)."""
         numbers = {slot: number for number, slot in enumerate(self._stands)}
         pages: dict[tuple[int, int | None], int] = {
             (n, None): self.get_record_nbytes(slot) for slot, n in numbers.items()
@@ -445,16 +436,18 @@ class DiskStorage(StateStorage):
         return {"record": pages | spilled}
 
     def get_buffer_nbytes(self, record: Slot) -> int | None:
-        """Return the number of bytes of memory for fetching a record, including room to align it to `ALIGN_BYTES`.
-        Return None for a slot that is not a record."""
+        """Return the bytes of memory into which a record is fetched, with room to align it to `ALIGN_BYTES`. Return
+        None if `record` is not stored on disk."""
         if record not in self._stands:
             return None
         size = self.get_record_nbytes(record)
         return size + ALIGN_BYTES if size else 0
 
     def start_fetch(self, record: Slot, buffer: Any) -> tuple[Handle, Any]:
-        """Start to read a record into `buffer`, which has `get_buffer_nbytes` bytes. Return the handle, and the array
-        of the record, or a dict of its arrays by name."""
+        """Start to read a record into `buffer`, and return the handle and the record's array, or a dict of its arrays
+        by name.
+
+        `buffer` must have `get_buffer_nbytes` bytes."""
         rows, offset, arrays = self._records[record], 0, {}
         data = self._there[record] = _align_buffer(buffer, self.get_record_nbytes(record))
         for row in rows:
@@ -464,15 +457,12 @@ class DiskStorage(StateStorage):
         return handle, arrays.get("", arrays)
 
     def start_store(self, record: Slot) -> Handle:
-        """Start to write a record from the memory into which it was fetched. Return the handle."""
+        """Start to write a record from the memory into which it was fetched, and return the handle."""
         offset, data = self._places[self._records[record][0].key], self._there[record]
         return COMPLETED if self.file is None else self.file.start_write(offset, data)
 
-    # -- activations, whose sizes depend on the batch ------------------------------------------------------------------
-
     def start_spill(self, slot: Slot, spilled: SpilledValue) -> Handle:
-        """Start to write the memory blocks of an activation, and remove the blocks from `spilled`. Return the
-        handle."""
+        """Start to write the large arrays of an activation, drop them from `spilled`, and return the handle."""
         roots, spilled.roots = spilled.roots, []
         offsets = [self._find_or_reserve_offset(slot, i, nbytes) for i, nbytes in enumerate(spilled.sizes)]
         self.spilled[slot] = sum(spilled.sizes)
@@ -484,7 +474,8 @@ class DiskStorage(StateStorage):
         )
 
     def start_restore(self, slot: Slot, spilled: SpilledValue) -> tuple[Handle, list[Any]]:
-        """Start to read the memory blocks of an activation into new memory. Return the handle and the new blocks."""
+        """Start to read the large arrays of an activation into new memory, and return the handle and the memory
+        blocks."""
         if self.file is None:
             return COMPLETED, [Storage(nbytes) for nbytes in spilled.sizes]
         blocks = [
@@ -497,8 +488,9 @@ class DiskStorage(StateStorage):
         ), blocks
 
     def _find_or_reserve_offset(self, slot: Slot, index: int, nbytes: int) -> int:
-        """Return the offset in the file of part number `index` of an activation. It is the same in each step, unless
-        the part has grown."""
+        """Return the offset in the file of memory block number `index` of an activation.
+
+        It is the same in each step, unless the block has grown."""
         offset, reserved = self._parts.get((slot, index), (0, 0))
         if nbytes > reserved:
             offset = self.nbytes if self.file is None else self.file.extend_file(_round_up_to_align(nbytes))
@@ -507,7 +499,8 @@ class DiskStorage(StateStorage):
         return offset
 
     def map_array(self, row: LedgerRow) -> Any:
-        """Return the array of a row, mapped from the file. See `DiskFile.map_array`."""
+        """Return the memory-mapped array of a row of the ledger (the table of a rank's arrays). See
+        `DiskFile.map_array`."""
         if self.file is None:
             return self.xp.empty((row.elements,), dtype=row.dtype)
         return self.file.map_array(self._places[row.key], row.elements, row.dtype)
@@ -523,11 +516,9 @@ class DiskStorage(StateStorage):
 def open_disk_storage(
     placement: Placement, rows: Sequence[LedgerRow], folder: str | os.PathLike[str], direct: bool | None, option: str
 ) -> DiskStorage:
-    """Return storage in `folder` with space for these rows. Raise OffloadError on all ranks if opening fails on one of
-    them. Collective.
+    """Open storage on disk for the offloaded state in `rows`. Collective.
 
-    `option`: the user's option as text, for errors.
-    """
+    Raises OffloadError on all ranks if it fails on one. `option` is the user's option as text, for messages."""
     disk = DiskStorage(rows, placement.stage.stored_slots, placement.xp)
     if placement.device.holds_data:
         if not hasattr(os, "posix_fallocate"):

@@ -1,5 +1,6 @@
-"""The compiler pass that inserts the actions which read records into memory and write them back. A record is a slot
-that is stored on disk between uses."""
+"""The compiler pass that inserts reads and writes of offloaded state into the program of a step.
+
+A record is a slot (a named value of a program) that is stored on disk between uses."""
 
 from __future__ import annotations
 
@@ -17,28 +18,27 @@ SPILLED = ("saved", "held")
 
 
 def pair_with_stored_slots(records: Sequence[Slot]) -> StoredSlots:
-    """Return the records in order, each paired with the slot that marks its value as stored."""
+    """Pair each record with the slot that marks its value as stored on disk."""
     return tuple((record, Slot("stored", number)) for number, record in enumerate(records))
 
 
 def list_records(stage: Stage) -> list[Slot]:
-    """Return the records of a stage, in the order of their numbers."""
+    """Return the offloaded records of a pipeline stage, in the order of their numbers."""
     return [record for record, _ in stage.stored_slots]
 
 
 def get_record_of_action(stage: Stage, action: Action) -> Slot:
-    """Return the slot that an action fetches, stores or evicts."""
+    """Return the record that an action fetches, stores or evicts."""
     assert action.unit is not None
     return stage.stored_slots[action.unit][0]._replace(mb=action.mb)
 
 
 def insert_record_transfers(actions: Actions, request: ProgramRequest) -> Actions:
-    """Insert the actions FETCH, STORE and EVICT, for one kind of record after another.
+    """Insert the actions that read records from disk (FETCH), write them (STORE) and free their memory (EVICT).
 
     When an action runs, the records that it needs are in memory, and so are the next `ahead` records of the same kind.
     At most `ahead` other records are being stored. Activations that no later action of the program needs are not
-    transferred.
-    """
+    transferred."""
     stage = request.stage
     records = list_records(stage)
     for kind in dict.fromkeys(record.kind for record in records):
@@ -49,11 +49,15 @@ def insert_record_transfers(actions: Actions, request: ProgramRequest) -> Action
 
 
 class _RecordCache:
-    """The records of one kind that are in memory at each action of a program.
+    """Simulates which records of one kind are in memory at each action, to decide where to fetch, store and evict.
 
-    `numbers`: numbers of the records. `there`: for each slot in memory, whether its value differs from the stored one.
-    `leaving`: slots whose values are being written. `stored`: activations that were stored. `last`: for each slot, the
-    index of the last action that needs it.
+    Attributes
+    ----------
+    numbers : numbers of the records
+    there : for each slot in memory, whether its value differs from the one on disk
+    leaving : slots whose values are being written
+    stored : activations that were stored
+    last : for each slot, the index of the last action that needs it
     """
 
     def __init__(self, kind: str, numbers: dict[int | None, int], ahead: int) -> None:
@@ -65,7 +69,7 @@ class _RecordCache:
         self.result: Actions = []
 
     def insert_transfers(self, actions: Actions, slots: Sequence[ActionSlots]) -> Actions:
-        """Return the actions with transfers inserted, so that the records that each action needs are in memory."""
+        """Return the actions with transfers inserted, so that each action finds the records that it needs in memory."""
         wanted = [self._select_record_slots((*s.takes, *s.reads, *s.adds)) for s in slots]
         needs = _list_slots_needed_in_memory(
             actions, slots, [[*w, *self._select_record_slots(s.gives)] for w, s in zip(wanted, slots, strict=True)]
@@ -89,14 +93,14 @@ class _RecordCache:
         return [slot for slot in slots if slot.kind == self.kind and slot.at in self.numbers]
 
     def _evict_and_fetch_for_window(self, action_index: int, window: dict[Slot, None]) -> None:
-        """Evict the slots outside the window, and fetch those in the window that are not in memory."""
+        """Evict the records outside the prefetch window, and fetch those inside that are not in memory."""
         gone = [slot for slot in self.there if slot not in window]
         self._store_or_evict([slot for slot in gone if slot.mb is None or self.last.get(slot, -1) >= action_index])
         self._add_waits_for_writes(self.ahead)
         for slot in window:
             if slot in self.there or not (slot.mb is None or slot in self.stored):
                 continue
-            if slot in self.leaving:  # this also waits for earlier writes
+            if slot in self.leaving:  # waits for earlier writes as well
                 self._add_waits_for_writes(len(self.leaving) - 1 - self.leaving.index(slot))
             self._add_action("FETCH", slot)
             self.stored.discard(slot)
@@ -111,7 +115,7 @@ class _RecordCache:
                 self.stored.add(slot)
 
     def _add_waits_for_writes(self, max_pending: int) -> None:
-        """Wait for the oldest writes until at most `max_pending` are in progress."""
+        """Insert waits for the oldest writes until at most `max_pending` are in progress."""
         while len(self.leaving) > max_pending:
             self._add_action("EVICT", self.leaving.pop(0))
 
@@ -122,9 +126,10 @@ class _RecordCache:
 def _list_slots_needed_in_memory(
     actions: Actions, slots: Sequence[ActionSlots], needs: Sequence[Sequence[Slot]]
 ) -> list[list[Slot]]:
-    """Return the slots that must be in memory during each action. These are the slots that the action needs, and the
-    slots that transfers in progress read until an action waits for their results."""
-    reading: dict[Slot, list[Slot]] = {}  # slots that each transfer reads, by its result
+    """Return, for each action, the records that must be in memory while it runs.
+
+    These are the ones that it needs, and those that pending transfers still read."""
+    reading: dict[Slot, list[Slot]] = {}  # result of a transfer -> slots it reads
     found = []
     for action, some, own in zip(actions, slots, needs, strict=True):
         found.append(list(dict.fromkeys([*own, *(slot for held in reading.values() for slot in held)])))
@@ -136,7 +141,8 @@ def _list_slots_needed_in_memory(
 
 
 def _find_last_compute_before_need(actions: Actions, needs: Sequence[Sequence[Slot]]) -> int:
-    """Return the index of the last compute action before the first action that needs a record. Fetching begins at that
-    action, so that it is complete in time."""
+    """Return the index of the last compute action before the first action that needs a record.
+
+    Fetching begins there, so that it overlaps with computation."""
     first = next((i for i, slots in enumerate(needs) if slots), 0)
     return max((i for i, action in enumerate(actions[:first]) if VERBS[action.op].lane == "compute"), default=0)

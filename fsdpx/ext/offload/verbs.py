@@ -1,5 +1,4 @@
-"""The verbs FETCH, STORE and EVICT of records, which are stored on disk between uses, and their operations on one
-rank."""
+"""The actions FETCH, STORE and EVICT, which move offloaded state between disk and memory, and how a rank runs them."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from fsdpx.ext.offload.records import SPILLED, get_record_of_action, insert_reco
 __all__ = ["fetch_record", "store_record"]
 
 # fmt: off
-SLOTS["stored"] = SlotKind("stored", "control")  # full while the values of a record are on disk
+SLOTS["stored"] = SlotKind("stored", "control")  # holds a value while the record is on disk
 VERBS.update({
     "FETCH": Verb(takes=("stored:once",), reads=("stored:always",), gives=("record:here",), about="record", lane="disk",
                   moves=(VerbTransfer("disk", "read", "record", "record"),)),
@@ -48,7 +47,7 @@ def fetch_record(run: ProgramRun, action: Action, taken: Values, read: Values, a
     if slot.mb is not None:
         (spilled,) = taken
         handle, memory = disk.start_restore(slot, spilled)
-        made: list[Any] = []  # so that repeated calls return the same arrays
+        made: list[Any] = []  # repeated calls must return the same arrays
 
         def get_value() -> Any:
             if not made:
@@ -68,7 +67,7 @@ def store_record(run: ProgramRun, action: Action, taken: Values, read: Values, a
         batch = [array for one in run.feed.batch if one is not None for array in (*one.inputs, one.target)]
         own = get_arena_storage_ids(run.workspace.state.arena) | {
             id(find_storage(array)) for array in batch
-        }  # memory that is kept in any case
+        }  # stays in memory anyway
         spilled = extract_large_arrays(value, lambda root: id(root) in own)
         run.placement.axes.counters.add_calls("disk", "write", sum(spilled.sizes))
         return TimedTransfer(disk.start_spill(slot, spilled), lambda: value), spilled
@@ -83,10 +82,10 @@ def _get_disk(run: ProgramRun) -> DiskStorage:
 
 
 def _allocate_record_buffer(run: ProgramRun, slot: Slot) -> Any:
-    """Return memory for a record that is to be fetched."""
+    """Return the memory into which a record is fetched; it is empty if this rank holds no part of the record."""
     assert slot.at is not None
     nbytes = _get_disk(run).get_buffer_nbytes(slot)
-    if not nbytes:  # this rank stores no part of the record
+    if not nbytes:  # this rank holds no part of the record
         return run.placement.xp.empty((0,), dtype="uint8")
     return run.workspace.take_next_slab_buffer(slot.kind, slot.at, nbytes, "uint8")
 

@@ -1,1 +1,1 @@
-"""Flight recorder, watchdog and preemption, which observe running ranks."""
+"""Monitoring of running ranks: flight recorder, watchdog for hangs, and preemption."""

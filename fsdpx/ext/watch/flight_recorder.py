@@ -1,4 +1,4 @@
-"""The flight record: a rank's last actions, in a file that other processes can read when the rank is dead or
+"""The flight recorder: keeps a rank's last actions in a file that other processes can read when the rank is dead or
 stopped."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fsdpx.core.base import safe_files
 from fsdpx.core.engine.observer import Observer
 from fsdpx.errors import CommTimeout
 
-if TYPE_CHECKING:  # the launcher reads records and must not import the engine
+if TYPE_CHECKING:  # the launcher reads records without importing the engine
     from fsdpx.core.engine.operations import ExecutableAction
     from fsdpx.core.program import Program
     from fsdpx.core.state.train_state import TrainState
@@ -35,12 +35,12 @@ MAX_ACTIONS = 512
 _MAGIC = b"fsdpx f2"
 _HEADER = struct.Struct("<8sqqqd64s")  # magic, rank, ranks, process, wall clock minus perf_counter, host
 _PROGRAM = struct.Struct("<q24s")  # step, kind of program
-_BEAT = struct.Struct("<d")  # time at which the watchdog last polled (perf_counter)
-_NOTE = struct.Struct("<dd3056s")  # begin of the wait (0: none), time of last progress, what it waits for or its stack
-_CALL = struct.Struct("<q56s56s")  # number of collective calls started; names of the latest and the one before
+_BEAT = struct.Struct("<d")  # perf_counter when the watchdog last polled
+_NOTE = struct.Struct("<dd3056s")  # begin of the wait or 0, last progress, what it waits for or its stack
+_CALL = struct.Struct("<q56s56s")  # count of collective calls, names of the last two
 _LEFT = struct.Struct("<qq")  # whether the script has ended, exit status
 _PROGRAM_AT, _BEAT_AT, _CALL_AT, _LEFT_AT, _NOTE_AT, _START = 128, 192, 512, 640, 1024, 4096
-_RECORD = struct.Struct("<qdd112s120s")  # number, begin, end (0: under way), action, what it waits for
+_RECORD = struct.Struct("<qdd112s120s")  # number, begin, end or 0, action, what it waits for
 _END = struct.Struct("<d")
 _END_AT = 16
 _WAITS = struct.Struct("<120s")
@@ -50,7 +50,7 @@ _SIZE = _START + MAX_ACTIONS * _RECORD.size
 
 @lru_cache(maxsize=4096)
 def encode_label(text: str, width: int = 112) -> bytes:
-    """Return `text` as it is stored: truncated to `width` bytes of UTF-8."""
+    """Encode `text` as UTF-8, truncated to `width` bytes."""
     return _encode_truncated(text, width)
 
 
@@ -59,10 +59,14 @@ def _encode_truncated(text: str, width: int) -> bytes:
 
 
 class FlightRecorder(Observer):
-    """Writes the record of one rank, in half a microsecond per action and without system calls.
+    """Records the actions and waits of one rank in a memory-mapped file, in half a microsecond per action and without
+    system calls.
 
-    thread: the thread that runs the program, whose stack the watchdog reads. serial: number of actions begun. calls:
-    number of collective calls begun.
+    Attributes
+    ----------
+    thread : id of the thread that runs the program, whose stack the watchdog reads
+    serial : number of actions begun
+    calls : number of collective calls begun
     """
 
     __slots__ = ("_at", "_before", "_buffer", "_path", "calls", "ended", "serial", "thread", "timed_out")
@@ -70,7 +74,7 @@ class FlightRecorder(Observer):
     def __init__(
         self, path: Path, rank: int, ranks: int, host: str, timed_out: Callable[[], None] = lambda: None
     ) -> None:
-        """Create the file. timed_out: called when a wait of this rank has timed out."""
+        """Create the record file. `timed_out` is called when a wait of this rank has timed out."""
         self._path, self.timed_out = path, timed_out
         path.unlink(missing_ok=True)
         file = safe_files.create_file(path)
@@ -85,23 +89,23 @@ class FlightRecorder(Observer):
         _HEADER.pack_into(self._buffer, 0, _MAGIC, rank, ranks, os.getpid(), clock, encode_label(host, 64))
 
     def on_collective_call(self, call: str) -> None:
-        """Record that a collective call begins."""
+        """Record that the collective call named `call` begins."""
         self.calls += 1
         kept, before = encode_label(call, 56), self._before
         _CALL.pack_into(self._buffer, _CALL_AT, self.calls, kept, before)
         self._before = kept
 
     def record_end(self, status: int) -> None:
-        """Record that the script has ended, and the exit status that the process is expected to have."""
+        """Record that the script has ended, and the exit status that its process is going to have."""
         _LEFT.pack_into(self._buffer, _LEFT_AT, 1, status)
 
     def on_program_begin(self, program: Program, state: TrainState) -> None:
-        """Record that a program begins."""
+        """Record which program (the list of actions of a step) begins, and at which step."""
         self.thread = threading.get_ident()
         _PROGRAM.pack_into(self._buffer, _PROGRAM_AT, state.steps, encode_label(program.kind, 24))
 
     def on_action_begin(self, action: str, now: float) -> None:
-        """Record that an action begins, at perf_counter() = now."""
+        """Record that an action begins at time `now`, in seconds of perf_counter."""
         self.serial = number = self.serial + 1
         self._at = at = _START + number % MAX_ACTIONS * 256
         _RECORD.pack_into(self._buffer, at, number, now, 0.0, encode_label(action), b"")
@@ -113,29 +117,28 @@ class FlightRecorder(Observer):
     def on_action_end(
         self, planned: ExecutableAction, begin: float, ready: float, end: float, nbytes: int, values: Sequence[Any]
     ) -> None:
-        """Record that the action has ended."""
+        """Record when the current action ended."""
         self.ended = self.serial
         _END.pack_into(self._buffer, self._at + _END_AT, end)
 
     def on_action_failed(self, words: str, error: Exception) -> None:
-        """Call `timed_out` if the action has failed with CommTimeout."""
+        """Call `timed_out` if the action failed because a wait timed out."""
         if isinstance(error, CommTimeout):
             self.timed_out()
 
     def record_heartbeat(self, now: float) -> None:
-        """Record that the watchdog of this rank is alive, at perf_counter() = now."""
+        """Record that the watchdog of this rank is alive at time `now`, in seconds of perf_counter."""
         _BEAT.pack_into(self._buffer, _BEAT_AT, now)
 
     def record_wait(self, since: float, what: str, moved: float = 0.0) -> None:
         """Record what this rank waits for now, inside or outside of an action.
 
-        since: when the wait began; 0 if the rank does not wait. In that case `what` is the current line of the script,
-        followed by the stack. moved: when the rank last made progress.
-        """
+        `since` is the time when the wait began, or 0 if the rank does not wait; `what` is then the current line of the
+        script, followed by the stack. `moved` is the time of the rank's last progress."""
         _NOTE.pack_into(self._buffer, _NOTE_AT, since, moved, _encode_truncated(what, 3056))
 
     def remove_file(self) -> None:
-        """Remove this rank's record, because the rank has ended normally; the last rank also removes the folder."""
+        """Remove this rank's record after its normal end. The last rank also removes the folder."""
         self._path.unlink(missing_ok=True)
         with suppress(OSError):  # other ranks still have records
             self._path.parent.rmdir()
@@ -146,8 +149,15 @@ assert _RECORD.size == 256
 
 @dataclass(frozen=True)
 class FlightAction:
-    """One action. begin, end: times in seconds since 1970; end is 0 if the action was under way. waits: what it waited
-    for, or ""."""
+    """An action in a flight record.
+
+    Attributes
+    ----------
+    number : number of the action since the start of the rank
+    begin, end : times in seconds since 1970; end is 0 if the action was under way
+    action : the action as text
+    waits : what it waited for, or ""
+    """
 
     number: int
     begin: float
@@ -158,12 +168,20 @@ class FlightAction:
 
 @dataclass(frozen=True)
 class FlightRecord:
-    """The content of a record, with times in seconds since 1970, or 0.
+    """The contents of a rank's flight record. Times are in seconds since 1970, or 0 if unknown.
 
-    beat: when the watchdog of the rank last polled. moved: when the watchdog last saw the rank make progress. since:
-    when the current wait began; 0 if the rank does not wait. what: what the rank waits for, else the current line of
-    its script, followed by the stack. calls, call, before: number of collective calls begun, the last of these calls,
-    and the call before that. exit_status: the exit status if the script has ended. entries: the actions, oldest first.
+    Attributes
+    ----------
+    rank, ranks, process, host : the rank, the number of ranks, and its process id and host name
+    step, program : the step, and the kind of program that ran last
+    beat : when the watchdog of the rank last polled
+    moved : when the watchdog last saw the rank make progress
+    since : when the current wait began; 0 if the rank does not wait
+    what : what the rank waits for, else the current line of its script, followed by the stack
+    calls : number of collective calls begun
+    call, before : the last of these calls, and the one before it
+    exit_status : the exit status if the script has ended, else None
+    entries : the last actions, oldest first
     """
 
     rank: int
@@ -187,7 +205,7 @@ class FlightRecord:
         return self.entries[-1] if self.entries else None
 
     def describe_action(self, now: float) -> str:
-        """Return text that describes the current or last action of the rank. now: seconds since 1970."""
+        """Return text that describes the current or last action of the rank. `now` is in seconds since 1970."""
         last = self.last_action
         if last is None:
             return "outside any action, before the first"
@@ -198,8 +216,9 @@ class FlightRecord:
 
 
 def read_record(path: Path, whole: bool = True) -> FlightRecord | None:
-    """Return the record in a file. None while the file is being created, or if it is not a record of this user. whole:
-    whether to read the actions as well."""
+    """Read a flight record from a file, or return None if the file is incomplete or does not belong to this user.
+
+    `whole` says whether to read the actions as well."""
     size = _SIZE if whole else _START
     try:
         with safe_files.open_file(path, _SIZE) as file:
@@ -225,13 +244,13 @@ def read_record(path: Path, whole: bool = True) -> FlightRecord | None:
 
 
 def read_all_records(folder: Path) -> dict[int, FlightRecord]:
-    """Return the records of a job, by rank."""
+    """Read all flight records in a folder, and return them by rank."""
     found = (read_record(path) for path in sorted(folder.glob("rank-*.flight")))
     return {flight.rank: flight for flight in found if flight is not None}
 
 
 def format_records(flights: dict[int, FlightRecord]) -> str:
-    """Return all records as text. Each rank has a heading, then one line per action with its begin (seconds since
+    """Return flight records as text, with a heading per rank, and one line per action with its begin (seconds since
     1970), duration and name."""
     lines = []
     for flight in flights.values():

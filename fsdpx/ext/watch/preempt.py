@@ -1,5 +1,4 @@
-"""Preemption: a signal asks the job to stop. Between two steps, all ranks agree to stop, save, and exit with the same
-status."""
+"""Preemption: after a signal, all ranks agree to stop between two steps, save, and exit with the same status."""
 
 from __future__ import annotations
 
@@ -27,13 +26,20 @@ PREEMPTED_STATUS = 85
 """Exit status of a job that was asked to stop and has saved its state. HTCondor's manual uses this status for "start me
 again"."""
 
-_RANKS = 1 << 32  # more than any job has, so that lower ranks have larger keys
+_RANKS = 1 << 32  # more than any job has, so that lower ranks get larger keys
 
 
 class JobPreempted(SystemExit):
-    """Raised on all ranks at the same step boundary, after saving. If it is not caught, Python exits with status
-    PREEMPTED_STATUS and prints nothing. rank: the lowest rank that was asked. name: name of the signal, such as
-    "SIGUSR1". step: number of steps performed."""
+    """Raised on all ranks at the same step boundary, after saving, when the job was asked to stop.
+
+    If it is not caught, Python exits with status PREEMPTED_STATUS and prints nothing.
+
+    Attributes
+    ----------
+    rank : the lowest rank that was asked to stop
+    name : name of the signal, such as "SIGUSR1"
+    step : number of steps performed
+    """
 
     def __init__(self, rank: int, name: str, step: int) -> None:
         super().__init__(PREEMPTED_STATUS)
@@ -71,7 +77,7 @@ class Preemption:
         self.save, self.requeue = save, requeue
         self.signals = [
             _parse_signal(name) for name in signals if hasattr(signal, "SIGUSR1") or "USR" not in name
-        ]  # Windows has no USR signals
+        ]  # Windows has no USR1
         self._asked, self._since = 0, 0.0
         self._before: dict[signal.Signals, SignalHandler] = {}
         self._process = os.getpid()
@@ -94,12 +100,14 @@ class Preemption:
             before.restore(self._handle_signal)
 
     def request_stop(self) -> None:
-        """Ask all ranks to stop at the next step boundary, as a signal does. Local to this rank."""
+        """Ask all ranks to stop at the next step boundary, as a signal would. Not collective: one rank is enough."""
         self._asked = self._asked or int(signal.SIGTERM)
 
     def check(self, trainer: Any, also: Callable[[], object] | None = None) -> None:
-        """Return if no rank was asked to stop; otherwise save, and raise `JobPreempted` on all ranks. Call it between
-        two steps. Collective: it costs one all-reduce of 8 bytes.
+        """Save and raise `JobPreempted` on all ranks if any rank was asked to stop. Call this between two steps.
+        Collective.
+
+        It costs one all-reduce of 8 bytes.
 
         Parameters
         ----------
@@ -128,16 +136,17 @@ class Preemption:
         raise end
 
     def _agree_on_request(self, trainer: Any) -> tuple[int, str] | None:
-        """Return the lowest rank that was asked to stop and the name of its signal, the same on all ranks; None if no
-        rank was asked. Collective."""
+        """Return the lowest rank that was asked to stop and the name of its signal, on all ranks; None if no rank was
+        asked. Collective."""
         key = (_RANKS - trainer.call_runner.rank) << 8 | self._asked if self._asked else 0
         ahead, number = divmod(int(trainer.call_runner.all_reduce_max(np.array([key], np.int64), "preemption")[0]), 256)
         return (_RANKS - ahead, signal.Signals(number).name) if number else None
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
-        """Record the signal and call the program's own handler. A second Ctrl-C does not wait for the step boundary,
-        unless it follows the first one at once, because launchers deliver Ctrl-C twice. In a forked child, which is not
-        a rank, the signal has its previous effect."""
+        """Record the signal, and call the program's own handler.
+
+        A second Ctrl-C ends the job at once, unless it follows the first one immediately, because launchers deliver
+        Ctrl-C twice. In a forked child, which is not a rank, the signal has its previous effect."""
         if os.getpid() != self._process:
             self.__exit__(None, None, None)
             signal.raise_signal(number)

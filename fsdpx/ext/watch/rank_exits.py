@@ -1,4 +1,4 @@
-"""Ranks that end while others continue: their exit status, and which ranks wait for them in vain."""
+"""Detection of ranks that have exited while others still wait for them."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ _open: dict[FlightRecorder, WatchedRank] = {}
 
 
 class WatchedRank(NamedTuple):
-    """A rank that others may wait for. end: called at the end of the script. abort: ends all ranks with a status; None
-    if the other ranks live on."""
+    """A rank of this process for which other ranks may wait.
+
+    `end` is called at the end of the script. `abort` ends all ranks with a status; it is None if the other ranks live
+    on."""
 
     rank: int
     end: Callable[[], None]
@@ -45,20 +47,20 @@ class WatchedRank(NamedTuple):
 def register_exit_report(
     record: FlightRecorder, rank: int, end: Callable[[], None], abort: Callable[[int], None] | None
 ) -> None:
-    """Report the end of this process to the other ranks, which read it in `record`. For `end` and `abort`, see
+    """Report the exit of this process to the other ranks through its flight record. For `end` and `abort`, see
     `WatchedRank`."""
     _open[record] = WatchedRank(rank, end, abort)
     atexit.register(end)
 
 
 def unregister_exit_report(record: FlightRecorder) -> None:
-    """Stop reporting the end of this process, because no other rank waits for it."""
+    """Stop reporting the exit of this process, because no other rank waits for it."""
     if record in _open:
         atexit.unregister(_open.pop(record).end)
 
 
 def get_sys_exit_status() -> int:
-    """Return the exit status that was passed to `sys.exit`, or 0 if it was not called."""
+    """Return the status passed to `sys.exit`, or 0 if it was not called."""
     reported = _reported[0]
     return 0 if reported is None else reported & 0xFF if isinstance(reported, int) else 1
 
@@ -70,7 +72,7 @@ def _stop_reporting_in_child() -> None:
 
 
 def _wrap_sys_exit(former: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `sys.exit` that records its argument, because Python does not tell exit handlers the exit status."""
+    """Return a `sys.exit` that records its status, because Python does not tell it to exit handlers."""
 
     def exit_and_note(status: Any = None, /) -> Any:
         _reported[0] = status
@@ -80,8 +82,10 @@ def _wrap_sys_exit(former: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_os_exit(former: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an `os._exit` that first aborts all ranks. `os._exit` runs no exit handlers, and MPICH's mpiexec may
-    mistake a rank that calls it with status 0 for the normal end of the job."""
+    """Return an `os._exit` that first aborts all ranks.
+
+    `os._exit` runs no exit handlers, and MPICH's mpiexec may mistake a rank that calls it with status 0 for the normal
+    end of the job."""
     process = os.getpid()
 
     def exit_and_abort(status: int) -> Any:
@@ -107,12 +111,9 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_stop_reporting_in_child)
 
 
-# -- the view of other ranks -------------------------------------------------------------------------------------------
-
-
 def get_process_state(process: int) -> str:
-    """Return the state of a process of this host as Linux's letter (R, S, D, T for stopped, ...); "" if the process has
-    ended, "?" if the state is unknown."""
+    """Return the state of a process of this host as Linux's letter, such as "R" or "T" for stopped; "" if it has
+    ended, "?" if unknown."""
     try:
         stat = Path(f"/proc/{process}/stat").read_text()
     except OSError:
@@ -122,32 +123,31 @@ def get_process_state(process: int) -> str:
 
 
 def has_rank_ended(flight: FlightRecord) -> bool:
-    """Return whether the script of a rank of this host, or its process, has ended."""
+    """Return whether the script or the process of a rank of this host has ended."""
     return flight.exit_status is not None or get_process_state(flight.process) == ""
 
 
 def have_all_scripts_ended(record_paths: Collection[Path]) -> bool:
-    """Return whether the scripts of all ranks with these records have ended. A record that cannot be read counts as
+    """Return whether the scripts of all ranks with these flight records have ended. An unreadable record counts as
     ended."""
     return all(flight is None or flight.exit_status is not None for flight in map(_read_record_head, record_paths))
 
 
 def have_all_ranks_ended(record_paths: Collection[Path]) -> bool:
-    """Return whether the scripts or the processes of all ranks with these records have ended."""
+    """Return whether the scripts or processes of all ranks with these flight records have ended."""
     return all(flight is None or has_rank_ended(flight) for flight in map(_read_record_head, record_paths))
 
 
 def find_awaited_ended_rank(
     own_record: FlightRecorder, waited_seconds: float, other_records: Collection[Path], all_ranks_local: bool
 ) -> FlightRecord | None:
-    """Return the record of a rank of this host that has ended and for which this rank has waited in vain for
-    `waited_seconds`; None if there is no such rank.
+    """Return the flight record of an ended rank of this host for which this rank has waited in vain, or None.
 
     A rank that ended before it began the call that others are in will never reach that call, and a rank that ended in
-    an action will not finish it. In other cases it is unknown whether the ended rank is needed. But if all living ranks
-    wait, none of them can help the others. own_record: the record of this rank. other_records: paths of the records of
-    the other ranks of this host. all_ranks_local: whether these are all other ranks.
-    """
+    an action will not finish it. In other cases it is unknown whether the ended rank is needed. But if all living
+    ranks wait, none of them can help the others. `own_record` is the record of this rank, which has waited for
+    `waited_seconds`. `other_records` are the paths of the records of the other ranks of this host, and
+    `all_ranks_local` says whether these are all other ranks."""
     if waited_seconds < EARLY_SECONDS:
         return None
     flights = [flight for flight in map(_read_record_head, other_records) if flight is not None]
@@ -163,16 +163,14 @@ def find_awaited_ended_rank(
 
 
 def find_diverged_calls(record_paths: Collection[Path]) -> dict[int, str]:
-    """Return the calls of the ranks with these records, by rank, if all of them have waited for LATE_SECONDS in
-    different calls; otherwise {}.
+    """Return rank -> collective call if ranks wait for each other in different calls, else {}.
 
-    All ranks make the same calls in the same order. Equal counts with a different last call are therefore an error of
-    the script, not a late rank.
-    """
+    All ranks must have waited for LATE_SECONDS. They must make the same calls in the same order, so equal counts of
+    calls with a different last call are an error of the script, not a late rank."""
     flights = [flight for flight in map(_read_record_head, record_paths) if flight is not None]
     if not flights or not all(_has_waited_long(flight) and not has_rank_ended(flight) for flight in flights):
         return {}
-    common = min(flight.calls for flight in flights)  # one rank may have matched a wrong call and continued
+    common = min(flight.calls for flight in flights)  # one rank may have matched a wrong call and gone on
     calls = {flight.rank: flight.call if flight.calls == common else flight.before for flight in flights}
     late = max(flight.calls for flight in flights) > common + 1
     return {} if late or len({*calls.values()}) < 2 else calls
@@ -196,7 +194,7 @@ def _has_waited_long(flight: FlightRecord) -> bool:
 
 
 def _is_in_action(flight: FlightRecord, record_paths: Collection[Path]) -> bool:
-    """Return whether the last action of a rank is still under way."""
+    """Return whether the last action that a rank recorded is still under way."""
     for place in record_paths:
         whole = read_record(place)
         if whole is not None and whole.rank == flight.rank:

@@ -1,4 +1,4 @@
-"""The reports of a watchdog: which ranks wait for which tensor in which action, and what the other ranks do."""
+"""The watchdog's reports on hangs and long waits: which ranks wait for which tensor, and what the other ranks do."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ FIRST_REPORT_SECONDS = 60.0
 
 
 def is_wait_overdue(flights: Collection[FlightRecord], last: float, now: float) -> bool:
-    """Return whether a wait has lasted for FIRST_REPORT_SECONDS and all waits began after the last report. last: time
-    of that report."""
+    """Return whether a wait is long enough for a new report: it has lasted for FIRST_REPORT_SECONDS, and no wait began
+    before the last report, at time `last`."""
     begun = min((flight.since for flight in flights if flight.since and flight.exit_status is None), default=math.inf)
     return last < begun <= now - FIRST_REPORT_SECONDS
 
 
 def format_wait_report(flights: dict[int, FlightRecord], ranks: int, timeout: float, now: float, host: str) -> str:
-    """Return a report of which ranks wait for which tensor in which call, and where the other ranks are. The job may be
-    healthy, with a rank that compiles or reads for a long time. For the arguments, see `format_hang_report`."""
+    """Return a report on a long wait: which ranks wait for which tensor in which call, and where the other ranks are.
+
+    The job may be healthy, with a rank that compiles or reads for a long time. For the arguments, see
+    `format_hang_report`."""
     alike: dict[str, list[int]] = {}
     for rank in range(ranks):
         flight = flights.get(rank)
@@ -57,11 +59,11 @@ def format_wait_report(flights: dict[int, FlightRecord], ranks: int, timeout: fl
 def format_hang_report(
     flights: dict[int, FlightRecord], ranks: int, silent: Collection[int], timeout: float, now: float, host: str
 ) -> str:
-    """Return a report of which ranks wait in which action for which tensor, and where the other ranks are.
+    """Return a report on a hang: which ranks wait for which tensor in which action, and where the other ranks are.
 
-    flights: the records, by rank. ranks: number of ranks. silent: ranks whose watchdogs have stopped. timeout: seconds
-    without any progress. now: seconds since 1970. host: the host on which the report is written.
-    """
+    `flights` are the flight records by rank, and `ranks` is the number of ranks. `silent` are the ranks whose
+    watchdogs have stopped. `timeout` is the number of seconds without any progress, `now` the time in seconds since
+    1970, and `host` the host on which the report is written."""
     lines = [f"fsdpx watchdog: no rank has made progress for {timeout:g} s; the job ends with status {HUNG_STATUS}"]
     waiting: dict[str, list[FlightRecord]] = {}
     for flight in flights.values():
@@ -86,8 +88,7 @@ def format_hang_report(
 
 
 def _describe_position(flight: FlightRecord, now: float) -> str:
-    """Return text that says where a rank is that does not wait: its action, if it is in one, and the line of the
-    script."""
+    """Return text that says what a rank that does not wait is doing: its action, if any, and the line of the script."""
     line = flight.what.partition("\n")[0]
     if line and (flight.last_action is None or flight.last_action.end):
         return line
@@ -103,7 +104,7 @@ def _describe_wait(flight: FlightRecord) -> str:
 
 
 def describe_lost_rank(flight: FlightRecord, host: str) -> str:
-    """Return text that says what has happened to a rank that no longer answers."""
+    """Return text that says what may have happened to a rank that no longer answers."""
     if flight.host != host:
         return f"on {flight.host} no longer answers"
     if flight.exit_status is not None:
@@ -117,7 +118,7 @@ def describe_lost_rank(flight: FlightRecord, host: str) -> str:
 
 
 def format_rank_ranges(ranks: list[int]) -> str:
-    """Return "rank 3" or "ranks 0-2, 5"."""
+    """Return ranks as text, such as "rank 3" or "ranks 0-2, 5"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

@@ -1,4 +1,4 @@
-"""The watchdog: a thread that detects ranks that wait in vain, reports which ranks wait for which, and ends the job."""
+"""The watchdog: a thread that detects hangs, reports which ranks wait for which, and ends the job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import traceback
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from os import _exit  # the original: rank_exits.py wraps os._exit to report exits that leave others waiting
+from os import _exit  # rank_exits.py wraps os._exit later; this is the original
 from pathlib import Path
 from typing import Any
 
@@ -68,20 +68,19 @@ _PYTHON = (f"{Path(os.__file__).parent}{os.sep}", "<frozen ")
 def start_watchdog(
     comm: Any, *other_comms: Any, timeout: float | None = None, extend_waits: bool = True
 ) -> Watchdog | None:
-    """Return the watchdog of this rank on `comm`, started by the first call; None if its record cannot be created.
-    Collective.
+    """Start the watchdog of this rank on `comm`, or return the one that already runs; None if its record cannot be
+    created. Collective.
 
-    other_comms: communicators made from `comm`. timeout: by default that of `comm` (FSDPX_TIMEOUT). extend_waits: from
-    now on, a wait on any of these communicators may last WAIT_FACTOR times as long, since a waiting rank is not stuck
-    while others make progress.
-    """
+    `other_comms` are communicators made from `comm`. `timeout` is by default that of `comm` (FSDPX_TIMEOUT). With
+    `extend_waits`, a wait on any of these communicators may last WAIT_FACTOR times as long from now on, since a
+    waiting rank is not stuck while others make progress."""
     base = unwrap_communicator(comm)
     watchdog: Watchdog | None = base.watched_by
     token = secrets.token_hex(8) if watchdog is None else ""
     mine = (token, platform.node(), str(environment.read_environment().run or ""))
     tokens, hosts, runs = zip(
         *base.all_gather_data(mine), strict=True
-    )  # gather in every call, because gathering is collective
+    )  # in every call, because all ranks must take part
     if watchdog is None:
         try:
             here = [rank for rank, host in enumerate(hosts) if host == hosts[base.rank]]
@@ -91,7 +90,7 @@ def start_watchdog(
             )
         except OSError as error:
             print(f"fsdpx: rank {base.rank} has no watchdog: {error}", file=sys.stderr, flush=True)
-    base.all_gather_data(None)  # wait for all records: a rank that ends earlier would count as the last one
+    base.all_gather_data(None)  # all records must exist: a rank that ends now would count as the last
     if watchdog is None:
         return None
     for one in (comm, *other_comms) if extend_waits else ():
@@ -102,18 +101,19 @@ def start_watchdog(
 
 
 class Watchdog:
-    """The watchdog of one rank on one communicator. It polls its rank and the records of the other ranks, and calls
+    """The watchdog of one rank on one communicator. It polls the flight records of the ranks of its host, and calls
     nothing of MPI except abort.
 
-    timeout: seconds without progress of any rank of this host after which a waiting rank is considered hung. Progress
-    is the begin or end of an action or of a wait. The lowest waiting rank reports why the job ends. If that rank fails
-    to do so, the next waiting rank reports instead, and so on.
-    """
+    A waiting rank counts as hung if no rank of its host has made progress for `timeout` seconds. Progress is the begin
+    or end of an action or of a wait. The lowest waiting rank reports why the job ends. If that rank fails to do so,
+    the next waiting rank reports instead, and so on."""
 
     def __init__(
         self, comm: Any, folder: Path, timeout: float | None = None, here: Sequence[int] = (), number: int = 0
     ) -> None:
-        """Create the record and start the thread. here: the ranks of this host, which is host `number` of the job."""
+        """Create the flight record of this rank, and start the watchdog thread.
+
+        `here` are the ranks of this host, which is host `number` of the job."""
         self.folder, self.timeout = folder, float(comm.timeout if timeout is None else timeout)
         self.rank, self.host = comm.rank, platform.node()
         safe_files.make_folder(folder)
@@ -125,9 +125,9 @@ class Watchdog:
         self._poll_seconds = min(1.0, self.timeout / 20)
         self._stop, self._report_requested = threading.Event(), threading.Event()
         self._local_record_paths, self._host_number = [self._get_record_path(rank) for rank in here], number
-        self._recorded_ranks: set[int] = set()  # ranks of this host that had a record at the last poll
-        self._record_gone_at = -math.inf  # time at which one of these records disappeared
-        self._hung_since = math.inf  # time since which this rank is known to wait in vain
+        self._recorded_ranks: set[int] = set()  # of this host, at the last poll
+        self._record_gone_at = -math.inf  # when one of their records disappeared
+        self._hung_since = math.inf  # since when this rank is known to wait in vain
         weak, outlived = self._comm, getattr(comm, "survives", False)
         register_exit_report(
             self.record,
@@ -138,32 +138,35 @@ class Watchdog:
         threading.Thread(target=self._run_watch_loop, name="fsdpx watchdog", daemon=True).start()
 
     def stop_watching_and_remove_dead_records(self, comm: Any) -> None:
-        """Stop watching, because no rank waits on this communicator anymore, and remove the records of dead ranks,
-        which could not remove their own. `remove_dead_records` can be called again later."""
+        """Stop watching a communicator on which no rank waits anymore, and remove the records of dead ranks, which
+        could not do so.
+
+        `remove_dead_records` can be called again later."""
         self.stop_watching()
         self.remove_dead_records(comm.get_failed_ranks() if hasattr(comm, "get_failed_ranks") else ())
 
     def stop_watching(self) -> None:
-        """Stop watching and remove this rank's record, because no other rank waits for it here anymore."""
+        """Stop watching, and remove this rank's flight record, because no other rank waits for it here anymore."""
         if not self._stop.is_set():
             self._stop.set()
             unregister_exit_report(self.record)
             self.record.remove_file()
 
     def _record_script_end_and_clean_up(self) -> None:
-        """Record that the script has ended. The last rank of this host removes the folder; until then, other ranks may
-        find that they wait for a rank that has ended."""
+        """Record that the script has ended. The last rank of this host removes the folder of records.
+
+        Until then, other ranks may find in it that they wait for a rank that has ended."""
         self._stop.set()
         self.record.record_end(get_sys_exit_status())
         while self._can_others_survive() and not have_all_ranks_ended(self._local_record_paths):
-            # MPI_Finalize may not wait, so leave time for ranks that wait for this one to read its record
+            # ranks that wait for this one need time to read its record, and MPI_Finalize may not give it
             time.sleep(0.02)
         if have_all_scripts_ended(self._local_record_paths):
             safe_files.remove_own_folder(self.folder)
 
     def remove_dead_records(self, dead: Iterable[int]) -> None:
-        """Remove the records of dead ranks, and the folder with the last record, unless `fsdpx run` still has to read
-        them."""
+        """Remove the flight records of dead ranks, unless `fsdpx run` still has to read them. The last one removes the
+        folder."""
         if environment.read_environment().run is None:
             for rank in dead:
                 self._get_record_path(rank).unlink(missing_ok=True)
@@ -171,28 +174,26 @@ class Watchdog:
                 self.folder.rmdir()
 
     def request_report_and_wait(self) -> None:
-        """Request a report now, because this rank's wait has failed, and wait a moment for the end of the job."""
+        """Request a report now, because a wait failed, and give the watchdog some seconds to end the job."""
         self._report_requested.set()
         self._stop.wait(2 * self.timeout if self.timeout < 5 else 10.0)
 
     def _can_others_survive(self) -> bool:
-        """Return whether the other ranks live on when one dies."""
+        """Return whether the other ranks continue when one dies, as in elastic training."""
         return bool(getattr(self._comm(), "survives", False))
 
     def _get_record_path(self, rank: int) -> Path:
         return self.folder / f"rank-{rank:05}.flight"
-
-    # -- the thread --------------------------------------------------------------------------------------------------
 
     def _run_watch_loop(self) -> None:
         before: Any = None
         since, spoken, what = time.perf_counter(), 0.0, ""
         while not self._stop.wait(self._poll_seconds):
             if self._comm() is None:
-                return  # the communicator is gone; the record stays, because this may be the end of a failed script
+                return  # keeps the record, because a failed script may have dropped its communicator
             wait, asked = long_waits.get(self.record.thread), self._report_requested.is_set()
             progress = (self.record.serial, self.record.ended, wait)
-            if progress != before and not asked:  # after a request, keep what the rank waited for last
+            if progress != before and not asked:  # once requested, the report needs the last wait
                 before, since, what = progress, time.perf_counter(), "" if wait is None else str(wait)
                 self._hung_since = math.inf
             now = time.perf_counter()
@@ -207,7 +208,7 @@ class Watchdog:
                 self._end_job_if_hung(still_seconds, what)
 
     def _describe_position(self, still_seconds: float) -> str:
-        """Return the line of the script where this rank has been for `still_seconds`, and its stack; "" if the rank
+        """Return the line of the script where this rank has been for `still_seconds`, with its stack, or "" if it
         makes progress."""
         if still_seconds < 2 * self._poll_seconds:
             return ""
@@ -221,8 +222,8 @@ class Watchdog:
         )
 
     def _report_if_overdue(self, last: float) -> float:
-        """Print which ranks wait where, if a wait that began after time `last` is overdue; return the time of the last
-        report."""
+        """Print which ranks wait where, if a wait that began after the report at time `last` is overdue. Return the
+        time of the newest report."""
         now, heads = time.time(), [read_record(place, whole=False) for place in self._local_record_paths]
         if not report.is_wait_overdue([flight for flight in heads if flight is not None], last, now):
             return last
@@ -269,16 +270,16 @@ class Watchdog:
             self._report_and_end_job(flights)
 
     def _is_watchdog_silent(self, flight: FlightRecord) -> bool:
-        """Return whether the watchdog of another rank has stopped."""
+        """Return whether the watchdog of another rank has stopped polling."""
         return flight.rank != self.rank and time.time() - flight.beat >= max(4 * self._poll_seconds, SILENT_SECONDS)
 
     def _is_hung(self, flights: dict[int, FlightRecord], waited_seconds: float) -> bool:
-        """Return whether this rank, which has waited for `waited_seconds`, waits in vain because no rank of this host
-        has made progress."""
+        """Return whether this rank, which has waited for `waited_seconds`, hangs: no rank of this host has made
+        progress for the timeout."""
         if self._report_requested.is_set():
             return True
         if waited_seconds < self.timeout or time.perf_counter() - self._record_gone_at < self.timeout:
-            return False  # a rank has ended or was killed here, and others have yet to learn of it
+            return False  # a rank here has ended, and others may not know it yet
         late = [
             f for f in flights.values() if self._is_watchdog_silent(f) and get_process_state(f.process) not in ("", "T")
         ]
@@ -286,11 +287,10 @@ class Watchdog:
             return False  # on a busy host, a watchdog may poll late
         return all(time.time() - f.moved >= self.timeout for f in flights.values() if f.rank != self.rank)
 
-    # -- ends ---------------------------------------------------------------------------------------------------------
-
     def _end_job_or_kill_ended_rank(self, ended: FlightRecord, what: str) -> None:
-        """End the job, because a rank that others wait for has ended. If ranks outlive others, only kill the process of
-        the ended rank."""
+        """End the job, because a rank that others wait for has ended.
+
+        In elastic training, only the process of the ended rank is killed."""
         waits = f"rank {self.rank} waits for it in call {self.record.calls} for {what}"
         if not self._can_others_survive():
             code = ended.exit_status or RANK_EXITED
@@ -302,15 +302,16 @@ class Watchdog:
             os.kill(ended.process, signal.SIGKILL)
 
     def _end_rank_after_job_end(self) -> None:
-        """End this rank after another rank of this host has ended the job and removed all records. This is needed if
-        neither the launcher nor an error in this rank's wait has ended it."""
+        """End this rank after another rank of this host has ended the job and removed all records.
+
+        This is needed if neither the launcher nor an error in this rank's wait has ended it."""
         if not self._stop.wait(self._poll_seconds):
             self._print_and_abort_job(
                 RANK_EXITED, f"fsdpx watchdog: another rank ended the job, see its report; rank {self.rank} ends\n"
             )
 
     def _end_job_for_different_calls(self, calls: dict[int, str]) -> None:
-        """End the job, because ranks wait for each other in different calls, none of which can complete."""
+        """End the job, because ranks wait for each other in different collective calls, none of which can complete."""
         self._print_and_abort_job(
             HUNG_STATUS,
             f"fsdpx watchdog: ranks wait for each other in different calls: {format_calls_by_rank(calls)}. All ranks "
@@ -319,8 +320,9 @@ class Watchdog:
         )
 
     def _kill_absent_ranks(self, flights: dict[int, FlightRecord]) -> bool:
-        """Kill the ranks of this host that others wait for and that are stopped or busy elsewhere, so that the others
-        see them die. This happens only if ranks outlive others. Return whether a rank was killed."""
+        """In elastic training, kill ranks of this host that others wait for and that are stopped or busy elsewhere.
+
+        The other ranks then see them die, and can recover. Returns whether a rank was killed."""
         here = [f for f in flights.values() if get_process_state(f.process)]
         absent = [f for f in here if self._is_watchdog_silent(f) or not f.since]
         if not absent or len(absent) == len(here) or not self._can_others_survive():
@@ -341,7 +343,7 @@ class Watchdog:
         return True
 
     def _report_and_end_job(self, flights: dict[int, FlightRecord]) -> None:
-        """Print and save a report, and end the job."""
+        """Print and save a report on the hang, and end the job."""
         silent, comm = {rank for rank, flight in flights.items() if self._is_watchdog_silent(flight)}, self._comm()
         whole = read_all_records(self.folder)
         ranks = len(whole) if comm is None else comm.size
@@ -350,18 +352,18 @@ class Watchdog:
         self._print_and_abort_job(HUNG_STATUS, f"{text}The last {MAX_ACTIONS} actions of each rank are in {path}\n")
 
     def _print_and_abort_job(self, code: int, text: str) -> None:
-        """Print the text and end all ranks with this status."""
+        """Print `text`, and end all ranks with status `code`."""
         flush_and_write_stderr(text)
         if environment.read_environment().run is None:
             _rename_and_remove_folder(self.folder)
-        time.sleep(0.1)  # the launcher forwards output in a process that abort will kill
+        time.sleep(0.1)  # abort also kills the launcher's process that forwards output
         _abort_all_ranks(self._comm(), code)
         _exit(code)
 
 
 def describe_script_line(thread: int, since: float) -> str:
-    """Return text with the line of the user's script where a thread is; "" if there is none. since: time of the
-    thread's last progress."""
+    """Return text that names the line of the user's script where a thread is, or "" if there is none. `since` is the
+    time of the thread's last progress."""
     side = "outside of"
     for frame, line in get_stack_frames(thread):
         file = frame.f_code.co_filename
@@ -379,8 +381,7 @@ def _abort_all_ranks(comm: Any, code: int) -> None:
 
 
 def _rename_and_remove_folder(folder: Path) -> None:
-    """Remove a folder to which other ranks may still be writing. The folder is renamed first, so that those ranks no
-    longer find it."""
+    """Remove a folder to which other ranks may be writing, after renaming it so that they no longer find it."""
     gone = folder.with_name(f"{folder.name}.gone")
     with suppress(OSError):
         folder.rename(gone)
@@ -392,8 +393,10 @@ def _rename_and_remove_folder(folder: Path) -> None:
 
 
 def _choose_record_folder(token: str, run: str) -> Path:
-    """Return the path of the folder for all ranks of this host. Without FSDPX_RUN it is a temporary folder, and
-    temporary folders of dead jobs are removed. run: FSDPX_RUN of the first rank of the host."""
+    """Return the path of the folder with the flight records of this host's ranks.
+
+    Without FSDPX_RUN it is a temporary folder, and temporary folders of dead jobs are removed. `run` is FSDPX_RUN of
+    the first rank of the host."""
     if run:
         return Path(run) / f"flight-{token}"
     temporary = Path(tempfile.gettempdir())
@@ -402,13 +405,13 @@ def _choose_record_folder(token: str, run: str) -> Path:
 
 
 def _is_folder_abandoned(folder: Path) -> bool:
-    """Return whether the ranks that have left records in `folder` were all on this host and have ended."""
+    """Return whether all ranks with flight records in `folder` were on this host and have ended."""
     flights, here = read_all_records(folder).values(), platform.node()
     return bool(flights) and all(f.host == here and get_process_state(f.process) == "" for f in flights)
 
 
 def _save_report(folder: Path, text: str) -> Path:
-    """Write the report to FSDPX_RUN, else to the working directory, else to the temporary folder; return its path."""
+    """Write the report to FSDPX_RUN, the working directory or the temporary folder, and return its path."""
     run = environment.read_environment().run
     places = [run] if run is not None else [Path.cwd(), Path(tempfile.gettempdir())]
     for place in places:
