@@ -279,7 +279,8 @@ def _iterate_leaves(sample: Any) -> Iterator[Any]:
 def _to_array_or_none(value: Any) -> np.ndarray | None:
     try:
         return np.asarray(value)
-    except (TypeError, ValueError, RuntimeError):  # other objects in a sample do not enter the hash
+    # objects that are neither arrays nor numbers are left out of the hash
+    except (TypeError, ValueError, RuntimeError):
         return None
 
 

@@ -13,14 +13,13 @@ from fsdpx.errors import ConfigError
 __all__ = ["Exchange", "HyperparameterSpan", "ParamGroups", "ShardPeers", "ShardSegment", "ShardSegments"]
 
 ParamGroups = Mapping[str, Mapping[str, float]]
-"""Name pattern (fnmatch on dotted names; the first pattern that matches applies) -> {"weight_decay": ..., "lr_scale":
-...}."""
+"""Dict from name pattern (fnmatch on dotted names; the first match applies) to {"weight_decay": ..., "lr_scale": ...}"""
 NORMS = "<norms>"
 """A special pattern that matches the parameters of norms (`ParameterSpec.norm`), regardless of their names."""
 
 Exchange = Callable[[Mapping[str, Sequence[float]], int], Mapping[str, Sequence[Sequence[float]]]]
-"""Function that gathers a few numbers per parameter: (parameter name -> this rank's numbers, count per parameter) ->
-parameter name -> the numbers of each rank that holds a part."""
+"""Function that all-gathers a few numbers per parameter. Its arguments are a dict from parameter name to this rank's
+numbers, and their count per parameter. It returns, by parameter name, the numbers of each rank that holds a part."""
 
 Frozen = tuple[tuple[str, tuple[tuple[str, float], ...]], ...]
 

@@ -71,7 +71,8 @@ def _round_to_odd_float32(array: np.ndarray) -> np.ndarray:
     back = near.astype(np.float64)
     bits = near.view(np.uint32)
     inexact = (back != array) & ~np.isnan(array)
-    bits -= (inexact & (np.abs(back) > np.abs(array))).astype(np.uint32)  # this makes it rounded toward zero
+    # after this step, the values are rounded toward zero
+    bits -= (inexact & (np.abs(back) > np.abs(array))).astype(np.uint32)
     bits |= inexact.astype(np.uint32)
     return near
 

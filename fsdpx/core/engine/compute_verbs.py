@@ -309,7 +309,7 @@ def _get_entries_and_mark_blank(
 def _zero_unwritten_and_check_gradients(run: ProgramRun, action: Action, opened: list[GradientEntries]) -> None:
     """Set gradients that no layer wrote to zero. Also check for NaN and Inf if requested, except with a dynamic loss
     scale, which relies on overflow."""
-    # without tied parameters, which may get their gradient in another unit
+    # tied parameters are left out: they may get their gradient in another unit
     own_views = run.views.own[get_action_target(action)]
     for page in opened:
         run.workspace.state.idle.update((name, None) for name in page.zero_unwritten() if name in own_views)

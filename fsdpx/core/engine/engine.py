@@ -56,7 +56,7 @@ class Engine:
         self._contexts = LayerContextCache(state)
         # pending transfers, each with the action that started it
         self._in_flight: list[tuple[Action, TimedTransfer]] = []
-        self._sends: list[TimedTransfer] = []  # transfers that no later action waits for, only the end of the run
+        self._sends: list[TimedTransfer] = []  # transfers for which no action waits, so the run waits at its end
         self._producers: dict[Slot, str] = {}
         self._own = (self.clock, *observers)
         self._set_observers(())

@@ -383,7 +383,7 @@ def _require_finite_gradients(run: ProgramRun, totals: Values) -> None:
     """Raise NumericsError if one of this rank's gradient shards is NaN or Inf. Other ranks are not told."""
     if run.placement.device.are_finite(totals):
         return
-    # empty if only the squares overflowed, although every gradient is finite
+    # no problem is found if only the squares overflowed and every gradient is finite
     problem = _describe_bad_gradient(run, totals)
     if problem and run.sync_group.size > 1:
         problem += (
@@ -522,5 +522,5 @@ TARGET_TEXTS: dict[str, Callable[[Placement, int], str]] = {
     "unit": lambda placement, number: f"unit {placement.layout.units[number].name!r}",
     "page": lambda placement, number: f"page {placement.format_page_name(number)!r}",
 }
-"""Kind of an action's target ("unit", "page", "edge") -> function from placement and number to text. Extensions add
-their own."""
+"""Functions from (placement, number) to a phrase, by kind of an action's target: "unit", "page" or "edge". Extensions
+add their own."""

@@ -353,7 +353,8 @@ class ProgramRun:
 
 
 Operation = Callable[[ProgramRun, Action, Values, Values, Values], Values]
-"""Function (run, action, taken, read, added) -> values given, then values added into, all in the order of the table."""
+"""Function (run, action, taken, read, added) that returns the values of the slots it fills and then of the slots it
+adds to, in the order of the table of verbs."""
 
 
 def get_microbatch_number(action: Action) -> int:

@@ -72,5 +72,6 @@ class StageMessages:
 
 
 def is_dtype_sent(edge: Edge, dtype: Any) -> bool:
-    """Return whether arrays of this dtype are sent. Integer activations are, but they have no gradient to send."""
+    """Return whether arrays of this dtype are sent on this connection of two stages. Integer activations are sent
+    forward, but no gradient of them is sent back."""
     return not (edge.gradient and np.dtype(dtype).kind in "iub")

@@ -69,7 +69,7 @@ VARIANTS = {
     **dict.fromkeys(("gated", "gated_backward"), ("gelu", "gelu tanh")),
     **dict.fromkeys(("gelu", "gelu_backward", "bias_gelu", "gelu_recompute"), ("tanh",)),
 }
-"""Kernel -> its variants in addition to the default one."""
+"""Further variants of a kernel besides the default one, by kernel name."""
 
 
 def list_kernel_names() -> list[str]:

@@ -52,21 +52,28 @@ class LedgerKind:
 
 
 LEDGER_KINDS = {
-    "master": LedgerKind("parameters", "shard", saved=True),  # parameter shards that the optimizer updates
-    "full": LedgerKind("parameters"),  # gathered parameters, in the dtype in which layers compute
-    "grad": LedgerKind("gradients"),  # unsharded gradients, to which backward adds
-    "part": LedgerKind("gradients"),  # gradient shards, summed over ranks
-    "slot": LedgerKind("optimizer", "slots", saved=True),  # optimizer state, such as Adam's moments
+    # parameter shards that the optimizer updates
+    "master": LedgerKind("parameters", "shard", saved=True),
+    # gathered parameters, in the dtype in which layers compute
+    "full": LedgerKind("parameters"),
+    # unsharded gradients, to which backward adds
+    "grad": LedgerKind("gradients"),
+    # gradient shards, summed over ranks
+    "part": LedgerKind("gradients"),
+    # optimizer state, such as Adam's moments
+    "slot": LedgerKind("optimizer", "slots", saved=True),
     # only compression codecs keep this: error-feedback residuals
     "memory": LedgerKind("codec memory", "memory", saved=True),
-    "trace": LedgerKind("codec memory", "memory"),  # like "memory", but set to zero after a load or a resharding
-    "statistic": LedgerKind("state", saved=True),  # running statistics of layers such as BatchNorm
+    # arrays of compression codecs that are set to zero after a load or a resharding
+    "trace": LedgerKind("codec memory", "memory"),
+    # running statistics of layers such as BatchNorm
+    "statistic": LedgerKind("state", saved=True),
     # averages of parameters over time (EMA, SWA), updated by the optimizer
     "average": LedgerKind("averages", "slots", saved=True),
     # copies of other ranks' state, and of this rank's state at earlier steps, for elastic training
     "copy": LedgerKind("copies for recovery"),
 }
-"""Kinds by name. The strategies of `fsdpx.ext.asynchronous` add their own."""
+"""The kinds of arrays by name. The strategies of `fsdpx.ext.asynchronous` add their own."""
 
 Owner = Literal["shard", "all", "data", "replica", "private"]
 """The ranks that hold the same elements. "shard": ranks with the same index on the shard axis. "all": all ranks, if no
@@ -166,7 +173,7 @@ class Ledger:
         self.rows = {row.key: row for row in rows}
         self.arrays: dict[LedgerKey, Any] = {}
         self.codec_error_norms: dict[tuple[str, int], list[float]] = {}
-        """(axis, page) -> `error_norms` of `BoundCodec` in the last reduce, for reports"""
+        """`error_norms` of `BoundCodec` in the last reduction, by (axis, page), for reports."""
         self._slower = slower
         self.planned_bytes = self.count_bytes_by_kind()
         self.peak_bytes = Counter(self.planned_bytes)

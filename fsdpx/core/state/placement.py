@@ -237,8 +237,8 @@ class Placement:
     sample_layout: SampleLayout = field(default_factory=CompleteSamples)
 
     def list_rows_of_earlier_groups(self, rows: Sequence[int]) -> Sequence[int]:
-        """Return the numbers of samples of the groups of data ranks before this rank's group, from which the index of
-        this rank's first sample follows. `rows` holds the number of samples of each data rank."""
+        """Return the number of samples of each group of data ranks before this rank's group. Their sum is the index of
+        this rank's first sample. `rows` holds the number of samples of each data rank."""
         return self.sample_layout.count_rows_per_group(rows)[: self.axes.samples.rank]
 
     @cached_property

@@ -43,8 +43,7 @@ class SampleLayout(Protocol):
         """Raise DataError unless data ranks that work on the same samples have the same number of samples."""
 
     def describe_array(self, array: Any) -> str:
-        """Return a description (such as shape and dtype) of an array of the batch, which must be the same on all
-        ranks."""
+        """Describe an array of the batch by the properties that must be the same on all ranks, such as its dtype."""
 
     def describe_sharding_mistake(self, x: Any) -> str:
         """Return a warning if the first input `x` looks wrongly split over ranks; "" if no mistake is found. May be

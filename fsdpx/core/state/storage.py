@@ -13,8 +13,7 @@ from fsdpx.core.program import Slot
 __all__ = ["IN_MEMORY", "StateStorage", "StorageLevelChoice", "StoredSlots"]
 
 StoredSlots = tuple[tuple[Slot, Slot], ...]
-"""Pairs of slots: a slot whose value is in a slower level between programs, and the slot that stands in for it during
-that time."""
+"""Pairs (slot whose value is offloaded between programs, slot that holds a placeholder in the meantime)."""
 
 
 class StateStorage:

@@ -92,7 +92,7 @@ class Unit:
 
     index: int
     nodes: tuple[Node, ...]
-    pages: tuple[int, ...]  # numbers of its pages
+    pages: tuple[int, ...]  # numbers of the pages that hold its parameters
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     stage: int = 0
@@ -349,11 +349,11 @@ def _make_unit(
 
 
 LayerCosts = Mapping[str, float]
-"""Pattern of layer paths (fnmatch; the first pattern that matches applies) -> cost per sample, in any unit."""
+"""Cost of a layer per sample, in any unit, by pattern of layer paths (fnmatch; the first match applies)."""
 
 
 Stages = Sequence[str | int] | Mapping[str, int]
-"""The first layer of each stage, or the number of its layers; or pattern of layer paths -> pipeline rank."""
+"""The first layer of each stage, the number of layers of each stage, or a dict from path pattern to pipeline rank."""
 
 
 def parse_stages_option(

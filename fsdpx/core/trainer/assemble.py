@@ -191,8 +191,7 @@ def assemble_placement_and_model(
     per step. Collective.
 
     The placement is made in this order: ranks, number formats, model, gradient reduction, pages (flat parameter
-    buffers). Each of these needs only those before it. At the end all ranks compare their choices, before they
-    exchange any other data."""
+    buffers). At the end all ranks compare their choices, before they exchange any other data."""
     ranks = _set_up_device_and_mesh(recipe, world, tuning)
     with sharing_errors(world, "distribute", agree_at_end=True):
         formats = _resolve_precision(recipe.training.precision, ranks.xp)

@@ -194,7 +194,7 @@ class DuplicateBatchDetector:
         self.may_have_duplicates, self._same = self._size > 1, 0
 
     def count_duplicates_and_warn(self, equal_on_all_ranks: bool, arrays: Sequence[Any]) -> None:
-        """Count the samples of a batch that is equal on all data ranks, and warn once there are too many.
+        """Count the samples of a batch that is equal on all data ranks, and warn as soon as there are too many.
 
         `equal_on_all_ranks` says whether the batch is equal on all data ranks. It must be the same on every rank, so
         that all ranks make the same decision."""

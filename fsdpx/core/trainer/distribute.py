@@ -292,7 +292,7 @@ def _merge_runtime_options(runtime: Any, rarely: Mapping[str, Any]) -> dict[str,
         raise ConfigError(f"runtime={runtime!r}: say fsdpx.RuntimeOptions(...)")
     runtime_options = {
         name: rarely[name] for name in ("backend", "device", "device_map") if name in rarely
-    }  # checked early, because opening the communicator needs them
+    }  # these options are checked early, because opening the communicator needs them
     require_valid_arguments(RuntimeOptions.__init__, (None,), runtime_options, "distribute")
     return vars(runtime or RuntimeOptions()) | {k: v for k, v in rarely.items() if k not in PLAN_OPTIONS}
 

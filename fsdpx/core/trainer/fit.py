@@ -195,7 +195,7 @@ class _FitLoop:
                 f"finished: {limits.describe_end_reason(ended)} at {checkpoint_step}; nothing is trained or saved",
             )
         else:
-            with self.events:  # opens the log, so that messages are also written there
+            with self.events:  # this opens the log, so that messages are also written there
                 saves.print_resume_point()
                 ended = self._train_epochs_until_end()
                 self.trainer.call_runner.wait_for_last_step()

@@ -321,7 +321,7 @@ def _record_call_and_get_communicator(verb: str) -> defaults.DefaultCommunicator
 
 
 NO_ROOT: Any = object()
-"""Marks calls without a root. None cannot be the mark, since a caller may pass None by mistake."""
+"""Stands for a call without a root. None cannot, because a caller may pass None by mistake."""
 
 
 def _get_agreed_comm(verb: str, x: Array = None, op: ReduceOp | str | None = None, root: int = NO_ROOT) -> Communicator:
@@ -395,7 +395,7 @@ def _as_flat_output(out: Array) -> Array:
     read-only."""
     if not out.flags.c_contiguous:
         raise ShapeError("out is not contiguous: pass a contiguous array")
-    if not getattr(out.flags, "writeable", True):  # GPU arrays have no such flag: they are always writable
+    if not getattr(out.flags, "writeable", True):  # GPU arrays have no `writeable` flag: they are always writable
         raise ConfigError("out is read-only: pass an array that can be written, such as out.copy()")
     return out.reshape(-1)
 

@@ -112,7 +112,7 @@ def _broadcast_last_stage_output(
 
 
 BLOCK_ELEMENTS = 1 << 16
-"""Number of elements of an average that are computed at a time."""
+"""Averages of parameters are computed in blocks of this many elements."""
 
 
 def all_gather_parameters(state: TrainState, names: Collection[str] | None = None) -> dict[str, np.ndarray]:

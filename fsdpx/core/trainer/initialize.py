@@ -122,8 +122,9 @@ def finalize() -> None:
     opened = defaults.get_default()
     if opened is not None and not opened.of_thread:
         defaults.set_default(None)
-        if not environment.read_environment().ulfm:  # with ULFM, do not wait: ranks may have died unnoticed
-            # a DesyncError of this call names what each rank called
+        # with ULFM, do not wait: ranks may have died unnoticed
+        if not environment.read_environment().ulfm:
+            # if ranks differ, the error of this call names what each rank called
             agree_on_call(opened.made[-1] if opened.made else opened.comm, "finalize")
         detach_watchdog(opened.comm)
         if opened.agreement is not None:

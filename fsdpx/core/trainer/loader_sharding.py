@@ -24,7 +24,7 @@ class ShardingLoader(Protocol):
 
     dataset: Any
     sampler: Any
-    """Object that chooses the samples of this rank: a `data.DistributedSampler`, or an object with its attributes."""
+    """The sampler that selects this rank's samples: a `data.DistributedSampler`, or an object with its attributes."""
 
     def __len__(self) -> int: ...
 

@@ -167,7 +167,7 @@ EXCLUSIONS: list[ExcludedPair] = [
         make_condition_finder("stages and costs: ", lambda c: c.get_option("costs") is not None),
         "stages sets how the model is split, but costs computes the split", "give only one of them"),
 ]  # fmt: skip
-"""All pairs; extensions append their own pairs."""
+"""All excluded pairs of options. Extensions append their own pairs."""
 
 
 def require_compatible(choice: str, chosen: ChoiceContext, prefix: str = "") -> None:

@@ -233,7 +233,7 @@ OPTIONS = [
     for one in fields(kind)
     if one.name != "model"
 ]
-"""Names of all choices of a recipe."""
+"""Names of all options in a recipe."""
 
 
 def adapt_foreign_model(model: Any, loss: Any) -> tuple[Any, Any]:

@@ -45,15 +45,15 @@ __all__ = ["Session"]
 
 Commit = Callable[[Any, Any], None]
 STEP_KINDS = frozenset({"step", "accumulate", "forward", "backward", "update"})
-"""Calls that belong to a step. All ranks agree on them in synchronous steps; if replicas train independently, only the
-ranks of one replica agree."""
+"""Calls that belong to a step. All ranks compare them in synchronous steps; if replicas train independently, only the
+ranks of one replica do."""
 
 
 TRAINS = ("step", "accumulate")
 """Programs that run forward and backward on samples and targets."""
 NO_GRADIENT, WRONG_SHARDING = "no gradient reaches some", "how samples are cut"
 MAX_SHAPES = 16
-"""Maximum number of small batch shapes for which a direct call of the layers is kept."""
+"""Maximum number of small batch shapes for which `DirectPrediction` objects are kept."""
 READ_ONLY_KINDS = ("evaluate", "predict")
 """Programs that change no state. Requests for them depend only on the contents of the store and on which parameters are
 frozen."""
@@ -135,14 +135,15 @@ class Session:
         self._uncoordinated = (
             UncoordinatedPrediction(self.placement.axes.world, self._predict_on_zeros) if together else None
         )
-        # keyed by program request and the kinds that have run; for READ_ONLY_KINDS by what determines the request
+        # compiled programs, keyed by their request and by the programs that have run before
         self._executables: dict[tuple[Any, ...], Executable] = {}
         self._output_shapes: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}  # keyed by the shapes of the batch
         self._warned: set[str] = set()
         # largest microbatch of any rank; set only if `recompute` is a memory budget
         self._largest_microbatch: Microbatch | None = None
-        self._recomputed: dict[Any, frozenset[int]] = {}  # keyed by batch size
-        # keyed by (names of frozen parameters, indices of inputs that get gradients)
+        # recomputed units, keyed by batch size
+        self._recomputed: dict[Any, frozenset[int]] = {}
+        # this rank's stage, keyed by (names of frozen parameters, indices of inputs that get gradients)
         self._stages: dict[tuple[frozenset[str], frozenset[int]], Stage] = {}
         self.explain_memory_error: Callable[[MemoryError, StepInputs], Exception] | None = None
 

@@ -61,7 +61,7 @@ class Trainer:
     Every method that moves data is collective: all ranks call the methods in the same order. Arrays x and y hold this
     data rank's part of the global batch; dim 0 is samples, and parts may differ in size."""
 
-    # with slots, setting a misspelled attribute raises AttributeError
+    # with __slots__, setting a misspelled attribute raises AttributeError
     __slots__ = (
         "__weakref__",
         "_call_runner",
