@@ -13,7 +13,7 @@ from fsdpx.errors import ConfigError
 __all__ = ["Exchange", "HyperparameterSpan", "ParamGroups", "ShardPeers", "ShardSegment", "ShardSegments"]
 
 ParamGroups = Mapping[str, Mapping[str, float]]
-"""Dict from name pattern (fnmatch on dotted names; the first match applies) to {"weight_decay": ..., "lr_scale": ...}"""
+"""Dict from name pattern (fnmatch on dotted names, first match) to {"weight_decay": ..., "lr_scale": ...}"""
 NORMS = "<norms>"
 """A special pattern that matches the parameters of norms (`ParameterSpec.norm`), regardless of their names."""
 

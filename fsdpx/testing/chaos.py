@@ -114,7 +114,8 @@ def _inject_fault(fault: Fault, action: object, threads: bool) -> None:
 
 
 def run_until_survived(run: Callable[[int], T], max_starts: int = 20) -> tuple[T, int]:
-    """Call `run(0)`, `run(1)`, ... until a call raises no `InjectedFault`. Return its result and its number.
+    """Call `run(0)`, `run(1)`, ... until a call raises no `InjectedFault`. Return the result of that call and its
+    argument.
 
     Raise AssertionError if `max_starts` calls have failed."""
     for start in range(max_starts):
@@ -139,8 +140,8 @@ class StepLog:
             file.write(f"{step} {loss.hex()}\n")
 
     def read_starts(self) -> dict[int, dict[int, list[tuple[int, str]]]]:
-        """Return the log as a dict from start to rank to a list of (step, loss as hexadecimal text). A last line that
-        a kill has truncated is skipped."""
+        """Read the log. `log[start][rank]` is a list of (step, loss as hexadecimal text). A last line that a kill has
+        truncated is skipped."""
         found: dict[int, dict[int, list[tuple[int, str]]]] = {}
         for path in sorted(self.folder.iterdir()):
             start, rank = map(int, path.name.split("-"))

@@ -216,7 +216,7 @@ def iterate_codec_memory_to_write(state: TrainState) -> Iterator[LocalShard]:
 
 def plan_reads_and_zero_missing(state: TrainState, found: Mapping[str, tuple[int, ...]]) -> Iterator[CodecArrival]:
     """Yield the shards to be read from a checkpoint for the codec arrays of this rank, each with the array to which it
-    must be added after reading, or None if it is read in place. Set arrays to zero that the checkpoint lacks.
+    must be added after reading, or None if it is read in place. Arrays that the checkpoint lacks are set to zero.
 
     `found` maps the names of the tensors in the checkpoint to their shapes. Tensors that this rank does not need are
     ignored."""

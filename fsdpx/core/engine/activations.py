@@ -63,7 +63,7 @@ class ActivationMeter:
             self._planned = state, get_arena_storage_ids(arena)
 
     def forget_slot(self, slot: Slot) -> None:
-        """Stop counting the value in a slot."""
+        """Stop counting the memory of the value in a slot (named value of a program)."""
         for root, nbytes in self._held.pop(slot, {}).items():
             self._users[root] -= 1
             if not self._users[root]:
@@ -71,7 +71,7 @@ class ActivationMeter:
                 self.live_bytes -= nbytes
 
     def count_slot_bytes(self, slot: Slot, value: Any) -> None:
-        """Count the new value in a slot instead of its old one."""
+        """Count the memory of the new value in a slot (named value of a program) instead of its old one."""
         self.forget_slot(slot)
         there = self._planned[1]
         self._held[slot] = held = {root: nbytes for root, nbytes in iterate_storage_sizes(value) if root not in there}

@@ -205,7 +205,7 @@ class CallRunner(ABC):
 
     @property
     def batch_part_count(self) -> int:
-        """Number of ranks or groups of ranks over which the global batch is split: the number of data ranks."""
+        """Number of parts into which the global batch is split: one per data rank."""
         return self.data_group.size
 
     @property

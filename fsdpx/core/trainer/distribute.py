@@ -270,8 +270,7 @@ def _open_world_and_agree_on_arguments(
     arguments.
 
     Ranks compare the arguments over `open_comm`, or if it is None in the first message on the new communicator. In
-    both cases they compare them before the arguments are checked, so that an error on all ranks is printed only once.
-    """
+    both cases they do so before the arguments are validated, so that an error on all ranks is printed only once."""
     words = "distribute" if device == "cpu" else f"distribute(device={device!r})"
     if open_comm is not None:
         report_call_to_watchdog(open_comm, "distribute")

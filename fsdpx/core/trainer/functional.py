@@ -261,7 +261,7 @@ def send(x: Any, dest: int, tag: int = 0) -> None:
     Parameters
     ----------
     x : array
-    dest : rank that receives it with `recv`
+    dest : rank that receives the message with `recv`
     tag : number of the message, 0 to 16383; the receiver passes the same number
     """
     comm, x = default_communicator(), _as_contiguous_array(x).reshape(-1)
@@ -276,7 +276,7 @@ def recv(out: Array, source: int, tag: int = 0) -> np.ndarray:
     Parameters
     ----------
     out : contiguous array, of the size and dtype of the message
-    source : rank that sends it with `send`
+    source : rank that sends the message with `send`
     tag : number of the message, as the sender passes it, 0 to 16383
 
     Returns
