@@ -46,7 +46,7 @@ SLOTS.update({
     "velocity": SlotKind("velocity", "outer optimizer"),
     "delta": SlotKind("delta", "gradients"),
     "next": SlotKind("next", "outer parameters"),
-    "trained": SlotKind("trained", "control"),  # for each fragment, the loss weight since it was last sent
+    "trained": SlotKind("trained", "control"),  # loss weight on which the rank trained since it sent each fragment
     "share": SlotKind("share", "control"),
     "parcel": SlotKind("parcel", "scratch", lent=True, raw=True),
 })  # fmt: skip
@@ -270,11 +270,11 @@ class LocalSGD(SyncChoice):
 
 
 LEDGER_KINDS.update({
-    "outer": LedgerKind("outer parameters", "outer", saved=True),  # common parameters that the last outer step gave
+    "outer": LedgerKind("outer parameters", "outer", saved=True),
     "velocity": LedgerKind("outer optimizer", "velocity", saved=True, prefix="outer."),
-    "delta": LedgerKind("gradients"),  # this replica's outer gradient
-    "sum": LedgerKind("gradients", saved=True, prefix="delta"),  # sum of outer gradients over the replicas
-    "parcel": LedgerKind("gradients"),  # scratch memory of a gradient codec
+    "delta": LedgerKind("gradients"),
+    "sum": LedgerKind("gradients", saved=True, prefix="delta"),
+    "parcel": LedgerKind("gradients"),
 })  # fmt: skip
 MEAN, SHARE, TRAINED = Slot("mean"), Slot("share"), Slot("trained")
 

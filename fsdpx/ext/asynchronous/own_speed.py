@@ -279,10 +279,11 @@ class GossipSGD(OwnSpeed):
         return Sharding(replica=None, shard=1, full_params="step", full_grads="step")
 
 
-SLOTS.update({"pushed": SlotKind("pushed", "control")})  # marks a gradient of this rank as applied
+# "pushed" means that this rank's gradient of a page was applied
+SLOTS.update({"pushed": SlotKind("pushed", "control")})
 
 # fmt: off
-VERBS.update({  # all are one-sided: none needs a call of another rank
+VERBS.update({  # these verbs are one-sided: none waits for a call of another rank
     "PULL": Verb(gives=("full:page",), lane="window", about="page"),
     "ALONE": Verb(takes=("loss:all", "weight:scored"), reads=("grad:every",), gives=("mean", "scale"), about=""),
     "PUSH": Verb(takes=("grad:page",), reads=("mean", "scale"), gives=("pushed:page",), lane="window", about="page"),
@@ -290,7 +291,7 @@ VERBS.update({  # all are one-sided: none needs a call of another rank
     "MIX": Verb(takes=("pushed:page",), lane="window", about="page"),
 })
 # fmt: on
-ledger.LEDGER_KINDS.update({"added": ledger.LedgerKind("gradients")})  # sum over ranks, in shared memory
+ledger.LEDGER_KINDS.update({"added": ledger.LedgerKind("gradients")})
 
 
 def _build_own_speed_actions(actions: list[Action], request: ProgramRequest) -> list[Action]:
@@ -347,7 +348,8 @@ class OwnSpeedPolicy(SyncPolicy):
         self.placement, world = placement, placement.axes.world
         self.choice, self.rank, self.size = choice, world.rank, world.size
         self.clock = self._sync_count = 0
-        self._read: dict[tuple[int, int], int] = {}  # updates of (rank, page) when it was read
+        # counts the updates of a page of a rank up to the time when it was read
+        self._read: dict[tuple[int, int], int] = {}
         self.staleness_counts: dict[int, int] = {}
 
     def get_program_kind(self, kind: str) -> str:
@@ -519,7 +521,7 @@ class OwnSpeedPolicy(SyncPolicy):
         self._wait_for_all_ranks()
         self.clock = 0
         self.window.write_word(CLOCK, 0)
-        self._wait_for_all_ranks()  # until a rank is back, its clock is AWAY_CLOCK
+        self._wait_for_all_ranks()  # a rank that is still in the first wait would read AWAY_CLOCK
 
     def _wait_for_all_ranks(self) -> None:
         self._sync_count += 1
@@ -549,7 +551,8 @@ class OwnSpeedPolicy(SyncPolicy):
             return full
         living = [rank for rank in range(self.size) if rank == self.rank or not self.window.has_rank_died(rank)]
         dtype = self.memory.dtype_of(key)
-        if dtype != self.placement.formats.master:  # quantized values cannot be averaged
+        # the mean of quantized optimizer state has no meaning, so only this rank's is used
+        if dtype != self.placement.formats.master:
             living = living[:1]
         total = np.zeros(self.memory.get_own_array(key).size)
         for rank in living:

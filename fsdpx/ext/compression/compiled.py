@@ -51,7 +51,7 @@ def _quantize_blocks(first, last, all_x, all_q, scales, keep, by_chance, at, key
         x, q = (
             all_x[start : start + BLOCK_ELEMENTS],
             all_q[start : start + BLOCK_ELEMENTS],
-        )  # index from 0, so that LLVM recognizes contiguous access
+        )  # slices are indexed from 0, so that LLVM sees contiguous access
         scales[b] = scale = _compute_scale(x)
         if not scale > 0:
             q[:] = 0
@@ -148,7 +148,7 @@ def _take_largest_blocks(first, last, all_x, block, per_block, rest, known, valu
     small = np.empty(block, np.float32)
     mask = np.int32(0x7FFFFFFF)
     for b in range(first, last):
-        x = all_x[b * block : (b + 1) * block]  # index from 0, so that LLVM recognizes contiguous access
+        x = all_x[b * block : (b + 1) * block]  # slices are indexed from 0, so that LLVM sees contiguous access
         count = x.size
         k = per_block if count == block else rest
         if k == 0:

@@ -90,7 +90,7 @@ def take_samples_of_rank(value: Any, rank: int, accumulation: Accumulation) -> A
 
     def take_rows(array: Any) -> Any:
         if np.ndim(array) == 0:
-            return array  # the check of the batch raises an error for it later
+            return array  # a scalar raises an error later, when all batches are checked
         mine = accumulation.get_rows_of_rank(len(array), rank)
         return array[mine.start : mine.stop]
 
@@ -115,7 +115,7 @@ def iterate_arrays(value: Any) -> Iterator[Any]:
 
 def _map_arrays(value: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(value, list) and value and hasattr(value[0], "dtype"):
-        value = tuple(value)  # a list of arrays stands for several inputs
+        value = tuple(value)  # a list of arrays stands for several inputs of the model
     if isinstance(value, Mapping):
         return {name: function(array) for name, array in value.items()}
     return tuple(map(function, value)) if isinstance(value, tuple) else function(value)
@@ -137,9 +137,9 @@ class ElasticRunner(CallRunner):
         """Start an elastic run. Collective over `control`, the communicator of all ranks of the job."""
         self._coordinator = Coordinator(recipe, control, elastic, self._send_result_and_commit_step)
         self._recent = RecentBatches()
-        self._train: Callable[[Any, Any], object] | None = None  # runs one step on the training ranks
-        self._save_abandoned = False  # whether a background save was given up
-        self._batch_checksum = 0  # of the last global batch
+        self._train: Callable[[Any, Any], object] | None = None
+        self._save_abandoned = False
+        self._batch_checksum = 0
         super().__init__(self._coordinator.assembly.session)
 
     def _switch_to_current_session(self) -> None:

@@ -95,7 +95,7 @@ class CopyInterval:
     def restart_timing(self) -> None:
         """Forget the measured times of steps and copies, because the ranks, and with them the speed, have changed."""
         self._last, self._takes = perf_counter(), 0
-        self._steps: deque[float] = deque(maxlen=9)  # seconds of each of the last steps
+        self._steps: deque[float] = deque(maxlen=9)  # seconds that each of the last steps took
 
     def record_step(self) -> None:
         """Record the duration of the step that has just ended."""
@@ -170,7 +170,7 @@ class Coordinator:
         self.asked = False
         self._assembler = Assembler(recipe, tuning, elastic, commit)
         self._initial_rank = control.rank
-        self._refused: int | None = None  # the last requested number of ranks that fits no mesh
+        self._refused: int | None = None  # remembers a requested number of ranks for which no mesh exists
         self._abandoned: list[tuple[SurvivorCommunicator, Watchdog]] = []
         self._copy_interval = CopyInterval(elastic)
         self._switch_to_assembly(self._assembler.build_initial_assembly(control, self.ranks))
@@ -246,7 +246,7 @@ class Coordinator:
             return self.ranks
         try:
             return max(int(read_file(self.elastic.resize, ours=False)), 1)
-        except (OSError, ValueError):  # the file is missing or being written
+        except (OSError, ValueError):  # the request file does not exist yet or is being written
             return self.ranks
 
     def agree_on_requested_ranks(self) -> int | None:

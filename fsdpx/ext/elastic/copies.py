@@ -182,10 +182,10 @@ class StateCopies:
         self._spare: list[GenerationBuffers] = []
         self._under_way: tuple[GenerationBuffers, int, RunScalars] | None = None
         self._transfers: deque[Handle] = deque()
-        self._lost: RankLost | None = None  # raised while transfers were started
-        weakref.finalize(self, drain_or_keep_transfers, self._transfers)  # MPI may still write to the buffers
+        self._lost: RankLost | None = None  # remembers a loss that was noticed while transfers were started
+        weakref.finalize(self, drain_or_keep_transfers, self._transfers)  # MPI may still write to the receive buffers
         self._begun = 0.0
-        self._buffer_count = 0  # buffers made so far
+        self._buffer_count = 0
         self._partners = CopyPartners((), [], {})
         if self.needed:
             own = [describe_shard(part) for part in self._iterate_current_parts()]

@@ -162,7 +162,8 @@ def has_elements_in_gaps(gaps: Gaps, part: ShardDescriptor) -> bool:
     """Return whether some element of the shard `part` lies in one of the gaps."""
     start, stop = gaps
     some = find_element_runs(part)
-    after = np.searchsorted(stop, some.start, "right")  # first gap that ends after the start of each run
+    # for each run of elements, the first gap that ends after the run's start
+    after = np.searchsorted(stop, some.start, "right")
     there = after < start.size
     return bool(np.any(start[after[there]] < some.stop[there]))
 
@@ -434,7 +435,7 @@ def assign_moves(
     for i, place in others:
         take_masked(i, (place >= 0) & (seen == number))
         seen += place >= 0
-    # consecutive moves always follow each other in the receiver's array
+    # moves are in order of the receiver's array, so neighbors can be merged
     follows = (chosen[1:] == chosen[:-1]) & (at[1:] == (at + size)[:-1])
     first = np.flatnonzero(np.concatenate([[True], ~follows]))
     chosen, at, to, size = chosen[first], at[first], to[first], np.add.reduceat(size, first)

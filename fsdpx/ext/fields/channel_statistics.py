@@ -72,7 +72,8 @@ def _merge_batch_moments(moments: np.ndarray | None, batch: np.ndarray, skipna: 
     counted = ~np.isnan(rows) if skipna else np.ones(rows.shape, bool)
     count = counted.sum(axis=1).astype(np.float64)
     lowest = np.where(count > 0, rows.min(axis=1, where=counted, initial=np.inf), 0.0)
-    above = np.where(counted, rows - lowest[:, None], 0.0)  # a constant channel gives exact zeros
+    # all zeros if the channel is constant, so that its mean is exact
+    above = np.where(counted, rows - lowest[:, None], 0.0)
     mean = above.sum(axis=1) / np.maximum(count, 1.0)
     apart = np.where(counted, above - mean[:, None], 0.0)
     new = np.stack([count, lowest + mean, (apart * apart).sum(axis=1)])

@@ -298,7 +298,8 @@ class Conv(WindowLayer):
         outputs, halos, kernel_padding = self.plan_on_field(self.get_partition(x))
         sizes, weight, bias = get_local_shape(env, outputs), p["weight"], p.get("bias")
         widened: tuple[HaloSpec, ...] = ()
-        if x.dtype.itemsize < 4 or any(halo.ghosts for halo in halos):  # adding slabs would round 16-bit sums again
+        # adding the contribution of halo slabs would round 16-bit sums again
+        if x.dtype.itemsize < 4 or any(halo.ghosts for halo in halos):
             x, halos, widened = exchange_halo(env, x, halos), (), halos
         rims = HaloSlabs(env, x, halos)
         y = correlate(env.xp, x, weight, bias, self._make_box_strides(kernel_padding, rims.boxes[0]), sizes)

@@ -218,7 +218,7 @@ class Grid(Domain):
         """
         made = copy(self)
         made.parts, made._sides = parts, tuple(((0, 0),) * width for width in self.dims)
-        made._own = [None] * len(self._own)  # parts of other ensemble members are unknown here
+        made._own = [None] * len(self._own)  # this rank does not know the parts of other ensemble members
         for number, rank in enumerate(self._ranks):
             made._own[rank] = parts.local_shape(_unravel_rank(number, self.dims))
         made._source = self
@@ -256,7 +256,8 @@ class Grid(Domain):
 
     def __repr__(self) -> str:
         each = ["|".join(map(str, dict.fromkeys(_simplify_ghosts(sides)))) for sides in self._sides]
-        ghosts = f", ghosts=({', '.join(each)})" if self.input_partition.ghosts else ""  # must be equal on all ranks
+        # the text must be equal on all ranks, which compare it
+        ghosts = f", ghosts=({', '.join(each)})" if self.input_partition.ghosts else ""
         return f"Grid({self.shape} cells over {self.dims} ranks, layout={self.layout!r}{ghosts})"
 
     @property

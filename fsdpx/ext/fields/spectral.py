@@ -364,7 +364,8 @@ def _make_fourier_matrices(start: int, stop: int, n: int, k: int, is_last_dim: b
         to = np.stack([cosine, -sine], axis=-1).reshape(stop - start, 2 * k) / n
         back = np.stack([cosine * twice, -sine * twice], axis=-1).reshape(stop - start, 2 * k)
         return to, back.T
-    to = np.stack([np.stack([cosine, -sine], -1), np.stack([sine, cosine], -1)], axis=1) / n  # (cells, 2, modes, 2)
+    # both matrices have the dims (cells, 2, modes, 2) before they are reshaped
+    to = np.stack([np.stack([cosine, -sine], -1), np.stack([sine, cosine], -1)], axis=1) / n
     back = np.stack([np.stack([cosine, sine], -1), np.stack([-sine, cosine], -1)], axis=1)
     return to.reshape(2 * (stop - start), 2 * k), back.transpose(2, 1, 0, 3).reshape(2 * k, -1)
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from hmac import compare_digest
-from os import _exit  # rank_exits.py wraps os._exit later; this is the original
+from os import _exit  # the original function, because watch/rank_exits.py replaces os._exit
 from queue import SimpleQueue
 from typing import Any
 
@@ -80,7 +80,7 @@ class GlooCommunicator(MessageBackend):
             with rendezvous.translating_torch_errors(
                 f"rank {rendezvous.rank} of {rendezvous.size} could not connect to the others by Gloo"
             ):
-                gloo: Any = dist.ProcessGroupGloo  # torch's type stubs lack the options
+                gloo: Any = dist.ProcessGroupGloo  # torch's type stubs lack ProcessGroupGloo's options
                 options = gloo._Options()
                 options._timeout = timedelta(
                     seconds=rendezvous.compute_seconds_left() if name == "1" else max(timeout, rendezvous.timeout)
@@ -329,7 +329,7 @@ class WaitedMessages:
 
         A timeout in Gloo fails everything under way in the same group."""
         for work in self._works:
-            with suppress(RuntimeError):  # raised because the wait times out
+            with suppress(RuntimeError):  # a wait that times out raises RuntimeError
                 work.wait(timedelta(milliseconds=1))
 
 
@@ -345,7 +345,7 @@ class _WaitingThreads:
         self._waiting: set[WaitedMessages] = set()
         atexit.register(self.abandon_all_messages)
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._waiting.clear)  # a forked child has no such threads
+            os.register_at_fork(after_in_child=self._waiting.clear)  # a forked child has none of the parent's threads
 
     def wait_in_background(self, waited: WaitedMessages) -> None:
         self._waiting.add(waited)

@@ -15,11 +15,12 @@ def open_gloo(request: CommunicatorRequest) -> Communicator:
     """Open the communicator of all ranks that the launcher has started, or a local one if there is only one rank.
     Collective."""
     if request.settings.launcher is None:
-        environment.require_single_process_and_get_note()  # raises if the environment is that of several ranks
+        # raises if the environment says that this is one of several ranks
+        environment.require_single_process_and_get_note()
     if request.settings.launcher is None or request.settings.expected_size == 1:
         return open_local(request)
     rendezvous = join_rendezvous(request.settings)
-    # this imports torch; without torch, join_rendezvous has already raised a clearer error
+    # importing this needs torch; if it is missing, join_rendezvous has already raised a clearer error
     from fsdpx.ext.gloo.gloo import GlooCommunicator
 
     return set_up_world(

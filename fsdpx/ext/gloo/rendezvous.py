@@ -124,7 +124,7 @@ class Rendezvous:
         with self._translating_store_errors():
             first = self.store.compare_set(key, "", mine.to_signed_text(self.secret))
             there = RankArrival.parse_signed(first, self.secret)
-            if there is None or there.rank != mine.rank:  # not written by a rank of this job
+            if there is None or there.rank != mine.rank:  # the value was not written by a rank of this job
                 self.store.set(key, mine.to_signed_text(self.secret))
                 return
         if there == mine:
@@ -226,7 +226,7 @@ class Rendezvous:
                     return int(self.store.get("ended"))
             except RuntimeError:  # rank 0, which serves the store, has ended
                 return here[0] if here else 0
-            except ValueError:  # not written by a rank of this job
+            except ValueError:  # the value was not written by a rank of this job
                 return None
             time.sleep(_POLL_SECONDS)
         return None

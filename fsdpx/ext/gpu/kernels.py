@@ -167,7 +167,7 @@ def _describe_argument(value: Any) -> Sign:
     return "None" if value is None else "0" if isinstance(value, (bool, int, float)) and not value else ""
 
 
-@functools.lru_cache(1 << 12)  # every step asks again, and the GPU waits meanwhile
+@functools.lru_cache(1 << 12)  # cached, because every step asks for the same kernels while the GPU waits
 def _find_kernel_for_dtypes(name: str, signs: tuple[Sign, ...]) -> Body | None:
     roles, body = GPU_KERNELS[name]
     arrays = [sign for sign in signs if not isinstance(sign, str)]
@@ -459,7 +459,8 @@ def _attention_backward_of_each_sample_into(
     scores, dp = (xp.empty((h, t, n), dtype=launch.wide) for _ in range(2))
     p, ds = (xp.empty((h, t, n), dtype=q.dtype) for _ in range(2))
     turns = _slice_heads_without_sharing(h, shared)
-    sums = [xp.empty((n, shared, d), dtype=launch.wide) for _ in range(2)]  # over query heads that share keys
+    # gradients are summed over the query heads that share a head of keys
+    sums = [xp.empty((n, shared, d), dtype=launch.wide) for _ in range(2)]
     for i in range(b):
         for heads in turns:
             run_batched_gemm_into(scores[heads], q[i, heads], k[i].swapaxes(1, 2), scale)

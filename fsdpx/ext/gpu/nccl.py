@@ -54,7 +54,7 @@ def explain_missing_nccl() -> str | None:
 
 
 def _import_nccl() -> Any:
-    import_cupy()  # raises an error that says what to install
+    import_cupy()  # without CuPy, this raises an error that says what to install
     return import_module("cupy.cuda.nccl")
 
 
@@ -174,7 +174,8 @@ class NcclCommunicator(Backend):
         if is_half(send.dtype):
             return self._send_to_owners_and_add(send, recv, partition, call.op)
         own = partition.get_piece(send, self.rank)
-        target = own if is_in_place(send, recv) else recv  # must not overwrite the start of `send`
+        # `send` must still be sent, so the result cannot go to its start
+        target = own if is_in_place(send, recv) else recv
         op = _get_nccl_operation(call.op, send)
         if partition.even and partition.total:
             self.link.reduceScatter(
@@ -196,7 +197,7 @@ class NcclCommunicator(Backend):
                         )
         self._divide_if_average(call.op, target)
         if not is_in_place(recv, target):
-            recv[...] = target.copy()  # a copy, because `recv` may overlap `target`
+            recv[...] = target.copy()  # copied first, because `recv` may overlap `target`
         return ()
 
     def _start_all_reduce(self, call: Call) -> Iterable[Array]:

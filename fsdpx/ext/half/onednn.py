@@ -19,7 +19,7 @@ from fsdpx.core.array.blas.libraries import list_library_files, load_shared_libr
 
 __all__ = ["OneDNN", "load_onednn"]
 
-CPU, IN_ORDER = 1, 1  # enum values in dnnl.h
+CPU, IN_ORDER = 1, 1  # values of the enums in oneDNN's header dnnl.h
 SOURCE, WEIGHTS, BIAS, RESULT = 1, 33, 41, 17
 DTYPE_CODES = {"float32": 3, "bfloat16": 2, "float16": 1, "int8": 5}
 MAX_PRIMITIVES = 512

@@ -20,7 +20,7 @@ __all__ = ["NATIVE_KERNELS", "RESHAPES", "fuse_operations", "run_attention"]
 
 aten: Any = torch.ops.aten
 SUPPORTED_DTYPES = (torch.float32, torch.float64)
-DEFAULTS = (None, None, None, None, 1e-5)  # arguments of aten.layer_norm: input, shape, weight, bias, eps
+DEFAULTS = (None, None, None, None, 1e-5)  # default arguments of aten.layer_norm: input, shape, weight, bias, eps
 
 
 def run_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

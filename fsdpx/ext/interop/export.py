@@ -244,7 +244,7 @@ EXPORT_TIMEOUT_SECONDS = 600.0
 """Time limit for the child process, after which this process exports the module itself."""
 HARMLESS_THREADS = {"fsdpx watchdog", TIMER_NAME}
 """Threads of this process that hold no lock which PyTorch needs."""
-COMPLETE_MARK = b"."  # the last byte of a complete result
+COMPLETE_MARK = b"."  # the child sends this byte last, so that a partial result is noticed
 
 
 def run_in_child_or_here(work: Callable[[], ModuleLayout]) -> ModuleLayout:
@@ -476,7 +476,7 @@ class _ExportPlan:
             if name is not None and "assert" not in str(node.target):
                 self._of[node] = found.setdefault(name, _ExportSegment(name))
                 self._of[node].nodes.append(node)
-        if self.result not in self._of:  # because the last operations have no parameters
+        if self.result not in self._of:  # happens if the last operations have no parameters
             last = self._of[self.result] = found[""] = _ExportSegment("")
             last.nodes.append(self.result)
         for segment in found.values():
@@ -602,7 +602,7 @@ class _ExportPlan:
         tensor = self.modules[""].get_parameter(full)
         names = [n for n, p in self.modules[""].named_parameters(remove_duplicate=False) if p is tensor]
         if segment in names:
-            return ""  # the layer is named as its only parameter
+            return ""  # the layer already has the name of its only parameter
         inside = next((n for n in (full, *names) if n.startswith(f"{segment}.") or not segment), None)
         if inside is None:
             self.borrowed[join_path(segment, full)] = names
@@ -617,9 +617,9 @@ def _export_module(module: torch.nn.Module, example: Sequence[Any], output: str 
     sizes = tuple(dict.fromkeys(range(t.ndim), torch.export.Dim.AUTO) for t in tensors)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # PyTorch warns of its own code
+            warnings.simplefilter("ignore", FutureWarning)  # PyTorch's exporter warns about its own code
             program = torch.export.export(_SelectOutput(module, output), tensors, dynamic_shapes=(sizes,), strict=False)
-            program = program.run_decompositions({})  # replaces in-place operations by others
+            program = program.run_decompositions({})  # decomposition replaces in-place operations
     except Exception as error:
         raise ConfigError(
             f"{type(module).__name__} cannot be split: torch.export says {str(error).strip().splitlines()[0]}; without "

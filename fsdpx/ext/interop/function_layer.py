@@ -100,13 +100,14 @@ class AutogradFunction(DifferentiableLayer):
 
     def __init__(self, function: Callable[..., Any], params: Any, inputs: int = 1) -> None:
         super().__init__(function, dict(_iterate_named_leaves(params)), inputs)
-        self._params = _unflatten_leaves(params, iter(range(len(self.names))))  # only the structure, not the values
+        # keeps the nested structure, with numbers instead of arrays
+        self._params = _unflatten_leaves(params, iter(range(len(self.names))))
 
     def evaluate_function(self, xp: Any, p: Sequence[Array], inputs: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
         if getattr(xp, "holds_no_data", False):
             zeros = [[np.zeros(a.shape, a.dtype) for a in arrays] for arrays in (p, inputs)]
             y = self._call_function(*zeros)
-            self._make_pullback(*zeros)  # raises ConfigError if autograd cannot differentiate it
+            self._make_pullback(*zeros)  # raises ConfigError if autograd cannot differentiate the function
             return xp.empty(y.shape, dtype=y.dtype), ()
         return self._call_function(p, inputs), ()
 

@@ -115,7 +115,8 @@ class AutogradLayer(Layer):
                 return RecordedForward(env.xp, run, read, p, trained, "cpu")
             try:
                 return RecordedForward(env.xp, run, read, p, trained)
-            except (RuntimeError, NotImplementedError):  # it reads values or makes CPU tensors
+            # the module reads values of tensors, or makes tensors on the CPU
+            except (RuntimeError, NotImplementedError):
                 self.device = "cpu"
                 return RecordedForward(env.xp, run, read, p, trained, "cpu")
 
@@ -278,7 +279,7 @@ class _BareModule:
         for name, norm in norms:
             self._module = _replace_submodule(self._module, name, GlobalNorm(norm, name))
         if getattr(self._module, "inplace", False):
-            self._module.inplace = False  # another layer owns the input
+            self._module.inplace = False  # an in-place module would overwrite its input, which another layer owns
         self.constants = {n: b.clone() for n, b in self._module.named_buffers() if n not in floats}
         self._threads = threading.local()
 

@@ -61,7 +61,7 @@ class LoRALinear(Linear):
         self.scale = self.alpha / rank
         if dropout:
             self.acts_on = "sample"  # the dropout mask is drawn for full sequences
-            self.caches = True  # generation has no dropout, so caching works
+            self.caches = True  # generation can cache keys and values, because it runs without dropout
             self.kernel_names = ("linear", "drop", "drop_backward")
 
     def specs(self) -> dict[str, ParameterSpec]:
@@ -126,13 +126,14 @@ class LoRALinear(Linear):
         )
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        (x,) = saved  # in an MLP, only its shape is valid here: the MLP replaces x before backward_params
+        (x,) = saved  # in an MLP, only the shape of x is valid here, because the MLP replaces x before backward_params
         inside = self.compute_low_rank_gradient(env, p, dy)
         dx = matmul_in_dtype(env.xp, as_rows(dy), p["weight"]).reshape(x.shape)
         low = matmul_in_dtype(env.xp, inside, p[ADAPTER_NAMES[0]]).reshape(x.shape)
         mask = self._apply_dropout(env, x)[1]
         dx += low if mask is None else kernels.drop_backward(env.xp, low, mask, self.dropout)
-        return dx, (x, dy, inside, p[ADAPTER_NAMES[0]].copy(), mask)  # a copy, because parameters may be freed
+        # copied, because parameters may be freed before they are used
+        return dx, (x, dy, inside, p[ADAPTER_NAMES[0]].copy(), mask)
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         x, dy, inside, down, mask = kept

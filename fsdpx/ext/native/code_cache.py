@@ -32,12 +32,12 @@ __all__ = [
     "write_with_digest",
 ]  # fmt: skip
 
-FASTCALL = 0x80  # METH_FASTCALL of Python's methodobject.h
+FASTCALL = 0x80  # METH_FASTCALL in Python's methodobject.h
 EXECUTABLE = 5  # PROT_READ | PROT_EXEC
-LOCK_TIMEOUT_SECONDS = 60.0  # longer than any kernel compiles, so that a stopped process does not block others forever
-DIGEST_BYTES = 32  # at the beginning of a file
-MAX_CODE_BYTES = 64 << 20  # limit for one file
-_kept: list[Any] = []  # loaded machine code, which must never be freed
+LOCK_TIMEOUT_SECONDS = 60.0  # no kernel takes so long to compile; a stopped process must not block others forever
+DIGEST_BYTES = 32
+MAX_CODE_BYTES = 64 << 20
+_kept: list[Any] = []  # keeps loaded machine code alive, because it must never be freed
 
 
 class MachineCode(NamedTuple):
@@ -142,7 +142,7 @@ def holding_compilation_lock(function: Callable[..., Any], fastmath: Any, kinds:
             time.sleep(0.01)
         yield
     finally:
-        with suppress(OSError):  # another process has already removed it
+        with suppress(OSError):  # another process has already removed the lock file
             file.unlink()
         _unlock_and_close_file(descriptor)
 

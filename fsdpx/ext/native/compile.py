@@ -40,7 +40,7 @@ __all__ = ["compile_dispatcher", "compile_to_machine_code", "enable_disk_cache",
 
 ALLOCATED, PROGRAM, SYMBOLS, RELOCATIONS = 0x2, 1, 2, 4
 """A flag of sections and types of sections. See <elf.h>."""
-ADDRESS, RELATIVE, DISTANCE, CALL = 1, 2, 24, 4  # R_X86_64_64, _PC32, _PC64, _PLT32
+ADDRESS, RELATIVE, DISTANCE, CALL = 1, 2, 24, 4  # relocation types R_X86_64_64, _PC32, _PC64 and _PLT32 of ELF
 FUNCTION, COMMON = 2, 0xFFF2
 
 

@@ -60,10 +60,10 @@ class TrainingLog:
                 f"fit(metrics=...): the log has columns named {', '.join(map(repr, taken))}: choose other names"
             )
         self._columns = (*own, *metrics)
-        self._lock: int | None = None  # held by rank 0, to keep other jobs out of the folder
+        self._lock: int | None = None  # rank 0 holds a lock that keeps other jobs out of the folder
         self._rate = ThroughputMeter()
         self._files: tuple[TextIO, ...] | None = None
-        self._board: Any = None  # a tensorboardX.SummaryWriter, if enabled
+        self._board: Any = None
         self._text_log: logging.StreamHandler[TextIO] | None = None
 
     def on_train_begin(self, trainer: Any, history: FitHistory) -> None:
@@ -137,7 +137,7 @@ class TrainingLog:
             also = f"CSV and JSON lines; for TensorBoard {install_hint('tensorboard')}"
             log_on_rank0(trainer.call_runner, f"log {self.folder}: {also}")
         else:
-            unguessed = f".{secrets.token_hex(8)}"  # an attacker cannot guess the name and plant a symlink
+            unguessed = f".{secrets.token_hex(8)}"  # a random name, for which nobody can plant a symlink
             self._board = SummaryWriter(str(self.folder), purge_step=history.steps + 1, filename_suffix=unguessed)
 
     def _write_row(self, trainer: Any, history: FitHistory, values: dict[str, float]) -> None:

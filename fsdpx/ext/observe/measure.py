@@ -83,7 +83,7 @@ def measure_fastest_step(engine: Engine, step: Callable[[], object], steps: int 
     step()
     axes = engine.placement.axes
     before, timelines = find_timeline_recorder(engine), list[Timeline]()
-    if before is not None:  # a user's trace must not contain these steps
+    if before is not None:  # the user's trace must not contain the steps of this measurement
         engine.remove_observers(before)
     engine.add_observer(recording := TimelineRecorder(keep=1))
     try:
@@ -166,7 +166,7 @@ def _measure_clock_offset_and_error(comm: Communicator, rank: int) -> tuple[floa
     best, asked, start = (0.0, float("inf")), 0, perf_counter()
     while True:
         begin = perf_counter()
-        _send_clock(comm, rank, 0.0, 0.0)  # an error of 0 marks a request
+        _send_clock(comm, rank, 0.0, 0.0)  # an error of 0 marks a request for the time
         theirs, _ = _recv_clock(comm, rank)
         end = perf_counter()
         best, asked = min(best, (theirs - (begin + end) / 2, (end - begin) / 2), key=lambda one: one[1]), asked + 1

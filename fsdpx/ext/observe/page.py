@@ -56,7 +56,8 @@ class WaitMatrix:
 
 def compute_wait_matrix(ranks: Sequence[RankTrace]) -> WaitMatrix:
     """Return how long each rank waited for each other rank, in seconds over all steps of the traces."""
-    come: dict[str, list[tuple[float, int]]] = defaultdict(list)  # transfer key -> when each rank entered it
+    # maps the key of a transfer to the times when ranks entered it
+    come: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for n, one in enumerate(ranks):
         for key, begin, _, _ in _iterate_transfers(one):
             come[key].append((begin, n))

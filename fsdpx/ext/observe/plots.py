@@ -27,7 +27,7 @@ __all__ = [
     "save_figure",
 ]
 
-COLORS = {  # name -> (color in the light theme, color in the dark theme)
+COLORS = {  # each color is given for the light and for the dark theme
     "forward": ("#4a86c9", "#5b9be0"), "recompute": ("#a3c4e6", "#3f6a98"), "backward": ("#2f9a78", "#37ab86"),
     "gradients of weights": ("#8fc9a0", "#6f9c7d"), "update": ("#8c6bb8", "#a183cf"), "gather": ("#e3a32f", "#e0a83f"),
     "reduce": ("#d2605a", "#dd6d66"), "message": ("#6c7a89", "#93a1b0"), "disk": ("#a1785a", "#b98d6d"),
@@ -531,7 +531,8 @@ def draw_training_curves(rows: Sequence[Mapping[str, Any]]) -> Any:
     losses, rates = figure.subplots(1, 2)
     for axes, name, style in ((losses, "loss", "-"), (losses, "validation_loss", "o-"), (rates, "rate", "-")):
         points = [(row["step"], row[name]) for row in rows if name in row]
-        points = points[1:] if name == "rate" else points  # the first step includes the start-up
+        # the first step is left out, because its time includes the start-up
+        points = points[1:] if name == "rate" else points
         if points:
             axes.plot(*zip(*points, strict=True), style, label=name.replace("_", " "), linewidth=1, markersize=4)
     for axes, words in ((losses, "loss"), (rates, "per second")):

@@ -29,7 +29,7 @@ class ProgressBar:
         self.unit, self.total, self.epochs = unit, total, epochs
         self._rate, self._shown, self._first = ThroughputMeter(), 0.0, history.earlier_steps + 1
         self._start = perf_counter()
-        self._bar: Any = None  # a rich.progress.Progress, on a terminal
+        self._bar: Any = None  # a rich.progress.Progress if stderr is a terminal
 
     def on_step_end(self, trainer: Any, history: FitHistory) -> None:
         now, wait = perf_counter(), REFRESH_SECONDS if self._bar else LINE_INTERVAL_SECONDS

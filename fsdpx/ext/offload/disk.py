@@ -89,7 +89,7 @@ def _measure_disk_rates(folder: Path, direct: bool | None) -> DiskRates:
     start = -get_data_pointer(memory) % ALIGN_BYTES
     data, file = memory[start : start + MEASURED_BYTES], DiskFile(folder, MEASURED_BYTES, direct)
     try:
-        file.start_write(0, data).wait()  # untimed, since the first write allocates blocks
+        file.start_write(0, data).wait()  # the first write is not timed, because it allocates blocks on disk
         seconds = []
         for start_transfer in (file.start_read, file.start_write):
             begin = perf_counter()
@@ -160,11 +160,12 @@ class DiskFile:
         except OffloadError:
             os.close(self._fd)
             raise
-        self._end = weakref.finalize(self, os.close, self._fd)  # pending transfers keep this object alive
+        # never runs too early, because pending transfers keep this object alive
+        self._end = weakref.finalize(self, os.close, self._fd)
         self._end.atexit = False
         self._own = threading.local()
         self._threads = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="fsdpx disk")
-        all_run = threading.Barrier(IO_THREADS)  # starts all threads now, since memory may be short later
+        all_run = threading.Barrier(IO_THREADS)  # all threads start now, because memory may be short later
         for waits in [self._threads.submit(all_run.wait) for _ in range(IO_THREADS)]:
             waits.result()
 
@@ -242,7 +243,7 @@ def _reserve_space(fd: int, folder: Path, offset: int, nbytes: int) -> int:
 
 def _open_unnamed_file(folder: Path, direct: bool | None) -> tuple[int, bool]:
     """Open a new unnamed file, and return its descriptor and whether it bypasses the page cache."""
-    import fcntl  # not available on Windows, where `OffloadConfig` is rejected
+    import fcntl  # fcntl does not exist on Windows, where `OffloadConfig` is rejected
 
     flag = getattr(os, "O_DIRECT", 0) if direct is not False else 0
     try:
@@ -265,7 +266,7 @@ def lock_folder(folder: Path, owner: str) -> int:
 
     The lock ends when the descriptor is closed or the process ends. Raises OffloadError if the folder does not exist,
     or if another owner holds the lock."""
-    import fcntl  # not available on Windows, where `OffloadConfig` is rejected
+    import fcntl  # fcntl does not exist on Windows, where `OffloadConfig` is rejected
 
     if not folder.is_dir():
         what = "is no folder:" if folder.exists() else "does not exist: make it, or"
@@ -281,7 +282,7 @@ def lock_folder(folder: Path, owner: str) -> int:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             safe_files.write_lock_text(fd, owner)
         except BlockingIOError:
-            pass  # another process holds it, maybe a rank of this job
+            pass  # another process holds the lock, perhaps a rank of this job
         fcntl.flock(fd, fcntl.LOCK_SH)
         holder = os.pread(fd, 4096, 0).decode(errors="replace")
         if holder != owner:
@@ -391,9 +392,9 @@ class DiskStorage(StateStorage):
             if row.level == "slow":
                 self._records.setdefault(Slot(LEDGER_KINDS[row.key.kind].slot, row.key.page), []).append(row)
         self._places: dict[LedgerKey, int] = {}
-        self.spilled: dict[Slot, int] = {}  # bytes of each activation in the last run
-        self._parts: dict[tuple[Slot, int], tuple[int, int]] = {}  # (activation, block) -> offset, reserved bytes
-        self._there: dict[Slot, Any] = {}  # record -> its memory
+        self.spilled: dict[Slot, int] = {}  # for each activation, its bytes on disk in the last run
+        self._parts: dict[tuple[Slot, int], tuple[int, int]] = {}  # for each block, its offset and reserved bytes
+        self._there: dict[Slot, Any] = {}
         self.nbytes = 0
         mapped = [row for row in rows if row.level == "map" and row.inside is None]
         for row in (*(row for record in self._records.values() for row in record), *mapped):

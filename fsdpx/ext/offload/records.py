@@ -100,7 +100,7 @@ class _RecordCache:
         for slot in window:
             if slot in self.there or not (slot.mb is None or slot in self.stored):
                 continue
-            if slot in self.leaving:  # waits for earlier writes as well
+            if slot in self.leaving:  # writes end in order, so this waits for earlier writes as well
                 self._add_waits_for_writes(len(self.leaving) - 1 - self.leaving.index(slot))
             self._add_action("FETCH", slot)
             self.stored.discard(slot)
@@ -129,7 +129,7 @@ def _list_slots_needed_in_memory(
     """Return, for each action, the records that must be in memory while it runs.
 
     These are the ones that it needs, and those that pending transfers still read."""
-    reading: dict[Slot, list[Slot]] = {}  # result of a transfer -> slots it reads
+    reading: dict[Slot, list[Slot]] = {}  # maps the result of each pending transfer to the slots that it reads
     found = []
     for action, some, own in zip(actions, slots, needs, strict=True):
         found.append(list(dict.fromkeys([*own, *(slot for held in reading.values() for slot in held)])))

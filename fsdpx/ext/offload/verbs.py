@@ -19,7 +19,7 @@ from fsdpx.ext.offload.records import SPILLED, get_record_of_action, insert_reco
 __all__ = ["fetch_record", "store_record"]
 
 # fmt: off
-SLOTS["stored"] = SlotKind("stored", "control")  # holds a value while the record is on disk
+SLOTS["stored"] = SlotKind("stored", "control")  # "stored" holds a value while the record is on disk
 VERBS.update({
     "FETCH": Verb(takes=("stored:once",), reads=("stored:always",), gives=("record:here",), about="record", lane="disk",
                   moves=(VerbTransfer("disk", "read", "record", "record"),)),
@@ -47,7 +47,7 @@ def fetch_record(run: ProgramRun, action: Action, taken: Values, read: Values, a
     if slot.mb is not None:
         (spilled,) = taken
         handle, memory = disk.start_restore(slot, spilled)
-        made: list[Any] = []  # repeated calls must return the same arrays
+        made: list[Any] = []  # remembered, because repeated calls must return the same arrays
 
         def get_value() -> Any:
             if not made:
@@ -67,7 +67,7 @@ def store_record(run: ProgramRun, action: Action, taken: Values, read: Values, a
         batch = [array for one in run.feed.batch if one is not None for array in (*one.inputs, one.target)]
         own = get_arena_storage_ids(run.workspace.state.arena) | {
             id(find_storage(array)) for array in batch
-        }  # stays in memory anyway
+        }  # inputs and arena buffers stay in memory anyway, so they are not written
         spilled = extract_large_arrays(value, lambda root: id(root) in own)
         run.placement.axes.counters.add_calls("disk", "write", sum(spilled.sizes))
         return TimedTransfer(disk.start_spill(slot, spilled), lambda: value), spilled

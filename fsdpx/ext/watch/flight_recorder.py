@@ -33,14 +33,14 @@ MAX_ACTIONS = 512
 """Number of actions that a record holds."""
 
 _MAGIC = b"fsdpx f2"
-_HEADER = struct.Struct("<8sqqqd64s")  # magic, rank, ranks, process, wall clock minus perf_counter, host
-_PROGRAM = struct.Struct("<q24s")  # step, kind of program
-_BEAT = struct.Struct("<d")  # perf_counter when the watchdog last polled
-_NOTE = struct.Struct("<dd3056s")  # begin of the wait or 0, last progress, what it waits for or its stack
-_CALL = struct.Struct("<q56s56s")  # count of collective calls, names of the last two
-_LEFT = struct.Struct("<qq")  # whether the script has ended, exit status
+_HEADER = struct.Struct("<8sqqqd64s")  # fields: magic, rank, ranks, process id, wall clock minus perf_counter, host
+_PROGRAM = struct.Struct("<q24s")  # fields: step, kind of program
+_BEAT = struct.Struct("<d")  # field: perf_counter when the watchdog last polled
+_NOTE = struct.Struct("<dd3056s")  # fields: begin of the wait or 0, time of last progress, what is awaited or the stack
+_CALL = struct.Struct("<q56s56s")  # fields: number of collective calls, names of the last two
+_LEFT = struct.Struct("<qq")  # fields: whether the script has ended, exit status
 _PROGRAM_AT, _BEAT_AT, _CALL_AT, _LEFT_AT, _NOTE_AT, _START = 128, 192, 512, 640, 1024, 4096
-_RECORD = struct.Struct("<qdd112s120s")  # number, begin, end or 0, action, what it waits for
+_RECORD = struct.Struct("<qdd112s120s")  # fields: number, begin, end (0: under way), action, what it waits for
 _END = struct.Struct("<d")
 _END_AT = 16
 _WAITS = struct.Struct("<120s")
@@ -140,7 +140,7 @@ class FlightRecorder(Observer):
     def remove_file(self) -> None:
         """Remove this rank's record after its normal end. The last rank also removes the folder."""
         self._path.unlink(missing_ok=True)
-        with suppress(OSError):  # other ranks still have records
+        with suppress(OSError):  # fails while other ranks still have records in the folder
             self._path.parent.rmdir()
 
 

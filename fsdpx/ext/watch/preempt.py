@@ -26,7 +26,7 @@ PREEMPTED_STATUS = 85
 """Exit status of a job that was asked to stop and has saved its state. HTCondor's manual uses this status for "start me
 again"."""
 
-_RANKS = 1 << 32  # more than any job has, so that lower ranks get larger keys
+_RANKS = 1 << 32  # more ranks than any job has, so that lower ranks get larger keys
 
 
 class JobPreempted(SystemExit):
@@ -130,7 +130,7 @@ class Preemption:
         if trainer.call_runner.rank == 0:
             flush_and_write_stderr(
                 f"fsdpx: {end}; exit status {PREEMPTED_STATUS}\n"
-            )  # works even if the terminal has closed
+            )  # unlike print, this works even if the terminal has closed
             if self.requeue:
                 _requeue_job()
         raise end

@@ -15,7 +15,7 @@ import traceback
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from os import _exit  # rank_exits.py wraps os._exit later; this is the original
+from os import _exit  # the original function, because rank_exits.py replaces os._exit
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ def start_watchdog(
     mine = (token, platform.node(), str(environment.read_environment().run or ""))
     tokens, hosts, runs = zip(
         *base.all_gather_data(mine), strict=True
-    )  # in every call, because all ranks must take part
+    )  # gathered in every call, because all ranks must take part
     if watchdog is None:
         try:
             here = [rank for rank, host in enumerate(hosts) if host == hosts[base.rank]]
@@ -90,7 +90,7 @@ def start_watchdog(
             )
         except OSError as error:
             print(f"fsdpx: rank {base.rank} has no watchdog: {error}", file=sys.stderr, flush=True)
-    base.all_gather_data(None)  # all records must exist: a rank that ends now would count as the last
+    base.all_gather_data(None)  # waits until all records exist: a rank that ends earlier would count as the last one
     if watchdog is None:
         return None
     for one in (comm, *other_comms) if extend_waits else ():
@@ -125,9 +125,9 @@ class Watchdog:
         self._poll_seconds = min(1.0, self.timeout / 20)
         self._stop, self._report_requested = threading.Event(), threading.Event()
         self._local_record_paths, self._host_number = [self._get_record_path(rank) for rank in here], number
-        self._recorded_ranks: set[int] = set()  # of this host, at the last poll
-        self._record_gone_at = -math.inf  # when one of their records disappeared
-        self._hung_since = math.inf  # since when this rank is known to wait in vain
+        self._recorded_ranks: set[int] = set()
+        self._record_gone_at = -math.inf
+        self._hung_since = math.inf
         weak, outlived = self._comm, getattr(comm, "survives", False)
         register_exit_report(
             self.record,
@@ -170,7 +170,7 @@ class Watchdog:
         if environment.read_environment().run is None:
             for rank in dead:
                 self._get_record_path(rank).unlink(missing_ok=True)
-            with suppress(OSError):  # other ranks still have records
+            with suppress(OSError):  # fails while other ranks still have records in the folder
                 self.folder.rmdir()
 
     def request_report_and_wait(self) -> None:
@@ -190,10 +190,10 @@ class Watchdog:
         since, spoken, what = time.perf_counter(), 0.0, ""
         while not self._stop.wait(self._poll_seconds):
             if self._comm() is None:
-                return  # keeps the record, because a failed script may have dropped its communicator
+                return  # the record stays, because a failed script may have dropped its communicator
             wait, asked = long_waits.get(self.record.thread), self._report_requested.is_set()
             progress = (self.record.serial, self.record.ended, wait)
-            if progress != before and not asked:  # once requested, the report needs the last wait
+            if progress != before and not asked:  # after a request for a report, remember what the rank waited for last
                 before, since, what = progress, time.perf_counter(), "" if wait is None else str(wait)
                 self._hung_since = math.inf
             now = time.perf_counter()
@@ -248,7 +248,7 @@ class Watchdog:
             self.record, waited_seconds, others, comm is not None and len(self._local_record_paths) == comm.size
         )
         if gone is not None and self._can_others_survive() and not get_process_state(gone.process):
-            gone = None  # MPI reports the death of that rank to the waiting ranks
+            gone = None  # MPI itself reports a dead rank to the ranks that wait for it
         calls = (
             find_diverged_calls(self._local_record_paths)
             if waited_seconds >= LATE_SECONDS and not self._can_others_survive()
@@ -279,12 +279,12 @@ class Watchdog:
         if self._report_requested.is_set():
             return True
         if waited_seconds < self.timeout or time.perf_counter() - self._record_gone_at < self.timeout:
-            return False  # a rank here has ended, and others may not know it yet
+            return False  # a rank of this host has just ended, and others may not know it yet
         late = [
             f for f in flights.values() if self._is_watchdog_silent(f) and get_process_state(f.process) not in ("", "T")
         ]
         if late and waited_seconds < self.timeout + max(30 * self._poll_seconds, 4.0):
-            return False  # on a busy host, a watchdog may poll late
+            return False  # on a busy host, the watchdog of another rank may poll late
         return all(time.time() - f.moved >= self.timeout for f in flights.values() if f.rank != self.rank)
 
     def _end_job_or_kill_ended_rank(self, ended: FlightRecord, what: str) -> None:
