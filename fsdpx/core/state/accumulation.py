@@ -98,8 +98,8 @@ class SequentialAccumulation:
         return range(rows * rank // self.ranks, rows * (rank + 1) // self.ranks)
 
     def require_partial_batch_support(self, what: str, why: str) -> None:
-        """Raise ConfigError if ranks cannot train on less than a full global batch. The error begins with `what`, and
-        `why` says why a partial batch is needed."""
+        """Raise ConfigError if ranks cannot train on less than a full global batch. The error begins with `what`, the
+        name of the call, and gives `why` as the reason."""
 
     def create_gradient(self, buffer: Any, split: Callable[[Any], list[Any]], keep_offset: bool) -> Gradient:
         """Return an empty gradient accumulator that stores its values in `buffer`."""

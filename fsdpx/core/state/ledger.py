@@ -155,18 +155,18 @@ class LedgerRow:
 
 
 class Ledger:
-    """Table of the arrays of a rank: the rows in the order in which they were added, and the memory of those that are
-    kept.
-
-    Attributes
-    ----------
-    planned_bytes : bytes of the initial rows, by kind of memory
-    peak_bytes : peak bytes so far, by kind of memory
+    """Table of the arrays of a rank: the rows in the order in which they were added, and the memory of the arrays that
+    are kept.
 
     Parameters
     ----------
     rows : the initial rows
     slower : function that loads the array of a row that is stored on disk; the array is valid while it is referenced
+
+    Attributes
+    ----------
+    planned_bytes : bytes of the initial rows, by kind of memory
+    peak_bytes : peak bytes so far, by kind of memory
     """
 
     def __init__(self, rows: Iterable[LedgerRow] = (), slower: Callable[[LedgerRow], Any] | None = None) -> None:
