@@ -1,4 +1,9 @@
-"""The compiler, which turns the choices of a step into a program, and the program as a value."""
+"""The compiler, which turns the options of a training step into a program: a flat list of actions such as F (forward),
+GATHER (all-gather of parameters) and UPDATE.
+
+An action runs a verb (a kind of operation) on a unit (layers whose parameters are gathered together) or on a page (a
+flat buffer that holds several parameters). It reads and writes slots (named buffers).
+"""
 
 from __future__ import annotations
 
@@ -24,17 +29,18 @@ __all__ = ["PASSES", "PROGRAM_KINDS", "Program", "ProgramKind", "ProgramRequest"
 
 @dataclass(frozen=True)
 class ProgramKind:
-    """A kind of program.
+    """A kind of program, such as a full training step or an evaluation.
 
     Attributes
     ----------
     about : text that says what the program does
-    ops : verbs that compute: "FB" if the program follows a schedule, or a single verb that runs for all microbatches
-    loss : the verb that ends a forward
-    results : kinds of the slots that the caller collects
+    ops : operations that compute: "FB" if the program follows a schedule of forwards and backwards, or a single
+        operation that runs for all microbatches
+    loss : operation that ends a forward, such as LOSS
+    results : kinds of the slots (named buffers) that the caller reads at the end
     updates : whether the program ends with an update of parameters
-    compile_alone : function that makes the full program from its compute actions, if no other rank takes part in the
-        program
+    compile_alone : function that makes the full program from its compute actions, if no other rank takes part in it;
+        None: the program is compiled by the usual passes
     """
 
     about: str
@@ -62,16 +68,17 @@ PROGRAM_KINDS = {
 
 @dataclass(frozen=True)
 class SyncRules:
-    """How ranks synchronize in a step that updates parameters. By default they only sum their gradients.
+    """How ranks synchronize parameters in a step, in addition to summing gradients. A step without rules only sums
+    gradients.
 
     Attributes
     ----------
-    before : verbs that run before the first update
-    after : (verb, pages) pairs: verbs that run after the update of each of these pages
-    rest : (verb, pages) pairs: verbs that run for each of these pages after all updates
-    kept : kinds of slots that are filled before and after the step, one slot per trained page
-    begins, ends : further slots that are filled before or after the step
-    results : kinds of slots that the caller collects
+    before : operations that run before the first update
+    after : (operation, pages) pairs: operations that run after the update of each of these pages (flat buffers)
+    rest : (operation, pages) pairs: operations that run for each of these pages after all updates
+    kept : kinds of slots (named buffers) that are filled before and after the step, one slot per trained page
+    begins, ends : further slots that are filled before the step, or after it
+    results : kinds of slots that the caller reads at the end
     """
 
     before: tuple[str, ...] = ()
@@ -83,7 +90,8 @@ class SyncRules:
     results: tuple[str, ...] = ()
 
     def get_slots(self, filled: frozenset[Slot], trained: Collection[int]) -> set[Slot]:
-        """Return the slots of `filled` (`begins` or `ends`) and of `kept` in a program that trains these pages."""
+        """Return the named buffers that are filled before or after a program that trains the pages `trained`. `filled`
+        is `begins` or `ends`."""
         return {s for s in filled if s.at is None or s.at in trained}.union(
             *(_make_slots(kind, trained) for kind in self.kept)
         )
@@ -93,25 +101,28 @@ class SyncRules:
 class ProgramRequest:
     """The input of `compile`: the kind of program, a stage of the model, and the options of the step.
 
+    A page is a flat buffer that holds several parameters; a unit is a group of layers whose pages are gathered
+    together.
+
     Parameters
     ----------
     kind : a key of `PROGRAM_KINDS`, such as "step"
     stage : the part of the model on this pipeline rank
     microbatches : number of microbatches that this rank runs
-    keep_full : whether full parameters are kept from their first gather to their update; False (default): only while
-        they are used
+    keep_full : whether gathered parameters are kept from their first all-gather to their update; False (default): only
+        while they are used
     reduce_each : whether the gradients of every microbatch are reduced immediately (default); False: only their sum is
         reduced
     ahead : number of pages that are gathered before they are needed, and number of reduces that may be pending
     resident : pages whose full parameters are already gathered
-    grads, parts : pages that carry full (local) or reduced (sharded) gradients from earlier programs
-    has_loss_weight : whether an earlier program left its share of the loss weight
+    grads, parts : pages that have unreduced (local) or reduced (sharded) gradients from earlier programs
+    has_loss_weight : whether an earlier program left its share of the loss weight, by which gradients are divided
     order : forwards and backwards of this rank's stages, in the order in which they run; None (default): forward and
         backward of one microbatch after another
-    recompute : units that run forward again before their backward
-    scales : verbs that compute the scale of all updates: SCALE, or NORM if the norm of all gradients is needed. If all
-        ranks agree that a step has succeeded before it updates, COMMIT follows
-    sync : how ranks synchronize in a step that updates
+    recompute : units that run forward again before their backward (activation checkpointing)
+    scales : operations that compute the factor on all updates: SCALE, or NORM if the norm of all gradients is needed;
+        COMMIT in addition if all ranks agree before the update that the step has succeeded
+    sync : how ranks synchronize parameters in a step that updates
     choices : options of the step
     """
 
@@ -134,16 +145,17 @@ class ProgramRequest:
 
 @dataclass(frozen=True)
 class Program:
-    """A flat list of actions, whose text is the same on every rank of a stage.
+    """A flat list of actions that runs a training step, or a part of it. It is the same on all ranks of a pipeline
+    stage.
 
     Attributes
     ----------
     kind : a key of `PROGRAM_KINDS`
-    actions : in the order in which they run
-    stage : the part of the model that the numbers of units, pages and values refer to
+    actions : actions in the order in which they run
+    stage : the part of the model to which the numbers of units, pages and values refer
     microbatches : number of microbatches that the program runs; 0 for a program that computes nothing
-    begins, ends : slots that are filled before and after the program
-    results : slots of `ends` that the caller collects
+    begins, ends : slots (named buffers) that are filled before the program, or after it
+    results : slots that are filled at the end and that the caller reads
     """
 
     kind: str
@@ -152,10 +164,10 @@ class Program:
     microbatches: int
     begins: frozenset[Slot]
     ends: frozenset[Slot]
-    results: tuple[Slot, ...] = field(default=())  # slots of `ends` that the caller collects
+    results: tuple[Slot, ...] = field(default=())
 
     def __str__(self) -> str:
-        return textwrap.fill(" ".join(map(str, self.actions)), 86, break_long_words=False)  # for documentation 88 wide
+        return textwrap.fill(" ".join(map(str, self.actions)), 86, break_long_words=False)  # documentation has 88 columns
 
     @cached_property
     def slots(self) -> tuple[ActionSlots, ...]:
@@ -167,7 +179,7 @@ PASSES: list[Callable[[list[Action], ProgramRequest], list[Action]]] = []
 
 
 def compile(request: ProgramRequest) -> Program:
-    """Return the program for a request, using the passes that are registered in `PASSES` at the time of the call.
+    """Compile a request to a program, using the passes that are registered in `PASSES` at the time of the call.
 
     Parameters
     ----------
@@ -180,7 +192,7 @@ def compile(request: ProgramRequest) -> Program:
     return _compile_cached(request, tuple(PASSES))
 
 
-@lru_cache(maxsize=128)  # shared by ranks that are threads; each pipeline rank compiles all ranks' programs
+@lru_cache(maxsize=128)  # thread ranks share it, and each pipeline rank compiles the programs of all ranks
 def _compile_cached(
     request: ProgramRequest, passes: tuple[Callable[[list[Action], ProgramRequest], list[Action]], ...]
 ) -> Program:
@@ -217,14 +229,16 @@ def _list_compute_actions(request: ProgramRequest) -> list[Action]:
     actions = [*seeds, *lower_to_units(order, stage, kind.loss)]
     given = (
         kind.updates and "NORM" in request.scales
-    ) or kind.compile_alone is not None  # another verb computes the mean
+    ) or kind.compile_alone is not None  # then another operation computes the mean loss
     return _insert_mean(actions, stage, kind.loss) if kind.loss and not given else actions
 
 
 def _insert_mean(actions: list[Action], stage: Stage, loss: str) -> list[Action]:
-    """Insert MEAN, the only message about the loss, right after the last loss, so that it is sent during backward. In a
-    pipeline, insert MEAN at the end, because ranks compute their losses at different times, but all must issue
-    collectives in the same order.
+    """Insert the action MEAN, which averages the loss over ranks, right after the last loss, so that its message is
+    sent during backward.
+
+    In a pipeline, insert MEAN at the end: ranks compute their losses at different times, but must issue collectives in
+    the same order.
     """
     last = max((i for i, a in enumerate(actions) if a.op == loss), default=len(actions) - 1)
     mean_index = len(actions) if stage.edges else last + 1
@@ -232,19 +246,20 @@ def _insert_mean(actions: list[Action], stage: Stage, loss: str) -> list[Action]
 
 
 def _order_microbatches_through_stages(op: str, request: ProgramRequest) -> list[Action]:
-    """Return the actions that run one microbatch after another through all stages of this rank."""
+    """Return the actions that run operation `op` for one microbatch after another, each through all stages of this
+    rank."""
     numbers = [number for number, _ in request.stage.own_stages][:: -1 if op == "B" else 1]
     return [Action(op, s, m) for m in range(request.microbatches if op else 0) for s in numbers]
 
 
 def _has_reduce(request: ProgramRequest) -> bool:
-    """Return whether gradients are reduced while this program runs."""
+    """Return whether the program reduces gradients over ranks."""
     return request.kind == "step" or (request.kind in ("accumulate", "backward") and request.reduce_each)
 
 
 def _make_update_actions(actions: list[Action], request: ProgramRequest) -> list[Action]:
-    """Return the actions that follow backward in a program that updates, starting with the gradient reductions that
-    earlier programs left pending."""
+    """Return the actions that follow backward in a program that updates parameters. They begin with reductions of
+    gradients that earlier programs left unreduced."""
     stage, tail, sync = request.stage, list[Action](), request.sync
     if request.kind == "update":
         joins = stage.trained_pages if stage.joined else ()
@@ -267,7 +282,8 @@ def _make_slots(kind: str, numbers: Iterable[int]) -> set[Slot]:
 
 
 def _list_lasting_slots(stage: Stage) -> set[Slot]:
-    """Return the slots that are filled before and after every program."""
+    """Return the slots (named buffers) that are filled before and after every program, such as parameter shards and
+    optimizer state."""
     trained, here = set(stage.trained_pages), set(stage.own_units)
     kept = _make_slots("memory", stage.pages_with_codec_memory & trained) | _make_slots(
         "stats", stage.units_with_statistics & here
@@ -294,8 +310,8 @@ def _list_begin_slots(request: ProgramRequest) -> frozenset[Slot]:
 
 
 def _list_end_slots(request: ProgramRequest) -> frozenset[Slot]:
-    """Return the slots that must be filled at the end. They are derived from the kind of program, not from its actions,
-    so that `check` can compare both."""
+    """Return the slots (named buffers) that must be filled at the end. They are derived from the kind of program, not
+    from its actions, so that `check` can compare the two."""
     stage, kind = request.stage, PROGRAM_KINDS[request.kind]
     slots = _list_lasting_slots(stage) | set(_list_result_slots(request))
     if request.keep_full:
@@ -314,7 +330,7 @@ def _list_end_slots(request: ProgramRequest) -> frozenset[Slot]:
 
 
 def _list_saved_slots(request: ProgramRequest) -> set[Slot]:
-    """Return the slots that a "forward" program leaves for a later "backward" program."""
+    """Return the slots (named buffers) of activations that a "forward" program saves for a later "backward" program."""
     units = (u for u in request.stage.own_units if u in request.stage.backward_units)
     return {Slot("saved", u, m) for u in units for m in range(request.microbatches)}
 

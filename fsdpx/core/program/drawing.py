@@ -1,4 +1,4 @@
-"""Draw pipeline schedules as text: what each rank computes, time step by time step."""
+"""Draw pipeline schedules as text that shows what each rank computes in each time step."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["draw_schedule", "format_marked_schedule_step"]
 
 
 def draw_schedule(drawn: PipelineSchedule | Sequence[ActionEvent], width: int = 120) -> str:
-    """Return text that shows what each rank computes in each time step.
+    """Draw what each rank computes in each time step as text.
 
-    A cell consists of a verb and a microbatch: "F0". If a rank has several stages, a letter distinguishes them ("F0b"),
-    and the last line explains the letters. An action longer than one time step continues as "--"; an idle time step is
-    ".". Only computation is drawn, not messages.
+    A cell consists of an operation and a microbatch: "F0". If a rank has several stages, a letter distinguishes them
+    ("F0b"), and the last line explains the letters. An action longer than one time step continues as "--"; an idle
+    time step is ".". Only computation is drawn, not messages.
 
     Parameters
     ----------
@@ -50,7 +50,8 @@ def draw_schedule(drawn: PipelineSchedule | Sequence[ActionEvent], width: int = 
 
 
 def _assign_letters(events: Sequence[ActionEvent]) -> dict[int | None, str]:
-    """Return stage -> letter: the nth stage of a rank gets the nth letter. Empty if every rank has one stage."""
+    """Map each stage to a letter that distinguishes the stages of one rank: its nth stage gets the nth letter. Return
+    {} if every rank has one stage."""
     there: dict[int, set[int]] = defaultdict(set)
     for event in events:
         if event.action.unit is not None:
@@ -72,7 +73,7 @@ def _format_legend(letters: dict[int | None, str]) -> list[str]:
 
 
 def _draw_cells(events: Sequence[ActionEvent], letters: dict[int | None, str]) -> dict[int, list[str]]:
-    """Return the cells of each rank, one text per time step; "-" if an earlier action continues."""
+    """Return the text of each rank's cells, one per time step; "-" continues the action of the cell before."""
     step = min(e.end - e.start for e in events)
     zero = min(e.start for e in events)
     rows: dict[int, list[str]] = defaultdict(list)
@@ -85,13 +86,15 @@ def _draw_cells(events: Sequence[ActionEvent], letters: dict[int | None, str]) -
 
 
 def format_marked_schedule_step(schedule: PipelineSchedule, rank: int, position: int, width: int = 120) -> str:
-    """Return text of all ranks' lists around one entry, which is marked with a ^ below it: "rank 1 F1.0 B1.0 F1.1".
-    Entries are shown in list order, regardless of time, so this works for schedules that cannot run. position: index of
-    the entry; the length of the list marks a missing entry at its end."""
+    """Format the action lists of all ranks around one entry, with a ^ below it, such as "rank 1 F1.0 B1.0 F1.1".
+
+    Entries are shown in list order, not by time, so this also works for schedules that cannot run. `position` is the
+    index of the marked entry; the length of the list marks an entry that is missing at its end.
+    """
     words = [[str(action) for action in row] for row in schedule.ranks]
     wide = max((len(word) for row in words for word in row), default=1) + 1
     lead = len(f"rank {len(words) - 1}") + 2
-    shown = max((width - lead - 8) // wide, 1)  # steps that fit between "... " and " ..."
+    shown = max((width - lead - 8) // wide, 1)  # number of entries that fit into a line between "... " and " ..."
     first = max(min(position - shown // 2, max(map(len, words)) - shown), 0)
     lines = []
     for number, row in enumerate(words):

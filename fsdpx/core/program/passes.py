@@ -1,5 +1,5 @@
-"""Passes of the compiler: they expand stages to units, and insert the gathers, reduces and recomputation that units
-need."""
+"""Passes of the compiler: they expand actions of pipeline stages to actions of units (groups of layers), and insert
+the all-gathers, gradient reductions and recomputation that units need."""
 
 from __future__ import annotations
 
@@ -25,17 +25,22 @@ T = TypeVar("T")
 
 def order_sequentially(microbatches: int) -> tuple[Action, ...]:
     """Return the order of a step without pipeline parallelism: forward and backward of one microbatch after another,
-    through the single stage 0."""
+    all in stage 0."""
     return tuple(Action(op, 0, m) for m in range(microbatches) for op in "FB")
 
 
 def lower_to_units(order: Sequence[Action], stage: Stage, end: str | None) -> Actions:
-    """Expand actions of stages to actions of units. order: actions F, E, B, I and W of this rank's stages; their `unit`
-    is the number of the stage. end: verb that ends the forward of each microbatch on the rank that computes the loss
-    (LOSS or SCORE); None: no verb.
+    """Expand actions of pipeline stages to actions of their units, and insert the sends and receives between stages.
 
     A stage posts its receives one action early, so that they complete during that action. Its outputs are sent as soon
     as they are computed.
+
+    Parameters
+    ----------
+    order : actions F, E, B, I and W of this rank's stages, in which `unit` is the number of the stage
+    stage : the part of the model on this rank
+    end : operation that ends the forward of each microbatch on the rank that computes the loss (LOSS or SCORE);
+        None: no operation
     """
     units, steps = dict(stage.own_stages), [_ScheduleStep(action, stage) for action in order]
     loaded: set[int | None] = set()
@@ -56,7 +61,8 @@ def lower_to_units(order: Sequence[Action], stage: Stage, end: str | None) -> Ac
 
 
 class _ScheduleStep:
-    """One action of a stage: its receives, the sends before its units run, and the sends after each unit."""
+    """One action of a pipeline stage with its messages: receives, sends before its units run, and sends after each
+    unit."""
 
     def __init__(self, action: Action, stage: Stage) -> None:
         assert action.unit is not None
@@ -69,7 +75,7 @@ class _ScheduleStep:
         self.before: Actions = []
         units = dict(stage.own_stages)[self.stage]
         for edge in [e for e in own_edges if (e.sender, e.source) == here]:
-            # forward: values that a unit computes; backward: values whose gradient it adds to, with units in reverse
+            # a forward sends what its units compute; a backward sends gradients of what they read, in reverse order
             edge_units = [
                 u for u in units if edge.value in (stage.units[u].gives if self.forward else stage.units[u].inputs)
             ]
@@ -77,13 +83,15 @@ class _ScheduleStep:
             sends.append(Action("SEND", edge.number, self.mb))
 
     def can_receive_early(self, before: _ScheduleStep) -> bool:
-        """Return whether the receives of this action can be posted before the preceding action `before`. Those of a
-        backward of the same microbatch cannot, because the gradient would arrive in a slot that `before` still uses."""
+        """Return whether the receives of this action can be posted before the preceding action, `before`. A backward
+        of the same microbatch cannot receive early, because the gradient would arrive in a buffer that `before` still
+        uses."""
         return self.forward or before.mb != self.mb
 
 
 def insert_recompute(actions: Actions, units: Collection[int]) -> Actions:
-    """Make the forwards of `units` keep only their inputs (C), and run them again right before their backward (R)."""
+    """Insert activation recomputation for `units`: their forwards become C, which keeps only the inputs, and R runs
+    the forward again right before their backward."""
     result: Actions = []
     for action in actions:
         chosen = action.unit in units
@@ -94,8 +102,12 @@ def insert_recompute(actions: Actions, units: Collection[int]) -> Actions:
 
 
 def insert_gathers(actions: Actions, stage: Stage, ahead: int, keep: bool, resident: Iterable[int] = ()) -> Actions:
-    """Insert GATHER and FREE. All future uses are known, so the pages resident before an action are exactly those that
-    it needs and the `ahead` pages that are needed next (Belady's rule with prefetch). With `keep` nothing is freed."""
+    """Insert the actions GATHER (all-gather the parameters of a page) and FREE (drop them again).
+
+    All future uses are known, so the pages that are gathered before an action are exactly those that it needs and the
+    `ahead` pages that are needed next (Belady's rule with prefetch). If `keep` is true, nothing is freed. The pages
+    `resident` are gathered already.
+    """
     needs = [_list_pages_of_kind("full", VERBS[a.op].reads, a, stage) for a in actions]
     have = dict.fromkeys(resident)
     result: Actions = []
@@ -112,7 +124,8 @@ def insert_gathers(actions: Actions, stage: Stage, ahead: int, keep: bool, resid
 
 
 def _list_pages_of_kind(kind: str, words: Iterable[str], action: Action, stage: Stage) -> list[int]:
-    """Return the pages of the slots of one kind among the slots for which `words` of the table of verbs stand."""
+    """Return the pages whose slots of kind `kind` an action uses. `words` are entries of the table `VERBS`, such as
+    "full:pages"."""
     slots = (
         slot for word in words if word.startswith(f"{kind}:") for slot in resolve_slot_word(word, action, stage, 1)
     )
@@ -120,7 +133,8 @@ def _list_pages_of_kind(kind: str, words: Iterable[str], action: Action, stage: 
 
 
 def find_prefetch_window(now: Iterable[T], later: Iterable[Iterable[T]], ahead: int) -> dict[T, None]:
-    """Return the entries of `now`, and the next `ahead` other entries of `later` in the order of their first use."""
+    """Return the entries of `now` and the first `ahead` other entries of `later`, in the order of their first use, as
+    the keys of a dict."""
     window = dict.fromkeys(now)
     capacity = len(window) + ahead
     for some in later:
@@ -132,9 +146,14 @@ def find_prefetch_window(now: Iterable[T], later: Iterable[Iterable[T]], ahead: 
 
 
 def insert_reduces(actions: Actions, stage: Stage, each: bool, behind: int, join: bool) -> Actions:
-    """Insert REDUCE after the last action that adds into a page's gradient (with `each`: after the last one of every
-    microbatch). Insert its SETTLE at most `behind` reduces of other pages later, before any action adds into that page
-    again, and at the latest at the end. With `join` the last SETTLE of a page is followed by JOIN."""
+    """Insert the reductions of gradients: REDUCE starts the reduce-scatter of a page, and SETTLE waits for it and adds
+    the result.
+
+    REDUCE follows the last action that adds to a page's gradient or, if `each` is true, the last one in each
+    microbatch. SETTLE follows after at most `behind` reductions of other pages, before any action adds to the gradient
+    again, and at the latest at the end. If `join` is true, the last SETTLE of a page is followed by JOIN, which sums
+    over replicas.
+    """
     added = [_list_pages_of_kind("grad", VERBS[a.op].adds, a, stage) for a in actions]
     rounds = [a.mb if each else None for a in actions]
     last = {(p, rounds[i]): i for i, pages in enumerate(added) for p in pages}
@@ -146,14 +165,15 @@ def insert_reduces(actions: Actions, stage: Stage, each: bool, behind: int, join
 
 
 def make_leftover_reduces(pages: Sequence[int], behind: int) -> Actions:
-    """Return the reduces of the gradients that earlier programs left."""
+    """Return the actions that reduce gradients which earlier programs left unreduced. At most `behind` reductions are
+    pending at a time."""
     return _interleave_reduces([([], [], [p]) for p in pages], behind)
 
 
 def _interleave_reduces(steps: Iterable[tuple[Actions, Sequence[int], Sequence[int]]], behind: int) -> Actions:
-    """Return the actions of `steps`, with the reduces of their pages inserted.
+    """Insert reductions of gradients into a list of actions, with at most `behind` pending at a time.
 
-    steps: (actions, pages that they add into, pages whose gradients are complete after them).
+    `steps` are (actions, pages to whose gradients they add, pages whose gradients are complete after them).
     """
     result: Actions = []
     pending: list[int] = []

@@ -1,5 +1,8 @@
-"""The model as a program sees it. Units, pages and values are numbers; words of the table of verbs are resolved to
-slots; and the model is split over pipeline ranks, with a stage for each unit and messages between stages."""
+"""The model as a program sees it, divided into stages on pipeline ranks, with messages between stages.
+
+Units (groups of layers), pages (flat parameter buffers) and values (activations) are numbers. The words in the table
+of verbs, such as "full:pages", are resolved to slots (named buffers).
+"""
 
 from __future__ import annotations
 
@@ -30,8 +33,15 @@ Row = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class StageUnit:
-    """A unit in a program. pages: its pages, own ones first. takes: input values of which it is the last reader. reads:
-    its other input values. gives: output values that other units read."""
+    """A unit (group of layers) in a program.
+
+    Attributes
+    ----------
+    pages : pages (flat parameter buffers) that it uses, its own first
+    takes : input values that no later unit reads, so that the unit frees them
+    reads : its other input values
+    gives : output values that other units read
+    """
 
     pages: tuple[int, ...]
     takes: tuple[int, ...]
@@ -45,7 +55,8 @@ class StageUnit:
 
 @dataclass(frozen=True)
 class Edge:
-    """A value that one stage sends to a stage on another pipeline rank, or its gradient that is sent back.
+    """A message between pipeline ranks: a value that one stage sends to a later one, or the gradient of the value that
+    is sent back.
 
     Attributes
     ----------
@@ -69,6 +80,8 @@ class Edge:
 class Stage:
     """The part of the model that one pipeline rank runs; without a pipeline, the full model.
 
+    Units (groups of layers), pages (flat parameter buffers) and values (activations) are numbers.
+
     Attributes
     ----------
     units : units of the full model, in execution order; `takes` and `reads` are meaningful only for the units of this
@@ -77,16 +90,16 @@ class Stage:
     inputs, outputs : numbers of the values that enter and leave the model
     own_stages : this rank's stages as (number, units)
     edges : all messages between pipeline ranks
-    twins : groups of pages that hold the same parameter for units of different stages
-    partial : pages for whose gradients each tensor rank computes a summand
-    joined : whether JOIN sums the parts into the complete gradient; if not, a part is already complete
+    twins : groups of pages that hold the same (tied) parameter for units of different stages
+    partial : pages for which each tensor rank computes only a summand of the gradient
+    joined : whether gradients must still be summed over replicas (by the action JOIN) after the reduce-scatter
     rank : index of this pipeline rank
     has_loss : whether this rank computes the loss
     units_with_statistics : units with running statistics
-    pages_with_codec_memory : pages whose codec keeps memory
+    pages_with_codec_memory : pages whose gradient codec keeps arrays between steps
     constant : values whose gradient is not needed, see `find_constant_values`; may include values inside units
-    stored_slots : the slots of all ranks whose values are in a slower level between programs, each paired with the slot
-        that stands in for it; slots of activations have no microbatch here
+    stored_slots : pairs of a slot whose value is offloaded to slower memory between programs, and the slot that stands
+        in for it, on all ranks; slots of activations have no microbatch here
     """
 
     units: tuple[StageUnit, ...]
@@ -115,8 +128,8 @@ class Stage:
         units_with_statistics: Iterable[int] = (),
         pages_with_codec_memory: Iterable[int] = (),
     ) -> Stage:
-        """Build the stage of a model that runs on one rank, from (pages, values read, values computed) of each unit.
-        The last reader of each value is derived."""
+        """Build the stage of a model that runs without a pipeline. Each of `units` is a tuple (pages, values read,
+        values computed), in execution order."""
         rows, trainable, inputs, outputs = list(units), tuple(trainable), tuple(inputs), tuple(outputs)
         here = range(len(rows))
         value_readers, parts = assign_last_readers(rows, here, outputs), ((0, tuple(here)),)
@@ -131,12 +144,12 @@ class Stage:
 
     @cached_property
     def own_units(self) -> tuple[int, ...]:
-        """The units of this rank, in execution order."""
+        """Numbers of the units that this rank runs, in execution order."""
         return tuple(sorted(u for _, units in self.own_stages for u in units))
 
     @cached_property
     def pages(self) -> tuple[int, ...]:
-        """The pages of this rank, in ascending order."""
+        """Numbers of the pages (flat parameter buffers) that this rank uses, in ascending order."""
         return tuple(sorted({p for u in self.own_units for p in self.units[u].pages}))
 
     @cached_property
@@ -145,8 +158,8 @@ class Stage:
 
     @cached_property
     def tie_groups(self) -> dict[int, tuple[int, ...]]:
-        """The pages of this rank whose gradients TIE sums with those of other ranks or pages: first page of a group ->
-        the pages of the group on this rank."""
+        """Groups of pages whose gradients are summed with those of other pages or ranks, because they hold tied
+        parameters or partial gradients. Maps the first page of each group to the group's pages on this rank."""
         groups = {group[0]: tuple(p for p in group if p in self.trained_pages) for group in self.twins}
         alone = self.partial - {p for group in self.twins for p in group}
         groups |= {p: (p,) for p in alone if p in self.trained_pages}
@@ -158,12 +171,13 @@ class Stage:
 
     @property
     def total_slot_kind(self) -> str:
-        """The kind of the slot that holds the gradient summed over all ranks."""
+        """Kind of the slot (named buffer) that holds a gradient after it was summed over all ranks."""
         return "total" if self.joined else "part"
 
     @cached_property
     def backward_units(self) -> frozenset[int]:
-        """The units that have a backward: they or an earlier unit have trainable parameters."""
+        """Numbers of the units that run a backward: those with trainable parameters, or with an input that depends on
+        trainable parameters."""
         units = enumerate(self.units)
         return frozenset(u for u, unit in units if self.has_trainable(u) or not self.constant.issuperset(unit.inputs))
 
@@ -171,9 +185,11 @@ class Stage:
         return any(self.trainable[p] for p in self.units[unit].pages)
 
     def get_unit_verb(self, op: str, unit: int) -> str | None:
-        """Return the verb that a unit runs when its stage runs F, E, B, I or W; None if it runs none. Units before the
-        first trainable one have no backward. If a unit's inputs are constant or its parameters are frozen, one half of
-        its backward is empty, so the other half runs as B."""
+        """Return the operation that a unit runs when its stage runs `op` (F, E, B, I or W); None if it runs none.
+
+        Units before the first trainable one have no backward. If a unit's inputs are constant or its parameters are
+        frozen, one half of its backward (I or W) is empty, so the other half runs as B.
+        """
         if op in "FE":
             return op
         if unit not in self.backward_units:
@@ -188,7 +204,7 @@ class Stage:
 
     @cached_property
     def used_inputs(self) -> tuple[int, ...]:
-        """The model inputs that a unit of this rank, or the loss on this rank, reads."""
+        """Numbers of the model inputs that a unit or the loss on this rank reads."""
         return tuple(v for v in self.inputs if v in self._values_read)
 
     @cached_property
@@ -197,17 +213,18 @@ class Stage:
         return frozenset(read | (set(self.outputs) if self.has_loss else set()))
 
     def edge_of(self, action: Action) -> Edge:
-        """Return the edge of a send or receive action."""
+        """Return the message that a send or receive action transfers."""
         return self.edges[_require_unit_number(action)]
 
     def get_message_tag(self, edge: Edge, mb: int, microbatches: int) -> int:
-        """Return a message tag that is unique between two ranks, so that messages may be received in any order."""
+        """Return a message tag that is unique between two ranks in one program, so that messages may be received in
+        any order."""
         pair = (edge.sender, edge.receiver)
         before = sum((e.sender, e.receiver) == pair for e in self.edges[: edge.number])
         return before * microbatches + mb
 
     def can_drop_after_send(self, edge: Edge) -> bool:
-        """Return whether this rank no longer needs a value after sending it."""
+        """Return whether this rank can free a value after sending it, because nothing on the rank reads it later."""
         return edge.gradient or edge.value not in self._values_read
 
 
@@ -216,11 +233,14 @@ def find_constant_values(
     trained: Container[Hashable],
     data: Iterable[V],
 ) -> frozenset[V]:
-    """Return the values whose gradient is not needed: `data`, and all values that are computed only from such values
-    and untrained parameters.
+    """Return the values whose gradient is not needed: `data`, and everything computed only from such values and frozen
+    parameters.
 
-    rows: (parameters or pages, values read, values computed), in execution order. trained: the parameters or pages that
-    are trained.
+    Parameters
+    ----------
+    rows : (parameters or pages, values read, values computed) of each unit, in execution order
+    trained : parameters or pages that are trained
+    data : values without a gradient, such as model inputs
     """
     constant_values = set(data)
     for used, read, given in rows:
@@ -230,8 +250,11 @@ def find_constant_values(
 
 
 def assign_last_readers(rows: Sequence[Row], here: Iterable[int], outputs: Sequence[int]) -> tuple[StageUnit, ...]:
-    """Convert rows (pages, values read, values computed) to units. The last unit in `here` that reads a value takes it,
-    except for the values in `outputs`, which the loss takes; all other readers leave the value in its slot."""
+    """Convert rows (pages, values read, values computed) to units that know which values they read last.
+
+    Among the units `here`, the last reader of a value takes it, that is, frees it. The loss takes the values in
+    `outputs`. All other readers leave the value in its slot.
+    """
     own_units = set(here)
     last = {v: k for k, (_, read, _) in enumerate(rows) if k in own_units for v in read} | dict.fromkeys(
         outputs, len(rows)
@@ -245,7 +268,7 @@ def assign_last_readers(rows: Sequence[Row], here: Iterable[int], outputs: Seque
 
 @dataclass(frozen=True)
 class ActionSlots:
-    """The slots of one action, in the order of the table of verbs."""
+    """The slots (named buffers) that one action uses, in the order of the table `VERBS`."""
 
     takes: tuple[Slot, ...]
     reads: tuple[Slot, ...]
@@ -254,7 +277,7 @@ class ActionSlots:
 
 
 def expand_action_slots(action: Action, stage: Stage, microbatches: int) -> ActionSlots:
-    """Return the slots that an action takes, reads, adds into and gives."""
+    """Return the slots (named buffers) that an action takes, reads, adds to and gives."""
     verb = VERBS[action.op]
     columns = (verb.takes, verb.reads, verb.adds, verb.gives)
     return ActionSlots(
@@ -263,7 +286,8 @@ def expand_action_slots(action: Action, stage: Stage, microbatches: int) -> Acti
 
 
 def resolve_slot_word(word: str, action: Action, stage: Stage, microbatches: int) -> list[Slot]:
-    """Return the slots for which a word of the table of verbs stands."""
+    """Return the slots (named buffers) that a word of the table `VERBS` means for an action, such as "full:pages" for
+    all pages of a unit."""
     kind, _, over = word.partition(":")
     if kind in SPECIAL_WORDS:
         return SPECIAL_WORDS[kind](over, action, stage)
@@ -353,12 +377,19 @@ def make_stages(
     constant: frozenset[int] | None = None,
     stored_slots: tuple[tuple[Slot, Slot], ...] = (),
 ) -> tuple[Stage, ...]:
-    """Return the `Stage` of each pipeline rank.
+    """Divide a model into stages and return the `Stage` object of each pipeline rank.
 
-    units: (pages, values read, values computed) of each unit. stages: the stage of each unit, ascending. home: the rank
-    of each stage. twins, partial, joined, units_with_statistics, pages_with_codec_memory, constant, stored_slots: see
-    `Stage`; constant=None: derive it from the units. The loss reads the outputs in the last stage. Every rank has the
-    inputs.
+    The loss is computed in the last stage, and every rank has the model inputs. All parameters that are not listed are
+    described in `Stage`.
+
+    Parameters
+    ----------
+    units : (pages, values read, values computed) of each unit, in execution order
+    trainable : for each page, whether it is trained
+    inputs, outputs : numbers of the values that enter and leave the model
+    stages : number of the stage of each unit, ascending
+    home : pipeline rank of each stage
+    constant : values whose gradient is not needed; None: derive them from the units
     """
     if constant is None:
         constant = find_constant_values(units, set(compress(count(), trainable)), inputs)
@@ -379,11 +410,14 @@ def make_stages(
 def _make_edges(
     units: Sequence[Row], inputs: Sequence[int], outputs: Sequence[int], stages: Sequence[int], home: Sequence[int]
 ) -> tuple[Edge, ...]:
-    """Return all messages. A value is sent from one reading stage to the next, and its gradient back along the same
-    stages: each stage adds to the gradient of the later ones, in the same order as in one process. No rank receives a
-    value twice."""
+    """Return all messages between pipeline ranks.
+
+    A value is sent from stage to stage along the stages that read it, and no rank receives it twice. Its gradient is
+    sent back along the same stages: each stage adds to the gradient of the later ones, in the same order as in one
+    process.
+    """
     edges: list[Edge] = []
-    if len(set(home)) == 1:  # all stages are on one rank
+    if len(set(home)) == 1:  # no messages if all stages are on one rank
         return ()
 
     def add_edge(value: int, source: int, target: int, gradient: bool) -> None:
@@ -403,7 +437,7 @@ def _make_edges(
 def _list_stages_of_value(
     value: int, units: Sequence[Row], outputs: Sequence[int], stages: Sequence[int], last: int
 ) -> list[int]:
-    """Return the stages that compute or read a value, in ascending order."""
+    """Return the numbers of the stages that compute or read a value, in ascending order."""
     there = [stages[u] for u, (_, read, given) in enumerate(units) if value in read or value in given]
     there += [last] if value in outputs else []
     return [stage for stage, _ in groupby(sorted(there))]

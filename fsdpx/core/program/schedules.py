@@ -1,8 +1,10 @@
 """Pipeline schedules as data: for each pipeline rank, the order of the forwards and backwards of its stages.
 
-An entry of a schedule is an Action whose `unit` is a stage: F3.0 is the forward of stage 3 for microbatch 0, B both
-halves of its backward, I the gradient of its input, W the gradient of its parameters. A schedule is a function of the
-numbers of ranks, microbatches and stages per rank. It contains no messages or collectives: compiler passes add them.
+An entry of a schedule is an Action whose `unit` is a stage: F3.0 is the forward of stage 3 for microbatch 0, B is its
+backward, I the half of the backward that computes the gradient of the input, and W the half that computes the gradient
+of the parameters. A schedule is a function of the numbers of ranks, microbatches and stages per rank. It contains no
+messages or collectives: compiler passes add them. Below, P is the number of ranks, m the number of microbatches, and
+TF, TI and TW are the times of F, I and W.
 """
 
 import inspect
@@ -43,33 +45,35 @@ ScheduleFunction = Callable[..., Any]
 
 
 def gpipe(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
-    """Return a schedule that runs all forwards, then all backwards, from Huang et al., "GPipe" (NeurIPS 2019).
+    """Return the GPipe schedule: all forwards, then all backwards (Huang et al., NeurIPS 2019).
 
-    Every rank has all m microbatches in flight. The bubble is (P - 1) / (m + P - 1) of the step if all stages take
-    equal time.
+    Every rank has all m microbatches in flight. The bubble is (P - 1) / (m + P - 1) of the step on P ranks if all
+    stages take equal time.
     """
     _require_fitting_numbers("gpipe", ranks, microbatches, per_rank, 1)
     return _build_one_stage_per_rank("gpipe", ranks, microbatches, lambda rank: microbatches)
 
 
 def one_f_one_b(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
-    """Return a schedule that alternates forwards and backwards, as in PipeDream-flush (Narayanan et al., ICML 2021). It
-    is the default of Megatron-LM.
+    """Return the 1F1B schedule, which alternates forwards and backwards, as in PipeDream-flush (Narayanan et al., ICML
+    2021). It is the default of Megatron-LM.
 
-    The bubble is that of gpipe, but at most P - r microbatches are in flight on rank r.
+    The bubble is that of `gpipe`, but on P ranks at most P - r microbatches are in flight on rank r.
     """
     _require_fitting_numbers("1f1b", ranks, microbatches, per_rank, 1)
     return _build_one_stage_per_rank("1f1b", ranks, microbatches, lambda rank: ranks - rank - 1)
 
 
 def interleaved(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSchedule:
-    """Return 1F1B over v stages per rank, with stage s on rank s % P, from Narayanan et al. (SC 2021), section 2.2.
+    """Return the interleaved 1F1B schedule with v stages per rank, where stage s is on rank s % P of P ranks
+    (Narayanan et al., SC 2021, section 2.2).
 
     Microbatches pass through the stages of a rank in rounds of P; the last round may be shorter. The bubble is (P - 1)
-    / (v m + P - 1) if m is a multiple of P. This schedule sends (v P - 1) / (P - 1) times as many messages as 1F1B.
+    / (v m + P - 1) if the number of microbatches m is a multiple of P. This schedule sends (v P - 1) / (P - 1) times
+    as many messages as 1F1B.
     """
     _require_fitting_numbers("interleaved", ranks, microbatches, per_rank, 2, allows_more=True)
-    # build complete rounds, then drop the missing microbatches; an order that can run can also run without them
+    # build complete rounds, then drop surplus microbatches: the order can run without them as well
     rounds = [range(start, start + ranks) for start in range(0, microbatches, ranks)]
     rows = []
     for rank in range(ranks):
@@ -82,16 +86,16 @@ def interleaved(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSch
 
 
 def build_greedy_schedule(name: str, home: Sequence[int], microbatches: int) -> PipelineSchedule:
-    """Build a schedule for any number of stages on any ranks, in the order of gpipe, 1f1b or interleaved. home: the
-    rank of each stage.
+    """Build a schedule for any placement of stages, in the order of gpipe, 1f1b or interleaved. `home` is the rank of
+    each stage.
 
-    The schedule is greedy: each rank runs what is ready. In gpipe all forwards run first. Otherwise a ready backward
-    has priority, and at most S - s microbatches are in flight at stage s of S; this limit never blocks the oldest
-    microbatch, so there is no deadlock. Of several ready stages the last one has priority; in interleaved, forwards run
-    in rounds of P microbatches.
+    The schedule is greedy: each rank runs an action that is ready. In gpipe, all forwards run first. Otherwise a ready
+    backward has priority, and at most S - s microbatches are in flight at stage s of S; this limit never blocks the
+    oldest microbatch, so there is no deadlock. If several stages are ready, the last one has priority; in interleaved,
+    forwards run in rounds of as many microbatches as there are ranks.
     """
     stages, ranks, all_first = len(home), max(home) + 1, name == "gpipe"
-    done = {"F": [0] * stages, "B": [0] * stages}  # microbatches done, by stage
+    done = {"F": [0] * stages, "B": [0] * stages}  # number of microbatches that each stage has completed
 
     def is_ready(op: str, stage: int) -> bool:
         done_count, forward = done[op][stage], done["F"][stage]
@@ -120,22 +124,22 @@ def build_greedy_schedule(name: str, home: Sequence[int], microbatches: int) -> 
 
 
 def zb_h1(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
-    """Return 1F1B with backward split into two halves, the second of which is delayed to fill the bubble at the end.
-    This is ZB-H1 of Qi et al. (ICLR 2024), section 2.1.
+    """Return the zero-bubble schedule ZB-H1 (Qi et al., ICLR 2024, section 2.1): 1F1B whose backward is split into two
+    halves, I and W. W is delayed to fill the bubble at the end.
 
-    At most P - r microbatches wait for I on rank r, as in 1F1B, and r more wait for W: P in total on every rank. The
-    idle time is (P - 1)(TF + TI - TW) for m >= P and TW <= TF.
+    At most P - r microbatches wait for I on rank r of P, as in 1F1B, and r more wait for W: P in total on every rank.
+    The idle time is (P - 1)(TF + TI - TW) for m >= P microbatches and TW <= TF.
     """
     _require_fitting_numbers("zb-h1", ranks, microbatches, per_rank, 1)
     return _build_one_stage_per_rank("zb-h1", ranks, microbatches, lambda rank: ranks - rank - 1, lambda rank: rank)
 
 
 def zb_h2(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
-    """Return zb_h1 with twice the warm-up, which also fills the bubble at the start. This is ZB-H2 of Qi et al. (ICLR
-    2024), section 2.2.
+    """Return the zero-bubble schedule ZB-H2 (Qi et al., ICLR 2024, section 2.2): ZB-H1 with twice the warm-up, which
+    also fills the bubble at the start.
 
-    At most 2(P - r) - 1 microbatches wait for I on rank r, and 2r more wait for W: 2P - 1 in total on every rank. The
-    idle time is max(0, (P - 1)(TF + TI - 2TW)) for m >= 2P - 1 and TW <= TF.
+    At most 2(P - r) - 1 microbatches wait for I on rank r of P, and 2r more wait for W: 2P - 1 in total on every rank.
+    The idle time is max(0, (P - 1)(TF + TI - 2TW)) for m >= 2P - 1 microbatches and TW <= TF.
     """
     _require_fitting_numbers("zb-h2", ranks, microbatches, per_rank, 1)
     return _build_one_stage_per_rank(
@@ -144,18 +148,20 @@ def zb_h2(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
 
 
 def zbv(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSchedule:
-    """Return a schedule with two stages per rank, placed in a V: stage s is on rank s in the first half and on rank 2P
-    - 1 - s in the second half. ZB-V of Qi et al., "Pipeline Parallelism with Controllable Memory" (NeurIPS 2024).
+    """Return the zero-bubble schedule ZB-V (Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024).
+    Each of P ranks has two stages, placed in a V: stage s is on rank s in the first half and on rank 2P - 1 - s in the
+    second half.
 
-    There is no idle time if TF = TI = TW and m >= 2P - 1. At most 2P pairs of stage and microbatch are in flight on
-    each rank. As these stages are half as large as those of 1F1B, this is the memory of 1F1B on its first rank.
+    There is no idle time if TF = TI = TW and m >= 2P - 1 microbatches. At most 2P pairs of stage and microbatch are in
+    flight on each rank. As these stages are half as large as those of 1F1B, this is the memory that 1F1B needs on its
+    first rank.
     """
     _require_fitting_numbers("zbv", ranks, microbatches, per_rank, 2)
-    whole = max(microbatches, 2 * ranks - 1)  # fewer microbatches use the same order without the missing ones
+    whole = max(microbatches, 2 * ranks - 1)  # for fewer microbatches, surplus ones are dropped below
     rows = []
     for rank in range(ranks):
         after = ranks - rank
-        # lower case: stage of the first half; capitals: of the second half; each letter takes its next microbatch
+        # lower case means the stage in the first half, upper case the one in the second half
         start = "f" * (2 * after - 1) + "Ff" * rank + "FIW" * after
         end = "iI" * rank + "iw" * after + "W" * whole + "w" * whole
         all_of_them = _expand_letters(start + "fiwFIW" * (whole - ranks) + end, rank, 2 * ranks - 1 - rank)
@@ -164,7 +170,8 @@ def zbv(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSchedule:
 
 
 def _expand_letters(letters: str, down: int, back: int) -> Actions:
-    """Return one action per letter, for the next microbatch of that letter."""
+    """Return the actions that `letters` abbreviate. Lower case means stage `down`, upper case stage `back`, and each
+    letter takes its next microbatch."""
     count = {letter: itertools.count() for letter in "fiwFIW"}
     return [Action(x.upper(), down if x.islower() else back, next(count[x])) for x in letters]
 
@@ -172,9 +179,11 @@ def _expand_letters(letters: str, down: int, back: int) -> Actions:
 def _build_one_stage_per_rank(
     name: str, ranks: int, microbatches: int, warm: Callable[[int], int], late: Callable[[int], int] | None = None
 ) -> PipelineSchedule:
-    """Build a schedule with stage r on rank r. warm: function from a rank to its number of forwards before it
-    alternates. late: function from a rank to the number of microbatches by which W follows I; None: backward is not
-    split."""
+    """Build a schedule with stage r on rank r.
+
+    `warm(rank)` is the number of forwards before forwards and backwards alternate. `late(rank)` is the number of
+    microbatches by which W follows I; if `late` is None, backward is not split.
+    """
     rows = []
     for rank in range(ranks):
         forwards, backwards, weights = (
@@ -189,8 +198,8 @@ def _build_one_stage_per_rank(
 def _alternate_actions(
     forwards: Actions, backwards: Actions, warm: int, weights: Sequence[Action] = (), late: int = 0
 ) -> Actions:
-    """Return `warm` forwards, then forwards and backwards alternately. The nth action of `weights` follows backward n +
-    late."""
+    """Return `warm` forwards, then forwards and backwards alternately. The nth action of `weights` runs after backward
+    n + `late`."""
     actions = forwards[:warm]
     for n, backward in enumerate(backwards):
         actions += [*forwards[warm + n : warm + n + 1], backward]
@@ -213,11 +222,17 @@ def _require_fitting_numbers(
 
 @dataclass(frozen=True)
 class NamedSchedule:
-    """A schedule with a name. make_schedule: function of the numbers of ranks, microbatches and stages per rank. fixed:
-    text that says why stages cannot be placed on other ranks (W actions fill the gaps of this particular placement), ""
-    if they can. steady: number of microbatches per pipeline rank from which on each further microbatch takes the same
-    time; None: unknown, and plans do not search this schedule. frugal: whether no more microbatches are in flight than
-    in 1F1B."""
+    """The entry of one schedule in `SCHEDULES`.
+
+    Attributes
+    ----------
+    make_schedule : function of the numbers of ranks, microbatches and stages per rank
+    fixed : text that says why stages cannot be placed on other ranks (W actions fill the gaps of one particular
+        placement); "" if they can
+    steady : number of microbatches per pipeline rank from which on each further microbatch takes the same time; None:
+        unknown, and plans do not consider this schedule
+    frugal : whether no more microbatches are in flight than in 1F1B
+    """
 
     make_schedule: Callable[[int, int, int], PipelineSchedule]
     fixed: str = ""
@@ -241,7 +256,7 @@ SCHEDULES = {
 def make_schedule(
     choice: str | Path | ScheduleFunction, ranks: int, microbatches: int, per_rank: int | None = None
 ) -> PipelineSchedule:
-    """Return a validated schedule for a number of ranks and microbatches.
+    """Build and validate a schedule for a number of ranks and microbatches.
 
     Parameters
     ----------
@@ -288,8 +303,8 @@ def _make_named_schedule(name: str, ranks: int, microbatches: int, per_rank: int
 def make_placed_schedule(
     choice: str | Path | ScheduleFunction, ranks: int, microbatches: int, stages: int | Sequence[int]
 ) -> PipelineSchedule:
-    """Return a validated schedule. stages: number of stages, or the rank of each stage. Raise ConfigError if the
-    schedule needs another placement of its stages."""
+    """Build and validate a schedule with a given placement of stages. `stages` is the number of stages, or the rank of
+    each stage. Raise ConfigError if the schedule needs another placement."""
     number = isinstance(stages, int)
     home = tuple(s % ranks for s in range(stages)) if isinstance(stages, int) else tuple(stages)
     per_rank, rest = divmod(len(home), ranks)
@@ -334,8 +349,8 @@ Rows = Iterable[str | Sequence[Action | str]]
 def _require_fitting_schedule(
     name: str, made: PipelineSchedule | Rows, ranks: int, microbatches: int, per_rank: int | None
 ) -> PipelineSchedule:
-    """Return the schedule. Raise ConfigError if it is for other numbers of ranks, microbatches or stages, and
-    ProgramError if it cannot run."""
+    """Return the schedule as a `PipelineSchedule`. Raise ConfigError if it was made for other numbers of ranks,
+    microbatches or stages, and ProgramError if it cannot run."""
     pipeline_schedule = (
         made if isinstance(made, PipelineSchedule) else PipelineSchedule.from_rows(name, made, microbatches)
     )
@@ -354,8 +369,8 @@ def _require_fitting_schedule(
 
 
 def count_in_flight(schedule: PipelineSchedule, until: str = "W") -> tuple[int, ...]:
-    """Return for each rank the largest number of (stage, microbatch) pairs that are in flight: their F has run, and the
-    last action that uses their activations has not.
+    """Return, for each rank, the largest number of (stage, microbatch) pairs that are in flight: their F has run, and
+    the last action that uses their activations has not.
 
     Parameters
     ----------

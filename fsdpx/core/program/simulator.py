@@ -1,8 +1,9 @@
-"""Simulate programs and schedules: when each action of each rank begins and ends, and where ranks deadlock.
+"""Simulate programs and pipeline schedules: when each action of each rank begins and ends, and where ranks deadlock.
 
-A pipeline schedule lists the actions of each pipeline rank in order, by stage and microbatch. `simulate_tasks` runs the
-tasks of several ranks to their end or to a deadlock. A rank issues its tasks in order, each as soon as its dependencies
-are complete. A task either occupies its rank, or runs concurrently on a lane, which runs one task at a time.
+A pipeline schedule lists the actions of each pipeline rank in order, by stage and microbatch. `simulate_tasks` runs
+the tasks of several ranks to their end or to a deadlock. A rank issues its tasks in order, each as soon as its
+dependencies are complete. A task either occupies its rank, or runs concurrently on a lane (such as a network link),
+which runs one task at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class PipelineSchedule:
 
     Attributes
     ----------
-    name : for error messages and reports
+    name : name of the schedule in error messages and reports
     ranks : for each pipeline rank, its actions in order
     home : the rank of each stage
     stages : number of stages
@@ -44,11 +45,12 @@ class PipelineSchedule:
 
     @classmethod
     def from_rows(cls, name: str, rows: Iterable[str | Sequence[Action | str]], microbatches: int) -> PipelineSchedule:
-        """Build a schedule from the actions of each rank, as lists or text. A stage's home is the rank of its first F.
+        """Build a schedule from the actions of each rank, given as lists or as text. A stage is placed on the rank
+        that has its first F.
 
         Parameters
         ----------
-        name : for error messages and reports
+        name : name of the schedule in error messages and reports
         rows : for each rank a list of actions or of their texts, or one text of actions separated by blanks
         microbatches : number of microbatches per step
 
@@ -70,7 +72,7 @@ class PipelineSchedule:
         return cls(name, ranks, tuple(home[stage] for stage in range(stages)), stages, microbatches)
 
     def __str__(self) -> str:
-        """Return one line of actions per rank, the format of schedule files."""
+        """Return the schedule as text in the format of schedule files: one line of actions per rank."""
         return "\n".join(" ".join(map(str, row)) for row in self.ranks)
 
 
@@ -84,7 +86,7 @@ def _parse_schedule_row(name: str, rank: int, row: str | Sequence[Action | str])
 
 @dataclass(frozen=True, slots=True)
 class ActionEvent:
-    """An action that ran on a rank.
+    """The time at which a rank ran an action, simulated or measured.
 
     Attributes
     ----------
@@ -109,12 +111,16 @@ Waits = tuple[tuple[Hashable, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class SimulatedTask:
-    """An action to simulate. key: the key that the task completes; if several tasks have the same key, the last one
-    completes it.
+    """An action to simulate, with its dependencies. Dependencies are expressed by keys, which tasks complete and wait
+    for.
 
-    waits: (key, delay) pairs: the task starts when each key has been complete for that long. lane: lane of the task,
-    which runs concurrently with its rank; None: the task occupies its rank. until: a key that must be complete before
-    the task ends, while its rank continues.
+    Attributes
+    ----------
+    key : key that the task completes; if several tasks have the same key, the last one completes it
+    waits : (key, delay) pairs: the task starts when each key has been complete for that delay in seconds
+    seconds : duration of the task
+    lane : the task runs on this lane, concurrently with its rank; None: the task occupies its rank
+    until : key that must be complete before the task ends, while its rank continues; None: no such key
     """
 
     action: Action
@@ -127,8 +133,15 @@ class SimulatedTask:
 
 @dataclass(frozen=True)
 class Deadlock:
-    """A rank that cannot continue. at: index of its next task. keys: incomplete keys for which that task waits. ranks:
-    ranks with unfinished tasks that would complete these keys."""
+    """A rank that can never continue.
+
+    Attributes
+    ----------
+    rank : number of the blocked rank
+    at : index of the task that it cannot start
+    keys : incomplete keys for which that task waits
+    ranks : ranks with unfinished tasks that would complete these keys
+    """
 
     rank: int
     at: int
@@ -137,7 +150,8 @@ class Deadlock:
 
 
 def simulate_tasks(rows: Sequence[Sequence[SimulatedTask]]) -> tuple[list[list[ActionEvent]], list[Deadlock]]:
-    """Return the events of each rank's tasks until all are done or none can run, and the ranks that do not finish."""
+    """Simulate the tasks of all ranks until all are done or none can run. Return the events of each rank, and the
+    ranks that do not finish."""
     left: dict[Hashable, int] = Counter([task.key for row in rows for task in row])  # number of unfinished tasks by key
     ends, lanes, free = dict[Hashable, float](), dict[Hashable, float](), [0.0] * len(rows)
     spans: list[list[tuple[float, float]]] = [[] for _ in rows]
@@ -185,13 +199,14 @@ def _make_rank_events(
 
 
 def _make_deadlock(rank: int, at: int, keys: Sequence[Hashable], ahead: Sequence[Sequence[SimulatedTask]]) -> Deadlock:
-    """Return the deadlock of a blocked rank. ahead: the unfinished tasks of each rank."""
+    """Describe why a rank is blocked: its task number `at` waits for `keys`. `ahead` lists the unfinished tasks of
+    each rank."""
     ranks = tuple(other for other, row in enumerate(ahead) if any(task.key in keys for task in row))
     return Deadlock(rank, at, tuple(keys), ranks)
 
 
 def group_events_by_rank(events: Iterable[ActionEvent]) -> dict[int, list[ActionEvent]]:
-    """Group events by rank, in the order given."""
+    """Group events by rank; the events of each rank keep their order."""
     rows: dict[int, list[ActionEvent]] = defaultdict(list)
     for event in events:
         rows[event.rank].append(event)
@@ -205,13 +220,14 @@ Done = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Times of one microbatch in one stage. Each is a number for all stages, or one number per stage.
+    """Time that one microbatch takes in one stage, by kind of action. Each time is one number for all stages, or one
+    number per stage.
 
     Parameters
     ----------
     forward : time of F
-    backward_input : time of I
-    backward_params : time of W; B takes the sum of both
+    backward_input : time of I, the half of the backward that computes input gradients
+    backward_params : time of W, the half that computes parameter gradients; B takes the sum of both
     communication : time of a message between two ranks
 
     Raises
@@ -252,14 +268,14 @@ class StageCosts:
 
 
 def get_completion_key(action: Action) -> Done:
-    """Return the key for which other actions of a schedule wait; for B, the key of I."""
+    """Return the key that an action of a schedule completes. B completes the key of I, for which other stages wait."""
     assert action.unit is not None
     assert action.mb is not None
     return ("I" if action.op == "B" else action.op), action.unit, action.mb
 
 
 def list_dependencies(action: Action, stages: int) -> list[Done]:
-    """Return the keys for which an action of a schedule waits."""
+    """Return the keys that must be complete before an action of a schedule can start."""
     _, stage, mb = get_completion_key(action)
     if action.op == "F":
         return [("F", stage - 1, mb)] if stage else []
@@ -269,7 +285,7 @@ def list_dependencies(action: Action, stages: int) -> list[Done]:
 
 
 def simulate(schedule: PipelineSchedule, costs: StageCosts) -> list[ActionEvent]:
-    """Return when each action of a schedule runs, as one event per action, rank by rank in the order of the schedule.
+    """Simulate a pipeline schedule. Return one event per action, rank by rank in the order of the schedule.
 
     An action starts when its rank is free and its inputs have arrived. Inputs from the same rank arrive immediately,
     those from another rank after `costs.communication`.
@@ -298,7 +314,7 @@ def simulate(schedule: PipelineSchedule, costs: StageCosts) -> list[ActionEvent]
 def simulate_until_deadlock(
     schedule: PipelineSchedule, costs: StageCosts
 ) -> tuple[list[list[ActionEvent]], list[Deadlock]]:
-    """Simulate a schedule; return the events of each rank, and the ranks that do not finish because of a deadlock."""
+    """Simulate a schedule that may deadlock. Return the events of each rank, and the ranks that do not finish."""
     costs.require_stage_count(schedule.stages)
 
     def make_task(rank: int, action: Action) -> SimulatedTask:
@@ -310,7 +326,7 @@ def simulate_until_deadlock(
 
 
 def compute_bubble(events: Sequence[ActionEvent], schedule: PipelineSchedule, costs: StageCosts) -> float:
-    """Return the idle share of the longest timeline, (span - work) / span, as in table 5 of Qi et al. (ICLR 2024).
+    """Return the bubble of a simulated schedule, (span - work) / span, as in table 5 of Qi et al. (ICLR 2024).
 
     Parameters
     ----------
@@ -334,12 +350,13 @@ Seconds = Callable[[int, Action], float]
 
 @dataclass(frozen=True)
 class ActionTimes:
-    """Durations of actions, for `simulate_programs`.
+    """Durations of actions in seconds, for `simulate_programs`.
 
     Parameters
     ----------
-    seconds : (verb, unit) -> duration, with (verb, None) and then 0 as fallbacks; or a function (rank, action) ->
-        duration. For SEND, the unit is an edge, and the duration is the time that the message takes on the link
+    seconds : maps (operation, unit) to a duration; for a missing entry, (operation, None) and then 0 is used. Or a
+        function (rank, action) that returns the duration. For SEND, the unit is the number of the message
+        (`Stage.edges`), and the duration is the time that the message takes on the link
     """
 
     seconds: Mapping[tuple[str, int | None], float] | Seconds
@@ -351,20 +368,22 @@ class ActionTimes:
 
 
 def simulate_programs(programs: Sequence[Program], machine: ActionTimes) -> list[ActionEvent]:
-    """Return one event per action, rank by rank in the order of the programs.
+    """Simulate the programs of all pipeline ranks. Return one event per action, rank by rank in the order of the
+    programs.
 
-    A rank issues its actions in order. Before each action it waits for the slots that the action takes, reads or adds
-    to. Computation occupies the rank. Transfers run concurrently, one at a time per lane, and fill their slots when
-    they end. Messages start when they are sent, one at a time per pair of ranks, and fill the slots of their receive.
+    A rank issues its actions in order. Before each action it waits until the slots (named buffers) that the action
+    uses are filled. Computation occupies the rank. Transfers run concurrently, one at a time per mesh axis, and fill
+    their slots when they end. Messages start when they are sent, one at a time per pair of ranks, and fill the slots
+    of the receiver.
 
     Parameters
     ----------
-    programs : one per rank of the pipe
+    programs : one program per pipeline rank
     machine : durations of the actions
 
     Returns
     -------
-    list of ActionEvent : in seconds from the start of the simulation
+    list of ActionEvent : times in seconds from the start of the simulation
 
     Raises
     ------
@@ -376,8 +395,8 @@ def simulate_programs(programs: Sequence[Program], machine: ActionTimes) -> list
 def simulate_programs_by_rank(
     programs: Sequence[Program], seconds: Seconds, blocking: bool = False
 ) -> list[list[ActionEvent]]:
-    """Simulate programs and return the events of each rank. blocking: whether a rank waits at each synchronizing verb
-    until all ranks have reached it.
+    """Simulate the programs of all pipeline ranks and return the events of each rank. If `blocking` is true, a rank
+    waits at each synchronizing action until all ranks have reached it.
 
     Raises ProgramError at a deadlock.
     """
@@ -391,7 +410,7 @@ def simulate_programs_by_rank(
 
 
 def _explain_wait(program: Program, wait: Deadlock) -> Iterator[str]:
-    """Yield text that says at which action a blocked rank waits, and for which messages or ranks."""
+    """Yield lines that say at which action a blocked rank waits, and for which messages or ranks."""
     messages = [key for key in wait.keys if isinstance(key, Action)]
     whom = [f"{message} of rank {program.stage.edge_of(message).sender}" for message in messages]
     whom += [] if messages else [f"rank {rank}" for rank in wait.ranks]
@@ -400,9 +419,9 @@ def _explain_wait(program: Program, wait: Deadlock) -> Iterator[str]:
 
 
 def _make_tasks(program: Program, rank: int, seconds: Seconds, blocking: bool) -> list[SimulatedTask]:
-    """Convert a program to the tasks of one rank. A send completes the key of its message. Ranks that synchronize
-    complete one common key."""
-    coming: dict[Slot, Hashable] = {}  # slots that a transfer fills -> the key of that transfer
+    """Convert the program of one rank to simulated tasks. A send completes the key of its message, and all ranks that
+    synchronize share one key."""
+    coming: dict[Slot, Hashable] = {}  # key of the transfer that fills each slot
     times: Counter[Action] = Counter()
     met: list[Hashable] = []
     tasks = []
@@ -418,8 +437,8 @@ def _make_tasks(program: Program, rank: int, seconds: Seconds, blocking: bool) -
 
 
 def _make_task(program: Program, rank: int, at: int, time: int, waits: Waits, seconds: float) -> SimulatedTask:
-    """Convert action `at` of a program to a task. time: number of occurrences of this action so far, including this
-    one."""
+    """Convert the action with index `at` to a simulated task. `time` counts how often this action has occurred so far,
+    including now."""
     action, key = program.actions[at], (rank, at)
     verb = VERBS[action.op]
     if verb.is_synchronizing:
@@ -434,10 +453,11 @@ def _make_task(program: Program, rank: int, at: int, time: int, waits: Waits, se
 
 
 def compute_idle_share(events: Sequence[ActionEvent]) -> float:
-    """Return the share of a step during which ranks do not compute, averaged over ranks, from the events of programs.
+    """Return the share of a step during which ranks do not compute, averaged over ranks. `events` are those of
+    programs.
 
     The length of a step is the time of the slowest rank from its first to its last compute action. This is the bubble
-    of Qi et al.
+    of Qi et al. (ICLR 2024).
     """
     rows = [[e for e in row if VERBS[e.action.op].lane == "compute"] for row in group_events_by_rank(events).values()]
     spans = [max(e.end for e in row) - min(e.start for e in row) for row in rows if row]

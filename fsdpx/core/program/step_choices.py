@@ -1,4 +1,4 @@
-"""Options of a step that users choose."""
+"""Options of a training step that users choose."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ __all__ = ["StepChoices"]
 
 @dataclass(frozen=True, kw_only=True)
 class StepChoices:
-    """Options of a step that users choose. Each option is declared only here and is a keyword of `distribute` with the
-    same name. Placements hold the options, ranks compare them, and programs may depend on them
+    """Options of a training step that users choose. Each is a keyword of `distribute` with the same name, declared
+    only here. Ranks check that they have chosen the same values, and programs may depend on them
     (`ProgramRequest.choices`).
 
-    seed: seed of initialization and dropout. clip_norm: maximum global gradient norm. reproducible_chunks: number of
-    equal parts of the global batch whose gradients are added along a fixed tree.
+    Attributes
+    ----------
+    seed : seed of initialization and dropout
+    clip_norm : maximum global gradient norm; None: no clipping
+    reproducible_chunks : number of equal parts of the global batch whose gradients are added along a fixed tree, so
+        that results do not depend on the number of ranks; None: gradients are added as they are computed
     """
 
     seed: int = make_option_field(0, make_min_int_predicate(0), "a whole number, 0 or more")

@@ -1,4 +1,4 @@
-"""Count the bytes, calls and buffer lifetimes of a program from the table of verbs, before anything runs."""
+"""Count the bytes, calls and buffer lifetimes of a program before it runs."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,12 +27,19 @@ PAGED_KINDS = ("full", "shard", "parts")
 
 @dataclass(frozen=True)
 class TrafficSizes:
-    """The sizes that determine a rank's traffic. full: page -> elements of the full page. shard: page -> elements of
-    this rank's shard. widths: mesh axis -> number of ranks."""
+    """The sizes that determine the traffic of a rank. Pages are flat parameter buffers, by number.
+
+    Attributes
+    ----------
+    full : number of elements of each full page
+    shard : number of elements of this rank's shard of each page
+    replica_own : number of elements of the shard that this rank owns in an all-reduce over replicas, by page
+    widths : number of ranks along each mesh axis
+    """
 
     full: Mapping[int, int]
     shard: Mapping[int, int]
-    replica_own: Mapping[int, int]  # page -> elements of the shard that this replica owns in an all-reduce
+    replica_own: Mapping[int, int]
     param_itemsize: int
     grad_itemsize: int
     widths: dict[str, int]
@@ -44,21 +51,21 @@ class TrafficSizes:
     amounts: Mapping[str, Mapping[tuple[int, int | None], int]] = field(default_factory=dict)
     """amount of a transfer that is not part of a page -> (number, microbatch) -> bytes; keys that are not listed send
     nothing"""
-    # page -> transfers of its update: (axis, collective, bytes)
+    # page -> (axis, collective, bytes) of the transfers of its update
     parts: Mapping[int, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Number of calls and bytes of one kind of call on one mesh axis."""
+    """The number of calls of one collective on one mesh axis, and the bytes that they send."""
 
     calls: int = 0
     bytes: int = 0
 
 
 def count_traffic(program: Program, sizes: TrafficSizes) -> dict[tuple[str, str], Traffic]:
-    """Return the number of calls and the bytes that a rank sends in one run of a program, by (mesh axis, collective),
-    including reads from and writes to a slower level.
+    """Return the number of calls and bytes that a rank sends in one run of a program, by (mesh axis, collective).
+    Reads from and writes to offloaded memory are included.
 
     For a page of n elements, o of which this rank owns on the axis, an all-gather or reduce-scatter counts n - o
     elements and an all-reduce 2 (n - o). Control messages of a few bytes and the communication inside layers along the
@@ -67,7 +74,7 @@ def count_traffic(program: Program, sizes: TrafficSizes) -> dict[tuple[str, str]
     Parameters
     ----------
     program : a program, as returned by `fsdpx.core.program.compile`
-    sizes : elements and bytes of this rank's pages, ties and edges
+    sizes : sizes of this rank's pages (flat parameter buffers) and messages
 
     Returns
     -------
@@ -82,7 +89,7 @@ def count_traffic(program: Program, sizes: TrafficSizes) -> dict[tuple[str, str]
 
 
 def _list_action_transfers(action: Action, sizes: TrafficSizes) -> Iterator[tuple[str, str, int]]:
-    """Yield (axis, collective, bytes) of each transfer of an action."""
+    """Yield (mesh axis, collective, bytes sent by this rank) for each transfer of an action."""
     param = sizes.param_itemsize
     itemsizes = {"param": param, "grad": sizes.grad_itemsize, "tie": sizes.tie_itemsize}
     for move in (*VERBS[action.op].moves, *VERBS[action.op].within):
@@ -114,7 +121,8 @@ def _list_action_transfers(action: Action, sizes: TrafficSizes) -> Iterator[tupl
 
 @dataclass(frozen=True)
 class SlotLifetime:
-    """The lifetime of a buffer, from the start of action `start` to the end of action `stop`."""
+    """The time during which a buffer is in use: from the start of action number `start` to the end of action number
+    `stop`."""
 
     slot: Slot
     start: int
@@ -122,11 +130,12 @@ class SlotLifetime:
 
 
 def find_lifetimes(program: Program) -> list[SlotLifetime]:
-    """Return the lifetimes of the buffers in the slab, sorted by start: buffers that the program both fills and
-    empties, and all scratch.
+    """Return the lifetimes of all temporary buffers of a program, sorted by start: buffers that the program both fills
+    and empties, and scratch memory.
 
-    Consecutive slots of one buffer share a lifetime. For example, the lifetime of grad3 continues with sum3. A buffer
-    may have several lifetimes. Scratch whose end is not found lives until the last action.
+    Consecutive slots of one buffer share a lifetime. For example, the lifetime of the gradient buffer grad3 continues
+    with sum3. A buffer may have several lifetimes. Scratch memory that no action takes over lives until the last
+    action.
 
     Parameters
     ----------
@@ -142,8 +151,8 @@ def find_lifetimes(program: Program) -> list[SlotLifetime]:
 
 
 def find_slot_lifetimes(program: Program) -> Iterator[SlotLifetime]:
-    """Yield the lifetimes of all slot buffers. The start of slots in `begins` is -1; the stop of slots in `ends` is the
-    number of actions."""
+    """Yield the lifetimes of all buffers except scratch memory. A buffer that is filled before the program starts at
+    -1; one that stays filled stops at the number of actions."""
     born = dict.fromkeys(map(get_buffer_slot, program.begins), -1)
     for index, slots in enumerate(program.slots):
         given = dict.fromkeys(map(get_buffer_slot, (*slots.adds, *slots.gives)), index)
@@ -155,7 +164,7 @@ def find_slot_lifetimes(program: Program) -> Iterator[SlotLifetime]:
 
 
 def _find_scratch_lifetimes(program: Program) -> Iterator[SlotLifetime]:
-    ends: dict[Slot, int] = {}  # slot -> next action that takes or reads it, found from the end backwards
+    ends: dict[Slot, int] = {}  # next action that takes or reads each slot, as the loop runs backwards
     last = len(program.actions) - 1
     for index, action in reversed(list(enumerate(program.actions))):
         for scratch in VERBS[action.op].scratch:

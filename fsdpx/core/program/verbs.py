@@ -1,4 +1,5 @@
-"""The table of verbs, the slots that they read and write, and actions."""
+"""The table of verbs, which are the operations that actions of a program run, and the slots (named buffers) that they
+read and write."""
 
 from __future__ import annotations
 
@@ -30,14 +31,14 @@ _TEXT = re.compile(r"([A-Z]+)(\d+)?(?:\.(\d+))?")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One entry of a program. Prints as "F3.0".
+    """One entry of a program, such as F3.0: the forward (F) of unit 3 for microbatch 0.
 
     Parameters
     ----------
-    op : a verb of `VERBS`
-    unit : number of the unit on which the action works, of the page for verbs that transfer pages, or of the edge for
-        messages; None for other verbs
-    mb : number of the microbatch; None for verbs that do not work on a microbatch
+    op : the operation, a key of `VERBS`
+    unit : number of the unit (group of layers) on which the action works, of the page (flat parameter buffer) for
+        transfers of parameters and gradients, or of the message for sends and receives; None for other operations
+    mb : number of the microbatch; None for operations that do not work on a microbatch
     """
 
     op: str
@@ -50,11 +51,11 @@ class Action:
 
 
 def parse_actions(text: str) -> tuple[Action, ...]:
-    """Parse actions separated by white space, such as "F3.0 B3.0". This is the inverse of `str`.
+    """Parse text with actions separated by white space, such as "F3.0 B3.0". This is the inverse of `str`.
 
     Parameters
     ----------
-    text : verbs in capitals, each followed by its unit number and ".microbatch" if it has them
+    text : operations in capitals, each followed by its unit number and ".microbatch" if it has them
 
     Returns
     -------
@@ -76,8 +77,7 @@ def parse_actions(text: str) -> tuple[Action, ...]:
 
 
 def format_marked_action(actions: Sequence[Action], index: int) -> str:
-    """Return the text of an action, of the six actions before it and of the six after it, with an arrow below the
-    action."""
+    """Return the text of an action and its neighbors (six before, six after), with an arrow below the action."""
     start = max(index - 6, 0)
     words = [str(a) for a in actions[start : index + 7]]
     lead = "... " if start else ""
@@ -86,8 +86,15 @@ def format_marked_action(actions: Sequence[Action], index: int) -> str:
 
 
 class Slot(NamedTuple):
-    """A named place for one value. kind: a key of `SLOTS`. at: number of the page, unit or value. mb: microbatch.
-    Prints as "full3" or "act5.0"."""
+    """A named buffer of a program, such as "full3" (gathered parameters of page 3) or "act5.0" (activation 5 of
+    microbatch 0).
+
+    Attributes
+    ----------
+    kind : a key of `SLOTS`
+    at : number of the page, unit or value
+    mb : number of the microbatch
+    """
 
     kind: str
     at: int | None = None
@@ -100,10 +107,15 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class SlotKind:
-    """Properties of a kind of slot. Kinds with the same `buffer` share memory and are never alive together.
+    """Properties of all slots (named buffers) of one kind.
 
-    memory: the heading under which reports count it. lent: whether it is allocated in the slab that is planned for each
-    program, unless it is alive before or after the program. raw: whether its values are untyped bytes.
+    Attributes
+    ----------
+    buffer : kind whose memory is used; kinds with the same `buffer` are never alive at the same time
+    memory : heading under which memory reports count it
+    lent : whether it is allocated in the slab that is planned for each program, unless it is alive before or after the
+        program
+    raw : whether its values are untyped bytes
     """
 
     buffer: str
@@ -113,32 +125,32 @@ class SlotKind:
 
 
 SLOTS: dict[str, SlotKind] = {
-    # parameters and other state that outlives a step
+    # state that outlives a step
     "shard": SlotKind("shard", "parameters", lent=True),
     "full": SlotKind("full", "parameters", lent=True),
-    "slots": SlotKind("slots", "optimizer", lent=True),  # optimizer state of a page: a dict name -> array
-    "memory": SlotKind("memory", "codec memory"),  # arrays of a codec per page, e.g. error feedback
-    "stats": SlotKind("stats", "state"),  # running statistics of a unit
-    # gradients
+    "slots": SlotKind("slots", "optimizer", lent=True),  # optimizer state of a page, as a dict of arrays by name
+    "memory": SlotKind("memory", "codec memory"),  # what a gradient codec keeps for a page, such as error feedback
+    "stats": SlotKind("stats", "state"),  # running statistics of a unit, as in batch norm
+    # gradients of a step
     "grad": SlotKind("grad", "gradients", lent=True),
     "sum": SlotKind("grad", "gradients", lent=True),
     "part": SlotKind("part", "gradients"),
     "total": SlotKind("part", "gradients"),
     "tied": SlotKind("part", "gradients"),
-    # activations
+    # activations of a microbatch
     "act": SlotKind("act", "activations"),
     "dact": SlotKind("dact", "activations"),
     "saved": SlotKind("saved", "activations"),
     "held": SlotKind("held", "activations"),
     "kept": SlotKind("kept", "activations"),
     "seed": SlotKind("seed", "activations"),
-    # numbers
+    # scalars, such as the mean loss
     "loss": SlotKind("loss", "control"),
     "weight": SlotKind("weight", "control"),
     "mean": SlotKind("mean", "control"),
     "scale": SlotKind("scale", "control"),
     "agreed": SlotKind("agreed", "control"),
-    # scratch
+    # scratch memory of single operations
     "wire": SlotKind("wire", "scratch", lent=True),
     "carry": SlotKind("carry", "scratch", lent=True, raw=True),
     "trade": SlotKind("trade", "scratch", lent=True),
@@ -148,19 +160,23 @@ SLOTS: dict[str, SlotKind] = {
 
 
 def get_buffer_slot(slot: Slot) -> Slot:
-    """Return the slot that stands for the memory of `slot`, such as grad3 for sum3."""
+    """Return the slot whose memory `slot` uses, such as grad3 for sum3."""
     kind = SLOTS[slot.kind].buffer
     return slot if kind == slot.kind else Slot(kind, slot.at, slot.mb)
 
 
 @dataclass(frozen=True)
 class VerbTransfer:
-    """A transfer of a verb on a mesh axis. amount: `full` or `shard` of a page, a few `numbers`, the value of an
-    `edge`, or `parts` of matrices that ranks combine. Extensions have other amounts, see `TrafficSizes.amounts`.
+    """A transfer that an operation makes on a mesh axis.
 
-    axis: "peers" stands for the ranks that hold or compute parts of the same parameter, along any axes. format:
-    determines the bytes per element: "param", "grad", "tie" (gradients summed by TIE), "value" (the value of an edge),
-    "update" (data of the optimizer) or "control" (a few numbers, not counted).
+    Attributes
+    ----------
+    axis : mesh axis; "peers" stands for the ranks that hold or compute parts of the same parameter, along any axes
+    call : name of the collective, or "send" or "recv"
+    amount : what is sent: the `full` page or a `shard` of it, a few `numbers`, the value of an `edge`, or `parts` of
+        matrices that ranks combine. Extensions have other amounts, see `TrafficSizes.amounts`
+    format : what determines the bytes per element: "param", "grad", "tie" (gradients of tied parameters), "value" (a
+        value sent between stages), "update" (data of the optimizer) or "control" (a few numbers, not counted)
     """
 
     axis: str
@@ -171,10 +187,12 @@ class VerbTransfer:
 
 @dataclass(frozen=True)
 class ScratchBuffer:
-    """Temporary memory of a verb for the action's page. kind: a key of `SLOTS`.
+    """Temporary memory of an operation on a page.
 
-    The memory is in use from the action to the first later action that takes or reads the slot `until`. until="": only
-    during the action.
+    Attributes
+    ----------
+    kind : a key of `SLOTS`
+    until : the memory is in use until the first later action that takes or reads this slot; "": only during the action
     """
 
     kind: str
@@ -183,17 +201,18 @@ class ScratchBuffer:
 
 @dataclass(frozen=True)
 class Verb:
-    """A row of the table of verbs: how an action uses its slots, and what it transfers.
+    """An operation of programs, as a row of the table `VERBS`: which slots (named buffers) it uses, and what it
+    transfers.
 
     Parameters
     ----------
     takes : slots that are read and emptied
     reads : slots that are read and stay filled
-    adds : slots that are created or added into
+    adds : slots that are created or added to
     gives : slots that must be empty and are filled
-    lane : what the action occupies, one action at a time: "compute", "host", or the axis of its transfers
-    moves : transfers that the action starts
-    within : transfers that the action both starts and waits for
+    lane : what the operation occupies, one at a time: "compute", "host", or the mesh axis of its transfers
+    moves : transfers that the operation starts
+    within : transfers that the operation both starts and waits for
     about : what `Action.unit` refers to: "unit", "page", "edge", "record" or nothing
     scratch : temporary memory
     """
@@ -204,13 +223,13 @@ class Verb:
     gives: tuple[str, ...] = ()
     lane: str = "compute"
     moves: tuple[VerbTransfer, ...] = ()
-    within: tuple[VerbTransfer, ...] = ()  # transfers that the action both starts and waits for
-    about: str = "unit"  # what Action.unit numbers: "unit", "page", "edge", "record" or nothing
+    within: tuple[VerbTransfer, ...] = ()
+    about: str = "unit"
     scratch: tuple[ScratchBuffer, ...] = ()
 
     @cached_property
     def is_synchronizing(self) -> bool:
-        """True if the verb waits until the other pipeline ranks run it as well. Such a verb sends only a few bytes, to
+        """True if the operation waits until the other pipeline ranks run it as well. It sends only a few bytes, to
         which simulations assign no time."""
         return self.lane in ("world", "peers")
 
@@ -227,24 +246,24 @@ NUMBERS = VerbTransfer("world", "all_gather", "numbers", "control")
 
 # fmt: off
 VERBS: dict[str, Verb] = {
-    # data in, data out
+    # load a batch, and compute its loss
     "LOAD": Verb(gives=("act:inputs",), lane="host", about=""),
     "LOSS": Verb(takes=("act:outputs",), adds=("dact:made", "weight"), gives=("loss:mb",), about=""),
     "SCORE": Verb(takes=("act:outputs",), adds=("weight",), gives=("loss:mb",), about=""),
     "SEED": Verb(takes=("seed:mb",), adds=("dact:made", "weight"), lane="host", about=""),
     "MEAN": Verb(takes=("loss:all",), reads=("weight:scored",), gives=("mean",), about="",
                  lane="world", moves=(NUMBERS,)),
-    # from stage to stage
+    # messages between pipeline stages
     "SEND": Verb(takes=("edge:last",), reads=("edge:kept",), about="edge",
                  lane="pipe", moves=(VerbTransfer("pipe", "send", "edge", "value"),)),
     "RECV": Verb(gives=("edge:arrives",), about="edge", lane="pipe",
                  moves=(VerbTransfer("pipe", "recv", "edge", "value"),)),
-    # parameters
+    # all-gather parameters, and free them again
     "GATHER": Verb(reads=("shard:page",), gives=("full:page",), about="page",
                    scratch=(ScratchBuffer("wire", "full:page"),),
                    lane="shard", moves=(VerbTransfer("shard", "all_gather", "full", "param"),)),
     "FREE": Verb(takes=("full:page",), lane="host", about="page"),
-    # compute
+    # run the forward or the backward of a unit (group of layers)
     "F": Verb(takes=("act:last",), reads=("full:pages", "act:kept"), adds=("stats:moving",),
               gives=("act:out", "saved:back")),
     "E": Verb(takes=("act:last",), reads=("full:pages", "act:kept", "stats:moving"), gives=("act:out",)),
@@ -256,7 +275,7 @@ VERBS: dict[str, Verb] = {
     "I": Verb(takes=("dact:found", "saved:unit"), reads=("full:pages", "stats:moving"), adds=("dact:in",),
               gives=("kept:unit",)),
     "W": Verb(takes=("kept:unit",), adds=("grad:trained",)),
-    # gradients; the sum of a reduce may be written directly into the part
+    # reduce gradients over ranks; REDUCE may add its result directly to the slot "part"
     "REDUCE": Verb(takes=("grad:page",), adds=("part:page", "memory:coded"), gives=("sum:page",), about="page",
                    scratch=(ScratchBuffer("carry", "sum:page"), ScratchBuffer("trade", "part:page")),
                    lane="shard", moves=(VerbTransfer("shard", "reduce_scatter", "full", "grad"),)),
@@ -266,7 +285,7 @@ VERBS: dict[str, Verb] = {
                  moves=(VerbTransfer("replica", "all_reduce", "shard", "grad"),)),
     "TIE": Verb(takes=("whole:twins",), gives=("tied:twins",), about="page", scratch=(ScratchBuffer("tie"),),
                 lane="peers", moves=(VerbTransfer("peers", "all_gather", "shard", "tie"),)),
-    # update
+    # scale gradients, and update parameters
     "SCALE": Verb(takes=("weight:scored",), reads=("mean", "final:all"), gives=("scale",), lane="host", about=""),
     "NORM": Verb(takes=("loss:all", "weight:scored"), reads=("final:all",), gives=("mean", "scale"), about="",
                  lane="world", moves=(NUMBERS,)),
@@ -281,6 +300,6 @@ VERBS: dict[str, Verb] = {
 
 @cache
 def get_partner_verb(op: str) -> str:
-    """Return the verb at the other end of a message: the receive for a send, the send for a receive."""
+    """Return the operation at the other end of a message: the receive for a send, the send for a receive."""
     sends = VERBS[op].is_send
     return next(other for other, verb in VERBS.items() if (verb.is_receive if sends else verb.is_send))

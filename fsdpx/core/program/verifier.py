@@ -1,4 +1,4 @@
-"""Check programs and schedules: slots are filled before they are read, and ranks do not deadlock."""
+"""Check programs and schedules before they run: buffers are filled before they are read, and ranks do not deadlock."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ __all__ = ["check", "check_pipe", "compile_and_check_pipe", "validate"]
 
 
 def check(*programs: Program) -> None:
-    """Raise ProgramError at the first action that violates the table of verbs, or if ranks of one stage would issue
-    collectives in different orders.
+    """Raise ProgramError at the first action that uses its slots (named buffers) in a wrong way, or if ranks of one
+    stage would issue collectives in different orders.
 
     Parameters
     ----------
@@ -72,8 +72,8 @@ def _require_valid_slots(program: Program) -> None:
 
 
 def _require_same_collective_order(first: Program, other: Program, rank: int) -> None:
-    """Raise ProgramError unless both programs issue the same collectives in the same order. The computation between
-    them may differ."""
+    """Raise ProgramError unless both programs issue the same collectives in the same order. Their computation may
+    differ."""
     ours, theirs = ([a for a in program.actions if VERBS[a.op].moves] for program in (first, other))
     for index, (a, b) in enumerate(zip(ours, theirs, strict=False)):
         if a != b:
@@ -84,10 +84,10 @@ def _require_same_collective_order(first: Program, other: Program, rank: int) ->
 
 
 def check_pipe(programs: Sequence[Program]) -> None:
-    """Raise ProgramError unless the programs of all pipeline ranks finish when they run together.
+    """Raise ProgramError if the programs of all pipeline ranks would not finish when they run together.
 
-    Sends and receives do not block. The first action that needs a received value waits for it, and synchronizing verbs
-    wait for all pipeline ranks.
+    Sends and receives do not block. The first action that needs a received value waits for it, and synchronizing
+    operations wait for all pipeline ranks.
 
     Parameters
     ----------
@@ -103,15 +103,14 @@ def check_pipe(programs: Sequence[Program]) -> None:
     _require_matched_messages(programs)
 
 
-@lru_cache(maxsize=128)  # ranks that are threads, and simulated ranks, ask for the same check
+@lru_cache(maxsize=128)  # thread ranks and simulated ranks repeat the same check
 def compile_and_check_pipe(requests: tuple[ProgramRequest, ...]) -> None:
-    """Compile the requests of all pipeline ranks and run `check_pipe` on the programs. Cached."""
+    """Compile the requests of all pipeline ranks and check the programs with `check_pipe`. The result is cached."""
     check_pipe([compile(request) for request in requests])
 
 
 def _require_same_world_collectives(programs: Sequence[Program]) -> None:
-    """Raise ProgramError unless all pipeline ranks issue the same collectives over all ranks of the job, in the same
-    order."""
+    """Raise ProgramError unless all pipeline ranks issue the same collectives over the world in the same order."""
     first, *others = [[a for a in p.actions if VERBS[a.op].lane == "world"] for p in programs]
     for rank, other in enumerate(others, start=1):
         if other != first:
@@ -120,8 +119,7 @@ def _require_same_world_collectives(programs: Sequence[Program]) -> None:
 
 
 def _require_matched_messages(programs: Sequence[Program]) -> None:
-    """Raise ProgramError unless every message is sent exactly once, by its sender, and received exactly once, by its
-    receiver."""
+    """Raise ProgramError unless every message is sent once by its sender and received once by its receiver."""
     counts = Counter(a for program in programs for a in program.actions)
     for rank, program in enumerate(programs):
         for index, action in enumerate(program.actions):
@@ -174,7 +172,7 @@ def validate(schedule: PipelineSchedule) -> None:
 
 def _require_valid_rank_order(schedule: PipelineSchedule, rank: int) -> None:
     done: set[Done] = set()
-    added: dict[int, Action] = {}  # stage -> the last action that added to its gradients
+    added: dict[int, Action] = {}  # last action that added to the gradients of each stage
     for index, action in enumerate(schedule.ranks[rank]):
         wrong = _describe_misplacement(schedule, rank, action) or _describe_order_error(action, done)
         if wrong:
@@ -203,7 +201,7 @@ def _describe_misplacement(schedule: PipelineSchedule, rank: int, action: Action
 
 
 def _describe_order_error(action: Action, done: set[Done]) -> str | None:
-    """Return text that says why an action must not follow those in `done`; None if it may."""
+    """Return text that says why an action must not follow the actions in `done`; None if it may."""
     kind, stage, mb = get_completion_key(action)
     if (kind, stage, mb) in done:
         return f"occurs twice: the {ACTION_NAMES[kind]} of stage {stage}, microbatch {mb}, has already run"
