@@ -1,4 +1,5 @@
-"""Codecs: how the gradients of one page are reduced over ranks."""
+"""Gradient codecs: how the gradients of a page (a flat buffer of several parameters) are compressed and reduced over
+ranks."""
 
 from fsdpx.core.compression.bound_codec import BoundCodec
 from fsdpx.core.compression.codec import Cast16, Codec, Transfers, NoCompression, ReshardRule

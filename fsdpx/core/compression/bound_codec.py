@@ -1,4 +1,5 @@
-"""A codec bound to one page and one mesh axis, with the communicator and buffers that it uses on this rank."""
+"""A gradient codec bound to one page (a flat buffer of several parameters) and one mesh axis, with the communicator
+and buffers that it uses on this rank."""
 
 from __future__ import annotations
 
@@ -16,15 +17,16 @@ __all__ = ["BoundCodec"]
 
 
 class BoundCodec(NamedTuple):
-    """A codec on a communicator.
+    """A gradient codec together with the communicator and the buffers of one page (a flat buffer of several
+    parameters).
 
     Attributes
     ----------
-    memory : arrays that the codec keeps for this page
+    memory : arrays that the codec keeps between steps, such as error feedback
     scratch : bytes that the codec may use until its handle is complete
-    error_norms : Euclidean norms, over a sample of the elements, of the last gradient plus the error kept before it,
-        and of the error kept after it; for reports
-    what : names the gradient in errors
+    error_norms : two Euclidean norms over a sample of the elements, for reports: of the last gradient plus the error
+        fed back into it, and of the error that remained
+    what : name of the gradient in errors
     """
 
     codec: Codec
@@ -35,23 +37,24 @@ class BoundCodec(NamedTuple):
     what: str
 
     def add_and_clear_kept_error(self, grad: Any) -> None:
-        """Add the error kept so far to a gradient that is summed on one rank only, and clear the error."""
+        """Add the kept error feedback to a gradient and clear it. This replaces a reduce if there is only one rank."""
         if self.memory:
             self.codec.add_and_clear_kept_error(grad, self.memory)
 
     def start_reduce_scatter(self, grad: Any, out: Any, counts: Sequence[int]) -> Handle:
-        """Start the reduce-scatter of `grad` and return its handle; this rank's part arrives in `out`. Collective."""
+        """Start a compressed reduce-scatter of `grad` and return its handle. This rank's part of the sum is written to
+        `out`. Collective."""
         with self._error_norms_context(grad):
             return self.codec.reduce(self.comm, grad, out, counts, self.scratch, self.memory, what=self.what)
 
     def start_all_reduce(self, grad: Any) -> Handle:
-        """Start the all-reduce of `grad` in place and return its handle. Collective."""
+        """Start a compressed all-reduce of `grad` in place and return its handle. Collective."""
         with self._error_norms_context(grad):
             return self.codec.reduce_all(self.comm, grad, self.scratch, self.memory, what=self.what)
 
     def _error_norms_context(self, grad: Any) -> AbstractContextManager[None]:
-        """Return a context manager that sets `error_norms` around a call of the codec. It measures only host arrays,
-        because it would have to wait for device arrays."""
+        """Return a context manager that sets `error_norms` around a call of the codec. GPU arrays are not measured,
+        because that would mean waiting for the device."""
         error = self.memory.get("error")
         return (
             self._record_error_norms(grad, error)
@@ -73,6 +76,6 @@ SAMPLED_ELEMENTS, SPAN_ELEMENTS = 1024, 1 << 14
 
 
 def _sample_elements(array: Any) -> Any:
-    """Return enough elements of a flat array to estimate its norm."""
+    """Return a sample of a large flat array that suffices to estimate its norm; return a small array unchanged."""
     rows = array.size // SPAN_ELEMENTS
     return array if rows < 16 else array[: rows * SPAN_ELEMENTS].reshape(rows, SPAN_ELEMENTS)[:, :SAMPLED_ELEMENTS]

@@ -1,5 +1,5 @@
-"""Codecs: how the gradients of one page are reduced over ranks. This file has the base class, and the codecs that send
-gradients unchanged or in 16 bits."""
+"""Gradient codecs, which compress and reduce the gradients of a page (a flat buffer of several parameters). This file
+has the base class, and the codecs that send gradients unchanged or in 16 bits."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ memory is zeroed, and not saved in checkpoints."""
 
 
 class Codec(ABC):
-    """Base class of codecs. A codec sums a flat gradient over a communicator. Inherit from this class to write a
-    codec."""
+    """Base class of gradient codecs. A codec sums a flat gradient over a communicator, usually in compressed form.
+    Inherit from this class to write a codec."""
 
     def __init_subclass__(cls) -> None:
         wrap_constructor_with_argument_check(cls)
@@ -41,8 +41,8 @@ class Codec(ABC):
     many elements as the gradient."""
 
     def for_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Codec:
-        """Return the codec for a gradient that holds tensors of these shapes one after the other; the base class
-        returns itself.
+        """Return the codec for a flat gradient that consists of tensors of these shapes; the base class returns
+        itself.
 
         Parameters
         ----------
@@ -51,7 +51,7 @@ class Codec(ABC):
 
         Returns
         -------
-        Codec : codec for one page
+        Codec : codec for one page (flat buffer of several parameters)
         """
         return self
 
@@ -74,7 +74,8 @@ class Codec(ABC):
         self, comm: Communicator, grad: Array, out: Array, counts: Sequence[int], scratch: Array, memory: Memory,
         *, what: str,
     ) -> Handle:  # fmt: skip
-        """Start to sum `grad` over the ranks and return the handle; each rank gets its own part in `out`. Collective.
+        """Start to sum `grad` over the ranks, so that each rank gets its own part of the sum in `out`, and return the
+        handle. Collective.
 
         Parameters
         ----------
@@ -108,8 +109,8 @@ class Codec(ABC):
         """
 
     def predict_transfers(self, counts: Sequence[int], rank: int, itemsize: int) -> Transfers:
-        """Return the collectives of one `reduce` and the bytes that `rank` sends in each, for reports. The base class
-        assumes one reduce-scatter of the unchanged gradient.
+        """Return the collectives of one `reduce` and the bytes that `rank` sends in each, for traffic reports. The
+        base class assumes one reduce-scatter of the unchanged gradient.
 
         Parameters
         ----------
@@ -124,8 +125,8 @@ class Codec(ABC):
         return (("reduce_scatter", (sum(counts) - counts[rank]) * itemsize),)
 
     def predict_all_reduce_transfers(self, size: int, width: int, rank: int, itemsize: int) -> Transfers:
-        """Return the collectives of one `reduce_all` and the bytes that `rank` sends in each, for reports. The base
-        class assumes one all-reduce of the unchanged gradient.
+        """Return the collectives of one `reduce_all` and the bytes that `rank` sends in each, for traffic reports. The
+        base class assumes one all-reduce of the unchanged gradient.
 
         Parameters
         ----------
@@ -154,8 +155,8 @@ class Codec(ABC):
         return
 
     def warm_up(self, dtype: Any) -> None:
-        """Compile or load the kernels for gradients of `dtype` on the CPU before the first step. The base class needs
-        no kernels.
+        """Compile or load the CPU kernels for gradients of `dtype`, so that the first step need not wait. The base
+        class has no kernels.
 
         Parameters
         ----------
@@ -164,7 +165,8 @@ class Codec(ABC):
         return
 
     def scratch_bytes(self, size: int, width: int) -> int:
-        """Return how many bytes of scratch memory one reduce needs until its handle is complete; 0 in the base class.
+        """Return the size of the scratch memory that one reduce needs until its handle is complete; 0 in the base
+        class.
 
         Parameters
         ----------
@@ -178,8 +180,9 @@ class Codec(ABC):
         return 0
 
     def memory_sizes(self, size: int) -> Mapping[str, int]:
-        """Return the sizes of the arrays that this rank keeps between steps for a gradient, such as the error feedback;
-        empty in the base class. `reshard_rules` says how the arrays are redistributed.
+        """Return the sizes of the arrays that this rank keeps between steps for a gradient, such as error feedback;
+        empty in the base class. `reshard_rules` says how the arrays are redistributed when the number of ranks
+        changes.
 
         Parameters
         ----------
@@ -192,8 +195,8 @@ class Codec(ABC):
         return {}
 
     def add_and_clear_kept_error(self, grad: Array, memory: Memory) -> None:
-        """Add the error kept so far to the gradient and clear the error, if there is no other rank to reduce with. Only
-        memory whose rule is "sum" is added and cleared.
+        """Add the kept error feedback to the gradient and clear it. This replaces `reduce` if there is no other rank.
+        Only arrays whose reshard rule is "sum" are added and cleared.
 
         Parameters
         ----------
@@ -207,8 +210,8 @@ class Codec(ABC):
 
 
 class NoCompression(Codec):
-    """Codec that sums gradients in their own dtype with one reduce-scatter or one all-reduce. Each rank sends n - n/N
-    elements in a reduce-scatter, and twice that in an all-reduce.
+    """Codec that sums gradients in their own dtype by one reduce-scatter or one all-reduce. Each of N ranks sends n -
+    n/N of n elements in a reduce-scatter, and twice that in an all-reduce.
 
     Parameters
     ----------
@@ -234,11 +237,12 @@ class NoCompression(Codec):
 
 
 class Cast16(Codec):
-    """Codec that sends gradients in 16 bits; the owner of a part adds them in float32 in rank order. It sends half the
-    bytes. Each contribution is rounded once; the sum is rounded only in `reduce_all`. Within a host nothing is sent,
-    because the rank that adds reads the other ranks' gradients from shared memory and rounds them as it reads.
+    """Codec that sends gradients in 16 bits, which halves the traffic. The owner of each part adds the contributions
+    in float32 in rank order.
 
-    If all parts are equal, the send and receive buffers reuse the memory of the gradient.
+    Each contribution is rounded once; the sum is rounded only in `reduce_all`. Within a host nothing is sent: the rank
+    that adds reads the other ranks' gradients from shared memory and rounds them as it reads. If all ranks' parts have
+    the same size, the send and receive buffers reuse the memory of the gradient.
 
     Parameters
     ----------

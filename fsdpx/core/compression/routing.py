@@ -1,5 +1,5 @@
-"""Choose the codec of each gradient: by name pattern, by the mesh axis over which the gradient is summed, and by the
-codec's name."""
+"""Choose the gradient codec of each parameter by the pattern of its name, and by the mesh axis over which its gradient
+is summed. Also look up codecs by name."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ ANY_PARAMETER = "*"
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class HierarchicalCompression:
-    """One codec within replicas and another between them. With `strategy="hybrid"`, where a replica is a host, these
-    are the codecs within and between hosts.
+    """One gradient codec within replicas and another between them. With `strategy="hybrid"`, where a replica is a
+    host, these are the codecs within hosts and between hosts.
 
     Parameters
     ----------
-    replica : codec of sums over the replica axis
-    shard : codec of sums over the shard axis
+    replica : codec of sums over the replica axis (between replicas)
+    shard : codec of sums over the shard axis (within a replica)
     """
 
     replica: CodecName | Codec
@@ -43,8 +43,15 @@ Choice = SingleChoice | Mapping[str, SingleChoice] | Sequence[tuple[str, SingleC
 
 
 class CodecAxisMemory(NamedTuple):
-    """An array that a codec keeps for a gradient summed over `axis`. name: "axis/name". reshard_rule: how it is
-    redistributed."""
+    """An array that a gradient codec keeps between steps, for a gradient summed over one mesh axis.
+
+    Attributes
+    ----------
+    name : name of the array as "axis/name"
+    axis : mesh axis over which the gradient is summed
+    elements : number of elements
+    reshard_rule : how the array is redistributed when the number of ranks changes
+    """
 
     name: str
     axis: str
@@ -53,20 +60,22 @@ class CodecAxisMemory(NamedTuple):
 
 
 class CodecRoute(NamedTuple):
-    """The codecs of a gradient, one for each axis over which it is summed."""
+    """The codecs of a gradient, one for each mesh axis over which it is summed."""
 
     shard: Codec
     replica: Codec
 
     def bind_shapes(self, whole: Sequence[tuple[int, ...]], mine: Sequence[tuple[int, ...]]) -> CodecRoute:
-        """Return the route for a gradient that holds tensors of these shapes. whole: shapes in the full page. mine:
-        shapes in this rank's shard."""
+        """Return the codecs for a flat gradient that consists of tensors of known shapes. `whole` are the shapes in
+        the full gradient, `mine` those in this rank's shard."""
         return CodecRoute(self.shard.for_shapes(whole), self.replica.for_shapes(mine))
 
     def iterate_memory(self, sizes: Mapping[str, int], single_rank: bool) -> Iterator[CodecAxisMemory]:
-        """Yield the arrays to keep for a gradient. sizes: number of elements of the gradient on each axis over which it
-        is summed. single_rank: whether there is only one rank on these axes; then memory whose rule is "reset" is not
-        kept."""
+        """Yield the arrays that the codecs keep between steps for one gradient.
+
+        `sizes` maps each mesh axis over which the gradient is summed to its number of elements. If `single_rank` is
+        true, there is only one rank on these axes, and arrays whose reshard rule is "reset" are not kept.
+        """
         for axis, size in sizes.items():
             codec: Codec = getattr(self, axis)
             for name, elements in codec.memory_sizes(size).items():
@@ -81,8 +90,8 @@ class CodecRoute(NamedTuple):
                     yield CodecAxisMemory(f"{axis}/{name}", axis, elements, reshard_rule)
 
     def get_reshard_rule(self, kept: str) -> ReshardRule:
-        """Return the rule for redistributing the memory named "axis/name"; raise ConfigError if the codec specifies an
-        unknown rule."""
+        """Return the rule by which the codec array named "axis/name" is redistributed when the number of ranks
+        changes. Raise ConfigError if the codec specifies an unknown rule."""
         axis, _, name = kept.partition("/")
         codec: Codec = getattr(self, axis)
         reshard_rule = codec.reshard_rules.get(name, "reset")
@@ -94,15 +103,14 @@ class CodecRoute(NamedTuple):
 
 @dataclass(frozen=True)
 class CodecRules:
-    """Rules in order. The first rule whose pattern (fnmatch) matches a name of a parameter chooses the codecs of its
-    gradient."""
+    """Rules that choose gradient codecs by parameter name. The first rule whose pattern (fnmatch) matches applies."""
 
     rules: tuple[tuple[str, CodecRoute], ...]
 
     @classmethod
     def from_choice(cls, choice: Choice, make: Callable[[str | Codec | None], Codec]) -> CodecRules:
-        """Build the rules from the `compression` option. make: function from a name or codec to a codec; it is called
-        with None for parameters that no pattern matches."""
+        """Build the rules from the `compression` option. `make` returns the codec for a name or a codec; it is called
+        with None for parameters that match no pattern."""
 
         def make_route(one: SingleChoice | None) -> CodecRoute:
             if isinstance(one, HierarchicalCompression):
@@ -119,10 +127,10 @@ class CodecRules:
 
     @classmethod
     def from_user_choice(cls, choice: Choice, precision: Precision, outer: Codec | None = None) -> CodecRules:
-        """Build the rules from the `compression` option for the dtypes of a precision; raise ConfigError if a codec
-        cannot reduce them.
+        """Build the rules from the `compression` option, with default codecs for this precision. Raise ConfigError if
+        a codec cannot reduce gradients of its dtype.
 
-        outer: codec between replicas that train independently.
+        If replicas train independently, `outer` is the codec between them.
         """
         codecs = cls.from_choice(choice, lambda one: make_codec(one, precision.reduce_dtype, precision.gradient_dtype))
         if outer is not None:
@@ -139,32 +147,32 @@ class CodecRules:
 
     def find_rule(self, names: Collection[str]) -> tuple[int, bool]:
         """Return the number of the first rule that matches a parameter with one of these names, and whether a codec of
-        that rule is not elementwise. In that case, results depend on which parameters share a page."""
+        that rule is not elementwise. The results of such a codec depend on which parameters share a flat buffer."""
         rules = enumerate(self.rules)
         number, route = next((i, r) for i, (pattern, r) in rules if any(fnmatchcase(n, pattern) for n in names))
         return number, not all(codec.elementwise for codec in route)
 
     def get_codec_route(self, rule: int) -> CodecRoute:
-        """Return the codecs of the rule with this number."""
+        """Return the codecs of rule number `rule`, one for each mesh axis."""
         return self.rules[rule][1]
 
     @property
     def patterns(self) -> list[str]:
-        """The name patterns that the user gave."""
-        return [pattern for pattern, _ in self.rules[:-1]]  # the last rule is for parameters that match no other rule
+        """Name patterns that the user passed, without the rule for all other parameters."""
+        return [pattern for pattern, _ in self.rules[:-1]]  # the last rule is for all other parameters
 
     @property
     def rounding_codec(self) -> str:
-        """Text that names the first codec that does not add gradients exactly, for errors; "" if there is none."""
+        """Text for errors that names the first codec that rounds or compresses gradients; "" if there is none."""
         return next((f"codec {type(codec).__name__}" for codec in self if not isinstance(codec, NoCompression)), "")
 
     def make_warm_up_calls(self, dtype: Any) -> list[Callable[[], None]]:
-        """Return calls that warm up each codec for gradients of `dtype` on the CPU."""
+        """Return one function per codec that compiles or loads its CPU kernels for gradients of `dtype`."""
         return [partial(codec.warm_up, dtype) for codec in dict.fromkeys(self)]
 
     def iterate_user_notes(self, shapes: Sequence[tuple[int, Mapping[str, tuple[int, ...]]]]) -> Iterator[str]:
-        """Yield the notes of all codecs for users. shapes: pairs of a rule number and the shapes of that rule's
-        parameters by name."""
+        """Yield what codecs tell users about their parameters (`Codec.get_user_note`). `shapes` are pairs (rule
+        number, shapes of that rule's parameters by name)."""
         for codec in dict.fromkeys(self):
             own_shapes = (some for rule, some in shapes if codec in self.get_codec_route(rule))
             if text := codec.get_user_note(dict(pair for some in own_shapes for pair in some.items())):
@@ -186,8 +194,9 @@ def _describe_codec(codec: Codec) -> str:
 
 
 def make_codec(choice: str | Codec | None, reduce: str, compute: str) -> Codec:
-    """Return `choice` if it is a codec. If it is a name, return the codec with that name; if it is None, return the
-    codec that the precision implies."""
+    """Return the gradient codec with the name `choice`; return `choice` itself if it is a codec. None stands for the
+    codec that the precision implies: 16-bit if the dtype `reduce` has fewer bytes than `compute`, else no compression.
+    """
     if choice is None:
         return NoCompression() if parse_dtype(reduce).itemsize >= parse_dtype(compute).itemsize else Cast16(reduce)
     if isinstance(choice, str):
