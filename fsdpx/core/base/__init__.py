@@ -1,1 +1,1 @@
-"""Options, environment variables, safe file access and messages: the lowest layer of the core."""
+"""The lowest layer of the core: user options, environment variables, safe file access and messages."""

@@ -1,7 +1,7 @@
 """Check arguments against the type hints of a function, so that a wrong argument raises a ConfigError that names it.
 
-A function's own checks run first, since they are more specific. The hints are checked after the function has returned,
-or after it has raised an error that is not meant for users.
+A function's own checks are more specific, so they run first. The hints are checked after the function has returned, or
+after it has raised an error that is not meant for users.
 """
 
 from __future__ import annotations
@@ -67,15 +67,16 @@ def wrap_with_argument_check(
 def require_valid_arguments(
     function: Callable[..., Any], given: tuple[Any, ...], options: Mapping[str, Any], name: str = ""
 ) -> None:
-    """Raise ConfigError for the first argument that does not fit its type hint, before the function is called."""
+    """Raise ConfigError for the first argument that does not fit its type hint. Call this before the function itself.
+    """
     label = name or function.__qualname__.removesuffix(".__init__")
     _refuse_huge_integers(function, label, given, options)
     _require_fitting_arguments(function, label, given, options)
 
 
 def wrap_constructor_with_argument_check(cls: type) -> None:
-    """Replace the constructor of a class of fsdpx with one that checks its arguments. Leave classes of users, and
-    inherited constructors, unchanged."""
+    """Replace the constructor of a class of fsdpx by one that checks its arguments. Classes of users and inherited
+    constructors are left unchanged."""
     if "__init__" in vars(cls) and cls.__module__.startswith("fsdpx."):
         cls.__init__ = wrap_with_argument_check(cls.__init__, cls.__name__)  # type: ignore[misc]
 
@@ -83,8 +84,8 @@ def wrap_constructor_with_argument_check(cls: type) -> None:
 def _refuse_huge_integers(
     function: Callable[..., Any], label: str, given: tuple[Any, ...], options: Mapping[str, Any]
 ) -> None:
-    """Raise ConfigError for an integer of at least `MAX_ARRAY_INTEGER`, because a loop up to such a number would not
-    end."""
+    """Raise ConfigError for an integer argument of at least `MAX_ARRAY_INTEGER`, since a loop up to such a number
+    would take forever."""
     for name, value in [*zip(_get_hints_and_positional_names(function)[1], given, strict=False), *options.items()]:
         if type(value) is int and abs(value) >= MAX_ARRAY_INTEGER:
             raise ConfigError(f"{label}({name}={value}): the number is too large")
@@ -97,10 +98,10 @@ def _require_fitting_arguments(
     options: Mapping[str, Any],
     error: Exception | None = None,
 ) -> None:
-    """Raise ConfigError for the first argument that does not fit its hint.
+    """Raise ConfigError for the first argument that does not fit its type hint.
 
     `error` is the exception that the call has raised, or None. After an exception, one-element arrays do not count as
-    numbers, since not all code accepts them as numbers.
+    numbers, because not all code accepts them in place of a number.
     """
     hints, positional = _get_hints_and_positional_names(function)
     for name, value in [*zip(positional, given, strict=False), *options.items()]:
@@ -112,22 +113,22 @@ def _require_fitting_arguments(
 
 @cache
 def _get_hints_and_positional_names(function: Callable[..., Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the type hints of the parameters by name, and the names of the positional parameters in order."""
+    """Return the type hints of the parameters, by name, and the names of the positional parameters in order."""
     named = inspect.signature(function).parameters.values()
     positional = [one.name for one in named if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     single = [one.name for one in named if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
     try:
         hints = get_type_hints(function)
-    except NameError:  # a name that only a type checker imports
+    except NameError:  # a hint may contain a name that only type checkers import
         hints = {}
     return {name: hints[name] for name in single if name in hints}, positional
 
 
 def fits_hint(value: Any, hint: Any, failed: bool = False) -> bool:
-    """Return whether a value fits a type hint, leniently: NumPy scalars are numbers, a list may stand for a tuple, and
-    True is not a number.
+    """Return whether a value fits a type hint. NumPy scalars count as numbers, a list may stand for a tuple, and True
+    is not a number.
 
-    `failed`: whether the call has already failed with this value. If so, a one-element array does not count as a
+    If `failed` is true, the call has already failed with this value. Then a one-element array does not count as a
     number, and an object of a user's class does not count as a stand-in for an fsdpx class.
     """
     origin, inner = get_origin(hint) or hint, get_args(hint)
@@ -140,7 +141,7 @@ def fits_hint(value: Any, hint: Any, failed: bool = False) -> bool:
             value = value.item()
         return _PLAIN[origin](value)
     if origin in _SEQUENCES and isinstance(value, str):
-        # a string in place of a tuple of strings: the function's own check accepts or rejects it
+        # whether a string may replace a tuple of strings is left to the function's own check
         return origin not in (tuple, list) and inner == (str,)
     if origin in _SEQUENCES:
         return _is_sequence(value, origin) and all(
@@ -178,13 +179,14 @@ def _is_sequence(value: Any, collection_type: Any) -> bool:
         return False
     if collection_type in (tuple, list):
         return isinstance(value, tuple | list)
-    if isinstance(value, type) or len(getattr(value, "shape", "x")) != 1:  # several dims
+    if isinstance(value, type) or len(getattr(value, "shape", "x")) != 1:  # only 1-D arrays count as sequences
         return False
     return isinstance(value, collection_type) or hasattr(value, "__getitem__")
 
 
 def _pair_elements_with_hints(value: Any, inner: tuple[Any, ...]) -> Iterable[tuple[Any, Any]]:
-    """Return pairs of element and hint for a tuple or list. Return no pairs if the sequence is too long to check."""
+    """Return (element, type hint) pairs for a tuple or list. Return no pairs if the sequence is too long to be
+    checked."""
     if not inner or not isinstance(value, _CHECKED_COLLECTIONS) or len(value) > MAX_CHECKED_ELEMENTS:
         return ()
     if len(inner) == 1 or inner[1] is Ellipsis:
@@ -193,7 +195,7 @@ def _pair_elements_with_hints(value: Any, inner: tuple[Any, ...]) -> Iterable[tu
 
 
 def describe_hint(hint: Any, plural: bool = False) -> str:
-    """Return a type hint in words: "a whole number, or a tuple of whole numbers"."""
+    """Return a type hint in words, such as "a whole number, or a tuple of whole numbers"."""
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, types.UnionType):
         return ", or ".join(dict.fromkeys(describe_hint(one, plural) for one in inner))

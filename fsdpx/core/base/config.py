@@ -1,7 +1,8 @@
-"""User options as dataclasses: sharding strategies, precision, traces, and elastic runs.
+"""User options as dataclasses: sharding strategies, precision, traces, and elastic training.
 
-A sharding strategy consists of the widths of two mesh axes and two lifetimes. The familiar strategy names are presets
-of such values (ZeRO: Rajbhandari et al., SC'20; FSDP: Zhao et al., VLDB'23).
+A sharding strategy consists of the widths of two mesh axes, and of how long full parameters and full gradients are
+kept. The familiar strategy names are presets of these values (ZeRO: Rajbhandari et al., SC'20; FSDP: Zhao et al.,
+VLDB'23).
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ _HALVES = {"float16": "float16", "fp16": "float16", "bfloat16": "bf16", "bf16": 
 
 
 def to_python_number(value: Any) -> Any:
-    """Return a NumPy scalar, or a 0-d array or tensor, as a Python number, which does not affect dtype promotion.
+    """Convert a NumPy scalar, or a 0-d array or tensor, to a Python number, which does not affect dtype promotion.
 
-    Convert the numbers inside a list, tuple or dict likewise. Return any other value unchanged.
+    Numbers inside a list, tuple or dict are converted as well. Any other value is returned unchanged.
     """
     if value.__class__ in _PYTHON:
         return value
@@ -47,16 +48,18 @@ def to_python_number(value: Any) -> Any:
 
 
 def convert_fields_to_python_numbers(owner: Any) -> None:
-    """Convert all fields of a dataclass in place by `to_python_number`, before they are checked."""
+    """Convert all fields of a dataclass in place to Python numbers (see `to_python_number`), before they are checked.
+    """
     for field in fields(owner):
         object.__setattr__(owner, field.name, to_python_number(getattr(owner, field.name)))
 
 
 def get_config_or_make_from_folder(config_class: Callable[..., T], value: Any, prefix: str, other_field: str) -> T:
-    """Return `value` itself if it is a `config_class`. If `value` is a folder, return `config_class(value)`.
+    """Return `value` itself if it is a `config_class`. If `value` is a folder, return `config_class(value)`. Otherwise
+    raise ConfigError.
 
-    `prefix`, for example "trace={}", begins the error. `other_field` is another field of the class, which the error
-    names.
+    `prefix`, for example "trace={}", begins the error message. `other_field` is another field of the class, which the
+    message names.
     """
     if isinstance(value, str | PathLike):
         return config_class(value)
@@ -70,11 +73,11 @@ _PYTHON = (int, float, bool, str, type(None))
 
 
 def parse_byte_count(value: Any, what: str) -> int:
-    """Return a number of bytes from an integer or a text such as "1MiB" (2**20), "1MB" (10**6), "512K" or "4096".
+    """Convert an integer, or text such as "1MiB" (2**20), "1MB" (10**6), "512K" or "4096", to a number of bytes.
 
     Raise ConfigError for anything else. `what` is the name of the option in the error.
     """
-    with suppress(TypeError):  # not an integer, or an array of several numbers
+    with suppress(TypeError):  # the value is not an integer, or is an array of several numbers
         if not isinstance(value, bool) and operator.index(value) >= 0:
             return operator.index(value)
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
@@ -85,8 +88,7 @@ def parse_byte_count(value: Any, what: str) -> int:
 
 
 def normalize_half_name(name: Any) -> Any:
-    """Return the fsdpx name of a 16-bit float format, "float16" or "bf16", for any of its names. Return any other value
-    unchanged."""
+    """Return "float16" or "bf16" for any name of these 16-bit float formats. Return any other value unchanged."""
     return _HALVES.get(name, name) if isinstance(name, str) else name
 
 
@@ -143,7 +145,8 @@ name is listed."""
 
 
 def resolve_sharding(strategy: str | Sharding, ranks: int) -> Sharding:
-    """Return the `Sharding` for a name or a `Sharding`, with its widths filled in so that replica * shard == ranks.
+    """Return the `Sharding` that a name or a `Sharding` stands for on `ranks` ranks, with widths such that replica *
+    shard == ranks.
 
     For "hybrid" without widths, the shard width is the smallest divisor of `ranks` that is at least its square root.
     """
@@ -155,7 +158,7 @@ def resolve_sharding(strategy: str | Sharding, ranks: int) -> Sharding:
         if isinstance(strategy, str):
             unknown = f"unknown strategy {strategy!r}: choose one of {names}, or pass fsdpx.Sharding(...)"
             raise ConfigError(unknown + did_you_mean(strategy, known))
-        # an Enum of PyTorch, for example, has a name
+        # enum members of other libraries, such as PyTorch, have a `name`
         hint = did_you_mean(getattr(strategy, "name", type(strategy).__name__), ())
         raise ConfigError(f"strategy is {type(strategy).__name__}: pass a name ({names}) or fsdpx.Sharding(...){hint}")
     replica, shard = strategy.replica, strategy.shard
@@ -174,7 +177,7 @@ def resolve_sharding(strategy: str | Sharding, ranks: int) -> Sharding:
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class TraceConfig:
-    """Options of a trace, passed as `distribute(trace=TraceConfig("runs/x/trace", steps=20))`.
+    """Options of a trace of training, passed as `distribute(trace=TraceConfig("runs/x/trace", steps=20))`.
 
     Parameters
     ----------
@@ -192,7 +195,7 @@ class TraceConfig:
 
     @classmethod
     def from_argument(cls, given: Any) -> TraceConfig:
-        """Return the `TraceConfig` of a `trace=` argument.
+        """Convert the argument `trace=` to a `TraceConfig`.
 
         Parameters
         ----------
@@ -273,33 +276,33 @@ class Precision:
             raise ConfigError(f"Precision({role}={value!r}{beside}): choose {names}")
 
     def __repr__(self) -> str:
-        """Return only the choices that differ from the defaults."""
+        """Return text with only the choices that differ from the defaults."""
         chosen = [f"{f.name}={v!r}" for f in fields(self) if (v := getattr(self, f.name)) != f.default]
         return f"Precision({', '.join(chosen)})"
 
     @property
     def gradient_dtype(self) -> str:
-        """Format in which gradients of parameters are accumulated."""
+        """Name of the dtype in which gradients of parameters are accumulated."""
         return "float64" if self.compute == "float64" else "float32"
 
     @property
     def master_dtype(self) -> str:
-        """Format of the parameters that the optimizer updates, and of the optimizer's state."""
+        """Name of the dtype of the parameters that the optimizer updates, and of the optimizer's state."""
         return self.master or self.gradient_dtype
 
     @property
     def statistics_dtype(self) -> str:
-        """Format of running statistics."""
+        """Name of the dtype of running statistics."""
         return self.buffers or self.gradient_dtype
 
     @property
     def parameter_wire_dtype(self) -> str:
-        """Format in which parameters are sent."""
+        """Name of the dtype in which the all-gather sends parameters."""
         return self.param or self.compute
 
     @property
     def reduce_dtype(self) -> str:
-        """Format in which gradients are sent."""
+        """Name of the dtype in which gradients are sent to be reduced."""
         return self.reduce or self.gradient_dtype
 
 
@@ -313,7 +316,8 @@ PRECISIONS: dict[str, Precision] = {
 
 
 def resolve_precision(choice: str | Precision | None) -> Precision:
-    """Return the `Precision` for a name or a `Precision`; None means float32. Raise ConfigError for an unknown name."""
+    """Return the `Precision` that a name stands for, or `choice` itself if it is a `Precision`; None means float32.
+    Raise ConfigError for an unknown name."""
     if choice is None:
         return PRECISIONS["float32"]
     if isinstance(choice, Precision):
@@ -327,7 +331,7 @@ def resolve_precision(choice: str | Precision | None) -> Precision:
 
 @dataclass(frozen=True)
 class ElasticConfig:
-    """Options of an elastic run, passed as `distribute(..., elastic=ElasticConfig(...))`. elastic=True takes all
+    """Options of elastic training, passed as `distribute(..., elastic=ElasticConfig(...))`. elastic=True takes all
     defaults.
 
     Parameters
@@ -336,7 +340,7 @@ class ElasticConfig:
         the simultaneous failure of any `copies` ranks
     every : steps between two copies; after a failure up to this many steps are repeated (default: as many as make
         copying take about 1 % of the time)
-    ranks : number of ranks that train at first (default: all that the mesh can use); the others stand by
+    ranks : number of ranks that train at first (default: all that the mesh can use); the other ranks stand by
     resize : path of a file; when the number in it changes, that many ranks train from the next step on
     """
 
@@ -354,7 +358,7 @@ class ElasticConfig:
 
     @classmethod
     def from_argument(cls, choice: Any) -> ElasticConfig | None:
-        """Return the `ElasticConfig` of an `elastic=` argument.
+        """Convert the argument `elastic=` to an `ElasticConfig`, or to None.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""The environment variables of the launcher and the user. No other module reads the environment."""
+"""Read the environment variables of the launcher and the user. No other module reads the environment."""
 
 import os
 import sys
@@ -39,11 +39,13 @@ _NO_TASKS = 0xFFFFFFF0
 
 @dataclass(frozen=True)
 class RendezvousStore:
-    """Rendezvous of ranks without MPI: a host and port, or a file that all ranks can access and that no other job has
+    """Where ranks without MPI meet: a host and port, or a file that all ranks can access and that no other job has
     used.
 
-    `served`: whether a process other than rank 0 already listens at the port, as under torchrun. `start`: text that
-    distinguishes restarts of a job that use the same store.
+    Attributes
+    ----------
+    served : whether a process other than rank 0 already listens at the port, as under torchrun
+    start : text that distinguishes restarts of a job that use the same store
     """
 
     address: str = ""
@@ -58,11 +60,15 @@ class RendezvousStore:
 
 @dataclass(frozen=True)
 class LauncherInfo:
-    """The launcher that started this process as one of several ranks, and the numbers that it sets (None: not set).
+    """The launcher that started this process as one of several ranks, and the numbers that it has set (None: not set).
 
-    `size`, `rank`: in the job. `local_size`, `local_rank`: on this host. `variable`: name of the variable with the
-    rank. `mpi`: whether the ranks use MPI. `store`: the rendezvous without MPI (FSDPX_STORE, or MASTER_ADDR and
-    MASTER_PORT).
+    Attributes
+    ----------
+    size, rank : number of ranks of the job, and the rank of this process
+    local_size, local_rank : the same on this host
+    variable : name of the environment variable with the rank
+    mpi : whether the ranks use MPI
+    store : where ranks without MPI meet (FSDPX_STORE, or MASTER_ADDR and MASTER_PORT)
     """
 
     name: str
@@ -124,8 +130,8 @@ class Environment:
 
     @property
     def shared_settings(self) -> dict[str, str]:
-        """The variables that decide which messages ranks exchange, with their values as text. All ranks must have the
-        same values."""
+        """The environment variables, with their values as text, that determine which messages ranks exchange. They
+        must be the same on all ranks."""
         tune = "again" if self.retune else self.tune
         settings = {
             "CHECK": self.check,
@@ -138,8 +144,8 @@ class Environment:
 
     @property
     def can_share_memory(self) -> bool:
-        """Whether ranks of one host may communicate through shared memory. They may not with ULFM, since shared memory
-        does not survive the failure of a rank."""
+        """Whether ranks of one host may communicate through shared memory. False with ULFM, because shared memory does
+        not survive the failure of a rank."""
         return self.node and not self.ulfm
 
 
@@ -148,11 +154,10 @@ def _format_setting(value: object) -> str:
 
 
 def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
-    """Return the settings of this process; raise LaunchError for a variable that cannot be parsed.
+    """Return the settings of this process. Raise LaunchError for a variable that cannot be parsed.
 
-    In a Slurm job the SLURM_ variables also describe the batch script and the daemons that mpiexec starts. So they are
-    used only in a job step without PMI_ or OMPI_ variables, which would mean that another launcher runs inside the
-    step.
+    In a Slurm job, the batch script and the daemons of mpiexec have SLURM_ variables as well. They describe ranks only
+    in a job step without PMI_ or OMPI_ variables, which would mean that another launcher runs inside the step.
     """
     launcher, expected = _find_launcher(environ), _read_positive_number(environ, "FSDPX_EXPECT_SIZE")
     if launcher is None and expected is not None:
@@ -179,7 +184,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
 def set_rank_variables(
     launcher: LauncherInfo, size: int | None, environ: MutableMapping[str, str] = os.environ
 ) -> None:
-    """Set RANK, LOCAL_RANK and WORLD_SIZE for the user's script, for every launcher.
+    """Set RANK, LOCAL_RANK and WORLD_SIZE for the user's script, whatever launcher started it.
 
     Do nothing if these variables, together with FSDPX_STORE, would declare this process a rank without MPI.
     """
@@ -191,7 +196,8 @@ def set_rank_variables(
 
 @contextmanager
 def restoring_environment(environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
-    """Restore the variables that the block changes, since the environment belongs to the program."""
+    """Return a context manager that undoes changes of environment variables made inside it, because the environment
+    belongs to the user's program."""
     before = dict(environ)
     try:
         yield
@@ -202,8 +208,8 @@ def restoring_environment(environ: MutableMapping[str, str] = os.environ) -> Ite
 
 
 def copy_without_rank_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return a copy of the environment for a helper process, without the variables that would make it a rank of this
-    job."""
+    """Return a copy of the environment for a helper process, without variables that would make it a rank of this job.
+    """
     of_launchers = ("PMI", "OMPI_", "PRTE_", "HYDRA_", "MPIR_", "SLURM_", "RANK", "WORLD_SIZE")
     without_mpi = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_", "FSDPX_STORE")
     of_jobs = (*of_launchers, *without_mpi, "FSDPX_EXPECT_SIZE", "FSDPX_RUN", "FSDPX_SECRET")
@@ -211,22 +217,23 @@ def copy_without_rank_variables(environ: Mapping[str, str] = os.environ) -> dict
 
 
 def find_scheduler(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the scheduler that allocated this process: "slurm", "flux", "pbs" or ""."""
+    """Return the name of the scheduler that started this job: "slurm", "flux", "pbs", or "" if there is none."""
     marks = {"slurm": "SLURM_JOB_ID", "flux": "FLUX_URI", "pbs": "PBS_NODEFILE"}
     return next((name for name, variable in marks.items() if environ.get(variable)), "")
 
 
 def list_shared_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the names of the variables that must be equal on all hosts, because they select code or affect the bits of
-    results."""
+    """Return the names of the environment variables that must be equal on all hosts, because they select code or
+    affect the bits of results."""
     return [name for name in environ if name.startswith(SHARED_PREFIXES)]
 
 
 def require_expected_world_size(size: int, environment: Environment, library: str = "MPI") -> None:
-    """Raise LaunchError if MPI's `size` differs from the number of ranks that the launcher started or the user expects.
+    """Raise LaunchError if MPI's `size` differs from the number of ranks that the launcher started or the user
+    expects.
 
-    MPI's size differs from the launcher's if mpiexec or srun does not match the loaded MPI library, because each rank
-    is then alone in its MPI_COMM_WORLD.
+    This happens if mpiexec or srun does not match the loaded MPI library: each rank is then alone in its
+    MPI_COMM_WORLD.
     """
     launcher, expected = environment.launcher, environment.expected_size
     if launcher is not None and launcher.size == size != expected:
@@ -235,7 +242,7 @@ def require_expected_world_size(size: int, environment: Environment, library: st
             "ranks, or unset FSDPX_EXPECT_SIZE"
         )
     if expected is None and launcher is not None and (launcher.rank or 0) >= size:
-        expected = (launcher.rank or 0) + 1  # a lower bound
+        expected = (launcher.rank or 0) + 1  # the rank only gives a lower bound of the size
     if launcher is None or expected is None or expected == size:
         return
     beside = Path(sys.executable).with_name("mpiexec")
@@ -250,11 +257,11 @@ def require_expected_world_size(size: int, environment: Environment, library: st
 
 
 def require_single_process_and_get_note(environ: Mapping[str, str] = os.environ) -> str:
-    """Raise LaunchError if variables declare this process one of several ranks, but do not say where to meet the
-    others.
+    """Raise LaunchError if environment variables declare this process one of several ranks, but do not say where the
+    ranks meet.
 
-    Return a note for the user if this is a single process in a Slurm job with more tasks, else "". SLURM_NTASKS does
-    not tell whether this process is one of several, since every process of an allocation has it.
+    Return a note for the user if this is a single process in a Slurm job with more tasks, else "". SLURM_NTASKS alone
+    does not mean that this process is one of several, because every process of an allocation has it.
     """
     size = environ.get("WORLD_SIZE", "")
     if environ.get("RANK", "").isdecimal() and size.isdecimal() and int(size) > 1:
@@ -272,7 +279,8 @@ def require_single_process_and_get_note(environ: Mapping[str, str] = os.environ)
 
 
 def _find_launcher(environ: Mapping[str, str]) -> LauncherInfo | None:
-    """Return the innermost launcher. For example, another launcher may have started torchrun or `fsdpx run`."""
+    """Return the launcher that started this process. If launchers are nested, such as torchrun inside of srun, return
+    the innermost one."""
     without_mpi = _find_launcher_without_mpi(environ)
     inside = without_mpi is not None and ("TORCHELASTIC_RUN_ID" in environ or environ.get("FSDPX_STORE"))
     launcher = without_mpi if inside else _find_mpi_launcher(environ) or without_mpi
@@ -298,8 +306,8 @@ def _find_mpi_launcher(environ: Mapping[str, str]) -> LauncherInfo | None:
 
 
 def _find_launcher_without_mpi(environ: Mapping[str, str]) -> LauncherInfo | None:
-    """Return the launcher described by the variables that torchrun, `fsdpx run` or the user has set for each
-    process."""
+    """Return the launcher that variables of torchrun, `fsdpx run` or the user describe for ranks without MPI, or None.
+    """
     rank, size = (_parse_count_variable(environ, name) for name in ("RANK", "WORLD_SIZE"))
     if rank is None or not size or _parse_rendezvous_store(environ) is None:
         return None
@@ -325,8 +333,7 @@ def _parse_rendezvous_store(environ: Mapping[str, str]) -> RendezvousStore | Non
 
 
 def read_secret(environ: Mapping[str, str] = os.environ) -> bytes:
-    """Return the secret that only the ranks of a job share (FSDPX_SECRET), as bytes. Return empty bytes if the variable
-    is not set.
+    """Return the secret that the ranks of a job share (FSDPX_SECRET), as bytes; b"" if the variable is not set.
 
     Raise LaunchError if it has fewer than `MIN_SECRET_CHARS` characters.
     """
@@ -341,26 +348,28 @@ def read_secret(environ: Mapping[str, str] = os.environ) -> bytes:
 
 
 def get_gloo_interface(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the network interface that the user wants Gloo to use (GLOO_SOCKET_IFNAME, which PyTorch reads)."""
+    """Return the name of the network interface that Gloo is to use (GLOO_SOCKET_IFNAME, which PyTorch reads as well);
+    "" if it is not set."""
     return environ.get("GLOO_SOCKET_IFNAME", "")
 
 
 def _list_missing_master_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return which of MASTER_ADDR and MASTER_PORT are missing or invalid."""
+    """Return those of the names MASTER_ADDR and MASTER_PORT whose variable is missing or invalid."""
     address, port = environ.get("MASTER_ADDR", "").strip(), _parse_count_variable(environ, "MASTER_PORT") or 0
     missing = [] if address else ["MASTER_ADDR"]
     return missing if 0 < port < 1 << 16 else [*missing, "MASTER_PORT (from 1 to 65535)"]
 
 
 def _parse_count_variable(environ: Mapping[str, str], variable: str) -> int | None:
-    """Return a number that a launcher sets. Return None if the variable is missing or not a number."""
+    """Return the number in an environment variable of a launcher. Return None if the variable is missing or not a
+    number."""
     text = environ.get(variable, "").strip()
     return int(text) if text.isdecimal() else None
 
 
 def _read_thread_count(environ: Mapping[str, str]) -> int | None:
-    """Return the number of BLAS threads that the user set, or None. Invalid values count as missing, since the
-    libraries ignore them."""
+    """Return the number of BLAS threads that the user has set, or None. Invalid values are ignored, as the libraries
+    do."""
     for variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
         text = environ.get(variable, "").strip()
         if text.isdecimal() and int(text) > 0:
@@ -378,34 +387,35 @@ def _read_positive_number(environ: Mapping[str, str], variable: str) -> int | No
 
 
 def describe_compiler_target(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the processor for which Numba is told to compile (NUMBA_CPU_NAME, NUMBA_CPU_FEATURES, NUMBA_OPT). Return
-    "" if none of these variables is set."""
+    """Return text that describes the processor for which Numba is told to compile (NUMBA_CPU_NAME, NUMBA_CPU_FEATURES,
+    NUMBA_OPT); "" if none of these variables is set."""
     return " ".join(environ.get(f"NUMBA_{name}", "") for name in ("CPU_NAME", "CPU_FEATURES", "OPT")).strip()
 
 
 def get_trace_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the folder for traces of training (FSDPX_TRACE), which is used if the script names none."""
+    """Return the folder for traces of training (FSDPX_TRACE), or None. It is used if the script does not set one."""
     return Path(environ["FSDPX_TRACE"]) if environ.get("FSDPX_TRACE") else None
 
 
 def get_record_folder_and_steps(environ: Mapping[str, str] = os.environ) -> tuple[Path, int] | None:
-    """Return the folder in which the values of all actions are recorded (FSDPX_RECORD), and for how many steps
-    (FSDPX_RECORD_STEPS). Return None if nothing is to be recorded."""
+    """Return the folder in which the values of all actions are recorded (FSDPX_RECORD), and the number of steps to
+    record (FSDPX_RECORD_STEPS). Return None if nothing is to be recorded."""
     if not environ.get("FSDPX_RECORD"):
         return None
     return Path(environ["FSDPX_RECORD"]), _parse_count_variable(environ, "FSDPX_RECORD_STEPS") or DEFAULT_RECORDED_STEPS
 
 
 def make_recording_environment(folder: Path, steps: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment for a run that records the values written by its actions."""
+    """Return environment variables for a run that records the values that its actions write, for `steps` steps in
+    `folder`."""
     return {**environ, "FSDPX_RECORD": str(folder), "FSDPX_RECORD_STEPS": str(steps)}
 
 
 def get_allocated_ranks_and_variable(environ: Mapping[str, str] = os.environ) -> tuple[int, str] | None:
-    """Return the number of ranks for which the scheduler made the allocation, and the variable that says so. Return
-    None without an allocation.
+    """Return the number of ranks for which the scheduler has allocated resources, and the name of the variable that
+    says so. Return None if there is no allocation.
 
-    If Slurm sets no number of tasks, there is one task per node.
+    If Slurm sets no number of tasks, one task per node is assumed.
     """
     if "SLURM_JOB_ID" in environ:
         nodes = _parse_count_variable(environ, "SLURM_NNODES") or 1
@@ -419,21 +429,21 @@ def get_allocated_ranks_and_variable(environ: Mapping[str, str] = os.environ) ->
 
 
 def is_single_host_job(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the job runs on a single host: its allocation has one host, or there is no allocation."""
+    """Return whether the job runs on a single host, because its allocation has one host or there is no allocation."""
     if "SLURM_JOB_ID" in environ:
         return _parse_count_variable(environ, "SLURM_NNODES") == 1
     return not find_scheduler(environ) and get_allocated_ranks_and_variable(environ) is None
 
 
 def find_hostfile_and_variable(environ: Mapping[str, str] = os.environ) -> tuple[Path, str] | None:
-    """Return the hostfile that the scheduler or the cluster's operator provides for this job, and the variable that
-    names it."""
+    """Return the path of the hostfile that the scheduler or the cluster provides for this job, and the name of the
+    variable that contains it. Return None if there is none."""
     known = ("PBS_NODEFILE", "HYDRA_HOST_FILE", "PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_hostfile")
     return next(((Path(environ[name]), name) for name in known if environ.get(name)), None)
 
 
 def list_environment_modules(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the names of the loaded environment modules."""
+    """Return the names of the environment modules that are loaded (`module load`)."""
     return [name for name in environ.get("LOADEDMODULES", "").split(":") if name]
 
 
@@ -443,20 +453,20 @@ def make_prepended_python_path(first: str, environ: Mapping[str, str] = os.envir
 
 
 def get_visible_gpus(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the GPUs that the launcher or the user makes visible to this process (CUDA_VISIBLE_DEVICES, which fsdpx
-    never sets). None means all GPUs."""
+    """Return the GPUs that are visible to this process (CUDA_VISIBLE_DEVICES, which fsdpx never sets). None means all
+    GPUs."""
     return environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def get_gpu_aware_mpi_setting(environ: Mapping[str, str] = os.environ) -> bool | None:
-    """Return whether GPU arrays are to be passed to MPI (FSDPX_GPU_AWARE_MPI). None means that they are passed only if
-    a probe shows that MPI accepts them."""
+    """Return whether GPU arrays are to be passed to MPI (FSDPX_GPU_AWARE_MPI). None means to find out by a probe
+    whether MPI accepts them."""
     text = environ.get("FSDPX_GPU_AWARE_MPI", "auto").strip().lower()
     return None if text == "auto" else _read_boolean(environ, "FSDPX_GPU_AWARE_MPI")
 
 
 def get_requested_mpi_library(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the MPI library that the user tells mpi4py to load (MPI4PY_LIBMPI), or None."""
+    """Return the path or name of the MPI library that mpi4py is told to load (MPI4PY_LIBMPI), or None."""
     return environ.get("MPI4PY_LIBMPI")
 
 

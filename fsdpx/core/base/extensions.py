@@ -1,6 +1,7 @@
-"""Extensions by name: the core imports an extension when its name is first used, and knows nothing else about it.
+"""Look up extensions by name. The core imports an extension when its name is first used, and knows nothing else about
+it.
 
-Packages of users add extensions by entry points, for example a name and `module:attribute` in the group `fsdpx.codec`.
+Other packages add extensions by entry points, for example a name and `module:attribute` in the group `fsdpx.codec`.
 """
 
 from __future__ import annotations
@@ -88,9 +89,9 @@ trainer : the function that implements a method of a trainer, or of `trainer.ins
 
 
 def find_extension(kind: str, name: str, optional: bool = False) -> Any:
-    """Import and return the extension of this name, or None if no extension is declared under it.
+    """Import and return the extension `name` of a kind such as "codec"; return None if no such extension is declared.
 
-    `optional`: return None as well if the files of the extension are missing.
+    If `optional` is true, also return None if the files of the extension are missing.
 
     Raises
     ------
@@ -107,7 +108,7 @@ def find_extension(kind: str, name: str, optional: bool = False) -> Any:
 def import_extension_module(module: str, what: str, optional: bool = False) -> Any:
     """Import and return a module of an extension.
 
-    If its files are missing, return None with `optional`; otherwise raise a ConfigError that begins with `what`.
+    If its files are missing, return None if `optional` is true; otherwise raise a ConfigError that begins with `what`.
     """
     try:
         return import_module(module)
@@ -115,7 +116,8 @@ def import_extension_module(module: str, what: str, optional: bool = False) -> A
         is_missing_module = f"{module}.".startswith(f"{error.name}.")
         if is_missing_module and optional:
             return None
-        if not is_missing_module and not str(error.name).startswith("fsdpx."):  # a library that the extension imports
+        # a library that the extension imports is missing, not the extension
+        if not is_missing_module and not str(error.name).startswith("fsdpx."):
             raise
         raise ConfigError(
             f"{what} is an extension whose files are missing: there is no {error.name}; install it again, or leave it "
@@ -124,7 +126,8 @@ def import_extension_module(module: str, what: str, optional: bool = False) -> A
 
 
 def load_extension(kind: str, name: str) -> Any:
-    """Import and return the extension of this name; raise ConfigError if no extension is declared under it."""
+    """Import and return the extension `name` of a kind such as "codec"; raise ConfigError if no such extension is
+    declared."""
     extension = find_extension(kind, name)
     if extension is None:
         raise ConfigError(f"unknown {kind} {name!r}: choose one of {', '.join(list_extensions(kind))}")
@@ -132,14 +135,16 @@ def load_extension(kind: str, name: str) -> Any:
 
 
 def list_extensions(kind: str) -> list[str]:
-    """Return the names of all extensions of a kind. Names that packages of users declare come last."""
+    """Return the names of all extensions of a kind such as "codec". Those of fsdpx come first, those of other packages
+    last."""
     return [*EXTENSIONS[kind], *_load_entry_points(kind)]
 
 
 @cache
 def _load_entry_points(kind: str) -> Mapping[str, str]:
-    """Return the extensions of this kind that installed packages declare, each as `module:attribute`, by name."""
-    from importlib.metadata import entry_points  # imported only here, since it slowly reads the folders of all packages
+    """Return the extensions of this kind that installed packages declare, as `module:attribute` by name."""
+    # imported here, because it reads the folders of all packages, which is slow
+    from importlib.metadata import entry_points
 
     return {
         point.name: point.value for point in entry_points(group=f"fsdpx.{kind}") if point.name not in EXTENSIONS[kind]

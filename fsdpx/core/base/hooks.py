@@ -1,9 +1,10 @@
-"""Hooks and signal handlers that fsdpx installs in the program's process. They also call the program's own hooks and
+"""Excepthooks and signal handlers that fsdpx installs in the user's process. They also call the user's own hooks and
 handlers, and are removed when they are no longer needed.
 
-Hooks stay installed while an owner holds them: a trainer of several processes, or a communicator that the program has
-opened. They are removed when the last owner releases them. If the program has since installed a hook on top of ours,
-its hook stays, and ours only passes calls on to the function that it replaced.
+Hooks stay installed while they have an owner: a trainer of several processes, or a communicator that the user's
+program has opened. They are removed when the last owner releases them. If the program has since installed a hook on
+top of a hook of fsdpx, the program's hook stays, and the hook of fsdpx only passes calls on to the function that it
+replaced.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ __all__ = [
 
 
 class _HookLink:
-    """A wrapper that replaces a function of a module. After `bypass`, it only calls the function that it replaced."""
+    """A wrapper that replaces a function of a module, such as `sys.excepthook`. After `bypass`, it only calls the
+    function that it replaced."""
 
     def __init__(self, former: Callable[..., Any], ours: Callable[..., Any]) -> None:
         update_wrapper(self, former, updated=())
@@ -48,22 +50,22 @@ class _HookLink:
 
 
 def _skip_bypassed_links(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function below all bypassed links."""
+    """Return the function that remains if wrappers that are bypassed are removed."""
     while isinstance(function, _HookLink) and function.is_bypassed:
         function = function.former
     return function
 
 
 class Hook:
-    """An attribute of a module that fsdpx replaces temporarily. `wrap` takes the current function and returns ours,
-    which calls it."""
+    """A function of a module that fsdpx replaces temporarily, such as `sys.excepthook`. `wrap` takes the current
+    function and returns the replacement, which calls it."""
 
     def __init__(self, module: ModuleType, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         self.module, self.name, self.wrap = module, name, wrap
         self._link: _HookLink | None = None
 
     def install(self) -> None:
-        """Install the hook on top, even if the program has installed its own hook over ours."""
+        """Install the hook so that it is called first, even if the program has installed its own hook over it."""
         target = getattr(self.module, self.name)
         if target is self._link:
             return
@@ -83,10 +85,12 @@ class Hook:
 
 @dataclass(frozen=True)
 class _Holder:
-    """An owner that holds the hooks.
+    """An owner of the hooks, which keeps them installed.
 
-    `comm`: weak reference to the communicator that ends all ranks. The reference is weak so that the communicator can
-    be freed with its owner. `end`: finalizer that runs when the owner is garbage-collected.
+    Attributes
+    ----------
+    comm : weak reference to the communicator that ends all ranks; weak so that it can be freed with its owner
+    end : finalizer that runs when the owner is garbage-collected
     """
 
     comm: weakref.ref[Any]
@@ -95,12 +99,12 @@ class _Holder:
 
 _hooks: list[Hook] = []
 _holders: dict[int, _Holder] = {}
-_lock = threading.RLock()  # reentrant: the garbage collector may run a finalizer in this thread at any time
+_lock = threading.RLock()  # reentrant, because the garbage collector may run a finalizer in this thread at any time
 _visit: ContextVar[list[Any] | None] = ContextVar("fsdpx_visit", default=None)
 
 
 def register_hooks(*hooks: Hook) -> None:
-    """Add hooks that are installed whenever an owner holds the hooks. Install them now if there is an owner."""
+    """Add hooks that are installed while there is an owner. If there is one already, install them at once."""
     with _lock:
         _hooks.extend(hooks)
         if _holders:
@@ -109,11 +113,11 @@ def register_hooks(*hooks: Hook) -> None:
 
 
 def install_hooks_for_owner(owner: Any, comm: Any, beyond_scope: bool = False) -> None:
-    """Install all hooks, and keep them until `owner` releases them or is garbage-collected, or until the enclosing
-    block of `releasing_hooks_after_block` ends.
+    """Install all hooks until `owner` releases them or is garbage-collected, or until the enclosing block of
+    `releasing_hooks_after_block` ends.
 
-    `comm`: the communicator whose `abort` ends all ranks. `beyond_scope`: whether to keep the hooks after the end of
-    that block.
+    `comm` is the communicator whose `abort` ends all ranks. If `beyond_scope` is true, the hooks stay installed after
+    the end of the block.
     """
     with _lock:
         known = id(owner) in _holders
@@ -129,7 +133,7 @@ def install_hooks_for_owner(owner: Any, comm: Any, beyond_scope: bool = False) -
 
 
 def release_hooks_of_owner(owner: Any) -> None:
-    """Release the hooks that `owner` holds, if any. The last release removes them."""
+    """Remove `owner` from the owners of the hooks. When the last owner is removed, the hooks are uninstalled."""
     with _lock:
         holder = _holders.get(id(owner))
         if holder is not None:
@@ -146,14 +150,13 @@ def _drop_holder_and_unused_hooks(key: int) -> None:
 
 
 def find_communicator_to_abort() -> Any:
-    """Return the communicator whose `abort` ends all ranks, that of the newest owner of hooks. Return None if there is
-    no owner."""
+    """Return the communicator whose `abort` ends all ranks, which is that of the newest owner of hooks, or None."""
     comms = [holder.comm() for holder in list(_holders.values())]
     return next((comm for comm in reversed(comms) if comm is not None), None)
 
 
 class _ExceptionHolder:
-    """Owner of hooks that lives as long as the exception to which it is attached."""
+    """An owner of the hooks that is attached to an exception and lives as long as the exception."""
 
     def __init__(self, comm: Any) -> None:
         self.comm = comm
@@ -161,7 +164,7 @@ class _ExceptionHolder:
 
 @contextmanager
 def releasing_hooks_after_block() -> Iterator[None]:
-    """Release, at the end of the block, the hooks of all owners that were added inside it.
+    """Return a context manager that, at its end, releases the hooks of all owners that were added inside it.
 
     If an exception leaves the block, the exception owns the hooks instead, so that all ranks end if nobody catches it.
     """
@@ -173,7 +176,7 @@ def releasing_hooks_after_block() -> Iterator[None]:
         comm = find_communicator_to_abort()
         if begun and comm is not None:
             held = _ExceptionHolder(comm)
-            with suppress(AttributeError):  # an exception without a __dict__
+            with suppress(AttributeError):  # some exceptions have no __dict__
                 error._fsdpx_held = held  # type: ignore[attr-defined]
                 install_hooks_for_owner(held, comm)
                 begun.pop()
@@ -188,17 +191,16 @@ _observers: list[Callable[[int, str], object]] = []
 
 
 def add_exit_listener(listener: Callable[[int, str], object]) -> None:
-    """Register a function to be called as `listener(status, error)` before this rank ends all others.
-
-    `error` is the name of the exception that is the reason, or "".
-    """
+    """Register a function that is called as `listener(status, error)` before this rank ends all other ranks. `error`
+    is the name of the exception that is the reason, or ""."""
     _observers.append(listener)
 
 
 def notify_exit_listeners(status: int, error: str = "") -> None:
-    """Call the listeners of `add_exit_listener` with the exit status of this process."""
+    """Call the functions registered by `add_exit_listener`. `status` is the exit status of this process, and `error`
+    the name of its exception, or ""."""
     for listener in _observers:
-        with suppress(OSError):  # a full disk must not keep the job from ending
+        with suppress(OSError):  # the job must end even if a listener fails because of a full disk
             listener(status, error)
 
 
@@ -212,11 +214,14 @@ _sigaction = getattr(ctypes.CDLL(None), "sigaction", None) if os.name == "posix"
 
 @dataclass(frozen=True)
 class SignalHandler:
-    """The current handler of a signal.
+    """A handler of a signal that can be restored later.
 
-    `function`: the handler known to Python. `record`: the system's `struct sigaction`, which begins with the address of
-    the handler. The record is needed because Python does not see handlers set by C code, and is empty if the system has
-    no `sigaction`.
+    Attributes
+    ----------
+    number : the signal
+    function : the handler known to Python
+    record : the system's `struct sigaction`, which begins with the address of the handler. It is needed because Python
+        does not see handlers set by C code. Empty if the system has no `sigaction`
     """
 
     number: signal.Signals
@@ -230,9 +235,11 @@ class SignalHandler:
         return cls(number, signal.getsignal(number), record.raw if known else b"")
 
     def is_needed_by_program(self) -> bool:
-        """Return whether the program relies on its own handling of the signal. This is so for HUP if the program's
-        parent has set HUP to be ignored (nohup), and for QUIT if C code, such as faulthandler's stack dump, handles
-        QUIT."""
+        """Return whether this handler must not be replaced, because the user's program relies on it.
+
+        This is so for HUP if it is ignored (nohup), and for QUIT if C code handles it, such as faulthandler's stack
+        dump.
+        """
         if self.number.name == "SIGHUP":
             return self.function is signal.SIG_IGN
         address = int.from_bytes(self.record[: ctypes.sizeof(ctypes.c_void_p)], sys.byteorder)
@@ -240,12 +247,12 @@ class SignalHandler:
         return self.number.name == "SIGQUIT" and of_c
 
     def call_handler(self, frame: Any) -> None:
-        """Call the program's own handler, if it is a Python function other than the default one."""
+        """Call the handler, if it is a Python function other than Python's default handler of interrupts."""
         if callable(self.function) and self.function is not signal.default_int_handler:
             self.function(int(self.number), frame)
 
     def restore(self, ours: Any) -> None:
-        """Restore this handler, unless a function other than `ours` has been installed since."""
+        """Install this handler again, unless a function other than `ours` is installed now."""
         if signal.getsignal(self.number) != ours:
             return
         signal.signal(self.number, signal.SIG_DFL if self.function is None else self.function)

@@ -1,4 +1,4 @@
-"""Names of a package that are imported when first used, declared in one place for both type checkers and Python."""
+"""Lazy imports of packages: names are imported when first used, and declared once for both type checkers and Python."""
 
 import ast
 import sys
@@ -10,7 +10,8 @@ __all__ = ["LazyMethod", "make_lazy_attributes"]
 
 
 def make_lazy_attributes(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return `__getattr__`, `__dir__` and `__all__` for a package, made from the imports in its own source.
+    """Make the functions `__getattr__` and `__dir__` and the list `__all__` of a package from the imports in its
+    source.
 
     Every `from MODULE import NAME as NAME` in its `__init__.py` declares a name; names declared under `if
     TYPE_CHECKING` are imported when first used. `NAME: TYPE` declares a callable subpackage and its type for checkers.
@@ -38,14 +39,14 @@ def make_lazy_attributes(package: str) -> tuple[Callable[[str], Any], Callable[[
         inside = getattr(home, name, home)
         imported = (
             import_extension_module(f"{homes[name]}.{name}", full_name) if inside is home else inside
-        )  # the name is a submodule of a package
+        )  # the name may be that of a submodule
         return vars(module).setdefault(name, imported)
 
     return import_name, names.copy, names
 
 
 def _map_names_to_modules(package: str, source: str) -> dict[str, str]:
-    """Return the module of each name that the source of a package declares."""
+    """Return the module from which each name is imported that the source of a package declares."""
     homes: dict[str, str] = {}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -56,11 +57,11 @@ def _map_names_to_modules(package: str, source: str) -> dict[str, str]:
 
 
 class LazyMethod:
-    """A method whose function is imported from another module when the method is first used.
+    """A descriptor for a method whose function is imported from another module when it is first used.
 
     Parameters
     ----------
-    function : "module:name"
+    function : "module:name" of the function
     """
 
     def __init__(self, function: str) -> None:

@@ -1,4 +1,4 @@
-"""Messages to the user, through one logger, and progress reports of slow tasks."""
+"""Messages to the user through one logger, and progress reports of slow tasks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ total."""
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Handler that writes each line at once, with a single call, to the current standard error."""
+    """A log handler that writes each line with a single call to the current `sys.stderr`, so that lines of several
+    ranks are not mixed."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -53,25 +54,25 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
 
 LOGGER = logging.getLogger("fsdpx")
 """Logger of all messages; `logging.getLogger("fsdpx").handlers` may be replaced."""
-if not LOGGER.handlers and LOGGER.level == logging.NOTSET:  # else the program has configured the logger
+if not LOGGER.handlers and LOGGER.level == logging.NOTSET:  # otherwise the user's program has configured the logger
     LOGGER.addHandler(_StderrHandler())
     LOGGER.setLevel(logging.INFO)
     LOGGER.propagate = False
 
 
 def log_line(text: str) -> None:
-    """Log a line, by default to standard error."""
+    """Log one line of text to the logger of fsdpx, which by default writes to standard error."""
     LOGGER.info("%s", text)
 
 
 def log_on_rank0(who: Any, text: str) -> None:
-    """Log a line if `who`, a trainer's call runner or a communicator, belongs to rank 0."""
+    """Log one line of text on rank 0 only. `who` is a trainer's call runner or a communicator, which knows the rank."""
     if who.rank == 0:
         log_line(f"fsdpx: {text}")
 
 
 def flush_and_write_stderr(text: str = "") -> None:
-    """Flush the output of this rank and write `text` to standard error, before this rank ends all others.
+    """Flush standard output and write `text` to standard error, before this rank ends all other ranks.
 
     Errors are ignored, because the ranks must end even if the stream is missing or closed, or its disk is full.
     """
@@ -86,7 +87,7 @@ def flush_and_write_stderr(text: str = "") -> None:
 
 
 def is_stderr_terminal() -> bool:
-    """Return whether standard error is a terminal. Return False if the process has no standard error."""
+    """Return whether standard error is a terminal; False if the process has no standard error."""
     with suppress(Exception):
         return bool(sys.stderr.isatty())
     return False
@@ -96,13 +97,17 @@ def is_stderr_terminal() -> bool:
 def reporting_if_slow(
     enabled: bool, what: str, outcome: Callable[[], str] | None = str
 ) -> Iterator[ProgressCallback]:
-    """Report the block if it takes longer than `SILENCE_SECONDS`: first the task, and at the end how long it took.
+    """Return a context manager that logs the task `what` if it takes longer than `SILENCE_SECONDS`, and its duration
+    at the end.
 
-    `enabled`: if False, report nothing and start no thread, since a simulated rank may lack the memory for one.
-    `outcome()` is appended to the last line; None: there is no last line, because a result follows.
+    It yields a function (done, total) by which the task reports its progress. On a terminal, the progress is updated
+    in place; elsewhere it is printed as a few lines, at intervals that triple each time.
 
-    Yields a function (done, total) by which the block reports its progress. On a terminal, the progress is updated in
-    place; elsewhere it is printed as a few lines, at intervals that triple each time.
+    Parameters
+    ----------
+    enabled : False: report nothing and start no thread, since a simulated rank may lack the memory for one
+    what : name of the task
+    outcome : returns text that is appended to the last line; None: there is no last line, because a result follows
     """
     if not enabled:
         yield lambda *reached: None
@@ -119,7 +124,7 @@ def reporting_if_slow(
 
 
 class SlowTaskReporter:
-    """Reporter of a slow task. A timer shows the task first. Later updates of the progress show the task again."""
+    """Shows the progress of a slow task: first when a timer fires, then whenever progress is reported."""
 
     def __init__(self, what: str) -> None:
         self.what, self.reached, self.again = what, "", 0.0
@@ -158,16 +163,17 @@ def format_bytes(n: float) -> str:
 
 
 def format_count(number: int, word: str, plural: str = "s") -> str:
-    """Return "1 rank" or "2 ranks"."""
+    """Return a number with a word in singular or plural, such as "1 rank" or "2 ranks"."""
     return f"{number:,} {word}{plural * (number != 1)}"
 
 
 def format_table(rows: Sequence[tuple[str, ...]], text: bool = False) -> str:
-    """Return the rows as text, with a rule below the first row. The first column is left-aligned, the other columns are
-    right-aligned.
+    """Format rows as a text table with a rule below the first row. The first column is left-aligned, all other columns
+    are right-aligned.
 
-    text: whether the last column is left-aligned text. If the table would then exceed `COLUMNS`, this text is placed
-    below each row, so that no cell is broken."""
+    If `text` is true, the last column is left-aligned text. If the table would then be wider than `COLUMNS`, this text
+    is placed below each row, so that no cell is broken.
+    """
     cut = len(rows[0]) - text
     widths = [max(len(row[i]) for row in rows) for i in range(cut)]
     lines = [_format_row(row[:cut], widths) for row in rows]
@@ -183,8 +189,8 @@ def format_table(rows: Sequence[tuple[str, ...]], text: bool = False) -> str:
 
 
 def wrap_lines(text: str, columns: int = COLUMNS) -> str:
-    """Return the text with lines of at most `columns` characters. A longer line continues below the column in which its
-    value begins."""
+    """Wrap text to at most `columns` characters per line. In a line of label and value, the continuation is indented
+    to the column of the value."""
     lines = []
     for line in escape_control(text).splitlines():
         label = re.match(r"\s*\S+(?: \S+)*\s{2,}", line)
@@ -194,8 +200,8 @@ def wrap_lines(text: str, columns: int = COLUMNS) -> str:
 
 
 def wrap_for_terminal(text: str, stream: TextIO | None = None) -> str:
-    """Return the text with lines that fit into the terminal if `stream` (default: standard output) is one, or a rank's
-    pipe to the terminal of its launcher."""
+    """Wrap text to the width of the terminal, if `stream` (default: standard output) is a terminal or the output of a
+    rank that its launcher forwards. Otherwise return it unchanged."""
     if (stream or sys.stdout).isatty() or environment.read_environment().launcher is not None:
         return wrap_lines(text, shutil.get_terminal_size().columns)
     return text
@@ -207,13 +213,13 @@ def _format_row(cells: tuple[str, ...], widths: list[int]) -> str:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Return "rank 3" or "ranks 0, 2"."""
+    """Return rank numbers as text, such as "rank 3" or "ranks 0, 2"."""
     numbers = sorted(ranks)
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def shorten_value(value: Any) -> str:
-    """Return a value as one line of text, for errors."""
+    """Return a value as one short line of text, for error messages."""
     try:
         first, *more = repr(value).splitlines() or [""]
     except Exception as error:

@@ -1,4 +1,5 @@
-"""Names from other libraries and their equivalents in fsdpx: one table for all errors about unknown names."""
+"""Suggestions for unknown names: one table of names from other libraries and their equivalents in fsdpx, for all
+errors."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import fields
@@ -140,8 +141,8 @@ _OTHERS = {word.lower().translate(_PLAIN): ours for word, ours in NAMES_ELSEWHER
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return a hint at what an unknown word may mean, as the end of a sentence. The hint is the equivalent of the word
-    in fsdpx, or the most similar of the `known` words. Return "" if there is neither."""
+    """Return a suggestion for an unknown word, as the end of a sentence: its equivalent in fsdpx, or the most similar
+    of the `known` words. Return "" if there is neither."""
     ours = _OTHERS.get(word.rpartition(".")[2].lower().translate(_PLAIN))
     if ours is not None:
         return f"; here that is {ours}"
@@ -150,13 +151,15 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def make_attribute_error(module: str, name: str, known: Iterable[str]) -> AttributeError:
-    """Return the AttributeError for a name that a module does not have, with a hint at what was probably meant."""
+    """Return the AttributeError for a name that a module does not have, with a suggestion of what was probably meant.
+    """
     hint = "" if name.startswith("_") else did_you_mean(name, known)
     return AttributeError(f"module {module!r} has no attribute {name!r}{hint}", name=name)
 
 
 def require_known_options(call: str, options: Iterable[str], known: Iterable[str]) -> None:
-    """Raise ConfigError for an option that a call does not have, with a hint at what was probably meant."""
+    """Raise ConfigError for an option that the function `call` does not have, with a suggestion of what was probably
+    meant."""
     known = list(known)
     for name in options:
         if name not in known:
@@ -166,9 +169,12 @@ def require_known_options(call: str, options: Iterable[str], known: Iterable[str
 
 
 def wrap_constructor_with_option_check(cls: type[T]) -> type[T]:
-    """Make the constructor of a dataclass raise ConfigError for an argument that does not fit its type hint, and for an
-    unknown option. The error for an unknown option suggests what was probably meant, and so does the error for
-    parameters that an optimizer is given as in PyTorch. Return the class."""
+    """Make the constructor of a dataclass raise ConfigError for an unknown option or an argument that does not fit its
+    type hint. Return the class.
+
+    The error for an unknown option suggests what was probably meant. So does the error for an optimizer that is given
+    parameters, as in PyTorch.
+    """
     known = [field.name for field in fields(cls) if field.init]  # type: ignore[arg-type]
     checked_init = wrap_with_argument_check(cls.__init__, cls.__name__)
 
@@ -187,9 +193,11 @@ _REST = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
 
 
 def wrap_with_option_check(function: Callable[P, T], when: Literal["after", "failed"] = "after") -> Callable[P, T]:
-    """Wrap a function or an `__init__` to raise ConfigError for an argument that does not fit its type hint, and for an
-    unknown option. The error for an unknown option suggests what was probably meant. `when` is the argument of
-    `wrap_with_argument_check`."""
+    """Wrap a function or an `__init__` to raise ConfigError for an unknown option or an argument that does not fit its
+    type hint. The error for an unknown option suggests what was probably meant.
+
+    `when` is passed to `wrap_with_argument_check`.
+    """
     name, named = function.__qualname__.removesuffix(".__init__"), signature(function).parameters
     taken = [one for one, parameter in named.items() if parameter.kind not in _REST]
     known = [one for one in taken if one not in ("self", "trainer")]
@@ -204,8 +212,8 @@ def wrap_with_option_check(function: Callable[P, T], when: Literal["after", "fai
 
 
 def parse_patterns(argument: str, given: Any) -> tuple[str, ...]:
-    """Return the name patterns passed for an argument as a tuple. A string is a single pattern. Raise ConfigError for
-    any other value."""
+    """Return the name patterns that were passed for `argument` as a tuple. A string is a single pattern. Raise
+    ConfigError for any other value."""
     if isinstance(given, str):
         return (given,)
     if not isinstance(given, Collection) or isinstance(given, Mapping) or not all(isinstance(p, str) for p in given):
@@ -217,8 +225,8 @@ def require_pattern_matches(
     argument: str, patterns: Iterable[str], names: Iterable[str], what: str = "parameter",
     fits: Callable[[str, str], bool] = fnmatchcase, kind: type[FsdpxError] = ConfigError,
 ) -> None:  # fmt: skip
-    """Raise an error for a pattern that matches none of the names. The error contains the argument, the pattern and the
-    most similar names.
+    """Raise an error if one of the patterns matches none of the names. The error contains the argument, the pattern
+    and the most similar names.
 
     Parameters
     ----------

@@ -1,5 +1,5 @@
-"""Checks of options. A field of a dataclass is declared together with its valid values, and its value is checked before
-the dataclass is used."""
+"""Checks of options: a dataclass field is declared together with a check of its values, which runs before the
+dataclass is used."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ def is_positive_number(value: object) -> bool:
 
 
 def make_min_int_predicate(minimum: int) -> Callable[[Any], bool]:
-    """Return a function that returns whether its argument is an integer of at least `minimum`."""
+    """Return a function that checks whether its argument is an integer of at least `minimum`."""
     return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 def is_bool(value: Any) -> bool:
-    """Return whether a value is True or False."""
+    """Return whether `value` is True or False."""
     return value is True or value is False
 
 
 def make_option_field(default: Any, fits: Callable[[Any], bool], description: str) -> Any:
     """Return a dataclass field for an option of `distribute`. `fits` returns whether a value is valid, and
-    `description` says in words which values are valid. None is valid if it is the default."""
+    `description` says in words which values are. None is also valid if it is the default."""
     return field(default=default, metadata={"fits": fits, "words": description})
 
 
 def require_valid_options(owner: Any) -> None:
-    """Raise ConfigError if a field made by `make_option_field` has an invalid value."""
+    """Raise ConfigError if a field of `owner` that was made by `make_option_field` has an invalid value."""
     for option_field in fields(owner):
         value, fits = getattr(owner, option_field.name), option_field.metadata.get("fits")
         if fits is not None and not (value is None and option_field.default is None) and not fits(value):
@@ -45,5 +45,5 @@ def require_valid_options(owner: Any) -> None:
 
 
 def get_field_values(dataclass_type: type[Any], owner: Any) -> dict[str, Any]:
-    """Return the values of `owner` for the fields of the dataclass `dataclass_type`, by name."""
+    """Return the attributes of `owner` that are fields of the dataclass `dataclass_type`, as a dict by name."""
     return {one.name: getattr(owner, one.name) for one in fields(dataclass_type)}

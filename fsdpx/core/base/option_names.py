@@ -1,6 +1,7 @@
-"""Types of options. The stub next to this file declares their values for type checkers and editors.
+"""Types of options that are names. The stub next to this file declares their possible values for type checkers and
+editors.
 
-At run time each type is `str`, because packages of users can add names (`fsdpx.core.base.extensions`). The call that
+At run time each type is `str`, because other packages can add names (`fsdpx.core.base.extensions`). The call that
 looks up a name knows all names, so its error for an unknown name is more helpful.
 """
 

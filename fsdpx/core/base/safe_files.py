@@ -1,11 +1,11 @@
-"""Safe access to files that others may have written: which files are trusted, how they are opened, and how new ones are
-created.
+"""Safe access to files that other users may have written: which files are trusted, how they are opened, and how new
+ones are created.
 
 There are two kinds of files. *Own* files are caches, records, notes, markers and locks that fsdpx itself wrote. They
 are opened without following links, and must be regular files that this user or root owns and that no other user can
 write. *Input* files are named by the user, such as a model or a checkpoint. They may belong to another user and be
-reached through links, but must be regular files too. Both kinds have a maximum size. Opening a file never blocks on the
-other end of a pipe.
+reached through links, but must be regular files too. Both kinds have a maximum size. Opening a file never blocks on
+the other end of a pipe.
 
 A file that breaks these rules raises `Untrusted`. A caller that can recreate the file ignores it with one warning
 (`warn_file_ignored`).
@@ -57,22 +57,21 @@ _ESCAPES = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|u([dD][89a-fA-F].
 
 
 class Untrusted(OSError):
-    """A file or folder exists but breaks the rules of this module. The message names it and the reason."""
+    """Error for a file or folder that exists but breaks the safety rules of this module. The message names it and the
+    reason."""
 
 
 def expanduser(path: str | os.PathLike[str]) -> Path:
-    """Return a path with ~ expanded to the user's home folder, as a shell does. Raise ConfigError for a value that is
-    not a path."""
+    """Return a path in which ~ is replaced by the user's home folder, as in a shell. Raise ConfigError for a value
+    that is not a path."""
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"{path!r} is not a path: give a string or a pathlib.Path")
     return Path(os.path.expanduser(path))
 
 
-# -- reading ---------------------------------------------------------------------------------------------------------
-
-
 def open_file(path: str | os.PathLike[str], max_bytes: int | None = None, ours: bool = True) -> BinaryIO:
-    """Return a file opened for reading; raise `Untrusted` if it breaks the rules, OSError if it cannot be opened.
+    """Open a file for reading after checking that it is safe. Raise `Untrusted` if it is not, and OSError if it cannot
+    be opened.
 
     Parameters
     ----------
@@ -80,7 +79,8 @@ def open_file(path: str | os.PathLike[str], max_bytes: int | None = None, ours: 
     max_bytes : maximum size in bytes; None: any size
     ours : whether fsdpx itself wrote the file; otherwise it is input of the user
     """
-    before = os.lstat(path) if ours else os.stat(path)  # opening a device can have side effects
+    # check the status first, because opening a device can have side effects
+    before = os.lstat(path) if ours else os.stat(path)
     _require_safe_file(path, before, max_bytes, ours)
     file = os.open(path, os.O_RDONLY | _SAFELY | (_NO_LINK if ours else 0))
     try:
@@ -92,14 +92,14 @@ def open_file(path: str | os.PathLike[str], max_bytes: int | None = None, ours: 
 
 
 def resolve_open_file(file: BinaryIO, path: Path) -> Path:
-    """Return the real path of an open file, with links resolved. If the system cannot tell, resolve `path`, by which it
-    was opened."""
+    """Return the real path of an open file, with links resolved. If the system cannot tell, resolve `path`, with which
+    it was opened."""
     real_path = Path(f"/proc/self/fd/{file.fileno()}")
     return (real_path if real_path.exists() else path).resolve()
 
 
 def read_file(path: str | os.PathLike[str], max_bytes: int = MAX_RECORD_BYTES, ours: bool = True) -> bytes:
-    """Return the content of a file of at most `max_bytes` bytes, opened by `open_file`."""
+    """Return the content of a file of at most `max_bytes` bytes, after the checks of `open_file`."""
     with open_file(path, max_bytes, ours) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
@@ -108,8 +108,8 @@ def read_file(path: str | os.PathLike[str], max_bytes: int = MAX_RECORD_BYTES, o
 
 
 def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_RECORD_BYTES, ours: bool = True) -> Any:
-    """Return the value in a JSON file. Raises the errors of `read_file`, and ValueError for invalid JSON, with file,
-    line and byte."""
+    """Return the parsed content of a JSON file. Raise the errors of `read_file`, and ValueError, with file, line and
+    byte, for invalid JSON."""
     data = read_file(path, max_bytes, ours)
     try:
         return parse_json(data)
@@ -118,8 +118,8 @@ def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_RECORD_BYTES, o
 
 
 def read_if_trusted(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> bytes | None:
-    """Return the content of an own file. Return None if the file is missing, or, after one warning, if it breaks the
-    rules."""
+    """Return the content of a file that fsdpx wrote itself. Return None if the file is missing or, after one warning,
+    if it is not safe."""
     try:
         return read_file(path, max_bytes)
     except Untrusted as error:
@@ -130,12 +130,12 @@ def read_if_trusted(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> bytes | No
 
 
 def describe_read_error(error: Exception, path: str | os.PathLike[str]) -> str:
-    """Return the message about a file that could not be read: its path, named once, and the reason."""
+    """Return an error message with the path of a file that could not be read, once, and the reason."""
     return str(error) if isinstance(error, Untrusted) else f"{path}: {getattr(error, 'strerror', None) or error}"
 
 
 def warn_file_ignored(error: Exception, path: Path | None = None) -> None:
-    """Warn, once per process and folder, that a file is ignored. `path` is the file if the error does not name it."""
+    """Warn that a file is ignored, once per process and folder. Pass `path` if the error does not contain the path."""
     text = f"{error}" if path is None else f"{path}: {error}"
     key = _PATH_END.split(text, maxsplit=1)[0].rpartition(os.sep)[0]
     if key not in _warned:
@@ -144,8 +144,8 @@ def warn_file_ignored(error: Exception, path: Path | None = None) -> None:
 
 
 def _require_safe_file(path: str | os.PathLike[str], status: os.stat_result, max_bytes: int | None, ours: bool) -> None:
-    """Raise `Untrusted` unless this is a regular file of at most `max_bytes` bytes, and, if `ours`, only this user or
-    root can write it."""
+    """Raise `Untrusted` unless this is a regular file of at most `max_bytes` bytes. If `ours` is true, also require
+    that only this user or root can write it."""
     if stat.S_ISLNK(status.st_mode):
         raise Untrusted(f"{path} is a link, which is not followed here")
     if not stat.S_ISREG(status.st_mode):
@@ -168,11 +168,8 @@ def _require_owner_and_mode(
         raise Untrusted(f"{path} can {fault} others (mode {stat.S_IMODE(status.st_mode):04o})")
 
 
-# -- JSON ------------------------------------------------------------------------------------------------------------
-
-
 def parse_json(data: bytes) -> Any:
-    """Return the value of a JSON text, in time linear in its length.
+    """Parse JSON text, in time linear in its length.
 
     Raise ValueError if it is not valid JSON, if an object has duplicate names, if lists and objects are nested more
     than 64 deep, if an integer has more than 64 digits, or if a string cannot be encoded, such as half of a surrogate
@@ -193,13 +190,13 @@ def parse_json(data: bytes) -> Any:
 
 
 def describe_json_error(error: ValueError, data: bytes, line: int = 1) -> str:
-    """Return where and why `parse_json` rejected the bytes `data`: "line 3, byte 7: ...". `line` is the line number at
-    which `data` begins."""
+    """Return text that says where and why `parse_json` rejected `data`, such as "line 3, byte 7: ...". `line` is the
+    number of the first line of `data`."""
     position, why = 0, str(error)
     if isinstance(error, UnicodeDecodeError):
         position, why = error.start, f"0x{data[error.start]:02x} is not UTF-8: {error.reason}"
     elif isinstance(error, json.JSONDecodeError):
-        end = len(data.rstrip())  # report a missing end on the last line, not on an empty one after it
+        end = len(data.rstrip())  # report missing text on the last line, not on an empty line after it
         position, why = min(len(error.doc[: error.pos].encode()), end), error.msg
     else:
         position = next((found.start() for found in _ESCAPES.finditer(data) if found[1]), 0)
@@ -208,8 +205,8 @@ def describe_json_error(error: ValueError, data: bytes, line: int = 1) -> str:
 
 
 def require_json_fields(value: Any, types: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `value` if it is an object with exactly the names of `types`, each with a value of its type or of one of
-    its types. Otherwise raise ValueError. A bool does not count as an int."""
+    """Return `value` if it is a JSON object with exactly the names in `types`, each with a value of its type.
+    Otherwise raise ValueError. A bool does not count as an int."""
     if not isinstance(value, dict) or value.keys() != types.keys():
         raise ValueError(f"it is not an object with the names {', '.join(types)}")
     for name, kind in types.items():
@@ -220,7 +217,7 @@ def require_json_fields(value: Any, types: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _make_dict_of_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the dict of a JSON object; raise ValueError if a name occurs twice."""
+    """Return the dict for a JSON object; raise ValueError if a name occurs twice."""
     values_by_key = dict(pairs)
     if len(values_by_key) < len(pairs):
         seen = set[str]()
@@ -238,8 +235,8 @@ def _parse_json_int(digits: str) -> int:
 
 
 def _refuse_deep_nesting(value: Any) -> None:
-    """Raise ValueError if the nesting is too deep. The check proceeds level by level, since recursion could overflow
-    the stack."""
+    """Raise ValueError if lists and objects are nested too deep. Proceeds level by level, since recursion could
+    overflow the stack."""
     level = [value]
     for _ in range(MAX_JSON_DEPTH + 1):
         inner = [part for part in level if isinstance(part, dict | list)]
@@ -248,18 +245,15 @@ def _refuse_deep_nesting(value: Any) -> None:
         raise ValueError(f"lists and objects in it are nested more than {MAX_JSON_DEPTH} deep")
 
 
-# -- folders ---------------------------------------------------------------------------------------------------------
-
-
 def can_write_folder(path: Path) -> bool:
-    """Return whether files can be created in a folder, which need not exist yet."""
+    """Return whether files can be created in a folder, or the folder itself if it does not exist yet."""
     nearest = next(folder for folder in (path, *path.parents) if os.path.exists(folder))
     return nearest.is_dir() and os.access(nearest, os.W_OK)
 
 
 def make_folder(path: Path, private: bool = True) -> Path:
-    """Return the folder; create it and its parents if it does not exist. Raise `Untrusted` if a private folder is not
-    owned by this user.
+    """Create a folder and its parents if necessary, and return it. Raise `Untrusted` if a private folder belongs to
+    another user.
 
     Parameters
     ----------
@@ -272,7 +266,7 @@ def make_folder(path: Path, private: bool = True) -> Path:
     while missing and not missing[-1].parent.exists():
         missing.append(missing[-1].parent)
     for parent in reversed(missing):
-        with suppress(FileExistsError):  # another rank has just created it
+        with suppress(FileExistsError):  # another rank may have just created the folder
             os.mkdir(parent, 0o700 if private else 0o755)
     if private:
         require_private_folder(path)
@@ -280,8 +274,8 @@ def make_folder(path: Path, private: bool = True) -> Path:
 
 
 def require_private_folder(path: Path) -> None:
-    """Raise `Untrusted` unless the path is a folder, not a link to one, that this user owns and no other user can
-    enter."""
+    """Raise `Untrusted` unless `path` is a folder that this user owns and no other user can enter. A link to a folder
+    is not accepted."""
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode):
         raise Untrusted(f"{path} is a link or a file where a folder should be")
@@ -289,43 +283,40 @@ def require_private_folder(path: Path) -> None:
 
 
 def is_own_folder(path: Path) -> bool:
-    """Return whether a path is a folder, not a link to one, that this user owns."""
+    """Return whether `path` is a folder that this user owns. A link to a folder does not count."""
     with suppress(OSError):
         return stat.S_ISDIR(os.lstat(path).st_mode) and is_owned_by_user(path)
     return False
 
 
 def is_owned_by_user(path: Path) -> bool:
-    """Return whether this user owns the path. For a link, return whether this user owns the link itself."""
-    with suppress(OSError):  # the path has just been removed
+    """Return whether this user owns the file, folder or link at `path`. For a link, its target does not matter."""
+    with suppress(OSError):  # the path may have just been removed
         return not _POSIX or os.lstat(path).st_uid == os.geteuid()
     return False
 
 
 def remove_own_folder(path: Path) -> None:
-    """Remove a folder owned by this user and everything in it, without following links. Do nothing if the path is
+    """Remove a folder that this user owns, with everything in it, without following links. Do nothing if `path` is
     anything else."""
     if is_own_folder(path):
         shutil.rmtree(path, ignore_errors=True)
 
 
-# -- writing ---------------------------------------------------------------------------------------------------------
-
-
 def create_file(path: Path, mode: int = PRIVATE) -> int:
-    """Create a file and return its descriptor, open for reading and writing. Raise FileExistsError if the path exists,
-    even as a link."""
+    """Create a file and return its file descriptor, open for reading and writing. Raise FileExistsError if anything
+    exists at `path`, even a link."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFELY | _NO_LINK, mode)
 
 
 def open_unnamed_file(folder: str | os.PathLike[str]) -> int:
-    """Return the descriptor of a new file, open for reading and writing, that is deleted when the last process closes
-    it.
+    """Create a file that is deleted when the last process closes it. Return its file descriptor, open for reading and
+    writing.
 
     If the system cannot create a file without a name, the file has a name briefly, while it is empty.
     """
     if hasattr(os, "O_TMPFILE"):
-        with suppress(OSError):  # a file system without O_TMPFILE
+        with suppress(OSError):  # some file systems do not support O_TMPFILE
             return os.open(folder, os.O_TMPFILE | os.O_RDWR | _SAFELY, PRIVATE)
     path = make_temporary_path(folder)
     file = create_file(path)
@@ -334,13 +325,13 @@ def open_unnamed_file(folder: str | os.PathLike[str]) -> int:
 
 
 def make_temporary_path(folder: str | os.PathLike[str]) -> Path:
-    """Return a path for a file that has a name only briefly. If the process is killed during that time, the empty file
-    remains."""
+    """Return an unused path for a file that has a name only briefly. If the process is killed during that time, an
+    empty file remains."""
     return Path(folder, f"{TEMPORARY_PREFIX}{os.urandom(8).hex()}")
 
 
 def create_marker(path: Path) -> bool:
-    """Create an empty file and return True; return False if the path exists."""
+    """Create an empty marker file and return True; return False if `path` already exists."""
     with suppress(FileExistsError):
         os.close(create_file(path))
         return True
@@ -348,8 +339,8 @@ def create_marker(path: Path) -> bool:
 
 
 def write_file(path: Path, data: bytes | str, mode: int = PRIVATE) -> None:
-    """Write a file atomically: either all of it exists or nothing. Replace anything that exists at the path, even a
-    link."""
+    """Write a file atomically, so that readers never see a part of it. Anything that exists at `path`, even a link, is
+    replaced."""
     partial = path.with_name(f"{path.name}.{os.urandom(8).hex()}.partial")
     file = create_file(partial, mode)
     try:
@@ -363,11 +354,11 @@ def write_file(path: Path, data: bytes | str, mode: int = PRIVATE) -> None:
 
 
 def open_lock_file(path: Path) -> int:
-    """Return the descriptor of a file to lock, open for reading and writing; create the file if it is missing. Raise
+    """Open a file that is used as a lock, and return its file descriptor; create the file if it is missing. Raise
     `Untrusted` if other users can access it.
 
-    Other users can neither write the file nor hold its lock, because they cannot open it. `write_lock_text` records the
-    holder.
+    Other users can neither write the file nor hold its lock, because they cannot open it. `write_lock_text` records
+    the holder.
     """
     file = _open_own_file(path, os.O_RDWR, PRIVATE)
     if _POSIX:
@@ -376,13 +367,14 @@ def open_lock_file(path: Path) -> int:
 
 
 def open_for_append(path: Path) -> int:
-    """Return the descriptor of a file, open for appending lines; create the file if it is missing. Raise `Untrusted` if
-    this user does not own it."""
+    """Open a file for appending lines, and return its file descriptor; create the file if it is missing. Raise
+    `Untrusted` if this user does not own it."""
     return _open_own_file(path, os.O_WRONLY | os.O_APPEND, READABLE)
 
 
 def _open_own_file(path: Path, flags: int, mode: int) -> int:
-    """Open, for writing, a regular file that this user owns and that has no other hard links."""
+    """Open a file for writing; raise `Untrusted` unless it is a regular file that this user owns and that has no other
+    hard links."""
     for _ in range(100):  # another process of this user may create or remove the file at the same time
         with suppress(FileExistsError):
             return os.open(path, flags | os.O_CREAT | os.O_EXCL | _SAFELY | _NO_LINK, mode)
@@ -406,7 +398,7 @@ def _require_own_file(path: Path, status: os.stat_result) -> None:
 
 
 def write_lock_text(file: int, text: str) -> None:
-    """Replace the text of a lock file."""
+    """Replace the text of a lock file, which says who holds the lock. `file` is its file descriptor."""
     os.ftruncate(file, 0)
     os.lseek(file, 0, os.SEEK_SET)
     os.write(file, text.encode())

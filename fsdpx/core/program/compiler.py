@@ -167,7 +167,8 @@ class Program:
     results: tuple[Slot, ...] = field(default=())
 
     def __str__(self) -> str:
-        return textwrap.fill(" ".join(map(str, self.actions)), 86, break_long_words=False)  # documentation has 88 columns
+        # documentation has 88 columns
+        return textwrap.fill(" ".join(map(str, self.actions)), 86, break_long_words=False)
 
     @cached_property
     def slots(self) -> tuple[ActionSlots, ...]:
