@@ -280,8 +280,8 @@ MEAN, SHARE, TRAINED = Slot("mean"), Slot("share"), Slot("trained")
 
 
 class LocalSyncPolicy(SyncPolicy):
-    """Synchronization policy of local training: replicas train independently, and synchronize each page at its time of
-    the round."""
+    """Synchronization policy of local training: replicas train independently, and synchronize each page (flat
+    parameter buffer) once per round."""
 
     is_synchronous, owner = False, "replica"
     lasting = frozenset({"outer", "velocity", "trained", "delta", "next"})
@@ -337,8 +337,8 @@ class LocalSyncPolicy(SyncPolicy):
 
     @cached_property
     def segments(self) -> dict[int, ShardSegments]:
-        """For each page, which parameters lie in the elements that this rank updates in the outer step, as the outer
-        optimizer needs it."""
+        """Which parameters lie in the elements that this rank updates in the outer step, by page number, for the outer
+        optimizer."""
         axes, trained = self.placement.axes, self.placement.stage.trained_pages
         alone = axes.data.size == axes.tensor.size == 1
         whole = axes.data.size == axes.world.size
@@ -495,10 +495,9 @@ def start_all_gather_shares(run: ProgramRun, action: Action, taken: Values, read
 def start_reduce_scatter_outer_gradient(
     run: ProgramRun, action: Action, taken: Values, read: Values, added: Values
 ) -> Values:
-    """Start the reduce-scatter over replicas of a page's outer gradient: share of the data x (outer parameters -
-    parameters).
+    """Start the reduce-scatter over replicas of a page's outer gradient, weighted by this replica's share of the data.
 
-    Each of R replicas sends n - n/R elements."""
+    The outer gradient is outer parameters minus parameters. Each of R replicas sends n - n/R of n elements."""
     p, place, (master, start, mine), kept = get_action_target(action), run.placement, read, added[0] if added else {}
     buffer, replica = run.workspace.state.ledger.get_array("delta", p), place.axes.replica
     if place.device.holds_data:
@@ -522,7 +521,7 @@ def update_and_start_all_gather_outer(
     """Run the outer optimizer on the elements for which this replica is responsible, then start the all-gather of the
     outer parameters.
 
-    Each of R replicas sends n - n/R elements."""
+    Each of R replicas sends n - n/R of n elements."""
     p, place, (gradient,), (whole, slots) = get_action_target(action), run.placement, taken, added
     policy, rounds, _ = _get_policy_and_outer_step(run)
     segments, optimizer = policy.segments[p], policy.outer

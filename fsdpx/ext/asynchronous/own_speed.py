@@ -120,7 +120,7 @@ class CommonMemory:
         return [(rank, _find_held_elements(self.placement, page, rank, self.sharded)) for rank in turned]
 
     def make_segments(self, rank: int, page: int) -> ShardSegments:
-        """Return which parameters lie in the elements of a page that rank `rank` owns, as the optimizer needs it."""
+        """Return which parameters lie in the elements of a page that rank `rank` owns, for the optimizer."""
         if (rank, page) not in self._segments:
             here, mine = self.placement.pages[page], _find_held_elements(self.placement, page, rank, self.sharded)
             others = (
@@ -593,7 +593,8 @@ def _get_policy(run: ProgramRun) -> OwnSpeedPolicy:
 
 
 def pull_page(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Read the current parameters of a page from the common memory. A rank of N reads n - n/N elements from others."""
+    """Read the current parameters of a page of n elements from the common memory. A rank of N reads n - n/N from
+    others."""
     p = get_action_target(action)
     full = run.workspace.get_full_parameter_buffer(p)
     _get_policy(run).pull_page(p, full)
@@ -601,7 +602,7 @@ def pull_page(run: ProgramRun, action: Action, taken: Values, read: Values, adde
 
 
 def push_gradient(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Apply this rank's gradient of a page to the shards of all ranks. A rank of N writes n - n/N elements."""
+    """Apply this rank's gradient of a page of n elements to the shards of all ranks. A rank of N writes n - n/N."""
     (gradient,), (mean, scale) = taken, read
 
     def apply_gradient(

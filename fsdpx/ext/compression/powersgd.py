@@ -157,8 +157,8 @@ class PowerSGD(Codec):
         """Compute P = M Q for every matrix of the gradient plus kept error, and copy the tensors that are sent
         uncompressed.
 
-        Both go to `left_sums`. Each matrix is multiplied right after the error was added, while it is still in the
-        cache."""
+        P and the copies go to `left_sums`. Each matrix is multiplied right after the error was added, while it is
+        still in the cache."""
         whole = memory["error"]
         for t in thin:
             whole[t.start : t.stop] += grad[t.start : t.stop]

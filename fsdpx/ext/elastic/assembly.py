@@ -183,8 +183,8 @@ class Assembler:
         self, control: SurvivorCommunicator, member: Member, generations: Sequence[StateGeneration], ranks: int | None,
         report: Callable[[str], None], timeout: float | None,
     ) -> Assembly:  # fmt: skip
-        """Return the assembly after a change of ranks, with the newest state whose every element is in the memory of
-        some rank. Collective.
+        """Return the assembly after a change of ranks, with the newest state of which every element is in the memory
+        of some rank. Collective.
 
         Raises StateLost, on all ranks, if there is no such state. When it returns, ranks hold copies of each other's
         state again. `report` is called with text about the progress. `timeout` is that of the previous watchdog,
@@ -242,7 +242,7 @@ class Assembler:
 
 
 def _find_complete_tensors(everyone: list[Member], step: int) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of the tensors of which the ranks together hold every element after `step`."""
+    """Return name -> shape of the tensors that the ranks' snapshots of step `step` together hold completely."""
     parts: dict[str, list[ShardDescriptor]] = {}
     for part in (part for one in everyone for g in one.generations if g.step == step for part in g.parts):
         parts.setdefault(part.name, []).append(part)

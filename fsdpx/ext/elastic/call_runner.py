@@ -43,8 +43,9 @@ class BatchPair(NamedTuple):
 
 
 class RecentBatches:
-    """Copies of the last batches, by step number from 1, with which steps can be repeated. The caller may reuse its
-    own arrays."""
+    """Copies of the last batches, by step number from 1, with which steps can be repeated.
+
+    Copies are needed because the caller may reuse its arrays."""
 
     def __init__(self) -> None:
         self._batches: deque[BatchPair] = deque()
@@ -262,7 +263,7 @@ class ElasticRunner(CallRunner):
         Raises
         ------
         ConfigError
-            if `ranks` is not such a number
+            if `ranks` is not an integer of at least 1
         """
         if type(ranks) is not int or ranks < 1:
             raise ConfigError(f"resize({ranks!r}): a number of ranks, 1 or more")

@@ -134,8 +134,8 @@ class StepPosition:
     ----------
     step : number of the last step that counts
     secure_step : newest step that will never be repeated, because its state has been copied
-    scalars : copy of the scalars that the next step changes before all ranks agree on it, such as the loss scale
-    before : copies of the running statistics and codec memory that it changes before
+    scalars : copy of the scalars, such as the loss scale, from before the next step
+    before : copies, from before the next step, of running statistics and codec memory, which it changes early
     under_way : number of the step whose copies have not arrived yet; None if there is none
     updating : whether a step is agreed on but this rank has not finished its update
     """
@@ -240,8 +240,8 @@ class Coordinator:
         self._position = at
 
     def _read_requested_ranks(self) -> int | None:
-        """Return the number of ranks that should train. Only rank 0 reads it from the request file; others return the
-        current one."""
+        """Return the number of ranks that should train. Rank 0 reads the request file; other ranks return the current
+        number."""
         if self.elastic.resize is None or self.assembly.control.rank > 0:
             return self.ranks
         try:

@@ -249,8 +249,9 @@ class StateCopies:
             raise CommTimeout(f"the copies of the state have not arrived after {timeout:g} s")
 
     def promote_generation(self) -> None:
-        """Make the copies that have arrived the newest complete generation. All ranks must have agreed before that
-        theirs have arrived."""
+        """Make the copies under way the newest complete generation.
+
+        Call this only after all ranks have agreed that their copies have arrived."""
         if not self.needed:
             return
         assert self._under_way is not None, "promote without take"
@@ -289,8 +290,8 @@ class StateCopies:
         return iterate_current_parts(self._state) if self._trains else ()
 
     def _take_or_make_buffers(self) -> GenerationBuffers:
-        """Return buffers for the next generation: those of the older of two complete ones, else spare ones, else new
-        ones."""
+        """Return buffers for the next snapshot. The older of two complete snapshots, or else spare buffers, are
+        reused."""
         if len(self._complete) == 2:
             return self._complete.pop()[0]
         if self._spare:

@@ -293,7 +293,7 @@ class ReshardPlan:
 
     @cached_property
     def local_moves(self) -> list[tuple[ElementRows, ElementRows]]:
-        """Copies within this rank, as (source, target) pairs of rows, of elements that it both holds and wants."""
+        """Elements that this rank both holds and wants, as (source, target) pairs of rows to copy."""
         mine = [move for move in self._incoming_moves if move.source == self.rank]
         sides = zip(self._pack_rows_into_messages(mine, True), self._pack_rows_into_messages(mine, False), strict=True)
         return [pair for rows in sides for pair in zip(*rows, strict=True)]
@@ -336,7 +336,7 @@ class ReshardPlan:
 
     @cached_property
     def _holder_offset_by_name(self) -> dict[str, int]:
-        """Number that says which holder of a tensor sends first, by tensor name. It differs between tensors, to spread
+        """For each tensor name, a number that selects which of the ranks that hold the tensor sends first, to spread
         the load."""
         return {name: holder_offset for holder_offset, name in enumerate(sorted(self._supplies))}
 

@@ -242,15 +242,15 @@ class WindowLayer(FieldLayer):
 
 
 class Conv(WindowLayer):
-    """The base of `Conv1d`, `Conv2d` and `Conv3d`: cross-correlation of (samples, in_channels, *cells) with a window,
-    plus bias, with PyTorch's arguments, weights and initial values.
+    """Convolution (cross-correlation) of (samples, in_channels, *cells), with PyTorch's arguments, weights and initial
+    values. Base of `Conv1d`, `Conv2d` and `Conv3d`.
 
     The parameters are `weight (out_channels, in_channels / groups, *kernel_size)` and `bias (out_channels,)`,
     initialized from U(-k, k) with k = 1/sqrt(in_channels / groups * prod(kernel_size)).
 
     On a grid of ranks, each rank computes the outputs whose windows begin in its part of the input, not counting
-    padding. The halo cells under these windows are received from their owners, and padding is added only at the ends of
-    the full field.
+    padding. The halo cells under these windows are received from their owners, and padding is added only at the ends
+    of the full field.
 
     Parameters
     ----------

@@ -48,8 +48,8 @@ class StencilTap(NamedTuple):
 class DerivativeTerm(NamedTuple):
     """One derivative that a layer sums into its output, such as dv/dx in a curl.
 
-    The input channels `taken` are derived along one coordinate, multiplied by `sign`, and added to the output channels
-    `given`."""
+    The input channels `taken` are differentiated along one coordinate, multiplied by `sign`, and added to the output
+    channels `given`."""
 
     coordinate: int
     taken: slice

@@ -132,8 +132,7 @@ class HaloSpec:
         return tuple(found)
 
     def get_read_slice(self, rank: int) -> slice:
-        """Return the slice of a rank's array, which includes ghost cells, that is passed on to the halo exchange or
-        the layer."""
+        """Return the slice of a rank's array, ghost cells included, that a layer or the halo exchange reads."""
         first = self.cuts[rank] - self.ghosts[rank][0]
         start, stop = (self.needs if self.is_covered_by_ghosts else self.available_intervals)[rank]
         return slice(start - first, stop - first)

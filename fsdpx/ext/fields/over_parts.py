@@ -54,8 +54,7 @@ def _plan_ghost_drops(reader: Layer, kinds: Sequence[Kind]) -> list[Redistributi
 
 
 def _plan_alignment(reader: Layer, kinds: Sequence[Kind]) -> list[Redistribution | None]:
-    """Return, for each input of `reader`, the move to a partition that all inputs share, or None if it has that
-    partition.
+    """Return, for each input of `reader`, the redistribution to a common partition, or None if it already has it.
 
     Fields of the same shape can have different partitions, for example after odd strides. The common partition is the
     one whose largest part is smallest, or the first of several such."""

@@ -47,8 +47,8 @@ def digest_part_ends(local_shape: Sequence[int], ghosts: Sequence[GhostWidths], 
 def _digest_rows(part: Any, dim: int, width: int, end: int) -> str | None:
     """Return a hash of the first (`end` = 1) or last (`end` = -1) `width` rows along `dim`.
 
-    Returns None if the rows are too uniform to compare: two neighboring rows are equal, or all equal the next `width`
-    rows inward."""
+    Returns None if the rows are too uniform to compare: two neighboring rows are equal, or the rows equal the next
+    `width` rows inward."""
     first, last = (0, 2 * width) if end > 0 else (part.shape[dim] - 2 * width, part.shape[dim])
     rows = np.moveaxis(np.asarray(to_host(part[(slice(None),) * dim + (slice(first, last),)])), dim, 0)
     rows = np.where(np.isnan(rows), 0.5, rows + 0.0) if rows.dtype.kind == "f" else rows
@@ -63,9 +63,9 @@ def find_overlaps(dims: Sequence[int], letters: str, periods: Sequence[bool], en
     """Return the number of rows that neighboring parts have in common along each dim, as a dict without the dims that
     do not overlap.
 
-    A dim overlaps if this holds for all pairs of neighbors that can be compared. `dims`, `letters` and `periods` give,
-    for each dim, the number of ranks, its name, and whether it is periodic. `ends` are the hashes of all ranks of the
-    field, in the order of the grid."""
+    A dim overlaps if all pairs of neighbors that can be compared have rows in common. `dims`, `letters` and `periods`
+    give, for each dim, the number of ranks, its name, and whether it is periodic. `ends` are the hashes of all ranks
+    of the field, in the order of the grid."""
     found: dict[str, int] = {}
     places = np.arange(len(ends)).reshape(tuple(dims))
     for dim, letter in enumerate(letters):

@@ -48,7 +48,7 @@ def make_sample_groups(mesh: Mesh, rank: int, dims: Sequence[int], grids: Sequen
 
 
 def _require_grids_on_data_axes(mesh: Mesh, grids: Sequence[Any]) -> None:
-    """Raise MeshError if the ranks of a grid are on several data axes, or in another order on some pipeline stage."""
+    """Raise MeshError unless the ranks of each grid are on one data axis, in the same order on all pipeline stages."""
     places: dict[int, list[int]] = {}
     for r, grid in enumerate(grids):
         line = _list_data_axis_ranks(mesh, r)

@@ -39,8 +39,7 @@ class SkipConnection(Concat):
 
 
 class UNet(Graph):
-    """U-Net over (samples, in_channels, *cells), with the parameter names of the common PyTorch implementation, so
-    that it can load its weights.
+    """U-Net over (samples, in_channels, *cells), which can load weights of the common PyTorch implementation.
 
     Each level has two convolutions with windows of 3 cells and no bias, each followed by a norm and an activation. Max
     pools of 2 cells lead down, and transposed convolutions of 2 cells lead up. Field sizes must be multiples of

@@ -1,4 +1,4 @@
-"""The opener of the Gloo backend."""
+"""`open_gloo`, which opens the Gloo backend."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ DEFAULT_ALGORITHM = -1
 class GemmCall(NamedTuple):
     """The arguments of cuBLAS for out = a b, in cuBLAS's order.
 
-    `turned` says whether the call computes the transpose of out, b^T a^T. Its operands are then a and b, else b and a.
-    `first` and `second` say whether they are transposed."""
+    `turned` says whether the call computes the transpose of out, b^T a^T. The operands are b and a, or a and b if
+    `turned`; `first` and `second` say whether each is transposed."""
 
     turned: bool
     first: bool

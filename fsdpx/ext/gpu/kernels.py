@@ -654,10 +654,9 @@ def _is_pointwise(strides: Any, cells: Any, sizes: Any) -> bool:
 def _iterate_im2col_columns(
     launch: KernelLauncher, x: Any, strides: Any, sizes: tuple[int, ...]
 ) -> Iterator[tuple[slice, slice, Any]]:
-    """Yield the im2col matrices of a convolution: a slice of samples, a slice of output cells, and the inputs under
-    their windows.
+    """Yield (slice of samples, slice of output cells, im2col matrix of the inputs under their windows).
 
-    These are (samples, groups, inputs x window offsets, cells)."""
+    The matrix is (samples, groups, inputs x window offsets, cells)."""
     x, groups, places = launch.xp.ascontiguousarray(x), strides[4], math.prod(strides[0])
     if _is_pointwise(strides, x.shape[2:], sizes):
         yield slice(None), slice(None), _view_by_group(x, groups)

@@ -234,8 +234,9 @@ def _find_rank_on_host(size: int) -> int | None:
 
 
 def run_transfer_probe() -> int:
-    """Test GPU-aware MPI in a child job, and return its exit status. Prints `PROBE_OUTPUT` on success; if the library
-    does not accept GPU arrays, it may end the process."""
+    """Run the test of GPU-aware MPI, as the main function of the child job, and return its exit status.
+
+    Prints `PROBE_OUTPUT` on success. If the MPI library does not accept GPU arrays, it may end the process."""
     from mpi4py import MPI
 
     comm, cupy = MPI.COMM_WORLD, devices.import_cupy()

@@ -472,7 +472,8 @@ class _Outlet(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, dy: list[torch.Tensor]) -> torch.Tensor:
-        """Return a scalar. The list `dy` contains the gradient of y when backward begins."""
+        """Return a scalar in place of `y`. The caller puts the gradient of `y` into the list `dy` before backward
+        begins."""
         ctx.dy = dy
         return y.new_zeros(())
 

@@ -267,7 +267,7 @@ class _ShardedLoRA(ShardedLinear):
     Attributes
     ----------
     low : the full layer, without dropout
-    partial : the adapter matrix, A or B, that every rank holds in full, and of whose gradient each computes a summand
+    partial : the adapter matrix, A or B, that every rank holds in full; each rank computes a summand of its gradient
     """
 
     low: LoRALinear
@@ -339,7 +339,9 @@ class RowLoRA(_ShardedLoRA, RowParallelLinear):
 
 
 def find_adapter(layer: Layer) -> LoRALinear | None:
-    """Return the full `LoRALinear` that `layer` is, or of which it is a shard; None if it has no adapter."""
+    """Return the `LoRALinear` behind a layer, or None if it has no adapter.
+
+    This is the layer itself, or the full layer of which it is a shard."""
     if isinstance(layer, _ShardedLoRA):
         return layer.low
     return layer if isinstance(layer, LoRALinear) else None

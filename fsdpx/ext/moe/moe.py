@@ -382,7 +382,8 @@ class ShardedMoE(Layer):
         return rows if self.sequence else collectives.take_shard(env.xp, env.mesh.tensor, rows, 0)
 
     def _all_gather_rows(self, env: LayerContext, own: Array, shape: tuple[int, ...], what: str) -> Array:
-        """All-gather the rows that each rank routed into the shape of the layer's input. Collective unless `sequence`.
+        """All-gather the rows of all ranks, and return them in the shape of the layer's input. Collective unless
+        `sequence`.
 
         This inverts `_take_rows_to_route`."""
         if not self.sequence:

@@ -92,7 +92,7 @@ def _iterate_waits(one: RankTrace) -> Iterator[tuple[str, float, float, bool]]:
     """Yield the times when a rank was blocked, as (key of the transfer, begin, end, whether it was blocked inside the
     transfer).
 
-    Times outside a transfer are those before an action that needs the result of the transfer."""
+    Otherwise it was blocked before an action that needs the result of the transfer."""
     for key, begin, end, stops in _iterate_transfers(one):
         if stops:
             yield key, begin, end, True

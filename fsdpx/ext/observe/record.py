@@ -168,7 +168,8 @@ class ValueRecorder(Observer):
         """Return whether a value is the final gradient of a page (flat parameter buffer) in a program without a
         replica axis.
 
-        This is the accumulated gradient after the page's last SETTLE, or the result of the page's only REDUCE."""
+        This is the accumulated gradient after the page's last SETTLE (the wait for a reduction), or the result of its
+        only REDUCE."""
         assert self._program is not None
         program = self._program
         later = [a.op for a in program.actions[at:] if a.unit == slot.at]
@@ -247,8 +248,7 @@ class _SlotTensors:
 
 
 def read_records(folder: Path) -> list[RankRecord]:
-    """Read the records of all ranks in a folder, in rank order; raise ConfigError if there are none, or a rank's is
-    missing."""
+    """Read the records of all ranks in a folder, in rank order; raise ConfigError if those of any rank are missing."""
     found: dict[int, RankRecord] = {}
     for path in sorted(folder.glob("values-*")):
         try:

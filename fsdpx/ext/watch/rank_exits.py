@@ -143,9 +143,9 @@ def find_awaited_ended_rank(
 ) -> FlightRecord | None:
     """Return the flight record of an ended rank of this host for which this rank has waited in vain, or None.
 
-    A rank that ended before it began the call that others are in will never reach that call, and a rank that ended in
-    an action will not finish it. In other cases it is unknown whether the ended rank is needed. But if all living
-    ranks wait, none of them can help the others. `own_record` is the record of this rank, which has waited for
+    A rank that ended before it began the current collective call will never reach it, and a rank that ended in an
+    action will not finish it. In other cases it is unknown whether the ended rank is needed; but if all living ranks
+    wait, none of them can help the others. `own_record` is the record of this rank, which has waited for
     `waited_seconds`. `other_records` are the paths of the records of the other ranks of this host, and
     `all_ranks_local` says whether these are all other ranks."""
     if waited_seconds < EARLY_SECONDS:

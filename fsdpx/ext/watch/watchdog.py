@@ -138,8 +138,8 @@ class Watchdog:
         threading.Thread(target=self._run_watch_loop, name="fsdpx watchdog", daemon=True).start()
 
     def stop_watching_and_remove_dead_records(self, comm: Any) -> None:
-        """Stop watching a communicator on which no rank waits anymore, and remove the records of dead ranks, which
-        could not do so.
+        """Stop watching a communicator on which no rank waits anymore, and remove the flight records that dead ranks
+        left.
 
         `remove_dead_records` can be called again later."""
         self.stop_watching()
@@ -153,9 +153,9 @@ class Watchdog:
             self.record.remove_file()
 
     def _record_script_end_and_clean_up(self) -> None:
-        """Record that the script has ended. The last rank of this host removes the folder of records.
+        """Record that the script has ended. The last rank of this host removes the folder of flight records.
 
-        Until then, other ranks may find in it that they wait for a rank that has ended."""
+        It stays until then, because other ranks read in it that a rank for which they wait has ended."""
         self._stop.set()
         self.record.record_end(get_sys_exit_status())
         while self._can_others_survive() and not have_all_ranks_ended(self._local_record_paths):
@@ -165,8 +165,8 @@ class Watchdog:
             safe_files.remove_own_folder(self.folder)
 
     def remove_dead_records(self, dead: Iterable[int]) -> None:
-        """Remove the flight records of dead ranks, unless `fsdpx run` still has to read them. The last one removes the
-        folder."""
+        """Remove the flight records of dead ranks, and the folder if it is then empty, unless `fsdpx run` still has to
+        read them."""
         if environment.read_environment().run is None:
             for rank in dead:
                 self._get_record_path(rank).unlink(missing_ok=True)
