@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         if _has_connected_to_ranks():
             raise
-        return 128 + 2  # SIGINT; the user who pressed Ctrl-C needs no message
+        return 128 + 2  # the exit status for SIGINT; whoever pressed Ctrl-C needs no message
     except BrokenPipeError:  # the program that reads the output has ended, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13  # the exit status for SIGPIPE, which Windows does not define

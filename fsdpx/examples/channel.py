@@ -5,8 +5,8 @@ mpiexec -n 4 python -m fsdpx.examples.channel"""
 import numpy as np
 from mpi4py import MPI
 
-ROWS, COLUMNS = 32, 48  # cells of the field; walls at the first and last row, periodic columns
-SMALL, DT, VISCOSITY = 10, 0.2, 0.12  # small steps per state, time step, viscosity
+ROWS, COLUMNS = 32, 48  # size in cells; walls at the first and last row, periodic columns
+SMALL, DT, VISCOSITY = 10, 0.2, 0.12  # number of small steps per state, time step, viscosity
 STATES = 20  # number of states in a run of the solver
 
 comm = MPI.COMM_WORLD

@@ -8,7 +8,7 @@ from mpi4py import MPI
 import fsdpx
 from fsdpx import nn, optim
 
-ROWS, COLUMNS = 32, 48  # cells of the plate along each dim
+ROWS, COLUMNS = 32, 48  # size of the plate in cells
 SPREAD, STATES, RUNS = 0.2, 10, 40
 
 comm = MPI.COMM_WORLD

@@ -21,14 +21,16 @@ from fsdpx.core.base.option_names import Strategy
 from fsdpx.errors import ConfigError
 from fsdpx.examples._cli import run_main
 
-SIDE = 32  # cells of the field in each direction
-SMALL, STEP, VISCOSITY = 4, 0.0025, 0.02  # small steps per large step, time of a small step, viscosity
-LARGE = 5  # large steps per round
+SIDE = 32  # number of cells of the field in each direction
+# number of small steps per large step, length of a small step in time, viscosity
+SMALL, STEP, VISCOSITY = 4, 0.0025, 0.02
+LARGE = 5  # number of large steps per round
 SCALE = 20.0  # the network's output is the change in a large step times this factor
-GOOD = 3e-4  # the loss below which the solver may use the network
-KNOWN, DRAWN, STEPS = 8, 2, 40  # snapshots that trainers keep, snapshots per training step, training steps per round
+GOOD = 3e-4  # the solver may use the network if its loss is below this value
+# numbers of snapshots kept, of snapshots per training step, and of training steps per round
+KNOWN, DRAWN, STEPS = 8, 2, 40
 Array = np.ndarray
-Part = tuple[tuple[int, int], ...]  # cells of a rank along each dim, (start, stop)
+Part = tuple[tuple[int, int], ...]  # for each dim, the range (start, stop) of a rank's cells
 
 
 def make_network() -> nn.Layer:
@@ -114,7 +116,8 @@ class Solver:
         self.comm, self._largest = comm, MPI.MAX
         rows = np.array_split(np.arange(SIDE), comm.size)[comm.rank]
         y, x = np.meshgrid(2 * np.pi * rows / SIDE, 2 * np.pi * np.arange(SIDE) / SIDE, indexing="ij")
-        self.velocity = np.stack([0.4 + 0.5 * np.sin(x + y), 0.5 * np.cos(x - 2 * y)])  # shape (2, rows, SIDE)
+        # shape (2, rows, SIDE): velocity along x and y
+        self.velocity = np.stack([0.4 + 0.5 * np.sin(x + y), 0.5 * np.cos(x - 2 * y)])
         self.exact = self.velocity.copy()  # the reference solution, always advanced in small steps
         self.small = 0  # number of small steps taken so far
         self.grid = fsdpx.Grid(comm, (len(rows), SIDE), dims=(comm.size, 1), layout="cyx")
@@ -202,7 +205,7 @@ def run_training(comm: Any, world: Any, rounds: int, strategy: Strategy) -> floa
     draw = np.random.default_rng(0)  # the same seed on all ranks, which must draw the same snapshots
     known, loss = list[Array](), np.inf
     for _ in range(rounds):
-        weights = flatten_values(trainer.parameters())  # full arrays, on every training rank
+        weights = flatten_values(trainer.parameters())  # `parameters` returns full arrays on every training rank
         letter = np.append(weights, np.float32(loss))
         where = MPI.FLOAT.Create_contiguous(letter.size).Commit()
         # numbers of the solver ranks to which this rank sends the weights

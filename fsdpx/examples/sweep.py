@@ -52,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from mpi4py import MPI
 
     mine = everyone.rank * args.groups // everyone.size
-    group = MPI.COMM_WORLD.Split(mine)  # groups of everyone.split must allocate shared memory together
+    # unlike this, everyone.split makes groups that must allocate shared memory together
+    group = MPI.COMM_WORLD.Split(mine)
     found = {rate: train_at_rate(group, rate, args) for rate in args.rates[mine :: args.groups]}
     results = everyone.all_gather_data((mine, found))
     if everyone.rank == 0:

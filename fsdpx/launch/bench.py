@@ -467,7 +467,8 @@ def compare_strategies(
             count(n + WARMUP_STEPS, rounds + WARMUP_STEPS)
             row = [0.0] * len(trainers)
             for k in range(len(trainers)):
-                at = (k + n) % len(trainers)  # alternate, so that the machine's load affects all strategies equally
+                # the order rotates, so that the machine's load affects all strategies equally
+                at = (k + n) % len(trainers)
                 comm.barrier(what="bench").wait()
                 begin = time.perf_counter()
                 trainers[at].step(x, y)

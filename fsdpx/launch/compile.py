@@ -49,7 +49,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
 
 def compile_kernels(args: argparse.Namespace) -> str:
-    """Compile the kernels of the requested models. Return a text with the number of compiled kernels and the cache
+    """Compile the kernels of the requested models. Return a message with the number of compiled kernels and the cache
     folder."""
     if args.all == bool(args.example):
         raise ConfigError("name a model, such as gpt-small, unet2d or mymodule:make_model, or say --all")

@@ -228,7 +228,7 @@ def _run_and_record(text: str, folder: Path, steps: int) -> Path:
 
 
 def _find_first_differing_action(first: Path, second: Path) -> str | None:
-    """Return a text about the first action that differs between two traced runs, comparing equal ranks, or None. Times
+    """Compare two traced runs rank by rank, and return a message about the first action that differs, or None. Times
     are not compared."""
     for name in list_extensions("verbs"):
         load_extension("verbs", name)

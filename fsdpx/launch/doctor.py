@@ -84,7 +84,7 @@ def doctor(args: argparse.Namespace) -> int:
 
 
 def diagnose_ranks(comm: Communicator) -> tuple[bool, list[tuple[str, str]]]:
-    """Examine all ranks of the job. Return whether the job is healthy, and the findings as (topic, text) rows, with
+    """Examine all ranks of the job. Return whether the job is healthy, and the results as (topic, text) rows, with
     warnings last. Collective."""
     facts: list[RankFacts] = comm.all_gather_data(_collect_rank_facts())
     speed = [_time_and_check_all_reduce(comm, nbytes) for nbytes in SIZES]
@@ -134,7 +134,7 @@ def _get_versions(facts: RankFacts) -> dict[str, str]:
 
 
 def _collect_rank_facts() -> RankFacts:
-    """Return the environment of this rank."""
+    """Collect the package versions, cores, GPUs, shared memory and load of this rank and its host."""
     settings = environment.read_environment()
     try:
         gpus = seen()
@@ -152,7 +152,7 @@ def _collect_rank_facts() -> RankFacts:
 
 
 def _time_and_check_all_reduce(comm: Communicator, nbytes: int) -> tuple[str, bool]:
-    """Time and check an all-reduce of `nbytes` bytes. Return a text with the median time on the slowest rank, and
+    """Time and check an all-reduce of `nbytes` bytes. Return a message with the median time on the slowest rank, and
     whether the sum is right on all ranks. Collective."""
     wanted, times, right = comm.size * (comm.size + 1) / 2, [], True
     buf = np.empty(nbytes // 4, np.float32)
@@ -179,8 +179,7 @@ def _get_mpi_thread_level() -> str | None:
 
 
 def _describe_mpi(threads: str | None) -> str:
-    """Return a text that names the MPI library that this process has loaded, its thread level, and where the library
-    was found."""
+    """Describe the MPI library that this process has loaded: its name, its thread level, and where it was found."""
     if threads is None:
         return f"not in use; Python would load {info.describe_mpi()}"
     path, wanted = visible_devices.find_mpi_library_path(), environment.get_requested_mpi_library()
@@ -194,8 +193,7 @@ def _describe_mpi(threads: str | None) -> str:
 
 
 def _describe_host_transport(comm: Communicator) -> str:
-    """Return a text that names how ranks of a host exchange NumPy arrays, and the reason if it is not by shared
-    memory."""
+    """Describe how ranks of a host exchange NumPy arrays: by shared memory, or by messages and why."""
     node, name = find_node_communicator(comm), get_backend_name()
     if name == "local":
         return "local: one rank by itself, or threads of fsdpx.spawn"
@@ -208,8 +206,8 @@ def _describe_host_transport(comm: Communicator) -> str:
 
 
 def _describe_gpu_transport(comm: Communicator) -> str:
-    """Return a text that says whether GPU arrays are passed to MPI directly or staged through the host, and on what
-    evidence. It does not apply to backend='nccl'. Collective."""
+    """Describe whether GPU arrays are passed to MPI directly or staged through the host, and on what evidence. It does
+    not apply to backend='nccl'. Collective."""
     if get_backend_name() not in ("mpi", "node"):
         return "staged through the host"
     found = visible_devices.probe_gpu_awareness(environment.get_gpu_aware_mpi_setting()) if comm.rank == 0 else None
@@ -258,7 +256,7 @@ def list_warnings(facts: Sequence[RankFacts], sharing: Sequence[Sequence[int]]) 
 
 
 def _describe_core_binding(facts: Sequence[RankFacts]) -> str:
-    """Return a text that says whether each rank has cores of its own, or shares them with other ranks of its host."""
+    """Describe whether each rank has cores of its own, or shares them with other ranks of its host."""
     for host in dict.fromkeys(one.host for one in facts):
         sets = [set(one.cores) for one in facts if one.host == host]
         if len(sets) > 1 and sum(map(len, sets)) > len(set().union(*sets)):

@@ -1,8 +1,8 @@
 """`fsdpx run --join FOLDER -n K`: add ranks to a running job.
 
-The requesting process leaves a file in the folder of the job, and the job's launcher answers there. No MPI
-implementation lets processes join a job whose ranks may die. Therefore the running ranks save, and the job is then
-started again with more ranks."""
+The requesting process writes a file into the folder of the job, and the job's launcher answers by another file. MPI
+libraries do not let processes join a job whose ranks may die. Therefore the running ranks save a checkpoint, and the
+job is restarted with more ranks."""
 
 from __future__ import annotations
 

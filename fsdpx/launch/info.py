@@ -40,7 +40,7 @@ LEFTOVERS_COMMAND = "python -m fsdpx info --left"
 
 
 class Info(dict[str, Any]):
-    """Findings of `info` by name; `print` shows them as a table."""
+    """The results of `info` by name; `print` shows them as a table."""
 
     def __str__(self) -> str:
         width = max(map(len, self))
@@ -87,8 +87,7 @@ def format_info_or_leftovers(args: argparse.Namespace) -> str:
 
 
 def _describe_half_matmul(dtype_name: str) -> str:
-    """Return a text that names the library for matrix products in a 16-bit dtype, and the CPU instructions that it
-    uses."""
+    """Describe which library computes matrix products in a 16-bit dtype, and with which CPU instructions."""
     able = (
         " and ".join(blas.load_half_matmul().list_half_instructions(dtype_name))
         or "no instructions of the processor: slower than float32"
@@ -97,7 +96,7 @@ def _describe_half_matmul(dtype_name: str) -> str:
 
 
 def _describe_cache() -> str:
-    """Return a text with the cache folder, the number and size of its files, and whether it can be written."""
+    """Describe the cache folder: its path, the number and size of its files, and whether it can be written."""
     folder = environment.read_environment().cache
     sizes = [Path(at, name).lstat().st_size for at, _, names in os.walk(folder) for name in names]
     unwritable = "" if can_write_folder(folder) else ", which this user cannot write"
@@ -140,7 +139,7 @@ def describe_machine() -> str:
 
 
 def describe_mpi() -> str:
-    """Return a text that names the MPI library that mpi4py would load, or the reason why there is none."""
+    """Return the name of the MPI library that mpi4py would load, or the reason why there is none."""
     loaded, reason = probe_mpi_library()
     return loaded or f"none ({reason}); {install_hint('mpich')}"
 
@@ -154,7 +153,7 @@ def describe_launcher() -> str:
 
 
 def describe_cupy_and_count_gpus() -> tuple[str, int]:
-    """Return a text with the version of CuPy or why it cannot be used, and the number of GPUs that it sees."""
+    """Return the version of CuPy, or why it cannot be used, as text, and the number of GPUs that it sees."""
     try:
         import cupy
     except ImportError:
@@ -181,7 +180,7 @@ def describe_shared_memory() -> str:
 
 
 def describe_leftover_files() -> str:
-    """Return a text with the size and number of files that killed jobs left in /dev/shm, and how to remove them."""
+    """Describe the size and number of files that killed jobs left in /dev/shm, and how to remove them."""
     found = find_leftover_files()
     if not found:
         return "nothing of killed jobs"

@@ -340,8 +340,8 @@ def _format_memory(run: DryRun) -> str:
 
 
 def _format_budget_check(run: DryRun, budget: str | None, helpful: Callable[..., str]) -> str:
-    """Return a text that says whether the predicted peak memory of the process is within the budget in --memory. If
-    not, it lists options that would lower the peak."""
+    """Say whether the predicted peak memory of the process is within the budget in --memory. If not, list options that
+    would lower the peak."""
     if budget is None:
         return ""
     found = run.footprint
@@ -366,7 +366,7 @@ def _format_schedule(schedule: PipelineSchedule) -> str:
 
 
 def _draw_and_trace(args: argparse.Namespace, example: CatalogModel, options: dict[str, Any]) -> Iterator[str]:
-    """Simulate the step on all ranks, and write the files of --png and --trace. Yield a text about each file. If
+    """Simulate the step on all ranks, and write the files of --png and --trace. Yield a message about each file. If
     samples are fields, those of `example` are whole fields, not parts."""
     if not args.png and not args.trace:
         if args.machine is not None:
@@ -426,7 +426,7 @@ def reporting_unwritable(path: Any) -> Iterator[None]:
 
 
 def draw_step_to_file(dry: StepDryRuns, found: Prediction, title: str, path: str, limit: float | None = None) -> str:
-    """Draw the simulated step to a picture file, and return a text about it. `limit` is the number of bytes that a
+    """Draw the simulated step to a picture file, and return a message about it. `limit` is the number of bytes that a
     rank may use."""
     drawn = len({event.action.mb for event in found.events} - {None})
     of = f", {drawn} of {found.microbatches} microbatches" if drawn < found.microbatches else ""
@@ -437,7 +437,7 @@ def draw_step_to_file(dry: StepDryRuns, found: Prediction, title: str, path: str
 
 
 def write_trace(dry: StepDryRuns, found: Prediction, path: str) -> str:
-    """Write the simulated step as a trace for Perfetto, with one rank per pipeline stage. Return a text about the
+    """Write the simulated step as a trace for Perfetto, with one rank per pipeline stage. Return a message about the
     file."""
     ranks = []
     for stage, (run, held) in enumerate(zip(dry.runs, dry.make_memory_timelines(found.events), strict=True)):

@@ -205,8 +205,8 @@ def _train_in_one_process(case: VerifyCase, size: VerifySize) -> TrainingResult:
 
 
 def _train_case(comm: Communicator, case: VerifyCase, size: VerifySize) -> TrainingResult:
-    """Train one case. Return the losses, the full parameters, and a text with their fingerprint, which is "" without
-    chunks. The last batch is short. Collective."""
+    """Train one case. Return the losses, the full parameters, and with chunks a fingerprint of the parameters as text,
+    else "". The last batch is short. Collective."""
     trainer = _make_small_gpt_trainer(comm, case, size)
     losses = [
         trainer.step(x, y) for x, y in _iterate_batches(trainer.data_group, case.steps, case.chunks, size.seq_len)

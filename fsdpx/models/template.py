@@ -69,7 +69,7 @@ def _limit_memory_and_make_timer(seconds: float, nbytes: int) -> Callable[[bool]
 
 
 def _make_jinja_environment(rounds: int) -> Any:
-    """Return a Jinja2 environment with the settings that transformers uses for templates."""
+    """Return a sandboxed Jinja2 environment with the settings and filters that transformers gives to chat templates."""
     from jinja2 import TemplateError, nodes, pass_environment
     from jinja2.ext import Extension, loopcontrols
 

@@ -60,7 +60,8 @@ class KeyValueCache:
         if self._alike:
             return _store_and_attend(xp, (q, k, v), (keys, values), int(self.lengths[0]), scale, window)
         o = xp.empty(q.shape, dtype=q.dtype)
-        for i, length in enumerate(self.lengths.tolist()):  # by row, so that the bits do not depend on other texts
+        # one text at a time, so that rounding does not depend on the other texts
+        for i, length in enumerate(self.lengths.tolist()):
             row = slice(i, i + 1)
             o[row] = _store_and_attend(xp, (q[row], k[row], v[row]), (keys[row], values[row]), length, scale, window)
         return o

@@ -344,7 +344,7 @@ def require_name(owner: str, name: object) -> str:
 
 
 def require_layer(owner: str, name: str, layer: object) -> Layer:
-    """Return `layer`; raise ConfigError unless it is an instance of `Layer`."""
+    """Return `layer`. Raise ConfigError unless it is an instance of `Layer`, not a class."""
     if isinstance(layer, type) and issubclass(layer, Layer):
         raise ConfigError(f"{owner}: {name!r} is the class {layer.__name__}; write {layer.__name__}(...)")
     if not isinstance(layer, Layer):
@@ -565,7 +565,7 @@ class Composite(Container, metaclass=ComposingMeta):
     """Names of the inputs, for a `compose(self, *x)` whose number of inputs depends on arguments of `__init__`."""
 
     def __init__(self) -> None:
-        """Do nothing. Subclasses need not call this, because the steps come from `compose`."""
+        """Do nothing. Subclasses need not call this constructor, because the steps come from `compose`."""
 
     @abstractmethod
     def compose(self, *x: Any) -> Any:

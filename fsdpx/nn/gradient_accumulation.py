@@ -74,11 +74,11 @@ class GradientEntries(dict[str, GradientEntry]):
         super().__init__({name: GradientEntry(array, self.flags, i) for i, (name, array) in enumerate(arrays.items())})
 
     def mark_all_blank(self) -> None:
-        """Mark all gradients as not yet written."""
+        """Mark all gradients as not yet written, so that the next addition to each starts from zero."""
         self.flags[:] = bytes((BLANK,)) * len(self)
 
     def zero_unwritten(self) -> Sequence[str]:
-        """Set to zero the gradients that have not been written, and return their names."""
+        """Set the gradients that no layer has written since the last reset to zero, and return their names."""
         if BLANK not in self.flags:
             return ()
         blank = [name for name, entry in self.items() if entry.is_blank]

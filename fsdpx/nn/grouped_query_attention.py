@@ -67,7 +67,8 @@ class GroupedQueryAttention(AttentionContainer, Composite):
         self.out = Linear(n_heads * d_head, d_model, out_bias, init=out_init or init, bias_init=zeros)
         if qk_norm is not None:
             self.q_norm, self.k_norm = HeadNorm(d_head, qk_norm), HeadNorm(d_head, qk_norm)
-        grain = n_heads // kv_heads * d_head  # a rank that holds a key head holds all query heads that share it
+        # keeps query heads on the same tensor rank as the key head that they share
+        grain = n_heads // kv_heads * d_head
         keys = ColumnParallel(grain=d_head)
         self.plan = {"q": ColumnParallel(grain=grain), "k": keys, "v": keys, "out": RowParallel()}
 

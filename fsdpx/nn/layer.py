@@ -402,7 +402,7 @@ class Layer(ABC):
         return {}
 
     def recompute(self, env: LayerContext, p: Params, saved: Any) -> Array:
-        """Compute the result of `forward` again from its saved values; `cheap` layers must define this.
+        """Recompute the result of `forward` from its saved values. Layers with `cheap = True` must define this.
 
         Parameters
         ----------

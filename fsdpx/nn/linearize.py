@@ -43,7 +43,7 @@ TAKES_WORDS = {"numbers", "indices", "given"}
 
 
 class OneRank:
-    """A mesh of one rank for shape-only forwards; it also stands for each axis of that mesh. An all-reduce changes
+    """A mesh of one rank for shape-only forwards, which is also used as each axis of that mesh. An all-reduce changes
     nothing, because arrays have no data."""
 
     rank, size, counters = 0, 1, None

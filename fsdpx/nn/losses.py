@@ -196,8 +196,8 @@ class CellWeights:
             raise ConfigError(f"{owner}: weights must be numbers >= 0, or bools")
 
     def __repr__(self) -> str:
-        """Return a text without this rank's values. Ranks compare the repr of the loss, so it must be the same on all
-        of them."""
+        """Return a placeholder without this rank's values. Ranks compare the repr of the loss, so it must be the same
+        on all of them."""
         return "<an array>"
 
     def broadcast_to_output(self, env: LayerContext, y: Array) -> Array:

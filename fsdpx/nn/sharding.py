@@ -1,4 +1,5 @@
-"""Sharding of layers, losses and models over the tensor axis: for authors of layers, and for `tensor_plan`."""
+"""Classes that shard layers, losses and models over the tensor axis, for the option `tensor_plan` and for authors of
+layers."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Tied parameters: two names for one parameter."""
+"""Tied parameters: several names for one parameter."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -203,7 +203,7 @@ class MLP(Container):
             dy, _ = step.layer.backward_input(env.child(step.name), {}, mask, dy)
         dh, kept = down.backward_input(env, p, (h,), dy)  # dh is a new array, so the kernel may change it in place
         a = kernels.gelu_recompute(env.xp, h, dh, gelu.approximate)
-        return dh, (a, *kept[1:])  # the first kept value must be the input of `down`, which is a, not h
+        return dh, (a, *kept[1:])  # the input of `down` is a; h was passed only because a had not been computed yet
 
 
 class TransformerBlock(Container):

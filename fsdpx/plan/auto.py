@@ -129,7 +129,7 @@ def _agree_on_memory_limit(recipe: Recipe, world: Communicator) -> int | None:
 def _find_machine_and_source(
     asked: str | PathLike[str] | Machine | None, world: Communicator, device: str
 ) -> tuple[Machine, str]:
-    """Return the machine to plan for, and a text that names it and says where its description comes from."""
+    """Return the machine to plan for, and its name with where its description comes from, as text."""
     if asked is not None or MACHINE_FILE.exists():
         found = Machine.load(MACHINE_FILE if asked is None else asked)
         return found, f"{found.name}" if asked is not None else f"{found.name} ({MACHINE_FILE})"
@@ -144,7 +144,8 @@ def _find_machine_and_source(
 
 
 def _describe_plan(found: Plan, source: str) -> str:
-    """Return a text with the chosen options, the predicted time and memory, and the second-best kind of parallelism."""
+    """Describe the chosen options, the predicted time and memory, and the second-best kind of parallelism in one
+    sentence."""
     best = found.best_candidate
     limit = "" if found.memory is None else f" within {format_bytes(found.memory)} per rank"
     others = [one for kind, one in found.best_by_kind.items() if kind != best.summary]

@@ -116,10 +116,10 @@ class ActionCostRecorder(TimelineRecorder):
         self.costs.append((planned.action, ActionCost(*self._pop_work_and_calls(nbytes > 0))))
 
     def on_transfer_complete(self, action: Action, transfer: TimedTransfer) -> None:
-        """Do nothing: a dry run has no transfers in flight."""
+        """Ignore the event: a dry run has no transfers in flight."""
 
     def on_outside_program(self, what: str, begin: float, end: float, nbytes: int) -> None:
-        """Do nothing: work outside of programs takes no time in a dry run."""
+        """Ignore the event: work outside of programs takes no time in a dry run."""
 
     def _pop_work_and_calls(self, moved: bool = True) -> tuple[WorkCount, tuple[Call, ...]]:
         """Return the work and the communication calls since the last call of this method. With `moved=False`, it is

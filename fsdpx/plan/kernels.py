@@ -104,8 +104,8 @@ class KernelRates:
         return product.flops / rate + count_weight_bytes(product) / known[0]
 
     def compute_extra_memory_seconds(self, kernel_pass: KernelPass, name: str) -> float | None:
-        """Return the time that a kernel whose matrix products were measured takes in addition to these products, in
-        order to access memory outside the caches, and to convert 16-bit values that are computed in float32.
+        """Return the time that a kernel takes beyond its matrix products, whose rates were measured in the caches: for
+        accessing main memory, and for converting 16-bit values that are computed in float32.
 
         Parameters
         ----------
@@ -178,8 +178,8 @@ class _Grid:
 
 
 def _find_weighted_neighbors(axis: Sequence[float], value: float) -> list[tuple[float, float]]:
-    """Return the grid coordinates of an axis on both sides of a value, with interpolation weights that are linear in
-    the logarithm of the value. Return one coordinate if the value is on or beyond it."""
+    """Return the coordinates of an axis between which a value lies, each with its interpolation weight. Weights are
+    linear in the logarithm of the value. On a coordinate, or beyond the ends, only one is returned."""
     value = min(max(value, axis[0]), axis[-1])
     high = next(n for n, point in enumerate(axis) if point >= value)
     if axis[high] == value:

@@ -34,7 +34,8 @@ MEASURED_VALUES = ("compute", "links")
 
 @dataclass(frozen=True)
 class NetworkLevel:
-    """One level of the network hierarchy. The ranks of one unit (a socket, a host) reach each other at the same speed.
+    """One level of the network hierarchy, such as the network between hosts. The ranks of one unit of the level (a
+    socket, a host, a rack) reach each other at the same speed.
 
     Parameters
     ----------
@@ -145,7 +146,7 @@ class Machine:
 
     @classmethod
     def load(cls, name_or_path: str | PathLike[str] | Machine) -> Machine:
-        """Return the machine with a name in `Machine.list_names()`, or the machine that a file describes.
+        """Load the description of a machine: a predefined one by its name, or one from a machine.toml file.
 
         Parameters
         ----------
@@ -184,11 +185,11 @@ class Machine:
 
     @property
     def ranks_per_host(self) -> float:
-        """Number of ranks of one host."""
+        """Number of ranks per host; inf if the description of the machine does not limit it."""
         return next((level.ranks for level in self.levels if level.name == "host"), self.levels[0].ranks)
 
     def compute_slowdown(self, ranks: int) -> float:
-        """Return the factor by which a rank computes more slowly than `compute` says if `ranks` ranks run.
+        """Return the factor by which computing takes longer with `ranks` ranks than `compute` says.
 
         The factor differs from 1 only if ranks share cores (`Compute.cores` < 1). In that case the ranks of one core
         take turns, and all ranks wait for the core with the most ranks. The figures of `compute` apply to a full host,

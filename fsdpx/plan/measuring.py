@@ -189,7 +189,7 @@ def _measure_kernel_rates(comm: Communicator, device: Processors) -> KernelRates
         for work, call in _iterate_calls_with_work(
             probes.iterate_matmul_calls(device.xp, name), probes.iterate_matmul_calls(shapes, name)
         ):
-            # of a convolution's window offsets, the one with the fewest cells outside of the field
+            # a convolution has one product per window offset; take that of the largest part of the field
             most = max(work.products, key=lambda one: one.flops)
             grids.setdefault(most.kernel, []).append((*get_product_grid_point(most), work.flops / time_kernel(call)))
         products[name] = grids

@@ -83,11 +83,11 @@ class Holding(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryPeak:
-    """The moment of a step at which a rank holds the most memory.
+    """The moment of a step at which a rank holds the most memory, and what it holds then.
 
     Parameters
     ----------
-    action : the action of the program, such as "B8.0"
+    action : the action of the program, such as "B8.0", the backward of unit 8 on microbatch 0
     about : the unit or value that the action works on, such as "unit 'blocks.7..head'"
     number, actions : position of the action in the program, counted from 1, and total number of actions
     holdings : everything that the rank holds at that moment

@@ -105,7 +105,7 @@ class Plan:
     ----------
     candidates : configurations that fit, the fastest first
     rejected : (options, reason) of configurations that cannot run or do not fit
-    search_space : text that says what was tried
+    search_space : description of what was tried
     largest_batch : samples of the largest global batch that fits, found by doubling, either with the options of the
         fastest configuration or with the options of the configurations that need the least memory
     machine : the machine for which the steps were predicted

@@ -525,8 +525,8 @@ class _Search:
         return tuple(found[ranks] for ranks in sorted(found))
 
     def _find_equivalent_grid(self, mesh: Mesh, data: int) -> tuple[int, ...]:
-        """Return the grid that splits a field over `data` data ranks, such that as many samples are processed in
-        parallel as in `mesh`. Raise ValueError if there is none."""
+        """Return a grid that splits a field over `data` data ranks and processes as many samples in parallel as `mesh`
+        does. Raise ValueError if there is none."""
         members, cells = mesh.width_of("data") // prod(mesh.domain), self.batch[0][0][2:]
         grids = [dims for dims in _iterate_factorizations(data // members, len(cells)) if can_split_evenly(dims, cells)]
         return min(grids, key=lambda dims: _compute_surface_ratio(dims, cells))

@@ -388,6 +388,6 @@ def get_grid_dims(space: Any) -> tuple[int, ...]:
 
 
 def find_action_that_ran(action: Action, ran: int) -> Action:
-    """Return the action that stands for `action` if only `ran` microbatches ran: the action itself, or the same
-    operation on the last microbatch that ran."""
+    """Return the action whose recorded cost represents `action` if only the first `ran` microbatches ran: the action
+    itself, or the same operation on the last microbatch that ran."""
     return action if action.mb is None or action.mb < ran else Action(action.op, action.unit, ran - 1)
