@@ -41,8 +41,7 @@ def keep_freed_memory() -> bool:
 
 
 def trim_heap() -> None:
-    """Return free heap memory to the system once, before training, because steps do not need the memory of the setup.
-    """
+    """Return free heap memory to the system once, before training, because steps do not need the memory of the setup."""
     library = _load_glibc()
     if library is not None:
         library.malloc_trim(0)

@@ -29,7 +29,8 @@ class Device:
     name : name that `distribute(device=...)` accepts
     holds_data : whether arrays have values; False for shape-only arrays
     sums_by_kernel : whether the device has its own kernels for sums over rows and channels, which take per-channel
-        values in float64"""
+        values in float64
+    """
 
     name, holds_data, sums_by_kernel = "cpu", True, False
 
@@ -127,7 +128,7 @@ CPU = Device()
 
 
 def load_device(name: str) -> Device:
-    """Return the device of this name; raise ConfigError if there is none."""
+    """Return the device with this name, such as "cpu" or "cuda"; raise ConfigError if there is none."""
     if name == "cpu":
         return CPU
     if find_extension("device", str(name)) is None:

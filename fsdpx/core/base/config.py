@@ -48,8 +48,7 @@ def to_python_number(value: Any) -> Any:
 
 
 def convert_fields_to_python_numbers(owner: Any) -> None:
-    """Convert all fields of a dataclass in place to Python numbers (see `to_python_number`), before they are checked.
-    """
+    """Convert all fields of a dataclass in place to Python numbers (see `to_python_number`), before they are checked."""
     for field in fields(owner):
         object.__setattr__(owner, field.name, to_python_number(getattr(owner, field.name)))
 
@@ -98,8 +97,8 @@ LIFETIMES = get_args(Lifetime)
 
 @dataclass(frozen=True)
 class Sharding:
-    """Sharding strategy: the axes over which data is sharded, and how long full parameters and gradients are kept.
-    Raises ConfigError for invalid values.
+    """Sharding strategy: over how many ranks the model is replicated and sharded, and how long full parameters and
+    gradients are kept. Raises ConfigError for invalid values.
 
     Parameters
     ----------
@@ -214,7 +213,8 @@ class TraceConfig:
 
 @dataclass(frozen=True, repr=False)
 class Precision:
-    """Number formats by role, as dtype names. Raises ConfigError for invalid values.
+    """The dtypes of computation, parameters, gradients, statistics and optimizer state, by name. Raises ConfigError
+    for invalid values.
 
     Gradients of parameters are accumulated in float32 (float64 if `compute` is float64). They are sums over the batch,
     not means, so a smaller loss scale than in other libraries suffices.
@@ -223,8 +223,8 @@ class Precision:
     ----------
     compute : format of computation in layers, and of their outputs and saved activations: "float32", "float64", "bf16"
         (or "bfloat16"), "fp16" ("float16")
-    param : format in which the all-gather sends parameters: None (that of `compute`), float32 (float64 if compute is),
-        or, unless compute has 16 bits, "bf16" or "fp16"
+    param : format in which the all-gather sends parameters. None: that of `compute`. Also possible are float32 (float64
+        if compute is) and, unless compute has 16 bits, "bf16" or "fp16"
     reduce : format to which gradients are rounded for the reduce, which adds in float32: "bf16" or "fp16"; None: not
         rounded
     buffers : format of running statistics, "float32" or "float64"; None: float32 (float64 if compute is). 16-bit

@@ -208,8 +208,7 @@ def restoring_environment(environ: MutableMapping[str, str] = os.environ) -> Ite
 
 
 def copy_without_rank_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return a copy of the environment for a helper process, without variables that would make it a rank of this job.
-    """
+    """Return a copy of the environment for a helper process, without variables that would make it a rank of this job."""
     of_launchers = ("PMI", "OMPI_", "PRTE_", "HYDRA_", "MPIR_", "SLURM_", "RANK", "WORLD_SIZE")
     without_mpi = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_", "FSDPX_STORE")
     of_jobs = (*of_launchers, *without_mpi, "FSDPX_EXPECT_SIZE", "FSDPX_RUN", "FSDPX_SECRET")
@@ -306,8 +305,7 @@ def _find_mpi_launcher(environ: Mapping[str, str]) -> LauncherInfo | None:
 
 
 def _find_launcher_without_mpi(environ: Mapping[str, str]) -> LauncherInfo | None:
-    """Return the launcher that variables of torchrun, `fsdpx run` or the user describe for ranks without MPI, or None.
-    """
+    """Return the launcher that variables of torchrun, `fsdpx run` or the user describe for ranks without MPI, or None."""
     rank, size = (_parse_count_variable(environ, name) for name in ("RANK", "WORLD_SIZE"))
     if rank is None or not size or _parse_rendezvous_store(environ) is None:
         return None

@@ -367,7 +367,7 @@ class FakeCommunicator(Backend):
         return [data] * self.size
 
     def close(self) -> None:
-        """Do nothing: this communicator holds nothing."""
+        """Do nothing: this communicator has no resources to free."""
 
     def abort(self, code: int = 1) -> None:
         raise Aborted(f"fake rank {self.rank} of {self.size} aborted with code {code}")

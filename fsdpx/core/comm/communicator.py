@@ -170,9 +170,9 @@ class Communicator(ABC):
     order and rounded once. A wrong size, dtype, layout or rank number raises ShapeError or ConfigError before anything
     is sent.
 
-    The byte counts in the methods are what one rank sends (or receives) with an optimal algorithm, where n is the size
-    of the full array in bytes and N is `size` (Patarasu and Yuan 2009; Chan et al. 2007). A new backend inherits
-    `fsdpx.core.comm.Backend`; a wrapper around another communicator inherits `fsdpx.core.comm.CommunicatorWrapper`.
+    The optimal algorithms to which the methods refer are those of Patarasu and Yuan (2009) and Chan et al. (2007). A
+    new backend inherits `fsdpx.core.comm.Backend`; a wrapper around another communicator inherits
+    `fsdpx.core.comm.CommunicatorWrapper`.
     """
 
     rank: int
@@ -225,7 +225,9 @@ class Communicator(ABC):
         return self.issue(Call(verb, arrays, op, root, counts, what, tag, algorithm, (), wire))
 
     def all_gather(self, send: Array, recv: Array, counts: Sequence[int] | None = None, *, what: str = "") -> Handle:
-        """Gather every rank's `send` into every rank's `recv`, in rank order: n(N-1)/N bytes. Collective.
+        """Gather every rank's `send` into every rank's `recv`, in rank order. Collective.
+
+        With an optimal algorithm, each of N ranks sends n(N-1)/N bytes, where n is the size of `recv` in bytes.
 
         Parameters
         ----------
@@ -253,10 +255,11 @@ class Communicator(ABC):
         self, send: Array, recv: Array, op: ReduceOp = SUM, counts: Sequence[int] | None = None, *, what: str = "",
         wire: Any = None,
     ) -> Handle:  # fmt: skip
-        """Reduce `send` over the ranks and store each rank's piece of the result in its `recv`: n(N-1)/N bytes.
-        Collective.
+        """Reduce `send` over the ranks and store each rank's piece of the result in its `recv`. Collective.
 
-        Scratch: n for 16-bit arrays, none otherwise; with `wire`, none if `counts` are all equal, else n in that dtype.
+        With an optimal algorithm, each of N ranks sends n(N-1)/N bytes, where n is the size of `send` in bytes. The
+        scratch memory is n bytes for 16-bit arrays, and zero otherwise. With `wire`, it is zero if `counts` are all
+        equal, else the size of `send` in that dtype.
 
         Parameters
         ----------
@@ -286,14 +289,16 @@ class Communicator(ABC):
     def all_reduce(
         self, buf: Array, op: ReduceOp = SUM, algorithm: str = "library", *, what: str = "", wire: Any = None
     ) -> Handle:
-        """Reduce `buf` over the ranks in place, so that every rank gets the result: 2n(N-1)/N bytes. Collective.
+        """Reduce `buf` over the ranks in place, so that every rank gets the result. Collective.
+
+        With an optimal algorithm, each of N ranks sends 2n(N-1)/N bytes, where n is the size of `buf` in bytes.
 
         Parameters
         ----------
         buf : summand of this rank, overwritten with the result; the same number of elements on all ranks
         op : reduction operation
-        algorithm : "library", the backend's own (scratch n for 16-bit arrays), or "ring" (scratch n/N; not for 16-bit
-            arrays)
+        algorithm : "library", the backend's own (n bytes of scratch memory for 16-bit arrays), or "ring" (n/N bytes;
+            not for 16-bit arrays)
         what : names the action and the tensor in errors
         wire : see `reduce_scatter`; here the sum is rounded as well
 
@@ -310,7 +315,8 @@ class Communicator(ABC):
         return self._issue_call("all_reduce", (buf,), op, 0, (), what, 0, algorithm, wire)
 
     def broadcast(self, buf: Array, root: int, *, what: str = "") -> Handle:
-        """Copy `buf` from rank `root` to all other ranks: n bytes. Collective.
+        """Copy `buf` from rank `root` to all other ranks. Collective. With an optimal algorithm, each rank sends or
+        receives the size of `buf` once.
 
         Parameters
         ----------
@@ -331,7 +337,8 @@ class Communicator(ABC):
         return self._issue_call("broadcast", (buf,), SUM, root, (), what)
 
     def reduce(self, send: Array, recv: Array | None, op: ReduceOp, root: int, *, what: str = "") -> Handle:
-        """Reduce `send` over the ranks into the root's `recv`: n bytes. Collective.
+        """Reduce `send` over the ranks into the root's `recv`. Collective. With an optimal algorithm, each rank sends
+        or receives the size of `send` once.
 
         Parameters
         ----------
@@ -356,8 +363,9 @@ class Communicator(ABC):
     def gather(
         self, send: Array, recv: Array | None, root: int, counts: Sequence[int] | None = None, *, what: str = ""
     ) -> Handle:
-        """Gather every rank's `send` into the root's `recv`, in rank order: n(N-1)/N bytes at the root, n/N elsewhere.
-        Collective.
+        """Gather every rank's `send` into the root's `recv`, in rank order. Collective.
+
+        With an optimal algorithm on N ranks, the root receives n(N-1)/N bytes, where n is the size of `recv` in bytes.
 
         Parameters
         ----------
@@ -382,7 +390,9 @@ class Communicator(ABC):
     def scatter(
         self, send: Array | None, recv: Array, root: int, counts: Sequence[int] | None = None, *, what: str = ""
     ) -> Handle:
-        """Send to each rank its piece of the root's `send`: n(N-1)/N bytes at the root, n/N elsewhere. Collective.
+        """Send to each rank its piece of the root's `send`. Collective.
+
+        With an optimal algorithm on N ranks, the root sends n(N-1)/N bytes, where n is the size of `send` in bytes.
 
         Parameters
         ----------
@@ -787,8 +797,7 @@ class TrafficCounters:
         self.tallies[name] = [a + b for a, b in zip(before, numbers, strict=True)]
 
     def sum_counts(self, axis: str | None = None, verb: str | None = None) -> CallCount:
-        """Return the number of calls and bytes of this axis and operation; None stands for all axes or all operations.
-        """
+        """Return the number of calls and bytes of this axis and operation; None stands for all axes or all operations."""
         counts = [count for key, count in self.table.items() if axis in (None, key[0]) and verb in (None, key[1])]
         return CallCount(sum(count.calls for count in counts), sum(count.bytes for count in counts))
 

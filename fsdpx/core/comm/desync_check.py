@@ -77,7 +77,7 @@ class CheckedCommunicator(CommunicatorWrapper):
             raise make_desync_error(self._calls, calls)
 
     def _exchange_fingerprints(self, call: str) -> list[str]:
-        """Return the call of each rank, by rank. Collective."""
+        """Gather the call that each rank is about to make, in rank order. Collective."""
         self._calls += 1
         own_fingerprint = _encode_fingerprint(call)
         texts = np.zeros((self.size, _FINGERPRINT_BYTES), np.uint8)

@@ -226,8 +226,7 @@ class ThreadCollective:
         return set(range(len(self.members))) - self.missing
 
     def find_mismatch(self, rank: int, verb: str, what: str, terms: tuple) -> DesyncError | None:
-        """Return the error for a `rank` that makes a different call than the ranks that arrived before it, else None.
-        """
+        """Return the error for a `rank` that makes a different call than the ranks that arrived before it, else None."""
         if (verb, terms) == (self.verb, self.terms):
             return None
         others = sorted(self.waiting_ranks)

@@ -52,7 +52,8 @@ Collective = Callable[[Messenger, Call], Handle]
 
 
 def start_all_gather(comm: Messenger, call: Call) -> Handle:
-    """Start an all-gather in which each rank sends its piece to all other ranks: n(N-1)/N bytes per rank."""
+    """Start an all-gather in which each rank sends its piece directly to all other ranks. Each of N ranks sends
+    n(N-1)/N bytes of an array of n bytes."""
     (_, recv), (pieces,) = call.arrays, call.partitions
     own_part = pieces.get_piece(recv, comm.rank)
     copy_unless_same(own_part, call.arrays[0])
@@ -62,14 +63,15 @@ def start_all_gather(comm: Messenger, call: Call) -> Handle:
 
 
 def start_reduce_scatter(comm: Messenger, call: Call) -> Handle:
-    """Start a reduce-scatter in which each piece is sent to its owner, which adds the pieces: n(N-1)/N bytes per rank,
-    scratch n."""
+    """Start a reduce-scatter in which each piece is sent to its owner, which adds the pieces. Each of N ranks sends
+    n(N-1)/N bytes of an array of n bytes, and uses n bytes of scratch memory."""
     send, recv = call.arrays
     return GeneratorHandle(_reduce_to_owners(comm, call, send, recv, call.partitions[0]), comm.progress)
 
 
 def start_all_reduce(comm: Messenger, call: Call) -> Handle:
-    """Start an all-reduce as a reduce-scatter followed by an all-gather: 2n(N-1)/N bytes per rank, scratch n."""
+    """Start an all-reduce as a reduce-scatter followed by an all-gather. Each of N ranks sends 2n(N-1)/N bytes for an
+    array of n bytes, and uses n bytes of scratch memory."""
     (buf,) = call.arrays
     pieces = make_balanced_partition(buf.size, comm.size)
     own_part = pieces.get_piece(buf, comm.rank)
@@ -78,7 +80,8 @@ def start_all_reduce(comm: Messenger, call: Call) -> Handle:
 
 
 def start_broadcast(comm: Messenger, call: Call) -> Handle:
-    """Start a broadcast in which the root sends to all other ranks: n(N-1) bytes at the root, n elsewhere."""
+    """Start a broadcast in which the root sends the array directly to all other ranks. For n bytes on N ranks, the
+    root sends n(N-1) bytes."""
     (buf,) = call.arrays
     if comm.rank == call.root:
         return comm.start_messages(call, _pair_array_with_others(comm, buf), [])
@@ -86,8 +89,8 @@ def start_broadcast(comm: Messenger, call: Call) -> Handle:
 
 
 def start_reduce(comm: Messenger, call: Call) -> Handle:
-    """Start a reduce as a reduce-scatter followed by a gather: 2n(N-1)/N bytes at the root, n elsewhere; scratch n +
-    n/N."""
+    """Start a reduce as a reduce-scatter followed by a gather. For n bytes on N ranks, the root transfers 2n(N-1)/N
+    bytes and other ranks n; the scratch memory is n + n/N bytes."""
     send, recv = call.arrays
     pieces = make_balanced_partition(send.size, comm.size)
     own_part = namespace_of(send).empty(pieces.counts[comm.rank], dtype=send.dtype)
@@ -96,7 +99,8 @@ def start_reduce(comm: Messenger, call: Call) -> Handle:
 
 
 def start_gather(comm: Messenger, call: Call) -> Handle:
-    """Start a gather in which each rank sends its piece to the root: n(N-1)/N bytes at the root, n/N elsewhere."""
+    """Start a gather in which each rank sends its piece directly to the root. For n bytes on N ranks, the root
+    receives n(N-1)/N bytes."""
     send, recv = call.arrays
     if comm.rank != call.root:
         return comm.start_messages(call, [(call.root, send)], [])
@@ -105,7 +109,8 @@ def start_gather(comm: Messenger, call: Call) -> Handle:
 
 
 def start_scatter(comm: Messenger, call: Call) -> Handle:
-    """Start a scatter in which the root sends each rank its piece: n(N-1)/N bytes at the root, n/N elsewhere."""
+    """Start a scatter in which the root sends each rank its piece. For n bytes on N ranks, the root sends n(N-1)/N
+    bytes."""
     send, recv = call.arrays
     if comm.rank != call.root:
         return comm.start_messages(call, [], [(call.root, recv)])
@@ -173,7 +178,7 @@ def _pair_pieces_with_others(comm: Messenger, array: Array, pieces: FlatPartitio
 
 def iterate_ring_all_reduce(issue: Callable[[Call], Handle], rank: int, size: int, call: Call) -> Iterator[Handle]:
     """Run a ring all-reduce, that is, a reduce-scatter and an all-gather around the ring; yield the handle of each
-    message. Scratch: n/N bytes.
+    message. For n bytes on N ranks, the scratch memory is n/N bytes.
 
     Each element is summed along the ring by one rank at a time, so that all ranks end with the same bits.
     """
@@ -210,7 +215,11 @@ FIRST_RUN_ELEMENTS = 16
 
 def start_rounded_reduce_scatter(comm: Communicator, call: Call) -> Handle:
     """Start a reduce-scatter whose summands are sent in the 16-bit dtype `call.wire` and added by the owner of each
-    piece. Scratch: none if all pieces have the same size, else n in that dtype."""
+    piece.
+
+    If the pieces differ in size, the scratch memory is an array of the full size in that dtype; otherwise there is
+    none.
+    """
     send, recv = call.arrays
     return _start_rounded_reduce_to_owners(comm, call, send, recv, call.partitions[0].counts)
 

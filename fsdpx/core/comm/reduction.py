@@ -31,8 +31,8 @@ _UFUNCS = {
 
 @lru_cache(maxsize=64)
 def get_dtype_kind(dtype: np.dtype) -> str:
-    """Return "float", "half", "complex", "integer" or "bool"; raise ConfigError for a dtype that communicators do not
-    transfer."""
+    """Return the kind of a dtype: "float", "half", "complex", "integer" or "bool". Raise ConfigError for a dtype that
+    communicators do not transfer."""
     kind = _KINDS.get(dtype.name)
     if kind is not None and not dtype.isnative:
         remedy = "array.astype(array.dtype.newbyteorder('='))"

@@ -146,7 +146,7 @@ ACTION_NAMES = {"F": "forward", "I": "gradient of the input", "W": "gradient of 
 
 
 def validate(schedule: PipelineSchedule) -> None:
-    """Raise ProgramError unless a schedule can run and gives the same bits as any other.
+    """Raise ProgramError unless a schedule can run and gives bitwise the same results as any other schedule.
 
     Every action must be F, B, I or W of an existing stage and microbatch, on the home rank of its stage. For each
     microbatch, every stage must run one F and then either one B, or one I and later one W. The gradients of a stage's

@@ -151,8 +151,8 @@ def gelu(xp: Any, x: Any, approximate: str = "none") -> Any:
 
 @kernel()
 def gelu_backward(xp: Any, x: Any, dy: Any, approximate: str = "none") -> Any:
-    """Return dy times the derivative of GELU: Phi(x) + x phi(x), or, for the tanh form, s + x s (1 - s) u' with s =
-    sigmoid(u)."""
+    """Return the gradient of `gelu`: dy (Phi(x) + x phi(x)) or, for the tanh form, dy (s + x s (1 - s) u') with u = 2
+    sqrt(2/pi) (x + 0.044715 x^3) and s = sigmoid(u)."""
     if is_exact_gelu(approximate):
         bell = unnormalized_gaussian_density(xp, x)
         return dy * (gaussian_cdf(xp, x, bell) + x * bell * DENSITY)

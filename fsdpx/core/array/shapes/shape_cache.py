@@ -88,8 +88,7 @@ def find_algorithm_and_windows(call: Callable[..., Any], *arguments: Any, **opti
 
 
 def _make_shape_key(value: Any, arrays: list[ShapeArray]) -> Any:
-    """Return a hashable key of `value` in which arrays are replaced by shape and dtype. Append the arrays to `arrays`.
-    """
+    """Return a hashable key of `value` in which arrays are replaced by shape and dtype. Append the arrays to `arrays`."""
     kind = type(value)
     if kind is ShapeArray:
         arrays.append(value)

@@ -258,8 +258,8 @@ class NodeCommunicator(Backend):
         return group.start_barrier(group.reserve_collective(), call)
 
     def _start_all_gather_by_copying(self, call: Call, group: NodeGroup, address: WindowAddress) -> Handle:
-        """Start an all-gather in which each rank copies the pieces of the other ranks from their arrays in shared
-        memory: n - n/N bytes are read and written."""
+        """Start an all-gather in which each of N ranks copies the pieces of the other ranks from shared memory, (N -
+        1)/N of the full array."""
         (send, recv), (pieces,) = call.arrays, call.partitions
         number = group.reserve_collective()
         copy_unless_same(pieces.get_piece(recv, self.rank), send)
@@ -412,8 +412,7 @@ class NodeCommunicator(Backend):
         return group
 
     def window(self, nbytes: int) -> Window:
-        """Return a one-sided window in shared memory if all ranks are on one host, otherwise a window of the carrier.
-        """
+        """Return a one-sided window in shared memory if all ranks are on one host, otherwise a window of the carrier."""
         if HAS_FILE_LOCKS and len(self.ranks_by_host) == 1:
             return MappedWindow(self.carrier, nbytes, self.timeout)
         return self.carrier.window(nbytes)

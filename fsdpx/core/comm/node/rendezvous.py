@@ -243,8 +243,8 @@ class HostLanes:
         yield group.start_barrier(second, call)
 
     def reduce_scatter_over_hosts(self, call: Call, address: WindowAddress) -> Iterator[Handle]:
-        """Sum the pieces of this rank's lane over the ranks of this host, then over the hosts. Scratch: n/L bytes for
-        L ranks per host."""
+        """Sum the pieces of this rank's lane over the ranks of this host, then over the hosts. For n bytes and L ranks
+        per host, the scratch memory is n/L bytes."""
         group, turn, number = self.host_group, self._take_lane_ticket(), self.host_group.reserve_collective()
         (send, recv), (pieces,) = call.arrays, call.partitions
         sums = make_partition_from_counts(tuple(pieces.counts[rank] for rank in self.lane))
@@ -328,6 +328,5 @@ class LaneTurn:
 
 
 def _get_partial_op(op: ReduceOp) -> ReduceOp:
-    """Return the operation that combines partial results. For an average this is the sum, which is divided at the end.
-    """
+    """Return the operation that combines partial results. For an average this is the sum, which is divided at the end."""
     return ReduceOp.SUM if op is ReduceOp.AVG else op
