@@ -149,8 +149,8 @@ def _choose_nodes_and_ranks_per_node(config: LaunchConfig, node_cores: NodeCores
 
 
 def _make_request_comment(nodes: int, per_node: int, cores: int, node_cores: NodeCores) -> str:
-    """Return a shell comment that states the requested ranks and cores, and how many cores per node the request
-    assumes."""
+    """Return a shell comment that states the requested ranks and cores, and the number of cores per node that was
+    assumed."""
     where = "one node" if nodes == 1 else f"each of {nodes} nodes"
     asked = f"{format_count(per_node, 'rank')} on {where}, with {format_count(cores, 'core')} per rank"
     more = "" if per_node * cores <= node_cores.cores else f": {per_node * cores} cores, more than a node has"

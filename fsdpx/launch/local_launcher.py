@@ -1,5 +1,6 @@
-"""Starts the ranks of one host without MPI, like torchrun: python -m fsdpx.launch.local_launcher -n 4 python -m
-fsdpx.launch.rank script.py
+"""Starts the ranks of one host without MPI, like torchrun:
+
+    python -m fsdpx.launch.local_launcher -n 4 python -m fsdpx.launch.rank script.py
 
 The ranks find each other by a new file, or by the address in FSDPX_STORE if `fsdpx run` is started on each of several
 hosts. In that case --first is the number of the first rank on this host, and --of is the number of all ranks."""

@@ -173,7 +173,7 @@ class _MpiStartFinder(MetaPathFinder):
 
 
 def request_kill_on_parent_death() -> None:
-    """Ask Linux to kill this process when its parent ends, so that neither ranks outlive their launcher nor a launcher
+    """Ask Linux to kill this process when its parent ends, so that no rank outlives its launcher, and no launcher
     outlives `fsdpx run`."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)

@@ -94,8 +94,8 @@ def _write_pretrained_folder(state: TrainState, folder: Any, dtype: str | None) 
 
 
 def _get_sources_by_parameter(state: TrainState) -> dict[str, TensorSource]:
-    """Return, for each parameter that was read from files, the tensors that it was read from, by parameter name
-    including aliases."""
+    """Return {parameter name: tensors from which it was read} for the parameters that were read from files, including
+    aliases."""
     return {name: init for name, init in state.placement.model.initial.items() if isinstance(init, TensorSource)}
 
 

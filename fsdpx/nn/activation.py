@@ -48,8 +48,8 @@ class ReLU(Layer):
 
 
 class GELU(Layer):
-    """Gaussian error linear unit: x Phi(x) of each element, where Phi is the cumulative distribution function of N(0,
-    1) (Hendrycks and Gimpel 2016).
+    """Gaussian error linear unit (Hendrycks and Gimpel 2016): x Phi(x) of each element, where Phi is the cumulative
+    distribution function of the standard normal distribution.
 
     Parameters
     ----------

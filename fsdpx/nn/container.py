@@ -49,10 +49,10 @@ class ChildCall:
 
 
 class RecomputePlaceholder:
-    """Replaces the result of a cheap step among the values saved for backward, which recomputes the result instead.
+    """Saved for backward instead of the result of a cheap step. Backward recomputes the result when it needs it.
 
-    The result is that of step number `step` of the container `owner`. During forward, `y` keeps it alive, so that no
-    other array gets the same id."""
+    The result is that of step number `step` of the container `owner`. During forward, `y` holds the result itself, so
+    that no other array gets the same id."""
 
     __slots__ = ("owner", "step", "y")
 

@@ -57,16 +57,16 @@ __all__ = [
 
 
 def require_positive(owner: object, **values: Any) -> None:
-    """Raise ConfigError unless each value is an integer of at least 1. Values are passed by the names of constructor
-    arguments."""
+    """Raise ConfigError unless each keyword argument is an integer of at least 1. The keywords are names of
+    constructor arguments of `owner`, for the message."""
     for name, value in values.items():
         if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
             raise ConfigError(f"{type(owner).__name__}: {name} must be a whole number >= 1, got {value!r}")
 
 
 def require_fraction(owner: object, **values: Any) -> None:
-    """Raise ConfigError unless each value is a number from 0 to 1. Values are passed by the names of constructor
-    arguments."""
+    """Raise ConfigError unless each keyword argument is a number from 0 to 1. The keywords are names of constructor
+    arguments of `owner`, for the message."""
     for name, value in values.items():
         if not isinstance(value, (int, float)) or not 0 <= value <= 1:
             raise ConfigError(f"{type(owner).__name__}: {name} must be between 0 and 1, got {value!r}")

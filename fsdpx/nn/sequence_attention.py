@@ -208,8 +208,8 @@ def _start_shift(
 
 
 def _merge_attention(xp: Any, o: Array, lse: Array, part: Array, part_lse: Array) -> tuple[Array, Array]:
-    """Combine the attention over two sets of keys to the attention over all of them. Each is a normalized result with
-    the log-sum-exp of its scores, and so is the return value."""
+    """Combine the attention over two disjoint sets of keys into the attention over all keys. Arguments and results are
+    pairs of a normalized result and the log-sum-exp of its scores."""
     top = xp.maximum(lse, part_lse)
     total = top + xp.log(xp.exp(lse - top) + xp.exp(part_lse - top))
     o = o * xp.exp(lse - total)[..., None]

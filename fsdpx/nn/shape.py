@@ -35,7 +35,7 @@ class Flatten(Layer):
 
 
 class Add(Layer):
-    """The sum of several arrays of equal shape."""
+    """Adds several arrays of equal shape."""
 
     takes = "passed"
     acts_on = "element"
@@ -54,7 +54,7 @@ class Add(Layer):
 
 
 class Multiply(Layer):
-    """The elementwise product of several arrays of equal shape."""
+    """Multiplies several arrays of equal shape element by element."""
 
     takes = "passed"
     acts_on = "element"

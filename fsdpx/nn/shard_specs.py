@@ -251,8 +251,8 @@ GhostWidths = tuple[int, int]
 
 @dataclass(frozen=True)
 class FieldPartition:
-    """Domain decomposition of a field over a grid of ranks. Along each dim, rank r holds the cells [cuts[r], cuts[r +
-    1]).
+    """Domain decomposition of a field over a grid of ranks. Along each dim, rank r holds the cells from cuts[r] up to,
+    but not including, cuts[r + 1].
 
     Parameters
     ----------

@@ -129,7 +129,7 @@ def _agree_on_memory_limit(recipe: Recipe, world: Communicator) -> int | None:
 def _find_machine_and_source(
     asked: str | PathLike[str] | Machine | None, world: Communicator, device: str
 ) -> tuple[Machine, str]:
-    """Return the machine to plan for, and its name with where its description comes from, as text."""
+    """Return the machine to plan for, and a note of its name and of the file or default that describes it."""
     if asked is not None or MACHINE_FILE.exists():
         found = Machine.load(MACHINE_FILE if asked is None else asked)
         return found, f"{found.name}" if asked is not None else f"{found.name} ({MACHINE_FILE})"

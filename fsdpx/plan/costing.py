@@ -134,8 +134,8 @@ class ActionCostRecorder(TimelineRecorder):
     def run_memoized(
         self, key: tuple[Any, ...], run: Callable[[], Any], arguments: Sequence[Any], flags: _Flags, constants: Any
     ) -> Any:
-        """Return `run()`, or rebuild its result if an equal call has run before. A call is equal if `key`, the shapes
-        of `arguments` and the state of the gradients are equal; its work counts again.
+        """Return `run()`, or rebuild its result if an equal call has run before; its work is then counted as if it had
+        run. Calls are equal if `key`, the shapes of `arguments` and the state of the gradients are equal.
 
         `flags` says which gradients of the layer are written. `constants` is the cache of the `LayerContext`; calls
         that add to it are not memoized."""

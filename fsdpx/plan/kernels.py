@@ -146,8 +146,8 @@ def get_product_grid_point(product: ProductCount) -> tuple[int, int, int, float]
 
 
 def count_weight_bytes(product: ProductCount) -> int:
-    """Return the bytes of the float32 weight (output channels, input channels) that one matrix product of a
-    convolution multiplies by."""
+    """Return the size in bytes of the float32 weight in one matrix product of a convolution, (output channels, input
+    channels)."""
     return 4 * prod(get_product_grid_point(product)[:2])
 
 

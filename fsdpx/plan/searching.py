@@ -584,8 +584,8 @@ def _iterate_factorizations(ranks: int, dims: int) -> Iterator[tuple[int, ...]]:
 
 
 def _compute_surface_ratio(dims: tuple[int, ...], cells: tuple[int, ...]) -> float:
-    """Return a number proportional to the halo cells per own cell of a rank's part of a field: the less, the less a
-    rank communicates. Only dims that are split count."""
+    """Return a number proportional to the ratio of halo cells to own cells in a rank's part of a field, which measures
+    how much the rank communicates. Only dims that are split count."""
     return sum(width / n for width, n in zip(dims, cells, strict=True) if width > 1)
 
 

@@ -149,8 +149,7 @@ class MeshOnMachine:
 
     @cached_property
     def crossings_by_axis(self) -> dict[str, list[LevelCrossing]]:
-        """For each axis name that traffic counters use, the network levels that its groups of ranks communicate
-        across."""
+        """The network levels across which ranks communicate along each axis, by the axis names of traffic counters."""
         groups = {axis: (axis,) for axis in AXES} | {"world": AXES, "group": AXES, "data": ("replica", "shard")}
         groups |= {"peers": ("pipe",), "domain": ("replica", "shard")}
         return {name: self.find_crossings(axes) for name, axes in groups.items()}

@@ -209,8 +209,9 @@ class WorldStep:
         """Return (few, each): it is enough to simulate `few` microbatches, because every `each` further ones add the
         same time.
 
-        `each` is the width of the pipeline axis, the longest cycle in which a rank waits for itself. If microbatches
-        differ, or if there are not many of them, return the number of all microbatches and 0."""
+        `each` is the width of the pipeline axis, since the pattern in which pipeline ranks wait for each other repeats
+        after so many microbatches. If microbatches differ, or if there are not many of them, return the number of all
+        microbatches and 0."""
         m, pipe = self.microbatches, self.mesh.width_of("pipe")
         enough = self._steady * pipe + 1 if pipe > 1 and self._steady is not None and self.has_equal_microbatches else 2
         return (enough + (m - enough) % pipe, pipe) if self.has_equal_microbatches and m > enough + pipe else (m, 0)
