@@ -41,7 +41,7 @@ def keep_freed_memory() -> bool:
 
 
 def trim_heap() -> None:
-    """Return free heap memory to the system once, before training, because steps do not need the memory of the setup."""
+    """Return free heap memory to the system once, before training, since steps do not need the memory of the setup."""
     library = _load_glibc()
     if library is not None:
         library.malloc_trim(0)
@@ -186,7 +186,8 @@ class Arena:
     ----------
     xp : array module that allocates the buffers (NumPy, CuPy, or shape-only arrays)
     memory : memory shared with other ranks, in which the slab is allocated if there is enough of it; then all ranks
-        need slab plans of equal size"""
+        need slab plans of equal size
+    """
 
     def __init__(self, xp: Any, memory: WindowMemory | None = None) -> None:
         self.xp = xp

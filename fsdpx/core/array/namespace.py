@@ -67,7 +67,7 @@ def parse_dtype(name: str | np.dtype) -> np.dtype:
 
 
 def to_numpy_dtype(call: str, given: Any) -> np.dtype:
-    """Convert the argument `dtype` of the function `call` to a NumPy dtype; raise ConfigError if that is not possible."""
+    """Convert the argument `dtype` of the function `call` to a NumPy dtype; raise ConfigError if that fails."""
     try:
         if (numpy_type := np.dtype(given)).itemsize:
             return numpy_type

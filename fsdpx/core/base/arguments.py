@@ -67,7 +67,7 @@ def wrap_with_argument_check(
 def require_valid_arguments(
     function: Callable[..., Any], given: tuple[Any, ...], options: Mapping[str, Any], name: str = ""
 ) -> None:
-    """Raise ConfigError for the first argument that does not fit its type hint. Call this before the function itself."""
+    """Raise ConfigError for the first argument that does not fit its type hint. Call this before `function`."""
     label = name or function.__qualname__.removesuffix(".__init__")
     _refuse_huge_integers(function, label, given, options)
     _require_fitting_arguments(function, label, given, options)

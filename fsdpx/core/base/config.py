@@ -48,7 +48,7 @@ def to_python_number(value: Any) -> Any:
 
 
 def convert_fields_to_python_numbers(owner: Any) -> None:
-    """Convert all fields of a dataclass in place to Python numbers (see `to_python_number`), before they are checked."""
+    """Convert all fields of a dataclass in place to Python numbers by `to_python_number`, before they are checked."""
     for field in fields(owner):
         object.__setattr__(owner, field.name, to_python_number(getattr(owner, field.name)))
 

@@ -208,7 +208,7 @@ def restoring_environment(environ: MutableMapping[str, str] = os.environ) -> Ite
 
 
 def copy_without_rank_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return a copy of the environment for a helper process, without variables that would make it a rank of this job."""
+    """Return the environment for a helper process, without variables that would make it a rank of this job."""
     of_launchers = ("PMI", "OMPI_", "PRTE_", "HYDRA_", "MPIR_", "SLURM_", "RANK", "WORLD_SIZE")
     without_mpi = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_", "FSDPX_STORE")
     of_jobs = (*of_launchers, *without_mpi, "FSDPX_EXPECT_SIZE", "FSDPX_RUN", "FSDPX_SECRET")
@@ -305,7 +305,7 @@ def _find_mpi_launcher(environ: Mapping[str, str]) -> LauncherInfo | None:
 
 
 def _find_launcher_without_mpi(environ: Mapping[str, str]) -> LauncherInfo | None:
-    """Return the launcher that variables of torchrun, `fsdpx run` or the user describe for ranks without MPI, or None."""
+    """Return the launcher that variables of torchrun, `fsdpx run` or the user describe for ranks without MPI."""
     rank, size = (_parse_count_variable(environ, name) for name in ("RANK", "WORLD_SIZE"))
     if rank is None or not size or _parse_rendezvous_store(environ) is None:
         return None
@@ -352,7 +352,7 @@ def get_gloo_interface(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def _list_missing_master_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return those of the names MASTER_ADDR and MASTER_PORT whose variable is missing or invalid."""
+    """Return the names of the variables MASTER_ADDR and MASTER_PORT that are missing or invalid."""
     address, port = environ.get("MASTER_ADDR", "").strip(), _parse_count_variable(environ, "MASTER_PORT") or 0
     missing = [] if address else ["MASTER_ADDR"]
     return missing if 0 < port < 1 << 16 else [*missing, "MASTER_PORT (from 1 to 65535)"]

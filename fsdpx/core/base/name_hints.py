@@ -151,7 +151,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def make_attribute_error(module: str, name: str, known: Iterable[str]) -> AttributeError:
-    """Return the AttributeError for a name that a module does not have, with a suggestion of what was probably meant."""
+    """Return the AttributeError for a name that a module does not have. It suggests what was probably meant."""
     hint = "" if name.startswith("_") else did_you_mean(name, known)
     return AttributeError(f"module {module!r} has no attribute {name!r}{hint}", name=name)
 

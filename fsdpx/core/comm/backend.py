@@ -99,7 +99,7 @@ class Backend(Communicator):
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Gather the bytes of every rank with two all-gathers: first the sizes, then the data. Collective.
 
-        The waits are those of user calls, so that a rank that never arrives is reported.
+        This rank waits as in a call of the user, so that a rank that never arrives is reported.
         """
         own_bytes = np.frombuffer(data, np.uint8)
         sizes = np.empty(self.size, np.int64)

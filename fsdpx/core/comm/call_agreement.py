@@ -46,7 +46,7 @@ class CallSignature(str):
 def make_signature(
     verb: str, dtype: Any = None, shape: Any = None, op: str = "", root: int | None = None
 ) -> CallSignature:
-    """Return a signature of the name of a call and of its arguments that must be equal on all ranks."""
+    """Return a signature of a call: its name and the arguments that must be equal on all ranks."""
     parts = {"dtype": dtype, "shape": shape if shape is None else list(shape), "op": op or None, "root": root}
     call_signature = CallSignature(
         verb + "".join(f", {name} {part}" for name, part in parts.items() if part is not None)

@@ -209,7 +209,7 @@ class RankGroup(Protocol):
 
 
 def get_data_pointer(array: Array) -> int:
-    """Return the memory address of the first element. For an array without memory, return the id of the Python object."""
+    """Return the memory address of the first element. For an array without memory, return the id of the object."""
     if isinstance(array, np.ndarray):
         return array.__array_interface__["data"][0]
     interface = getattr(array, "__cuda_array_interface__", None)

@@ -123,8 +123,8 @@ def count_moved_bytes(comm: RankGroup, call: Call) -> int:
 
 
 def get_common_arguments(call: Call) -> dict[str, Any]:
-    """Return the arguments of a call that must be equal on all ranks, by name. Element counts are those of
-    `call.partitions` if the call has been checked, else those that the caller passed."""
+    """Return the arguments of a call that must be equal on all ranks, by name. Element counts are taken from
+    `call.partitions` if the call has been checked, else from `call.counts`."""
     verb, terms_by_name = CALL_SPECS[call.verb], dict[str, Any]()
     if verb.arrays:
         array: Array = call.arrays[
@@ -797,7 +797,7 @@ class TrafficCounters:
         self.tallies[name] = [a + b for a, b in zip(before, numbers, strict=True)]
 
     def sum_counts(self, axis: str | None = None, verb: str | None = None) -> CallCount:
-        """Return the number of calls and bytes of this axis and operation; None stands for all axes or all operations."""
+        """Return the number of calls and bytes of this axis and operation; None stands for all of them."""
         counts = [count for key, count in self.table.items() if axis in (None, key[0]) and verb in (None, key[1])]
         return CallCount(sum(count.calls for count in counts), sum(count.bytes for count in counts))
 

@@ -127,8 +127,8 @@ class RankInfo(NamedTuple):
 
 
 def get_rank_info() -> RankInfo:
-    """Return the rank and size of the communicator that `fsdpx.init()` opened. Before `fsdpx.init()`, return those in
-    MPI's world if MPI is initialized, else those that the launcher has set.
+    """Return the rank and size in the communicator that `fsdpx.init()` opened. Before `fsdpx.init()`, return the rank
+    and size in MPI's world if MPI is initialized, else the numbers that the launcher has set.
 
     Raises LaunchError if environment variables say that this process is one of several ranks but not which one, and
     ConfigError if the launcher does not set rank and size.

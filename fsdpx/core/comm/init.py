@@ -354,7 +354,7 @@ def open_local(request: CommunicatorRequest) -> Communicator:
 
 def open_mpi(request: CommunicatorRequest, shared: bool = False) -> Communicator:
     """Open a communicator of all MPI ranks, or of the ranks of an mpi4py communicator. If `shared` is true and there
-    are several ranks, those of one host communicate in shared memory."""
+    are several ranks, ranks of one host communicate in shared memory."""
     from fsdpx.core.comm.mpi.start import guarding_mpi_start
 
     with guarding_mpi_start() if request.comm is None else nullcontext():
@@ -378,7 +378,7 @@ def set_up_world(carrier: MessageBackend, shared: bool) -> Communicator:
     """Return the world communicator around the connected backend `carrier`. Collective.
 
     Installs excepthooks, checks that settings are the same on all ranks, and divides the cores of a host among its
-    ranks. If `shared` is true and there are several ranks, those of one host communicate in shared memory.
+    ranks. If `shared` is true and there are several ranks, ranks of one host communicate in shared memory.
     """
     from fsdpx.core.array import cores
     from fsdpx.core.comm.node.node import NodeCommunicator

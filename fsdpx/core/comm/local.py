@@ -60,8 +60,8 @@ class ThreadWorld:
         self.returned: set[int] = set()
 
     def record_failure(self, error: BaseException) -> None:
-        """Record the first failure and wake all ranks, which then raise it. The death of a rank that the others
-        survive is recorded by `record_death` instead."""
+        """Record the first failure and wake all ranks, which then raise it. A death that other ranks survive is
+        recorded by `record_death` instead."""
         if self.survive and isinstance(error, RankDied):
             return
         with self.condition:
@@ -226,7 +226,7 @@ class ThreadCollective:
         return set(range(len(self.members))) - self.missing
 
     def find_mismatch(self, rank: int, verb: str, what: str, terms: tuple) -> DesyncError | None:
-        """Return the error for a `rank` that makes a different call than the ranks that arrived before it, else None."""
+        """Return an error if `rank` makes a different call than the ranks that arrived before it, else None."""
         if (verb, terms) == (self.verb, self.terms):
             return None
         others = sorted(self.waiting_ranks)

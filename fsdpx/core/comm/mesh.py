@@ -342,8 +342,8 @@ class MeshAxes:
 
     @property
     def reduction_axes(self) -> tuple[str, ...]:
-        """Names of the axes over which gradients are summed: "shard" and "replica", without those of a single rank,
-        but at least "shard"."""
+        """Names of the axes over which gradients are summed: "shard" and "replica", if they have several ranks; at
+        least "shard"."""
         wide = tuple(name for name in ("shard", "replica") if getattr(self, name).size > 1)
         return wide or ("shard",)
 

@@ -118,7 +118,7 @@ class SharedWindow(Window):
 
     @abstractmethod
     def lock_part(self, rank: int, write: bool) -> AbstractContextManager[Any]:
-        """Return a context manager that locks the part of `rank`. The lock is released if the rank that holds it dies."""
+        """Return a context manager that locks the part of `rank`. The lock is released if its holder dies."""
 
     @contextmanager
     def open_part(self, rank: int, start: int, stop: int, write: bool = True) -> Iterator[Array]:

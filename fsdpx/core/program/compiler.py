@@ -71,12 +71,14 @@ class SyncRules:
     """How ranks synchronize parameters in a step, in addition to summing gradients. A step without rules only sums
     gradients.
 
+    A page is a flat buffer of several parameters, and a slot is a named buffer of a program.
+
     Attributes
     ----------
     before : operations that run before the first update
-    after : (operation, pages) pairs: operations that run after the update of each of these pages (flat buffers)
+    after : (operation, pages) pairs: operations that run after the update of each of these pages
     rest : (operation, pages) pairs: operations that run for each of these pages after all updates
-    kept : kinds of slots (named buffers) that are filled before and after the step, one slot per trained page
+    kept : kinds of slots that are filled before and after the step, one slot per trained page
     begins, ends : further slots that are filled before the step, or after it
     results : kinds of slots that the caller reads at the end
     """

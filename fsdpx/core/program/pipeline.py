@@ -252,8 +252,8 @@ def find_constant_values(
 def assign_last_readers(rows: Sequence[Row], here: Iterable[int], outputs: Sequence[int]) -> tuple[StageUnit, ...]:
     """Convert rows (pages, values read, values computed) to units that know which values they read last.
 
-    Among the units `here`, the last reader of a value takes it, that is, frees it. The loss takes the values in
-    `outputs`. All other readers leave the value in its slot.
+    Among the units `here`, the last reader of a value frees it (`takes`). The loss frees the values in `outputs`. All
+    other readers leave the value in place (`reads`).
     """
     own_units = set(here)
     last = {v: k for k, (_, read, _) in enumerate(rows) if k in own_units for v in read} | dict.fromkeys(

@@ -453,7 +453,7 @@ def _make_task(program: Program, rank: int, at: int, time: int, waits: Waits, se
 
 
 def compute_idle_share(events: Sequence[ActionEvent]) -> float:
-    """Return the share of a step during which ranks do not compute, averaged over ranks. `events` are those of
+    """Return the share of a step during which ranks do not compute, averaged over ranks, from the events of its
     programs.
 
     The length of a step is the time of the slowest rank from its first to its last compute action. This is the bubble

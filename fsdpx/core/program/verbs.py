@@ -160,7 +160,8 @@ SLOTS: dict[str, SlotKind] = {
 
 
 def get_buffer_slot(slot: Slot) -> Slot:
-    """Return the slot whose memory `slot` uses, such as grad3 for sum3."""
+    """Return the slot (named buffer) whose memory `slot` uses, such as the gradient buffer grad3 for the reduced
+    gradient sum3."""
     kind = SLOTS[slot.kind].buffer
     return slot if kind == slot.kind else Slot(kind, slot.at, slot.mb)
 
@@ -187,12 +188,13 @@ class VerbTransfer:
 
 @dataclass(frozen=True)
 class ScratchBuffer:
-    """Temporary memory of an operation on a page.
+    """Temporary memory of an operation on a page (flat parameter buffer).
 
     Attributes
     ----------
     kind : a key of `SLOTS`
-    until : the memory is in use until the first later action that takes or reads this slot; "": only during the action
+    until : the memory is in use until the first later action that takes or reads this slot (named buffer); "": only
+        during the action
     """
 
     kind: str

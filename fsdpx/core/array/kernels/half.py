@@ -69,7 +69,7 @@ def to_float32(xp: Any, x: Any) -> Any:
 
 
 def cast_float(xp: Any, x: Any, dtype: Any) -> Any:
-    """Return x rounded to `dtype` (16-bit or float32), in the memory order of x. Return x itself if it has that dtype."""
+    """Return x rounded to `dtype` (16-bit or float32), in the memory order of x; x itself if it has that dtype."""
     if x.dtype == dtype:
         return x
     if xp is np and not x.flags.c_contiguous:

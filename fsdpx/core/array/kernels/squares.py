@@ -19,7 +19,7 @@ PIECE_ELEMENTS = 1 << 18  # elements converted at a time, so that the float64 co
 
 @kernel(narrow=0)
 def square_sum(xp: Any, flat: Any) -> float:
-    """Return the sum of squares of a 1-D array in float64, as the sum of its blocks of `BLOCK` elements."""
+    """Return the sum of squares of a 1-D array in float64, added block by block (`BLOCK` elements each)."""
     sums = [
         square_sums(xp, flat[start : start + PIECE_ELEMENTS], BLOCK)
         for start in _iterate_block_starts(xp, flat.shape[0], PIECE_ELEMENTS)

@@ -78,8 +78,8 @@ def _run_and_count_as_one_kernel(
 
 
 def find_algorithm_and_windows(call: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[str, float]:
-    """Return the name of a kernel and of the algorithm that it uses for these arguments as one text, and the value of
-    `ProductCount.windows`."""
+    """Return two things that the cost of a kernel depends on: its name with the algorithm that it uses for these
+    arguments, and the value of `ProductCount.windows`."""
     name, choose_algorithm = getattr(call, "__name__", INNER_KERNEL), getattr(call, "choose_algorithm", None)
     if choose_algorithm is None:
         return name, 1.0
@@ -88,7 +88,7 @@ def find_algorithm_and_windows(call: Callable[..., Any], *arguments: Any, **opti
 
 
 def _make_shape_key(value: Any, arrays: list[ShapeArray]) -> Any:
-    """Return a hashable key of `value` in which arrays are replaced by shape and dtype. Append the arrays to `arrays`."""
+    """Return a hashable key of `value` in which arrays are replaced by shape and dtype. Append them to `arrays`."""
     kind = type(value)
     if kind is ShapeArray:
         arrays.append(value)

@@ -390,7 +390,7 @@ class MpiCommunicator(MessageBackend):
         return self._track_requests(call, [self.raw.Ibarrier()])
 
     def _split_message(self, array: Array) -> list[Any]:
-        """Divide `array` into parts that each fit into one MPI message; sender and receiver divide it in the same way."""
+        """Divide `array` into parts that each fit into one MPI message. Sender and receiver get the same parts."""
         if array.size <= self.limit:
             return [array]
         return [array[start : start + self.limit] for start in range(0, array.size, self.limit)]

@@ -56,7 +56,7 @@ def find_leftover_files(folder: Path = SHARED_MEMORY_FOLDER, seconds: float = LE
 
 
 def remove_leftover_files(folder: Path = SHARED_MEMORY_FOLDER, temporary: Path | None = None) -> None:
-    """Remove files that killed jobs have left: those of ranks and of MPICH in `folder`, and those of Open MPI in
+    """Remove files that killed jobs have left: files of fsdpx and MPICH in `folder`, and files of Open MPI in
     `temporary` ($TMPDIR).
 
     A file is left over if no process maps it and it is older than _SECONDS_TO_BEGIN, since ranks map these files as

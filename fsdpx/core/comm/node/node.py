@@ -412,7 +412,7 @@ class NodeCommunicator(Backend):
         return group
 
     def window(self, nbytes: int) -> Window:
-        """Return a one-sided window in shared memory if all ranks are on one host, otherwise a window of the carrier."""
+        """Return a one-sided window: in shared memory if all ranks are on one host, otherwise one of the carrier."""
         if HAS_FILE_LOCKS and len(self.ranks_by_host) == 1:
             return MappedWindow(self.carrier, nbytes, self.timeout)
         return self.carrier.window(nbytes)

@@ -1,7 +1,8 @@
 """Persistent collectives in shared memory. Their arguments are checked and their addresses are found once; after that,
 they are started many times and wait and add in compiled code.
 
-They synchronize in the same way as `NodeCollective`, so some ranks may use one while other ranks use the other.
+They use the same shared records as `NodeCollective`, so in one collective some ranks may use this class and other
+ranks that one.
 """
 
 from __future__ import annotations

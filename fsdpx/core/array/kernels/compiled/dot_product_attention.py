@@ -367,7 +367,7 @@ def _renumber_segments(segments: Any, dtype: Any) -> np.ndarray:
 
 
 def _copy_unless_blas_readable(x: np.ndarray) -> np.ndarray:
-    """Return x if its rows are contiguous, as BLAS requires, else a copy. Rows may have any distance from each other."""
+    """Return x if its rows are contiguous, as BLAS requires, else a copy. Rows may be any distance apart."""
     step, width, size = x.strides[2], x.shape[3], x.itemsize
     fits = x.strides[3] == size and step % size == 0 and step >= width * size
     return x if fits else np.ascontiguousarray(x)
