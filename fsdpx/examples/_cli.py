@@ -13,8 +13,8 @@ __all__ = ["nonnegative_int", "positive_int", "run_main"]
 
 
 def positive_int(text: str, minimum: int = 1) -> int:
-    """Parse a command-line argument as an int. Raise an argparse error unless it is an integer of at least `minimum`.
-    """
+    """Parse a command-line argument as an int. Raise an argparse error unless it is an integer of at least
+    `minimum`."""
     try:
         found = int(text)
     except ValueError:

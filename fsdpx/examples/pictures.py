@@ -75,8 +75,8 @@ def _draw_error_figure(errors: Sequence[float]) -> Any:
 
 
 def _draw_parts_figure(grid: fsdpx.Grid, height: Array, options: dict[str, Any]) -> Any:
-    """Draw each rank's part of the field at its position, with its halo in pale colors. There is no halo beyond walls.
-    """
+    """Draw each rank's part of the field at its position, with its halo in pale colors. There is no halo beyond
+    walls."""
     from matplotlib import rcParams
     from matplotlib.figure import Figure
 

@@ -193,8 +193,8 @@ def _print_difference(found: object) -> int:
 
 
 def _find_argument_kind(path: Path) -> str:
-    """Return what a command-line argument names: a "run" to start, the "record" of a run, a "trace" or a "checkpoint".
-    """
+    """Return what a command-line argument names: a "run" to start, the "record" of a run, a "trace" or a
+    "checkpoint"."""
     if not path.exists() or path.suffix in (".py", ".toml"):
         return "run"
     if path.is_dir() and any(path.glob("values-*")):

@@ -93,8 +93,8 @@ class DeathRecorder:
             os.close(descriptor)
 
     def _watch_rank(self, rank: int, process: int, deaths: select.epoll) -> None:
-        """Watch the process and the named pipe of a rank. If the process has already ended, add the rank to `missed`.
-        """
+        """Watch the process and the named pipe of a rank. If the process has already ended, add the rank to
+        `missed`."""
         try:
             descriptor = os.pidfd_open(process)
         except OSError:

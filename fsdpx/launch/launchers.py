@@ -1,5 +1,5 @@
-"""The job launchers that `fsdpx run` supports (mpiexec, srun, flux), and the command lines that start ranks with them.
-"""
+"""The job launchers that `fsdpx run` supports (mpiexec, srun, flux), and the command lines that start ranks with
+them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`fsdpx plan` finds the fastest configuration of a job, and `fsdpx measure-machine` measures the speed of a machine.
-"""
+"""`fsdpx plan` finds the fastest configuration of a job, and `fsdpx measure-machine` measures the speed of a
+machine."""
 
 from __future__ import annotations
 

@@ -238,8 +238,8 @@ def _make_temporary_folder_and_remove_dead(parent: Path) -> Path:
 
 
 def _create_and_require_writable(folder: Path, option: str) -> Path:
-    """Create the folder if necessary, and return it. Raise LaunchError, which names `option`, if it cannot be written.
-    """
+    """Create the folder if necessary, and return it. Raise LaunchError, which names `option`, if it cannot be
+    written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()

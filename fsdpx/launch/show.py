@@ -75,8 +75,8 @@ def add_options(p: argparse.ArgumentParser, also: str = "") -> None:
 
 
 def require_axes_for_options(mesh: Mesh | None, schedule: str | None, sequence: str | None) -> None:
-    """Raise ConfigError if --schedule is given without a pipeline axis in --mesh, or --sequence without a tensor axis.
-    """
+    """Raise ConfigError if --schedule is given without a pipeline axis in --mesh, or --sequence without a tensor
+    axis."""
     if schedule is not None and (mesh is None or mesh.pipe == 1):
         raise ConfigError(f"--schedule {schedule}: the mesh has no pipe axis; say --mesh pipe=2")
     if sequence is not None and (mesh is None or mesh.tensor == 1):
@@ -109,8 +109,8 @@ def show(args: argparse.Namespace) -> str:
 
 
 def _format_step(args: argparse.Namespace, count: Callable[[int], None]) -> str:
-    """Return the text that `show` prints. To report progress, call `count` with the number of the dry run that begins.
-    """
+    """Return the text that `show` prints. To report progress, call `count` with the number of the dry run that
+    begins."""
     if args.png is not None:
         require_drawable("--png", args.png)
     example = _grow_batch_to_chunks(find_model(args.example, args.batch), args.batch, args.chunks)

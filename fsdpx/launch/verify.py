@@ -145,8 +145,8 @@ def _list_precisions(precision: str) -> list[Any]:
 
 
 def fill_mesh(mesh: Mesh, strategy: Strategy, ranks: int) -> Mesh:
-    """Return the mesh with the width of each axis filled in. For "ddp", the whole data axis becomes the replica axis.
-    """
+    """Return the mesh with the width of each axis filled in. For "ddp", the whole data axis becomes the replica
+    axis."""
     full = mesh.fill_from_strategy(DistributionChoices(strategy, mesh).strategy_within_replica(ranks), ranks)
     if strategy in PRESETS and PRESETS[strategy].shard == 1:
         return replace(full, replica=full.width_of("data"), shard=1)

@@ -1,8 +1,8 @@
 """Loads field models (neural operators) from the weights of other projects: the usual U-Net, neuraloperator's FNO and
 PDEBench's models.
 
-The model is determined by the names and shapes of the tensors. A table maps the names of other projects to parameters.
-"""
+The model is determined by the names and shapes of the tensors. A table maps the names of other projects to
+parameters."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ class AttentionCore(Protocol):
         ...
 
     def backward(self, env: LayerContext, kept: Any, dmerged: Array) -> Array:
-        """Return the gradient of `qkv`, given the values `kept` by `forward` and the gradient `dmerged` of its result.
-        """
+        """Return the gradient of `qkv`, given the values `kept` by `forward` and the gradient `dmerged` of its
+        result."""
         ...
 
 

@@ -136,8 +136,8 @@ class Container(Layer):
         return new
 
     def with_frozen_except(self, trained: tuple[str, ...]) -> Container:
-        """Return a copy of the container in which only the parameters whose names end in one of `trained` are trained.
-        """
+        """Return a copy of the container in which only the parameters whose names end in one of `trained` are
+        trained."""
         new = copy(self)
         new._specs = {n: s if n.endswith(trained) else replace(s, trainable=False) for n, s in self._specs.items()}
         return new
@@ -224,8 +224,8 @@ class Container(Layer):
         gradient is None for an input to which no gradient flows.
 
         `backward_step(step, saved, dy)` returns the gradients of a step's inputs. A step is skipped if no output
-        depends on its results, or if all of its results are in `constant`, the names of values that need no gradient.
-        """
+        depends on its results, or if all of its results are in `constant`, the names of values that need no
+        gradient."""
         whole = partial(self._resolve_placeholder, env, parts, saved)
         given_here = zip(self.outputs, _as_tuple(dy, len(self.outputs)), strict=True)
         grads = {name: part for name, part in given_here if name not in constant}
@@ -424,8 +424,8 @@ WORKS = "compose works on its arguments and on what layers give"
 
 
 def _make_unsupported(sign: str) -> Any:
-    """Return a method for an operator such as "-" that raises ConfigError, because symbolic values do not support it.
-    """
+    """Return a method for an operator such as "-" that raises ConfigError, because symbolic values do not support
+    it."""
 
     def refuse_operator(self: ComposeValue, *others: Any) -> Any:
         raise self.make_unsupported_error(f"has no {sign}")

@@ -645,8 +645,8 @@ def iterate_layers(layer: Layer, path: str = "") -> Iterator[tuple[str, Layer]]:
 
 
 def collect_specs(children: Iterable[tuple[str, Layer]]) -> dict[str, ParameterSpec]:
-    """Return the parameter specs of all child layers, with names prefixed by the child's name, such as "head.weight".
-    """
+    """Return the parameter specs of all child layers, with names prefixed by the child's name, such as
+    "head.weight"."""
     return {join_path(name, leaf): spec for name, layer in children for leaf, spec in layer.specs().items()}
 
 
@@ -666,8 +666,8 @@ def group_by_child(arrays: Params, ties: Mapping[str, str] = NO_TIES) -> Mapping
     """Group arrays by child layer, the first part of their dotted names: `{"attn.qkv.weight": a}` becomes `{"attn":
     {"qkv.weight": a}}`.
 
-    `ties` maps the aliases of tied parameters to their canonical names; each array is returned under its aliases, too.
-    """
+    `ties` maps the aliases of tied parameters to their canonical names; each array is returned under its aliases,
+    too."""
     if isinstance(arrays, Gradients | Parameters):
         return arrays.group_by_child(ties)
     aliases = {alias: arrays[name] for alias, name in ties.items() if name in arrays}

@@ -1,5 +1,5 @@
-"""Sequence parallelism: layers that shard the model's input and all-gather its output, and losses of sharded outputs.
-"""
+"""Sequence parallelism: layers that shard the model's input and all-gather its output, and losses of sharded
+outputs."""
 
 from __future__ import annotations
 

@@ -373,8 +373,8 @@ class RowParallel:
 @dataclass(frozen=True)
 class VocabParallel:
     """Mark in a tensor plan that shards an Embedding or TokenEmbedding by rows. If the last layer of the model is a
-    Linear with this mark, its logits are sharded by classes for `CrossEntropyLoss`, and all-gathered for other losses.
-    """
+    Linear with this mark, its logits are sharded by classes for `CrossEntropyLoss`, and all-gathered for other
+    losses."""
 
 
 @dataclass(frozen=True)

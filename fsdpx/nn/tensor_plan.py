@@ -144,8 +144,8 @@ class ShardingWalk:
         return any(self._needs_full_input(s.layer, join_path(path, s.name), i) for s, i in readers)
 
     def _record_and_require_equal_ties(self, layer: Container, path: str, steps: Sequence[ChildCall]) -> None:
-        """Record the tied parameters of a container. Raise ConfigError if two tied parameters are sharded differently.
-        """
+        """Record the tied parameters of a container. Raise ConfigError if two tied parameters are sharded
+        differently."""
         specs = collect_specs((step.name, step.layer) for step in steps)
         for alias, name in layer.ties.items():
             self.ties[join_path(path, alias)] = join_path(path, name)

@@ -1,5 +1,5 @@
-"""Descriptions of machines: the speed of ranks and of the network between them. They are read from machine.toml files.
-"""
+"""Descriptions of machines: the speed of ranks and of the network between them. They are read from machine.toml
+files."""
 
 from __future__ import annotations
 

@@ -217,8 +217,8 @@ class StepTimes:
         return seconds
 
     def compute_message_seconds(self, sender: int, receiver: int, nbytes: float) -> float:
-        """Return the time in seconds of one message between two ranks, which are given by their numbers in the world.
-        """
+        """Return the time in seconds of one message between two ranks, which are given by their numbers in the
+        world."""
         users = 1.0
         for level in self.lines.machine.levels:
             if sender // level.ranks == receiver // level.ranks:
