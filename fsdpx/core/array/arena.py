@@ -51,7 +51,8 @@ def _load_glibc() -> ctypes.CDLL | None:
     if not sys.platform.startswith("linux"):
         return None
     library = ctypes.CDLL(None)
-    return library if hasattr(library, "gnu_get_libc_version") else None  # musl has mallopt only as a stub
+    # musl has mallopt as well, but as a stub without effect
+    return library if hasattr(library, "gnu_get_libc_version") else None
 
 
 ALIGN = 64  # size in bytes of a cache line and of the widest vector register
@@ -193,7 +194,7 @@ class Arena:
         self.xp = xp
         self.memory = memory
         self.kept: dict[Hashable, Any] = {}
-        self.blocks: list[Any] = []  # blocks of shared memory to free
+        self.blocks: list[Any] = []  # blocks of shared memory that must be freed
         if memory is not None:
             weakref.finalize(self, memory.free_shared_later, self.blocks).atexit = False
         self.slab: Any = None

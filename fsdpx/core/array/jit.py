@@ -38,7 +38,7 @@ def jit(function: Callable[..., Any] | None = None, *, fastmath: Any = False, na
     """
     if function is None:
         return functools.partial(jit, fastmath=fastmath)
-    function.__qualname__ = name or function.__qualname__  # the name of the file on disk contains this name
+    function.__qualname__ = name or function.__qualname__  # this name becomes part of the name of the file on disk
     return CompiledFunction(function, fastmath)
 
 

@@ -63,6 +63,7 @@ MIN_PARALLEL_SIZE = 1 << 18
 """Minimum number of elements for which splitting a call pays off. A pass over that many elements takes 80 us, whereas
 waking a thread and getting its answer takes 30 us."""
 PER_THREAD = 4  # pieces per thread; with small pieces, a worker that wakes late delays the call less
+
 # splits are at multiples of this many elements, so that threads never write to the same cache line
 PIECE_ALIGNMENT = 64
 

@@ -19,7 +19,7 @@ __all__ = [
     "random_permutation", "uniform",
 ]  # fmt: skip
 
-PIECE_ELEMENTS = 1 << 16  # elements generated at a time, so that temporaries stay in cache
+PIECE_ELEMENTS = 1 << 16  # number of elements generated at a time, so that temporaries stay in cache
 MIN_RUN_ELEMENTS = 1024  # minimum number of elements for which a contiguous run is generated on its own
 WORD_MASK = 0xFFFFFFFF
 MIX = (0x7FEB352D, 0x846CA68B)
@@ -27,7 +27,7 @@ WORDS_PER_STEP = 4  # 64-bit numbers that Philox generates from one counter valu
 
 
 def generate_raw_numbers(seed: int, name: str, start: int, stop: int) -> np.ndarray:
-    """Return the 64-bit random numbers [start, stop) of a stream as uint64."""
+    """Return the 64-bit random numbers with indices [start, stop) in the stream (seed, name), as uint64."""
     if not 0 <= start <= stop:
         raise ValueError(f"random numbers [{start}, {stop}) of {name!r}: a range must be 0 <= start <= stop")
     first = start // WORDS_PER_STEP
@@ -36,14 +36,14 @@ def generate_raw_numbers(seed: int, name: str, start: int, stop: int) -> np.ndar
 
 
 def uniform(seed: int, name: str, start: int, stop: int) -> np.ndarray:
-    """Return elements [start, stop) of a stream as float64 in [0, 1). Element i consists of the top 53 bits of 64-bit
-    number i."""
+    """Return the random numbers with indices [start, stop) in the stream (seed, name), as float64 in [0, 1). Each
+    consists of the top 53 bits of a 64-bit number."""
     return _make_in_pieces(start, stop, np.float64, lambda a, b: _to_fractions(generate_raw_numbers(seed, name, a, b)))
 
 
 def normal(seed: int, name: str, start: int, stop: int) -> np.ndarray:
-    """Return elements [start, stop) of a stream as float64 with mean 0 and variance 1. Element i is computed from the
-    64-bit numbers 2i and 2i + 1.
+    """Return normal random numbers with indices [start, stop) in the stream (seed, name), as float64 with mean 0 and
+    variance 1. Number i is computed from the 64-bit numbers 2i and 2i + 1.
 
     The formula is sqrt(-2 log u) cos(2 pi v) (Box and Muller, 1958). In some elements, the last bits computed by NumPy
     differ from those of the compiled code. NumPy's own last bits also differ between processors.
@@ -64,7 +64,7 @@ def normal(seed: int, name: str, start: int, stop: int) -> np.ndarray:
 
 def random_permutation(seed: int, name: str, n: int) -> np.ndarray:
     """Return the numbers 0 to n - 1 in random order as int64: the indices that sort the first n 64-bit numbers of the
-    stream."""
+    stream (seed, name)."""
     return np.argsort(generate_raw_numbers(seed, name, 0, n), kind="stable")
 
 
@@ -126,7 +126,7 @@ class Random:
 
 @dataclass(frozen=True)
 class NumberRange:
-    """The random numbers [start, stop) of the stream (seed, name)."""
+    """The random numbers with indices [start, stop) in the counter-based stream that (seed, name) identifies."""
 
     seed: int
     name: str
@@ -135,7 +135,7 @@ class NumberRange:
 
     @property
     def keys(self) -> tuple[np.uint64, np.uint64]:
-        """The two words of Philox's key."""
+        """The two 64-bit words of the key of the Philox generator."""
         key = _make_key(self.seed, self.name)
         return np.uint64(key & 0xFFFFFFFFFFFFFFFF), np.uint64(key >> 64)
 
@@ -162,8 +162,8 @@ class NumberRange:
         return numbers
 
     def make_fractions(self, xp: Any) -> Any:
-        """Return the numbers as a 1-D float32 array in [0, 1) on the device of `xp`, made from the top 24 bits of
-        each."""
+        """Return the random numbers as a 1-D float32 array in [0, 1) on the device of `xp`. Each is made from the top
+        24 bits of a 64-bit number."""
         if getattr(xp, "holds_no_data", False):
             return xp.empty((self.stop - self.start,), dtype=np.float32)
 
@@ -177,7 +177,8 @@ class NumberRange:
 
 @dataclass(frozen=True)
 class NumberSubarray:
-    """The random numbers of the stream (seed, name) for a part, of shape `shape`, of a larger array of shape `whole`.
+    """The random numbers for a part, of shape `shape`, of a larger array of shape `whole`, from the counter-based
+    stream that (seed, name) identifies.
 
     Element (i, j, ...) of the part is element (starts[0] + i, starts[1] + j, ...) of the larger array, counted in C
     order. The number of samples, `whole[0]`, does not matter.

@@ -87,20 +87,22 @@ class Environment:
 
     Parameters
     ----------
-    check : exchange fingerprints before collectives (FSDPX_CHECK=1)
-    node : ranks of one host communicate through shared memory (FSDPX_NODE=0: by MPI messages)
-    tune : measure to choose options that were not given (FSDPX_TUNE=0: use the defaults)
-    retune : measure again even if results are cached (FSDPX_TUNE=again), except after `fsdpx run` has restarted the job
+    check : whether ranks compare each collective before it starts (FSDPX_CHECK=1)
+    node : whether ranks of one host communicate through shared memory (FSDPX_NODE=0: by MPI messages)
+    tune : whether options that were not given are chosen by measurements (FSDPX_TUNE=0: use the defaults)
+    retune : whether to measure again even if results are cached (FSDPX_TUNE=again), except after `fsdpx run` has
+        restarted the job
     cache : folder of measurements, plans and compiled kernels (FSDPX_CACHE; default: fsdpx in the user's cache folder)
     timeout : maximum time in seconds of a wait for other ranks (FSDPX_TIMEOUT; None: the default)
     start_timeout : maximum time in seconds that the ranks of a host wait for its last rank while MPI starts
         (FSDPX_START_TIMEOUT)
     launcher : the launcher that started this process as one of several ranks, or None
     expected_size : number of ranks that the launcher started (FSDPX_EXPECT_SIZE takes precedence), or None
-    watch : every rank has a watchdog and a flight record (FSDPX_WATCH=0: none has)
+    watch : whether every rank has a watchdog and a flight record (FSDPX_WATCH=0: none has)
     run : folder of this job, created by `fsdpx run`, for flight records and notes (FSDPX_RUN; None: temporary files)
     restart : number of times that `fsdpx run` or Slurm has restarted this job (FSDPX_RESTART, SLURM_RESTART_COUNT)
-    ulfm : with Open MPI, the job continues after a rank has failed (--with-ft ulfm, which sets OMPI_MCA_mpi_ft_enable)
+    ulfm : whether the job continues after a rank has failed, with Open MPI (--with-ft ulfm, which sets
+        OMPI_MCA_mpi_ft_enable)
     slurm_job : number of the Slurm job (SLURM_JOB_ID)
     threads : BLAS threads per rank that the user set (OPENBLAS_NUM_THREADS, MKL_NUM_THREADS, OMP_NUM_THREADS)
     """

@@ -501,7 +501,7 @@ def spawn(
             for thread in threads:
                 thread.start()
             late = _join_and_find_unfinished_threads(threads, world)
-    except BaseException as stop:  # for example Ctrl-C in an interactive session: ranks end at their next call
+    except BaseException as stop:  # such as Ctrl-C in an interactive session: ranks end at their next call
         world.record_failure(stop)
         raise
     if failures:

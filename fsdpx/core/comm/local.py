@@ -103,13 +103,13 @@ class ThreadWorld:
         gone = sorted(self.returned.intersection(missing))
         if not gone:
             return None
-        self.raise_if_failed()  # the failure of a rank explains the error better
+        self.raise_if_failed()  # raise the failure of a rank first, because it explains the error better
         who = f"{format_ranks(gone)} {'has' if len(gone) == 1 else 'have'} returned"
         alike = "all ranks make the same calls, in the same order"
         return DesyncError(f"{who} while ranks {sorted(waiting)} wait in {call}: {alike}")
 
     def complete_events_and_wake_ranks(self, *events: ThreadCollective | ThreadMessage) -> None:
-        """Mark collectives or messages as complete, and wake the ranks that wait for them."""
+        """Mark collectives or messages as complete, and wake the thread ranks that wait for them."""
         with self.condition:
             for event in events:
                 event.done = True
@@ -147,7 +147,7 @@ class ThreadGroup:
         return tuple(rank for rank, member in enumerate(self.members) if member in dead) if dead else ()
 
     def revoke(self) -> None:
-        """Let all new and waiting calls on this communicator fail. Only transfers whose data is already being copied
+        """Make all new and waiting calls on this communicator fail. Only transfers whose data is already being copied
         still complete."""
         with self.world.condition:
             self.revoked = True
@@ -243,11 +243,11 @@ class ThreadCollective:
 
 
 class ThreadMessage:
-    """The send or the receive of a message between two ranks.
+    """The send or the receive of a message between two thread ranks.
 
     Attributes
     ----------
-    needs : rank of the other side; while the data is being copied (`moving`), the rank that copies
+    needs : set with the rank of the other side; while the data is being copied (`moving`), with the rank that copies
     """
 
     __slots__ = ("array", "done", "moving", "name", "needs", "rank")

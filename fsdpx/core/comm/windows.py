@@ -72,8 +72,8 @@ class Window(ABC):
         """
 
     def access_epoch(self, kind: str) -> AbstractContextManager[None]:
-        """Return a context manager around this rank's accesses to the parts of other ranks. `kind` is "pull", "push"
-        or "mix"."""
+        """Return a context manager around this rank's accesses to the memory of other ranks. `kind` is "pull" (read),
+        "push" (update) or "mix" (average with another rank)."""
         return nullcontext()
 
     def stop_accessing(self) -> None:  # noqa: B027 - does nothing where time is real

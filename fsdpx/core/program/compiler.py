@@ -169,7 +169,7 @@ class Program:
     results: tuple[Slot, ...] = field(default=())
 
     def __str__(self) -> str:
-        # documentation has 88 columns
+        # pages of the documentation have 88 columns
         return textwrap.fill(" ".join(map(str, self.actions)), 86, break_long_words=False)
 
     @cached_property
@@ -195,7 +195,7 @@ def compile(request: ProgramRequest) -> Program:
     return _compile_cached(request, tuple(PASSES))
 
 
-@lru_cache(maxsize=128)  # thread ranks share it, and each pipeline rank compiles the programs of all ranks
+@lru_cache(maxsize=128)  # thread ranks share this cache, and each pipeline rank compiles the programs of all ranks
 def _compile_cached(
     request: ProgramRequest, passes: tuple[Callable[[list[Action], ProgramRequest], list[Action]], ...]
 ) -> Program:

@@ -157,7 +157,8 @@ def zbv(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSchedule:
     first rank.
     """
     _require_fitting_numbers("zbv", ranks, microbatches, per_rank, 2)
-    whole = max(microbatches, 2 * ranks - 1)  # for fewer microbatches, surplus ones are dropped below
+    # with fewer microbatches, build the order for more and drop the surplus below
+    whole = max(microbatches, 2 * ranks - 1)
     rows = []
     for rank in range(ranks):
         after = ranks - rank

@@ -152,7 +152,8 @@ class Deadlock:
 def simulate_tasks(rows: Sequence[Sequence[SimulatedTask]]) -> tuple[list[list[ActionEvent]], list[Deadlock]]:
     """Simulate the tasks of all ranks until all are done or none can run. Return the events of each rank, and the
     ranks that do not finish."""
-    left: dict[Hashable, int] = Counter([task.key for row in rows for task in row])  # number of unfinished tasks by key
+    # for each key, the number of unfinished tasks that complete it
+    left: dict[Hashable, int] = Counter([task.key for row in rows for task in row])
     ends, lanes, free = dict[Hashable, float](), dict[Hashable, float](), [0.0] * len(rows)
     spans: list[list[tuple[float, float]]] = [[] for _ in rows]
 
@@ -419,9 +420,9 @@ def _explain_wait(program: Program, wait: Deadlock) -> Iterator[str]:
 
 
 def _make_tasks(program: Program, rank: int, seconds: Seconds, blocking: bool) -> list[SimulatedTask]:
-    """Convert the program of one rank to simulated tasks. A send completes the key of its message, and all ranks that
-    synchronize share one key."""
-    coming: dict[Slot, Hashable] = {}  # key of the transfer that fills each slot
+    """Convert the program of one rank to simulated tasks, which wait for each other by keys: each message has a key,
+    and all ranks that synchronize share one."""
+    coming: dict[Slot, Hashable] = {}  # for each slot (named buffer), the key of the transfer that fills it
     times: Counter[Action] = Counter()
     met: list[Hashable] = []
     tasks = []

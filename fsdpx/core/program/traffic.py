@@ -46,12 +46,13 @@ class TrafficSizes:
     carried: Mapping[tuple[str, str], Mapping[int, Transfers]] = field(default_factory=dict)
     """(axis, collective) -> page -> the collectives that its codec uses instead; pages that are not listed are sent
     uncompressed"""
-    ties: Mapping[int, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)  # page -> (axis, call, elements)
+    # for each page, the (axis, call, elements) of the transfers that sum its tied gradients
+    ties: Mapping[int, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)
     tie_itemsize: int = 4
     amounts: Mapping[str, Mapping[tuple[int, int | None], int]] = field(default_factory=dict)
     """amount of a transfer that is not part of a page -> (number, microbatch) -> bytes; keys that are not listed send
     nothing"""
-    # page -> (axis, collective, bytes) of the transfers of its update
+    # for each page, the (axis, collective, bytes) of the transfers of its update
     parts: Mapping[int, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)
 
 
@@ -164,7 +165,7 @@ def find_slot_lifetimes(program: Program) -> Iterator[SlotLifetime]:
 
 
 def _find_scratch_lifetimes(program: Program) -> Iterator[SlotLifetime]:
-    ends: dict[Slot, int] = {}  # next action that takes or reads each slot, as the loop runs backwards
+    ends: dict[Slot, int] = {}  # for each slot, the next action that takes or reads it (the loop runs backwards)
     last = len(program.actions) - 1
     for index, action in reversed(list(enumerate(program.actions))):
         for scratch in VERBS[action.op].scratch:

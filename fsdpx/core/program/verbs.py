@@ -131,13 +131,11 @@ SLOTS: dict[str, SlotKind] = {
     "slots": SlotKind("slots", "optimizer", lent=True),  # optimizer state of a page, as a dict of arrays by name
     "memory": SlotKind("memory", "codec memory"),  # what a gradient codec keeps for a page, such as error feedback
     "stats": SlotKind("stats", "state"),  # running statistics of a unit, as in batch norm
-    # gradients of a step
     "grad": SlotKind("grad", "gradients", lent=True),
     "sum": SlotKind("grad", "gradients", lent=True),
     "part": SlotKind("part", "gradients"),
     "total": SlotKind("part", "gradients"),
     "tied": SlotKind("part", "gradients"),
-    # activations of a microbatch
     "act": SlotKind("act", "activations"),
     "dact": SlotKind("dact", "activations"),
     "saved": SlotKind("saved", "activations"),
@@ -150,7 +148,6 @@ SLOTS: dict[str, SlotKind] = {
     "mean": SlotKind("mean", "control"),
     "scale": SlotKind("scale", "control"),
     "agreed": SlotKind("agreed", "control"),
-    # scratch memory of single operations
     "wire": SlotKind("wire", "scratch", lent=True),
     "carry": SlotKind("carry", "scratch", lent=True, raw=True),
     "trade": SlotKind("trade", "scratch", lent=True),

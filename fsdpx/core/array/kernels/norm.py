@@ -94,13 +94,13 @@ def rms_norm_backward_params(xp: Any, x: Any, rstd: Any, dy: Any, gw: Any) -> No
 
 @kernel(narrow=0)
 def channel_sums(xp: Any, x: Any) -> Any:
-    """Return the sum of each channel of x (samples, channels, ...) in float64."""
+    """Return the sum over each channel of x (samples, channels, ...), as (channels,) float64."""
     return xp.sum(x, axis=_list_non_channel_dims(x), dtype=np.float64)
 
 
 @kernel(narrow=0)
 def channel_squares(xp: Any, x: Any, mean: Any) -> Any:
-    """Return the sum of (x - mean)^2 of each channel in float64, given the means (channels,)."""
+    """Return the sum of (x - mean)^2 over each channel of x, as (channels,) float64, given the means (channels,)."""
     return xp.sum(xp.square(x - _broadcast_channels(mean, x)), axis=_list_non_channel_dims(x), dtype=np.float64)
 
 

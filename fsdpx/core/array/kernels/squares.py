@@ -14,7 +14,7 @@ __all__ = ["BLOCK", "LANES", "square_sum", "square_sums", "sum_rows_in_lanes"]
 
 BLOCK = 1 << 14  # number of elements per block in `square_sum`
 LANES = 64  # number of partial sums of a block; element i is added to partial sum i % LANES
-PIECE_ELEMENTS = 1 << 18  # elements converted at a time, so that the float64 copy stays in cache
+PIECE_ELEMENTS = 1 << 18  # number of elements converted at a time, so that the float64 copy stays in cache
 
 
 @kernel(narrow=0)

@@ -64,7 +64,7 @@ def remove_leftover_files(folder: Path = SHARED_MEMORY_FOLDER, temporary: Path |
     """
     for path in find_leftover_files(folder, _SECONDS_TO_BEGIN):
         if path.name.startswith(_REMOVED):
-            with suppress(OSError):  # another process has removed the file, or the folder is read-only
+            with suppress(OSError):  # the file may be gone, or the folder may be read-only
                 path.unlink()
     temporary = Path(tempfile.gettempdir()) if temporary is None else temporary
     remove_dead_folders(temporary.glob(f"{_SESSION}*"), _has_session_ended)
@@ -93,7 +93,7 @@ def _find_mapped_files(folder: Path) -> set[str]:
     """Return the files in `folder` that running processes map, as far as this process may read their memory maps."""
     mapped_paths = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
-        with suppress(OSError):  # the process has ended, or belongs to another user
+        with suppress(OSError):  # the process may have ended, or belong to another user
             for line in maps.read_text(errors="replace").splitlines():
                 _, between, name = line.partition(f" {folder}/")
                 if between:
@@ -141,8 +141,8 @@ def guarding_mpi_start() -> Iterator[None]:
 
 
 def _make_mark_folder(settings: environment.Environment, job: str) -> Path:
-    """Create the private folder for the marker files of the ranks of this host, and return its path. Raise `Untrusted`
-    if the folder belongs to another user."""
+    """Create the private folder in which the waiting ranks of this host create marker files, and return its path.
+    Raise `Untrusted` if the folder belongs to another user."""
     if settings.run is not None:
         return safe_files.make_folder(safe_files.make_folder(settings.run) / f"start-{platform.node()}")
     return safe_files.make_folder(Path(tempfile.gettempdir(), f"{FOLDER_PREFIX}{job or os.getpid()}"))

@@ -23,7 +23,7 @@ __all__ = [
 
 WORD = ir.IntType(64)
 LINE_BYTES = 64  # size of a cache line, and of the LLVM vectors used here
-LINES_PER_STEP = 4  # cache lines that one loop iteration adds
+LINES_PER_STEP = 4  # number of cache lines that one loop iteration adds
 
 RANKS, LANE, ELEMENTS, DIVISOR, STREAM, WRITTEN, HEAD = range(7)
 """Indices of the words of a row: number of ranks of the host, this rank's number among them, elements to add, divisor
@@ -172,7 +172,8 @@ def advance_barrier(row, number, at, max_polls):
 
 @jit
 def _have_all_posted(row, number, at, max_polls):
-    """Return whether all ranks of the host have posted `number`, or a later number, after at most `max_polls` polls."""
+    """Return whether all ranks of the host have announced collective `number`, or a later one, after at most
+    `max_polls` polls of shared memory."""
     for rank in range(load_acquire(row + 8 * RANKS)):
         flag = load_acquire(row + 8 * (HEAD + rank)) + at
         while rank != load_acquire(row + 8 * LANE) and load_acquire(flag) < number:

@@ -102,7 +102,7 @@ class NodeCommunicator(Backend):
 
     @property
     def library(self) -> str:
-        """The name of the library that carries the messages."""
+        """The name of the library that transfers messages between hosts, such as "mpi"."""
         return self.carrier.library
 
     @property
@@ -195,8 +195,8 @@ class NodeCommunicator(Backend):
         return self.carrier.start_transfer(call) if handle is None else handle
 
     def _take_next_tag(self) -> int:
-        """Return the next tag of the carrier, which sends all messages, so that its own collectives never use the same
-        tag."""
+        """Return the next message tag of the carrier (the message backend), so that its own collectives never use the
+        same tag."""
         return self.carrier._take_next_tag()
 
     def start_rounded_sum(self, call: Call) -> Handle:
@@ -355,7 +355,7 @@ class NodeCommunicator(Backend):
     def _start_and_cache_persistent(
         self, call: Call, made: PersistentCollective, pieces: FlatPartition | None = None
     ) -> Handle:
-        """Start a new persistent collective and cache it for later calls with the same arrays. If the counts are
+        """Start a new compiled collective and cache it for later calls with the same arrays. If the counts are
         balanced, later calls may also omit them."""
         if len(self._persistent_calls) >= MAX_PERSISTENT_CALLS:
             self._persistent_calls.clear()
@@ -371,12 +371,13 @@ class NodeCommunicator(Backend):
 
     @property
     def persistent_code(self) -> ModuleType | None:
-        """The module of persistent collectives, or None if it is not loaded or cannot be used."""
+        """The module `persistent`, with collectives that are compiled for fixed arrays; None if it is not loaded or
+        cannot be used."""
         return self.memory.persistent if self.compiles else None
 
     def _free_abandoned_and_load_persistent_code(self) -> None:
-        """Free abandoned arrays, and load the code of persistent collectives before memory is shared for the first
-        time. From then on, repeated collectives run compiled code."""
+        """Free shared arrays whose owner was garbage-collected, and load the module of compiled collectives. From then
+        on, repeated collectives run compiled code."""
         self._free_abandoned_arrays()
         if self.compiles and self.persistent_code is None:
             from fsdpx.core.comm.node import persistent
@@ -412,7 +413,8 @@ class NodeCommunicator(Backend):
         return group
 
     def window(self, nbytes: int) -> Window:
-        """Return a one-sided window: in shared memory if all ranks are on one host, otherwise one of the carrier."""
+        """Return a one-sided window: in shared memory if all ranks are on one host, otherwise from the message
+        backend."""
         if HAS_FILE_LOCKS and len(self.ranks_by_host) == 1:
             return MappedWindow(self.carrier, nbytes, self.timeout)
         return self.carrier.window(nbytes)

@@ -120,8 +120,8 @@ class PersistentCollective:
         return started
 
     def read_peer_addresses(self, number: int) -> None:
-        """Read the addresses of the other ranks' arrays from the records that they have posted for collective
-        `number`."""
+        """Read where the arrays of the other ranks are, from the records that they have posted in shared memory for
+        collective `number`."""
         for lane in self.host_group.others:
             self.set_peer_address(lane, self.host_group.board.read_words(lane, number, atomics.ADDRESS_WORDS))
 

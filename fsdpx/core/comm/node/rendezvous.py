@@ -40,15 +40,16 @@ QUICK_POLLS = 32
 
 
 def make_timeout_error(call: object, group: NodeGroup, missing: Sequence[int]) -> CommTimeout:
-    """Return the error of a wait that timed out. `missing` are the indices, on this host, of the ranks that did not
-    arrive."""
+    """Return the error of a collective that timed out. `missing` are the indices, on this host, of the ranks that did
+    not arrive."""
     ranks = [group.ranks[index] for index in missing]
     reason = f"ranks {ranks} did not call it, called it with an array outside of windows, or have ended"
     return CommTimeout(f"{call} is not complete after {group.timeout:g} s: {reason}")
 
 
 class ArrivalStage:
-    """Handle that is complete when `seen(index, number)` is true for all other ranks of the host."""
+    """Handle that waits until `seen(index, number)` is true for all other ranks of the host, where `number` is that of
+    the collective."""
 
     __slots__ = ("_group", "_missing", "_name", "_number", "_seen")
 
@@ -136,8 +137,9 @@ class NodeGroup:
         self._number = 0
 
     def reserve_collective(self, call: object = "a call") -> int:
-        """Return the number of a new collective, waiting until its slot of the board is free. The number is reserved
-        when a call is issued, so that all ranks number collectives alike even if they synchronize later."""
+        """Return the number of a new collective, waiting until its record in shared memory may be overwritten. The
+        number is reserved when a call is issued, so that all ranks number collectives alike even if they synchronize
+        later."""
         self._number = number = self._number + 1
         slot, latest = number % BOARD_SLOTS, self.latest
         if latest[slot] is not None:
@@ -151,7 +153,7 @@ class NodeGroup:
             raise CommTimeout(f"{self.latest[slot]}: {BOARD_SLOTS} meetings later, not all ranks have taken part")
 
     def _is_slot_free(self, slot: int) -> bool:
-        """Return whether a slot of the board may be reused because all ranks have read the record in it."""
+        """Return whether the record in a slot of the shared board may be overwritten, because all ranks have read it."""
         latest = self.latest[slot]
         return latest is None or (not isinstance(latest, str) and latest.is_slot_free())
 
@@ -163,9 +165,9 @@ class NodeGroup:
     def start_collective(
         self, number: int, address: WindowAddress | None, call: Call, work: Callable[[], None], **terms: Any
     ) -> Handle:
-        """Start a collective inside the host and return its handle: post the `address` of this rank's array, run
-        `work` when all ranks have posted theirs, and complete when all have finished. `address` is None if the data is
-        in the payload of the record."""
+        """Start a collective inside the host and return its handle: announce the `address` of this rank's array, run
+        `work` when all ranks have announced theirs, and complete when all have finished. `address` is None if the data
+        is small and was posted in the record itself."""
         self.board.post_record(number, None if address is None else address.word_view)
         return self._create_collective(number, call, work, **terms)
 
@@ -187,7 +189,7 @@ class NodeGroup:
         return [own if i == self.lane else self.view_peer_slice(i, number, start, own.size, own.dtype) for i in count]
 
     def view_payload(self, index: int, number: int) -> Array:
-        """Return the bytes that rank `index` of the host posted with its record, as 64-bit words."""
+        """Return the small data that rank `index` of the host posted in its record of a collective, as 64-bit words."""
         return self.board.view_payload(index, number).view(np.int64)
 
     def copy_pieces_from_peers(self, number: int, pieces: Sequence[tuple[int, Array, int]]) -> None:
@@ -215,8 +217,9 @@ class HostLanes:
         self.turn = self._tickets = 0
 
     def all_gather_over_hosts(self, call: Call, address: WindowAddress) -> Iterator[Handle]:
-        """Gather the pieces of this rank's lane from the other hosts, then copy the pieces of the other lanes from the
-        ranks of this host. The ranks of a host thus share the network traffic."""
+        """Gather the pieces of this rank's lane (the ranks with the same index on each host) from the other hosts.
+        Then copy the pieces of the other lanes from the ranks of this host, so that the ranks of a host share the
+        network traffic."""
         group, turn, number = self.host_group, self._take_lane_ticket(), self.host_group.reserve_collective()
         recv, pieces = call.arrays[1], call.partitions[0]
         yield turn
@@ -231,7 +234,8 @@ class HostLanes:
         yield group.start_collective(number, address, call, read_pieces)
 
     def all_gather_into_host_buffers(self, call: Call) -> Iterator[Handle]:
-        """Gather into one buffer per host. Each rank of a host receives the pieces of its own lane."""
+        """Gather into one buffer per host. Each rank of a host receives the pieces of its own lane (the ranks with the
+        same index on each host)."""
         group, turn = self.host_group, self._take_lane_ticket()
         first, second = group.reserve_collective(), group.reserve_collective()
         send, recv = call.arrays
@@ -243,8 +247,8 @@ class HostLanes:
         yield group.start_barrier(second, call)
 
     def reduce_scatter_over_hosts(self, call: Call, address: WindowAddress) -> Iterator[Handle]:
-        """Sum the pieces of this rank's lane over the ranks of this host, then over the hosts. For n bytes and L ranks
-        per host, the scratch memory is n/L bytes."""
+        """Sum the pieces of this rank's lane (the ranks with the same index on each host) over the ranks of this host,
+        then over the hosts. For n bytes and L ranks per host, the scratch memory is n/L bytes."""
         group, turn, number = self.host_group, self._take_lane_ticket(), self.host_group.reserve_collective()
         (send, recv), (pieces,) = call.arrays, call.partitions
         sums = make_partition_from_counts(tuple(pieces.counts[rank] for rank in self.lane))
@@ -299,7 +303,8 @@ class HostLanes:
     def _start_lane_reduction(
         self, call: Call, arrays: tuple[Array, ...], partitions: tuple[FlatPartition, ...]
     ) -> Handle:
-        """Start to reduce the partial sums of the hosts over this rank's lane."""
+        """Start to reduce the partial sums of the hosts over this rank's lane (the ranks with the same index on each
+        host)."""
         self.turn += 1
         return self.across.start_transfer(
             Call(call.verb, arrays, _get_partial_op(call.op), what=call.what, partitions=partitions)
@@ -311,7 +316,7 @@ class HostLanes:
 
 
 class LaneTurn:
-    """Handle that is complete when all calls with earlier tickets have started their messages."""
+    """Handle that is complete when all calls issued earlier have started their messages between hosts."""
 
     __slots__ = ("_lanes", "_ticket")
 
@@ -319,7 +324,7 @@ class LaneTurn:
         self._lanes, self._ticket = lanes, ticket
 
     def test(self) -> bool:
-        return self._lanes.turn >= self._ticket  # greater if another wait has already advanced this call
+        return self._lanes.turn >= self._ticket  # `turn` is greater if another wait has already advanced this call
 
     def wait(self) -> None:
         group = self._lanes.host_group

@@ -154,7 +154,7 @@ class HostWindow:
     def __init__(self, here: Communicator, nbytes: int) -> None:
         self._mapping = SharedMapping(
             here, nbytes, preallocate=False
-        )  # the system places a memory page near the core that touches it first
+        )  # not preallocated, so that the system places memory pages near the core that first uses them
         self.parts: list[Array] = self._mapping.parts
         self.addresses = [get_data_pointer(part) for part in self.parts]
         self.fence = _make_store_fence()

@@ -54,7 +54,7 @@ def _philox_step(counter, key0, key1):
 
 @jit
 def fill_raw_numbers(out, start, key0, key1):
-    """Fill `out` with consecutive random numbers of a stream as uint64, beginning with number `start`."""
+    """Fill `out` with consecutive 64-bit random numbers of a Philox stream as uint64, beginning with number `start`."""
     position = np.uint64(start)
     counter, ahead = (position >> np.uint64(2)) + np.uint64(1), np.int64(position & np.uint64(3))
     done = 0
@@ -145,7 +145,7 @@ def _fill_normal(out, start, key0, key1):
 
 @register_compiled_kernel()
 def normal(numbers: NumberRange) -> np.ndarray:
-    """Return elements [start, stop) of `array.random.normal`."""
+    """Return normal random numbers of a range of a stream, bitwise equal for any range. See `array.random.normal`."""
     out = np.empty(numbers.stop - numbers.start)
     parts = parallel.split_range(out.size, parallel.MIN_PIECE_ELEMENTS // 4)
     parallel.run_tasks(_fill_normal, [(out[a:b], numbers.start + a, *numbers.keys) for a, b in parts])

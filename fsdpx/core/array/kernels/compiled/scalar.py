@@ -24,6 +24,7 @@ __all__ = [
 FLOATS = {types.float32: (32, 23, 127), types.float64: (64, 52, 1023)}  # total bits, mantissa bits and exponent bias
 EXP32 = tuple(1.0 / math.factorial(n) for n in range(8))  # Taylor series, error below 1e-8 for |r| <= log(2) / 2
 EXP64 = tuple(1.0 / math.factorial(n) for n in range(14))  # error below 1e-17 for |r| <= log(2) / 2
+
 # log(2) in two parts, where n times the first part is exact for every n that occurs (Cody and Waite 1980)
 LOG2_HIGH32, LOG2_LOW32 = 0.693145751953125, 1.428606765330187e-06
 LOG2_HIGH64, LOG2_LOW64 = 0.6931471803691238, 1.9082149292705877e-10
